@@ -1,0 +1,26 @@
+"""minisgl: a small, fast and dependable inference engine for large language models.
+
+>>> from minisgl import LLM, SamplingParams
+>>> LLM().generate(["What is 12 + 30?"], SamplingParams(temperature=0))  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from minisgl.core import SamplingParams
+
+if TYPE_CHECKING:
+    from minisgl.llm.llm import LLM, Completion
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    # The engine costs seconds and hundreds of megabytes to import (torch); the API server never needs it.
+    if name in ("LLM", "Completion"):
+        from minisgl.llm import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module 'minisgl' has no attribute {name!r}")

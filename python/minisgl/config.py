@@ -1,0 +1,106 @@
+"""Settings of the engine and the scheduler: the one place for their names, defaults and help.
+
+Command-line flags (`server/args.py`) and `LLM(...)` keywords are both made from these fields, so this module must not
+import torch: the API process reads it too. Everything here is what the user *asked for*; what follows from it for a
+given model and machine is computed once by `engine/config.py: resolve` and never written back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar, get_type_hints
+
+from minisgl.utils.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def option(default: Any, help: str, *, flags: tuple[str, ...] = (), choices: tuple[str, ...] = ()) -> Any:
+    """A configuration field: `flags` are the accepted spellings besides `--field-name`."""
+    return field(default=default, metadata={"help": help, "flags": flags, "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What runs one model on one device."""
+
+    model: str = option("", "folder or hub id of the model; empty = the built-in demo model", flags=("--model-path",))
+    dtype: str = option(
+        "auto",
+        "number format of weights and KV cache; auto = the checkpoint's on a GPU, float32 on a CPU",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    device: str = option("auto", "where to run; auto = a GPU if there is one", choices=("auto", "cpu", "cuda"))
+    page_size: int = option(16, "tokens per KV page, a power of two from 1 to 128")
+    num_pages: int | None = option(None, "KV pages in the pool; default = from the free memory and --memory-ratio")
+    memory_ratio: float | None = option(
+        None, "share of the free memory (after weights) for the KV cache; default 0.9 on a GPU, 0.1 on a CPU"
+    )
+    max_running_requests: int = option(256, "most requests computed at the same time")
+    max_seq_len: int | None = option(
+        None, "longest prompt plus output in tokens; default = what the model allows", flags=("--max-seq-len-override",)
+    )
+    attention_backend: str = option(
+        "auto", "attention backend, or PREFILL,DECODE; `minisgl env` lists them", flags=("--attn",)
+    )
+    dummy_weight: bool = option(False, "random weights instead of the checkpoint's (needs only config.json)")
+    threads: int | None = option(None, "CPU threads of the engine; default = all cores this process may use")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """What decides which request runs when."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    cache_type: str = option(
+        "radix", "prefix cache: radix = share common prefixes, naive = none", flags=("--cache",), choices=("radix", "naive")
+    )
+    schedule_policy: str = option(
+        "fcfs",
+        "order of waiting requests: first come first served, or longest cached prefix first",
+        choices=("fcfs", "lpm"),
+    )
+    max_prefill_length: int = option(
+        8192, "token budget of one step: running requests first, the rest for chunks of prompts", flags=("--max-extend-length",)
+    )
+    overlap: bool = option(True, "plan and detokenize while the device computes (--no-overlap for the ablation)")
+    max_queued_requests: int = option(2048, "waiting requests beyond which new ones are refused (429)")
+    sampling_seed: int = option(0, "base of the sampling noise of requests without a seed of their own")
+
+
+def option_fields(cls: type) -> dict[str, tuple[type, str]]:
+    """Leaf options of a (nested) configuration class: name -> (the class that owns it, its type as written)."""
+    leaves: dict[str, tuple[type, str]] = {}
+    for f in fields(cls):
+        hint = get_type_hints(cls)[f.name]
+        if is_dataclass(hint):
+            assert isinstance(hint, type)
+            leaves.update(option_fields(hint))
+        else:
+            leaves[f.name] = (cls, str(f.type))
+    return leaves
+
+
+def build_config(cls: type[T], options: dict[str, Any]) -> T:
+    """An instance of the (nested) configuration class `cls` from flat `options`.
+
+    Raises `ConfigError` for a name that no field has.
+    """
+    known = option_fields(cls)
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r}; known: {', '.join(sorted(known))}")
+
+    def build(c: type) -> Any:
+        values = {}
+        for f in fields(c):
+            hint = get_type_hints(c)[f.name]
+            if is_dataclass(hint):
+                assert isinstance(hint, type)
+                values[f.name] = build(hint)
+            elif f.name in options:
+                values[f.name] = options[f.name]
+        return c(**values)
+
+    result: T = build(cls)
+    return result

@@ -1,0 +1,329 @@
+"""The data that everything else passes around; no behaviour beyond derived properties, no torch at run time.
+
+Data flows down and results flow up: each hop makes a new frozen value. Only `Req` mutates, and only `scheduler/`
+writes it.
+
+    SamplingParams   what the client asked for
+    Req              one request while it lives in the scheduler (host)
+    BatchPlan        one step as host integers: what is uploaded and what other ranks replay
+    Batch            the same step as tensors on the device
+    Context          what a forward pass needs besides its inputs
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import msgspec
+import numpy as np
+
+from minisgl.utils.errors import RequestError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import torch
+
+    Ints = npt.NDArray[np.int32]
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; the first two are OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to choose and when to stop. `temperature` 0 means greedy; `top_k` 0 and `top_p` 1 mean off.
+
+    `max_tokens` None means: what is left of the context. `seed` makes the output a function of the prompt and the seed
+    alone, whatever else runs.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one request may ask for; shared by HTTP, `LLM` and the shell."""
+
+    max_model_len: int
+    vocab_size: int
+    max_stop_strings: int = 16
+    max_stop_length: int = 256
+    max_stop_token_ids: int = 64
+
+
+MAX_TEMPERATURE: Final = 100.0
+MAX_SEED: Final = 2**63 - 1
+MAX_TOP_K: Final = 2**31 - 1
+
+
+def _require(condition: bool, param: str, message: str) -> None:
+    if not condition:
+        raise RequestError(f"{param} {message}", param=param, code="invalid_value")
+
+
+def validate_sampling(params: SamplingParams, limits: Limits) -> None:
+    """Raises `RequestError` naming the first field whose value cannot be honoured. NaN fails every range."""
+    p = params
+    if p.max_tokens is not None:
+        _require(1 <= p.max_tokens <= limits.max_model_len, "max_tokens", f"must be 1 to {limits.max_model_len}")
+    _require(0.0 <= p.temperature <= MAX_TEMPERATURE, "temperature", f"must be 0 to {MAX_TEMPERATURE:g}")
+    _require(0 <= p.top_k <= MAX_TOP_K, "top_k", "must be 0 (off) or positive, below 2^31")
+    _require(0.0 < p.top_p <= 1.0, "top_p", "must be above 0 and at most 1")
+    if p.seed is not None:
+        _require(-MAX_SEED - 1 <= p.seed <= MAX_SEED, "seed", "must fit in 64 bits")
+    _require(len(p.stop) <= limits.max_stop_strings, "stop", f"takes at most {limits.max_stop_strings} strings")
+    for s in p.stop:
+        _require(0 < len(s) <= limits.max_stop_length, "stop", f"strings must have 1 to {limits.max_stop_length} characters")
+    _require(len(p.stop_token_ids) <= limits.max_stop_token_ids, "stop_token_ids", "is too long")
+    for t in p.stop_token_ids:
+        _require(0 <= t < limits.vocab_size, "stop_token_ids", f"must be 0 to {limits.vocab_size - 1}")
+
+
+def validate_prompt(input_ids: Ints, params: SamplingParams, limits: Limits) -> None:
+    """Raises `RequestError` for a prompt that is empty, foreign to the vocabulary, or too long with its `max_tokens`."""
+    n = len(input_ids)
+    _require(n > 0, "prompt", "is empty")
+    low, high = int(input_ids.min()), int(input_ids.max())
+    _require(0 <= low and high < limits.vocab_size, "prompt", f"has a token id outside 0 to {limits.vocab_size - 1}")
+    wanted = 1 if params.max_tokens is None else params.max_tokens
+    if n + wanted > limits.max_model_len:
+        raise RequestError(
+            f"the prompt has {n} tokens and asks for {wanted} more, but the context holds {limits.max_model_len}",
+            param="prompt" if params.max_tokens is None else "max_tokens",
+            code="context_length_exceeded",
+        )
+
+
+class Status(enum.Enum):
+    """Where a request stands. RETRACTING and FINISHED requests are waiting for their last batch in flight."""
+
+    WAITING = 0
+    RUNNING = 1
+    RETRACTING = 2
+    FINISHED = 3
+
+
+class Req:
+    """One request inside the scheduler. Only `scheduler/` writes to it.
+
+    Two kinds of length: *confirmed* (`host_ids`, grown when a batch is collected) and *planned* (`cached_len`,
+    `device_len`, advanced when a batch is planned). With overlap the planned ones run ahead by the batches in flight.
+
+    Invariants: 0 <= cached_len <= device_len <= max_device_len; len(host_ids) <= device_len; row and pages are held
+    exactly while `table_idx` is not None.
+    """
+
+    __slots__ = (
+        "uid",
+        "order",
+        "sampling_params",
+        "prompt_len",
+        "max_device_len",
+        "cached_len",
+        "device_len",
+        "table_idx",
+        "pages",
+        "cache_handle",
+        "in_flight",
+        "status",
+        "finish_reason",
+        "noise_key",
+        "prefix_hit",
+        "started",
+        "created_at",
+        "_ids",
+        "_len",
+    )
+
+    def __init__(
+        self, uid: int, input_ids: Ints, sampling_params: SamplingParams, max_tokens: int, order: int, noise_key: int
+    ) -> None:
+        n = len(input_ids)
+        self.uid = uid
+        self.order = order  # arrival number: the tie-breaker of every policy
+        self.sampling_params = sampling_params
+        self.prompt_len = n
+        self.max_device_len = n + max_tokens
+        self.cached_len = 0  # tokens whose K/V is planned to be in the cache
+        self.device_len = n  # tokens of the sequence, counting those being sampled
+        self.table_idx: int | None = None
+        self.pages: list[int] = []  # page ids by position, those shared with the prefix cache first
+        self.cache_handle: Any = None  # the lock on the shared prefix
+        self.in_flight = 0  # launched batches that hold this request
+        self.status = Status.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.noise_key = noise_key  # 64 bits; the sampling noise is a function of (noise_key, position)
+        self.prefix_hit = 0  # prompt tokens found in the cache at first admission
+        self.started = False  # the first token has been reported
+        self.created_at = 0.0
+        self._ids = np.empty(min(self.max_device_len, n + 256), np.int32)
+        self._ids[:n] = input_ids
+        self._len = n
+
+    @property
+    def host_ids(self) -> Ints:
+        """Confirmed tokens, prompt first: a read-only view, int32 [len]."""
+        return self._ids[: self._len]
+
+    def append_host(self, token: int) -> None:
+        """Confirm one sampled token."""
+        if self._len == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
+        self._ids[self._len] = token
+        self._len += 1
+
+    @property
+    def confirmed_len(self) -> int:
+        return self._len
+
+    @property
+    def output_len(self) -> int:
+        """Confirmed generated tokens."""
+        return self._len - self.prompt_len
+
+    @property
+    def extend_len(self) -> int:
+        """Tokens still to be computed before the next one can be sampled (1 in steady decode)."""
+        return self.device_len - self.cached_len
+
+    @property
+    def remain_len(self) -> int:
+        """Tokens that may still be planned."""
+        return self.max_device_len - self.device_len
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether another token may be planned for this running request."""
+        return self.status is Status.RUNNING and self.device_len < self.max_device_len
+
+    def __repr__(self) -> str:
+        return (
+            f"Req(uid={self.uid}, {self.status.name}, row={self.table_idx}, cached={self.cached_len}, "
+            f"device={self.device_len}/{self.max_device_len}, confirmed={self._len}, in_flight={self.in_flight})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SeqSlot:
+    """One request's share of a step: positions [start, stop) of the request in `row`.
+
+    `samples` says whether the logits of position stop-1 choose the next token (false for all but the last chunk of a
+    prompt). `from_device` says that the single input token is the newest one of the row, known to the device only.
+    """
+
+    req: Req
+    row: int
+    start: int
+    stop: int
+    samples: bool
+    from_device: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """One step as host integers (int32 arrays); packs into one buffer, see `pack`.
+
+    slots      [B, 4]  row, start, stop, flags (bit 0 samples, bit 1 input token from the device)
+    tokens     [T]     input tokens of the slots without `from_device`, in slot order
+    pages      [P, 3]  page-table writes to apply first: row, index in the row, page id
+    rows       [R, 6]  sampling state of newly filled rows: row, temperature (float bits), top_k, top_p (float bits),
+                       noise key low and high 32 bits
+    """
+
+    step: int
+    slots: Ints
+    tokens: Ints
+    pages: Ints
+    rows: Ints
+
+    SAMPLES: ClassVar[int] = 1
+    FROM_DEVICE: ClassVar[int] = 2
+
+    def pack(self) -> Ints:
+        """One int32 buffer: step, then the four lengths, then the arrays."""
+        parts = (self.slots, self.tokens, self.pages, self.rows)
+        head = np.array([self.step, *(len(p) for p in parts)], np.int32)
+        return np.concatenate([head, *(p.reshape(-1) for p in parts)])
+
+    @staticmethod
+    def unpack(buffer: Ints) -> BatchPlan:
+        """The inverse of `pack`; the arrays are views of `buffer`."""
+        step, b, t, p, r = (int(x) for x in buffer[:5])
+        cuts = np.cumsum([5, b * 4, t, p * 3, r * 6])
+        assert cuts[-1] == len(buffer), f"plan of {len(buffer)} ints, expected {cuts[-1]}"
+        a = [buffer[lo:hi] for lo, hi in zip(cuts, cuts[1:], strict=False)]
+        return BatchPlan(step, a[0].reshape(b, 4), a[1], a[2].reshape(p, 3), a[3].reshape(r, 6))
+
+
+@dataclass(frozen=True, slots=True)
+class SeqLayout:
+    """Shape of a mixed batch, once for all attention backends. B sequences, T tokens in total, grouped by sequence.
+
+    The host copies are plain numpy so that a backend can plan without asking the device.
+    """
+
+    rows_host: Ints  # [B] row of each sequence
+    query_lens_host: Ints  # [B] tokens computed in this step
+    kv_lens_host: Ints  # [B] tokens in the cache once this step's are stored
+    rows: torch.Tensor  # [B] int32, as above on the device
+    kv_lens: torch.Tensor  # [B] int32
+    cu_query_lens: torch.Tensor  # [B + 1] int32, offsets of each sequence's tokens
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.rows_host)
+
+    @property
+    def is_decode(self) -> bool:
+        """Every sequence computes exactly one token."""
+        return bool((self.query_lens_host == 1).all())
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step as device tensors; derived from a `BatchPlan` alone, so it may be made ahead of its turn."""
+
+    step: int
+    layout: SeqLayout
+    input_ids: torch.Tensor  # [T] int32; 0 where the token comes from the device
+    positions: torch.Tensor  # [T] int32
+    token_rows: torch.Tensor  # [T] int32, row of each token
+    device_tokens: torch.Tensor  # [D] int64, indices into T whose id is the row's newest token
+    logit_tokens: torch.Tensor  # [S] int64, indices into T whose logits are sampled
+    sample_rows: torch.Tensor  # [S] int64, rows of the sampled sequences
+    sample_positions: torch.Tensor  # [S] int32, position that the sampled token will have
+    page_writes: torch.Tensor  # [P, 3] int64
+    row_writes: torch.Tensor  # [R, 6] int32
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a forward pass needs besides its inputs; an argument, never a global.
+
+    `kv_cache.layer(i)` gives layer i's pages; `out_loc` [T] int64 is the slot (page * page_size + offset) where each
+    token's K/V goes; `page_table` is [rows, pages per row] int32.
+    """
+
+    batch: Batch
+    page_table: torch.Tensor
+    kv_cache: Any
+    attention: Any
+    out_loc: torch.Tensor

@@ -1,0 +1,32 @@
+"""What the processes say to each other: typed msgpack, a closed table of types, no torch and no pickle.
+
+    API server --TokenizerMsg--> tokenizer --BackendMsg--> scheduler --DetokenizeMsg--> detokenizer --FrontendMsg--> API
+
+A frame on the wire is a *list* of messages of one channel (`codec`), so every message has its batch form.
+A request and its abort take the same path, so an abort can never overtake its request.
+"""
+
+from minisgl.message.backend import AbortBackendMsg, BackendMsg, ExitMsg, FlushCacheMsg, UserMsg
+from minisgl.message.codec import Codec, ids_from_bytes, ids_to_bytes
+from minisgl.message.frontend import FrontendMsg, StatsMsg, UserReply
+from minisgl.message.tokenizer import AbortMsg, DetokenizeMsg, Finished, Started, TokenizeMsg, TokenizerMsg
+
+__all__ = [
+    "AbortBackendMsg",
+    "AbortMsg",
+    "BackendMsg",
+    "Codec",
+    "DetokenizeMsg",
+    "ExitMsg",
+    "Finished",
+    "FlushCacheMsg",
+    "FrontendMsg",
+    "StatsMsg",
+    "Started",
+    "TokenizeMsg",
+    "TokenizerMsg",
+    "UserMsg",
+    "UserReply",
+    "ids_from_bytes",
+    "ids_to_bytes",
+]

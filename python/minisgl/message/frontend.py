@@ -1,0 +1,49 @@
+"""Messages to the API server."""
+
+from __future__ import annotations
+
+import msgspec
+
+from minisgl.core import FinishReason
+
+
+class UserReply(msgspec.Struct, tag="reply", frozen=True, omit_defaults=True):
+    """An increment of one request's text. Exactly one reply per uid has `finish_reason` set, and it is the last.
+
+    `completion_tokens` counts all tokens so far; `text` is the new text only and may be empty (half a character, a
+    possible stop string). `stop_reason` is the stop string or stop token id that ended it, if one did.
+    """
+
+    uid: int
+    text: str = ""
+    completion_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str = ""
+    param: str | None = None
+    code: str | None = None
+    status: int = 200
+
+
+class StatsMsg(msgspec.Struct, tag="stats", frozen=True):
+    """The scheduler's heartbeat, about once a second, also when idle. Counters are totals since the start."""
+
+    step: int = 0
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_evictable: int = 0
+    pages_held: int = 0
+    page_size: int = 1
+    prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    detokenizer_entries: int = 0
+
+
+FrontendMsg = UserReply | StatsMsg

@@ -1,0 +1,67 @@
+"""Messages to the tokenizer and detokenizer workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from minisgl.core import FinishReason, SamplingParams
+
+
+class TokenizeMsg(msgspec.Struct, tag="tokenize", frozen=True, kw_only=True, omit_defaults=True):
+    """A validated request on its way to the engine. Exactly one of `text`, `messages`, `input_ids` is set."""
+
+    uid: int
+    sampling_params: SamplingParams
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None  # for the chat template
+    input_ids: bytes | None = None  # int32
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, str | int | float | bool | None] = {}
+
+
+class AbortMsg(msgspec.Struct, tag="abort", frozen=True):
+    """The client is gone (or a stop string was found): stop working on `uid`."""
+
+    uid: int
+
+
+class Started(msgspec.Struct, array_like=True, frozen=True):
+    """What the detokenizer must know about a request before its first token."""
+
+    uid: int
+    prompt_tokens: int
+    cached_tokens: int
+    stop: tuple[str, ...]
+    skip_special_tokens: bool
+
+
+class Finished(msgspec.Struct, array_like=True, frozen=True):
+    """A request's terminal word. `has_text` is false when its last token must not be shown (an EOS or stop token)."""
+
+    uid: int
+    reason: FinishReason
+    has_text: bool = True
+    error: str = ""
+    code: str = ""  # machine-readable error code, see server/protocol
+    status: int = 500
+
+
+class DetokenizeMsg(msgspec.Struct, tag="detokenize", frozen=True):
+    """Everything one step has to say: one per step, packed.
+
+    `uids` (int64) and `tokens` (int32) are parallel arrays: one new token for each request in the step. `started`
+    holds the requests whose first token is among them. `finished` holds the requests that end with this step; one that
+    ends without a new token (abort, error) is only there.
+    """
+
+    uids: bytes
+    tokens: bytes
+    started: list[Started]
+    finished: list[Finished]
+
+
+TokenizerMsg = TokenizeMsg | AbortMsg | DetokenizeMsg

@@ -1,0 +1,42 @@
+"""The exception tree. Whoever catches one of these knows whose fault it was.
+
+    MinisglError
+      ConfigError      the start-up settings are wrong: one sentence of advice, exit code 2
+      StartupError     a child process could not start: carries the cause, exit code 1
+      RequestError     one request is wrong: becomes a 4xx reply, costs nothing else
+      InvariantError   our own bug, found by the invariant mode
+
+Asserts with a message mean "our bug" too; nothing a client sends may reach one.
+"""
+
+from __future__ import annotations
+
+
+class MinisglError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class ConfigError(MinisglError):
+    """The settings cannot work; the message says what to change."""
+
+
+class StartupError(MinisglError):
+    """A process of the server failed, hung or died while it was starting."""
+
+
+class RequestError(MinisglError):
+    """A request that cannot be served.
+
+    `param` names the offending field, `code` is the machine-readable OpenAI error code and `status` the HTTP status.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.status = status
+
+
+class InvariantError(MinisglError):
+    """The engine's bookkeeping contradicts itself (a bug of ours); the message names the request or page."""
