@@ -53,7 +53,10 @@ class SchedulerConfig:
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     cache_type: str = option(
-        "radix", "prefix cache: radix = share common prefixes, naive = none", flags=("--cache",), choices=("radix", "naive")
+        "radix",
+        "prefix cache: radix = share common prefixes, naive = none",
+        flags=("--cache",),
+        choices=("radix", "naive"),
     )
     schedule_policy: str = option(
         "fcfs",
@@ -61,9 +64,13 @@ class SchedulerConfig:
         choices=("fcfs", "lpm"),
     )
     max_prefill_length: int = option(
-        8192, "token budget of one step: running requests first, the rest for chunks of prompts", flags=("--max-extend-length",)
+        8192,
+        "token budget of one step: running requests first, the rest for chunks of prompts",
+        flags=("--max-extend-length",),
     )
-    overlap: bool = option(True, "plan and detokenize while the device computes (--no-overlap for the ablation)")
+    overlap: bool | None = option(
+        None, "plan and reply while the device computes; default: on for a GPU, off for a CPU, where it gains nothing"
+    )
     max_queued_requests: int = option(2048, "waiting requests beyond which new ones are refused (429)")
     sampling_seed: int = option(0, "base of the sampling noise of requests without a seed of their own")
 

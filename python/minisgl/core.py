@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import msgspec
@@ -87,18 +88,20 @@ def validate_sampling(params: SamplingParams, limits: Limits) -> None:
         _require(-MAX_SEED - 1 <= p.seed <= MAX_SEED, "seed", "must fit in 64 bits")
     _require(len(p.stop) <= limits.max_stop_strings, "stop", f"takes at most {limits.max_stop_strings} strings")
     for s in p.stop:
-        _require(0 < len(s) <= limits.max_stop_length, "stop", f"strings must have 1 to {limits.max_stop_length} characters")
+        _require(
+            0 < len(s) <= limits.max_stop_length, "stop", f"strings must have 1 to {limits.max_stop_length} letters"
+        )
     _require(len(p.stop_token_ids) <= limits.max_stop_token_ids, "stop_token_ids", "is too long")
     for t in p.stop_token_ids:
         _require(0 <= t < limits.vocab_size, "stop_token_ids", f"must be 0 to {limits.vocab_size - 1}")
 
 
 def validate_prompt(input_ids: Ints, params: SamplingParams, limits: Limits) -> None:
-    """Raises `RequestError` for a prompt that is empty, foreign to the vocabulary, or too long with its `max_tokens`."""
+    """Raises `RequestError` for a prompt that is empty, foreign to the vocabulary, or too long with its output."""
     n = len(input_ids)
     _require(n > 0, "prompt", "is empty")
     low, high = int(input_ids.min()), int(input_ids.max())
-    _require(0 <= low and high < limits.vocab_size, "prompt", f"has a token id outside 0 to {limits.vocab_size - 1}")
+    _require(low >= 0 and high < limits.vocab_size, "prompt", f"has a token id outside 0 to {limits.vocab_size - 1}")
     wanted = 1 if params.max_tokens is None else params.max_tokens
     if n + wanted > limits.max_model_len:
         raise RequestError(
@@ -128,25 +131,26 @@ class Req:
     """
 
     __slots__ = (
-        "uid",
-        "order",
-        "sampling_params",
-        "prompt_len",
-        "max_device_len",
-        "cached_len",
-        "device_len",
-        "table_idx",
-        "pages",
-        "cache_handle",
-        "in_flight",
-        "status",
-        "finish_reason",
-        "noise_key",
-        "prefix_hit",
-        "started",
-        "created_at",
         "_ids",
         "_len",
+        "cache_handle",
+        "cached_len",
+        "device_len",
+        "finish_reason",
+        "in_flight",
+        "is_released",
+        "max_device_len",
+        "noise_key",
+        "order",
+        "pages",
+        "prefix_hit",
+        "prompt_len",
+        "sampling_params",
+        "sound_len",
+        "started",
+        "status",
+        "table_idx",
+        "uid",
     )
 
     def __init__(
@@ -168,8 +172,9 @@ class Req:
         self.finish_reason: FinishReason | None = None
         self.noise_key = noise_key  # 64 bits; the sampling noise is a function of (noise_key, position)
         self.prefix_hit = 0  # prompt tokens found in the cache at first admission
+        self.sound_len = 0  # tokens whose K/V is in this request's pages and has led to finite logits
         self.started = False  # the first token has been reported
-        self.created_at = 0.0
+        self.is_released = False  # row and pages are given back for good
         self._ids = np.empty(min(self.max_device_len, n + 256), np.int32)
         self._ids[:n] = input_ids
         self._len = n
@@ -265,7 +270,7 @@ class BatchPlan:
         step, b, t, p, r = (int(x) for x in buffer[:5])
         cuts = np.cumsum([5, b * 4, t, p * 3, r * 6])
         assert cuts[-1] == len(buffer), f"plan of {len(buffer)} ints, expected {cuts[-1]}"
-        a = [buffer[lo:hi] for lo, hi in zip(cuts, cuts[1:], strict=False)]
+        a = [buffer[lo:hi] for lo, hi in pairwise(cuts)]
         return BatchPlan(step, a[0].reshape(b, 4), a[1], a[2].reshape(p, 3), a[3].reshape(r, 6))
 
 
@@ -318,12 +323,14 @@ class Batch:
 class Context:
     """What a forward pass needs besides its inputs; an argument, never a global.
 
-    `kv_cache.layer(i)` gives layer i's pages; `out_loc` [T] int64 is the slot (page * page_size + offset) where each
-    token's K/V goes; `page_table` is [rows, pages per row] int32.
+    `kv_cache.layer(i)` gives layer i's pages; `attn_metadata` is what `attention.prepare` made of this batch; `out_loc`
+    [T] int64 is the slot (page * page_size + offset) where each token's K/V goes; `page_table` is [rows, pages per row]
+    int32.
     """
 
     batch: Batch
     page_table: torch.Tensor
     kv_cache: Any
     attention: Any
+    attn_metadata: Any
     out_loc: torch.Tensor

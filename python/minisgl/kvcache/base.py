@@ -51,7 +51,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def match_prefix(self, input_ids: Ints) -> MatchResult:
-        """The longest cached prefix of `input_ids`, in whole pages. Changes no ownership; lock the handle to keep it."""
+        """The longest cached prefix of `input_ids`, in whole pages. Changes no ownership; lock the handle to keep."""
 
     @abstractmethod
     def insert_prefix(self, input_ids: Ints, pages: Ints) -> MatchResult:

@@ -48,6 +48,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     error: str = ""
     code: str = ""  # machine-readable error code, see server/protocol
     status: int = 500
+    stop_token: int | None = None  # the stop token id that ended it, if one did
 
 
 class DetokenizeMsg(msgspec.Struct, tag="detokenize", frozen=True):

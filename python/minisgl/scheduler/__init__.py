@@ -1,0 +1,1 @@
+"""Decides which request runs when; see scheduler.py for the cycle."""

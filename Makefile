@@ -1,0 +1,60 @@
+# `make serve` and `make test` are all there is to set up; see README.md.
+PYTHON ?= python3
+VENV ?= .venv
+HOST ?= 127.0.0.1
+PORT ?= 1919
+MODEL ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+# Without a GPU, take the CPU build of torch.
+CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(CONSTRAINTS)
+
+.DEFAULT_GOAL := help
+.PHONY: help serve chat demo test check soak format clean
+
+help:  ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit("minisgl needs Python 3.11 or newer: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(BIN)/python
+	@echo "installing minisgl into $(VENV) (once, a minute or two)"
+	$(PIP) -e '.[chat]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "installing the test tools (once)"
+	$(PIP) -e '.[chat,dev]'
+	@touch $@
+
+serve: $(VENV)/.installed  ## serve the built-in model (MODEL=, HOST=, PORT=, ARGS= are honoured)
+	$(BIN)/minisgl serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+
+chat: $(VENV)/.installed  ## talk to the built-in model in this terminal
+	$(BIN)/minisgl chat $(MODEL) $(ARGS)
+
+demo: $(VENV)/.installed  ## start a server, ask it a few questions over HTTP, stop it
+	$(BIN)/python examples/demo.py --model '$(MODEL)' $(ARGS)
+
+test: $(VENV)/.installed-dev  ## run the tests (no GPU, a few minutes)
+	$(BIN)/python -m pytest -m 'not gpu and not slow' $(ARGS)
+
+check: $(VENV)/.installed-dev  ## lint, format, types, import order
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_architecture.py
+
+soak: $(VENV)/.installed-dev  ## the long tests: 2,000 requests with disconnects, and their kind
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+format: $(VENV)/.installed-dev  ## rewrite the code in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,47 @@
+"""No prefix sharing: keeps nothing, finds nothing. The ablation, and the smallest example of the contract."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minisgl.kvcache.base import CacheHandle, MatchResult, PrefixCache, SizeInfo
+
+if TYPE_CHECKING:
+    from minisgl.core import Ints
+
+
+class NaiveCacheManager(PrefixCache):
+    """A cache that owns no page."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+
+    def tick(self, step: int) -> None:
+        pass
+
+    def match_prefix(self, input_ids: Ints) -> MatchResult:
+        return MatchResult(CacheHandle(0, None), np.empty(0, np.int32))
+
+    def insert_prefix(self, input_ids: Ints, pages: Ints) -> MatchResult:
+        return self.match_prefix(input_ids)
+
+    def lock_handle(self, handle: CacheHandle, unlock: bool = False) -> None:
+        pass
+
+    def evict(self, num_pages: int) -> Ints:
+        return np.empty(0, np.int32)
+
+    def reset(self) -> Ints:
+        return np.empty(0, np.int32)
+
+    @property
+    def size_info(self) -> SizeInfo:
+        return SizeInfo(0, 0)
+
+    def owned_pages(self) -> list[int]:
+        return []
+
+    def check_integrity(self) -> None:
+        pass

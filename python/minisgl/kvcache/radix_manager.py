@@ -1,0 +1,231 @@
+"""The radix tree of cached prefixes. Host integers only; one edge holds one or more whole pages."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minisgl.kernel.common_prefix import common_prefix_len
+from minisgl.kvcache.base import CacheHandle, MatchResult, PrefixCache, SizeInfo
+from minisgl.utils.errors import InvariantError
+
+if TYPE_CHECKING:
+    from minisgl.core import Ints
+
+
+class RadixTreeNode:
+    """An edge and what hangs below it.
+
+    key         tokens of this edge, int32 [len(pages) * page_size]
+    pages       page ids of this edge, int32
+    children    first page of the child's key (its bytes) -> child
+    ref_count   locks on this node or below
+    timestamp   step of the last use of this node or of one below
+    depth       pages from the root up to and including this edge
+    """
+
+    __slots__ = ("children", "depth", "is_candidate", "key", "pages", "parent", "ref_count", "timestamp")
+
+    def __init__(self, key: Ints, pages: Ints, parent: RadixTreeNode | None, timestamp: int) -> None:
+        self.key = key
+        self.pages = pages
+        self.parent = parent
+        self.children: dict[bytes, RadixTreeNode] = {}
+        self.ref_count = 0
+        self.timestamp = timestamp
+        self.is_candidate = False  # has an entry in the eviction queue
+        self.depth: int = len(pages) + (parent.depth if parent else 0)
+
+    @property
+    def length(self) -> int:
+        """Pages on this edge."""
+        return len(self.pages)
+
+    @property
+    def is_leaf(self) -> bool:
+        return not self.children
+
+
+class RadixCacheManager(PrefixCache):
+    """Prefix sharing through a radix tree over pages.
+
+    Invariants (checked by `check_integrity`): a node's ref_count is the number of locks at or below it, hence never
+    smaller than a child's; siblings differ in their first page; every page id appears once; evictable + protected =
+    pages in the tree; a parent's timestamp is never older than a child's.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._now = 0
+        self._evictable = 0
+        self._protected = 0
+        none = np.empty(0, np.int32)
+        self.root = RadixTreeNode(none, none, None, 0)
+        self.root.ref_count = 1  # never evicted
+        # Eviction queue of (timestamp, serial, node): at most one entry a node, pushed when it becomes an unlocked leaf
+        # and judged anew when popped, so an entry may be stale (locked again, grown, used since) but never missing.
+        self._candidates: list[tuple[int, int, RadixTreeNode]] = []
+        self._serial = 0
+
+    def tick(self, step: int) -> None:
+        self._now = step
+
+    # -- the three operations on prefixes
+
+    def match_prefix(self, input_ids: Ints) -> MatchResult:
+        node, matched = self._walk(input_ids)
+        return MatchResult(CacheHandle(matched, node), self._path_pages(node))
+
+    def insert_prefix(self, input_ids: Ints, pages: Ints) -> MatchResult:
+        size = self.page_size
+        ids = np.ascontiguousarray(input_ids[: len(pages) * size], dtype=np.int32)
+        assert len(ids) == len(pages) * size, f"{len(pages)} pages offered for {len(ids)} tokens"
+        node, matched = self._walk(ids)
+        if matched < len(pages):
+            # Copies, so that a node never keeps a request's whole token buffer alive.
+            new_pages = np.array(pages[matched:], np.int32)
+            child = RadixTreeNode(ids[matched * size :].copy(), new_pages, node, self._now)
+            node.children[self._first_page(child.key)] = child
+            self._evictable += child.length
+            self._offer(child)
+            node = child
+        return MatchResult(CacheHandle(len(pages), node), self._path_pages(node))
+
+    def lock_handle(self, handle: CacheHandle, unlock: bool = False) -> None:
+        node: RadixTreeNode | None = handle.node
+        while node is not None and node is not self.root:
+            if unlock:
+                assert node.ref_count > 0, "a prefix was unlocked more often than locked"
+                node.ref_count -= 1
+                if node.ref_count == 0:
+                    self._protected -= node.length
+                    self._evictable += node.length
+                    self._offer(node)
+            else:
+                if node.ref_count == 0:
+                    self._evictable -= node.length
+                    self._protected += node.length
+                node.ref_count += 1
+            node = node.parent
+
+    # -- giving pages back
+
+    def evict(self, num_pages: int) -> Ints:
+        freed: list[Ints] = []
+        count = 0
+        while count < num_pages and self._candidates:
+            stamp, _, node = heapq.heappop(self._candidates)
+            node.is_candidate = False
+            if not self._is_evictable(node):
+                continue
+            if node.timestamp != stamp:
+                self._offer(node)
+                continue
+            freed.append(node.pages)
+            count += node.length
+            self._remove(node)
+        return np.concatenate(freed) if freed else np.empty(0, np.int32)
+
+    def reset(self) -> Ints:
+        return self.evict(self._evictable)
+
+    @property
+    def size_info(self) -> SizeInfo:
+        return SizeInfo(self._evictable, self._protected)
+
+    # -- internals
+
+    def _first_page(self, ids: Ints) -> bytes:
+        return ids[: self.page_size].tobytes()
+
+    def _walk(self, input_ids: Ints) -> tuple[RadixTreeNode, int]:
+        """The node that ends the longest cached prefix (split off if need be) and the prefix's length in pages."""
+        size = self.page_size
+        ids = np.ascontiguousarray(input_ids, dtype=np.int32)
+        node, matched = self.root, 0
+        total = len(ids) // size
+        while matched < total:
+            rest = ids[matched * size :]
+            child = node.children.get(self._first_page(rest))
+            if child is None:
+                break
+            common = common_prefix_len(child.key, rest) // size
+            matched += common
+            node = child if common == child.length else self._split(child, common)
+            node.timestamp = self._now
+            if node is not child:
+                break
+        return node, matched
+
+    def _split(self, node: RadixTreeNode, at: int) -> RadixTreeNode:
+        """Cut an edge after `at` pages; returns the new upper part. Handles on `node` keep their meaning."""
+        parent = node.parent
+        assert parent is not None and 0 < at < node.length
+        cut = at * self.page_size
+        upper = RadixTreeNode(node.key[:cut].copy(), node.pages[:at].copy(), parent, node.timestamp)
+        upper.ref_count = node.ref_count  # every lock at or below `node` passes through the upper part
+        parent.children[self._first_page(upper.key)] = upper
+        node.key, node.pages, node.parent = node.key[cut:].copy(), node.pages[at:].copy(), upper
+        upper.children[self._first_page(node.key)] = node
+        return upper
+
+    def _path_pages(self, node: RadixTreeNode) -> Ints:
+        parts: list[Ints] = []
+        at: RadixTreeNode | None = node
+        while at is not None:
+            parts.append(at.pages)
+            at = at.parent
+        return np.concatenate(parts[::-1])
+
+    def _is_evictable(self, node: RadixTreeNode) -> bool:
+        return node.parent is not None and node.is_leaf and node.ref_count == 0
+
+    def _offer(self, node: RadixTreeNode) -> None:
+        if self._is_evictable(node) and not node.is_candidate:
+            node.is_candidate = True
+            self._serial += 1
+            heapq.heappush(self._candidates, (node.timestamp, self._serial, node))
+
+    def _remove(self, node: RadixTreeNode) -> None:
+        parent = node.parent
+        assert parent is not None
+        del parent.children[self._first_page(node.key)]
+        node.parent = None
+        self._evictable -= node.length
+        self._offer(parent)
+
+    # -- invariants
+
+    def _nodes(self) -> list[RadixTreeNode]:
+        nodes = [self.root]
+        for node in nodes:
+            nodes.extend(node.children.values())
+        return nodes[1:]
+
+    def owned_pages(self) -> list[int]:
+        return [p for node in self._nodes() for p in node.pages.tolist()]
+
+    def check_integrity(self) -> None:
+        evictable = protected = 0
+        for node in self._nodes():
+            parent = node.parent
+            where = f"radix node at depth {node.depth}"
+            if parent is None or parent.children.get(self._first_page(node.key)) is not node:
+                raise InvariantError(f"{where} is not its parent's child")
+            if len(node.key) != node.length * self.page_size or node.length == 0:
+                raise InvariantError(f"{where} has {len(node.key)} tokens for {node.length} pages")
+            if node.depth != parent.depth + node.length:
+                raise InvariantError(f"{where} should be at depth {parent.depth + node.length}")
+            if parent is not self.root and (parent.ref_count < node.ref_count or parent.timestamp < node.timestamp):
+                raise InvariantError(f"{where} has more locks or a later use than its parent")
+            if node.ref_count:
+                protected += node.length
+            else:
+                evictable += node.length
+        if (evictable, protected) != (self._evictable, self._protected):
+            raise InvariantError(f"radix sizes {self.size_info} should be {(evictable, protected)}")
+        pages = self.owned_pages()
+        if len(set(pages)) != len(pages):
+            raise InvariantError("a page is in the radix tree twice")

@@ -1,0 +1,123 @@
+"""KV pages on the host: who owns which, and the way from a request's pages into the prefix cache and back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minisgl.kvcache.base import PrefixCache
+
+if TYPE_CHECKING:
+    from minisgl.core import Req
+    from minisgl.scheduler.table import TableManager
+
+
+class CacheManager:
+    """Every page is free, in the prefix cache, privately owned by one request, or fenced.
+
+    A request's `pages` start with those that its `cache_handle` covers: they belong to the prefix cache and the request
+    holds a lock on them; the rest are its own. Fenced pages have no owner, but a batch in flight may still read them:
+    they become free when that step is collected.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, prefix_cache: PrefixCache, table: TableManager) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.prefix = prefix_cache
+        self.table = table
+        self.on_free: Callable[[list[int]], None] | None = None  # told of pages that become free (tests poison them)
+        self._free = list(range(num_pages - 1, -1, -1))  # a stack: recently used pages are warm
+        self._fenced: deque[tuple[int, list[int]]] = deque()
+        self._retired = 0  # newest step known to be executed
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    @property
+    def free_size(self) -> int:
+        return len(self._free)
+
+    @property
+    def available(self) -> int:
+        """Pages that `allocate` can provide now."""
+        return len(self._free) + self.prefix.evictable_size
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` pages, evicting cached prefixes if need be; None (and nothing evicted) if there are too few."""
+        if count > self.available:
+            return None
+        if count > len(self._free):
+            self._give(self.prefix.evict(count - len(self._free)).tolist())
+        cut = len(self._free) - count
+        pages = self._free[cut:][::-1]
+        del self._free[cut:]
+        return pages
+
+    def attach(self, req: Req) -> None:
+        """Lock the longest cached prefix of a waiting request; at least one token is left to compute."""
+        ids = req.host_ids
+        handle, pages = self.prefix.match_prefix(ids[: len(ids) - 1])
+        self.prefix.lock_handle(handle)
+        req.cache_handle, req.pages = handle, pages.tolist()
+
+    def detach(self, req: Req) -> None:
+        """Undo `attach` of a request that got no pages of its own."""
+        self.prefix.lock_handle(req.cache_handle, unlock=True)
+        req.cache_handle, req.pages = None, []
+
+    def share(self, req: Req, fence: int) -> None:
+        """Enter the request's sound pages (their K/V has led to finite logits) into the prefix cache.
+
+        Where another request was first with the same prefix, the row is remapped to the pages in the cache and the
+        request's own copies are freed, behind the fence: the batch of step `fence` may still read them.
+        """
+        count = req.sound_len // self.page_size
+        if count <= req.cache_handle.num_pages:
+            return
+        handle, canonical = self.prefix.insert_prefix(
+            req.host_ids[: count * self.page_size], np.array(req.pages[:count], np.int32)
+        )
+        if handle.num_pages == 0:
+            return  # a cache that keeps nothing
+        duplicates = []
+        for i, page in enumerate(canonical.tolist()):
+            if req.pages[i] != page:
+                duplicates.append(req.pages[i])
+                req.pages[i] = page
+                assert req.table_idx is not None, "only a request with a row can own pages"
+                self.table.write_pages(req.table_idx, i, [page])
+        self.prefix.lock_handle(handle)
+        self.prefix.lock_handle(req.cache_handle, unlock=True)
+        req.cache_handle = handle
+        if fence <= self._retired:
+            self._give(duplicates)
+        elif duplicates:
+            self._fenced.append((fence, duplicates))
+
+    def release(self, req: Req) -> None:
+        """Take back the pages of a request that no batch in flight holds."""
+        self._give(req.pages[req.cache_handle.num_pages :])
+        self.prefix.lock_handle(req.cache_handle, unlock=True)
+        req.cache_handle, req.pages = None, []
+
+    def retire(self, step: int) -> None:
+        """Step `step` and all before it have been executed: their fences fall."""
+        self._retired = step
+        while self._fenced and self._fenced[0][0] <= step:
+            self._give(self._fenced.popleft()[1])
+
+    def flush(self) -> None:
+        """Forget every cached prefix that no request holds."""
+        self._give(self.prefix.reset().tolist())
+
+    def _give(self, pages: list[int]) -> None:
+        self._free.extend(pages)
+        if self.on_free is not None and pages:
+            self.on_free(pages)
+
+    def unowned_pages(self) -> tuple[list[int], list[int]]:
+        """The free pages and the fenced ones (for the invariant checks)."""
+        return list(self._free), [p for _, pages in self._fenced for p in pages]

@@ -1,0 +1,103 @@
+"""The only place that tells one kind of device from another."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from minisgl.utils.errors import ConfigError
+
+
+class Pending(Protocol):
+    """Work handed to a device."""
+
+    def wait(self) -> npt.NDArray[np.int32]:
+        """Block until it is done; its result on the host."""
+
+
+class Device(ABC):
+    """Where tensors live and work runs. Work runs in the order of `submit`, and `submit` does not wait for it."""
+
+    torch_device: torch.device
+    is_async: bool  # whether the host gains anything by planning ahead
+
+    @property
+    def type(self) -> str:
+        return self.torch_device.type
+
+    @abstractmethod
+    def upload(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
+        """A copy on the device; the array may be changed afterwards."""
+
+    @abstractmethod
+    def submit(self, work: Callable[[], torch.Tensor]) -> Pending:
+        """Run `work` after everything submitted before; its int32 result will be on the host."""
+
+    @abstractmethod
+    def free_memory(self) -> int:
+        """Bytes that could still be allocated."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Its name for people."""
+
+
+class _Done:
+    def __init__(self, result: torch.Tensor) -> None:
+        self._result = result
+
+    def wait(self) -> npt.NDArray[np.int32]:
+        array: npt.NDArray[np.int32] = self._result.numpy()
+        return array
+
+
+class CpuDevice(Device):
+    """The host itself: work is done when `submit` returns."""
+
+    is_async = False
+
+    def __init__(self, threads: int | None = None) -> None:
+        self.torch_device = torch.device("cpu")
+        self.threads = threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(self.threads)
+
+    def upload(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
+        return torch.from_numpy(array.copy())
+
+    def submit(self, work: Callable[[], torch.Tensor]) -> Pending:
+        return _Done(work())
+
+    def free_memory(self) -> int:
+        """What the kernel calls available, within the limit of this process's control group if it has one."""
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        with open("/proc/meminfo") as f:
+            for line in f:
+                if line.startswith("MemAvailable:"):
+                    available = int(line.split()[1]) * 1024
+        return min(available, _cgroup_free())
+
+    def describe(self) -> str:
+        return f"cpu ({self.threads} threads)"
+
+
+def _cgroup_free() -> int:
+    """Bytes left under the control group's limit (version 2); a huge number without one."""
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            text = limit.read().strip()
+            return 2**62 if text == "max" else max(0, int(text) - int(used.read()))
+    except OSError:
+        return 2**62
+
+
+def create_device(name: str, threads: int | None = None) -> Device:
+    """The device called `name` (auto, cpu); raises `ConfigError` for one that this version or machine does not have."""
+    if name in ("auto", "cpu"):
+        return CpuDevice(threads)
+    raise ConfigError(f"device {name!r} is not supported yet; use --device cpu")

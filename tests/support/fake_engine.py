@@ -1,0 +1,123 @@
+"""An engine without a model whose "K/V cache" holds the tokens themselves.
+
+The next token is a checksum of the whole sequence *as read back through the page table*, so any mistake in pages, rows,
+prefix sharing, chunking or retraction changes the text, and a request's output can be compared with a plain function of
+its prompt (`expected_output`). `late` executes a batch only when the next one is launched or its result is awaited,
+like a slow device: whatever the host frees too early is seen as poison.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from minisgl.core import BatchPlan, Limits
+
+EOS = 0
+POISON = -7
+
+
+def next_token(ids: np.ndarray, vocab: int) -> int:
+    """The "model": a checksum of the sequence."""
+    return zlib.crc32(np.ascontiguousarray(ids, np.int32).tobytes()) % vocab
+
+
+def expected_output(prompt: Sequence[int], max_tokens: int, vocab: int, *, ignore_eos: bool = False) -> list[int]:
+    """What the engine must generate for a prompt, whatever else is going on."""
+    ids = list(prompt)
+    for _ in range(max_tokens):
+        ids.append(next_token(np.array(ids), vocab))
+        if ids[-1] == EOS and not ignore_eos:
+            break
+    return ids[len(prompt) :]
+
+
+class FakeOutput:
+    def __init__(self, engine: FakeEngine, plan: BatchPlan) -> None:
+        self.engine, self.plan = engine, plan
+        self.result: tuple[np.ndarray, np.ndarray] | None = None
+
+    def run(self) -> None:
+        if self.result is None:
+            self.result = self.engine.execute(self.plan)
+
+    def wait(self) -> tuple[np.ndarray, np.ndarray]:
+        self.engine.run_until(self)
+        assert self.result is not None
+        return self.result
+
+
+class FakeEngine:
+    is_async = True
+
+    def __init__(
+        self,
+        *,
+        rows: int = 4,
+        num_pages: int = 40,
+        page_size: int = 4,
+        max_model_len: int = 64,
+        vocab: int = 11,
+        late: bool = True,
+    ) -> None:
+        self.num_pages, self.page_size, self.max_running_requests = num_pages, page_size, rows
+        self.limits = Limits(max_model_len=max_model_len, vocab_size=vocab)
+        self.eos_token_ids = frozenset({EOS})
+        self.vocab, self.late = vocab, late
+        self.kv = np.full((num_pages, page_size), POISON, np.int64)
+        self.page_table = np.full((rows, -(-max_model_len // page_size)), -1, np.int64)
+        self.last_token = np.full(rows, POISON, np.int64)
+        self.pending: list[FakeOutput] = []
+        self.nan_rows: set[int] = set()
+        self.plans: list[bytes] = []
+
+    def describe(self) -> dict[str, str | int | float]:
+        return {"model": "fake"}
+
+    def prepare(self, plan: BatchPlan) -> BatchPlan:
+        packed = plan.pack()
+        self.plans.append(packed.tobytes())
+        return BatchPlan.unpack(packed.copy())
+
+    def launch(self, plan: BatchPlan) -> FakeOutput:
+        output = FakeOutput(self, plan)
+        while self.pending:
+            self.pending.pop(0).run()
+        self.pending.append(output)
+        if not self.late:
+            self.run_until(output)
+        return output
+
+    def run_until(self, output: FakeOutput) -> None:
+        while output.result is None:
+            self.pending.pop(0).run()
+
+    def poison(self, pages: list[int]) -> None:
+        """What a free page holds; called at once, not in device order, to punish early frees."""
+        self.kv[pages] = POISON
+
+    def execute(self, plan: BatchPlan) -> tuple[np.ndarray, np.ndarray]:
+        for row, index, page in plan.pages.tolist():
+            self.page_table[row, index] = page
+        tokens = plan.tokens.tolist()
+        sampled, finite = [], []
+        for row, start, stop, flags in plan.slots.tolist():
+            if flags & BatchPlan.FROM_DEVICE:
+                ids = [int(self.last_token[row])]
+                assert stop - start == 1
+            else:
+                ids, tokens = tokens[: stop - start], tokens[stop - start :]
+            for position, token in zip(range(start, stop), ids, strict=True):
+                page = self.page_table[row, position // self.page_size]
+                self.kv[page, position % self.page_size] = token
+            pages = self.page_table[row, : -(-stop // self.page_size)]
+            sequence = self.kv[pages].reshape(-1)[:stop]
+            assert (sequence >= 0).all(), f"row {row} reads a page that was freed or never written: {sequence}"
+            if flags & BatchPlan.SAMPLES:
+                self.last_token[row] = next_token(sequence, self.vocab)
+                sampled.append(int(self.last_token[row]))
+                finite.append(row not in self.nan_rows)
+        assert not tokens, "the plan has tokens that no slot takes"
+        return np.array(sampled, np.int32), np.array(finite, np.int32)

@@ -1,0 +1,140 @@
+"""T20: the radix tree and the page accounting against a plain model."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl.kvcache import create_prefix_cache
+from minisgl.kvcache.base import CacheHandle
+from minisgl.kvcache.radix_manager import RadixCacheManager
+
+
+def ids(*tokens: int) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def cached_prefixes(cache: RadixCacheManager) -> set[tuple[int, ...]]:
+    """Every page-aligned prefix that the tree holds, read off its nodes."""
+    found = set()
+
+    def visit(node: object, above: tuple[int, ...]) -> None:
+        for child in node.children.values():  # type: ignore[attr-defined]
+            key = above + tuple(child.key.tolist())
+            size = cache.page_size
+            found.update(key[:n] for n in range(len(above) + size, len(key) + 1, size))
+            visit(child, key)
+
+    visit(cache.root, ())
+    return found
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_ten_thousand_random_operations(page_size: int) -> None:
+    """Pages partition into free, tree and held; every match is the longest."""
+    rng = random.Random(page_size)
+    cache = RadixCacheManager(page_size)
+    num_pages = 200
+    free = list(range(num_pages))
+    content: dict[int, tuple[int, ...]] = {}  # page -> the whole prefix that it ends
+    locked: list[CacheHandle] = []
+    vocab = 3
+    for step in range(10_000):
+        cache.tick(step)
+        tokens = ids(*(rng.randrange(vocab) for _ in range(rng.randrange(0, 12 * page_size) if page_size < 16 else 0)))
+        if page_size >= 16:  # few distinct pages, or nothing would ever match
+            tokens = np.repeat(ids(*(rng.randrange(vocab) for _ in range(rng.randrange(12)))), page_size)
+        op = rng.random()
+        count = len(tokens) // page_size
+        if op < 0.45:
+            match = cache.match_prefix(tokens)
+            want = 0
+            known = {content[p] for p in content}
+            while want < count and tuple(tokens[: (want + 1) * page_size].tolist()) in known:
+                want += 1
+            assert match.handle.num_pages == want == len(match.pages)
+            for i, page in enumerate(match.pages.tolist()):
+                assert content[page] == tuple(tokens[: (i + 1) * page_size].tolist())
+            if rng.random() < 0.3:
+                cache.lock_handle(match.handle)
+                locked.append(match.handle)
+        elif op < 0.8:
+            if count > len(free):
+                continue
+            pages = [free.pop() for _ in range(count)]
+            result = cache.insert_prefix(tokens, np.array(pages, np.int32))
+            assert result.handle.num_pages == count
+            for i, (mine, kept) in enumerate(zip(pages, result.pages.tolist(), strict=True)):
+                prefix = tuple(tokens[: (i + 1) * page_size].tolist())
+                if mine == kept:
+                    content[mine] = prefix
+                else:
+                    assert content[kept] == prefix
+                    free.append(mine)
+        elif op < 0.9 and locked:
+            cache.lock_handle(locked.pop(rng.randrange(len(locked))), unlock=True)
+        else:
+            want = rng.randrange(30)
+            before = cache.evictable_size
+            gone = cache.evict(want).tolist()
+            assert min(want, before) <= len(gone) <= before
+            for page in gone:
+                del content[page]
+                free.append(page)
+        if step % 50 == 0:
+            cache.check_integrity()
+        assert sorted(cache.owned_pages()) == sorted(content)
+        assert cache.size_info.total_size + len(free) == num_pages
+    assert cached_prefixes(cache) == set(content.values())
+    for handle in locked:
+        cache.lock_handle(handle, unlock=True)
+    assert cache.protected_size == 0
+    cache.reset()
+    assert cache.owned_pages() == []
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=24), max_size=12), st.sampled_from([1, 2, 4]))
+@settings(max_examples=150, deadline=None)
+def test_tree_equals_a_set_of_prefixes(sequences: list[list[int]], page_size: int) -> None:
+    cache = RadixCacheManager(page_size)
+    known: set[tuple[int, ...]] = set()
+    next_page = 0
+    for s in sequences:
+        count = len(s) // page_size
+        cache.insert_prefix(ids(*s), np.arange(next_page, next_page + count, dtype=np.int32))
+        next_page += count
+        known |= {tuple(s[: n * page_size]) for n in range(1, count + 1)}
+    assert cached_prefixes(cache) == known
+    cache.check_integrity()
+
+
+def test_locked_prefix_survives_a_split_and_eviction_takes_the_oldest() -> None:
+    cache = RadixCacheManager(2)
+    cache.tick(1)
+    cache.insert_prefix(ids(1, 1, 2, 2, 3, 3), ids(10, 11, 12))
+    held = cache.match_prefix(ids(1, 1, 2, 2, 3, 3)).handle
+    cache.lock_handle(held)
+    cache.tick(2)
+    assert cache.insert_prefix(ids(1, 1, 4, 4), ids(20, 21)).pages.tolist() == [10, 21]
+    cache.tick(3)
+    cache.insert_prefix(ids(5, 5), ids(30))
+    cache.tick(4)
+    cache.match_prefix(ids(1, 1, 4, 4))  # used again: now the newest
+    assert cache.evict(1).tolist() == [30]
+    assert cache.evict(10).tolist() == [21]
+    assert cache.size_info == (0, 3)
+    cache.lock_handle(held, unlock=True)
+    assert sorted(cache.evict(1).tolist()) == [11, 12]
+    assert cache.evict(1).tolist() == [10]
+
+
+def test_naive_cache_keeps_nothing() -> None:
+    cache = create_prefix_cache("naive", 4)
+    assert cache.insert_prefix(ids(1, 2, 3, 4), ids(0)).handle.num_pages == 0
+    assert cache.match_prefix(ids(1, 2, 3, 4)).handle.num_pages == 0
+    assert len(cache.evict(5)) == 0
+    assert cache.size_info == (0, 0)

@@ -1,0 +1,136 @@
+"""T21 and T3: whatever happens, one terminal reply a request, no page lost, the same text and the same plans."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minisgl.core import FinishReason, Req
+from support.fake_engine import FakeEngine, expected_output
+from support.traces import Harness, run_random_trace
+
+SEEDS = int(os.environ.get("MINISGL_TRACES", "150"))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_random_traces(depth: int) -> None:
+    endings: Counter[str] = Counter()
+    preemptions = hits = 0
+    for seed in range(SEEDS):
+        h, counts = run_random_trace(seed, depth)
+        endings += counts
+        preemptions += h.scheduler.stats.preemptions
+        hits += h.scheduler.stats.cached_tokens
+    # The traces must really reach what they are about.
+    assert min(endings[r] for r in FinishReason) > SEEDS // 20, endings
+    assert preemptions > SEEDS // 10
+    assert hits > 10 * SEEDS
+
+
+def test_plans_do_not_depend_on_the_hash_seed() -> None:
+    tests = str(Path(__file__).parents[2])
+    seen = set()
+    for hash_seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": tests}
+        cmd = [sys.executable, "-c", "from support.traces import digest_of_plans; print(digest_of_plans())"]
+        seen.add(subprocess.run(cmd, env=env, check=True, capture_output=True, text=True).stdout)
+    assert len(seen) == 1
+
+
+PROMPT = list(range(1, 10)) * 3  # 27 tokens: four chunks of 8
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("abort_at", range(18))
+def test_abort_at_each_point(abort_at: int, depth: int) -> None:
+    """Queued, after each chunk, while the last chunk or a decode is in flight, at its end, after its end."""
+    for variant in range(50):
+        engine = FakeEngine(rows=2, num_pages=40, page_size=4, vocab=5003)
+        h = Harness(engine, depth, max_prefill_length=8)
+        twin = h.add([*PROMPT, variant], 6, ignore_eos=True)
+        victim = h.add([*PROMPT[: 1 + variant % 27], 3], 1 + variant % 9, ignore_eos=True)
+        given_back = count_releases(h)
+        for _ in range(abort_at):
+            h.step()
+        had_row = h.table_row(victim) is not None
+        h.abort(victim)
+        h.abort(victim)
+        for _ in range(2 + depth):
+            h.step()
+        assert victim not in h.scheduler.live, "not gone within two steps of the last batch in flight"
+        h.finish_all()
+        assert given_back[victim] <= 1
+        assert given_back[victim] == 1 or not had_row, "its row was not given back"
+        h.check_outputs()
+        assert h.endings[twin] is FinishReason.LENGTH
+
+
+def count_releases(h: Harness) -> Counter[int]:
+    """How often each request's row and pages are given back, counted from now on."""
+    counts: Counter[int] = Counter()
+    release = h.scheduler.cache.release
+
+    def counting(req: Req) -> None:
+        counts[req.uid] += 1
+        release(req)
+
+    h.scheduler.cache.release = counting  # type: ignore[method-assign]
+    return counts
+
+
+def test_output_is_that_of_the_solo_run_when_the_pool_is_tiny() -> None:
+    engine = FakeEngine(rows=8, num_pages=24, page_size=4, max_model_len=64, vocab=5003)
+    h = Harness(engine, 1, max_prefill_length=16)
+    for i in range(40):
+        h.add([1 + i, 2, 3, 4 + i % 3] * (1 + i % 5), 30, ignore_eos=True)
+    h.finish_all()
+    h.check_outputs()
+    assert h.scheduler.stats.preemptions > 0
+    assert set(h.endings.values()) == {FinishReason.LENGTH}
+
+
+def test_same_prompt_in_flight_is_remapped_to_one_copy() -> None:
+    engine = FakeEngine(rows=4, num_pages=64, page_size=4, vocab=5003)
+    h = Harness(engine, 1)
+    prompt = list(range(1, 34))
+    for _ in range(3):
+        h.add(prompt, 12, ignore_eos=True)
+    h.step()
+    h.step()
+    h.step()
+    live = list(h.scheduler.live.values())
+    assert len(live) == 3
+    assert len({tuple(r.pages[:8]) for r in live}) == 1, "the copies of the prompt were not folded into one"
+    h.finish_all()
+    h.check_outputs()
+
+
+def test_wholly_cached_prompt_computes_one_page_at_most() -> None:
+    engine = FakeEngine(rows=2, num_pages=32, page_size=4, vocab=5003)
+    h = Harness(engine, 0)
+    prompt = list(range(1, 17))
+    h.add(prompt, 4, ignore_eos=True)
+    h.finish_all()
+    before = h.scheduler.stats.computed_prompt_tokens
+    h.add(prompt, 4, ignore_eos=True)
+    h.finish_all()
+    assert 1 <= h.scheduler.stats.computed_prompt_tokens - before <= 4
+    h.check_outputs()
+
+
+def test_nan_row_ends_alone_and_is_not_cached() -> None:
+    engine = FakeEngine(rows=2, num_pages=32, page_size=4, vocab=5003)
+    h = Harness(engine, 1)
+    good, bad = h.add([1] * 9, 10, ignore_eos=True), h.add([2] * 9, 10, ignore_eos=True)
+    engine.nan_rows = {1}
+    h.finish_all()
+    assert h.endings == {good: FinishReason.LENGTH, bad: FinishReason.ERROR}
+    assert "NaN" in h.errors[bad]
+    assert h.outputs[good] == expected_output([1] * 9, 10, 5003, ignore_eos=True)
+    assert h.scheduler.cache.prefix.match_prefix(np.array([2] * 9, np.int32)).handle.num_pages == 0
