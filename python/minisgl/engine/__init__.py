@@ -1,0 +1,1 @@
+"""Runs one model on one device: plans in, tokens out."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Final
+
 from minisgl.kvcache.base import PrefixCache
 from minisgl.utils.registry import Registry
 
-PREFIX_CACHES = Registry("cache type")
+PREFIX_CACHES: Final[Registry[Callable[[int], PrefixCache]]] = Registry("cache type")
 PREFIX_CACHES.add("radix", "minisgl.kvcache.radix_manager:RadixCacheManager")
 PREFIX_CACHES.add("naive", "minisgl.kvcache.naive_manager:NaiveCacheManager")
 
 
 def create_prefix_cache(name: str, page_size: int) -> PrefixCache:
     """A fresh prefix cache; raises `ConfigError` for an unknown name."""
-    cache: PrefixCache = PREFIX_CACHES.load(name)(page_size)
-    return cache
+    return PREFIX_CACHES.load(name)(page_size)

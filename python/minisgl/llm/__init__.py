@@ -1,0 +1,1 @@
+"""The engine inside one Python process, without server or sockets."""

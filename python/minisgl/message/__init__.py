@@ -8,7 +8,7 @@ A request and its abort take the same path, so an abort can never overtake its r
 
 from minisgl.message.backend import AbortBackendMsg, BackendMsg, ExitMsg, FlushCacheMsg, UserMsg
 from minisgl.message.codec import Codec, ids_from_bytes, ids_to_bytes
-from minisgl.message.frontend import FrontendMsg, StatsMsg, UserReply
+from minisgl.message.frontend import DetokenizerStatsMsg, FrontendMsg, StatsMsg, UserReply
 from minisgl.message.tokenizer import AbortMsg, DetokenizeMsg, Finished, Started, TokenizeMsg, TokenizerMsg
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "BackendMsg",
     "Codec",
     "DetokenizeMsg",
+    "DetokenizerStatsMsg",
     "ExitMsg",
     "Finished",
     "FlushCacheMsg",

@@ -43,7 +43,12 @@ class StatsMsg(msgspec.Struct, tag="stats", frozen=True):
     cached_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
-    detokenizer_entries: int = 0
 
 
-FrontendMsg = UserReply | StatsMsg
+class DetokenizerStatsMsg(msgspec.Struct, tag="detokenizer", frozen=True):
+    """How many requests the detokenizer remembers; sent when the number has changed."""
+
+    entries: int
+
+
+FrontendMsg = UserReply | StatsMsg | DetokenizerStatsMsg

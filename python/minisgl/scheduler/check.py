@@ -1,4 +1,4 @@
-"""The invariant mode (`MINISGL_CHECK=1`): after every step, does the bookkeeping add up?"""
+"""Does the bookkeeping add up? Fully after every step in the invariant mode (`MINISGL_CHECK=1`), cheaply when idle."""
 
 from __future__ import annotations
 
@@ -17,6 +17,18 @@ def check_invariants(scheduler: Scheduler) -> None:
     _check_rows(scheduler)
     _check_requests(scheduler)
     scheduler.cache.prefix.check_integrity()
+
+
+def check_idle(scheduler: Scheduler) -> None:
+    """The cheap check that always runs when there is nothing to do: whatever was lent is back."""
+    cache, table = scheduler.cache, scheduler.table
+    if cache.available != cache.num_pages or cache.prefix.protected_size or table.available != table.num_rows:
+        raise InvariantError(
+            f"idle, but of {cache.num_pages} pages only {cache.available} are available, {cache.prefix.size_info}, "
+            f"and of {table.num_rows} rows {table.available}"
+        )
+    if scheduler.leaving:
+        raise InvariantError(f"idle, but {scheduler.leaving} requests are still leaving")
 
 
 def _check_pages(scheduler: Scheduler) -> None:

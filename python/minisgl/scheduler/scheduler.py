@@ -15,11 +15,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minisgl.core import BatchPlan, FinishReason, Limits, Req, SeqSlot, Status, validate_prompt, validate_sampling
+from minisgl.core import BatchPlan, FinishReason, Req, SeqSlot, Status
 from minisgl.env import is_check_mode, is_overlap_disabled
 from minisgl.kvcache import create_prefix_cache
 from minisgl.message import (
@@ -35,8 +35,10 @@ from minisgl.message import (
     ids_to_bytes,
 )
 from minisgl.scheduler.cache import CacheManager
-from minisgl.scheduler.check import check_invariants
+from minisgl.scheduler.check import check_idle, check_invariants
 from minisgl.scheduler.decode import DecodeManager
+from minisgl.scheduler.door import output_budget
+from minisgl.scheduler.plan import make_plan, noise_key
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.stats import HEARTBEAT_S, Stats
 from minisgl.scheduler.table import TableManager
@@ -44,32 +46,8 @@ from minisgl.utils.errors import InvariantError, RequestError
 
 if TYPE_CHECKING:
     from minisgl.config import SchedulerConfig
-    from minisgl.core import Ints
+    from minisgl.scheduler.engine_protocol import StepEngine, StepOutput
     from minisgl.scheduler.io import SchedulerIO
-
-
-class StepOutput(Protocol):
-    """A launched batch; `wait` blocks until it is done."""
-
-    def wait(self) -> tuple[Ints, Ints]:
-        """Sampled tokens and 0/1 flags "logits were finite", one for each slot that samples, in slot order."""
-
-
-class StepEngine(Protocol):
-    """What the scheduler needs of an engine (`engine.Engine`, or a fake one in tests)."""
-
-    num_pages: int
-    page_size: int
-    max_running_requests: int
-    limits: Limits
-    eos_token_ids: frozenset[int]
-    is_async: bool
-
-    def prepare(self, plan: BatchPlan) -> Any: ...
-
-    def launch(self, batch: Any) -> StepOutput: ...
-
-    def describe(self) -> dict[str, str | int | float]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +124,8 @@ class Scheduler:
             self._send([], [], [])
         if self._check is not None:
             self._check(self)
+        if not self.is_busy:
+            check_idle(self)
         if (heartbeat := self.stats.heartbeat(self, time.monotonic())) is not None:
             self.io.send_stats(heartbeat)
 
@@ -177,17 +157,7 @@ class Scheduler:
 
     def check_request(self, msg: UserMsg) -> int:
         """The number of tokens that a request may generate; raises `RequestError` if it can never be served."""
-        ids, params = ids_from_bytes(msg.input_ids), msg.sampling_params
-        validate_sampling(params, self.limits)
-        validate_prompt(ids, params, self.limits)
-        room = self.cache.num_pages * self.cache.page_size + 1  # the last token needs no K/V
-        if len(ids) + (params.max_tokens or 1) > room:
-            raise RequestError(
-                f"prompt ({len(ids)} tokens) and output ({params.max_tokens or 1}) exceed the KV pool of {room}",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-        return params.max_tokens or min(self.limits.max_model_len, room) - len(ids)
+        return output_budget(msg, self.limits, self.cache.num_pages * self.cache.page_size)
 
     def _make_req(self, msg: UserMsg) -> Req:
         max_tokens = self.check_request(msg)
@@ -367,28 +337,3 @@ class Scheduler:
 def _started(req: Req) -> Started:
     p = req.sampling_params
     return Started(req.uid, req.prompt_len, req.prefix_hit, p.stop, p.skip_special_tokens)
-
-
-def noise_key(seed: int | None, base_seed: int, uid: int) -> int:
-    """The 64-bit key of a request's sampling noise: a function of its own seed if it has one, else of (base_seed, uid).
-
-    splitmix64's finalizer (Steele, Lea & Flood, OOPSLA 2014) spreads neighbouring seeds.
-    """
-    mask = 2**64 - 1
-
-    def mix(x: int) -> int:
-        x = (x + 0x9E3779B97F4A7C15) & mask
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-        return x ^ (x >> 31)
-
-    key = mix(seed & mask) if seed is not None else mix(mix(base_seed & mask) ^ (uid & mask))
-    return key - 2**64 if key >= 2**63 else key
-
-
-def make_plan(step: int, slots: list[SeqSlot], page_writes: Ints, row_writes: Ints) -> BatchPlan:
-    """The slots as host integers."""
-    flags = [BatchPlan.SAMPLES * s.samples + BatchPlan.FROM_DEVICE * s.from_device for s in slots]
-    table = np.array([(s.row, s.start, s.stop, f) for s, f in zip(slots, flags, strict=True)], np.int32)
-    tokens = [s.req.host_ids[s.start : s.stop] for s in slots if not s.from_device]
-    return BatchPlan(step, table, np.concatenate(tokens) if tokens else np.empty(0, np.int32), page_writes, row_writes)

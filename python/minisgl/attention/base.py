@@ -1,0 +1,80 @@
+"""Contract of the attention backends."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minisgl.core import Batch, Context
+    from minisgl.kernel.ops import OpTable
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What a model and a pool ask of a backend. `dtype` is that of queries and cache."""
+
+    device_type: str
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+
+    @property
+    def scale(self) -> float:
+        """1 / sqrt(head_dim), by which scores are multiplied."""
+        return float(self.head_dim**-0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """What a backend can do; None means anything. Lives beside the registration, so asking imports no kernels."""
+
+    device_types: tuple[str, ...] | None = None
+    dtypes: tuple[torch.dtype, ...] | None = None
+    head_dims: tuple[int, ...] | None = None
+    page_sizes: tuple[int, ...] | None = None
+
+    def refusal(self, spec: AttentionSpec) -> str | None:
+        """Why `spec` cannot be served; None when it can."""
+        for word, value, allowed in (
+            ("device", spec.device_type, self.device_types),
+            ("dtype", spec.dtype, self.dtypes),
+            ("head dimension", spec.head_dim, self.head_dims),
+            ("page size", spec.page_size, self.page_sizes),
+        ):
+            if allowed is not None and value not in allowed:
+                return f"{word} {value} is not one of {', '.join(str(a) for a in allowed)}"
+        return None
+
+
+class AttentionBackend(ABC):
+    """Causal attention of a mixed batch over the paged cache.
+
+    The K/V of this step's tokens are already in the pages when `forward` runs. Slots at or beyond a sequence's kv_len,
+    and pages of nobody, may hold anything, NaN included. The result of one sequence does not depend on the others.
+    `prepare` runs once per step, in step order and after the step's page-table writes; `forward` once per layer.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, spec: AttentionSpec, ops: OpTable) -> None:
+        self.spec = spec
+        self.ops = ops
+
+    @abstractmethod
+    def prepare(self, batch: Batch, page_table: Tensor) -> Any:
+        """What all layers of this step share, to be handed over as `ctx.attn_metadata`; None if nothing.
+
+        page_table is [rows, pages per row] int32.
+        """
+
+    @abstractmethod
+    def forward(self, q: Tensor, layer_pages: Tensor, ctx: Context) -> Tensor:
+        """q [T, Hq, D], layer_pages [P, 2, Hk, page, D] -> contiguous [T, Hq, D]."""

@@ -1,0 +1,152 @@
+"""Paged attention on a CPU in pure torch: gather each sequence's pages, then `scaled_dot_product_attention` on them.
+
+Sequences are computed one by one: padding them to a common length costs 2 to 26 times as much (measured on the
+prototype), and each comes out the same whatever runs beside it. All that does not depend on the layer (which rows to
+gather, the views into the gathered buffer, the masks) is worked out once per step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from minisgl.attention.base import AttentionBackend
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minisgl.attention.base import AttentionSpec
+    from minisgl.core import Batch, Context
+    from minisgl.kernel.ops import OpTable
+
+GATHER_BYTES: Final = 8 << 20  # K/V gathered at once; more would only fall out of the cache again
+QUERY_BLOCK: Final = 256  # queries per call where a mask is needed
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Queries [start, stop) of the batch, all of one sequence, against the keys and values that the last one sees."""
+
+    start: int
+    stop: int
+    k: Tensor  # [1, Hk, L, D], a view into the gathered buffer
+    v: Tensor
+    mask: Tensor | None  # [queries, L], added to the scores
+    is_causal: bool  # query i sees keys 0..i
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Sequences whose pages are gathered together."""
+
+    index: Tensor  # [n] int64, rows of the layer's pages seen as [P * 2 * Hk, page * D]
+    gathered: Tensor  # [n, page * D]
+    blocks: list[_Block]
+
+
+class CpuAttention(AttentionBackend):
+    """Float types only. `_scratch` is reused by every layer of every step and keeps nothing between them."""
+
+    name = "cpu"
+
+    def __init__(self, spec: AttentionSpec, ops: OpTable) -> None:
+        super().__init__(spec, ops)
+        self._scratch = torch.empty(0, dtype=spec.dtype)
+
+    def prepare(self, batch: Batch, page_table: Tensor) -> list[_Group]:
+        layout, page_size = batch.layout, self.spec.page_size
+        heads = 2 * self.spec.num_kv_heads
+        table = page_table.numpy()
+        starts = (np.cumsum(layout.query_lens_host) - layout.query_lens_host).tolist()
+        kv_lens, query_lens = layout.kv_lens_host.tolist(), layout.query_lens_host.tolist()
+        num_pages = (-(-layout.kv_lens_host // page_size)).tolist()
+        row_bytes = page_size * self.spec.head_dim * self.spec.dtype.itemsize
+        groups = _split([n * heads for n in num_pages], GATHER_BYTES // row_bytes)
+        band = self._mask_band(query_lens, kv_lens)
+        self._reserve(max(sum(num_pages[s] for s in group) for group in groups) * heads)
+        head = np.arange(heads)[:, None]
+        result = []
+        for group in groups:
+            index, blocks, first = [], [], 0
+            for s in group:
+                pages = table[layout.rows_host[s], : num_pages[s]]
+                index.append((pages * np.int64(heads) + head).reshape(-1))
+                kv = self._scratch[first : first + len(index[-1])]
+                kv = kv.view(2, 1, self.spec.num_kv_heads, num_pages[s] * page_size, self.spec.head_dim)
+                blocks += _blocks(kv, starts[s], query_lens[s], kv_lens[s], band)
+                first += len(index[-1])
+            result.append(_Group(torch.from_numpy(np.concatenate(index)), self._scratch[:first], blocks))
+        return result
+
+    def forward(self, q: Tensor, layer_pages: Tensor, ctx: Context) -> Tensor:
+        groups: list[_Group] = ctx.attn_metadata
+        rows = layer_pages.view(-1, layer_pages.shape[3] * layer_pages.shape[4])
+        q_1HTD = q.transpose(0, 1).unsqueeze(0)
+        outs = []
+        for group in groups:
+            torch.index_select(rows, 0, group.index, out=group.gathered)
+            for b in group.blocks:
+                outs.append(
+                    F.scaled_dot_product_attention(
+                        q_1HTD[:, :, b.start : b.stop],
+                        b.k,
+                        b.v,
+                        b.mask,
+                        is_causal=b.is_causal,
+                        scale=self.spec.scale,
+                        enable_gqa=True,
+                    )
+                )
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+        return out.squeeze(0).transpose(0, 1).contiguous()
+
+    def _reserve(self, rows: int) -> None:
+        if len(self._scratch) < rows:
+            width = self.spec.page_size * self.spec.head_dim
+            self._scratch = torch.empty(rows, width, dtype=self.spec.dtype)
+
+    def _mask_band(self, query_lens: list[int], kv_lens: list[int]) -> Tensor | None:
+        """[r, c + r] of 0 and -inf where row i ends at column c + i: every mask of the step is a slice of it.
+
+        r is the longest query block that follows a cached prefix, c the longest context before such a block.
+        """
+        chunked = [(q, kv) for q, kv in zip(query_lens, kv_lens, strict=True) if 1 < q < kv]
+        if not chunked:
+            return None
+        rows = min(QUERY_BLOCK, max(q for q, _ in chunked))
+        columns = max(kv for _, kv in chunked) + rows
+        return torch.full((rows, columns), float("-inf"), dtype=self.spec.dtype).triu_(columns - rows + 1)
+
+
+def _blocks(kv: Tensor, start: int, query_len: int, kv_len: int, band: Tensor | None) -> list[_Block]:
+    """The calls that compute one sequence: its queries begin at `start` of the batch; kv [2, 1, Hk, >= kv_len, D]."""
+    if query_len == 1 or query_len == kv_len:
+        k, v = kv[:, :, :, :kv_len]
+        return [_Block(start, start + query_len, k, v, None, query_len > 1)]
+    assert band is not None, "a chunk after a prefix needs the mask band"
+    blocks = []
+    for offset in range(0, query_len, len(band)):
+        size = min(len(band), query_len - offset)
+        seen = kv_len - query_len + offset + size
+        k, v = kv[:, :, :, :seen]
+        context = band.shape[1] - len(band)
+        mask = band[:size, context + size - seen : context + size]
+        blocks.append(_Block(start + offset, start + offset + size, k, v, mask, False))
+    return blocks
+
+
+def _split(sizes: list[int], limit: int) -> list[list[int]]:
+    """Indices of `sizes` in order, in runs whose sum is within `limit` where more than one is in a run."""
+    runs: list[list[int]] = [[]]
+    total = 0
+    for i, size in enumerate(sizes):
+        if runs[-1] and total + size > limit:
+            runs.append([])
+            total = 0
+        runs[-1].append(i)
+        total += size
+    return runs

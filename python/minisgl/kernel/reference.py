@@ -1,0 +1,128 @@
+"""Every op in plain torch: the specification that all other implementations are tested against.
+
+Letters in shapes: T tokens of the step, S sampled sequences, B sequences, H hidden size, I intermediate size,
+V vocabulary, Hq/Hk query/KV heads, D head dimension, P pages. Activations are in the engine's dtype unless said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from minisgl.core import SeqLayout
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows of `weight` [V, H] for `ids` [T] int32 -> [T, H]."""
+    return F.embedding(ids, weight)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x weight^T + bias: x [T, in], weight [out, in], bias [out] -> [T, out]."""
+    return F.linear(x, weight, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
+
+    x [..., n], weight [n]. Normalised in float32 and rounded to x's dtype before the weight is applied, which is the
+    order in which Hugging Face's models round.
+    """
+    x32 = x.float()
+    normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual), all [T, H]. An implementation may overwrite `residual` with the sum."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """silu(gate) * up, where x [T, 2I] is gate and up side by side -> [T, I] (SwiGLU, arXiv:2002.05202)."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rope(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding (RoFormer, arXiv:2104.09864) on halves ("neox" style) -> rotated (q, k).
+
+    q [T, Hq, D], k [T, Hk, D], positions [T] int32, cos_sin [max position, D] float32 with the cosines of the D/2
+    frequencies first and their sines after. With x = (x1, x2): (x1 cos - x2 sin, x2 cos + x1 sin), in float32.
+    """
+    cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)
+
+    def rotate(x: Tensor) -> Tensor:
+        x1, x2 = x.float().chunk(2, dim=-1)
+        return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype)
+
+    return rotate(q), rotate(k)
+
+
+def store_kv(k: Tensor, v: Tensor, pages: Tensor, out_loc: Tensor) -> None:
+    """Write k, v [T, Hk, D] into `pages` [P, 2, Hk, page, D] at slots `out_loc` [T] int64 = page id * page + offset."""
+    page_size = pages.shape[3]
+    page, offset = out_loc // page_size, out_loc % page_size
+    pages[page, 0, :, offset] = k
+    pages[page, 1, :, offset] = v
+
+
+def norm_rope_store(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    pages: Tensor,
+    out_loc: Tensor,
+) -> Tensor:
+    """All that stands between the QKV projection and attention: per-head norm, rotary embedding, K/V storage.
+
+    qkv [T, (Hq + 2 Hk) D] holds q, k and v heads in this order. With `q_weight` and `k_weight` [D] each head of q and
+    k first goes through `rms_norm`. k and v are stored as in `store_kv`; the result is q [T, Hq, D]. An
+    implementation may overwrite `qkv`.
+    """
+    num_kv_heads, head_dim = pages.shape[2], pages.shape[4]
+    heads = qkv.view(len(qkv), qkv.shape[1] // head_dim, head_dim)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    q, k, v = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
+    if q_weight is not None and k_weight is not None:
+        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    q, k = rope(q, k, cos_sin, positions)
+    store_kv(k, v, pages, out_loc)
+    return q
+
+
+def paged_attention(q: Tensor, pages: Tensor, page_table: Tensor, layout: SeqLayout, scale: float) -> Tensor:
+    """softmax(scale q K^T) V of each sequence over its own pages, in float32 -> [T, Hq, D] in q's dtype.
+
+    q [T, Hq, D] grouped by sequence as `layout` says; pages [P, 2, Hk, page, D]; page_table [rows, W] int32. Query i of
+    a sequence stands at position kv_len - query_len + i and sees the positions up to its own. Query head h reads KV
+    head h // (Hq / Hk). Slots from kv_len on may hold anything, NaN included.
+    """
+    num_kv_heads, page_size = pages.shape[2], pages.shape[3]
+    group = q.shape[1] // num_kv_heads
+    out = torch.empty_like(q)
+    start = 0
+    lengths = zip(layout.rows_host.tolist(), layout.query_lens_host.tolist(), layout.kv_lens_host.tolist(), strict=True)
+    for row, query_len, kv_len in lengths:
+        ids = page_table[row, : -(-kv_len // page_size)].long()
+        kv = pages[ids].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len].float()  # [2, Hk, kv_len, D]
+        k, v = kv.repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,hkd->hqk", q[start : start + query_len].float(), k) * scale
+        seen = torch.arange(kv_len, device=q.device)
+        hidden = seen[None, :] > seen[kv_len - query_len :, None]
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out[start : start + query_len] = torch.einsum("hqk,hkd->qhd", weights, v).to(q.dtype)
+        start += query_len
+    return out
+
+
+OPS: Final[Mapping[str, Callable[..., Any]]] = {}  # as an alternative of `ops.OPS`: it brings nothing of its own

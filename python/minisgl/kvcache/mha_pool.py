@@ -1,0 +1,53 @@
+"""Where the keys and values live: one tensor, cut into pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class MHAKVPool:
+    """K/V pages of all layers; who owns which page is the scheduler's business.
+
+    `data` is [layers, pages, 2 (K, V), kv_heads, page_size, head_dim]: within a page each head is contiguous, so a
+    kernel that works on one head reads one run of memory. A slot is page id * page_size + offset, the same in all
+    layers. Allocated without writing: on a CPU a page takes physical memory when it is first used, and what it holds
+    before is arbitrary.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        num_kv_heads: int,
+        page_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_layers = num_layers
+        self.num_pages = num_pages
+        self.num_kv_heads = num_kv_heads
+        self.page_size = page_size
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self.device = device
+        self.page_bytes = self.bytes_per_page(num_layers, num_kv_heads, page_size, head_dim, dtype)
+        shape = (num_layers, num_pages, 2, num_kv_heads, page_size, head_dim)
+        self.data = torch.empty(shape, dtype=dtype, device=device)
+        self._layers = self.data.unbind(0)
+
+    @staticmethod
+    def bytes_per_page(num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes that one page takes in all layers together."""
+        return num_layers * 2 * num_kv_heads * page_size * head_dim * dtype.itemsize
+
+    def layer(self, index: int) -> Tensor:
+        """Layer `index`'s pages [pages, 2, kv_heads, page_size, head_dim], a view."""
+        return self._layers[index]
+
+    def poison(self, pages: Sequence[int]) -> None:
+        """Fill pages with NaN, so that a test notices when they are read before they are written again."""
+        self.data[:, torch.as_tensor(pages, dtype=torch.int64, device=self.device)] = float("nan")

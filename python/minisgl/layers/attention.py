@@ -1,0 +1,65 @@
+"""Self-attention: projections around the backend of the day."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from minisgl.layers.linear import Linear
+from minisgl.layers.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minisgl.core import Context
+    from minisgl.layers.base import Builder
+
+
+class Attention:
+    """Grouped-query attention of layer `index`, with optional biases and per-head norms of q and k.
+
+    `name` is the checkpoint's module name; `cos_sin` [max positions, head_dim] float32 is shared by all layers.
+    """
+
+    def __init__(
+        self,
+        builder: Builder,
+        name: str,
+        index: int,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qkv_bias: bool,
+        o_bias: bool,
+        qk_norm: bool,
+        eps: float,
+        cos_sin: Tensor,
+    ) -> None:
+        self.index = index
+        self.eps = eps
+        self.cos_sin = cos_sin
+        self.q_size = num_heads * head_dim
+        kv_size = num_kv_heads * head_dim
+        qkv = {f"{name}.q_proj": self.q_size, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
+        self.qkv_proj = Linear(builder, qkv, hidden_size, bias=qkv_bias)
+        self.o_proj = Linear(builder, {f"{name}.o_proj": hidden_size}, self.q_size, bias=o_bias)
+        self.q_norm = RMSNorm(builder, f"{name}.q_norm", head_dim, eps).weight if qk_norm else None
+        self.k_norm = RMSNorm(builder, f"{name}.k_norm", head_dim, eps).weight if qk_norm else None
+        self._norm_rope_store = builder.ops.norm_rope_store
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        """[T, H] -> [T, H]; stores this step's keys and values at ctx.out_loc."""
+        pages = ctx.kv_cache.layer(self.index)
+        q = self._norm_rope_store(
+            self.qkv_proj.forward(x),
+            self.q_norm,
+            self.k_norm,
+            self.eps,
+            self.cos_sin,
+            ctx.batch.positions,
+            pages,
+            ctx.out_loc,
+        )
+        out: Tensor = ctx.attention.forward(q, pages, ctx)
+        return self.o_proj.forward(out.view(-1, self.q_size))

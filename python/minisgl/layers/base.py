@@ -1,0 +1,61 @@
+"""What every layer is built with, and what it leaves behind for the weight loader."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from minisgl.kernel.ops import OpTable
+
+
+class Init(Enum):
+    """What a parameter holds when there is no checkpoint (`--dummy-weight`)."""
+
+    NORMAL = "normal"  # standard deviation 0.02
+    ONES = "ones"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One tensor of the checkpoint: it fills rows [start, start + rows) of a parameter, all other dimensions whole."""
+
+    name: str
+    start: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A tensor on the device and the checkpoint tensors that together fill it."""
+
+    tensor: Tensor
+    sources: tuple[Source, ...]
+    init: Init
+
+
+class Builder:
+    """The one argument that carries ops, dtype and device to every layer of a model under construction.
+
+    Layers ask it for their weights; what they asked for is in `parameters`, in order.
+    """
+
+    def __init__(self, ops: OpTable, dtype: torch.dtype, device: torch.device) -> None:
+        self.ops = ops
+        self.dtype = dtype
+        self.device = device
+        self.parameters: list[Parameter] = []
+
+    def parameter(self, parts: dict[str, int], *shape: int, init: Init = Init.NORMAL) -> Tensor:
+        """An uninitialised weight [sum of parts, *shape]: `parts` maps checkpoint names to rows, stacked in order."""
+        sources, start = [], 0
+        for name, rows in parts.items():
+            sources.append(Source(name, start, rows))
+            start += rows
+        tensor = torch.empty(start, *shape, dtype=self.dtype, device=self.device)
+        self.parameters.append(Parameter(tensor, tuple(sources), init))
+        return tensor

@@ -1,0 +1,27 @@
+"""Projections. Those that read the same input are one matrix: its parts are stacked in the order given."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minisgl.layers.base import Builder
+
+
+class Linear:
+    """x W^T + b; weight [sum of parts, in_features], bias [sum of parts] or None.
+
+    `parts` maps the checkpoint's module names to their output features: one for a plain projection, q, k, v for the
+    QKV projection, gate and up for the first half of an MLP.
+    """
+
+    def __init__(self, builder: Builder, parts: dict[str, int], in_features: int, *, bias: bool) -> None:
+        self.weight = builder.parameter({f"{name}.weight": rows for name, rows in parts.items()}, in_features)
+        self.bias = builder.parameter({f"{name}.bias": rows for name, rows in parts.items()}) if bias else None
+        self._linear = builder.ops.linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in_features] -> [T, sum of parts]."""
+        return self._linear(x, self.weight, self.bias)

@@ -1,0 +1,104 @@
+"""One Llama-shaped decoder; the flags in `ModelConfig` make it Llama, Mistral, Qwen2 or Qwen3."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from minisgl.layers.attention import Attention
+from minisgl.layers.embedding import Embedding, LMHead
+from minisgl.layers.mlp import GatedMLP
+from minisgl.layers.norm import RMSNorm
+from minisgl.layers.rotary import cos_sin_table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minisgl.core import Context
+    from minisgl.layers.base import Builder
+    from minisgl.models.config import ModelConfig
+
+
+class LlamaDecoderLayer:
+    """Attention and MLP, each behind a norm. The residual stream travels beside the activations, so that adding to it
+    and normalising are one op."""
+
+    def __init__(self, builder: Builder, config: ModelConfig, index: int, cos_sin: Tensor) -> None:
+        c, name = config, f"model.layers.{index}"
+        self.input_layernorm = RMSNorm(builder, f"{name}.input_layernorm", c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(
+            builder,
+            f"{name}.self_attn",
+            index,
+            hidden_size=c.hidden_size,
+            num_heads=c.num_heads,
+            num_kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            qkv_bias=c.qkv_bias,
+            o_bias=c.o_bias,
+            qk_norm=c.qk_norm,
+            eps=c.rms_norm_eps,
+            cos_sin=cos_sin,
+        )
+        self.post_attention_layernorm = RMSNorm(
+            builder, f"{name}.post_attention_layernorm", c.hidden_size, c.rms_norm_eps
+        )
+        self.mlp = GatedMLP(builder, f"{name}.mlp", c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None, ctx: Context, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(x, residual) [T, H] -> the same of the next layer.
+
+        `residual` is None in the first layer. `keep` [S] int64 names the tokens that anything after attention is
+        needed for; None means all.
+        """
+        if residual is None:
+            x, residual = self.input_layernorm.forward(x), x
+        else:
+            x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn.forward(x, ctx)
+        if keep is not None:
+            x, residual = x.index_select(0, keep), residual.index_select(0, keep)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp.forward(x), residual
+
+
+class LlamaModel:
+    """The decoder without its head."""
+
+    def __init__(self, builder: Builder, config: ModelConfig) -> None:
+        self.embed_tokens = Embedding(builder, "model.embed_tokens", config.vocab_size, config.hidden_size)
+        cos_sin = cos_sin_table(config.rope, config.head_dim, config.max_position_embeddings, builder.device)
+        self.layers = [LlamaDecoderLayer(builder, config, i, cos_sin) for i in range(config.num_layers)]
+        self.norm = RMSNorm(builder, "model.norm", config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: Tensor, ctx: Context) -> Tensor:
+        """[T] int32 -> final hidden states [S, H] of `ctx.batch.logit_tokens`."""
+        x, residual = self.embed_tokens.forward(input_ids), None
+        logit_tokens = ctx.batch.logit_tokens
+        # They ascend, so as many as there are tokens means all of them.
+        keep = logit_tokens if len(logit_tokens) != len(input_ids) else None
+        last = len(self.layers) - 1
+        for i, layer in enumerate(self.layers):
+            x, residual = layer.forward(x, residual, ctx, keep if i == last else None)
+        assert residual is not None, "a model has at least one layer"
+        x, _ = self.norm.add(x, residual)
+        return x
+
+
+class LlamaForCausalLM:
+    """The whole model; weights are filled by `models.weight`."""
+
+    def __init__(self, builder: Builder, config: ModelConfig) -> None:
+        self.config = config
+        self.model = LlamaModel(builder, config)
+        tied = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = LMHead(builder, "lm_head", config.vocab_size, config.hidden_size, tied)
+        self.parameters = tuple(builder.parameters)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all weights, a tied one counted once."""
+        return sum(p.tensor.numel() for p in self.parameters)
+
+    def forward(self, input_ids: Tensor, ctx: Context) -> Tensor:
+        """Token ids [T] int32 -> logits [S, V] float32 of `ctx.batch.logit_tokens`."""
+        return self.lm_head.forward(self.model.forward(input_ids, ctx))

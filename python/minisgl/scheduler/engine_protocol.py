@@ -1,0 +1,32 @@
+"""What the scheduler needs of an engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from minisgl.core import BatchPlan, Ints, Limits
+
+
+class StepOutput(Protocol):
+    """A launched batch; `wait` blocks until it is done."""
+
+    def wait(self) -> tuple[Ints, Ints]:
+        """Sampled tokens and 0/1 flags "logits were finite", one for each slot that samples, in slot order."""
+
+
+class StepEngine(Protocol):
+    """What the scheduler needs of an engine (`engine.Engine`, or a fake one in tests)."""
+
+    num_pages: int
+    page_size: int
+    max_running_requests: int
+    limits: Limits
+    eos_token_ids: frozenset[int]
+    is_async: bool
+
+    def prepare(self, plan: BatchPlan) -> Any: ...
+
+    def launch(self, batch: Any) -> StepOutput: ...
+
+    def describe(self) -> dict[str, str | int | float]: ...

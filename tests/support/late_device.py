@@ -1,0 +1,42 @@
+"""A CPU that is always late: work runs only when the next is submitted, or when somebody waits for it.
+
+What would be a race on a GPU (a buffer reused, a page freed, a row taken over while a batch is in flight) becomes a
+wrong result here, every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from minisgl.utils.device import CpuDevice
+
+
+class LateWork:
+    def __init__(self, device: LateDevice, work: Callable[[], torch.Tensor]) -> None:
+        self.device, self.work = device, work
+        self.result: np.ndarray | None = None
+
+    def run(self) -> None:
+        self.result = self.work().numpy()
+
+    def wait(self) -> np.ndarray:
+        while self.result is None:
+            self.device.pending.pop(0).run()
+        return self.result
+
+
+class LateDevice(CpuDevice):
+    is_async = True
+
+    def __init__(self, threads: int | None = None) -> None:
+        super().__init__(threads)
+        self.pending: list[LateWork] = []
+
+    def submit(self, work: Callable[[], torch.Tensor]) -> LateWork:
+        while self.pending:
+            self.pending.pop(0).run()
+        self.pending.append(LateWork(self, work))
+        return self.pending[-1]

@@ -1,0 +1,129 @@
+"""The real engine with real tensors on a device that is always late, freed pages full of NaN: same tokens, no NaN."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl.config import SchedulerConfig, build_config
+from minisgl.core import FinishReason, SamplingParams
+from minisgl.engine.config import resolve
+from minisgl.engine.engine import Engine
+from minisgl.message import AbortBackendMsg, UserMsg, ids_from_bytes, ids_to_bytes
+from minisgl.scheduler.io import OfflineIO
+from minisgl.scheduler.scheduler import Scheduler
+from minisgl.utils.device import CpuDevice, Device
+from support.late_device import LateDevice
+
+VOCAB = 97
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "eos_token_id": 0,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+Requests = list[tuple[list[int], SamplingParams]]
+
+
+def make_requests(seed: int) -> Requests:
+    rng = random.Random(seed)
+    heads = [[rng.randrange(1, VOCAB) for _ in range(40)] for _ in range(2)]
+    requests = []
+    for i in range(24):
+        prompt = rng.choice(heads)[: rng.randrange(1, 41)] + [rng.randrange(1, VOCAB) for _ in range(rng.randrange(12))]
+        sampled = SamplingParams(max_tokens=rng.randrange(1, 30), temperature=1.0, top_k=20, top_p=0.9, seed=i)
+        greedy = SamplingParams(max_tokens=rng.randrange(1, 30), temperature=0.0, ignore_eos=True)
+        requests.append((prompt, rng.choice((sampled, greedy))))
+    return requests
+
+
+def run(folder: Path, device: Device, requests: Requests, aborts: frozenset[int] = frozenset(), **options: object):
+    torch.manual_seed(0)
+    config = build_config(SchedulerConfig, {"model": str(folder), "dummy_weight": True, **options})
+    engine, io = Engine(resolve(config.engine, "cpu"), device), OfflineIO()
+    scheduler = Scheduler(config, engine, io)
+    scheduler.cache.on_free = engine.kv_cache.poison
+    outputs: dict[int, list[int]] = {uid: [] for uid in range(len(requests))}
+    endings: dict[int, FinishReason] = {}
+    todo = list(enumerate(requests))
+    step = 0
+    while todo or io.inbox or scheduler.is_busy:
+        if todo and step % 2 == 0:
+            for uid, (prompt, params) in todo[:3]:
+                io.inbox.append(UserMsg(uid, ids_to_bytes(prompt), params))
+            del todo[:3]
+        if step in (9, 15, 21):
+            io.inbox.extend(AbortBackendMsg(uid) for uid in aborts)
+        scheduler.step()
+        step += 1
+        while io.outbox:
+            msg = io.outbox.popleft()
+            uids = np.frombuffer(msg.uids, "<i8").tolist()
+            for uid, token in zip(uids, ids_from_bytes(msg.tokens).tolist(), strict=True):
+                outputs[uid].append(token)
+            for end in msg.finished:
+                assert end.uid not in endings
+                assert end.reason is not FinishReason.ERROR, end.error
+                endings[end.uid] = end.reason
+    assert len(endings) == len(requests)
+    assert scheduler.cache.available == scheduler.cache.num_pages
+    return outputs, scheduler
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"page_size": 4, "max_prefill_length": 16},
+        {"page_size": 1, "max_prefill_length": 24, "schedule_policy": "lpm"},
+        {"page_size": 16, "max_prefill_length": 8192, "cache_type": "naive"},
+        {"page_size": 4, "max_prefill_length": 32, "num_pages": 32, "max_running_requests": 6},
+    ],
+    ids=lambda o: "-".join(map(str, o.values())),
+)
+def test_late_execution_changes_nothing(folder: Path, options: dict[str, object]) -> None:
+    requests = make_requests(7)
+    alone = {}
+    for uid, request in enumerate(requests):
+        out, _ = run(folder, CpuDevice(1), [request], page_size=8)
+        # Seeds make the noise a function of the request alone; uid 0 of a solo run is not its uid here.
+        alone[uid] = out[0]
+    late, scheduler = run(folder, LateDevice(1), requests, **options)
+    assert scheduler.depth == 1
+    assert late == alone
+    if "num_pages" in options:
+        assert scheduler.stats.preemptions > 0
+
+
+def test_aborts_while_late_leave_the_others_untouched(folder: Path) -> None:
+    requests = make_requests(3)
+    whole, _ = run(folder, CpuDevice(1), requests, page_size=4, max_prefill_length=16)
+    aborts = frozenset(range(0, 24, 3))
+    late, _ = run(folder, LateDevice(1), requests, aborts, page_size=4, max_prefill_length=16)
+    for uid, tokens in late.items():
+        assert tokens == whole[uid][: len(tokens)] if uid in aborts else tokens == whole[uid]
