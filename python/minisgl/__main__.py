@@ -1,0 +1,132 @@
+"""The command line; see `minisgl --help`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from minisgl.server.args import Parser, add_model_argument, add_options, args_from_options, take_options
+from minisgl.utils.errors import ConfigError, MinisglError
+
+DESCRIPTION = """\
+Serve a language model, or talk to one. Without MODEL it is the small demo model that comes with the package.
+
+  minisgl serve                         the built-in model on http://127.0.0.1:1919 (OpenAI's API)
+  minisgl serve ~/models/Qwen3-0.6B     a folder in Hugging Face's layout
+  minisgl chat                          chat in this terminal
+  minisgl generate "Once upon a time"   answer prompts and exit; no server
+  minisgl env                           versions, CPU, GPU, available backends (for bug reports)
+"""
+EPILOG = """\
+`minisgl COMMAND --help` explains the command's options; each can also be set by an environment variable, for example
+MINISGL_PORT=8000. LOG_LEVEL=DEBUG shows detail. `python -m minisgl [--model X] [--shell]` is `minisgl serve`.
+"""
+COMMANDS = ("serve", "chat", "generate", "env")
+
+
+def _parser() -> Parser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="minisgl", description=DESCRIPTION, epilog=EPILOG, formatter_class=raw, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
+    add_model_argument(serve)
+    serve.add_argument("--shell", "--shell-mode", action="store_true", help="chat with it in this terminal as well")
+    add_options(serve)
+
+    chat = commands.add_parser("chat", help="chat with a model in the terminal", allow_abbrev=False)
+    add_model_argument(chat)
+    chat.add_argument("--url", help="talk to this running server instead of starting one")
+    _add_sampling(chat, default_temperature=None)
+    chat.add_argument("--system", help="system prompt")
+    add_options(chat)
+
+    generate = commands.add_parser("generate", help="answer prompts offline and exit", allow_abbrev=False)
+    generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="text to continue, or with --chat a question")
+    generate.add_argument("--chat", action="store_true", help="put each prompt through the chat template")
+    _add_sampling(generate, default_temperature=0.0)
+    add_options(generate)
+
+    commands.add_parser("env", help="print versions, devices and available backends", allow_abbrev=False)
+    return parser
+
+
+def _add_sampling(parser: argparse.ArgumentParser, default_temperature: float | None) -> None:
+    shown = "the model's" if default_temperature is None else f"{default_temperature:g}"
+    help = f"randomness of the choice of words, 0 = none (default: {shown})"
+    parser.add_argument("--temperature", type=float, default=default_temperature, metavar="FLOAT", help=help)
+    parser.add_argument("--max-tokens", type=int, metavar="INT", help="longest answer (default: what fits)")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit code: 0 done, 1 failed, 2 the command line or the settings cannot work."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or (argv[0] not in COMMANDS and argv[0] not in ("-h", "--help", "--version")):
+        argv = ["serve", *argv]  # python -m minisgl --model X
+    if argv[0] == "--version":
+        import minisgl
+
+        print(minisgl.__version__)
+        return 0
+    options = _parser().parse_args(argv)
+    run = {"serve": _serve, "chat": _chat, "generate": _generate, "env": _env}[options.command]
+    try:
+        return run(options)
+    except MinisglError as e:
+        print(f"minisgl: {e}", file=sys.stderr)
+        return 2 if isinstance(e, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from minisgl.server.launch import launch_server
+
+    args = args_from_options(take_options(options))
+    if options.shell:
+        from minisgl.server.shell import chat_with_own_server
+
+        return chat_with_own_server(args, {}, None)
+    return launch_server(args)
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from minisgl.server.shell import chat_with_own_server, chat_with_url
+
+    chosen = {"temperature": options.temperature, "max_tokens": options.max_tokens}
+    sampling = {name: value for name, value in chosen.items() if value is not None}
+    given = take_options(options)
+    if options.url is not None:
+        if extra := given.keys() - {"api_key"}:
+            raise ConfigError(f"--url talks to a running server, so it goes with --api-key only, not {sorted(extra)}")
+        return chat_with_url(options.url, given.get("api_key"), sampling, options.system)
+    return chat_with_own_server(args_from_options({"port": 0} | given), sampling, options.system)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from minisgl import LLM, SamplingParams
+    from minisgl.config import SchedulerConfig, option_fields
+
+    given = take_options(options)
+    if extra := given.keys() - option_fields(SchedulerConfig).keys():
+        raise ConfigError(f"generate starts no server; it does not take {sorted(extra)}")
+    engine: dict[str, Any] = {name: value for name, value in given.items() if name != "model"}
+    params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
+    prompts: list[Any] = options.prompts
+    if options.chat:
+        prompts = [[{"role": "user", "content": p}] for p in prompts]
+    for completion in LLM(given.get("model", ""), **engine).generate(prompts, params):
+        print(completion.text)
+    return 0
+
+
+def _env(options: argparse.Namespace) -> int:
+    from minisgl.server.environment import describe_environment
+
+    print(describe_environment())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""One HTTP answer, from the submitted request to its last byte: in one piece or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from minisgl.core import FinishReason
+from minisgl.message import TokenizeMsg, UserReply
+from minisgl.server.frontend import Call, ClientGoneError, FrontendManager
+from minisgl.server.render import DONE, Answer, Renderer, error_body, event, to_json
+from minisgl.utils.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+_STREAM_HEADERS: Final = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def _raise_if_error(reply: UserReply) -> None:
+    if reply.finish_reason is FinishReason.ERROR:
+        raise RequestError(reply.error, param=reply.param, code=reply.code, status=reply.status)
+
+
+class CallResponse(Response):
+    """Submits the messages and answers with what comes back.
+
+    The first reply is awaited before the first byte, so that a refusal has its HTTP status; a failure later is an
+    event in the stream. A client that leaves or does not read for `write_timeout` seconds is aborted.
+    """
+
+    def __init__(
+        self,
+        frontend: FrontendManager,
+        messages: Sequence[TokenizeMsg],
+        renderer: Renderer,
+        is_stream: bool,
+        write_timeout: float,
+    ) -> None:
+        super().__init__()
+        self._frontend = frontend
+        self._messages = messages
+        self._renderer = renderer
+        self._is_stream = is_stream
+        self._write_timeout = write_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises `RequestError` when refused before the first byte."""
+        call = await self._frontend.submit(self._messages)
+        async with call:
+            watcher = asyncio.create_task(_watch(receive, call))
+            try:
+                if self._is_stream:
+                    await self._stream(call, send)
+                else:
+                    await Response(await self._body(call), media_type="application/json")(scope, receive, send)
+            except ClientGoneError:
+                logger.debug("a client left before its answer was complete")
+            except TimeoutError:
+                logger.warning("a client did not read for %g s; its request is given up", self._write_timeout)
+            finally:
+                watcher.cancel()
+
+    async def _body(self, call: Call) -> bytes:
+        answers = [Answer() for _ in self._messages]
+        while not call.is_done:
+            for index, reply in await call.take():
+                _raise_if_error(reply)
+                answers[index].add(reply)
+        return self._renderer.body(answers)
+
+    async def _stream(self, call: Call, send: Send) -> None:
+        replies = await call.take()
+        for _, reply in replies:
+            _raise_if_error(reply)
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        chunks = list(self._renderer.first_events(len(self._messages)))
+        last: dict[int, UserReply] = {}
+        try:
+            while True:
+                for index, reply in replies:
+                    _raise_if_error(reply)
+                    last[index] = reply
+                    chunks += self._renderer.events(index, reply)
+                if call.is_done:
+                    break
+                await self._send(send, chunks)
+                chunks = []
+                replies = await call.take()
+            chunks += self._renderer.last_events(list(last.values()))
+        except RequestError as e:
+            chunks.append(event(to_json(error_body(e.message, e.status, e.param, e.code))))
+        await self._send(send, [*chunks, DONE])
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, chunks: list[bytes]) -> None:
+        async with asyncio.timeout(self._write_timeout):
+            await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": True})
+
+
+async def _watch(receive: Receive, call: Call) -> None:
+    """Tell the call when its client is gone. The body has been read, so nothing else can come."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    call.abandon()

@@ -1,0 +1,257 @@
+"""The HTTP application: routes, access, errors.
+
+What a request means is in `prepare`, how an answer looks in `render`, how it is sent in `answer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import minisgl
+from minisgl.core import Limits
+from minisgl.server.answer import CallResponse
+from minisgl.server.args import ServerArgs
+from minisgl.server.frontend import RETRY_AFTER_S, FrontendManager
+from minisgl.server.metrics import Metrics
+from minisgl.server.prepare import SamplingDefaults, chat_messages, completion_messages, generate_messages, is_batch
+from minisgl.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, parse_body
+from minisgl.server.render import GenerateRenderer, OpenAIRenderer, error_body, to_json
+from minisgl.utils.errors import RequestError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+BODY_TIMEOUT_S: Final = 60.0
+MAX_REQUEST_ID: Final = 128
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What the API server knows about the model and the processes behind it."""
+
+    name: str
+    limits: Limits
+    defaults: SamplingDefaults
+    facts: dict[str, str | int | float] = field(default_factory=dict)  # from the scheduler
+    pids: dict[str, int] = field(default_factory=dict)
+
+
+def create_app(args: ServerArgs, model: ServedModel) -> FastAPI:
+    """The application; its lifespan owns the `FrontendManager`, found at `app.state.frontend`."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        metrics = Metrics(model.name, lambda: (frontend.stats, frontend.entries, frontend.detokenizer_entries))
+        frontend = FrontendManager(args, model.limits, metrics)
+        app.state.frontend = frontend
+        try:
+            yield
+        finally:
+            await frontend.close()
+
+    app = FastAPI(title="minisgl", version=minisgl.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(Gate, api_key=args.api_key)
+    _add_error_handlers(app)
+    _add_generation_routes(app, args, model)
+    _add_model_routes(app, model)
+    _add_operation_routes(app, args, model)
+    return app
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """`value` as a JSON response."""
+    return Response(to_json(value), status, headers, media_type="application/json")
+
+
+class Gate:
+    """Lets a request in: the key, and the `x-request-id` that goes back with the answer."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app = app
+        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = headers.get("x-request-id", "")
+        if request_id and len(request_id) <= MAX_REQUEST_ID and request_id.isprintable() and request_id.isascii():
+            send = self._with_id(send, request_id)
+        if self._expected is not None and scope["path"] != "/health":
+            given = headers.get("authorization", "").encode("latin-1")
+            if not hmac.compare_digest(given, self._expected):
+                body = error_body("a valid key is needed: `Authorization: Bearer KEY`", 401, code="invalid_api_key")
+                await json_response(body, 401, {"www-authenticate": "Bearer"})(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    @staticmethod
+    def _with_id(send: Send, request_id: str) -> Send:
+        async def wrapped(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        return wrapped
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def request_error(_: Request, e: Exception) -> Response:
+        assert isinstance(e, RequestError)
+        headers = {"retry-after": str(RETRY_AFTER_S)} if e.status in (429, 503) else None
+        return json_response(error_body(e.message, e.status, e.param, e.code), e.status, headers)
+
+    async def http_error(_: Request, e: Exception) -> Response:
+        assert isinstance(e, HTTPException)
+        return json_response(error_body(e.detail, e.status_code), e.status_code, dict(e.headers or {}))
+
+    async def client_gone(_: Request, e: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    async def our_bug(_: Request, e: Exception) -> Response:
+        return json_response(error_body("internal error; see the server's log", 500), 500)
+
+    app.add_exception_handler(RequestError, request_error)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(ClientDisconnect, client_gone)
+    app.add_exception_handler(Exception, our_bug)
+
+
+async def read_request(request: Request, kind: type[T], max_body: int) -> T:
+    """The body as a `kind`; raises `RequestError` (400, 408, 413, 415)."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":  # what a page of another site cannot send without being asked
+        raise RequestError("the content type must be application/json", code="unsupported_media_type", status=415)
+    too_large = RequestError(f"the body has more than {max_body} bytes", code="body_too_large", status=413)
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_body:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_body:
+                    raise too_large
+    except TimeoutError:
+        raise RequestError("the body did not arrive in time", code="timeout", status=408) from None
+    return parse_body(bytes(body), kind)
+
+
+def _add_generation_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
+    limits, defaults = model.limits, model.defaults
+
+    def require_model(name: str | None) -> None:
+        if name is not None and name != model.name:
+            raise RequestError(
+                f"model {name[:100]!r} is not served here, only {model.name!r}",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        body = await read_request(request, ChatCompletionRequest, args.max_body)
+        require_model(body.model)
+        renderer = OpenAIRenderer(model.name, True, body.stream_options)
+        messages = chat_messages(body, defaults, limits)
+        return CallResponse(app.state.frontend, messages, renderer, bool(body.stream), args.write_timeout)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = await read_request(request, CompletionRequest, args.max_body)
+        require_model(body.model)
+        renderer = OpenAIRenderer(model.name, False, body.stream_options)
+        messages = completion_messages(body, defaults, limits)
+        return CallResponse(app.state.frontend, messages, renderer, bool(body.stream), args.write_timeout)
+
+    @app.post("/generate")
+    async def generate(request: Request) -> Response:
+        body = await read_request(request, GenerateRequest, args.max_body)
+        messages = generate_messages(body, defaults, limits)
+        prompt = next(p for p in (body.text, body.prompt, body.input_ids) if p is not None)
+        renderer = GenerateRenderer(is_batch(prompt))
+        return CallResponse(app.state.frontend, messages, renderer, bool(body.stream), args.write_timeout)
+
+
+def _add_model_routes(app: FastAPI, model: ServedModel) -> None:
+    card = {
+        "id": model.name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "minisgl",
+        "root": model.name,
+        "max_model_len": model.limits.max_model_len,
+    }
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        return json_response({"object": "list", "data": [card]})
+
+    @app.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> Response:
+        if name != model.name:
+            raise RequestError(f"model {name[:100]!r} is not served here", code="model_not_found", status=404)
+        return json_response(card)
+
+
+def _add_operation_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
+    def both(paths: tuple[str, ...], handler: Callable[..., Any], methods: list[str]) -> None:
+        for path in paths:
+            app.add_api_route(path, handler, methods=methods, include_in_schema=path == paths[0])
+
+    async def health() -> Response:
+        problem = app.state.frontend.health_problem
+        return json_response(
+            {"status": "unhealthy", "cause": problem} if problem else {"status": "ok"}, 503 if problem else 200
+        )
+
+    async def ready() -> Response:
+        app.state.frontend.require_ready()
+        return json_response({"status": "ready"})
+
+    async def metrics() -> Response:
+        return Response(app.state.frontend.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def server_info() -> Response:
+        frontend: FrontendManager = app.state.frontend
+        info = {
+            "version": minisgl.__version__,
+            "model": model.name,
+            "max_model_len": model.limits.max_model_len,
+            "engine": model.facts,
+            "processes": model.pids,
+            "num_tokenizer": args.num_tokenizer,
+            "stats": msgspec.structs.asdict(frontend.stats),
+            "frontend_entries": frontend.entries,
+            "detokenizer_entries": frontend.detokenizer_entries,
+        }
+        return json_response(info)
+
+    async def flush_cache() -> Response:
+        await app.state.frontend.flush_cache()
+        return json_response({"status": "ok"})
+
+    async def version() -> Response:
+        return json_response({"version": minisgl.__version__})
+
+    both(("/health",), health, ["GET"])
+    both(("/ready",), ready, ["GET"])
+    both(("/metrics",), metrics, ["GET"])
+    both(("/server_info", "/get_server_info"), server_info, ["GET"])
+    both(("/flush_cache",), flush_cache, ["POST"])
+    both(("/version",), version, ["GET"])

@@ -1,0 +1,247 @@
+"""The API server's side of the message channels: requests out, replies back to whoever waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Final
+
+import msgspec
+
+from minisgl.core import FinishReason, Limits
+from minisgl.message import (
+    AbortMsg,
+    BackendMsg,
+    Codec,
+    DetokenizerStatsMsg,
+    ExitMsg,
+    FlushCacheMsg,
+    FrontendMsg,
+    StatsMsg,
+    TokenizeMsg,
+    TokenizerMsg,
+    UserReply,
+)
+from minisgl.server.args import ServerArgs
+from minisgl.server.metrics import Metrics
+from minisgl.utils.errors import RequestError
+from minisgl.utils.mp import ZmqAsyncPullQueue, ZmqAsyncPushQueue
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S: Final = 1
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its answer was complete."""
+
+
+def _merge(old: UserReply, new: UserReply) -> UserReply:
+    """One reply that says what both say: how a slow reader's backlog stays one reply long."""
+    return msgspec.structs.replace(new, text=old.text + new.text)
+
+
+class Call:
+    """The generations of one HTTP request, by index. Use it as an async context manager: what is unfinished at the
+    end is aborted and forgotten."""
+
+    def __init__(self, frontend: FrontendManager, uids: Sequence[int]) -> None:
+        self.created = time.monotonic()
+        self._frontend = frontend
+        self.uids = tuple(uids)
+        self._index = {uid: i for i, uid in enumerate(uids)}
+        self._unfinished = set(uids)
+        self._pending: dict[int, UserReply] = {}
+        self._wake = asyncio.Event()
+        self._is_abandoned = False
+        self._last_token: dict[int, float] = {}
+
+    @property
+    def is_done(self) -> bool:
+        """Every generation has ended and been delivered."""
+        return not self._unfinished and not self._pending
+
+    @property
+    def unfinished(self) -> frozenset[int]:
+        return frozenset(self._unfinished)
+
+    def push(self, reply: UserReply) -> None:
+        """A reply for one of this call's uids; nothing counts after the terminal one."""
+        uid = reply.uid
+        if uid not in self._unfinished:
+            return
+        if reply.finish_reason is not None:
+            self._unfinished.discard(uid)
+        self._measure(reply)
+        old = self._pending.get(uid)
+        self._pending[uid] = reply if old is None else _merge(old, reply)
+        self._wake.set()
+
+    def _measure(self, reply: UserReply) -> None:
+        now = time.monotonic()
+        metrics = self._frontend.metrics
+        last = self._last_token.get(reply.uid)
+        if last is None and reply.completion_tokens:
+            metrics.time_to_first_token.observe(now - self.created)
+        elif last is not None:
+            metrics.inter_token_latency.observe(now - last)
+        self._last_token[reply.uid] = now
+        if reply.finish_reason is not None:
+            metrics.observe_end(reply.finish_reason, now - self.created)
+
+    def abandon(self) -> None:
+        """The client is gone: whoever waits in `take` gets `ClientGoneError`."""
+        self._is_abandoned = True
+        self._wake.set()
+
+    async def take(self) -> list[tuple[int, UserReply]]:
+        """Wait for replies; at most one of each generation, (index, increment since the last one)."""
+        await self._wake.wait()
+        if self._is_abandoned:
+            raise ClientGoneError
+        self._wake.clear()
+        replies = [(self._index[uid], reply) for uid, reply in self._pending.items()]
+        self._pending.clear()
+        return replies
+
+    async def __aenter__(self) -> Call:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._frontend.forget(self)
+
+
+class FrontendManager:
+    """Owns the sockets and every open call; lives on the event loop of the API server."""
+
+    def __init__(self, args: ServerArgs, limits: Limits, metrics: Metrics) -> None:
+        self.limits = limits
+        self.metrics = metrics
+        self.stats = StatsMsg()
+        self.detokenizer_entries = 0
+        self.failure = ""  # why no request can be served any more
+        self.is_draining = False
+        self._max_calls = args.scheduler.max_queued_requests + args.scheduler.engine.max_running_requests
+        self._heartbeat_timeout = args.heartbeat_timeout
+        self._last_heartbeat = time.monotonic()
+        self._uids = itertools.count(1)
+        self._calls: dict[int, Call] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._inbox: ZmqAsyncPullQueue[FrontendMsg] = ZmqAsyncPullQueue(args.zmq_frontend_addr, Codec(FrontendMsg))
+        self._tokenizers: list[ZmqAsyncPushQueue[TokenizerMsg]] = [
+            ZmqAsyncPushQueue(addr, Codec(TokenizerMsg)) for addr in args.zmq_tokenizer_addrs
+        ]
+        self._backend: ZmqAsyncPushQueue[BackendMsg] = ZmqAsyncPushQueue(args.zmq_backend_addr, Codec(BackendMsg))
+        self._receiver = asyncio.create_task(self._receive(), name="replies")
+
+    @property
+    def entries(self) -> int:
+        """Requests that are remembered; 0 when idle, or something leaks."""
+        return len(self._calls)
+
+    @property
+    def health_problem(self) -> str:
+        """Why the server is not healthy; empty when it is."""
+        if self.failure:
+            return self.failure
+        silence = time.monotonic() - self._last_heartbeat
+        if silence > self._heartbeat_timeout:
+            return f"no sign of life from the scheduler for {silence:.0f} s"
+        return ""
+
+    async def submit(self, messages: Sequence[TokenizeMsg]) -> Call:
+        """Send requests (their uids are assigned here) and return their common call, to be used with `async with`.
+
+        Raises `RequestError`: 503 when draining or broken, 429 when too many requests are open.
+        """
+        self.require_ready()
+        if len(self._calls) + len(messages) > self._max_calls:
+            raise RequestError("too many requests; try again later", code="queue_full", status=429)
+        numbered = [msgspec.structs.replace(m, uid=next(self._uids)) for m in messages]
+        call = Call(self, [m.uid for m in numbered])
+        self._idle.clear()
+        self._calls.update({m.uid: call for m in numbered})
+        try:
+            for m in numbered:
+                await self._tokenizer(m.uid).put([m])
+        except (OverflowError, ValueError, TypeError, RecursionError) as e:
+            await self.forget(call)
+            raise RequestError(f"the request contains a value that cannot be represented: {e}") from e
+        return call
+
+    def require_ready(self) -> None:
+        """Raises `RequestError` (503) when new work cannot be taken."""
+        if self.failure:
+            raise RequestError(self.failure, code="server_failed", status=503)
+        if self.is_draining:
+            raise RequestError("the server is shutting down", code="shutting_down", status=503)
+
+    async def forget(self, call: Call) -> None:
+        """Drop a call; its unfinished generations are aborted."""
+        for uid in call.unfinished:
+            await self._tokenizer(uid).put([AbortMsg(uid)])
+            self.metrics.observe_end(FinishReason.ABORT, time.monotonic() - call.created)
+        for uid in call.uids:
+            self._calls.pop(uid, None)
+        if not self._calls:
+            self._idle.set()
+
+    async def flush_cache(self) -> None:
+        """Ask the scheduler to drop its idle prefixes."""
+        self.require_ready()
+        await self._backend.put([FlushCacheMsg()])
+
+    async def drain(self, timeout: float) -> None:
+        """Take no new work and wait for the open calls to end; what is left after `timeout` seconds is failed."""
+        self.is_draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except TimeoutError:
+            self.fail(f"the server is shutting down; the request did not finish within {timeout:g} s")
+
+    def fail(self, cause: str) -> None:
+        """End every open call with an error; no new one will be accepted."""
+        self.failure = self.failure or cause
+        for uid, call in self._calls.items():
+            call.push(UserReply(uid, finish_reason=FinishReason.ERROR, error=cause, code="server_failed", status=503))
+
+    async def wait_idle(self, timeout: float) -> None:
+        """Wait until every call has been answered, at most `timeout` seconds."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except TimeoutError:
+            logger.warning("%d requests are still open", len(self._calls))
+
+    async def close(self) -> None:
+        """Tell the scheduler to leave and close the sockets."""
+        self._receiver.cancel()
+        await asyncio.gather(self._receiver, return_exceptions=True)
+        await self._backend.put([ExitMsg()])
+        self._inbox.close()
+        self._backend.close()
+        for tokenizer in self._tokenizers:
+            tokenizer.close()
+
+    def _tokenizer(self, uid: int) -> ZmqAsyncPushQueue[TokenizerMsg]:
+        return self._tokenizers[uid % len(self._tokenizers)]
+
+    async def _receive(self) -> None:
+        while True:
+            for msg in await self._inbox.get():
+                if isinstance(msg, UserReply):
+                    if (call := self._calls.get(msg.uid)) is not None:
+                        call.push(msg)
+                elif isinstance(msg, StatsMsg):
+                    self._last_heartbeat = time.monotonic()
+                    self.stats = msg
+                    self.metrics.log_throughput(msg)
+                elif isinstance(msg, DetokenizerStatsMsg):
+                    self.detokenizer_entries = msg.entries
+            await asyncio.sleep(0)  # a flood of replies must not keep the writers from writing

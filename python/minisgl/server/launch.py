@@ -1,0 +1,215 @@
+"""From `ServerArgs` to a running server and back: check, bind, spawn, serve, drain, clean up."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import minisgl
+from minisgl.core import Limits
+from minisgl.server.args import ServerArgs
+from minisgl.server.child import Ready
+from minisgl.server.processes import Child, Facts, Processes
+from minisgl.server.rundir import RunDir
+from minisgl.utils import hf
+from minisgl.utils.errors import ConfigError, StartupError
+from minisgl.utils.logger import configure_logging, log_level
+
+if TYPE_CHECKING:
+    from minisgl.server.http_server import Service
+
+SchedulerTarget = Callable[[ServerArgs, Ready], None]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the cheap checks have found out before anything heavy starts."""
+
+    folder: Path
+    limits: Limits
+    name: str
+    generation_config: dict[str, Any]
+
+
+def check_args(args: ServerArgs) -> Checked:
+    """Raises `ConfigError` for a model that is missing or broken; imports no torch and takes well under a second."""
+    from minisgl.tokenizer.tokenize import TokenizeManager, model_limits
+
+    log_level()
+    engine = args.scheduler.engine
+    folder = hf.resolve_model(engine.model)
+    hf.eos_token_ids(folder)
+    if not engine.dummy_weight:
+        hf.weight_files(folder)
+    limits = model_limits(folder, engine.max_seq_len)
+    TokenizeManager(folder, limits)
+    name = args.served_model_name or hf.model_name(engine.model)
+    return Checked(folder, limits, name, hf.load_generation_config(folder))
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """A bound TCP socket, not listening yet; raises `ConfigError` when the address cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as e:
+        raise ConfigError(f"--host {host} is not an address of this machine ({e.strerror})") from e
+    sock = socket.socket(family, kind, protocol)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+        sock.listen(1)  # two sockets may be bound with SO_REUSEADDR, but only one can listen
+    except OSError as e:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {e.strerror}; give another --port (0 = any free one)"
+        ) from e
+    return sock
+
+
+def _run_scheduler(args: ServerArgs, ready: Ready) -> None:
+    import torch
+
+    from minisgl.scheduler.io import ZmqIO
+    from minisgl.scheduler.scheduler import Scheduler
+
+    with torch.inference_mode():
+        io = ZmqIO(args.zmq_backend_addr, args.zmq_detokenizer_addr, args.zmq_frontend_addr)
+        scheduler = Scheduler.from_config(args.scheduler, io)
+        ready(scheduler.describe())
+        scheduler.run_forever()
+
+
+def _run_tokenizer(args: ServerArgs, folder: Path, limits: Limits, addr: str, ready: Ready) -> None:
+    from minisgl.tokenizer.server import tokenize_worker
+
+    tokenize_worker(folder, limits, addr, args.zmq_backend_addr, args.zmq_frontend_addr, lambda: ready({}))
+
+
+def _children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) -> list[Child]:
+    threads = args.scheduler.engine.threads
+    scheduler_env = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    worker_env = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1") | {"TOKENIZERS_PARALLELISM": "false"}
+    children = [Child("minisgl-TP0-scheduler", scheduler, (args,), scheduler_env, leaves_when_told=True)]
+    addrs = {"minisgl-detokenizer-0": args.zmq_detokenizer_addr}
+    if args.num_tokenizer:
+        addrs |= {f"minisgl-tokenizer-{i}": addr for i, addr in enumerate(args.zmq_tokenizer_addrs)}
+    children += [
+        Child(name, _run_tokenizer, (args, checked.folder, checked.limits, addr), worker_env)
+        for name, addr in addrs.items()
+    ]
+    return children
+
+
+def banner(checked: Checked, facts: Facts, url: str) -> str:
+    """What a person wants to know at the start, and a command to try."""
+    body = json.dumps({"messages": [{"role": "user", "content": "Hello! Who are you?"}]})
+    shown = {
+        "model": checked.name,
+        "dtype": facts.get("dtype", "?"),
+        "device": facts.get("device", "?"),
+        "KV cache": f"{facts.get('kv_tokens', '?')} tokens in pages of {facts.get('page_size', '?')}",
+        "context": facts.get("max_model_len", checked.limits.max_model_len),
+        "attention": facts.get("attention", "?"),
+    }
+    lines = [f"minisgl {minisgl.__version__} · " + " · ".join(f"{k} {v}" for k, v in shown.items())]
+    lines.append(f"ready on {url}")
+    lines.append(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Running:
+    """The child processes when they are ready."""
+
+    args: ServerArgs  # with the run directory
+    processes: Processes
+    facts: Facts
+
+
+@contextlib.contextmanager
+def running_children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) -> Iterator[Running]:
+    """The child processes, ready, in a run directory of their own; none of either is left afterwards."""
+    with RunDir() as run_dir:
+        args = replace(args, run_dir=str(run_dir.path))
+        processes = Processes(_children(args, checked, scheduler))
+        try:
+            yield Running(args, processes, processes.start(args.ready_timeout))
+        finally:
+            processes.stop()
+
+
+def launch_server(args: ServerArgs, scheduler: SchedulerTarget = _run_scheduler) -> int:
+    """Run the server until it is told to stop; returns the process's exit code.
+
+    Raises `ConfigError` or `StartupError` when it cannot start.
+    """
+    configure_logging("minisgl-api")
+    checked = check_args(args)
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # during the start: clean up and go
+    try:
+        with (
+            contextlib.closing(bind_socket(args.host, args.port)) as sock,
+            running_children(args, checked, scheduler) as up,
+        ):
+            service = _service(up, checked)
+            url = _url(sock)
+            return run_service(service, sock, lambda: print(banner(checked, up.facts, url), flush=True))
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _service(up: Running, checked: Checked) -> Service:
+    from minisgl.server.api_server import ServedModel, create_app
+    from minisgl.server.http_server import Service
+    from minisgl.server.prepare import SamplingDefaults
+
+    defaults = SamplingDefaults.from_generation_config(checked.generation_config)
+    pids = up.processes.pids | {"minisgl-api": os.getpid()}
+    app = create_app(up.args, ServedModel(checked.name, checked.limits, defaults, up.facts, pids))
+    return Service(app, up.args, up.processes)
+
+
+def run_service(service: Service, sock: socket.socket, on_ready: Callable[[], None]) -> int:
+    from minisgl.server.http_server import run_api_server
+
+    return run_api_server(service, sock, on_ready)
+
+
+@contextlib.contextmanager
+def background_server(args: ServerArgs, scheduler: SchedulerTarget = _run_scheduler) -> Iterator[str]:
+    """A server whose HTTP side runs in a thread of this process; yields its URL. For `minisgl chat` and `--shell`."""
+    configure_logging("minisgl-api", "WARNING")
+    checked = check_args(args)
+    is_up = threading.Event()
+    with (
+        contextlib.closing(bind_socket(args.host, args.port)) as sock,
+        running_children(args, checked, scheduler) as up,
+    ):
+        service = _service(up, checked)
+        url = _url(sock)
+        thread = threading.Thread(target=run_service, args=(service, sock, is_up.set), name="http")
+        thread.start()
+        try:
+            while not is_up.wait(0.1):
+                if not thread.is_alive():
+                    raise StartupError("the HTTP server could not start")
+            yield url
+        finally:
+            service.stop_from_other_thread()
+            thread.join()

@@ -1,0 +1,214 @@
+"""The request bodies: OpenAI's chat and text completions and SGLang's /generate.
+
+Every optional field may be null. A field that we know but whose value we cannot honour is refused by name; a field
+that we do not know is accepted and mentioned in the debug log.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from minisgl.utils.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ToolFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    function: ToolFunction
+    id: str | None = None
+    type: str | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What the three APIs have in common. The second half is known but only supported at its neutral value."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    n: int | None = None
+    best_of: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    logprobs: bool | int | None = None
+    response_format: dict[str, Any] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+
+
+class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
+    """What chat and text completions share."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+
+class ChatCompletionRequest(OpenAIFields, frozen=True, kw_only=True):
+    """POST /v1/chat/completions"""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Any = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    prediction: Any = None
+
+
+class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
+    """POST /v1/completions"""
+
+    prompt: str | list[Any]
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+class GenerateSampling(SamplingFields, frozen=True, kw_only=True):
+    """`sampling_params` of /generate, in SGLang's words and in ours."""
+
+    max_new_tokens: int | None = None
+    max_tokens: int | None = None
+    sampling_seed: int | None = None
+    seed: int | None = None
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /generate"""
+
+    text: str | list[str] | None = None
+    prompt: str | list[Any] | None = None
+    input_ids: list[Any] | None = None
+    sampling_params: GenerateSampling | None = None
+    stream: bool | None = None
+    return_logprob: bool | None = None
+    lora_path: Any = None
+    image_data: Any = None
+
+
+# Neutral values of the fields whose effect does not exist yet; null is always neutral.
+_NEUTRAL: Final[dict[str, Callable[[Any], bool]]] = {
+    "n": lambda v: v == 1,
+    "best_of": lambda v: v == 1,
+    "min_p": lambda v: v == 0,
+    "min_tokens": lambda v: v == 0,
+    "presence_penalty": lambda v: v == 0,
+    "frequency_penalty": lambda v: v == 0,
+    "repetition_penalty": lambda v: v == 1,
+    "length_penalty": lambda v: v == 1,
+    "logit_bias": lambda v: not v,
+    "logprobs": lambda v: v is False,
+    "top_logprobs": lambda v: v == 0,
+    "response_format": lambda v: v.get("type") == "text",
+    "priority": lambda v: v == 0,
+    "use_beam_search": lambda v: not v,
+    "tool_choice": lambda v: v in ("auto", "none"),
+    "parallel_tool_calls": lambda v: v,
+    "modalities": lambda v: v == ["text"],
+    "echo": lambda v: not v,
+    "suffix": lambda v: v == "",
+    "return_logprob": lambda v: not v,
+} | {
+    f: lambda v: False
+    for f in (
+        *("cache_salt", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+        *("json_schema", "regex", "ebnf", "chat_template", "functions", "function_call", "audio", "prediction"),
+        *("lora_path", "image_data"),
+    )
+}
+
+
+def parse_body(body: bytes, kind: type[T]) -> T:
+    """The JSON `body` as a `kind`; raises `RequestError` (400) that names the field that is wrong."""
+    try:
+        raw = msgspec.json.decode(body)
+        request = msgspec.convert(raw, kind)
+    except msgspec.ValidationError as e:
+        raise RequestError(_readable(str(e)), param=_field_of(str(e)), code="invalid_type") from e
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise RequestError(f"the body is not valid JSON: {e}", code="invalid_json") from e
+    if unknown := raw.keys() - {f.name for f in msgspec.structs.fields(kind)}:
+        logger.debug("unknown fields are not used: %s", ", ".join(sorted(unknown)))
+    refuse_unsupported(request)
+    return request
+
+
+def refuse_unsupported(request: Any) -> None:
+    """Raises `RequestError` for the first known field whose value we cannot honour."""
+    for name in request.__struct_fields__:
+        value = getattr(request, name)
+        if isinstance(value, SamplingFields):
+            refuse_unsupported(value)
+        if value is not None and name in _NEUTRAL and not _NEUTRAL[name](value):
+            raise RequestError(f"{name}={_short(value)} is not supported", param=name, code="unsupported_value")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _field_of(error: str) -> str | None:
+    """The top field that a msgspec error is about."""
+    if (path := re.search(r"at `\$\.(\w+)", error)) is not None:
+        return path[1]
+    missing = re.search(r"missing required field `(\w+)`", error)
+    return missing[1] if missing is not None else None
+
+
+def _readable(error: str) -> str:
+    return error.replace(" - at `$.", " at `").replace(" - at `$`", "")

@@ -1,0 +1,192 @@
+"""Replies -> response bodies and stream events, in the shapes of OpenAI and SGLang.
+
+Events are made of byte templates and one small JSON string: several times cheaper than encoding an object for each
+token.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from minisgl.core import FinishReason
+from minisgl.message import UserReply
+from minisgl.server.protocol import StreamOptions
+
+DONE: Final = b"data: [DONE]\n\n"
+
+to_json: Final = msgspec.json.Encoder().encode
+
+
+def event(body: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + body + b"\n\n"
+
+
+def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@dataclass
+class Answer:
+    """One generation so far, for a response in one piece."""
+
+    text: str = ""
+    last: UserReply | None = None
+
+    def add(self, reply: UserReply) -> None:
+        self.text += reply.text
+        self.last = reply
+
+
+def usage(replies: list[UserReply]) -> dict[str, Any]:
+    """OpenAI's usage object for the last replies of the generations of one request."""
+    prompt = sum(r.prompt_tokens for r in replies)
+    completion = sum(r.completion_tokens for r in replies)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(r.cached_tokens for r in replies)},
+    }
+
+
+class Renderer(Protocol):
+    """How one API writes its answers."""
+
+    def body(self, answers: list[Answer]) -> bytes:
+        """The whole response as JSON."""
+
+    def first_events(self, n: int) -> Iterator[bytes]:
+        """What a stream of `n` generations starts with."""
+
+    def events(self, index: int, reply: UserReply) -> Iterator[bytes]:
+        """What one more reply adds to the stream."""
+
+    def last_events(self, replies: list[UserReply]) -> Iterator[bytes]:
+        """What follows the last generation, before [DONE]."""
+
+
+class OpenAIRenderer:
+    """Chat completions and text completions, which differ in one object and two names."""
+
+    def __init__(self, model: str, is_chat: bool, options: StreamOptions | None) -> None:
+        self._is_chat = is_chat
+        self._with_usage = bool(options and options.include_usage)
+        self._with_running_usage = bool(options and options.continuous_usage_stats)
+        self._head = {
+            "id": ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex,
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        stream_head = self._head | ({"object": "chat.completion.chunk"} if is_chat else {})
+        self._chunk_head = to_json(stream_head)[:-1] + b',"choices":['
+
+    def body(self, answers: list[Answer]) -> bytes:
+        choices = []
+        replies = []
+        for i, answer in enumerate(answers):
+            assert answer.last is not None and answer.last.finish_reason is not None, "an answer without an end"
+            replies.append(answer.last)
+            content: dict[str, Any] = (
+                {"message": {"role": "assistant", "content": answer.text}} if self._is_chat else {"text": answer.text}
+            )
+            end = {"finish_reason": answer.last.finish_reason, "stop_reason": answer.last.stop_reason}
+            choices.append({"index": i, **content, "logprobs": None, **end})
+        return to_json(self._head | {"choices": choices, "usage": usage(replies)})
+
+    def first_events(self, n: int) -> Iterator[bytes]:
+        if self._is_chat:
+            for i in range(n):
+                yield self._chunk(i, b'{"role":"assistant","content":""}', None)
+
+    def events(self, index: int, reply: UserReply) -> Iterator[bytes]:
+        text = to_json(reply.text)
+        if not self._is_chat:
+            yield self._chunk(index, text, reply)
+            return
+        if reply.finish_reason is None or reply.text:
+            open_reply = msgspec.structs.replace(reply, finish_reason=None) if reply.finish_reason else reply
+            yield self._chunk(index, b'{"content":' + text + b"}", open_reply)
+        if reply.finish_reason is not None:
+            yield self._chunk(index, b"{}", reply)
+
+    def _chunk(self, index: int, content: bytes, reply: UserReply | None) -> bytes:
+        end = b"null,"
+        if reply is not None and reply.finish_reason is not None:
+            end = to_json(reply.finish_reason) + b',"stop_reason":' + to_json(reply.stop_reason) + b","
+        parts = [
+            b"data: ",
+            self._chunk_head,
+            b'{"index":%d,' % index,
+            b'"delta":' if self._is_chat else b'"text":',
+            content,
+            b',"finish_reason":',
+            end,
+            b'"logprobs":null}]',
+        ]
+        if self._with_running_usage and reply is not None:
+            parts += [b',"usage":', to_json(usage([reply]))]
+        elif self._with_usage:
+            parts.append(b',"usage":null')
+        parts.append(b"}\n\n")
+        return b"".join(parts)
+
+    def last_events(self, replies: list[UserReply]) -> Iterator[bytes]:
+        if self._with_usage:
+            yield event(self._chunk_head + b'],"usage":' + to_json(usage(replies)) + b"}")
+
+
+class GenerateRenderer:
+    """SGLang's /generate: the text so far, and `meta_info`."""
+
+    def __init__(self, is_batch: bool) -> None:
+        self._is_batch = is_batch
+        self._id = uuid.uuid4().hex
+        self._started = time.monotonic()
+        self._texts: dict[int, str] = {}
+
+    def body(self, answers: list[Answer]) -> bytes:
+        results = []
+        for i, answer in enumerate(answers):
+            assert answer.last is not None, "an answer without an end"
+            results.append(self._result(i, answer.text, answer.last))
+        return to_json(results if self._is_batch else results[0])
+
+    def first_events(self, n: int) -> Iterator[bytes]:
+        yield from ()
+
+    def events(self, index: int, reply: UserReply) -> Iterator[bytes]:
+        text = self._texts[index] = self._texts.get(index, "") + reply.text
+        extra = {"index": index} if self._is_batch else {}
+        yield event(to_json(self._result(index, text, reply) | extra))
+
+    def last_events(self, replies: list[UserReply]) -> Iterator[bytes]:
+        yield from ()
+
+    def _result(self, index: int, text: str, reply: UserReply) -> dict[str, Any]:
+        reason: dict[str, Any] | None = None
+        if reply.finish_reason is not None:
+            reason = {"type": reply.finish_reason}
+            if reply.finish_reason is FinishReason.LENGTH:
+                reason["length"] = reply.completion_tokens
+            elif reply.stop_reason is not None:
+                reason["matched"] = reply.stop_reason
+        meta = {
+            "id": f"{self._id}-{index}" if self._is_batch else self._id,
+            "finish_reason": reason,
+            "prompt_tokens": reply.prompt_tokens,
+            "completion_tokens": reply.completion_tokens,
+            "cached_tokens": reply.cached_tokens,
+            "e2e_latency": time.monotonic() - self._started,
+        }
+        return {"text": text, "meta_info": meta}

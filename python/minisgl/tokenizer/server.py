@@ -1,0 +1,119 @@
+"""The tokenizer and detokenizer processes: one loop over one inbox, nothing that a message says can end it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from minisgl.core import FinishReason, Limits
+from minisgl.message import (
+    AbortBackendMsg,
+    AbortMsg,
+    BackendMsg,
+    Codec,
+    DetokenizeMsg,
+    DetokenizerStatsMsg,
+    FrontendMsg,
+    TokenizeMsg,
+    TokenizerMsg,
+    UserMsg,
+    UserReply,
+    ids_to_bytes,
+)
+from minisgl.tokenizer.detokenize import DetokenizeManager
+from minisgl.tokenizer.tokenize import TokenizeManager
+from minisgl.utils.errors import RequestError
+from minisgl.utils.mp import ZmqPullQueue, ZmqPushQueue
+
+logger = logging.getLogger(__name__)
+
+REPORT_S: Final = 0.25
+
+
+def tokenize_worker(
+    folder: Path, limits: Limits, inbox_addr: str, backend_addr: str, frontend_addr: str, on_ready: Callable[[], None]
+) -> None:
+    """Serve `inbox_addr` for ever: prompts to the scheduler, tokens to the API server as text."""
+    inbox: ZmqPullQueue[TokenizerMsg] = ZmqPullQueue(inbox_addr, Codec(TokenizerMsg))
+    backend: ZmqPushQueue[BackendMsg] = ZmqPushQueue(backend_addr, Codec(BackendMsg))
+    frontend: ZmqPushQueue[FrontendMsg] = ZmqPushQueue(frontend_addr, Codec(FrontendMsg))
+    worker = Worker(TokenizeManager(folder, limits))
+    on_ready()
+    reported, reported_at = 0, 0.0
+    while True:
+        messages = inbox.get(timeout=REPORT_S)
+        to_backend, to_frontend = worker.handle(messages)
+        now = time.monotonic()
+        if worker.entries != reported and (not messages or now - reported_at > REPORT_S):
+            reported, reported_at = worker.entries, now
+            to_frontend.append(DetokenizerStatsMsg(reported))
+        if to_backend:
+            backend.put(to_backend)
+        if to_frontend:
+            frontend.put(to_frontend)
+
+
+class Worker:
+    """What the loop does with a batch of messages, without the sockets."""
+
+    def __init__(self, tokenize: TokenizeManager) -> None:
+        self._tokenize = tokenize
+        self._detokenize = DetokenizeManager(tokenize.tokenizer)
+
+    @property
+    def entries(self) -> int:
+        """Requests that are remembered."""
+        return self._detokenize.entries
+
+    def handle(self, messages: list[TokenizerMsg]) -> tuple[list[BackendMsg], list[FrontendMsg]]:
+        """What the messages mean for the scheduler and for the API server.
+
+        Running streams go first: a long prompt must not make them wait. Requests and aborts keep their order.
+        """
+        to_backend: list[BackendMsg] = []
+        to_frontend: list[FrontendMsg] = []
+        aborted: set[int] = set()
+        for msg in messages:
+            if isinstance(msg, DetokenizeMsg):
+                try:
+                    replies, stopped = self._detokenize.detokenize(msg)
+                except ValueError:  # parallel arrays of different lengths: a bug of the sender
+                    logger.exception("skipped a malformed DetokenizeMsg")
+                    continue
+                to_frontend += replies
+                to_backend += [AbortBackendMsg(uid) for uid in stopped]
+            elif isinstance(msg, AbortMsg):
+                aborted.add(msg.uid)
+        for msg in messages:
+            if isinstance(msg, TokenizeMsg):
+                if msg.uid in aborted:  # its abort is in this very batch: the work is not worth starting
+                    to_frontend.append(UserReply(msg.uid, finish_reason=FinishReason.ABORT))
+                    aborted.discard(msg.uid)
+                else:
+                    self._accept(msg, to_backend, to_frontend)
+            elif isinstance(msg, AbortMsg) and msg.uid in aborted:
+                to_backend.append(AbortBackendMsg(msg.uid))
+        return to_backend, to_frontend
+
+    def _accept(self, msg: TokenizeMsg, to_backend: list[BackendMsg], to_frontend: list[FrontendMsg]) -> None:
+        try:
+            ids = self._tokenize.tokenize(msg)
+        except RequestError as e:
+            refusal = UserReply(
+                msg.uid,
+                finish_reason=FinishReason.ERROR,
+                error=e.message,
+                param=e.param,
+                code=e.code,
+                status=e.status,
+            )
+            to_frontend.append(refusal)
+        except Exception as e:  # a bug of ours, or of a library on odd input, costs this request and no other
+            logger.exception("could not tokenize request %d", msg.uid)
+            reply = UserReply(msg.uid, finish_reason=FinishReason.ERROR, error=f"tokenizing failed: {e}", status=500)
+            to_frontend.append(reply)
+        else:
+            to_backend.append(UserMsg(msg.uid, ids_to_bytes(ids), msg.sampling_params))

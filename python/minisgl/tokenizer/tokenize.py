@@ -1,0 +1,94 @@
+"""Requests -> token ids. No ZeroMQ here: the worker process and the offline `LLM` share it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from minisgl.core import Limits, validate_prompt, validate_sampling
+from minisgl.message import TokenizeMsg, ids_from_bytes
+from minisgl.tokenizer.template import ChatTemplate
+from minisgl.utils import hf
+from minisgl.utils.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from minisgl.core import Ints
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The folder's tokenizer.json; raises `ConfigError` when it has none or it cannot be read."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder} has no tokenizer.json; make one with transformers: "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as e:  # the library raises bare Exception
+        raise ConfigError(f"{path} is not a readable tokenizer: {e}") from e
+    # A checkpoint's leftovers of training: a server never cuts or pads a prompt.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def model_limits(folder: Path, max_seq_len: int | None = None) -> Limits:
+    """What one request to the model in `folder` may ask for."""
+    config = hf.load_config(folder)
+    vocab_size = config.get("vocab_size")
+    if not isinstance(vocab_size, int) or vocab_size < 1:
+        raise ConfigError(f"{folder / 'config.json'} has vocab_size={vocab_size!r}")
+    return Limits(max_model_len=max_seq_len or hf.max_model_len(config), vocab_size=vocab_size)
+
+
+class TokenizeManager:
+    """The tokenizer and chat template of one model."""
+
+    def __init__(self, folder: Path, limits: Limits | None = None) -> None:
+        self.tokenizer = load_tokenizer(folder)
+        self.limits = limits or model_limits(folder)
+        self._template = ChatTemplate(folder)
+        longest = max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=1)
+        self._max_chars = self.limits.max_model_len * longest  # more cannot fit, whatever it says
+
+    def tokenize(self, msg: TokenizeMsg) -> Ints:
+        """The prompt's token ids, int32 [n]; raises `RequestError` when the request cannot be served.
+
+        A plain prompt gets the special tokens of the tokenizer (such as BOS); a chat template writes its own.
+        """
+        validate_sampling(msg.sampling_params, self.limits)
+        if msg.input_ids is not None:
+            ids = ids_from_bytes(msg.input_ids)
+        elif msg.messages is not None:
+            ids = self._encode(self._render(msg), add_special_tokens=False)
+        elif msg.text is not None:
+            ids = self._encode(msg.text, add_special_tokens=True)
+        else:
+            raise RequestError("the request has no prompt", param="prompt")
+        validate_prompt(ids, msg.sampling_params, self.limits)
+        return ids
+
+    def _render(self, msg: TokenizeMsg) -> str:
+        assert msg.messages is not None
+        return self._template.render(
+            msg.messages,
+            msg.tools,
+            add_generation_prompt=msg.add_generation_prompt,
+            continue_final_message=msg.continue_final_message,
+            **msg.template_kwargs,
+        )
+
+    def _encode(self, text: str, add_special_tokens: bool) -> Ints:
+        if len(text) > self._max_chars:
+            raise RequestError(
+                f"the prompt has {len(text)} characters: more than fit into {self.limits.max_model_len} tokens",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        # The batch form without offsets is the tokenizers library's fast path.
+        encoding = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        return np.array(encoding.ids, dtype=np.int32)
