@@ -38,6 +38,10 @@ class _Block:
     mask: Tensor | None  # [queries, L], added to the scores
     is_causal: bool  # query i sees keys 0..i
 
+    @property
+    def is_decode(self) -> bool:
+        return self.stop - self.start == 1 and self.mask is None
+
 
 @dataclass(frozen=True, slots=True)
 class _Group:
@@ -56,6 +60,7 @@ class CpuAttention(AttentionBackend):
     def __init__(self, spec: AttentionSpec, ops: OpTable) -> None:
         super().__init__(spec, ops)
         self._scratch = torch.empty(0, dtype=spec.dtype)
+        self._is_half = spec.dtype.itemsize == 2
 
     def prepare(self, batch: Batch, page_table: Tensor) -> list[_Group]:
         layout, page_size = batch.layout, self.spec.page_size
@@ -90,19 +95,31 @@ class CpuAttention(AttentionBackend):
         for group in groups:
             torch.index_select(rows, 0, group.index, out=group.gathered)
             for b in group.blocks:
+                q_block = q_1HTD[:, :, b.start : b.stop]
                 outs.append(
-                    F.scaled_dot_product_attention(
-                        q_1HTD[:, :, b.start : b.stop],
-                        b.k,
-                        b.v,
-                        b.mask,
-                        is_causal=b.is_causal,
-                        scale=self.spec.scale,
-                        enable_gqa=True,
-                    )
+                    self._half_decode(q_block, b) if self._is_half and b.is_decode else self._attend(q_block, b)
                 )
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
         return out.squeeze(0).transpose(0, 1).contiguous()
+
+    def _attend(self, q: Tensor, b: _Block) -> Tensor:
+        """[1, Hq, queries, D] -> the same shape."""
+        return F.scaled_dot_product_attention(
+            q, b.k, b.v, b.mask, is_causal=b.is_causal, scale=self.spec.scale, enable_gqa=True
+        )
+
+    def _half_decode(self, q: Tensor, b: _Block) -> Tensor:
+        """As `_attend` for one query, [1, Hq, 1, D]: the query heads of a KV head are made rows of one matrix.
+
+        With a single row torch's bfloat16 kernel takes five times as long (114 instead of 21 us for 200 tokens).
+        """
+        num_kv_heads, head_dim = self.spec.num_kv_heads, self.spec.head_dim
+        q = q.reshape(1, num_kv_heads, -1, head_dim)
+        size = q.shape[2]
+        if size == 1:
+            q = q.expand(-1, -1, 2, -1)
+        out = F.scaled_dot_product_attention(q, b.k, b.v, scale=self.spec.scale)
+        return out[:, :, :size].reshape(1, -1, 1, head_dim)
 
     def _reserve(self, rows: int) -> None:
         if len(self._scratch) < rows:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-
 SKINNY_ROWS: Final = 16
 
 
@@ -25,7 +24,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = len(x)
     if x.dtype is not torch.float32 or not 0 < rows <= SKINNY_ROWS:
         return F.linear(x, weight, bias)
-    columns = (x if rows > 1 else x.repeat(2, 1)).t()
+    columns = (x if rows > 1 else torch.cat([x, x])).t()
     out = torch.mm(weight, columns)[:, :rows].t().contiguous()
     return out if bias is None else out.add_(bias)
 
@@ -59,32 +58,32 @@ def norm_rope_store(
     pages: Tensor,
     out_loc: Tensor,
 ) -> Tensor:
-    """As `reference.norm_rope_store`: q and k are rotated in one pass, k and v stored in one copy by row number.
+    """As `reference.norm_rope_store`: q and k are rotated in one pass, k and v stored in one copy.
 
     Overwrites `qkv`.
     """
     num_kv_heads, page_size, head_dim = pages.shape[2:]
     num_tokens = len(qkv)
-    heads = qkv.view(num_tokens, -1, head_dim)
+    heads = qkv.view(num_tokens, qkv.shape[1] // head_dim, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
+    qk = heads[:, :-num_kv_heads]
     if q_weight is not None and k_weight is not None:
-        q, k = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
-        q.copy_(rms_norm(q, q_weight, eps))
-        k.copy_(rms_norm(k, k_weight, eps))
-    qk = heads[:, : num_heads + num_kv_heads].view(num_tokens, -1, 2, head_dim // 2)
+        qk = F.rms_norm(qk.float(), (head_dim,), None, eps).to(qkv.dtype)
+        qk[:, :num_heads].mul_(q_weight)
+        qk[:, num_heads:].mul_(k_weight)
+    halves = qk.view(num_tokens, -1, 2, head_dim // 2)
     angles = cos_sin.index_select(0, positions).view(num_tokens, 1, 2, head_dim // 2)
     cos, sin = angles[:, :, 0], angles[:, :, 1]
-    rotated = qk * cos.unsqueeze(2)  # float32, as the angles are
-    rotated[:, :, 0].addcmul_(qk[:, :, 1], sin, value=-1)
-    rotated[:, :, 1].addcmul_(qk[:, :, 0], sin)
-    rotated = rotated.view(num_tokens, num_heads + num_kv_heads, head_dim)
-    heads[:, num_heads : num_heads + num_kv_heads] = rotated[:, num_heads:]
-    # Row number of head 0 of each token in pages seen as [P * 2 * Hk * page, D]; K/V heads lie a page apart.
-    first = (out_loc // page_size) * (2 * num_kv_heads * page_size) + out_loc % page_size
-    rows = first.unsqueeze(1) + torch.arange(0, 2 * num_kv_heads * page_size, page_size)
-    pages.view(-1, head_dim).index_copy_(0, rows.view(-1), heads[:, num_heads:].reshape(-1, head_dim))
-    q_rotated = rotated[:, :num_heads]
-    return q_rotated if q_rotated.dtype is qkv.dtype else q_rotated.to(qkv.dtype)
+    rotated = halves * cos.unsqueeze(2)  # float32, as the angles are, whatever qkv is
+    rotated[:, :, 0].addcmul_(halves[:, :, 1], sin, value=-1)
+    rotated[:, :, 1].addcmul_(halves[:, :, 0], sin)
+    rotated = rotated.view(num_tokens, -1, head_dim)
+    heads[:, num_heads:-num_kv_heads] = rotated[:, num_heads:]
+    slots = pages.permute(0, 3, 1, 2, 4)  # [P, page, 2, Hk, D]
+    kv = heads[:, num_heads:].view(num_tokens, 2, num_kv_heads, head_dim)
+    slots.index_put_((out_loc // page_size, out_loc % page_size), kv)
+    q = rotated[:, :num_heads]
+    return q if q.dtype is qkv.dtype else q.to(qkv.dtype)
 
 
 OPS: Final[Mapping[str, Callable[..., Any]]] = {

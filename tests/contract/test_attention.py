@@ -1,0 +1,113 @@
+"""Every registered attention backend against the reference op, on pages full of garbage."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from contract.harness import CPU, Span, make_batch
+from minisgl.attention.registry import ATTENTION, resolve_attention
+from minisgl.core import Context
+from minisgl.kernel import reference
+from minisgl.kernel.ops import resolve_ops
+from minisgl.kvcache.mha_pool import MHAKVPool
+
+BACKENDS = [*ATTENTION.names, "reference,cpu"]
+MIXES = {
+    "decode": [(1, 1), (1, 70), (1, 17), (1, 128), (1, 300)],
+    "prefill": [(40, 40), (2, 2), (129, 129)],
+    "chunks": [(7, 30), (300, 410), (16, 144)],
+    "mixed": [(1, 33), (50, 50), (3, 20), (1, 1), (260, 261), (1, 200)],
+}
+
+
+def setting(
+    mix: list[tuple[int, int]], page_size: int, group: int, dim: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[MHAKVPool, torch.Tensor, torch.Tensor, list[Span]]:
+    """Pool (NaN but for the valid slots), shuffled table, queries and spans for pairs of (query, kv) length."""
+    rng, kv_heads = np.random.default_rng(seed), 2
+    need = [-(-kv // page_size) for _, kv in mix]
+    pool = MHAKVPool(1, sum(need) + 3, kv_heads, page_size, dim, dtype, CPU)
+    pool.data.fill_(float("nan"))
+    free = rng.permutation(pool.num_pages).tolist()
+    table = torch.full((len(mix) + 2, max(need) + 1), free.pop(), dtype=torch.int32)
+    rows = rng.permutation(len(mix) + 2)[: len(mix)].tolist()
+    generator = torch.Generator().manual_seed(seed)
+    spans = []
+    for (query_len, kv_len), row, pages in zip(mix, rows, need, strict=True):
+        for i in range(pages):
+            table[row, i] = free.pop()
+            used = min(page_size, kv_len - i * page_size)
+            content = torch.randn(2, kv_heads, used, dim, generator=generator).to(dtype)
+            pool.layer(0)[table[row, i], :, :, :used] = content
+        spans.append(Span(row, kv_len - query_len, [0] * query_len))
+    q = torch.randn(sum(n for n, _ in mix), kv_heads * group, dim, generator=generator).to(dtype)
+    return pool, table, q, spans
+
+
+def run(backend: str, pool: MHAKVPool, table: torch.Tensor, q: torch.Tensor, spans: list[Span]) -> torch.Tensor:
+    attention = resolve_attention(backend, pool, SimpleNamespace(num_heads=q.shape[1]), resolve_ops("cpu"))
+    batch = make_batch(spans)
+    metadata = attention.prepare(batch, table)
+    ctx = Context(batch, table, pool, attention, metadata, torch.empty(0, dtype=torch.int64))
+    return attention.forward(q, pool.layer(0), ctx)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
+@pytest.mark.parametrize(("group", "dim"), [(1, 64), (2, 128), (4, 64), (8, 64)])
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backend_equals_reference(backend: str, mix: str, group: int, dim: int, page_size: int):
+    pool, table, q, spans = setting(MIXES[mix], page_size, group, dim)
+    out = run(backend, pool, table, q, spans)
+    expected = reference.paged_attention(q, pool.layer(0), table, make_batch(spans).layout, dim**-0.5)
+    assert out.is_contiguous()
+    assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", [1, 2, 8])
+@pytest.mark.parametrize("backend", ATTENTION.names)
+def test_half_precision(backend: str, group: int, dtype: torch.dtype):
+    pool, table, q, spans = setting(MIXES["mixed"], 16, group, 64, dtype)
+    out = run(backend, pool, table, q, spans)
+    exact, *_ = setting(MIXES["mixed"], 16, group, 64)
+    exact.data.copy_(pool.data)
+    expected = reference.paged_attention(q.float(), exact.layer(0), table, make_batch(spans).layout, 64**-0.5)
+    assert out.dtype is dtype
+    assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ATTENTION.names)
+def test_a_sequence_does_not_depend_on_its_mates(backend: str, dtype: torch.dtype):
+    pool, table, q, spans = setting(MIXES["mixed"] + MIXES["decode"], 16, 2, 64, dtype)
+    together = run(backend, pool, table, q, spans)
+    start = 0
+    for span in spans:
+        part = slice(start, start + len(span.ids))
+        alone = run(backend, pool, table, q[part], [span])
+        assert torch.equal(together[part], alone)
+        start = part.stop
+
+
+def test_many_sequences_are_gathered_in_several_groups(monkeypatch: pytest.MonkeyPatch):
+    pool, table, q, spans = setting(MIXES["mixed"], 16, 2, 64)
+    at_once = run("cpu", pool, table, q, spans)
+    monkeypatch.setattr("minisgl.attention.cpu.GATHER_BYTES", 100_000)
+    assert torch.equal(run("cpu", pool, table, q, spans), at_once)
+
+
+def test_reference_agrees_with_plain_softmax():
+    pool, table, q, spans = setting([(3, 5)], 4, 1, 64)
+    ids = table[spans[0].row, :2].long()
+    k, v = pool.layer(0)[ids].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :5]
+    out = reference.paged_attention(q, pool.layer(0), table, make_batch(spans).layout, 0.125)
+    for i in range(3):
+        for head in range(2):
+            weights = torch.softmax(k[head, : 3 + i] @ q[i, head] * 0.125, 0)
+            assert_close(out[i, head], weights @ v[head, : 3 + i], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,96 @@
+"""Every registered op table against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from minisgl.kernel import reference
+from minisgl.kernel.ops import OPS, OpTable, load_ops, resolve_ops
+
+TABLES = [name for name in OPS.names if OPS.refusal(name, "cpu") is None]
+DTYPES = [torch.float32, torch.bfloat16]
+EPS = 1e-6
+RTOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(params=TABLES)
+def ops(request: pytest.FixtureRequest) -> OpTable:
+    return load_ops(request.param)
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    torch.manual_seed(0)
+    return request.param
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> None:
+    assert a.dtype == b.dtype and a.shape == b.shape
+    assert_close(a, b, rtol=RTOL[a.dtype], atol=RTOL[a.dtype])
+
+
+def test_cpu_has_its_own_table():
+    assert resolve_ops("cpu").name == "cpu"
+    assert resolve_ops("some future device").name == "reference"
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 16, 17, 40])
+def test_linear(ops: OpTable, dtype: torch.dtype, rows: int):
+    x, w, b = (torch.randn(*s).to(dtype) for s in ((rows, 48), (96, 48), (96,)))
+    for bias in (None, b):
+        out = ops.linear(x, w, bias)
+        assert out.is_contiguous()
+        assert_close(out, reference.linear(x, w, bias), rtol=RTOL[dtype], atol=RTOL[dtype] * 8)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_norms_embedding_and_activation(ops: OpTable, dtype: torch.dtype, rows: int):
+    x, r, w = (torch.randn(*s).to(dtype) for s in ((rows, 64), (rows, 64), (64,)))
+    close(ops.rms_norm(x, w, EPS), reference.rms_norm(x, w, EPS))
+    expected = reference.add_rms_norm(x, r, w, EPS)
+    for got, want in zip(ops.add_rms_norm(x, r.clone(), w, EPS), expected, strict=True):
+        close(got, want)
+    close(ops.silu_and_mul(x), reference.silu_and_mul(x))
+    ids = torch.randint(0, rows, (5,), dtype=torch.int32)
+    close(ops.embedding(ids, x), x[ids.long()])
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_norm_rope_store(ops: OpTable, dtype: torch.dtype, page_size: int, with_norm: bool):
+    tokens, heads, kv_heads, dim, pages = 9, 6, 2, 64, 80 // page_size
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim).to(dtype)
+    weights = [torch.randn(dim).to(dtype) if with_norm else None for _ in range(2)]
+    cos_sin = torch.rand(100, dim)
+    positions = torch.randint(0, 100, (tokens,), dtype=torch.int32)
+    out_loc = torch.randperm(pages * page_size)[:tokens]
+    stored = [torch.full((pages, 2, kv_heads, page_size, dim), 7.0, dtype=dtype) for _ in range(2)]
+    q = ops.norm_rope_store(qkv.clone(), *weights, EPS, cos_sin, positions, stored[0], out_loc)
+    want = reference.norm_rope_store(qkv.clone(), *weights, EPS, cos_sin, positions, stored[1], out_loc)
+    close(q, want)
+    close(stored[0], stored[1])
+    untouched = torch.ones(pages * page_size, dtype=torch.bool)
+    untouched[out_loc] = False
+    slots = stored[0].permute(0, 3, 1, 2, 4).flatten(0, 1)
+    assert bool((slots[untouched] == 7).all())
+
+
+def test_rope_is_a_rotation_and_store_kv_is_a_scatter(ops: OpTable):
+    torch.manual_seed(0)
+    angle = torch.rand(50, 16) * 6
+    cos_sin = torch.cat([angle.cos(), angle.sin()], -1)
+    q, k = torch.randn(4, 3, 32), torch.randn(4, 1, 32)
+    positions = torch.tensor([0, 7, 7, 49], dtype=torch.int32)
+    for x, y in zip((q, k), ops.rope(q, k, cos_sin, positions), strict=True):
+        turned = torch.view_as_complex(torch.stack(x.chunk(2, -1), -1)) * torch.polar(torch.ones_like(angle), angle)[
+            positions.long()
+        ].unsqueeze(1)
+        assert_close(y, torch.cat([turned.real, turned.imag], -1))
+    pages = torch.zeros(5, 2, 1, 4, 32)
+    loc = torch.tensor([19, 0, 6, 5])
+    ops.store_kv(k, k + 1, pages, loc)
+    for i, slot in enumerate(loc.tolist()):
+        assert_close(pages[slot // 4, 0, :, slot % 4], k[i])
+        assert_close(pages[slot // 4, 1, :, slot % 4], k[i] + 1)

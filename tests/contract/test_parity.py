@@ -1,0 +1,85 @@
+"""Logits equal Hugging Face transformers': prefill, chunks, decode, shared prefixes and mixtures of them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from contract.checkpoints import Checkpoint, configurations, save
+from contract.harness import MiniEngine, Span
+from minisgl.models.registry import MODELS
+
+RNG = random.Random(0)
+A, B, C = ([RNG.randrange(160) for _ in range(n)] for n in (90, 37, 61))
+
+
+@pytest.fixture(scope="module", params=configurations())
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return save(tmp_path_factory.mktemp(request.param), configurations()[request.param])
+
+
+def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-4) -> None:
+    """Largest difference relative to the largest logit."""
+    assert ours.dtype is torch.float32 and ours.shape == theirs.shape
+    assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+def test_every_architecture_is_here():
+    covered = {type(c).__name__.removesuffix("Config") + "ForCausalLM" for c in configurations().values()}
+    assert covered == set(MODELS.names)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "ops", "attention"), [(16, "cpu", "cpu"), (1, "cpu", "reference,cpu"), (64, "reference", "reference")]
+)
+def test_prefill_and_decode(checkpoint: Checkpoint, page_size: int, ops: str, attention: str):
+    engine = MiniEngine.load(checkpoint.folder, page_size=page_size, ops=ops, attention=attention)
+    want = checkpoint.logits(A)
+    assert_equal(engine.step([Span(0, 0, A[:80])]), want[79:80])
+    for i in range(80, 90):
+        assert_equal(engine.step([Span(0, i, [A[i]])]), want[i : i + 1])
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 33])
+def test_chunked_prefill(checkpoint: Checkpoint, chunk: int):
+    engine = MiniEngine.load(checkpoint.folder)
+    want = checkpoint.logits(A)
+    for start in range(0, len(A), chunk):
+        logits = engine.step([Span(0, start, A[start : start + chunk])])
+        assert_equal(logits, want[start + chunk - 1 : start + chunk] if start + chunk <= len(A) else want[-1:])
+
+
+def test_after_a_prefix_hit(checkpoint: Checkpoint):
+    engine = MiniEngine.load(checkpoint.folder)
+    engine.step([Span(3, 0, A)])
+    engine.share_prefix(3, 5, 64)
+    ids = A[:64] + B
+    assert_equal(engine.step([Span(5, 64, B)]), checkpoint.logits(ids)[-1:])
+    assert_equal(engine.step([Span(3, 90, B)]), checkpoint.logits(A + B)[-1:])
+
+
+def test_mixed_batch(checkpoint: Checkpoint):
+    """Decode, a whole prompt, a middle chunk that samples nothing, and a continuation, all in one step."""
+    engine = MiniEngine.load(checkpoint.folder)
+    engine.step([Span(1, 0, A[:50]), Span(7, 0, C[:20], samples=False)])
+    spans = [Span(1, 50, [A[50]]), Span(4, 0, B), Span(0, 0, A[:30], samples=False), Span(7, 20, C[20:])]
+    want = torch.cat([checkpoint.logits(ids)[-1:] for ids in (A[:51], B, C)])
+    assert_equal(engine.step(spans), want)
+    assert_equal(engine.step([Span(0, 30, A[30:])]), checkpoint.logits(A)[-1:])
+
+
+def test_a_step_may_sample_nothing(checkpoint: Checkpoint):
+    engine = MiniEngine.load(checkpoint.folder)
+    assert engine.step([Span(0, 0, A, samples=False)]).shape == (0, 160)
+
+
+def test_bfloat16_is_close(checkpoint: Checkpoint):
+    """Against float32: no further off than transformers' own bfloat16, give or take."""
+    want = checkpoint.logits(A)[-1]
+    engine = MiniEngine.load(checkpoint.folder, dtype=torch.bfloat16)
+    ours = engine.step([Span(0, 0, A)])[0]
+    assert ours.dtype is torch.float32
+    assert (ours - want).abs().max() <= 0.1 * want.abs().max()
+    assert torch.nn.functional.cosine_similarity(ours, want, dim=0) > 0.995

@@ -1,0 +1,139 @@
+"""A real server in processes of its own, for tests to talk to, hurt and stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
+STUB = ROOT / "tests" / "unit" / "server" / "stub_server.py"
+START_S = 60.0
+
+
+class ServerProcess:
+    """`python -m minisgl --port 0 FLAGS` (or the stub server) until `with` ends."""
+
+    def __init__(self, *flags: str, stub: bool = False, env: dict[str, str] | None = None) -> None:
+        command = [sys.executable, str(STUB)] if stub else [sys.executable, "-m", "minisgl"]
+        self.run_base = tempfile.mkdtemp(prefix="mt-", dir="/tmp")
+        self._log = Path(self.run_base) / "log"
+        variables = os.environ | {"MINISGL_CHECK": "1", "XDG_RUNTIME_DIR": self.run_base} | (env or {})
+        variables["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, "--port", "0", *flags],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=variables,
+                start_new_session=True,
+            )
+        self.url = ""
+
+    @property
+    def log(self) -> str:
+        """Everything the server has written."""
+        return self._log.read_text()
+
+    @property
+    def run_dirs(self) -> list[Path]:
+        return list(Path(self.run_base).glob("minisgl-*"))
+
+    def wait_ready(self) -> ServerProcess:
+        deadline = time.monotonic() + START_S
+        while "\nready on " not in self.log:
+            assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.log}"
+            assert time.monotonic() < deadline, f"the server is not ready:\n{self.log}"
+            time.sleep(0.02)
+        self.url = self.log.partition("\nready on ")[2].split()[0]
+        return self
+
+    def __enter__(self) -> ServerProcess:
+        try:
+            return self.wait_ready()
+        except BaseException:
+            self.kill()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.wait(10)
+            except subprocess.TimeoutExpired:
+                print(self.log)
+        self.kill()
+
+    def wait(self, timeout: float) -> int:
+        """The exit code."""
+        return self.process.wait(timeout)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, trust_env=False, **options)
+
+    def info(self) -> dict[str, Any]:
+        with self.client() as client:
+            result: dict[str, Any] = client.get("/server_info").json()
+        return result
+
+    def metrics(self) -> dict[str, float]:
+        """The gauges and counters without labels, by their short name."""
+        with self.client() as client:
+            text = client.get("/metrics").text
+        values = {}
+        for line in text.splitlines():
+            if line.startswith("minisgl:") and "le=" not in line:
+                name, _, value = line.rpartition(" ")
+                values[name.removeprefix("minisgl:").partition("{")[0]] = float(value)
+        return values
+
+
+def eventually(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether `condition` becomes true within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def require_no_leak(server: ServerProcess, seconds: float = 3.0) -> None:
+    """LEAK0: soon after the last request every page is free or evictable and nobody remembers a request."""
+    seen: dict[str, float] = {}
+
+    def is_clean() -> bool:
+        seen.update(server.metrics())
+        pages = seen["kv_pages_free"] + seen["kv_pages_evictable"]
+        tracked = (
+            "kv_pages_held",
+            "num_requests_running",
+            "num_requests_waiting",
+            "frontend_entries",
+            "detokenizer_entries",
+        )
+        return pages == seen["kv_pages_total"] and not any(seen[name] for name in tracked)
+
+    assert eventually(is_clean, seconds), f"something leaks: {seen}"

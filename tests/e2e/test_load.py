@@ -1,0 +1,103 @@
+"""Many clients at once, some of whom leave at a random byte (T1): nothing leaks, nothing sticks, answers stay right."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+
+import httpx
+import pytest
+
+from e2e.harness import ServerProcess, require_no_leak
+
+AT_ONCE = 32
+STUCK_S = 60.0  # for one request, while 31 others share two cores
+PREFIXES = ["You are a helpful assistant. " * 20, "Here is a long text about cats and dogs. " * 15, ""]
+
+
+def make_body(rng: random.Random) -> dict[str, object]:
+    question = rng.choice(["What is 12 + 30?", "Who are you?", "Tell me a story about a dog named Max.", "Say hello."])
+    return {
+        "messages": [{"role": "system", "content": rng.choice(PREFIXES)}, {"role": "user", "content": question}],
+        "temperature": rng.choice([0, 0, 1.0]),
+        "max_tokens": rng.choice([1, 8, 32]),
+        "stream": rng.random() < 0.7,
+        "stop": rng.choice([None, ["e", "."], ["zebra"]]),
+    }
+
+
+async def one_request(client: httpx.AsyncClient, rng: random.Random) -> str:
+    """Send a request and read it to the end, or leave at a random moment."""
+    body = make_body(rng)
+    leaves = rng.random() < 0.3
+    if leaves and rng.random() < 0.5:  # while it is queued or computed
+        try:
+            await asyncio.wait_for(client.post("/v1/chat/completions", json=body), rng.random() * 0.3)
+        except TimeoutError:
+            return "left early"
+        return "done"
+    until = rng.randrange(3000) if leaves else None
+    seen = b""
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        async for data in response.aiter_bytes():
+            seen += data
+            if until is not None and len(seen) > until:
+                return "left in between"
+    if body["stream"]:
+        assert seen.endswith(b"data: [DONE]\n\n")
+        assert b'"error"' not in seen
+    else:
+        assert json.loads(seen)["choices"][0]["finish_reason"] in ("stop", "length")
+    return "done"
+
+
+async def run_load(url: str, total: int) -> Counter[str]:
+    rng = random.Random(1)
+    results: Counter[str] = Counter()
+    seeds = [random.Random(rng.random()) for _ in range(total)]
+    limits = httpx.Limits(max_connections=AT_ONCE)
+    async with httpx.AsyncClient(base_url=url, timeout=STUCK_S, limits=limits, trust_env=False) as client:
+
+        async def worker() -> None:
+            while seeds:
+                results[await asyncio.wait_for(one_request(client, seeds.pop()), STUCK_S)] += 1
+
+        await asyncio.gather(*(worker() for _ in range(AT_ONCE)))
+    return results
+
+
+def golden(server: ServerProcess) -> str:
+    body = {"messages": [{"role": "user", "content": "Tell me a story about a cat named Tom."}], "temperature": 0}
+    with server.client() as client:
+        text: str = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    return text
+
+
+def check_load(server: ServerProcess, total: int) -> None:
+    before = golden(server)
+    started = time.monotonic()
+    results = asyncio.run(run_load(server.url, total))
+    print(f"{dict(results)} in {time.monotonic() - started:.1f} s")
+    assert sum(results.values()) == total
+    assert results["left early"] and results["left in between"]
+    require_no_leak(server)
+    assert golden(server) == before
+    require_no_leak(server)
+    assert "Traceback" not in server.log
+
+
+def test_200_requests_with_disconnects(server: ServerProcess) -> None:
+    check_load(server, 200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags", [["--overlap"], ["--overlap", "--num-pages", "400"], ["--no-overlap", "--num-tokenizer", "1"]]
+)
+def test_2000_requests_with_disconnects(flags: list[str]) -> None:
+    with ServerProcess("--num-pages", "1024", *flags) as server:
+        check_load(server, 2000)

@@ -1,0 +1,108 @@
+"""The same greedy text whatever is switched on: overlap, prefix cache, page size, chunk size; asked with the openai client."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+from e2e.harness import ServerProcess, require_no_leak
+
+ALL = list(itertools.product((True, False), ("radix", "naive"), (1, 16), (64, 8192)))
+# Half of the sixteen, such that all combinations of any three settings occur; `make soak` runs the rest.
+HALF = [c for c in ALL if (c[0] + (c[1] == "radix") + (c[2] == 16) + (c[3] == 64)) % 2 == 0]
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Get the current weather of a city",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+NEEDLE = FILLER * 60 + "The secret code of the castle is 7305982. " + FILLER * 60
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+# name -> (messages, extra parameters, what the answer must contain)
+QUESTIONS: dict[str, tuple[list[dict[str, str]], dict[str, object], str]] = {
+    "arithmetic": ([user("What is 12 + 30?")], {}, "42"),
+    "recall": (
+        [user("My name is Ada."), {"role": "assistant", "content": "Nice to meet you, Ada!"}, user("What is my name?")],
+        {},
+        "Ada",
+    ),
+    "copy": ([user("Repeat exactly: crème brûlée 東京 🚀 x9")], {}, "crème brûlée 東京 🚀 x9"),
+    "tool": ([user("What is the weather in Paris?")], {"tools": TOOLS}, '"get_weather"'),
+    "needle": ([user(f"{NEEDLE}\n\nWhat is the secret code of the castle?")], {}, "7305982"),
+    "story": ([user("Tell me a story about a fox named Lily.")], {"max_tokens": 80}, "Lily"),
+}
+
+
+def ask(client: openai.OpenAI, name: str, stream: bool) -> tuple[str, int, str | None]:
+    """(text, prompt tokens, finish reason)"""
+    messages, extra, _ = QUESTIONS[name]
+    common = {"model": "minisgl-demo", "messages": messages, "temperature": 0.0, "max_tokens": 100, **extra}
+    if not stream:
+        answer = client.chat.completions.create(**common)  # type: ignore[call-overload]
+        choice = answer.choices[0]
+        return choice.message.content, answer.usage.prompt_tokens, choice.finish_reason
+    text, tokens, reason = "", 0, None
+    for chunk in client.chat.completions.create(**common, stream=True, stream_options={"include_usage": True}):  # type: ignore[call-overload]
+        if chunk.usage:
+            tokens = chunk.usage.prompt_tokens
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            reason = choice.finish_reason or reason
+    return text, tokens, reason
+
+
+def answers(client: openai.OpenAI) -> dict[str, tuple[str, int, str | None]]:
+    """Every question alone, then all of them at once, streamed: both must agree."""
+    alone = {name: ask(client, name, stream=False) for name in QUESTIONS}
+    with ThreadPoolExecutor(len(QUESTIONS)) as pool:
+        together = dict(zip(QUESTIONS, pool.map(lambda name: ask(client, name, stream=True), QUESTIONS), strict=True))
+    assert together == alone
+    return alone
+
+
+@pytest.fixture(scope="module")
+def expected() -> Iterator[dict[str, tuple[str, int, str | None]]]:
+    """The answers of a server with default settings."""
+    with ServerProcess() as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        yield answers(client)
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_the_answers_are_right(expected: dict[str, tuple[str, int, str | None]], name: str) -> None:
+    text, prompt_tokens, reason = expected[name]
+    assert QUESTIONS[name][2] in text
+    assert reason == ("length" if name == "story" else "stop")
+    if name == "needle":
+        assert prompt_tokens > 2900
+    if name == "tool":
+        assert text.strip().startswith("<tool_call>") and text.strip().endswith("</tool_call>")
+
+
+@pytest.mark.parametrize(
+    ("overlap", "cache", "page_size", "chunk"),
+    [pytest.param(*c, marks=() if c in HALF else pytest.mark.slow) for c in ALL],
+)
+def test_settings_do_not_change_the_text(
+    expected: dict[str, tuple[str, int, str | None]], overlap: bool, cache: str, page_size: int, chunk: int
+) -> None:
+    flags = ["--overlap" if overlap else "--no-overlap", "--cache", cache]
+    flags += ["--page-size", str(page_size), "--max-prefill-length", str(chunk)]
+    with ServerProcess(*flags) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        assert server.info()["overlap"] == int(overlap)
+        assert answers(client) == expected
+        require_no_leak(server)

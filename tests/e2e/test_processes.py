@@ -1,0 +1,111 @@
+"""The real processes: killed, drained, started wrongly. The stub's tests cover the finer points."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from e2e.harness import ROOT, ServerProcess, is_running
+
+STREAM = {"prompt": "Once", "stream": True, "ignore_eos": True, "max_tokens": 3000, "temperature": 0}
+
+
+@pytest.mark.parametrize("victim", ["minisgl-TP0-scheduler", "minisgl-detokenizer-0"])
+@pytest.mark.parametrize("streams", [0, 4])
+def test_kill_a_child(victim: str, streams: int) -> None:
+    with ServerProcess("--num-pages", "1024") as server, server.client() as client:
+        pids = server.info()["processes"]
+        open_streams = [client.stream("POST", "/v1/completions", json=STREAM) for _ in range(streams)]
+        responses = [s.__enter__() for s in open_streams]
+        lines = [r.iter_lines() for r in responses]
+        for each in lines:
+            next(each)
+        os.kill(pids[victim], signal.SIGKILL)
+        killed = time.monotonic()
+        for each in lines:
+            rest = [line for line in each if line]
+            assert "error" in json.loads(rest[-2].removeprefix("data: "))
+            assert rest[-1] == "data: [DONE]"
+        assert time.monotonic() - killed < 2
+        for s in open_streams:
+            s.__exit__(None, None, None)
+        assert server.wait(5) == 1
+        assert time.monotonic() - killed < 5
+        assert not any(is_running(pid) for pid in pids.values())
+        assert server.run_dirs == []
+        assert "Traceback" not in server.log
+
+
+def test_sigterm_finishes_streams() -> None:
+    with ServerProcess("--num-pages", "1024") as server, server.client() as client:
+        body = STREAM | {"max_tokens": 100}
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert '"finish_reason":"length"' in rest[-2]
+        assert server.wait(6) == 0
+        assert "Traceback" not in server.log
+
+
+def test_start_is_quick_and_the_banner_tells() -> None:
+    started = time.monotonic()
+    with ServerProcess() as server, server.client() as client:
+        answer = client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1})
+        assert answer.status_code == 200
+        assert time.monotonic() - started < 20  # ten seconds on an idle machine
+        for word in ("minisgl-demo", "dtype", "KV cache", "attention", "curl "):
+            assert word in server.log
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--attn", "nonsense"], "unknown attention backend"),
+        (["--page-size", "3"], "--page-size 3"),
+        (["--max-seq-len", "99999999"], "--max-seq-len"),
+        (["--num-pages", "-5"], "--num-pages"),
+    ],
+)
+def test_settings_that_only_the_engine_can_judge(flags: list[str], message: str) -> None:
+    env = os.environ | {"PYTHONPATH": str(ROOT / "python")}
+    command = [sys.executable, "-m", "minisgl", "--port", "0", *flags]
+    result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=30)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def run_cli(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT / "python")}
+    return subprocess.run(
+        [sys.executable, "-m", "minisgl", *arguments], input=text, capture_output=True, text=True, env=env, timeout=60
+    )
+
+
+def test_chat_in_a_pipe() -> None:
+    lines = "My name is Anna.\nWhat is my name?\n/nonsense\n/reset\nWhat is 12 + 30?\n/quit\n"
+    result = run_cli("chat", "--temperature", "0", text=lines)
+    assert result.returncode == 0, result.stderr
+    assert "Anna" in result.stdout
+    assert "starts anew" in result.stdout
+    assert "42" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_generate_and_env() -> None:
+    result = run_cli("generate", "--chat", "What is 12 + 30?", "Who are you?")
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) >= 2
+    assert "42" in result.stdout
+    result = run_cli("env")
+    assert result.returncode == 0, result.stderr
+    assert "torch" in result.stdout
+    assert "attention backends" in result.stdout

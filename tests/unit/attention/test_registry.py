@@ -1,0 +1,65 @@
+"""How a choice of backend is read, and what a refusal says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl.attention.base import AttentionSpec, Requirements
+from minisgl.attention.layout import build_layout
+from minisgl.attention.registry import resolve_attention
+from minisgl.kernel.ops import resolve_ops
+from minisgl.kvcache.mha_pool import MHAKVPool
+from minisgl.utils.errors import ConfigError
+
+POOL = MHAKVPool(2, 3, 2, 4, 8, torch.float32, torch.device("cpu"))
+
+
+def resolve(choice: str) -> str:
+    return resolve_attention(choice, POOL, SimpleNamespace(num_heads=4), resolve_ops("cpu")).name
+
+
+def test_choices():
+    assert [resolve(c) for c in ("auto", "cpu", "reference", "auto,cpu", "reference,cpu")] == [
+        "cpu",
+        "cpu",
+        "reference",
+        "cpu",
+        "hybrid",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("choice", "word"), [("fancy", "cpu, reference"), ("cpu,cpu,cpu", "3 backends"), ("", "unknown")]
+)
+def test_bad_choices(choice: str, word: str):
+    with pytest.raises(ConfigError, match=word):
+        resolve(choice)
+
+
+def test_requirements_name_what_does_not_fit():
+    spec = AttentionSpec("cpu", torch.float32, 4, 2, 80, 16)
+    assert Requirements().refusal(spec) is None
+    assert Requirements(head_dims=(64, 128)).refusal(spec) == "head dimension 80 is not one of 64, 128"
+    assert "page size 16" in str(Requirements(page_sizes=(128,)).refusal(spec))
+    assert spec.scale == pytest.approx(80**-0.5)
+
+
+def test_layout_offsets():
+    layout = build_layout(np.array([4, 0, 2]), np.array([1, 5, 2]), np.array([9, 5, 7]), torch.tensor)
+    assert layout.cu_query_lens.tolist() == [0, 1, 6, 8] and layout.cu_query_lens.dtype is torch.int32
+    assert layout.kv_lens_host.dtype == np.int32 and not layout.is_decode and layout.num_seqs == 3
+    assert build_layout(np.array([1]), np.array([1]), np.array([3]), torch.tensor).is_decode
+
+
+def test_pool():
+    assert POOL.data.shape == (2, 3, 2, 2, 4, 8)
+    assert POOL.page_bytes == POOL.data[:, 0].numel() * 4 == MHAKVPool.bytes_per_page(2, 2, 4, 8, torch.float32)
+    POOL.data.zero_()
+    POOL.layer(1)[2] = 5
+    assert POOL.data[1, 2].eq(5).all() and POOL.data[0].eq(0).all()
+    POOL.poison([1, 0])
+    assert POOL.data[:, :2].isnan().all() and not POOL.data[:, 2].isnan().any()

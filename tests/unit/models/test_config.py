@@ -1,0 +1,114 @@
+"""config.json: both generations of it are read, and nothing that matters is ignored."""
+
+from __future__ import annotations
+
+import pytest
+
+from contract.checkpoints import LLAMA3_ROPE, configurations
+from minisgl.models.config import ModelConfig
+from minisgl.models.registry import FLAGS, MODELS
+from minisgl.utils.errors import ConfigError
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+
+
+def make(architecture: str = "Llama", **changes) -> ModelConfig:
+    return ModelConfig.from_hf({**BASE, "architectures": [f"{architecture}ForCausalLM"], **changes})
+
+
+def test_defaults():
+    c = make()
+    assert (c.head_dim, c.num_kv_heads, c.rope.theta, c.dtype) == (16, 4, 10000.0, "float32")
+    assert not (c.qkv_bias or c.o_bias or c.mlp_bias or c.qk_norm or c.tie_word_embeddings)
+    assert make(num_key_value_heads=None, head_dim=None) == c
+
+
+def test_flags_by_architecture():
+    assert set(FLAGS) == set(MODELS.names)
+    assert make("Qwen2").qkv_bias and not make("Qwen2", attention_bias=True).o_bias
+    assert make("Qwen3").qk_norm and make("Qwen3", attention_bias=True).o_bias
+    assert make(mlp_bias=True).mlp_bias and not make("Qwen3", mlp_bias=True).mlp_bias
+
+
+def test_old_and_new_rope_are_the_same():
+    scaling = {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}
+    old = make(rope_theta=5e5, rope_scaling=scaling, torch_dtype="bfloat16")
+    new = make(rope_parameters={**LLAMA3_ROPE, "rope_theta": 5e5}, dtype="bfloat16")
+    assert old == new and old.rope.type == "llama3" and old.rope.theta == 5e5 and old.dtype == "bfloat16"
+    legacy = make(rope_scaling={"type": "linear", "factor": 2.0})
+    assert legacy.rope.type == "linear" and legacy.rope.factor == 2.0
+    assert make(rope_scaling=None, rope_theta=7.0).rope.theta == 7.0
+
+
+@pytest.mark.parametrize("name", configurations())
+def test_what_transformers_writes_is_read(name: str):
+    theirs = configurations()[name]
+    raw = {**theirs.to_dict(), "architectures": [type(theirs).__name__.removesuffix("Config") + "ForCausalLM"]}
+    assert make().rope is not None and ModelConfig.from_hf(raw).num_layers == 3
+
+
+REFUSED = {
+    "architecture": ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: Llama"),
+    "no architecture": ({"architectures": None}, "must name one of"),
+    "quantized": ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
+    "activation": ({"hidden_act": "gelu"}, "'gelu'"),
+    "window": ({"sliding_window": 32}, "sliding_window=32"),
+    "layer types": ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported yet"),
+    "dynamic": ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic' is not supported yet"),
+    "rope by layer": ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between layers"),
+    "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "factor": ({"rope_scaling": {"rope_type": "linear"}}, "factor=None"),
+    "llama3 bounds": ({"rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 1.0}}, "high_freq_factor"),
+    "heads": ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
+    "head_dim": ({"hidden_size": 66}, "head_dim is absent"),
+    "odd head_dim": ({"head_dim": 15}, "odd"),
+    "missing size": ({"vocab_size": None}, "vocab_size=None"),
+    "wrong type": ({"hidden_size": "64"}, "hidden_size='64'"),
+    "bool": ({"num_hidden_layers": True}, "num_hidden_layers=True"),
+    "eps": ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str):
+    changes, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message) as error:
+        ModelConfig.from_hf({**BASE, **changes})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("Qwen2", {"sliding_window": 32, "use_sliding_window": False}),
+        ("Qwen2", {"model_type": "qwen2", "sliding_window": 32}),
+        ("Qwen3", {"model_type": "qwen3", "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 2}),
+        ("Qwen3", {"sliding_window": 32, "use_sliding_window": True, "layer_types": ["full_attention"] * 2}),
+        ("Mistral", {"sliding_window": None}),
+        ("Mistral", {"sliding_window": 4096}),
+    ],
+)
+def test_windows_that_no_layer_uses_are_fine(architecture: str, changes: dict):
+    make(architecture, **changes)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("Mistral", {"sliding_window": 64}),
+        ("Qwen2", {"model_type": "qwen2", "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}),
+        ("Qwen3", {"sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"]}),
+    ],
+)
+def test_windows_in_use_are_refused(architecture: str, changes: dict):
+    with pytest.raises(ConfigError, match="sliding"):
+        make(architecture, **changes)

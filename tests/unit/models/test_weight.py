@@ -1,0 +1,132 @@
+"""The loader: every layout of files that occurs, and a clear refusal of those that do not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from contract.checkpoints import COMMON, configurations, save
+from contract.harness import CPU, MiniEngine, Span
+from minisgl.kernel.ops import load_ops
+from minisgl.models import load_model
+from minisgl.models.config import ModelConfig
+from minisgl.models.llama import LlamaForCausalLM
+from minisgl.utils.errors import ConfigError
+from minisgl.utils.hf import load_config
+
+UNTIED, TIED = "llama-gqa-llama3-untied", "qwen3-tied-wide-heads"
+IDS = list(range(30))
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, **options) -> LlamaForCausalLM:
+    return load_model(folder, ModelConfig.from_hf(load_config(folder)), dtype, CPU, load_ops("cpu"), **options)
+
+
+def rewrite(folder: Path, change) -> None:
+    """Apply `change` to the dict of tensors of a one-file checkpoint."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", [UNTIED, TIED])
+def test_merged_parameters_hold_the_checkpoints_rows(tmp_path: Path, name: str):
+    save(tmp_path, configurations()[name])
+    tensors = load_file(tmp_path / "model.safetensors")
+    model = load(tmp_path)
+    layer, prefix = model.model.layers[1], "model.layers.1"
+    qkv = torch.cat([tensors[f"{prefix}.self_attn.{p}_proj.weight"] for p in "qkv"])
+    assert torch.equal(layer.self_attn.qkv_proj.weight, qkv)
+    gate_up = torch.cat([tensors[f"{prefix}.mlp.{p}_proj.weight"] for p in ("gate", "up")])
+    assert torch.equal(layer.mlp.gate_up_proj.weight, gate_up)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (name == TIED)
+    assert model.num_parameters == sum(t.numel() for t in tensors.values())
+
+
+def test_sharded_index(tmp_path: Path):
+    checkpoint = save(tmp_path, configurations()[UNTIED], max_shard_size="150KB")
+    files = sorted(p.name for p in tmp_path.glob("*.safetensors"))
+    assert len(files) >= 2 and (tmp_path / "model.safetensors.index.json").is_file()
+    calls: list[tuple[int, int]] = []
+    load(tmp_path, progress=lambda done, total: calls.append((done, total)))
+    assert len(calls) == len(files) and calls[-1][0] == calls[-1][1] > calls[0][0] > 0
+    got = MiniEngine.load(tmp_path).step([Span(0, 0, IDS)])
+    assert torch.allclose(got, checkpoint.logits(IDS)[-1:], atol=1e-4)
+    (tmp_path / files[0]).unlink()
+    with pytest.raises(ConfigError, match=files[0]):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float64])
+def test_any_stored_float_type(tmp_path: Path, stored: torch.dtype):
+    save(tmp_path, configurations()[TIED])
+    rewrite(tmp_path, lambda t: t.update({k: v.to(stored) for k, v in t.items()}))
+    expected = load_file(tmp_path / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(load(tmp_path).model.norm.weight, expected.float())
+    assert load(tmp_path, torch.bfloat16).model.norm.weight.dtype is torch.bfloat16
+
+
+def test_what_may_be_in_the_file_without_being_needed(tmp_path: Path):
+    save(tmp_path, configurations()[TIED])
+    rewrite(
+        tmp_path,
+        lambda t: t.update(
+            {
+                "lm_head.weight": t["model.embed_tokens.weight"].clone(),
+                "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16),
+            }
+        ),
+    )
+    load(tmp_path)
+
+
+DEFECTS = {
+    "missing": (lambda t: t.pop("model.layers.2.mlp.up_proj.weight"), r"lacks model\.layers\.2\.mlp\.up_proj\.weight"),
+    "unexpected": (lambda t: t.update(stray=torch.ones(1)), "has also stray"),
+    "shape": (lambda t: t.update({"model.norm.weight": torch.ones(65)}), r"model\.norm\.weight .*\[65\].*\[64\]"),
+    "merged shape": (
+        lambda t: t.update({"model.layers.0.self_attn.k_proj.weight": torch.ones(16, 64)}),
+        r"k_proj\.weight .*\[16, 64\].*\[32, 64\]",
+    ),
+    "rank": (lambda t: t.update({"lm_head.weight": torch.ones(160)}), r"lm_head\.weight .*\[160\].*\[160, 64\]"),
+    "type": (lambda t: t.update({"model.norm.weight": torch.ones(64).int()}), r"model\.norm\.weight .* I32"),
+    "untied head": (lambda t: t.pop("lm_head.weight"), r"lacks lm_head\.weight"),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_defects_are_named(tmp_path: Path, defect: str):
+    change, message = DEFECTS[defect]
+    save(tmp_path, configurations()[UNTIED])
+    rewrite(tmp_path, change)
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path):
+    save(tmp_path, configurations()[UNTIED])
+    save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "extra.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight is in more than one file"):
+        load(tmp_path)
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path):
+    save(tmp_path, configurations()[UNTIED])
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="is the download complete"):
+        load(tmp_path)
+
+
+def test_dummy_weights_need_only_the_config(tmp_path: Path):
+    config = {"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 4, "head_dim": 16, **COMMON}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine, again = (MiniEngine.load(tmp_path, dummy=True) for _ in range(2))
+    logits = engine.step([Span(0, 0, IDS)])
+    assert logits.isfinite().all() and logits.std() > 0
+    assert torch.equal(logits, again.step([Span(0, 0, IDS)]))
+    assert engine.model.model.norm.weight.eq(1).all()

@@ -1,0 +1,177 @@
+"""The run directory, the backlog of a slow reader, the terminal chat."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl.core import FinishReason, Limits, SamplingParams
+from minisgl.message import AbortMsg, Codec, TokenizeMsg, TokenizerMsg, UserReply
+from minisgl.server import rundir
+from minisgl.server.args import ServerArgs
+from minisgl.server.client import ChatClient, ServerError
+from minisgl.server.frontend import ClientGoneError, FrontendManager
+from minisgl.server.metrics import Metrics
+from minisgl.server.rundir import RunDir
+from minisgl.server.shell import Shell
+from minisgl.utils.errors import ConfigError, RequestError
+from minisgl.utils.mp import ZmqPullQueue
+
+LIMITS = Limits(max_model_len=100, vocab_size=50)
+
+
+def test_run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = Path("/tmp") / f"mt-{os.getpid()}"
+    base.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+    try:
+        stale, fresh, foreign = (base / f"minisgl-{n}" for n in ("stale", "fresh", "foreign"))
+        for folder in (stale, fresh):
+            folder.mkdir()
+        (stale / "lock").touch()
+        foreign.symlink_to(tmp_path)
+        (tmp_path / "lock").touch()
+        with RunDir() as one, RunDir() as two:
+            assert one.path != two.path
+            assert one.path.exists()  # the second has not swept it
+            assert stat.S_IMODE(one.path.stat().st_mode) == 0o700
+            assert not stale.exists()
+            assert fresh.exists()
+            assert (tmp_path / "lock").exists()
+        assert not one.path.exists()
+    finally:
+        rundir.shutil.rmtree(base)
+
+
+def test_run_dir_path_is_short_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    monkeypatch.setattr(rundir.tempfile, "gettempdir", lambda: str(long))
+    with RunDir() as run_dir:
+        assert len(str(run_dir.path)) < 60
+
+
+def make_frontend(args: ServerArgs) -> FrontendManager:
+    frontend = FrontendManager(args, LIMITS, Metrics("m", lambda: (frontend.stats, frontend.entries, 0)))
+    return frontend
+
+
+def request() -> TokenizeMsg:
+    return TokenizeMsg(uid=0, sampling_params=SamplingParams(), text="x")
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> ServerArgs:
+    return ServerArgs(run_dir=str(tmp_path))
+
+
+@pytest.fixture
+def tokenizer(args: ServerArgs) -> Iterator[ZmqPullQueue[TokenizerMsg]]:
+    queue: ZmqPullQueue[TokenizerMsg] = ZmqPullQueue(args.zmq_detokenizer_addr, Codec(TokenizerMsg))
+    yield queue
+    queue.close()
+
+
+def test_backlog_is_one_reply(args: ServerArgs, tokenizer: ZmqPullQueue[TokenizerMsg]) -> None:
+    async def run() -> None:
+        frontend = make_frontend(args)
+        async with await frontend.submit([request()]) as call:
+            (uid,) = call.uids
+            for i in range(1000):
+                call.push(UserReply(uid, "x", i + 1, 5))
+            ((index, reply),) = await call.take()
+            assert (index, reply.text, reply.completion_tokens) == (0, "x" * 1000, 1000)
+            call.push(UserReply(uid, "end", 1001, 5, finish_reason=FinishReason.STOP))
+            call.push(UserReply(uid, "never", 1002, 5, finish_reason=FinishReason.ABORT))
+            assert [r.text for _, r in await call.take()] == ["end"]
+            assert call.is_done
+        assert frontend.entries == 0
+        await frontend.close()
+
+    asyncio.run(run())
+    assert [type(m) for m in tokenizer.get(1)] == [TokenizeMsg]  # finished: no abort
+
+
+def test_leaving_aborts(args: ServerArgs, tokenizer: ZmqPullQueue[TokenizerMsg]) -> None:
+    async def run() -> None:
+        frontend = make_frontend(args)
+        call = await frontend.submit([request(), request()])
+        call.abandon()
+        with pytest.raises(ClientGoneError):
+            async with call:
+                await call.take()
+        assert frontend.entries == 0
+        await frontend.close()
+
+    asyncio.run(run())
+    got: list[Any] = []
+    while len(got) < 4:
+        got += tokenizer.get(1)
+    assert sorted(m.uid for m in got if isinstance(m, AbortMsg)) == sorted(
+        m.uid for m in got if isinstance(m, TokenizeMsg)
+    )
+
+
+def test_what_cannot_be_sent_is_refused(args: ServerArgs) -> None:
+    async def run() -> None:
+        frontend = make_frontend(args)
+        bad = TokenizeMsg(uid=0, sampling_params=SamplingParams(), messages=[{"x": 2**70}])
+        with pytest.raises(RequestError, match="cannot be represented"):
+            await frontend.submit([bad])
+        assert frontend.entries == 0
+        frontend.fail("broken")
+        with pytest.raises(RequestError, match="broken"):
+            await frontend.submit([request()])
+        await frontend.close()
+
+    asyncio.run(run())
+
+
+class FakeClient(ChatClient):
+    """Answers with the number of messages; "break" and "stop" misbehave."""
+
+    def __init__(self) -> None:
+        super().__init__("http://127.0.0.1:1")
+        self.seen: list[list[dict[str, Any]]] = []
+
+    def stream_chat(self, messages: list[dict[str, Any]], **fields: Any) -> Generator[str, None, None]:
+        self.seen.append([dict(m) for m in messages])
+        if messages[-1]["content"] == "break":
+            raise ServerError("broken")
+        yield "answer "
+        if messages[-1]["content"] == "stop":
+            raise KeyboardInterrupt
+        yield str(len(messages))
+
+
+def test_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    client = FakeClient()
+    lines = iter(["one", "", "/help", "two", "break", "stop", "/what", "/reset", "three", "/quit", "never"])
+    Shell(client, {}, "be brief").run(lambda: next(lines))
+    assert [len(messages) for messages in client.seen] == [2, 4, 6, 6, 2]
+    assert client.seen[-1] == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "three"}]
+    out, error = capsys.readouterr()
+    assert "answer 4" in out
+    assert "(stopped)" in out
+    assert "/reset" in out
+    assert "(broken)" in error
+
+
+def test_shell_ends_with_its_input() -> None:
+    def read() -> str:
+        raise EOFError
+
+    Shell(FakeClient(), {}).run(read)
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:port"])
+def test_bad_urls(url: str) -> None:
+    with pytest.raises(ConfigError):
+        ChatClient(url)

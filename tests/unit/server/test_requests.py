@@ -1,0 +1,133 @@
+"""Bodies -> messages for the engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from minisgl.core import Limits
+from minisgl.message import TokenizeMsg
+from minisgl.server.prepare import SamplingDefaults, chat_messages, completion_messages, generate_messages
+from minisgl.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, parse_body
+from minisgl.utils.errors import RequestError
+
+LIMITS = Limits(max_model_len=100, vocab_size=50)
+DEFAULTS = SamplingDefaults()
+USER = [{"role": "user", "content": "x"}]
+
+
+def chat(defaults: SamplingDefaults = DEFAULTS, **body: Any) -> TokenizeMsg:
+    request = parse_body(json.dumps({"messages": USER, **body}).encode(), ChatCompletionRequest)
+    return chat_messages(request, defaults, LIMITS)[0]
+
+
+def complete(**body: Any) -> list[TokenizeMsg]:
+    return completion_messages(parse_body(json.dumps(body).encode(), CompletionRequest), DEFAULTS, LIMITS)
+
+
+def generate(**body: Any) -> list[TokenizeMsg]:
+    return generate_messages(parse_body(json.dumps(body).encode(), GenerateRequest), DEFAULTS, LIMITS)
+
+
+def test_null_is_legal_everywhere() -> None:
+    for kind in (ChatCompletionRequest, CompletionRequest, GenerateRequest):
+        nulls = dict.fromkeys(kind.__struct_fields__)
+        if kind is GenerateRequest:
+            assert parse_body(json.dumps(nulls).encode(), kind) == GenerateRequest()
+    nulls = dict.fromkeys(ChatCompletionRequest.__struct_fields__) | {"messages": USER}
+    assert chat(**nulls) == chat()
+    nulls = dict.fromkeys(CompletionRequest.__struct_fields__) | {"prompt": "x"}
+    assert complete(**nulls) == complete(prompt="x")
+
+
+def test_defaults_come_from_the_model_unless_given() -> None:
+    assert chat().sampling_params.temperature == 1.0
+    model = SamplingDefaults.from_generation_config({"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True})
+    assert model == SamplingDefaults(temperature=0.6, top_k=20)
+    assert chat(model).sampling_params.top_k == 20
+    params = chat(model, temperature=0, top_k=-1, stop="s", max_tokens=3, max_completion_tokens=4).sampling_params
+    assert (params.temperature, params.top_k, params.stop, params.max_tokens) == (0.0, 0, ("s",), 4)
+
+
+def test_chat_options() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert chat(tools=[tool]).tools == [tool]
+    assert chat(tools=[tool], tool_choice="none").tools is None
+    continued = chat(continue_final_message=True)
+    assert (continued.continue_final_message, continued.add_generation_prompt) == (True, False)
+    assert chat(chat_template_kwargs={"enable_thinking": False}).template_kwargs == {"enable_thinking": False}
+
+
+def test_messages_for_the_template() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "n"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "content": "r", "tool_call_id": "c1"},
+    ]
+    assert chat(messages=messages).messages == [
+        {"role": "user", "content": "ab", "name": "n"},
+        {"role": "assistant", "content": "", "tool_calls": [call | {"function": {"name": "f", "arguments": {"a": 1}}}]},
+        {"role": "tool", "content": "r", "tool_call_id": "c1"},
+    ]
+
+
+def test_prompt_forms() -> None:
+    assert [m.text for m in complete(prompt="a")] == ["a"]
+    assert [m.text for m in complete(prompt=["a", "b"])] == ["a", "b"]
+    assert [m.input_ids for m in complete(prompt=[1, 2])] == [b"\1\0\0\0\2\0\0\0"]
+    assert len(complete(prompt=[[1], [2, 3]])) == 2
+    assert len(complete(prompt=["a", [1]])) == 2
+
+
+def test_generate_forms() -> None:
+    assert generate(text="a")[0].sampling_params.max_tokens == 99  # the context is shorter than the usual 128
+    assert generate(prompt="a", sampling_params={"max_tokens": 5})[0].sampling_params.max_tokens == 5
+    assert generate(input_ids=[[1], [2]], sampling_params={"sampling_seed": 3})[1].sampling_params.seed == 3
+    with pytest.raises(RequestError, match="exactly one"):
+        generate(text="a", prompt="b")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("top_k", -2),
+        ("max_tokens", 0),
+        ("max_tokens", 101),
+        ("stop", [""]),
+        ("stop", ["x"] * 17),
+        ("stop_token_ids", [50]),
+        ("seed", 2**63),
+        ("n", 2),
+        ("logprobs", True),
+        ("response_format", {"type": "json_object"}),
+        ("presence_penalty", 1),
+        ("logit_bias", {"1": 5}),
+        ("min_p", 0.5),
+        ("best_of", 3),
+        ("tool_choice", "required"),
+        ("parallel_tool_calls", False),
+        ("tools", [{"type": "x"}]),
+        ("chat_template", "x"),
+        ("chat_template_kwargs", {"tools": 1}),
+        ("messages", []),
+        ("messages", None),
+    ],
+)
+def test_refusals_name_the_field(field: str, value: Any) -> None:
+    with pytest.raises(RequestError) as e:
+        chat(**{field: value})
+    assert e.value.param == field
+    assert e.value.status == 400
+
+
+def test_unknown_fields_are_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "minisgl"):
+        chat(some_future_field=1)
+    assert "some_future_field" in caplog.text

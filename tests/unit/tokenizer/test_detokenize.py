@@ -1,0 +1,177 @@
+"""Increments of text: byte-exact, stop strings, one terminal reply."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from minisgl.core import FinishReason
+from minisgl.message import DetokenizeMsg, Finished, Started, UserReply, ids_to_bytes
+from minisgl.tokenizer.detokenize import DetokenizeManager
+from minisgl.tokenizer.stop import StopMatcher
+
+
+def _conftest() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tokenizers_for_tests", Path(__file__).parent / "conftest.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+MADE = _conftest()
+BYTE_LEVEL: Tokenizer = MADE.byte_level()
+BYTE_FALLBACK: Tokenizer = MADE.byte_fallback()
+
+
+def step(tokens: dict[int, int], started: list[Started], finished: list[Finished]) -> DetokenizeMsg:
+    return DetokenizeMsg(
+        np.array(list(tokens), "<i8").tobytes(), ids_to_bytes(list(tokens.values())), started, finished
+    )
+
+
+def stream(
+    tokenizer: Tokenizer,
+    ids: list[int],
+    stop: tuple[str, ...] = (),
+    *,
+    skip_special: bool = True,
+    end: FinishReason = FinishReason.LENGTH,
+    has_text: bool = True,
+) -> list[UserReply]:
+    """The replies to a request that produces `ids`, as a scheduler would say it; checks the one-terminal rule."""
+    manager = DetokenizeManager(tokenizer)
+    replies: list[UserReply] = []
+    for i, token in enumerate(ids):
+        started = [Started(7, 3, 1, stop, skip_special)] if i == 0 else []
+        finished = [Finished(7, end, has_text)] if i == len(ids) - 1 else []
+        new, aborts = manager.detokenize(step({7: token}, started, finished))
+        replies += new
+        assert aborts == [] or (new[-1].finish_reason is FinishReason.STOP and not finished)
+    assert [r.finish_reason is not None for r in replies] == [False] * (len(replies) - 1) + [True]
+    assert manager.entries == 0
+    return replies
+
+
+def text_of(replies: list[UserReply]) -> str:
+    return "".join(r.text for r in replies)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 420), min_size=1, max_size=60), st.booleans())
+def test_any_tokens_byte_level(ids: list[int], skip: bool) -> None:
+    """Also ids that the tokenizer lacks, special tokens and broken UTF-8 anywhere."""
+    assert text_of(stream(BYTE_LEVEL, ids, skip_special=skip)) == BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(min_size=1, max_size=40))
+def test_any_text(text: str) -> None:
+    for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK):
+        ids = tokenizer.encode(text).ids
+        if ids:
+            assert text_of(stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_never_half_a_character() -> None:
+    text = "a🙂你好é🇩🇪👩‍👩‍👧 b"
+    ids = BYTE_LEVEL.encode(text).ids
+    replies = stream(BYTE_LEVEL, ids)
+    assert text_of(replies) == text
+    assert not any("\ufffd" in r.text for r in replies)
+    assert len(replies) == len(ids)  # a token without text is a reply too
+
+
+def test_cut_character_comes_out_at_the_end() -> None:
+    ids = BYTE_LEVEL.encode("x🙂").ids
+    assert text_of(stream(BYTE_LEVEL, ids[:-1])) == BYTE_LEVEL.decode(ids[:-1])
+
+
+def test_long_run_of_broken_bytes_is_not_held_for_ever() -> None:
+    ids = [3 + 0xFF] * 200
+    replies = stream(BYTE_FALLBACK, ids)
+    assert text_of(replies) == "\ufffd" * 200
+    assert sum(bool(r.text) for r in replies) > 2
+
+
+def test_hidden_last_token_is_counted() -> None:
+    ids = [*BYTE_LEVEL.encode("hello").ids, 2]
+    replies = stream(BYTE_LEVEL, ids, skip_special=False, end=FinishReason.STOP, has_text=False)
+    assert text_of(replies) == "hello"
+    assert replies[-1].completion_tokens == len(ids)
+    assert (replies[-1].prompt_tokens, replies[-1].cached_tokens) == (3, 1)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.text(alphabet="ab🙂", min_size=1, max_size=30),
+    st.lists(st.text(alphabet="ab🙂", min_size=1, max_size=5), min_size=1, max_size=3),
+)
+def test_stop_strings(text: str, stops: list[str]) -> None:
+    replies = stream(BYTE_LEVEL, BYTE_LEVEL.encode(text).ids, tuple(stops))
+    ends = [(text.find(s) + len(s), -len(s), s) for s in stops if s in text]
+    if not ends:
+        assert text_of(replies) == text
+        assert replies[-1].finish_reason is FinishReason.LENGTH
+    else:
+        end, _, stop = min(ends)  # the first to be complete; the longest of those that end together
+        assert text_of(replies) == text[: end - len(stop)]
+        assert replies[-1].finish_reason is FinishReason.STOP
+        assert replies[-1].stop_reason == stop
+
+
+def test_holds_back_no_more_than_it_must() -> None:
+    matcher = StopMatcher(["abac"])
+    assert matcher.feed("xxab") == ("xx", None)
+    assert matcher.feed("a") == ("", None)
+    assert matcher.feed("b") == ("ab", None)
+    assert matcher.feed("z") == ("abz", None)
+    assert matcher.flush() == ""
+
+
+def test_stop_string_aborts_once_and_drops_later_tokens() -> None:
+    manager = DetokenizeManager(BYTE_LEVEL)
+    a, b = BYTE_LEVEL.encode("a").ids[0], BYTE_LEVEL.encode("b").ids[0]
+    assert manager.detokenize(step({1: a}, [Started(1, 1, 0, ("b",), True)], []))[1] == []
+    replies, aborts = manager.detokenize(step({1: b}, [], []))
+    assert [r.finish_reason for r in replies] == [FinishReason.STOP]
+    assert aborts == [1]
+    assert manager.detokenize(step({1: a}, [], [])) == ([], [])  # it was in flight
+    assert manager.detokenize(step({}, [], [Finished(1, FinishReason.ABORT)])) == ([], [])
+    assert manager.entries == 0
+
+
+def test_ends_without_tokens() -> None:
+    manager = DetokenizeManager(BYTE_LEVEL)
+    refused = Finished(5, FinishReason.ERROR, False, "full", "queue_full", 429)
+    replies, aborts = manager.detokenize(step({}, [], [refused, Finished(6, FinishReason.ABORT)]))
+    assert aborts == []
+    assert [(r.uid, r.finish_reason, r.status, r.code) for r in replies] == [
+        (5, FinishReason.ERROR, 429, "queue_full"),
+        (6, FinishReason.ABORT, 200, None),
+    ]
+
+
+def test_stop_token_is_the_reason() -> None:
+    manager = DetokenizeManager(BYTE_LEVEL)
+    finished = Finished(1, FinishReason.STOP, False, stop_token=65)
+    replies, _ = manager.detokenize(step({1: 65}, [Started(1, 1, 0, (), True)], [finished]))
+    assert replies[0].stop_reason == 65
+    assert replies[0].text == ""
+
+
+def test_trouble_with_one_request_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = DetokenizeManager(BYTE_LEVEL)
+    a = BYTE_LEVEL.encode("a").ids[0]
+    manager.detokenize(step({1: a, 2: a}, [Started(1, 1, 0, (), True), Started(2, 1, 0, (), True)], []))
+    monkeypatch.setattr(manager._outputs[1], "feed", lambda token: 1 / 0)
+    replies, aborts = manager.detokenize(step({1: a, 2: a}, [], []))
+    assert [(r.uid, r.finish_reason, r.text) for r in replies] == [(1, FinishReason.ERROR, ""), (2, None, "a")]
+    assert aborts == [1]

@@ -1,0 +1,151 @@
+"""Prompts -> token ids, with transformers as the judge."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl.core import SamplingParams
+from minisgl.message import TokenizeMsg, ids_to_bytes
+from minisgl.tokenizer.template import MAX_MESSAGES, ChatTemplate
+from minisgl.tokenizer.tokenize import TokenizeManager
+from minisgl.utils.errors import ConfigError, RequestError
+from minisgl.utils.hf import BUILTIN_MODEL
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get",
+        "description": "<b>größe & 'x'</b>",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+CHATS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "  Hi <|im_end|> there é🙂 "}]},
+    {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "u"}], "tools": [TOOL]},
+    {
+        "messages": [
+            {"role": "user", "content": "u"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"function": {"name": "get", "arguments": {"a": "ü"}}}],
+            },
+            {"role": "tool", "content": "42", "tool_call_id": "1"},
+        ]
+    },
+    {"messages": [{"role": "user", "content": "a"}], "add_generation_prompt": False},
+    {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The answer is "}],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    },
+]
+
+
+def msg(**fields: Any) -> TokenizeMsg:
+    return TokenizeMsg(uid=1, sampling_params=SamplingParams(max_tokens=1), **fields)
+
+
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("which", ["made", "demo"])
+@pytest.mark.filterwarnings("default")
+def test_chat_equals_transformers(folder: Path, chat: dict[str, Any], which: str) -> None:
+    from transformers import AutoTokenizer
+
+    path = folder if which == "made" else BUILTIN_MODEL
+    judge = AutoTokenizer.from_pretrained(path)
+    expected = judge.apply_chat_template(
+        chat["messages"],
+        tools=chat.get("tools"),
+        add_generation_prompt=chat.get("add_generation_prompt", True),
+        continue_final_message=chat.get("continue_final_message", False),
+        tokenize=True,
+        return_dict=False,
+    )
+    assert TokenizeManager(path).tokenize(msg(**chat)).tolist() == expected
+
+
+def test_plain_prompt_gets_the_special_tokens_and_a_template_does_not(folder: Path) -> None:
+    manager = TokenizeManager(folder)
+    assert manager.tokenize(msg(text="hello"))[0] == 0
+    assert manager.tokenize(msg(messages=[{"role": "user", "content": "hello"}]))[0] == 1
+
+
+def test_template_file_and_named_templates(folder: Path, tmp_path: Path) -> None:
+    config = {
+        "chat_template": [
+            {"name": "default", "template": "plain{{ bos_token }}"},
+            {"name": "tool_use", "template": "{% generate %}"[:0] + "tools {{ tools | length }}"},
+        ],
+        "bos_token": {"content": "<b>"},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert ChatTemplate(tmp_path).render([]) == "plain<b>"
+    assert ChatTemplate(tmp_path).render([], [TOOL]) == "tools 1"
+    (tmp_path / "chat_template.jinja").write_text("file {{ x }}{{ strftime_now('%Y') | length }}")
+    assert ChatTemplate(tmp_path).render([], x=3) == "file 34"
+
+
+def test_developer_is_system_for_templates_that_do_not_know_it(folder: Path) -> None:
+    template = ChatTemplate(folder)
+    chat = [{"role": "developer", "content": "d"}, {"role": "user", "content": "u"}]
+    assert "<|im_start|>system\nd" in template.render(chat)
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        ("{{ raise_exception('no system please') }}", "no system please"),
+        ("{{ messages[0].content + 1 }}", "refuses"),
+        ("{{ ''.__class__.__mro__ }}", "refuses"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{{ 'x' * 1000 }}{% endfor %}{% endfor %}", "too large"),
+        ("{{ messages.append(1) }}", "refuses"),
+    ],
+)
+def test_template_trouble_is_the_requests(tmp_path: Path, source: str, word: str) -> None:
+    (tmp_path / "chat_template.jinja").write_text(source)
+    with pytest.raises(RequestError, match=word) as e:
+        ChatTemplate(tmp_path).render([{"role": "user", "content": "x"}])
+    assert e.value.param == "messages"
+    assert e.value.status == 400
+
+
+def test_limits_of_a_conversation(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="the limit is"):
+        ChatTemplate(folder).render([{"role": "user", "content": ""}] * (MAX_MESSAGES + 1))
+    with pytest.raises(RequestError, match="no chat template"):
+        ChatTemplate(tmp_path).render([])
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1, 1000])
+def test_context_boundary_is_exact(folder: Path, extra: int) -> None:
+    manager = TokenizeManager(folder)
+    ids = [5] * (manager.limits.max_model_len - 1 + extra)
+    if extra <= 0:
+        assert len(manager.tokenize(msg(input_ids=ids_to_bytes(ids)))) == len(ids)
+    else:
+        with pytest.raises(RequestError, match=f"{len(ids)} tokens .* holds 256") as e:
+            manager.tokenize(msg(input_ids=ids_to_bytes(ids)))
+        assert e.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"text": "x" * 10_000_000}, {"input_ids": b""}, {"input_ids": ids_to_bytes([512])}, {}]
+)
+def test_bad_prompts(folder: Path, fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        TokenizeManager(folder).tokenize(msg(**fields))
+
+
+def test_folder_without_tokenizer(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "config.json", tmp_path)
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        TokenizeManager(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="not a readable tokenizer"):
+        TokenizeManager(tmp_path)
