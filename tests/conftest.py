@@ -8,3 +8,5 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ["MINISGL_CHECK"] = "1"
+# Threads of tiny tensors only wait for each other, above all when another process wants the core.
+os.environ["OMP_NUM_THREADS"] = "1"

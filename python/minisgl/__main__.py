@@ -113,10 +113,12 @@ def _generate(options: argparse.Namespace) -> int:
         raise ConfigError(f"generate starts no server; it does not take {sorted(extra)}")
     engine: dict[str, Any] = {name: value for name, value in given.items() if name != "model"}
     params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
-    prompts: list[Any] = options.prompts
+    llm = LLM(given.get("model", ""), **engine)
     if options.chat:
-        prompts = [[{"role": "user", "content": p}] for p in prompts]
-    for completion in LLM(given.get("model", ""), **engine).generate(prompts, params):
+        completions = llm.chat([[{"role": "user", "content": p}] for p in options.prompts], params)
+    else:
+        completions = llm.generate(options.prompts, params)
+    for completion in completions:
         print(completion.text)
     return 0
 

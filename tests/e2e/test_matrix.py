@@ -103,6 +103,6 @@ def test_settings_do_not_change_the_text(
     flags = ["--overlap" if overlap else "--no-overlap", "--cache", cache]
     flags += ["--page-size", str(page_size), "--max-prefill-length", str(chunk)]
     with ServerProcess(*flags) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-        assert server.info()["overlap"] == int(overlap)
+        assert server.info()["engine"]["overlap"] == int(overlap)
         assert answers(client) == expected
         require_no_leak(server)

@@ -35,7 +35,7 @@ class LateDevice(CpuDevice):
         super().__init__(threads)
         self.pending: list[LateWork] = []
 
-    def submit(self, work: Callable[[], torch.Tensor]) -> LateWork:
+    def submit(self, work: Callable[[], torch.Tensor], flops: float) -> LateWork:
         while self.pending:
             self.pending.pop(0).run()
         self.pending.append(LateWork(self, work))

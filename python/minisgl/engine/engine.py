@@ -69,7 +69,8 @@ class Engine:
 
     def launch(self, batch: Batch) -> ForwardOutput:
         """Start a batch behind those launched before."""
-        return ForwardOutput(self.device.submit(lambda: self._step(batch)))
+        flops = 2.0 * self.model.num_parameters * batch.num_tokens
+        return ForwardOutput(self.device.submit(lambda: self._step(batch), flops))
 
     @torch.inference_mode()
     def _step(self, batch: Batch) -> torch.Tensor:

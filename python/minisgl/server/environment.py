@@ -41,6 +41,13 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def _backends() -> dict[str, str]:
+    from minisgl.attention.registry import ATTENTION
+    from minisgl.kernel.ops import OPS
+
+    return {"attention backends": ", ".join(ATTENTION.names), "op tables": ", ".join(OPS.names)}
+
+
 def _devices() -> dict[str, str]:
     import torch
 

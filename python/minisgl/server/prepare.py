@@ -131,7 +131,7 @@ def _message(message: ChatMessage) -> dict[str, Any]:
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:
-    """Parts are joined by line breaks: they are separate blocks of text, and must not melt into one word."""
+    """The text; parts are put together as chat templates that know them do, with nothing in between."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
@@ -140,7 +140,7 @@ def _text(content: str | list[dict[str, Any]] | None) -> str:
             kind = part.get("type")
             raise RequestError(f"content parts of type {kind!r} are not supported, only text", param="messages")
         texts.append(part["text"])
-    return "\n".join(texts)
+    return "".join(texts)
 
 
 def _arguments(arguments: str | dict[str, Any] | None) -> dict[str, Any]:

@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 
 from minisgl.core import FinishReason, Limits, SamplingParams
-from minisgl.message import AbortMsg, Codec, TokenizeMsg, TokenizerMsg, UserReply
+from minisgl.message import (
+    AbortMsg,
+    Codec,
+    DetokenizerStatsMsg,
+    FrontendMsg,
+    StatsMsg,
+    TokenizeMsg,
+    TokenizerMsg,
+    UserReply,
+)
 from minisgl.server import rundir
 from minisgl.server.args import ServerArgs
 from minisgl.server.client import ChatClient, ServerError
@@ -21,7 +30,7 @@ from minisgl.server.metrics import Metrics
 from minisgl.server.rundir import RunDir
 from minisgl.server.shell import Shell
 from minisgl.utils.errors import ConfigError, RequestError
-from minisgl.utils.mp import ZmqPullQueue
+from minisgl.utils.mp import ZmqPullQueue, ZmqPushQueue
 
 LIMITS = Limits(max_model_len=100, vocab_size=50)
 
@@ -129,6 +138,23 @@ def test_what_cannot_be_sent_is_refused(args: ServerArgs) -> None:
         frontend.fail("broken")
         with pytest.raises(RequestError, match="broken"):
             await frontend.submit([request()])
+        await frontend.close()
+
+    asyncio.run(run())
+
+
+def test_silent_scheduler_is_unhealthy(tmp_path: Path) -> None:
+    async def run() -> None:
+        args = ServerArgs(run_dir=str(tmp_path), heartbeat_timeout=0.05)
+        frontend = make_frontend(args)
+        scheduler: ZmqPushQueue[FrontendMsg] = ZmqPushQueue(args.zmq_frontend_addr, Codec(FrontendMsg))
+        assert frontend.health_problem == ""
+        await asyncio.sleep(0.1)
+        assert "no sign of life" in frontend.health_problem
+        scheduler.put([StatsMsg(step=7), DetokenizerStatsMsg(3), UserReply(99, "of a forgotten request")])
+        await asyncio.sleep(0.03)
+        assert (frontend.health_problem, frontend.stats.step, frontend.detokenizer_entries) == ("", 7, 3)
+        scheduler.close()
         await frontend.close()
 
     asyncio.run(run())
