@@ -31,8 +31,12 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"core", "llm"},
     "__main__": {"llm", "server", "utils"},
 }
-# The one exception: the scheduler process is made by the launcher, which imports it inside the spawn target only.
-LAZY_ONLY = {("server/launch.py", "scheduler")}
+# The exceptions, inside functions only: the spawn target is the scheduler process, `minisgl env` lists backends.
+LAZY_ONLY = {
+    ("server/launch.py", "scheduler"),
+    ("server/environment.py", "attention"),
+    ("server/environment.py", "kernel"),
+}
 # May not even indirectly import torch at module level: these run in processes that must stay small.
 TORCH_FREE = {"utils", "env", "config", "core", "message", "tokenizer", "server", "__init__", "__main__"}
 TORCH_USERS_IN_UTILS = {"utils/device.py"}

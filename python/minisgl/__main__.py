@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
 
-from minisgl.server.args import Parser, add_model_argument, add_options, args_from_options, take_options
+from minisgl.server.args import Parser, add_model_argument, add_options, args_from_options, engine_options, take_options
 from minisgl.utils.errors import ConfigError, MinisglError
 
 DESCRIPTION = """\
@@ -106,14 +105,10 @@ def _chat(options: argparse.Namespace) -> int:
 
 def _generate(options: argparse.Namespace) -> int:
     from minisgl import LLM, SamplingParams
-    from minisgl.config import SchedulerConfig, option_fields
 
-    given = take_options(options)
-    if extra := given.keys() - option_fields(SchedulerConfig).keys():
-        raise ConfigError(f"generate starts no server; it does not take {sorted(extra)}")
-    engine: dict[str, Any] = {name: value for name, value in given.items() if name != "model"}
+    given = engine_options(take_options(options))
     params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
-    llm = LLM(given.get("model", ""), **engine)
+    llm = LLM(given.pop("model", ""), **given)
     if options.chat:
         completions = llm.chat([[{"role": "user", "content": p}] for p in options.prompts], params)
     else:

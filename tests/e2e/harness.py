@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ class ServerProcess:
     def __init__(self, *flags: str, stub: bool = False, env: dict[str, str] | None = None) -> None:
         command = [sys.executable, str(STUB)] if stub else [sys.executable, "-m", "minisgl"]
         self.run_base = tempfile.mkdtemp(prefix="mt-", dir="/tmp")
+        weakref.finalize(self, shutil.rmtree, self.run_base, True)
         self._log = Path(self.run_base) / "log"
         variables = os.environ | {"MINISGL_CHECK": "1", "XDG_RUNTIME_DIR": self.run_base} | (env or {})
         variables["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])

@@ -11,7 +11,6 @@ import pytest
 
 from e2e.harness import ServerProcess, require_no_leak
 
-MISSING = object()
 HUGE = "x" * 100_000
 # Raw JSON, because some of it no encoder would write.
 VALUES = [
@@ -60,7 +59,13 @@ COMMON = [
 ]
 CHAT = ["messages", "tools", "tool_choice", "chat_template_kwargs", "response_format", "max_completion_tokens"]
 CHAT += ["add_generation_prompt", "continue_final_message", "top_logprobs", "parallel_tool_calls"]
-CASES = [("/v1/completions", {"prompt": "x", "max_tokens": 2}, f) for f in ["prompt", "echo", "suffix", *COMMON]]
+# Short also where max_tokens is what is missing.
+SHORT = {
+    "max_tokens": 2,
+    "stop": ["e", "a", " ", "\n"],
+    "temperature": 0,
+}
+CASES = [("/v1/completions", {"prompt": "x", **SHORT}, f) for f in ["prompt", "echo", "suffix", *COMMON]]
 CASES += [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}, f)
     for f in [*CHAT, *COMMON]

@@ -6,7 +6,6 @@ What a request means is in `prepare`, how an answer looks in `render`, how it is
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,26 +14,24 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import minisgl
 from minisgl.core import Limits
+from minisgl.server.access import Gate
 from minisgl.server.answer import CallResponse
 from minisgl.server.args import ServerArgs
 from minisgl.server.frontend import RETRY_AFTER_S, FrontendManager
 from minisgl.server.metrics import Metrics
 from minisgl.server.prepare import SamplingDefaults, chat_messages, completion_messages, generate_messages, is_batch
 from minisgl.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, parse_body
-from minisgl.server.render import GenerateRenderer, OpenAIRenderer, error_body, to_json
+from minisgl.server.render import GenerateRenderer, OpenAIRenderer, error_body, json_response
 from minisgl.utils.errors import RequestError
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 BODY_TIMEOUT_S: Final = 60.0
-MAX_REQUEST_ID: Final = 128
 
 
 @dataclass(frozen=True)
@@ -68,44 +65,6 @@ def create_app(args: ServerArgs, model: ServedModel) -> FastAPI:
     _add_model_routes(app, model)
     _add_operation_routes(app, args, model)
     return app
-
-
-def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """`value` as a JSON response."""
-    return Response(to_json(value), status, headers, media_type="application/json")
-
-
-class Gate:
-    """Lets a request in: the key, and the `x-request-id` that goes back with the answer."""
-
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
-        self._app = app
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        request_id = headers.get("x-request-id", "")
-        if request_id and len(request_id) <= MAX_REQUEST_ID and request_id.isprintable() and request_id.isascii():
-            send = self._with_id(send, request_id)
-        if self._expected is not None and scope["path"] != "/health":
-            given = headers.get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, self._expected):
-                body = error_body("a valid key is needed: `Authorization: Bearer KEY`", 401, code="invalid_api_key")
-                await json_response(body, 401, {"www-authenticate": "Bearer"})(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    @staticmethod
-    def _with_id(send: Send, request_id: str) -> Send:
-        async def wrapped(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
-            await send(message)
-
-        return wrapped
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -163,6 +163,14 @@ def parse_args(argv: list[str] | None = None, prog: str = "minisgl serve") -> Se
     return args_from_options(take_options(parser.parse_args(argv)))
 
 
+def engine_options(options: dict[str, Any]) -> dict[str, Any]:
+    """`options` and those of the environment, for whoever starts no server; raises `ConfigError` for a server's own."""
+    known = option_fields(SchedulerConfig).keys()
+    if extra := options.keys() - known:
+        raise ConfigError(f"no server is started here, so {', '.join(sorted(extra))} cannot be used")
+    return options_from_env(SchedulerConfig) | options
+
+
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
     """The positional form of --model."""
     help = "folder or hub id, the same as --model; none = the built-in demo model"

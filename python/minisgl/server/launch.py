@@ -99,7 +99,7 @@ def _children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) ->
     # OpenMP's threads wait for each other by spinning for milliseconds: when the API server or a client wants the same
     # core, every step of the engine waits for the spinner. A short spin costs nothing on idle cores (measured: 300
     # requests on two cores in 3.5 s instead of 30 s, one stream as fast as before).
-    scheduler_env = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "10000")}
+    scheduler_env = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000")}
     if threads is not None:
         scheduler_env["OMP_NUM_THREADS"] = str(threads)
     worker_env = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1") | {"TOKENIZERS_PARALLELISM": "false"}

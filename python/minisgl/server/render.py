@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import msgspec
+from starlette.responses import Response
 
 from minisgl.core import FinishReason
 from minisgl.message import UserReply
@@ -33,6 +34,11 @@ def error_body(message: str, status: int, param: str | None = None, code: str | 
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """`value` as a JSON response."""
+    return Response(to_json(value), status, headers, media_type="application/json")
 
 
 @dataclass

@@ -1,0 +1,69 @@
+"""Start a server, ask it a few questions over HTTP, show the streamed answers, stop it.
+
+    python examples/demo.py [--model FOLDER] [any flag of `minisgl serve`]
+
+The client here is our own small one; the official `openai` client works the same way with
+`OpenAI(base_url=url + "/v1", api_key="none")`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from minisgl.server.args import parse_args
+from minisgl.server.client import ChatClient
+from minisgl.server.launch import background_server
+from minisgl.utils.errors import ConfigError, MinisglError
+
+CONVERSATIONS = [
+    ["Hello! Who are you?"],
+    ["What is 12 + 30?"],
+    ["My name is Anna.", "What is my name?"],
+    ["Tell me a story about a cat named Tom."],
+]
+
+
+def main() -> int:
+    flags = [flag for flag in sys.argv[1:] if flag]
+    model_flags = {"--model", "--model-path"}
+    if flags and flags[-1] in model_flags:  # `--model ''`: the built-in model
+        flags.pop()
+    try:
+        args = parse_args(["--port", "0", *flags], prog="demo.py")
+        started = time.monotonic()
+        with background_server(args) as url:
+            print(f"the server is ready on {url} after {time.monotonic() - started:.1f} s\n")
+            client = ChatClient(url, args.api_key)
+            for questions in CONVERSATIONS:
+                talk(client, questions)
+    except MinisglError as e:
+        print(f"demo: {e}", file=sys.stderr)
+        return 2 if isinstance(e, ConfigError) else 1
+    return 0
+
+
+def talk(client: ChatClient, questions: list[str]) -> None:
+    """One conversation, each answer printed as it comes, with its speed."""
+    messages = []
+    for question in questions:
+        print(f"you:   {question}")
+        print("model: ", end="")
+        messages.append({"role": "user", "content": question})
+        started = time.monotonic()
+        first: float | None = None
+        pieces = []
+        for piece in client.stream_chat(messages, temperature=0, max_tokens=200):
+            if piece and first is None:
+                first = time.monotonic()
+            pieces.append(piece)
+            print(piece, end="", flush=True)
+        messages.append({"role": "assistant", "content": "".join(pieces)})
+        seconds = time.monotonic() - (first or started)
+        print(f"\n       [first token after {((first or started) - started) * 1000:.0f} ms, ", end="")
+        print(f"then {max(0, len(pieces) - 2) / max(seconds, 1e-6):.0f} tokens/s]")
+    print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
