@@ -1,4 +1,4 @@
-"""The same greedy text whatever is switched on (overlap, prefix cache, page and chunk size), asked by the openai client."""
+"""The same greedy text whatever is switched on (overlap, cache, page and chunk size), asked by the openai client."""
 
 from __future__ import annotations
 
