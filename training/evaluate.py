@@ -1,0 +1,137 @@
+"""Measures each skill on held-out items with greedy decoding.
+
+python -m training.evaluate --model python/minisgl/demo/model --items 200
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from training import skills
+from training.conversation import Check, render
+
+MAX_TOKENS = 420
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A prompt, and how its answer is checked."""
+
+    skill: str
+    prompt: str
+    check: Check
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The text that came, and whether the model ended it by itself."""
+
+    text: str
+    ended: bool
+
+
+def probes(seed: int, items: int) -> list[Probe]:
+    """At least ``items`` graded held-out turns of each skill."""
+    result: list[Probe] = []
+    for skill in skills.SKILLS:
+        rng, found = Random(f"evaluation {seed} {skill}"), 0
+        while found < items:
+            episode = skills.held_out_episode(skill, rng)
+            for i, turn in enumerate(episode.turns):
+                if turn.check is not None:
+                    prompt = "".join(text for text, _ in render(episode, upto=i))
+                    result.append(Probe(skill, prompt, turn.check))
+                    found += 1
+    return result
+
+
+def with_transformers(model: str, prompts: list[str], tokens_a_batch: int = 120_000) -> list[Answer]:
+    """Batched greedy decoding with transformers, on a GPU where there is one."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    network = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.bfloat16 if device == "cuda" else torch.float32
+    ).to(device)
+    stops = {tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.convert_tokens_to_ids("<|endoftext|>")}
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    answers: dict[int, Answer] = {}
+    while order:
+        count, longest = 0, 0
+        for i in order:
+            longest = max(longest, len(tokenizer(prompts[i])["input_ids"]))
+            if (count and (count + 1) * longest > tokens_a_batch) or count == 512:
+                break
+            count += 1
+        rows, order = order[:count], order[count:]
+        inputs = tokenizer([prompts[i] for i in rows], return_tensors="pt", padding=True).to(device)
+        inputs.pop("token_type_ids", None)
+        with torch.inference_mode():
+            output = network.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False)
+        for i, row in zip(rows, output[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
+            end = next((j for j, t in enumerate(row) if t in stops), None)
+            text = tokenizer.decode(row[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            answers[i] = Answer(text, end is not None)
+    return [answers[i] for i in range(len(prompts))]
+
+
+def with_minisgl(model: str, prompts: list[str]) -> list[Answer]:
+    """The same with the engine itself."""
+    from minisgl import LLM, SamplingParams  # type: ignore[import-not-found]
+
+    outputs = LLM(model).generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
+    return [Answer(o.text, getattr(o, "finish_reason", "stop") == "stop") for o in outputs]
+
+
+ENGINES: dict[str, Callable[[str, list[str]], list[Answer]]] = {
+    "transformers": with_transformers,
+    "minisgl": with_minisgl,
+}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--engine", choices=sorted(ENGINES), default="transformers")
+    parser.add_argument("--items", type=int, default=200, help="held-out items a skill")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--failures", type=Path, help="where to write the wrong answers, one JSON object a line")
+    args = parser.parse_args()
+    asked = probes(args.seed, args.items)
+    start = time.perf_counter()
+    answers = ENGINES[args.engine](args.model, [p.prompt for p in asked])
+    seconds = time.perf_counter() - start
+    right = [a.ended and p.check.passes(a.text) for p, a in zip(asked, answers, strict=True)]
+    print("| skill | items | right | ends by itself |\n| --- | --- | --- | --- |")
+    for skill in skills.SKILLS:
+        rows = [i for i, p in enumerate(asked) if p.skill == skill]
+        good, ended = sum(right[i] for i in rows), sum(answers[i].ended for i in rows)
+        print(f"| {skill} | {len(rows)} | {100 * good / len(rows):.1f} % | {100 * ended / len(rows):.1f} % |")
+    ended = sum(a.ended for a in answers)
+    print(f"| all | {len(asked)} | {100 * sum(right) / len(asked):.1f} % | {100 * ended / len(asked):.1f} % |")
+    print(f"{seconds:.0f} s with {args.engine}")
+    if args.failures:
+        with args.failures.open("w", encoding="utf-8") as file:
+            for p, a, ok in zip(asked, answers, right, strict=True):
+                if not ok:
+                    row = {
+                        "skill": p.skill,
+                        "want": p.check.want,
+                        "got": a.text,
+                        "ended": a.ended,
+                        "prompt": p.prompt[-1500:],
+                    }
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
