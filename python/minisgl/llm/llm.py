@@ -130,9 +130,11 @@ class LLM:
                     pending -= reply.finish_reason is not None
                     if on_token is not None and reply.text:
                         on_token(reply.uid - first, reply.text)
-        except BaseException:
-            self._abandon(first)
+        except BaseException:  # an error, or Ctrl-C: leave nothing running
+            self._io.inbox.extend(AbortBackendMsg(user.uid) for user in users)
             raise
+        finally:
+            self._settle()
         return completions
 
     def _replies(self, completions: list[Completion], first: int) -> list[UserReply]:
@@ -158,9 +160,8 @@ class LLM:
                 del done.token_ids[reply.completion_tokens :]  # computed beyond a stop string
         return replies
 
-    def _abandon(self, first: int) -> None:
-        """After an error or Ctrl-C: leave nothing running."""
-        self._io.inbox.extend(AbortBackendMsg(uid) for uid in range(first, self._next_uid))
+    def _settle(self) -> None:
+        """Step until what was aborted (also by a stop string) has given its pages back."""
         while self.scheduler.is_busy or self._io.inbox:
             self.scheduler.step()
         while self._io.outbox:

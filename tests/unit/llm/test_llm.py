@@ -1,0 +1,132 @@
+"""The offline engine with the built-in model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from minisgl import LLM, SamplingParams
+from minisgl.core import FinishReason
+from minisgl.utils.errors import ConfigError, RequestError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    engine = LLM(threads=1, num_pages=600, max_queued_requests=5)
+    yield engine
+    assert engine.scheduler.cache.available == 600, "pages are held after the last request"
+
+
+def question(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_results_come_in_the_order_of_the_prompts_and_are_those_of_solo_runs(llm: LLM) -> None:
+    prompts = [
+        f"Once upon a time, there was a {animal}" for animal in ("cat", "dog", "fox", "cow", "owl", "bear", "pig")
+    ]
+    together = llm.generate(prompts, GREEDY)  # more than the queue takes at once
+    assert [c.text for c in together] == [llm.generate(p, GREEDY)[0].text for p in prompts]
+    assert {c.finish_reason for c in together} <= {FinishReason.LENGTH, FinishReason.STOP}
+    assert all(c.prompt_tokens > 0 for c in together)
+
+
+def test_token_ids_and_text_are_the_same_prompt(llm: LLM) -> None:
+    ids = llm._tokenizer.tokenizer.encode("Once upon a time").ids
+    by_text, by_ids = llm.generate("Once upon a time", GREEDY)[0], llm.generate(ids, GREEDY)[0]
+    assert by_text.token_ids == by_ids.token_ids
+    assert by_ids.cached_tokens < by_ids.prompt_tokens
+
+
+def test_chat_stops_by_itself_and_streams(llm: LLM) -> None:
+    seen: list[tuple[int, str]] = []
+    answer, other = llm.chat(
+        [question("What is 12 + 30?"), question("Repeat exactly: grün 東京")],
+        SamplingParams(temperature=0, max_tokens=60),
+        on_token=lambda index, text: seen.append((index, text)),
+    )
+    assert "42" in answer.text and answer.finish_reason is FinishReason.STOP
+    assert other.text == "grün 東京"
+    assert "".join(t for i, t in seen if i == 0) == answer.text
+    assert "".join(t for i, t in seen if i == 1) == other.text
+
+
+def test_a_seed_fixes_the_text_whatever_runs_beside_it(llm: LLM) -> None:
+    story = question("Tell me a story about a fox named Lily.")
+    mine = SamplingParams(temperature=1.0, seed=5, max_tokens=30)
+    alone = llm.chat(story, mine)[0].text
+    crowd = llm.chat([story] * 5, [SamplingParams(temperature=1.0, max_tokens=n) for n in (3, 9, 20, 30)] + [mine])
+    assert crowd[4].text == alone
+    assert len({c.text for c in llm.chat([story] * 4, SamplingParams(temperature=1.0, max_tokens=30))}) > 1
+
+
+def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+    whole = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=40))[0]
+    stop = whole.text[20:24]
+    cut = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=40, stop=(stop,)))[0]
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.finish_reason is FinishReason.STOP
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "field"),
+    [
+        ("", GREEDY, "prompt"),
+        ([[1, 2, 999_999]], GREEDY, "prompt"),
+        (["hello", [-1]], GREEDY, "prompt"),
+        ("hello", SamplingParams(temperature=float("nan")), "temperature"),
+        ("hello", SamplingParams(top_p=0.0), "top_p"),
+        ("hello", SamplingParams(max_tokens=0), "max_tokens"),
+        ("hello", SamplingParams(max_tokens=4096), "max_tokens"),
+        ([[5] * 4096], SamplingParams(), "prompt"),
+        (["a", "b"], [GREEDY], "sampling_params"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name_before_anything_runs(
+    llm: LLM, prompts: object, params: object, field: str
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        llm.generate(prompts, params)  # type: ignore[arg-type]
+    assert refused.value.param == field
+    assert not llm.scheduler.is_busy
+
+
+def test_a_prompt_of_the_whole_context_but_one_token_is_served(llm: LLM) -> None:
+    done = llm.generate([[5] * 4095], SamplingParams(temperature=0))[0]
+    assert len(done.token_ids) == 1
+
+
+def test_an_exception_in_the_callback_leaves_nothing_running(llm: LLM) -> None:
+    def stop(index: int, text: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["Once upon a time"] * 3, GREEDY, on_token=stop)
+    assert not llm.scheduler.is_busy
+    assert llm.generate("Once upon a time", GREEDY)[0].text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"page_size": 3}, "power of two"),
+        ({"page_size": 256}, "power of two"),
+        ({"max_seq_len": 10**9}, "max-seq-len"),
+        ({"num_pages": 0}, "num-pages"),
+        ({"memory_ratio": 2.0}, "memory-ratio"),
+        ({"memory_ratio": 1e-9}, "no memory"),
+        ({"dtype": "int3"}, "dtype"),
+        ({"cache_type": "magic"}, "radix"),
+        ({"attention_backend": "magic"}, "reference"),
+        ({"device": "tpu"}, "device"),
+        ({"no_such_option": 1}, "unknown option"),
+        ({"model": "/no/such/folder"}, "does not exist"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_with_advice(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM(**options)  # type: ignore[arg-type]
