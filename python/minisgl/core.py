@@ -39,21 +39,35 @@ class FinishReason(enum.StrEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to choose and when to stop. `temperature` 0 means greedy; `top_k` 0 and `top_p` 1 mean off.
+    """How to choose and when to stop. `temperature` 0 means greedy; `top_k` 0, `top_p` 1 and `min_p` 0 mean off.
 
     `max_tokens` None means: what is left of the context. `seed` makes the output a function of the prompt and the seed
-    alone, whatever else runs.
+    alone, whatever else runs. `presence_penalty` and `frequency_penalty` look at the generated tokens,
+    `repetition_penalty` at the prompt too (1 = off). `logit_bias` is (token id, what to add to its logit) pairs. No EOS
+    or stop token is chosen before `min_tokens`.
     """
 
     max_tokens: int | None = None
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether logits must be changed before a token is chosen (penalties, bias, min_tokens)."""
+        neutral = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0.0, 0.0, 1.0)
+        return not neutral or bool(self.logit_bias) or self.min_tokens > 0
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,11 +78,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_stop_strings: int = 16
     max_stop_length: int = 256
     max_stop_token_ids: int = 64
+    max_logit_bias: int = 1024
 
 
 MAX_TEMPERATURE: Final = 100.0
 MAX_SEED: Final = 2**63 - 1
 MAX_TOP_K: Final = 2**31 - 1
+MAX_BIAS: Final = 100.0
+MAX_PENALTY: Final = 2.0  # OpenAI's range is -2 to 2
+MAX_REPETITION_PENALTY: Final = 10.0
 
 
 def _require(condition: bool, param: str, message: str) -> None:
@@ -84,6 +102,18 @@ def validate_sampling(params: SamplingParams, limits: Limits) -> None:
     _require(0.0 <= p.temperature <= MAX_TEMPERATURE, "temperature", f"must be 0 to {MAX_TEMPERATURE:g}")
     _require(0 <= p.top_k <= MAX_TOP_K, "top_k", "must be 0 (off) or positive, below 2^31")
     _require(0.0 < p.top_p <= 1.0, "top_p", "must be above 0 and at most 1")
+    _require(0.0 <= p.min_p <= 1.0, "min_p", "must be 0 to 1")
+    for name in ("presence_penalty", "frequency_penalty"):
+        _require(-MAX_PENALTY <= getattr(p, name) <= MAX_PENALTY, name, f"must be -{MAX_PENALTY:g} to {MAX_PENALTY:g}")
+    in_range = 0.0 < p.repetition_penalty <= MAX_REPETITION_PENALTY
+    _require(in_range, "repetition_penalty", f"must be above 0 and at most {MAX_REPETITION_PENALTY:g}")
+    _require(len(p.logit_bias) <= limits.max_logit_bias, "logit_bias", f"takes at most {limits.max_logit_bias} tokens")
+    for token, bias in p.logit_bias:
+        _require(0 <= token < limits.vocab_size, "logit_bias", f"token ids must be 0 to {limits.vocab_size - 1}")
+        _require(-MAX_BIAS <= bias <= MAX_BIAS, "logit_bias", f"values must be -{MAX_BIAS:g} to {MAX_BIAS:g}")
+    _require(0 <= p.min_tokens <= limits.max_model_len, "min_tokens", f"must be 0 to {limits.max_model_len}")
+    if p.max_tokens is not None:
+        _require(p.min_tokens <= p.max_tokens, "min_tokens", "must not exceed max_tokens")
     if p.seed is not None:
         _require(-MAX_SEED - 1 <= p.seed <= MAX_SEED, "seed", "must fit in 64 bits")
     _require(len(p.stop) <= limits.max_stop_strings, "stop", f"takes at most {limits.max_stop_strings} strings")
@@ -242,11 +272,12 @@ class SeqSlot:
 class BatchPlan:
     """One step as host integers (int32 arrays); packs into one buffer, see `pack`.
 
-    slots      [B, 4]  row, start, stop, flags (bit 0 samples, bit 1 input token from the device)
+    slots      [B, 4]  row, start, stop, flags (see below)
     tokens     [T]     input tokens of the slots without `from_device`, in slot order
     pages      [P, 3]  page-table writes to apply first: row, index in the row, page id
-    rows       [R, 6]  sampling state of newly filled rows: row, temperature (float bits), top_k, top_p (float bits),
-                       noise key low and high 32 bits
+    rows       [R, 7]  sampling state of newly filled rows: row, temperature (float bits), top_k, top_p (float bits),
+                       min_p (float bits), noise key low and high 32 bits
+    adjusts    [A]     penalties and biases of newly filled rows, records of `scheduler/plan.py: adjust_record`
     """
 
     step: int
@@ -254,24 +285,29 @@ class BatchPlan:
     tokens: Ints
     pages: Ints
     rows: Ints
+    adjusts: Ints
 
-    SAMPLES: ClassVar[int] = 1
-    FROM_DEVICE: ClassVar[int] = 2
+    SAMPLES: ClassVar[int] = 1  # the logits of the last position choose a token
+    FROM_DEVICE: ClassVar[int] = 2  # the one input token is the row's newest, known to the device
+    ADJUSTED: ClassVar[int] = 4  # the logits are changed before that (an `adjusts` record came with the row)
+    ROW_WIDTH: ClassVar[int] = 7
 
     def pack(self) -> Ints:
-        """One int32 buffer: step, then the four lengths, then the arrays."""
-        parts = (self.slots, self.tokens, self.pages, self.rows)
+        """One int32 buffer: step, then the five lengths, then the arrays."""
+        parts = (self.slots, self.tokens, self.pages, self.rows, self.adjusts)
         head = np.array([self.step, *(len(p) for p in parts)], np.int32)
         return np.concatenate([head, *(p.reshape(-1) for p in parts)])
 
     @staticmethod
     def unpack(buffer: Ints) -> BatchPlan:
         """The inverse of `pack`; the arrays are views of `buffer`."""
-        step, b, t, p, r = (int(x) for x in buffer[:5])
-        cuts = np.cumsum([5, b * 4, t, p * 3, r * 6])
+        step, b, t, p, r, a = (int(x) for x in buffer[:6])
+        width = BatchPlan.ROW_WIDTH
+        cuts = np.cumsum([6, b * 4, t, p * 3, r * width, a])
         assert cuts[-1] == len(buffer), f"plan of {len(buffer)} ints, expected {cuts[-1]}"
-        a = [buffer[lo:hi] for lo, hi in pairwise(cuts)]
-        return BatchPlan(step, a[0].reshape(b, 4), a[1], a[2].reshape(p, 3), a[3].reshape(r, 6))
+        parts = [buffer[lo:hi] for lo, hi in pairwise(cuts)]
+        slots, tokens, pages, rows, adjusts = parts
+        return BatchPlan(step, slots.reshape(b, 4), tokens, pages.reshape(p, 3), rows.reshape(r, width), adjusts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +348,9 @@ class Batch:
     sample_rows: torch.Tensor  # [S] int64, rows of the sampled sequences
     sample_positions: torch.Tensor  # [S] int32, position that the sampled token will have
     page_writes: torch.Tensor  # [P, 3] int64
-    row_writes: torch.Tensor  # [R, 6] int32
+    row_writes: torch.Tensor  # [R, 7] int32
+    adjusts: Ints  # the plan's records, on the host
+    adjusted: torch.Tensor  # [A] int64, indices into S whose logits are adjusted
 
     @property
     def num_tokens(self) -> int:

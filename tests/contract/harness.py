@@ -55,7 +55,9 @@ def make_batch(spans: list[Span]) -> Batch:
         sample_rows=torch.from_numpy(rows[samples]).long(),
         sample_positions=torch.from_numpy(stops[samples]),
         page_writes=torch.empty(0, 3, dtype=torch.int64),
-        row_writes=torch.empty(0, 6, dtype=torch.int32),
+        row_writes=torch.empty(0, 7, dtype=torch.int32),
+        adjusts=np.empty(0, np.int32),
+        adjusted=torch.empty(0, dtype=torch.int64),
     )
 
 

@@ -8,6 +8,7 @@ import torch
 
 from minisgl.attention import resolve_attention
 from minisgl.core import Batch, BatchPlan, Context, Limits
+from minisgl.engine.adjust import LogitAdjuster
 from minisgl.engine.config import EngineSpec, resolve
 from minisgl.engine.memory import plan_num_pages
 from minisgl.engine.prepare import prepare_batch
@@ -53,6 +54,7 @@ class Engine:
         )
         self.attention = resolve_attention(spec.attention_backend, self.kv_cache, m, self.ops)
         self.state = RowState(spec.max_running_requests, spec.pages_per_row, device.torch_device)
+        self.adjuster = LogitAdjuster(spec.max_running_requests, m.vocab_size, device.torch_device)
         self.limits = Limits(max_model_len=spec.max_seq_len, vocab_size=m.vocab_size)
         self.eos_token_ids = spec.eos_token_ids
         self.is_async = device.is_async
@@ -77,6 +79,7 @@ class Engine:
         """The device's part of a step; returns [2, S] int32: tokens and finite flags."""
         state = self.state
         state.apply(batch)
+        self.adjuster.apply(batch.adjusts)
         input_ids = batch.input_ids
         if len(batch.device_tokens):
             rows = batch.token_rows[batch.device_tokens].long()
@@ -85,15 +88,20 @@ class Engine:
         rows = batch.sample_rows
         if not len(rows):
             return torch.empty(2, 0, dtype=torch.int32)
+        if len(batch.adjusted):
+            self.adjuster.adjust(logits, batch)
         tokens, finite = self.ops.sample(
             logits,
             state.temperature[rows],
             state.top_k[rows],
             state.top_p[rows],
+            state.min_p[rows],
             state.noise_key[rows],
             batch.sample_positions,
         )
         state.last_token[rows] = tokens
+        if len(batch.adjusted):
+            self.adjuster.count(tokens, batch)
         return torch.stack([tokens, finite.int()])
 
     def _context(self, batch: Batch) -> Context:

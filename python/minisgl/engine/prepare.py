@@ -38,4 +38,6 @@ def prepare_batch(plan: BatchPlan, device: Device) -> Batch:
         sample_positions=up(stop[samples]),
         page_writes=up(plan.pages).long(),
         row_writes=up(plan.rows),
+        adjusts=plan.adjusts,
+        adjusted=up(np.flatnonzero((flags & BatchPlan.ADJUSTED)[samples]).astype(np.int32)).long(),
     )

@@ -15,7 +15,7 @@ class RowState:
 
     page_table   [rows, pages per row] int32
     last_token   [rows] int32, the newest sampled token
-    temperature, top_p [rows] float32; top_k [rows] int32; noise_key [rows] int64
+    temperature, top_p, min_p [rows] float32; top_k [rows] int32; noise_key [rows] int64
     """
 
     def __init__(self, rows: int, pages_per_row: int, device: torch.device) -> None:
@@ -24,6 +24,7 @@ class RowState:
         self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
         self.top_k = torch.zeros(rows, dtype=torch.int32, device=device)
         self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
+        self.min_p = torch.zeros(rows, dtype=torch.float32, device=device)
         self.noise_key = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def apply(self, batch: Batch) -> None:
@@ -37,4 +38,6 @@ class RowState:
             self.temperature[rows] = w[:, 1].contiguous().view(torch.float32)
             self.top_k[rows] = w[:, 2]
             self.top_p[rows] = w[:, 3].contiguous().view(torch.float32)
-            self.noise_key[rows] = w[:, 4:6].contiguous().view(torch.int64).squeeze(1)
+            self.min_p[rows] = w[:, 4].contiguous().view(torch.float32)
+            low, high = w[:, 5].long() & 0xFFFFFFFF, w[:, 6].long() << 32
+            self.noise_key[rows] = high | low

@@ -19,13 +19,20 @@ FIRST_CANDIDATES: Final = 128  # tokens that top-p looks at before it sorts the 
 
 
 def sample(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor, positions: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    keys: Tensor,
+    positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """One token per row.
 
     logits [S, V] float32, temperature [S] float32 (0 = greedy; the lowest index wins ties), top_k [S] int32 (0 = off),
-    top_p [S] float32 (1 = off; applied to what top-k left), keys [S] int64, positions [S] int32 (of the new token)
-    -> tokens [S] int32, ok [S] bool. A row with NaN, +Inf or nothing but -Inf is not ok and its token is 0.
+    top_p [S] float32 (1 = off; applied to what top-k left), min_p [S] float32 (0 = off; tokens less likely than min_p
+    times the likeliest one are out, before top-k and top-p; arXiv:2407.01082), keys [S] int64, positions [S] int32 (of
+    the new token) -> tokens [S] int32, ok [S] bool. A row with NaN, +Inf or nothing but -Inf is not ok; its token is 0.
     """
     peak, tokens = logits.amax(-1), logits.argmax(-1)
     ok = peak.isfinite()
@@ -34,6 +41,7 @@ def sample(
     for first in range(0, len(drawn), rows_per_pass):
         rows = drawn[first : first + rows_per_pass]
         z = (logits[rows] - peak[rows, None]) / temperature[rows, None]
+        z.masked_fill_(z < min_p[rows, None].log(), float("-inf"))  # min-p, since the likeliest has z = 0
         mask_top_k_top_p(z, top_k[rows], top_p[rows])
         tokens[rows] = z.add_(gumbel_noise(keys[rows], positions[rows], z.shape[1])).argmax(-1)
     return tokens.where(ok, 0).int(), ok

@@ -25,7 +25,7 @@ from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.tokenizer.detokenize import DetokenizeManager
 from minisgl.tokenizer.tokenize import TokenizeManager
-from minisgl.utils.errors import RequestError
+from minisgl.utils.errors import InvariantError, RequestError
 from minisgl.utils.hf import resolve_model
 
 Prompt = str | Sequence[int]
@@ -58,6 +58,7 @@ class LLM:
         self._io = OfflineIO()
         self.scheduler = Scheduler.from_config(config, self._io)
         self._next_uid = 0
+        self._has_failed = False
 
     def generate(
         self,
@@ -103,6 +104,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         on_token: Callable[[int, str], None] | None,
     ) -> list[Completion]:
+        if self._has_failed:
+            raise InvariantError("the engine failed in an earlier call; make a new LLM")
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(messages)
         else:
@@ -125,7 +128,7 @@ class LLM:
                 # The queue has a limit, a list of prompts has none: feed it as it empties.
                 room = self.scheduler.max_queued - len(self.scheduler.prefill.waiting)
                 self._io.inbox.extend(user for _, user in zip(range(room), waiting, strict=False))
-                self.scheduler.step()
+                self._step()
                 for reply in self._replies(completions, first):
                     pending -= reply.finish_reason is not None
                     if on_token is not None and reply.text:
@@ -160,9 +163,16 @@ class LLM:
                 del done.token_ids[reply.completion_tokens :]  # computed beyond a stop string
         return replies
 
+    def _step(self) -> None:
+        try:
+            self.scheduler.step()
+        except BaseException:
+            self._has_failed = True  # half a step was done: nothing that comes after can be trusted
+            raise
+
     def _settle(self) -> None:
         """Step until what was aborted (also by a stop string) has given its pages back."""
-        while self.scheduler.is_busy or self._io.inbox:
-            self.scheduler.step()
+        while not self._has_failed and (self.scheduler.is_busy or self._io.inbox):
+            self._step()
         while self._io.outbox:
             self._detokenizer.detokenize(self._io.outbox.popleft())

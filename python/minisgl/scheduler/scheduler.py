@@ -72,7 +72,7 @@ class Scheduler:
         self.sampling_seed = config.sampling_seed
         overlap = engine.is_async if config.overlap is None else config.overlap
         self.depth = int(overlap and not is_overlap_disabled())
-        self.table = TableManager(engine.max_running_requests)
+        self.table = TableManager(engine.max_running_requests, engine.eos_token_ids)
         prefix_cache = create_prefix_cache(config.cache_type, engine.page_size)
         self.cache = CacheManager(engine.num_pages, engine.page_size, prefix_cache, self.table)
         self.prefill = PrefillManager(self.cache, self.table, config.schedule_policy)

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from minisgl.core import BatchPlan
+from minisgl.scheduler.plan import adjust_record
+
 if TYPE_CHECKING:
     from minisgl.core import Ints, Req
 
@@ -18,12 +21,14 @@ class TableManager:
     writes taken by `take_writes` have been applied, in plan order.
     """
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, eos_token_ids: frozenset[int] = frozenset()) -> None:
         self.num_rows = num_rows
+        self._eos_token_ids = eos_token_ids
         self._free = deque(range(num_rows))
         # Keyed by place, so that one plan never writes a place twice (the device applies a plan's writes in any order).
         self._page_writes: dict[tuple[int, int], int] = {}
-        self._row_writes: dict[int, tuple[int, int, int, int, int]] = {}
+        self._row_writes: dict[int, tuple[int, int, int, int, int, int]] = {}
+        self._adjusts: dict[int, Ints] = {}
 
     @property
     def available(self) -> int:
@@ -33,9 +38,12 @@ class TableManager:
         """Give `req` a row and record its sampling state; the row must be there (`available`)."""
         row = req.table_idx = self._free.popleft()
         p = req.sampling_params
-        temperature, top_p = np.array([p.temperature, p.top_p], np.float32).view(np.int32).tolist()
+        temperature, top_p, min_p = np.array([p.temperature, p.top_p, p.min_p], np.float32).view(np.int32).tolist()
         low, high = np.array([req.noise_key], np.int64).view(np.int32).tolist()
-        self._row_writes[row] = (temperature, p.top_k, top_p, low, high)
+        self._row_writes[row] = (temperature, p.top_k, top_p, min_p, low, high)
+        self._adjusts.pop(row, None)
+        if p.is_adjusted:
+            self._adjusts[row] = adjust_record(req, row, self._eos_token_ids)
 
     def free(self, row: int) -> None:
         self._free.append(row)
@@ -45,12 +53,15 @@ class TableManager:
         for i, page in enumerate(pages, start):
             self._page_writes[row, i] = page
 
-    def take_writes(self) -> tuple[Ints, Ints]:
-        """The page writes [P, 3] and row writes [R, 6] since the last call."""
+    def take_writes(self) -> tuple[Ints, Ints, Ints]:
+        """The page writes [P, 3], row writes [R, 7] and adjust records [A] since the last call."""
         pages = np.array([(*place, page) for place, page in self._page_writes.items()], np.int32).reshape(-1, 3)
-        rows = np.array([(row, *state) for row, state in self._row_writes.items()], np.int32).reshape(-1, 6)
-        self._page_writes, self._row_writes = {}, {}
-        return pages, rows
+        rows = np.array([(row, *state) for row, state in self._row_writes.items()], np.int32).reshape(
+            -1, BatchPlan.ROW_WIDTH
+        )
+        adjusts = np.concatenate([np.empty(0, np.int32), *self._adjusts.values()])
+        self._page_writes, self._row_writes, self._adjusts = {}, {}, {}
+        return pages, rows, adjusts
 
     def free_rows(self) -> list[int]:
         """The free rows (for the invariant checks)."""

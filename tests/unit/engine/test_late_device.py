@@ -59,7 +59,18 @@ def make_requests(seed: int) -> Requests:
         prompt = rng.choice(heads)[: rng.randrange(1, 41)] + [rng.randrange(1, VOCAB) for _ in range(rng.randrange(12))]
         sampled = SamplingParams(max_tokens=rng.randrange(1, 30), temperature=1.0, top_k=20, top_p=0.9, seed=i)
         greedy = SamplingParams(max_tokens=rng.randrange(1, 30), temperature=0.0, ignore_eos=True)
-        requests.append((prompt, rng.choice((sampled, greedy))))
+        adjusted = SamplingParams(
+            max_tokens=rng.randrange(8, 30),
+            temperature=rng.choice((0.0, 1.0)),
+            min_p=0.02,
+            seed=i,
+            presence_penalty=0.4,
+            frequency_penalty=0.3,
+            repetition_penalty=1.2,
+            logit_bias=((3, 1.5), (5, -2.0)),
+            min_tokens=6,
+        )
+        requests.append((prompt, rng.choice((sampled, greedy, adjusted))))
     return requests
 
 

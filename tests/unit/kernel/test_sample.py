@@ -11,7 +11,7 @@ from minisgl.kernel.sample import gumbel_noise, mask_top_k_top_p, mix32, noise_b
 INT32 = torch.int32
 
 
-def draw(logits, temperature=1.0, top_k=0, top_p=1.0, keys=0, positions=0):
+def draw(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, keys=0, positions=0):
     """`sample` with scalars spread over the rows."""
     n = len(logits)
 
@@ -23,6 +23,7 @@ def draw(logits, temperature=1.0, top_k=0, top_p=1.0, keys=0, positions=0):
         full(temperature, torch.float32),
         full(top_k, INT32),
         full(top_p, torch.float32),
+        full(min_p, torch.float32),
         full(keys, torch.int64),
         full(positions, INT32),
     )
@@ -167,9 +168,21 @@ def mixed(n: int, vocab: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
         torch.tensor([0.0, 0.3, 1.0, 1.7])[pick],
         torch.tensor([0, 50, 3, 0], dtype=INT32)[pick.roll(1)],
         torch.tensor([1.0, 0.9, 0.5, 0.999])[pick.roll(2)],
+        torch.tensor([0.0, 0.1, 0.0, 0.02])[pick.roll(3)],
         torch.randint(-(2**62), 2**62, (n,), generator=g),
         torch.randint(0, 10_000, (n,), generator=g).int(),
     )
+
+
+@pytest.mark.parametrize("min_p", [0.02, 0.3, 1.0])
+def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(min_p: float):
+    logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(3)) * 2
+    tokens, ok = draw(logits.expand(3000, -1), temperature=0.8, min_p=min_p, keys=torch.arange(3000))
+    p = (logits[0] / 0.8).softmax(0)
+    allowed = set((p >= min_p * p.max()).nonzero().squeeze(1).tolist())
+    assert ok.all() and set(tokens.tolist()) <= allowed
+    if min_p == 0.3:
+        assert set(tokens.tolist()) == allowed
 
 
 @pytest.mark.parametrize("vocab", [777, 4096])
@@ -183,7 +196,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(vocab: int):
 
 
 def test_noise_is_the_same_in_any_shape():
-    _, _, _, _, keys, positions = mixed(37, 1)
+    *_, keys, positions = mixed(37, 1)
     together = gumbel_noise(keys, positions, 4099)
     for i in range(37):
         assert torch.equal(gumbel_noise(keys[i : i + 1], positions[i : i + 1], 4099)[0], together[i])
