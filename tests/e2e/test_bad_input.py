@@ -148,8 +148,10 @@ def test_messages(http: httpx.Client, messages: Any) -> None:
         {"add_generation_prompt": True, "continue_final_message": True},
         {"tool_choice": "required"},
         {"response_format": {"type": "json_object"}},
-        {"presence_penalty": 0.5},
-        {"min_p": 0.1},
+        {"presence_penalty": 5},
+        {"min_p": -0.1},
+        {"min_tokens": 3},
+        {"logit_bias": {"1e3": 1}},
     ],
 )
 def test_refused_by_name(http: httpx.Client, extra: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -48,22 +49,33 @@ QUESTIONS: dict[str, tuple[list[dict[str, str]], dict[str, object], str]] = {
 }
 
 
+def shown(content: str | None, calls: list[tuple[str, str]]) -> str:
+    """The answer as one text: what was said, then (name, arguments) of what was called."""
+    return (content or "") + (json.dumps(calls) if calls else "")
+
+
 def ask(client: openai.OpenAI, name: str, stream: bool) -> tuple[str, int, str | None]:
-    """(text, prompt tokens, finish reason)"""
+    """(what was said or called, prompt tokens, finish reason)"""
     messages, extra, _ = QUESTIONS[name]
     common = {"model": "minisgl-demo", "messages": messages, "temperature": 0.0, "max_tokens": 100, **extra}
     if not stream:
         answer = client.chat.completions.create(**common)  # type: ignore[call-overload]
         choice = answer.choices[0]
-        return choice.message.content, answer.usage.prompt_tokens, choice.finish_reason
+        calls = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls or ()]
+        return shown(choice.message.content, calls), answer.usage.prompt_tokens, choice.finish_reason
     text, tokens, reason = "", 0, None
+    names: dict[int, str] = {}
+    arguments: dict[int, str] = {}
     for chunk in client.chat.completions.create(**common, stream=True, stream_options={"include_usage": True}):  # type: ignore[call-overload]
         if chunk.usage:
             tokens = chunk.usage.prompt_tokens
         for choice in chunk.choices:
             text += choice.delta.content or ""
             reason = choice.finish_reason or reason
-    return text, tokens, reason
+            for call in choice.delta.tool_calls or ():
+                names[call.index] = names.get(call.index, "") + (call.function.name or "")
+                arguments[call.index] = arguments.get(call.index, "") + (call.function.arguments or "")
+    return shown(text, [(names[i], arguments[i]) for i in sorted(names)]), tokens, reason
 
 
 def answers(client: openai.OpenAI) -> dict[str, tuple[str, int, str | None]]:
@@ -86,11 +98,12 @@ def expected() -> Iterator[dict[str, tuple[str, int, str | None]]]:
 def test_the_answers_are_right(expected: dict[str, tuple[str, int, str | None]], name: str) -> None:
     text, prompt_tokens, reason = expected[name]
     assert QUESTIONS[name][2] in text
-    assert reason == ("length" if name == "story" else "stop")
+    assert reason == {"story": "length", "tool": "tool_calls"}.get(name, "stop")
     if name == "needle":
         assert prompt_tokens > 2900
     if name == "tool":
-        assert text.strip().startswith("<tool_call>") and text.strip().endswith("</tool_call>")
+        ((function, arguments),) = json.loads(text)  # a call and nothing said besides
+        assert (function, json.loads(arguments)) == ("get_weather", {"city": "Paris"})
 
 
 @pytest.mark.parametrize(

@@ -142,3 +142,19 @@ def test_memory_of_the_light_processes(server: ServerProcess) -> None:
             assert resident < 200_000, f"{name} has {resident} kB"
             with open(f"/proc/{pid}/maps") as maps:
                 assert "libtorch" not in maps.read()
+
+
+def test_penalties_and_bias_reach_the_engine(client: openai.OpenAI) -> None:
+    """A forbidden first token gives another answer; a penalty that nothing can exceed changes the text."""
+    messages = [{"role": "user", "content": "Tell me a story about a cat named Tom."}]
+    usual = ask(client, messages)
+    assert ask(client, messages, presence_penalty=0.0, logit_bias={}) == usual
+    assert ask(client, messages, frequency_penalty=2.0, extra_body={"repetition_penalty": 1.5}) != usual
+    longer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Hello"}],
+        temperature=0,
+        max_tokens=60,
+        extra_body={"min_tokens": 50},
+    )
+    assert longer.usage is not None and longer.usage.completion_tokens >= 50

@@ -8,16 +8,28 @@ A request and its abort take the same path, so an abort can never overtake its r
 
 from minisgl.message.backend import AbortBackendMsg, BackendMsg, ExitMsg, FlushCacheMsg, UserMsg
 from minisgl.message.codec import Codec, ids_from_bytes, ids_to_bytes
-from minisgl.message.frontend import DetokenizerStatsMsg, FrontendMsg, StatsMsg, UserReply
-from minisgl.message.tokenizer import AbortMsg, DetokenizeMsg, Finished, Started, TokenizeMsg, TokenizerMsg
+from minisgl.message.frontend import ConversionReply, DetokenizerStatsMsg, FrontendMsg, StatsMsg, UserReply
+from minisgl.message.tokenizer import (
+    AbortMsg,
+    DecodeMsg,
+    DetokenizeMsg,
+    EncodeMsg,
+    Finished,
+    Started,
+    TokenizeMsg,
+    TokenizerMsg,
+)
 
 __all__ = [
     "AbortBackendMsg",
     "AbortMsg",
     "BackendMsg",
     "Codec",
+    "ConversionReply",
+    "DecodeMsg",
     "DetokenizeMsg",
     "DetokenizerStatsMsg",
+    "EncodeMsg",
     "ExitMsg",
     "Finished",
     "FlushCacheMsg",

@@ -27,6 +27,18 @@ class UserReply(msgspec.Struct, tag="reply", frozen=True, omit_defaults=True):
     status: int = 200
 
 
+class ConversionReply(msgspec.Struct, tag="conversion", frozen=True, omit_defaults=True):
+    """The answer to an `EncodeMsg` (`input_ids`, int32 bytes) or a `DecodeMsg` (`text`); `error`: why there is none."""
+
+    uid: int
+    input_ids: bytes = b""
+    text: str = ""
+    error: str = ""
+    param: str | None = None
+    code: str | None = None
+    status: int = 200
+
+
 class StatsMsg(msgspec.Struct, tag="stats", frozen=True):
     """The scheduler's heartbeat, about once a second, also when idle. Counters are totals since the start."""
 
@@ -51,4 +63,4 @@ class DetokenizerStatsMsg(msgspec.Struct, tag="detokenizer", frozen=True):
     entries: int
 
 
-FrontendMsg = UserReply | StatsMsg | DetokenizerStatsMsg
+FrontendMsg = UserReply | ConversionReply | StatsMsg | DetokenizerStatsMsg

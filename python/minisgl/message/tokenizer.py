@@ -23,6 +23,22 @@ class TokenizeMsg(msgspec.Struct, tag="tokenize", frozen=True, kw_only=True, omi
     template_kwargs: dict[str, str | int | float | bool | None] = {}
 
 
+class EncodeMsg(msgspec.Struct, tag="encode", frozen=True):
+    """Say which tokens `prompt` has (its text or messages); nothing is generated. Answered by a `ConversionReply`."""
+
+    uid: int
+    prompt: TokenizeMsg
+    add_special_tokens: bool | None = None  # None: as for a request, yes for a text and no for a chat template
+
+
+class DecodeMsg(msgspec.Struct, tag="decode", frozen=True):
+    """Say which text the tokens are; `input_ids` are int32 bytes. Answered by a `ConversionReply`."""
+
+    uid: int
+    input_ids: bytes
+    skip_special_tokens: bool = False
+
+
 class AbortMsg(msgspec.Struct, tag="abort", frozen=True):
     """The client is gone (or a stop string was found): stop working on `uid`."""
 
@@ -65,4 +81,4 @@ class DetokenizeMsg(msgspec.Struct, tag="detokenize", frozen=True):
     finished: list[Finished]
 
 
-TokenizerMsg = TokenizeMsg | AbortMsg | DetokenizeMsg
+TokenizerMsg = TokenizeMsg | EncodeMsg | DecodeMsg | AbortMsg | DetokenizeMsg

@@ -11,6 +11,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from minisgl.server.render import error_body, json_response
 
 MAX_REQUEST_ID: Final = 128
+# Paths that need no key: a probe that says "alive" or not, and the page, a static file without a secret. A browser
+# cannot send a key with the address that somebody types, so the page asks for it and sends it with its requests.
+OPEN_PATHS: Final = frozenset({"/health", "/"})
 
 
 class Gate:
@@ -28,7 +31,7 @@ class Gate:
         request_id = headers.get("x-request-id", "")
         if request_id and len(request_id) <= MAX_REQUEST_ID and request_id.isprintable() and request_id.isascii():
             send = self._with_id(send, request_id)
-        if self._expected is not None and scope["path"] != "/health":
+        if self._expected is not None and scope["path"] not in OPEN_PATHS:
             given = headers.get("authorization", "").encode("latin-1")
             if not hmac.compare_digest(given, self._expected):
                 body = error_body("a valid key is needed: `Authorization: Bearer KEY`", 401, code="invalid_api_key")

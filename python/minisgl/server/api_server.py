@@ -5,12 +5,11 @@ What a request means is in `prepare`, how an answer looks in `render`, how it is
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -22,16 +21,17 @@ from minisgl.core import Limits
 from minisgl.server.access import Gate
 from minisgl.server.answer import CallResponse
 from minisgl.server.args import ServerArgs
+from minisgl.server.body import read_request, require_model
+from minisgl.server.convert import add_convert_routes
 from minisgl.server.frontend import RETRY_AFTER_S, FrontendManager
 from minisgl.server.metrics import Metrics
+from minisgl.server.parsers.choose import OutputForms
 from minisgl.server.prepare import SamplingDefaults, chat_messages, completion_messages, generate_messages, is_batch
-from minisgl.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, parse_body
+from minisgl.server.probe import add_probe_route
+from minisgl.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest
 from minisgl.server.render import GenerateRenderer, OpenAIRenderer, error_body, json_response
+from minisgl.server.ui import add_page
 from minisgl.utils.errors import RequestError
-
-T = TypeVar("T", bound=msgspec.Struct)
-
-BODY_TIMEOUT_S: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class ServedModel:
     name: str
     limits: Limits
     defaults: SamplingDefaults
+    forms: OutputForms = field(default_factory=OutputForms)  # of tool calls and reasoning
     facts: dict[str, str | int | float] = field(default_factory=dict)  # from the scheduler
     pids: dict[str, int] = field(default_factory=dict)
 
@@ -64,6 +65,10 @@ def create_app(args: ServerArgs, model: ServedModel) -> FastAPI:
     _add_generation_routes(app, args, model)
     _add_model_routes(app, model)
     _add_operation_routes(app, args, model)
+    add_convert_routes(app, args, model.name, model.limits)
+    add_probe_route(app)
+    if args.ui:
+        add_page(app)
     return app
 
 
@@ -89,51 +94,22 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, our_bug)
 
 
-async def read_request(request: Request, kind: type[T], max_body: int) -> T:
-    """The body as a `kind`; raises `RequestError` (400, 408, 413, 415)."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":  # what a page of another site cannot send without being asked
-        raise RequestError("the content type must be application/json", code="unsupported_media_type", status=415)
-    too_large = RequestError(f"the body has more than {max_body} bytes", code="body_too_large", status=413)
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_body:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > max_body:
-                    raise too_large
-    except TimeoutError:
-        raise RequestError("the body did not arrive in time", code="timeout", status=408) from None
-    return parse_body(bytes(body), kind)
-
-
 def _add_generation_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
     limits, defaults = model.limits, model.defaults
-
-    def require_model(name: str | None) -> None:
-        if name is not None and name != model.name:
-            raise RequestError(
-                f"model {name[:100]!r} is not served here, only {model.name!r}",
-                param="model",
-                code="model_not_found",
-                status=404,
-            )
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body = await read_request(request, ChatCompletionRequest, args.max_body)
-        require_model(body.model)
-        renderer = OpenAIRenderer(model.name, True, body.stream_options)
-        messages = chat_messages(body, defaults, limits)
-        return CallResponse(app.state.frontend, messages, renderer, bool(body.stream), args.write_timeout)
+        require_model(body.model, model.name)
+        (message,) = chat_messages(body, defaults, limits)
+        message, new_parser = model.forms.prepare(body, message)
+        renderer = OpenAIRenderer(model.name, True, body.stream_options, new_parser)
+        return CallResponse(app.state.frontend, [message], renderer, bool(body.stream), args.write_timeout)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await read_request(request, CompletionRequest, args.max_body)
-        require_model(body.model)
+        require_model(body.model, model.name)
         renderer = OpenAIRenderer(model.name, False, body.stream_options)
         messages = completion_messages(body, defaults, limits)
         return CallResponse(app.state.frontend, messages, renderer, bool(body.stream), args.write_timeout)
@@ -201,6 +177,17 @@ def _add_operation_routes(app: FastAPI, args: ServerArgs, model: ServedModel) ->
         }
         return json_response(info)
 
+    async def model_info() -> Response:
+        info = {
+            "model": model.name,
+            "model_path": args.scheduler.engine.model or model.name,
+            "max_model_len": model.limits.max_model_len,
+            "vocab_size": model.limits.vocab_size,
+            "is_generation": True,
+            "default_sampling_params": asdict(model.defaults),
+        }
+        return json_response(info)
+
     async def flush_cache() -> Response:
         await app.state.frontend.flush_cache()
         return json_response({"status": "ok"})
@@ -212,5 +199,6 @@ def _add_operation_routes(app: FastAPI, args: ServerArgs, model: ServedModel) ->
     both(("/ready",), ready, ["GET"])
     both(("/metrics",), metrics, ["GET"])
     both(("/server_info", "/get_server_info"), server_info, ["GET"])
-    both(("/flush_cache",), flush_cache, ["POST"])
+    both(("/model_info", "/get_model_info"), model_info, ["GET"])
+    both(("/flush_cache", "/reset_prefix_cache"), flush_cache, ["POST"])
     both(("/version",), version, ["GET"])

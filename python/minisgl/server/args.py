@@ -34,6 +34,17 @@ class ServerArgs:
     write_timeout: float = option(30.0, "seconds after which a client that reads nothing is given up")
     heartbeat_timeout: float = option(60.0, "seconds without a sign of life of the engine until /health says so")
     max_body: int = option(4 * 1024 * 1024, "largest request body in bytes")
+    ui: bool = option(True, "serve the page at /: a chat and a live view of the engine")
+    tool_call_parser: str = option(
+        "auto",
+        "form of the model's tool calls; auto = as its chat template shows",
+        choices=("auto", "none", "hermes", "mistral", "llama3"),
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "form of the model's reasoning; auto = as its chat template shows",
+        choices=("auto", "none", "think"),
+    )
     run_dir: str = ""  # private folder of the ipc sockets; made at start, not an option
 
     def __post_init__(self) -> None:

@@ -17,7 +17,10 @@ from minisgl.message import (
     AbortMsg,
     BackendMsg,
     Codec,
+    ConversionReply,
+    DecodeMsg,
     DetokenizerStatsMsg,
+    EncodeMsg,
     ExitMsg,
     FlushCacheMsg,
     FrontendMsg,
@@ -27,6 +30,7 @@ from minisgl.message import (
     UserReply,
 )
 from minisgl.server.args import ServerArgs
+from minisgl.server.conversions import Conversions
 from minisgl.server.metrics import Metrics
 from minisgl.utils.errors import RequestError
 from minisgl.utils.mp import ZmqAsyncPullQueue, ZmqAsyncPushQueue
@@ -34,10 +38,15 @@ from minisgl.utils.mp import ZmqAsyncPullQueue, ZmqAsyncPushQueue
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S: Final = 1
+_ENCODE_ERRORS: Final = (OverflowError, ValueError, TypeError, RecursionError)  # of the codec, for odd values
 
 
 class ClientGoneError(Exception):
     """The client closed the connection before its answer was complete."""
+
+
+def _unrepresentable(e: Exception) -> RequestError:
+    return RequestError(f"the request contains a value that cannot be represented: {e}")
 
 
 def _merge(old: UserReply, new: UserReply) -> UserReply:
@@ -132,6 +141,7 @@ class FrontendManager:
         self._last_heartbeat = time.monotonic()
         self._uids = itertools.count(1)
         self._calls: dict[int, Call] = {}
+        self._conversions = Conversions()
         self._idle = asyncio.Event()
         self._idle.set()
         self._inbox: ZmqAsyncPullQueue[FrontendMsg] = ZmqAsyncPullQueue(args.zmq_frontend_addr, Codec(FrontendMsg))
@@ -144,7 +154,7 @@ class FrontendManager:
     @property
     def entries(self) -> int:
         """Requests that are remembered; 0 when idle, or something leaks."""
-        return len(self._calls)
+        return len(self._calls) + len(self._conversions)
 
     @property
     def health_problem(self) -> str:
@@ -161,9 +171,7 @@ class FrontendManager:
 
         Raises `RequestError`: 503 when draining or broken, 429 when too many requests are open.
         """
-        self.require_ready()
-        if len(self._calls) + len(messages) > self._max_calls:
-            raise RequestError("too many requests; try again later", code="queue_full", status=429)
+        self._require_room(len(messages))
         numbered = [msgspec.structs.replace(m, uid=next(self._uids)) for m in messages]
         call = Call(self, [m.uid for m in numbered])
         self._idle.clear()
@@ -171,10 +179,31 @@ class FrontendManager:
         try:
             for m in numbered:
                 await self._tokenizer(m.uid).put([m])
-        except (OverflowError, ValueError, TypeError, RecursionError) as e:
+        except _ENCODE_ERRORS as e:
             await self.forget(call)
-            raise RequestError(f"the request contains a value that cannot be represented: {e}") from e
+            raise _unrepresentable(e) from e
         return call
+
+    async def convert(self, msg: EncodeMsg | DecodeMsg) -> ConversionReply:
+        """Ask a tokenizer worker; the uid is assigned here. Raises `RequestError` as `submit` does, or the worker's."""
+        self._require_room(1)
+        uid = next(self._uids)
+        answer = self._conversions.ask(uid)
+        try:
+            await self._tokenizer(uid).put([msgspec.structs.replace(msg, uid=uid)])
+            reply = await answer
+        except _ENCODE_ERRORS as e:
+            raise _unrepresentable(e) from e
+        finally:
+            self._conversions.forget(uid)
+        if reply.error:
+            raise RequestError(reply.error, param=reply.param, code=reply.code, status=reply.status)
+        return reply
+
+    def _require_room(self, n: int) -> None:
+        self.require_ready()
+        if self.entries + n > self._max_calls:
+            raise RequestError("too many requests; try again later", code="queue_full", status=429)
 
     def require_ready(self) -> None:
         """Raises `RequestError` (503) when new work cannot be taken."""
@@ -209,6 +238,7 @@ class FrontendManager:
     def fail(self, cause: str) -> None:
         """End every open call with an error; no new one will be accepted."""
         self.failure = self.failure or cause
+        self._conversions.fail(cause)
         for uid, call in self._calls.items():
             call.push(UserReply(uid, finish_reason=FinishReason.ERROR, error=cause, code="server_failed", status=503))
 
@@ -238,6 +268,8 @@ class FrontendManager:
                 if isinstance(msg, UserReply):
                     if (call := self._calls.get(msg.uid)) is not None:
                         call.push(msg)
+                elif isinstance(msg, ConversionReply):
+                    self._conversions.answer(msg)
                 elif isinstance(msg, StatsMsg):
                     self._last_heartbeat = time.monotonic()
                     self.stats = msg

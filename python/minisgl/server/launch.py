@@ -182,11 +182,13 @@ def _url(sock: socket.socket) -> str:
 def _service(up: Running, checked: Checked) -> Service:
     from minisgl.server.api_server import ServedModel, create_app
     from minisgl.server.http_server import Service
+    from minisgl.server.parsers.choose import OutputForms
     from minisgl.server.prepare import SamplingDefaults
 
     defaults = SamplingDefaults.from_generation_config(checked.generation_config)
     pids = up.processes.pids | {"minisgl-api": os.getpid()}
-    app = create_app(up.args, ServedModel(checked.name, checked.limits, defaults, up.facts, pids))
+    forms = OutputForms.of_model(checked.folder, up.args.tool_call_parser, up.args.reasoning_parser)
+    app = create_app(up.args, ServedModel(checked.name, checked.limits, defaults, forms, up.facts, pids))
     return Service(app, up.args, up.processes)
 
 

@@ -23,6 +23,7 @@ from minisgl.utils.errors import RequestError
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 MAX_PROMPTS: Final = 128
 MAX_TEMPLATE_KWARGS: Final = 32
+MAX_ID_DIGITS: Final = 10
 GENERATE_MAX_TOKENS: Final = 128  # SGLang's default for /generate
 _RESERVED_KWARGS: Final = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
@@ -57,6 +58,12 @@ def sampling_params(
         temperature=defaults.temperature if fields.temperature is None else fields.temperature,
         top_k=0 if top_k == -1 else top_k,  # vLLM and SGLang write -1 for "off"
         top_p=defaults.top_p if fields.top_p is None else fields.top_p,
+        min_p=fields.min_p or 0.0,
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
+        logit_bias=_logit_bias(fields.logit_bias or {}),
+        min_tokens=fields.min_tokens or 0,
         seed=seed,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
@@ -65,6 +72,18 @@ def sampling_params(
     )
     validate_sampling(params, limits)
     return params
+
+
+def _logit_bias(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    """OpenAI writes token ids as the keys of a JSON object; no id may be given twice ("7" and "07")."""
+    pairs = {}
+    for key, bias in biases.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS) or int(key) in pairs:
+            raise RequestError(
+                f"logit_bias key {key[:40]!r} is not a token id", param="logit_bias", code="invalid_value"
+            )
+        pairs[int(key)] = bias
+    return tuple(pairs.items())
 
 
 def _first_given(*values: int | None) -> int | None:
@@ -118,6 +137,8 @@ def _message(message: ChatMessage) -> dict[str, Any]:
         result["name"] = message.name
     if message.tool_call_id is not None:
         result["tool_call_id"] = message.tool_call_id
+    if message.reasoning_content is not None:
+        result["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
         result["tool_calls"] = [
             {

@@ -42,6 +42,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,15 +55,15 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-
-    n: int | None = None
-    best_of: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+
+    n: int | None = None
+    best_of: int | None = None
     logprobs: bool | int | None = None
     response_format: dict[str, Any] | None = None
     priority: int | None = None
@@ -144,20 +145,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 _NEUTRAL: Final[dict[str, Callable[[Any], bool]]] = {
     "n": lambda v: v == 1,
     "best_of": lambda v: v == 1,
-    "min_p": lambda v: v == 0,
-    "min_tokens": lambda v: v == 0,
-    "presence_penalty": lambda v: v == 0,
-    "frequency_penalty": lambda v: v == 0,
-    "repetition_penalty": lambda v: v == 1,
     "length_penalty": lambda v: v == 1,
-    "logit_bias": lambda v: not v,
     "logprobs": lambda v: v is False,
     "top_logprobs": lambda v: v == 0,
     "response_format": lambda v: v.get("type") == "text",
     "priority": lambda v: v == 0,
     "use_beam_search": lambda v: not v,
     "tool_choice": lambda v: v in ("auto", "none"),
-    "parallel_tool_calls": lambda v: v,
     "modalities": lambda v: v == ["text"],
     "echo": lambda v: not v,
     "suffix": lambda v: v == "",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from minisgl.core import FinishReason
 from minisgl.message import UserReply
+from minisgl.server.parsers.output import OutputParser
 from minisgl.server.protocol import StreamOptions
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -84,8 +85,17 @@ class Renderer(Protocol):
 class OpenAIRenderer:
     """Chat completions and text completions, which differ in one object and two names."""
 
-    def __init__(self, model: str, is_chat: bool, options: StreamOptions | None) -> None:
+    def __init__(
+        self,
+        model: str,
+        is_chat: bool,
+        options: StreamOptions | None,
+        new_parser: Callable[[], OutputParser] | None = None,
+    ) -> None:
+        """`new_parser` makes what takes one chat answer apart; without it all text is content."""
         self._is_chat = is_chat
+        self._new_parser = new_parser
+        self._parsers: dict[int, OutputParser] = {}
         self._with_usage = bool(options and options.include_usage)
         self._with_running_usage = bool(options and options.continuous_usage_stats)
         self._head = {
@@ -103,33 +113,49 @@ class OpenAIRenderer:
         for i, answer in enumerate(answers):
             assert answer.last is not None and answer.last.finish_reason is not None, "an answer without an end"
             replies.append(answer.last)
-            content: dict[str, Any] = (
-                {"message": {"role": "assistant", "content": answer.text}} if self._is_chat else {"text": answer.text}
-            )
-            end = {"finish_reason": answer.last.finish_reason, "stop_reason": answer.last.stop_reason}
+            reason: str = answer.last.finish_reason
+            content: dict[str, Any]
+            if not self._is_chat:
+                content = {"text": answer.text}
+            elif self._new_parser is None:
+                content = {"message": {"role": "assistant", "content": answer.text}}
+            else:
+                parser = self._new_parser()
+                content = {"message": parser.message(answer.text)}
+                reason = parser.finish_reason(answer.last.finish_reason)
+            end = {"finish_reason": reason, "stop_reason": answer.last.stop_reason}
             choices.append({"index": i, **content, "logprobs": None, **end})
         return to_json(self._head | {"choices": choices, "usage": usage(replies)})
 
     def first_events(self, n: int) -> Iterator[bytes]:
         if self._is_chat:
             for i in range(n):
-                yield self._chunk(i, b'{"role":"assistant","content":""}', None)
+                yield self._chunk(i, b'{"role":"assistant","content":""}', None, None)
 
     def events(self, index: int, reply: UserReply) -> Iterator[bytes]:
-        text = to_json(reply.text)
         if not self._is_chat:
-            yield self._chunk(index, text, reply)
+            yield self._chunk(index, to_json(reply.text), reply, reply.finish_reason)
             return
-        if reply.finish_reason is None or reply.text:
-            open_reply = msgspec.structs.replace(reply, finish_reason=None) if reply.finish_reason else reply
-            yield self._chunk(index, b'{"content":' + text + b"}", open_reply)
-        if reply.finish_reason is not None:
-            yield self._chunk(index, b"{}", reply)
+        reason: str | None = reply.finish_reason
+        if self._new_parser is None:
+            if reply.finish_reason is None or reply.text:
+                yield self._chunk(index, b'{"content":' + to_json(reply.text) + b"}", reply, None)
+        else:
+            if (parser := self._parsers.get(index)) is None:
+                parser = self._parsers[index] = self._new_parser()
+            deltas = list(parser.deltas(reply.text, reply.finish_reason is not None))
+            if not deltas and reply.finish_reason is None:
+                deltas = [b'{"content":""}']  # the parser waits, the client sees that the model works
+            for delta in deltas:
+                yield self._chunk(index, delta, reply, None)
+            reason = reply.finish_reason and parser.finish_reason(reply.finish_reason)
+        if reason is not None:
+            yield self._chunk(index, b"{}", reply, reason)
 
-    def _chunk(self, index: int, content: bytes, reply: UserReply | None) -> bytes:
+    def _chunk(self, index: int, content: bytes, reply: UserReply | None, reason: str | None) -> bytes:
         end = b"null,"
-        if reply is not None and reply.finish_reason is not None:
-            end = to_json(reply.finish_reason) + b',"stop_reason":' + to_json(reply.stop_reason) + b","
+        if reply is not None and reason is not None:
+            end = to_json(reason) + b',"stop_reason":' + to_json(reply.stop_reason) + b","
         parts = [
             b"data: ",
             self._chunk_head,

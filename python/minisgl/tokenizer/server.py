@@ -14,8 +14,11 @@ from minisgl.message import (
     AbortMsg,
     BackendMsg,
     Codec,
+    ConversionReply,
+    DecodeMsg,
     DetokenizeMsg,
     DetokenizerStatsMsg,
+    EncodeMsg,
     FrontendMsg,
     TokenizeMsg,
     TokenizerMsg,
@@ -94,6 +97,8 @@ class Worker:
                     aborted.discard(msg.uid)
                 else:
                     self._accept(msg, to_backend, to_frontend)
+            elif isinstance(msg, EncodeMsg | DecodeMsg):
+                to_frontend.append(self._convert(msg))
             elif isinstance(msg, AbortMsg) and msg.uid in aborted:
                 to_backend.append(AbortBackendMsg(msg.uid))
         return to_backend, to_frontend
@@ -117,3 +122,14 @@ class Worker:
             to_frontend.append(reply)
         else:
             to_backend.append(UserMsg(msg.uid, ids_to_bytes(ids), msg.sampling_params))
+
+    def _convert(self, msg: EncodeMsg | DecodeMsg) -> ConversionReply:
+        try:
+            if isinstance(msg, EncodeMsg):
+                return ConversionReply(msg.uid, input_ids=ids_to_bytes(self._tokenize.encode(msg)))
+            return ConversionReply(msg.uid, text=self._tokenize.decode(msg))
+        except RequestError as e:
+            return ConversionReply(msg.uid, error=e.message, param=e.param, code=e.code, status=e.status)
+        except Exception as e:  # as in `_accept`: it costs this request and no other
+            logger.exception("could not convert for request %d", msg.uid)
+            return ConversionReply(msg.uid, error=f"tokenizing failed: {e}", status=500)

@@ -74,6 +74,7 @@ class ChatTemplate:
         env.globals["raise_exception"] = _raise_exception
         env.globals["strftime_now"] = _strftime_now
         sources = _sources(folder, config)
+        self.source = "\n".join(sources.values())  # for whoever reads off it what the model can do
         try:
             self._templates = {name: env.from_string(text) for name, text in sources.items()}
         except TemplateError as e:

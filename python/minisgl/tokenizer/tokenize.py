@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from minisgl.core import Limits, validate_prompt, validate_sampling
-from minisgl.message import TokenizeMsg, ids_from_bytes
+from minisgl.message import DecodeMsg, EncodeMsg, TokenizeMsg, ids_from_bytes
 from minisgl.tokenizer.template import ChatTemplate
 from minisgl.utils import hf
 from minisgl.utils.errors import ConfigError, RequestError
@@ -71,6 +71,20 @@ class TokenizeManager:
             raise RequestError("the request has no prompt", param="prompt")
         validate_prompt(ids, msg.sampling_params, self.limits)
         return ids
+
+    def encode(self, msg: EncodeMsg) -> Ints:
+        """The token ids of a prompt that may be longer than a request's, int32 [n]; raises `RequestError`."""
+        is_chat = msg.prompt.messages is not None
+        text = self._render(msg.prompt) if is_chat else msg.prompt.text or ""
+        add = not is_chat if msg.add_special_tokens is None else msg.add_special_tokens
+        return self._encode(text, add_special_tokens=add)
+
+    def decode(self, msg: DecodeMsg) -> str:
+        """The text of some tokens; bytes that are no UTF-8 become U+FFFD. Raises `RequestError` for too many."""
+        ids = ids_from_bytes(msg.input_ids)
+        if len(ids) > self.limits.max_model_len:
+            raise RequestError(f"tokens has {len(ids)} ids; the limit is {self.limits.max_model_len}", param="tokens")
+        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=msg.skip_special_tokens)
 
     def _render(self, msg: TokenizeMsg) -> str:
         assert msg.messages is not None

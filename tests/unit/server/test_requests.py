@@ -67,11 +67,13 @@ def test_messages_for_the_template() -> None:
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "n"},
         {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
         {"role": "tool", "content": "r", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "done", "reasoning_content": "hm"},
     ]
     assert chat(messages=messages).messages == [
         {"role": "user", "content": "ab", "name": "n"},
         {"role": "assistant", "content": "", "tool_calls": [call | {"function": {"name": "f", "arguments": {"a": 1}}}]},
         {"role": "tool", "content": "r", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "done", "reasoning_content": "hm"},
     ]
 
 
@@ -91,6 +93,24 @@ def test_generate_forms() -> None:
         generate(text="a", prompt="b")
 
 
+def test_every_sampling_field_arrives() -> None:
+    fields: dict[str, Any] = {
+        "min_p": 0.1,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 1.5,
+        "repetition_penalty": 1.2,
+        "logit_bias": {"3": 2.5, "4": -100},
+        "min_tokens": 2,
+        "max_tokens": 9,
+    }
+    params = chat(**fields).sampling_params
+    assert params.logit_bias == ((3, 2.5), (4, -100.0))
+    assert {n: getattr(params, n) for n in fields if n != "logit_bias"} == {
+        n: v for n, v in fields.items() if n != "logit_bias"
+    }
+    assert params.is_adjusted and not chat(**dict.fromkeys(fields)).sampling_params.is_adjusted
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -107,12 +127,17 @@ def test_generate_forms() -> None:
         ("n", 2),
         ("logprobs", True),
         ("response_format", {"type": "json_object"}),
-        ("presence_penalty", 1),
-        ("logit_bias", {"1": 5}),
-        ("min_p", 0.5),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -3),
+        ("repetition_penalty", 0),
+        ("logit_bias", {"1": 101}),
+        ("logit_bias", {"50": 1}),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"7": 1, "07": 2}),
+        ("min_p", 1.5),
+        ("min_tokens", -1),
         ("best_of", 3),
         ("tool_choice", "required"),
-        ("parallel_tool_calls", False),
         ("tools", [{"type": "x"}]),
         ("chat_template", "x"),
         ("chat_template_kwargs", {"tools": 1}),

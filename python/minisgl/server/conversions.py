@@ -1,0 +1,36 @@
+"""The questions that a tokenizer worker is asked on behalf of /tokenize and /detokenize, until they are answered."""
+
+from __future__ import annotations
+
+import asyncio
+
+from minisgl.message import ConversionReply
+
+
+class Conversions:
+    """The open questions, by uid."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, asyncio.Future[ConversionReply]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def ask(self, uid: int) -> asyncio.Future[ConversionReply]:
+        """Where the answer to `uid` will be; `forget` it in any case."""
+        self._waiting[uid] = asyncio.get_running_loop().create_future()
+        return self._waiting[uid]
+
+    def forget(self, uid: int) -> None:
+        self._waiting.pop(uid, None)
+
+    def answer(self, reply: ConversionReply) -> None:
+        """A reply has come; one that nobody waits for (any more) is ignored."""
+        future = self._waiting.get(reply.uid)
+        if future is not None and not future.done():
+            future.set_result(reply)
+
+    def fail(self, cause: str) -> None:
+        """Nobody will answer any more."""
+        for uid in self._waiting:
+            self.answer(ConversionReply(uid, error=cause, code="server_failed", status=503))

@@ -1,0 +1,85 @@
+"""`/tokenize` and `/detokenize`. This process has no tokenizer: both are questions to a tokenizer worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+
+from minisgl.core import Limits, SamplingParams
+from minisgl.message import DecodeMsg, EncodeMsg, TokenizeMsg, ids_from_bytes, ids_to_bytes
+from minisgl.server.args import ServerArgs
+from minisgl.server.body import read_request, require_model
+from minisgl.server.prepare import SamplingDefaults, chat_messages
+from minisgl.server.protocol import ChatCompletionRequest, ChatMessage
+from minisgl.server.render import json_response
+from minisgl.utils.errors import RequestError
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /tokenize: a text, or messages as for a chat completion."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[int]
+    skip_special_tokens: bool | None = None
+
+
+def encode_message(request: TokenizeRequest, limits: Limits) -> EncodeMsg:
+    """The question for `request`; raises `RequestError`. Its uid comes later."""
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("give exactly one of prompt and messages", param="prompt", code="invalid_value")
+    if request.messages is None:
+        prompt = TokenizeMsg(uid=0, sampling_params=SamplingParams(), text=request.prompt)
+    else:
+        chat = ChatCompletionRequest(
+            messages=request.messages,
+            tools=request.tools,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            chat_template_kwargs=request.chat_template_kwargs,
+        )
+        (prompt,) = chat_messages(chat, SamplingDefaults(), limits)
+    return EncodeMsg(0, prompt, request.add_special_tokens)
+
+
+def decode_message(request: DetokenizeRequest, limits: Limits) -> DecodeMsg:
+    """The question for `request`; raises `RequestError` for ids that the model does not have. Its uid comes later."""
+    ids = request.tokens
+    if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
+        raise RequestError(
+            f"tokens has an id outside 0 to {limits.vocab_size - 1}", param="tokens", code="invalid_value"
+        )
+    return DecodeMsg(0, ids_to_bytes(ids), bool(request.skip_special_tokens))
+
+
+def add_convert_routes(app: FastAPI, args: ServerArgs, model: str, limits: Limits) -> None:
+    """POST /tokenize and /detokenize."""
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = await read_request(request, TokenizeRequest, args.max_body)
+        require_model(body.model, model)
+        reply = await app.state.frontend.convert(encode_message(body, limits))
+        tokens = ids_from_bytes(reply.input_ids).tolist()
+        return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": limits.max_model_len})
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = await read_request(request, DetokenizeRequest, args.max_body)
+        require_model(body.model, model)
+        reply = await app.state.frontend.convert(decode_message(body, limits))
+        return json_response({"prompt": reply.text})

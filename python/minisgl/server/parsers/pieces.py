@@ -1,0 +1,105 @@
+"""What a parser turns generated text into, and the two searches that both parsers are made of.
+
+Every parser is fed increments cut anywhere; its pieces, put together, do not depend on where. Each character is looked
+at a bounded number of times, so the work is linear in the text whatever a model writes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+_NOT_SPACE: Final = re.compile(r"\S")
+_JSON_SIGNS: Final = re.compile(r'["{}\[\]]')
+_STRING_SIGNS: Final = re.compile(r'["\\]')
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that the model wrote to itself."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A complete call; `arguments` is the JSON object as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+Piece = Content | Reasoning | ToolCall
+
+
+class Parser(Protocol):
+    """Incremental: `feed` the text as it comes, `flush` at its end."""
+
+    def feed(self, text: str) -> list[Piece]:
+        """What is certain after `text`."""
+
+    def flush(self) -> list[Piece]:
+        """What was held back; nothing may be fed afterwards."""
+
+
+def split_at(text: str, marker: str) -> tuple[str, str, bool]:
+    """(before, after, True) around the first `marker`; without one (certain, held, False), where `held` is the longest
+    end of `text` that may become a marker."""
+    before, found, after = text.partition(marker)
+    if found:
+        return before, after, True
+    n = next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
+    return text[: len(text) - n], text[len(text) - n :], False
+
+
+def first_not_space(text: str, start: int = 0) -> int:
+    """The index of the first character that is no white space; the length of `text` if there is none."""
+    match = _NOT_SPACE.search(text, start)
+    return match.start() if match else len(text)
+
+
+class JsonScanner:
+    """Finds the end of a JSON object or array that comes in pieces, by brackets and quotes alone.
+
+    It says where the value would end, not that it is valid: the decoder does. State: bracket depth, whether inside a
+    string, whether the last character there was a backslash.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False
+
+    def feed(self, text: str) -> int | None:
+        """The index after the value's last bracket, or None while it goes on. The first text begins with a bracket."""
+        i = 0
+        while i < len(text):
+            if self._is_escaped:
+                self._is_escaped = False
+                i += 1
+                continue
+            match = (_STRING_SIGNS if self._in_string else _JSON_SIGNS).search(text, i)
+            if match is None:
+                return None
+            i = match.end()
+            sign = match[0]
+            if sign == "\\":
+                self._is_escaped = True
+            elif sign == '"':
+                self._in_string = not self._in_string
+            elif sign in "{[":
+                self._depth += 1
+            else:
+                self._depth -= 1
+                if self._depth == 0:
+                    return i
+        return None

@@ -1,0 +1,52 @@
+"""The page at `/`: one static file, which talks to this server and to nobody else."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+from typing import Final
+
+from fastapi import FastAPI, Response
+
+_PAGE: Final = Path(__file__).with_name("page.html")
+
+
+def _hash_of(page: str, tag: str) -> str:
+    """The Content-Security-Policy source that allows the page's one inline `tag`, and no other."""
+    inside = page.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+    assert inside, f"page.html has no <{tag}>"
+    return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
+
+
+def content_security_policy(page: str) -> str:
+    """Nothing is allowed but the page's own style and script, and requests to the server that it came from."""
+    policy = {
+        "default-src": "'none'",
+        "style-src": _hash_of(page, "style"),
+        "script-src": _hash_of(page, "script"),
+        "connect-src": "'self'",
+        "img-src": "data:",  # its icon
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",  # an API key is typed here: no other site may put it into a frame
+        "require-trusted-types-for": "'script'",  # the browser itself refuses to turn text into markup
+    }
+    return "; ".join(f"{name} {value}" for name, value in policy.items())
+
+
+def add_page(app: FastAPI) -> None:
+    """Serve the page at `/`. It holds no secret and needs no key (see `access`); its requests do."""
+    page = _PAGE.read_text(encoding="utf-8")
+    headers = {
+        "content-security-policy": content_security_policy(page),
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",  # after an update of the server the old page must not meet the new API
+    }
+    body = page.encode()
+
+    async def root() -> Response:
+        return Response(body, headers=headers, media_type="text/html")
+
+    app.add_api_route("/", root, methods=["GET", "HEAD"], include_in_schema=False)

@@ -1,0 +1,228 @@
+"""The page in a real browser, against the real server with the built-in model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from e2e.browser import CHROMIUM, SHIFT, Browser
+from e2e.harness import ServerProcess, eventually, require_no_leak
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: the page is not tested")
+
+LAST = "[...document.querySelectorAll('.assistant')].at(-1)"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with Browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(chromium: Browser, server: ServerProcess) -> Iterator[Browser]:
+    """The page, freshly loaded, with temperature 0; it must not log an error."""
+    chromium.problems.clear()
+    chromium.look(1180, 760)
+    chromium.open(server.url)
+    chromium.wait("$('model').textContent === 'minisgl-demo'")
+    chromium.evaluate("$('temperature').value = '0'; $('prompt').focus()")
+    yield chromium
+    assert chromium.problems == []
+
+
+def ask(page: Browser, text: str) -> str:
+    """The shown text of the answer."""
+    page.evaluate("$('prompt').focus()")
+    page.type(text)
+    page.press("Enter")
+    page.wait("!running")
+    answer: str = page.evaluate(f"{LAST}.querySelector('.text').textContent")
+    return answer
+
+
+def foot(page: Browser) -> str:
+    result: str = page.evaluate(f"{LAST}.querySelector('.foot').textContent")
+    return result
+
+
+def test_chat_remembers_and_counts(page: Browser, server: ServerProcess) -> None:
+    assert "Anna" not in ask(page, "What is 12 + 30?")
+    assert "42" in page.evaluate("$('log').textContent")
+    assert "tokens/s" in foot(page) and "first token after" in foot(page)
+    ask(page, "My name is Anna.")
+    assert "Anna" in ask(page, "What is my name?")
+    cached = re.search(r"(\d+) of \d+ prompt tokens cached", foot(page))
+    assert cached and int(cached[1]) > 0  # the earlier turns were found
+    assert page.evaluate("turns.length") == 6
+    page.evaluate("$('clear').click()")
+    assert page.evaluate("turns.length") == 0
+    assert page.evaluate("document.querySelectorAll('.turn').length") == 0
+    require_no_leak(server)
+
+
+def test_end_is_kept_in_view_for_whoever_reads_there(page: Browser) -> None:
+    page.look(1180, 420)
+    for question in ("Who are you?", "Tell me a story about a fox named Lily.", "Who are you?"):
+        ask(page, question)
+        assert page.evaluate("$('log').scrollHeight - $('log').scrollTop - $('log').clientHeight") < 2
+    page.type("Tell me a story about a fox named Lily.")
+    page.press("Enter")
+    page.evaluate("$('log').scrollTop = 0")
+    page.wait("!running")
+    assert page.evaluate("$('log').scrollTop") == 0
+
+
+def test_model_text_is_never_markup(page: Browser) -> None:
+    evil = "<img src=x onerror=alert(1)><b>grün</b>"
+    answer = ask(page, f"Repeat exactly: {evil}")
+    assert "<" in answer
+    assert page.evaluate("document.querySelectorAll('#log img, #log b, #log script').length") == 0
+    assert evil in page.evaluate("document.querySelector('.user .text').textContent")
+
+
+def test_policy_blocks_foreign_script(page: Browser) -> None:
+    blocked: Any = page.evaluate(
+        "new Promise((done) => { addEventListener('securitypolicyviolation', (e) => done(e.effectiveDirective));"
+        " const s = document.createElement('style'); s.append('*{color:red}'); document.head.append(s); })"
+    )
+    assert blocked.startswith("style-src")
+    with pytest.raises(AssertionError, match="TrustedHTML"):
+        page.evaluate("document.body.innerHTML = '<p>'")
+    page.call("Runtime.evaluate", expression="0")  # collects what was logged
+    page.problems.clear()
+
+
+@pytest.mark.parametrize("how", ["Escape", "button"])
+def test_stop_aborts_the_request(page: Browser, server: ServerProcess, how: str) -> None:
+    page.evaluate("$('temperature').value = '1'")
+    page.evaluate(
+        "const body = requestBody; requestBody = () => JSON.stringify({...JSON.parse(body()), ignore_eos: true})"
+    )
+    page.type("Tell me a very long story.")
+    page.press("Enter")
+    page.wait(f"{LAST}?.querySelector('.text').textContent.length > 20")
+    assert page.evaluate("$('send').textContent") == "Stop"
+    if how == "Escape":
+        page.press("Escape")
+    else:
+        page.evaluate("$('send').click()")
+    page.wait("!running", 3)
+    assert foot(page).endswith("stoppedCopy")
+    assert "tokens" in foot(page)
+    assert eventually(lambda: server.metrics()["num_requests_running"] == 0, 3)
+    require_no_leak(server)
+    assert page.evaluate("turns.length") == 2  # what was said stays part of the conversation
+
+
+def test_knobs_reach_the_request(page: Browser) -> None:
+    page.evaluate(
+        "$('max_tokens').value = '4'; $('seed').value = '7'; $('top_k').value = '-1'; $('top_p').value = '0.9'"
+    )
+    page.evaluate("$('system').value = 'Be brief.'; turns.push({role: 'user', content: 'x'})")
+    assert page.evaluate("JSON.parse(requestBody())") == {
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "x"}],
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "temperature": 0,
+        "top_p": 0.9,
+        "top_k": -1,
+        "seed": 7,
+        "max_tokens": 4,
+    }
+    page.evaluate("turns.pop()")
+    ask(page, "Tell me a story.")
+    assert foot(page).startswith("4 tokens")
+    assert "cut at the token limit" in foot(page)
+
+
+def test_keys(page: Browser) -> None:
+    page.type("one")
+    page.press("Enter", SHIFT)
+    page.type("two")
+    assert page.evaluate("$('prompt').value") == "one\ntwo"
+    page.press("Enter")
+    page.wait("!running && document.querySelectorAll('.turn').length === 2")
+    assert page.evaluate("turns[0].content") == "one\ntwo"
+    page.evaluate("$('tab-chat').focus()")
+    page.press("ArrowRight")
+    assert page.evaluate("document.activeElement.id + $('tab-engine').ariaSelected") == "tab-enginetrue"
+
+
+def test_refusal_is_shown_and_the_question_given_back(page: Browser) -> None:
+    page.evaluate("$('prompt').value = 'word '.repeat(200000)")
+    page.evaluate("$('composer').requestSubmit()")
+    page.wait("!running && document.querySelector('.foot .error')")
+    assert page.evaluate("turns.length") == 0
+    assert page.evaluate("$('prompt').value.length") > 100_000
+    page.problems.clear()  # the browser logs a 400 as an error
+    page.evaluate("$('prompt').value = ''")
+    assert "42" in ask(page, "What is 12 + 30?")
+    page.problems.clear()
+
+
+def test_engine_is_polled_only_while_somebody_looks(page: Browser, server: ServerProcess) -> None:
+    polls = "performance.getEntriesByName(location.origin + '/server_info').length"
+    ask(page, "What is 12 + 30?")
+    assert page.evaluate(polls) == 0
+    page.evaluate("$('tab-engine').click()")
+    page.wait(f"{polls} >= 3", 10)
+    pages = page.evaluate("['n-held', 'n-cached', 'n-free'].map((n) => Number($(n).textContent.replace(',', '')))")
+    assert sum(pages) == 1024
+    assert pages[1] > 0  # the conversation's prefix
+    assert page.evaluate("$('running').textContent") == "0"
+    assert page.evaluate("$('spark').getAttribute('points').split(' ').length") >= 3
+    for hide, reveal in (
+        ("$('tab-chat').click()", "$('tab-engine').click()"),
+        (
+            "Object.defineProperty(document, 'visibilityState', {configurable: true, get: () => 'hidden'});"
+            "document.dispatchEvent(new Event('visibilitychange'))",
+            "delete document.visibilityState; document.dispatchEvent(new Event('visibilitychange'))",
+        ),
+    ):
+        before = page.evaluate(f"{hide}; {polls}")
+        page.evaluate("new Promise((wake) => setTimeout(wake, 2500))")
+        assert page.evaluate(polls) <= before + 1  # one may have been on its way
+        page.evaluate(f"{reveal}; {reveal}")
+        page.wait(f"{polls} >= {before + 2}", 10)
+    started = page.evaluate(polls)
+    page.evaluate("new Promise((wake) => setTimeout(wake, 3000))")
+    assert page.evaluate(polls) - started <= 4  # still one loop
+    page.evaluate("$('flush').click()")
+    page.wait("$('n-cached').textContent === '0'", 10)
+
+
+@pytest.mark.parametrize("width", [320, 390, 768, 1180])
+def test_nothing_is_cut_off(page: Browser, width: int) -> None:
+    page.look(width, 700)
+    ask(page, "Repeat exactly: " + "x" * 120)
+    for tab in ("chat", "engine"):
+        page.evaluate(f"$('tab-{tab}').click()")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate("document.documentElement.scrollHeight") <= 700
+
+
+def test_key_is_asked_for_and_kept_in_memory_only(chromium: Browser) -> None:
+    with ServerProcess("--num-pages", "256", "--api-key", "s3cret") as server:
+        chromium.open(server.url)
+        chromium.wait("$('model').textContent.includes('API key')")
+        chromium.evaluate("$('key').focus()")
+        chromium.type("s3cret")
+        chromium.evaluate("$('key').blur()")
+        chromium.wait("$('model').textContent === 'minisgl-demo'")
+        chromium.evaluate("$('temperature').value = '0'")
+        assert "42" in ask(chromium, "What is 12 + 30?")
+        assert chromium.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+        assert chromium.evaluate("location.href.includes('s3cret')") is False
+    assert not [p for p in chromium.problems if "401" not in p]
+
+
+def test_copy(page: Browser) -> None:
+    page.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+    answer = ask(page, "Who are you?")
+    page.evaluate(f"{LAST}.querySelector('button').click()")
+    page.wait(f"{LAST}.querySelector('button').textContent === 'Copied'")
+    assert page.evaluate("navigator.clipboard.readText()") == answer

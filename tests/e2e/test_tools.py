@@ -1,0 +1,120 @@
+"""Tool calls through the official client: asked, called, answered; whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from e2e.harness import ServerProcess, require_no_leak
+from e2e.test_matrix import TOOLS
+from minisgl.utils.hf import BUILTIN_MODEL
+
+QUESTION: dict[str, Any] = {"role": "user", "content": "What is the weather in Paris?"}
+COMMON: dict[str, Any] = {"model": "minisgl-demo", "temperature": 0}
+
+
+def ask(client: openai.OpenAI, *messages: Any, **fields: Any) -> Any:
+    return client.chat.completions.create(messages=messages, **COMMON, **fields).choices[0]
+
+
+def require_weather_call(choice: Any) -> None:
+    assert choice.finish_reason == "tool_calls"
+    assert not choice.message.content  # null; "" when added up from a stream, which begins with it
+    (call,) = choice.message.tool_calls
+    assert call.id.startswith("call_") and call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})
+
+
+def test_a_call_and_its_result(client: openai.OpenAI) -> None:
+    choice = ask(client, QUESTION, tools=TOOLS)
+    require_weather_call(choice)
+    (call,) = choice.message.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 21, "sky": "sunny"}'}
+    answer = ask(client, QUESTION, choice.message, result, tools=TOOLS)  # the client's own object goes back
+    assert answer.finish_reason == "stop"
+    assert answer.message.tool_calls is None
+    assert "sunny" in answer.message.content and "21" in answer.message.content
+
+
+def test_the_stream_adds_up_to_the_same(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(messages=[QUESTION], tools=TOOLS, **COMMON) as stream:
+        for _ in stream:
+            pass
+        require_weather_call(stream.get_final_completion().choices[0])
+
+
+def test_the_name_comes_first(client: openai.OpenAI) -> None:
+    chunks = list(client.chat.completions.create(messages=[QUESTION], tools=TOOLS, stream=True, **COMMON))  # type: ignore[call-overload]
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == ""
+    first, *rest = [call for c in chunks for call in c.choices[0].delta.tool_calls or ()]
+    assert (first.index, first.type, first.function.name, first.function.arguments) == (
+        0,
+        "function",
+        "get_weather",
+        "",
+    )
+    assert all(r.index == 0 and r.id is None and r.function.name is None for r in rest)
+    assert json.loads("".join(r.function.arguments for r in rest)) == {"city": "Paris"}
+    assert [c.choices[0].finish_reason for c in chunks][-1] == "tool_calls"
+
+
+def test_what_is_asked_for(client: openai.OpenAI) -> None:
+    require_weather_call(ask(client, QUESTION, tools=TOOLS, parallel_tool_calls=False))
+    require_weather_call(ask(client, QUESTION, tools=TOOLS, tool_choice="auto"))
+    silent = ask(client, QUESTION, tools=TOOLS, tool_choice="none")
+    assert silent.message.tool_calls is None and silent.message.content
+    cut_off = ask(client, QUESTION, tools=TOOLS, max_tokens=12)
+    assert cut_off.finish_reason == "length"
+    assert cut_off.message.tool_calls is None
+    assert cut_off.message.content.startswith("<tool_call>")
+    ordinary = ask(client, {"role": "user", "content": "What is 12 + 30?"}, tools=TOOLS)
+    assert ordinary.finish_reason == "stop" and "42" in ordinary.message.content
+    for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+        with pytest.raises(openai.BadRequestError, match="tool_choice"):
+            ask(client, QUESTION, tools=TOOLS, tool_choice=choice)
+
+
+def test_nothing_leaks(server: ServerProcess) -> None:
+    require_no_leak(server)
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """The built-in model with a template that opens the reasoning; its tool calls are not parsed."""
+    folder: Path = tmp_path_factory.mktemp("thinker")
+    for file in BUILTIN_MODEL.iterdir():
+        (folder / file.name).symlink_to(file)
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").write_text(
+        template + "{%- if add_generation_prompt and thinking -%}<think>{%- endif -%}{#- </think> -#}"
+    )
+    with (
+        ServerProcess(str(folder), "--tool-call-parser", "none", "--served-model-name", "minisgl-demo") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def test_reasoning_is_set_apart(thinker: openai.OpenAI) -> None:
+    """The model never closes what the template has opened, so all that it says is reasoning."""
+    question = {"role": "user", "content": "What is 12 + 30?"}
+    fields: dict[str, Any] = {"extra_body": {"chat_template_kwargs": {"thinking": True}}, "max_tokens": 20}
+    whole = ask(thinker, question, **fields).message
+    assert whole.content is None and whole.reasoning_content
+    stream = thinker.chat.completions.create(messages=[question], stream=True, **COMMON, **fields)
+    deltas = [chunk.choices[0].delta for chunk in stream]
+    assert "".join(getattr(d, "reasoning_content", None) or "" for d in deltas) == whole.reasoning_content
+    assert not any(d.content for d in deltas)
+    assert "42" in ask(thinker, question).message.content
+
+
+def test_the_parser_can_be_turned_off(thinker: openai.OpenAI) -> None:
+    choice = ask(thinker, QUESTION, tools=TOOLS)
+    assert choice.finish_reason == "stop" and choice.message.tool_calls is None
+    assert choice.message.content.startswith("<tool_call>")
