@@ -15,20 +15,21 @@ ALLOWED: dict[str, set[str]] = {
     "utils": set(),
     "env": {"utils"},
     "config": {"utils"},
-    "core": {"utils"},
+    "params": {"utils"},
+    "core": {"params", "utils"},
     "demo": set(),
     "kernel": {"core", "utils"},
-    "message": {"core", "utils"},
+    "message": {"core", "params", "utils"},
     "kvcache": {"core", "kernel", "utils"},
     "attention": {"core", "kernel", "kvcache", "utils"},
     "layers": {"attention", "core", "kernel", "utils"},
     "models": {"attention", "core", "kernel", "layers", "utils"},
-    "engine": {"attention", "config", "core", "env", "kernel", "kvcache", "models", "utils"},
-    "scheduler": {"config", "core", "engine", "env", "kvcache", "message", "utils"},
-    "tokenizer": {"config", "core", "message", "utils"},
-    "llm": {"config", "core", "message", "scheduler", "tokenizer", "utils"},
-    "server": {"config", "core", "env", "message", "tokenizer", "utils"},
-    "__init__": {"core", "llm"},
+    "engine": {"attention", "config", "core", "env", "kernel", "kvcache", "models", "params", "utils"},
+    "scheduler": {"config", "core", "engine", "env", "kvcache", "message", "params", "utils"},
+    "tokenizer": {"config", "core", "message", "params", "utils"},
+    "llm": {"config", "core", "message", "params", "scheduler", "tokenizer", "utils"},
+    "server": {"config", "core", "env", "message", "params", "tokenizer", "utils"},
+    "__init__": {"core", "llm", "params"},
     "__main__": {"llm", "server", "utils"},
 }
 # The exceptions, inside functions only: the spawn target is the scheduler process, `minisgl env` lists backends.
@@ -38,7 +39,7 @@ LAZY_ONLY = {
     ("server/environment.py", "kernel"),
 }
 # May not even indirectly import torch at module level: these run in processes that must stay small.
-TORCH_FREE = {"utils", "env", "config", "core", "message", "tokenizer", "server", "__init__", "__main__"}
+TORCH_FREE = {"utils", "env", "config", "core", "params", "message", "tokenizer", "server", "__init__", "__main__"}
 TORCH_USERS_IN_UTILS = {"utils/device.py"}
 MAX_LINES = 340
 

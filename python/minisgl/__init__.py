@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from minisgl.core import SamplingParams
+from minisgl.params import SamplingParams
 
 if TYPE_CHECKING:
     from minisgl.llm.llm import LLM, Completion

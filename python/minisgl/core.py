@@ -3,7 +3,6 @@
 Data flows down and results flow up: each hop makes a new frozen value. Only `Req` mutates, and only `scheduler/`
 writes it.
 
-    SamplingParams   what the client asked for
     Req              one request while it lives in the scheduler (host)
     BatchPlan        one step as host integers: what is uploaded and what other ranks replay
     Batch            the same step as tensors on the device
@@ -15,12 +14,11 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import msgspec
 import numpy as np
 
-from minisgl.utils.errors import RequestError
+from minisgl.params import SamplingParams
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -36,109 +34,6 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-
-
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to choose and when to stop. `temperature` 0 means greedy; `top_k` 0, `top_p` 1 and `min_p` 0 mean off.
-
-    `max_tokens` None means: what is left of the context. `seed` makes the output a function of the prompt and the seed
-    alone, whatever else runs. `presence_penalty` and `frequency_penalty` look at the generated tokens,
-    `repetition_penalty` at the prompt too (1 = off). `logit_bias` is (token id, what to add to its logit) pairs. No EOS
-    or stop token is chosen before `min_tokens`.
-    """
-
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    min_tokens: int = 0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-
-    @property
-    def is_adjusted(self) -> bool:
-        """Whether logits must be changed before a token is chosen (penalties, bias, min_tokens)."""
-        neutral = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0.0, 0.0, 1.0)
-        return not neutral or bool(self.logit_bias) or self.min_tokens > 0
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request may ask for; shared by HTTP, `LLM` and the shell."""
-
-    max_model_len: int
-    vocab_size: int
-    max_stop_strings: int = 16
-    max_stop_length: int = 256
-    max_stop_token_ids: int = 64
-    max_logit_bias: int = 1024
-
-
-MAX_TEMPERATURE: Final = 100.0
-MAX_SEED: Final = 2**63 - 1
-MAX_TOP_K: Final = 2**31 - 1
-MAX_BIAS: Final = 100.0
-MAX_PENALTY: Final = 2.0  # OpenAI's range is -2 to 2
-MAX_REPETITION_PENALTY: Final = 10.0
-
-
-def _require(condition: bool, param: str, message: str) -> None:
-    if not condition:
-        raise RequestError(f"{param} {message}", param=param, code="invalid_value")
-
-
-def validate_sampling(params: SamplingParams, limits: Limits) -> None:
-    """Raises `RequestError` naming the first field whose value cannot be honoured. NaN fails every range."""
-    p = params
-    if p.max_tokens is not None:
-        _require(1 <= p.max_tokens <= limits.max_model_len, "max_tokens", f"must be 1 to {limits.max_model_len}")
-    _require(0.0 <= p.temperature <= MAX_TEMPERATURE, "temperature", f"must be 0 to {MAX_TEMPERATURE:g}")
-    _require(0 <= p.top_k <= MAX_TOP_K, "top_k", "must be 0 (off) or positive, below 2^31")
-    _require(0.0 < p.top_p <= 1.0, "top_p", "must be above 0 and at most 1")
-    _require(0.0 <= p.min_p <= 1.0, "min_p", "must be 0 to 1")
-    for name in ("presence_penalty", "frequency_penalty"):
-        _require(-MAX_PENALTY <= getattr(p, name) <= MAX_PENALTY, name, f"must be -{MAX_PENALTY:g} to {MAX_PENALTY:g}")
-    in_range = 0.0 < p.repetition_penalty <= MAX_REPETITION_PENALTY
-    _require(in_range, "repetition_penalty", f"must be above 0 and at most {MAX_REPETITION_PENALTY:g}")
-    _require(len(p.logit_bias) <= limits.max_logit_bias, "logit_bias", f"takes at most {limits.max_logit_bias} tokens")
-    for token, bias in p.logit_bias:
-        _require(0 <= token < limits.vocab_size, "logit_bias", f"token ids must be 0 to {limits.vocab_size - 1}")
-        _require(-MAX_BIAS <= bias <= MAX_BIAS, "logit_bias", f"values must be -{MAX_BIAS:g} to {MAX_BIAS:g}")
-    _require(0 <= p.min_tokens <= limits.max_model_len, "min_tokens", f"must be 0 to {limits.max_model_len}")
-    if p.max_tokens is not None:
-        _require(p.min_tokens <= p.max_tokens, "min_tokens", "must not exceed max_tokens")
-    if p.seed is not None:
-        _require(-MAX_SEED - 1 <= p.seed <= MAX_SEED, "seed", "must fit in 64 bits")
-    _require(len(p.stop) <= limits.max_stop_strings, "stop", f"takes at most {limits.max_stop_strings} strings")
-    for s in p.stop:
-        _require(
-            0 < len(s) <= limits.max_stop_length, "stop", f"strings must have 1 to {limits.max_stop_length} letters"
-        )
-    _require(len(p.stop_token_ids) <= limits.max_stop_token_ids, "stop_token_ids", "is too long")
-    for t in p.stop_token_ids:
-        _require(0 <= t < limits.vocab_size, "stop_token_ids", f"must be 0 to {limits.vocab_size - 1}")
-
-
-def validate_prompt(input_ids: Ints, params: SamplingParams, limits: Limits) -> None:
-    """Raises `RequestError` for a prompt that is empty, foreign to the vocabulary, or too long with its output."""
-    n = len(input_ids)
-    _require(n > 0, "prompt", "is empty")
-    low, high = int(input_ids.min()), int(input_ids.max())
-    _require(low >= 0 and high < limits.vocab_size, "prompt", f"has a token id outside 0 to {limits.vocab_size - 1}")
-    wanted = 1 if params.max_tokens is None else params.max_tokens
-    if n + wanted > limits.max_model_len:
-        raise RequestError(
-            f"the prompt has {n} tokens and asks for {wanted} more, but the context holds {limits.max_model_len}",
-            param="prompt" if params.max_tokens is None else "max_tokens",
-            code="context_length_exceeded",
-        )
 
 
 class Status(enum.Enum):

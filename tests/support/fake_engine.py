@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minisgl.core import BatchPlan, Limits
+from minisgl.core import BatchPlan
+from minisgl.params import Limits
 
 EOS = 0
 POISON = -7

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import FinishReason, SamplingParams
+from minisgl.core import FinishReason
 from minisgl.message import AbortBackendMsg, UserMsg, ids_from_bytes, ids_to_bytes
+from minisgl.params import SamplingParams
 from minisgl.scheduler.check import check_invariants
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler

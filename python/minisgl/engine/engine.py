@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from minisgl.attention import resolve_attention
-from minisgl.core import Batch, BatchPlan, Context, Limits
+from minisgl.core import Batch, BatchPlan, Context
 from minisgl.engine.adjust import LogitAdjuster
 from minisgl.engine.config import EngineSpec, resolve
 from minisgl.engine.memory import plan_num_pages
@@ -16,6 +16,7 @@ from minisgl.engine.state import RowState
 from minisgl.kernel.ops import resolve_ops
 from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.models import load_model
+from minisgl.params import Limits
 from minisgl.utils.device import Device, Pending, create_device
 
 if TYPE_CHECKING:

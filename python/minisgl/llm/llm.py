@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from minisgl.config import SchedulerConfig, build_config
-from minisgl.core import FinishReason, SamplingParams
+from minisgl.core import FinishReason
 from minisgl.message import (
     AbortBackendMsg,
     DetokenizeMsg,
@@ -21,6 +21,7 @@ from minisgl.message import (
     ids_from_bytes,
     ids_to_bytes,
 )
+from minisgl.params import SamplingParams
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.tokenizer.detokenize import DetokenizeManager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from minisgl.core import SamplingParams
+from minisgl.params import SamplingParams
 
 
 class UserMsg(msgspec.Struct, tag="user", frozen=True):

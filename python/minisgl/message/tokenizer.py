@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from minisgl.core import FinishReason, SamplingParams
+from minisgl.core import FinishReason
+from minisgl.params import SamplingParams
 
 
 class TokenizeMsg(msgspec.Struct, tag="tokenize", frozen=True, kw_only=True, omit_defaults=True):

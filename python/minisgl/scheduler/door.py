@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from minisgl.core import validate_prompt, validate_sampling
 from minisgl.message import UserMsg, ids_from_bytes
+from minisgl.params import validate_prompt, validate_sampling
 from minisgl.utils.errors import RequestError
 
 if TYPE_CHECKING:
-    from minisgl.core import Limits
+    from minisgl.params import Limits
 
 
 def output_budget(msg: UserMsg, limits: Limits, pool_tokens: int) -> int:

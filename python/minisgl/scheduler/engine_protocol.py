@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from minisgl.core import BatchPlan, Ints, Limits
+    from minisgl.core import BatchPlan, Ints
+    from minisgl.params import Limits
 
 
 class StepOutput(Protocol):

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 import minisgl
-from minisgl.core import Limits
+from minisgl.params import Limits
 from minisgl.server.access import Gate
 from minisgl.server.answer import CallResponse
 from minisgl.server.args import ServerArgs

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from minisgl.core import Limits, SamplingParams
 from minisgl.message import DecodeMsg, EncodeMsg, TokenizeMsg, ids_from_bytes, ids_to_bytes
+from minisgl.params import Limits, SamplingParams
 from minisgl.server.args import ServerArgs
 from minisgl.server.body import read_request, require_model
 from minisgl.server.prepare import SamplingDefaults, chat_messages

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from minisgl.core import FinishReason, Limits
+from minisgl.core import FinishReason
 from minisgl.message import (
     AbortMsg,
     BackendMsg,
@@ -29,6 +29,7 @@ from minisgl.message import (
     TokenizerMsg,
     UserReply,
 )
+from minisgl.params import Limits
 from minisgl.server.args import ServerArgs
 from minisgl.server.conversions import Conversions
 from minisgl.server.metrics import Metrics

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import minisgl
-from minisgl.core import Limits
+from minisgl.params import Limits
 from minisgl.server.args import ServerArgs
 from minisgl.server.child import Ready
 from minisgl.server.processes import Child, Facts, Processes

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import msgspec
 
-from minisgl.core import Limits, SamplingParams, validate_sampling
 from minisgl.message import TokenizeMsg, ids_to_bytes
+from minisgl.params import Limits, SamplingParams, validate_sampling
 from minisgl.server.protocol import (
     ChatCompletionRequest,
     ChatMessage,

@@ -7,8 +7,9 @@ from typing import Final
 
 from fastapi import FastAPI, Response
 
-from minisgl.core import FinishReason, SamplingParams
+from minisgl.core import FinishReason
 from minisgl.message import TokenizeMsg, ids_to_bytes
+from minisgl.params import SamplingParams
 from minisgl.server.frontend import FrontendManager
 from minisgl.server.render import json_response
 from minisgl.utils.errors import RequestError

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from minisgl.core import FinishReason, Limits
+from minisgl.core import FinishReason
 from minisgl.message import (
     AbortBackendMsg,
     AbortMsg,
@@ -26,6 +26,7 @@ from minisgl.message import (
     UserReply,
     ids_to_bytes,
 )
+from minisgl.params import Limits
 from minisgl.tokenizer.detokenize import DetokenizeManager
 from minisgl.tokenizer.tokenize import TokenizeManager
 from minisgl.utils.errors import RequestError

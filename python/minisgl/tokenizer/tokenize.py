@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import Tokenizer
 
-from minisgl.core import Limits, validate_prompt, validate_sampling
 from minisgl.message import DecodeMsg, EncodeMsg, TokenizeMsg, ids_from_bytes
+from minisgl.params import Limits, validate_prompt, validate_sampling
 from minisgl.tokenizer.template import ChatTemplate
 from minisgl.utils import hf
 from minisgl.utils.errors import ConfigError, RequestError

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from minisgl.config import SchedulerConfig, build_config
-from minisgl.core import FinishReason, SamplingParams
+from minisgl.core import FinishReason
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
 from minisgl.message import AbortBackendMsg, UserMsg, ids_from_bytes, ids_to_bytes
+from minisgl.params import SamplingParams
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.utils.device import CpuDevice, Device

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl.core import FinishReason, SamplingParams
+from minisgl.core import FinishReason
 from minisgl.message import (
     AbortBackendMsg,
     AbortMsg,
@@ -34,6 +34,7 @@ from minisgl.message import (
     ids_from_bytes,
     ids_to_bytes,
 )
+from minisgl.params import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=5, temperature=0.5, stop=("a", "ü"), stop_token_ids=(1, 2), seed=-(2**63))
 CHANNELS: list[tuple[Any, list[Any]]] = [

@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from e2e.harness import ServerProcess, require_no_leak
-from minisgl.core import Limits, SamplingParams
 from minisgl.message import (
     ConversionReply,
     DecodeMsg,
@@ -23,6 +22,7 @@ from minisgl.message import (
     ids_from_bytes,
     ids_to_bytes,
 )
+from minisgl.params import Limits, SamplingParams
 from minisgl.server.conversions import Conversions
 from minisgl.tokenizer.server import Worker
 from minisgl.tokenizer.tokenize import TokenizeManager

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from minisgl.core import FinishReason, SamplingParams
+from minisgl.core import FinishReason
 from minisgl.message import TokenizeMsg, UserReply
+from minisgl.params import SamplingParams
 from minisgl.server.args import ServerArgs
 from minisgl.server.parsers.choose import OutputForms
 from minisgl.server.parsers.output import OutputParser

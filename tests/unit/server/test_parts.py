@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.core import FinishReason, Limits, SamplingParams
+from minisgl.core import FinishReason
 from minisgl.message import (
     AbortMsg,
     Codec,
@@ -22,6 +22,7 @@ from minisgl.message import (
     TokenizerMsg,
     UserReply,
 )
+from minisgl.params import Limits, SamplingParams
 from minisgl.server import rundir
 from minisgl.server.args import ServerArgs
 from minisgl.server.client import ChatClient, ServerError

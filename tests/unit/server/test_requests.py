@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from minisgl.core import Limits
 from minisgl.message import TokenizeMsg
+from minisgl.params import Limits
 from minisgl.server.prepare import SamplingDefaults, chat_messages, completion_messages, generate_messages
 from minisgl.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, parse_body
 from minisgl.utils.errors import RequestError

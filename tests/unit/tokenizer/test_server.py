@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.core import FinishReason, SamplingParams
+from minisgl.core import FinishReason
 from minisgl.message import AbortBackendMsg, AbortMsg, DetokenizeMsg, TokenizeMsg, UserMsg, UserReply
+from minisgl.params import SamplingParams
 from minisgl.tokenizer.server import Worker
 from minisgl.tokenizer.tokenize import TokenizeManager
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from minisgl.core import SamplingParams
 from minisgl.message import TokenizeMsg, ids_to_bytes
+from minisgl.params import SamplingParams
 from minisgl.tokenizer.template import MAX_MESSAGES, ChatTemplate
 from minisgl.tokenizer.tokenize import TokenizeManager
 from minisgl.utils.errors import ConfigError, RequestError
