@@ -1,12 +1,13 @@
 # `make serve` and `make test` are all there is to set up; see README.md.
 PYTHON ?= python3
 VENV ?= .venv
-HOST ?= 127.0.0.1
-PORT ?= 1919
+HOST ?=
+PORT ?=
 MODEL ?=
 ARGS ?=
 
 BIN := $(VENV)/bin
+FLAGS = $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(ARGS)
 # Without a GPU, take the CPU build of torch.
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(CONSTRAINTS)
@@ -32,13 +33,13 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 serve: $(VENV)/.installed  ## serve the built-in model (MODEL=, HOST=, PORT=, ARGS= are honoured)
-	$(BIN)/minisgl serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+	$(BIN)/minisgl serve $(MODEL) $(FLAGS)
 
 chat: $(VENV)/.installed  ## talk to the built-in model in this terminal
-	$(BIN)/minisgl chat $(MODEL) $(ARGS)
+	$(BIN)/minisgl chat $(MODEL) $(FLAGS)
 
 demo: $(VENV)/.installed  ## start a server, ask it a few questions over HTTP, stop it
-	$(BIN)/python examples/demo.py --model '$(MODEL)' $(ARGS)
+	$(BIN)/python examples/demo.py $(if $(MODEL),--model '$(MODEL)') $(FLAGS)
 
 test: $(VENV)/.installed-dev  ## run the tests (no GPU, a few minutes)
 	$(BIN)/python -m pytest -m 'not gpu and not slow' $(ARGS)

@@ -25,12 +25,8 @@ CONVERSATIONS = [
 
 
 def main() -> int:
-    flags = [flag for flag in sys.argv[1:] if flag]
-    model_flags = {"--model", "--model-path"}
-    if flags and flags[-1] in model_flags:  # `--model ''`: the built-in model
-        flags.pop()
     try:
-        args = parse_args(["--port", "0", *flags], prog="demo.py")
+        args = parse_args(["--port", "0", *sys.argv[1:]], prog="demo.py")
         started = time.monotonic()
         with background_server(args) as url:
             print(f"the server is ready on {url} after {time.monotonic() - started:.1f} s\n")
