@@ -121,11 +121,6 @@ class Req:
         return self._len
 
     @property
-    def output_len(self) -> int:
-        """Confirmed generated tokens."""
-        return self._len - self.prompt_len
-
-    @property
     def extend_len(self) -> int:
         """Tokens still to be computed before the next one can be sampled (1 in steady decode)."""
         return self.device_len - self.cached_len
@@ -218,10 +213,6 @@ class SeqLayout:
     rows: torch.Tensor  # [B] int32, as above on the device
     kv_lens: torch.Tensor  # [B] int32
     cu_query_lens: torch.Tensor  # [B + 1] int32, offsets of each sequence's tokens
-
-    @property
-    def num_seqs(self) -> int:
-        return len(self.rows_host)
 
     @property
     def is_decode(self) -> bool:

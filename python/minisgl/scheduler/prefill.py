@@ -114,7 +114,7 @@ class PrefillManager:
         return True
 
     def _chunk(self, req: Req, budget: int) -> SeqSlot:
-        start, stop = req.cached_len, min(req.device_len, req.cached_len + budget)
+        start, stop = req.cached_len, req.cached_len + min(req.extend_len, budget)
         samples = stop == req.device_len
         if samples:
             self.chunked.remove(req)

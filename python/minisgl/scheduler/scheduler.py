@@ -61,7 +61,7 @@ class Launched:
 
 
 class Scheduler:
-    """Owns the requests; see the module's docstring for the cycle and DESIGN's rules in docs/architecture.md."""
+    """Owns the requests; see the module's docstring for the cycle and docs/architecture.md for the rules."""
 
     def __init__(self, config: SchedulerConfig, engine: StepEngine, io: SchedulerIO) -> None:
         self.engine = engine

@@ -97,8 +97,8 @@ def _run_tokenizer(args: ServerArgs, folder: Path, limits: Limits, addr: str, re
 def _children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) -> list[Child]:
     threads = args.scheduler.engine.threads
     # OpenMP's threads wait for each other by spinning for milliseconds: when the API server or a client wants the same
-    # core, every step of the engine waits for the spinner. A short spin costs nothing on idle cores (measured: 300
-    # requests on two cores in 3.5 s instead of 30 s, one stream as fast as before).
+    # core, every step of the engine waits for the spinner. A short spin costs nothing on idle cores; the figures are
+    # in docs/performance.md.
     scheduler_env = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000")}
     if threads is not None:
         scheduler_env["OMP_NUM_THREADS"] = str(threads)

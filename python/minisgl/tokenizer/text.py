@@ -72,7 +72,6 @@ class WindowDecoder:
         self._tokenizer = tokenizer
         self._window: list[int] = []
         self._shown = 0  # how many tokens of the window have been shown
-        self._is_start = True
 
     def feed(self, token: int) -> str:
         self._window.append(token)

@@ -51,7 +51,7 @@ def test_requirements_name_what_does_not_fit():
 def test_layout_offsets():
     layout = build_layout(np.array([4, 0, 2]), np.array([1, 5, 2]), np.array([9, 5, 7]), torch.tensor)
     assert layout.cu_query_lens.tolist() == [0, 1, 6, 8] and layout.cu_query_lens.dtype is torch.int32
-    assert layout.kv_lens_host.dtype == np.int32 and not layout.is_decode and layout.num_seqs == 3
+    assert layout.kv_lens_host.dtype == np.int32 and not layout.is_decode and len(layout.rows_host) == 3
     assert build_layout(np.array([1]), np.array([1]), np.array([3]), torch.tensor).is_decode
 
 
