@@ -180,6 +180,7 @@ class BatchPlan:
     SAMPLES: ClassVar[int] = 1  # the logits of the last position choose a token
     FROM_DEVICE: ClassVar[int] = 2  # the one input token is the row's newest, known to the device
     ADJUSTED: ClassVar[int] = 4  # the logits are changed before that (an `adjusts` record came with the row)
+    FILTERED: ClassVar[int] = 8  # top-k, top-p or min-p leave out some tokens
     ROW_WIDTH: ClassVar[int] = 7
 
     def pack(self) -> Ints:
@@ -237,6 +238,7 @@ class Batch:
     row_writes: torch.Tensor  # [R, 7] int32
     adjusts: Ints  # the plan's records, on the host
     adjusted: torch.Tensor  # [A] int64, indices into S whose logits are adjusted
+    is_filtered: bool  # some sampled row asks for top-k, top-p or min-p
 
     @property
     def num_tokens(self) -> int:

@@ -42,6 +42,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
 
     @property
+    def is_filtered(self) -> bool:
+        """Whether top-k, top-p or min-p leave out some tokens."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
     def is_adjusted(self) -> bool:
         """Whether logits must be changed before a token is chosen (penalties, bias, min_tokens)."""
         neutral = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0.0, 0.0, 1.0)

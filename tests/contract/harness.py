@@ -58,6 +58,7 @@ def make_batch(spans: list[Span]) -> Batch:
         row_writes=torch.empty(0, 7, dtype=torch.int32),
         adjusts=np.empty(0, np.int32),
         adjusted=torch.empty(0, dtype=torch.int64),
+        is_filtered=False,
     )
 
 

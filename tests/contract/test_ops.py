@@ -57,6 +57,22 @@ def test_norms_embedding_and_activation(ops: OpTable, dtype: torch.dtype, rows: 
     close(ops.embedding(ids, x), x[ids.long()])
 
 
+@pytest.mark.parametrize("rows", [0, 1, 2, 16, 40])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_projections_behind_a_norm(ops: OpTable, dtype: torch.dtype, rows: int, has_residual: bool):
+    x, r, w, b = (torch.randn(*s).to(dtype) for s in ((rows, 64), (rows, 64), (96, 64), (96,)))
+    norm = torch.rand(64).to(dtype) + 0.5
+    for name in ("add_norm_linear", "add_norm_gated"):
+        for bias in (None, b):
+            residual = r if has_residual else None
+            given = x.clone()
+            out, total = getattr(ops, name)(given, r.clone() if has_residual else None, norm, EPS, w, bias)
+            want, want_total = getattr(reference, name)(x, residual, norm, EPS, w, bias)
+            assert_close(out, want, rtol=RTOL[dtype], atol=RTOL[dtype] * 16)
+            close(total, want_total)
+            assert torch.equal(given, x), "x was overwritten"
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_norm_rope_store(ops: OpTable, dtype: torch.dtype, page_size: int, with_norm: bool):

@@ -54,12 +54,26 @@ class Requirements:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class HeadTransform:
+    """What one layer does to the heads of q and k before attention: a norm with these weights [D], or none, and RoPE.
+
+    `cos_sin` is [max positions, D] float32, see `kernel/reference.py: rope`.
+    """
+
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    cos_sin: Tensor
+
+
 class AttentionBackend(ABC):
     """Causal attention of a mixed batch over the paged cache.
 
-    The K/V of this step's tokens are already in the pages when `forward` runs. Slots at or beyond a sequence's kv_len,
-    and pages of nobody, may hold anything, NaN included. The result of one sequence does not depend on the others.
-    `prepare` runs once per step, in step order and after the step's page-table writes; `forward` once per layer.
+    `attend` is what a layer calls; `forward` finds the K/V of this step's tokens in the pages already. Slots at or
+    beyond a sequence's kv_len, and pages of nobody, may hold anything, NaN included. The result of one sequence does
+    not depend on the others. `prepare` runs once per step, in step order and after the step's page-table writes;
+    `attend` once per layer.
     """
 
     name: ClassVar[str]
@@ -74,6 +88,23 @@ class AttentionBackend(ABC):
 
         page_table is [rows, pages per row] int32.
         """
+
+    def attend(self, qkv: Tensor, heads: HeadTransform, layer_pages: Tensor, ctx: Context) -> Tensor:
+        """Transform and store this step's keys and values, then attend: qkv [T, (Hq + 2 Hk) D] -> [T, Hq, D].
+
+        May overwrite qkv.
+        """
+        q = self.ops.norm_rope_store(
+            qkv,
+            heads.q_weight,
+            heads.k_weight,
+            heads.eps,
+            heads.cos_sin,
+            ctx.batch.positions,
+            layer_pages,
+            ctx.out_loc,
+        )
+        return self.forward(q, layer_pages, ctx)
 
     @abstractmethod
     def forward(self, q: Tensor, layer_pages: Tensor, ctx: Context) -> Tensor:

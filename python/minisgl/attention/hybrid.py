@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from minisgl.attention.base import AttentionBackend
+from minisgl.attention.base import AttentionBackend, HeadTransform
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +32,10 @@ class HybridAttention(AttentionBackend):
     def prepare(self, batch: Batch, page_table: Tensor) -> _Chosen:
         backend = self.decode if batch.layout.is_decode else self.prefill
         return _Chosen(backend, backend.prepare(batch, page_table))
+
+    def attend(self, qkv: Tensor, heads: HeadTransform, layer_pages: Tensor, ctx: Context) -> Tensor:
+        chosen: _Chosen = ctx.attn_metadata
+        return chosen.backend.attend(qkv, heads, layer_pages, replace(ctx, attn_metadata=chosen.metadata))
 
     def forward(self, q: Tensor, layer_pages: Tensor, ctx: Context) -> Tensor:
         chosen: _Chosen = ctx.attn_metadata

@@ -46,14 +46,15 @@ class LogitAdjuster:
             self._fill(records[start:stop])
             start = stop
 
-    def adjust(self, logits: Tensor, batch: Batch) -> None:
-        """Change the rows `batch.adjusted` of logits [S, V] float32 in place.
+    def adjust(self, logits: Tensor, batch: Batch) -> Tensor:
+        """logits [S, V] of any float dtype -> float32, the rows `batch.adjusted` changed.
 
         In this order: bias, forbidden endings, repetition penalty (Keskar et al. 2019, arXiv:1909.05858: divide what is
         positive, multiply what is negative), frequency and presence penalty (as OpenAI's API defines them).
         """
         chosen = batch.adjusted
         slots = self.slot_of_row[batch.sample_rows[chosen]]
+        logits = logits.float()
         x = logits[chosen]
         x.scatter_add_(1, self.bias_ids[slots], self.biases[slots])
         self._forbid_endings(x, slots, batch.sample_positions[chosen])
@@ -63,6 +64,7 @@ class LogitAdjuster:
         x = torch.where(was_seen, torch.where(x > 0, x / repetition, x * repetition), x)
         x -= frequency * counts + presence * (counts > 0)
         logits[chosen] = x
+        return logits
 
     def count(self, tokens: Tensor, batch: Batch) -> None:
         """Remember the tokens [S] int32 that were chosen."""

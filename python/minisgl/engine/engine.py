@@ -90,20 +90,11 @@ class Engine:
         if not len(rows):
             return torch.empty(2, 0, dtype=torch.int32)
         if len(batch.adjusted):
-            self.adjuster.adjust(logits, batch)
-        tokens, finite = self.ops.sample(
-            logits,
-            state.temperature[rows],
-            state.top_k[rows],
-            state.top_p[rows],
-            state.min_p[rows],
-            state.noise_key[rows],
-            batch.sample_positions,
-        )
-        state.last_token[rows] = tokens
+            logits = self.adjuster.adjust(logits, batch)
+        out = self.ops.sample_rows(logits, rows, batch.sample_positions, state, batch.is_filtered)
         if len(batch.adjusted):
-            self.adjuster.count(tokens, batch)
-        return torch.stack([tokens, finite.int()])
+            self.adjuster.count(out[0], batch)
+        return out
 
     def _context(self, batch: Batch) -> Context:
         table = self.state.page_table

@@ -40,4 +40,5 @@ def prepare_batch(plan: BatchPlan, device: Device) -> Batch:
         row_writes=up(plan.rows),
         adjusts=plan.adjusts,
         adjusted=up(np.flatnonzero((flags & BatchPlan.ADJUSTED)[samples]).astype(np.int32)).long(),
+        is_filtered=bool((flags & BatchPlan.FILTERED)[samples].any()),
     )

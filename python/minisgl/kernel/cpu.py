@@ -48,6 +48,24 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+def add_norm_linear(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `reference.add_norm_linear`, of the ops above."""
+    if residual is None:
+        return linear(rms_norm(x, norm_weight, eps), weight, bias), x
+    normed, total = add_rms_norm(x, residual, norm_weight, eps)
+    return linear(normed, weight, bias), total
+
+
+def add_norm_gated(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `reference.add_norm_gated`, of the ops above."""
+    out, total = add_norm_linear(x, residual, norm_weight, eps, weight, bias)
+    return silu_and_mul(out), total
+
+
 def norm_rope_store(
     qkv: Tensor,
     q_weight: Tensor | None,
@@ -90,6 +108,8 @@ OPS: Final[Mapping[str, Callable[..., Any]]] = {
     "linear": linear,
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
+    "add_norm_linear": add_norm_linear,
+    "add_norm_gated": add_norm_gated,
     "silu_and_mul": silu_and_mul,
     "norm_rope_store": norm_rope_store,
 }

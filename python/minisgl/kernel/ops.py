@@ -21,12 +21,14 @@ class OpTable:
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = reference.linear
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = reference.rms_norm
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = reference.add_rms_norm
+    add_norm_linear: Callable[..., tuple[Tensor, Tensor]] = reference.add_norm_linear
+    add_norm_gated: Callable[..., tuple[Tensor, Tensor]] = reference.add_norm_gated
     silu_and_mul: Callable[[Tensor], Tensor] = reference.silu_and_mul
     rope: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = reference.rope
     store_kv: Callable[[Tensor, Tensor, Tensor, Tensor], None] = reference.store_kv
     norm_rope_store: Callable[..., Tensor] = reference.norm_rope_store
     paged_attention: Callable[..., Tensor] = reference.paged_attention
-    sample: Callable[..., tuple[Tensor, Tensor]] = sample.sample
+    sample_rows: Callable[..., Tensor] = sample.sample_rows
 
 
 def _on(device_type: str) -> Callable[[str], str | None]:

@@ -44,6 +44,28 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
+def add_norm_linear(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(linear(rms_norm(total)), total) with total = x + residual, or x where there is no residual yet.
+
+    x, residual [T, H]; norm_weight [H]; weight [N, H]; bias [N] -> [T, N], [T, H]. One op, since with one row it is one
+    kernel. An implementation may overwrite `residual`, not `x`.
+    """
+    if residual is None:
+        return linear(rms_norm(x, norm_weight, eps), weight, bias), x
+    normed, total = add_rms_norm(x, residual, norm_weight, eps)
+    return linear(normed, weight, bias), total
+
+
+def add_norm_gated(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `add_norm_linear` with `silu_and_mul` behind it: weight [2I, H] (gate above up) -> [T, I], [T, H]."""
+    out, total = add_norm_linear(x, residual, norm_weight, eps, weight, bias)
+    return silu_and_mul(out), total
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     """silu(gate) * up, where x [T, 2I] is gate and up side by side -> [T, I] (SwiGLU, arXiv:2002.05202)."""
     gate, up = x.chunk(2, dim=-1)

@@ -8,7 +8,7 @@ batch. Elementwise float ops are the same whatever the shape; the sums are seque
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,39 @@ from torch import Tensor
 MASK32: Final = 0xFFFFFFFF
 CHUNK: Final = 1 << 17  # logits per pass: the int64 noise of one pass stays in the second-level cache
 FIRST_CANDIDATES: Final = 128  # tokens that top-p looks at before it sorts the whole vocabulary
+
+
+class SamplingState(Protocol):
+    """What sampling reads, and writes, per row [rows]; `engine.state.RowState` is one.
+
+    last_token int32; temperature, top_p, min_p float32; top_k int32; noise_key int64.
+    """
+
+    last_token: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    noise_key: Tensor
+
+
+def sample_rows(logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, is_filtered: bool) -> Tensor:
+    """Choose a token for each of `rows` [S] int64 by its own parameters in `state`, and make it the row's last token.
+
+    logits [S, V] of any float dtype; positions [S] int32, those of the new tokens. `is_filtered` is False when no row
+    asks for top-k, top-p or min-p. Returns [2, S] int32: tokens, and 1 where the logits were sound (see `sample`).
+    """
+    tokens, ok = sample(
+        logits.float(),
+        state.temperature[rows],
+        state.top_k[rows],
+        state.top_p[rows],
+        state.min_p[rows],
+        state.noise_key[rows],
+        positions,
+    )
+    state.last_token[rows] = tokens
+    return torch.stack([tokens, ok.int()])
 
 
 def sample(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from minisgl.attention.base import HeadTransform
 from minisgl.layers.linear import Linear
 from minisgl.layers.norm import RMSNorm
 
@@ -37,29 +38,20 @@ class Attention:
         cos_sin: Tensor,
     ) -> None:
         self.index = index
-        self.eps = eps
-        self.cos_sin = cos_sin
         self.q_size = num_heads * head_dim
         kv_size = num_kv_heads * head_dim
         qkv = {f"{name}.q_proj": self.q_size, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
         self.qkv_proj = Linear(builder, qkv, hidden_size, bias=qkv_bias)
         self.o_proj = Linear(builder, {f"{name}.o_proj": hidden_size}, self.q_size, bias=o_bias)
-        self.q_norm = RMSNorm(builder, f"{name}.q_norm", head_dim, eps).weight if qk_norm else None
-        self.k_norm = RMSNorm(builder, f"{name}.k_norm", head_dim, eps).weight if qk_norm else None
-        self._norm_rope_store = builder.ops.norm_rope_store
+        q_norm = RMSNorm(builder, f"{name}.q_norm", head_dim, eps).weight if qk_norm else None
+        k_norm = RMSNorm(builder, f"{name}.k_norm", head_dim, eps).weight if qk_norm else None
+        self.heads = HeadTransform(q_norm, k_norm, eps, cos_sin)
 
-    def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        """[T, H] -> [T, H]; stores this step's keys and values at ctx.out_loc."""
-        pages = ctx.kv_cache.layer(self.index)
-        q = self._norm_rope_store(
-            self.qkv_proj.forward(x),
-            self.q_norm,
-            self.k_norm,
-            self.eps,
-            self.cos_sin,
-            ctx.batch.positions,
-            pages,
-            ctx.out_loc,
-        )
-        out: Tensor = ctx.attention.forward(q, pages, ctx)
-        return self.o_proj.forward(out.view(-1, self.q_size))
+    def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm, ctx: Context) -> tuple[Tensor, Tensor]:
+        """x, residual [T, H] -> (the block's output for the normalised sum, the sum).
+
+        Stores this step's keys and values at ctx.out_loc; `residual` may be overwritten.
+        """
+        qkv, total = self.qkv_proj.after_norm(x, residual, norm)
+        out: Tensor = ctx.attention.attend(qkv, self.heads, ctx.kv_cache.layer(self.index), ctx)
+        return self.o_proj.forward(out.view(-1, self.q_size)), total

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from minisgl.layers.base import Builder
+    from minisgl.layers.norm import RMSNorm
 
 
 class Embedding:
@@ -30,8 +31,8 @@ class LMHead:
             self.weight = builder.parameter({f"{name}.weight": vocab_size}, hidden_size)
         else:
             self.weight = tied.weight
-        self._linear = builder.ops.linear
+        self._add_norm_linear = builder.ops.add_norm_linear
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[S, H] -> logits [S, V] float32."""
-        return self._linear(x, self.weight, None).float()
+    def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> Tensor:
+        """Final hidden states [S, H], as x + residual and before their norm -> logits [S, V] in the model's dtype."""
+        return self._add_norm_linear(x, residual, norm.weight, norm.eps, self.weight, None)[0]

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from minisgl.layers.base import Builder
+    from minisgl.layers.norm import RMSNorm
 
 
 class Linear:
@@ -21,7 +22,12 @@ class Linear:
         self.weight = builder.parameter({f"{name}.weight": rows for name, rows in parts.items()}, in_features)
         self.bias = builder.parameter({f"{name}.bias": rows for name, rows in parts.items()}) if bias else None
         self._linear = builder.ops.linear
+        self._add_norm_linear = builder.ops.add_norm_linear
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in_features] -> [T, sum of parts]."""
         return self._linear(x, self.weight, self.bias)
+
+    def after_norm(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """(projection of the normalised x + residual, x + residual); `residual` may be overwritten."""
+        return self._add_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from minisgl.layers.base import Builder
+    from minisgl.layers.norm import RMSNorm
 
 
 class GatedMLP:
@@ -19,8 +20,10 @@ class GatedMLP:
         gate_up = {f"{name}.gate_proj": intermediate_size, f"{name}.up_proj": intermediate_size}
         self.gate_up_proj = Linear(builder, gate_up, hidden_size, bias=bias)
         self.down_proj = Linear(builder, {f"{name}.down_proj": hidden_size}, intermediate_size, bias=bias)
-        self._silu_and_mul = builder.ops.silu_and_mul
+        self._add_norm_gated = builder.ops.add_norm_gated
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, H] -> [T, H]."""
-        return self.down_proj.forward(self._silu_and_mul(self.gate_up_proj.forward(x)))
+    def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """x, residual [T, H] -> (the block's output for the normalised sum, the sum); `residual` may be overwritten."""
+        w = self.gate_up_proj
+        gated, total = self._add_norm_gated(x, residual, norm.weight, norm.eps, w.weight, w.bias)
+        return self.down_proj.forward(gated), total

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class LlamaDecoderLayer:
-    """Attention and MLP, each behind a norm. The residual stream travels beside the activations, so that adding to it
-    and normalising are one op."""
+    """Attention and MLP, each behind a norm. The residual stream travels beside the activations, so that adding to it,
+    normalising and the projection that follows are one op."""
 
     def __init__(self, builder: Builder, config: ModelConfig, index: int, cos_sin: Tensor) -> None:
         c, name = config, f"model.layers.{index}"
@@ -50,19 +50,14 @@ class LlamaDecoderLayer:
         `residual` is None in the first layer. `keep` [S] int64 names the tokens that anything after attention is
         needed for; None means all.
         """
-        if residual is None:
-            x, residual = self.input_layernorm.forward(x), x
-        else:
-            x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn.forward(x, ctx)
+        x, residual = self.self_attn.forward(x, residual, self.input_layernorm, ctx)
         if keep is not None:
             x, residual = x.index_select(0, keep), residual.index_select(0, keep)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp.forward(x), residual
+        return self.mlp.forward(x, residual, self.post_attention_layernorm)
 
 
 class LlamaModel:
-    """The decoder without its head."""
+    """The decoder without its last norm and its head."""
 
     def __init__(self, builder: Builder, config: ModelConfig) -> None:
         self.embed_tokens = Embedding(builder, "model.embed_tokens", config.vocab_size, config.hidden_size)
@@ -70,8 +65,8 @@ class LlamaModel:
         self.layers = [LlamaDecoderLayer(builder, config, i, cos_sin) for i in range(config.num_layers)]
         self.norm = RMSNorm(builder, "model.norm", config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, input_ids: Tensor, ctx: Context) -> Tensor:
-        """[T] int32 -> final hidden states [S, H] of `ctx.batch.logit_tokens`."""
+    def forward(self, input_ids: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        """[T] int32 -> (x, residual) [S, H] of `ctx.batch.logit_tokens`, whose sum are the final hidden states."""
         x, residual = self.embed_tokens.forward(input_ids), None
         logit_tokens = ctx.batch.logit_tokens
         # They ascend, so as many as there are tokens means all of them.
@@ -80,8 +75,7 @@ class LlamaModel:
         for i, layer in enumerate(self.layers):
             x, residual = layer.forward(x, residual, ctx, keep if i == last else None)
         assert residual is not None, "a model has at least one layer"
-        x, _ = self.norm.add(x, residual)
-        return x
+        return x, residual
 
 
 class LlamaForCausalLM:
@@ -100,5 +94,5 @@ class LlamaForCausalLM:
         return sum(p.tensor.numel() for p in self.parameters)
 
     def forward(self, input_ids: Tensor, ctx: Context) -> Tensor:
-        """Token ids [T] int32 -> logits [S, V] float32 of `ctx.batch.logit_tokens`."""
-        return self.lm_head.forward(self.model.forward(input_ids, ctx))
+        """Token ids [T] int32 -> logits [S, V] of `ctx.batch.logit_tokens`, in the model's dtype."""
+        return self.lm_head.forward(*self.model.forward(input_ids, ctx), self.model.norm)

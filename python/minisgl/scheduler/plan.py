@@ -35,6 +35,7 @@ def make_plan(step: int, slots: list[SeqSlot], page_writes: Ints, row_writes: In
         BatchPlan.SAMPLES * s.samples
         + BatchPlan.FROM_DEVICE * s.from_device
         + BatchPlan.ADJUSTED * s.req.sampling_params.is_adjusted
+        + BatchPlan.FILTERED * s.req.sampling_params.is_filtered
         for s in slots
     ]
     table = np.array([(s.row, s.start, s.stop, f) for s, f in zip(slots, flags, strict=True)], np.int32)
