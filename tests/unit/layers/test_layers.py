@@ -12,6 +12,7 @@ from minisgl.kernel.ops import load_ops
 from minisgl.layers.base import Builder, Source
 from minisgl.layers.embedding import Embedding, LMHead
 from minisgl.layers.linear import Linear
+from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import RopeConfig, cos_sin_table
 
 CPU = torch.device("cpu")
@@ -51,10 +52,12 @@ def test_merged_linear_is_its_parts_side_by_side():
     torch.testing.assert_close(layer.forward(x), x @ layer.weight.T + layer.bias)
 
 
-def test_the_head_gives_float32():
-    b = builder(torch.bfloat16)
+def test_a_tied_head_reads_the_embedding_behind_its_norm():
+    b = builder()
     embedding = Embedding(b, "e", 11, 4)
-    head = LMHead(b, "h", 11, 4, tied=embedding)
-    assert len(b.parameters) == 1 and head.weight is embedding.weight
-    embedding.weight.fill_(1.0)
-    assert head.forward(embedding.forward(torch.tensor([3], dtype=torch.int32))).dtype is torch.float32
+    head, norm = LMHead(b, "h", 11, 4, tied=embedding), RMSNorm(b, "n", 4, 0.0)
+    assert len(b.parameters) == 2 and head.weight is embedding.weight
+    torch.nn.init.normal_(embedding.weight), torch.nn.init.ones_(norm.weight)
+    x = embedding.forward(torch.tensor([3], dtype=torch.int32))
+    logits = head.forward(x, x.clone(), norm)
+    torch.testing.assert_close(logits, torch.nn.functional.rms_norm(2 * x, (4,)) @ embedding.weight.T)
