@@ -2,8 +2,8 @@
 
 The next token is a checksum of the whole sequence *as read back through the page table*, so any mistake in pages, rows,
 prefix sharing, chunking or retraction changes the text, and a request's output can be compared with a plain function of
-its prompt (`expected_output`). `late` executes a batch only when the next one is launched or its result is awaited,
-like a slow device: whatever the host frees too early is seen as poison.
+its prompt (`expected_output`). Like a slow device it executes a batch only when its result is awaited or
+`late` newer ones have been launched: whatever the host frees too early is seen as poison.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minisgl.core import BatchPlan
+from minisgl.core import BatchPlan, StepCosts
 from minisgl.params import Limits
 
 EOS = 0
@@ -25,12 +25,25 @@ def next_token(ids: np.ndarray, vocab: int) -> int:
     return zlib.crc32(np.ascontiguousarray(ids, np.int32).tobytes()) % vocab
 
 
-def expected_output(prompt: Sequence[int], max_tokens: int, vocab: int, *, ignore_eos: bool = False) -> list[int]:
+def step_seconds(costs: StepCosts, plan: BatchPlan) -> float:
+    """How long a step takes, tokens and pairs counted one by one."""
+    seconds = costs.base
+    for _, start, stop, flags in plan.slots.tolist():
+        if flags & BatchPlan.FROM_DEVICE:
+            seconds += costs.per_token + costs.per_context * start
+        else:
+            seconds += sum(costs.per_token + costs.per_pair * (position + 0.5) for position in range(start, stop))
+    return seconds
+
+
+def expected_output(
+    prompt: Sequence[int], max_tokens: int, vocab: int, *, ignore_eos: bool = False, stops: Sequence[int] = ()
+) -> list[int]:
     """What the engine must generate for a prompt, whatever else is going on."""
     ids = list(prompt)
     for _ in range(max_tokens):
         ids.append(next_token(np.array(ids), vocab))
-        if ids[-1] == EOS and not ignore_eos:
+        if (ids[-1] == EOS and not ignore_eos) or ids[-1] in stops:
             break
     return ids[len(prompt) :]
 
@@ -61,12 +74,14 @@ class FakeEngine:
         page_size: int = 4,
         max_model_len: int = 64,
         vocab: int = 11,
-        late: bool = True,
+        late: int = 1,
+        costs: StepCosts | None = None,
     ) -> None:
         self.num_pages, self.page_size, self.max_running_requests = num_pages, page_size, rows
         self.limits = Limits(max_model_len=max_model_len, vocab_size=vocab)
         self.eos_token_ids = frozenset({EOS})
-        self.vocab, self.late = vocab, late
+        self.vocab, self.late, self.costs = vocab, late, costs
+        self.seconds = 0.0  # what the batches that were executed took, according to `costs`
         self.kv = np.full((num_pages, page_size), POISON, np.int64)
         self.page_table = np.full((rows, -(-max_model_len // page_size)), -1, np.int64)
         self.last_token = np.full(rows, POISON, np.int64)
@@ -77,6 +92,9 @@ class FakeEngine:
     def describe(self) -> dict[str, str | int | float]:
         return {"model": "fake"}
 
+    def step_costs(self) -> StepCosts | None:
+        return self.costs
+
     def prepare(self, plan: BatchPlan) -> BatchPlan:
         packed = plan.pack()
         self.plans.append(packed.tobytes())
@@ -84,11 +102,9 @@ class FakeEngine:
 
     def launch(self, plan: BatchPlan) -> FakeOutput:
         output = FakeOutput(self, plan)
-        while self.pending:
-            self.pending.pop(0).run()
         self.pending.append(output)
-        if not self.late:
-            self.run_until(output)
+        while len(self.pending) > self.late:
+            self.pending.pop(0).run()
         return output
 
     def run_until(self, output: FakeOutput) -> None:
@@ -102,6 +118,8 @@ class FakeEngine:
     def execute(self, plan: BatchPlan) -> tuple[np.ndarray, np.ndarray]:
         for row, index, page in plan.pages.tolist():
             self.page_table[row, index] = page
+        if self.costs is not None:
+            self.seconds += step_seconds(self.costs, plan)
         tokens = plan.tokens.tolist()
         sampled, finite = [], []
         for row, start, stop, flags in plan.slots.tolist():

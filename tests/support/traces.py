@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import FinishReason
+from minisgl.core import FinishReason, StepCosts
 from minisgl.message import AbortBackendMsg, UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.params import SamplingParams
 from minisgl.scheduler.check import check_invariants
@@ -79,8 +79,8 @@ class Harness:
         s = self.scheduler
         assert s.cache.available == s.cache.num_pages
         assert s.cache.prefix.protected_size == 0
-        assert s.table.available == s.table.num_rows
-        assert s.leaving == 0
+        assert s.rows.available == s.rows.num_rows
+        assert not s.leaving
 
     def check_outputs(self) -> None:
         """Finished requests have the text of their solo run; aborted ones a prefix of it."""
@@ -91,7 +91,9 @@ class Harness:
             if limit is None:
                 limit = min(self.engine.limits.max_model_len, self.engine.num_pages * self.engine.page_size + 1)
                 limit -= len(prompt)
-            want = expected_output(prompt, limit, self.engine.vocab, ignore_eos=params.ignore_eos)
+            want = expected_output(
+                prompt, limit, self.engine.vocab, ignore_eos=params.ignore_eos, stops=params.stop_token_ids
+            )
             got = self.outputs[uid]
             if self.endings[uid] is FinishReason.ABORT:
                 assert got == want[: len(got)]
@@ -107,8 +109,15 @@ def run_random_trace(seed: int, depth: int) -> tuple[Harness, Counter[str]]:
     tight = rng.random() < 0.5
     num_pages = -(-max_len // page_size) + rng.randrange(4) if tight else 4 * max_len // page_size
     vocab = rng.choice((7, 23, 101))  # the smaller, the sooner an EOS
+    costs = StepCosts(1e-3, 1e-4, 1e-6, 1e-6) if rng.random() < 0.3 else None
     engine = FakeEngine(
-        rows=rng.choice((1, 2, 4, 7)), num_pages=num_pages, page_size=page_size, max_model_len=max_len, vocab=vocab
+        rows=rng.choice((1, 2, 4, 7)),
+        num_pages=num_pages,
+        page_size=page_size,
+        max_model_len=max_len,
+        vocab=vocab,
+        costs=costs,
+        late=rng.choice((1, 3)),
     )
     h = Harness(
         engine,
@@ -116,14 +125,17 @@ def run_random_trace(seed: int, depth: int) -> tuple[Harness, Counter[str]]:
         cache_type=rng.choice(("radix", "radix", "radix", "naive")),
         schedule_policy=rng.choice(("fcfs", "lpm")),
         max_prefill_length=rng.choice((3, 8, 24, 200)),
+        itl_target_ms=None if costs is None else rng.choice((0.5, 2.0, 4.0, None)),
     )
+    h.scheduler.pace.floor = rng.choice((1, 5))
     prefixes = [[rng.randrange(vocab) for _ in range(rng.choice((5, 16, 40)))] for _ in range(3)]
     for _ in range(60):
         for _ in range(rng.choice((0, 0, 1, 2, 3))):
             head = rng.choice(prefixes)[: rng.randrange(1, 41)] if rng.random() < 0.7 else []
             tail = [rng.randrange(vocab) for _ in range(rng.choice((0, 1, 2, 9, 30)))]
             max_tokens = rng.choice((1, 2, 8, 20, None))
-            h.add(head + tail, max_tokens, ignore_eos=rng.random() < 0.3)
+            stops = tuple(rng.randrange(vocab) for _ in range(3 if rng.random() < 0.05 else 0))
+            h.add(head + tail, max_tokens, ignore_eos=rng.random() < 0.3, stop_token_ids=stops)
         if h.requests and rng.random() < 0.3:
             h.abort(rng.randrange(len(h.requests)))
         h.step()

@@ -44,6 +44,87 @@ class Completion:
     cached_tokens: int = 0
 
 
+class _Answers:
+    """Makes the completions of one call out of what the scheduler says; `take` its messages, `finish` in the end.
+
+    Where somebody listens, or a stop string may end a request, text is made as the tokens come. Otherwise they are only
+    noted, and text is made of all of them in the end: a step costs next to nothing then.
+    """
+
+    def __init__(
+        self,
+        detokenizer: DetokenizeManager,
+        users: list[UserMsg],
+        on_token: Callable[[int, str], None] | None,
+    ) -> None:
+        self.pending = len(users)
+        self._detokenizer = detokenizer
+        self._params = [u.sampling_params for u in users]
+        self._first = users[0].uid if users else 0  # the others' numbers follow it
+        self._on_token = on_token
+        self._streams = on_token is not None or any(p.stop for p in self._params)
+        self._completions = [Completion(len(ids_from_bytes(u.input_ids))) for u in users]
+        self._texts: list[list[str]] = [[] for _ in users]
+        # Where to cut a request's tokens: those of its answer, and of these those with text. None = nowhere.
+        self._answer_stop: list[int | None] = [None] * len(users)
+        self._text_stop: list[int | None] = [None] * len(users)
+        self._uids: list[bytes] = []
+        self._tokens: list[bytes] = []
+
+    def take(self, msg: DetokenizeMsg) -> list[int]:
+        """Take in one step; returns the uids that a stop string has ended. Raises `RequestError` if one has failed."""
+        self._uids.append(msg.uids)
+        self._tokens.append(msg.tokens)
+        if self._streams:
+            replies, stopped = self._detokenizer.detokenize(msg)
+            for reply in replies:
+                self._hear(reply)
+            return stopped
+        for started in msg.started:
+            self._completions[started.uid - self._first].cached_tokens = started.cached_tokens
+        for end in msg.finished:
+            if end.reason is FinishReason.ERROR:
+                raise RequestError(end.error, code=end.code or None, status=end.status)
+            self._completions[end.uid - self._first].finish_reason = end.reason
+            self._text_stop[end.uid - self._first] = None if end.has_text else -1
+        self.pending -= len(msg.finished)
+        return []
+
+    def _hear(self, reply: UserReply) -> None:
+        index = reply.uid - self._first
+        done = self._completions[index]
+        done.cached_tokens = reply.cached_tokens or done.cached_tokens
+        if reply.text:
+            self._texts[index].append(reply.text)
+            if self._on_token is not None:
+                self._on_token(index, reply.text)
+        if reply.finish_reason is FinishReason.ERROR:
+            raise RequestError(reply.error, param=reply.param, code=reply.code, status=reply.status)
+        if reply.finish_reason is not None:
+            done.finish_reason = reply.finish_reason
+            self._answer_stop[index] = reply.completion_tokens  # what was computed beyond a stop string is not
+            self.pending -= 1
+
+    def drop(self, msg: DetokenizeMsg) -> None:
+        """Forget a message that comes after the answers were given (or given up)."""
+        if self._streams:
+            self._detokenizer.detokenize(msg)
+
+    def finish(self) -> list[Completion]:
+        """The completions in the order of the prompts."""
+        index = np.frombuffer(b"".join(self._uids), "<i8") - self._first
+        order = np.argsort(index, kind="stable")
+        ends = np.cumsum(np.bincount(index, minlength=len(self._completions)))
+        tokens = ids_from_bytes(b"".join(self._tokens))[order]
+        for i, (done, ids) in enumerate(zip(self._completions, np.split(tokens, ends[:-1]), strict=False)):
+            done.token_ids = ids[: self._answer_stop[i]].tolist()
+            if not self._streams:
+                skip = self._params[i].skip_special_tokens
+                self._texts[i].append(self._detokenizer.decode(done.token_ids[: self._text_stop[i]], skip))
+            done.text = "".join(self._texts[i])
+        return self._completions
+
+
 class LLM:
     """Owns a scheduler and steps it until its requests are done.
 
@@ -52,7 +133,8 @@ class LLM:
     """
 
     def __init__(self, model: str = "", **options: Any) -> None:
-        config = build_config(SchedulerConfig, {"model": model, **options})
+        # Nobody watches the pace of a stream here: unless asked to, keep none.
+        config = build_config(SchedulerConfig, {"model": model, "itl_target_ms": 0.0, **options})
         folder: Path = resolve_model(model)
         self._tokenizer = TokenizeManager(folder)
         self._detokenizer = DetokenizeManager(self._tokenizer.tokenizer)
@@ -118,51 +200,25 @@ class LLM:
             UserMsg(self._next_uid + i, ids_to_bytes(x), p) for i, (x, p) in enumerate(zip(ids, params, strict=True))
         ]
         for user in users:
-            self.scheduler.check_request(user)
-        first = self._next_uid
+            self.scheduler.door.output_budget(user)
         self._next_uid += len(users)
-        completions = [Completion(len(x)) for x in ids]
+        answers = _Answers(self._detokenizer, users, on_token)
         waiting = iter(users)
-        pending = len(users)
         try:
-            while pending:
+            while answers.pending:
                 # The queue has a limit, a list of prompts has none: feed it as it empties.
-                room = self.scheduler.max_queued - len(self.scheduler.prefill.waiting)
+                room = self.scheduler.door.max_queued - len(self.scheduler.prefill.waiting)
                 self._io.inbox.extend(user for _, user in zip(range(room), waiting, strict=False))
                 self._step()
-                for reply in self._replies(completions, first):
-                    pending -= reply.finish_reason is not None
-                    if on_token is not None and reply.text:
-                        on_token(reply.uid - first, reply.text)
+                while self._io.outbox:
+                    stopped = answers.take(self._io.outbox.popleft())
+                    self._io.inbox.extend(AbortBackendMsg(uid) for uid in stopped)
         except BaseException:  # an error, or Ctrl-C: leave nothing running
             self._io.inbox.extend(AbortBackendMsg(user.uid) for user in users)
             raise
         finally:
-            self._settle()
-        return completions
-
-    def _replies(self, completions: list[Completion], first: int) -> list[UserReply]:
-        """Take what the last step said; fills in the completions."""
-        replies: list[UserReply] = []
-        while self._io.outbox:
-            msg: DetokenizeMsg = self._io.outbox.popleft()
-            uids = np.frombuffer(msg.uids, "<i8").tolist()
-            for uid, token in zip(uids, ids_from_bytes(msg.tokens).tolist(), strict=True):
-                if completions[uid - first].finish_reason is None:
-                    completions[uid - first].token_ids.append(token)
-            new, aborts = self._detokenizer.detokenize(msg)
-            self._io.inbox.extend(AbortBackendMsg(uid) for uid in aborts)
-            replies += new
-        for reply in replies:
-            done = completions[reply.uid - first]
-            done.text += reply.text
-            done.cached_tokens = reply.cached_tokens or done.cached_tokens
-            if reply.finish_reason is FinishReason.ERROR:
-                raise RequestError(reply.error, param=reply.param, code=reply.code, status=reply.status)
-            if reply.finish_reason is not None:
-                done.finish_reason = reply.finish_reason
-                del done.token_ids[reply.completion_tokens :]  # computed beyond a stop string
-        return replies
+            self._settle(answers)
+        return answers.finish()
 
     def _step(self) -> None:
         try:
@@ -171,9 +227,9 @@ class LLM:
             self._has_failed = True  # half a step was done: nothing that comes after can be trusted
             raise
 
-    def _settle(self) -> None:
+    def _settle(self, answers: _Answers) -> None:
         """Step until what was aborted (also by a stop string) has given its pages back."""
         while not self._has_failed and (self.scheduler.is_busy or self._io.inbox):
             self._step()
         while self._io.outbox:
-            self._detokenizer.detokenize(self._io.outbox.popleft())
+            answers.drop(self._io.outbox.popleft())

@@ -12,7 +12,7 @@ from minisgl.kvcache.base import PrefixCache
 
 if TYPE_CHECKING:
     from minisgl.core import Req
-    from minisgl.scheduler.table import TableManager
+    from minisgl.scheduler.rows import Rows
 
 
 class CacheManager:
@@ -23,15 +23,14 @@ class CacheManager:
     they become free when that step is collected.
     """
 
-    def __init__(self, num_pages: int, page_size: int, prefix_cache: PrefixCache, table: TableManager) -> None:
+    def __init__(self, num_pages: int, page_size: int, prefix_cache: PrefixCache, rows: Rows) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix = prefix_cache
-        self.table = table
+        self.rows = rows
         self.on_free: Callable[[list[int]], None] | None = None  # told of pages that become free (tests poison them)
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: recently used pages are warm
         self._fenced: deque[tuple[int, list[int]]] = deque()
-        self._retired = 0  # newest step known to be executed
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -47,66 +46,64 @@ class CacheManager:
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` pages, evicting cached prefixes if need be; None (and nothing evicted) if there are too few."""
-        if count > self.available:
-            return None
         if count > len(self._free):
+            if count > self.available:
+                return None
             self._give(self.prefix.evict(count - len(self._free)).tolist())
         cut = len(self._free) - count
         pages = self._free[cut:][::-1]
         del self._free[cut:]
         return pages
 
-    def attach(self, req: Req) -> None:
-        """Lock the longest cached prefix of a waiting request; at least one token is left to compute."""
-        ids = req.host_ids
-        handle, pages = self.prefix.match_prefix(ids[: len(ids) - 1])
+    def attach(self, req: Req) -> list[int]:
+        """Lock the longest cached prefix of a waiting request and return its pages; leaves a token to compute."""
+        handle, pages = self.prefix.match_prefix(req.ids[: len(req.ids) - 1])
         self.prefix.lock_handle(handle)
-        req.cache_handle, req.pages = handle, pages.tolist()
+        req.cache_handle = handle
+        shared: list[int] = pages.tolist()
+        return shared
 
     def detach(self, req: Req) -> None:
-        """Undo `attach` of a request that got no pages of its own."""
+        """Undo `attach`."""
         self.prefix.lock_handle(req.cache_handle, unlock=True)
-        req.cache_handle, req.pages = None, []
+        req.cache_handle = None
 
-    def share(self, req: Req, fence: int) -> None:
+    def share(self, req: Req) -> None:
         """Enter the request's sound pages (their K/V has led to finite logits) into the prefix cache.
 
         Where another request was first with the same prefix, the row is remapped to the pages in the cache and the
-        request's own copies are freed, behind the fence: the batch of step `fence` may still read them.
+        request's own copies are freed, behind a fence: the newest batch that holds the row may still read them.
         """
-        count = req.sound_len // self.page_size
+        count = self.rows.sound_len(req) // self.page_size
         if count <= req.cache_handle.num_pages:
             return
-        handle, canonical = self.prefix.insert_prefix(
-            req.host_ids[: count * self.page_size], np.array(req.pages[:count], np.int32)
-        )
+        ids = np.concatenate([req.ids, self.rows.sampled(req)])[: count * self.page_size]
+        handle, canonical = self.prefix.insert_prefix(ids, np.array(req.pages[:count], np.int32))
         if handle.num_pages == 0:
             return  # a cache that keeps nothing
         duplicates = []
         for i, page in enumerate(canonical.tolist()):
             if req.pages[i] != page:
                 duplicates.append(req.pages[i])
-                req.pages[i] = page
-                assert req.table_idx is not None, "only a request with a row can own pages"
-                self.table.write_pages(req.table_idx, i, [page])
+                self.rows.set_pages(req, i, [page])
         self.prefix.lock_handle(handle)
-        self.prefix.lock_handle(req.cache_handle, unlock=True)
+        self.detach(req)
         req.cache_handle = handle
-        if fence <= self._retired:
+        if not self.rows.is_in_flight(req):
             self._give(duplicates)
         elif duplicates:
-            self._fenced.append((fence, duplicates))
+            self._fenced.append((int(self.rows.last_step[req.row]), duplicates))
 
     def release(self, req: Req) -> None:
         """Take back the pages of a request that no batch in flight holds."""
         self._give(req.pages[req.cache_handle.num_pages :])
-        self.prefix.lock_handle(req.cache_handle, unlock=True)
-        req.cache_handle, req.pages = None, []
+        self.detach(req)
+        req.pages = []
 
-    def retire(self, step: int) -> None:
-        """Step `step` and all before it have been executed: their fences fall."""
-        self._retired = step
-        while self._fenced and self._fenced[0][0] <= step:
+    def lower_fences(self) -> None:
+        """Free what only steps that have been executed by now could read."""
+        # Not quite in order: a fence may stand a step longer than it must, behind that of a busier row.
+        while self._fenced and self._fenced[0][0] <= self.rows.retired:
             self._give(self._fenced.popleft()[1])
 
     def flush(self) -> None:

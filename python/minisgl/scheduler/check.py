@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from minisgl.core import Status
+from minisgl.scheduler.plan import decode_flags
 from minisgl.utils.errors import InvariantError
 
 if TYPE_CHECKING:
+    from minisgl.core import Req
     from minisgl.scheduler.scheduler import Scheduler
 
 
@@ -21,14 +24,14 @@ def check_invariants(scheduler: Scheduler) -> None:
 
 def check_idle(scheduler: Scheduler) -> None:
     """The cheap check that always runs when there is nothing to do: whatever was lent is back."""
-    cache, table = scheduler.cache, scheduler.table
-    if cache.available != cache.num_pages or cache.prefix.protected_size or table.available != table.num_rows:
+    cache, rows = scheduler.cache, scheduler.rows
+    if cache.available != cache.num_pages or cache.prefix.protected_size or rows.available != rows.num_rows:
         raise InvariantError(
             f"idle, but of {cache.num_pages} pages only {cache.available} are available, {cache.prefix.size_info}, "
-            f"and of {table.num_rows} rows {table.available}"
+            f"and of {rows.num_rows} rows {rows.available}"
         )
     if scheduler.leaving:
-        raise InvariantError(f"idle, but {scheduler.leaving} requests are still leaving")
+        raise InvariantError(f"idle, but requests {list(scheduler.leaving)} are still leaving")
 
 
 def _check_pages(scheduler: Scheduler) -> None:
@@ -59,35 +62,69 @@ def _check_pages(scheduler: Scheduler) -> None:
 
 
 def _check_rows(scheduler: Scheduler) -> None:
-    rows = scheduler.table.free_rows() + [r.table_idx for r in scheduler.live.values() if r.table_idx is not None]
-    if sorted(rows) != list(range(scheduler.table.num_rows)):
-        raise InvariantError(f"rows are lost or held twice: {sorted(rows)}")
+    """Each row is free or held by one request, and the arrays say of it what the request says."""
+    rows = scheduler.rows
+    held = {r.table_idx: r for r in scheduler.live.values() if r.table_idx is not None}
+    if sorted([*rows.free_rows(), *held]) != list(range(rows.num_rows)):
+        raise InvariantError(f"rows are lost or held twice: {sorted(rows.free_rows())} are free, {held}")
+    newest = dict.fromkeys(range(rows.num_rows), 0)  # the newest step in flight that holds the row
+    for step in scheduler.launched:
+        if step.plan.step <= rows.retired:
+            raise InvariantError(f"step {step.plan.step} is in flight, but {rows.retired} has retired")
+        newest.update(dict.fromkeys(step.plan.slots[:, 0].tolist(), step.plan.step))
+    for row, req in enumerate(rows.requests):
+        if req is not held.get(row):
+            raise InvariantError(f"row {row} is held by {held.get(row)}, the arrays say by {req}")
+        if int(rows.last_step[row]) != newest[row] and (newest[row] or rows.last_step[row] > rows.retired):
+            raise InvariantError(f"row {row} is in flight up to step {newest[row]}, not {rows.last_step[row]}: {req}")
+        if req is not None:
+            _check_row(scheduler, req)
+    running = scheduler.decode.running
+    if scheduler.decode.index.tolist() != [r.table_idx for r in running]:
+        raise InvariantError(f"decoding rows {scheduler.decode.index} are not those of {running}")
+    if any(a.order >= b.order for a, b in pairwise(running)):
+        raise InvariantError(f"running requests are not in order of arrival: {running}")
+
+
+def _check_row(scheduler: Scheduler, req: Req) -> None:
+    rows, row = scheduler.rows, req.row
+    cached, confirmed, limit = int(rows.cached_len[row]), int(rows.confirmed_len[row]), int(rows.limit[row])
+    where = f"{req} with {cached} tokens cached, {confirmed} confirmed, limit {limit}"
+    capacity = len(req.pages) * rows.page_size
+    noted = int(rows.uid[row]), int(rows.max_len[row]), int(rows.flags[row])
+    if noted != (req.uid, req.max_len, decode_flags(req)):
+        raise InvariantError(f"the arrays say uid, most tokens, flags = {noted}: {where}")
+    if limit != min(capacity, req.max_len - 1) or bool(rows.is_wanted[row]) != (req.status is not Status.FINISHED):
+        raise InvariantError(f"limit or wish contradict the request (wanted: {rows.is_wanted[row]}): {where}")
+    if not 0 <= cached <= min(capacity, req.max_len - 1):
+        raise InvariantError(f"more tokens than there are pages for, or than may be: {where}")
+    planned = cached + 1 if cached >= len(req.ids) else len(req.ids)
+    if not len(req.ids) <= confirmed <= planned <= req.max_len or not 0 <= rows.sound_len(req) <= cached:
+        raise InvariantError(f"lengths out of order: {where}")
+    wants_all = req.status in (Status.RUNNING, Status.RETRACTING) and not rows.is_in_flight(req)
+    if wants_all and confirmed != planned:
+        raise InvariantError(f"nothing is in flight, but not all that was planned is confirmed: {where}")
+    is_decoding = req.status is Status.RUNNING and cached >= len(req.ids)
+    if is_decoding != (req in scheduler.decode.running):
+        raise InvariantError(f"prompt planned and decoding are not the same: {where}")
 
 
 def _check_requests(scheduler: Scheduler) -> None:
-    in_flight: dict[int, int] = {}
-    for step in scheduler.launched:
-        for slot in step.slots:
-            in_flight[slot.req.uid] = in_flight.get(slot.req.uid, 0) + 1
-    leaving = 0
-    places = {r.uid for r in (*scheduler.decode.running.values(), *scheduler.prefill.chunked)}
+    places = {r.uid for r in (*scheduler.decode.running, *scheduler.prefill.chunked)}
     queued = {r.uid for r in scheduler.prefill.waiting}
-    page_size = scheduler.cache.page_size
-    for req in scheduler.live.values():
-        if req.in_flight != in_flight.get(req.uid, 0):
-            raise InvariantError(f"{req} is in {in_flight.get(req.uid, 0)} batches in flight")
-        if not 0 <= req.sound_len <= req.cached_len <= req.device_len <= req.max_device_len:
+    leaving = set()
+    for uid, req in scheduler.live.items():
+        if uid != req.uid or not 0 < req.prompt_len <= len(req.ids) < req.max_len:
             raise InvariantError(f"lengths out of order: {req}")
-        if req.confirmed_len > req.device_len or req.cached_len > len(req.pages) * page_size:
-            raise InvariantError(f"more tokens than planned or than there are pages for: {req}")
         if (req.table_idx is None) != (req.cache_handle is None):
             raise InvariantError(f"row without pages or pages without row: {req}")
-        if (req.status is Status.RUNNING) != (req.uid in places) or (req.status is Status.WAITING) != (
-            req.uid in queued
-        ):
+        if (req.status is Status.RUNNING) != (uid in places) or (req.status is Status.WAITING) != (uid in queued):
             raise InvariantError(f"in the wrong queue: {req}")
-        if req.status is Status.WAITING and req.table_idx is not None:
-            raise InvariantError(f"waiting with a row: {req}")
-        leaving += req.status in (Status.FINISHED, Status.RETRACTING)
-    if leaving != scheduler.leaving:
-        raise InvariantError(f"{leaving} requests are leaving, {scheduler.leaving} were counted")
+        if (req.status is Status.WAITING) != (req.table_idx is None):
+            raise InvariantError(f"waiting with a row, or not waiting without one: {req}")
+        if req.status in (Status.FINISHED, Status.RETRACTING):
+            leaving.add(uid)
+            if not scheduler.rows.is_in_flight(req):
+                raise InvariantError(f"has left and is not in flight, but was not released: {req}")
+    if leaving != scheduler.leaving.keys() or not places | queued | leaving <= scheduler.live.keys():
+        raise InvariantError(f"requests {leaving} are leaving, {list(scheduler.leaving)} are noted")

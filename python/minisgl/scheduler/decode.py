@@ -2,52 +2,65 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from minisgl.core import Req, SeqSlot
+import numpy as np
+
+from minisgl.core import Req, Status
 
 if TYPE_CHECKING:
     from minisgl.scheduler.cache import CacheManager
-    from minisgl.scheduler.table import TableManager
+    from minisgl.scheduler.rows import Index, Rows
 
 
 class DecodeManager:
-    """The requests whose prompt is planned completely. They go first in every step, oldest first."""
+    """The requests whose prompt is planned completely, oldest first. They go first in every step."""
 
-    def __init__(self, cache: CacheManager, table: TableManager) -> None:
+    def __init__(self, cache: CacheManager, rows: Rows) -> None:
         self.cache = cache
-        self.table = table
-        self.running: dict[int, Req] = {}
+        self.rows = rows
+        self.running: list[Req] = []
+        self._index: Index | None = None  # the rows of `running`; None when somebody came or went
 
     def add(self, req: Req) -> None:
-        self.running[req.uid] = req
+        bisect.insort(self.running, req, key=lambda r: r.order)
+        self._index = None
 
     def remove(self, req: Req) -> None:
-        self.running.pop(req.uid, None)
+        if req in self.running:
+            self.running.remove(req)
+            self._index = None
 
-    def plan(self, make_room: Callable[[Req], bool]) -> list[SeqSlot]:
-        """A slot for each running request that may go on.
+    @property
+    def index(self) -> Index:
+        """The rows of the running requests, oldest first."""
+        if self._index is None:
+            self._index = np.array([r.row for r in self.running], np.intp)
+        return self._index
 
-        A request at a page boundary needs one more page. When the pool is dry, `make_room(req)` retracts a newer
+    def plan(self, make_room: Callable[[Req], bool]) -> tuple[Index, bool]:
+        """The rows that decode a token in the next step, and whether pages were too few.
+
+        A request at a page boundary needs one more page. When the pool is dry, `make_room(req)` retracts the newest
         request and says whether to try again; if not, the request sits this step out.
         """
-        slots = []
-        # Oldest first, so that whoever is retracted (the newest) has not been planned yet.
-        for req in sorted(self.running.values(), key=lambda r: r.order):
-            if not req.can_decode:
-                continue  # retracted a moment ago, or its last token is in flight
-            if req.cached_len == len(req.pages) * self.cache.page_size and not self._grow(req, make_room):
-                continue
-            assert req.table_idx is not None, f"running without a row: {req}"
-            slots.append(SeqSlot(req, req.table_idx, req.cached_len, req.device_len, samples=True, from_device=True))
-        return slots
-
-    def _grow(self, req: Req, make_room: Callable[[Req], bool]) -> bool:
-        while (page := self.cache.allocate(1)) is None:
-            if not make_room(req):
-                return False
-        assert req.table_idx is not None
-        self.table.write_pages(req.table_idx, len(req.pages), page)
-        req.pages += page
-        return True
+        rows = self.rows
+        index = self.index
+        is_ready = rows.cached_len[index] < rows.limit[index]
+        if is_ready.all():
+            return index, False
+        is_short = False
+        # The others that are not ready wait for their last token, which is in flight.
+        needs_page = ~is_ready & (rows.limit[index] < rows.max_len[index] - 1)
+        for req in [self.running[i] for i in np.flatnonzero(needs_page).tolist()]:
+            if req.status is Status.RUNNING:  # not retracted for an older one a moment ago
+                while (page := self.cache.allocate(1)) is None:
+                    is_short = True
+                    if not make_room(req):
+                        break
+                else:
+                    rows.set_pages(req, len(req.pages), page)
+        index = self.index
+        return index[rows.cached_len[index] < rows.limit[index]], is_short

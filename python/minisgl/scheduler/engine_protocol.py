@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from minisgl.core import BatchPlan, Ints
+    from minisgl.core import BatchPlan, Ints, StepCosts
     from minisgl.params import Limits
 
 
@@ -31,3 +31,11 @@ class StepEngine(Protocol):
     def launch(self, batch: Any) -> StepOutput: ...
 
     def describe(self) -> dict[str, str | int | float]: ...
+
+
+@runtime_checkable
+class MeasuredEngine(Protocol):
+    """An engine that may know what a step costs."""
+
+    def step_costs(self) -> StepCosts | None:
+        """Measured at start; None if that was not done."""

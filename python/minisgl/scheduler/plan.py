@@ -1,15 +1,72 @@
-"""Slots and seeds as host integers."""
+"""One step: what it computes, the same as host integers, and what is kept of it while it is in flight."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minisgl.core import BatchPlan, SeqSlot
+from minisgl.core import BatchPlan
 
 if TYPE_CHECKING:
     from minisgl.core import Ints, Req
+    from minisgl.scheduler.engine_protocol import StepOutput
+    from minisgl.scheduler.rows import Index, Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Positions [start, stop) of a request's prompt. The last one `samples`: its logits choose the first token."""
+
+    req: Req
+    start: int
+    stop: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step computes: a token of each of the `running` rows [D], oldest first, then chunks of prompts."""
+
+    running: Index
+    chunks: list[Chunk]
+
+    def prompts(self) -> list[Req]:
+        """The requests whose prompt it completes."""
+        return [c.req for c in self.chunks if c.samples]
+
+    def sampled_rows(self) -> Index:
+        """The rows that get a token, in slot order."""
+        if not self.chunks:
+            return self.running
+        return np.concatenate([self.running, np.array([r.row for r in self.prompts()], np.intp)])
+
+    def make_plan(self, number: int, rows: Rows) -> BatchPlan:
+        """The step as host integers, with everything that the device must learn before."""
+        n = len(self.running)
+        slots = np.empty((n + len(self.chunks), 4), np.int32)
+        start = rows.cached_len[self.running]
+        slots[:n, 0] = self.running
+        slots[:n, 1] = start
+        slots[:n, 2] = start + 1
+        slots[:n, 3] = rows.flags[self.running]
+        for i, c in enumerate(self.chunks, n):
+            flags = BatchPlan.SAMPLES * c.samples | sampling_flags(c.req)
+            slots[i] = c.req.row, c.start, c.stop, flags
+        tokens = np.concatenate([np.empty(0, np.int32), *(c.req.ids[c.start : c.stop] for c in self.chunks)])
+        return BatchPlan(number, slots, tokens, *rows.writes.take())
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A batch in flight. Holding it keeps the plan's buffers and the batch's tensors alive until it is collected."""
+
+    plan: BatchPlan
+    sampled: Index  # the rows that get a token, in slot order
+    prompts: list[Req]  # those of which this is the first token since they were admitted
+    batch: Any
+    output: StepOutput
 
 
 def noise_key(seed: int | None, base_seed: int, uid: int) -> int:
@@ -29,22 +86,6 @@ def noise_key(seed: int | None, base_seed: int, uid: int) -> int:
     return key - 2**64 if key >= 2**63 else key
 
 
-def make_plan(step: int, slots: list[SeqSlot], page_writes: Ints, row_writes: Ints, adjusts: Ints) -> BatchPlan:
-    """The slots as host integers."""
-    flags = [
-        BatchPlan.SAMPLES * s.samples
-        + BatchPlan.FROM_DEVICE * s.from_device
-        + BatchPlan.ADJUSTED * s.req.sampling_params.is_adjusted
-        + BatchPlan.FILTERED * s.req.sampling_params.is_filtered
-        for s in slots
-    ]
-    table = np.array([(s.row, s.start, s.stop, f) for s, f in zip(slots, flags, strict=True)], np.int32)
-    tokens = [s.req.host_ids[s.start : s.stop] for s in slots if not s.from_device]
-    return BatchPlan(
-        step, table, np.concatenate(tokens) if tokens else np.empty(0, np.int32), page_writes, row_writes, adjusts
-    )
-
-
 def adjust_record(req: Req, row: int, eos_token_ids: frozenset[int]) -> Ints:
     """What the engine must know to adjust the logits of a row, int32:
 
@@ -56,10 +97,21 @@ def adjust_record(req: Req, row: int, eos_token_ids: frozenset[int]) -> Ints:
     ends = [] if p.min_tokens == 0 else [*p.stop_token_ids, *(() if p.ignore_eos else sorted(eos_token_ids))]
     bias_ids = np.array([token for token, _ in p.logit_bias], np.int32)
     biases = np.array([bias for _, bias in p.logit_bias], np.float32).view(np.int32)
-    ids = req.host_ids
+    ids = req.ids
     lists = [bias_ids, biases, np.array(ends, np.int32), ids[: req.prompt_len], ids[req.prompt_len :]]
     penalties = np.array([p.presence_penalty, p.frequency_penalty, p.repetition_penalty], np.float32).view(np.int32)
     head = [row, *penalties.tolist(), req.prompt_len + p.min_tokens, *(len(x) for x in lists)]
     record = np.concatenate([np.array([0, *head], np.int32), *lists])
     record[0] = len(record)
     return record
+
+
+def decode_flags(req: Req) -> int:
+    """The flags of a decode slot of `req` in a plan."""
+    return BatchPlan.SAMPLES | BatchPlan.FROM_DEVICE | sampling_flags(req)
+
+
+def sampling_flags(req: Req) -> int:
+    """How the logits of `req` are treated before a token is chosen."""
+    p = req.sampling_params
+    return BatchPlan.ADJUSTED * p.is_adjusted | BatchPlan.FILTERED * p.is_filtered

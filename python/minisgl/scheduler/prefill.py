@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from minisgl.core import Req, SeqSlot, Status
+import numpy as np
+
+from minisgl.core import Req, Status
+from minisgl.scheduler.plan import Chunk
 
 if TYPE_CHECKING:
+    from minisgl.scheduler.budget import StepBudget
     from minisgl.scheduler.cache import CacheManager
-    from minisgl.scheduler.table import TableManager
+    from minisgl.scheduler.rows import Index, Rows
 
 # Ranking by cached prefix costs a tree walk a request; beyond this many it would cost more than it gains.
 LPM_MAX_WAITING = 128
@@ -34,8 +37,14 @@ class GrowthEstimate:
     def tighten(self) -> None:
         self.share = min(1.0, self.share + self.JUMP)
 
-    def tokens(self, req: Req) -> int:
-        return int(req.remain_len * self.share) + 1
+    def tokens(self, *reqs: Req) -> int:
+        """For requests of which nothing but the prompt is planned."""
+        return sum(int((r.max_len - len(r.ids)) * self.share) + 1 for r in reqs)
+
+    def tokens_of_rows(self, rows: Rows, running: Index) -> int:
+        """For the requests that decode in the rows `running`."""
+        remaining = rows.max_len[running] - rows.cached_len[running] - 1
+        return int((remaining * self.share).astype(np.int64).sum()) + len(running)
 
 
 class PrefillManager:
@@ -45,9 +54,9 @@ class PrefillManager:
     whose prompt is not planned completely; they go first.
     """
 
-    def __init__(self, cache: CacheManager, table: TableManager, policy: str) -> None:
+    def __init__(self, cache: CacheManager, rows: Rows, policy: str) -> None:
         self.cache = cache
-        self.table = table
+        self.rows = rows
         self.policy = policy
         self.growth = GrowthEstimate()
         self.waiting: list[Req] = []
@@ -57,66 +66,70 @@ class PrefillManager:
         bisect.insort(self.waiting, req, key=lambda r: r.order)
 
     def remove(self, req: Req) -> None:
-        for queue in (self.waiting, self.chunked):
-            if req in queue:
-                queue.remove(req)
+        if req.status is Status.WAITING:
+            del self.waiting[bisect.bisect_left(self.waiting, req.order, key=lambda r: r.order)]
+        elif req in self.chunked:
+            self.chunked.remove(req)
 
-    def plan(self, budget: int, running: Iterable[Req] | None, on_admit: Callable[[Req], None]) -> list[SeqSlot]:
-        """Slots for at most `budget` prompt tokens.
+    @property
+    def has_work(self) -> bool:
+        return bool(self.chunked or self.waiting)
 
-        `running` are the requests that will go on decoding, for whose growth room is kept; None admits nobody.
+    def plan(self, budget: StepBudget, running: Index | None) -> list[Chunk]:
+        """Chunks of prompts within the budget.
+
+        One prompt after the other, oldest first: that gives the lowest mean time to the first token. `running` are the
+        rows that will go on decoding, for whose growth room is kept; None admits nobody.
         """
-        slots: list[SeqSlot] = []
+        chunks: list[Chunk] = []
         for req in list(self.chunked):
-            if budget <= 0:
-                return slots
-            slots.append(self._chunk(req, budget))
-            budget -= slots[-1].stop - slots[-1].start
-        if running is None or budget <= 0 or not self.waiting or not self.table.available:
-            return slots
-        reserved = sum(self.growth.tokens(r) for r in running) + sum(self.growth.tokens(s.req) for s in slots)
+            if not self._chunk(req, budget, chunks):
+                return chunks
+        if running is None or budget.is_spent or not self.waiting or not self.rows.available:
+            return chunks
+        reserved = self.growth.tokens_of_rows(self.rows, running) + self.growth.tokens(*(c.req for c in chunks))
         for req in self._in_order():
-            if budget <= 0 or not self.table.available or not self._admit(req, reserved):
+            if budget.is_spent or not self.rows.available or not self._admit(req, reserved):
                 break
             reserved += self.growth.tokens(req)
-            on_admit(req)
-            slots.append(self._chunk(req, budget))
-            budget -= slots[-1].stop - slots[-1].start
-        return slots
+            if not self._chunk(req, budget, chunks):
+                break
+        return chunks
 
     def _in_order(self) -> list[Req]:
         if self.policy == "lpm" and len(self.waiting) <= LPM_MAX_WAITING:
             prefix = self.cache.prefix
-            hits = {
-                r.uid: prefix.match_prefix(r.host_ids[: r.confirmed_len - 1]).handle.num_pages for r in self.waiting
-            }
+            hits = {r.uid: prefix.match_prefix(r.ids[: len(r.ids) - 1]).handle.num_pages for r in self.waiting}
             return sorted(self.waiting, key=lambda r: (-hits[r.uid], r.order))
         return list(self.waiting)
 
     def _admit(self, req: Req, reserved: int) -> bool:
         """Give `req` a row and the pages of its whole prompt, if the pool can bear it. `reserved` counts tokens."""
         cache = self.cache
-        cache.attach(req)
-        need = cache.pages_for(req.device_len) - len(req.pages)
+        shared = cache.attach(req)
+        need = cache.pages_for(len(req.ids)) - len(shared)
         # With nobody else to wait for, what fits now is enough: the request was checked at the door.
         margin = cache.pages_for(reserved + self.growth.tokens(req)) if reserved else 0
-        if need + margin > cache.available or (pages := cache.allocate(need)) is None:
+        if need + margin > cache.available or (own := cache.allocate(need)) is None:
             cache.detach(req)
             return False
-        req.pages += pages
-        req.cached_len = req.cache_handle.num_pages * cache.page_size
+        cached_len = len(shared) * cache.page_size
+        self.rows.allocate(req, cached_len)
+        self.rows.set_pages(req, 0, shared + own)
+        if len(req.ids) == req.prompt_len:  # not one that was retracted: it would find its own prompt
+            req.prefix_hit = cached_len
+        self.remove(req)
         req.status = Status.RUNNING
-        self.table.allocate(req)
-        assert req.table_idx is not None
-        self.table.write_pages(req.table_idx, 0, req.pages)
-        self.waiting.remove(req)
         self.chunked.append(req)
         return True
 
-    def _chunk(self, req: Req, budget: int) -> SeqSlot:
-        start, stop = req.cached_len, req.cached_len + min(req.extend_len, budget)
-        samples = stop == req.device_len
-        if samples:
+    def _chunk(self, req: Req, budget: StepBudget, chunks: list[Chunk]) -> bool:
+        """Add what the budget has for the prompt of `req`; whether that completes it."""
+        start = int(self.rows.cached_len[req.row])
+        stop = start + budget.take(start, len(req.ids) - start)
+        is_complete = stop == len(req.ids)
+        if is_complete:
             self.chunked.remove(req)
-        assert req.table_idx is not None
-        return SeqSlot(req, req.table_idx, start, stop, samples=samples, from_device=False)
+        if stop > start:
+            chunks.append(Chunk(req, start, stop, samples=is_complete))
+        return is_complete

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from minisgl.core import FinishReason, Req
+from minisgl.message import ExitMsg
 from support.fake_engine import FakeEngine, expected_output
 from support.traces import Harness, run_random_trace
 
@@ -134,3 +135,20 @@ def test_nan_row_ends_alone_and_is_not_cached() -> None:
     assert "NaN" in h.errors[bad]
     assert h.outputs[good] == expected_output([1] * 9, 10, 5003, ignore_eos=True)
     assert h.scheduler.cache.prefix.match_prefix(np.array([2] * 9, np.int32)).handle.num_pages == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_everybody_is_answered_when_the_scheduler_is_told_to_leave(depth: int) -> None:
+    """Also those that have ended, but are still held by a batch in flight: they had their answer."""
+    for steps in range(16):
+        h = Harness(FakeEngine(rows=3, num_pages=40, page_size=4, vocab=7), depth, max_prefill_length=8)
+        for i in range(6):
+            h.add([1 + i, 2, 3 + i % 2] * (1 + i), 2 + 2 * i)
+        for _ in range(steps):
+            h.step()
+        h.abort(steps % 6)
+        h.io.inbox.append(ExitMsg())
+        h.scheduler.run_forever()
+        h.drain_replies()
+        assert sorted(h.endings) == sorted(h.requests)
+        h.check_outputs()

@@ -1,0 +1,144 @@
+"""Host work of the scheduler per step, by phase, in microseconds: `python benchmark/scheduler/bench.py`.
+
+The engine is a stub that answers at once, so what is left is the scheduler: plan, launch (without the engine's own
+part), collect (without waiting) and the message to the detokenizer. 256 requests decode at overlap depth 1. A `steady`
+step is one in which no request begins, ends or needs a page; `paging` steps need pages for some of the requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+os.environ["MINISGL_CHECK"] = "0"
+
+import numpy as np
+
+from minisgl.config import SchedulerConfig
+from minisgl.core import BatchPlan
+from minisgl.message import UserMsg, ids_to_bytes
+from minisgl.params import Limits, SamplingParams
+from minisgl.scheduler.io import OfflineIO
+from minisgl.scheduler.scheduler import Scheduler
+
+PHASES = ("plan", "launch", "collect", "send")
+
+
+class Clock:
+    """Seconds spent in wrapped functions since the last `take`, those of inner ones not counted in outer ones."""
+
+    def __init__(self) -> None:
+        self._spent: dict[str, float] = defaultdict(float)
+        self._inner = [0.0]
+
+    def wrap(self, owner: Any, name: str, phase: str) -> None:
+        function: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._inner.append(0.0)
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                total = time.perf_counter() - start
+                self._spent[phase] += total - self._inner.pop()
+                self._inner[-1] += total
+
+        setattr(owner, name, timed)
+
+    def take(self) -> dict[str, float]:
+        spent, self._spent = self._spent, defaultdict(float)
+        return spent
+
+
+class InstantOutput:
+    def __init__(self, count: int) -> None:
+        self._result = np.full(count, 7, np.int32), np.ones(count, np.int32)
+
+    def wait(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._result
+
+
+class InstantEngine:
+    """Knows the answer (7, for ever) before it is asked."""
+
+    is_async = True
+    eos_token_ids = frozenset({1, 2})
+    limits = Limits(max_model_len=16_384, vocab_size=150_000)
+
+    def __init__(self, rows: int, page_size: int, num_pages: int) -> None:
+        self.max_running_requests, self.page_size, self.num_pages = rows, page_size, num_pages
+
+    def describe(self) -> dict[str, str | int | float]:
+        return {}
+
+    def prepare(self, plan: BatchPlan) -> BatchPlan:
+        return plan
+
+    def launch(self, plan: BatchPlan) -> InstantOutput:
+        return InstantOutput(int(np.count_nonzero(plan.slots[:, 3] & BatchPlan.SAMPLES)))
+
+
+def measure(rows: int, page_size: int, steps: int) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Seconds by phase of `steps` steps: those without and those with page-table writes."""
+    engine = InstantEngine(rows, page_size, num_pages=rows * 64)
+    io = OfflineIO()
+    scheduler = Scheduler(SchedulerConfig(max_prefill_length=2**20), engine, io)  # all start in the same step
+    assert scheduler.depth == 1
+    rng = np.random.default_rng(0)
+    for uid in range(rows):
+        # Half of the page's offsets occur, so every other step needs pages, for eight requests of 256 at once.
+        prompt = rng.integers(10, 1000, size=64 + 2 * uid % page_size, dtype=np.int32)
+        params = SamplingParams(max_tokens=64 * 16, ignore_eos=uid % 2 == 0)
+        io.inbox.append(UserMsg(uid, ids_to_bytes(prompt), params))
+    clock = Clock()
+    for name in ("plan", "launch", "collect"):
+        clock.wrap(scheduler, name, name)
+    clock.wrap(scheduler.outbox, "send", "send")
+    for name in ("prepare", "launch"):
+        clock.wrap(engine, name, "engine")
+    while len(scheduler.decode.running) < rows:
+        scheduler.step()
+    steady, paging = [], []
+    gc.collect()
+    gc.freeze()
+    for _ in range(steps):
+        io.outbox.clear()
+        clock.take()
+        start = time.perf_counter()
+        scheduler.step()
+        total = time.perf_counter() - start
+        spent = clock.take()
+        spent["step"] = total - spent["engine"]
+        plan = scheduler.launched[-1].plan
+        assert len(plan.slots) == rows
+        (paging if len(plan.pages) else steady).append(spent)
+    return steady, paging
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=900)
+    args = parser.parse_args()
+    steady, paging = measure(args.rows, args.page_size, args.steps)
+    print(f"{args.rows} requests, page size {args.page_size}, median (90th percentile) in us")
+    for name, spent in (("steady", steady), ("paging", paging)):
+        if not spent:
+            continue
+        cells = []
+        for phase in (*PHASES, "step"):
+            values = [s[phase] * 1e6 for s in spent]
+            cells.append(f"{phase} {np.median(values):.1f} ({np.percentile(values, 90):.1f})")
+        counted = np.median([sum(s[p] for p in PHASES) * 1e6 for s in spent])
+        print(f"{name}: {len(spent)} steps; {'; '.join(cells)}; sum of the phases {counted:.1f}")
+
+
+if __name__ == "__main__":
+    main()

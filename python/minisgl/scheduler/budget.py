@@ -1,0 +1,105 @@
+"""How much of prompts a step may take on, so that the streams that are running keep their pace."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+from minisgl.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from minisgl.config import SchedulerConfig
+    from minisgl.core import StepCosts
+
+# Prompts always get this many tokens a step, or a slow decode step would shut them out.
+FLOOR_TOKENS: Final = 64
+# The target when none is given. A stream then moves faster than anybody reads, and a step is long enough to spend most
+# of its time on the prompt (a third of 30 ms is overhead where a step costs 8 ms besides its tokens). Where decoding
+# alone takes longer than half of that, prompts may double it: a fixed target would leave them the floor.
+AUTO_TARGET_S: Final = 0.030
+AUTO_STRETCH: Final = 2.0
+
+
+class StepBudget:
+    """What is left of one step for prompts: `tokens` and, where a pace must be kept, `seconds`.
+
+    Whatever is left, `floor` tokens are granted; chunks of more than that together take no longer than the seconds.
+    """
+
+    def __init__(
+        self, tokens: int, costs: StepCosts | None = None, seconds: float = math.inf, floor: int = FLOOR_TOKENS
+    ) -> None:
+        self._tokens = tokens
+        self._floor = floor
+        self._costs = costs
+        self._seconds = seconds
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether a prompt with nothing cached would get no token."""
+        return self._affordable(0) <= 0
+
+    def take(self, start: int, wanted: int) -> int:
+        """How many tokens, of `wanted` from position `start` on, a prompt gets; they are taken off the budget."""
+        count = max(0, min(wanted, self._affordable(start)))
+        self._tokens -= count
+        self._floor -= count
+        if self._costs is not None:
+            self._seconds -= self._costs.chunk_seconds(start, count)
+        return count
+
+    def _affordable(self, start: int) -> int:
+        if self._costs is None:
+            return self._tokens
+        return min(self._tokens, max(self._floor, _tokens_within(self._costs, self._seconds, start, self._tokens)))
+
+
+class Pace:
+    """The target for the time between two tokens of a stream, as each step's budget.
+
+    A step's time is predicted with costs that were measured when the engine started, and not corrected by what steps
+    then take: the same requests make the same plans, and under overlap the host sees queueing as much as computing.
+    """
+
+    def __init__(self, config: SchedulerConfig, costs: StepCosts | None) -> None:
+        target = config.itl_target_ms
+        if target is not None and not 0 <= target < math.inf:
+            raise ConfigError(f"--itl-target-ms must be 0 (off) or a positive number, not {target}")
+        if config.max_prefill_length < 1:
+            raise ConfigError(f"--max-prefill-length must be at least 1, not {config.max_prefill_length}")
+        if target and costs is None:
+            raise ConfigError("--itl-target-ms needs the costs of a step, which are not measured on this device")
+        self.max_tokens = config.max_prefill_length
+        self.floor = FLOOR_TOKENS
+        self.costs = None if target == 0 else costs
+        self._target = AUTO_TARGET_S if target is None else target / 1e3
+        self._stretch = AUTO_STRETCH if target is None else 0.0
+
+    def budget(self, num_running: int, context: int) -> StepBudget:
+        """For a step in which `num_running` requests decode whose K/V is `context` tokens together."""
+        tokens = self.max_tokens - num_running
+        if self.costs is None or num_running == 0:
+            return StepBudget(tokens)
+        decode = self.costs.decode_seconds(num_running, context)
+        return StepBudget(tokens, self.costs, max(self._target, self._stretch * decode) - decode, self.floor)
+
+    def describe(self) -> dict[str, str | int | float]:
+        """Facts for the banner and /server_info."""
+        if self.costs is None:
+            return {"token_budget": self.max_tokens}
+        return {"token_budget": self.max_tokens, "itl_target_ms": self._target * 1e3}
+
+
+def _tokens_within(costs: StepCosts, seconds: float, start: int, limit: int) -> int:
+    """The most tokens, up to `limit`, of a chunk from position `start` on that takes at most `seconds`.
+
+    The larger root of pair/2 n^2 + (token + pair start) n = seconds, in the form that stays exact when pair is 0.
+    """
+    linear = costs.per_token + costs.per_pair * start
+    root = math.sqrt(linear * linear + 2 * costs.per_pair * max(seconds, 0.0))
+    count = 2 * max(seconds, 0.0) / (linear + root) if linear + root > 0 else math.inf
+    most = int(min(count, limit))
+    # Rounding may have made it one too many.
+    while most > 0 and costs.chunk_seconds(start, most) > seconds:
+        most -= 1
+    return most

@@ -1,0 +1,108 @@
+"""Text made in the end is the text made as tokens come, byte for byte."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from minisgl.core import FinishReason
+from minisgl.llm.llm import Completion, _Answers
+from minisgl.message import DetokenizeMsg, Finished, Started, UserMsg, ids_to_bytes
+from minisgl.params import SamplingParams
+from minisgl.tokenizer.detokenize import DetokenizeManager
+from minisgl.utils.errors import RequestError
+
+
+def _conftest() -> ModuleType:
+    path = Path(__file__).parents[1] / "tokenizer" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("tokenizers_for_tests", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+MADE = _conftest()
+
+
+def messages(rng: random.Random, users: list[UserMsg], vocab: int) -> list[DetokenizeMsg]:
+    """What a scheduler may say: requests begin and end at different steps, ids that no token has among the tokens."""
+    spans = {u.uid: (start := rng.randrange(20), start + rng.randrange(1, 50)) for u in users}
+    said = []
+    for step in range(max(stop for _, stop in spans.values())):
+        now = [u for u in users if spans[u.uid][0] <= step < spans[u.uid][1]]
+        rng.shuffle(now)
+        p = {u.uid: u.sampling_params for u in users}
+        started = [
+            Started(u.uid, 3, u.uid % 3, p[u.uid].stop, p[u.uid].skip_special_tokens)
+            for u in now
+            if spans[u.uid][0] == step
+        ]
+        ends = [u.uid for u in now if spans[u.uid][1] == step + 1]
+        finished = [
+            Finished(uid, FinishReason.LENGTH) if rng.random() < 0.5 else Finished(uid, FinishReason.STOP, False)
+            for uid in ends
+        ]
+        uids = np.array([u.uid for u in now], "<i8").tobytes()
+        said.append(DetokenizeMsg(uids, ids_to_bytes([rng.randrange(vocab + 5) for _ in now]), started, finished))
+    return said
+
+
+def answers_to(
+    tokenizer: Tokenizer, users: list[UserMsg], said: list[DetokenizeMsg], *, streams: bool
+) -> list[Completion]:
+    heard: dict[int, str] = {}
+
+    def on_token(index: int, text: str) -> None:
+        heard[index] = heard.get(index, "") + text
+
+    detokenizer = DetokenizeManager(tokenizer)
+    answers = _Answers(detokenizer, users, on_token if streams else None)
+    assert answers._streams is streams
+    for msg in said:
+        assert answers.pending > 0
+        assert answers.take(msg) == []
+    assert answers.pending == 0 and detokenizer.entries == 0
+    done = answers.finish()
+    if streams:
+        assert [heard.get(i, "") for i in range(len(users))] == [c.text for c in done]
+    return done
+
+
+@pytest.mark.parametrize("tokenizer", [MADE.byte_level(), MADE.byte_fallback()], ids=["byte-level", "byte-fallback"])
+@pytest.mark.parametrize("seed", range(15))
+def test_text_in_the_end_is_text_as_it_comes(tokenizer: Tokenizer, seed: int) -> None:
+    rng = random.Random(seed)
+    users = [
+        UserMsg(70 + i, ids_to_bytes([1, 2, 3]), SamplingParams(skip_special_tokens=rng.random() < 0.5))
+        for i in range(rng.randrange(1, 12))
+    ]
+    said = messages(rng, users, tokenizer.get_vocab_size())
+    at_end = answers_to(tokenizer, users, said, streams=False)
+    assert at_end == answers_to(tokenizer, users, said, streams=True)
+    assert any(c.text for c in at_end)
+
+
+def test_a_stop_string_makes_text_come_at_once() -> None:
+    detokenizer = DetokenizeManager(MADE.byte_level())
+    user = UserMsg(1, ids_to_bytes([1]), SamplingParams(stop=("fox",)))
+    assert _Answers(detokenizer, [user], None)._streams
+
+
+def test_a_failed_request_fails_the_call_either_way() -> None:
+    for on_token in (None, lambda index, text: None):
+        users = [UserMsg(1, ids_to_bytes([1]), SamplingParams())]
+        answers = _Answers(DetokenizeManager(MADE.byte_level()), users, on_token)
+        with pytest.raises(RequestError, match="NaN") as failed:
+            answers.take(DetokenizeMsg(b"", b"", [], [Finished(1, FinishReason.ERROR, error="NaN", status=500)]))
+        assert failed.value.status == 500
+
+
+def test_no_prompts_no_completions() -> None:
+    assert _Answers(DetokenizeManager(MADE.byte_level()), [], None).finish() == []

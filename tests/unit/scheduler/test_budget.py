@@ -1,0 +1,136 @@
+"""T-pace: prompts are computed beside running streams only as far as these keep their pace."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import defaultdict
+from statistics import mean
+
+import numpy as np
+import pytest
+
+from minisgl.config import SchedulerConfig
+from minisgl.core import BatchPlan, FinishReason, StepCosts
+from minisgl.message import ids_from_bytes
+from minisgl.scheduler.budget import FLOOR_TOKENS, Pace, StepBudget
+from minisgl.utils.errors import ConfigError
+from support.fake_engine import FakeEngine, step_seconds
+from support.traces import Harness
+
+COSTS = StepCosts(base=8e-3, per_token=22e-6)
+
+
+def random_costs(rng: random.Random) -> StepCosts:
+    per_pair = rng.choice((0.0, 1e-9, 1e-7))
+    return StepCosts(rng.choice((1e-3, 8e-3, 5e-2)), rng.choice((2e-6, 22e-6)), rng.choice((0.0, 1e-7)), per_pair)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_more_than_the_floor_never_takes_longer_than_the_target(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(200):
+        costs, target = random_costs(rng), rng.choice((5.0, 30.0, 100.0))
+        pace = Pace(SchedulerConfig(itl_target_ms=target, max_prefill_length=8192), costs)
+        running, context = rng.randrange(1, 300), rng.randrange(200_000)
+        budget = pace.budget(running, context)
+        seconds, granted = costs.decode_seconds(running, context), 0
+        while not budget.is_spent:
+            start, wanted = rng.choice((0, 0, 17, 5000, 100_000)), rng.choice((1, 30, 700, 9000))
+            count = budget.take(start, wanted)
+            assert 0 <= count <= wanted
+            seconds += costs.chunk_seconds(start, count)
+            granted += count
+            if count == 0:
+                break
+        assert granted >= min(FLOOR_TOKENS, wanted)
+        assert granted <= FLOOR_TOKENS or seconds <= target / 1e3 + 1e-9
+        assert granted <= 8192 - running
+        # Nothing is wasted either: one prompt without an end takes what there is.
+        count = pace.budget(running, context).take(0, 1 << 20)
+        if FLOOR_TOKENS < count < 8192 - running:
+            assert costs.decode_seconds(running, context) + costs.chunk_seconds(0, count + 2) > target / 1e3
+
+
+def test_nobody_running_means_no_target() -> None:
+    pace = Pace(SchedulerConfig(itl_target_ms=10.0, max_prefill_length=5000), COSTS)
+    assert pace.budget(0, 0).take(0, 9999) == 5000
+    assert pace.budget(10, 100).take(0, 9999) < 100
+    off = Pace(SchedulerConfig(itl_target_ms=0, max_prefill_length=5000), COSTS)
+    assert off.budget(10, 100).take(0, 9999) == 4990
+    unmeasured = Pace(SchedulerConfig(max_prefill_length=5000), None)
+    assert unmeasured.budget(10, 100).take(0, 9999) == 4990
+
+
+def test_the_default_gives_way_to_an_engine_that_is_slow_at_decoding() -> None:
+    pace = Pace(SchedulerConfig(), StepCosts(base=0.1, per_token=1e-4))
+    count = pace.budget(1, 0).take(0, 9999)
+    assert count == pytest.approx((0.1 + 1e-4) / 1e-4, abs=1)  # as long again as decoding alone
+
+
+@pytest.mark.parametrize(
+    ("options", "costs"),
+    [
+        ({"itl_target_ms": -1.0}, COSTS),
+        ({"itl_target_ms": float("nan")}, COSTS),
+        ({"itl_target_ms": 30.0}, None),
+        ({"max_prefill_length": 0}, None),
+    ],
+)
+def test_settings_that_cannot_be_kept_are_refused(options: dict[str, object], costs: StepCosts | None) -> None:
+    with pytest.raises(ConfigError):
+        Pace(SchedulerConfig(**options), costs)  # type: ignore[arg-type]
+
+
+def test_the_costs_of_a_chunk_are_the_sum_of_its_tokens() -> None:
+    costs = StepCosts(1e-3, 2e-6, 3e-8, 5e-9)
+    slots = np.array([[0, 99, 100, 3], [1, 40, 41, 3], [2, 1000, 1300, 1]], np.int32)
+    none = np.empty(0, np.int32)
+    want = costs.decode_seconds(2, 139) + costs.chunk_seconds(1000, 300)
+    assert step_seconds(costs, BatchPlan(1, slots, none, none, none, none)) == pytest.approx(want)
+
+
+def run_burst(target: float) -> tuple[float, float]:
+    """64 prompts of 1024 tokens come to 16 running streams: largest gap of these, mean time to the first token, s."""
+    engine = FakeEngine(rows=80, num_pages=6000, page_size=16, max_model_len=2048, vocab=5003, costs=COSTS)
+    h = Harness(engine, 1, itl_target_ms=target, max_prefill_length=8192)
+    streams = [h.add([1 + i, 2, 3], 400, ignore_eos=True) for i in range(16)]
+    times: dict[int, list[float]] = defaultdict(list)
+
+    def step() -> None:
+        h.scheduler.step()
+        for msg in h.io.outbox:
+            for uid in np.frombuffer(msg.uids, "<i8").tolist():
+                times[uid].append(engine.seconds)
+            assert len(ids_from_bytes(msg.tokens)) <= 80
+        h.drain_replies()
+
+    while len(times) < 16:
+        step()
+    rng = random.Random(0)
+    burst = [h.add([rng.randrange(5003) for _ in range(1024)], 2, ignore_eos=True) for _ in range(64)]
+    came = engine.seconds
+    while not all(uid in h.endings for uid in burst):
+        step()
+    assert {h.endings[uid] for uid in burst} == {FinishReason.LENGTH}
+    gaps = [b - a for uid in streams for a, b in itertools.pairwise(times[uid])]
+    firsts = [times[uid][0] - came for uid in burst]
+    assert firsts == sorted(firsts), "first come, first served"
+    for uid in streams:
+        h.abort(uid)
+    h.finish_all()
+    h.check_outputs()
+    return max(gaps), mean(firsts)
+
+
+def test_a_burst_of_prompts_leaves_running_streams_their_pace() -> None:
+    gap_without, first_without = run_burst(0.0)
+    gap, first = run_burst(30.0)
+    assert gap_without > 0.150
+    assert gap <= 0.030 + 1e-9
+    assert first < 1.5 * first_without  # most of a step is still spent on prompts
+
+
+def test_the_budget_counts_down() -> None:
+    budget = StepBudget(100)
+    assert (budget.take(0, 60), budget.take(0, 60), budget.is_spent) == (60, 40, True)
