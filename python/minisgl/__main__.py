@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from minisgl.benchmark.args import add_bench, run_bench
 from minisgl.server.args import Parser, add_model_argument, add_options, args_from_options, engine_options, take_options
 from minisgl.utils.errors import ConfigError, MinisglError
 
@@ -15,13 +16,14 @@ Serve a language model, or talk to one. Without MODEL it is the small demo model
   minisgl serve ~/models/Qwen3-0.6B     a folder in Hugging Face's layout
   minisgl chat                          chat in this terminal
   minisgl generate "Once upon a time"   answer prompts and exit; no server
+  minisgl bench offline                 measure the engine; `minisgl bench online` measures any server
   minisgl env                           versions, CPU, GPU, available backends (for bug reports)
 """
 EPILOG = """\
 `minisgl COMMAND --help` explains the command's options; each can also be set by an environment variable, for example
 MINISGL_PORT=8000. LOG_LEVEL=DEBUG shows detail. `python -m minisgl [--model X] [--shell]` is `minisgl serve`.
 """
-COMMANDS = ("serve", "chat", "generate", "env")
+COMMANDS = ("serve", "chat", "generate", "bench", "env")
 
 
 def _parser() -> Parser:
@@ -47,6 +49,7 @@ def _parser() -> Parser:
     _add_sampling(generate, default_temperature=0.0)
     add_options(generate)
 
+    add_bench(commands)
     commands.add_parser("env", help="print versions, devices and available backends", allow_abbrev=False)
     return parser
 
@@ -69,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         print(minisgl.__version__)
         return 0
     options = _parser().parse_args(argv)
-    run = {"serve": _serve, "chat": _chat, "generate": _generate, "env": _env}[options.command]
+    run = {"serve": _serve, "chat": _chat, "generate": _generate, "bench": run_bench, "env": _env}[options.command]
     try:
         return run(options)
     except MinisglError as e:

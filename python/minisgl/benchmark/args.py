@@ -1,0 +1,227 @@
+"""The command line of `minisgl bench`. Imports nothing heavy: `minisgl --help` reads it too."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from minisgl.config import SchedulerConfig
+from minisgl.server.args import (
+    ServerArgs,
+    add_model_argument,
+    add_options,
+    engine_options,
+    options_from_env,
+    take_options,
+)
+from minisgl.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from minisgl.server.args import Parser
+
+T = TypeVar("T")
+
+DESCRIPTION = """\
+Measure the engine or a server; docs/benchmarks.md says what each figure means.
+
+  minisgl bench offline     the engine alone, in this process
+  minisgl bench online      any server with OpenAI's API, or one of our own
+"""
+OFFLINE_EXAMPLES = """\
+Measure the engine alone. Without MODEL it is the built-in one.
+
+  minisgl bench offline --num-prompts 8 --input-len 64 --output-len 32       seconds, on any CPU
+  minisgl bench offline --workload a,batch64,single,prefill --shape qwen3-8b  random weights, no download
+  minisgl bench offline ~/models/Qwen3-0.6B --workload a --repeat 5 --json a.json
+  minisgl bench offline --workload batch64 --profile-steps 100    what a step costs on the host
+  minisgl bench offline --workload batch64 --timeline trace.json  kernels of a few steps, for chrome://tracing
+  minisgl bench offline --workload a,shared --ablate              overlap, graphs and radix cache on and off
+"""
+ONLINE_EXAMPLES = """\
+Load a server as its clients would, and tell what they see. Without --url it starts a server of its own.
+
+  minisgl bench online --streams 4 --num-requests 16 --input-len 32-128 --output-len 32    seconds, on any CPU
+  minisgl bench online --shape qwen3-8b --json closed.json         64 streams, 192 requests
+  minisgl bench online --url http://host:8000 --pattern poisson --rates 1,2,4,8,16 --plot plots
+  minisgl bench online --pattern burst --background 16             stalls of running streams
+  minisgl bench online --pattern sharegpt --rates 4
+  minisgl bench online --pattern trace --trace qwen_traceA_blksz_16.jsonl --num-requests 1000 --speed 2
+  minisgl bench online --client-speed                              how many events a second the client itself takes
+"""
+
+
+def add_bench(commands: _SubParsersAction[Parser]) -> None:
+    """The `bench` command with its two kinds."""
+    raw = argparse.RawDescriptionHelpFormatter
+    bench = commands.add_parser(
+        "bench", help="measure the engine or a server", description=DESCRIPTION, formatter_class=raw, allow_abbrev=False
+    )
+    kinds = bench.add_subparsers(dest="kind", metavar="KIND", required=True)
+    offline = kinds.add_parser(
+        "offline", help="the engine alone", description=OFFLINE_EXAMPLES, formatter_class=raw, allow_abbrev=False
+    )
+    _add_offline(offline)
+    online = kinds.add_parser(
+        "online", help="any server", description=ONLINE_EXAMPLES, formatter_class=raw, allow_abbrev=False
+    )
+    _add_online(online)
+
+
+def _add_offline(parser: Parser) -> None:
+    from minisgl.benchmark.workloads import WORKLOADS
+
+    add_model_argument(parser)
+    group = parser.add_argument_group("benchmark")
+    names = "; ".join(f"{name} = {kind.help}" for name, kind in WORKLOADS.items())
+    group.add_argument("--workload", default="a", metavar="NAMES", help=f"comma-separated (default: a): {names}")
+    group.add_argument("--num-prompts", type=int, metavar="INT", help="requests (default: the workload's)")
+    group.add_argument("--input-len", type=int, metavar="INT", help="tokens of a prompt, for a the most")
+    group.add_argument("--output-len", type=int, metavar="INT", help="tokens of an output, for a the most")
+    group.add_argument("--temperature", type=float, default=0.6, metavar="FLOAT", help="default: 0.6")
+    group.add_argument("--repeat", type=int, default=3, metavar="INT", help="timed runs of each workload (default: 3)")
+    help = "also measure the host's work in this many steady steps, in a run of their own"
+    group.add_argument("--profile-steps", type=int, default=0, metavar="INT", help=help)
+    help = "also write a Chrome trace of a few steady steps of the first workload, and a picture beside it"
+    group.add_argument("--timeline", metavar="FILE", help=help)
+    help = "run everything with overlap, CUDA graphs and radix cache on and off instead, as far as there is a choice"
+    group.add_argument("--ablate", action="store_true", help=help)
+    _add_common(group)
+    add_options(parser, SchedulerConfig)
+
+
+def _add_online(parser: Parser) -> None:
+    from minisgl.benchmark.patterns import PATTERNS, OnlineSettings
+
+    add_model_argument(parser)
+    own = OnlineSettings()
+    group = parser.add_argument_group("benchmark")
+    group.add_argument("--url", help="a running server, http://host:port; --model is then the name to ask for")
+    names = "; ".join(f"{name} = {pattern.help}" for name, pattern in PATTERNS.items())
+    group.add_argument("--pattern", default=own.pattern, metavar="NAME", help=f"default: closed. {names}")
+    group.add_argument("--num-requests", type=int, metavar="INT", help="for each point (default: the pattern's)")
+    group.add_argument("--input-len", metavar="N-M", help="tokens of a prompt; for sharegpt and trace the limits")
+    group.add_argument("--output-len", metavar="N-M", help="tokens of an output; for sharegpt and trace the limits")
+    group.add_argument("--streams", default="64", metavar="N,M", help="of the closed loop; several = several points")
+    group.add_argument("--rates", default="", metavar="X,Y", help="requests per second; several = several points")
+    group.add_argument("--background", type=int, default=0, metavar="INT", help="streams that run when the burst comes")
+    group.add_argument("--trace", metavar="FILE", help="JSONL file in the format of the Qwen-Bailian traces")
+    group.add_argument("--speed", type=float, default=own.speed, metavar="FLOAT", help="of the replay (default: 1)")
+    group.add_argument("--temperature", type=float, default=own.temperature, metavar="FLOAT", help="default: 0")
+    help = f"prompt ids are below this (default: {own.vocab})"
+    group.add_argument("--vocab", type=int, default=own.vocab, metavar="INT", help=help)
+    help = "of prompts and arrivals; give a server that remembers the last run's prompts another one (default: 0)"
+    group.add_argument("--seed", type=int, default=own.seed, metavar="INT", help=help)
+    help = f"short requests before the clock runs (default: {own.warm_up})"
+    group.add_argument("--warm-up", type=int, default=own.warm_up, metavar="INT", help=help)
+    help = "seconds for one request (default: 600)"
+    group.add_argument("--timeout", type=float, default=own.timeout, metavar="FLOAT", help=help)
+    group.add_argument("--text", action="store_true", help="send prompts as text, for servers that take no token ids")
+    group.add_argument("--plot", metavar="DIR", help="draw throughput and distributions (needs matplotlib)")
+    group.add_argument("--client-speed", action="store_true", help="measure the load generator instead of a server")
+    _add_common(group)
+    add_options(parser, ServerArgs)
+
+
+def _add_common(group: argparse._ArgumentGroup) -> None:
+    from minisgl.benchmark.shapes import SHAPES
+
+    help = f"this model's shape with random weights: {', '.join(SHAPES)}"
+    group.add_argument("--shape", metavar="NAME", help=help)
+    group.add_argument("--json", metavar="FILE", help="write everything measured to this file")
+
+
+def _numbers(text: str, kind: Callable[[str], T], flag: str) -> tuple[T, ...]:
+    """From "1,2,4"; raises `ConfigError`."""
+    try:
+        return tuple(kind(part) for part in text.split(",") if part)
+    except ValueError:
+        raise ConfigError(f"{flag} {text!r} is not a list of numbers like 1,2,4") from None
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    """Run what the command line says; returns the exit code, 1 when a request failed."""
+    from minisgl.benchmark.report import check_writable
+
+    check_writable(options.json, "--json")
+    return _offline(options) if options.kind == "offline" else _online(options)
+
+
+def _write(report: dict[str, Any], path: str | None) -> None:
+    from minisgl.benchmark.report import write_json
+
+    if path is not None:
+        write_json(path, report)
+
+
+def _offline(options: argparse.Namespace) -> int:
+    from minisgl.benchmark.ablate import ablation_table, run_ablations
+    from minisgl.benchmark.offline import OfflineSettings, offline_table, run_offline
+    from minisgl.benchmark.shapes import shape_options
+
+    settings = OfflineSettings(
+        workloads=tuple(options.workload.split(",")),
+        num_prompts=options.num_prompts,
+        input_len=options.input_len,
+        output_len=options.output_len,
+        temperature=options.temperature,
+        repeat=options.repeat,
+        profile_steps=options.profile_steps,
+        timeline=options.timeline,
+    )
+    run, table = (run_ablations, ablation_table) if options.ablate else (run_offline, offline_table)
+    with shape_options(options.shape, engine_options(take_options(options))) as given:
+        report = run(settings, given)
+    print(table(report))
+    _write(report, options.json)
+    return 0
+
+
+def _online(options: argparse.Namespace) -> int:
+    from minisgl.benchmark.online import draw, online_table, run_online
+    from minisgl.benchmark.patterns import OnlineSettings
+    from minisgl.benchmark.plots import require_matplotlib
+    from minisgl.benchmark.shapes import shape_options
+
+    if options.client_speed:
+        from minisgl.benchmark.client_speed import measure_client
+
+        report = measure_client()
+        print(f"the client took {report['events_s']:,.0f} events a second, {report['streams']} streams at once")
+        _write(report, options.json)
+        return 0
+    if options.plot is not None:
+        require_matplotlib()
+    settings = OnlineSettings(
+        pattern=options.pattern,
+        num_requests=options.num_requests,
+        input_len=options.input_len,
+        output_len=options.output_len,
+        streams=_numbers(options.streams, int, "--streams"),
+        rates=_numbers(options.rates, float, "--rates"),
+        background=options.background,
+        trace=options.trace,
+        speed=options.speed,
+        temperature=options.temperature,
+        vocab=options.vocab,
+        seed=options.seed,
+        warm_up=options.warm_up,
+        timeout=options.timeout,
+        text=options.text,
+    )
+    given = take_options(options)
+    if options.url is None:
+        given = options_from_env() | given
+    elif extra := given.keys() - {"model", "api_key"} | ({"shape"} if options.shape else set()):
+        raise ConfigError(f"--url measures a running server, so {', '.join(sorted(extra))} cannot be used")
+    with shape_options(options.shape, given) as server:
+        report, samples = run_online(settings, options.url, server)
+    print(online_table(report))
+    _write(report, options.json)
+    if options.plot is not None:
+        for path in draw(report, samples, Path(options.plot)):
+            print(f"drew {path}")
+    return 1 if any(result["errors"] for result in report["results"]) else 0
