@@ -31,7 +31,9 @@ class EngineConfig:
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     device: str = option("auto", "where to run; auto = a GPU if there is one", choices=("auto", "cpu", "cuda"))
-    page_size: int = option(16, "tokens per KV page, a power of two from 1 to 128")
+    page_size: int | None = option(
+        None, "tokens per KV page, a power of two from 1 to 128; default 64 on a GPU, 16 on a CPU"
+    )
     num_pages: int | None = option(None, "KV pages in the pool; default = from the free memory and --memory-ratio")
     memory_ratio: float | None = option(
         None, "share of the free memory (after weights) for the KV cache; default 0.9 on a GPU, 0.1 on a CPU"
@@ -42,6 +44,11 @@ class EngineConfig:
     )
     attention_backend: str = option(
         "auto", "attention backend, or PREFILL,DECODE; `minisgl env` lists them", flags=("--attn",)
+    )
+    cuda_graph_max_bs: int | None = option(
+        None,
+        "largest batch whose decode steps run as CUDA graphs, 0 = none; default = --max-running-requests on a GPU",
+        flags=("--graph",),
     )
     dummy_weight: bool = option(False, "random weights instead of the checkpoint's (needs only config.json)")
     threads: int | None = option(None, "CPU threads of the engine; default = all cores this process may use")
@@ -67,6 +74,12 @@ class SchedulerConfig:
         8192,
         "token budget of one step: running requests first, the rest for chunks of prompts",
         flags=("--max-extend-length",),
+    )
+    itl_target_ms: float | None = option(
+        None,
+        "longest time between two tokens of a running stream to aim at, by the size of the chunks of prompts computed "
+        "beside it, 0 = no limit; default = 30, or twice a pure decode step if that is longer, where the engine has "
+        "measured what a step costs",
     )
     overlap: bool | None = option(
         None, "plan and reply while the device computes; default: on for a GPU, off for a CPU, where it gains nothing"

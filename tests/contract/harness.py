@@ -17,6 +17,7 @@ from minisgl.models.config import ModelConfig
 from minisgl.models.llama import LlamaForCausalLM
 from minisgl.models.weight import load_model
 from minisgl.utils import hf
+from minisgl.utils.device import CpuDevice
 
 CPU = torch.device("cpu")
 
@@ -46,7 +47,7 @@ def make_batch(spans: list[Span]) -> Batch:
     stops = np.array([s.stop for s in spans], np.int32)
     return Batch(
         step=0,
-        layout=build_layout(rows, lens, stops, torch.tensor),
+        layout=build_layout(rows, lens, stops, CpuDevice(1).upload),
         input_ids=torch.from_numpy(ids),
         positions=torch.from_numpy(positions),
         token_rows=torch.from_numpy(np.repeat(rows, lens)),

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What a model and a pool ask of a backend. `dtype` is that of queries and cache."""
+    """What a model and a pool ask of a backend. `dtype` is that of queries and cache.
+
+    `max_rows` bounds the sequences of a step: the most requests that run at once, and one for padding.
+    """
 
     device_type: str
     dtype: torch.dtype
@@ -25,6 +28,7 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     page_size: int
+    max_rows: int = 257
 
     @property
     def scale(self) -> float:
@@ -71,12 +75,14 @@ class AttentionBackend(ABC):
     """Causal attention of a mixed batch over the paged cache.
 
     `attend` is what a layer calls; `forward` finds the K/V of this step's tokens in the pages already. Slots at or
-    beyond a sequence's kv_len, and pages of nobody, may hold anything, NaN included. The result of one sequence does
-    not depend on the others. `prepare` runs once per step, in step order and after the step's page-table writes;
-    `attend` once per layer.
+    beyond a sequence's kv_len, and pages of nobody, may hold anything, NaN included. The result of one sequence
+    depends on the others at most in how its sums are split, that is in the last bits. `prepare` runs once per step, in
+    step order and after the step's page-table writes; `attend` once per layer.
     """
 
     name: ClassVar[str]
+    # Whether pure decode steps use device data alone (never the layout's host copies), so that a graph can replay them.
+    is_capturable: bool = False
 
     def __init__(self, spec: AttentionSpec, ops: OpTable) -> None:
         self.spec = spec

@@ -28,6 +28,7 @@ class HybridAttention(AttentionBackend):
         super().__init__(prefill.spec, prefill.ops)
         self.prefill = prefill
         self.decode = decode
+        self.is_capturable = decode.is_capturable
 
     def prepare(self, batch: Batch, page_table: Tensor) -> _Chosen:
         backend = self.decode if batch.layout.is_decode else self.prefill

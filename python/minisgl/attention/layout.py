@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from minisgl.core import Ints
 
 
-def build_layout(rows: Ints, query_lens: Ints, kv_lens: Ints, upload: Callable[[Ints], Tensor]) -> SeqLayout:
+def build_layout(rows: Ints, query_lens: Ints, kv_lens: Ints, upload: Callable[..., list[Tensor]]) -> SeqLayout:
     """The layout of B sequences; all arrays are int32 [B], 1 <= query_lens <= kv_lens.
 
-    `upload` copies an int32 array to the device.
+    `upload` copies int32 arrays to the device.
     """
     rows, query_lens, kv_lens = (np.ascontiguousarray(a, np.int32) for a in (rows, query_lens, kv_lens))
     cu_query_lens = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(query_lens, out=cu_query_lens[1:])
-    return SeqLayout(rows, query_lens, kv_lens, upload(rows), upload(kv_lens), upload(cu_query_lens))
+    return SeqLayout(rows, query_lens, kv_lens, *upload(rows, kv_lens, cu_query_lens))

@@ -1,4 +1,4 @@
-"""Penalties, biases and forbidden endings: what changes logits before a token is chosen, kept per row on the device.
+"""What `kernel/adjust.py` changes logits by: penalties, biases and forbidden endings, kept per row on the device.
 
 Only rows that ask for it have state here, in slots made when first needed: counts of a whole vocabulary are too large
 to hold for every row. Each row is adjusted by itself, so its result does not depend on its batch mates.
@@ -46,38 +46,11 @@ class LogitAdjuster:
             self._fill(records[start:stop])
             start = stop
 
-    def adjust(self, logits: Tensor, batch: Batch) -> Tensor:
-        """logits [S, V] of any float dtype -> float32, the rows `batch.adjusted` changed.
-
-        In this order: bias, forbidden endings, repetition penalty (Keskar et al. 2019, arXiv:1909.05858: divide what is
-        positive, multiply what is negative), frequency and presence penalty (as OpenAI's API defines them).
-        """
-        chosen = batch.adjusted
-        slots = self.slot_of_row[batch.sample_rows[chosen]]
-        logits = logits.float()
-        x = logits[chosen]
-        x.scatter_add_(1, self.bias_ids[slots], self.biases[slots])
-        self._forbid_endings(x, slots, batch.sample_positions[chosen])
-        counts = self.counts[slots]
-        presence, frequency, repetition = self.penalties[slots].unsqueeze(2).unbind(1)
-        was_seen = (counts > 0) | self.in_prompt[slots]
-        x = torch.where(was_seen, torch.where(x > 0, x / repetition, x * repetition), x)
-        x -= frequency * counts + presence * (counts > 0)
-        logits[chosen] = x
-        return logits
-
     def count(self, tokens: Tensor, batch: Batch) -> None:
         """Remember the tokens [S] int32 that were chosen."""
         chosen = batch.adjusted
         slots = self.slot_of_row[batch.sample_rows[chosen]]
         self.counts[slots, tokens[chosen].long()] += 1
-
-    def _forbid_endings(self, x: Tensor, slots: Tensor, positions: Tensor) -> None:
-        ids = self.end_ids[slots]
-        forbidden = (ids >= 0) & (positions < self.first_end[slots]).unsqueeze(1)
-        # Places that forbid nothing must not write: they would race with those that do for the same token.
-        row, place = forbidden.nonzero(as_tuple=True)
-        x[row, ids[row, place]] = float("-inf")
 
     def _fill(self, record: Ints) -> None:
         row, first_end = int(record[1]), int(record[5])

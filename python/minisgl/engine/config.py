@@ -15,6 +15,21 @@ from minisgl.utils.errors import ConfigError
 if TYPE_CHECKING:
     from minisgl.config import EngineConfig
 
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What "auto" means on one kind of device. `dtype` None is the checkpoint's own."""
+
+    dtype: str | None
+    memory_ratio: float
+    page_size: int  # larger pages read faster on a GPU, smaller ones share more
+    cuda_graph: bool
+
+
+DEFAULTS = {
+    "cpu": Defaults(dtype="float32", memory_ratio=0.1, page_size=16, cuda_graph=False),
+    "cuda": Defaults(dtype=None, memory_ratio=0.9, page_size=64, cuda_graph=True),
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_PAGE_SIZE = 128
 
@@ -33,6 +48,8 @@ class EngineSpec:
     memory_ratio: float
     num_pages: int | None
     dummy_weight: bool
+    graph_rows: int  # the largest batch to capture as a graph, 0 = none
+    max_step_tokens: int
     eos_token_ids: frozenset[int]
 
     @property
@@ -40,12 +57,13 @@ class EngineSpec:
         return -(-self.max_seq_len // self.page_size)
 
 
-def resolve(config: EngineConfig, device_type: str) -> EngineSpec:
+def resolve(config: EngineConfig, device_type: str, max_step_tokens: int = 8192) -> EngineSpec:
     """Complete `config`; raises `ConfigError` with advice for whatever cannot work."""
     folder = hf.resolve_model(config.model)
     raw = hf.load_config(folder)
     model = ModelConfig.from_hf(raw)
-    size = config.page_size
+    defaults = DEFAULTS[device_type]
+    size = config.page_size or defaults.page_size
     if not 1 <= size <= MAX_PAGE_SIZE or size & (size - 1):
         raise ConfigError(f"--page-size {size} is not a power of two from 1 to {MAX_PAGE_SIZE}")
     longest = hf.max_model_len(raw)
@@ -55,12 +73,18 @@ def resolve(config: EngineConfig, device_type: str) -> EngineSpec:
         raise ConfigError("--max-running-requests must be at least 1")
     if config.num_pages is not None and config.num_pages < 1:
         raise ConfigError("--num-pages must be at least 1")
-    ratio = config.memory_ratio if config.memory_ratio is not None else (0.1 if device_type == "cpu" else 0.9)
+    ratio = config.memory_ratio if config.memory_ratio is not None else defaults.memory_ratio
     if not 0 < ratio <= 1:
         raise ConfigError(f"--memory-ratio {ratio} is not above 0 and at most 1")
-    dtype = config.dtype if config.dtype != "auto" else ("float32" if device_type == "cpu" else model.dtype)
+    dtype = config.dtype if config.dtype != "auto" else (defaults.dtype or model.dtype)
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if config.cuda_graph_max_bs and not defaults.cuda_graph:
+        raise ConfigError(f"--cuda-graph-max-bs needs an NVIDIA GPU, and the device is {device_type}")
+    wanted = config.max_running_requests if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
+    graph_rows = min(wanted, config.max_running_requests) if defaults.cuda_graph else 0
+    if graph_rows < 0:
+        raise ConfigError(f"--cuda-graph-max-bs {graph_rows} is negative")
     return EngineSpec(
         folder=folder,
         model=model,
@@ -72,5 +96,7 @@ def resolve(config: EngineConfig, device_type: str) -> EngineSpec:
         memory_ratio=ratio,
         num_pages=config.num_pages,
         dummy_weight=config.dummy_weight,
+        graph_rows=graph_rows,
+        max_step_tokens=max_step_tokens,
         eos_token_ids=frozenset(hf.eos_token_ids(folder)),
     )

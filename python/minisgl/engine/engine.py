@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from minisgl.attention import resolve_attention
-from minisgl.core import Batch, BatchPlan, Context
 from minisgl.engine.adjust import LogitAdjuster
 from minisgl.engine.config import EngineSpec, resolve
-from minisgl.engine.memory import plan_num_pages
-from minisgl.engine.prepare import prepare_batch
+from minisgl.engine.costs import measure_costs
+from minisgl.engine.memory import plan_memory
+from minisgl.engine.runner import EagerRunner, Parts, Runner
 from minisgl.engine.state import RowState
 from minisgl.kernel.ops import resolve_ops
 from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.models import load_model
 from minisgl.params import Limits
 from minisgl.utils.device import Device, Pending, create_device
+from minisgl.utils.progress import Progress
+
+_log = logging.getLogger("minisgl.engine")
 
 if TYPE_CHECKING:
     from minisgl.config import EngineConfig
-    from minisgl.core import Ints
+    from minisgl.core import BatchPlan, Ints, StepCosts
 
 
 class ForwardOutput:
@@ -42,80 +45,85 @@ class Engine:
     def __init__(self, spec: EngineSpec, device: Device) -> None:
         self.spec = spec
         self.device = device
-        self.ops = resolve_ops(device.type)
-        self.model = load_model(
-            spec.folder, spec.model, spec.dtype, device.torch_device, self.ops, dummy=spec.dummy_weight
-        )
+        m, rows = spec.model, spec.max_running_requests
+        ops = resolve_ops(device.type)
+        model = load_model(spec.folder, m, spec.dtype, device.torch_device, ops, dummy=spec.dummy_weight)
+        pool = self._pool(0)
+        # One row more than requests: padding of captured steps, never a request's.
+        state = RowState(rows + 1, spec.pages_per_row, device.torch_device)
+        attention = resolve_attention(spec.attention_backend, pool, m, ops, max_rows=rows + 1)
+        adjuster = LogitAdjuster(rows, m.vocab_size, device.torch_device)
+        parts = Parts(device, ops, model, pool, attention, state, adjuster)
+        self.memory = plan_memory(parts, spec)
+        self.num_pages = self.memory.num_pages
+        self.parts = replace(parts, kv_cache=self._pool(self.num_pages))
+        state.page_table.fill_(self.num_pages)
+        self.runners: list[Runner] = [EagerRunner(self.parts)]
+        if spec.graph_rows and not attention.is_capturable:
+            _log.warning(
+                "decode steps run op by op: attention backend %s cannot be captured as a CUDA graph", attention.name
+            )
+        elif spec.graph_rows:
+            from minisgl.engine.graph import GraphRunner, graph_sizes
+
+            progress = Progress("capturing CUDA graphs", "batch sizes")
+            self.runners.insert(0, GraphRunner(self.parts, graph_sizes(spec.graph_rows), progress.update))
+        self._costs = None
+        if device.is_async:
+            self._costs = measure_costs(lambda plan: self.launch(self.prepare(plan)).wait, spec, self.num_pages)
+            state.page_table.fill_(self.num_pages)
         self.page_size = spec.page_size
-        self.max_running_requests = spec.max_running_requests
-        self.num_pages = plan_num_pages(spec, device)
-        m = spec.model
-        self.kv_cache = MHAKVPool(
-            m.num_layers, self.num_pages, m.num_kv_heads, spec.page_size, m.head_dim, spec.dtype, device.torch_device
-        )
-        self.attention = resolve_attention(spec.attention_backend, self.kv_cache, m, self.ops)
-        self.state = RowState(spec.max_running_requests, spec.pages_per_row, device.torch_device)
-        self.adjuster = LogitAdjuster(spec.max_running_requests, m.vocab_size, device.torch_device)
+        self.max_running_requests = rows
         self.limits = Limits(max_model_len=spec.max_seq_len, vocab_size=m.vocab_size)
         self.eos_token_ids = spec.eos_token_ids
         self.is_async = device.is_async
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> Engine:
-        """Resolve the settings and load the model; raises `ConfigError` when they cannot work."""
+    def from_config(cls, config: EngineConfig, max_step_tokens: int) -> Engine:
+        """Resolve the settings and load the model; raises `ConfigError` when they cannot work.
+
+        No step will compute more than `max_step_tokens` tokens.
+        """
         device = create_device(config.device, config.threads)
-        return cls(resolve(config, device.type), device)
+        return cls(resolve(config, device.type, max_step_tokens), device)
 
-    def prepare(self, plan: BatchPlan) -> Batch:
-        """Upload a plan."""
-        return prepare_batch(plan, self.device)
+    def prepare(self, plan: BatchPlan) -> tuple[Runner, Any]:
+        """Choose how to run a plan and do what can be done before its turn."""
+        runner = next(r for r in self.runners if r.fits(plan))
+        return runner, runner.prepare(plan)
 
-    def launch(self, batch: Batch) -> ForwardOutput:
-        """Start a batch behind those launched before."""
-        flops = 2.0 * self.model.num_parameters * batch.num_tokens
-        return ForwardOutput(self.device.submit(lambda: self._step(batch), flops))
+    def launch(self, prepared: tuple[Runner, Any]) -> ForwardOutput:
+        """Start a step behind those launched before."""
+        runner, batch = prepared
+        return ForwardOutput(runner.launch(batch))
 
-    @torch.inference_mode()
-    def _step(self, batch: Batch) -> torch.Tensor:
-        """The device's part of a step; returns [2, S] int32: tokens and finite flags."""
-        state = self.state
-        state.apply(batch)
-        self.adjuster.apply(batch.adjusts)
-        input_ids = batch.input_ids
-        if len(batch.device_tokens):
-            rows = batch.token_rows[batch.device_tokens].long()
-            input_ids = input_ids.index_copy(0, batch.device_tokens, state.last_token[rows])
-        logits = self.model.forward(input_ids, self._context(batch))
-        rows = batch.sample_rows
-        if not len(rows):
-            return torch.empty(2, 0, dtype=torch.int32)
-        if len(batch.adjusted):
-            logits = self.adjuster.adjust(logits, batch)
-        out = self.ops.sample_rows(logits, rows, batch.sample_positions, state, batch.is_filtered)
-        if len(batch.adjusted):
-            self.adjuster.count(out[0], batch)
-        return out
+    def step_costs(self) -> StepCosts | None:
+        """Measured at the start on a device that works while the host plans, else None."""
+        return self._costs
 
-    def _context(self, batch: Batch) -> Context:
-        table = self.state.page_table
-        pages = table[batch.token_rows.long(), (batch.positions // self.page_size).long()]
-        out_loc = pages.long() * self.page_size + batch.positions % self.page_size
-        metadata = self.attention.prepare(batch, table)
-        return Context(batch, table, self.kv_cache, self.attention, metadata, out_loc)
+    def _pool(self, num_pages: int) -> MHAKVPool:
+        """A pool of `num_pages` and one more that is nobody's: idle rows of a captured step write there."""
+        s, m = self.spec, self.spec.model
+        return MHAKVPool(
+            m.num_layers, num_pages + 1, m.num_kv_heads, s.page_size, m.head_dim, s.dtype, self.device.torch_device
+        )
 
     def describe(self) -> dict[str, str | int | float]:
         """Facts for the banner and /server_info."""
         spec = self.spec
         return {
             "architecture": spec.model.architecture,
-            "parameters": self.model.num_parameters,
+            "parameters": self.parts.model.num_parameters,
             "dtype": str(spec.dtype).removeprefix("torch."),
             "device": self.device.describe(),
-            "attention": self.attention.name,
+            "ops": self.parts.ops.name,
+            "attention": self.parts.attention.name,
+            "runners": ", ".join(r.name for r in self.runners),
             "page_size": self.page_size,
             "kv_pages": self.num_pages,
             "kv_tokens": self.num_pages * self.page_size,
-            "kv_bytes": self.num_pages * self.kv_cache.page_bytes,
+            "kv_bytes": self.num_pages * self.parts.kv_cache.page_bytes,
+            "memory": self.memory.describe(),
             "max_model_len": spec.max_seq_len,
             "max_running_requests": spec.max_running_requests,
         }

@@ -1,31 +1,87 @@
-"""How many KV pages: from the memory that is left once the weights are loaded."""
+"""How many KV pages: from the memory that weights and the largest steps leave."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from minisgl.core import BatchPlan
+from minisgl.engine.runner import EagerRunner
 from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from minisgl.engine.config import EngineSpec
-    from minisgl.utils.device import Device
+    from minisgl.engine.runner import Parts
 
 
-def plan_num_pages(spec: EngineSpec, device: Device) -> int:
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes on the device; `step_bytes` is what the largest steps needed when tried, 0 where that is not measured."""
+
+    num_pages: int
+    page_bytes: int
+    weight_bytes: int
+    step_bytes: int
+    free_bytes: int
+
+    def describe(self) -> str:
+        """One line for people."""
+        gib = 2.0**30
+        return (
+            f"weights {self.weight_bytes / gib:.2f} GiB, KV cache {self.num_pages * self.page_bytes / gib:.2f} GiB, "
+            f"largest step {self.step_bytes / gib:.2f} GiB, of {(self.free_bytes + self.weight_bytes) / gib:.2f} GiB"
+        )
+
+
+def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
     """Pages of the pool: what was asked for, else what fits, but no more than all rows could ever fill.
 
-    Raises `ConfigError` when not even one request of one page fits.
+    `parts.kv_cache` may be as small as one page: the trial steps map every position to page 0. Raises `ConfigError`
+    when not even one page fits.
     """
-    if spec.num_pages is not None:
-        return spec.num_pages
-    m = spec.model
+    m, device = spec.model, parts.device
     page_bytes = MHAKVPool.bytes_per_page(m.num_layers, m.num_kv_heads, spec.page_size, m.head_dim, spec.dtype)
+    weight_bytes = sum(p.tensor.nbytes for p in parts.model.parameters)
+    runner, rows = EagerRunner(parts), spec.max_running_requests
     free = device.free_memory()
-    pages = min(int(free * spec.memory_ratio) // page_bytes, spec.max_running_requests * spec.pages_per_row)
+    trials = (largest_prefill(spec), decode_plan(rows, 1), decode_plan(rows, 1, BatchPlan.FILTERED))
+    step_bytes = sum(device.peak_memory(partial(_run, runner, plan)) for plan in trials)
+    if spec.num_pages is not None:
+        return MemoryPlan(spec.num_pages, page_bytes, weight_bytes, step_bytes, free)
+    pages = min((int(free * spec.memory_ratio) - step_bytes) // page_bytes, rows * spec.pages_per_row)
     if pages < 1:
         raise ConfigError(
-            f"no memory for the KV cache: {free >> 20} MiB are free and one page takes {page_bytes} bytes; "
-            "raise --memory-ratio, or use a smaller --page-size or model"
+            f"no memory for the KV cache: {free >> 20} MiB are free, a step takes {step_bytes >> 20} MiB and one page "
+            f"{page_bytes} bytes; raise --memory-ratio, or use a smaller --page-size, --max-prefill-length or model"
         )
-    return pages
+    return MemoryPlan(pages, page_bytes, weight_bytes, step_bytes, free)
+
+
+def _run(runner: EagerRunner, plan: BatchPlan) -> None:
+    runner.launch(runner.prepare(plan)).wait()
+
+
+def largest_prefill(spec: EngineSpec) -> BatchPlan:
+    """A step of as many prompt tokens as one may have, in as few sequences as can hold them."""
+    slots, left = [], spec.max_step_tokens
+    for row in range(spec.max_running_requests):
+        if left:
+            slots.append((row, 0, min(left, spec.max_seq_len - 1), BatchPlan.SAMPLES))
+            left -= slots[-1][2]
+    return _plan(slots, spec.max_step_tokens - left)
+
+
+def decode_plan(rows: int, kv_len: int, flags: int = 0) -> BatchPlan:
+    """One new token for each of `rows` rows, which have `kv_len` with it."""
+    flags |= BatchPlan.SAMPLES | BatchPlan.FROM_DEVICE
+    return _plan([(row, kv_len - 1, kv_len, flags) for row in range(rows)], 0)
+
+
+def _plan(slots: list[tuple[int, int, int, int]], num_tokens: int) -> BatchPlan:
+    none = np.empty(0, np.int32)
+    rows = none.reshape(0, BatchPlan.ROW_WIDTH)
+    return BatchPlan(0, np.array(slots, np.int32), np.zeros(num_tokens, np.int32), none.reshape(0, 3), rows, none)

@@ -25,20 +25,34 @@ def prepare_batch(plan: BatchPlan, device: Device) -> Batch:
     input_ids = np.zeros(len(positions), np.int32)
     input_ids[is_host_token] = plan.tokens
     samples = (flags & BatchPlan.SAMPLES) != 0
-    up = device.upload
+    sampled_flags = flags[samples]
+    ids, pos, token_rows, device_tokens, logit_tokens, rows, sample_positions, pages, row_writes, adjusted = (
+        device.upload(
+            input_ids,
+            positions,
+            np.repeat(row, lens),
+            np.flatnonzero(~is_host_token).astype(np.int32),
+            (ends - 1)[samples],
+            row[samples],
+            stop[samples],
+            plan.pages,
+            plan.rows,
+            np.flatnonzero(sampled_flags & BatchPlan.ADJUSTED).astype(np.int32),
+        )
+    )
     return Batch(
         step=plan.step,
-        layout=build_layout(row, lens, stop, up),
-        input_ids=up(input_ids),
-        positions=up(positions),
-        token_rows=up(np.repeat(row, lens)),
-        device_tokens=up(np.flatnonzero(~is_host_token).astype(np.int32)).long(),
-        logit_tokens=up((ends - 1)[samples]).long(),
-        sample_rows=up(row[samples]).long(),
-        sample_positions=up(stop[samples]),
-        page_writes=up(plan.pages).long(),
-        row_writes=up(plan.rows),
+        layout=build_layout(row, lens, stop, device.upload),
+        input_ids=ids,
+        positions=pos,
+        token_rows=token_rows,
+        device_tokens=device_tokens.long(),
+        logit_tokens=logit_tokens.long(),
+        sample_rows=rows.long(),
+        sample_positions=sample_positions,
+        page_writes=pages.long(),
+        row_writes=row_writes,
         adjusts=plan.adjusts,
-        adjusted=up(np.flatnonzero((flags & BatchPlan.ADJUSTED)[samples]).astype(np.int32)).long(),
-        is_filtered=bool((flags & BatchPlan.FILTERED)[samples].any()),
+        adjusted=adjusted.long(),
+        is_filtered=bool((sampled_flags & BatchPlan.FILTERED).any()),
     )

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from minisgl.kernel import reference, sample
+from minisgl.kernel import adjust, reference, sample
 from minisgl.utils.registry import Registry
 
 
@@ -28,6 +28,7 @@ class OpTable:
     store_kv: Callable[[Tensor, Tensor, Tensor, Tensor], None] = reference.store_kv
     norm_rope_store: Callable[..., Tensor] = reference.norm_rope_store
     paged_attention: Callable[..., Tensor] = reference.paged_attention
+    adjust_logits: Callable[..., Tensor] = adjust.adjust_logits
     sample_rows: Callable[..., Tensor] = sample.sample_rows
 
 
@@ -40,6 +41,7 @@ def _on(device_type: str) -> Callable[[str], str | None]:
 
 # Each alternative is a mapping from the names of `OpTable` to the ops that it brings.
 OPS: Final[Registry[Mapping[str, Callable[..., Any]]]] = Registry("op table")
+OPS.add("triton", "minisgl.kernel.triton.ops:OPS", supports=_on("cuda"))
 OPS.add("cpu", "minisgl.kernel.cpu:OPS", supports=_on("cpu"))
 OPS.add("reference", "minisgl.kernel.reference:OPS")
 

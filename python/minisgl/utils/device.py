@@ -32,8 +32,8 @@ class Device(ABC):
         return self.torch_device.type
 
     @abstractmethod
-    def upload(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
-        """A copy on the device; the array may be changed afterwards."""
+    def upload(self, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
+        """Copies on the device, in order; the arrays may be changed afterwards."""
 
     @abstractmethod
     def submit(self, work: Callable[[], torch.Tensor], flops: float) -> Pending:
@@ -45,6 +45,10 @@ class Device(ABC):
     @abstractmethod
     def free_memory(self) -> int:
         """Bytes that could still be allocated."""
+
+    @abstractmethod
+    def peak_memory(self, work: Callable[[], object]) -> int:
+        """Bytes that `work` needs while it runs; 0, without running it, where that cannot be measured."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -75,8 +79,8 @@ class CpuDevice(Device):
         self.threads = threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(self.threads)
 
-    def upload(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
-        return torch.from_numpy(array.copy())
+    def upload(self, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
+        return [torch.from_numpy(array.copy()) for array in arrays]
 
     def submit(self, work: Callable[[], torch.Tensor], flops: float) -> Pending:
         self.use_threads_for(flops)
@@ -99,6 +103,9 @@ class CpuDevice(Device):
                     available = int(line.split()[1]) * 1024
         return min(available, _cgroup_free())
 
+    def peak_memory(self, work: Callable[[], object]) -> int:
+        return 0
+
     def describe(self) -> str:
         return f"cpu ({self.threads} threads)"
 
@@ -114,7 +121,16 @@ def _cgroup_free() -> int:
 
 
 def create_device(name: str, threads: int | None = None) -> Device:
-    """The device called `name` (auto, cpu); raises `ConfigError` for one that this version or machine does not have."""
-    if name in ("auto", "cpu"):
+    """The device called `name` (auto, cpu, cuda); raises `ConfigError` for one that this machine does not have."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
         return CpuDevice(threads)
-    raise ConfigError(f"device {name!r} is not supported yet; use --device cpu")
+    if name != "cuda":
+        raise ConfigError(f"device {name!r} is unknown; use --device auto, cpu or cuda")
+    if not torch.cuda.is_available():
+        built = f"torch {torch.__version__} finds none" if torch.version.cuda else "this torch is a CPU build"
+        raise ConfigError(f"--device cuda needs an NVIDIA GPU: {built}; use --device cpu")
+    from minisgl.utils.cuda import CudaDevice
+
+    return CudaDevice(torch.cuda.current_device())

@@ -33,7 +33,7 @@ def test_choices():
 
 
 @pytest.mark.parametrize(
-    ("choice", "word"), [("fancy", "cpu, reference"), ("cpu,cpu,cpu", "3 backends"), ("", "unknown")]
+    ("choice", "word"), [("fancy", "cpu, triton, fi, fa3, reference"), ("cpu,cpu,cpu", "3 backends"), ("", "unknown")]
 )
 def test_bad_choices(choice: str, word: str):
     with pytest.raises(ConfigError, match=word):
@@ -48,11 +48,15 @@ def test_requirements_name_what_does_not_fit():
     assert spec.scale == pytest.approx(80**-0.5)
 
 
+def upload(*arrays: np.ndarray) -> list[torch.Tensor]:
+    return [torch.tensor(a) for a in arrays]
+
+
 def test_layout_offsets():
-    layout = build_layout(np.array([4, 0, 2]), np.array([1, 5, 2]), np.array([9, 5, 7]), torch.tensor)
+    layout = build_layout(np.array([4, 0, 2]), np.array([1, 5, 2]), np.array([9, 5, 7]), upload)
     assert layout.cu_query_lens.tolist() == [0, 1, 6, 8] and layout.cu_query_lens.dtype is torch.int32
     assert layout.kv_lens_host.dtype == np.int32 and not layout.is_decode and len(layout.rows_host) == 3
-    assert build_layout(np.array([1]), np.array([1]), np.array([3]), torch.tensor).is_decode
+    assert build_layout(np.array([1]), np.array([1]), np.array([3]), upload).is_decode
 
 
 def test_pool():

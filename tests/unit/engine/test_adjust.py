@@ -12,6 +12,7 @@ import torch
 from minisgl import LLM, SamplingParams
 from minisgl.core import Req
 from minisgl.engine.adjust import LogitAdjuster
+from minisgl.kernel.adjust import adjust_logits
 from minisgl.scheduler.plan import adjust_record
 
 VOCAB = 50
@@ -78,7 +79,7 @@ def test_rows_of_a_mixed_batch_equal_the_reference(seed: int) -> None:
             before = logits.clone()
             positions = [len(live[r][1]) + len(live[r][2]) for r in rows]
             batch = batch_of(rows, chosen, positions)
-            logits = adjuster.adjust(logits, batch)
+            logits = adjust_logits(logits, batch.adjusted, batch.sample_rows, batch.sample_positions, adjuster)
             for i, r in enumerate(rows):
                 want = reference(before[i].numpy(), *live[r]) if i in chosen else before[i].numpy()
                 np.testing.assert_allclose(logits[i].numpy(), want, rtol=1e-5, atol=1e-5)

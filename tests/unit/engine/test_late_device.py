@@ -80,7 +80,7 @@ def run(folder: Path, device: Device, requests: Requests, aborts: frozenset[int]
     config = build_config(SchedulerConfig, {"model": str(folder), "dummy_weight": True, **options})
     engine, io = Engine(resolve(config.engine, "cpu"), device), OfflineIO()
     scheduler = Scheduler(config, engine, io)
-    scheduler.cache.on_free = engine.kv_cache.poison
+    scheduler.cache.on_free = engine.parts.kv_cache.poison
     outputs: dict[int, list[int]] = {uid: [] for uid in range(len(requests))}
     endings: dict[int, FinishReason] = {}
     todo = list(enumerate(requests))

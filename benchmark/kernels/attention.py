@@ -1,0 +1,331 @@
+"""Checks and times the Triton attention kernels on a GPU: `python benchmark/kernels/attention.py [PART ...]`.
+
+Parts: decode, fused, prefill; all without arguments.
+Every figure is the median of graph replays, per layer, over K/V that together exceed the L2, after a comparison with
+the reference. Decode is given in us and as a share of the time that reading the K/V at 4.55 TB/s takes; prefill in
+TFLOP/s of the products that the causal mask leaves.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from minisgl.attention import triton as backend
+from minisgl.attention.base import AttentionBackend, AttentionSpec, HeadTransform
+from minisgl.attention.layout import build_layout
+from minisgl.attention.triton import TritonAttention
+from minisgl.kernel import reference
+from minisgl.kernel.ops import load_ops
+from minisgl.kernel.triton.gemv import gemv
+
+READ = 4.55e12  # bytes per second
+KV_HEADS, DIM, PAGE = 8, 128, 64
+MODELS = {"0.6B": 16, "8B": 32}  # query heads
+DTYPE = torch.bfloat16
+Mix = list[tuple[int, int]]
+
+
+def skewed() -> Mix:
+    """256 lengths between 64 and 8192, most of them short, about 1,090 on average."""
+    rng = np.random.default_rng(1)
+    return [(1, int(n)) for n in np.clip(rng.lognormal(6.4, 1.1, 256), 64, 8192)]
+
+
+DECODE: dict[str, Mix] = {
+    "1x256": [(1, 256)],
+    "1x1024": [(1, 1024)],
+    "1x8192": [(1, 8192)],
+    "8x1024": [(1, 1024)] * 8,
+    "64x600": [(1, 500 + 200 * i // 63) for i in range(64)],
+    "256x600": [(1, 500 + 200 * i // 255) for i in range(256)],
+    "256x1024": [(1, 1024)] * 256,
+    "skew256": skewed(),
+}
+PREFILL: dict[str, Mix] = {
+    "16x1024": [(1024, 1024)] * 16,
+    "1x8192": [(8192, 8192)],
+    "4x512@4096": [(512, 4608)] * 4,
+    "64 decode + 512": [(1, 1000)] * 64 + [(512, 512)],
+    "64@100k": [(64, 100_000)],
+    "7 tokens@1000": [(7, 1000)],
+}
+FUSED = ((1, 256), (1, 600), (1, 4096), (2, 600), (4, 600), (8, 600), (16, 600), (32, 600), (64, 600))
+# Besides the backend's own choice, changes of its kernel options: `share` is the number of programs that the plan
+# divides the tokens by, PROGRAMS the grid.
+DECODE_VARIANTS: dict[str, dict[str, int]] = {
+    "own": {},
+    "6 stages": {"STAGES": 6},
+    "64 keys": {"BN": 64, "num_warps": 4, "PROGRAMS": 264},
+    "share 264": {"share": 264},
+    "share 1056": {"share": 1056},
+}
+FUSED_VARIANTS: dict[str, dict[str, int]] = {"own": {}, "grid 264": {"PROGRAMS": 264}}
+PREFILL_VARIANTS: dict[str, dict[str, int]] = {
+    "own": {},
+    "large": {"BM": 128},
+    "large, 255 registers": {"BM": 128, "maxnreg": 255},
+    "small": {"BM": 64, "num_warps": 4, "maxnreg": 255},
+    "small, 32 keys": {"BM": 64, "BN": 32, "num_warps": 4},
+}
+
+
+@dataclass
+class Setting:
+    """One cell: `layers` independent sets of pages, so that a graph over all of them reads from memory."""
+
+    mix: Mix
+    num_heads: int
+    attention: TritonAttention
+    batch: Any
+    table: torch.Tensor
+    pages: torch.Tensor  # [layers, P, 2, Hk, page, D]
+    qkv: torch.Tensor
+    out_loc: torch.Tensor
+    heads: HeadTransform
+
+    @classmethod
+    def make(cls, mix: Mix, num_heads: int, page: int = PAGE, rotate: float = 200e6) -> Setting:
+        torch.manual_seed(0)
+        need = [-(-kv // page) for _, kv in mix]
+        total = sum(need) + 1
+        layer_bytes = total * 2 * KV_HEADS * page * DIM * 2
+        layers = int(min(100, max(2, -(-rotate // layer_bytes))))
+        shape = (layers, total, 2, KV_HEADS, page, DIM)
+        pages = torch.randn(shape, device="cuda", dtype=DTYPE)
+        order = torch.randperm(total, device="cuda").to(torch.int32)
+        table = torch.zeros(len(mix) + 1, max(need) + 1, device="cuda", dtype=torch.int32)
+        first = 0
+        for row, n in enumerate(need):
+            table[row, :n] = order[first : first + n]
+            first += n
+        lens = np.array(mix, np.int32)
+
+        def upload(*arrays: Any) -> list[torch.Tensor]:
+            return [torch.from_numpy(np.asarray(a)).cuda() for a in arrays]
+
+        rows = np.arange(len(mix), dtype=np.int32)
+        layout = build_layout(rows, lens[:, 0], lens[:, 1], upload)
+        positions = np.concatenate([np.arange(kv - n, kv, dtype=np.int32) for n, kv in mix])
+        (positions_on_device,) = upload(positions)
+        token_rows = upload(np.repeat(rows, lens[:, 0]))[0].long()
+        tokens = len(positions)
+        batch = SimpleNamespace(layout=layout, num_tokens=tokens, positions=positions_on_device)
+        spec = AttentionSpec("cuda", DTYPE, num_heads, KV_HEADS, DIM, page, max_rows=4000)
+        out_loc = table[token_rows, positions_on_device.long() // page].long() * page + positions_on_device % page
+        angle = torch.rand(int(positions.max()) + 1, DIM // 2, device="cuda") * 6
+        weights = [1 + 0.1 * torch.randn(DIM, device="cuda", dtype=DTYPE) for _ in range(2)]
+        heads = HeadTransform(weights[0], weights[1], 1e-6, torch.cat([angle.cos(), angle.sin()], -1))
+        qkv = torch.randn(tokens, (num_heads + 2 * KV_HEADS) * DIM, device="cuda", dtype=DTYPE)
+        return cls(mix, num_heads, TritonAttention(spec, load_ops("triton")), batch, table, pages, qkv, out_loc, heads)
+
+    @property
+    def q(self) -> torch.Tensor:
+        return self.qkv.view(len(self.qkv), -1, DIM)[:, : self.num_heads]
+
+    def prepare(self) -> Any:
+        plan = self.attention.prepare(self.batch, self.table)
+        return SimpleNamespace(batch=self.batch, page_table=self.table, attn_metadata=plan, out_loc=self.out_loc)
+
+    def with_changes(self, changes: dict[str, int], kind: str) -> Setting:
+        """The same inputs for a backend with another configuration."""
+        attention = TritonAttention(self.attention.spec, load_ops("triton"))
+        if kind == "prefill" and changes:
+            kernel = {**attention._large.kernel, **changes}
+            queries = kernel["BM"] // (self.num_heads // KV_HEADS)
+            tiling = replace(attention._large, queries=queries, kernel=kernel)
+            attention._small = attention._large = replace(tiling, plan={**tiling.plan, "TQ": queries})
+        elif kind != "prefill":
+            attention._decode.update(changes)
+            attention._plan_decode["PROGRAMS"] = attention._decode.pop("share", attention._programs)
+            attention._programs = attention._decode["PROGRAMS"]
+        fields = {**vars(self), "attention": attention}
+        return Setting(**fields)
+
+    def error(self) -> float:
+        """Relative to the reference, over all queries (of 64 sequences at most)."""
+        out = self.attention.forward(self.q, self.pages[0], self.prepare())
+        few = self.batch.layout.query_lens_host[:64].sum()
+        layout = SimpleNamespace(
+            rows_host=self.batch.layout.rows_host[:64],
+            query_lens_host=self.batch.layout.query_lens_host[:64],
+            kv_lens_host=self.batch.layout.kv_lens_host[:64],
+        )
+        expected = reference.paged_attention(self.q[:few], self.pages[0], self.table, layout, DIM**-0.5)
+        return float((out[:few].double() - expected.double()).norm() / expected.double().norm())
+
+
+def graph_us(step: Any, reps: int = 7) -> float:
+    """Median time of one captured `step`, warmed up."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    graph.replay()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(reps)]
+    for begin, end in events:
+        begin.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in events) * 1e3
+
+
+def plan_us(s: Setting) -> float:
+    return graph_us(lambda: [s.prepare() for _ in range(20)]) / 20
+
+
+def forward_us(s: Setting, plan: float, fused: bool = False) -> float:
+    """One layer's attention, without the plan."""
+    times = max(1, -(-24 // len(s.pages)))
+
+    def step() -> None:
+        ctx = s.prepare()
+        for i in range(times * len(s.pages)):
+            pages = s.pages[i % len(s.pages)]
+            if fused:
+                s.attention.attend(s.qkv, s.heads, pages, ctx)
+            else:
+                s.attention.forward(s.q, pages, ctx)
+
+    return (graph_us(step) - plan) / (times * len(s.pages))
+
+
+def decode() -> None:
+    print(f"{'decode':14}{'floor':>7} plan   us (share of {READ / 1e12} TB/s), err", flush=True)
+    for model, num_heads in MODELS.items():
+        for name, mix in DECODE.items():
+            s = Setting.make(mix, num_heads)
+            floor = sum(kv for _, kv in mix) * 2 * KV_HEADS * DIM * 2 / READ * 1e6
+            plan, cells = plan_us(s), []
+            for label, changes in DECODE_VARIANTS.items():
+                v = s.with_changes(changes, "decode")
+                error = v.error()
+                us = forward_us(v, plan)
+                cells.append((us, f"{label} {us:.1f}" + ("" if error < 6e-3 else f" WRONG {error:.4f}")))
+                if not changes:
+                    own = f"{us:6.1f} ({100 * floor / us:2.0f} %) {error:.4f}"
+            print(
+                f"{model:5}{name:9}{floor:7.1f} {plan:4.1f} {own} | " + ", ".join(c for _, c in sorted(cells)),
+                flush=True,
+            )
+            del s
+            torch.cuda.empty_cache()
+
+
+def separate_us(s: Setting, plan: float) -> float:
+    """As `forward_us` with norm, RoPE and storage in a kernel of their own."""
+
+    def step() -> None:
+        ctx = s.prepare()
+        for pages in s.pages:
+            AttentionBackend.attend(s.attention, s.qkv, s.heads, pages, ctx)
+
+    return (graph_us(step) - plan) / len(s.pages)
+
+
+def chain_us(s: Setting, plan: float, weights: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """One row through the projections around attention too: all of them overlap by programmatic dependent launch."""
+
+    def step() -> None:
+        ctx = s.prepare()
+        x = torch.ones(1, weights[0][0].shape[1], device="cuda", dtype=DTYPE)
+        for i, pages in enumerate(s.pages):
+            qkv, o = weights[i % len(weights)]
+            out = s.attention.attend(gemv(x, qkv, None)[0], s.heads, pages, ctx)
+            x = gemv(out.view(1, -1), o, None)[0]
+
+    return (graph_us(step) - plan) / len(s.pages)
+
+
+def fused() -> None:
+    """Small decode batches: norm, RoPE and storage inside the attention kernel, or before it."""
+    backend.FUSED_ROWS = 1000
+    for model, num_heads in MODELS.items():
+        hidden = {16: 1024, 32: 4096}[num_heads]
+        sizes = ((num_heads + 2 * KV_HEADS) * DIM, hidden), (hidden, num_heads * DIM)
+        weights = [tuple(torch.randn(n, k, device="cuda", dtype=DTYPE) * k**-0.5 for n, k in sizes) for _ in range(10)]
+        for rows, context in FUSED:
+            s = Setting.make([(1, context)] * rows, num_heads)
+            plan = plan_us(s)
+            cells = [f"separate {separate_us(s, plan):.2f}"]
+            for label, changes in FUSED_VARIANTS.items():
+                v = s.with_changes(changes, "decode")
+                text = f"{label} {forward_us(v, plan, fused=True):.2f}"
+                cells.append(text + (f" in a chain {chain_us(v, plan, weights):.2f}" if rows == 1 else ""))
+            print(f"fused {model:5}{rows:3}x{context:5}  " + ", ".join(cells), flush=True)
+            del s
+            torch.cuda.empty_cache()
+
+
+def prefill() -> None:
+    for model, num_heads in MODELS.items():
+        for name, mix in PREFILL.items():
+            s = Setting.make(mix, num_heads)
+            products = sum(n * kv - n * (n - 1) // 2 for n, kv in mix) * 4 * DIM * num_heads
+            plan, cells = plan_us(s), []
+            for label, changes in PREFILL_VARIANTS.items():
+                v = s.with_changes(changes, "prefill")
+                error = v.error()
+                us = forward_us(v, plan)
+                cells.append((us, f"{label} {us:.1f}" + ("" if error < 6e-3 else f" WRONG {error:.4f}")))
+                if not changes:
+                    own = f"{us:7.1f} us {products / us / 1e6:4.0f} TFLOP/s {error:.4f}"
+            print(f"{model:5}{name:16} plan {plan:4.1f} {own} | " + ", ".join(c for _, c in sorted(cells)), flush=True)
+            del s
+            torch.cuda.empty_cache()
+
+
+PARTS = {"decode": decode, "fused": fused, "prefill": prefill}
+
+
+def compile_some(index: int, count: int) -> None:
+    """Every count-th kernel of all variants, by a call on tiny inputs: fills Triton's cache on disk."""
+    jobs = [
+        (num_heads, kind, changes)
+        for num_heads in MODELS.values()
+        for kind, variants in (("decode", DECODE_VARIANTS), ("fused", FUSED_VARIANTS), ("prefill", PREFILL_VARIANTS))
+        for changes in variants.values()
+    ]
+    for num_heads, kind, changes in jobs[index::count]:
+        for rows in (1, 2) if kind == "fused" else (1,):
+            mix = [(3, 70)] if kind == "prefill" else [(1, 70)] * rows
+            s = Setting.make(mix, num_heads, rotate=1).with_changes(changes, kind)
+            ctx = s.prepare()
+            if kind == "fused":
+                s.attention.attend(s.qkv, s.heads, s.pages[0], ctx)
+            else:
+                s.attention.forward(s.q, s.pages[0], ctx)
+    torch.cuda.synchronize()
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--compile"]:
+        compile_some(int(sys.argv[2]), int(sys.argv[3]))
+        return
+    started, count = time.time(), os.cpu_count() or 1
+    workers = [subprocess.Popen([sys.executable, sys.argv[0], "--compile", str(i), str(count)]) for i in range(count)]
+    failed = sum(w.wait() != 0 for w in workers)
+    print(f"compiled in {time.time() - started:.0f} s, {failed} of {count} processes failed", flush=True)
+    with torch.inference_mode():
+        for part in sys.argv[1:] or PARTS:
+            PARTS[part]()
+            print(f"-- {part}: {time.time() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Attention by the forward kernels of FlashAttention-3 (arXiv:2407.08608) from the package fa3-fwd, the extra `fa3`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import fa3_fwd_interface  # type: ignore[import-not-found, unused-ignore]  # noqa: F401  declares torch.ops.fa3_fwd
+import numpy as np
+import torch
+
+from minisgl.attention.base import AttentionBackend
+from minisgl.attention.layout import build_layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minisgl.attention.base import AttentionSpec
+    from minisgl.core import Batch, Context, Ints, SeqLayout
+    from minisgl.kernel.ops import OpTable
+
+TILE: Final = 128  # keys that the kernel loads at once; pages hold a multiple
+# The wheel has the kernels that load pages by TMA only, and these are chosen where the bound on the queries of a
+# sequence times the group exceeds a tile of queries (192 for head dimension 64). A larger bound costs nothing.
+MIN_QUERY_BOUND: Final = 256
+# Up to so many rows (tokens times query heads, 128 to a tile) there are fewer tiles than processors, so that splitting
+# the keys pays; it also bounds the memory of the partial results, MAX_SPLITS * SPLIT_ROWS * D float32.
+SPLIT_ROWS: Final = 16384
+MAX_SPLITS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What the layers of a step share."""
+
+    page_table: Tensor  # [B, pages of the longest], int32
+    kv_lens: Tensor
+    cu_query_lens: Tensor
+    query_bound: int
+    num_splits: int
+    tails: tuple[Tensor, Tensor] | None  # pages [B', 1] and slots in them [B', TILE - 1]
+
+
+class FA3Attention(AttentionBackend):
+    """One kernel for decode, prompts and mixtures, on Hopper. The fastest at prompts; for decode take another.
+
+    The kernel multiplies the values behind a sequence's end, up to the end of the tile, by weights of zero, so that NaN
+    there would spread: `forward` writes zeros to them first. No one else's data is there, as sequences share
+    whole pages only. Not capturable: which slots these are, and the bounds that choose the kernel, come from the host.
+    """
+
+    name = "fa3"
+
+    def __init__(self, spec: AttentionSpec, ops: OpTable) -> None:
+        super().__init__(spec, ops)
+        self._device = torch.device(spec.device_type, torch.cuda.current_device())
+        self._zero = torch.zeros((), dtype=spec.dtype, device=self._device)
+        self._steps = torch.arange(TILE - 1, device=self._device)
+        self._try()
+
+    def prepare(self, batch: Batch, page_table: Tensor) -> _Plan:
+        return self._plan(batch.layout, page_table)
+
+    def forward(self, q: Tensor, layer_pages: Tensor, ctx: Context) -> Tensor:
+        return self._run(q, layer_pages, ctx.attn_metadata)
+
+    def _plan(self, layout: SeqLayout, page_table: Tensor) -> _Plan:
+        s = self.spec
+        longest = -(-int(layout.kv_lens_host.max()) // s.page_size)
+        rows = int(layout.query_lens_host.sum()) * s.num_heads
+        return _Plan(
+            page_table=page_table[:, :longest].index_select(0, layout.rows),
+            kv_lens=layout.kv_lens,
+            cu_query_lens=layout.cu_query_lens,
+            query_bound=max(int(layout.query_lens_host.max()), MIN_QUERY_BOUND),
+            num_splits=MAX_SPLITS if rows <= SPLIT_ROWS else 1,
+            tails=self._tails(layout, page_table),
+        )
+
+    def _tails(self, layout: SeqLayout, page_table: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The slots between each sequence's end and that of its last tile; those of a short tail are named twice."""
+        has_tail = layout.kv_lens_host % TILE != 0
+        if not has_tail.any():
+            return None
+        rows, kv_lens = layout.rows_host[has_tail].astype(np.int64), layout.kv_lens_host[has_tail].astype(np.int64)
+        begin = kv_lens % self.spec.page_size
+        where = np.stack([rows * page_table.shape[1] + kv_lens // self.spec.page_size, begin, -(-begin // TILE) * TILE])
+        entries, begins, ends = torch.from_numpy(where).to(self._device, non_blocking=True)
+        pages = page_table.view(-1).index_select(0, entries).long()
+        return pages[:, None], torch.minimum(begins[:, None] + self._steps, ends[:, None] - 1)
+
+    def _run(self, q: Tensor, layer_pages: Tensor, plan: _Plan) -> Tensor:
+        k, v = (layer_pages[:, i].transpose(1, 2) for i in range(2))  # [P, page, Hk, D]
+        if plan.tails is not None:
+            v.index_put_(plan.tails, self._zero)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        # The op itself: its Python wrapper would be gone through once a layer.
+        torch.ops.fa3_fwd.fwd(
+            q,
+            k,
+            v,
+            out=out,
+            cu_seqlens_q=plan.cu_query_lens,
+            seqused_k=plan.kv_lens,
+            max_seqlen_q=plan.query_bound,
+            page_table=plan.page_table,
+            softmax_scale=self.spec.scale,
+            is_causal=True,
+            num_splits=plan.num_splits,
+        )
+        return out
+
+    def _try(self) -> None:
+        """One step of a decode and a prompt, so that a wheel that does not fit shows now and not under load."""
+        s, device = self.spec, self._device
+
+        def upload(*arrays: Ints) -> list[Tensor]:
+            return [torch.from_numpy(a).to(device) for a in arrays]
+
+        pages = torch.zeros(2, 2, s.num_kv_heads, s.page_size, s.head_dim, dtype=s.dtype, device=device)
+        table = torch.arange(2, dtype=torch.int32, device=device).view(2, 1)
+        lens = np.array([1, 3], np.int32)
+        plan = self._plan(build_layout(np.arange(2, dtype=np.int32), lens, lens, upload), table)
+        self._run(torch.zeros(4, s.num_heads, s.head_dim, dtype=s.dtype, device=device), pages, plan)
+        torch.cuda.synchronize(device)

@@ -1,0 +1,122 @@
+"""Attention by FlashInfer, the extra `fi`; it compiles its kernels when they are first needed (nvcc, minutes)."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final
+
+import flashinfer  # type: ignore[import-not-found, unused-ignore]
+import numpy as np
+import torch
+
+from minisgl.attention.base import AttentionBackend
+from minisgl.attention.layout import build_layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minisgl.attention.base import AttentionSpec
+    from minisgl.core import Batch, Context, Ints, SeqLayout
+    from minisgl.kernel.ops import OpTable
+
+WORKSPACE_BYTES: Final = 256 << 20  # for partial results; FlashInfer asks for 128 MB, which many heads exceed
+TENSOR_CORE_GROUP: Final = 4  # from so many query heads a KV head the products are worth a matrix unit
+
+
+class FlashInferAttention(AttentionBackend):
+    """Pure decode steps by FlashInfer's decode kernels, all others by its prefill kernels.
+
+    Our pages are its paged cache in layout "HND" as they are. Not capturable: every step is planned on the host from
+    the layout's host copies, and the plan chooses the grid. A plan stands until the next one, as `prepare` and the
+    calls of its step alternate.
+    """
+
+    name = "fi"
+
+    def __init__(self, spec: AttentionSpec, ops: OpTable) -> None:
+        super().__init__(spec, ops)
+        self._device = torch.device(spec.device_type, torch.cuda.current_device())
+        group = spec.num_heads // spec.num_kv_heads
+        self._planned = torch.cuda.Event()
+        # Plans write to the wrappers' buffers, those of `_build` from other threads: no tensors of an inference mode.
+        with torch.inference_mode(False):
+            workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+            self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+            self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, "HND", use_tensor_cores=group >= TENSOR_CORE_GROUP
+            )
+            self._build()
+
+    def prepare(self, batch: Batch, page_table: Tensor) -> Any:
+        """The wrapper that is planned for this step."""
+        # A plan travels from one pinned buffer, which may be written again once the copy of the last plan is through.
+        self._planned.synchronize()
+        wrapper = self._plan(batch.layout, page_table)
+        self._planned.record()
+        return wrapper
+
+    def forward(self, q: Tensor, layer_pages: Tensor, ctx: Context) -> Tensor:
+        return self._run(ctx.attn_metadata, q, layer_pages)
+
+    def _plan(self, layout: SeqLayout, page_table: Tensor) -> Any:
+        s = self.spec
+        num_pages = -(-layout.kv_lens_host // s.page_size)
+        indptr = _offsets(num_pages)
+        # Entry j of sequence b stands at index[indptr[b] + j] of the flat table: one gather on the device.
+        first = layout.rows_host.astype(np.int64) * page_table.shape[1] - indptr[:-1]
+        index = np.arange(indptr[-1]) + np.repeat(first, num_pages)
+        indices = page_table.view(-1).index_select(0, torch.from_numpy(index).to(self._device, non_blocking=True))
+        last_page_len = layout.kv_lens_host - (num_pages - 1) * s.page_size
+        paged = (torch.from_numpy(indptr), indices, torch.from_numpy(last_page_len))
+        options = {
+            "sm_scale": s.scale,
+            "q_data_type": s.dtype,
+            "kv_data_type": s.dtype,
+        }
+        if layout.is_decode:
+            self._decode.plan(*paged, s.num_heads, s.num_kv_heads, s.head_dim, s.page_size, **options)
+            return self._decode
+        self._prefill.plan(
+            torch.from_numpy(_offsets(layout.query_lens_host)),
+            *paged,
+            s.num_heads,
+            s.num_kv_heads,
+            s.head_dim,
+            s.page_size,
+            causal=True,
+            max_token_per_sequence=int(layout.query_lens_host.max()),
+            **options,
+        )
+        return self._prefill
+
+    def _run(self, wrapper: Any, q: Tensor, layer_pages: Tensor) -> Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        wrapper.run(q, layer_pages, out=out)
+        return out
+
+    def _build(self) -> None:
+        """Compile what either kind of step needs, side by side, so that a failure shows now and not under load."""
+        s, device = self.spec, self._device
+        pages = torch.zeros(2, 2, s.num_kv_heads, s.page_size, s.head_dim, dtype=s.dtype, device=device)
+        table = torch.arange(2, dtype=torch.int32, device=device).view(1, 2)
+
+        def upload(*arrays: Ints) -> list[Tensor]:
+            return [torch.from_numpy(a).to(device) for a in arrays]
+
+        def step(tokens: int) -> None:
+            with torch.cuda.device(device):
+                lens = np.array([tokens], np.int32)
+                wrapper = self._plan(build_layout(np.zeros(1, np.int32), lens, lens, upload), table)
+                self._run(wrapper, torch.zeros(tokens, s.num_heads, s.head_dim, dtype=s.dtype, device=device), pages)
+
+        with ThreadPoolExecutor(2) as pool:
+            for future in [pool.submit(step, tokens) for tokens in (1, 2)]:
+                future.result()
+        torch.cuda.synchronize(device)
+
+
+def _offsets(lens: Ints) -> Ints:
+    """[0, lens[0], lens[0] + lens[1], ...], int32 [B + 1]."""
+    offsets = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(lens, out=offsets[1:])
+    return offsets

@@ -1,0 +1,216 @@
+"""Paged attention on an NVIDIA GPU in Triton; the kernels and their ideas stand in `kernel/triton/attention_*`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log2
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from minisgl.attention.base import AttentionBackend
+from minisgl.kernel.triton.attention_decode import (
+    FIRST,
+    ITEM,
+    MAX_LAYERS,
+    PLAN_ROWS,
+    decode_attention,
+    max_decode_items,
+    plan_decode,
+)
+from minisgl.kernel.triton.attention_prefill import COUNTERS, TILE, plan_prefill, prefill_attention
+from minisgl.kernel.triton.launch import chained
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minisgl.attention.base import AttentionSpec, HeadTransform
+    from minisgl.core import Batch, Context
+    from minisgl.kernel.ops import OpTable
+
+LOG2_E: Final = log2(2.718281828459045)
+FUSED_ROWS: Final = 64  # up to so many sequences a decode step norms, rotates and stores inside the attention kernel
+LONG_CONTEXT: Final = 8192  # keys from which reading them once for more queries is worth more than many programs
+INTERPRETER_SMS: Final = 4  # on a CPU, where tests run the kernels in Triton's interpreter
+
+
+@dataclass(slots=True)
+class _Plan:
+    """One step's work; the first `num_decode` sequences have one query each, the others are chunks of prompts."""
+
+    num_decode: int
+    tiling: _Tiling | None = None  # of the chunks
+    tiles: Tensor | None = None  # `work` of `plan_prefill`
+    grid: int = 0  # programs that cover the tiles, however they are split
+    layer: int = 0  # of the next call: every layer has its own ticket counter
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """A size of tile, with the options of the kernels for it."""
+
+    queries: int
+    plan: dict[str, int]
+    kernel: dict[str, int]
+
+
+class TritonAttention(AttentionBackend):
+    """Decode by `decode_attention`, prompt chunks by `prefill_attention`, mixed batches by both without copies.
+
+    In a pure decode step only device tensors are looked at, so it can be captured in a CUDA graph. The buffers of
+    decode are allocated once, as such graphs keep their addresses, and serve all layers and steps: these must run in
+    one stream. How a sequence is split over programs depends on the whole batch, so its result does too in the last
+    bits; for the same batch it is the same bits every time.
+    """
+
+    name = "triton"
+    is_capturable = True
+
+    def __init__(self, spec: AttentionSpec, ops: OpTable) -> None:
+        super().__init__(spec, ops)
+        device = torch.device(spec.device_type)
+        heads, dim = spec.num_kv_heads, spec.head_dim
+        group = spec.num_heads // heads
+        self._multiprocessors = INTERPRETER_SMS
+        if device.type == "cuda":
+            self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        programs, parts = 4 * self._multiprocessors, 2 * self._multiprocessors
+        self._scale = spec.scale * LOG2_E
+        shared = {"HK": heads, "G": group, "D": dim, "PAGE": spec.page_size}
+
+        items = max_decode_items(spec.max_rows, heads, programs)
+        int32, float32 = torch.int32, torch.float32
+        self._work = torch.empty(FIRST.value + spec.max_rows + ITEM.value * items, dtype=int32, device=device)
+        self._counters = torch.empty(spec.max_rows * heads, dtype=int32, device=device)
+        self._part = torch.empty(items * heads * group, dim, dtype=float32, device=device)
+        self._lse = torch.empty(items * heads * group, dtype=float32, device=device)
+        self._plan_decode = {"PROGRAMS": programs, "HK": heads, "MAX_ROWS": spec.max_rows}
+        self._programs = programs
+        self._decode = {
+            **shared,
+            "GROUP": _power_of_two(group),
+            "R": max(16, _power_of_two(group)),
+            "BN": 32,
+            "STAGES": 3 if spec.dtype is torch.float32 else 5,
+            "PROGRAMS": programs,
+            "MAX_ROWS": spec.max_rows,
+            "num_warps": 2,
+        }
+
+        # Large tiles read the keys half as often (at 64 rows 400 TFLOP/s would take all that the L2 gives); 128
+        # registers let two of their programs be resident, of which one computes while the other waits. Small ones are
+        # for chunks that would not make enough large ones.
+        small = {"BM": 64, "BN": 64 if dim <= 128 else 32, "STAGES": 2, "num_warps": 4}
+        large = {"BM": 128, "BN": 64, "STAGES": 2, "num_warps": 8} | ({"maxnreg": 128} if dim <= 128 else {})
+        if spec.dtype is torch.float32:  # no matrix units, so whatever fits into the registers
+            small = large = {"BM": 32, "BN": 16, "STAGES": 2, "num_warps": 8}
+
+        def tiling(options: dict[str, int]) -> _Tiling:
+            options["BM"] = max(options["BM"], _power_of_two(group))
+            queries, bound = options["BM"] // group, {"MAX_PARTS": _power_of_two(parts)}
+            return _Tiling(queries, {"HK": heads, "TQ": queries, "PROGRAMS": parts, **bound}, shared | options | bound)
+
+        self._small, self._large = tiling(small), tiling(large)
+        self._tile_part = torch.empty(parts * large["BM"], dim, dtype=float32, device=device)
+        self._tile_lse = torch.empty(parts * large["BM"], dtype=float32, device=device)
+
+    def prepare(self, batch: Batch, page_table: Tensor) -> _Plan:
+        layout, num_seqs = batch.layout, len(batch.layout.rows)
+        assert num_seqs <= self.spec.max_rows, f"{num_seqs} sequences, but room for {self.spec.max_rows}"
+        num_decode = num_seqs
+        if batch.num_tokens > num_seqs:
+            is_chunk = layout.query_lens_host > 1
+            num_decode = int(is_chunk.argmax())
+        if num_decode:
+            grid = -(-num_decode // PLAN_ROWS.value)
+            plan_decode[(grid,)](
+                layout.rows, layout.kv_lens, self._work, self._counters, num_decode, **self._plan_decode
+            )
+        if num_decode == num_seqs:
+            return _Plan(num_decode)
+        num_tokens, num_chunks = batch.num_tokens - num_decode, num_seqs - num_decode
+        tiling = self._tiling(num_tokens, num_chunks, int(layout.kv_lens_host[num_decode:].max()))
+        max_items = max(num_tokens // tiling.queries + num_chunks, tiling.plan["PROGRAMS"] // self.spec.num_kv_heads)
+        size = COUNTERS.value + tiling.plan["MAX_PARTS"] + TILE.value * max_items
+        tiles = torch.empty(size, dtype=torch.int32, device=layout.kv_lens.device)
+        plan_prefill[(num_chunks,)](
+            layout.rows, layout.kv_lens, layout.cu_query_lens, tiles, num_decode, num_chunks, **tiling.plan
+        )
+        return _Plan(num_decode, tiling, tiles, max_items * self.spec.num_kv_heads)
+
+    def _tiling(self, num_tokens: int, num_chunks: int, longest: int) -> _Tiling:
+        """Large tiles where they keep every multiprocessor busy, or are split because of a long context anyway."""
+        num_large = num_tokens // self._large.queries
+        fills = num_large * self.spec.num_kv_heads >= self._multiprocessors
+        return self._large if fills or (longest >= LONG_CONTEXT and num_large >= num_chunks) else self._small
+
+    def attend(self, qkv: Tensor, heads: HeadTransform, layer_pages: Tensor, ctx: Context) -> Tensor:
+        plan: _Plan = ctx.attn_metadata
+        if plan.tiling is not None or plan.num_decode > FUSED_ROWS:
+            return super().attend(qkv, heads, layer_pages, ctx)
+        q = qkv.view(len(qkv), -1, self.spec.head_dim)
+        out = qkv.new_empty(len(qkv), self.spec.num_heads, self.spec.head_dim)
+        self._run_decode(q, layer_pages, ctx, out, heads)
+        return out
+
+    def forward(self, q: Tensor, layer_pages: Tensor, ctx: Context) -> Tensor:
+        plan: _Plan = ctx.attn_metadata
+        assert q.stride()[1:] == (self.spec.head_dim, 1), "the heads of a token must be adjacent"
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if plan.num_decode:
+            self._run_decode(q, layer_pages, ctx, out)
+        if plan.tiling is not None:
+            prefill_attention[(plan.grid,)](
+                q,
+                layer_pages,
+                ctx.page_table,
+                plan.tiles,
+                self._tile_part,
+                self._tile_lse,
+                out,
+                self._scale,
+                q.stride(0),
+                ctx.page_table.stride(0),
+                **plan.tiling.kernel,
+            )
+        return out
+
+    def _run_decode(
+        self, q: Tensor, layer_pages: Tensor, ctx: Context, out: Tensor, heads: HeadTransform | None = None
+    ) -> None:
+        """Of the first sequences of the step into the first rows of `out`; with `heads` q still has k and v behind."""
+        plan: _Plan = ctx.attn_metadata
+        batch = ctx.batch
+        assert plan.layer < MAX_LAYERS.value, f"more than {MAX_LAYERS.value} layers"
+        options = chained(q.device) if heads is not None and plan.num_decode == 1 else {"PDL": False}
+        has_norm = heads is not None and heads.q_weight is not None
+        decode_attention[(self._programs,)](
+            q,
+            layer_pages,
+            ctx.page_table,
+            self._work,
+            self._counters,
+            self._part,
+            self._lse,
+            out,
+            heads.q_weight if heads is not None else None,
+            heads.k_weight if heads is not None else None,
+            heads.cos_sin if heads is not None else None,
+            batch.positions if heads is not None else None,
+            ctx.out_loc if heads is not None else None,
+            self._scale,
+            heads.eps if heads is not None else 0.0,
+            plan.layer,
+            q.stride(0),
+            ctx.page_table.stride(0),
+            FUSED=heads is not None,
+            NORM=has_norm,
+            **options,
+            **self._decode,
+        )
+        plan.layer += 1
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest one that is at least n."""
+    return 1 << (n - 1).bit_length()

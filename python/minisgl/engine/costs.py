@@ -1,0 +1,71 @@
+"""What a step costs on this device: timed once at the start, for the scheduler's pace."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from minisgl.core import BatchPlan, StepCosts
+from minisgl.engine.config import EngineSpec
+
+REPEATS = 3
+PIPELINED = 3  # steps in a row, as under load: launching one overlaps with computing the one before
+SMALL_CHUNK, LARGE_CHUNK, CHUNK_CONTEXT = 256, 2048, 8192
+DECODE_ROWS, DECODE_CONTEXT = 64, 2048
+
+Run = Callable[[BatchPlan], Callable[[], object]]
+"""Launches a plan; the result waits for it."""
+
+
+def measure_costs(run: Run, spec: EngineSpec, num_pages: int) -> StepCosts:
+    """Fit `StepCosts` to a few timed steps. Pages are written at random: nobody may own any yet."""
+    longest = min(spec.max_seq_len, num_pages * spec.page_size) - 1
+    small = min(SMALL_CHUNK, longest // 2, spec.max_step_tokens // 2)
+    large = min(LARGE_CHUNK, longest, spec.max_step_tokens)
+    rows = min(DECODE_ROWS, spec.max_running_requests)
+
+    def seconds(slots: list[tuple[int, int, int, int]], num_tokens: int) -> float:
+        plan = _plan(slots, num_tokens, spec.page_size, num_pages)
+        run(plan)()
+        plan, times = replace(plan, pages=plan.pages[:0]), []
+        for _ in range(REPEATS):
+            started = time.perf_counter()
+            waits = [run(plan) for _ in range(PIPELINED)]
+            for wait in waits:
+                wait()
+            times.append((time.perf_counter() - started) / PIPELINED)
+        return statistics.median(times)
+
+    def chunk(start: int, count: int) -> float:
+        return seconds([(0, start, start + count, BatchPlan.SAMPLES)], count)
+
+    def decode(context: int) -> float:
+        flags = BatchPlan.SAMPLES | BatchPlan.FROM_DEVICE
+        return seconds([(row, context, context + 1, flags) for row in range(rows)], 0)
+
+    few, many = chunk(0, small), chunk(0, large)
+    # The keys that the large chunk's tokens see add to its time, so what they cost comes first.
+    context = min(CHUNK_CONTEXT, longest - large)
+    per_pair = max(0.0, (chunk(context, large) - many) / (large * context)) if context > 0 else 0.0
+    pairs = (large * large - small * small) / 2
+    per_token = max(0.0, (many - few - per_pair * pairs) / (large - small))
+    base = max(0.0, few - per_token * small)
+    context = min(DECODE_CONTEXT, longest)
+    per_context = max(0.0, (decode(context) - decode(context // 16)) / (rows * (context - context // 16)))
+    return StepCosts(base, per_token, per_context, per_pair)
+
+
+def _plan(slots: list[tuple[int, int, int, int]], num_tokens: int, page_size: int, num_pages: int) -> BatchPlan:
+    """A step whose rows are spread over as many different pages as there are."""
+    none, writes, page = np.empty(0, np.int32), [], 0
+    for row, _, stop, _ in slots:
+        for index in range(-(-stop // page_size)):
+            writes.append((row, index, page % num_pages))
+            page += 1
+    rows = none.reshape(0, BatchPlan.ROW_WIDTH)
+    pages = np.array(writes, np.int32)
+    return BatchPlan(0, np.array(slots, np.int32), np.zeros(num_tokens, np.int32), pages, rows, none)

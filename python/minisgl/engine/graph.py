@@ -1,0 +1,213 @@
+"""Decode steps as CUDA graphs: one launch instead of hundreds, one graph for each batch size worth having."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from minisgl.core import Batch, BatchPlan, SeqLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from minisgl.core import Ints
+    from minisgl.engine.runner import Parts
+    from minisgl.utils.device import Pending
+
+MAX_PAGE_WRITES: Final = 1024  # of one captured step; a step with more runs eagerly
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """Batch sizes to capture: fine where a padded row costs most of a step, coarse where it costs little."""
+    sizes = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64]
+    sizes += [*range(80, 129, 16), *range(160, 257, 32), *range(320, 513, 64), *range(640, 4097, 128)]
+    return sorted({min(size, max_rows) for size in sizes})
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """One batch size: the forward pass, and choosing tokens without and with filters."""
+
+    batch: Batch
+    logits: Tensor
+    forward: torch.cuda.CUDAGraph
+    sample: dict[bool, torch.cuda.CUDAGraph]
+
+
+class GraphRunner:
+    """Pure decode steps of rows that the device knows already.
+
+    The graphs read the plan from a ring in pinned memory and write their tokens into another (`kernel/triton/step.py`),
+    so a step is a few numpy copies and two graph launches. Padding rows are the page table's last row, whose pages are
+    nobody's. Steps with penalties take the forward graph and choose tokens eagerly.
+    """
+
+    name = "cuda graph"
+
+    def __init__(self, parts: Parts, sizes: list[int], progress: Callable[[int, int], None] | None = None) -> None:
+        from minisgl.kernel.triton import step
+
+        self.parts = parts
+        self._kernels = step
+        capacity = self.capacity = max(sizes)
+        self._in, self._out = step.input_ring(capacity, MAX_PAGE_WRITES), step.output_ring(capacity)
+        self._in_host, self._out_host = self._in.numpy(), self._out.numpy()
+        self._events = [torch.cuda.Event() for _ in range(step.RING)]
+        self._turn = 0
+        device = parts.device.torch_device
+        self._turn_on_device = torch.zeros(1, dtype=torch.int32, device=device)
+        self._size_of = np.searchsorted(sizes, np.arange(capacity + 1))
+        self._sizes = sizes
+
+        def ints(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(capacity, dtype=dtype, device=device)
+
+        self._rows, self._out_loc = ints(torch.int64), ints(torch.int64)
+        self._kv_lens, self._positions, self._input_ids = (ints(torch.int32) for _ in range(3))
+        self._rows32, self._token_ends = ints(torch.int32), torch.arange(capacity + 1, dtype=torch.int32, device=device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # captures cannot use the default one; cuBLAS keeps a workspace for each
+        self._graphs: dict[int, _Captured] = {}
+        started, before = time.perf_counter(), parts.device.free_memory()
+        gc.collect()
+        gc.disable()  # what a collection during a capture frees would be freed by calls that are forbidden then
+        try:
+            with torch.inference_mode():
+                for done, size in enumerate(reversed(sizes), 1):
+                    self._graphs[size] = self._capture(size)
+                    if progress is not None:
+                        progress(done, len(sizes))
+        finally:
+            gc.enable()
+        self.capture_seconds = time.perf_counter() - started
+        self.capture_bytes = before - parts.device.free_memory()
+
+    def fits(self, plan: BatchPlan) -> bool:
+        is_known = (plan.slots[:, 3] & BatchPlan.FROM_DEVICE).all()
+        return bool(
+            is_known
+            and len(plan.slots) <= self.capacity
+            and len(plan.pages) <= MAX_PAGE_WRITES
+            and not len(plan.rows)
+            and not len(plan.adjusts)
+        )
+
+    def prepare(self, plan: BatchPlan) -> BatchPlan:
+        return plan
+
+    def launch(self, plan: BatchPlan) -> Pending:
+        slot = self._turn % len(self._events)
+        self._turn += 1
+        event, count = self._events[slot], len(plan.slots)
+        event.synchronize()  # the step that used this slot last has been executed
+        self._fill(self._in_host[slot], plan)
+        captured = self._graphs[self._sizes[self._size_of[count]]]
+        captured.forward.replay()
+        flags = int(np.bitwise_or.reduce(plan.slots[:, 3]))
+        is_filtered = bool(flags & BatchPlan.FILTERED)
+        if flags & BatchPlan.ADJUSTED:
+            self._sample_adjusted(captured, plan, is_filtered)
+        else:
+            captured.sample[is_filtered].replay()
+        event.record()
+        return _Published(self._out_host[slot, :, :count], event)
+
+    def _fill(self, slot: Ints, plan: BatchPlan) -> None:
+        count, writes, rows = len(plan.slots), len(plan.pages), self._kernels.HEAD
+        stops, pages = rows + self.capacity, rows + 2 * self.capacity
+        slot[0], slot[1] = count, writes
+        slot[rows : rows + count] = plan.slots[:, 0]
+        slot[stops : stops + count] = plan.slots[:, 2]
+        if writes:
+            slot[pages : pages + 3 * writes] = plan.pages.reshape(-1)
+
+    @torch.inference_mode()
+    def _sample_adjusted(self, captured: _Captured, plan: BatchPlan, is_filtered: bool) -> None:
+        (adjusted,) = self.parts.device.upload(np.flatnonzero(plan.slots[:, 3] & BatchPlan.ADJUSTED).astype(np.int32))
+        batch = replace(captured.batch, adjusted=adjusted.long(), is_filtered=is_filtered)
+        self._kernels.publish(self.parts.sample(captured.logits, batch), self._out, self._turn_on_device, self.capacity)
+
+    # -- capture
+
+    def _capture(self, size: int) -> _Captured:
+        batch = self._batch(size)
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # Once for real: compiles kernels and lets libraries allocate what they keep.
+            logits = self._forward(batch)
+            for is_filtered in (False, True):
+                self._sample(logits, replace(batch, is_filtered=is_filtered))
+            stream.synchronize()
+            forward = torch.cuda.CUDAGraph()
+            forward.capture_begin(pool=self._pool)
+            logits = self._forward(batch)
+            forward.capture_end()
+            sample = {}
+            for is_filtered in (False, True):
+                graph = sample[is_filtered] = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=self._pool)
+                self._sample(logits, replace(batch, is_filtered=is_filtered))
+                graph.capture_end()
+        self._turn_on_device.zero_()
+        torch.cuda.current_stream().wait_stream(stream)
+        return _Captured(batch, logits, forward, sample)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        size, state = len(batch.input_ids), self.parts.state
+        self._kernels.begin_decode(
+            self._in,
+            self._turn_on_device,
+            state.page_table,
+            state.last_token,
+            batch.sample_rows,
+            batch.layout.rows,
+            batch.layout.kv_lens,
+            batch.positions,
+            batch.input_ids,
+            self._out_loc[:size],
+            self.parts.kv_cache.page_size,
+            self.capacity,
+        )
+        return self.parts.forward(batch.input_ids, batch, self._out_loc[:size])
+
+    def _sample(self, logits: Tensor, batch: Batch) -> None:
+        self._kernels.publish(self.parts.sample(logits, batch), self._out, self._turn_on_device, self.capacity)
+
+    def _batch(self, size: int) -> Batch:
+        """The inputs of a captured step: views of the buffers that `begin_decode` fills. Host lengths are unknown."""
+        device = self.parts.device.torch_device
+        ones, none = np.ones(size, np.int32), torch.empty(0, dtype=torch.int64, device=device)
+        rows, kv_lens = self._rows32[:size], self._kv_lens[:size]
+        return Batch(
+            step=0,
+            layout=SeqLayout(ones, ones, ones, rows, kv_lens, self._token_ends[: size + 1]),
+            input_ids=self._input_ids[:size],
+            positions=self._positions[:size],
+            token_rows=rows,
+            device_tokens=none,
+            logit_tokens=self._token_ends[:size].long(),
+            sample_rows=self._rows[:size],
+            sample_positions=kv_lens,
+            page_writes=none.view(0, 3),
+            row_writes=none.int().view(0, BatchPlan.ROW_WIDTH),
+            adjusts=np.empty(0, np.int32),
+            adjusted=none,
+            is_filtered=False,
+        )
+
+
+class _Published:
+    def __init__(self, slot: Ints, event: torch.cuda.Event) -> None:
+        self._slot, self._event = slot, event
+
+    def wait(self) -> npt.NDArray[np.int32]:
+        self._event.synchronize()
+        return self._slot.copy()

@@ -1,0 +1,109 @@
+"""An NVIDIA GPU as a device: everything runs in order in one stream; numbers travel through pinned buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from minisgl.utils.device import Device, Pending
+
+RING: Final = 4  # buffers a side: more than the steps that can be under way at once
+ALIGN: Final = 4  # ints; kernels load 16 bytes at a time
+
+
+class CudaDevice(Device):
+    """One GPU; this thread's current stream carries all its work.
+
+    An asynchronous copy reads a pinned buffer after the call returns, so each buffer carries the event that says when
+    it may be written again.
+    """
+
+    is_async = True
+
+    def __init__(self, index: int) -> None:
+        self.torch_device = torch.device("cuda", index)
+        torch.cuda.set_device(self.torch_device)
+        self._up, self._down = _Ring(), _Ring()
+
+    def upload(self, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
+        """One copy for all of them."""
+        starts, total = [], 0
+        for array in arrays:
+            starts.append(total)
+            total += -(-array.size // ALIGN) * ALIGN
+        buffer = self._up.next()
+        host = buffer.reserve(total)
+        for array, start in zip(arrays, starts, strict=True):
+            host.numpy()[start : start + array.size] = array.reshape(-1)
+        device = host.to(self.torch_device, non_blocking=True)
+        buffer.event.record()
+        return [
+            device[start : start + array.size].view(array.shape) for array, start in zip(arrays, starts, strict=True)
+        ]
+
+    def submit(self, work: Callable[[], torch.Tensor], flops: float) -> Pending:
+        result = work()
+        buffer = self._down.next()
+        host = buffer.reserve(result.numel())
+        host.copy_(result.view(-1), non_blocking=True)
+        buffer.event.record()
+        return _Copied(host.view(result.shape), buffer.event)
+
+    def free_memory(self) -> int:
+        """What the driver calls free and what torch's allocator holds without using it."""
+        free: int = torch.cuda.mem_get_info(self.torch_device)[0]
+        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+    def peak_memory(self, work: Callable[[], object]) -> int:
+        work()  # the first time, libraries take memory that they keep
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        torch.cuda.synchronize()
+        peak: int = torch.cuda.max_memory_allocated() - before
+        torch.cuda.empty_cache()
+        return peak
+
+    def describe(self) -> str:
+        return torch.cuda.get_device_name(self.torch_device)
+
+
+class _Pinned:
+    """Page-locked host memory, int32, and the event after its last use."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event()
+        self._memory = torch.empty(4096, dtype=torch.int32, pin_memory=True)
+
+    def reserve(self, count: int) -> torch.Tensor:
+        if count > len(self._memory):
+            self._memory = torch.empty(2 * count, dtype=torch.int32, pin_memory=True)
+        return self._memory[:count]
+
+
+class _Ring:
+    def __init__(self) -> None:
+        self._buffers = [_Pinned() for _ in range(RING)]
+        self._turn = 0
+
+    def next(self) -> _Pinned:
+        self._turn = (self._turn + 1) % RING
+        buffer = self._buffers[self._turn]
+        buffer.event.synchronize()
+        return buffer
+
+
+class _Copied:
+    def __init__(self, host: torch.Tensor, event: torch.cuda.Event) -> None:
+        self._host, self._event = host, event
+
+    def wait(self) -> npt.NDArray[np.int32]:
+        self._event.synchronize()
+        result: npt.NDArray[np.int32] = self._host.numpy().copy()  # the buffer is used again RING results later
+        return result

@@ -1,0 +1,107 @@
+"""The Triton backend on a GPU, where the order of programs and the rounding are the real ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from contract.test_attention import MIXES
+from minisgl.kernel import reference
+from unit.attention.triton_cases import Case, assert_near, check_attend, check_forward, check_repeats
+
+pytestmark = pytest.mark.gpu
+BF16, CUDA = torch.bfloat16, "cuda"
+LONG = {
+    "long decode": [(1, 20_000), (1, 5), (1, 131)],
+    "many decodes": [(1, 1 + 37 * i % 900) for i in range(256)],
+    "many prompts": [(600 + i, 600 + i) for i in range(30)],
+    "short chunk after a long context": [(64, 20_000)],
+    "long and short": [(1, 6000), (1, 64), (700, 4000), (5, 8000), (129, 129)],
+}
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize(("group", "dim"), [(1, 64), (2, 128), (3, 64), (4, 128), (5, 128), (7, 64), (16, 128)])
+@pytest.mark.parametrize("mix", MIXES)
+def test_forward(mix: str, group: int, dim: int, page_size: int):
+    check_forward(MIXES[mix], page_size, group, dim, BF16, CUDA)
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float16), (256, BF16), (128, torch.float32)], ids=str)
+@pytest.mark.parametrize("mix", MIXES)
+def test_other_types_and_dimensions(mix: str, dim: int, dtype: torch.dtype, page_size: int):
+    check_forward(MIXES[mix], page_size, 2, dim, dtype, CUDA)
+
+
+@pytest.mark.parametrize("mix", LONG)
+@pytest.mark.parametrize("group", [2, 5])
+def test_long_and_many(mix: str, group: int):
+    check_forward(LONG[mix], 64, group, 128, BF16, CUDA)
+
+
+@pytest.mark.parametrize("mix", [[(1, 1)], [(1, 700)], MIXES["decode"], [(1, 30 * i + 1) for i in range(40)]], ids=len)
+@pytest.mark.parametrize("group", [2, 5])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_attend(mix: list[tuple[int, int]], group: int, with_norm: bool):
+    check_attend(mix, 64, group, 128, BF16, CUDA, with_norm)
+
+
+@pytest.mark.parametrize("mix", LONG)
+def test_the_same_batch_gives_the_same_bits(mix: str):
+    check_repeats(LONG[mix], 2, BF16, CUDA)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_captured_step_follows_its_inputs(is_fused: bool):
+    """A graph made with short sequences serves long ones, and every layer its own tickets."""
+    case = Case([(1, 5000), (1, 900), (1, 64), (1, 3)], 64, 2, 128, BF16, CUDA)
+    lens, heads = case.batch.layout.kv_lens.clone(), case.heads(True)
+    expected = reference.paged_attention(case.q, case.pages, case.table, case.batch.layout, 128**-0.5)
+    outs: list[torch.Tensor] = []
+
+    def step() -> None:
+        ctx = case.context()
+        for _ in range(3):
+            if is_fused:
+                outs.append(case.attention.attend(case.qkv.flatten(1), heads, case.pages, ctx))
+            else:
+                outs.append(case.attention.forward(case.q, case.pages, ctx))
+
+    if is_fused:
+        pages = case.pages.clone()
+        q = reference.norm_rope_store(
+            case.qkv.flatten(1).clone(), *case.weights, 1e-6, case.cos_sin, case.batch.positions, pages, case.out_loc
+        )
+        expected = reference.paged_attention(q, pages, case.table, case.batch.layout, 128**-0.5)
+    case.batch.layout.kv_lens.copy_(torch.tensor([1, 2, 1, 1], dtype=torch.int32))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    outs.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    case.batch.layout.kv_lens.copy_(lens)
+    for _ in range(3):
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        for out in outs:
+            assert_near(out, expected, case.spans)
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_random_mixes(part: int):
+    rng = np.random.default_rng(part)
+    for seed in range(25):
+        decodes = int(rng.integers(0, 30))
+        chunks = int(rng.integers(0 if decodes else 1, 4))
+        mix = [(1, int(n)) for n in rng.integers(1, 1 << int(rng.integers(2, 13)), decodes)]
+        for n in rng.integers(2, 600, chunks):
+            mix.append((int(n), int(n + rng.integers(0, 1 << int(rng.integers(1, 12))))))
+        page_size, group = int(rng.choice([16, 64])), int(rng.choice([2, 4]))
+        check_forward(mix, page_size, group, 128, BF16, CUDA, seed)

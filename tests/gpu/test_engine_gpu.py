@@ -1,0 +1,112 @@
+"""The built-in model on a GPU against the CPU engine, and every way to run a step against every other."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl import LLM, SamplingParams
+from minisgl.config import EngineConfig
+from minisgl.core import BatchPlan
+from minisgl.engine.config import resolve
+from minisgl.engine.engine import Engine
+from minisgl.engine.prepare import prepare_batch
+from minisgl.utils.device import create_device
+
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+CHATS = [
+    "What is 12 + 30?",
+    "Repeat exactly: crème brûlée 東京 🚀 x9",
+    "Tell me a story about a fox named Lily.",
+    "Count from 3 to 12.",
+    f"{FILLER * 40}The secret code of the castle is 7305982. {FILLER * 30}\n\nWhat is the secret code of the castle?",
+    "Tell me a story about a cat named Tom.",
+    "What is 45 - 7?",
+]
+SAMPLED = [
+    SamplingParams(temperature=1.0, seed=1, max_tokens=60),
+    SamplingParams(temperature=0.8, seed=2, top_k=5, max_tokens=60),
+    SamplingParams(temperature=1.2, seed=3, top_p=0.8, max_tokens=60),
+    SamplingParams(temperature=1.0, seed=4, min_p=0.1, presence_penalty=0.5, frequency_penalty=0.3, max_tokens=60),
+    SamplingParams(temperature=0.0, repetition_penalty=1.2, min_tokens=12, max_tokens=60),
+    SamplingParams(temperature=1.0, seed=5, logit_bias=((70, 3.0),), top_p=0.9, top_k=40, max_tokens=60),
+    SamplingParams(temperature=0.0, max_tokens=60),
+]
+
+
+@contextmanager
+def engine(**options: Any) -> Iterator[LLM]:
+    llm = LLM(**{"device": "cuda", "dtype": "float32", "num_pages": 2000, **options})
+    yield llm
+    cache = llm.scheduler.cache
+    assert cache.available == cache.num_pages, "pages are held after the last request"
+    del llm
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def texts(llm: LLM, params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
+    chats = [[{"role": "user", "content": text}] for text in CHATS]
+    return [c.token_ids for c in llm.chat(chats, params)]
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> tuple[list[list[int]], list[list[int]]]:
+    llm = LLM(device="cpu", dtype="float32", num_pages=2000)
+    return texts(llm, SamplingParams(temperature=0, max_tokens=60)), texts(llm, SAMPLED)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "eager": {"cuda_graph_max_bs": 0},
+    "no overlap": {"overlap": False},
+    "no cache": {"cache_type": "naive"},
+    "page 16": {"page_size": 16},
+    "page 128": {"page_size": 128},
+    "chunks": {"max_prefill_length": 96},
+    "graphs of 4": {"cuda_graph_max_bs": 4},
+    "dry pool": {"num_pages": 70},
+}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_the_same_tokens_as_on_the_cpu(on_cpu: tuple[list[list[int]], list[list[int]]], options: dict[str, Any]):
+    greedy, sampled = on_cpu
+    with engine(**options) as llm:
+        for _ in range(2):  # cold, then with a warm prefix cache
+            assert texts(llm, SamplingParams(temperature=0, max_tokens=60)) == greedy
+        assert texts(llm, SAMPLED) == sampled
+
+
+def test_bfloat16_is_deterministic_and_independent_of_batch_mates_in_noise():
+    with engine(dtype="bfloat16") as llm:
+        first = texts(llm, SAMPLED)
+        assert texts(llm, SAMPLED) == first
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_logits_are_near_those_of_the_cpu(dtype: str):
+    """Relative error of a prompt's last logits: float32 1e-5 (measured on an H200: see docs), half precisions 2e-2."""
+    ids = np.arange(40, 240, dtype=np.int32)
+    none = np.empty(0, np.int32)
+    pages = np.array([(0, i, i) for i in range(16)], np.int32)
+    slot = np.array([(0, 0, len(ids), BatchPlan.SAMPLES)], np.int32)
+    plan = BatchPlan(1, slot, ids, pages, none.reshape(0, BatchPlan.ROW_WIDTH), none)
+    logits = {}
+    for device, number in (("cpu", "float32"), ("cuda", dtype)):
+        config = EngineConfig(device=device, dtype=number, num_pages=20, page_size=16, cuda_graph_max_bs=0)
+        e = Engine(resolve(config, device), create_device(device))
+        with torch.inference_mode():
+            batch = prepare_batch(plan, e.device)
+            e.parts.state.apply(batch)
+            loc = torch.arange(len(ids), device=e.device.torch_device)
+            logits[device] = e.parts.forward(batch.input_ids, batch, loc)[0].double().cpu()
+    error = ((logits["cuda"] - logits["cpu"]).norm() / logits["cpu"].norm()).item()
+    assert error < {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}[dtype]
+    print(f"\nrelative logit error in {dtype}: {error:.2e}")

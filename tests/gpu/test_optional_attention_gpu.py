@@ -1,0 +1,172 @@
+"""The attention backends that come with extras, and their mixtures with ours, against the reference in bfloat16."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from contract.harness import make_batch
+from contract.test_attention import MIXES, setting
+from minisgl.attention.base import AttentionBackend, AttentionSpec, HeadTransform
+from minisgl.attention.hybrid import HybridAttention
+from minisgl.attention.registry import ATTENTION, resolve_attention
+from minisgl.core import Batch, Context
+from minisgl.kernel import reference
+from minisgl.kernel.ops import OpTable
+from minisgl.kvcache.mha_pool import MHAKVPool
+from unit.attention.triton_cases import EPS, assert_near, on, poison
+
+# Warnings of other people's packages are theirs.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+BF16, CUDA, KV_HEADS = torch.bfloat16, "cuda", 2
+Mix = list[tuple[int, int]]
+LONG = {
+    "long decode": [(1, 20_000), (1, 5), (1, 131)],
+    "many decodes": [(1, 1 + 37 * i % 900) for i in range(256)],
+    "short chunk after a long context": [(64, 20_000)],
+    "long and short": [(1, 6000), (1, 64), (700, 4000), (5, 8000), (129, 129)],
+    "many prompts": [(1 + 61 * i % 300, 1 + 61 * i % 300) for i in range(64)],
+}
+# Every build of FlashInfer takes a minute, so it is tested with one head dimension; fa3 is compiled already.
+CASES = [
+    *(("fi", page, group, 128) for page in (1, 16, 64, 128) for group in (1, 2, 4, 5)),
+    *(("fa3", page, group, dim) for page in (128, 256) for group, dim in ((1, 64), (2, 128), (4, 64), (5, 128))),
+    *((names, 128, group, 128) for names in ("fa3,triton", "fa3,fi", "triton,fa3") for group in (2, 4)),
+    *((names, 64, group, 128) for names in ("fi,triton", "triton,fi") for group in (2, 4)),
+]
+
+
+@cache
+def backend(names: str, page_size: int, group: int, dim: int) -> AttentionBackend:
+    """By the way that users take, but a replacement for what cannot be had would be no test: skipped, with the reason.
+
+    A failed build is no reason to skip.
+    """
+    spec = AttentionSpec(CUDA, BF16, KV_HEADS * group, KV_HEADS, dim, page_size)
+    for name in names.split(","):
+        reason = ATTENTION.refusal(name, spec)
+        if reason is not None:
+            pytest.skip(f"{name}: {reason}")
+    pool = MHAKVPool(1, 1, KV_HEADS, page_size, dim, BF16, torch.device(CUDA))
+    attention = resolve_attention(names, pool, SimpleNamespace(num_heads=spec.num_heads), OpTable())
+    parts = (attention.prefill, attention.decode) if isinstance(attention, HybridAttention) else (attention,)
+    assert ",".join(part.name for part in parts) == names, "a backend was replaced"
+    return attention
+
+
+class Step:
+    """A step of `mix` with its queries between other heads, as they lie behind the projection."""
+
+    def __init__(self, mix: Mix, page_size: int, group: int, dim: int, seed: int = 0) -> None:
+        pool, table, q, self.spans = setting(mix, page_size, group, dim, BF16, seed)
+        self.pages, self.table, self.q = pool.layer(0).to(CUDA), table.to(CUDA), q.to(CUDA)
+        self.batch: Batch = on(make_batch(self.spans), CUDA)
+        positions = self.batch.positions.long()
+        page = self.table[self.batch.token_rows.long(), positions // page_size].long()
+        self.out_loc = page * page_size + positions % page_size
+        self.qkv = torch.cat([self.q, torch.randn(len(q), 2 * KV_HEADS, dim, dtype=BF16, device=CUDA)], 1)
+        self.scale = dim**-0.5
+
+    def context(self, attention: AttentionBackend) -> Context:
+        metadata = attention.prepare(self.batch, self.table)
+        return Context(self.batch, self.table, None, attention, metadata, self.out_loc)
+
+    def forward(self, attention: AttentionBackend) -> torch.Tensor:
+        poison(self.q)
+        return attention.forward(self.qkv[:, : self.q.shape[1]], self.pages, self.context(attention))
+
+    def expected(self) -> torch.Tensor:
+        return reference.paged_attention(self.q, self.pages, self.table, self.batch.layout, self.scale)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("names", "page_size", "group", "dim"), CASES)
+def test_equals_the_reference(names: str, page_size: int, group: int, dim: int, mix: str):
+    step = Step(MIXES[mix], page_size, group, dim)
+    expected = step.expected()
+    assert_near(step.forward(backend(names, page_size, group, dim)), expected, step.spans)
+
+
+@pytest.mark.parametrize("mix", LONG)
+@pytest.mark.parametrize("group", [2, 5])
+@pytest.mark.parametrize(("names", "page_size"), [("fi", 64), ("fa3", 128)])
+def test_long_and_many(names: str, page_size: int, group: int, mix: str):
+    step = Step(LONG[mix], page_size, group, 128)
+    expected = step.expected()
+    assert_near(step.forward(backend(names, page_size, group, 128)), expected, step.spans)
+
+
+@pytest.mark.parametrize(("names", "page_size"), [("fi", 64), ("fa3", 128), ("fa3,triton", 128), ("triton,fi", 64)])
+@pytest.mark.parametrize("mix", ["decode", "mixed"])
+def test_attend_stores_what_it_reads(names: str, page_size: int, mix: str):
+    """The slots of the step's tokens are NaN at the start; afterwards those of all sequences hold what they should."""
+    step = Step(MIXES[mix], page_size, 2, 128)
+    attention = backend(names, page_size, 2, 128)
+    step.pages[step.out_loc // page_size, :, :, step.out_loc % page_size] = float("nan")
+    angle = torch.rand(512, 64, device=CUDA) * 6
+    weights = [1 + 0.1 * torch.randn(128, dtype=BF16, device=CUDA) for _ in range(2)]
+    heads = HeadTransform(weights[0], weights[1], EPS, torch.cat([angle.cos(), angle.sin()], -1))
+    pages, qkv, positions = step.pages.clone(), step.qkv.flatten(1), step.batch.positions
+    out = attention.attend(qkv.clone(), heads, step.pages, step.context(attention))
+    q = reference.norm_rope_store(
+        qkv, heads.q_weight, heads.k_weight, EPS, heads.cos_sin, positions, pages, step.out_loc
+    )
+    assert_near(out, reference.paged_attention(q, pages, step.table, step.batch.layout, step.scale), step.spans)
+    is_valid = ~pages.isnan()
+    assert float((step.pages - pages)[is_valid].abs().max()) <= 0.05  # a rounding apart
+
+
+@pytest.mark.parametrize(("names", "page_size"), [("fi", 64), ("fa3", 128)])
+def test_the_same_batch_gives_the_same_bits(names: str, page_size: int):
+    for mix in (MIXES["mixed"], LONG["long decode"], LONG["long and short"]):
+        step, attention = Step(mix, page_size, 2, 128), backend(names, page_size, 2, 128)
+        first = step.forward(attention)
+        assert all(torch.equal(step.forward(attention), first) for _ in range(3))
+
+
+@pytest.mark.parametrize(("names", "page_size"), [("fi", 64), ("fa3", 128)])
+def test_steps_launched_ahead_keep_their_plans(names: str, page_size: int):
+    """Many steps are in the queue of a busy GPU while the host plans the next ones."""
+    attention = backend(names, page_size, 2, 128)
+    rng = np.random.default_rng(0)
+    steps = []
+    for seed in range(12):
+        chunks = [(int(n), int(n + rng.integers(0, 500))) for n in rng.integers(1, 200, 3)]
+        steps.append(
+            Step([(1, int(n)) for n in rng.integers(1, 900, 20)] + (chunks if seed % 2 else []), page_size, 2, 128)
+        )
+    expected = [step.expected() for step in steps]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)  # 50 ms
+    outs = [step.forward(attention) for step in steps]
+    for step, out, wanted in zip(steps, outs, expected, strict=True):
+        assert_near(out, wanted, step.spans)
+
+
+@pytest.mark.parametrize(("names", "page_size"), [("fi", 64), ("fa3", 128)])
+@pytest.mark.parametrize(("built_in", "used_in"), [(False, True), (True, False), (True, True)])
+def test_inference_mode_does_not_matter(names: str, page_size: int, built_in: bool, used_in: bool):
+    with torch.inference_mode(built_in):
+        attention = backend.__wrapped__(names, page_size, 2, 128)
+    for mix in ("decode", "mixed"):
+        with torch.inference_mode(used_in):
+            step = Step(MIXES[mix], page_size, 2, 128)
+            assert_near(step.forward(attention), step.expected(), step.spans)
+
+
+def test_fa3_writes_behind_the_ends_only():
+    """Zeros stand from the end of each sequence to that of its tile; every other slot, NaN or not, is as before."""
+    mix: Mix = [(1, 1), (1, 127), (1, 128), (1, 129), (200, 300), (64, 256), (5, 500)]
+    step, attention = Step(mix, 256, 2, 128), backend("fa3", 256, 2, 128)
+    before = step.pages.clone()
+    step.forward(attention)
+    for row, (_, kv_len) in zip((s.row for s in step.spans), mix, strict=True):
+        page, begin = step.table[row, (kv_len - 1) // 256].long(), (kv_len - 1) % 256 + 1
+        tail = slice(begin, -(-begin // 128) * 128)
+        assert step.pages[page, 1, :, tail].eq(0).all()
+        before[page, 1, :, tail] = 0
+    assert torch.equal(step.pages.nan_to_num(7.0), before.nan_to_num(7.0))

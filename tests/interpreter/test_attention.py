@@ -1,0 +1,109 @@
+"""The attention kernels against the reference, on pages full of NaN.
+
+In float16, since the interpreter gets products of bfloat16 wrong.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from contract.test_attention import MIXES
+from unit.attention.triton_cases import Case, check_attend, check_forward, check_repeats, poison
+
+HALF, CPU = torch.float16, "cpu"
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(
+    ("page_size", "group", "dim"),
+    [(1, 2, 64), (16, 1, 64), (16, 16, 64), (32, 3, 64), (64, 5, 64), (64, 2, 128), (128, 7, 64)],
+)
+def test_forward(mix: str, page_size: int, group: int, dim: int):
+    check_forward(MIXES[mix], page_size, group, dim, HALF, CPU)
+
+
+@pytest.mark.parametrize("mix", ["decode", "mixed"])
+def test_float32(mix: str):
+    check_forward(MIXES[mix], 16, 2, 64, torch.float32, CPU)
+
+
+def test_head_dimension_256():
+    check_forward([(1, 100), (40, 90)], 64, 2, 256, HALF, CPU)
+
+
+@pytest.mark.parametrize(("page_size", "group", "dim"), [(1, 1, 64), (16, 2, 64), (64, 5, 64), (64, 4, 128)])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_fused_decode(page_size: int, group: int, dim: int, with_norm: bool):
+    check_attend(MIXES["decode"] + [(1, 65), (1, 2)], page_size, group, dim, HALF, CPU, with_norm)
+
+
+def test_attend_of_mixed_batches_and_large_ones():
+    check_attend(MIXES["mixed"], 16, 2, 64, HALF, CPU, True)
+    check_attend([(1, 3 + i % 5) for i in range(65)], 16, 2, 64, HALF, CPU, True)
+
+
+def test_one_long_sequence_among_short_ones():
+    check_forward([(1, 5), (1, 3000), (1, 64), (1, 128)], 64, 2, 64, HALF, CPU)
+
+
+def test_the_plan_of_decode_lists_every_chunk_once_and_the_longest_first():
+    lens = [1 + 37 * i % 300 for i in range(300)]
+    case = Case([(1, n) for n in lens], 16, 1, 64, HALF, CPU)
+    case.context()
+    work = case.attention._work.tolist()
+    count, chunk = work[:2]
+    items = [(work[i], work[i + 2]) for i in range(130 + 301, 130 + 301 + 4 * count, 4)]
+    assert sorted(items) == [(i, j) for i, n in enumerate(lens) for j in range(-(-n // chunk))]
+    sizes = [min(chunk, lens[i] - j * chunk) for i, j in items]
+    assert sizes == sorted(sizes, reverse=True)
+    counts = [-(-n // chunk) for n in lens]
+    assert work[130 : 130 + 300] == [sum(counts[:i]) for i in range(300)]
+
+
+def test_the_plan_of_prefill_lists_every_tile_once_and_the_latest_first():
+    mix = [(1, 9), (300, 300), (70, 400), (300, 300), *((2 + i % 3, 4 + i % 5) for i in range(70))]
+    case = Case(mix, 16, 2, 64, HALF, CPU)
+    tiles = case.context().attn_metadata.tiles.tolist()
+    tiling = case.context().attn_metadata.tiling
+    step, parts = tiling.queries, tiling.plan["MAX_PARTS"]
+    tiles = [tuple(tiles[i : i + 4]) for i in range(2 + parts, 2 + parts + 4 * tiles[0], 4)]
+    wanted = []
+    for i, (span, token) in enumerate(zip(case.spans, case.batch.layout.cu_query_lens.tolist(), strict=False)):
+        for j in range(0, len(span.ids) if i else 0, step):
+            wanted.append((span.row, span.start + j, token + j, min(step, len(span.ids) - j)))
+    assert sorted(tiles) == sorted(wanted)
+    begins = [position for _, position, _, _ in tiles]
+    assert begins == sorted(begins, reverse=True)
+
+
+def test_tiles_are_split_where_there_are_few():
+    case = Case([(1, 9), (5, 1600)], 64, 2, 64, HALF, CPU)
+    assert int(case.context().attn_metadata.tiles[1]) == 4
+    check_forward([(1, 9), (5, 1600)], 64, 2, 64, HALF, CPU)
+    check_forward([(30, 1041)], 64, 2, 64, HALF, CPU)
+
+
+def test_large_tiles_are_for_much_work_or_long_contexts():
+    attention = Case([(2, 3)], 16, 2, 64, HALF, CPU).attention
+    small, large = attention._small, attention._large
+    assert small.queries == 32 and large.queries == 64
+    assert attention._tiling(num_tokens=100, num_chunks=1, longest=1000) is small
+    assert attention._tiling(num_tokens=600, num_chunks=9, longest=1000) is large
+    assert attention._tiling(num_tokens=64, num_chunks=1, longest=10_000) is large
+    assert attention._tiling(num_tokens=63, num_chunks=1, longest=10_000) is small
+
+
+@pytest.mark.parametrize("mix", [[(1, 300), (1, 30), (20, 50)], [(5, 1600)]], ids=["mixed", "split"])
+def test_layers_share_a_step(mix: list[tuple[int, int]]):
+    case = Case(mix, 16, 2, 64, HALF, CPU)
+    ctx = case.context()
+    layers = []
+    for _ in range(3):
+        poison(case.q)
+        layers.append(case.attention.forward(case.q, case.pages, ctx))
+    assert torch.equal(layers[0], layers[1]) and torch.equal(layers[0], layers[2])
+
+
+def test_the_same_batch_gives_the_same_bits():
+    check_repeats([(1, 700), (1, 3), (5, 1100)], 2, HALF, CPU)

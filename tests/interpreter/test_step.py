@@ -1,0 +1,47 @@
+"""The ends of a captured step: what is read from the ring and what arrives in it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from minisgl.kernel.triton import step
+
+CAPACITY, PAGE, ROWS, WIDTH = 6, 4, 7, 5
+
+
+def test_begin_derives_what_a_step_needs_and_pads_with_the_idle_row():
+    table = torch.arange(ROWS * WIDTH, dtype=torch.int32).view(ROWS, WIDTH) + 100
+    expected_table = table.clone()
+    last_token = torch.arange(ROWS, dtype=torch.int32) * 11
+    turn = torch.tensor([5], dtype=torch.int32)  # slot 1 of the ring
+    ring = step.input_ring(CAPACITY, 40, pin=False)
+    rows, stops = [3, 0, 5], [9, 1, 17]
+    writes = [(3, 2, 901), (5, 4, 902), *((0, i % WIDTH, 903) for i in range(1, 4)), *((2, 0, 904) for _ in range(20))]
+    slot = ring[1].numpy()
+    slot[:2] = len(rows), len(writes)
+    slot[2 : 2 + 3], slot[2 + CAPACITY : 5 + CAPACITY] = rows, stops
+    slot[2 + 2 * CAPACITY : 2 + 2 * CAPACITY + 3 * len(writes)] = np.array(writes).reshape(-1)
+    for row, index, page in writes:
+        expected_table[row, index] = page
+    size = 5
+    out_rows, out_loc = (torch.full((size,), -7, dtype=torch.int64) for _ in range(2))
+    rows32, kv_lens, positions, ids = (torch.full((size,), -7, dtype=torch.int32) for _ in range(4))
+    step.begin_decode(ring, turn, table, last_token, out_rows, rows32, kv_lens, positions, ids, out_loc, PAGE, CAPACITY)
+    idle = ROWS - 1
+    assert out_rows.tolist() == rows32.tolist() == [*rows, idle, idle]
+    assert kv_lens.tolist() == [*stops, 1, 1]
+    assert positions.tolist() == [8, 0, 16, 0, 0]
+    assert ids.tolist() == [33, 0, 55, 66, 66]
+    assert torch.equal(table, expected_table)
+    pages = [901, int(table[0, 0]), 902, int(table[idle, 0]), int(table[idle, 0])]
+    assert out_loc.tolist() == [p * PAGE + i % PAGE for p, i in zip(pages, [8, 0, 16, 0, 0], strict=True)]
+    assert turn.item() == 6
+
+
+def test_publish_fills_the_slot_of_the_step_that_began_last():
+    ring, turn = step.output_ring(CAPACITY, pin=False), torch.tensor([6], dtype=torch.int32)
+    out = torch.tensor([[7, 8, 9], [1, 0, 1]], dtype=torch.int32)
+    step.publish(out, ring, turn, CAPACITY)
+    assert ring[1, :, :3].tolist() == out.tolist()
+    assert not ring[[0, 2, 3]].any() and not ring[1, :, 3:].any()

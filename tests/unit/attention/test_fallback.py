@@ -1,0 +1,120 @@
+"""A named backend that cannot be had is replaced, and one warning says why."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl.attention.base import AttentionBackend, AttentionSpec, Requirements
+from minisgl.attention.registry import ATTENTION, _needs, resolve_attention
+from minisgl.kernel.ops import resolve_ops
+from minisgl.kvcache.mha_pool import MHAKVPool
+from minisgl.utils.errors import ConfigError
+from minisgl.utils.registry import Registry
+
+POOL = MHAKVPool(2, 3, 2, 4, 8, torch.float32, torch.device("cpu"))
+SPEC = AttentionSpec("cuda", torch.bfloat16, 16, 8, 128, 128)
+NINJA = "Ninja build failed. Ninja output:\n[1/9] nvcc x.cu\nx.cu(7): error: no such thing\nninja: build stopped"
+
+
+class Broken(AttentionBackend):
+    """Its kernels do not compile."""
+
+    name = "broken"
+
+    def __init__(self, *args: Any) -> None:
+        raise RuntimeError(NINJA)
+
+    def prepare(self, *args: Any) -> None: ...
+
+    def forward(self, *args: Any) -> Any: ...
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> Registry[type[AttentionBackend]]:
+    """The real one, with two backends in front that can never be had."""
+    known = ATTENTION._entries
+    monkeypatch.setattr(ATTENTION, "_entries", {})
+    ATTENTION.add("broken", f"{__name__}:Broken")
+    ATTENTION.add("missing", "no.such.module:Backend", supports=_needs("no_such_module", "none", Requirements()))
+    ATTENTION._entries.update(known)
+    return ATTENTION
+
+
+def resolve(choice: str) -> AttentionBackend:
+    return resolve_attention(choice, POOL, SimpleNamespace(num_heads=4), resolve_ops("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("choice", "name", "warnings"),
+    [
+        ("missing", "cpu", ["missing: no_such_module is not installed; pip install 'minisgl[none]'"]),
+        ("broken", "cpu", ["broken: RuntimeError: x.cu(7): error: no such thing"]),
+        ("triton", "cpu", ["triton: device cpu is not one of cuda"]),
+        ("fa3", "cpu", ["fa3: device cpu is not one of cuda"]),
+        ("auto", "cpu", ["broken: RuntimeError: x.cu(7): error: no such thing"]),
+        ("reference", "reference", []),
+        ("cpu", "cpu", []),
+        ("missing,cpu", "cpu", ["missing: "]),
+        ("reference,missing", "hybrid", ["missing: "]),
+        ("missing,fi", "cpu", ["missing: ", "fi: "]),
+    ],
+)
+def test_what_a_choice_becomes(
+    choice: str,
+    name: str,
+    warnings: list[str],
+    registry: Registry[type[AttentionBackend]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    if choice not in ("broken", "auto"):
+        monkeypatch.delitem(registry._entries, "broken")
+    monkeypatch.setattr(logging.getLogger("minisgl"), "propagate", True)
+    backend = resolve(choice)
+    assert backend.name == name
+    messages = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(messages) == len(warnings)
+    for message, warning in zip(messages, warnings, strict=True):
+        assert message.startswith("using attention backend cpu instead of ") and warning in message
+
+
+def test_both_reasons_are_told_when_the_next_fails_too(caplog: pytest.LogCaptureFixture):
+    assert resolve("missing").name == "cpu"
+    (record,) = caplog.records
+    assert "missing: no_such_module" in record.getMessage() and "broken: RuntimeError" in record.getMessage()
+
+
+def test_a_replacement_that_was_asked_for_anyway_is_built_once():
+    assert resolve("cpu,missing") is not None and not hasattr(resolve("cpu,missing"), "decode")
+
+
+def test_an_unknown_name_is_an_error_before_anything_is_built(caplog: pytest.LogCaptureFixture):
+    with pytest.raises(ConfigError, match="unknown attention backend 'fancy'"):
+        resolve("broken,fancy")
+    assert not caplog.records
+
+
+def test_nothing_fits(registry: Registry[type[AttentionBackend]]):
+    for name in ("cpu", "reference"):
+        del registry._entries[name]
+    with pytest.raises(ConfigError, match=r"broken: RuntimeError: .*; missing: no_such_module .*; triton: device cpu"):
+        resolve("auto")
+
+
+def test_optional_backends_say_what_they_need(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("minisgl.attention.registry.find_spec", lambda module: None)
+    assert ATTENTION.refusal("fi", SPEC) == "flashinfer is not installed; pip install 'minisgl[fi]'"
+    assert ATTENTION.refusal("fa3", SPEC) == "fa3_fwd is not installed; pip install 'minisgl[fa3]'"
+    monkeypatch.setattr("minisgl.attention.registry.find_spec", lambda module: object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert ATTENTION.refusal("fi", SPEC) is None
+    assert ATTENTION.refusal("fa3", SPEC) == "compute capability 9.0 is needed, this GPU has 8.0"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert ATTENTION.refusal("fa3", SPEC) is None
+    small = AttentionSpec("cuda", torch.bfloat16, 16, 8, 128, 64)
+    assert ATTENTION.refusal("fa3", small) == "page size 64 is not one of 128, 256, 512, 1024"

@@ -1,0 +1,18 @@
+"""When the Triton backend is chosen."""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl.attention.base import AttentionSpec
+from minisgl.attention.registry import ATTENTION
+
+
+def spec(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, head_dim: int = 128) -> AttentionSpec:
+    return AttentionSpec(device, dtype, 16, 8, head_dim, 64)
+
+
+def test_it_is_the_choice_on_a_gpu_for_the_shapes_it_knows():
+    assert ATTENTION.choose("auto", spec()) == "triton"
+    assert ATTENTION.choose("auto", spec(head_dim=96)) == "reference"
+    assert ATTENTION.choose("auto", spec("cpu")) == "cpu"

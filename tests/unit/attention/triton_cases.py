@@ -1,0 +1,115 @@
+"""Checks of the Triton backend that hold on every device: the interpreter's tests and those on a GPU share them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from contract.harness import Span, make_batch
+from contract.test_attention import setting
+from minisgl.attention.base import AttentionSpec, HeadTransform
+from minisgl.attention.triton import TritonAttention
+from minisgl.core import Batch, Context
+from minisgl.kernel import reference
+from minisgl.kernel.ops import OpTable
+
+Mix = list[tuple[int, int]]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # of the norm of one sequence's output
+EPS = 1e-6
+
+
+class Case:
+    """Inputs of one step on `device` and a backend for it."""
+
+    def __init__(
+        self, mix: Mix, page_size: int, group: int, dim: int, dtype: torch.dtype, device: str, seed: int = 0
+    ) -> None:
+        pool, table, q, self.spans = setting(mix, page_size, group, dim, dtype, seed)
+        self.pages, self.table, self.q = pool.layer(0).to(device), table.to(device), q.to(device)
+        self.kv_heads, self.dim, self.page_size = pool.num_kv_heads, dim, page_size
+        self.batch = on(make_batch(self.spans), device)
+        spec = AttentionSpec(device, dtype, q.shape[1], pool.num_kv_heads, dim, page_size, max_rows=len(mix) + 1)
+        self.attention = TritonAttention(spec, OpTable())
+        generator = torch.Generator().manual_seed(seed)
+        positions = self.batch.positions.long()
+        page = self.table[self.batch.token_rows.long(), positions // page_size].long()
+        self.out_loc = page * page_size + positions % page_size
+        angle = torch.rand(int(positions.max()) + 1, dim // 2, generator=generator) * 6
+        self.cos_sin = torch.cat([angle.cos(), angle.sin()], -1).to(device)
+        self.weights = [(torch.rand(dim, generator=generator) + 0.5).to(device, dtype) for _ in range(2)]
+        new = torch.randn(len(positions), 2 * pool.num_kv_heads, dim, generator=generator).to(device, dtype)
+        self.qkv = torch.cat([self.q, new], 1)
+
+    def context(self) -> Context:
+        metadata = self.attention.prepare(self.batch, self.table)
+        return Context(self.batch, self.table, None, self.attention, metadata, self.out_loc)
+
+    def forward(self) -> torch.Tensor:
+        """Of queries that lie between other heads, as they do behind the projection."""
+        q = self.qkv[:, : self.q.shape[1]]
+        poison(self.q)
+        return self.attention.forward(q, self.pages, self.context())
+
+    def heads(self, with_norm: bool) -> HeadTransform:
+        q_weight, k_weight = self.weights if with_norm else (None, None)
+        return HeadTransform(q_weight, k_weight, EPS, self.cos_sin)
+
+
+def on(batch: Batch, device: str) -> Batch:
+    layout = batch.layout
+    layout = replace(
+        layout,
+        rows=layout.rows.to(device),
+        kv_lens=layout.kv_lens.to(device),
+        cu_query_lens=layout.cu_query_lens.to(device),
+    )
+    return replace(batch, layout=layout, positions=batch.positions.to(device), token_rows=batch.token_rows.to(device))
+
+
+def poison(like: torch.Tensor) -> None:
+    """Makes it likely that the next tensor of this size is full of NaN until it is written."""
+    torch.full_like(like, float("nan"))
+
+
+def assert_near(out: torch.Tensor, expected: torch.Tensor, spans: list[Span]) -> None:
+    assert out.is_contiguous() and out.dtype == expected.dtype and out.shape == expected.shape
+    sizes = [len(s.ids) for s in spans]
+    for span, a, b in zip(spans, out.double().split(sizes), expected.double().split(sizes), strict=True):
+        error = float((a - b).norm() / b.norm())
+        assert error < TOLERANCE[out.dtype], f"{span.start} + {len(span.ids)}: relative error {error}"
+
+
+def check_forward(
+    mix: Mix, page_size: int, group: int, dim: int, dtype: torch.dtype, device: str, seed: int = 0
+) -> None:
+    case = Case(mix, page_size, group, dim, dtype, device, seed)
+    expected = reference.paged_attention(case.q, case.pages, case.table, case.batch.layout, dim**-0.5)
+    assert_near(case.forward(), expected, case.spans)
+
+
+def check_attend(
+    mix: Mix, page_size: int, group: int, dim: int, dtype: torch.dtype, device: str, with_norm: bool, seed: int = 0
+) -> None:
+    """Decode with all that stands before it; the slots of the new tokens are NaN at the start."""
+    case = Case(mix, page_size, group, dim, dtype, device, seed)
+    case.pages[case.out_loc // page_size, :, :, case.out_loc % page_size] = float("nan")
+    heads, pages, qkv = case.heads(with_norm), case.pages.clone(), case.qkv.flatten(1)
+    poison(case.q)
+    out = case.attention.attend(qkv.clone(), heads, case.pages, case.context())
+    q = reference.norm_rope_store(
+        qkv, heads.q_weight, heads.k_weight, EPS, case.cos_sin, case.batch.positions, pages, case.out_loc
+    )
+    assert_near(out, reference.paged_attention(q, pages, case.table, case.batch.layout, dim**-0.5), case.spans)
+    assert torch.equal(case.pages.isnan(), pages.isnan())
+    stored, wanted = case.pages.nan_to_num(0.0), pages.nan_to_num(0.0)
+    assert torch.equal(stored == 0, wanted == 0)
+    assert float((stored - wanted).abs().max()) <= 0.05  # a rounding apart
+
+
+def check_repeats(mix: Mix, group: int, dtype: torch.dtype, device: str) -> None:
+    """Whichever program comes last merges the parts in the same order."""
+    case = Case(mix, 64, group, 128, dtype, device)
+    first = case.forward()
+    for _ in range(4):
+        assert torch.equal(case.forward(), first)
