@@ -54,6 +54,9 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int) -> StepCosts:
     pairs = (large * large - small * small) / 2
     per_token = max(0.0, (many - few - per_pair * pairs) / (large - small))
     base = max(0.0, few - per_token * small)
+    # Matrix products are less efficient in between than a straight line says: let it be an upper bound.
+    middle = (small + large) // 2
+    base += max(0.0, chunk(0, middle) - base - per_token * middle - per_pair * middle * middle / 2)
     context = min(DECODE_CONTEXT, longest)
     per_context = max(0.0, (decode(context) - decode(context // 16)) / (rows * (context - context // 16)))
     return StepCosts(base, per_token, per_context, per_pair)

@@ -58,20 +58,19 @@ class Engine:
         self.num_pages = self.memory.num_pages
         self.parts = replace(parts, kv_cache=self._pool(self.num_pages))
         state.page_table.fill_(self.num_pages)
-        self.runners: list[Runner] = [EagerRunner(self.parts)]
+        eager = EagerRunner(self.parts)
+        self.runners: list[Runner] = [eager]
         if spec.graph_rows and not attention.is_capturable:
             _log.warning(
                 "decode steps run op by op: attention backend %s cannot be captured as a CUDA graph", attention.name
             )
         elif spec.graph_rows:
-            from minisgl.engine.graph import GraphRunner, graph_sizes
-
-            progress = Progress("capturing CUDA graphs", "batch sizes")
-            self.runners.insert(0, GraphRunner(self.parts, graph_sizes(spec.graph_rows), progress.update))
+            self.runners = [*self._graph_runners(eager), eager]
         self._costs = None
         if device.is_async:
             self._costs = measure_costs(lambda plan: self.launch(self.prepare(plan)).wait, spec, self.num_pages)
             state.page_table.fill_(self.num_pages)
+            _log.info("a step costs %s", self._costs)
         self.page_size = spec.page_size
         self.max_running_requests = rows
         self.limits = Limits(max_model_len=spec.max_seq_len, vocab_size=m.vocab_size)
@@ -100,6 +99,17 @@ class Engine:
     def step_costs(self) -> StepCosts | None:
         """Measured at the start on a device that works while the host plans, else None."""
         return self._costs
+
+    def _graph_runners(self, eager: EagerRunner) -> list[Runner]:
+        from minisgl.engine.capture import Capture
+        from minisgl.engine.graph import GraphRunner, graph_sizes
+        from minisgl.engine.token_graph import TokenGraphRunner
+
+        progress = Progress("capturing CUDA graphs", "batch sizes")
+        with Capture() as capture:
+            decode = GraphRunner(self.parts, graph_sizes(self.spec.graph_rows), capture, progress.update)
+            longest = min(self.spec.max_step_tokens, self.spec.max_seq_len)
+            return [decode, TokenGraphRunner(self.parts, eager, capture, longest)]
 
     def _pool(self, num_pages: int) -> MHAKVPool:
         """A pool of `num_pages` and one more that is nobody's: idle rows of a captured step write there."""

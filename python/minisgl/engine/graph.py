@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from minisgl.core import Ints
+    from minisgl.engine.capture import Capture
     from minisgl.engine.runner import Parts
     from minisgl.utils.device import Pending
 
@@ -51,7 +51,9 @@ class GraphRunner:
 
     name = "cuda graph"
 
-    def __init__(self, parts: Parts, sizes: list[int], progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self, parts: Parts, sizes: list[int], capture: Capture, progress: Callable[[int, int], None] | None = None
+    ) -> None:
         from minisgl.kernel.triton import step
 
         self.parts = parts
@@ -72,22 +74,12 @@ class GraphRunner:
         self._rows, self._out_loc = ints(torch.int64), ints(torch.int64)
         self._kv_lens, self._positions, self._input_ids = (ints(torch.int32) for _ in range(3))
         self._rows32, self._token_ends = ints(torch.int32), torch.arange(capacity + 1, dtype=torch.int32, device=device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # captures cannot use the default one; cuBLAS keeps a workspace for each
         self._graphs: dict[int, _Captured] = {}
-        started, before = time.perf_counter(), parts.device.free_memory()
-        gc.collect()
-        gc.disable()  # what a collection during a capture frees would be freed by calls that are forbidden then
-        try:
-            with torch.inference_mode():
-                for done, size in enumerate(reversed(sizes), 1):
-                    self._graphs[size] = self._capture(size)
-                    if progress is not None:
-                        progress(done, len(sizes))
-        finally:
-            gc.enable()
-        self.capture_seconds = time.perf_counter() - started
-        self.capture_bytes = before - parts.device.free_memory()
+        for done, size in enumerate(reversed(sizes), 1):
+            self._graphs[size] = self._capture(size, capture)
+            if progress is not None:
+                progress(done, len(sizes))
+        self._turn_on_device.zero_()  # the trials before each capture have moved it
 
     def fits(self, plan: BatchPlan) -> bool:
         is_known = (plan.slots[:, 3] & BatchPlan.FROM_DEVICE).all()
@@ -136,28 +128,12 @@ class GraphRunner:
 
     # -- capture
 
-    def _capture(self, size: int) -> _Captured:
+    def _capture(self, size: int, capture: Capture) -> _Captured:
         batch = self._batch(size)
-        stream = self._stream
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            # Once for real: compiles kernels and lets libraries allocate what they keep.
-            logits = self._forward(batch)
-            for is_filtered in (False, True):
-                self._sample(logits, replace(batch, is_filtered=is_filtered))
-            stream.synchronize()
-            forward = torch.cuda.CUDAGraph()
-            forward.capture_begin(pool=self._pool)
-            logits = self._forward(batch)
-            forward.capture_end()
-            sample = {}
-            for is_filtered in (False, True):
-                graph = sample[is_filtered] = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=self._pool)
-                self._sample(logits, replace(batch, is_filtered=is_filtered))
-                graph.capture_end()
-        self._turn_on_device.zero_()
-        torch.cuda.current_stream().wait_stream(stream)
+        forward, logits = capture(lambda: self._forward(batch))
+        sample = {}
+        for is_filtered in (False, True):
+            sample[is_filtered], _ = capture(partial(self._sample, logits, replace(batch, is_filtered=is_filtered)))
         return _Captured(batch, logits, forward, sample)
 
     def _forward(self, batch: Batch) -> Tensor:

@@ -10,6 +10,7 @@ import numpy as np
 
 from minisgl.core import BatchPlan
 from minisgl.engine.runner import EagerRunner
+from minisgl.kernel.linear import tuned_linear
 from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.utils.errors import ConfigError
 
@@ -49,7 +50,8 @@ def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
     runner, rows = EagerRunner(parts), spec.max_running_requests
     free = device.free_memory()
     trials = (largest_prefill(spec), decode_plan(rows, 1), decode_plan(rows, 1, BatchPlan.FILTERED))
-    step_bytes = sum(device.peak_memory(partial(_run, runner, plan)) for plan in trials)
+    with tuned_linear.tuning():
+        step_bytes = sum(device.peak_memory(partial(_run, runner, plan)) for plan in trials)
     if spec.num_pages is not None:
         return MemoryPlan(spec.num_pages, page_bytes, weight_bytes, step_bytes, free)
     pages = min((int(free * spec.memory_ratio) - step_bytes) // page_bytes, rows * spec.pages_per_row)

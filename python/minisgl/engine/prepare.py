@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,41 +11,78 @@ from minisgl.attention.layout import build_layout
 from minisgl.core import Batch, BatchPlan
 
 if TYPE_CHECKING:
+    from minisgl.core import Ints
     from minisgl.utils.device import Device
 
 
-def prepare_batch(plan: BatchPlan, device: Device) -> Batch:
-    """Expand slots to tokens and upload. Reads nothing but the plan, so it may run ahead of the device."""
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """A plan by tokens T, sequences B and sampled sequences S; all int32. The fields are those of `Batch`."""
+
+    rows: Ints  # [B]
+    query_lens: Ints  # [B]
+    kv_lens: Ints  # [B]
+    input_ids: Ints  # [T]
+    positions: Ints  # [T]
+    token_rows: Ints  # [T]
+    device_tokens: Ints  # [D]
+    logit_tokens: Ints  # [S]
+    sample_rows: Ints  # [S]
+    sample_positions: Ints  # [S]
+    adjusted: Ints  # [A]
+    is_filtered: bool
+
+
+def expand(plan: BatchPlan) -> Expanded:
+    """Slots to tokens; reads nothing but the plan."""
     row, start, stop, flags = plan.slots.T
     lens = stop - start
     ends = np.cumsum(lens, dtype=np.int32)
     # Position of token t of a slot that begins at offset o: t - o + start.
     positions = np.arange(lens.sum(), dtype=np.int32) + np.repeat(start - (ends - lens), lens)
-    from_device = (flags & BatchPlan.FROM_DEVICE) != 0
-    is_host_token = np.repeat(~from_device, lens)
+    is_host_token = np.repeat((flags & BatchPlan.FROM_DEVICE) == 0, lens)
     input_ids = np.zeros(len(positions), np.int32)
     input_ids[is_host_token] = plan.tokens
     samples = (flags & BatchPlan.SAMPLES) != 0
     sampled_flags = flags[samples]
-    ids, pos, token_rows, device_tokens, logit_tokens, rows, sample_positions, pages, row_writes, adjusted = (
+    return Expanded(
+        rows=row,
+        query_lens=lens,
+        kv_lens=stop,
+        input_ids=input_ids,
+        positions=positions,
+        token_rows=np.repeat(row, lens),
+        device_tokens=np.flatnonzero(~is_host_token).astype(np.int32),
+        logit_tokens=(ends - 1)[samples],
+        sample_rows=row[samples],
+        sample_positions=stop[samples],
+        adjusted=np.flatnonzero(sampled_flags & BatchPlan.ADJUSTED).astype(np.int32),
+        is_filtered=bool((sampled_flags & BatchPlan.FILTERED).any()),
+    )
+
+
+def prepare_batch(plan: BatchPlan, device: Device) -> Batch:
+    """Expand and upload; may run ahead of the device."""
+    x = expand(plan)
+    ids, positions, token_rows, device_tokens, logit_tokens, rows, sample_positions, pages, row_writes, adjusted = (
         device.upload(
-            input_ids,
-            positions,
-            np.repeat(row, lens),
-            np.flatnonzero(~is_host_token).astype(np.int32),
-            (ends - 1)[samples],
-            row[samples],
-            stop[samples],
+            x.input_ids,
+            x.positions,
+            x.token_rows,
+            x.device_tokens,
+            x.logit_tokens,
+            x.sample_rows,
+            x.sample_positions,
             plan.pages,
             plan.rows,
-            np.flatnonzero(sampled_flags & BatchPlan.ADJUSTED).astype(np.int32),
+            x.adjusted,
         )
     )
     return Batch(
         step=plan.step,
-        layout=build_layout(row, lens, stop, device.upload),
+        layout=build_layout(x.rows, x.query_lens, x.kv_lens, device.upload),
         input_ids=ids,
-        positions=pos,
+        positions=positions,
         token_rows=token_rows,
         device_tokens=device_tokens.long(),
         logit_tokens=logit_tokens.long(),
@@ -54,5 +92,5 @@ def prepare_batch(plan: BatchPlan, device: Device) -> Batch:
         row_writes=row_writes,
         adjusts=plan.adjusts,
         adjusted=adjusted.long(),
-        is_filtered=bool((sampled_flags & BatchPlan.FILTERED).any()),
+        is_filtered=x.is_filtered,
     )

@@ -49,6 +49,18 @@ class Parts:
     state: RowState
     adjuster: LogitAdjuster
 
+    def run(self, batch: Batch) -> Tensor:
+        """Logits [S, V] of a step, its page writes and sampling states applied first."""
+        state, page_size = self.state, self.kv_cache.page_size
+        state.apply(batch)
+        input_ids = batch.input_ids
+        if len(batch.device_tokens):
+            rows = batch.token_rows[batch.device_tokens].long()
+            input_ids = input_ids.index_copy(0, batch.device_tokens, state.last_token[rows])
+        pages = state.page_table[batch.token_rows.long(), (batch.positions // page_size).long()]
+        out_loc = pages.long() * page_size + batch.positions % page_size
+        return self.forward(input_ids, batch, out_loc)
+
     def forward(self, input_ids: Tensor, batch: Batch, out_loc: Tensor) -> Tensor:
         """Logits [S, V] of a step whose page writes have been applied; out_loc [T] int64."""
         table = self.state.page_table
@@ -86,17 +98,8 @@ class EagerRunner:
 
     @torch.inference_mode()
     def _step(self, batch: Batch) -> Tensor:
-        parts, state = self.parts, self.parts.state
-        state.apply(batch)
-        parts.adjuster.apply(batch.adjusts)
-        input_ids = batch.input_ids
-        if len(batch.device_tokens):
-            rows = batch.token_rows[batch.device_tokens].long()
-            input_ids = input_ids.index_copy(0, batch.device_tokens, state.last_token[rows])
-        page_size = parts.kv_cache.page_size
-        pages = state.page_table[batch.token_rows.long(), (batch.positions // page_size).long()]
-        out_loc = pages.long() * page_size + batch.positions % page_size
-        logits = parts.forward(input_ids, batch, out_loc)
+        self.parts.adjuster.apply(batch.adjusts)
+        logits = self.parts.run(batch)
         if not len(batch.sample_rows):
             return torch.empty(2, 0, dtype=torch.int32)
-        return parts.sample(logits, batch)
+        return self.parts.sample(logits, batch)

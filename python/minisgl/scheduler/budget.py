@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Final
 
 from minisgl.utils.errors import ConfigError
@@ -18,6 +19,10 @@ FLOOR_TOKENS: Final = 64
 # alone takes longer than half of that, prompts may double it: a fixed target would leave them the floor.
 AUTO_TARGET_S: Final = 0.030
 AUTO_STRETCH: Final = 2.0
+# While more prompts wait than a step of this length can take, such a step it is: a queue is worked off at nearly the
+# full rate, and streams that have only just begun stutter for a moment instead of the last in the queue waiting twice
+# as long. Single arrivals never make a queue of that size.
+AUTO_RUSH_S: Final = 0.095
 
 
 class StepBudget:
@@ -73,15 +78,28 @@ class Pace:
         self.floor = FLOOR_TOKENS
         self.costs = None if target == 0 else costs
         self._target = AUTO_TARGET_S if target is None else target / 1e3
-        self._stretch = AUTO_STRETCH if target is None else 0.0
+        self._is_auto = target is None
 
-    def budget(self, num_running: int, context: int) -> StepBudget:
-        """For a step in which `num_running` requests decode whose K/V is `context` tokens together."""
+    @property
+    def rush_tokens(self) -> int:
+        """Prompt tokens that must wait for steps to become longer than the target; a user's own target always holds."""
+        if self.costs is None or not self._is_auto or self.costs.per_token == 0:
+            return sys.maxsize
+        return int(AUTO_RUSH_S / self.costs.per_token)
+
+    def budget(self, num_running: int, context: int, is_rush: bool = False) -> StepBudget:
+        """For a step in which `num_running` requests decode whose K/V is `context` tokens together.
+
+        `is_rush`: more than `rush_tokens` of prompts wait.
+        """
         tokens = self.max_tokens - num_running
         if self.costs is None or num_running == 0:
             return StepBudget(tokens)
         decode = self.costs.decode_seconds(num_running, context)
-        return StepBudget(tokens, self.costs, max(self._target, self._stretch * decode) - decode, self.floor)
+        seconds = self._target
+        if self._is_auto:
+            seconds = max(AUTO_RUSH_S if is_rush else seconds, AUTO_STRETCH * decode)
+        return StepBudget(tokens, self.costs, seconds - decode, self.floor)
 
     def describe(self) -> dict[str, str | int | float]:
         """Facts for the banner and /server_info."""

@@ -75,6 +75,16 @@ class PrefillManager:
     def has_work(self) -> bool:
         return bool(self.chunked or self.waiting)
 
+    def has_more_than(self, tokens: int) -> bool:
+        """Whether the prompts that are not planned yet are longer than `tokens` together."""
+        for req in self.chunked:
+            tokens -= len(req.ids) - int(self.rows.cached_len[req.row])
+        for req in self.waiting:
+            if tokens < 0:
+                break
+            tokens -= len(req.ids)
+        return tokens < 0
+
     def plan(self, budget: StepBudget, running: Index | None) -> list[Chunk]:
         """Chunks of prompts within the budget.
 

@@ -150,7 +150,8 @@ class Scheduler:
             self.prefill.growth.relax()
         chunks = []
         if self.prefill.has_work:
-            budget = self.pace.budget(len(running), int(self.rows.cached_len[running].sum()))
+            context = int(self.rows.cached_len[running].sum())
+            budget = self.pace.budget(len(running), context, self.prefill.has_more_than(self.pace.rush_tokens))
             # While running requests lack pages, nobody new may take the last ones.
             chunks = self.prefill.plan(budget, None if is_short else running)
         if len(running) or chunks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -84,6 +85,8 @@ def _run_scheduler(args: ServerArgs, ready: Ready) -> None:
     with torch.inference_mode():
         io = ZmqIO(args.zmq_backend_addr, args.zmq_detokenizer_addr, args.zmq_frontend_addr)
         scheduler = Scheduler.from_config(args.scheduler, io)
+        gc.collect()
+        gc.freeze()  # the model and its graphs: a full collection would look at all of it, in the middle of a step
         ready(scheduler.describe())
         scheduler.run_forever()
 

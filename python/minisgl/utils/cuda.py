@@ -45,6 +45,14 @@ class CudaDevice(Device):
             device[start : start + array.size].view(array.shape) for array, start in zip(arrays, starts, strict=True)
         ]
 
+    def upload_into(self, target: torch.Tensor, array: npt.NDArray[np.int32]) -> None:
+        """Overwrite `target` [n] int32 on the device with `array` [n], after all work submitted before."""
+        buffer = self._up.next()
+        host = buffer.reserve(array.size)
+        host.numpy()[:] = array
+        target.copy_(host, non_blocking=True)
+        buffer.event.record()
+
     def submit(self, work: Callable[[], torch.Tensor], flops: float) -> Pending:
         result = work()
         buffer = self._down.next()

@@ -13,7 +13,7 @@ import pytest
 from minisgl.config import SchedulerConfig
 from minisgl.core import BatchPlan, FinishReason, StepCosts
 from minisgl.message import ids_from_bytes
-from minisgl.scheduler.budget import FLOOR_TOKENS, Pace, StepBudget
+from minisgl.scheduler.budget import AUTO_RUSH_S, FLOOR_TOKENS, Pace, StepBudget
 from minisgl.utils.errors import ConfigError
 from support.fake_engine import FakeEngine, step_seconds
 from support.traces import Harness
@@ -50,6 +50,18 @@ def test_more_than_the_floor_never_takes_longer_than_the_target(seed: int) -> No
         count = pace.budget(running, context).take(0, 1 << 20)
         if FLOOR_TOKENS < count < 8192 - running:
             assert costs.decode_seconds(running, context) + costs.chunk_seconds(0, count + 2) > target / 1e3
+
+
+def test_a_queue_is_worked_off_in_longer_steps_unless_the_user_set_a_target() -> None:
+    pace = Pace(SchedulerConfig(max_prefill_length=8192), COSTS)
+    waiting = pace.rush_tokens + 1
+    paced, rushed = (pace.budget(16, 9000, is_rush).take(0, waiting) for is_rush in (False, True))
+    assert COSTS.decode_seconds(16, 9000) + COSTS.chunk_seconds(0, paced) <= 0.030
+    assert 0.030 < COSTS.decode_seconds(16, 9000) + COSTS.chunk_seconds(0, rushed) <= AUTO_RUSH_S
+    assert rushed <= pace.rush_tokens
+    own = Pace(SchedulerConfig(itl_target_ms=30.0, max_prefill_length=8192), COSTS)
+    assert own.rush_tokens > 1 << 40
+    assert own.budget(16, 9000, True).take(0, waiting) == paced
 
 
 def test_nobody_running_means_no_target() -> None:

@@ -8,6 +8,7 @@ from typing import Any, Final
 from torch import Tensor
 from torch.nn import functional as F
 
+from minisgl.kernel.linear import tuned_linear
 from minisgl.kernel.triton.adjust import adjust_logits
 from minisgl.kernel.triton.gemm import skinny, skinny_config
 from minisgl.kernel.triton.gemv import gemv, gemv_rows, prefers_gemv_rows
@@ -18,7 +19,7 @@ MAX_FUSED_INPUTS: Final = 2048
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `reference.linear`: own kernels up to 16 rows, cuBLAS for more."""
+    """As `reference.linear`: own kernels up to 16 rows, cuBLAS for more, its algorithm chosen by trying if it was."""
     rows, (n_out, n_in) = len(x), weight.shape
     x = x.contiguous()
     if rows == 1:
@@ -26,7 +27,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if prefers_gemv_rows(rows, n_out, n_in):
         return gemv_rows(x, weight, bias)
     config = skinny_config(rows, n_out, n_in, x.dtype)
-    return F.linear(x, weight, bias) if config is None else skinny(x, weight, bias, config)
+    if config is not None:
+        return skinny(x, weight, bias, config)
+    return tuned_linear(x, weight) if bias is None else F.linear(x, weight, bias)
 
 
 def _norm(x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -28,11 +28,12 @@ def _begin(
 ):  # fmt: skip
     t = tl.load(turn)
     slot = ring + (t % RING) * stride
+    i = tl.arange(0, N)
+    # No load of these waits for another: each is a round trip over the bus.
     count = tl.load(slot, volatile=True)
     writes = tl.load(slot + 1, volatile=True)
-    i = tl.arange(0, N)
-    row = tl.load(slot + 2 + i, mask=i < count, other=0, volatile=True)
-    stop = tl.load(slot + 2 + capacity + i, mask=i < count, other=1, volatile=True)
+    row = tl.load(slot + 2 + i, mask=i < size, other=0, volatile=True)
+    stop = tl.load(slot + 2 + capacity + i, mask=i < size, other=1, volatile=True)
     row = tl.where(i < count, row, idle_row)
     stop = tl.where(i < count, stop, 1)
     for first in range(0, writes, N):

@@ -1,0 +1,51 @@
+"""Recording work on the device as CUDA graphs that share their memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+
+from minisgl.kernel.linear import tuned_linear
+
+T = TypeVar("T")
+
+
+class Capture:
+    """`with Capture() as capture: graph, result = capture(work)`, as often as wanted.
+
+    All graphs draw on one pool, so they may only be replayed in turn, never at the same time; what a graph computes
+    is lost when another is replayed, except for the results that somebody still holds.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # captures cannot use the default one; cuBLAS keeps a workspace for each
+
+    def __enter__(self) -> Capture:
+        gc.collect()
+        gc.disable()  # what a collection during a capture frees would be freed by calls that are forbidden then
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        gc.enable()
+
+    def __call__(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """A graph of what `work` does, and what it returned while it was recorded."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            # Once for real: compiles kernels, chooses algorithms, and lets libraries allocate what they keep.
+            with tuned_linear.tuning():
+                work()
+            self._stream.synchronize()
+            graph.capture_begin(pool=self._pool)
+            result = work()
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return graph, result

@@ -1,0 +1,128 @@
+"""What a search for matrix products decides, with a pretended cuBLASLt and pretended times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from minisgl.kernel import linear
+from minisgl.kernel.cublaslt import Shape
+
+Pace = Callable[[str, int], float]
+"""Time of "default" or of an algorithm with a number of rows."""
+
+
+class FakeProduct:
+    """Algorithms are names; "wrong" computes nothing, "refused" does not start, "small" takes no odd sizes."""
+
+    def __init__(self, library: object, shape: Shape) -> None:
+        self.rows, self.name, self.calls = shape.rows, "", 0
+
+    def candidates(self, count: int) -> list[str]:
+        return ["first", "refused", "wrong", "small"]
+
+    def use(self, name: str) -> None:
+        self.name = name
+
+    def resize(self, rows: int) -> bool:
+        self.rows = rows
+        return self.name != "small" or rows % 16 == 0
+
+    def run(self, x: Tensor, weight: Tensor, out: Tensor) -> bool:
+        assert len(x) == self.rows
+        self.calls += 1
+        if self.name in ("first", "small"):
+            torch.mm(x, weight.T, out=out)
+        return self.name != "refused"
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Pace], linear.LtLinear]:
+    """A tuner that finds the times that it is given."""
+    current: list[FakeProduct] = []
+
+    def product(library: object, shape: Shape) -> FakeProduct:
+        current.append(FakeProduct(library, shape))
+        return current[-1]
+
+    monkeypatch.setattr(linear, "Library", lambda device: None)
+    monkeypatch.setattr(linear, "Product", product)
+    monkeypatch.setattr(linear, "_can_search", lambda shape, weight: True)
+    monkeypatch.setattr(linear, "COLD_BYTES", 64)
+
+    def made(pace: Pace) -> linear.LtLinear:
+        class Paced(linear.LtLinear):
+            def _times(self, calls: list[linear.Call], count: int, repeats: int) -> list[float]:
+                found = []
+                for call in calls:
+                    before, rows = current[-1].calls, current[-1].rows
+                    call(0)
+                    found.append(pace(current[-1].name if current[-1].calls > before else "default", rows))
+                return found
+
+        return Paced()
+
+    return made
+
+
+def tune(tuned: linear.LtLinear, *sizes: int) -> Tensor:
+    torch.manual_seed(0)
+    weight = torch.randn(24, 16)
+    with tuned.tuning():
+        for rows in sizes:
+            tuned(torch.randn(rows, 16), weight)
+    return weight
+
+
+def algorithms(tuned: linear.LtLinear) -> dict[int, str | None]:
+    return {shape.rows: product and product.name for shape, product in tuned.chosen.items()}
+
+
+def test_the_fastest_right_one_is_taken_if_it_is_clearly_faster(make):
+    times = {"default": 1.0, "wrong": 0.1, "first": 0.9, "small": 0.8}
+    tuned = make(lambda name, rows: times[name])
+    weight = tune(tuned, 32, 40)
+    assert algorithms(tuned) == {32: "small", 40: "small"}
+    x = torch.randn(32, 16)
+    torch.testing.assert_close(tuned(x, weight), F.linear(x, weight))
+    times |= {"small": 0.97, "first": 0.98}
+    tune(tuned, 48)
+    assert algorithms(tuned)[48] is None
+
+
+def test_without_tuning_and_without_search_nothing_is_tried(make):
+    tuned = make(lambda name, rows: {"default": 1.0}.get(name, 0.5))
+    tuned(torch.randn(32, 16), torch.randn(24, 16))
+    tuned.search = False
+    tune(tuned, 32)
+    assert not tuned.chosen and not tuned._is_tuning
+
+
+def test_a_prefill_size_serves_a_few_fewer_rows(make):
+    slow_at = {4096 * 26 // 32}
+    tuned = make(lambda name, rows: 1.0 if name == "default" else 2.0 if rows in slow_at else 0.5)
+    weight = tune(tuned, 4096)
+    assert algorithms(tuned) == {2048: "first", 4096: "first"}
+    assert {shape.rows: bool(product) for shape, product in tuned._buckets.items()} == {2048: True, 4096: False}
+    for rows, is_ours in ((2047, True), (1536, True), (1535, False), (4095, False), (4096, True), (500, False)):
+        before = sum(product.calls for product in tuned.chosen.values())
+        x = torch.randn(rows, 16)
+        torch.testing.assert_close(tuned(x, weight), F.linear(x, weight))
+        assert sum(product.calls for product in tuned.chosen.values()) == before + is_ours, rows
+    assert sorted(algorithms(tuned)) == [2048, 4096]
+
+
+def test_a_search_without_memory_is_none(make, monkeypatch: pytest.MonkeyPatch):
+    def full(*args: object, **kwargs: object) -> Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    tuned = make(lambda name, rows: 0.5)
+    x, weight = torch.randn(32, 16), torch.randn(24, 16)
+    monkeypatch.setattr(linear.torch, "empty_like", full)
+    with tuned.tuning():
+        torch.testing.assert_close(tuned(x, weight), F.linear(x, weight))
+    assert algorithms(tuned) == {32: None}
