@@ -29,12 +29,14 @@ def make_body(rng: random.Random) -> dict[str, object]:
     }
 
 
-async def one_request(client: httpx.AsyncClient, rng: random.Random, texts: dict[str, set[str]]) -> str:
+async def one_request(
+    client: httpx.AsyncClient, rng: random.Random, texts: dict[str, set[str]], leaver_tokens: int
+) -> str:
     """Send a request and read it to the end, or leave at a random moment; greedy answers are added to `texts`."""
     body = make_body(rng)
     leaves = rng.random() < 0.3
     if leaves:  # long enough that it is not over before
-        body |= {"max_tokens": 64, "ignore_eos": True, "stop": None, "stream": True}
+        body |= {"max_tokens": leaver_tokens, "ignore_eos": True, "stop": None, "stream": True}
     if leaves and rng.random() < 0.5:  # while it is queued or computed
         try:
             await asyncio.wait_for(client.post("/v1/chat/completions", json=body), rng.random() * 0.3)
@@ -72,7 +74,7 @@ def read_answer(data: bytes) -> tuple[str, str | None]:
     return text, reason
 
 
-async def run_load(url: str, total: int, texts: dict[str, set[str]]) -> Counter[str]:
+async def run_load(url: str, total: int, texts: dict[str, set[str]], leaver_tokens: int) -> Counter[str]:
     rng = random.Random(1)
     results: Counter[str] = Counter()
     seeds = [random.Random(rng.random()) for _ in range(total)]
@@ -81,7 +83,7 @@ async def run_load(url: str, total: int, texts: dict[str, set[str]]) -> Counter[
 
         async def worker() -> None:
             while seeds:
-                results[await asyncio.wait_for(one_request(client, seeds.pop(), texts), STUCK_S)] += 1
+                results[await asyncio.wait_for(one_request(client, seeds.pop(), texts, leaver_tokens), STUCK_S)] += 1
 
         await asyncio.gather(*(worker() for _ in range(AT_ONCE)))
     return results
@@ -94,11 +96,11 @@ def golden(server: ServerProcess) -> str:
     return text
 
 
-def check_load(server: ServerProcess, total: int) -> None:
+def check_load(server: ServerProcess, total: int, leaver_tokens: int = 64) -> None:
     before = golden(server)
     started = time.monotonic()
     texts: dict[str, set[str]] = defaultdict(set)
-    results = asyncio.run(run_load(server.url, total, texts))
+    results = asyncio.run(run_load(server.url, total, texts, leaver_tokens))
     print(f"{dict(results)} in {time.monotonic() - started:.1f} s")
     assert sum(results.values()) == total
     assert results["left early"] + results["left in between"] > 0.2 * total
