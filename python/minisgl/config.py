@@ -81,6 +81,9 @@ class SchedulerConfig:
         "beside it, 0 = no limit; default = 30, or twice a pure decode step if that is longer, where the engine has "
         "measured what a step costs",
     )
+    mixed_batches: bool = option(
+        True, "compute prompts and running requests in one step; off = while there are prompts, running requests wait"
+    )
     overlap: bool | None = option(
         None, "plan and reply while the device computes; default: on for a GPU, off for a CPU, where it gains nothing"
     )

@@ -59,6 +59,7 @@ class Scheduler:
         )
         prefix_cache = create_prefix_cache(config.cache_type, engine.page_size)
         self.cache = CacheManager(engine.num_pages, engine.page_size, prefix_cache, self.rows)
+        self.is_mixed = config.mixed_batches
         self.prefill = PrefillManager(self.cache, self.rows, config.schedule_policy)
         self.decode = DecodeManager(self.cache, self.rows)
         self.outbox = Outbox(io)
@@ -154,6 +155,8 @@ class Scheduler:
             budget = self.pace.budget(len(running), context, self.prefill.has_more_than(self.pace.rush_tokens))
             # While running requests lack pages, nobody new may take the last ones.
             chunks = self.prefill.plan(budget, None if is_short else running)
+            if chunks and not self.is_mixed:
+                running = running[:0]
         if len(running) or chunks:
             return Step(running, chunks)
         if not self.launched and self.live:

@@ -129,6 +129,8 @@ def banner(checked: Checked, facts: Facts, url: str) -> str:
         "attention": facts.get("attention", "?"),
     }
     lines = [f"minisgl {minisgl.__version__} · " + " · ".join(f"{k} {v}" for k, v in shown.items())]
+    if "memory" in facts:
+        lines.append(f"memory: {facts['memory']}")
     lines.append(f"ready on {url}")
     lines.append(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
     return "\n".join(lines)
