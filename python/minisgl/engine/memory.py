@@ -32,10 +32,11 @@ class MemoryPlan:
     def describe(self) -> str:
         """One line for people."""
         gib = 2.0**30
-        return (
-            f"weights {self.weight_bytes / gib:.2f} GiB, KV cache {self.num_pages * self.page_bytes / gib:.2f} GiB, "
-            f"largest step {self.step_bytes / gib:.2f} GiB, of {(self.free_bytes + self.weight_bytes) / gib:.2f} GiB"
-        )
+        parts = {"weights": self.weight_bytes, "KV cache": self.num_pages * self.page_bytes}
+        if self.step_bytes:
+            parts["largest step"] = self.step_bytes
+        shares = ", ".join(f"{name} {size / gib:.2f} GiB" for name, size in parts.items())
+        return f"{shares}, of {(self.free_bytes + self.weight_bytes) / gib:.2f} GiB"
 
 
 def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
