@@ -1,11 +1,14 @@
-"""Two backends: one for the steps with a prompt in them, one for pure decode."""
+"""Two backends: one for prompts, one for the sequences that decode."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from minisgl.attention.base import AttentionBackend, HeadTransform
+from minisgl.core import SeqLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,13 +17,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
+class _Part:
+    """A run of sequences of the step, which one backend computes."""
+
     backend: AttentionBackend
+    batch: Batch
     metadata: Any
+
+    def context(self, ctx: Context) -> Context:
+        return replace(ctx, batch=self.batch, attention=self.backend, attn_metadata=self.metadata)
 
 
 class HybridAttention(AttentionBackend):
-    """Chooses by step, so both backends read the same cache."""
+    """Both backends read the same cache. A mixed step is cut in two: plans put the decoding sequences first."""
 
     name = "hybrid"
 
@@ -29,15 +38,47 @@ class HybridAttention(AttentionBackend):
         self.prefill = prefill
         self.decode = decode
         self.is_capturable = decode.is_capturable
+        self.captures_prompts = prefill.captures_prompts
 
-    def prepare(self, batch: Batch, page_table: Tensor) -> _Chosen:
-        backend = self.decode if batch.layout.is_decode else self.prefill
-        return _Chosen(backend, backend.prepare(batch, page_table))
+    def prepare(self, batch: Batch, page_table: Tensor) -> list[_Part]:
+        is_prompt = batch.layout.query_lens_host > 1
+        cut = int(is_prompt.argmax()) if is_prompt.any() else len(is_prompt)
+        parts = []
+        for backend, first, last in ((self.decode, 0, cut), (self.prefill, cut, len(is_prompt))):
+            if first < last:
+                part = batch if last - first == len(is_prompt) else _sequences(batch, first, last)
+                parts.append(_Part(backend, part, backend.prepare(part, page_table)))
+        return parts
 
     def attend(self, qkv: Tensor, heads: HeadTransform, layer_pages: Tensor, ctx: Context) -> Tensor:
-        chosen: _Chosen = ctx.attn_metadata
-        return chosen.backend.attend(qkv, heads, layer_pages, replace(ctx, attn_metadata=chosen.metadata))
+        parts: list[_Part] = ctx.attn_metadata
+        if len(parts) == 1:  # the backend may do all of it in one kernel
+            return parts[0].backend.attend(qkv, heads, layer_pages, parts[0].context(ctx))
+        return super().attend(qkv, heads, layer_pages, ctx)
 
     def forward(self, q: Tensor, layer_pages: Tensor, ctx: Context) -> Tensor:
-        chosen: _Chosen = ctx.attn_metadata
-        return chosen.backend.forward(q, layer_pages, replace(ctx, attn_metadata=chosen.metadata))
+        parts: list[_Part] = ctx.attn_metadata
+        queries = torch.split(q, [part.batch.num_tokens for part in parts])
+        out = [p.backend.forward(x, layer_pages, p.context(ctx)) for p, x in zip(parts, queries, strict=True)]
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+
+def _sequences(batch: Batch, first: int, last: int) -> Batch:
+    """The sequences [first, last) of a step, as far as attention looks at them."""
+    layout = batch.layout
+    lens = layout.query_lens_host
+    start, stop = int(lens[:first].sum()), int(lens[:last].sum())
+    return replace(
+        batch,
+        layout=SeqLayout(
+            layout.rows_host[first:last],
+            lens[first:last],
+            layout.kv_lens_host[first:last],
+            layout.rows[first:last],
+            layout.kv_lens[first:last],
+            layout.cu_query_lens[first : last + 1] - start,
+        ),
+        input_ids=batch.input_ids[start:stop],
+        positions=batch.positions[start:stop],
+        token_rows=batch.token_rows[start:stop],
+    )

@@ -65,6 +65,7 @@ class TritonAttention(AttentionBackend):
 
     name = "triton"
     is_capturable = True
+    captures_prompts = True
 
     def __init__(self, spec: AttentionSpec, ops: OpTable) -> None:
         super().__init__(spec, ops)

@@ -119,6 +119,8 @@ class Engine:
         progress = Progress("capturing CUDA graphs", "batch sizes")
         with Capture() as capture:
             decode = GraphRunner(self.parts, graph_sizes(self.spec.graph_rows), capture, progress.update)
+            if not self.parts.attention.captures_prompts:
+                return [decode]
             longest = min(self.spec.max_step_tokens, self.spec.max_seq_len)
             return [decode, TokenGraphRunner(self.parts, eager, capture, longest)]
 
