@@ -83,9 +83,7 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     # Whether pure decode steps use device data alone (never the layout's host copies), so that a graph can replay them.
     is_capturable: bool = False
-    captures_prompts: bool = (
-        False  # the same of steps with prompts, given lengths on the host of which only > 1 is true
-    )
+    captures_prompts: bool = False  # the same of steps with prompts; of lengths on the host only "> 1" is true then
 
     def __init__(self, spec: AttentionSpec, ops: OpTable) -> None:
         self.spec = spec
