@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 COMMON: dict[str, Any] = {
     "vocab_size": 160,
@@ -25,6 +33,16 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN_OPTIONS = {"truncate": False, "beta_fast": 8.0, "beta_slow": 0.5, "mscale": 1.3, "mscale_all_dim": 0.6}
+SCALED_ROPES = {
+    "linear": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+    "llama3": LLAMA3_ROPE,
+    "yarn": YARN_ROPE,
+    "yarn-options": {**YARN_ROPE, **YARN_OPTIONS},
+    "yarn-attention-factor": {**YARN_ROPE, "attention_factor": 0.7},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.7},
+}
 
 
 def configurations() -> dict[str, Any]:
@@ -35,14 +53,42 @@ def configurations() -> dict[str, Any]:
         "llama-linear-biases": LlamaConfig(
             **COMMON,
             **gqa,
-            rope_parameters={"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+            rope_parameters=SCALED_ROPES["linear"],
             attention_bias=True,
             mlp_bias=True,
             head_dim=32,
         ),
         "mistral": MistralConfig(**COMMON, **gqa, sliding_window=None),
         "qwen2": Qwen2Config(**COMMON, num_attention_heads=8, num_key_value_heads=1, tie_word_embeddings=False),
+        "qwen2-yarn": Qwen2Config(**COMMON, **gqa, rope_parameters=YARN_ROPE),
         "qwen3-tied-wide-heads": Qwen3Config(**COMMON, **gqa, head_dim=32, tie_word_embeddings=True),
+        "qwen3-moe-one-dense-layer": Qwen3MoeConfig(
+            **COMMON,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=24,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=40,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+            rope_parameters={**YARN_ROPE, **YARN_OPTIONS},
+        ),
+        "qwen3-moe-every-second-layer": Qwen3MoeConfig(
+            **COMMON,
+            **gqa,
+            head_dim=16,
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            decoder_sparse_step=2,
+            norm_topk_prob=False,
+            attention_bias=True,
+            tie_word_embeddings=True,
+        ),
+        "mixtral": MixtralConfig(
+            **COMMON, num_attention_heads=4, num_key_value_heads=1, num_local_experts=5, num_experts_per_tok=2
+        ),
     }
 
 

@@ -76,6 +76,48 @@ def test_projections_behind_a_norm(ops: OpTable, dtype: torch.dtype, rows: int, 
             assert torch.equal(given, x), "x was overwritten"
 
 
+@pytest.mark.parametrize("rows", [0, 1, 3, 40])
+@pytest.mark.parametrize(("top_k", "normalise"), [(1, True), (2, False), (3, True), (5, True)])
+def test_moe(ops: OpTable, dtype: torch.dtype, rows: int, top_k: int, normalise: bool):
+    """Against each token on its own, in float64; one expert has no tokens unless all are used."""
+    x, gate_up, down = ((torch.randn(*s) / 5).to(dtype) for s in ((rows, 32), (5, 48, 32), (5, 32, 24)))
+    logits = torch.randn(rows, 5).to(dtype)
+    logits[:, 3] = -20
+    given = x.clone()
+    out = ops.moe(x, logits, gate_up, down, top_k, normalise)
+    assert out.dtype == dtype and out.shape == x.shape and torch.equal(given, x)
+    want = torch.zeros(rows, 32, dtype=torch.float64)
+    for t in range(rows):
+        weights, experts = logits[t].double().softmax(-1).topk(top_k)
+        for weight, e in zip(weights / weights.sum() if normalise else weights, experts.tolist(), strict=True):
+            gate, up = (gate_up[e].double() @ x[t].double()).chunk(2)
+            want[t] += weight * (down[e].double() @ (torch.nn.functional.silu(gate) * up))
+    assert_close(out.double(), want, rtol=RTOL[dtype], atol=RTOL[dtype])
+    assert torch.equal(out, ops.moe(x, logits, gate_up, down, top_k, normalise))
+
+
+def test_moe_within_a_graph_is_the_same(monkeypatch: pytest.MonkeyPatch):
+    """The way of computing it under capture, played on a CPU tensor that claims to be elsewhere."""
+
+    class Elsewhere(torch.Tensor):
+        is_cuda = True
+
+    torch.manual_seed(0)
+    x, logits, gate_up, down = (torch.randn(*s) for s in ((7, 8), (7, 5), (5, 12, 8), (5, 8, 6)))
+    want = reference.moe(x, logits, gate_up, down, 2, True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda _: pytest.fail("read from the device"))
+    out = reference.moe(x.as_subclass(Elsewhere), logits, gate_up, down, 2, True)
+    assert_close(out.as_subclass(torch.Tensor), want)
+
+
+def test_moe_does_not_let_overflow_in_one_expert_reach_other_tokens(ops: OpTable):
+    x, gate_up, down = torch.ones(2, 4), torch.ones(2, 6, 4), torch.ones(2, 4, 3)
+    down[1] = float("inf")
+    out = ops.moe(x, torch.tensor([[9.0, 0.0], [0.0, 9.0]]), gate_up, down, 1, True)
+    assert bool(out[0].isfinite().all()) and not bool(out[1].isfinite().any())
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_norm_rope_store(ops: OpTable, dtype: torch.dtype, page_size: int, with_norm: bool):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
-from contract.checkpoints import Checkpoint, configurations, save
+from contract.checkpoints import COMMON, SCALED_ROPES, Checkpoint, configurations, save
 from contract.harness import MiniEngine, Span
 from minisgl.models.registry import MODELS
 
@@ -70,17 +73,38 @@ def test_mixed_batch(checkpoint: Checkpoint):
     assert_equal(engine.step([Span(0, 30, A[30:])]), checkpoint.logits(A)[-1:])
 
 
+@pytest.mark.parametrize("name", SCALED_ROPES)
+def test_past_the_original_context(tmp_path: Path, name: str):
+    """To the last position there is, four times the original context where the scaling has one."""
+    config = Qwen3Config(**COMMON, num_attention_heads=4, num_key_value_heads=2, rope_parameters=SCALED_ROPES[name])
+    checkpoint = save(tmp_path, config)
+    ids = [RNG.randrange(160) for _ in range(256)]
+    want = checkpoint.logits(ids)
+    engine = MiniEngine.load(tmp_path)
+    for start, stop in ((0, 60), (60, 100), (100, 250), *((i, i + 1) for i in range(250, 256))):
+        assert_equal(engine.step([Span(0, start, ids[start:stop])]), want[stop - 1 : stop])
+
+
 def test_a_step_may_sample_nothing(checkpoint: Checkpoint):
     engine = MiniEngine.load(checkpoint.folder)
     assert engine.step([Span(0, 0, A, samples=False)]).shape == (0, 160)
 
 
 def test_bfloat16_is_close(checkpoint: Checkpoint):
-    """Against float32: no further off than transformers' own bfloat16, give or take."""
-    want = checkpoint.logits(A)[-1]
+    """Against float32 and over some prefixes: no further off than transformers' own bfloat16, give or take.
+
+    One prefix says little where there are experts: rounding makes both choose another one now and then.
+    """
+    lengths = range(60, 91, 3)
+    last = torch.tensor(lengths) - 1
+    want = checkpoint.logits(A)[last]
+    with torch.inference_mode():
+        theirs = copy.deepcopy(checkpoint.model).bfloat16()(torch.tensor([A])).logits[0, last].float()
     engine = MiniEngine.load(checkpoint.folder, dtype=torch.bfloat16)
-    ours = engine.step([Span(0, 0, A)])[0]
+    ours = torch.cat([engine.step([Span(row, 0, A[:n])]) for row, n in enumerate(lengths)])
     assert ours.dtype is torch.bfloat16
-    ours = ours.float()
-    assert (ours - want).abs().max() <= 0.1 * want.abs().max()
-    assert torch.nn.functional.cosine_similarity(ours, want, dim=0) > 0.995
+
+    def error(logits: torch.Tensor) -> float:
+        return float(((logits - want).abs().amax(-1) / want.abs().amax(-1)).mean())
+
+    assert error(ours.float()) <= 1.3 * error(theirs) <= 0.2

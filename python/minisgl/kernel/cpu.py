@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from minisgl.kernel import reference
+
 SKINNY_ROWS: Final = 16
 
 
@@ -66,6 +68,11 @@ def add_norm_gated(
     return silu_and_mul(out), total
 
 
+def moe(x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalise: bool) -> Tensor:
+    """As `reference.moe`, of the ops above: most experts have few rows."""
+    return reference.moe(x, router_logits, gate_up, down, top_k, normalise, linear=linear, silu_and_mul=silu_and_mul)
+
+
 def norm_rope_store(
     qkv: Tensor,
     q_weight: Tensor | None,
@@ -111,5 +118,6 @@ OPS: Final[Mapping[str, Callable[..., Any]]] = {
     "add_norm_linear": add_norm_linear,
     "add_norm_gated": add_norm_gated,
     "silu_and_mul": silu_and_mul,
+    "moe": moe,
     "norm_rope_store": norm_rope_store,
 }

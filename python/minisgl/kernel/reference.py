@@ -1,7 +1,8 @@
 """Every op in plain torch: the specification that all other implementations are tested against.
 
 Letters in shapes: T tokens of the step, S sampled sequences, B sequences, H hidden size, I intermediate size,
-V vocabulary, Hq/Hk query/KV heads, D head dimension, P pages. Activations are in the engine's dtype unless said.
+V vocabulary, E experts, Hq/Hk query/KV heads, D head dimension, P pages. Activations are in the engine's dtype unless
+said.
 """
 
 from __future__ import annotations
@@ -70,6 +71,47 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """silu(gate) * up, where x [T, 2I] is gate and up side by side -> [T, I] (SwiGLU, arXiv:2002.05202)."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def moe(
+    x: Tensor,
+    router_logits: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    top_k: int,
+    normalise: bool,
+    *,
+    linear: Callable[[Tensor, Tensor], Tensor] = linear,
+    silu_and_mul: Callable[[Tensor], Tensor] = silu_and_mul,
+) -> Tensor:
+    """Mixture of experts (arXiv:2401.04088): sum over the `top_k` experts e of p_e down_e silu_and_mul(gate_up_e x).
+
+    x [T, H], router_logits [T, E], gate_up [E, 2I, H] (gate above up), down [E, H, I] -> [T, H]. p is the softmax over
+    all experts in float32; with `normalise` the chosen ones are divided by their sum. The sum is taken in float32, the
+    most probable expert first, so a token's result depends on the rest of the batch only as far as a product's does on
+    its number of rows. `linear` and `silu_and_mul` are what a table puts in the place of those here.
+    """
+    weights, experts = router_logits.softmax(-1, dtype=torch.float32).topk(top_k, dim=-1)  # [T, top_k]
+    if normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    # Pair i is choice i % top_k of token i // top_k.
+    pairs = experts.flatten()
+    out = x.new_empty(len(pairs), x.shape[1])
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        # A graph cannot depend on who chose what: every expert computes every token. Slow, and no more than correct.
+        for e in range(len(gate_up)):
+            y = linear(silu_and_mul(linear(x, gate_up[e])), down[e])
+            out = torch.where((pairs == e)[:, None], y.repeat_interleave(top_k, dim=0), out)
+    else:
+        # Sorted by expert, the pairs of one expert are one product.
+        counts = pairs.bincount(minlength=len(gate_up)).tolist()
+        for e, group in enumerate(torch.split(pairs.argsort(stable=True), counts)):
+            if len(group):
+                out[group] = linear(silu_and_mul(linear(x[group // top_k], gate_up[e])), down[e])
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for i in range(top_k):
+        total.addcmul_(out[i::top_k], weights[:, i : i + 1])
+    return total.to(x.dtype)
 
 
 def rope(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

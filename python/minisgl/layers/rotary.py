@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-ROPE_TYPES: Final = ("default", "linear", "llama3")
+ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn", "dynamic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,10 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -29,14 +33,22 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
     linear (position interpolation, arXiv:2306.15595) divides all by `factor`. llama3 (Llama 3.1's model card) divides
     only wavelengths above original / low_freq_factor, leaves those below original / high_freq_factor, and blends
-    between the two.
+    between the two. yarn (arXiv:2309.00071) leaves frequencies that turn more than `beta_fast` times in the original
+    context, divides those that turn less than `beta_slow` times, and blends by index between, with `truncate` from
+    whole indices. dynamic (NTK-aware) raises theta only for a sequence longer than the model's max_position_embeddings,
+    which is more than is ever served, so it changes nothing here.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    inverse = 1.0 / (rope.theta**exponents)
-    if rope.type == "default":
+    powers = rope.theta**exponents
+    inverse = 1.0 / powers
+    if rope.type in ("default", "dynamic"):
         return inverse
     if rope.type == "linear":
         return inverse / rope.factor
+    if rope.type == "yarn":
+        low, high = _yarn_range(rope, head_dim)
+        blend = 1 - ((torch.arange(head_dim // 2).float() - low) / (high - low)).clamp(0.0, 1.0)
+        return (1 - blend) * (1.0 / (rope.factor * powers)) + blend * inverse  # rounded as transformers does
     assert rope.type == "llama3", f"unknown rope type {rope.type!r}"
     turns = rope.original_max_position_embeddings * inverse / (2 * math.pi)  # within the original context
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -44,7 +56,24 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     return (1 - blend) * inverse / rope.factor + blend * inverse
 
 
+def _yarn_range(rope: RopeConfig, head_dim: int) -> tuple[float, float]:
+    """The indices of frequencies between which yarn blends; they differ."""
+
+    def index(turns: float) -> float:
+        wavelength = rope.original_max_position_embeddings / turns
+        return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = index(rope.beta_fast), index(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    return low, high if high != low else high + 0.001
+
+
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_positions: int, device: torch.device) -> Tensor:
-    """[max_positions, head_dim] float32: cosines of the head_dim / 2 angles, then their sines."""
+    """[max_positions, head_dim] float32: cosines of the head_dim / 2 angles, then their sines.
+
+    Both are multiplied by `attention_factor`, so that yarn's softmax temperature costs nothing where they are used.
+    """
     angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(rope, head_dim))
-    return torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)
+    return (torch.cat([angles.cos(), angles.sin()], dim=-1) * rope.attention_factor).to(device)

@@ -1,4 +1,4 @@
-"""One Llama-shaped decoder; the flags in `ModelConfig` make it Llama, Mistral, Qwen2 or Qwen3."""
+"""One Llama-shaped decoder; the flags in `ModelConfig` make it Llama, Mistral, Qwen2, Qwen3 or one with experts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from minisgl.layers.attention import Attention
 from minisgl.layers.embedding import Embedding, LMHead
 from minisgl.layers.mlp import GatedMLP
+from minisgl.layers.moe import SparseMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import cos_sin_table
 
@@ -42,7 +43,7 @@ class LlamaDecoderLayer:
         self.post_attention_layernorm = RMSNorm(
             builder, f"{name}.post_attention_layernorm", c.hidden_size, c.rms_norm_eps
         )
-        self.mlp = GatedMLP(builder, f"{name}.mlp", c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+        self.mlp = _mlp(builder, c, index)
 
     def forward(self, x: Tensor, residual: Tensor | None, ctx: Context, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """(x, residual) [T, H] -> the same of the next layer.
@@ -54,6 +55,22 @@ class LlamaDecoderLayer:
         if keep is not None:
             x, residual = x.index_select(0, keep), residual.index_select(0, keep)
         return self.mlp.forward(x, residual, self.post_attention_layernorm)
+
+
+def _mlp(builder: Builder, config: ModelConfig, index: int) -> GatedMLP | SparseMLP:
+    c, name = config, f"model.layers.{index}"
+    if c.experts is None or index in c.experts.dense_layers:
+        return GatedMLP(builder, f"{name}.mlp", c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+    return SparseMLP(
+        builder,
+        f"{name}.{c.experts.flags.module}",
+        c.hidden_size,
+        c.experts.intermediate_size,
+        num_experts=c.experts.count,
+        top_k=c.experts.top_k,
+        normalise=c.experts.normalise,
+        parts=c.experts.flags.parts,
+    )
 
 
 class LlamaModel:

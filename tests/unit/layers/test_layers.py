@@ -7,13 +7,15 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from contract.checkpoints import COMMON, LLAMA3_ROPE
+from contract.checkpoints import COMMON, SCALED_ROPES, YARN_OPTIONS, YARN_ROPE
 from minisgl.kernel.ops import load_ops
 from minisgl.layers.base import Builder, Source
 from minisgl.layers.embedding import Embedding, LMHead
 from minisgl.layers.linear import Linear
+from minisgl.layers.moe import SparseMLP
 from minisgl.layers.norm import RMSNorm
-from minisgl.layers.rotary import RopeConfig, cos_sin_table
+from minisgl.layers.rotary import cos_sin_table, inverse_frequencies
+from minisgl.models.config import ModelConfig
 
 CPU = torch.device("cpu")
 
@@ -22,23 +24,53 @@ def builder(dtype: torch.dtype = torch.float32) -> Builder:
     return Builder(load_ops("cpu"), dtype, CPU)
 
 
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        {"rope_type": "default", "rope_theta": 1e6},
-        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
-        LLAMA3_ROPE,
-    ],
-    ids=lambda p: p["rope_type"],
-)
-def test_angles_are_those_of_transformers(parameters: dict):
-    config = LlamaConfig(**COMMON, num_attention_heads=1, rope_parameters=parameters)
-    positions = torch.arange(256)[None]
-    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
-    fields = {("theta" if k == "rope_theta" else "type" if k == "rope_type" else k): v for k, v in parameters.items()}
-    table = cos_sin_table(RopeConfig(**fields), 64, 256, CPU)
+ROPES: dict[str, dict] = {
+    "default": {"rope_type": "default", "rope_theta": 1e6},
+    **SCALED_ROPES,
+    "yarn-high-theta": {**YARN_ROPE, "rope_theta": 1e6, "original_max_position_embeddings": 32768},
+    "yarn-one-index": {**YARN_ROPE, "beta_fast": 2.0, "beta_slow": 2.0, "truncate": False},
+    "yarn-no-factor": {**YARN_ROPE, "factor": None, "beta_fast": None},
+    "yarn-half-of-mscale": {**YARN_ROPE, "mscale": 0.8, "mscale_all_dim": 0.0},
+    "yarn-shrinks": {**YARN_ROPE, **YARN_OPTIONS, "factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_angles_are_those_of_transformers(name: str):
+    """At every position that is served, most of them past the original context."""
+    theirs = LlamaConfig(**COMMON, num_attention_heads=1, rope_parameters=dict(ROPES[name]))
+    rope = ModelConfig.from_hf(
+        {**theirs.to_dict(), "architectures": ["LlamaForCausalLM"], "rope_parameters": ROPES[name]}
+    ).rope
+    rotary = LlamaRotaryEmbedding(theirs)
+    cos, sin = rotary(torch.zeros(1), torch.arange(256)[None])
+    table = cos_sin_table(rope, 64, 256, CPU)
+    torch.testing.assert_close(inverse_frequencies(rope, 64), rotary.inv_freq, rtol=3e-7, atol=0)
     torch.testing.assert_close(table[:, :32], cos[0, :, :32], rtol=0, atol=2e-5)
     torch.testing.assert_close(table[:, 32:], sin[0, :, :32], rtol=0, atol=2e-5)
+
+
+def test_experts_are_filled_one_by_one_and_chosen_per_token():
+    b = builder()
+    names = ("g", "u", "d")
+    layer = SparseMLP(b, "m", 4, 3, num_experts=3, top_k=1, normalise=True, parts=names)
+    router, gate_up, down = b.parameters
+    assert router.sources == (Source("m.gate.weight", 0, 3),)
+    assert gate_up.sources[1:3] == (Source("m.experts.0.u.weight", 3, 3), Source("m.experts.1.g.weight", 6, 3))
+    assert down.sources[2] == Source("m.experts.2.d.weight", 8, 4)
+    assert layer.gate_up.shape == (3, 6, 4) and layer.down.shape == (3, 4, 3)
+    for parameter in b.parameters:
+        torch.nn.init.normal_(parameter.tensor)
+    norm = RMSNorm(b, "n", 4, 0.0)
+    torch.nn.init.ones_(norm.weight)
+    x, residual = torch.randn(2, 8, 4)
+    out, total = layer.forward(x, residual.clone(), norm)
+    torch.testing.assert_close(total, x + residual)
+    normed = torch.nn.functional.rms_norm(total, (4,))
+    for y, row in zip(out, normed, strict=True):
+        e = int((layer.router @ row).argmax())
+        gate, up = (layer.gate_up[e] @ row).chunk(2)
+        torch.testing.assert_close(y, layer.down[e] @ (torch.nn.functional.silu(gate) * up))
 
 
 def test_merged_linear_is_its_parts_side_by_side():

@@ -55,6 +55,52 @@ def test_what_transformers_writes_is_read(name: str):
     assert make().rope is not None and ModelConfig.from_hf(raw).num_layers == 3
 
 
+def test_yarn():
+    rope = make(rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}).rope
+    assert (rope.type, rope.original_max_position_embeddings, rope.beta_fast, rope.truncate) == ("yarn", 32, 32.0, True)
+    assert rope.attention_factor == pytest.approx(1.1386294)  # 0.1 ln 4 + 1
+    outside = make(
+        rope_scaling={"type": "yarn", "original_max_position_embeddings": 16}, original_max_position_embeddings=64
+    )
+    assert (outside.rope.original_max_position_embeddings, outside.rope.factor) == (64, 2.0)
+
+
+QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def test_experts():
+    assert make("Qwen3").experts is None
+    old, new = make("Qwen3Moe", **QWEN3_MOE).experts, make("Qwen3Moe", **QWEN3_MOE, num_local_experts=6).experts
+    assert old == new and old is not None
+    assert (old.count, old.top_k, old.intermediate_size, old.normalise, old.dense_layers) == (6, 2, 24, False, set())
+    some = make("Qwen3Moe", **QWEN3_MOE, num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3]).experts
+    assert some is not None and some.dense_layers == {0, 2, 3, 4}
+    mixtral = make("Mixtral", num_local_experts=4, num_experts_per_tok=1, norm_topk_prob=False)
+    assert mixtral.experts is not None and mixtral.experts.normalise and mixtral.experts.intermediate_size == 96
+    assert mixtral.rope.theta == 1e6 and mixtral.rms_norm_eps == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": None}, "num_local_experts=None"),
+        ({"num_local_experts": 5}, "num_experts=6 but num_local_experts=5"),
+        ({"num_experts_per_tok": 7}, "7 is more than the 6 experts"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok=None"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size=None"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+        ({"mlp_only_layers": "all"}, "mlp_only_layers='all'"),
+        (
+            {"model_type": "qwen3_moe", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2},
+            "sliding",
+        ),
+    ],
+)
+def test_refusals_of_experts(changes: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        make("Qwen3Moe", **{**QWEN3_MOE, **changes})
+
+
 REFUSED = {
     "architecture": ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: Llama"),
     "no architecture": ({"architectures": None}, "must name one of"),
@@ -62,8 +108,11 @@ REFUSED = {
     "activation": ({"hidden_act": "gelu"}, "'gelu'"),
     "window": ({"sliding_window": 32}, "sliding_window=32"),
     "layer types": ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
-    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported yet"),
-    "dynamic": ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic' is not supported yet"),
+    "longrope": ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "'longrope' is not supported yet"),
+    "yarn betas": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 0.5}}, "beta_fast 0.5 must not"),
+    "yarn theta": ({"rope_theta": 1, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_theta above 1"),
+    "yarn factor": ({"rope_scaling": {"rope_type": "yarn", "factor": 0}}, "factor=0"),
+    "dynamic": ({"rope_parameters": {"rope_type": "dynamic"}}, "factor=None"),
     "rope by layer": ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between layers"),
     "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "factor": ({"rope_scaling": {"rope_type": "linear"}}, "factor=None"),

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from contract.checkpoints import COMMON, configurations, save
 from contract.harness import CPU, MiniEngine, Span
 from minisgl.kernel.ops import load_ops
+from minisgl.layers.mlp import GatedMLP
+from minisgl.layers.moe import SparseMLP
 from minisgl.models import load_model
 from minisgl.models.config import ModelConfig
 from minisgl.models.llama import LlamaForCausalLM
@@ -41,10 +43,35 @@ def test_merged_parameters_hold_the_checkpoints_rows(tmp_path: Path, name: str):
     layer, prefix = model.model.layers[1], "model.layers.1"
     qkv = torch.cat([tensors[f"{prefix}.self_attn.{p}_proj.weight"] for p in "qkv"])
     assert torch.equal(layer.self_attn.qkv_proj.weight, qkv)
+    assert isinstance(layer.mlp, GatedMLP)
     gate_up = torch.cat([tensors[f"{prefix}.mlp.{p}_proj.weight"] for p in ("gate", "up")])
     assert torch.equal(layer.mlp.gate_up_proj.weight, gate_up)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == (name == TIED)
     assert model.num_parameters == sum(t.numel() for t in tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "parts"),
+    [
+        ("qwen3-moe-one-dense-layer", "mlp", ("gate_proj", "up_proj", "down_proj")),
+        ("mixtral", "block_sparse_moe", ("w1", "w3", "w2")),
+    ],
+)
+def test_stacked_experts_hold_the_checkpoints_tensors(tmp_path: Path, name: str, module: str, parts: tuple[str, ...]):
+    save(tmp_path, configurations()[name])
+    tensors = load_file(tmp_path / "model.safetensors")
+    model = load(tmp_path)
+    mlp = model.model.layers[2].mlp
+    assert isinstance(mlp, SparseMLP) and len(mlp.gate_up) == 5
+    for e in range(5):
+        gate, up, down = (tensors[f"model.layers.2.{module}.experts.{e}.{part}.weight"] for part in parts)
+        assert torch.equal(mlp.gate_up[e], torch.cat([gate, up])) and torch.equal(mlp.down[e], down)
+    assert isinstance(model.model.layers[1].mlp, SparseMLP) == (name == "mixtral")
+    assert model.num_parameters == sum(t.numel() for t in tensors.values())
+    lost = f"model.layers.0.{module}.experts.4.{parts[1]}.weight"
+    rewrite(tmp_path, lambda t: t.pop(lost))
+    with pytest.raises(ConfigError, match=f"lacks {lost}"):
+        load(tmp_path)
 
 
 def test_sharded_index(tmp_path: Path):

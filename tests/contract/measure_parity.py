@@ -1,0 +1,56 @@
+"""Prints the table of docs/models.md: `PYTHONPATH=tests python -m contract.measure_parity`, from the repository's root.
+
+The largest difference from transformers' logits, relative to the largest logit of the position: in float32 over the
+last of every prefix of 250 tokens, prefilled in one chunk of 100 and then decoded; in bfloat16 the mean over ten whole
+prompts, with transformers' own beside it. Both bfloat16 figures are against transformers' float32.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import tempfile
+from pathlib import Path
+
+import torch
+import transformers
+
+from contract.checkpoints import COMMON, SCALED_ROPES, configurations, save
+from contract.harness import MiniEngine, Span
+
+LENGTH, CHUNK = 250, 100
+PROMPTS = range(160, LENGTH + 1, 10)
+
+
+def errors(logits: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    return (logits.float() - want).abs().amax(-1) / want.abs().amax(-1)
+
+
+@torch.inference_mode()
+def measure(name: str, config: transformers.PreTrainedConfig) -> None:
+    ids = random.Random(0).choices(range(COMMON["vocab_size"]), k=LENGTH)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = save(Path(folder), config)
+        engine, half = MiniEngine.load(Path(folder)), MiniEngine.load(Path(folder), dtype=torch.bfloat16)
+    want = checkpoint.logits(ids)
+    spans = [Span(0, 0, ids[:CHUNK]), *(Span(0, i, ids[i : i + 1]) for i in range(CHUNK, LENGTH))]
+    full = errors(torch.cat([engine.step([span]) for span in spans]), want[CHUNK - 1 :]).max()
+    last = torch.tensor(PROMPTS) - 1
+    ours = errors(torch.cat([half.step([Span(row, 0, ids[:n])]) for row, n in enumerate(PROMPTS)]), want[last]).mean()
+    theirs = copy.deepcopy(checkpoint.model).bfloat16()(torch.tensor([ids])).logits[0, last]
+    print(f"| {name} | {full:.1e} | {ours:.3f} | {errors(theirs, want[last]).mean():.3f} |", flush=True)
+
+
+def main() -> None:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    print("| checkpoint | float32 | bfloat16 | transformers' bfloat16 |\n|---|---|---|---|")
+    for name, config in configurations().items():
+        measure(f"`{name}`", config)
+    for name, rope in SCALED_ROPES.items():
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        measure(f"Qwen3, rope `{name}`", transformers.Qwen3Config(**COMMON, **heads, rope_parameters=dict(rope)))
+
+
+if __name__ == "__main__":
+    main()
