@@ -96,8 +96,8 @@ def test_prefix_is_reused(client: openai.OpenAI) -> None:
 def test_errors_have_their_types(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="other", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="n=2 is not supported"):
-        client.completions.create(model=MODEL, prompt="x", n=2)
+    with pytest.raises(openai.BadRequestError, match="best_of is only supported equal to n"):
+        client.completions.create(model=MODEL, prompt="x", n=2, best_of=3)
     with pytest.raises(openai.BadRequestError) as e:
         client.completions.create(model=MODEL, prompt="word " * 8000)
     assert e.value.code == "context_length_exceeded"

@@ -48,6 +48,18 @@ def test_the_stream_adds_up_to_the_same(client: openai.OpenAI) -> None:
         require_weather_call(stream.get_final_completion().choices[0])
 
 
+def test_each_choice_has_its_call(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(messages=[QUESTION], tools=TOOLS, n=2, **COMMON)  # type: ignore[call-overload]
+    assert [c.index for c in answer.choices] == [0, 1]
+    for choice in answer.choices:
+        require_weather_call(choice)
+    with client.chat.completions.stream(messages=[QUESTION], tools=TOOLS, n=2, **COMMON) as stream:
+        for _ in stream:
+            pass
+        for final in stream.get_final_completion().choices:
+            require_weather_call(final)
+
+
 def test_the_name_comes_first(client: openai.OpenAI) -> None:
     chunks = list(client.chat.completions.create(messages=[QUESTION], tools=TOOLS, stream=True, **COMMON))  # type: ignore[call-overload]
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == ""

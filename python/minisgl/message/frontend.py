@@ -11,7 +11,8 @@ class UserReply(msgspec.Struct, tag="reply", frozen=True, omit_defaults=True):
     """An increment of one request's text. Exactly one reply per uid has `finish_reason` set, and it is the last.
 
     `completion_tokens` counts all tokens so far; `text` is the new text only and may be empty (half a character, a
-    possible stop string). `stop_reason` is the stop string or stop token id that ended it, if one did.
+    possible stop string). `stop_reason` is the stop string or stop token id that ended it, if one did. The reply to the
+    first token alone has `queue_seconds` and `prefill_chunks`, see `Started`.
     """
 
     uid: int
@@ -25,6 +26,8 @@ class UserReply(msgspec.Struct, tag="reply", frozen=True, omit_defaults=True):
     param: str | None = None
     code: str | None = None
     status: int = 200
+    queue_seconds: float = 0.0
+    prefill_chunks: int = 0
 
 
 class ConversionReply(msgspec.Struct, tag="conversion", frozen=True, omit_defaults=True):

@@ -47,13 +47,19 @@ class AbortMsg(msgspec.Struct, tag="abort", frozen=True):
 
 
 class Started(msgspec.Struct, array_like=True, frozen=True):
-    """What the detokenizer must know about a request before its first token."""
+    """What the detokenizer must know about a request before its first token, and how it came to that.
+
+    `queue_seconds` is the time from its acceptance to the first step that computes a part of its prompt,
+    `prefill_chunks` the number of such parts.
+    """
 
     uid: int
     prompt_tokens: int
     cached_tokens: int
     stop: tuple[str, ...]
     skip_special_tokens: bool
+    queue_seconds: float = 0.0
+    prefill_chunks: int = 0
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True):

@@ -37,10 +37,13 @@ class Outbox:
         self._started: list[Started] = []
         self._finished: list[Finished] = []
 
-    def start(self, req: Req) -> None:
+    def start(self, req: Req, queue_seconds: float, prefill_chunks: int) -> None:
         """The first token of `req` is in the next message."""
         p = req.sampling_params
-        self._started.append(Started(req.uid, req.prompt_len, req.prefix_hit, p.stop, p.skip_special_tokens))
+        begun = Started(
+            req.uid, req.prompt_len, req.prefix_hit, p.stop, p.skip_special_tokens, queue_seconds, prefill_chunks
+        )
+        self._started.append(begun)
 
     def finish(self, end: Finished) -> None:
         self._finished.append(end)

@@ -33,7 +33,7 @@ from minisgl.scheduler.outbox import Outbox, ending
 from minisgl.scheduler.plan import Launched, Step
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.rows import Rows
-from minisgl.scheduler.stats import HEARTBEAT_S, Stats
+from minisgl.scheduler.stats import HEARTBEAT_S, Stats, Waits
 from minisgl.utils.errors import InvariantError, RequestError
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class Scheduler:
         self.leaving: dict[int, Req] = {}  # of those, who ended or was retracted, but is held by a batch in flight
         self.launched: deque[Launched] = deque()
         self.stats = Stats()
+        self.waits = Waits()
         self.step_number = 0
         self.is_exiting = False
         self._check = check_invariants if is_check_mode() else None
@@ -138,6 +139,7 @@ class Scheduler:
             return
         self.live[req.uid] = req
         self.prefill.add(req)
+        self.waits.accept(req.uid, time.monotonic())
         self.stats.prompt_tokens += req.prompt_len
 
     # -- plan and launch
@@ -155,6 +157,8 @@ class Scheduler:
             budget = self.pace.budget(len(running), context, self.prefill.has_more_than(self.pace.rush_tokens))
             # While running requests lack pages, nobody new may take the last ones.
             chunks = self.prefill.plan(budget, None if is_short else running)
+            if chunks:
+                self.waits.plan(chunks, time.monotonic())
             if chunks and not self.is_mixed:
                 running = running[:0]
         if len(running) or chunks:
@@ -207,7 +211,7 @@ class Scheduler:
         for req in step.prompts:
             if req.status is not Status.FINISHED and len(req.ids) == req.prompt_len:
                 self.stats.cached_tokens += req.prefix_hit
-                self.outbox.start(req)
+                self.outbox.start(req, *self.waits.of(req.uid))
         for req, token in zip(rows.holders(sampled[maybe_ended]), tokens[maybe_ended].tolist(), strict=True):
             if (end := ending(req, token, int(rows.confirmed_len[req.row]), rows.eos_ids)) is not None:
                 self.finish(req, end)
@@ -225,6 +229,7 @@ class Scheduler:
         """End a request, whatever the reason: its one terminal reply, and its way out."""
         assert req.status is not Status.FINISHED, f"ended twice: {req}"
         self.outbox.finish(end)
+        self.waits.forget(req.uid)
         self.rows.mute(req)  # what the device still computes for it is not reported
         self._leave(req, Status.FINISHED)
 

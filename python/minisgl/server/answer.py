@@ -12,7 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from minisgl.core import FinishReason
 from minisgl.message import TokenizeMsg, UserReply
-from minisgl.server.frontend import Call, ClientGoneError, FrontendManager
+from minisgl.server.call import Call, ClientGoneError
+from minisgl.server.frontend import FrontendManager
 from minisgl.server.render import DONE, Answer, Renderer, error_body, event, to_json
 from minisgl.utils.errors import RequestError
 
@@ -44,17 +45,20 @@ class CallResponse(Response):
         renderer: Renderer,
         is_stream: bool,
         write_timeout: float,
+        n: int = 1,
     ) -> None:
+        """Each `n` messages in a row are choices for one prompt."""
         super().__init__()
         self._frontend = frontend
         self._messages = messages
+        self._n = n
         self._renderer = renderer
         self._is_stream = is_stream
         self._write_timeout = write_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises `RequestError` when refused before the first byte."""
-        call = await self._frontend.submit(self._messages)
+        call = await self._frontend.submit(self._messages, self._n)
         async with call:
             watcher = asyncio.create_task(_watch(receive, call))
             try:
@@ -75,7 +79,7 @@ class CallResponse(Response):
             for index, reply in await call.take():
                 _raise_if_error(reply)
                 answers[index].add(reply)
-        return self._renderer.body(answers)
+        return self._renderer.body(answers, call.receipt)
 
     async def _stream(self, call: Call, send: Send) -> None:
         replies = await call.take()
@@ -95,7 +99,7 @@ class CallResponse(Response):
                 await self._send(send, chunks)
                 chunks = []
                 replies = await call.take()
-            chunks += self._renderer.last_events(list(last.values()))
+            chunks += self._renderer.last_events([last[i] for i in sorted(last)], call.receipt)
         except RequestError as e:
             chunks.append(event(to_json(error_body(e.message, e.status, e.param, e.code))))
         await self._send(send, [*chunks, DONE])

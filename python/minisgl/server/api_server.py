@@ -21,14 +21,15 @@ from minisgl.params import Limits
 from minisgl.server.access import Gate
 from minisgl.server.answer import CallResponse
 from minisgl.server.args import ServerArgs
-from minisgl.server.body import read_request, require_model
+from minisgl.server.body import read_request, require_model, wants_timing
+from minisgl.server.choices import num_choices, with_choices
 from minisgl.server.convert import add_convert_routes
 from minisgl.server.frontend import RETRY_AFTER_S, FrontendManager
 from minisgl.server.metrics import Metrics
 from minisgl.server.parsers.choose import OutputForms
 from minisgl.server.prepare import SamplingDefaults, chat_messages, completion_messages, generate_messages, is_batch
 from minisgl.server.probe import add_probe_route
-from minisgl.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest
+from minisgl.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, GenerateSampling
 from minisgl.server.render import GenerateRenderer, OpenAIRenderer, error_body, json_response
 from minisgl.server.ui import add_page
 from minisgl.utils.errors import RequestError
@@ -101,26 +102,32 @@ def _add_generation_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -
     async def chat_completions(request: Request) -> Response:
         body = await read_request(request, ChatCompletionRequest, args.max_body)
         require_model(body.model, model.name)
+        n = num_choices(body)
         (message,) = chat_messages(body, defaults, limits)
         message, new_parser = model.forms.prepare(body, message)
-        renderer = OpenAIRenderer(model.name, True, body.stream_options, new_parser)
-        return CallResponse(app.state.frontend, [message], renderer, bool(body.stream), args.write_timeout)
+        with_timing = wants_timing(request, body)
+        renderer = OpenAIRenderer(model.name, True, body.stream_options, new_parser, n=n, with_timing=with_timing)
+        messages = with_choices([message], n)
+        return CallResponse(app.state.frontend, messages, renderer, bool(body.stream), args.write_timeout, n)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await read_request(request, CompletionRequest, args.max_body)
         require_model(body.model, model.name)
-        renderer = OpenAIRenderer(model.name, False, body.stream_options)
-        messages = completion_messages(body, defaults, limits)
-        return CallResponse(app.state.frontend, messages, renderer, bool(body.stream), args.write_timeout)
+        n = num_choices(body)
+        with_timing = wants_timing(request, body)
+        renderer = OpenAIRenderer(model.name, False, body.stream_options, n=n, with_timing=with_timing)
+        messages = with_choices(completion_messages(body, defaults, limits), n)
+        return CallResponse(app.state.frontend, messages, renderer, bool(body.stream), args.write_timeout, n)
 
     @app.post("/generate")
     async def generate(request: Request) -> Response:
         body = await read_request(request, GenerateRequest, args.max_body)
-        messages = generate_messages(body, defaults, limits)
+        n = num_choices(body.sampling_params or GenerateSampling())
+        messages = with_choices(generate_messages(body, defaults, limits), n)
         prompt = next(p for p in (body.text, body.prompt, body.input_ids) if p is not None)
-        renderer = GenerateRenderer(is_batch(prompt))
-        return CallResponse(app.state.frontend, messages, renderer, bool(body.stream), args.write_timeout)
+        renderer = GenerateRenderer(is_batch(prompt) or n > 1)
+        return CallResponse(app.state.frontend, messages, renderer, bool(body.stream), args.write_timeout, n)
 
 
 def _add_model_routes(app: FastAPI, model: ServedModel) -> None:

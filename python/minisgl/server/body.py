@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 import msgspec
 from fastapi import Request
 
-from minisgl.server.protocol import parse_body
+from minisgl.server.protocol import OpenAIFields, parse_body
 from minisgl.utils.errors import RequestError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -35,6 +35,11 @@ async def read_request(request: Request, kind: type[T], max_body: int) -> T:
     except TimeoutError:
         raise RequestError("the body did not arrive in time", code="timeout", status=408) from None
     return parse_body(bytes(body), kind)
+
+
+def wants_timing(request: Request, body: OpenAIFields) -> bool:
+    """Whether the receipt is asked for: `return_timing` in the body, or a header for clients that cannot set it."""
+    return bool(body.return_timing) or request.headers.get("x-minisgl-timing") == "1"
 
 
 def require_model(asked: str | None, served: str) -> None:

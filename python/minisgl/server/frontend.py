@@ -7,7 +7,6 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Final
 
 import msgspec
@@ -31,6 +30,7 @@ from minisgl.message import (
 )
 from minisgl.params import Limits
 from minisgl.server.args import ServerArgs
+from minisgl.server.call import Call
 from minisgl.server.conversions import Conversions
 from minisgl.server.metrics import Metrics
 from minisgl.utils.errors import RequestError
@@ -42,89 +42,8 @@ RETRY_AFTER_S: Final = 1
 _ENCODE_ERRORS: Final = (OverflowError, ValueError, TypeError, RecursionError)  # of the codec, for odd values
 
 
-class ClientGoneError(Exception):
-    """The client closed the connection before its answer was complete."""
-
-
 def _unrepresentable(e: Exception) -> RequestError:
     return RequestError(f"the request contains a value that cannot be represented: {e}")
-
-
-def _merge(old: UserReply, new: UserReply) -> UserReply:
-    """One reply that says what both say: how a slow reader's backlog stays one reply long."""
-    return msgspec.structs.replace(new, text=old.text + new.text)
-
-
-class Call:
-    """The generations of one HTTP request, by index. Use it as an async context manager: what is unfinished at the
-    end is aborted and forgotten."""
-
-    def __init__(self, frontend: FrontendManager, uids: Sequence[int]) -> None:
-        self.created = time.monotonic()
-        self._frontend = frontend
-        self.uids = tuple(uids)
-        self._index = {uid: i for i, uid in enumerate(uids)}
-        self._unfinished = set(uids)
-        self._pending: dict[int, UserReply] = {}
-        self._wake = asyncio.Event()
-        self._is_abandoned = False
-        self._last_token: dict[int, float] = {}
-
-    @property
-    def is_done(self) -> bool:
-        """Every generation has ended and been delivered."""
-        return not self._unfinished and not self._pending
-
-    @property
-    def unfinished(self) -> frozenset[int]:
-        return frozenset(self._unfinished)
-
-    def push(self, reply: UserReply) -> None:
-        """A reply for one of this call's uids; nothing counts after the terminal one."""
-        uid = reply.uid
-        if uid not in self._unfinished:
-            return
-        if reply.finish_reason is not None:
-            self._unfinished.discard(uid)
-        self._measure(reply)
-        old = self._pending.get(uid)
-        self._pending[uid] = reply if old is None else _merge(old, reply)
-        self._wake.set()
-
-    def _measure(self, reply: UserReply) -> None:
-        now = time.monotonic()
-        metrics = self._frontend.metrics
-        last = self._last_token.get(reply.uid)
-        if last is None and reply.completion_tokens:
-            metrics.time_to_first_token.observe(now - self.created)
-        elif last is not None:
-            metrics.inter_token_latency.observe(now - last)
-        self._last_token[reply.uid] = now
-        if reply.finish_reason is not None:
-            metrics.observe_end(reply.finish_reason, now - self.created)
-
-    def abandon(self) -> None:
-        """The client is gone: whoever waits in `take` gets `ClientGoneError`."""
-        self._is_abandoned = True
-        self._wake.set()
-
-    async def take(self) -> list[tuple[int, UserReply]]:
-        """Wait for replies; at most one of each generation, (index, increment since the last one)."""
-        await self._wake.wait()
-        if self._is_abandoned:
-            raise ClientGoneError
-        self._wake.clear()
-        replies = [(self._index[uid], reply) for uid, reply in self._pending.items()]
-        self._pending.clear()
-        return replies
-
-    async def __aenter__(self) -> Call:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._frontend.forget(self)
 
 
 class FrontendManager:
@@ -167,23 +86,28 @@ class FrontendManager:
             return f"no sign of life from the scheduler for {silence:.0f} s"
         return ""
 
-    async def submit(self, messages: Sequence[TokenizeMsg]) -> Call:
+    async def submit(self, messages: Sequence[TokenizeMsg], n: int = 1) -> Call:
         """Send requests (their uids are assigned here) and return their common call, to be used with `async with`.
 
+        Each `n` messages in a row are choices for one prompt; the call sends all but the first of them later.
         Raises `RequestError`: 503 when draining or broken, 429 when too many requests are open.
         """
         self._require_room(len(messages))
         numbered = [msgspec.structs.replace(m, uid=next(self._uids)) for m in messages]
-        call = Call(self, [m.uid for m in numbered])
+        call = Call(self, numbered, n)
         self._idle.clear()
         self._calls.update({m.uid: call for m in numbered})
         try:
-            for m in numbered:
-                await self._tokenizer(m.uid).put([m])
+            await self.send(numbered[::n])
         except _ENCODE_ERRORS as e:
             await self.forget(call)
             raise _unrepresentable(e) from e
         return call
+
+    async def send(self, messages: Sequence[TokenizeMsg]) -> None:
+        """To a tokenizer each; their uids belong to an open call."""
+        for m in messages:
+            await self._tokenizer(m.uid).put([m])
 
     async def convert(self, msg: EncodeMsg | DecodeMsg) -> ConversionReply:
         """Ask a tokenizer worker; the uid is assigned here. Raises `RequestError` as `submit` does, or the worker's."""

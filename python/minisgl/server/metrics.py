@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 LOG_INTERVAL_S: Final = 5.0
 _TTFT_BUCKETS: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 60.0)
+_QUEUE_BUCKETS: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 60.0)
 _ITL_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.3, 0.6, 1.2, 2.5, 5.0)
 _E2E_BUCKETS: Final = (0.05, 0.1, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 
@@ -77,6 +78,7 @@ class Metrics:
 
         self.time_to_first_token = histogram("time_to_first_token_seconds", "Arrival to first token", _TTFT_BUCKETS)
         self.inter_token_latency = histogram("inter_token_latency_seconds", "Between two tokens", _ITL_BUCKETS)
+        self.queue_time = histogram("request_queue_time_seconds", "Acceptance to first planning", _QUEUE_BUCKETS)
         self._latency = histogram("e2e_request_latency_seconds", "Arrival to end", _E2E_BUCKETS)
         ends = Counter(
             "minisgl:request_success", "Ended requests", ["model_name", "finished_reason"], registry=self._registry

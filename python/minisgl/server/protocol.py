@@ -57,13 +57,13 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     min_p: float | None = None
     min_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
 
-    n: int | None = None
-    best_of: int | None = None
     logprobs: bool | int | None = None
     response_format: dict[str, Any] | None = None
     priority: int | None = None
@@ -88,6 +88,7 @@ class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
     seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_timing: bool | None = None
     user: str | None = None
 
 
@@ -143,8 +144,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 # Neutral values of the fields whose effect does not exist yet; null is always neutral.
 _NEUTRAL: Final[dict[str, Callable[[Any], bool]]] = {
-    "n": lambda v: v == 1,
-    "best_of": lambda v: v == 1,
     "length_penalty": lambda v: v == 1,
     "logprobs": lambda v: v is False,
     "top_logprobs": lambda v: v == 0,

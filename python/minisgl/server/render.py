@@ -19,6 +19,7 @@ from minisgl.core import FinishReason
 from minisgl.message import UserReply
 from minisgl.server.parsers.output import OutputParser
 from minisgl.server.protocol import StreamOptions
+from minisgl.server.receipt import Receipt
 
 DONE: Final = b"data: [DONE]\n\n"
 
@@ -54,22 +55,25 @@ class Answer:
         self.last = reply
 
 
-def usage(replies: list[UserReply]) -> dict[str, Any]:
-    """OpenAI's usage object for the last replies of the generations of one request."""
-    prompt = sum(r.prompt_tokens for r in replies)
+def usage(replies: list[UserReply], n: int = 1) -> dict[str, Any]:
+    """OpenAI's usage object for the last replies of the generations of one request, in order.
+
+    Each `n` in a row have the same prompt, which counts once: as the first of them found it.
+    """
+    prompt = sum(r.prompt_tokens for r in replies[::n])
     completion = sum(r.completion_tokens for r in replies)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(r.cached_tokens for r in replies)},
+        "prompt_tokens_details": {"cached_tokens": sum(r.cached_tokens for r in replies[::n])},
     }
 
 
 class Renderer(Protocol):
     """How one API writes its answers."""
 
-    def body(self, answers: list[Answer]) -> bytes:
+    def body(self, answers: list[Answer], receipt: Receipt) -> bytes:
         """The whole response as JSON."""
 
     def first_events(self, n: int) -> Iterator[bytes]:
@@ -78,8 +82,8 @@ class Renderer(Protocol):
     def events(self, index: int, reply: UserReply) -> Iterator[bytes]:
         """What one more reply adds to the stream."""
 
-    def last_events(self, replies: list[UserReply]) -> Iterator[bytes]:
-        """What follows the last generation, before [DONE]."""
+    def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
+        """What follows the last generation, before [DONE]; `replies` are the last ones by index."""
 
 
 class OpenAIRenderer:
@@ -91,8 +95,16 @@ class OpenAIRenderer:
         is_chat: bool,
         options: StreamOptions | None,
         new_parser: Callable[[], OutputParser] | None = None,
+        *,
+        n: int = 1,
+        with_timing: bool = False,
     ) -> None:
-        """`new_parser` makes what takes one chat answer apart; without it all text is content."""
+        """`new_parser` makes what takes one chat answer apart; without it all text is content.
+
+        There are `n` answers to each prompt, in a row. The receipt is shown on demand (`with_timing`).
+        """
+        self._n = n
+        self._with_timing = with_timing
         self._is_chat = is_chat
         self._new_parser = new_parser
         self._parsers: dict[int, OutputParser] = {}
@@ -107,7 +119,7 @@ class OpenAIRenderer:
         stream_head = self._head | ({"object": "chat.completion.chunk"} if is_chat else {})
         self._chunk_head = to_json(stream_head)[:-1] + b',"choices":['
 
-    def body(self, answers: list[Answer]) -> bytes:
+    def body(self, answers: list[Answer], receipt: Receipt) -> bytes:
         choices = []
         replies = []
         for i, answer in enumerate(answers):
@@ -125,7 +137,16 @@ class OpenAIRenderer:
                 reason = parser.finish_reason(answer.last.finish_reason)
             end = {"finish_reason": reason, "stop_reason": answer.last.stop_reason}
             choices.append({"index": i, **content, "logprobs": None, **end})
-        return to_json(self._head | {"choices": choices, "usage": usage(replies)})
+        return to_json(self._head | {"choices": choices, **self._account(replies, receipt, True)})
+
+    def _account(self, replies: list[UserReply], receipt: Receipt, with_usage: bool) -> dict[str, Any]:
+        """What stands beside the choices at the end: usage and timing, as far as they are wanted."""
+        used = usage(replies, self._n)
+        account = {"usage": used} if with_usage else {}
+        if self._with_timing:
+            cached = used["prompt_tokens_details"]["cached_tokens"]
+            account["timing"] = receipt.timing(used["completion_tokens"], cached)
+        return account
 
     def first_events(self, n: int) -> Iterator[bytes]:
         if self._is_chat:
@@ -173,9 +194,9 @@ class OpenAIRenderer:
         parts.append(b"}\n\n")
         return b"".join(parts)
 
-    def last_events(self, replies: list[UserReply]) -> Iterator[bytes]:
-        if self._with_usage:
-            yield event(self._chunk_head + b'],"usage":' + to_json(usage(replies)) + b"}")
+    def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
+        if account := self._account(replies, receipt, self._with_usage):
+            yield event(self._chunk_head + b"]," + to_json(account)[1:])
 
 
 class GenerateRenderer:
@@ -187,7 +208,7 @@ class GenerateRenderer:
         self._started = time.monotonic()
         self._texts: dict[int, str] = {}
 
-    def body(self, answers: list[Answer]) -> bytes:
+    def body(self, answers: list[Answer], receipt: Receipt) -> bytes:
         results = []
         for i, answer in enumerate(answers):
             assert answer.last is not None, "an answer without an end"
@@ -202,7 +223,7 @@ class GenerateRenderer:
         extra = {"index": index} if self._is_batch else {}
         yield event(to_json(self._result(index, text, reply) | extra))
 
-    def last_events(self, replies: list[UserReply]) -> Iterator[bytes]:
+    def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
         yield from ()
 
     def _result(self, index: int, text: str, reply: UserReply) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
@@ -26,6 +27,8 @@ class _Output:
         self.prompt_tokens = started.prompt_tokens
         self.cached_tokens = started.cached_tokens
         self.completion_tokens = 0
+        self.queue_seconds = started.queue_seconds
+        self.prefill_chunks = started.prefill_chunks
         self._decoder = decoder
         self._hidden = special_ids if started.skip_special_tokens else frozenset()
         self._stops = StopMatcher(started.stop) if started.stop else None
@@ -86,6 +89,10 @@ class DetokenizeManager:
             end = ends.get(uid)
             output.completion_tokens += 1
             reply = self._advance(uid, output, token, end)
+            if output.completion_tokens == 1:
+                reply = msgspec.structs.replace(
+                    reply, queue_seconds=output.queue_seconds, prefill_chunks=output.prefill_chunks
+                )
             replies.append(reply)
             if reply.finish_reason is not None:
                 del self._outputs[uid]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
 from minisgl.message import DecodeMsg, EncodeMsg, TokenizeMsg, ids_from_bytes
-from minisgl.params import Limits, validate_prompt, validate_sampling
+from minisgl.params import Limits, SamplingParams, validate_prompt, validate_sampling
 from minisgl.tokenizer.template import ChatTemplate
 from minisgl.utils import hf
 from minisgl.utils.errors import ConfigError, RequestError
@@ -53,6 +54,7 @@ class TokenizeManager:
         self.limits = limits or model_limits(folder)
         self._template = ChatTemplate(folder)
         longest = max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=1)
+        self._last: tuple[TokenizeMsg, Ints] | None = None  # the newest prompt: the choices of a request come in a row
         self._max_chars = self.limits.max_model_len * longest  # more cannot fit, whatever it says
 
     def tokenize(self, msg: TokenizeMsg) -> Ints:
@@ -61,16 +63,21 @@ class TokenizeManager:
         A plain prompt gets the special tokens of the tokenizer (such as BOS); a chat template writes its own.
         """
         validate_sampling(msg.sampling_params, self.limits)
-        if msg.input_ids is not None:
-            ids = ids_from_bytes(msg.input_ids)
-        elif msg.messages is not None:
-            ids = self._encode(self._render(msg), add_special_tokens=False)
-        elif msg.text is not None:
-            ids = self._encode(msg.text, add_special_tokens=True)
-        else:
-            raise RequestError("the request has no prompt", param="prompt")
+        prompt = msgspec.structs.replace(msg, uid=0, sampling_params=SamplingParams())
+        if self._last is None or self._last[0] != prompt:
+            self._last = prompt, self._prompt_ids(prompt)
+        ids = self._last[1]
         validate_prompt(ids, msg.sampling_params, self.limits)
         return ids
+
+    def _prompt_ids(self, msg: TokenizeMsg) -> Ints:
+        if msg.input_ids is not None:
+            return ids_from_bytes(msg.input_ids)
+        if msg.messages is not None:
+            return self._encode(self._render(msg), add_special_tokens=False)
+        if msg.text is not None:
+            return self._encode(msg.text, add_special_tokens=True)
+        raise RequestError("the request has no prompt", param="prompt")
 
     def encode(self, msg: EncodeMsg) -> Ints:
         """The token ids of a prompt that may be longer than a request's, int32 [n]; raises `RequestError`."""

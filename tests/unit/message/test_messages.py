@@ -52,7 +52,7 @@ CHANNELS: list[tuple[Any, list[Any]]] = [
             DetokenizeMsg(
                 b"\0" * 8,
                 ids_to_bytes([5]),
-                [Started(0, 3, 1, ("s",), False)],
+                [Started(0, 3, 1, ("s",), False), Started(1, 3, 1, (), True, 0.25, 2)],
                 [Finished(0, FinishReason.STOP, False, stop_token=5)],
             ),
         ],
@@ -62,6 +62,7 @@ CHANNELS: list[tuple[Any, list[Any]]] = [
         FrontendMsg,
         [
             UserReply(1, "text", 2, 3, 1),
+            UserReply(1, "t", 1, 3, queue_seconds=0.25, prefill_chunks=2),
             UserReply(1, finish_reason=FinishReason.STOP, stop_reason="x"),
             UserReply(2, finish_reason=FinishReason.ERROR, error="e", param="p", code="c", status=429),
             StatsMsg(step=3, running=2),

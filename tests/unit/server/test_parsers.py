@@ -24,6 +24,7 @@ from minisgl.server.parsers.reasoning import REASONING_FORMS, ReasoningParser
 from minisgl.server.parsers.tool_forms import TOOL_FORMS
 from minisgl.server.parsers.tools import ToolParser
 from minisgl.server.protocol import ChatCompletionRequest
+from minisgl.server.receipt import Receipt
 from minisgl.server.render import Answer, OpenAIRenderer
 from minisgl.utils.hf import BUILTIN_MODEL
 
@@ -257,7 +258,7 @@ def render(new: Callable[[], OutputParser], parts: list[str], reason: FinishReas
     replies = [*(reply(p) for p in parts[:-1]), reply(parts[-1], reason)]
     for r in replies:
         answer.add(r)
-    whole = json.loads(OpenAIRenderer("m", True, None, new).body([answer]))["choices"][0]
+    whole = json.loads(OpenAIRenderer("m", True, None, new).body([answer], Receipt(0.0)))["choices"][0]
     stream = OpenAIRenderer("m", True, None, new)
     events = [e for r in replies for e in stream.events(0, r)]
     assert all(e.startswith(b"data: {") and e.endswith(b"}\n\n") for e in events)

@@ -25,8 +25,9 @@ from minisgl.message import (
 from minisgl.params import Limits, SamplingParams
 from minisgl.server import rundir
 from minisgl.server.args import ServerArgs
+from minisgl.server.call import ClientGoneError
 from minisgl.server.client import ChatClient, ServerError
-from minisgl.server.frontend import ClientGoneError, FrontendManager
+from minisgl.server.frontend import FrontendManager
 from minisgl.server.metrics import Metrics
 from minisgl.server.rundir import RunDir
 from minisgl.server.shell import Shell
@@ -127,6 +128,30 @@ def test_leaving_aborts(args: ServerArgs, tokenizer: ZmqPullQueue[TokenizerMsg])
     assert sorted(m.uid for m in got if isinstance(m, AbortMsg)) == sorted(
         m.uid for m in got if isinstance(m, TokenizeMsg)
     )
+
+
+def test_other_choices_are_sent_when_the_first_has_begun(
+    args: ServerArgs, tokenizer: ZmqPullQueue[TokenizerMsg]
+) -> None:
+    def sent() -> list[int]:
+        got: list[int] = []
+        while batch := tokenizer.get(timeout=0.2):
+            got += [m.uid for m in batch if isinstance(m, TokenizeMsg)]
+        return got
+
+    async def run() -> None:
+        frontend = make_frontend(args)
+        async with await frontend.submit([request()] * 6, 3) as call:
+            a, b = call.uids[0], call.uids[3]
+            assert await asyncio.to_thread(sent) == [a, b]
+            call.push(UserReply(b, "x", 1, 5, finish_reason=FinishReason.LENGTH))
+            call.push(UserReply(a, finish_reason=FinishReason.ERROR, error="e"))
+            assert [i for i, _ in await call.take()] == [3, 0]
+            assert await asyncio.to_thread(sent) == [b + 1, b + 2]
+        assert frontend.entries == 0
+        await frontend.close()
+
+    asyncio.run(run())
 
 
 def test_what_cannot_be_sent_is_refused(args: ServerArgs) -> None:

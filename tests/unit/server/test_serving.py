@@ -124,6 +124,17 @@ def test_error_later_is_an_event(client: httpx.Client) -> None:
     assert chunks[-1]["error"]["type"] == "server_error"
 
 
+def test_a_failing_choice_fails_the_request_once(server: ServerProcess, client: httpx.Client) -> None:
+    body: dict[str, Any] = {"prompt": ["fine " * 300, "abc def !error-later"], "n": 3}
+    response = client.post("/v1/completions", json=body)
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "the stub failed"
+    with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        chunks = events(response)
+    assert ["error" in c for c in chunks] == [False] * (len(chunks) - 1) + [True]
+    require_no_leak(server)
+
+
 def test_request_id_and_routes(client: httpx.Client) -> None:
     response = client.get("/v1/models", headers={"x-request-id": "abc-1"})
     assert response.headers["x-request-id"] == "abc-1"
