@@ -20,12 +20,11 @@ from minisgl.params import Limits
 from minisgl.utils.device import Device, Pending, create_device
 from minisgl.utils.progress import Progress
 
-_log = logging.getLogger("minisgl.engine")
-SHOWN_BYTES = 1 << 28
-
 if TYPE_CHECKING:
     from minisgl.config import EngineConfig
     from minisgl.core import BatchPlan, Ints, StepCosts
+
+_log = logging.getLogger("minisgl.engine")
 
 
 class ForwardOutput:
@@ -40,14 +39,6 @@ class ForwardOutput:
         return tokens, finite
 
 
-class _Loading(Progress):
-    """Small checkpoints are there before anybody could read a line about them."""
-
-    def __call__(self, done: int, total: int) -> None:
-        if total > SHOWN_BYTES:
-            self.update(done, total)
-
-
 class Engine:
     """Runs batches in the order in which they are launched; knows nothing of requests, queues or ownership."""
 
@@ -56,9 +47,8 @@ class Engine:
         self.device = device
         m, rows = spec.model, spec.max_running_requests
         ops = resolve_ops(device.type)
-        model = load_model(
-            spec.folder, m, spec.dtype, device.torch_device, ops, spec.dummy_weight, _Loading("loading weights", "B")
-        )
+        progress = Progress("loading weights", "B").update
+        model = load_model(spec.folder, m, spec.dtype, device.torch_device, ops, spec.dummy_weight, progress)
         pool = self._pool(0)
         # One row more than requests: padding of captured steps, never a request's.
         state = RowState(rows + 1, spec.pages_per_row, device.torch_device)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Batch, BatchPlan, SeqLayout
+from minisgl.kernel.triton import step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,10 +55,7 @@ class GraphRunner:
     def __init__(
         self, parts: Parts, sizes: list[int], capture: Capture, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        from minisgl.kernel.triton import step
-
         self.parts = parts
-        self._kernels = step
         capacity = self.capacity = max(sizes)
         self._in, self._out = step.input_ring(capacity, MAX_PAGE_WRITES), step.output_ring(capacity)
         self._in_host, self._out_host = self._in.numpy(), self._out.numpy()
@@ -112,7 +110,7 @@ class GraphRunner:
         return _Published(self._out_host[slot, :, :count], event)
 
     def _fill(self, slot: Ints, plan: BatchPlan) -> None:
-        count, writes, rows = len(plan.slots), len(plan.pages), self._kernels.HEAD
+        count, writes, rows = len(plan.slots), len(plan.pages), step.HEAD
         stops, pages = rows + self.capacity, rows + 2 * self.capacity
         slot[0], slot[1] = count, writes
         slot[rows : rows + count] = plan.slots[:, 0]
@@ -124,7 +122,7 @@ class GraphRunner:
     def _sample_adjusted(self, captured: _Captured, plan: BatchPlan, is_filtered: bool) -> None:
         (adjusted,) = self.parts.device.upload(np.flatnonzero(plan.slots[:, 3] & BatchPlan.ADJUSTED).astype(np.int32))
         batch = replace(captured.batch, adjusted=adjusted.long(), is_filtered=is_filtered)
-        self._kernels.publish(self.parts.sample(captured.logits, batch), self._out, self._turn_on_device, self.capacity)
+        step.publish(self.parts.sample(captured.logits, batch), self._out, self._turn_on_device, self.capacity)
 
     # -- capture
 
@@ -138,7 +136,7 @@ class GraphRunner:
 
     def _forward(self, batch: Batch) -> Tensor:
         size, state = len(batch.input_ids), self.parts.state
-        self._kernels.begin_decode(
+        step.begin_decode(
             self._in,
             self._turn_on_device,
             state.page_table,
@@ -155,7 +153,7 @@ class GraphRunner:
         return self.parts.forward(batch.input_ids, batch, self._out_loc[:size])
 
     def _sample(self, logits: Tensor, batch: Batch) -> None:
-        self._kernels.publish(self.parts.sample(logits, batch), self._out, self._turn_on_device, self.capacity)
+        step.publish(self.parts.sample(logits, batch), self._out, self._turn_on_device, self.capacity)
 
     def _batch(self, size: int) -> Batch:
         """The inputs of a captured step: views of the buffers that `begin_decode` fills. Host lengths are unknown."""

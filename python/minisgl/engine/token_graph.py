@@ -79,10 +79,6 @@ class TokenGraphRunner:
             if self._seconds(self, plan) > WORTH * self._seconds(eager, plan):
                 del self._graphs[tokens]
 
-    @property
-    def sizes(self) -> list[int]:
-        return list(self._graphs)
-
     def fits(self, plan: BatchPlan) -> bool:
         flags, stops = plan.slots[:, 3], plan.slots[:, 2]
         return bool(

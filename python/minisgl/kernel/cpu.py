@@ -6,6 +6,7 @@ Per-call figures that led here are in microseconds for T=16, H=256 float32, two 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -50,27 +51,10 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-def add_norm_linear(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """As `reference.add_norm_linear`, of the ops above."""
-    if residual is None:
-        return linear(rms_norm(x, norm_weight, eps), weight, bias), x
-    normed, total = add_rms_norm(x, residual, norm_weight, eps)
-    return linear(normed, weight, bias), total
-
-
-def add_norm_gated(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """As `reference.add_norm_gated`, of the ops above."""
-    out, total = add_norm_linear(x, residual, norm_weight, eps, weight, bias)
-    return silu_and_mul(out), total
-
-
-def moe(x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalise: bool) -> Tensor:
-    """As `reference.moe`, of the ops above: most experts have few rows."""
-    return reference.moe(x, router_logits, gate_up, down, top_k, normalise, linear=linear, silu_and_mul=silu_and_mul)
+# Those made of the ops above.
+add_norm_linear = partial(reference.add_norm_linear, rms_norm=rms_norm, add_rms_norm=add_rms_norm, linear=linear)
+add_norm_gated = partial(reference.add_norm_gated, add_norm_linear=add_norm_linear, silu_and_mul=silu_and_mul)
+moe = partial(reference.moe, linear=linear, silu_and_mul=silu_and_mul)  # most experts have few rows
 
 
 def norm_rope_store(

@@ -45,13 +45,29 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
+def silu_and_mul(x: Tensor) -> Tensor:
+    """silu(gate) * up, where x [T, 2I] is gate and up side by side -> [T, I] (SwiGLU, arXiv:2002.05202)."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 def add_norm_linear(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = add_rms_norm,
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear,
 ) -> tuple[Tensor, Tensor]:
     """(linear(rms_norm(total)), total) with total = x + residual, or x where there is no residual yet.
 
     x, residual [T, H]; norm_weight [H]; weight [N, H]; bias [N] -> [T, N], [T, H]. One op, since with one row it is one
-    kernel. An implementation may overwrite `residual`, not `x`.
+    kernel. An implementation may overwrite `residual`, not `x`. The ops after the star are what a table puts in the
+    place of those here.
     """
     if residual is None:
         return linear(rms_norm(x, norm_weight, eps), weight, bias), x
@@ -60,17 +76,19 @@ def add_norm_linear(
 
 
 def add_norm_gated(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    add_norm_linear: Callable[..., tuple[Tensor, Tensor]] = add_norm_linear,
+    silu_and_mul: Callable[[Tensor], Tensor] = silu_and_mul,
 ) -> tuple[Tensor, Tensor]:
     """As `add_norm_linear` with `silu_and_mul` behind it: weight [2I, H] (gate above up) -> [T, I], [T, H]."""
     out, total = add_norm_linear(x, residual, norm_weight, eps, weight, bias)
     return silu_and_mul(out), total
-
-
-def silu_and_mul(x: Tensor) -> Tensor:
-    """silu(gate) * up, where x [T, 2I] is gate and up side by side -> [T, I] (SwiGLU, arXiv:2002.05202)."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 def moe(

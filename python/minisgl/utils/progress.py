@@ -9,6 +9,7 @@ import time
 _log = logging.getLogger("minisgl.progress")
 
 WIDTH = 24
+QUIET_SECONDS = 1.0  # what is over by then is not worth a line
 MIN_SECONDS = 0.1  # between two redraws
 
 
@@ -23,7 +24,7 @@ class Progress:
 
     def update(self, done: int, total: int) -> None:
         now = time.perf_counter()
-        if done < total and now - self._drawn < MIN_SECONDS:
+        if now - self._start < QUIET_SECONDS or (done < total and now - self._drawn < MIN_SECONDS):
             return
         self._drawn = now
         seconds = max(now - self._start, 1e-9)
