@@ -21,7 +21,6 @@ from minisgl.config import EngineConfig
 from minisgl.core import BatchPlan
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
-from minisgl.engine.prepare import prepare_batch
 from minisgl.utils.device import create_device
 from minisgl.utils.hf import BUILTIN_MODEL, load_config
 
@@ -181,11 +180,7 @@ def test_logits_are_near_those_of_the_cpu(dtype: str):
     for device, number in (("cpu", "float32"), ("cuda", dtype)):
         config = EngineConfig(device=device, dtype=number, num_pages=20, page_size=16, cuda_graph_max_bs=0)
         e = Engine(resolve(config, device), create_device(device))
-        with torch.inference_mode():
-            batch = prepare_batch(plan, e.device)
-            e.parts.state.apply(batch)
-            loc = torch.arange(len(ids), device=e.device.torch_device)
-            logits[device] = e.parts.forward(batch.input_ids, batch, loc)[0].double().cpu()
+        logits[device] = e.general.logits_of(plan)[0].double().cpu()
     error = ((logits["cuda"] - logits["cpu"]).norm() / logits["cpu"].norm()).item()
     assert error < {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}[dtype]
     print(f"\nrelative logit error in {dtype}: {error:.2e}")

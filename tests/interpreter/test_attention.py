@@ -77,6 +77,11 @@ def test_windows_that_are_split():
         check_forward([(70, 1041)], 64, 2, 64, HALF, CPU, window=window)
 
 
+def test_parts_of_a_short_prompt_beside_a_long_one_have_no_keys():
+    for window in (None, 700):
+        check_forward([(5, 1600), (16, 16)], 16, 2, 64, HALF, CPU, window=window)
+
+
 def test_the_plan_of_decode_lists_no_more_than_the_window():
     case = Case([(1, 10 + 100 * i) for i in range(30)], 16, 1, 64, HALF, CPU, window=64)
     case.context()

@@ -182,7 +182,7 @@ def prefill_attention(
     if WINDOW > 0:
         first_key = tl.maximum(lowest + 1 - WINDOW, 0) // BN * BN
     span = tl.cdiv(tl.cdiv(end - first_key, parts), BN) * BN
-    lo = first_key + index % parts * span
+    lo = tl.minimum(first_key + index % parts * span, end)  # a part may have no keys: rounding leaves fewer to the last
     hi = tl.minimum(lo + span, end)
     seen_by_all = tl.maximum(tl.minimum((lowest + 1) // BN * BN, hi), lo)
     m = tl.full([BM], NEGATIVE, tl.float32)
@@ -208,10 +208,11 @@ def prefill_attention(
     if parts == 1:
         tl.store(out_ptr, (acc / total[:, None]).to(out.dtype.element_ty), mask=is_row[:, None])
     else:
-        # A part may have no keys (rounding leaves fewer to the last ones); it counts nothing in the merge.
+        # A part without keys counts nothing in the merge.
         lines = tl.program_id(0) * BM + r
         has_keys = total > 0
-        tl.store(part + lines[:, None] * D + d[None, :], acc / tl.where(has_keys, total, 1.0)[:, None])
+        total = tl.where(has_keys, total, 1.0)
+        tl.store(part + lines[:, None] * D + d[None, :], acc / total[:, None])
         tl.store(lse + lines, tl.where(has_keys, m + tl.log2(total), NEGATIVE))
         tl.debug_barrier()  # the whole program's part, before one thread announces it
         tile = index // parts
