@@ -50,6 +50,7 @@ class Requirements:
     dtypes: tuple[torch.dtype, ...] | None = None
     head_dims: tuple[int, ...] | None = None
     page_sizes: tuple[int, ...] | None = None
+    windows: bool = True
 
     def refusal(self, spec: AttentionSpec) -> str | None:
         """Why `spec` cannot be served; None when it can."""
@@ -61,6 +62,8 @@ class Requirements:
         ):
             if allowed is not None and value not in allowed:
                 return f"{word} {value} is not one of {', '.join(str(a) for a in allowed)}"
+        if not self.windows and spec.windows != (None,):
+            return "layers that see a window only are not supported"
         return None
 
 

@@ -62,7 +62,7 @@ class FA3Attention(AttentionBackend):
         return self._plan(batch.layout, page_table)
 
     def forward(self, q: Tensor, layer_pages: Tensor, ctx: Context, window: Window = None) -> Tensor:
-        return self._run(q, layer_pages, ctx.attn_metadata, window)
+        return self._run(q, layer_pages, ctx.attn_metadata)
 
     def _plan(self, layout: SeqLayout, page_table: Tensor) -> _Plan:
         s = self.spec
@@ -89,7 +89,7 @@ class FA3Attention(AttentionBackend):
         pages = page_table.view(-1).index_select(0, entries).long()
         return pages[:, None], torch.minimum(begins[:, None] + self._steps, ends[:, None] - 1)
 
-    def _run(self, q: Tensor, layer_pages: Tensor, plan: _Plan, window: Window) -> Tensor:
+    def _run(self, q: Tensor, layer_pages: Tensor, plan: _Plan) -> Tensor:
         k, v = (layer_pages[:, i].transpose(1, 2) for i in range(2))  # [P, page, Hk, D]
         if plan.tails is not None:
             v.index_put_(plan.tails, self._zero)
@@ -106,7 +106,6 @@ class FA3Attention(AttentionBackend):
             page_table=plan.page_table,
             softmax_scale=self.spec.scale,
             is_causal=True,
-            window_size_left=-1 if window is None else window - 1,  # keys before a query's own
             num_splits=plan.num_splits,
         )
         return out
@@ -122,6 +121,5 @@ class FA3Attention(AttentionBackend):
         table = torch.arange(2, dtype=torch.int32, device=device).view(2, 1)
         lens = np.array([1, 3], np.int32)
         plan = self._plan(build_layout(np.arange(2, dtype=np.int32), lens, lens, upload), table)
-        for window in s.windows:
-            self._run(torch.zeros(4, s.num_heads, s.head_dim, dtype=s.dtype, device=device), pages, plan, window)
+        self._run(torch.zeros(4, s.num_heads, s.head_dim, dtype=s.dtype, device=device), pages, plan)
         torch.cuda.synchronize(device)

@@ -69,9 +69,13 @@ ATTENTION.add(
     supports=_needs(
         "fa3_fwd",
         "fa3",
-        # What the wheel was built with: no float16, and pages in whole tiles of 128 keys (80 for head dimension 256).
+        # What the wheel was built with: no float16, no windows, whole tiles of 128 keys a page (80 for dimension 256).
         Requirements(
-            device_types=("cuda",), dtypes=(torch.bfloat16,), head_dims=(64, 128), page_sizes=(128, 256, 512, 1024)
+            device_types=("cuda",),
+            dtypes=(torch.bfloat16,),
+            head_dims=(64, 128),
+            page_sizes=(128, 256, 512, 1024),
+            windows=False,
         ),
         capability=(9, 0),
     ),

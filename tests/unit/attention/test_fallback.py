@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,3 +119,6 @@ def test_optional_backends_say_what_they_need(monkeypatch: pytest.MonkeyPatch):
     assert ATTENTION.refusal("fa3", SPEC) is None
     small = AttentionSpec("cuda", torch.bfloat16, 16, 8, 128, 64)
     assert ATTENTION.refusal("fa3", small) == "page size 64 is not one of 128, 256, 512, 1024"
+    windowed = replace(SPEC, windows=(None, 512))
+    assert ATTENTION.refusal("fi", windowed) is None
+    assert ATTENTION.refusal("fa3", windowed) == "layers that see a window only are not supported"
