@@ -34,6 +34,7 @@ float32 must agree to 1e-4 of the largest logit, other types as well as transfor
 
   minisgl verify ~/models/Qwen3-0.6B                    as `minisgl serve` would compute it here
   minisgl verify ~/models/Qwen3-0.6B --dtype float32    the strictest comparison
+  minisgl verify ~/models/Qwen3-32B --tp 4              also that four ranks say what one says
 """
 COMMANDS = ("serve", "chat", "generate", "bench", "verify", "env")
 

@@ -39,6 +39,12 @@ def test_the_builtin_model_passes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert out.count("pass") == 7 and "skipped" in out
 
 
+def test_two_ranks_are_compared_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "has_transformers", lambda: False)
+    code, checks = run(tmp_path / "table.json", "--tp", "2")
+    assert code == 0 and checks["tp 2 = tp 1"]["figure"] == "6 identical"
+
+
 def test_one_wrong_matrix_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,6 +82,7 @@ def test_without_transformers_the_rest_is_checked(tmp_path: Path, monkeypatch: p
         (("--dummy-weight",), "no checkpoint to verify"),
         (("--max-running-requests", "2"), "--max-running-requests of 16"),
         (("--length", "10"), "too short"),
+        (("--tp", "2", "--nnodes", "2"), "for one host"),
         (("/no/such/model",), "does not exist"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any, Final
 
 import torch
@@ -9,14 +10,14 @@ import torch
 from minisgl.benchmark.report import format_table
 from minisgl.config import SchedulerConfig, build_config
 from minisgl.engine.config import EngineSpec, resolve
-from minisgl.llm.llm import LLM
+from minisgl.llm.llm import LLM, Completion
 from minisgl.tokenizer.tokenize import load_tokenizer
 from minisgl.utils.device import create_device
 from minisgl.utils.errors import ConfigError
 from minisgl.verify.logits import WAYS, Texts, check_logits
 from minisgl.verify.reference import Reference, has_transformers, reference
 from minisgl.verify.result import Result
-from minisgl.verify.tokens import TIES, TOKENS, check_tokens, engine_of, stepper_of
+from minisgl.verify.tokens import TIES, TOKENS, check_tokens, engine_of, generate, stepper_of
 
 ROWS: Final = 16
 TEXTS: Final = (
@@ -51,9 +52,11 @@ def make_texts(spec: EngineSpec, length: int) -> Texts:
 def verify(options: dict[str, Any], length: int) -> list[Result]:
     """Every check of the model that `options` name; raises `ConfigError` for settings that cannot work."""
     options = {"max_running_requests": ROWS, **options}
-    config = build_config(SchedulerConfig, options)
-    if config.engine.tp != 1:
-        raise ConfigError("minisgl verify steps one rank by itself; leave --tp out")
+    asked = build_config(SchedulerConfig, options)
+    if asked.engine.nnodes != 1:
+        raise ConfigError("minisgl verify is for one host; leave --nnodes out")
+    alone = {**options, "tp": 1}
+    config = build_config(SchedulerConfig, alone)
     if config.engine.dummy_weight:
         raise ConfigError("--dummy-weight has no checkpoint to verify")
     if config.engine.max_running_requests < ROWS:
@@ -63,9 +66,12 @@ def verify(options: dict[str, Any], length: int) -> list[Result]:
     if spec.pooling is not None:
         raise ConfigError("an embedding model gives no logits to verify")
     texts = make_texts(spec, length)
-    # transformers first: its model is gone when ours is loaded.
+    prompts = [*texts.sequences, texts.c[:5], texts.b[:20]]
+    # One model at a time: transformers' and that of all ranks are gone when ours on one rank is loaded.
     exact, theirs = _references(spec, texts, device.torch_device)
-    llm = LLM(options.pop("model", ""), **options)
+    ranks = asked.engine.tp
+    others = {f"tp {ranks} = tp 1": _by_ranks(options, prompts)} if ranks > 1 else {}
+    llm = LLM(**alone)
     results, tie = [], TIES[spec.dtype]
     engine = engine_of(llm)
     if exact is None:
@@ -77,7 +83,17 @@ def verify(options: dict[str, Any], length: int) -> list[Result]:
             result, worst = check_logits(name, cases, exact, theirs)
             results.append(result)
             tie = max(tie, 2 * worst) if result.passed else tie
-    return results + check_tokens(llm, [*texts.sequences, texts.c[:5], texts.b[:20]], tie)
+    return results + check_tokens(llm, prompts, tie, others)
+
+
+def _by_ranks(options: dict[str, Any], prompts: list[list[int]]) -> list[Completion]:
+    """The outputs of as many ranks as the options say."""
+    with LLM(**options) as llm:
+        outputs = generate(llm, prompts)
+    del llm
+    gc.collect()
+    torch.cuda.empty_cache()  # nothing on a CPU
+    return outputs
 
 
 def _references(spec: EngineSpec, texts: Texts, device: torch.device) -> tuple[Reference | None, Reference | None]:

@@ -97,8 +97,8 @@ def eager(llm: LLM) -> Iterator[None]:
         engine.runners = runners
 
 
-def check_tokens(llm: LLM, prompts: list[list[int]], tie: float) -> list[Result]:
-    """The engine against itself: cached, with the other kind of overlap, and without graphs."""
+def check_tokens(llm: LLM, prompts: list[list[int]], tie: float, others: dict[str, list[Completion]]) -> list[Result]:
+    """The engine against itself, cached, with the other kind of overlap and without graphs, and against `others`."""
     gap = logit_gap(llm)
     base = generate(llm, prompts)
     again = generate(llm, prompts, flush=False)
@@ -115,4 +115,4 @@ def check_tokens(llm: LLM, prompts: list[list[int]], tie: float) -> list[Result]
             results.append(compare(name, prompts, base, generate(llm, prompts), gap, tie))
     else:
         results.append(Result(name, "-", "no graphs on this device or with these settings", "-", None))
-    return results
+    return results + [compare(name, prompts, base, outputs, gap, tie) for name, outputs in others.items()]
