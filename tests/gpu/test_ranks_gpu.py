@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
+from minisgl.utils.errors import RankError
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 OPTIONS: dict[str, Any] = {"device": "cuda", "dtype": "float32", "num_pages": 200}
@@ -39,6 +43,16 @@ def test_text_is_that_of_one_gpu(options: dict[str, Any], on_one_gpu: list[list[
         pytest.skip("needs more GPUs")
     os.environ["MINISGL_CHECK"] = "1"
     assert texts(**{"tp": 2} | options) == on_one_gpu
+
+
+def test_a_rank_that_dies_is_an_error_and_no_hang() -> None:
+    with LLM(**OPTIONS, tp=2) as llm:
+        (pid,) = llm.followers.pids.values()
+        threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+        begin = time.monotonic()
+        with pytest.raises(RankError):
+            llm.generate(PROMPTS * 40, SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True))
+        assert time.monotonic() - begin < 20
 
 
 def test_sums_go_through_the_ranks_own_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,9 @@ class Group:
             if use_pynccl:
                 from minisgl.distributed.pynccl import PyNcclCommunicator
 
-                return PyNcclCommunicator(self.info, device, self.store)
+                comm = PyNcclCommunicator(self.info, device, self.store)
+                self.bus.watch(lambda rank: comm.close())  # or the step under way would wait for it for ever
+                return comm
         return TorchCommunicator(self.info, device, self.store, self.host)
 
 

@@ -59,6 +59,7 @@ class PlanBus:
         self._is_checked = is_checked and bool(self._links)
         self._plans, self._results = Digest(), Digest()
         self._is_closing = False
+        self._lost: int | None = None  # set by `watch`
 
     def publish(self, pack: Callable[[], Array]) -> None:
         """Send what `pack` makes, the plan that every rank must launch as its next step.
@@ -73,7 +74,12 @@ class PlanBus:
         self._send(self._frame(plan))
 
     def note_result(self, result: Array) -> None:
-        """What the oldest step under way has given: in the invariant mode the other ranks compare it with theirs."""
+        """What the oldest step under way has given: in the invariant mode the other ranks compare it with theirs.
+
+        Raises `RankError` when a rank is known to be gone, since the step may have been cut short then.
+        """
+        if self._lost is not None:
+            raise RankError(f"rank {self._lost} is gone")
         if self._is_checked:
             self._results.add(result.tobytes())
 
@@ -93,7 +99,8 @@ class PlanBus:
             ranks = {id(link): rank for rank, link in self._links.items()}
             lost = wait(list(self._links.values()))  # nobody sends anything: it is the end of the stream
             if not self._is_closing:
-                on_lost(ranks[id(lost[0])])
+                self._lost = ranks[id(lost[0])]
+                on_lost(self._lost)
 
         if self._links:
             threading.Thread(target=run, name="ranks", daemon=True).start()
