@@ -74,7 +74,8 @@ class PeerAllReduce:
             if refusal is None:
                 words = Inbox.empty(self.ranks, one_shot_rows, max_tokens, hidden, device)
                 torch.cuda.synchronize(device)
-                handles = [_handle(words) for _ in range(self.ranks)]  # one for each reader: they are counted
+                # One for each reader: they are counted, and one that nobody opens would never be given back.
+                handles = [() if rank == self.rank else _handle(words) for rank in range(self.ranks)]
         except RuntimeError as error:  # out of memory, or an allocator that cannot share
             refusal = _first_line(error)
         told = comm.share((os.uname().nodename, refusal, handles))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,12 +105,15 @@ class TensorFile:
             return
         if row > len(scratch):
             scratch = torch.empty(row, dtype=torch.uint8)
-        step = len(scratch) // row
+        # By numpy: torch holds the interpreter for longer than a small copy takes, and all threads want it.
+        word = np.dtype(f"u{dtype.itemsize}")
+        target = np.frombuffer(_bytes_of(host), word).reshape(host.shape)
+        buffer, step = scratch.numpy(), len(scratch) // row
         for first in range(0, count, step):
-            rows = scratch[: min(step, count - first) * row]
-            self._read_bytes(_bytes_of(rows), begin + first * row)
-            whole = rows.view(dtype).view(-1, *stored.shape[1:])
-            host[first : first + len(whole)].copy_(whole[(slice(None), *take[1:])])
+            rows = buffer[: min(step, count - first) * row]
+            self._read_bytes(rows.data, begin + first * row)
+            whole = rows.view(word).reshape(-1, *stored.shape[1:])
+            target[first : first + len(whole)] = whole[(slice(None), *take[1:])]
 
     def _read_bytes(self, target: memoryview, offset: int) -> None:
         done = 0

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 from fastapi import FastAPI, Request, Response
 
 from minisgl.params import EMBED, Limits
@@ -35,7 +36,7 @@ def _base64(vector: Vector) -> str:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
-ENCODINGS: Final[dict[str, Callable[[Vector], str | list[float]]]] = {"float": Vector.tolist, "base64": _base64}
+ENCODINGS: Final[dict[str, Callable[[Vector], str | list[float]]]] = {"float": np.ndarray.tolist, "base64": _base64}
 
 
 class EmbeddingRenderer:
