@@ -31,6 +31,11 @@ def test_kernels_are_noted_then_compiled_and_launched_as_usual():
     _add[(1,)](x, 100, N=128, BY=1)
     _add[(1,)](x, 100, N=128, BY=2)
     assert bool((x == 3).all()) and len(cache) == 2
+    with compiled_ahead():
+        _add[(1,)](x, 100, N=128, BY=1)
+    assert bool((x == 3).all()), "a kernel that was compiled before was launched"
+    _add[(1,)](x, 100, N=128, BY=1)
+    assert bool((x == 4).all())
 
 
 def test_a_failure_within_leaves_no_placeholder():

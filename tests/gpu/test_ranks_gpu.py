@@ -55,6 +55,12 @@ def test_a_rank_that_dies_is_an_error_and_no_hang() -> None:
         assert time.monotonic() - begin < 20
 
 
+def test_one_process_can_lead_ranks_again() -> None:
+    for _ in range(2):
+        with LLM(device="cuda", dtype="bfloat16", num_pages=200, tp=2) as llm:
+            assert llm.generate(PROMPTS[0], PARAMS[0])[0].token_ids
+
+
 def test_sums_go_through_the_ranks_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16; in the invariant mode the ranks compare their tokens."""
     monkeypatch.setenv("MINISGL_CHECK", "1")

@@ -122,7 +122,7 @@ class TorchCommunicator(Communicator):
             raise RankError(f"rank {self.info.rank} has lost another one: {_first_line(e)}") from e
 
     def close(self) -> None:
-        self._group.shutdown()
+        self._group.abort()  # `shutdown` would wait for ranks that are gone
 
 
 def _gloo_group(info: DistributedInfo, store: Store, host: str) -> Any:

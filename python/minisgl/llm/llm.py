@@ -162,6 +162,7 @@ class LLM:
             self._io = OfflineIO(ranks.group.bus)
             self.scheduler = ranks.start(lambda: Scheduler.from_config(config, self._io, ranks.group))
             stack.callback(self.scheduler.engine.shutdown)
+            stack.callback(ranks.group.bus.close)  # first: some collectives end only when all ranks leave
             self.followers = ranks.followers
             self._close = weakref.finalize(self, stack.pop_all().close)
         self._next_uid = 0

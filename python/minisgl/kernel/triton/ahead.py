@@ -9,34 +9,35 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from triton import knobs
+from triton.compiler import CompiledKernel
 
 MAX_THREADS: Final = 16
 
 
-class _Unlaunched:
-    """Stands for a kernel that is yet to be compiled: launching it does nothing."""
+def _launch_nothing(*_: Any) -> None:
+    pass
+
+
+class _Uncompiled:
+    """Stands for a kernel that is yet to be compiled."""
 
     function = packed_metadata = None
-
-    def launch_metadata(self, *_: Any) -> None:
-        return None
-
-    def run(self, *_: Any) -> None:
-        return None
+    launch_metadata = run = staticmethod(_launch_nothing)
 
 
 @contextmanager
 def compiled_ahead(progress: Callable[[int, int], None] | None = None) -> Iterator[None]:
-    """Within, kernels that this process has not launched yet are noted instead; at the end they are compiled or loaded.
+    """Within, no kernel is launched; those that this process has not yet are noted, and at the end compiled or loaded.
 
-    So what runs within computes garbage. `progress` is called with (kernels done, kernels in all).
+    So what runs within computes garbage, and ranks whose kernels wait for each other need not have launched the same
+    ones before. `progress` is called with (kernels done, kernels in all).
     """
     noted: dict[tuple[Any, str], Callable[[], object]] = {}
 
     def note(key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         kernel, data = fn.jit_function, compile["specialization_data"]
         cache = kernel.device_caches[compile["device"]][0]
-        cache[key] = _Unlaunched()
+        cache[key] = _Uncompiled()
 
         def load() -> object:
             return kernel.preload(data)
@@ -45,10 +46,11 @@ def compiled_ahead(progress: Callable[[int, int], None] | None = None) -> Iterat
         return True  # do not compile it now
 
     before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
+    run, CompiledKernel.run = CompiledKernel.run, property(lambda kernel: _launch_nothing)
     try:
         yield
     finally:
-        knobs.runtime.jit_cache_hook = before
+        knobs.runtime.jit_cache_hook, CompiledKernel.run = before, run
         for kernel, key in noted:
             for caches in kernel.device_caches.values():
                 caches[0].pop(key, None)
