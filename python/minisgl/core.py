@@ -266,11 +266,10 @@ class Batch:
     page_writes: torch.Tensor  # [P, 3] int64
     row_writes: torch.Tensor  # [R, 7] int32
     adjusts: Ints  # the plan's records, on the host
-    adjusted: torch.Tensor  # [A] int64, indices into S whose logits are adjusted
-    is_filtered: bool  # some sampled row asks for top-k, top-p or min-p
-    masked: torch.Tensor  # [M] int64, indices into S of those that may sample only some tokens
-    masks: torch.Tensor  # [M, W] int32, those tokens as in `BatchPlan`
-    chosen: torch.Tensor  # [L] int64, indices into S of whose tokens the log-probability is wanted
+    masks: Ints  # the plan's masks, on the host
+    flags: int  # all flags of `BatchPlan` that a sampled sequence has or, in a captured step, may have
+    sample_flags: torch.Tensor  # [S] int32, the flags of each
+    mask_places: torch.Tensor  # [S] int32, index into `masks`; of no meaning where it is not MASKED
     scored: Scored | None  # tokens of prompts whose log-probability is wanted
 
     @property

@@ -83,7 +83,7 @@ class MiniEngine(Stepper):
         # Entries that nobody has mapped point at a page that is nobody's: reading them would show up as NaN.
         state.page_table.fill_(num_pages - 1)
         backend = resolve_attention(attention, pool, replace(config, num_heads=heads), table)
-        adjuster = LogitAdjuster(ROWS, config.vocab_size, CPU)
+        adjuster = LogitAdjuster(ROWS, config.vocab_size, 8, DEVICE)
         vocab = VocabParallel(comm, config.vocab_size)
         parts = Parts(DEVICE, table, model, pool, backend, state, adjuster, comm, vocab)
         return cls(EagerRunner(parts), num_pages - 1)

@@ -10,8 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minisgl.core import BatchPlan
 from minisgl.distributed.vocab import winners
-from minisgl.kernel.ops import OpTable
+from minisgl.kernel import adjust, logprobs
+from minisgl.kernel.logprobs import TOP
+from minisgl.kernel.ops import OpTable, load_ops
 from minisgl.kernel.sample import noise_bits
 
 
@@ -156,48 +159,79 @@ def adversarial_logits(vocab: int, dtype: torch.dtype) -> Tensor:
     return rows.to(dtype)
 
 
-def check_mask(device: str, vocab: int) -> None:
-    """The kernel gives what the reference gives, and that is what the bits say."""
-    from minisgl.kernel.adjust import mask_logits as reference
-    from minisgl.kernel.triton.adjust import mask_logits
+def check_adjust(device: str, vocab: int) -> None:
+    """The kernels give what the reference gives, all in one batch; sequences without flags stay as they are."""
+    g = torch.Generator().manual_seed(3)
+    tables, rows, positions, flags, mask_places = adjusted_batch(vocab, g)
+    on_device = SimpleNamespace(**{name: x.to(device) for name, x in vars(tables).items()})
+    batch = [x.to(device) for x in (flags, mask_places, rows, positions)]
+    for dtype in (torch.float32, torch.float16):
+        logits = (torch.randn(len(rows), vocab, generator=g) * 3).to(dtype)
+        want = adjust.adjust_logits(logits, flags, mask_places, rows, positions, tables)
+        before = logits.to(device)
+        got = load_ops("triton").adjust_logits(before, *batch, on_device)
+        assert got.dtype is torch.float32 and torch.equal(before.cpu(), logits)
+        torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-5)
+        free = (flags & (BatchPlan.ADJUSTED | BatchPlan.MASKED)) == 0
+        assert torch.equal(got.cpu()[free], logits[free].float()) and torch.equal(want[free], logits[free].float())
+        for i in range(len(rows)):  # alone
+            one = load_ops("triton").adjust_logits(before[i : i + 1], *(x[i : i + 1] for x in batch), on_device)
+            assert torch.equal(one[0], got[i])
+    tokens = torch.randint(0, vocab, (len(rows),), generator=g, dtype=torch.int32)
+    adjust.count_tokens(tokens, flags, rows, tables)
+    load_ops("triton").count_tokens(tokens.to(device), batch[0], batch[2], on_device)
+    assert torch.equal(on_device.seen.cpu(), tables.seen)
 
-    g = torch.Generator().manual_seed(4)
+
+def adjusted_batch(vocab: int, g: torch.Generator) -> tuple[SimpleNamespace, Tensor, Tensor, Tensor, Tensor]:
+    """Tables of 9 rows; rows, positions, flags and places of masks of 7 sequences: with all, some and no changes."""
     allowed = torch.rand(3, -(-vocab // 32) * 32, generator=g) < 0.4
     allowed[2] = False
     allowed[2, vocab - 1] = True
-    words = np.packbits(allowed.numpy(), axis=1, bitorder="little").view(np.int32)
-    masked, masks = torch.tensor([4, 0, 2], device=device), torch.from_numpy(words).to(device)
-    for dtype in (torch.float32, torch.float16):
-        logits = torch.randn(5, vocab, generator=g).to(dtype).to(device)
-        want = logits.clone()
-        want[masked] = want[masked].masked_fill(~allowed[:, :vocab].to(device), float("-inf"))
-        assert torch.equal(reference(logits.clone(), masked, masks), want)
-        assert torch.equal(mask_logits(logits.clone(), masked, masks), want)
-
-
-def check_adjust(device: str, vocab: int) -> None:
-    """The kernel gives what the reference gives."""
-    from minisgl.engine.adjust import LogitAdjuster
-    from minisgl.kernel.adjust import adjust_logits as reference
-    from minisgl.kernel.triton.adjust import adjust_logits
-
-    torch.manual_seed(3)
-    sampled, slots, num_biases, num_ends = 5, 4, 3, 2
-    tables = LogitAdjuster(9, vocab, torch.device(device))
-    tables.slot_of_row = torch.tensor([-1, 2, -1, 0, 1, -1, 3, -1, -1], device=device)
-    tables.counts = torch.randint(0, 3, (slots, vocab), dtype=torch.int32, device=device)
-    tables.in_prompt = torch.rand(slots, vocab, device=device) < 0.3
-    tables.penalties = torch.rand(slots, 3, device=device) + 0.5
-    tables.first_end = torch.tensor([10, 0, 10, 10], dtype=torch.int32, device=device)
-    tables.bias_ids = torch.randint(0, vocab, (slots, num_biases), device=device)
-    tables.biases = torch.randn(slots, num_biases, device=device)
-    tables.end_ids = torch.tensor([[3, vocab - 1], [3, -1], [-1, -1], [7, 3]], device=device)[:, :num_ends].contiguous()
-    batch = SimpleNamespace(
-        adjusted=torch.tensor([0, 2, 3], device=device),
-        sample_rows=torch.tensor([3, 0, 1, 4, 8], device=device),
-        sample_positions=torch.tensor([4, 4, 4, 4, 30], dtype=torch.int32, device=device),
+    biased, ends = min(300, vocab // 2), 3
+    ids = torch.stack([torch.randperm(vocab, generator=g)[:biased] for _ in range(9)]).int()
+    ids[:, :ends] = ~ids[:, :ends]
+    tables = SimpleNamespace(
+        seen=torch.randint(0, 6, (9, vocab), dtype=torch.int32, generator=g),
+        penalties=torch.rand(9, 3, generator=g) + 0.5,
+        first_end=torch.tensor([10, 10, 10, 0, 10, 10, 10, 10, 10], dtype=torch.int32),
+        num_biases=torch.tensor([0, 1, biased, ends, biased, 2, 0, 4, biased], dtype=torch.int32),
+        bias_ids=ids,
+        biases=torch.randn(9, biased, generator=g),
+        masks=torch.from_numpy(np.packbits(allowed.numpy(), axis=1, bitorder="little").view(np.int32)),
     )
-    logits = torch.randn(sampled, vocab, device=device).to(torch.float16)
-    args = (batch.adjusted, batch.sample_rows, batch.sample_positions, tables)
-    want, got = reference(logits.clone(), *args), adjust_logits(logits.clone(), *args)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    a, m = BatchPlan.ADJUSTED | BatchPlan.FROM_DEVICE, BatchPlan.MASKED
+    rows = torch.tensor([4, 0, 1, 8, 2, 3, 7])
+    positions = torch.tensor([4, 4, 4, 4, 30, 4, 9], dtype=torch.int32)
+    flags = torch.tensor([a | m, 0, m, BatchPlan.LOGPROBS, a, a, a | m], dtype=torch.int32)
+    return tables, rows, positions, flags, torch.tensor([0, 0, 1, 1, 1, 1, 2], dtype=torch.int32)
+
+
+def check_scores(device: str, vocab: int) -> None:
+    """The kernel's log-probabilities are the reference's, the lowest of equally likely tokens first."""
+    g = torch.Generator().manual_seed(6)
+    count, most = 9, min(TOP, vocab)
+    for dtype in (torch.float32, torch.bfloat16 if device == "cuda" else torch.float16):
+        logits = (torch.randn(count, vocab, generator=g) * 4).to(dtype)
+        logits[1] = 0.5
+        logits[2, vocab // 2] = 300.0
+        logits[3, torch.randperm(vocab, generator=g)[2:]] = float("-inf")
+        logits[4] = (torch.rand(vocab, generator=g) * 3).floor()
+        logits[5] -= 40.0
+        tokens = torch.randint(0, vocab, (count,), generator=g, dtype=torch.int32)
+        flags = torch.full((count,), BatchPlan.LOGPROBS | BatchPlan.SAMPLES, dtype=torch.int32)
+        flags[7] = BatchPlan.ADJUSTED
+        want = logprobs.token_scores(logits, tokens, flags).contiguous()
+        args = [x.to(device) for x in (logits, tokens, flags)]
+        scores = load_ops("triton").token_scores(*args)
+        for i in (0, 8):  # alone
+            assert torch.equal(load_ops("triton").token_scores(*(x[i : i + 1] for x in args))[:, 0], scores[:, i])
+        scores = scores.cpu()
+        assert scores.shape == want.shape and scores.dtype is torch.int32 and not scores[:, 7].any()
+        for line in (0, slice(1 + TOP, None)):
+            got_bits, want_bits = scores[line].view(torch.float32), want[line].view(torch.float32)
+            torch.testing.assert_close(got_bits, want_bits, rtol=1e-6, atol=3e-5)
+        ids = scores[1 : 1 + TOP].long()
+        order = torch.sort(logits.float(), dim=1, descending=True, stable=True).indices[:, :most].t()
+        assert torch.equal(ids[:most, flags != BatchPlan.ADJUSTED], order[:, flags != BatchPlan.ADJUSTED])
+        assert not ids[most:].any()

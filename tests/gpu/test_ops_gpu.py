@@ -20,8 +20,8 @@ if torch.cuda.is_available():
         adversarial_logits,
         check_adjust,
         check_cuts,
-        check_mask,
         check_samples,
+        check_scores,
         make_state,
         mixed_state,
         noise64,
@@ -311,9 +311,11 @@ def test_a_captured_chain_of_one_row(hidden: int):
     assert (again_logits.double() - want).norm() < 0.03 * want.norm()
 
 
-def test_masked_logits():
-    check_mask("cuda", VOCAB)
+@pytest.mark.parametrize("vocab", [33, 50257, VOCAB])
+def test_adjusted_logits(vocab: int):
+    check_adjust("cuda", vocab)
 
 
-def test_adjusted_logits():
-    check_adjust("cuda", VOCAB)
+@pytest.mark.parametrize("vocab", [7, 50257, VOCAB, 262_144])
+def test_log_probabilities(vocab: int):
+    check_scores("cuda", vocab)

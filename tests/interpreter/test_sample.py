@@ -12,8 +12,8 @@ from contract.sampling import (
     check_adjust,
     check_candidates,
     check_cuts,
-    check_mask,
     check_samples,
+    check_scores,
     make_state,
     mixed_state,
 )
@@ -97,10 +97,11 @@ def test_cuts(dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch):
     check_cuts(cuts, lasts, logits, state)
 
 
-def test_masked_logits():
-    check_mask("cpu", 5000)
-    check_mask("cpu", 33)
+@pytest.mark.parametrize("vocab", [33, 5000])
+def test_adjusted_logits(vocab: int):
+    check_adjust("cpu", vocab)
 
 
-def test_adjusted_logits():
-    check_adjust("cpu", 5000)
+@pytest.mark.parametrize("vocab", [7, 300, 9001])
+def test_log_probabilities(vocab: int):
+    check_scores("cpu", vocab)

@@ -8,6 +8,7 @@ import torch
 from minisgl.kernel.triton import step
 
 CAPACITY, PAGE, ROWS, WIDTH = 6, 4, 7, 5
+FLAGS, PLACES = [2, 70, 6], [8, 0, 0]
 
 
 def test_begin_derives_what_a_step_needs_and_pads_with_the_idle_row():
@@ -21,18 +22,22 @@ def test_begin_derives_what_a_step_needs_and_pads_with_the_idle_row():
     slot = ring[1].numpy()
     slot[:2] = len(rows), len(writes)
     slot[2 : 2 + 3], slot[2 + CAPACITY : 5 + CAPACITY] = rows, stops
-    slot[2 + 2 * CAPACITY : 2 + 2 * CAPACITY + 3 * len(writes)] = np.array(writes).reshape(-1)
+    slot[2 + 2 * CAPACITY : 2 + 3 * CAPACITY] = [*FLAGS, 9, 9, 9]  # behind those in use stands what was there before
+    slot[2 + 3 * CAPACITY : 5 + 3 * CAPACITY] = PLACES
+    slot[2 + 4 * CAPACITY : 2 + 4 * CAPACITY + 3 * len(writes)] = np.array(writes).reshape(-1)
     for row, index, page in writes:
         expected_table[row, index] = page
     size = 5
     out_rows, out_loc = (torch.full((size,), -7, dtype=torch.int64) for _ in range(2))
-    rows32, kv_lens, positions, ids = (torch.full((size,), -7, dtype=torch.int32) for _ in range(4))
-    step.begin_decode(ring, turn, table, last_token, out_rows, rows32, kv_lens, positions, ids, out_loc, PAGE, CAPACITY)
+    ints = [torch.full((size,), -7, dtype=torch.int32) for _ in range(6)]
+    rows32, kv_lens, positions, ids, flags, places = ints
+    step.begin_decode(ring, turn, table, last_token, out_rows, *ints[:4], out_loc, flags, places, PAGE, CAPACITY)
     idle = ROWS - 1
     assert out_rows.tolist() == rows32.tolist() == [*rows, idle, idle]
     assert kv_lens.tolist() == [*stops, 1, 1]
     assert positions.tolist() == [8, 0, 16, 0, 0]
     assert ids.tolist() == [33, 0, 55, 66, 66]
+    assert flags.tolist() == [*FLAGS, 0, 0] and places.tolist()[: len(rows)] == PLACES
     assert torch.equal(table, expected_table)
     pages = [901, int(table[0, 0]), 902, int(table[idle, 0]), int(table[idle, 0])]
     assert out_loc.tolist() == [p * PAGE + i % PAGE for p, i in zip(pages, [8, 0, 16, 0, 0], strict=True)]
@@ -41,7 +46,8 @@ def test_begin_derives_what_a_step_needs_and_pads_with_the_idle_row():
 
 def test_publish_fills_the_slot_of_the_step_that_began_last():
     ring, turn = step.output_ring(CAPACITY, pin=False), torch.tensor([6], dtype=torch.int32)
-    out = torch.tensor([[7, 8, 9], [1, 0, 1]], dtype=torch.int32)
-    step.publish(out, ring, turn, CAPACITY)
-    assert ring[1, :, :3].tolist() == out.tolist()
+    for lines in (2, ring.shape[1]):
+        out = torch.randint(1, 99, (lines, 3), dtype=torch.int32)
+        step.publish(out, ring, turn, CAPACITY)
+        assert torch.equal(ring[1, :lines, :3], out) and not ring[1, lines:].any()
     assert not ring[[0, 2, 3]].any() and not ring[1, :, 3:].any()

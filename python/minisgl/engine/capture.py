@@ -1,17 +1,33 @@
-"""Recording work on the device as CUDA graphs that share their memory."""
+"""Recording work on the device as CUDA graphs that share their memory, and choosing tokens that way."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
 from types import TracebackType
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 
+from minisgl.core import BatchPlan
 from minisgl.kernel.linear import tuned_linear
 
 T = TypeVar("T")
+
+# What graphs that choose tokens do, by flags of `BatchPlan`. Each does more than the one before, and a step takes the
+# first that is enough: so few are captured, and most steps take the cheapest.
+TAILS: Final = (
+    0,
+    BatchPlan.FILTERED,
+    BatchPlan.FILTERED | BatchPlan.ADJUSTED | BatchPlan.MASKED,
+    BatchPlan.FILTERED | BatchPlan.ADJUSTED | BatchPlan.MASKED | BatchPlan.LOGPROBS,
+)
+
+
+def tail_of(flags: int) -> int:
+    """The first of `TAILS` that is enough for sequences with any of `flags`."""
+    wanted = flags & TAILS[-1]
+    return next(tail for tail in TAILS if not wanted & ~tail)
 
 
 class Capture:

@@ -70,7 +70,10 @@ class Engine:
         state = RowState(rows + 1, spec.pages_per_row, device.torch_device)
         own_heads = replace(m, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads)
         attention = resolve_attention(spec.attention_backend, pool, own_heads, ops, max_rows=rows + 1)
-        adjuster = LogitAdjuster(rows, m.vocab_size, device.torch_device)
+        embeds = spec.pooling is not None
+        limits = self.limits = Limits(max_model_len=spec.max_seq_len, vocab_size=m.vocab_size, embeds=embeds)
+        max_biases = limits.max_logit_bias + limits.max_stop_token_ids + len(spec.eos_token_ids)
+        adjuster = LogitAdjuster(0 if embeds else rows + 1, m.vocab_size, max_biases, device)
         parts = Parts(device, ops, model, pool, attention, state, adjuster, comm, VocabParallel(comm, m.vocab_size))
         if device.type == "cuda":
             compile_kernels(parts, spec)
@@ -97,8 +100,6 @@ class Engine:
             _log.info("a step costs %s", self._costs)
         self.page_size = spec.page_size
         self.max_running_requests = rows
-        embeds = spec.pooling is not None
-        self.limits = Limits(max_model_len=spec.max_seq_len, vocab_size=m.vocab_size, embeds=embeds)
         self.eos_token_ids = spec.eos_token_ids
         self.is_async = device.is_async
 

@@ -11,7 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from minisgl.core import Batch, BatchPlan, SeqLayout
+from minisgl.core import NO_MASKS, Batch, BatchPlan, SeqLayout
+from minisgl.engine.capture import TAILS, tail_of
+from minisgl.engine.prepare import mask_places
 from minisgl.kernel.triton import step
 
 if TYPE_CHECKING:
@@ -34,12 +36,10 @@ def graph_sizes(max_rows: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """One batch size: the forward pass, and choosing tokens without and with filters."""
+    """One batch size: the forward pass, and choosing tokens in all `TAILS`, each with how many numbers a token has."""
 
-    batch: Batch
-    logits: Tensor
     forward: torch.cuda.CUDAGraph
-    sample: dict[bool, torch.cuda.CUDAGraph]
+    tails: dict[int, tuple[torch.cuda.CUDAGraph, int]]
 
 
 class GraphRunner:
@@ -47,7 +47,7 @@ class GraphRunner:
 
     The graphs read the plan from a ring in pinned memory and write their tokens into another (`kernel/triton/step.py`),
     so a step is a few numpy copies and two graph launches. Padding rows are the page table's last row, whose pages are
-    nobody's. Steps with penalties, masks or log-probabilities take the forward graph and choose tokens eagerly.
+    nobody's. Masks change with every step and are large: they alone are copied.
     """
 
     name = "cuda graph"
@@ -71,6 +71,7 @@ class GraphRunner:
 
         self._rows, self._out_loc = ints(torch.int64), ints(torch.int64)
         self._kv_lens, self._positions, self._input_ids = (ints(torch.int32) for _ in range(3))
+        self._flags, self._mask_places = ints(torch.int32), ints(torch.int32)
         self._rows32, self._token_ends = ints(torch.int32), torch.arange(capacity + 1, dtype=torch.int32, device=device)
         self._graphs: dict[int, _Captured] = {}
         for done, size in enumerate(reversed(sizes), 1):
@@ -98,51 +99,32 @@ class GraphRunner:
         event, count = self._events[slot], len(plan.slots)
         event.synchronize()  # the step that used this slot last has been executed
         self._fill(self._in_host[slot], plan)
+        self.parts.adjuster.apply(plan.adjusts, plan.masks)
         captured = self._graphs[self._sizes[self._size_of[count]]]
+        choose, lines = captured.tails[tail_of(int(np.bitwise_or.reduce(plan.slots[:, 3])))]
         captured.forward.replay()
-        flags = int(np.bitwise_or.reduce(plan.slots[:, 3]))
-        is_filtered = bool(flags & BatchPlan.FILTERED)
-        scores = None
-        if flags & (BatchPlan.ADJUSTED | BatchPlan.MASKED | BatchPlan.LOGPROBS):
-            scores = self._sample_eagerly(captured, plan, is_filtered)
-        else:
-            captured.sample[is_filtered].replay()
+        choose.replay()
         event.record()
-        return _Published(self._out_host[slot, :, :count], event) if scores is None else scores
+        return _Published(self._out_host[slot, :lines, :count], event)
 
     def _fill(self, slot: Ints, plan: BatchPlan) -> None:
-        count, writes, rows = len(plan.slots), len(plan.pages), step.HEAD
-        stops, pages = rows + self.capacity, rows + 2 * self.capacity
+        count, writes = len(plan.slots), len(plan.pages)
         slot[0], slot[1] = count, writes
-        slot[rows : rows + count] = plan.slots[:, 0]
-        slot[stops : stops + count] = plan.slots[:, 2]
+        pages = step.HEAD + step.COLUMNS * self.capacity
+        rows, stops, flags, places = slot[step.HEAD : pages].reshape(step.COLUMNS, self.capacity)
+        rows[:count], stops[:count], flags[:count] = plan.slots[:, 0], plan.slots[:, 2], plan.slots[:, 3]
+        if len(plan.masks):
+            places[:count] = mask_places(plan.slots[:, 3])
         if writes:
             slot[pages : pages + 3 * writes] = plan.pages.reshape(-1)
-
-    @torch.inference_mode()
-    def _sample_eagerly(self, captured: _Captured, plan: BatchPlan, is_filtered: bool) -> Pending | None:
-        """Choose and publish tokens; what else is wanted of them comes as a result of its own."""
-        flags, device = plan.slots[:, 3], self.parts.device
-        wanted = (BatchPlan.ADJUSTED, BatchPlan.MASKED, BatchPlan.LOGPROBS)
-        places = (np.flatnonzero(flags & flag).astype(np.int32) for flag in wanted)
-        masks, *indices = device.upload(plan.masks, *places)
-        adjusted, masked, chosen = (i.long() for i in indices)
-        batch = replace(
-            captured.batch, adjusted=adjusted, masked=masked, masks=masks, chosen=chosen, is_filtered=is_filtered
-        )
-        out = self.parts.sample(captured.logits, batch)
-        step.publish(out[:2], self._out, self._turn_on_device, self.capacity)
-        return device.submit(lambda: out[:, : len(plan.slots)].contiguous(), 0.0) if len(chosen) else None
 
     # -- capture
 
     def _capture(self, size: int, capture: Capture) -> _Captured:
         batch = self._batch(size)
         forward, logits = capture(lambda: self._forward(batch))
-        sample = {}
-        for is_filtered in (False, True):
-            sample[is_filtered], _ = capture(partial(self._sample, logits, replace(batch, is_filtered=is_filtered)))
-        return _Captured(batch, logits, forward, sample)
+        tails = {tail: capture(partial(self._sample, logits, replace(batch, flags=tail))) for tail in TAILS}
+        return _Captured(forward, tails)
 
     def _forward(self, batch: Batch) -> Tensor:
         size, state = len(batch.input_ids), self.parts.state
@@ -157,13 +139,17 @@ class GraphRunner:
             batch.positions,
             batch.input_ids,
             self._out_loc[:size],
+            batch.sample_flags,
+            batch.mask_places,
             self.parts.kv_cache.page_size,
             self.capacity,
         )
         return self.parts.forward(batch.input_ids, batch, self._out_loc[:size])
 
-    def _sample(self, logits: Tensor, batch: Batch) -> None:
-        step.publish(self.parts.sample(logits, batch), self._out, self._turn_on_device, self.capacity)
+    def _sample(self, logits: Tensor, batch: Batch) -> int:
+        out = self.parts.sample(logits, batch)
+        step.publish(out, self._out, self._turn_on_device, self.capacity)
+        return len(out)
 
     def _batch(self, size: int) -> Batch:
         """The inputs of a captured step: views of the buffers that `begin_decode` fills. Host lengths are unknown."""
@@ -183,11 +169,10 @@ class GraphRunner:
             page_writes=none.view(0, 3),
             row_writes=none.int().view(0, BatchPlan.ROW_WIDTH),
             adjusts=np.empty(0, np.int32),
-            adjusted=none,
-            is_filtered=False,
-            masked=none,
-            masks=none.int().view(0, 0),
-            chosen=none,
+            masks=NO_MASKS,
+            flags=0,
+            sample_flags=self._flags[:size],
+            mask_places=self._mask_places[:size],
             scored=None,
         )
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from minisgl.core import BatchPlan
+from minisgl.core import NO_MASKS, BatchPlan
+from minisgl.engine.capture import TAILS
 from minisgl.engine.pooling import base_runner
 from minisgl.kernel.linear import tuned_linear
 from minisgl.kvcache.mha_pool import MHAKVPool
@@ -57,7 +58,7 @@ def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
     runner, rows = base_runner(parts, spec), spec.max_running_requests
     comm.exchange(0)  # wait until the other ranks, which may use the same memory, have their weights too
     free = device.free_memory()
-    trials = (largest_prefill(spec), decode_plan(rows, 1), decode_plan(rows, 1, BatchPlan.FILTERED))
+    trials = (largest_prefill(spec), *(decode_plan(rows, m.vocab_size, flags) for flags in (0, TAILS[-1])))
     with tuned_linear.tuning():
         step_bytes = sum(device.peak_memory(partial(_run, runner, plan)) for plan in trials)
     if spec.num_pages is not None:
@@ -79,8 +80,8 @@ def compile_kernels(parts: Parts, spec: EngineSpec) -> None:
 
     rows = spec.max_running_requests
     plans = [largest_prefill(spec), *(largest_prefill(replace(spec, max_step_tokens=n)) for n in SMALL_STEPS)]
-    for flags in (0, BatchPlan.FILTERED):
-        plans += [decode_plan(n, 1, flags) for n in sorted({rows, *SMALL_STEPS}) if n <= rows]
+    plans += [decode_plan(n, spec.model.vocab_size, 0) for n in sorted({rows, *SMALL_STEPS}) if n <= rows]
+    plans += [decode_plan(rows, spec.model.vocab_size, flags) for flags in TAILS[1:]]  # the same for any number of rows
     with compiled_ahead(Progress("compiling kernels", "kernels", spec.info.rank == 0).update):
         for plan in plans:
             _run(base_runner(parts, spec), plan)
@@ -110,10 +111,11 @@ def largest_prefill(spec: EngineSpec) -> BatchPlan:
     return _plan(slots, spec.max_step_tokens - left)
 
 
-def decode_plan(rows: int, kv_len: int, flags: int = 0) -> BatchPlan:
-    """One new token for each of `rows` rows, which have `kv_len` with it."""
+def decode_plan(rows: int, vocab_size: int, flags: int) -> BatchPlan:
+    """The first token of each of `rows` rows, chosen as `flags` say; masks allow all."""
+    masks = np.full((rows, -(-vocab_size // 32)), -1, np.int32) if flags & BatchPlan.MASKED else NO_MASKS
     flags |= BatchPlan.SAMPLES | BatchPlan.FROM_DEVICE
-    return _plan([(row, kv_len - 1, kv_len, flags) for row in range(rows)], 0)
+    return replace(_plan([(row, 0, 1, flags) for row in range(rows)], 0), masks=masks)
 
 
 def _plan(slots: list[tuple[int, int, int, int]], num_tokens: int) -> BatchPlan:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from minisgl.core import BatchPlan, StepResult
 from minisgl.engine.prepare import prepare_batch
-from minisgl.kernel.logprobs import rows_per_pass, token_scores
+from minisgl.kernel.logprobs import rows_per_pass
 from minisgl.kernel.native import LayerWeights, ModelSpec, NativeLibrary, StepPlan
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class NativeRunner:
 
     @torch.inference_mode()
     def launch(self, plan: BatchPlan) -> Pending:
-        self.parts.adjuster.apply(plan.adjusts)
+        self.parts.adjuster.apply(plan.adjusts, plan.masks)
         if len(plan.targets):
             return _Result(self._scored(plan))
         out = self._call(plan.slots, plan.tokens, plan.pages, plan.rows)
@@ -122,7 +122,8 @@ class NativeRunner:
             is_scored = (kinds & BatchPlan.SCORED) != 0
             is_special = ((kinds & ~PLAIN) != 0) & ~is_scored
             targets = torch.from_numpy(plan.targets[target : target + int(is_scored.sum())])
-            scores.append(token_scores(all_logits[is_scored], targets))
+            wanted = torch.full_like(targets, BatchPlan.LOGPROBS)
+            scores.append(self.parts.ops.token_scores(all_logits[is_scored], targets, wanted))
             target += len(targets)
             logits.append(all_logits[is_special])
             special.append(is_special[~is_scored])
@@ -141,17 +142,12 @@ class NativeRunner:
         """`out` with the columns `special` [n], whose logits [n, V] these are, chosen by the ops in torch."""
         index = torch.from_numpy(special)
         batch = prepare_batch(replace(plan, pages=plan.pages[:0], rows=plan.rows[:0]), self.parts.device)
-
-        def among_special(places: Tensor) -> Tensor:
-            return torch.from_numpy(np.searchsorted(special, places.numpy()))
-
         batch = replace(
             batch,
             sample_rows=batch.sample_rows[index],
             sample_positions=batch.sample_positions[index],
-            adjusted=among_special(batch.adjusted),
-            masked=among_special(batch.masked),
-            chosen=among_special(batch.chosen),
+            sample_flags=batch.sample_flags[index],
+            mask_places=batch.mask_places[index],
             scored=None,
         )
         columns = self.parts.sample(logits, batch).numpy()

@@ -29,11 +29,13 @@ class Expanded:
     logit_tokens: Ints  # [S]
     sample_rows: Ints  # [S]
     sample_positions: Ints  # [S]
-    adjusted: Ints  # [A]
-    is_filtered: bool
-    masked: Ints  # [M]
-    chosen: Ints  # [L]
+    sample_flags: Ints  # [S]
+    mask_places: Ints  # [S]
     scored_tokens: Ints  # [N] indices into T of the tokens whose successors are `BatchPlan.targets`
+
+    @property
+    def flags(self) -> int:
+        return int(np.bitwise_or.reduce(self.sample_flags))
 
 
 def expand(plan: BatchPlan) -> Expanded:
@@ -59,12 +61,16 @@ def expand(plan: BatchPlan) -> Expanded:
         logit_tokens=(ends - 1)[samples],
         sample_rows=row[samples],
         sample_positions=stop[samples],
-        adjusted=np.flatnonzero(sampled_flags & BatchPlan.ADJUSTED).astype(np.int32),
-        is_filtered=bool((sampled_flags & BatchPlan.FILTERED).any()),
-        masked=np.flatnonzero(sampled_flags & BatchPlan.MASKED).astype(np.int32),
-        chosen=np.flatnonzero(sampled_flags & BatchPlan.LOGPROBS).astype(np.int32),
+        sample_flags=sampled_flags,
+        mask_places=mask_places(sampled_flags),
         scored_tokens=_scored_tokens(flags, lens, ends) if len(plan.targets) else NOTHING,
     )
+
+
+def mask_places(flags: Ints) -> Ints:
+    """Where in a plan's masks each sequence's is, by the flags [S] of those that sample."""
+    places: Ints = np.cumsum((flags & BatchPlan.MASKED) != 0, dtype=np.int32) - 1
+    return places
 
 
 def _scored_tokens(flags: Ints, lens: Ints, ends: Ints) -> Ints:
@@ -77,24 +83,31 @@ def _scored_tokens(flags: Ints, lens: Ints, ends: Ints) -> Ints:
 def prepare_batch(plan: BatchPlan, device: Device) -> Batch:
     """Expand and upload; may run ahead of the device."""
     x = expand(plan)
-    ids, positions, token_rows, device_tokens, logit_tokens, rows, sample_positions, pages, row_writes, *rest = (
-        device.upload(
-            x.input_ids,
-            x.positions,
-            x.token_rows,
-            x.device_tokens,
-            x.logit_tokens,
-            x.sample_rows,
-            x.sample_positions,
-            plan.pages,
-            plan.rows,
-            x.adjusted,
-            x.chosen,
-            x.masked,
-            plan.masks,
-        )
+    (
+        ids,
+        positions,
+        token_rows,
+        device_tokens,
+        logit_tokens,
+        rows,
+        sample_positions,
+        pages,
+        row_writes,
+        flags,
+        places,
+    ) = device.upload(
+        x.input_ids,
+        x.positions,
+        x.token_rows,
+        x.device_tokens,
+        x.logit_tokens,
+        x.sample_rows,
+        x.sample_positions,
+        plan.pages,
+        plan.rows,
+        x.sample_flags,
+        x.mask_places,
     )
-    adjusted, chosen, masked, masks = rest
     return Batch(
         step=plan.step,
         layout=build_layout(x.rows, x.query_lens, x.kv_lens, device.upload),
@@ -108,11 +121,10 @@ def prepare_batch(plan: BatchPlan, device: Device) -> Batch:
         page_writes=pages.long(),
         row_writes=row_writes,
         adjusts=plan.adjusts,
-        adjusted=adjusted.long(),
-        is_filtered=x.is_filtered,
-        masked=masked.long(),
-        masks=masks,
-        chosen=chosen.long(),
+        masks=plan.masks,
+        flags=x.flags,
+        sample_flags=flags,
+        mask_places=places,
         scored=_prepare_scored(x, plan.targets, device) if len(plan.targets) else None,
     )
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from minisgl.core import Batch, Context, StepResult
+from minisgl.core import Batch, BatchPlan, Context
 from minisgl.engine.prepare import prepare_batch
-from minisgl.kernel.logprobs import rows_per_pass, token_scores
+from minisgl.kernel.logprobs import rows_per_pass
 
 if TYPE_CHECKING:
     from minisgl.attention.base import AttentionBackend
-    from minisgl.core import BatchPlan, Scored
+    from minisgl.core import Scored
     from minisgl.distributed.communicator import Communicator
     from minisgl.distributed.vocab import VocabParallel
     from minisgl.engine.adjust import LogitAdjuster
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 
 NO_TOKENS: Final = torch.empty(2, 0, dtype=torch.int32)
+NEEDS_ALL: Final = (
+    BatchPlan.FILTERED | BatchPlan.ADJUSTED | BatchPlan.MASKED | BatchPlan.LOGPROBS
+)  # the logits, not a part
 
 
 class Runner(Protocol):
@@ -97,28 +100,23 @@ class Parts:
         some row asks for more than a temperature: what filters keep depends on all logits, and may be any number of
         them; so then these are gathered, and everything is as on one rank.
         """
-        rows, positions, adjusted = batch.sample_rows, batch.sample_positions, batch.adjusted
-        needs_all = len(adjusted) or len(batch.masked) or len(batch.chosen) or batch.is_filtered or batch.scored
-        if not (self.vocab.is_whole or needs_all):
+        rows, positions, flags = batch.sample_rows, batch.sample_positions, batch.sample_flags
+        if not (self.vocab.is_whole or batch.flags & NEEDS_ALL or batch.scored):
             own = self.ops.candidates(logits, rows, positions, self.state, self.vocab.part.start)
             out = self.vocab.best(own)
             self.state.last_token[rows] = out[0]
             return out
         logits = self.vocab.gather(logits)
-        raw = logits[batch.chosen] if len(batch.chosen) else None  # a copy
-        if len(adjusted):
-            logits = self.ops.adjust_logits(logits, adjusted, rows, positions, self.adjuster)
-        if len(batch.masked):
-            logits = self.ops.mask_logits(logits, batch.masked, batch.masks)
-        out = self.ops.sample_rows(logits, rows, positions, self.state, batch.is_filtered)
-        if len(adjusted):
-            self.adjuster.count(out[0], batch)
-        if raw is None and batch.scored is None:
+        changed = logits
+        if batch.flags & (BatchPlan.ADJUSTED | BatchPlan.MASKED):
+            changed = self.ops.adjust_logits(logits, flags, batch.mask_places, rows, positions, self.adjuster)
+        is_filtered = bool(batch.flags & BatchPlan.FILTERED)
+        out = self.ops.sample_rows(changed, rows, positions, self.state, is_filtered)
+        if batch.flags & BatchPlan.ADJUSTED:
+            self.ops.count_tokens(out[0], flags, rows, self.adjuster)
+        if not batch.flags & BatchPlan.LOGPROBS and batch.scored is None:
             return out
-        scores = out.new_zeros(StepResult.WIDTH, len(rows))
-        if raw is not None:
-            scores[:, batch.chosen] = token_scores(raw, out[0, batch.chosen])
-        return torch.cat([out, scores])
+        return torch.cat([out, self.ops.token_scores(logits, out[0], flags)])
 
     def score(self, x: Tensor, residual: Tensor, scored: Scored) -> Tensor:
         """Columns [2 + StepResult.WIDTH, N] int32 for the targets; x and residual [K, H].
@@ -129,7 +127,7 @@ class Parts:
         for start in range(0, len(scored.targets), step):
             at, targets = scored.scored_at[start : start + step], scored.targets[start : start + step]
             logits = self.vocab.gather(self.model.logits(x[at], residual[at]))
-            parts.append(token_scores(logits, targets))
+            parts.append(self.ops.token_scores(logits, targets, torch.full_like(targets, BatchPlan.LOGPROBS)))
         sound = torch.ones_like(scored.targets)
         return torch.cat([torch.stack([scored.targets, sound]), torch.cat(parts, 1)])
 
@@ -160,7 +158,7 @@ class EagerRunner:
     @torch.inference_mode()
     def _step(self, batch: Batch) -> Tensor:
         parts = self.parts
-        parts.adjuster.apply(batch.adjusts)
+        parts.adjuster.apply(batch.adjusts, batch.masks)
         if batch.scored is None:
             logits = parts.run(batch)
             return parts.sample(logits, batch) if len(batch.sample_rows) else NO_TOKENS

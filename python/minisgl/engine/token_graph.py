@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from minisgl.core import Batch, BatchPlan, SeqLayout
+from minisgl.core import NO_MASKS, Batch, BatchPlan, SeqLayout
+from minisgl.engine.capture import TAILS, tail_of
 from minisgl.engine.prepare import Expanded, expand
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ MAX_PAGE_WRITES: Final = 512
 # Decoding sequences are computed by the kernel for prompts here, which reads a sequence's keys one after the other.
 MAX_DECODE_CONTEXT: Final = 2048
 MAX_CONTEXT: Final = 8192
-NOT_CAPTURED: Final = BatchPlan.ADJUSTED | BatchPlan.MASKED | BatchPlan.LOGPROBS | BatchPlan.SCORED
 WORTH: Final = 0.8  # of the time of the same step without a graph, to pay for padding
 REPEATS: Final = 5
 
@@ -41,6 +41,7 @@ class _Inputs:
         self.tokens, self.seqs = tokens, seqs
         widths = {"input_ids": tokens, "positions": tokens, "token_rows": tokens}
         widths |= dict.fromkeys(("device_tokens", "logit_tokens", "sample_rows", "sample_positions"), seqs)
+        widths |= {"sample_flags": seqs, "mask_places": seqs}
         widths |= {"rows": seqs, "kv_lens": seqs, "cu_query_lens": seqs + 1}
         widths |= {"pages": 3 * MAX_PAGE_WRITES, "row_writes": BatchPlan.ROW_WIDTH * seqs}
         ends = np.cumsum([0, *(-(-w // 4) * 4 for w in widths.values())])
@@ -55,14 +56,14 @@ class _Inputs:
 class _Captured:
     inputs: _Inputs
     forward: torch.cuda.CUDAGraph
-    sample: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]]  # by `is_filtered`, with its output [2, seqs]
+    tails: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]]  # choosing tokens in all `TAILS`, with what comes out
 
 
 class TokenGraphRunner:
     """Steps of few tokens, padded to one of `TOKEN_SIZES`.
 
     One sequence more than planned, in the page table's last row, takes the tokens that are too many; sequences that
-    are too many have none. Penalties, masks and log-probabilities run eagerly. A size is kept where it beats that.
+    are too many have none. Log-probabilities of prompts run eagerly. A size is kept where it beats that.
     """
 
     name = "cuda graph of tokens"
@@ -85,8 +86,7 @@ class TokenGraphRunner:
         flags, stops = plan.slots[:, 3], plan.slots[:, 2]
         return bool(
             self._size(plan) is not None
-            and not len(plan.adjusts)
-            and not (flags & NOT_CAPTURED).any()
+            and not (flags & BatchPlan.SCORED).any()
             and len(plan.pages) <= MAX_PAGE_WRITES
             and stops.max() <= MAX_CONTEXT
             and stops[(flags & BatchPlan.FROM_DEVICE) != 0].max(initial=0) <= MAX_DECODE_CONTEXT
@@ -109,7 +109,8 @@ class TokenGraphRunner:
         captured, x = self._graphs[size], expand(plan)
         self._fill(captured.inputs, plan, x)
         self.device.upload_into(captured.inputs.device, captured.inputs.host)
-        graph, out = captured.sample[x.is_filtered]
+        self.parts.adjuster.apply(plan.adjusts, plan.masks)
+        graph, out = captured.tails[tail_of(x.flags)]
 
         def work() -> Tensor:
             captured.forward.replay()
@@ -133,6 +134,8 @@ class TokenGraphRunner:
         put("logit_tokens", x.logit_tokens, spare)
         put("sample_rows", x.sample_rows, self._idle_row)
         put("sample_positions", x.sample_positions, 1)
+        put("sample_flags", x.sample_flags, 0)
+        put("mask_places", x.mask_places, 0)
         put("rows", x.rows, self._idle_row)
         put("kv_lens", x.kv_lens, 0)
         host["kv_lens"][len(x.rows)] = inputs.tokens - used
@@ -152,14 +155,13 @@ class TokenGraphRunner:
         self._fill(inputs, plan, expand(plan))
         self.device.upload_into(inputs.device, inputs.host)
         forward, logits = capture(lambda: self.parts.run(_batch(inputs)))
-        sample = {}
-        for is_filtered in (False, True):
-            sample[is_filtered] = capture(partial(self._sample, logits, inputs, is_filtered))
-        return _Captured(inputs, forward, sample)
+        return _Captured(
+            inputs, forward, {tail: capture(partial(self._sample, logits, inputs, tail)) for tail in TAILS}
+        )
 
-    def _sample(self, logits: Tensor, inputs: _Inputs, is_filtered: bool) -> Tensor:
+    def _sample(self, logits: Tensor, inputs: _Inputs, tail: int) -> Tensor:
         # The batch is made here, since its conversions of the inputs belong into the graph.
-        return self.parts.sample(logits, replace(_batch(inputs), is_filtered=is_filtered))
+        return self.parts.sample(logits, replace(_batch(inputs), flags=tail))
 
     def _seconds(self, runner: Runner, plan: BatchPlan) -> float:
         times = []
@@ -196,11 +198,10 @@ def _batch(inputs: _Inputs) -> Batch:
         page_writes=x["pages"].view(-1, 3).long(),
         row_writes=x["row_writes"].view(-1, BatchPlan.ROW_WIDTH),
         adjusts=np.empty(0, np.int32),
-        adjusted=(none := torch.empty(0, dtype=torch.int64, device=inputs.device.device)),
-        is_filtered=False,
-        masked=none,
-        masks=none.int().view(0, 0),
-        chosen=none,
+        masks=NO_MASKS,
+        flags=0,
+        sample_flags=x["sample_flags"],
+        mask_places=x["mask_places"],
         scored=None,
     )
 

@@ -7,54 +7,68 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from minisgl.core import BatchPlan
+
 
 class AdjustTables(Protocol):
-    """Per row and per slot; `engine.adjust.LogitAdjuster` is one and says what each holds."""
+    """What changes the logits of each row; `engine.adjust.LogitAdjuster` is one and says what each holds."""
 
-    slot_of_row: Tensor
-    counts: Tensor
-    in_prompt: Tensor
+    seen: Tensor
     penalties: Tensor
     first_end: Tensor
+    num_biases: Tensor
     bias_ids: Tensor
     biases: Tensor
-    end_ids: Tensor
+    masks: Tensor
 
 
-def adjust_logits(logits: Tensor, adjusted: Tensor, rows: Tensor, positions: Tensor, tables: AdjustTables) -> Tensor:
-    """logits [S, V] of any float dtype -> float32, the sequences `adjusted` [A] int64 changed.
+def adjust_logits(
+    logits: Tensor, flags: Tensor, mask_places: Tensor, rows: Tensor, positions: Tensor, tables: AdjustTables
+) -> Tensor:
+    """logits [S, V] of any float dtype -> new ones in float32, changed where the flags of a sequence say so.
 
-    rows [S] int64 and positions [S] int32 (of the new tokens) belong to the sequences. In this order: bias, forbidden
-    endings, repetition penalty (Keskar et al. 2019, arXiv:1909.05858: divide what is positive, multiply what is
-    negative), frequency and presence penalty (as OpenAI's API defines them). float32 logits are changed in place.
+    flags [S] int32 are those of `BatchPlan`; rows [S] int64 and positions [S] int32 (of the new tokens) belong to the
+    sequences. ADJUSTED, in this order: bias, forbidden endings, repetition penalty (Keskar et al. 2019,
+    arXiv:1909.05858: divide what is positive, multiply what is negative), frequency and presence penalty (as OpenAI's
+    API defines them). MASKED: -inf for all tokens that mask `mask_places` [S] int32 of `tables.masks` does not allow.
     """
-    logits = logits.float()
-    slots = tables.slot_of_row[rows[adjusted]]
-    x = logits[adjusted]
-    x.scatter_add_(1, tables.bias_ids[slots], tables.biases[slots])
-    _forbid_endings(x, tables.end_ids[slots], positions[adjusted] < tables.first_end[slots])
-    counts = tables.counts[slots]
-    presence, frequency, repetition = tables.penalties[slots].unsqueeze(2).unbind(1)
-    was_seen = (counts > 0) | tables.in_prompt[slots]
-    x = torch.where(was_seen, torch.where(x > 0, x / repetition, x * repetition), x)
-    x -= frequency * counts + presence * (counts > 0)
-    logits[adjusted] = x
+    logits = logits.to(torch.float32, copy=True)
+    at = _places(flags, BatchPlan.ADJUSTED)
+    if len(at):
+        logits[at] = _adjusted(logits[at], rows[at], positions[at], tables)
+    at = _places(flags, BatchPlan.MASKED)
+    if len(at):
+        masks = tables.masks[mask_places[at].long()]
+        bits = masks.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=masks.device)
+        is_allowed = (bits & 1).bool().flatten(1)[:, : logits.shape[1]]
+        logits[at] = logits[at].masked_fill(~is_allowed, float("-inf"))
     return logits
 
 
-def mask_logits(logits: Tensor, masked: Tensor, masks: Tensor) -> Tensor:
-    """logits [S, V] of any float dtype, in place: -inf for what the sequences `masked` [M] int64 may not sample.
-
-    masks [M, W] int32 with W = ceil(V / 32): bit i of word w of a row stands for token 32 w + i, 1 = allowed.
-    """
-    bits = masks.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=masks.device)
-    is_allowed = (bits & 1).bool().flatten(1)[:, : logits.shape[1]]
-    logits[masked] = logits[masked].masked_fill(~is_allowed, float("-inf"))
-    return logits
+def count_tokens(tokens: Tensor, flags: Tensor, rows: Tensor, tables: AdjustTables) -> None:
+    """Remember the tokens [S] int32 that were chosen for the ADJUSTED sequences."""
+    at = _places(flags, BatchPlan.ADJUSTED)
+    tables.seen[rows[at], tokens[at].long()] += 2
 
 
-def _forbid_endings(x: Tensor, ids: Tensor, is_early: Tensor) -> None:
-    forbidden = (ids >= 0) & is_early.unsqueeze(1)
+def _places(flags: Tensor, flag: int) -> Tensor:
+    return (flags & flag).nonzero().squeeze(1)
+
+
+def _adjusted(x: Tensor, rows: Tensor, positions: Tensor, tables: AdjustTables) -> Tensor:
+    """x [A, V] float32 -> the same, for sequences that are all ADJUSTED."""
+    num_biases = tables.num_biases[rows]
+    width = int(num_biases.max())
+    is_used = torch.arange(width, device=x.device) < num_biases.unsqueeze(1)
+    ids, biases = (table[rows, :width].masked_fill(~is_used, 0) for table in (tables.bias_ids, tables.biases))
+    tokens = torch.where(ids < 0, ~ids, ids).long()
+    x.scatter_add_(1, tokens, biases)
     # Places that forbid nothing must not write: they would race with those that do for the same token.
-    row, place = forbidden.nonzero(as_tuple=True)
-    x[row, ids[row, place]] = float("-inf")
+    row, place = ((ids < 0) & (positions < tables.first_end[rows]).unsqueeze(1)).nonzero(as_tuple=True)
+    x[row, tokens[row, place]] = float("-inf")
+    seen = tables.seen[rows]
+    counts = seen >> 1
+    presence, frequency, repetition = tables.penalties[rows].unsqueeze(2).unbind(1)
+    x = torch.where(seen > 0, torch.where(x > 0, x / repetition, x * repetition), x)
+    x -= frequency * counts + presence * (counts > 0)
+    return x

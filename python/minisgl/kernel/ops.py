@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from minisgl.kernel import adjust, reference, sample
+from minisgl.kernel import adjust, logprobs, reference, sample
 from minisgl.utils.registry import Registry
 
 
@@ -33,9 +33,10 @@ class OpTable:
     norm_rope_store: Callable[..., Tensor] = reference.norm_rope_store
     paged_attention: Callable[..., Tensor] = reference.paged_attention
     adjust_logits: Callable[..., Tensor] = adjust.adjust_logits
-    mask_logits: Callable[[Tensor, Tensor, Tensor], Tensor] = adjust.mask_logits
+    count_tokens: Callable[..., None] = adjust.count_tokens
     sample_rows: Callable[..., Tensor] = sample.sample_rows
     candidates: Callable[..., Tensor] = sample.candidates
+    token_scores: Callable[[Tensor, Tensor, Tensor], Tensor] = logprobs.token_scores
 
 
 def _on(device_type: str) -> Callable[[str], str | None]:

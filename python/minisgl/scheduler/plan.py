@@ -116,17 +116,19 @@ def adjust_record(req: Req, row: int, eos_token_ids: frozenset[int]) -> Ints:
     """What the engine must know to adjust the logits of a row, int32:
 
     length of the record, row, presence, frequency and repetition penalty (float bits), first position at which the
-    request may end, the lengths of the five lists that follow: biased ids, their biases (float bits), ids that end a
-    request, prompt ids, ids generated so far.
+    request may end, how many biases, prompt ids and ids generated so far it has; then the biased ids (~id for one that
+    ends the request), their biases (float bits), and the other two lists.
     """
     p = req.sampling_params
     ends = [] if p.min_tokens == 0 else [*p.stop_token_ids, *(() if p.ignore_eos else sorted(eos_token_ids))]
-    bias_ids = np.array([token for token, _ in p.logit_bias], np.int32)
-    biases = np.array([bias for _, bias in p.logit_bias], np.float32).view(np.int32)
-    ids = req.ids
-    lists = [bias_ids, biases, np.array(ends, np.int32), ids[: req.prompt_len], ids[req.prompt_len :]]
+    biases = dict.fromkeys(ends, 0.0)
+    for token, bias in p.logit_bias:
+        biases[token] = biases.get(token, 0.0) + bias
+    bias_ids = np.array([~token if token in ends else token for token in biases], np.int32)
+    bias_bits = np.array(list(biases.values()), np.float32).view(np.int32)
+    lists = [bias_ids, bias_bits, req.ids[: req.prompt_len], req.ids[req.prompt_len :]]
     penalties = np.array([p.presence_penalty, p.frequency_penalty, p.repetition_penalty], np.float32).view(np.int32)
-    head = [row, *penalties.tolist(), req.prompt_len + p.min_tokens, *(len(x) for x in lists)]
+    head = [row, *penalties.tolist(), req.prompt_len + p.min_tokens, *(len(x) for x in lists[1:])]
     record = np.concatenate([np.array([0, *head], np.int32), *lists])
     record[0] = len(record)
     return record

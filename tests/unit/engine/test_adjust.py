@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
-from minisgl.core import Req
+from minisgl.core import NO_MASKS, BatchPlan, Req
 from minisgl.engine.adjust import LogitAdjuster
-from minisgl.kernel.adjust import adjust_logits
+from minisgl.kernel.adjust import adjust_logits, count_tokens
 from minisgl.scheduler.plan import adjust_record
+from minisgl.utils.device import CpuDevice
 
 VOCAB = 50
 EOS = frozenset({0, 7})
@@ -47,19 +47,11 @@ def random_params(rng: random.Random) -> SamplingParams:
     )
 
 
-def batch_of(rows: list[int], chosen: list[int], positions: list[int]) -> SimpleNamespace:
-    return SimpleNamespace(
-        adjusted=torch.tensor(chosen),
-        sample_rows=torch.tensor(rows),
-        sample_positions=torch.tensor(positions, dtype=torch.int32),
-    )
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_rows_of_a_mixed_batch_equal_the_reference(seed: int) -> None:
     """Rows come and go, with and without adjustments, some re-admitted with tokens generated before."""
     rng = random.Random(seed)
-    adjuster = LogitAdjuster(8, VOCAB, torch.device("cpu"))
+    adjuster = LogitAdjuster(8, VOCAB, 16, CpuDevice(1))
     live: dict[int, tuple[SamplingParams, list[int], list[int]]] = {}
     for _ in range(60):
         row = rng.randrange(8)
@@ -70,7 +62,7 @@ def test_rows_of_a_mixed_batch_equal_the_reference(seed: int) -> None:
         for token in output:
             req.append_host(token)
         live[row] = (params, prompt, output)
-        adjuster.apply(adjust_record(req, row, EOS))
+        adjuster.apply(adjust_record(req, row, EOS), NO_MASKS)
         for _ in range(3):
             rows = list(live)
             rng.shuffle(rows)
@@ -78,13 +70,15 @@ def test_rows_of_a_mixed_batch_equal_the_reference(seed: int) -> None:
             logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(rng.randrange(10**6))) * 3
             before = logits.clone()
             positions = [len(live[r][1]) + len(live[r][2]) for r in rows]
-            batch = batch_of(rows, chosen, positions)
-            logits = adjust_logits(logits, batch.adjusted, batch.sample_rows, batch.sample_positions, adjuster)
+            flags = torch.zeros(len(rows), dtype=torch.int32)
+            flags[chosen] = BatchPlan.ADJUSTED
+            at, places = torch.tensor(rows), torch.zeros(len(rows), dtype=torch.int32)
+            logits = adjust_logits(logits, flags, places, at, torch.tensor(positions, dtype=torch.int32), adjuster)
             for i, r in enumerate(rows):
                 want = reference(before[i].numpy(), *live[r]) if i in chosen else before[i].numpy()
                 np.testing.assert_allclose(logits[i].numpy(), want, rtol=1e-5, atol=1e-5)
             tokens = torch.tensor([rng.randrange(VOCAB) for _ in rows], dtype=torch.int32)
-            adjuster.count(tokens, batch)
+            count_tokens(tokens, flags, at, adjuster)
             for i in chosen:
                 live[rows[i]][2].append(int(tokens[i]))
 

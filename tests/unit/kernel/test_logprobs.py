@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core import StepResult
+from minisgl.core import BatchPlan, StepResult
 from minisgl.kernel import logprobs
-from minisgl.kernel.logprobs import token_scores
 
 TOP = StepResult.TOP
 
@@ -17,6 +16,10 @@ def reference(row: np.ndarray) -> np.ndarray:
     """log softmax in float64, straight from the definition."""
     x = row.astype(np.float64)
     return x - x.max() - np.log(np.exp(x - x.max()).sum())
+
+
+def token_scores(logits: torch.Tensor, tokens: torch.Tensor, wanted: bool = True) -> torch.Tensor:
+    return logprobs.token_scores(logits, tokens, torch.full_like(tokens, BatchPlan.LOGPROBS if wanted else 0))
 
 
 def unpacked(scores: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -42,6 +45,7 @@ def test_equals_the_reference(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtyp
         np.testing.assert_allclose(want[ids[:, i]], values[:, i], atol=2e-5)
         assert len(set(ids[:, i].tolist())) == TOP
         assert torch.equal(token_scores(logits[i : i + 1], tokens[i : i + 1])[:, 0], scores[:, i])
+    assert not token_scores(logits, tokens, wanted=False).any()
 
 
 def test_small_vocabulary_and_certain_tokens() -> None:

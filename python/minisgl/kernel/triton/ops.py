@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minisgl.kernel.linear import tuned_linear
-from minisgl.kernel.triton.adjust import adjust_logits, mask_logits
+from minisgl.kernel.triton.adjust import adjust_logits, count_tokens
 from minisgl.kernel.triton.gemm import skinny, skinny_config
 from minisgl.kernel.triton.gemv import gemv, gemv_rows, prefers_gemv_rows
+from minisgl.kernel.triton.logprobs import token_scores
 from minisgl.kernel.triton.moe import moe
 from minisgl.kernel.triton.norm import (
     add_rms_norm,
@@ -106,7 +107,8 @@ OPS: Final[Mapping[str, Callable[..., Any]]] = {
     "moe": moe,
     "norm_rope_store": norm_rope_store,
     "adjust_logits": adjust_logits,
-    "mask_logits": mask_logits,
+    "count_tokens": count_tokens,
     "sample_rows": sample_rows,
     "candidates": candidates,
+    "token_scores": token_scores,
 }

@@ -4,8 +4,9 @@ Both read and write the host's memory directly. A copy of the plan in front of t
 step (H200); a kernel that fetches 2 KB over the bus, 3 us.
 
 `turn` [1] int32 counts the captured steps on the device, as the runner does on the host: together they walk through the
-rings. A slot of the input ring is [count, number of page writes, rows [capacity], stops [capacity], page writes as
-triples (row, index, page)], int32; one of the output ring is [2, capacity] int32.
+rings. A slot of the input ring is [count, number of page writes, rows [capacity], stops [capacity], flags [capacity],
+places of masks [capacity], page writes as triples (row, index, page)], int32; one of the output ring is
+[2 + StepResult.WIDTH, capacity] int32, of which most steps write the first two lines only.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.core import StepResult
+
 RING: Final = 4
 HEAD: Final = 2
+COLUMNS: Final = 4
 
 
 @triton.jit(do_not_specialize=["size"])
 def _begin(
-    ring, turn, page_table, last_token, rows, rows32, kv_lens, positions, input_ids, out_loc,
+    ring, turn, page_table, last_token, rows, rows32, kv_lens, positions, input_ids, out_loc, flags, mask_places,
     stride, capacity, width, idle_row, size, N: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     t = tl.load(turn)
@@ -34,11 +38,13 @@ def _begin(
     writes = tl.load(slot + 1, volatile=True)
     row = tl.load(slot + 2 + i, mask=i < size, other=0, volatile=True)
     stop = tl.load(slot + 2 + capacity + i, mask=i < size, other=1, volatile=True)
+    flag = tl.load(slot + 2 + 2 * capacity + i, mask=i < size, other=0, volatile=True)
+    mask_place = tl.load(slot + 2 + 3 * capacity + i, mask=i < size, other=0, volatile=True)
     row = tl.where(i < count, row, idle_row)
     stop = tl.where(i < count, stop, 1)
     for first in range(0, writes, N):
         j = first + i
-        triple = slot + 2 + 2 * capacity + 3 * j
+        triple = slot + 2 + 4 * capacity + 3 * j
         target = tl.load(triple, mask=j < writes, other=0, volatile=True).to(tl.int64)
         index = tl.load(triple + 1, mask=j < writes, other=0, volatile=True)
         page = tl.load(triple + 2, mask=j < writes, other=0, volatile=True)
@@ -53,15 +59,17 @@ def _begin(
     tl.store(positions + i, position, mask=here)
     tl.store(input_ids + i, tl.load(last_token + row, mask=here, other=0), mask=here)
     tl.store(out_loc + i, page.to(tl.int64) * PAGE + position % PAGE, mask=here)
+    tl.store(flags + i, tl.where(i < count, flag, 0), mask=here)
+    tl.store(mask_places + i, mask_place, mask=here)
     tl.store(turn, t + 1)
 
 
 @triton.jit(do_not_specialize=["size"])
 def _publish(out, ring, turn, stride, capacity, size, N: tl.constexpr, RING: tl.constexpr):
+    line = tl.program_id(0)
     slot = ring + ((tl.load(turn) - 1) % RING) * stride
     i = tl.arange(0, N)
-    for j in tl.static_range(2):
-        tl.store(slot + j * capacity + i, tl.load(out + j * size + i, mask=i < size), mask=i < size)
+    tl.store(slot + line * capacity + i, tl.load(out + line * size + i, mask=i < size), mask=i < size)
 
 
 def begin_decode(
@@ -75,6 +83,8 @@ def begin_decode(
     positions: Tensor,
     input_ids: Tensor,
     out_loc: Tensor,
+    flags: Tensor,
+    mask_places: Tensor,
     page_size: int,
     capacity: int,
 ) -> None:
@@ -82,20 +92,20 @@ def begin_decode(
 
     ring [RING, n] int32 on the host, pinned; turn [1] int32, counted up; page_table [rows, W] int32, whose last row is
     nobody's and pads the batch; last_token [rows] int32. Written: rows [B] int64 and rows32 [B] int32,
-    kv_lens, positions, input_ids [B] int32, out_loc [B] int64.
+    kv_lens, positions, input_ids [B] int32, out_loc [B] int64, flags (0 for padding) and mask_places [B] int32.
     """
     size = len(rows)
     _begin[(1,)](
-        ring, turn, page_table, last_token, rows, rows32, kv_lens, positions, input_ids, out_loc,
+        ring, turn, page_table, last_token, rows, rows32, kv_lens, positions, input_ids, out_loc, flags, mask_places,
         ring.stride(0), capacity, page_table.stride(0), len(page_table) - 1, size,
         N=_width(size), PAGE=page_size, RING=RING,
     )  # fmt: skip
 
 
 def publish(out: Tensor, ring: Tensor, turn: Tensor, capacity: int) -> None:
-    """Put out [2, B] int32 into this turn's slot of `ring` [RING, 2 capacity] int32 (host, pinned)."""
-    size = out.shape[1]
-    _publish[(1,)](out, ring, turn, ring.stride(0), capacity, size, N=_width(size), RING=RING)
+    """Put the lines of out [n, B] int32 into this turn's slot of `ring` (host, pinned)."""
+    lines, size = out.shape
+    _publish[(lines,)](out, ring, turn, ring.stride(0), capacity, size, N=_width(size), RING=RING)
 
 
 def _width(size: int) -> int:
@@ -105,9 +115,9 @@ def _width(size: int) -> int:
 
 def input_ring(capacity: int, page_writes: int, pin: bool = True) -> Tensor:
     """The host's side of `begin_decode`: [RING, n] int32."""
-    return torch.zeros(RING, HEAD + 2 * capacity + 3 * page_writes, dtype=torch.int32, pin_memory=pin)
+    return torch.zeros(RING, HEAD + COLUMNS * capacity + 3 * page_writes, dtype=torch.int32, pin_memory=pin)
 
 
 def output_ring(capacity: int, pin: bool = True) -> Tensor:
-    """The host's side of `publish`: [RING, 2, capacity] int32."""
-    return torch.zeros(RING, 2, capacity, dtype=torch.int32, pin_memory=pin)
+    """The host's side of `publish`: [RING, 2 + StepResult.WIDTH, capacity] int32."""
+    return torch.zeros(RING, 2 + StepResult.WIDTH, capacity, dtype=torch.int32, pin_memory=pin)
