@@ -1,0 +1,204 @@
+"""What the CUDA graph runners do on the host, and the batches that their graphs see, against the eager runner.
+
+A graph is played here by what it would have recorded: its work is done again, into the same tensors. The model is a
+table: its logits depend on everything that a step tells it about a token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl.core import NO_MASKS, NOTHING, BatchPlan, Req
+from minisgl.distributed.communicator import SoloCommunicator
+from minisgl.distributed.info import ALONE
+from minisgl.distributed.vocab import VocabParallel
+from minisgl.engine import graph, token_graph
+from minisgl.engine.adjust import LogitAdjuster
+from minisgl.engine.capture import TAILS, tail_of
+from minisgl.engine.runner import EagerRunner, Parts
+from minisgl.engine.state import RowState
+from minisgl.kernel.ops import load_ops
+from minisgl.kernel.triton import step
+from minisgl.params import Grammar, SamplingParams
+from minisgl.scheduler.plan import adjust_record, decode_flags, sampling_flags
+from minisgl.utils.device import CpuDevice
+
+CPU = torch.device("cpu")
+VOCAB, ROWS, PAGE, WIDTH = 90, 9, 4, 20
+WORDS = -(-VOCAB // 32)
+MASK = Grammar("regex", "")
+PARAMS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.0, top_k=5, top_p=0.9),
+    SamplingParams(temperature=0.0, frequency_penalty=2.0, presence_penalty=1.0, repetition_penalty=1.3),
+    SamplingParams(temperature=1.0, min_p=0.1, logit_bias=((3, 4.0), (7, -9.0)), min_tokens=9, stop_token_ids=(3, 5)),
+    SamplingParams(temperature=1.0, grammar=MASK),
+    SamplingParams(temperature=0.0, logprobs=3),
+    SamplingParams(temperature=0.5, grammar=MASK, frequency_penalty=1.0, logprobs=0),
+]
+
+
+class Replayed:
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work, self.result = work, work()
+
+    def replay(self) -> None:
+        result = self.work()
+        if isinstance(result, torch.Tensor):
+            self.result.copy_(result)
+
+
+def capture(work: Callable[[], Any]) -> tuple[Replayed, Any]:
+    recorded = Replayed(work)
+    return recorded, recorded.result
+
+
+class Event:
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Device(CpuDevice):
+    def upload_into(self, target: torch.Tensor, array: np.ndarray) -> None:
+        target.copy_(torch.from_numpy(array))
+
+
+class Table:
+    """A model of random numbers."""
+
+    num_parameters, config = 1, SimpleNamespace(vocab_size=VOCAB)
+
+    def __init__(self) -> None:
+        self.table = torch.randn(97, VOCAB, generator=torch.Generator().manual_seed(8)).half() * 3
+
+    def forward(self, input_ids: torch.Tensor, context: Any) -> torch.Tensor:
+        rows = context.batch.token_rows.long()
+        at = (input_ids * 31 + context.batch.positions * 7).long() + context.out_loc * 3 + rows
+        return self.table[at % 97][context.batch.logit_tokens]
+
+
+def parts() -> Parts:
+    comm, device = SoloCommunicator(ALONE, CPU), Device(1)
+    state = RowState(ROWS + 1, WIDTH, CPU)
+    state.page_table.fill_(ROWS * WIDTH)
+    vocab, pool = VocabParallel(comm, VOCAB), SimpleNamespace(page_size=PAGE, num_pages=ROWS * WIDTH + 1)
+    adjuster = LogitAdjuster(ROWS + 1, VOCAB, 8, device)
+    adjuster.seen.fill_(77)  # nobody's
+    played: Any = (Table(), pool, SimpleNamespace(prepare=lambda *_: None))
+    return Parts(device, load_ops("reference"), *played, state, adjuster, comm, vocab)
+
+
+class Traffic:
+    """Plans as a scheduler makes them: prompts, then decoding rows in any order and number."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.step, self.lens = random.Random(seed), 0, [0] * ROWS
+        self.params = [*PARAMS, PARAMS[3]]
+
+    def prompts(self, rows: list[int]) -> BatchPlan:
+        """Rows are filled, some with tokens that were generated before."""
+        slots, tokens, pages, states, adjusts = [], [], [], [], [NOTHING]
+        for row in rows:
+            ids = np.array([self.rng.randrange(VOCAB) for _ in range(self.rng.randrange(1, 9))], np.int32)
+            req = Req(row, ids, self.params[row], 40, row, row * 977)
+            req.append_host(np.array([self.rng.randrange(9)] * self.rng.randrange(3), np.int32))
+            p, count = req.sampling_params, len(req.ids)
+            slots.append((row, 0, count, BatchPlan.SAMPLES | sampling_flags(req)))
+            tokens.append(req.ids)
+            pages += [(row, i, row * WIDTH + i) for i in range(WIDTH)]
+            bits = np.array([p.temperature, p.top_p, p.min_p], np.float32).view(np.int32)
+            states.append((row, bits[0], p.top_k, bits[1], bits[2], row * 977, 5))
+            if p.is_adjusted:
+                adjusts.append(adjust_record(req, row, frozenset({2})))
+            self.lens[row] = count
+        return self._plan(slots, np.concatenate(tokens), pages, states, np.concatenate(adjusts))
+
+    def decode(self, rows: list[int]) -> BatchPlan:
+        slots = []
+        for row in rows:
+            req = Req(row, NOTHING, self.params[row], 1, row, 0)
+            slots.append((row, self.lens[row], self.lens[row] + 1, decode_flags(req)))
+            self.lens[row] += 1
+        return self._plan(slots, NOTHING, [(rows[0], WIDTH - 1, rows[0] * WIDTH)], [], NOTHING)
+
+    def _plan(self, slots: list, tokens: np.ndarray, pages: list, states: list, adjusts: np.ndarray) -> BatchPlan:
+        self.step += 1
+        masked = [row for row, _, _, flags in slots if flags & BatchPlan.MASKED]
+        bits = [self.rng.getrandbits(32) for _ in range(WORDS * len(masked))]
+        masks = np.array(bits, np.uint32).view(np.int32).reshape(-1, WORDS) if masked else NO_MASKS
+        pages, states = np.array(pages, np.int32), np.array(states, np.int32).reshape(-1, BatchPlan.ROW_WIDTH)
+        return BatchPlan(self.step, np.array(slots, np.int32), tokens, pages, states, adjusts, masks)
+
+
+@pytest.fixture
+def runners(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[EagerRunner, list[Any]]]:
+    """An eager runner with its own state, and the runners of another that has graphs."""
+    rings = {name: getattr(step, name) for name in ("input_ring", "output_ring")}
+    for name, ring in rings.items():
+        monkeypatch.setattr(step, name, lambda *args, ring=ring: ring(*args, pin=False))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(token_graph, "WORTH", float("inf"))
+
+    def made() -> tuple[EagerRunner, list[Any]]:
+        captured = parts()
+        eager: Any = EagerRunner(captured)
+        decode = graph.GraphRunner(captured, [1, 2, 4, ROWS], capture)  # type: ignore[arg-type]
+        tokens = token_graph.TokenGraphRunner(captured, eager, capture, 48)  # type: ignore[arg-type]
+        captured.state.page_table.fill_(ROWS * WIDTH)
+        return EagerRunner(parts()), [decode, tokens, eager]
+
+    return made
+
+
+def test_graphs_give_what_the_eager_runner_gives(runners: Any) -> None:
+    alone, captured = runners()
+    traffic, used = Traffic(40), set()
+
+    def compare(plan: BatchPlan) -> None:
+        runner = next(r for r in captured if r.fits(plan))
+        want = alone.launch(alone.prepare(plan)).wait()
+        assert np.array_equal(runner.launch(runner.prepare(plan)).wait(), want)
+        mine, theirs = runner.parts, alone.parts
+        assert torch.equal(mine.state.last_token[:ROWS], theirs.state.last_token[:ROWS])
+        assert torch.equal(mine.adjuster.seen[:ROWS], theirs.adjuster.seen[:ROWS])
+        used.add((runner.name, tail_of(int(np.bitwise_or.reduce(plan.slots[:, 3])))))
+
+    for rows in ([0, 1], [2], [3, 4, 5, 6], [8, 7]):
+        compare(traffic.prompts(rows))
+    for i in range(40):
+        rows = traffic.rng.sample(range(ROWS), traffic.rng.randrange(1, ROWS + 1))
+        if i % 7 == 3:
+            compare(traffic.prompts([7, 0, 5] if i == 3 else rows[:3]))
+        else:
+            compare(traffic.decode({4: [0, 1], 5: [2, 0]}.get(i % 9, rows)))
+    assert used == {(name, tail) for name in ("cuda graph", "cuda graph of tokens") for tail in TAILS}
+
+
+def test_rows_without_changes_have_the_same_bits_beside_those_with(runners: Any) -> None:
+    """Plain and filtered rows alone, and in a step that penalizes, masks and scores others."""
+    plain, results = [0, 1, 2], []
+    for beside in ([], [3, 4, 5, 6, 7]):
+        _, captured = runners()
+        traffic, tokens = Traffic(1), []
+        for plan in (traffic.prompts(plain + beside), *(traffic.decode(plain + beside) for _ in range(12))):
+            runner = next(r for r in captured if r.fits(plan))
+            tokens.append(runner.launch(runner.prepare(plan)).wait()[:2, :3].tolist())
+        results.append(tokens)
+    assert results[0] == results[1]
+
+
+def test_scored_prompts_are_left_to_the_eager_runner(runners: Any) -> None:
+    _, captured = runners()
+    plan = Traffic(0).prompts([0])
+    assert captured[1].fits(plan)
+    plan.slots[0, 3] |= BatchPlan.SCORED
+    assert not captured[0].fits(plan) and not captured[1].fits(plan)
