@@ -19,6 +19,7 @@ from contract.checkpoints import save
 from minisgl import LLM, Grammar, SamplingParams
 from minisgl.config import EngineConfig
 from minisgl.core import BatchPlan
+from minisgl.engine.capture import TAILS, tail_of
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
 from minisgl.utils.device import create_device
@@ -166,6 +167,109 @@ def test_grammars_give_the_text_of_the_cpu(graphs: int):
     with engine(cuda_graph_max_bs=graphs) as llm:
         got = llm.generate(prompts, params)
     assert [c.token_ids for c in got] == [c.token_ids for c in want]
+
+
+GREETING = Grammar("regex", "[A-Za-z ,.!?]{80,90}")
+KINDS = [
+    SamplingParams(temperature=0.0, max_tokens=48),
+    SamplingParams(temperature=1.0, seed=1, max_tokens=48),
+    SamplingParams(temperature=1.0, seed=2, top_k=20, top_p=0.9, max_tokens=48),
+    SamplingParams(
+        temperature=0.8, seed=3, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7, max_tokens=48
+    ),
+    SamplingParams(temperature=0.0, logit_bias=((70, 5.0), (2, 100.0)), min_tokens=40, max_tokens=48),
+    SamplingParams(temperature=1.0, seed=4, top_p=0.8, grammar=GREETING, frequency_penalty=0.4, max_tokens=48),
+    SamplingParams(temperature=0.7, seed=5, logprobs=4, max_tokens=48),
+]
+KIND_GROUPS = {
+    "all": range(7),
+    "plain": (0, 1),
+    "filtered": (0, 2),
+    "changed": (1, 3, 4),
+    "masked": (5,),
+    "scored": (6,),
+}
+
+
+def by_kind(llm: LLM) -> dict[str, list[tuple[list[int], list[float]]]]:
+    """Tokens and their log-probabilities of the `KINDS` together and in groups."""
+    result = {}
+    for name, group in KIND_GROUPS.items():
+        chats = [[{"role": "user", "content": CHATS[i]}] for i in group]
+        done = llm.chat(chats, [KINDS[i] for i in group])
+        result[name] = [(c.token_ids, [t.logprob for t in c.logprobs or ()]) for c in done]
+    return result
+
+
+@contextmanager
+def watched(llm: LLM) -> Iterator[set[tuple[str, int]]]:
+    """(runner, tail) of all steps that only decode."""
+    watched_engine, seen = llm.scheduler.engine, set()
+    prepare = watched_engine.prepare
+
+    def watching(plan: BatchPlan) -> Any:
+        prepared, flags = prepare(plan), plan.slots[:, 3]
+        if (flags & BatchPlan.FROM_DEVICE).all():
+            seen.add((prepared[0].name, tail_of(int(np.bitwise_or.reduce(flags)))))
+        return prepared
+
+    watched_engine.prepare = watching
+    yield seen
+    del watched_engine.prepare  # the method again
+
+
+@pytest.fixture(scope="module")
+def kinds_elsewhere() -> list[dict[str, list[tuple[list[int], list[float]]]]]:
+    """On the CPU, and on a GPU op by op."""
+    want = by_kind(LLM(device="cpu", dtype="float32", num_pages=2000))
+    with engine(cuda_graph_max_bs=0) as llm:
+        return [want, by_kind(llm)]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": False}, {"cuda_graph_max_bs": 3}, {"page_size": 128, "max_prefill_length": 96}], ids=str
+)
+def test_every_kind_of_row_is_captured_and_gives_what_the_cpu_gives(
+    options: dict[str, Any], kinds_elsewhere: list[dict[str, list[tuple[list[int], list[float]]]]]
+):
+    with engine(**options) as llm, watched(llm) as seen:
+        for _ in range(2):  # the second time in rows that were of other kinds before
+            got = by_kind(llm)
+            for want in kinds_elsewhere:
+                for name in KIND_GROUPS:
+                    for (tokens, logprobs), (their_tokens, theirs) in zip(got[name], want[name], strict=True):
+                        assert tokens == their_tokens, name
+                        assert logprobs == pytest.approx(theirs, abs=1e-3)
+    captured = {("cuda graph", tail) for tail in TAILS}
+    if options.get("cuda_graph_max_bs") == 3:
+        assert seen > captured  # and larger steps by other runners
+    else:
+        assert seen == captured
+
+
+def test_rows_without_changes_have_the_same_bits_beside_those_with():
+    """In bfloat16: the rows beside them are plain, then penalized, biased and scored; the shapes are the same."""
+    mates = [
+        SamplingParams(temperature=1.0, seed=9, ignore_eos=True, max_tokens=64),
+        SamplingParams(
+            temperature=1.0,
+            seed=9,
+            ignore_eos=True,
+            max_tokens=64,
+            frequency_penalty=1.0,
+            logit_bias=((9, 2.0),),
+            logprobs=3,
+        ),
+    ]
+    own = [
+        SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=64),
+        SamplingParams(temperature=1.0, seed=1, ignore_eos=True, max_tokens=64),
+        SamplingParams(temperature=1.0, seed=2, ignore_eos=True, max_tokens=64, top_k=30, top_p=0.9),
+    ]
+    with engine(dtype="bfloat16", cache_type="naive") as llm:
+        results = [texts(llm, [*own, mate, mate, mate, mate]) for mate in mates]
+    assert results[0][:3] == results[1][:3]
+    assert results[0][3:] != results[1][3:]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
