@@ -247,6 +247,27 @@ def test_every_kind_of_row_is_captured_and_gives_what_the_cpu_gives(
         assert seen == captured
 
 
+def test_no_kernel_that_chooses_tokens_is_compiled_after_the_start(monkeypatch: pytest.MonkeyPatch):
+    from triton import JITFunction, knobs
+
+    from minisgl.kernel.triton import adjust, filter, logprobs, sample, step
+
+    modules, later = (adjust, filter, logprobs, sample, step), set()
+    for module in modules:  # as in a new process
+        for kernel in vars(module).values():
+            if isinstance(kernel, JITFunction):
+                kernel.device_caches.clear()
+
+    def note(fn: Any, **_: Any) -> None:
+        later.add((fn.module, fn.name))
+
+    with engine() as llm:
+        monkeypatch.setattr(knobs.runtime, "jit_cache_hook", note)
+        by_kind(llm)
+        monkeypatch.undo()
+    assert not [name for module, name in later if module in {m.__name__ for m in modules}]
+
+
 def test_rows_without_changes_have_the_same_bits_beside_those_with():
     """In bfloat16: the rows beside them are plain, then penalized, biased and scored; the shapes are the same."""
     mates = [

@@ -90,7 +90,7 @@ def _score(key):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["steps", "splits", "first"])
+@triton.jit(do_not_specialize=["sampled", "steps", "splits", "first"])
 def _choose(
     logits, rows, positions, temperature, noise_key, last_token, cuts, lasts, scores, tokens, count, leader, out,
     vocab, sampled, steps, splits, first,
