@@ -59,9 +59,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     `logprobs` asks for the log-probability of each generated token, and that many likeliest alternatives: those of the
     model's own distribution, before temperature, penalties, biases and filters. `echo` puts the prompt in front of the
-    answer, with its log-probabilities if those are asked for; then `max_tokens` 0 generates nothing. `grammar` leaves
-    only the tokens with which the answer can still become what it must; it ends where nothing more may follow. `embed`
-    asks for the prompt's embedding and, with `max_tokens` 0, nothing else.
+    answer, with its log-probabilities if those are asked for; `prompt_logprobs` asks for the latter alone. `max_tokens`
+    0 generates nothing. `grammar` leaves only the tokens with which the answer can still become what it must; it ends
+    where nothing more may follow. `embed` asks for the prompt's embedding and nothing else.
     """
 
     max_tokens: int | None = None
@@ -81,6 +81,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     logprobs: int | None = None
     echo: bool = False
+    prompt_logprobs: bool = False
     grammar: Grammar | None = None
     embed: bool = False
 
@@ -103,7 +104,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def scores_prompt(self) -> bool:
         """Whether the log-probabilities of the prompt's tokens are wanted."""
-        return self.echo and self.logprobs is not None
+        return self.logprobs is not None and (self.echo or self.prompt_logprobs)
 
 
 EMBED: Final = SamplingParams(max_tokens=0, embed=True)
@@ -145,10 +146,7 @@ def validate_sampling(params: SamplingParams, limits: Limits) -> None:
         raise RequestError(f"this model {does}; it does not {does_not}", param="model", code="unsupported_endpoint")
     _require(p.max_tokens == 0 or not p.embed, "max_tokens", "must be 0 for an embedding")
     if p.max_tokens is not None:
-        least = 0 if p.echo or p.embed else 1
-        _require(
-            least <= p.max_tokens <= limits.max_model_len, "max_tokens", f"must be {least} to {limits.max_model_len}"
-        )
+        _require(0 <= p.max_tokens <= limits.max_model_len, "max_tokens", f"must be 0 to {limits.max_model_len}")
     _require(0.0 <= p.temperature <= MAX_TEMPERATURE, "temperature", f"must be 0 to {MAX_TEMPERATURE:g}")
     _require(0 <= p.top_k <= MAX_TOP_K, "top_k", "must be 0 (off) or positive, below 2^31")
     _require(0.0 < p.top_p <= 1.0, "top_p", "must be above 0 and at most 1")

@@ -104,8 +104,11 @@ def test_streamed_completion_equals_the_one_in_one_piece(http: httpx.Client) -> 
         ("/v1/completions", {"logprobs": -1}, "logprobs"),
         ("/v1/completions", {"logprobs": True}, "logprobs"),
         ("/v1/completions", {"logprobs": 2**70}, "logprobs"),
-        ("/v1/completions", {"max_tokens": 0}, "max_tokens"),
+        ("/v1/completions", {"max_tokens": -1}, "max_tokens"),
+        ("/v1/chat/completions", {"max_tokens": 0}, "max_tokens"),
         ("/generate", {"sampling_params": {"logprobs": 1}}, "logprobs"),
+        ("/generate", {"top_logprobs_num": 21}, "top_logprobs_num"),
+        ("/generate", {"logprob_start_len": -2}, "logprob_start_len"),
     ],
 )
 def test_refused_by_name(http: httpx.Client, path: str, extra: dict[str, Any], param: str) -> None:

@@ -11,14 +11,16 @@ from minisgl.message.view import EngineView
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
     """A token and how likely the model found it before temperature, penalties and filters.
 
-    `data` are its bytes, perhaps half a character, and `offset` its place in the text, in characters. `logprob` is None
-    for the first token of a prompt. `top` holds (bytes, logprob) of the likeliest tokens, likeliest first.
+    `id` is its number, `data` are its bytes, perhaps half a character, and `offset` its place in the text, in
+    characters. `logprob` is None for the first token of a prompt. `top` holds (id, bytes, logprob) of the likeliest
+    tokens, likeliest first.
     """
 
+    id: int
     data: bytes
     logprob: float | None
     offset: int
-    top: list[tuple[bytes, float]]
+    top: list[tuple[int, bytes, float]]
 
 
 class UserReply(msgspec.Struct, tag="reply", frozen=True, omit_defaults=True):
@@ -27,8 +29,8 @@ class UserReply(msgspec.Struct, tag="reply", frozen=True, omit_defaults=True):
     `completion_tokens` counts all tokens so far; `text` is the new text only and may be empty (half a character, a
     possible stop string). `stop_reason` is the stop string or stop token id that ended it, if one did. The reply to the
     first token alone has `queue_seconds` and `prefill_chunks`, see `Started`. `logprobs` are those of the new tokens,
-    if they were asked for; the first reply begins with the prompt and its tokens if it was to be echoed. `embedding`
-    (float32 bytes) is in the only reply to a request for one.
+    if they were asked for; the first reply begins with the prompt's text if it was to be echoed, and with its tokens if
+    their `logprobs` were wanted. `embedding` (float32 bytes) is in the only reply to a request for one.
     """
 
     uid: int

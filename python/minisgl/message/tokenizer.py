@@ -19,6 +19,7 @@ class TokenizeMsg(msgspec.Struct, tag="tokenize", frozen=True, kw_only=True, omi
     text: str | None = None
     messages: list[dict[str, Any]] | None = None  # for the chat template
     input_ids: bytes | None = None  # int32
+    add_special_tokens: bool = True  # to `text`, as the tokenizer does
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -64,8 +65,8 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
     """What the detokenizer must know about a request before its first token, and how it came to that.
 
     `queue_seconds` is the time from its acceptance to the first step that computes a part of its prompt,
-    `prefill_chunks` the number of such parts. `prompt_ids` (int32 bytes) is the prompt if it is to be shown, and
-    `prompt_scores` are the log-probabilities of its tokens but the first if they are wanted. `is_silent`: none of its
+    `prefill_chunks` the number of such parts. `prompt_ids` (int32 bytes) is the prompt if its text (`echo`) or its
+    log-probabilities are wanted; `prompt_scores` are those of its tokens but the first. `is_silent`: none of its
     tokens is to be shown. `embedding` (float32 bytes) is what an embedding model has made of it.
     """
 
@@ -80,6 +81,7 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
     prompt_scores: TokenScores | None = None
     is_silent: bool = False
     embedding: bytes = b""
+    echo: bool = False
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True):

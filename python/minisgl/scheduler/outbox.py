@@ -76,10 +76,11 @@ class Outbox:
             p.skip_special_tokens,
             queue_seconds,
             prefill_chunks,
-            ids_to_bytes(req.ids[: req.prompt_len]) if p.echo else b"",
+            ids_to_bytes(req.ids[: req.prompt_len]) if p.echo or p.scores_prompt else b"",
             None if req.prompt_scores is None else token_scores(req, np.concatenate(req.prompt_scores, axis=1)),
             p.max_tokens == 0,
             embedding,
+            p.echo,
         )
         self._started.append(begun)
 

@@ -26,13 +26,21 @@ from minisgl.server.choices import num_choices, with_choices
 from minisgl.server.convert import add_convert_routes
 from minisgl.server.embeddings import add_embeddings_route
 from minisgl.server.frontend import RETRY_AFTER_S, FrontendManager
+from minisgl.server.generate import GenerateRenderer
 from minisgl.server.metrics import Metrics
 from minisgl.server.openapi import openapi_schema
 from minisgl.server.parsers.choose import OutputForms
-from minisgl.server.prepare import SamplingDefaults, chat_messages, completion_messages, generate_messages, is_batch
+from minisgl.server.prepare import (
+    SamplingDefaults,
+    chat_messages,
+    completion_messages,
+    generate_messages,
+    is_batch,
+    logprob_form,
+)
 from minisgl.server.probe import add_probe_route
 from minisgl.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, GenerateSampling
-from minisgl.server.render import GenerateRenderer, OpenAIRenderer, error_body, json_response
+from minisgl.server.render import OpenAIRenderer, error_body, json_response
 from minisgl.server.ui import add_page
 from minisgl.server.view import add_view_route
 from minisgl.utils.embedder import Embedder
@@ -149,7 +157,7 @@ def _add_generation_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -
         n = num_choices(body.sampling_params or GenerateSampling())
         messages = with_choices(generate_messages(body, defaults, limits), n)
         prompt = next(p for p in (body.text, body.prompt, body.input_ids) if p is not None)
-        renderer = GenerateRenderer(is_batch(prompt) or n > 1)
+        renderer = GenerateRenderer(is_batch(prompt) or n > 1, logprob_form(body))
         return CallResponse(app.state.frontend, messages, renderer, bool(body.stream), args.write_timeout, n)
 
 

@@ -10,9 +10,10 @@ import msgspec
 
 from minisgl.message import TokenizeMsg, ids_to_bytes
 from minisgl.params import MAX_LOGPROBS, Limits, SamplingParams, validate_sampling
+from minisgl.server.generate import LogprobForm
+from minisgl.server.messages import check_template_kwargs, check_tool, template_message
 from minisgl.server.protocol import (
     ChatCompletionRequest,
-    ChatMessage,
     CompletionRequest,
     GenerateRequest,
     GenerateSampling,
@@ -21,12 +22,9 @@ from minisgl.server.protocol import (
 from minisgl.server.structured import grammar_of
 from minisgl.utils.errors import RequestError
 
-ROLES: Final = ("system", "developer", "user", "assistant", "tool")
-MAX_PROMPTS: Final = 128
-MAX_TEMPLATE_KWARGS: Final = 32
+MAX_PROMPTS: Final = 1024
 MAX_ID_DIGITS: Final = 10
 GENERATE_MAX_TOKENS: Final = 128  # SGLang's default for /generate
-_RESERVED_KWARGS: Final = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,7 @@ def sampling_params(
     *,
     logprobs: int | None = None,
     echo: bool = False,
+    prompt_logprobs: bool = False,
 ) -> SamplingParams:
     """Validated `SamplingParams`; raises `RequestError` naming the first field that cannot be honoured."""
     top_k = defaults.top_k if fields.top_k is None else fields.top_k
@@ -79,6 +78,7 @@ def sampling_params(
         skip_special_tokens=fields.skip_special_tokens is not False,
         logprobs=logprobs,
         echo=echo,
+        prompt_logprobs=prompt_logprobs,
         grammar=grammar_of(fields),
     )
     validate_sampling(params, limits)
@@ -101,16 +101,28 @@ def _first_given(*values: int | None) -> int | None:
     return next((v for v in values if v is not None), None)
 
 
+def _max_tokens(request: Any, names: Sequence[str], limits: Limits, least: int = 0) -> int | None:
+    """The first of the fields `names` that is given; an error names the one that the client has sent."""
+    name = next((n for n in names if getattr(request, n) is not None), None)
+    if name is None:
+        return None
+    value: int = getattr(request, name)
+    if not least <= value <= limits.max_model_len:
+        raise RequestError(f"{name} must be {least} to {limits.max_model_len}", param=name, code="invalid_value")
+    return value
+
+
 def chat_messages(request: ChatCompletionRequest, defaults: SamplingDefaults, limits: Limits) -> list[TokenizeMsg]:
     """One message for a chat completion."""
-    max_tokens = _first_given(request.max_completion_tokens, request.max_tokens)
+    max_tokens = _max_tokens(request, ("max_completion_tokens", "max_tokens"), limits, least=1)
     if not request.messages:
         raise RequestError("messages is empty", param="messages", code="invalid_value")
     for tool in request.tools or ():
-        if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-            raise RequestError('each of tools must be {"type": "function", "function": {...}}', param="tools")
-    kwargs = request.chat_template_kwargs or {}
-    _check_template_kwargs(kwargs)
+        check_tool(tool)
+    kwargs = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+    check_template_kwargs(kwargs)
     is_continued = bool(request.continue_final_message)
     if is_continued and request.add_generation_prompt:
         raise RequestError(
@@ -121,7 +133,7 @@ def chat_messages(request: ChatCompletionRequest, defaults: SamplingDefaults, li
         sampling_params=sampling_params(
             request, max_tokens, request.seed, defaults, limits, logprobs=_chat_logprobs(request)
         ),
-        messages=[_message(m) for m in request.messages],
+        messages=[template_message(m) for m in request.messages],
         tools=(request.tools or None) if request.tool_choice != "none" else None,
         add_generation_prompt=request.add_generation_prompt is not False and not is_continued,
         continue_final_message=is_continued,
@@ -141,77 +153,23 @@ def _chat_logprobs(request: ChatCompletionRequest) -> int | None:
     return request.top_logprobs or 0 if request.logprobs else None
 
 
-def _check_template_kwargs(kwargs: dict[str, Any]) -> None:
-    if len(kwargs) > MAX_TEMPLATE_KWARGS:
-        raise RequestError(
-            f"chat_template_kwargs takes at most {MAX_TEMPLATE_KWARGS} names", param="chat_template_kwargs"
-        )
-    for name, value in kwargs.items():
-        is_scalar = not isinstance(value, int) or abs(value) < 2**63
-        if not name.isidentifier() or name in _RESERVED_KWARGS or not is_scalar:
-            raise RequestError(f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs")
-
-
-def _message(message: ChatMessage) -> dict[str, Any]:
-    """A chat message as templates expect it: text content, tool arguments as objects."""
-    if message.role not in ROLES:
-        raise RequestError(f"role {message.role[:40]!r} is not one of {', '.join(ROLES)}", param="messages")
-    result: dict[str, Any] = {"role": message.role, "content": _text(message.content)}
-    if message.name is not None:
-        result["name"] = message.name
-    if message.tool_call_id is not None:
-        result["tool_call_id"] = message.tool_call_id
-    if message.reasoning_content is not None:
-        result["reasoning_content"] = message.reasoning_content
-    if message.tool_calls:
-        result["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    return result
-
-
-def _text(content: str | list[dict[str, Any]] | None) -> str:
-    """The text; parts are put together as chat templates that know them do, with nothing in between."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for part in content:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type")
-            raise RequestError(f"content parts of type {kind!r} are not supported, only text", param="messages")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _arguments(arguments: str | dict[str, Any] | None) -> dict[str, Any]:
-    if isinstance(arguments, dict):
-        return arguments
-    try:
-        value = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError) as e:
-        raise RequestError(f"arguments of a tool call must be a JSON object: {e}", param="messages") from e
-    return value
-
-
 def completion_messages(request: CompletionRequest, defaults: SamplingDefaults, limits: Limits) -> list[TokenizeMsg]:
     """One message for each prompt of a text completion."""
     if isinstance(request.logprobs, bool):
         raise RequestError("logprobs must be a number", param="logprobs", code="invalid_type")
     params = sampling_params(
         request,
-        request.max_tokens,
+        _max_tokens(request, ("max_tokens",), limits),
         request.seed,
         defaults,
         limits,
         logprobs=request.logprobs,
         echo=bool(request.echo),
     )
-    return prompt_messages(request.prompt, "prompt", params, limits)
+    messages = prompt_messages(request.prompt, "prompt", params, limits)
+    if request.add_special_tokens is False:
+        messages = [msgspec.structs.replace(m, add_special_tokens=False) for m in messages]
+    return messages
 
 
 def generate_messages(request: GenerateRequest, defaults: SamplingDefaults, limits: Limits) -> list[TokenizeMsg]:
@@ -221,13 +179,45 @@ def generate_messages(request: GenerateRequest, defaults: SamplingDefaults, limi
         raise RequestError("give exactly one of text, prompt and input_ids", param=next(iter(given), "text"))
     fields = request.sampling_params or GenerateSampling()
     if fields.logprobs not in (None, False):
-        raise RequestError("logprobs is not supported here", param="logprobs", code="unsupported_value")
-    max_tokens = _first_given(
-        fields.max_new_tokens, fields.max_tokens, min(GENERATE_MAX_TOKENS, limits.max_model_len - 1)
+        raise RequestError(
+            "logprobs is not supported here, only return_logprob beside sampling_params",
+            param="logprobs",
+            code="unsupported_value",
+        )
+    form = logprob_form(request)
+    params = sampling_params(
+        fields,
+        _first_given(
+            _max_tokens(fields, ("max_new_tokens", "max_tokens"), limits),
+            min(GENERATE_MAX_TOKENS, limits.max_model_len - 1),
+        ),
+        _first_given(fields.sampling_seed, fields.seed),
+        defaults,
+        limits,
+        logprobs=None if form is None else request.top_logprobs_num or 0,
+        prompt_logprobs=form is not None and form.start is not None,
     )
-    params = sampling_params(fields, max_tokens, _first_given(fields.sampling_seed, fields.seed), defaults, limits)
     ((name, prompt),) = given.items()
     return prompt_messages(prompt, name, params, limits)
+
+
+def logprob_form(request: GenerateRequest) -> LogprobForm | None:
+    """What is to be shown of log-probabilities, if anything; raises `RequestError` naming the field."""
+    top = request.top_logprobs_num or 0
+    if not 0 <= top <= MAX_LOGPROBS:
+        raise RequestError(
+            f"top_logprobs_num must be 0 to {MAX_LOGPROBS}", param="top_logprobs_num", code="invalid_value"
+        )
+    start = -1 if request.logprob_start_len is None else request.logprob_start_len
+    if start < -1:
+        raise RequestError(
+            "logprob_start_len must be -1 (none of the prompt) or the index of a token of the prompt",
+            param="logprob_start_len",
+            code="invalid_value",
+        )
+    if not request.return_logprob:
+        return None
+    return LogprobForm(None if start < 0 else start, top > 0, bool(request.return_text_in_logprobs))
 
 
 def is_batch(prompt: str | Sequence[Any]) -> bool:

@@ -69,6 +69,18 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
+    allowed_token_ids: Any = None
+    bad_words: list[str] | None = None
+    custom_logit_processor: Any = None
+    include_stop_str_in_output: bool | None = None
+    logits_processors: Any = None
+    no_stop_trim: bool | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stop_regex: Any = None
+    structural_tag: Any = None
+    truncate_prompt_tokens: int | None = None
     # What the answer must look like (`server/structured.py`), in OpenAI's, vLLM's and SGLang's words.
     response_format: dict[str, Any] | None = None
     guided_json: dict[str, Any] | bool | str | None = None
@@ -101,6 +113,7 @@ class ChatCompletionRequest(OpenAIFields, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -111,6 +124,8 @@ class ChatCompletionRequest(OpenAIFields, frozen=True, kw_only=True):
     modalities: list[str] | None = None
     audio: Any = None
     prediction: Any = None
+    documents: list[Any] | None = None
+    web_search_options: Any = None
 
 
 class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
@@ -119,6 +134,8 @@ class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
     prompt: str | list[Any]
     echo: bool | None = None
     suffix: str | None = None
+    add_special_tokens: bool | None = None
+    prompt_embeds: Any = None
 
 
 class GenerateSampling(SamplingFields, frozen=True, kw_only=True):
@@ -139,6 +156,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling_params: GenerateSampling | None = None
     stream: bool | None = None
     return_logprob: bool | None = None
+    logprob_start_len: int | None = None
+    top_logprobs_num: int | None = None
+    return_text_in_logprobs: bool | None = None
+    token_ids_logprob: Any = None
+    return_hidden_states: bool | None = None
+    input_embeds: Any = None
+    session_params: Any = None
     lora_path: Any = None
     image_data: Any = None
 
@@ -150,12 +174,20 @@ _NEUTRAL: Final[dict[str, Callable[[Any], bool]]] = {
     "use_beam_search": lambda v: not v,
     "modalities": lambda v: v == ["text"],
     "suffix": lambda v: v == "",
-    "return_logprob": lambda v: not v,
+    "bad_words": lambda v: not v,
+    "documents": lambda v: not v,
+    "include_stop_str_in_output": lambda v: not v,
+    "no_stop_trim": lambda v: not v,
+    "return_token_ids": lambda v: not v,
+    "return_tokens_as_token_ids": lambda v: not v,
+    "return_hidden_states": lambda v: not v,
 } | {
     f: lambda v: False
     for f in (
-        *("cache_salt", "chat_template", "functions", "function_call", "audio", "prediction"),
-        *("lora_path", "image_data"),
+        *("cache_salt", "chat_template", "functions", "function_call", "audio", "prediction", "web_search_options"),
+        *("allowed_token_ids", "custom_logit_processor", "logits_processors", "prompt_logprobs", "prompt_embeds"),
+        *("stop_regex", "structural_tag", "truncate_prompt_tokens"),
+        *("token_ids_logprob", "input_embeds", "session_params", "lora_path", "image_data"),
     )
 }
 

@@ -1,4 +1,4 @@
-"""Replies -> response bodies and stream events, in the shapes of OpenAI and SGLang.
+"""Replies -> response bodies and stream events, in the shapes of OpenAI.
 
 Events are made of byte templates and one small JSON string: several times cheaper than encoding an object for each
 token.
@@ -15,7 +15,6 @@ from typing import Any, Final, Protocol
 import msgspec
 from starlette.responses import Response
 
-from minisgl.core import FinishReason
 from minisgl.message import TokenLogprob, UserReply
 from minisgl.server.logprobs import chat_logprobs, text_logprobs
 from minisgl.server.parsers.output import OutputParser
@@ -220,49 +219,3 @@ class OpenAIRenderer:
     def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
         if account := self._account(replies, receipt, self._with_usage):
             yield event(self._chunk_head + b"]," + to_json(account)[1:])
-
-
-class GenerateRenderer:
-    """SGLang's /generate: the text so far, and `meta_info`."""
-
-    def __init__(self, is_batch: bool) -> None:
-        self._is_batch = is_batch
-        self._id = uuid.uuid4().hex
-        self._started = time.monotonic()
-        self._texts: dict[int, str] = {}
-
-    def body(self, answers: list[Answer], receipt: Receipt) -> bytes:
-        results = []
-        for i, answer in enumerate(answers):
-            assert answer.last is not None, "an answer without an end"
-            results.append(self._result(i, answer.text, answer.last))
-        return to_json(results if self._is_batch else results[0])
-
-    def first_events(self, n: int) -> Iterator[bytes]:
-        yield from ()
-
-    def events(self, index: int, reply: UserReply) -> Iterator[bytes]:
-        text = self._texts[index] = self._texts.get(index, "") + reply.text
-        extra = {"index": index} if self._is_batch else {}
-        yield event(to_json(self._result(index, text, reply) | extra))
-
-    def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
-        yield from ()
-
-    def _result(self, index: int, text: str, reply: UserReply) -> dict[str, Any]:
-        reason: dict[str, Any] | None = None
-        if reply.finish_reason is not None:
-            reason = {"type": reply.finish_reason}
-            if reply.finish_reason is FinishReason.LENGTH:
-                reason["length"] = reply.completion_tokens
-            elif reply.stop_reason is not None:
-                reason["matched"] = reply.stop_reason
-        meta = {
-            "id": f"{self._id}-{index}" if self._is_batch else self._id,
-            "finish_reason": reason,
-            "prompt_tokens": reply.prompt_tokens,
-            "completion_tokens": reply.completion_tokens,
-            "cached_tokens": reply.cached_tokens,
-            "e2e_latency": time.monotonic() - self._started,
-        }
-        return {"text": text, "meta_info": meta}

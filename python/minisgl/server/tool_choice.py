@@ -17,8 +17,6 @@ def forced_functions(request: ChatCompletionRequest) -> list[dict[str, Any]] | N
     if choice in (None, "auto", "none"):
         return None
     functions = [tool["function"] for tool in request.tools or ()]
-    if not all(isinstance(f.get("name"), str) and isinstance(_parameters(f), dict) for f in functions):
-        raise RequestError("each of tools must have a name, and parameters that are an object", param="tools")
     if choice == "required":
         wanted = functions
     elif isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("function"), dict):
@@ -32,7 +30,3 @@ def forced_functions(request: ChatCompletionRequest) -> list[dict[str, Any]] | N
     if not wanted:
         raise RequestError("tool_choice names a tool that is not in tools", param="tool_choice", code="invalid_value")
     return wanted
-
-
-def _parameters(function: dict[str, Any]) -> Any:
-    return function.get("parameters") or {}

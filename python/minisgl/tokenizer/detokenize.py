@@ -47,16 +47,17 @@ class _Output:
         self.prompt, self.prompt_logprobs = self._echo(started)
 
     def _echo(self, started: Started) -> tuple[str, list[TokenLogprob]]:
-        """The prompt's text, and how likely its tokens are, as far as either is to be shown."""
-        ids, scores = ids_from_bytes(started.prompt_ids), started.prompt_scores
-        if scores is None:
-            return "".join(self._decode(t) for t in ids.tolist()), []
-        text, offsets = [], []
-        for token in ids.tolist():
+        """The prompt's text, and how likely its tokens are, as far as either is wanted."""
+        ids, scores = ids_from_bytes(started.prompt_ids).tolist(), started.prompt_scores
+        text, offsets = "", []
+        for token in ids:
             offsets.append(self._offset)
-            text.append(self._decode(token))
-        first = TokenLogprob(self._bytes_of[int(ids[0])], None, 0, [])
-        return "".join(text), [first, *self._logprobs(ids.tolist()[1:], offsets[1:], scores)]
+            if started.echo:
+                text += self._decode(token)
+        if scores is None:
+            return text, []
+        first = TokenLogprob(ids[0], self._bytes_of[ids[0]], None, 0, [])
+        return text, [first, *self._logprobs(ids[1:], offsets[1:], scores)]
 
     def feed(self, token: int) -> tuple[str, str | None]:
         """Text to show, and the stop string that ends the request if there is one."""
@@ -70,9 +71,9 @@ class _Output:
         logprobs = np.frombuffer(scores.logprobs, "<f4").tolist()
         ids = ids_from_bytes(scores.top_ids).reshape(len(tokens), scores.top).tolist()
         values = np.frombuffer(scores.top_logprobs, "<f4").reshape(len(tokens), scores.top).tolist()
-        tops = [[(self._bytes_of[i], v) for i, v in zip(*x, strict=True)] for x in zip(ids, values, strict=True)]
+        tops = [[(i, self._bytes_of[i], v) for i, v in zip(*x, strict=True)] for x in zip(ids, values, strict=True)]
         return [
-            TokenLogprob(self._bytes_of[token], logprob, offset, top)
+            TokenLogprob(token, self._bytes_of[token], logprob, offset, top)
             for token, logprob, offset, top in zip(tokens, logprobs, offsets, tops, strict=True)
         ]
 

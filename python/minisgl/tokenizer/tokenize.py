@@ -78,7 +78,7 @@ class TokenizeManager:
         if msg.messages is not None:
             return self._encode(self._render(msg), add_special_tokens=False)
         if msg.text is not None:
-            return self._encode(msg.text, add_special_tokens=True)
+            return self._encode(msg.text, add_special_tokens=msg.add_special_tokens)
         raise RequestError("the request has no prompt", param="prompt")
 
     def encode(self, msg: EncodeMsg) -> Ints:

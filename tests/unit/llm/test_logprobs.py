@@ -43,15 +43,15 @@ def check(llm: LLM, model: Any, ids: list[int], done: Completion, top: int, firs
     names = TokenBytes(llm._tokenizer.tokenizer)
     assert len(done.logprobs) == len(ids) - first
     for i, got in enumerate(done.logprobs, first):
-        assert got.data == names[ids[i]]
+        assert (got.id, got.data) == (ids[i], names[ids[i]])
         if i == 0:
             assert got.logprob is None and got.top == []
             continue
         assert got.logprob == pytest.approx(float(logprobs[i - 1, ids[i]]), abs=2e-3)
         best = logprobs[i - 1].topk(top)
-        assert [v for _, v in got.top] == pytest.approx(best.values.tolist(), abs=2e-3)
+        assert [v for *_, v in got.top] == pytest.approx(best.values.tolist(), abs=2e-3)
         if top:
-            assert got.top[0][0] == names[int(best.indices[0])]
+            assert got.top[0][:2] == (int(best.indices[0]), names[int(best.indices[0])])
 
 
 @pytest.mark.parametrize("top", [0, 3, 20])
@@ -80,6 +80,14 @@ def test_echo_scores_the_prompt_even_if_it_is_cached(llm: LLM, model: Any, max_t
             assert done.text.encode().count(token.data)
         else:
             assert done.text[token.offset :].startswith(text)
+
+
+def test_of_the_prompt_without_its_text(llm: LLM, model: Any) -> None:
+    half = prompt_ids(llm, "a 🙂")[:-1]  # it ends within the character: the answer's text must not begin with its rest
+    wanted = SamplingParams(temperature=0, max_tokens=4, logprobs=1, prompt_logprobs=True)
+    done = llm.generate([half], wanted)[0]
+    check(llm, model, half + done.token_ids, done, 1, 0)
+    assert done.text == llm.generate([half], SamplingParams(temperature=0, max_tokens=4))[0].text
 
 
 def test_echo_alone_is_text(llm: LLM) -> None:

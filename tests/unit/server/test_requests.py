@@ -60,6 +60,9 @@ def test_chat_options() -> None:
     assert (continued.continue_final_message, continued.add_generation_prompt) == (True, False)
     assert chat(chat_template_kwargs={"enable_thinking": False}).template_kwargs == {"enable_thinking": False}
     assert chat(user="somebody") == chat()
+    assert chat(reasoning_effort="low").template_kwargs == {"reasoning_effort": "low"}
+    both = chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"})
+    assert both.template_kwargs == {"reasoning_effort": "high"}
 
 
 def test_messages_for_the_template() -> None:
@@ -97,6 +100,30 @@ def test_generate_forms() -> None:
         generate(text="a", prompt="b")
 
 
+def test_log_probabilities_in_the_words_of_generate() -> None:
+    def asked(**fields: Any) -> tuple[int | None, bool]:
+        params = generate(text="a", **fields)[0].sampling_params
+        return params.logprobs, params.scores_prompt
+
+    assert asked() == asked(return_logprob=False, logprob_start_len=0, top_logprobs_num=3) == (None, False)
+    assert asked(return_logprob=True) == asked(return_logprob=True, logprob_start_len=-1) == (0, False)
+    assert asked(return_logprob=True, logprob_start_len=2, top_logprobs_num=3) == (3, True)
+
+
+@pytest.mark.parametrize("field", ["max_new_tokens", "max_tokens"])
+def test_an_answer_may_be_empty_but_not_negative(field: str) -> None:
+    assert generate(text="a", sampling_params={field: 0})[0].sampling_params.max_tokens == 0
+    assert complete(prompt="a", max_tokens=0)[0].sampling_params.max_tokens == 0
+    with pytest.raises(RequestError) as e:
+        generate(text="a", sampling_params={field: -1})
+    assert e.value.param == field
+
+
+def test_special_tokens_of_a_text() -> None:
+    assert complete(prompt="a", add_special_tokens=True) == complete(prompt="a")
+    assert [m.add_special_tokens for m in complete(prompt=["a", [1]], add_special_tokens=False)] == [False, False]
+
+
 def test_every_sampling_field_arrives() -> None:
     fields: dict[str, Any] = {
         "min_p": 0.1,
@@ -124,6 +151,8 @@ def test_every_sampling_field_arrives() -> None:
         ("top_k", -2),
         ("max_tokens", 0),
         ("max_tokens", 101),
+        ("max_completion_tokens", 0),
+        ("max_completion_tokens", 101),
         ("stop", [""]),
         ("stop", ["x"] * 17),
         ("stop_token_ids", [50]),
@@ -146,6 +175,10 @@ def test_every_sampling_field_arrives() -> None:
         ("min_p", 1.5),
         ("min_tokens", -1),
         ("tools", [{"type": "x"}]),
+        ("tools", [{"type": "function", "function": {}}]),
+        ("tools", [{"type": "function", "function": {"name": ""}}]),
+        ("tools", [{"type": "function", "function": {"name": 5}}]),
+        ("tools", [{"type": "function", "function": {"name": "f", "parameters": "x"}}]),
         ("chat_template", "x"),
         ("chat_template_kwargs", {"tools": 1}),
         ("messages", []),

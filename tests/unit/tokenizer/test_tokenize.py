@@ -73,6 +73,8 @@ def test_chat_equals_transformers(folder: Path, chat: dict[str, Any], which: str
 def test_plain_prompt_gets_the_special_tokens_and_a_template_does_not(folder: Path) -> None:
     manager = TokenizeManager(folder)
     assert manager.tokenize(msg(text="hello"))[0] == 0
+    bare = manager.tokenize(msg(text="hello", add_special_tokens=False)).tolist()
+    assert bare == manager.tokenize(msg(text="hello")).tolist()[1:]
     assert manager.tokenize(msg(messages=[{"role": "user", "content": "hello"}]))[0] == 1
 
 

@@ -1,0 +1,118 @@
+"""SGLang's `/generate`: replies -> its body and its stream, which repeats all that has been said so far."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from minisgl.core import FinishReason
+from minisgl.message import TokenLogprob, UserReply
+from minisgl.server.logprobs import finite
+from minisgl.server.receipt import Receipt
+from minisgl.server.render import Answer, event, to_json
+
+Scored = tuple[float | None, int, str | None]  # log-probability, token id, and its text if that is wanted
+
+
+@dataclass(frozen=True)
+class LogprobForm:
+    """Which log-probabilities are shown: the answer's, and the prompt's from its token `start` on (None: none)."""
+
+    start: int | None
+    has_top: bool
+    has_text: bool
+
+
+class ScoredTokens:
+    """The log-probabilities of one generation so far."""
+
+    def __init__(self, form: LogprobForm) -> None:
+        self._form = form
+        self._is_begun = False
+        self._input: list[Scored] = []
+        self._output: list[Scored] = []
+        self._input_top: list[list[Scored] | None] = []
+        self._output_top: list[list[Scored] | None] = []
+
+    def add(self, tokens: list[TokenLogprob], prompt_tokens: int) -> None:
+        """The next tokens; the first ones begin with the `prompt_tokens` of the prompt if those are wanted."""
+        if not self._is_begun and self._form.start is not None:
+            prompt, tokens = tokens[:prompt_tokens], tokens[prompt_tokens:]
+            for i, token in enumerate(prompt[self._form.start :]):
+                # SGLang has nothing to say of the first token that it looks at, wherever that is.
+                self._input.append(self._scored(token.id, token.data, token.logprob if i else None))
+                self._input_top.append(self._alternatives(token) if i else None)
+        self._is_begun = True
+        for token in tokens:
+            self._output.append(self._scored(token.id, token.data, token.logprob))
+            self._output_top.append(self._alternatives(token))
+
+    def fields(self) -> dict[str, Any]:
+        """Their part of `meta_info`."""
+        fields: dict[str, Any] = {"input_token_logprobs": self._input, "output_token_logprobs": self._output}
+        if self._form.has_top:
+            fields |= {"input_top_logprobs": self._input_top, "output_top_logprobs": self._output_top}
+        return fields
+
+    def _scored(self, token: int, data: bytes, logprob: float | None) -> Scored:
+        return finite(logprob), token, data.decode(errors="replace") if self._form.has_text else None
+
+    def _alternatives(self, token: TokenLogprob) -> list[Scored]:
+        return [self._scored(*alternative) for alternative in token.top]
+
+
+class GenerateRenderer:
+    """The text so far, and `meta_info`."""
+
+    def __init__(self, is_batch: bool, logprobs: LogprobForm | None = None) -> None:
+        """`is_batch`: the body is a list. Log-probabilities are shown on demand."""
+        self._is_batch = is_batch
+        self._logprobs = logprobs
+        self._scored: dict[int, ScoredTokens] = {}
+        self._id = uuid.uuid4().hex
+        self._started = time.monotonic()
+        self._texts: dict[int, str] = {}
+
+    def body(self, answers: list[Answer], receipt: Receipt) -> bytes:
+        results = []
+        for i, answer in enumerate(answers):
+            assert answer.last is not None, "an answer without an end"
+            results.append(self._result(i, answer.text, answer.last, answer.logprobs))
+        return to_json(results if self._is_batch else results[0])
+
+    def first_events(self, n: int) -> Iterator[bytes]:
+        yield from ()
+
+    def events(self, index: int, reply: UserReply) -> Iterator[bytes]:
+        text = self._texts[index] = self._texts.get(index, "") + reply.text
+        extra = {"index": index} if self._is_batch else {}
+        yield event(to_json(self._result(index, text, reply, reply.logprobs) | extra))
+
+    def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
+        yield from ()
+
+    def _result(self, index: int, text: str, reply: UserReply, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        """`logprobs` are those of the tokens that are new in `text`."""
+        reason: dict[str, Any] | None = None
+        if reply.finish_reason is not None:
+            reason = {"type": reply.finish_reason}
+            if reply.finish_reason is FinishReason.LENGTH:
+                reason["length"] = reply.completion_tokens
+            elif reply.stop_reason is not None:
+                reason["matched"] = reply.stop_reason
+        meta = {
+            "id": f"{self._id}-{index}" if self._is_batch else self._id,
+            "finish_reason": reason,
+            "prompt_tokens": reply.prompt_tokens,
+            "completion_tokens": reply.completion_tokens,
+            "cached_tokens": reply.cached_tokens,
+            "e2e_latency": time.monotonic() - self._started,
+        }
+        if self._logprobs is not None:
+            scored = self._scored.setdefault(index, ScoredTokens(self._logprobs))
+            scored.add(logprobs, reply.prompt_tokens)
+            meta |= scored.fields()
+        return {"text": text, "meta_info": meta}
