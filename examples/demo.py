@@ -46,18 +46,15 @@ def talk(client: ChatClient, questions: list[str]) -> None:
         print(f"you:   {question}")
         print("model: ", end="")
         messages.append({"role": "user", "content": question})
-        started = time.monotonic()
-        first: float | None = None
-        pieces = []
-        for piece in client.stream_chat(messages, temperature=0, max_tokens=200):
-            if piece and first is None:
-                first = time.monotonic()
-            pieces.append(piece)
-            print(piece, end="", flush=True)
-        messages.append({"role": "assistant", "content": "".join(pieces)})
-        seconds = time.monotonic() - (first or started)
-        print(f"\n       [first token after {((first or started) - started) * 1000:.0f} ms, ", end="")
-        print(f"then {max(0, len(pieces) - 2) / max(seconds, 1e-6):.0f} tokens/s]")
+        answer = ""
+        for delta in client.stream_chat(messages, temperature=0, max_tokens=200):
+            print(delta.text, end="", flush=True)
+            answer += "" if delta.is_reasoning else delta.text
+        messages.append({"role": "assistant", "content": answer})
+        timing = client.account["timing"]
+        print(
+            f"\n       [first token after {timing['ttft_ms']:.0f} ms, then {timing['tokens_per_s'] or 0:.0f} tokens/s]"
+        )
     print()
 
 

@@ -6,7 +6,7 @@ import contextlib
 import http.client
 import json
 from collections.abc import Generator, Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from minisgl.utils.errors import ConfigError, MinisglError
@@ -16,6 +16,13 @@ TIMEOUT_S: Final = 600.0
 
 class ServerError(MinisglError):
     """The server refused the request or broke off; the message is its own."""
+
+
+class Delta(NamedTuple):
+    """A piece of an answer, or of the reasoning that goes before it."""
+
+    text: str
+    is_reasoning: bool = False
 
 
 class ChatClient:
@@ -37,7 +44,7 @@ class ChatClient:
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
 
-    def stream_chat(self, messages: list[dict[str, Any]], **fields: Any) -> Generator[str, None, None]:
+    def stream_chat(self, messages: list[dict[str, Any]], **fields: Any) -> Generator[Delta, None, None]:
         """The pieces of the answer as they come; then `account` has its usage and timing, as far as the server says.
 
         Closing the iterator early makes the server stop. Raises `ServerError` or `OSError`.
@@ -56,7 +63,9 @@ class ChatClient:
                         raise ServerError(chunk["error"]["message"])
                     self.account |= {name: chunk[name] for name in ("usage", "timing") if chunk.get(name)}
                     for choice in chunk["choices"]:
-                        yield choice["delta"].get("content") or ""
+                        for field in ("reasoning_content", "content"):
+                            if text := choice["delta"].get(field):
+                                yield Delta(text, field == "reasoning_content")
 
     def get(self, path: str) -> dict[str, Any]:
         """The JSON object at `path`. Raises `ServerError` or `OSError`."""

@@ -95,22 +95,32 @@ class Shell:
         return ([{"role": "system", "content": self._system}] if self._system else []) + self._turns
 
     def _answer(self, text: str) -> None:
-        """Ask and print; what was said stays in the conversation also when the answer is stopped halfway."""
+        """Ask and print; what was said stays in the conversation also when the answer is stopped halfway.
+
+        The model's reasoning is shown and then forgotten.
+        """
         self._turns.append({"role": "user", "content": text})
         answer = ""
-        pieces = self._client.stream_chat(self._messages(), **self._params)
+        dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
+        is_reasoning = False
+        deltas = self._client.stream_chat(self._messages(), **self._params)
         try:
             with interruptible():
-                for piece in pieces:
-                    answer += piece
-                    print(piece, end="", flush=True)
+                for delta in deltas:
+                    if delta.is_reasoning != is_reasoning:
+                        is_reasoning = delta.is_reasoning
+                        print(dim if is_reasoning else f"{plain}\n", end="")
+                    answer += "" if is_reasoning else delta.text
+                    print(delta.text, end="", flush=True)
             print()
         except KeyboardInterrupt:
             print(" (stopped)")
         except (ServerError, OSError) as e:
             print(f"\n({e})", file=sys.stderr)
         finally:
-            pieces.close()
+            deltas.close()
+            if is_reasoning:
+                print(plain, end="", flush=True)
         if answer:
             self._turns.append({"role": "assistant", "content": answer})
         else:
@@ -182,7 +192,7 @@ def tree_lines(view: dict[str, Any]) -> list[str]:
             if node["parent"] == parent:
                 text = node["text"].replace("\n", "↵")
                 used = f", used by {node['ref_count']}" if node["ref_count"] else ""
-                size = f"{node['tokens']} tokens, {node['pages']} pages"
+                size = f"{node['tokens']} tokens, {node['pages']} page{'s' * (node['pages'] != 1)}"
                 lines.append(f"{'  ' * depth}{text[:60]}  [{size}{used}]{ends.get(i, '')}")
                 walk(i, depth + 1, node["hidden"])
         if hidden:

@@ -26,7 +26,7 @@ from minisgl.message import (
 from minisgl.params import Limits, SamplingParams
 from minisgl.server.args import ServerArgs
 from minisgl.server.call import ClientGoneError
-from minisgl.server.client import ChatClient, ServerError
+from minisgl.server.client import ChatClient, Delta, ServerError
 from minisgl.server.frontend import FrontendManager
 from minisgl.server.metrics import Metrics
 from minisgl.server.shell import Shell, tree_lines
@@ -194,15 +194,17 @@ class FakeClient(ChatClient):
         self.seen: list[list[dict[str, Any]]] = []
         self.fields: list[dict[str, Any]] = []
 
-    def stream_chat(self, messages: list[dict[str, Any]], **fields: Any) -> Generator[str, None, None]:
+    def stream_chat(self, messages: list[dict[str, Any]], **fields: Any) -> Generator[Delta, None, None]:
         self.seen.append([dict(m) for m in messages])
         self.fields.append(fields)
         if messages[-1]["content"] == "break":
             raise ServerError("broken")
-        yield "answer "
+        if messages[-1]["content"] == "think":
+            yield Delta("let me see", is_reasoning=True)
+        yield Delta("answer ")
         if messages[-1]["content"] == "stop":
             raise KeyboardInterrupt
-        yield str(len(messages))
+        yield Delta(str(len(messages)))
 
 
 def test_shell(capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,6 +218,14 @@ def test_shell(capsys: pytest.CaptureFixture[str]) -> None:
     assert "(stopped)" in out
     assert "/reset" in out
     assert "(broken)" in error
+
+
+def test_shell_shows_reasoning_and_forgets_it(capsys: pytest.CaptureFixture[str]) -> None:
+    client = FakeClient()
+    lines = iter(["think", "one", "/quit"])
+    Shell(client, {}).run(lambda _: next(lines))
+    assert capsys.readouterr().out == "let me see\nanswer 1\nanswer 3\n"
+    assert [m["content"] for m in client.seen[-1]] == ["think", "answer 1", "one"]
 
 
 def test_shell_ends_with_its_input() -> None:
@@ -251,7 +261,7 @@ def test_tree_as_text() -> None:
     node = {"tokens": 32, "pages": 2, "ref_count": 2, "idle_steps": 0, "hidden": 0}
     nodes = [
         node | {"parent": -1, "text": "You are\nkind.", "hidden": 5},
-        node | {"parent": -1, "text": "Other", "ref_count": 0},
+        node | {"parent": -1, "text": "Other", "ref_count": 0, "pages": 1},
         node | {"parent": 0, "text": "Who?", "ref_count": 1},
     ]
     pages = {"pages_total": 9, "pages_private": 1, "pages_locked": 4, "pages_cached": 2, "pages_free": 2}
@@ -261,7 +271,7 @@ def test_tree_as_text() -> None:
         "You are↵kind.  [32 tokens, 2 pages, used by 2]",
         "  Who?  [32 tokens, 2 pages, used by 1] #7",
         "  … 5 more",
-        "Other  [32 tokens, 2 pages]",
+        "Other  [32 tokens, 1 page]",
     ]
 
 
