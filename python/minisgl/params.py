@@ -135,7 +135,7 @@ MAX_LOGPROBS: Final = 20  # alternatives to each token
 
 def _require(condition: bool, param: str, message: str) -> None:
     if not condition:
-        raise RequestError(f"{param} {message}", param=param, code="invalid_value")
+        raise RequestError(f"{param} {message}", param=param)
 
 
 def validate_sampling(params: SamplingParams, limits: Limits) -> None:

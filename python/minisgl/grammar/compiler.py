@@ -96,10 +96,7 @@ class GrammarCompiler:
             raise _refusal(grammar, str(e)) from e
         if matcher.is_error():
             raise _refusal(grammar, matcher.get_error())
-        try:
-            return TokenMatcher(matcher, self._vocab_size, self._eos_ids, may_end=not ignore_eos)
-        except RequestError as e:
-            raise _refusal(grammar, e.message) from e
+        return TokenMatcher(grammar, matcher, self._vocab_size, self._eos_ids, may_end=not ignore_eos)
 
     def _calls(self, text: str) -> str:
         calls = msgspec.json.decode(text, type=ToolCalls)
@@ -122,8 +119,11 @@ class TokenMatcher:
     is_complete  the text is whole and nothing but an end may follow
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_ids: list[int], may_end: bool) -> None:
-        """Raises `RequestError` when the grammar has no first token."""
+    def __init__(
+        self, grammar: Grammar, matcher: LLMatcher, vocab_size: int, eos_ids: list[int], may_end: bool
+    ) -> None:
+        """Raises `RequestError` when the `grammar` has no first token."""
+        self._grammar = grammar
         self._matcher = matcher
         self._ends = np.zeros(-(-vocab_size // 32), np.uint32)
         for token in eos_ids:
@@ -133,24 +133,27 @@ class TokenMatcher:
         self.is_complete = False
         self._look()
         if self.is_complete:
-            raise RequestError("it allows nothing but the empty text")
+            raise _refusal(grammar, "it allows nothing but the empty text")
 
     def advance(self, token: int) -> None:
         """`token`, no end, was chosen. Raises `RequestError` where the grammar has become too ambiguous to follow."""
         if not self._matcher.consume_token(token):
-            raise RequestError(f"the grammar cannot be followed: {_one_line(self._matcher.get_error())}")
+            raise self._cannot_follow()
         self._look()
 
     def _look(self) -> None:
         """Find out what may come next."""
         self._matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes)
         if self._matcher.is_error():
-            raise RequestError(f"the grammar cannot be followed: {_one_line(self._matcher.get_error())}")
+            raise self._cannot_follow()
         bits = self.mask.view(np.uint32)
         bits &= ~self._ends
         self.is_complete = not bits.any()
         if self._may_end and self._matcher.is_accepting():
             bits |= self._ends
+
+    def _cannot_follow(self) -> RequestError:
+        return _refusal(self._grammar, f"it cannot be followed: {self._matcher.get_error()}")
 
 
 def _quoted(text: str) -> str:

@@ -70,7 +70,11 @@ class Grammars:
                 if time.monotonic() < deadline:
                     continue
                 job.cancel()
-                error = RequestError(f"the grammar was not compiled within {COMPILE_S:g} s", code="invalid_grammar")
+                assert req.sampling_params.grammar is not None, f"nothing is compiled for {req}"
+                param = req.sampling_params.grammar.param
+                error = RequestError(
+                    f"{param} was not compiled within {COMPILE_S:g} s", param=param, code="invalid_grammar"
+                )
             elif isinstance(failure := job.exception(), RequestError):
                 error = failure
             elif failure is not None:  # a bug of ours, or of the library on odd input, costs this request and no other

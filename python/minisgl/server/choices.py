@@ -20,7 +20,7 @@ def num_choices(fields: SamplingFields) -> int:
     """How many answers to each prompt are asked for; raises `RequestError` (400) that names the field."""
     n = 1 if fields.n is None else fields.n
     if not 1 <= n <= MAX_CHOICES:
-        raise RequestError(f"n must be 1 to {MAX_CHOICES}", param="n", code="invalid_value")
+        raise RequestError(f"n must be 1 to {MAX_CHOICES}", param="n")
     if fields.best_of is not None and fields.best_of != n:
         raise RequestError("best_of is only supported equal to n", param="best_of", code="unsupported_value")
     return n
@@ -29,9 +29,7 @@ def num_choices(fields: SamplingFields) -> int:
 def with_choices(messages: Sequence[TokenizeMsg], n: int) -> list[TokenizeMsg]:
     """`n` requests for each message, those of one prompt in a row; raises `RequestError` when that is too many."""
     if len(messages) * n > MAX_GENERATIONS:
-        raise RequestError(
-            f"n={n} for {len(messages)} prompts is more than {MAX_GENERATIONS} choices", param="n", code="invalid_value"
-        )
+        raise RequestError(f"n={n} for {len(messages)} prompts is more than {MAX_GENERATIONS} choices", param="n")
     return [_choice(message, i) for message in messages for i in range(n)]
 
 

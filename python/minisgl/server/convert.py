@@ -41,7 +41,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 def encode_message(request: TokenizeRequest, limits: Limits) -> EncodeMsg:
     """The question for `request`; raises `RequestError`. Its uid comes later."""
     if (request.prompt is None) == (request.messages is None):
-        raise RequestError("give exactly one of prompt and messages", param="prompt", code="invalid_value")
+        raise RequestError("give exactly one of prompt and messages", param="prompt")
     if request.messages is None:
         prompt = TokenizeMsg(uid=0, sampling_params=SamplingParams(), text=request.prompt)
     else:
@@ -60,9 +60,7 @@ def decode_message(request: DetokenizeRequest, limits: Limits) -> DecodeMsg:
     """The question for `request`; raises `RequestError` for ids that the model does not have. Its uid comes later."""
     ids = request.tokens
     if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
-        raise RequestError(
-            f"tokens has an id outside 0 to {limits.vocab_size - 1}", param="tokens", code="invalid_value"
-        )
+        raise RequestError(f"tokens has an id outside 0 to {limits.vocab_size - 1}", param="tokens")
     return DecodeMsg(0, ids_to_bytes(ids), bool(request.skip_special_tokens))
 
 

@@ -79,7 +79,6 @@ def add_embeddings_route(app: FastAPI, max_body: int, model: str, limits: Limits
             raise RequestError(
                 f"encoding_format {encoding[:40]!r} is not one of {', '.join(ENCODINGS)}",
                 param="encoding_format",
-                code="invalid_value",
             )
         renderer = EmbeddingRenderer(model, embedder, encoding, embedder.length(body.dimensions))
         messages = prompt_messages(body.input, "input", EMBED, limits, MAX_INPUTS)

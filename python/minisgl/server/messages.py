@@ -44,8 +44,11 @@ def _text(content: str | list[dict[str, Any]] | None) -> str:
     texts = []
     for part in content:
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type")
-            raise RequestError(f"content parts of type {kind!r} are not supported, only text", param="messages")
+            raise RequestError(
+                f'a content part must be {{"type": "text", "text": "..."}}; the type is {str(part.get("type"))[:40]!r}',
+                param="messages",
+                code="unsupported_value",
+            )
         texts.append(part["text"])
     return "".join(texts)
 
@@ -64,14 +67,10 @@ def check_tool(tool: dict[str, Any]) -> None:
     """Raises `RequestError` unless `tool` describes a function."""
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
-        raise RequestError(
-            'each of tools must be {"type": "function", "function": {...}}', param="tools", code="invalid_value"
-        )
+        raise RequestError('each of tools must be {"type": "function", "function": {...}}', param="tools")
     name, parameters = function.get("name"), function.get("parameters")
     if not (isinstance(name, str) and name and (parameters is None or isinstance(parameters, dict))):
-        raise RequestError(
-            "each of tools must have a name, and parameters that are an object", param="tools", code="invalid_value"
-        )
+        raise RequestError("each of tools must have a name, and parameters that are an object", param="tools")
 
 
 def check_template_kwargs(kwargs: dict[str, Any]) -> None:

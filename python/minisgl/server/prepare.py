@@ -90,9 +90,7 @@ def _logit_bias(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
     pairs = {}
     for key, bias in biases.items():
         if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS) or int(key) in pairs:
-            raise RequestError(
-                f"logit_bias key {key[:40]!r} is not a token id", param="logit_bias", code="invalid_value"
-            )
+            raise RequestError(f"logit_bias key {key[:40]!r} is not a token id", param="logit_bias")
         pairs[int(key)] = bias
     return tuple(pairs.items())
 
@@ -108,7 +106,7 @@ def _max_tokens(request: Any, names: Sequence[str], limits: Limits, least: int =
         return None
     value: int = getattr(request, name)
     if not least <= value <= limits.max_model_len:
-        raise RequestError(f"{name} must be {least} to {limits.max_model_len}", param=name, code="invalid_value")
+        raise RequestError(f"{name} must be {least} to {limits.max_model_len}", param=name)
     return value
 
 
@@ -116,7 +114,7 @@ def chat_messages(request: ChatCompletionRequest, defaults: SamplingDefaults, li
     """One message for a chat completion."""
     max_tokens = _max_tokens(request, ("max_completion_tokens", "max_tokens"), limits, least=1)
     if not request.messages:
-        raise RequestError("messages is empty", param="messages", code="invalid_value")
+        raise RequestError("messages is empty", param="messages")
     for tool in request.tools or ():
         check_tool(tool)
     kwargs = dict(request.chat_template_kwargs or {})
@@ -147,9 +145,9 @@ def _chat_logprobs(request: ChatCompletionRequest) -> int | None:
     if request.logprobs is not None and not isinstance(request.logprobs, bool):
         raise RequestError("logprobs must be true or false", param="logprobs", code="invalid_type")
     if request.top_logprobs is not None and not 0 <= request.top_logprobs <= MAX_LOGPROBS:
-        raise RequestError(f"top_logprobs must be 0 to {MAX_LOGPROBS}", param="top_logprobs", code="invalid_value")
+        raise RequestError(f"top_logprobs must be 0 to {MAX_LOGPROBS}", param="top_logprobs")
     if request.top_logprobs and not request.logprobs:
-        raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs", code="invalid_value")
+        raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
     return request.top_logprobs or 0 if request.logprobs else None
 
 
@@ -205,15 +203,12 @@ def logprob_form(request: GenerateRequest) -> LogprobForm | None:
     """What is to be shown of log-probabilities, if anything; raises `RequestError` naming the field."""
     top = request.top_logprobs_num or 0
     if not 0 <= top <= MAX_LOGPROBS:
-        raise RequestError(
-            f"top_logprobs_num must be 0 to {MAX_LOGPROBS}", param="top_logprobs_num", code="invalid_value"
-        )
+        raise RequestError(f"top_logprobs_num must be 0 to {MAX_LOGPROBS}", param="top_logprobs_num")
     start = -1 if request.logprob_start_len is None else request.logprob_start_len
     if start < -1:
         raise RequestError(
             "logprob_start_len must be -1 (none of the prompt) or the index of a token of the prompt",
             param="logprob_start_len",
-            code="invalid_value",
         )
     if not request.return_logprob:
         return None
@@ -231,12 +226,12 @@ def prompt_messages(
     """`prompt` is a text, a list of texts, token ids, or a list of lists of token ids; `most`: how many of them."""
     prompts = prompt if not isinstance(prompt, str) and is_batch(prompt) else [prompt]
     if not 1 <= len(prompts) <= most:
-        raise RequestError(f"{param} must be 1 to {most} prompts", param=param, code="invalid_value")
+        raise RequestError(f"{param} must be 1 to {most} prompts", param=param)
     messages = []
     for p in prompts:
         if isinstance(p, str):
             if not p:
-                raise RequestError(f"{param} is empty", param=param, code="invalid_value")
+                raise RequestError(f"{param} is empty", param=param)
             messages.append(TokenizeMsg(uid=0, sampling_params=params, text=p))
         else:
             messages.append(TokenizeMsg(uid=0, sampling_params=params, input_ids=_token_ids(p, param, limits)))
@@ -247,9 +242,7 @@ def _token_ids(ids: Any, param: str, limits: Limits) -> bytes:
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise RequestError(f"{param} must be text, token ids, or a list of either", param=param, code="invalid_type")
     if not ids:
-        raise RequestError(f"{param} is empty", param=param, code="invalid_value")
+        raise RequestError(f"{param} is empty", param=param)
     if not (min(ids) >= 0 and max(ids) < limits.vocab_size):
-        raise RequestError(
-            f"{param} has a token id outside 0 to {limits.vocab_size - 1}", param=param, code="invalid_value"
-        )
+        raise RequestError(f"{param} has a token id outside 0 to {limits.vocab_size - 1}", param=param)
     return ids_to_bytes(ids)

@@ -23,7 +23,7 @@ def grammar_of(fields: SamplingFields) -> Grammar | None:
     ]
     if len(found) > 1:
         names = [name for name, _ in found]
-        raise RequestError(f"{names[1]} and {names[0]} exclude each other", param=names[1], code="invalid_value")
+        raise RequestError(f"{names[1]} and {names[0]} exclude each other", param=names[1])
     return found[0][1] if found else None
 
 
@@ -35,9 +35,9 @@ def _schema(value: Any, param: str) -> Grammar:
         try:
             value = msgspec.json.decode(value, type=dict[str, Any] | bool)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as e:
-            raise RequestError(f"{param} is not a JSON Schema: {e}", param=param, code="invalid_value") from e
+            raise RequestError(f"{param} is not a JSON Schema: {e}", param=param) from e
     if value is False:
-        raise RequestError(f"{param} allows nothing", param=param, code="invalid_value")
+        raise RequestError(f"{param} allows nothing", param=param)
     return Grammar("json_schema", to_text({} if value is True else value, param), param=param)
 
 
@@ -46,13 +46,13 @@ def to_text(value: Any, param: str) -> str:
     try:
         return msgspec.json.encode(value).decode()
     except (msgspec.MsgspecError, ValueError, RecursionError) as e:
-        raise RequestError(f"{param} is not usable: {e}", param=param, code="invalid_value") from e
+        raise RequestError(f"{param} is not usable: {e}", param=param) from e
 
 
 def _text(kind: Any) -> Callable[[Any, str], Grammar]:
     def read(value: Any, param: str) -> Grammar:
         if not isinstance(value, str) or not value:
-            raise RequestError(f"{param} must be a text that is not empty", param=param, code="invalid_value")
+            raise RequestError(f"{param} must be a text that is not empty", param=param)
         return Grammar(kind, value, param=param)
 
     return read
@@ -60,7 +60,7 @@ def _text(kind: Any) -> Callable[[Any, str], Grammar]:
 
 def _choice(value: Any, param: str) -> Grammar:
     if not isinstance(value, list) or not value or not all(isinstance(v, str) and v for v in value):
-        raise RequestError(f"{param} must be a list of texts that are not empty", param=param, code="invalid_value")
+        raise RequestError(f"{param} must be a list of texts that are not empty", param=param)
     return Grammar("choice", to_text(value, param), param=param)
 
 
@@ -73,9 +73,7 @@ def _response_format(value: dict[str, Any], param: str) -> Grammar | None:
         case "json_schema":
             described = value.get("json_schema")
             if not isinstance(described, dict) or not isinstance(described.get("schema"), dict | bool):
-                raise RequestError(
-                    f'{param} must have {{"json_schema": {{"schema": {{...}}}}}}', param=param, code="invalid_value"
-                )
+                raise RequestError(f'{param} must have {{"json_schema": {{"schema": {{...}}}}}}', param=param)
             return _schema(described["schema"], param)
     raise RequestError(
         f"{param} must have a type that is text, json_object or json_schema", param=param, code="unsupported_value"

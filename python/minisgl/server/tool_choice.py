@@ -28,5 +28,5 @@ def forced_functions(request: ChatCompletionRequest) -> list[dict[str, Any]] | N
             code="unsupported_value",
         )
     if not wanted:
-        raise RequestError("tool_choice names a tool that is not in tools", param="tool_choice", code="invalid_value")
+        raise RequestError("tool_choice names a tool that is not in tools", param="tool_choice")
     return wanted

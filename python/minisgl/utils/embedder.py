@@ -42,7 +42,6 @@ class Embedder:
         raise RequestError(
             f"dimensions {wanted} is not one of the lengths that this model's files allow: {allowed}",
             param="dimensions",
-            code="invalid_value",
         )
 
     def vector(self, pooled: bytes, length: int) -> Vector:

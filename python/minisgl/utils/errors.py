@@ -32,14 +32,15 @@ class RankError(MinisglError):
 class RequestError(MinisglError):
     """A request that cannot be served.
 
-    `param` names the offending field, `code` is the machine-readable OpenAI error code and `status` the HTTP status.
+    `param` names the offending field, `code` is the machine-readable OpenAI error code (that of a 400 is
+    "invalid_value" if nothing better is known) and `status` the HTTP status.
     """
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
-        self.code = code
+        self.code = code or ("invalid_value" if status == 400 else None)
         self.status = status
 
 

@@ -197,3 +197,15 @@ def test_tool_calls_behind_a_special_token(tmp_path: Any) -> None:
     assert allowed(matcher) == [tokenizer.token_to_id("[TOOL_CALLS]")]
     calls = '{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "odd \\"name\\"", "arguments": {}}'
     assert accepts(matcher, f"[TOOL_CALLS][{calls}]", tokenizer)
+
+
+def test_one_that_becomes_too_large_names_its_field() -> None:
+    matcher = compiled("regex", "((a{1000}){1000}){1000}")
+
+    def follow() -> None:
+        for _ in range(1000):
+            matcher.advance(allowed(matcher)[-1])
+
+    with pytest.raises(RequestError, match="cannot be followed") as e:
+        follow()
+    assert (e.value.param, e.value.code) == ("grammar", "invalid_grammar")
