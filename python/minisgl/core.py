@@ -92,8 +92,8 @@ class Req:
         self.table_idx: int | None = None
         self.pages: list[int] = []  # page ids by position, those shared with the prefix cache first
         self.cache_handle: Any = None  # the lock on the shared prefix
-        # Columns of `StepResult.scores` of its prompt so far; None once they are sent, or if nobody wants them.
         self.matcher: Any = None  # `scheduler.grammars.Matcher` that knows all confirmed tokens, if it has a grammar
+        # Columns of `StepResult.scores` of its prompt so far; None once they are sent, or if nobody wants them.
         self.prompt_scores: list[Ints] | None = [] if sampling_params.scores_prompt else None
 
     @property

@@ -61,7 +61,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     model's own distribution, before temperature, penalties, biases and filters. `echo` puts the prompt in front of the
     answer, with its log-probabilities if those are asked for; `prompt_logprobs` asks for the latter alone. `max_tokens`
     0 generates nothing. `grammar` leaves only the tokens with which the answer can still become what it must; it ends
-    where nothing more may follow. `embed` asks for the prompt's embedding and nothing else.
+    where nothing more may follow. `embed` asks for the prompt's embedding and nothing else. Only requests with the same
+    `cache_salt` share cached prefixes, so how long an answer takes tells nobody else what was asked.
     """
 
     max_tokens: int | None = None
@@ -84,6 +85,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: bool = False
     grammar: Grammar | None = None
     embed: bool = False
+    cache_salt: str = ""
 
     @property
     def is_filtered(self) -> bool:
@@ -121,6 +123,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_stop_token_ids: int = 64
     max_logit_bias: int = 1024
     max_grammar_chars: int = 16 * 1024
+    max_salt_chars: int = 256
     max_schema_chars: int = 128 * 1024
 
 
@@ -176,6 +179,7 @@ def validate_sampling(params: SamplingParams, limits: Limits) -> None:
         is_schema = grammar.kind in ("json_schema", "calls")
         most = limits.max_schema_chars if is_schema else limits.max_grammar_chars
         _require(len(grammar.text) <= most, grammar.param, f"has {len(grammar.text)} characters; the limit is {most}")
+    _require(len(p.cache_salt) <= limits.max_salt_chars, "cache_salt", f"takes at most {limits.max_salt_chars} letters")
     _require(len(p.stop_token_ids) <= limits.max_stop_token_ids, "stop_token_ids", "is too long")
     for t in p.stop_token_ids:
         _require(0 <= t < limits.vocab_size, "stop_token_ids", f"must be 0 to {limits.vocab_size - 1}")

@@ -52,6 +52,20 @@ def test_greedy_choices_are_equal(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
+def test_prompts_with_another_salt_are_not_shared(client: openai.OpenAI) -> None:
+    def cached(**fields: Any) -> int:
+        story: Any = [
+            {"role": "user", "content": "Tell me a story about a fox named Salina, who lived by the salt lake."}
+        ]
+        answer = client.chat.completions.create(model=MODEL, messages=story, max_tokens=1, extra_body=fields)
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    assert cached(cache_salt="anna") == 0
+    assert cached() == cached(cache_salt="ben") == 0
+    assert cached(cache_salt="anna") == cached() == cached(cache_salt="ben") > 0
+
+
 @pytest.mark.parametrize("stop", [None, STOPS])
 def test_streamed_choices_equal_those_in_one_piece(client: openai.OpenAI, stop: list[str] | None) -> None:
     fields: dict[str, Any] = {"temperature": 1.2, "seed": 3, "n": 4, "stop": stop, "max_tokens": 40}

@@ -164,6 +164,8 @@ def run_random_trace(seed: int, depth: int) -> tuple[Harness, Counter[str]]:
             max_tokens = rng.choice((1, 2, 8, 20, None))
             stops = tuple(rng.randrange(vocab) for _ in range(3 if rng.random() < 0.05 else 0))
             wanted: dict[str, object] = {"logprobs": 1, "echo": rng.random() < 0.5} if rng.random() < 0.2 else {}
+            if rng.random() < 0.2:
+                wanted["cache_salt"] = "a"
             if rng.random() < 0.25:
                 text = "bad" if rng.random() < 0.1 else f"{rng.randrange(9)} {rng.choice((1, 3, 12, 99))}"
                 wanted["grammar"] = Grammar("regex", text)

@@ -43,7 +43,8 @@ class PrefixCache(ABC):
     All sizes count pages and all keys are whole pages: a prefix of n tokens uses its first n // page_size pages.
     Page ids enter by `insert_prefix` and leave by `evict` or `reset`; while inside, the cache owns them.
     Locks nest and reach from a node up to the root; only what no lock holds is evicted, oldest use first. Time is the
-    caller's step number (`tick`), never the clock, so all runs with the same requests evict alike.
+    caller's step number (`tick`), never the clock, so all runs with the same requests evict alike. A prefix that was
+    inserted with a `salt` is found with the same one only.
     """
 
     @abstractmethod
@@ -51,11 +52,11 @@ class PrefixCache(ABC):
         """The time of every use from now on."""
 
     @abstractmethod
-    def match_prefix(self, input_ids: Ints) -> MatchResult:
+    def match_prefix(self, input_ids: Ints, salt: bytes = b"") -> MatchResult:
         """The longest cached prefix of `input_ids`, in whole pages. Changes no ownership; lock the handle to keep."""
 
     @abstractmethod
-    def insert_prefix(self, input_ids: Ints, pages: Ints) -> MatchResult:
+    def insert_prefix(self, input_ids: Ints, pages: Ints, salt: bytes = b"") -> MatchResult:
         """Offer the pages of the first len(pages) * page_size tokens.
 
         Returns the canonical pages of that prefix (or of the part the cache keeps: a naive cache keeps none). Where the

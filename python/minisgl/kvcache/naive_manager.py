@@ -21,10 +21,10 @@ class NaiveCacheManager(PrefixCache):
     def tick(self, step: int) -> None:
         pass
 
-    def match_prefix(self, input_ids: Ints) -> MatchResult:
+    def match_prefix(self, input_ids: Ints, salt: bytes = b"") -> MatchResult:
         return MatchResult(CacheHandle(0, None), np.empty(0, np.int32))
 
-    def insert_prefix(self, input_ids: Ints, pages: Ints) -> MatchResult:
+    def insert_prefix(self, input_ids: Ints, pages: Ints, salt: bytes = b"") -> MatchResult:
         return self.match_prefix(input_ids)
 
     def lock_handle(self, handle: CacheHandle, unlock: bool = False) -> None:

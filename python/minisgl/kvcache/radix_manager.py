@@ -21,15 +21,17 @@ class RadixTreeNode:
 
     key         tokens of this edge, int32 [len(pages) * page_size]
     pages       page ids of this edge, int32
-    children    first page of the child's key (its bytes) -> child
+    name        first page of the key (its bytes), behind the salt if the parent is the root
+    children    name of the child -> child
     ref_count   locks on this node or below
     timestamp   step of the last use of this node or of one below
     depth       pages from the root up to and including this edge
     """
 
-    __slots__ = ("children", "depth", "is_candidate", "key", "pages", "parent", "ref_count", "timestamp")
+    __slots__ = ("children", "depth", "is_candidate", "key", "name", "pages", "parent", "ref_count", "timestamp")
 
-    def __init__(self, key: Ints, pages: Ints, parent: RadixTreeNode | None, timestamp: int) -> None:
+    def __init__(self, name: bytes, key: Ints, pages: Ints, parent: RadixTreeNode | None, timestamp: int) -> None:
+        self.name = name
         self.key = key
         self.pages = pages
         self.parent = parent
@@ -64,7 +66,7 @@ class RadixCacheManager(PrefixCache):
         self._protected = 0
         self._num_nodes = 0
         none = np.empty(0, np.int32)
-        self.root = RadixTreeNode(none, none, None, 0)
+        self.root = RadixTreeNode(b"", none, none, None, 0)
         self.root.ref_count = 1  # never evicted
         # Eviction queue of (timestamp, serial, node): at most one entry a node, pushed when it becomes an unlocked leaf
         # and judged anew when popped, so an entry may be stale (locked again, grown, used since) but never missing.
@@ -76,20 +78,20 @@ class RadixCacheManager(PrefixCache):
 
     # -- the three operations on prefixes
 
-    def match_prefix(self, input_ids: Ints) -> MatchResult:
-        node, matched = self._walk(input_ids)
+    def match_prefix(self, input_ids: Ints, salt: bytes = b"") -> MatchResult:
+        node, matched = self._walk(input_ids, salt)
         return MatchResult(CacheHandle(matched, node), self._path_pages(node))
 
-    def insert_prefix(self, input_ids: Ints, pages: Ints) -> MatchResult:
+    def insert_prefix(self, input_ids: Ints, pages: Ints, salt: bytes = b"") -> MatchResult:
         size = self.page_size
         ids = np.ascontiguousarray(input_ids[: len(pages) * size], dtype=np.int32)
         assert len(ids) == len(pages) * size, f"{len(pages)} pages offered for {len(ids)} tokens"
-        node, matched = self._walk(ids)
+        node, matched = self._walk(ids, salt)
         if matched < len(pages):
             # Copies, so that a node never keeps a request's whole token buffer alive.
-            new_pages = np.array(pages[matched:], np.int32)
-            child = RadixTreeNode(ids[matched * size :].copy(), new_pages, node, self._now)
-            node.children[self._first_page(child.key)] = child
+            new_pages, new_key = np.array(pages[matched:], np.int32), ids[matched * size :].copy()
+            child = RadixTreeNode(self._name(new_key, node, salt), new_key, new_pages, node, self._now)
+            node.children[child.name] = child
             self._num_nodes += 1
             self._evictable += child.length
             self._offer(child)
@@ -147,10 +149,12 @@ class RadixCacheManager(PrefixCache):
 
     # -- internals
 
-    def _first_page(self, ids: Ints) -> bytes:
-        return ids[: self.page_size].tobytes()
+    def _name(self, ids: Ints, parent: RadixTreeNode, salt: bytes) -> bytes:
+        """How `parent` finds the edge for `ids`. With a page of a fixed size, two salts never make the same name."""
+        page = ids[: self.page_size].tobytes()
+        return salt + page if parent is self.root else page
 
-    def _walk(self, input_ids: Ints) -> tuple[RadixTreeNode, int]:
+    def _walk(self, input_ids: Ints, salt: bytes) -> tuple[RadixTreeNode, int]:
         """The node that ends the longest cached prefix (split off if need be) and the prefix's length in pages."""
         size = self.page_size
         ids = np.ascontiguousarray(input_ids, dtype=np.int32)
@@ -158,7 +162,7 @@ class RadixCacheManager(PrefixCache):
         total = len(ids) // size
         while matched < total:
             rest = ids[matched * size :]
-            child = node.children.get(self._first_page(rest))
+            child = node.children.get(self._name(rest, node, salt))
             if child is None:
                 break
             common = common_prefix_len(child.key, rest) // size
@@ -174,12 +178,13 @@ class RadixCacheManager(PrefixCache):
         parent = node.parent
         assert parent is not None and 0 < at < node.length
         cut = at * self.page_size
-        upper = RadixTreeNode(node.key[:cut].copy(), node.pages[:at].copy(), parent, node.timestamp)
+        upper = RadixTreeNode(node.name, node.key[:cut].copy(), node.pages[:at].copy(), parent, node.timestamp)
         upper.ref_count = node.ref_count  # every lock at or below `node` passes through the upper part
         self._num_nodes += 1
-        parent.children[self._first_page(upper.key)] = upper
+        parent.children[upper.name] = upper
         node.key, node.pages, node.parent = node.key[cut:].copy(), node.pages[at:].copy(), upper
-        upper.children[self._first_page(node.key)] = node
+        node.name = self._name(node.key, upper, b"")
+        upper.children[node.name] = node
         return upper
 
     def _path_pages(self, node: RadixTreeNode) -> Ints:
@@ -202,7 +207,7 @@ class RadixCacheManager(PrefixCache):
     def _remove(self, node: RadixTreeNode) -> None:
         parent = node.parent
         assert parent is not None
-        del parent.children[self._first_page(node.key)]
+        del parent.children[node.name]
         node.parent = None
         self._num_nodes -= 1
         self._evictable -= node.length
@@ -224,8 +229,11 @@ class RadixCacheManager(PrefixCache):
         for node in self._nodes():
             parent = node.parent
             where = f"radix node at depth {node.depth}"
-            if parent is None or parent.children.get(self._first_page(node.key)) is not node:
+            if parent is None or parent.children.get(node.name) is not node:
                 raise InvariantError(f"{where} is not its parent's child")
+            page = node.key[: self.page_size].tobytes()
+            if not (node.name.endswith(page) if parent is self.root else node.name == page):
+                raise InvariantError(f"{where} has the name of other tokens")
             if len(node.key) != node.length * self.page_size or node.length == 0:
                 raise InvariantError(f"{where} has {len(node.key)} tokens for {node.length} pages")
             if node.depth != parent.depth + node.length:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minisgl.kvcache.base import PrefixCache
+from minisgl.kvcache.base import MatchResult, PrefixCache
 
 if TYPE_CHECKING:
     from minisgl.core import Req
@@ -55,12 +55,16 @@ class CacheManager:
         del self._free[cut:]
         return pages
 
+    def match(self, req: Req, most: int) -> MatchResult:
+        """What the prefix cache has of the first `most` tokens of `req`."""
+        return self.prefix.match_prefix(req.ids[:most], _salt(req))
+
     def attach(self, req: Req) -> list[int]:
         """Lock the longest cached prefix of a waiting request and return its pages; leaves a token to compute.
 
         A prompt whose log-probabilities are wanted is computed as a whole: the cache has only its K/V.
         """
-        handle, pages = self.prefix.match_prefix(req.ids[: len(req.ids) - 1 if req.prompt_scores is None else 0])
+        handle, pages = self.match(req, len(req.ids) - 1 if req.prompt_scores is None else 0)
         self.prefix.lock_handle(handle)
         req.cache_handle = handle
         shared: list[int] = pages.tolist()
@@ -81,7 +85,7 @@ class CacheManager:
         if count <= req.cache_handle.num_pages:
             return
         ids = np.concatenate([req.ids, self.rows.sampled(req)])[: count * self.page_size]
-        handle, canonical = self.prefix.insert_prefix(ids, np.array(req.pages[:count], np.int32))
+        handle, canonical = self.prefix.insert_prefix(ids, np.array(req.pages[:count], np.int32), _salt(req))
         if handle.num_pages == 0:
             return  # a cache that keeps nothing
         duplicates = []
@@ -121,3 +125,7 @@ class CacheManager:
     def unowned_pages(self) -> tuple[list[int], list[int]]:
         """The free pages and the fenced ones (for the invariant checks)."""
         return list(self._free), [p for _, pages in self._fenced for p in pages]
+
+
+def _salt(req: Req) -> bytes:
+    return req.sampling_params.cache_salt.encode(errors="surrogatepass")

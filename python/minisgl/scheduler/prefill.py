@@ -108,8 +108,7 @@ class PrefillManager:
 
     def _in_order(self) -> list[Req]:
         if self.policy == "lpm" and len(self.waiting) <= LPM_MAX_WAITING:
-            prefix = self.cache.prefix
-            hits = {r.uid: prefix.match_prefix(r.ids[: len(r.ids) - 1]).handle.num_pages for r in self.waiting}
+            hits = {r.uid: self.cache.match(r, len(r.ids) - 1).handle.num_pages for r in self.waiting}
             return sorted(self.waiting, key=lambda r: (-hits[r.uid], r.order))
         return list(self.waiting)
 

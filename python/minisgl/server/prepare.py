@@ -80,6 +80,7 @@ def sampling_params(
         echo=echo,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar_of(fields),
+        cache_salt=fields.cache_salt or "",
     )
     validate_sampling(params, limits)
     return params

@@ -65,8 +65,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[str, float] | None = None
 
     logprobs: bool | int | None = None  # a switch for chat, a number for completions
-    priority: int | None = None
     cache_salt: str | None = None
+    priority: int | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     allowed_token_ids: Any = None
@@ -184,7 +184,7 @@ _NEUTRAL: Final[dict[str, Callable[[Any], bool]]] = {
 } | {
     f: lambda v: False
     for f in (
-        *("cache_salt", "chat_template", "functions", "function_call", "audio", "prediction", "web_search_options"),
+        *("chat_template", "functions", "function_call", "audio", "prediction", "web_search_options"),
         *("allowed_token_ids", "custom_logit_processor", "logits_processors", "prompt_logprobs", "prompt_embeds"),
         *("stop_regex", "structural_tag", "truncate_prompt_tokens"),
         *("token_ids_logprob", "input_embeds", "session_params", "lora_path", "image_data"),

@@ -112,6 +112,27 @@ def test_tree_equals_a_set_of_prefixes(sequences: list[list[int]], page_size: in
     cache.check_integrity()
 
 
+@pytest.mark.parametrize("page_size", [1, 2])
+def test_salts_are_trees_of_their_own(page_size: int) -> None:
+    rng = random.Random(page_size)
+    salts = [b"", b"a", b"a" * 4, (1).to_bytes(4, "little")]  # the last two are as long as a token, or are one
+    shared, alone = RadixCacheManager(page_size), {salt: RadixCacheManager(page_size) for salt in salts}
+    for step in range(600):
+        salt = rng.choice(salts)
+        tokens = ids(*(rng.randrange(3) for _ in range(rng.randrange(10 * page_size))))
+        pages = np.arange(100 * step, 100 * step + len(tokens) // page_size, dtype=np.int32)
+        shared.tick(step)
+        alone[salt].tick(step)
+        assert shared.match_prefix(tokens, salt).pages.tolist() == alone[salt].match_prefix(tokens).pages.tolist()
+        if rng.random() < 0.4:
+            mine = shared.insert_prefix(tokens, pages, salt).pages.tolist()
+            assert mine == alone[salt].insert_prefix(tokens, pages).pages.tolist()
+        shared.check_integrity()
+    assert shared.evictable_size == sum(cache.evictable_size for cache in alone.values()) > 0
+    shared.reset()
+    assert shared.owned_pages() == [] and shared.num_nodes == 0
+
+
 def test_locked_prefix_survives_a_split_and_eviction_takes_the_oldest() -> None:
     cache = RadixCacheManager(2)
     cache.tick(1)

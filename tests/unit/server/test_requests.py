@@ -139,6 +139,7 @@ def test_every_sampling_field_arrives() -> None:
     assert {n: getattr(params, n) for n in fields if n != "logit_bias"} == {
         n: v for n, v in fields.items() if n != "logit_bias"
     }
+    assert chat(cache_salt="anna").sampling_params.cache_salt == "anna"
     assert params.is_adjusted and not chat(**dict.fromkeys(fields)).sampling_params.is_adjusted
 
 
@@ -181,6 +182,7 @@ def test_every_sampling_field_arrives() -> None:
         ("tools", [{"type": "function", "function": {"name": "f", "parameters": "x"}}]),
         ("chat_template", "x"),
         ("chat_template_kwargs", {"tools": 1}),
+        ("cache_salt", "x" * 257),
         ("messages", []),
         ("messages", None),
     ],
