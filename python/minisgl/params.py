@@ -55,7 +55,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `max_tokens` None means: what is left of the context. `seed` makes the output a function of the prompt and the seed
     alone, whatever else runs. `presence_penalty` and `frequency_penalty` look at the generated tokens,
     `repetition_penalty` at the prompt too (1 = off). `logit_bias` is (token id, what to add to its logit) pairs. No EOS
-    or stop token is chosen before `min_tokens`.
+    or stop token is chosen before `min_tokens`. With `shows_stop` the stop string or stop token that ends the answer is
+    a part of it.
 
     `logprobs` asks for the log-probability of each generated token, and that many likeliest alternatives: those of the
     model's own distribution, before temperature, penalties, biases and filters. `echo` puts the prompt in front of the
@@ -78,6 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    shows_stop: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None

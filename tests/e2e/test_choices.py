@@ -52,6 +52,15 @@ def test_greedy_choices_are_equal(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
+def test_the_stop_string_may_be_shown(http: httpx.Client) -> None:
+    body: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 40, "stop": STOPS}
+    hidden = http.post("/v1/completions", json=body).json()["choices"][0]
+    body["include_stop_str_in_output"] = True
+    shown = http.post("/v1/completions", json=body).json()["choices"][0]
+    assert shown == hidden | {"text": hidden["text"] + hidden["stop_reason"]}
+    assert "".join(e["choices"][0]["text"] for e in post_events(http, "/v1/completions", body)) == shown["text"]
+
+
 def test_prompts_with_another_salt_are_not_shared(client: openai.OpenAI) -> None:
     def cached(**fields: Any) -> int:
         story: Any = [

@@ -67,7 +67,8 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
     `queue_seconds` is the time from its acceptance to the first step that computes a part of its prompt,
     `prefill_chunks` the number of such parts. `prompt_ids` (int32 bytes) is the prompt if its text (`echo`) or its
     log-probabilities are wanted; `prompt_scores` are those of its tokens but the first. `is_silent`: none of its
-    tokens is to be shown. `embedding` (float32 bytes) is what an embedding model has made of it.
+    tokens is to be shown. `embedding` (float32 bytes) is what an embedding model has made of it. `shows_stop`: the stop
+    string that ends it is shown.
     """
 
     uid: int
@@ -82,6 +83,7 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
     is_silent: bool = False
     embedding: bytes = b""
     echo: bool = False
+    shows_stop: bool = False
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True):

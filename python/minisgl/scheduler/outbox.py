@@ -29,7 +29,7 @@ def ending(req: Req, token: int, length: int, eos_ids: frozenset[int]) -> Finish
     if token in eos_ids and not params.ignore_eos:
         return Finished(req.uid, FinishReason.STOP, has_text=False)
     if token in params.stop_token_ids:
-        return Finished(req.uid, FinishReason.STOP, has_text=False, stop_token=token)
+        return Finished(req.uid, FinishReason.STOP, has_text=params.shows_stop, stop_token=token)
     if req.matcher is not None and req.matcher.is_complete:
         return Finished(req.uid, FinishReason.STOP)
     return Finished(req.uid, FinishReason.LENGTH) if length == req.max_len else None
@@ -81,6 +81,7 @@ class Outbox:
             p.max_tokens == 0,
             embedding,
             p.echo,
+            p.shows_stop,
         )
         self._started.append(begun)
 

@@ -123,8 +123,8 @@ def banner(checked: Checked, facts: Facts, url: str) -> str:
         "attention": facts.get("attention", "?"),
         "step": facts.get("runners", "?"),
     }
-    if facts.get("tensor_parallel", 1) != 1:
-        shown["TP"] = f"{facts['tensor_parallel']} ({facts['communicator']})"
+    ranks = facts.get("tensor_parallel", 1)
+    shown["TP"] = ranks if ranks == 1 else f"{ranks} ({facts['communicator']})"
     lines = [f"minisgl {minisgl.__version__} · " + " · ".join(f"{k} {v}" for k, v in shown.items())]
     if "memory" in facts:
         lines.append(f"memory: {facts['memory']}")

@@ -53,6 +53,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None  # vLLM's word
+    no_stop_trim: bool | None = None  # SGLang's
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     min_p: float | None = None
@@ -72,9 +74,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: Any = None
     bad_words: list[str] | None = None
     custom_logit_processor: Any = None
-    include_stop_str_in_output: bool | None = None
     logits_processors: Any = None
-    no_stop_trim: bool | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -176,8 +176,6 @@ _NEUTRAL: Final[dict[str, Callable[[Any], bool]]] = {
     "suffix": lambda v: v == "",
     "bad_words": lambda v: not v,
     "documents": lambda v: not v,
-    "include_stop_str_in_output": lambda v: not v,
-    "no_stop_trim": lambda v: not v,
     "return_token_ids": lambda v: not v,
     "return_tokens_as_token_ids": lambda v: not v,
     "return_hidden_states": lambda v: not v,

@@ -43,7 +43,7 @@ class _Output:
         self._bytes_of = decoders.bytes_of
         self._offset = 0  # characters of what `_decoder` has given out
         self._hidden = special_ids if started.skip_special_tokens else frozenset()
-        self._stops = StopMatcher(started.stop) if started.stop else None
+        self._stops = StopMatcher(started.stop, started.shows_stop) if started.stop else None
         self.prompt, self.prompt_logprobs = self._echo(started)
 
     def _echo(self, started: Started) -> tuple[str, list[TokenLogprob]]:

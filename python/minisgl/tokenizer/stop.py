@@ -12,13 +12,17 @@ class StopMatcher:
     Held back are just the characters that may still become a stop string: the longest current partial match.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], shows_stop: bool = False) -> None:
+        self._shows_stop = shows_stop
         self._stops = [(s, _failure(s)) for s in stops]
         self._matched = [0] * len(stops)
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """The text that may be shown now, and the stop string if one is complete (it and what follows is not shown)."""
+        """The text that may be shown now, and the stop string if one is complete.
+
+        What follows that is not shown, and it itself only with `shows_stop`.
+        """
         for end, char in enumerate(text, start=1):
             complete: str | None = None
             for i, (stop, failure) in enumerate(self._stops):
@@ -34,7 +38,7 @@ class StopMatcher:
             if complete is not None:
                 seen = self._held + text[:end]
                 self._held = ""
-                return seen[: len(seen) - len(complete)], complete
+                return seen if self._shows_stop else seen[: len(seen) - len(complete)], complete
         seen = self._held + text
         cut = len(seen) - max(self._matched)
         self._held = seen[cut:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from minisgl import LLM, SamplingParams
@@ -93,6 +94,16 @@ def test_what_cannot_be_served_is_refused_by_name_before_anything_runs(
         llm.generate(prompts, params)  # type: ignore[arg-type]
     assert refused.value.param == field
     assert not llm.scheduler.is_busy
+
+
+def test_a_stop_token_may_be_shown(llm: LLM) -> None:
+    whole = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=8))[0]
+    stop = SamplingParams(temperature=0, max_tokens=8, stop_token_ids=(whole.token_ids[5],))
+    hidden = llm.generate("Once upon a time", stop)[0]
+    shown = llm.generate("Once upon a time", msgspec.structs.replace(stop, shows_stop=True))[0]
+    assert hidden.token_ids == shown.token_ids == whole.token_ids[:6]
+    assert shown.text.startswith(hidden.text) and len(shown.text) > len(hidden.text)
+    assert whole.text.startswith(shown.text)
 
 
 def test_a_prompt_of_the_whole_context_but_one_token_is_served(llm: LLM) -> None:

@@ -136,6 +136,12 @@ def test_holds_back_no_more_than_it_must() -> None:
     assert matcher.flush() == ""
 
 
+def test_stop_string_may_be_shown() -> None:
+    matcher = StopMatcher(["abac", "ba"], shows_stop=True)
+    assert [matcher.feed("xxa"), matcher.feed("bc"), matcher.feed("b")] == [("xx", None), ("abc", None), ("", None)]
+    assert matcher.feed("axx") == ("ba", "ba")
+
+
 def test_stop_string_aborts_once_and_drops_later_tokens() -> None:
     manager = DetokenizeManager(BYTE_LEVEL)
     a, b = BYTE_LEVEL.encode("a").ids[0], BYTE_LEVEL.encode("b").ids[0]
