@@ -198,6 +198,12 @@ def test_refusals_name_the_field(field: str, value: Any) -> None:
     assert e.value.status == 400
 
 
+def test_a_number_that_is_none_names_its_field() -> None:
+    with pytest.raises(RequestError, match="out of range") as e:
+        parse_body(b'{"messages": [], "temperature": 1e400}', ChatCompletionRequest)
+    assert e.value.param == "temperature"
+
+
 def test_unknown_fields_are_mentioned(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "minisgl"):
         chat(some_future_field=1)
