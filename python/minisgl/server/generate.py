@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from minisgl.core import FinishReason
 from minisgl.message import TokenLogprob, UserReply
 from minisgl.server.logprobs import finite
@@ -26,16 +28,30 @@ class LogprobForm:
     has_text: bool
 
 
+class GrowingArray:
+    """A JSON array. Each element is encoded once, however often a stream repeats it."""
+
+    def __init__(self) -> None:
+        self._elements = bytearray()
+
+    def append(self, value: Any) -> None:
+        if self._elements:
+            self._elements += b","
+        self._elements += to_json(value)
+
+    def json(self) -> msgspec.Raw:
+        """What it is now."""
+        return msgspec.Raw(b"[" + self._elements + b"]")
+
+
 class ScoredTokens:
     """The log-probabilities of one generation so far."""
 
     def __init__(self, form: LogprobForm) -> None:
         self._form = form
         self._is_begun = False
-        self._input: list[Scored] = []
-        self._output: list[Scored] = []
-        self._input_top: list[list[Scored] | None] = []
-        self._output_top: list[list[Scored] | None] = []
+        self._input, self._output = GrowingArray(), GrowingArray()
+        self._input_top, self._output_top = GrowingArray(), GrowingArray()
 
     def add(self, tokens: list[TokenLogprob], prompt_tokens: int) -> None:
         """The next tokens; the first ones begin with the `prompt_tokens` of the prompt if those are wanted."""
@@ -50,12 +66,12 @@ class ScoredTokens:
             self._output.append(self._scored(token.id, token.data, token.logprob))
             self._output_top.append(self._alternatives(token))
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, msgspec.Raw]:
         """Their part of `meta_info`."""
-        fields: dict[str, Any] = {"input_token_logprobs": self._input, "output_token_logprobs": self._output}
+        arrays = {"input_token_logprobs": self._input, "output_token_logprobs": self._output}
         if self._form.has_top:
-            fields |= {"input_top_logprobs": self._input_top, "output_top_logprobs": self._output_top}
-        return fields
+            arrays |= {"input_top_logprobs": self._input_top, "output_top_logprobs": self._output_top}
+        return {name: array.json() for name, array in arrays.items()}
 
     def _scored(self, token: int, data: bytes, logprob: float | None) -> Scored:
         return finite(logprob), token, data.decode(errors="replace") if self._form.has_text else None
@@ -103,7 +119,7 @@ class GenerateRenderer:
                 reason["length"] = reply.completion_tokens
             elif reply.stop_reason is not None:
                 reason["matched"] = reply.stop_reason
-        meta = {
+        meta: dict[str, Any] = {
             "id": f"{self._id}-{index}" if self._is_batch else self._id,
             "finish_reason": reason,
             "prompt_tokens": reply.prompt_tokens,
