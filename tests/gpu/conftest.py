@@ -1,4 +1,4 @@
-"""Everything in this folder needs an NVIDIA GPU: `pytest -m gpu tests/gpu`."""
+"""Everything here needs an NVIDIA GPU: `pytest -m gpu tests/gpu`. docs/performance.md says where it last passed."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from minisgl.kernel.triton.ahead import compiled_ahead
 
-pytestmark = pytest.mark.gpu  # last passed: one NVIDIA H200, torch 2.11.0+cu130, 2026-11-21
+pytestmark = pytest.mark.gpu
 
 
 @triton.jit
