@@ -21,15 +21,29 @@ struct Cache {
     T* head(int64_t page_id, bool is_v, int64_t h) const {
         return data + ((page_id * 2 + is_v) * kv_heads + h) * page * dim;
     }
+    void ask_to_store(int64_t slot, int64_t h) const {
+        const T *ks = head(slot / page, false, h), *vs = head(slot / page, true, h);
+        const int64_t at = slot % page, step = is_packed() ? kStep : 1, line = 64 / sizeof(T);
+        if (is_packed())
+            for (int64_t d = 0; d < dim; d += kStep) __builtin_prefetch(ks + d * page + at * kStep, 1);
+        else
+            for (int64_t d = 0; d < dim; d += line) __builtin_prefetch(ks + at * dim + d, 1);
+        for (int64_t d = 0; d < dim * step; d += line) __builtin_prefetch(vs + at / step * step * dim + d, 1);
+    }
     // What is beyond the last token of a sequence is never scored, but V's partner in a step of K must be a number.
-    void store(int64_t slot, int64_t h, const float* k, const float* v, bool is_last) const {
+    void store(int64_t slot, int64_t h, const T* k, const T* v, bool is_last) const {
         T *ks = head(slot / page, false, h), *vs = head(slot / page, true, h);
         const int64_t at = slot % page;
-        for (int64_t d = 0; d < dim; ++d) {
-            put(&ks[is_packed() ? d / kStep * page * kStep + at * kStep + d % kStep : at * dim + d], k[d]);
-            put(&vs[is_packed() ? at / kStep * dim * kStep + d * kStep + at % kStep : at * dim + d], v[d]);
-            if (kStep == 2 && is_packed() && is_last && at % 2 == 0) vs[at / 2 * dim * 2 + d * 2 + 1] = 0;
+        if (!is_packed()) {
+            memcpy(ks + at * dim, k, dim * sizeof(T));
+            memcpy(vs + at * dim, v, dim * sizeof(T));
+            return;
         }
+        for (int64_t d = 0; d < dim; d += kStep) memcpy(ks + (d * page + at * kStep), k + d, kStep * sizeof(T));
+        T* pair = vs + at / kStep * dim * kStep;
+        for (int64_t d = 0; d < dim; ++d) pair[d * kStep + at % kStep] = v[d];
+        if (kStep == 2 && is_last && at % 2 == 0)
+            for (int64_t d = 0; d < dim; ++d) pair[d * 2 + 1] = 0;
     }
 };
 
@@ -46,11 +60,19 @@ struct AttentionScratch {
     std::vector<float> s, o, most, mass;
     std::vector<T> keys, values;
 
-    void reserve(int64_t rows, int64_t dim) {
+    AttentionScratch(int64_t rows, int64_t dim) {
         q.resize(rows * dim), p.resize(rows * kKeys);
         s.resize(rows * kKeys), o.resize(rows * dim), most.resize(rows), mass.resize(rows);
         keys.resize(kKeys * dim), values.resize(kKeys * dim);
     }
+};
+
+// Queries [from, to) of `span` for the query heads of KV head `head`.
+struct Item {
+    const Span* span;
+    int64_t from, to, head;
+
+    int64_t first_block() const { return span->window ? std::max<int64_t>(from + 1 - span->window, 0) / kKeys * kKeys : 0; }
 };
 
 // Where a group of 16 keys and values is, one pointer for each of the block's groups.
@@ -89,6 +111,23 @@ Groups<T> find_block(const Cache<T>& cache, const int32_t* pages, int64_t h, int
         g.k[i] = k, g.v[i] = v;
     }
     return g;
+}
+
+// Asks for the keys or the values of a block that is to come.
+template <class T>
+void ask(const Cache<T>& cache, const int32_t* pages, bool is_v, const Item& item, int64_t first) {
+    if (!cache.is_packed()) return;
+    constexpr int64_t step = Product<T>::kStep, line = 64 / sizeof(T);
+    const int64_t last = std::min(first + kKeys, item.to);
+    for (int64_t position = first; position < last; position += kLanes) {
+        const int64_t at = position % cache.page;
+        const T* p = cache.head(pages[position / cache.page], is_v, item.head) + at * (is_v ? cache.dim : step);
+        if (is_v) {
+            for (int64_t i = 0; i < kLanes * cache.dim; i += line) __builtin_prefetch(p + i);
+        } else {
+            for (int64_t d = 0; d < cache.dim; d += step) __builtin_prefetch(p + d * cache.page);
+        }
+    }
 }
 
 template <class T, int GROUPS>
@@ -139,10 +178,12 @@ void soften(const float* s, X<T>* p, int64_t low, int64_t high, float scale, flo
         memset(p, 0, kKeys * sizeof(X<T>));
         return;
     }
-    alignas(64) float x[kKeys];
-    for (int i = 0; i < kKeys; ++i) x[i] = i >= low && i < high ? s[i] * scale : -INFINITY;
     Vec v[kGroups], top = Vec::all(most);
-    for (int i = 0; i < kGroups; ++i) v[i] = Vec::load(x + i * kLanes), top = max(v[i], top);
+    for (int i = 0; i < kGroups; ++i) {
+        v[i] = Vec::load(s + i * kLanes) * Vec::all(scale);
+        if (low > i * kLanes || high < (i + 1) * kLanes) v[i] = only(v[i], (int)low - i * kLanes, (int)high - i * kLanes);
+        top = max(v[i], top);
+    }
     const float peak = largest(top);
     Vec total = Vec::all(0.0f);
     for (int i = 0; i < kGroups; ++i) {
@@ -150,7 +191,7 @@ void soften(const float* s, X<T>* p, int64_t low, int64_t high, float scale, flo
         total = total + v[i];
         put(p + i * kLanes, v[i]);
     }
-    const float keep = std::exp(most - peak);
+    const float keep = exp(most - peak);
     mass = mass * keep + sum(total);
     most = peak;
     if (keep == 1.0f) return;
@@ -158,21 +199,26 @@ void soften(const float* s, X<T>* p, int64_t low, int64_t high, float scale, flo
     for (int64_t d = 0; d < dim; d += kLanes) (Vec::load(o + d) * factor).store(o + d);
 }
 
-// Queries [from, to) of `span` for the query heads of KV head h: q, out [tokens, ld], heads of `dim` side by side.
+// An item's part of q -> its part of out, both [tokens, ld], heads of `dim` side by side. `next` may follow it.
 template <class T>
-void attend(const Cache<T>& cache, const Span& span, int64_t from, int64_t to, int64_t h, int64_t group,
-            const int32_t* pages, float scale, const X<T>* q, X<T>* out, int64_t ld, AttentionScratch<T>& scratch) {
-    const int64_t dim = cache.dim, column = h * group * dim;
+void attend(const Cache<T>& cache, const Item& item, const Item* next, int64_t group, const int32_t* table,
+            int64_t table_width, float scale, const X<T>* q, X<T>* out, int64_t ld, AttentionScratch<T>& scratch) {
+    const Span& span = *item.span;
+    const int64_t from = item.from, to = item.to, h = item.head, dim = cache.dim, column = h * group * dim;
+    const int32_t* pages = table + span.row * table_width;
     const int rows = (int)((to - from) * group);
-    scratch.reserve(std::max<int64_t>(rows, kQueryRows), dim);
     for (int r = 0; r < rows; ++r) {
         const X<T>* in = q + (span.token + from + r / group - span.start) * ld + column + r % group * dim;
         memcpy(&scratch.q[r * dim], in, dim * sizeof(X<T>));
         scratch.most[r] = -1e30f, scratch.mass[r] = 0.0f;
         memset(&scratch.o[r * dim], 0, dim * sizeof(float));
     }
-    int64_t first = span.window ? std::max<int64_t>(from + 1 - span.window, 0) / kKeys * kKeys : 0;
-    for (; first < to; first += kKeys) {
+    for (int64_t first = item.first_block(); first < to; first += kKeys) {
+        const bool is_last = first + kKeys >= to;
+        const Item* after = is_last ? next : &item;
+        const int64_t then = is_last && next ? next->first_block() : first + kKeys;
+        const int32_t* its_pages = after ? table + after->span->row * table_width : nullptr;
+        if (after) ask(cache, its_pages, false, *after, then);
         const int count = (int)std::min<int64_t>(kKeys, to - first);
         const Groups<T> g = find_block(cache, pages, h, first, count, scratch);
         if (count > kKeys - kLanes) {
@@ -187,6 +233,7 @@ void attend(const Cache<T>& cache, const Span& span, int64_t from, int64_t to, i
             soften<T>(&scratch.s[r * kKeys], &scratch.p[r * kKeys], low, high, scale, scratch.most[r], scratch.mass[r],
                       &scratch.o[r * dim], dim);
         }
+        if (after) ask(cache, its_pages, true, *after, then);
         int64_t panel = 0;
         for (; panel + 4 <= dim / kLanes; panel += 4)
             weigh_rows<T, 4>(rows, scratch.p.data(), g, panel, count, scratch.o.data(), dim);

@@ -56,12 +56,12 @@ class Net : public Model {
     struct Slot {
         int64_t row, start, stop, flags;
     };
-    struct Item {
-        int64_t span, from, to, head;
-    };
 
   public:
-    explicit Net(const ModelSpec& spec) : s_(spec), pool_((int)spec.threads), scratch_(spec.threads) {
+    explicit Net(const ModelSpec& spec)
+        : s_(spec),
+          pool_((int)spec.threads),
+          scratch_(spec.threads, {std::max<int64_t>(kQueryRows, spec.heads / spec.kv_heads), spec.dim}) {
         const int64_t h = s_.hidden, q = s_.heads * s_.dim, all = q + 2 * s_.kv_heads * s_.dim, i = s_.intermediate;
         for (int64_t l = 0; l < s_.layers; ++l) {
             weights_.push_back(s_.weights[l]);
@@ -198,34 +198,44 @@ class Net : public Model {
         });
     }
 
-    void rotate(float* head, const float* weight, const float* cos) const {
+    // out = the head, normalised if it has a weight, with its halves rotated against each other.
+    template <class Y>
+    void rotate(float* head, const float* weight, const float* cos, Y* out) const {
         if (weight) rms_norm(head, weight, s_.dim, head);
         const int64_t half = s_.dim / 2;
-        for (int64_t i = 0; i < half; ++i) {
-            const float a = head[i], b = head[half + i], c = cos[i], s = cos[half + i];
-            head[i] = a * c - b * s, head[half + i] = b * c + a * s;
+        for (int64_t i = 0; i < half; i += kLanes) {
+            const int n = (int)std::min<int64_t>(kLanes, half - i);
+            const Vec a = load_part(head + i, n), b = load_part(head + half + i, n);
+            const Vec c = load_part(cos + i, n), s = load_part(cos + half + i, n);
+            store_part(head + i, a * c - b * s, n);
+            store_part(head + half + i, b * c + a * s, n);
         }
+        convert(head, out);
+    }
+    template <class Y>
+    void convert(const float* head, Y* out) const {
+        for (int64_t d = 0; d < s_.dim; d += kLanes) put(out + d, Vec::load(head + d));
     }
 
     void rotate_and_store(const Layer& layer, int64_t m) {
         const Cache<T> cache = cache_of(layer);
-        const int n = pieces(m * qkv_size_);
-        pool_.run(n, [&](int piece, int) {
+        const int n = (int)std::min<int64_t>(m, pieces(8 * m * qkv_size_));
+        pool_.run(n, [&](int piece, int thread) {
+            T *key = scratch_[thread].keys.data(), *value = scratch_[thread].values.data();
             for (int64_t t = part(m, n, piece); t < part(m, n, piece + 1); ++t) {
-                float* heads = &qkv_[t * qkv_size_];
-                const float* cos = layer.w->cos_sin + positions_[t] * s_.dim;
-                for (int64_t h = 0; h < s_.heads; ++h) {
-                    rotate(heads + h * s_.dim, layer.w->q_norm, cos);
-                    for (int64_t d = 0; d < s_.dim; d += kLanes)
-                        put(&q_[t * ld_q_ + h * s_.dim + d], Vec::load(heads + h * s_.dim + d));
-                }
-                const bool is_last = t + 1 == m || rows_[t + 1] != rows_[t];
                 const int64_t page = s_.page_table[rows_[t] * s_.table_width + positions_[t] / s_.page];
                 const int64_t slot = page * s_.page + positions_[t] % s_.page;
+                for (int64_t h = 0; h < s_.kv_heads; ++h) cache.ask_to_store(slot, h);
+                float* heads = &qkv_[t * qkv_size_];
+                const float* cos = layer.w->cos_sin + positions_[t] * s_.dim;
+                for (int64_t h = 0; h < s_.heads; ++h)
+                    rotate(heads + h * s_.dim, layer.w->q_norm, cos, &q_[t * ld_q_ + h * s_.dim]);
+                const bool is_last = t + 1 == m || rows_[t + 1] != rows_[t];
                 for (int64_t h = 0; h < s_.kv_heads; ++h) {
                     float *k = heads + q_size_ + h * s_.dim, *v = k + s_.kv_heads * s_.dim;
-                    rotate(k, layer.w->k_norm, cos);
-                    cache.store(slot, h, k, v, is_last);
+                    rotate(k, layer.w->k_norm, cos, key);
+                    convert(v, value);
+                    cache.store(slot, h, key, value, is_last);
                 }
             }
         });
@@ -237,23 +247,22 @@ class Net : public Model {
         items_.clear(), spans_.clear();
         int64_t token = 0;
         double work = 0;
+        spans_.reserve(now_.size());
         for (const Slot& slot : now_) {
             spans_.push_back({slot.row, slot.start, slot.stop, token, layer.w->window});
             token += slot.stop - slot.start;
             work += (double)(slot.stop - slot.start) * (double)slot.stop;
             for (int64_t to = slot.stop; to > slot.start; to -= each)  // the longest first
                 for (int64_t h = 0; h < s_.kv_heads; ++h)
-                    items_.push_back({(int64_t)spans_.size() - 1, std::max(slot.start, to - each), to, h});
+                    items_.push_back({&spans_.back(), std::max(slot.start, to - each), to, h});
         }
         const double most = std::min<double>((double)items_.size(), 64 * pool_.size());
         const int n = (int)std::min(most, work * (double)q_size_ / 5e4 + 1);
         pool_.run(n, [&](int piece, int thread) {
-            for (int64_t i = piece; i < (int64_t)items_.size(); i += n) {
-                const Item& item = items_[i];
-                const Span& span = spans_[item.span];
-                attend<T>(cache, span, item.from, item.to, item.head, group, s_.page_table + span.row * s_.table_width,
+            const Item *item = &items_[part(items_.size(), n, piece)], *end = items_.data() + items_.size();
+            for (; item != &items_[0] + part(items_.size(), n, piece + 1); ++item)
+                attend<T>(cache, *item, item + 1 == end ? nullptr : item + 1, group, s_.page_table, s_.table_width,
                           (float)s_.scale, q_.data(), attended_.data(), ld_q_, scratch_[thread]);
-            }
         });
     }
 

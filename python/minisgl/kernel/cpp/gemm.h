@@ -39,7 +39,8 @@ void pack(T* w, int64_t rows, int64_t cols) {
     }
 }
 
-constexpr int kUnit = 4;  // panels that are computed together
+constexpr int64_t kAhead = 1 << 16;  // bytes
+constexpr int kUnit = 4;              // panels that are computed together
 #if defined(__AMX_BF16__)
 constexpr int kRowBlock = 32;  // rows that are: two tiles
 #else
@@ -47,7 +48,8 @@ constexpr int kRowBlock = 12;
 #endif
 
 template <class T, int PANELS>
-void product_rows(int rows, const X<T>* x, int64_t ldx, const T* const* panels, int64_t steps, float* out) {
+void product_rows(int rows, const X<T>* x, int64_t ldx, const T* const* panels, int64_t steps, int64_t ahead,
+                  float* out) {
     constexpr int most = kAccumulators / PANELS > 0 ? (kAccumulators / PANELS < 12 ? kAccumulators / PANELS : 12) : 1;
     for (int first = 0; first < rows;) {
         int left = (rows - first + most - 1) / most, count = (rows - first + left - 1) / left;
@@ -55,7 +57,8 @@ void product_rows(int rows, const X<T>* x, int64_t ldx, const T* const* panels, 
             Vec sums[n][PANELS];
             for (auto& row : sums)
                 for (Vec& v : row) v = Vec::all(0.0f);
-            accumulate<T, n, PANELS>(sums, x + first * ldx, ldx, panels, kLanes * Product<T>::kStep, steps);
+            accumulate<T, n, PANELS>(sums, x + first * ldx, ldx, panels, kLanes * Product<T>::kStep, steps,
+                                      first == 0 ? ahead : 0);
             for (int i = 0; i < n; ++i)
                 UNROLL for (int j = 0; j < PANELS; ++j) sums[i][j].store(out + ((first + i) * kUnit + j) * kLanes);
         });
@@ -116,19 +119,21 @@ inline void product_tiles(int rows, const bf16* x, int64_t ldx, const bf16* cons
 }
 #endif
 
-// out [rows][kUnit * 16] for `count` panels.
+// out [rows][kUnit * 16] for `count` panels; those that lie `ahead` elements behind come next, unless that is 0.
 template <class T>
-void product(int rows, const X<T>* x, int64_t ldx, const T* const* panels, int count, int64_t cols, float* out) {
+void product(int rows, const X<T>* x, int64_t ldx, const T* const* panels, int count, int64_t cols, int64_t ahead,
+             float* out) {
 #if defined(__AMX_BF16__)
     if constexpr (sizeof(T) == 2)
         if (cols % 32 == 0) return product_tiles(rows, x, ldx, panels, count, cols, out);
 #endif
     const int64_t steps = cols / Product<T>::kStep;
-    if (count == kUnit && rows * kUnit <= kAccumulators) return product_rows<T, kUnit>(rows, x, ldx, panels, steps, out);
+    if (count == kUnit && rows * kUnit <= kAccumulators)
+        return product_rows<T, kUnit>(rows, x, ldx, panels, steps, ahead, out);
     int i = 0;
     if constexpr (kAccumulators >= 6)
-        for (; i + 2 <= count; i += 2) product_rows<T, 2>(rows, x, ldx, panels + i, steps, out + i * kLanes);
-    for (; i < count; ++i) product_rows<T, 1>(rows, x, ldx, panels + i, steps, out + i * kLanes);
+        for (; i + 2 <= count; i += 2) product_rows<T, 2>(rows, x, ldx, panels + i, steps, ahead, out + i * kLanes);
+    for (; i < count; ++i) product_rows<T, 1>(rows, x, ldx, panels + i, steps, ahead, out + i * kLanes);
 }
 
 // finish(first row, rows, first panel, panels, tile [rows][kUnit * 16]) for all of x [m, cols] W^T, in parallel.
@@ -138,6 +143,8 @@ void gemm(Pool& pool, const Matrix<T>& w, const X<T>* x, int64_t ldx, int64_t m,
     if (m == 0) return;
     const int64_t across = paired ? w.panels() / 2 : w.panels(), each = paired ? kUnit / 2 : kUnit;
     const int64_t units = (across + each - 1) / each, blocks = (m + kRowBlock - 1) / kRowBlock;
+    // What comes next is the next unit if that is near; a panel that is longer than that goes on for long.
+    const int64_t unit = each * kLanes * w.cols, ahead = std::min(unit, kAhead / (int64_t)sizeof(T));
     const double work = (double)m * w.rows * w.cols;
     int pieces = (int)std::min<int64_t>(units, std::min<double>(work / 2e5 + 1, 16 * pool.size()));
     pool.run(pieces, [&](int piece, int) {
@@ -152,7 +159,8 @@ void gemm(Pool& pool, const Matrix<T>& w, const X<T>* x, int64_t ldx, int64_t m,
             for (int64_t b = 0; b < blocks; ++b) {
                 const int64_t row = m * b / blocks;
                 const int rows = (int)(m * (b + 1) / blocks - row);
-                product<T>(rows, x + row * ldx, ldx, panels, (int)(paired ? 2 * count : count), w.cols, tile);
+                product<T>(rows, x + row * ldx, ldx, panels, (int)(paired ? 2 * count : count), w.cols,
+                           b == 0 ? ahead : 0, tile);
                 finish(row, rows, first, (int)count, tile);
             }
         }
@@ -167,12 +175,11 @@ void linear(Pool& pool, const Matrix<T>& w, const X<T>* x, int64_t ldx, int64_t 
             for (int j = 0; j < count; ++j) {
                 const int64_t col = (panel + j) * kLanes;
                 float* out = y + (row + i) * ldy + col;
-                const float* in = tile + (i * kUnit + j) * kLanes;
                 const int n = (int)std::min<int64_t>(kLanes, w.rows - col);
-                for (int c = 0; c < n; ++c) {
-                    float value = w.bias ? in[c] + w.bias[col + c] : in[c];
-                    out[c] = adds ? out[c] + value : value;
-                }
+                Vec v = Vec::load(tile + (i * kUnit + j) * kLanes);
+                if (w.bias) v = v + load_part(w.bias + col, n);
+                if (adds) v = load_part(out, n) + v;
+                store_part(out, v, n);
             }
     });
 }

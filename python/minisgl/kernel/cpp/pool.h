@@ -1,7 +1,8 @@
-// A pool whose work is claimed piece by piece: a region is over when its pieces are done, not when all threads came by.
+// A pool in which each thread has a range of pieces, and helps the others from the end of theirs when it is done.
 //
-// So a thread that the system has put aside delays nobody unless it holds a piece. Which thread computes a piece
-// changes no sum. Waiting threads spin for some microseconds, then sleep.
+// So threads walk through neighbouring memory, and one that the system has put aside delays nobody unless it holds a
+// piece: a region is over when its pieces are done. Which thread computes a piece changes no sum. Waiting threads spin
+// for some microseconds, then sleep.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -14,10 +15,13 @@
 
 namespace minisgl {
 
+// Where piece `i` of `pieces` begins in a range of `count`.
+inline int64_t part(int64_t count, int pieces, int i) { return count * i / pieces; }
+
 class Pool {
   public:
     // The caller is thread 0 of `threads`.
-    explicit Pool(int threads) {
+    explicit Pool(int threads) : ranges_(threads) {
         for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { serve(i); });
     }
     ~Pool() {
@@ -28,22 +32,23 @@ class Pool {
         wake_.notify_all();
         for (auto& w : workers_) w.join();
     }
-    int size() const { return 1 + (int)workers_.size(); }
+    int size() const { return (int)ranges_.size(); }
 
     // f(piece, thread) for each piece in [0, pieces), pieces < 65,536; in any order and at once. One caller at a time.
     template <class F>
     void run(int pieces, const F& f) {
-        if (pieces <= 1 || workers_.empty()) {
+        if (pieces <= 1 || size() == 1) {
             for (int i = 0; i < pieces; ++i) f(i, 0);
             return;
         }
         call_ = [](const void* g, int piece, int thread) { (*(const F*)g)(piece, thread); };
         function_ = &f;
         done_.store(0, std::memory_order_relaxed);
-        // Epoch, pieces, next piece in one word: a claim can only succeed while the region it belongs to is open.
-        state_.store(++epoch_ << 32 | (uint64_t)pieces << 16);
+        ++epoch_;
+        for (int i = size() - 1; i >= 0; --i)
+            ranges_[i].state.store(epoch_ << 32 | (uint64_t)part(pieces, size(), i + 1) << 16 | part(pieces, size(), i));
         if (sleepers_.load() > 0) {
-            std::lock_guard<std::mutex> lock(mutex_);
+            { std::lock_guard<std::mutex> lock(mutex_); }  // who is about to sleep has seen this region, or sleeps
             wake_.notify_all();
         }
         claim(0);
@@ -63,18 +68,28 @@ class Pool {
     }
     static bool is_open(uint64_t state) { return (state & 0xffff) < (state >> 16 & 0xffff); }
 
+    // Epoch, end and next piece in one word: a claim can only succeed while the region it belongs to is open.
+    struct alignas(64) Range {
+        std::atomic<uint64_t> state{0};
+    };
+
     void claim(int thread) {
-        uint64_t state = state_.load();
-        while (is_open(state)) {
-            if (!state_.compare_exchange_weak(state, state + 1)) continue;
-            call_(function_, (int)(state & 0xffff), thread);
-            done_.fetch_add(1, std::memory_order_release);
-            state = state_.load();
+        for (int i = 0; i < size(); ++i) {
+            std::atomic<uint64_t>& range = ranges_[(thread + i) % size()].state;
+            uint64_t state = range.load();
+            while (is_open(state)) {
+                const uint64_t first = state & 0xffff, last = (state >> 16 & 0xffff) - 1;
+                if (!range.compare_exchange_weak(state, i == 0 ? state + 1 : state - (1 << 16))) continue;
+                call_(function_, (int)(i == 0 ? first : last), thread);
+                done_.fetch_add(1, std::memory_order_release);
+                state = range.load();
+            }
         }
     }
     void serve(int thread) {
+        const std::atomic<uint64_t>& own = ranges_[thread].state;
         for (int spins = 0;; ++spins) {
-            if (is_open(state_.load())) {
+            if (is_open(own.load())) {
                 claim(thread);
                 spins = 0;
             } else if (spins < kSpins) {
@@ -82,7 +97,7 @@ class Pool {
             } else {
                 std::unique_lock<std::mutex> lock(mutex_);
                 sleepers_.fetch_add(1);
-                wake_.wait(lock, [this] { return stopped_ || is_open(state_.load()); });
+                wake_.wait(lock, [&] { return stopped_ || is_open(own.load()); });
                 sleepers_.fetch_sub(1);
                 if (stopped_) return;
                 spins = 0;
@@ -91,7 +106,7 @@ class Pool {
     }
 
     std::vector<std::thread> workers_;
-    alignas(64) std::atomic<uint64_t> state_{0};
+    std::vector<Range> ranges_;
     alignas(64) std::atomic<int> done_{0};
     alignas(64) std::atomic<int> sleepers_{0};
     uint64_t epoch_ = 0;
@@ -101,8 +116,5 @@ class Pool {
     std::mutex mutex_;
     std::condition_variable wake_;
 };
-
-// The range of `count` that piece `i` of `pieces` has.
-inline int64_t part(int64_t count, int pieces, int i) { return count * i / pieces; }
 
 }  // namespace minisgl

@@ -84,8 +84,25 @@ INLINE Vec fma(Vec a, Vec b, Vec c) {
     return v;
 }
 
+// The first n of 16 floats, zeros behind them; and back.
+INLINE Vec load_part(const float* p, int n) {
+    if (n == kLanes) return Vec::load(p);
+    float x[kLanes] = {};
+    memcpy(x, p, n * sizeof(float));
+    return Vec::load(x);
+}
+INLINE void store_part(float* p, Vec v, int n) {
+    if (n == kLanes) return v.store(p);
+    float x[kLanes];
+    v.store(x);
+    memcpy(p, x, n * sizeof(float));
+}
+
 // In halves, always in the same order.
 INLINE float sum(Vec a) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)a.r[0]);
+#endif
     float x[kLanes];
     a.store(x);
     for (int n = kLanes / 2; n > 0; n /= 2)
@@ -93,6 +110,9 @@ INLINE float sum(Vec a) {
     return x[0];
 }
 INLINE float largest(Vec a) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)a.r[0]);
+#endif
     float x[kLanes];
     a.store(x);
     for (int n = kLanes / 2; n > 0; n /= 2)
@@ -101,28 +121,39 @@ INLINE float largest(Vec a) {
 }
 
 // e^x to about 2 units in the last place: exactly 1 at 0, 0 below -87, finite above 88; NaN stays. Cephes' polynomial.
+INLINE Reg exp(Reg x) {
+    const Reg zero = {};
+    Reg y = x;
+    y = y < -88.0f ? zero - 88.0f : y;
+    y = y > 88.0f ? zero + 88.0f : y;
+    Reg n = (y * 1.44269504f + 12582912.0f) - 12582912.0f;  // to the nearest whole number
+    Reg f = reg_fma(n, zero - 0.693359375f, y);
+    f = reg_fma(n, zero + 2.12194440e-4f, f);
+    Reg p = zero + 1.9875691500e-4f;
+    p = reg_fma(p, f, zero + 1.3981999507e-3f);
+    p = reg_fma(p, f, zero + 8.3334519073e-3f);
+    p = reg_fma(p, f, zero + 4.1665795894e-2f);
+    p = reg_fma(p, f, zero + 1.6666665459e-1f);
+    p = reg_fma(p, f, zero + 5.0000001201e-1f);
+    p = reg_fma(p, f * f, f) + 1.0f;
+    Int power = (__builtin_convertvector(n, Int) + 127) << 23;
+    p = p * (Reg)power;
+    return x < -87.0f ? zero : p;
+}
 INLINE Vec exp(Vec a) {
-    Vec v;
+    UNROLL for (int i = 0; i < kRegs; ++i) a.r[i] = exp(a.r[i]);
+    return a;
+}
+INLINE float exp(float x) { return exp(x - Reg{})[0]; }
+
+// Lanes [low, high) of a, -Inf elsewhere.
+INLINE Vec only(Vec a, int low, int high) {
     UNROLL for (int i = 0; i < kRegs; ++i) {
-        const Reg zero = {};
-        Reg x = a.r[i], y = x;
-        y = y < -88.0f ? zero - 88.0f : y;
-        y = y > 88.0f ? zero + 88.0f : y;
-        Reg n = (y * 1.44269504f + 12582912.0f) - 12582912.0f;  // to the nearest whole number
-        Reg f = reg_fma(n, zero - 0.693359375f, y);
-        f = reg_fma(n, zero + 2.12194440e-4f, f);
-        Reg p = zero + 1.9875691500e-4f;
-        p = reg_fma(p, f, zero + 1.3981999507e-3f);
-        p = reg_fma(p, f, zero + 8.3334519073e-3f);
-        p = reg_fma(p, f, zero + 4.1665795894e-2f);
-        p = reg_fma(p, f, zero + 1.6666665459e-1f);
-        p = reg_fma(p, f, zero + 5.0000001201e-1f);
-        p = reg_fma(p, f * f, f) + 1.0f;
-        Int power = (__builtin_convertvector(n, Int) + 127) << 23;
-        p = p * (Reg)power;
-        v.r[i] = x < -87.0f ? zero : p;
+        Int lane;
+        UNROLL for (int j = 0; j < kWidth / 4; ++j) lane[j] = i * (kWidth / 4) + j;
+        a.r[i] = (lane >= low) & (lane < high) ? a.r[i] : Reg{} - INFINITY;
     }
-    return v;
+    return a;
 }
 
 using bf16 = uint16_t;
@@ -213,24 +244,26 @@ struct Product<bf16> {
 template <class T>
 using X = typename Product<T>::X;
 
-constexpr int kAhead = 1024;  // bytes to ask for beyond those at hand
-
-// sums[row][panel] += x[row, :] . panel: `steps` steps; x has `ldx` elements a row, a panel `stride` a step.
+// sums[row][panel] += x[row, :] . panel: `steps` steps; x has `ldx` elements a row, a panel `stride` a step. Asks for
+// what lies `ahead` elements behind the panels, unless that is 0.
 template <class T, int ROWS, int PANELS>
 INLINE void accumulate(Vec (&sums)[ROWS][PANELS], const X<T>* x, int64_t ldx, const T* const* panels, int64_t stride,
-                       int64_t steps) {
+                       int64_t steps, int64_t ahead = 0) {
     using P = Product<T>;
-    for (int64_t k = 0; k < steps; ++k) {
-        typename P::Weights w[PANELS];
-        UNROLL for (int j = 0; j < PANELS; ++j) {
-            w[j] = P::weights(panels[j] + k * stride);
-            __builtin_prefetch((const char*)(panels[j] + k * stride) + kAhead);
+    const auto run = [&](auto asks) {
+        for (int64_t k = 0; k < steps; ++k) {
+            typename P::Weights w[PANELS];
+            UNROLL for (int j = 0; j < PANELS; ++j) {
+                w[j] = P::weights(panels[j] + k * stride);
+                if (asks) __builtin_prefetch(panels[j] + k * stride + ahead, 0, 2);
+            }
+            UNROLL for (int i = 0; i < ROWS; ++i) {
+                auto factor = P::factor(x + i * ldx + k * P::kStep);
+                UNROLL for (int j = 0; j < PANELS; ++j) P::add(sums[i][j], w[j], factor);
+            }
         }
-        UNROLL for (int i = 0; i < ROWS; ++i) {
-            auto factor = P::factor(x + i * ldx + k * P::kStep);
-            UNROLL for (int j = 0; j < PANELS; ++j) P::add(sums[i][j], w[j], factor);
-        }
-    }
+    };
+    ahead ? run(std::true_type{}) : run(std::false_type{});
 }
 
 // Calls f(integral constant) for the number of rows in 1..MAX.
