@@ -21,15 +21,6 @@ struct Cache {
     T* head(int64_t page_id, bool is_v, int64_t h) const {
         return data + ((page_id * 2 + is_v) * kv_heads + h) * page * dim;
     }
-    void ask_to_store(int64_t slot, int64_t h) const {
-        const T *ks = head(slot / page, false, h), *vs = head(slot / page, true, h);
-        const int64_t at = slot % page, step = is_packed() ? kStep : 1, line = 64 / sizeof(T);
-        if (is_packed())
-            for (int64_t d = 0; d < dim; d += kStep) __builtin_prefetch(ks + d * page + at * kStep, 1);
-        else
-            for (int64_t d = 0; d < dim; d += line) __builtin_prefetch(ks + at * dim + d, 1);
-        for (int64_t d = 0; d < dim * step; d += line) __builtin_prefetch(vs + at / step * step * dim + d, 1);
-    }
     // What is beyond the last token of a sequence is never scored, but V's partner in a step of K must be a number.
     void store(int64_t slot, int64_t h, const T* k, const T* v, bool is_last) const {
         T *ks = head(slot / page, false, h), *vs = head(slot / page, true, h);

@@ -225,7 +225,6 @@ class Net : public Model {
             for (int64_t t = part(m, n, piece); t < part(m, n, piece + 1); ++t) {
                 const int64_t page = s_.page_table[rows_[t] * s_.table_width + positions_[t] / s_.page];
                 const int64_t slot = page * s_.page + positions_[t] % s_.page;
-                for (int64_t h = 0; h < s_.kv_heads; ++h) cache.ask_to_store(slot, h);
                 float* heads = &qkv_[t * qkv_size_];
                 const float* cos = layer.w->cos_sin + positions_[t] * s_.dim;
                 for (int64_t h = 0; h < s_.heads; ++h)
