@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import weakref
 from ctypes import byref, c_float
 from dataclasses import replace
@@ -9,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 from minisgl.core import BatchPlan, StepResult
 from minisgl.engine.prepare import prepare_batch
@@ -58,7 +59,7 @@ class _Result:
 
 
 class NativeRunner:
-    """Any step. Takes over the weights: they are packed in place, so no other runner can use them afterwards.
+    """Any step. Takes over the weights, whose tensors are packed afterwards: no other runner can use them.
 
     Also the K/V pages hold what only it can read, see `kernel/cpp/attention.h`.
     """
@@ -69,9 +70,8 @@ class NativeRunner:
         self._library = library
         self._vocab_size = spec.model.vocab_size
         self._kept: list[Tensor] = []  # what the library has addresses of, besides the weights
-        packed = _pack(parts.model, library)
-        self._kept += packed.values()
-        model = self._model_spec(spec, packed, threads)
+        _pack(parts.model, library)
+        model = self._model_spec(spec, threads)
         self._model = library.create(byref(model))
         self._close = weakref.finalize(self, library.destroy, self._model)
 
@@ -171,18 +171,15 @@ class NativeRunner:
         self._kept.append(tensor.float().contiguous())
         return self._kept[-1].data_ptr()
 
-    def _model_spec(self, spec: EngineSpec, packed: dict[int, Tensor], threads: int) -> ModelSpec:
+    def _model_spec(self, spec: EngineSpec, threads: int) -> ModelSpec:
         m, model, pool, state = spec.model, self.parts.model, self.parts.kv_cache, self.parts.state
-
-        def at(weight: Tensor) -> int:
-            return packed[weight.data_ptr()].data_ptr()
 
         decoder: Any = model.model  # of LlamaDecoderLayers with a GatedMLP, see `refusal`
         layers = (LayerWeights * m.num_layers)()
         for c, layer, window in zip(layers, decoder.layers, m.windows, strict=True):
             attention, mlp = layer.self_attn, layer.mlp
-            c.qkv, c.o = at(attention.qkv_proj.weight), at(attention.o_proj.weight)
-            c.gate_up, c.down = at(mlp.gate_up_proj.weight), at(mlp.down_proj.weight)
+            c.qkv, c.o = attention.qkv_proj.weight.data_ptr(), attention.o_proj.weight.data_ptr()
+            c.gate_up, c.down = mlp.gate_up_proj.weight.data_ptr(), mlp.down_proj.weight.data_ptr()
             c.qkv_bias, c.o_bias = self._float(attention.qkv_proj.bias), self._float(attention.o_proj.bias)
             c.gate_up_bias, c.down_bias = self._float(mlp.gate_up_proj.bias), self._float(mlp.down_proj.bias)
             c.input_norm = self._float(layer.input_layernorm.weight)
@@ -206,7 +203,7 @@ class NativeRunner:
             scale=m.attention_scale or m.head_dim**-0.5,
             weights=layers,
             embedding=model.model.embed_tokens.weight.data_ptr(),
-            head=at(model.lm_head.weight),
+            head=model.lm_head.weight.data_ptr(),
             final_norm=self._float(model.model.norm.weight),
             cache=pool.data.data_ptr(),
             layer_stride=pool.data.stride(0),
@@ -238,16 +235,24 @@ def _token_by_token(slots: Ints) -> Ints:
     return np.array(result, np.int32)
 
 
-def _pack(model: LlamaForCausalLM, library: NativeLibrary) -> dict[int, Tensor]:
-    """Pack all matrices but an untied embedding, in place where the rows fill their panels: old address -> packed."""
-    packed = {}
+def _pack(model: LlamaForCausalLM, library: NativeLibrary) -> None:
+    """Pack all matrices but an untied embedding, and move them into one place."""
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
-    for parameter in model.parameters:
-        weight = parameter.tensor
-        if weight.dim() != 2 or (weight is embedding and head is not embedding):
-            continue
-        missing = -len(weight) % LANES
-        whole = F.pad(weight, (0, 0, 0, missing)) if missing else weight
+    matrices = [
+        p.tensor for p in model.parameters if p.tensor.dim() == 2 and (p.tensor is not embedding or head is embedding)
+    ]
+    rows = [-(-len(weight) // LANES) * LANES for weight in matrices]
+    places = _zeros([n * weight.shape[1] * weight.itemsize for n, weight in zip(rows, matrices, strict=True)])
+    for n, weight, place in zip(rows, matrices, places, strict=True):
+        whole = place.view(weight.dtype).view(n, weight.shape[1])
+        whole[: len(weight)] = weight
         library.pack(whole.data_ptr(), whole.dtype is torch.bfloat16, *whole.shape)
-        packed[weight.data_ptr()] = whole
-    return packed
+        weight.set_(whole[: len(weight)])  # type: ignore[call-overload]  # frees what it had
+
+
+def _zeros(sizes: list[int]) -> tuple[Tensor, ...]:
+    """Bytes side by side, in large memory pages where Linux has them: of small ones a step would look up thousands."""
+    memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).split_with_sizes(sizes)
