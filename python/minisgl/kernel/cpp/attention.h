@@ -63,7 +63,9 @@ struct Item {
     const Span* span;
     int64_t from, to, head;
 
-    int64_t first_block() const { return span->window ? std::max<int64_t>(from + 1 - span->window, 0) / kKeys * kKeys : 0; }
+    int64_t first_block() const {
+        return span->window ? std::max<int64_t>(from + 1 - span->window, 0) / kKeys * kKeys : 0;
+    }
 };
 
 // Where a group of 16 keys and values is, one pointer for each of the block's groups.
@@ -172,7 +174,8 @@ void soften(const float* s, X<T>* p, int64_t low, int64_t high, float scale, flo
     Vec v[kGroups], top = Vec::all(most);
     for (int i = 0; i < kGroups; ++i) {
         v[i] = Vec::load(s + i * kLanes) * Vec::all(scale);
-        if (low > i * kLanes || high < (i + 1) * kLanes) v[i] = only(v[i], (int)low - i * kLanes, (int)high - i * kLanes);
+        const int at = i * kLanes;
+        if (low > at || high < at + kLanes) v[i] = only(v[i], (int)low - at, (int)high - at);
         top = max(v[i], top);
     }
     const float peak = largest(top);

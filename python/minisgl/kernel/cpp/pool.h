@@ -45,8 +45,10 @@ class Pool {
         function_ = &f;
         done_.store(0, std::memory_order_relaxed);
         ++epoch_;
-        for (int i = size() - 1; i >= 0; --i)
-            ranges_[i].state.store(epoch_ << 32 | (uint64_t)part(pieces, size(), i + 1) << 16 | part(pieces, size(), i));
+        for (int i = size() - 1; i >= 0; --i) {
+            const uint64_t first = part(pieces, size(), i), end = part(pieces, size(), i + 1);
+            ranges_[i].state.store(epoch_ << 32 | end << 16 | first);
+        }
         if (sleepers_.load() > 0) {
             { std::lock_guard<std::mutex> lock(mutex_); }  // who is about to sleep has seen this region, or sleeps
             wake_.notify_all();

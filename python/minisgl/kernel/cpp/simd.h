@@ -102,22 +102,24 @@ INLINE void store_part(float* p, Vec v, int n) {
 INLINE float sum(Vec a) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)a.r[0]);
-#endif
+#else
     float x[kLanes];
     a.store(x);
     for (int n = kLanes / 2; n > 0; n /= 2)
         for (int i = 0; i < n; ++i) x[i] += x[i + n];
     return x[0];
+#endif
 }
 INLINE float largest(Vec a) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)a.r[0]);
-#endif
+#else
     float x[kLanes];
     a.store(x);
     for (int n = kLanes / 2; n > 0; n /= 2)
         for (int i = 0; i < n; ++i) x[i] = x[i] > x[i + n] ? x[i] : x[i + n];
     return x[0];
+#endif
 }
 
 // e^x to about 2 units in the last place: exactly 1 at 0, 0 below -87, finite above 88; NaN stays. Cephes' polynomial.
