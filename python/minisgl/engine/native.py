@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DTYPES: Final = (torch.float32, torch.bfloat16)
 LANES: Final = 16  # rows of a panel of packed weights
+GROUP: Final = 32  # columns that share a scale in quantized ones
 PLAIN: Final = BatchPlan.SAMPLES | BatchPlan.FROM_DEVICE
 
 
@@ -43,9 +44,15 @@ def refusal(spec: EngineSpec) -> str | None:
         return f"{m.architecture} with {m.activation} is not Llama-shaped enough"
     if spec.dtype not in DTYPES:
         return f"dtype {spec.dtype}"
-    for name in ("head_dim", "hidden_size", "intermediate_size"):
-        if getattr(m, name) % LANES:
-            return f"{name} {getattr(m, name)} is not a multiple of {LANES}"
+    if spec.pooling is not None:
+        return "it makes embeddings"
+    sizes = {"head_dim": (m.head_dim, LANES)}
+    step = GROUP if spec.quantization else LANES
+    sizes |= {"hidden_size": (m.hidden_size, step), "intermediate_size": (m.intermediate_size, step)}
+    sizes |= {"heads * head_dim": (m.num_heads * m.head_dim, step)}
+    for name, (size, divisor) in sizes.items():
+        if size % divisor:
+            return f"{name} {size} is not a multiple of {divisor}"
     return None
 
 
@@ -58,19 +65,21 @@ class _Result:
 
 
 class NativeRunner:
-    """Any step. Takes over the weights: they are packed in place, so no other runner can use them afterwards.
+    """Any step. Takes over the weights: they are packed in place, or quantized, and no other runner can use them then.
 
     Also the K/V pages hold what only it can read, see `kernel/cpp/attention.h`.
     """
 
     def __init__(self, parts: Parts, spec: EngineSpec, library: NativeLibrary, threads: int) -> None:
-        self.name = f"native ({library.isa})"
+        self.name = f"native ({', '.join(filter(None, (library.isa, spec.quantization)))})"
         self.parts = parts
         self._library = library
         self._vocab_size = spec.model.vocab_size
         self._kept: list[Tensor] = []  # what the library has addresses of, besides the weights
-        packed = _pack(parts.model, library)
+        packed = _pack(parts.model, library, spec.quantization is not None)
         self._kept += packed.values()
+        sizes = (packed.get(id(p.tensor), p.tensor).nbytes for p in parts.model.parameters)
+        self.weight_bytes = sum(sizes)
         model = self._model_spec(spec, packed, threads)
         self._model = library.create(byref(model))
         self._close = weakref.finalize(self, library.destroy, self._model)
@@ -179,7 +188,7 @@ class NativeRunner:
         m, model, pool, state = spec.model, self.parts.model, self.parts.kv_cache, self.parts.state
 
         def at(weight: Tensor) -> int:
-            return packed[weight.data_ptr()].data_ptr()
+            return packed[id(weight)].data_ptr()
 
         decoder: Any = model.model  # of LlamaDecoderLayers with a GatedMLP, see `refusal`
         layers = (LayerWeights * m.num_layers)()
@@ -196,6 +205,7 @@ class NativeRunner:
             c.window = window or 0
         return ModelSpec(
             is_bf16=spec.dtype is torch.bfloat16,
+            is_int8=spec.quantization == "int8",
             layers=m.num_layers,
             hidden=m.hidden_size,
             intermediate=m.intermediate_size,
@@ -242,8 +252,11 @@ def _token_by_token(slots: Ints) -> Ints:
     return np.array(result, np.int32)
 
 
-def _pack(model: LlamaForCausalLM, library: NativeLibrary) -> dict[int, Tensor]:
-    """Pack all matrices but an untied embedding, in place where the rows fill their panels: old address -> packed."""
+def _pack(model: LlamaForCausalLM, library: NativeLibrary, quantizes: bool) -> dict[int, Tensor]:
+    """Pack all matrices but an untied embedding, in place where the rows fill their panels: id -> packed.
+
+    When it quantizes, each gives its memory back as its successor is there.
+    """
     packed = {}
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
     for parameter in model.parameters:
@@ -252,6 +265,12 @@ def _pack(model: LlamaForCausalLM, library: NativeLibrary) -> dict[int, Tensor]:
             continue
         missing = -len(weight) % LANES
         whole = F.pad(weight, (0, 0, 0, missing)) if missing else weight
-        library.pack(whole.data_ptr(), whole.dtype is torch.bfloat16, *whole.shape)
-        packed[weight.data_ptr()] = whole
+        is_bf16 = whole.dtype is torch.bfloat16
+        if quantizes:
+            packed[id(weight)] = torch.empty(library.int8_size(*whole.shape), dtype=torch.uint8)
+            library.quantize(whole.data_ptr(), is_bf16, *whole.shape, packed[id(weight)].data_ptr())
+            weight.data = weight.new_empty(0)
+        else:
+            library.pack(whole.data_ptr(), is_bf16, *whole.shape)
+            packed[id(weight)] = whole
     return packed
