@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from ctypes import byref, c_float
 from dataclasses import replace
@@ -273,4 +274,7 @@ def _pack(model: LlamaForCausalLM, library: NativeLibrary, quantizes: bool) -> d
         else:
             library.pack(whole.data_ptr(), is_bf16, *whole.shape)
             packed[id(weight)] = whole
+    libc = ctypes.CDLL(None)
+    if quantizes and hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(ctypes.c_size_t(0))  # glibc keeps freed matrices below 32 MB for itself otherwise
     return packed
