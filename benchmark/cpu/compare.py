@@ -64,9 +64,16 @@ class Transformers:
 
 
 class Ours:
-    def __init__(self, options: dict[str, Any], dtype: str, threads: int) -> None:
-        folder = options["model"]
-        self.llm = LLM(folder, dummy_weight=True, dtype=dtype, threads=threads, device="cpu", max_seq_len=2048)
+    def __init__(self, options: dict[str, Any], dtype: str, threads: int, quantization: str | None = None) -> None:
+        self.llm = LLM(
+            options["model"],
+            dummy_weight=True,
+            dtype=dtype,
+            quantization=quantization,
+            threads=threads,
+            device="cpu",
+            max_seq_len=2048,
+        )
 
     def generate(self, prompts: list[list[int]], tokens: int | list[int]) -> float:
         self.llm.scheduler.handle(FlushCacheMsg())

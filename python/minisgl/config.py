@@ -33,6 +33,11 @@ class EngineConfig:
         "number format of weights and KV cache; auto = the checkpoint's on a GPU, float32 on a CPU",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    quantization: str | None = option(
+        None,
+        "round the weights at the start: int8 = to 8 bits, in the C++ step of a CPU; default = as --dtype has them",
+        choices=("int8",),
+    )
     device: str = option("auto", "where to run; auto = a GPU if there is one", choices=("auto", "cpu", "cuda"))
     page_size: int | None = option(
         None, "tokens per KV page, a power of two from 1 to 128; default 64 on a GPU, 16 on a CPU"

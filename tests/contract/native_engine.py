@@ -37,7 +37,13 @@ class NativeEngine:
 
     @classmethod
     def load(
-        cls, folder: Path, dtype: str = "float32", page_size: int = 16, threads: int = 2, dummy: bool = False
+        cls,
+        folder: Path,
+        dtype: str = "float32",
+        page_size: int = 16,
+        threads: int = 2,
+        dummy: bool = False,
+        quantization: str | None = None,
     ) -> NativeEngine:
         config = EngineConfig(
             model=str(folder),
@@ -48,6 +54,7 @@ class NativeEngine:
             max_running_requests=ROWS,
             threads=threads,
             dummy_weight=dummy,
+            quantization=quantization,
         )
         return cls(Engine.from_config(config, 8192, Group(ALONE)))
 

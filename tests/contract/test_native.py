@@ -6,7 +6,6 @@ import copy
 import multiprocessing
 import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from minisgl.engine.runner import EagerRunner
 from minisgl.kernel import build, native
 from minisgl.models.windows import SLIDING
 
+pytestmark = pytest.mark.usefixtures("built")
 RNG = random.Random(0)
 A, B, C = ([RNG.randrange(160) for _ in range(n)] for n in (90, 37, 61))
 # Beside those of every architecture: one KV head of 64 for many queries, wide heads, a vocabulary of odd size, windows.
@@ -58,23 +58,6 @@ def dense() -> dict[str, Any]:
         and (getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads) % 16 == 0
     }
     return ours | SHAPES
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    """Compile for all instruction sets at once."""
-    if native.build_library(native.SOURCE, native.FLAGS) is None:
-        pytest.skip("no C++ compiler")
-    with ThreadPoolExecutor() as pool:
-        list(
-            pool.map(lambda isa: native.build_library(native.SOURCE, native.compiler_flags(isa)), native.usable_isas())
-        )
-
-
-@pytest.fixture(params=native.usable_isas())
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("MINISGL_CPU_ISA", request.param)
-    return str(request.param)
 
 
 @pytest.fixture(scope="module", params=dense())
@@ -140,15 +123,16 @@ def ways(engine: NativeEngine) -> Iterator[torch.Tensor]:
 ROWS_OF_WAYS = 16
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bits_do_not_depend_on_the_company(tmp_path: Path, isa: str, dtype: str):
+def test_bits_do_not_depend_on_the_company(tmp_path: Path, isa: str, dtype: str, quantization: str | None):
     """Nor on chunks, prefix hits, page size or threads, on all instruction sets."""
     for config in (dense()["qwen3-tied-wide-heads"], SHAPES["windows"], SHAPES["one-kv-head"]):
         folder = tmp_path / config.model_type
         save(folder, config)
         want = None
         for page_size, threads in ((16, 2), (1, 1), (64, 3)):
-            for logits in ways(NativeEngine.load(folder, dtype, page_size, threads)):
+            for logits in ways(NativeEngine.load(folder, dtype, page_size, threads, quantization=quantization)):
                 want = logits if want is None else want
                 assert torch.equal(logits, want)
 

@@ -106,6 +106,14 @@ def test_the_answers_are_right(expected: dict[str, tuple[str, int, str | None]],
         assert (function, json.loads(arguments)) == ("get_weather", {"city": "Paris"})
 
 
+def test_weights_of_eight_bits_answer_right() -> None:
+    with ServerProcess("--quantization", "int8") as server:
+        assert "int8" in server.info()["engine"]["runners"]
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            texts = {name: text for name, (text, _, _) in answers(client).items()}
+    assert [name for name, text in texts.items() if QUESTIONS[name][2] not in text] == []
+
+
 @pytest.mark.parametrize(
     ("overlap", "cache", "page_size", "chunk"),
     [pytest.param(*c, marks=() if c in HALF else pytest.mark.slow) for c in ALL],

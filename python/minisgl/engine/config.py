@@ -33,6 +33,7 @@ DEFAULTS = {
     "cuda": Defaults(dtype=None, memory_ratio=0.9, page_size=64, cuda_graph=True),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+QUANTIZATIONS = ("int8",)
 MAX_PAGE_SIZE = 128
 
 
@@ -42,7 +43,8 @@ class EngineSpec:
 
     folder: Path
     model: ModelConfig
-    dtype: torch.dtype
+    dtype: torch.dtype  # of what is computed, of the KV cache, and of weights that are not quantized
+    quantization: str | None  # one of QUANTIZATIONS
     max_seq_len: int
     page_size: int
     max_running_requests: int
@@ -97,6 +99,8 @@ def resolve(
     dtype = config.dtype if config.dtype != "auto" else (defaults.dtype or model.dtype)
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if config.quantization not in (None, *QUANTIZATIONS):
+        raise ConfigError(f"--quantization {config.quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
     has_graphs = defaults.cuda_graph and embedder is None  # they are for steps that choose tokens
     if config.cuda_graph_max_bs and not defaults.cuda_graph:
         raise ConfigError(f"--cuda-graph-max-bs needs an NVIDIA GPU, and the device is {device_type}")
@@ -110,6 +114,7 @@ def resolve(
         folder=folder,
         model=model,
         dtype=DTYPES[dtype],
+        quantization=config.quantization,
         max_seq_len=config.max_seq_len or longest,
         page_size=size,
         max_running_requests=config.max_running_requests,

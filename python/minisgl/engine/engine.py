@@ -23,12 +23,14 @@ from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.models import load_model
 from minisgl.params import Limits
 from minisgl.utils.device import CpuDevice, Device, Pending, create_device
+from minisgl.utils.errors import ConfigError
 from minisgl.utils.progress import Progress
 
 if TYPE_CHECKING:
     from minisgl.config import EngineConfig
     from minisgl.core import BatchPlan, StepCosts
     from minisgl.engine.native import NativeRunner
+    from minisgl.kernel.native import NativeLibrary
 
 _log = logging.getLogger("minisgl.engine")
 
@@ -55,6 +57,7 @@ class Engine:
         """With a `group`, one rank of several: all must do this at the same time."""
         self.spec = spec
         self.device = device
+        library = self._native_library()
         group = group or Group(spec.info)
         comm = group.communicator(device.torch_device, spec.use_pynccl)
         m, rows = spec.model, spec.max_running_requests
@@ -90,8 +93,8 @@ class Engine:
             )
         elif spec.graph_rows:
             self.runners = [*self._graph_runners(eager), eager]
-        elif isinstance(device, CpuDevice) and spec.pooling is None:
-            self.general = self._native_runner(device.threads) or eager
+        elif library is not None:
+            self.general = self._native_runner(library)
             self.runners = [self.general]
         self._costs = None
         if device.is_async:
@@ -146,17 +149,30 @@ class Engine:
             longest = min(self.spec.max_step_tokens, self.spec.max_seq_len)
             return [decode, TokenGraphRunner(self.parts, eager, capture, longest)]
 
-    def _native_runner(self, threads: int) -> NativeRunner | None:
-        """Takes the weights and the pool over where it can run this model; else says why not, and None."""
-        from minisgl.engine.native import NativeRunner, refusal
+    def _native_library(self) -> NativeLibrary | None:
+        """What the C++ step of a CPU needs, if it can run this model; raises `ConfigError` if it cannot and has to."""
+        from minisgl.engine.native import refusal
         from minisgl.kernel.native import load_native
 
-        reason = refusal(self.spec)
+        spec, device_type = self.spec, self.device.type
+        reason = refusal(spec) if device_type == "cpu" else f"the device is {device_type}"
         library = load_native() if reason is None else reason
-        if isinstance(library, str):
+        if not isinstance(library, str):
+            return library
+        if spec.quantization is not None:
+            raise ConfigError(f"--quantization {spec.quantization} needs the C++ step of a CPU: {library}")
+        if device_type == "cpu" and spec.pooling is None:
             _log.warning("steps run op by op, several times slower than the C++ step: %s", library)
-            return None
-        return NativeRunner(self.parts, self.spec, library, threads)
+        return None
+
+    def _native_runner(self, library: NativeLibrary) -> NativeRunner:
+        """Takes the weights and the pool over."""
+        from minisgl.engine.native import NativeRunner
+
+        assert isinstance(self.device, CpuDevice), "the native step runs on a CPU"
+        runner = NativeRunner(self.parts, self.spec, library, self.device.threads)
+        self.memory = self.memory.with_weights(runner.weight_bytes)
+        return runner
 
     def _pool(self, num_pages: int) -> MHAKVPool:
         """A pool of `num_pages` and one more that is nobody's: idle rows of a captured step write there."""

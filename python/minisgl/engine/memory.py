@@ -35,6 +35,10 @@ class MemoryPlan:
     step_bytes: int
     free_bytes: int
 
+    def with_weights(self, size: int) -> MemoryPlan:
+        """When the weights have come to take another `size`."""
+        return replace(self, weight_bytes=size, free_bytes=self.free_bytes + self.weight_bytes - size)
+
     def describe(self) -> str:
         """One line for people."""
         gib = 2.0**30

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import weakref
 from ctypes import byref, c_float
 from dataclasses import replace
@@ -13,6 +11,7 @@ import numpy as np
 import torch
 
 from minisgl.core import BatchPlan, StepResult
+from minisgl.engine.packing import LANES, pack_weights
 from minisgl.engine.prepare import prepare_batch
 from minisgl.kernel.logprobs import rows_per_pass
 from minisgl.kernel.native import LayerWeights, ModelSpec, NativeLibrary, StepPlan
@@ -24,12 +23,11 @@ if TYPE_CHECKING:
     from minisgl.core import Ints
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.runner import Parts
-    from minisgl.models.llama import LlamaForCausalLM
     from minisgl.utils.device import Pending
 
 ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DTYPES: Final = (torch.float32, torch.bfloat16)
-LANES: Final = 16  # rows of a panel of packed weights
+GROUP: Final = 32  # columns that share a scale in quantized ones
 PLAIN: Final = BatchPlan.SAMPLES | BatchPlan.FROM_DEVICE
 
 
@@ -44,9 +42,15 @@ def refusal(spec: EngineSpec) -> str | None:
         return f"{m.architecture} with {m.activation} is not Llama-shaped enough"
     if spec.dtype not in DTYPES:
         return f"dtype {spec.dtype}"
-    for name in ("head_dim", "hidden_size", "intermediate_size"):
-        if getattr(m, name) % LANES:
-            return f"{name} {getattr(m, name)} is not a multiple of {LANES}"
+    if spec.pooling is not None:
+        return "it makes embeddings"
+    sizes = {"head_dim": (m.head_dim, LANES)}
+    step = GROUP if spec.quantization else LANES
+    sizes |= {"hidden_size": (m.hidden_size, step), "intermediate_size": (m.intermediate_size, step)}
+    sizes |= {"heads * head_dim": (m.num_heads * m.head_dim, step)}
+    for name, (size, divisor) in sizes.items():
+        if size % divisor:
+            return f"{name} {size} is not a multiple of {divisor}"
     return None
 
 
@@ -59,18 +63,19 @@ class _Result:
 
 
 class NativeRunner:
-    """Any step. Takes over the weights, whose tensors are packed afterwards: no other runner can use them.
+    """Any step. Takes over the weights, whose tensors are packed or quantized afterwards: no other runner can use them.
 
     Also the K/V pages hold what only it can read, see `kernel/cpp/attention.h`.
     """
 
     def __init__(self, parts: Parts, spec: EngineSpec, library: NativeLibrary, threads: int) -> None:
-        self.name = f"native ({library.isa})"
+        self.name = f"native ({', '.join(filter(None, (library.isa, spec.quantization)))})"
         self.parts = parts
         self._library = library
         self._vocab_size = spec.model.vocab_size
         self._kept: list[Tensor] = []  # what the library has addresses of, besides the weights
-        _pack(parts.model, library)
+        pack_weights(parts.model, library, spec.quantization is not None)
+        self.weight_bytes = sum(p.tensor.nbytes for p in parts.model.parameters)
         model = self._model_spec(spec, threads)
         self._model = library.create(byref(model))
         self._close = weakref.finalize(self, library.destroy, self._model)
@@ -189,6 +194,7 @@ class NativeRunner:
             c.window = window or 0
         return ModelSpec(
             is_bf16=spec.dtype is torch.bfloat16,
+            is_int8=spec.quantization == "int8",
             layers=m.num_layers,
             hidden=m.hidden_size,
             intermediate=m.intermediate_size,
@@ -233,26 +239,3 @@ def _token_by_token(slots: Ints) -> Ints:
         result += [(row, t, t + 1, scored) for t in range(start, stop - 1)]
         result.append((row, stop - 1, stop, flags & ~BatchPlan.SCORED if flags & BatchPlan.SAMPLES else scored))
     return np.array(result, np.int32)
-
-
-def _pack(model: LlamaForCausalLM, library: NativeLibrary) -> None:
-    """Pack all matrices but an untied embedding, and move them into one place."""
-    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
-    matrices = [
-        p.tensor for p in model.parameters if p.tensor.dim() == 2 and (p.tensor is not embedding or head is embedding)
-    ]
-    rows = [-(-len(weight) // LANES) * LANES for weight in matrices]
-    places = _zeros([n * weight.shape[1] * weight.itemsize for n, weight in zip(rows, matrices, strict=True)])
-    for n, weight, place in zip(rows, matrices, places, strict=True):
-        whole = place.view(weight.dtype).view(n, weight.shape[1])
-        whole[: len(weight)] = weight
-        library.pack(whole.data_ptr(), whole.dtype is torch.bfloat16, *whole.shape)
-        weight.set_(whole[: len(weight)])  # type: ignore[call-overload]  # frees what it had
-
-
-def _zeros(sizes: list[int]) -> tuple[Tensor, ...]:
-    """Bytes side by side, in large memory pages where Linux has them: of small ones a step would look up thousands."""
-    memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).split_with_sizes(sizes)

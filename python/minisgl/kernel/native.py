@@ -28,11 +28,16 @@ FLAGS: Final = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contr
 SELF_TEST_TIMEOUT_S: Final = 60.0  # it takes a tenth of a second; a busy machine is no reason to fail it
 
 _AVX512: Final = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
-COMPILER_NAMES: Final = {"avx512_bf16": "-mavx512bf16", "amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16"}
+COMPILER_NAMES: Final = {
+    "avx512_bf16": "-mavx512bf16",
+    "avx512_vnni": "-mavx512vnni",
+    "amx_tile": "-mamx-tile",
+    "amx_bf16": "-mamx-bf16",
+}
 # Best first: what the processor must have, by Linux' names. "generic" runs anywhere.
 ISAS: Final[Mapping[str, tuple[str, ...]]] = {
-    "amx_bf16": (*_AVX512, "avx512_bf16", "fma", "amx_tile", "amx_bf16"),
-    "avx512_bf16": (*_AVX512, "avx512_bf16", "fma"),
+    "amx_bf16": (*_AVX512, "avx512_bf16", "avx512_vnni", "fma", "amx_tile", "amx_bf16"),
+    "avx512_bf16": (*_AVX512, "avx512_bf16", "avx512_vnni", "fma"),
     "avx512": (*_AVX512, "fma"),
     "avx2": ("avx2", "fma"),
     "generic": (),
@@ -54,8 +59,8 @@ class ModelSpec(ctypes.Structure):
     """Sizes and addresses of a model, its K/V pool and the per-row state, as in cpp/forward.cpp."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("is_bf16", "layers", "hidden", "intermediate", "vocab", "heads", "kv_heads")),
-        *((name, c_int64) for name in ("dim", "page", "threads", "is_tied")),
+        *((name, c_int64) for name in ("is_bf16", "is_int8", "layers", "hidden", "intermediate", "vocab", "heads")),
+        *((name, c_int64) for name in ("kv_heads", "dim", "page", "threads", "is_tied")),
         ("eps", c_double),
         ("scale", c_double),
         ("weights", POINTER(LayerWeights)),
@@ -92,6 +97,10 @@ class NativeLibrary:
         self.logits.argtypes, self.logits.restype = [c_void_p], c_void_p
         self.pack = library.minisgl_pack
         self.pack.argtypes, self.pack.restype = [c_void_p, c_int64, c_int64, c_int64], None
+        self.int8_size = library.minisgl_int8_size
+        self.int8_size.argtypes, self.int8_size.restype = [c_int64, c_int64], c_int64
+        self.quantize = library.minisgl_quantize
+        self.quantize.argtypes, self.quantize.restype = [c_void_p, c_int64, c_int64, c_int64, c_void_p], None
 
 
 def load_native() -> NativeLibrary | str:

@@ -18,12 +18,14 @@ def test_defaults() -> None:
 def test_flags_and_aliases(tmp_path: Path) -> None:
     args = parse_args(
         f"--model-path {tmp_path} --dtype float32 --max-seq-len-override 77 --attn a,b --cache naive --no-overlap "
-        "--max-extend-length 64 --port 0 --num-tokenizer 3 --dummy-weight --memory-ratio 0.5 --threads 2".split()
+        "--quantization int8 --max-extend-length 64 --port 0 --num-tokenizer 3 --dummy-weight --memory-ratio 0.5 "
+        "--threads 2".split()
     )
     engine = args.scheduler.engine
     assert engine.model == str(tmp_path)
     assert (engine.max_seq_len, engine.attention_backend, engine.dtype) == (77, "a,b", "float32")
     assert (engine.dummy_weight, engine.memory_ratio, engine.threads) == (True, 0.5, 2)
+    assert engine.quantization == "int8"
     assert (args.scheduler.cache_type, args.scheduler.overlap, args.scheduler.max_prefill_length) == (
         "naive",
         False,

@@ -14,7 +14,7 @@ from minisgl.config import EngineConfig
 from minisgl.engine.config import resolve
 from minisgl.llm.llm import Completion
 from minisgl.utils.errors import ConfigError
-from minisgl.verify.command import make_texts
+from minisgl.verify.command import make_texts, verify
 from minisgl.verify.logits import FLOAT32_LIMIT, HALF_FACTOR, WAYS, Texts, check_logits
 from minisgl.verify.reference import Reference
 from minisgl.verify.tokens import compare
@@ -90,6 +90,8 @@ def test_texts_must_fit() -> None:
     texts = make_texts(spec, 192)
     assert len(texts.a) == 192 and texts.shared == 144 and len({tuple(s) for s in texts.sequences}) == 4
     assert max(map(max, texts.sequences)) < spec.model.vocab_size
+    with pytest.raises(ConfigError, match="--quantization rounds more"):
+        verify({"quantization": "int8"}, 200)
     with pytest.raises(ConfigError, match="do not fit into the context of 4096"):
         make_texts(spec, 4080)
     with pytest.raises(ConfigError, match="too short to share a page of 128"):

@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "attention.h"
+#include "gemm_int8.h"
 #include "sample.h"
 
 namespace minisgl {
@@ -16,7 +17,7 @@ struct LayerWeights {
     int64_t window;                                             // 0 = none
 };
 struct ModelSpec {
-    int64_t is_bf16, layers, hidden, intermediate, vocab, heads, kv_heads, dim, page, threads, is_tied;
+    int64_t is_bf16, is_int8, layers, hidden, intermediate, vocab, heads, kv_heads, dim, page, threads, is_tied;
     double eps, scale;
     const LayerWeights* weights;
     const void *embedding, *head;  // `embedding` [vocab, hidden] as it is, unless tied: then only the packed head
@@ -46,11 +47,12 @@ class Model {
 constexpr int64_t kSlice = 512;  // tokens that go through a layer together
 enum Flags { kSamples = 1, kFromDevice = 2 };
 
-template <class T>
+// K/V and an embedding of its own are T, all other weights W.
+template <class T, class W = T>
 class Net : public Model {
     using X = typename Product<T>::X;
     struct Layer {
-        Matrix<T> qkv, o, gate_up, down;
+        Matrix<W> qkv, o, gate_up, down;
         const LayerWeights* w;
     };
     struct Slot {
@@ -66,14 +68,14 @@ class Net : public Model {
         for (int64_t l = 0; l < s_.layers; ++l) {
             weights_.push_back(s_.weights[l]);
             const LayerWeights& w = s_.weights[l];
-            layers_.push_back({{(const T*)w.qkv, all, h, w.qkv_bias},
-                               {(const T*)w.o, h, q, w.o_bias},
-                               {(const T*)w.gate_up, 2 * i, h, w.gate_up_bias},
-                               {(const T*)w.down, h, i, w.down_bias},
+            layers_.push_back({{(const W*)w.qkv, all, h, w.qkv_bias},
+                               {(const W*)w.o, h, q, w.o_bias},
+                               {(const W*)w.gate_up, 2 * i, h, w.gate_up_bias},
+                               {(const W*)w.down, h, i, w.down_bias},
                                nullptr});
         }
         for (int64_t l = 0; l < s_.layers; ++l) layers_[l].w = &weights_[l];
-        head_ = {(const T*)s_.head, s_.vocab, h, nullptr};
+        head_ = {(const W*)s_.head, s_.vocab, h, nullptr};
         q_size_ = q, qkv_size_ = all;
         constexpr int64_t line = 64 / sizeof(X);  // rows one line apart from a power of two fall into different sets
         ld_hidden_ = h + line, ld_q_ = q + line, ld_inner_ = i + line;
@@ -178,7 +180,7 @@ class Net : public Model {
 
     void embed(int64_t id, float* x) const {
         const T* row = (const T*)s_.embedding + id * s_.hidden;
-        for (int64_t k = 0; k < s_.hidden; ++k) x[k] = to_float(s_.is_tied ? head_.at(id, k) : row[k]);
+        for (int64_t k = 0; k < s_.hidden; ++k) x[k] = s_.is_tied ? to_float(head_.at(id, k)) : to_float(row[k]);
     }
 
     // y = x / sqrt(mean(x^2) + eps) * weight.
@@ -274,7 +276,7 @@ class Net : public Model {
     std::vector<AttentionScratch<T>> scratch_;
     std::vector<LayerWeights> weights_;
     std::vector<Layer> layers_;
-    Matrix<T> head_;
+    Matrix<W> head_;
     int64_t q_size_, qkv_size_, ld_hidden_, ld_q_, ld_inner_;
     // The slice at hand.
     std::vector<int64_t> ids_, positions_, rows_;
@@ -293,14 +295,17 @@ using namespace minisgl;
 
 extern "C" {
 // 0 when products and a tiny model come out right; see selftest.h.
-int minisgl_self_test() { return is_sound<float>() && is_sound<bf16>() ? 0 : 1; }
+int minisgl_self_test() {
+    return is_sound<float>() && is_sound<bf16>() && is_sound<float, Int8>() && is_sound<bf16, Int8>() ? 0 : 1;
+}
 
 void* minisgl_create(const ModelSpec* spec) {
 #if defined(__AMX_BF16__)
     may_use_tiles();  // it may: the self-test has asked the same
 #endif
-    if (spec->is_bf16) return static_cast<Model*>(new Net<bf16>(*spec));
-    return static_cast<Model*>(new Net<float>(*spec));
+    if (spec->is_bf16)
+        return spec->is_int8 ? static_cast<Model*>(new Net<bf16, Int8>(*spec)) : new Net<bf16>(*spec);
+    return spec->is_int8 ? static_cast<Model*>(new Net<float, Int8>(*spec)) : new Net<float>(*spec);
 }
 void minisgl_destroy(void* model) { delete static_cast<Model*>(model); }
 
@@ -314,5 +319,14 @@ const float* minisgl_logits(void* model) { return static_cast<Model*>(model)->lo
 void minisgl_pack(void* weight, int64_t is_bf16, int64_t rows, int64_t cols) {
     if (is_bf16) return pack((bf16*)weight, rows, cols);
     pack((float*)weight, rows, cols);
+}
+
+// Bytes of a quantized weight [rows, cols]; rows a multiple of 16 and cols of 32.
+int64_t minisgl_int8_size(int64_t rows, int64_t cols) { return rows / kLanes * (cols / kGroup) * sizeof(Int8); }
+
+// `weight` [rows, cols] -> `out`, as many bytes as `minisgl_int8_size` says.
+void minisgl_quantize(const void* weight, int64_t is_bf16, int64_t rows, int64_t cols, void* out) {
+    if (is_bf16) return quantize((const bf16*)weight, rows, cols, (Int8*)out);
+    quantize((const float*)weight, rows, cols, (Int8*)out);
 }
 }

@@ -136,40 +136,49 @@ void product(int rows, const X<T>* x, int64_t ldx, const T* const* panels, int c
     for (; i < count; ++i) product_rows<T, 1>(rows, x, ldx, panels + i, steps, ahead, out + i * kLanes);
 }
 
-// finish(first row, rows, first panel, panels, tile [rows][kUnit * 16]) for all of x [m, cols] W^T, in parallel.
-// With `paired`, row i of W's first half stands beside row i of its second: the tile's second half of panels.
-template <class T, class F>
-void gemm(Pool& pool, const Matrix<T>& w, const X<T>* x, int64_t ldx, int64_t m, bool paired, const F& finish) {
-    if (m == 0) return;
+// f(first panel, panels, their addresses) in parallel for units of W's panels. With `paired`, row i of W's first half
+// stands beside row i of its second: the addresses' second half.
+template <class W, class F>
+void each_unit(Pool& pool, const Matrix<W>& w, int64_t m, bool paired, const F& f) {
     const int64_t across = paired ? w.panels() / 2 : w.panels(), each = paired ? kUnit / 2 : kUnit;
-    const int64_t units = (across + each - 1) / each, blocks = (m + kRowBlock - 1) / kRowBlock;
-    // What comes next is the next unit if that is near; a panel that is longer than that goes on for long.
-    const int64_t unit = each * kLanes * w.cols, ahead = std::min(unit, kAhead / (int64_t)sizeof(T));
+    const int64_t units = (across + each - 1) / each;
     const double work = (double)m * w.rows * w.cols;
     int pieces = (int)std::min<int64_t>(units, std::min<double>(work / 2e5 + 1, 16 * pool.size()));
     pool.run(pieces, [&](int piece, int) {
-        alignas(64) float tile[kRowBlock * kUnit * kLanes];
         for (int64_t u = part(units, pieces, piece); u < part(units, pieces, piece + 1); ++u) {
             const int64_t first = u * each, count = std::min(each, across - first);
-            const T* panels[kUnit];
+            const W* panels[kUnit];
             for (int64_t j = 0; j < count; ++j) {
                 panels[j] = w.panel(first + j);
                 if (paired) panels[count + j] = w.panel(across + first + j);
             }
-            for (int64_t b = 0; b < blocks; ++b) {
-                const int64_t row = m * b / blocks;
-                const int rows = (int)(m * (b + 1) / blocks - row);
-                product<T>(rows, x + row * ldx, ldx, panels, (int)(paired ? 2 * count : count), w.cols,
-                           b == 0 ? ahead : 0, tile);
-                finish(row, rows, first, (int)count, tile);
-            }
+            f(first, (int)count, panels);
+        }
+    });
+}
+
+// finish(first row, rows, first panel, panels, tile [rows][kUnit * 16]) for all of x [m, cols] W^T, in parallel.
+template <class T, class F>
+void gemm(Pool& pool, const Matrix<T>& w, const X<T>* x, int64_t ldx, int64_t m, bool paired, const F& finish) {
+    if (m == 0) return;
+    const int64_t blocks = (m + kRowBlock - 1) / kRowBlock;
+    // What comes next is the next unit if that is near; a panel that is longer than that goes on for long.
+    const int64_t unit = (paired ? kUnit / 2 : kUnit) * kLanes * w.cols;
+    const int64_t ahead = std::min(unit, kAhead / (int64_t)sizeof(T));
+    each_unit(pool, w, m, paired, [&](int64_t first, int count, const T* const* panels) {
+        alignas(64) float tile[kRowBlock * kUnit * kLanes];
+        for (int64_t b = 0; b < blocks; ++b) {
+            const int64_t row = m * b / blocks;
+            const int rows = (int)(m * (b + 1) / blocks - row);
+            product<T>(rows, x + row * ldx, ldx, panels, paired ? 2 * count : count, w.cols, b == 0 ? ahead : 0, tile);
+            finish(row, rows, first, count, tile);
         }
     });
 }
 
 // y [m, ldy] = x W^T + bias, or y += that.
-template <class T>
-void linear(Pool& pool, const Matrix<T>& w, const X<T>* x, int64_t ldx, int64_t m, float* y, int64_t ldy, bool adds) {
+template <class T, class W>
+void linear(Pool& pool, const Matrix<W>& w, const X<T>* x, int64_t ldx, int64_t m, float* y, int64_t ldy, bool adds) {
     gemm<T>(pool, w, x, ldx, m, false, [&](int64_t row, int rows, int64_t panel, int count, const float* tile) {
         for (int i = 0; i < rows; ++i)
             for (int j = 0; j < count; ++j) {
@@ -185,8 +194,8 @@ void linear(Pool& pool, const Matrix<T>& w, const X<T>* x, int64_t ldx, int64_t 
 }
 
 // y [m, ldy] = silu(gate) * up, where x W^T + bias is gate and up side by side.
-template <class T>
-void gated(Pool& pool, const Matrix<T>& w, const X<T>* x, int64_t ldx, int64_t m, X<T>* y, int64_t ldy) {
+template <class T, class W>
+void gated(Pool& pool, const Matrix<W>& w, const X<T>* x, int64_t ldx, int64_t m, X<T>* y, int64_t ldy) {
     const int64_t half = w.rows / 2;
     gemm<T>(pool, w, x, ldx, m, true, [&](int64_t row, int rows, int64_t panel, int count, const float* tile) {
         for (int i = 0; i < rows; ++i)

@@ -3,8 +3,21 @@
 
 namespace minisgl {
 
+// Weights [rows, cols] as a `Matrix<W>` has them.
+template <class W, class T>
+std::vector<W> packed(std::vector<T> w, int64_t rows, int64_t cols) {
+    if constexpr (std::is_same_v<T, W>) {
+        pack(w.data(), rows, cols);
+        return w;
+    } else {
+        std::vector<W> result(rows / kLanes * (cols / kGroup));
+        quantize(w.data(), rows, cols, result.data());
+        return result;
+    }
+}
+
 // x W^T for all numbers of rows up to 40, against sums in double precision.
-template <class T>
+template <class T, class W>
 bool multiplies() {
     constexpr int64_t rows = 80, cols = 96, most = 40;
     std::vector<T> w(rows * cols);
@@ -12,25 +25,28 @@ bool multiplies() {
     uint32_t random = 1;
     for (T& value : w) put(&value, (float)(mix32(random++) >> 8) * 0x1p-24f - 0.5f);
     for (X<T>& value : x) put(&value, (float)(mix32(random++) >> 8) * 0x1p-24f - 0.5f);
-    std::vector<T> packed = w;
-    pack(packed.data(), rows, cols);
+    const std::vector<W> data = packed<W>(w, rows, cols);
+    const Matrix<W> matrix{data.data(), rows, cols, nullptr};
+    const double close = std::is_same_v<T, W> ? 1e-4 : 5e-3;  // the sums are about 1
+    for (int64_t i = 0; i < rows * cols; ++i)
+        if (!(std::fabs(to_float(matrix.at(i / cols, i % cols)) - to_float(w[i])) <= (std::is_same_v<T, W> ? 0 : 2e-3)))
+            return false;
     Pool pool(2);
     for (int64_t m = 1; m <= most; ++m) {
         std::vector<float> y(m * rows);
-        linear<T>(pool, {packed.data(), rows, cols, nullptr}, x.data(), cols, m, y.data(), rows, false);
+        linear<T>(pool, matrix, x.data(), cols, m, y.data(), rows, false);
         for (int64_t i = 0; i < m * rows; ++i) {
             double want = 0;
             for (int64_t k = 0; k < cols; ++k)
-                want += (double)to_float(x[i / rows * cols + k]) * (double)to_float(w[i % rows * cols + k]);
-            if (!(std::fabs(y[i] - want) < 1e-4)) return false;
+                want += (double)to_float(x[i / rows * cols + k]) * (double)to_float(matrix.at(i % rows, k));
+            if (!(std::fabs(y[i] - want) < close)) return false;
         }
     }
     return true;
 }
 
 // A tiny model through a prompt at once and token by token: the same bits, and finite.
-
-template <class T>
+template <class T, class W>
 bool agrees_with_itself() {
     constexpr int64_t layers = 2, hidden = 64, inner = 96, vocab = 80, heads = 4, kv_heads = 2, dim = 32, page = 16;
     constexpr int64_t pages = 16, rows = 4, qkv = (heads + 2 * kv_heads) * dim, tokens = 90;
@@ -38,11 +54,10 @@ bool agrees_with_itself() {
     auto matrix = [&](int64_t n, int64_t k) {
         std::vector<T> w(n * k);
         for (T& x : w) put(&x, ((float)(mix32(random++) >> 8) * 0x1p-24f - 0.5f) * 0.5f);
-        pack(w.data(), n, k);
-        return w;
+        return packed<W>(w, n, k);
     };
     const std::vector<float> ones(hidden, 1.0f), angles(tokens * 2 * dim, 0.7071f);
-    std::vector<std::vector<T>> store;
+    std::vector<std::vector<W>> store;
     LayerWeights weights[layers];
     for (LayerWeights& w : weights) {
         for (auto [n, k] : {std::pair{qkv, hidden}, {hidden, heads * dim}, {2 * inner, hidden}, {hidden, inner}})
@@ -51,7 +66,7 @@ bool agrees_with_itself() {
         w = {last[-4].data(), last[-3].data(), last[-2].data(), last[-1].data(), nullptr, nullptr, nullptr, nullptr,
              ones.data(), ones.data(), ones.data(), ones.data(), angles.data(), 0};
     }
-    const std::vector<T> head = matrix(vocab, hidden);
+    const std::vector<W> head = matrix(vocab, hidden);
     std::vector<T> cache(layers * pages * 2 * kv_heads * page * dim);
     std::vector<int32_t> table(rows * pages), last(rows), top_k(rows), tokens_in(tokens), chosen(rows), ok(rows);
     std::vector<float> temperature(rows), top_p(rows), min_p(rows);
@@ -67,7 +82,7 @@ bool agrees_with_itself() {
     spec.layer_stride = pages * 2 * kv_heads * page * dim, spec.page_table = table.data(), spec.table_width = pages;
     spec.last_token = last.data(), spec.temperature = temperature.data(), spec.top_k = top_k.data();
     spec.top_p = top_p.data(), spec.min_p = min_p.data(), spec.noise_key = key.data();
-    Net<T> net(spec);
+    Net<T, W> net(spec);
     auto run = [&](std::vector<int32_t> slots, int64_t first) {
         const Plan plan{slots.data(), &tokens_in[first], nullptr, nullptr, (int64_t)slots.size() / 4, 0, 0};
         net.step(plan, chosen.data(), ok.data());
@@ -81,12 +96,12 @@ bool agrees_with_itself() {
     return whole == one_by_one && ok[0] == 1;
 }
 
-template <class T>
+template <class T, class W = T>
 bool is_sound() {
 #if defined(__AMX_BF16__)
     if (!may_use_tiles()) return false;
 #endif
-    return multiplies<T>() && agrees_with_itself<T>();
+    return multiplies<T, W>() && agrees_with_itself<T, W>();
 }
 
 }  // namespace minisgl

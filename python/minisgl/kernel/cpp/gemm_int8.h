@@ -1,0 +1,245 @@
+// Products with weights of 8 bits: w = q * scale, with a scale for every 32 weights of a row.
+//
+// The other factor is rounded to 16 bits with a power of two for the same 32, finer than bfloat16 wherever it counts. Sums
+// of 32 products are then whole numbers, exact on every instruction set; AMX has none of that width and takes the weights
+// as bfloat16 instead.
+#pragma once
+#include <algorithm>
+#include <memory>
+
+#include "gemm.h"
+
+namespace minisgl {
+
+constexpr int kGroup = 32;
+// Products that are computed together. Half of `kAccumulators` where that many totals have registers, too.
+constexpr int kSums = kAccumulators >= 24 ? 12 : kAccumulators;
+
+// 16 rows x 32 columns, in pairs of columns.
+struct Int8 {
+    int8_t q[kGroup / 2][kLanes][2];
+    bf16 scale[kLanes];
+
+    float at(int64_t lane, int64_t col) const { return q[col / 2][lane][col % 2] * to_float(scale[lane]); }
+};
+
+// W [rows, cols] as panels of 16 rows, each [cols / 32] blocks.
+template <>
+struct Matrix<Int8> {
+    const Int8* data = nullptr;
+    int64_t rows = 0, cols = 0;
+    const float* bias = nullptr;
+
+    int64_t panels() const { return (rows + kLanes - 1) / kLanes; }
+    const Int8* panel(int64_t i) const { return data + i * (cols / kGroup); }
+    float at(int64_t row, int64_t col) const {
+        return panel(row / kLanes)[col / kGroup].at(row % kLanes, col % kGroup);
+    }
+};
+
+// w [rows, cols] -> out, rows / 16 * cols / 32 blocks. Rows must be a multiple of 16 and cols of 32.
+template <class T>
+void quantize(const T* w, int64_t rows, int64_t cols, Int8* out) {
+    for (int64_t first = 0; first < rows; first += kLanes)
+        for (int64_t col = 0; col < cols; col += kGroup, ++out)
+            for (int lane = 0; lane < kLanes; ++lane) {
+                const T* from = w + (first + lane) * cols + col;
+                float most = 0.0f;
+                for (int k = 0; k < kGroup; ++k) {
+                    const float x = std::fabs(to_float(from[k]));
+                    if (x > most || x != x) most = x;  // and NaN stays
+                }
+                uint32_t bits;
+                memcpy(&bits, &(most /= 127.0f), 4);
+                const bool is_finite = most < INFINITY;
+                out->scale[lane] = is_finite ? (bits + 0xffff) >> 16 : to_bf16(NAN);  // up: no weight beyond 127
+                const float scale = to_float(out->scale[lane]);
+                for (int k = 0; k < kGroup; ++k) {
+                    const float x = is_finite && scale > 0.0f ? std::nearbyint(to_float(from[k]) / scale) : 0.0f;
+                    out->q[k / 2][lane][k % 2] = (int8_t)x;
+                }
+            }
+}
+
+// 32 numbers as x * scale.
+struct Rounded {
+    int16_t x[kGroup];
+    float scale;
+};
+
+template <class T>
+INLINE void round_group(const T* from, Rounded& to) {
+    float f[kGroup];
+    uint32_t bits[kGroup], most = 0;
+    for (int k = 0; k < kGroup; ++k) f[k] = to_float(from[k]);
+    memcpy(bits, f, sizeof(f));
+    for (int k = 0; k < kGroup; ++k) most = std::max(most, bits[k] & 0x7fffffff);
+    const uint32_t power = most >> 23;  // the largest is 2^(power - 127) or up to twice that
+    if (power < 15 || power == 255) {   // as good as 0; or infinite or NaN, which must not get lost
+        memset(to.x, 0, sizeof(to.x));
+        to.scale = power == 255 ? NAN : 0.0f;
+        return;
+    }
+    const uint32_t scale_bits = (power - 14) << 23, factor_bits = (268 - power) << 23;  // 2^(power - 141) and its inverse
+    float factor;
+    memcpy(&to.scale, &scale_bits, 4);
+    memcpy(&factor, &factor_bits, 4);
+    for (int k = 0; k < kGroup; ++k) {
+        const float nearest = (f[k] * factor + 12582912.0f) - 12582912.0f;
+        to.x[k] = (int16_t)std::min(nearest, 32767.0f);
+    }
+}
+
+// sum + the products of pairs of 16-bit numbers, pair by pair.
+INLINE Int reg_dot(Int sum, Int w, Int x) {
+#if defined(__AVX512VNNI__)
+    return (Int)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+#elif defined(__AVX512BW__)
+    return sum + (Int)_mm512_madd_epi16((__m512i)w, (__m512i)x);
+#elif defined(__AVX2__)
+    return sum + (Int)_mm256_madd_epi16((__m256i)w, (__m256i)x);
+#elif defined(__SSE2__)
+    return sum + (Int)_mm_madd_epi16((__m128i)w, (__m128i)x);
+#else
+    return sum + (w << 16 >> 16) * (x << 16 >> 16) + (w >> 16) * (x >> 16);
+#endif
+}
+
+// For each of 16 rows, a pair of columns or the sum of such products.
+struct Pairs {
+    Int r[kRegs];
+
+    static INLINE Pairs widened(const int8_t (&q)[kLanes][2]) {
+        typedef int8_t Bytes __attribute__((vector_size(kWidth / 2), aligned(1), may_alias));
+        typedef int16_t Halves __attribute__((vector_size(kWidth)));
+        Pairs p;
+        UNROLL for (int i = 0; i < kRegs; ++i) {
+            const Bytes* from = (const Bytes*)q + i;
+#if defined(__AVX512BW__)
+            p.r[i] = (Int)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from));
+#else
+            p.r[i] = (Int)__builtin_convertvector(*from, Halves);
+#endif
+        }
+        return p;
+    }
+    INLINE void add(const Pairs& w, int32_t pair) {
+        UNROLL for (int i = 0; i < kRegs; ++i) r[i] = reg_dot(r[i], w.r[i], pair - Int{});
+    }
+    INLINE Vec to_float() const {
+        Vec v;
+        UNROLL for (int i = 0; i < kRegs; ++i) v.r[i] = __builtin_convertvector(r[i], Reg);
+        return v;
+    }
+};
+
+// totals[row][panel] += x[row] . the panel's block `g`.
+template <int ROWS, int PANELS>
+INLINE void add_group(Vec (&totals)[ROWS][PANELS], const Rounded* x, int64_t ldx, const Int8* const* panels, int64_t g) {
+    Pairs sums[ROWS][PANELS] = {};
+    for (int k = 0; k < kGroup / 2; ++k) {
+        Pairs w[PANELS];
+        UNROLL for (int j = 0; j < PANELS; ++j) {
+            w[j] = Pairs::widened(panels[j][g].q[k]);
+            __builtin_prefetch((const char*)panels[j][g].q[k] + kAhead);
+        }
+        UNROLL for (int i = 0; i < ROWS; ++i) {
+            int32_t pair;
+            memcpy(&pair, x[i * ldx].x + k * 2, 4);
+            UNROLL for (int j = 0; j < PANELS; ++j) sums[i][j].add(w[j], pair);
+        }
+    }
+    UNROLL for (int j = 0; j < PANELS; ++j) {
+        float scale[kLanes];
+        for (int c = 0; c < kLanes; ++c) scale[c] = to_float(panels[j][g].scale[c]);
+        const Vec weights = Vec::load(scale);
+        UNROLL for (int i = 0; i < ROWS; ++i)
+            totals[i][j] = fma(sums[i][j].to_float(), weights * Vec::all(x[i * ldx].scale), totals[i][j]);
+    }
+}
+
+// out [rows][kUnit * 16] for PANELS panels.
+template <int PANELS>
+void product_rows(int rows, const Rounded* x, int64_t ldx, const Int8* const* panels, int64_t groups, float* out) {
+    constexpr int most = std::clamp(kSums / PANELS, 1, 6);
+    for (int first = 0; first < rows;) {
+        int left = (rows - first + most - 1) / most, count = (rows - first + left - 1) / left;
+        with_rows<most>(count, [&](auto n) {
+            Vec totals[n][PANELS];
+            for (auto& row : totals)
+                for (Vec& v : row) v = Vec::all(0.0f);
+            for (int64_t g = 0; g < groups; ++g)
+                add_group<n, PANELS>(totals, x + first * ldx + g, ldx, panels, g);
+            for (int i = 0; i < n; ++i)
+                UNROLL for (int j = 0; j < PANELS; ++j) totals[i][j].store(out + ((first + i) * kUnit + j) * kLanes);
+        });
+        first += count;
+    }
+}
+
+inline void product(int rows, const Rounded* x, int64_t ldx, const Int8* const* panels, int count, int64_t cols,
+                    float* out) {
+    const int64_t groups = cols / kGroup;
+    if (count == kUnit && rows * kUnit <= kSums) return product_rows<kUnit>(rows, x, ldx, panels, groups, out);
+    int i = 0;
+    if constexpr (kSums >= 6)
+        for (; i + 2 <= count; i += 2) product_rows<2>(rows, x, ldx, panels + i, groups, out + i * kLanes);
+    for (; i < count; ++i) product_rows<1>(rows, x, ldx, panels + i, groups, out + i * kLanes);
+}
+
+#if defined(__AMX_BF16__)
+// A panel of `groups` blocks as `Matrix<bf16>` has it.
+inline void widen(const Int8* panel, int64_t groups, bf16* out) {
+    for (int64_t g = 0; g < groups; ++g) {
+        float scale[kLanes];
+        for (int c = 0; c < kLanes; ++c) scale[c] = to_float(panel[g].scale[c]);
+        for (int k = 0; k < kGroup / 2; ++k)
+            for (int c = 0; c < kLanes; ++c)
+                for (int j = 0; j < 2; ++j) put(out++, panel[g].q[k][c][j] * scale[c]);
+    }
+}
+#endif
+
+// As `gemm` of weights that are not quantized.
+template <class T, class F>
+void gemm(Pool& pool, const Matrix<Int8>& w, const X<T>* x, int64_t ldx, int64_t m, bool paired, const F& finish) {
+    if (m == 0) return;
+    const int64_t groups = w.cols / kGroup, blocks = (m + kRowBlock - 1) / kRowBlock;
+    auto first_row = [&](int64_t block) { return m * block / blocks; };
+#if defined(__AMX_BF16__)
+    if constexpr (sizeof(T) == 2) {
+        each_unit(pool, w, m, paired, [&](int64_t first, int count, const Int8* const* panels) {
+            const int all = paired ? 2 * count : count;
+            const std::unique_ptr<bf16[]> wide(new bf16[all * kLanes * w.cols]);
+            const bf16* at[kUnit];
+            for (int j = 0; j < all; ++j) {
+                at[j] = &wide[j * kLanes * w.cols];
+                widen(panels[j], groups, &wide[j * kLanes * w.cols]);
+            }
+            alignas(64) float tile[kRowBlock * kUnit * kLanes];
+            for (int64_t b = 0; b < blocks; ++b) {
+                const int rows = (int)(first_row(b + 1) - first_row(b));
+                product<bf16>(rows, x + first_row(b) * ldx, ldx, at, all, w.cols, tile);
+                finish(first_row(b), rows, first, count, tile);
+            }
+        });
+        return;
+    }
+#endif
+    const std::unique_ptr<Rounded[]> rounded(new Rounded[m * groups]);
+    const int pieces = (int)std::min<int64_t>(m * w.cols / 8192 + 1, 8 * pool.size());
+    pool.run(pieces, [&](int piece, int) {
+        for (int64_t i = part(m * groups, pieces, piece); i < part(m * groups, pieces, piece + 1); ++i)
+            round_group(x + i / groups * ldx + i % groups * kGroup, rounded[i]);
+    });
+    each_unit(pool, w, m, paired, [&](int64_t first, int count, const Int8* const* panels) {
+        alignas(64) float tile[kRowBlock * kUnit * kLanes];
+        for (int64_t b = 0; b < blocks; ++b) {
+            const int rows = (int)(first_row(b + 1) - first_row(b));
+            product(rows, &rounded[first_row(b) * groups], groups, panels, paired ? 2 * count : count, w.cols, tile);
+            finish(first_row(b), rows, first, count, tile);
+        }
+    });
+}
+
+}  // namespace minisgl
