@@ -7,6 +7,7 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -80,11 +81,11 @@ def run_cpu(settings: CpuSettings, note: Callable[[str], None]) -> dict[str, Any
     import torch
 
     torch.set_num_threads(settings.threads)
-    with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as base:
+    with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as base, ExitStack() as stack:
         folder = write_checkpoint(settings.shape, Path(base))
         _forget_ends(folder)
         ours = Minisgl(folder, settings.dtype, settings.threads)
-        rivals, skipped = _rivals(settings, folder)
+        rivals, skipped = _rivals(settings, folder, stack)
         machine = provenance() | {"torch": torch.__version__, "step": ours.llm.scheduler.describe()["runners"]}
         for line in (_head(settings, machine), *(f"skipped {name}: {why}" for name, why in skipped.items())):
             note(line)
@@ -114,8 +115,8 @@ def _head(settings: CpuSettings, machine: dict[str, Any]) -> str:
     return " · ".join((*facts, f"{machine['cores']} cores", f"torch {machine['torch']}", f"load {machine['load']}"))
 
 
-def _rivals(settings: CpuSettings, folder: Path) -> tuple[list[Runner], dict[str, str]]:
-    """Those that are wanted and there, and why the others are not."""
+def _rivals(settings: CpuSettings, folder: Path, stack: ExitStack) -> tuple[list[Runner], dict[str, str]]:
+    """Those that are wanted and there, until `stack` ends, and why the others are not."""
     runners: list[Runner] = []
     skipped = {}
     reasons = {
@@ -130,7 +131,9 @@ def _rivals(settings: CpuSettings, folder: Path) -> tuple[list[Runner], dict[str
         elif name == "transformers":
             runners.append(StaticBatches(folder, settings.dtype))
         elif name == "continuous":
-            runners.append(ContinuousBatching(folder, settings.dtype))
+            continuous = ContinuousBatching(folder, settings.dtype)
+            stack.callback(continuous.close)
+            runners.append(continuous)
         elif name == "llama.cpp":
             kinds = ("BF16" if settings.dtype == "bfloat16" else "F32", "Q8_0")
             runners += [LlamaCpp(write_gguf(folder, kind), settings.threads) for kind in kinds]

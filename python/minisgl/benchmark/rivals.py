@@ -140,6 +140,10 @@ class ContinuousBatching:
         _check(self.name, [len(done[i].generated_tokens) for i in ids], lengths)
         return Run(end - start, max(done[i].timestamps[0] for i in ids) - start)
 
+    def close(self) -> None:
+        """End its thread, for which the process would wait."""
+        self._manager.stop(block=True)
+
 
 def _load(folder: Path, dtype: str) -> Any:
     import torch
