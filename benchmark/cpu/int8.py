@@ -1,11 +1,10 @@
-"""Weights of 8 bits beside bfloat16 ones on a CPU: how fast, and how far the logits are from those in float32.
+"""Weights of 8 bits on a CPU: how far the logits are from those in float32. (`minisgl bench cpu` has the speed.)
 
-    PYTHONPATH=python python benchmark/cpu/int8.py speed --shape qwen3-0.6b --repeat 5 --steps 8
-    PYTHONPATH=python python benchmark/cpu/int8.py logits                       # the built-in model on text of its own
-    PYTHONPATH=python python benchmark/cpu/int8.py logits --shape qwen3-0.6b    # random weights and tokens
+    PYTHONPATH=python python benchmark/cpu/int8.py                       # the built-in model on text of its own
+    PYTHONPATH=python python benchmark/cpu/int8.py --shape qwen3-0.6b    # random weights and tokens
 
-Speed is measured in one process and interleaved: medians, their ratio, and the best. Logits are those after each token;
-the errors are absolute, beside the standard deviation of the exact logits; KL is from the exact distribution.
+Logits are those after each token; the errors are absolute, beside the standard deviation of the exact logits; KL is
+from the exact distribution.
 """
 
 from __future__ import annotations
@@ -13,13 +12,9 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from compare import Ours
 
 from minisgl import LLM, SamplingParams
 from minisgl.benchmark.report import format_table
@@ -41,40 +36,6 @@ PROMPTS = (
     "Once upon a time",
 )
 TOKENS = 100
-CACHED = 64  # of a prompt, so that its last token is a step like any other
-
-
-def speed(options: dict[str, Any], threads: int, repeat: int, steps: int) -> None:
-    sides = [Ours(options, "bfloat16", threads, q) for q in (None, "int8")]
-    rng = random.Random(0)
-
-    def prompts(rows: int, length: int) -> list[list[int]]:
-        return [[rng.randrange(5, 4000) for _ in range(length)] for _ in range(rows)]
-
-    def decode(texts: list[list[int]]) -> Callable[[Ours], float]:
-        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=steps)
-
-        def step(side: Ours) -> float:
-            start = time.perf_counter()
-            side.llm.generate(texts, params)
-            return 1e3 * (time.perf_counter() - start) / steps
-
-        return step
-
-    long = prompts(1, 512)
-    cases: dict[str, Callable[[Ours], float]] = {
-        "decode, batch 1, ms a step": decode(prompts(1, CACHED + 1)),
-        "decode, batch 16": decode(prompts(16, CACHED + 1)),
-        "prefill of 512 tokens, ms": lambda side: 1e3 * side.generate(long, 1),
-    }
-    rows = []
-    for name, case in cases.items():
-        for side in sides:
-            case(side)
-        runs = list(zip(*([case(side) for side in sides] for _ in range(repeat)), strict=True))
-        a, b = map(statistics.median, runs)
-        rows.append([name, a, b, a / b, *map(min, runs)])
-    print(format_table(["case", "bfloat16", "int8", "ratio", "best of bfloat16", "of int8"], rows))
 
 
 def own_texts(llm: LLM) -> list[list[int]]:
@@ -115,19 +76,12 @@ def errors(options: dict[str, Any], threads: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("speed", "logits"))
-    parser.add_argument("--shape", choices=list(SHAPES), help="default: the built-in model, or qwen3-10m for speed")
+    parser.add_argument("--shape", choices=list(SHAPES), help="default: the built-in model")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=32, help="decode steps of a run")
     args = parser.parse_args()
-    shape = args.shape or ("qwen3-10m" if args.what == "speed" else None)
-    print(f"{shape or 'built-in model'} · {args.threads} threads · load {os.getloadavg()[0]:.1f}")
-    with shape_options(shape, {}) as options:
-        if args.what == "speed":
-            speed(options, args.threads, args.repeat, args.steps)
-        else:
-            errors(options, args.threads)
+    print(f"{args.shape or 'built-in model'} · {args.threads} threads · load {os.getloadavg()[0]:.1f}")
+    with shape_options(args.shape, {}) as options:
+        errors(options, args.threads)
     print(f"load at the end {os.getloadavg()[0]:.1f}")
 
 

@@ -30,7 +30,8 @@ class EngineConfig:
     )
     dtype: str = option(
         "auto",
-        "number format of weights and KV cache; auto = the checkpoint's on a GPU, float32 on a CPU",
+        "number format of weights and KV cache; auto = the checkpoint's; on a CPU float32, but for large bfloat16 "
+        "models that the C++ step can run",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str | None = option(

@@ -253,6 +253,7 @@ def test_other_models_and_wishes_run_op_by_op(tmp_path: Path):
 def test_without_a_compiler_torch_serves(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
     assert isinstance(runner_of(Path(resolve(EngineConfig(), "cpu").folder)), EagerRunner)
     assert "g++" in caplog.text
 

@@ -22,15 +22,21 @@ START_S = 60.0
 
 
 class ServerProcess:
-    """`python -m minisgl --port 0 FLAGS` (or the stub server) until `with` ends."""
+    """`python -m minisgl --port 0 FLAGS` (or the stub server) until `with` ends.
 
-    def __init__(self, *flags: str, stub: bool = False, env: dict[str, str] | None = None) -> None:
-        command = [sys.executable, str(STUB)] if stub else [sys.executable, "-m", "minisgl"]
+    With `python`, that of an environment with the package installed, it is that package and not this checkout.
+    """
+
+    def __init__(
+        self, *flags: str, stub: bool = False, env: dict[str, str] | None = None, python: Path | None = None
+    ) -> None:
+        command = [sys.executable, str(STUB)] if stub else [str(python or sys.executable), "-m", "minisgl"]
         self.run_base = tempfile.mkdtemp(prefix="mt-", dir="/tmp")
         weakref.finalize(self, shutil.rmtree, self.run_base, True)
         self._log = Path(self.run_base) / "log"
         variables = os.environ | {"MINISGL_CHECK": "1", "XDG_RUNTIME_DIR": self.run_base} | (env or {})
-        variables["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
+        path = [str(ROOT / "python"), os.environ.get("PYTHONPATH", "")] if python is None else []
+        variables["PYTHONPATH"] = os.pathsep.join(path)
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, "--port", "0", *flags],

@@ -7,6 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from minisgl.benchmark.examples import (
+    CPU_EXAMPLES,
+    DESCRIPTION,
+    LOADING_EXAMPLES,
+    OFFLINE_EXAMPLES,
+    ONLINE_EXAMPLES,
+)
 from minisgl.config import SchedulerConfig
 from minisgl.server.args import (
     ServerArgs,
@@ -24,43 +31,6 @@ if TYPE_CHECKING:
     from minisgl.server.args import Parser
 
 T = TypeVar("T")
-
-DESCRIPTION = """\
-Measure the engine or a server; docs/benchmarks.md says what each figure means.
-
-  minisgl bench offline     the engine alone, in this process
-  minisgl bench online      any server with OpenAI's API, or one of our own
-  minisgl bench loading     how fast weights reach the device
-  minisgl bench frontend    how fast one API process makes events, and how fast the usual ways do
-"""
-LOADING_EXAMPLES = """\
-Load a checkpoint in one process and in several, each its shard, and compare with plain reads of the same files by as
-many threads. Without MODEL it is the built-in one.
-
-  minisgl bench loading ~/models/Qwen3-8B --tp 1,2,4
-  minisgl bench loading --shape qwen3-8b --folder /data/shapes    writes 16 GB of random weights there, and keeps them
-"""
-OFFLINE_EXAMPLES = """\
-Measure the engine alone. Without MODEL it is the built-in one.
-
-  minisgl bench offline --num-prompts 8 --input-len 64 --output-len 32       seconds, on any CPU
-  minisgl bench offline --workload a,batch64,single,prefill --shape qwen3-8b  random weights, no download
-  minisgl bench offline ~/models/Qwen3-0.6B --workload a --repeat 5 --json a.json
-  minisgl bench offline --workload batch64 --profile-steps 100    what a step costs on the host
-  minisgl bench offline --workload batch64 --timeline trace.json  kernels of a few steps, for chrome://tracing
-  minisgl bench offline --workload a,shared --ablate              overlap, graphs and radix cache on and off
-"""
-ONLINE_EXAMPLES = """\
-Load a server as its clients would, and tell what they see. Without --url it starts a server of its own.
-
-  minisgl bench online --streams 4 --num-requests 16 --input-len 32-128 --output-len 32    seconds, on any CPU
-  minisgl bench online --shape qwen3-8b --json closed.json         64 streams, 192 requests
-  minisgl bench online --url http://host:8000 --pattern poisson --rates 1,2,4,8,16 --plot plots
-  minisgl bench online --pattern burst --background 16             stalls of running streams
-  minisgl bench online --pattern sharegpt --rates 4
-  minisgl bench online --pattern trace --trace qwen_traceA_blksz_16.jsonl --num-requests 1000 --speed 2
-  minisgl bench online --client-speed                              how many events a second the client itself takes
-"""
 
 
 def add_bench(commands: _SubParsersAction[Parser]) -> None:
@@ -82,6 +52,11 @@ def add_bench(commands: _SubParsersAction[Parser]) -> None:
         "loading", help="weights", description=LOADING_EXAMPLES, formatter_class=raw, allow_abbrev=False
     )
     _add_loading(loading)
+    _add_cpu(
+        kinds.add_parser(
+            "cpu", help="beside other engines", description=CPU_EXAMPLES, formatter_class=raw, allow_abbrev=False
+        )
+    )
     frontend = kinds.add_parser("frontend", help="one API process without an engine", allow_abbrev=False)
     frontend.add_argument(
         "--steps", type=int, default=2000, metavar="INT", help="events of each stream (default: 2000)"
@@ -138,6 +113,8 @@ def _add_online(parser: Parser) -> None:
     help = "seconds for one request (default: 600)"
     group.add_argument("--timeout", type=float, default=own.timeout, metavar="FLOAT", help=help)
     group.add_argument("--text", action="store_true", help="send prompts as text, for servers that take no token ids")
+    help = "ask for answers that go on to --output-len; off for servers that refuse the field"
+    group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=own.ignore_eos, help=help)
     group.add_argument("--plot", metavar="DIR", help="draw throughput and distributions (needs matplotlib)")
     group.add_argument("--client-speed", action="store_true", help="measure the load generator instead of a server")
     _add_common(group)
@@ -156,6 +133,21 @@ def _add_loading(parser: Parser) -> None:
     group.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help=help)
     help = "also with the files dropped from the page cache"
     group.add_argument("--cold", action=argparse.BooleanOptionalAction, default=True, help=help)
+    _add_common(group)
+
+
+def _add_cpu(parser: Parser) -> None:
+    group = parser.add_argument_group("benchmark")
+    group.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="default: bfloat16")
+    group.add_argument("--quantization", choices=("int8",), help="of our weights; the others keep what they have")
+    group.add_argument("--threads", type=int, default=2, metavar="INT", help="of each engine (default: 2)")
+    group.add_argument("--repeat", type=int, default=5, metavar="INT", help="timed runs of each case (default: 5)")
+    group.add_argument("--steps", type=int, default=32, metavar="INT", help="decode steps of a run (default: 32)")
+    group.add_argument("--cases", default="decode,prefill,mixed,http", metavar="NAMES", help="default: all")
+    help = "minisgl (without --quantization), transformers (generate), continuous (its generate_batch), serve (its "
+    help += "server), llama.cpp; default: all"
+    all_of_them = "minisgl,transformers,continuous,serve,llama.cpp"
+    group.add_argument("--against", default=all_of_them, metavar="NAMES", help=help)
     _add_common(group)
 
 
@@ -180,7 +172,7 @@ def run_bench(options: argparse.Namespace) -> int:
     from minisgl.benchmark.report import check_writable
 
     check_writable(options.json, "--json")
-    kinds = {"offline": _offline, "online": _online, "loading": _loading, "frontend": _frontend}
+    kinds = {"offline": _offline, "online": _online, "loading": _loading, "frontend": _frontend, "cpu": _cpu}
     return kinds[options.kind](options)
 
 
@@ -225,6 +217,25 @@ def _frontend(options: argparse.Namespace) -> int:
     return 0
 
 
+def _cpu(options: argparse.Namespace) -> int:
+    from minisgl.benchmark.cpu import CpuSettings, cpu_table, run_cpu
+
+    settings = CpuSettings(
+        shape=options.shape or CpuSettings.shape,
+        dtype=options.dtype,
+        quantization=options.quantization,
+        threads=options.threads,
+        repeat=options.repeat,
+        steps=options.steps,
+        cases=tuple(options.cases.split(",")),
+        against=tuple(options.against.split(",")),
+    )
+    report = run_cpu(settings, lambda line: print(line, flush=True))
+    print(cpu_table(report))
+    _write(report, options.json)
+    return 0
+
+
 def _online(options: argparse.Namespace) -> int:
     from minisgl.benchmark.online import draw, online_table, run_online
     from minisgl.benchmark.patterns import OnlineSettings
@@ -256,6 +267,7 @@ def _online(options: argparse.Namespace) -> int:
         warm_up=options.warm_up,
         timeout=options.timeout,
         text=options.text,
+        ignore_eos=options.ignore_eos,
     )
     given = take_options(options)
     if options.url is None:

@@ -60,7 +60,7 @@ def measure_client() -> dict[str, Any]:
     stub.start()
     try:
         endpoint = Endpoint.parse(f"http://127.0.0.1:{ready.recv()}", None)
-        maker = JobMaker(endpoint, "stub", 0.0, False)
+        maker = JobMaker(endpoint, "stub", 0.0, False, True)
         jobs = [maker.job(Request([1] * 128, TOKENS), "speed") for _ in range(REQUESTS)]
         cpu, wall = time.process_time(), time.perf_counter()
         uvloop.run(Load(endpoint, 600.0).closed(jobs, STREAMS))

@@ -30,15 +30,15 @@ class Job:
 class JobMaker:
     """Requests -> jobs for one server."""
 
-    def __init__(self, endpoint: Endpoint, model: str, temperature: float, is_text: bool) -> None:
+    def __init__(self, endpoint: Endpoint, model: str, temperature: float, is_text: bool, ignore_eos: bool) -> None:
         self._endpoint = endpoint
         self._is_text = is_text
         self._common: dict[str, Any] = {
             "model": model,
             "temperature": temperature,
-            "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **({"ignore_eos": True} if ignore_eos else {}),
         }
 
     def job(self, request: Request, group: str) -> Job:

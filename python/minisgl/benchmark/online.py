@@ -33,7 +33,7 @@ def run_online(
     with _server(url, options) as address:
         endpoint = Endpoint.parse(address, options.get("api_key"))
         model = (options.get("model") if url else None) or served_model(endpoint)
-        maker = JobMaker(endpoint, model, settings.temperature, settings.text)
+        maker = JobMaker(endpoint, model, settings.temperature, settings.text, settings.ignore_eos)
         load = Load(endpoint, settings.timeout)
         warm_up = uniform_requests(settings.warm_up, Range(64, 64), Range(8, 8), settings.vocab, "warm-up")
         _run(load.closed([maker.job(r, "warm-up") for r in warm_up], max(1, settings.warm_up)))

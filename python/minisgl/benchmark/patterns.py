@@ -58,6 +58,7 @@ class OnlineSettings:
     warm_up: int = 4
     timeout: float = 600.0
     text: bool = False
+    ignore_eos: bool = True
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` for a value that cannot work."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from minisgl.distributed.info import ALONE, DistributedInfo
+from minisgl.engine import native
+from minisgl.kernel.native import load_native
 from minisgl.models.config import ModelConfig
 from minisgl.utils import hf
 from minisgl.utils.embedder import Pooling, decoder_config, read_embedder
@@ -35,6 +37,7 @@ DEFAULTS = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUANTIZATIONS = ("int8",)
 MAX_PAGE_SIZE = 128
+LARGE: Final = 2**26  # weights; float32 is 256 MB of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ def resolve(
     graph_rows = min(wanted, config.max_running_requests) if has_graphs else 0
     if graph_rows < 0:
         raise ConfigError(f"--cuda-graph-max-bs {graph_rows} is negative")
-    return EngineSpec(
+    spec = EngineSpec(
         folder=folder,
         model=model,
         dtype=DTYPES[dtype],
@@ -129,3 +132,16 @@ def resolve(
         use_pynccl=not config.disable_pynccl,
         pooling=None if embedder is None else embedder.pooling,
     )
+    return spec if config.dtype != "auto" or device_type != "cpu" else _halved(spec)
+
+
+def _halved(spec: EngineSpec) -> EngineSpec:
+    """In bfloat16 a large checkpoint of that type whose steps will be native: they are faster then.
+
+    Torch's are not always, and a small model may as well keep float32's digits (docs/performance.md).
+    """
+    m, halved = spec.model, replace(spec, dtype=torch.bfloat16)
+    layer = m.hidden_size * (2 * m.head_dim * (m.num_heads + m.num_kv_heads) + 3 * m.intermediate_size)
+    is_large = layer * m.num_layers + m.vocab_size * m.hidden_size >= LARGE
+    runs_native = m.dtype == "bfloat16" and spec.pooling is None and native.refusal(halved) is None
+    return halved if is_large and runs_native and not isinstance(load_native(), str) else spec

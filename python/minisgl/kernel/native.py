@@ -118,7 +118,8 @@ def load_native() -> NativeLibrary | str:
         if wanted in ("", isa):
             path = build_library(SOURCE, compiler_flags(isa))
             if path is None:
-                return "the C++ step cannot be compiled (is g++ installed?)"
+                reason = "the C++ step cannot be compiled (is g++ installed?)"
+                continue
             if passes_self_test(path):
                 return NativeLibrary(path, isa)
             reason = f"the C++ step for {isa} fails its self-test"
@@ -130,6 +131,11 @@ def usable_isas() -> list[str]:
     """Names of `ISAS` that this machine has, best first."""
     features = _cpu_features()
     return [isa for isa, needs in ISAS.items() if features.issuperset(needs)]
+
+
+def isas_of(machine: str) -> list[str]:
+    """Names of `ISAS` that some processor of an architecture (`platform.machine()`) has."""
+    return [isa for isa, needs in ISAS.items() if machine == "x86_64" or not needs]
 
 
 def compiler_flags(isa: str) -> tuple[str, ...]:

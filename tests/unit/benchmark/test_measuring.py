@@ -92,7 +92,7 @@ async def answer_with(response: bytes, step: int) -> Record:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         endpoint = Endpoint.parse(f"127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", "key")
-        job = JobMaker(endpoint, "m", 0.0, False).job(Request([1, 2, 3], 2), "x")
+        job = JobMaker(endpoint, "m", 0.0, False, True).job(Request([1, 2, 3], 2), "x")
         await Load(endpoint, 5.0).closed([job], 1)
         return job.record
 
@@ -114,7 +114,9 @@ def test_failures_are_told(name: str) -> None:
 
 def test_the_message_asks_for_what_is_needed() -> None:
     endpoint = Endpoint.parse("http://h:1/base/v1", "secret")
-    head, _, body = JobMaker(endpoint, "m", 0.5, False).job(Request([7, 8], 9), "x").message.partition(b"\r\n\r\n")
+    head, _, body = (
+        JobMaker(endpoint, "m", 0.5, False, True).job(Request([7, 8], 9), "x").message.partition(b"\r\n\r\n")
+    )
     assert head.startswith(b"POST /base/v1/completions HTTP/1.1\r\nHost: h:1\r\n") and b"Bearer secret" in head
     assert f"Content-Length: {len(body)}".encode() in head
     assert json.loads(body) == {
@@ -126,8 +128,10 @@ def test_the_message_asks_for_what_is_needed() -> None:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    text = JobMaker(endpoint, "m", 0.5, True).job(Request([7, 8, 7], 9), "x").message
-    words = json.loads(text.partition(b"\r\n\r\n")[2])["prompt"].split()
+    text = JobMaker(endpoint, "m", 0.5, True, False).job(Request([7, 8, 7], 9), "x").message
+    sent = json.loads(text.partition(b"\r\n\r\n")[2])
+    words = sent["prompt"].split()
+    assert "ignore_eos" not in sent
     assert len(words) == 3 and words[0] == words[2] != words[1]
     for url in ("ftp://x", "http://", "http://x:99999"):
         with pytest.raises(ConfigError):

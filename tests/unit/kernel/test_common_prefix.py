@@ -57,7 +57,10 @@ def test_strided_and_read_only(compare):
 def test_concurrent_builds_make_one_library(tmp_path: Path):
     if load_native() is None:
         pytest.skip("no C++ compiler")
-    code = f"from pathlib import Path; from minisgl.kernel.build import *; print(build_library(Path({str(SOURCE)!r})))"
+    code = (
+        "from pathlib import Path; from minisgl.kernel import build; build.PREBUILT = Path('/nowhere'); "
+        f"print(build.build_library(Path({str(SOURCE)!r})))"
+    )
     package = str(SOURCE.parents[3])
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": package}
     command = [sys.executable, "-c", code]
@@ -69,6 +72,7 @@ def test_concurrent_builds_make_one_library(tmp_path: Path):
 def test_without_a_compiler_there_is_no_library(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
     with caplog.at_level(logging.DEBUG, logger="minisgl.kernel.build"):
         assert build.build_library(SOURCE) is None
     assert len(caplog.records) == 1 and "no C++ compiler" in caplog.text
@@ -76,8 +80,28 @@ def test_without_a_compiler_there_is_no_library(tmp_path, monkeypatch, caplog):
 
 def test_a_folder_that_others_can_write_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
     tmp_path.chmod(0o777)
     assert build.build_library(SOURCE) is None
+
+
+def test_what_was_compiled_with_the_package_is_taken_until_its_sources_change(tmp_path, monkeypatch):
+    if load_native() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(build, "cache_dir", lambda: tmp_path / "cache")
+    source = tmp_path / "some.cpp"
+    source.write_text('extern "C" int answer() { return 42; }')
+    library = build.prebuild_library(source, build.FLAGS)
+    assert build.build_library(source) == library and library.parent == build.PREBUILT
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "")
+        assert build.build_library(source) == library == build.prebuild_library(source, build.FLAGS)
+        assert build.build_library(source, (*build.FLAGS, "-g")) is None
+        (tmp_path / "some.h").write_text("#define ANSWER 43")
+        assert build.build_library(source) is None
+    fresh = build.build_library(source)
+    assert fresh is not None and fresh.parent == tmp_path / "cache"
 
 
 def test_a_compile_error_is_a_fallback(tmp_path, monkeypatch):
