@@ -208,7 +208,9 @@ def _http(url: str | None, options: dict[str, Any]) -> float:
 
 def _served_by_us(settings: CpuSettings, folder: Path) -> float:
     options = {"model": str(folder), "dtype": settings.dtype, "threads": settings.threads, "device": "cpu"}
-    return _http(None, options | {"quantization": settings.quantization, "max_seq_len": CONTEXT})
+    if settings.quantization is not None:
+        options["quantization"] = settings.quantization
+    return _http(None, options | {"max_seq_len": CONTEXT})
 
 
 def _served_by_transformers(settings: CpuSettings, folder: Path) -> float:
