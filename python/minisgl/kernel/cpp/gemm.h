@@ -39,7 +39,9 @@ void pack(T* w, int64_t rows, int64_t cols) {
     }
 }
 
-constexpr int64_t kAhead = 1 << 16;  // bytes
+constexpr int64_t kAhead = 1 << 16;         // bytes
+constexpr int64_t kSpread = 4;              // blocks
+constexpr int64_t kSpreadBytes = 400 << 10;  // two units and the rows fit into the second-level cache
 constexpr int kUnit = 4;              // panels that are computed together
 #if defined(__AMX_BF16__)
 constexpr int kRowBlock = 32;  // rows that are: two tiles
@@ -48,7 +50,7 @@ constexpr int kRowBlock = 12;
 #endif
 
 template <class T, int PANELS>
-void product_rows(int rows, const X<T>* x, int64_t ldx, const T* const* panels, int64_t steps, int64_t ahead,
+void product_rows(int rows, const X<T>* x, int64_t ldx, const T* const* panels, int64_t steps, Ahead ahead,
                   float* out) {
     constexpr int most = kAccumulators / PANELS > 0 ? (kAccumulators / PANELS < 12 ? kAccumulators / PANELS : 12) : 1;
     for (int first = 0; first < rows;) {
@@ -58,7 +60,7 @@ void product_rows(int rows, const X<T>* x, int64_t ldx, const T* const* panels, 
             for (auto& row : sums)
                 for (Vec& v : row) v = Vec::all(0.0f);
             accumulate<T, n, PANELS>(sums, x + first * ldx, ldx, panels, kLanes * Product<T>::kStep, steps,
-                                      first == 0 ? ahead : 0);
+                                      first == 0 ? ahead : Ahead());
             for (int i = 0; i < n; ++i)
                 UNROLL for (int j = 0; j < PANELS; ++j) sums[i][j].store(out + ((first + i) * kUnit + j) * kLanes);
         });
@@ -119,9 +121,9 @@ inline void product_tiles(int rows, const bf16* x, int64_t ldx, const bf16* cons
 }
 #endif
 
-// out [rows][kUnit * 16] for `count` panels; those that lie `ahead` elements behind come next, unless that is 0.
+// out [rows][kUnit * 16] for `count` panels.
 template <class T>
-void product(int rows, const X<T>* x, int64_t ldx, const T* const* panels, int count, int64_t cols, int64_t ahead,
+void product(int rows, const X<T>* x, int64_t ldx, const T* const* panels, int count, int64_t cols, Ahead ahead,
              float* out) {
 #if defined(__AMX_BF16__)
     if constexpr (sizeof(T) == 2)
@@ -162,15 +164,22 @@ template <class T, class F>
 void gemm(Pool& pool, const Matrix<T>& w, const X<T>* x, int64_t ldx, int64_t m, bool paired, const F& finish) {
     if (m == 0) return;
     const int64_t blocks = (m + kRowBlock - 1) / kRowBlock;
-    // What comes next is the next unit if that is near; a panel that is longer than that goes on for long.
-    const int64_t unit = (paired ? kUnit / 2 : kUnit) * kLanes * w.cols;
-    const int64_t ahead = std::min(unit, kAhead / (int64_t)sizeof(T));
+    const auto ahead = [&](int64_t b) -> Ahead {
+        constexpr int64_t step = kLanes * Product<T>::kStep, most = kAhead / sizeof(T);
+        const int64_t unit = (paired ? kUnit / 2 : kUnit) * kLanes * w.cols, panel = kLanes * w.cols;
+        // Some of the next unit by each block of rows, so that memory has work all the time.
+        const int64_t bytes = unit * sizeof(T);
+        if (1 < blocks && blocks <= kSpread && kSpreadBytes / 4 <= bytes && bytes <= kSpreadBytes)
+            return {unit + panel * b / blocks, step / blocks};
+        // By the first block: the next unit if that is near; a panel that is longer than that goes on for long.
+        return b == 0 ? Ahead{std::min(unit, most), step} : Ahead();
+    };
     each_unit(pool, w, m, paired, [&](int64_t first, int count, const T* const* panels) {
         alignas(64) float tile[kRowBlock * kUnit * kLanes];
         for (int64_t b = 0; b < blocks; ++b) {
             const int64_t row = m * b / blocks;
             const int rows = (int)(m * (b + 1) / blocks - row);
-            product<T>(rows, x + row * ldx, ldx, panels, paired ? 2 * count : count, w.cols, b == 0 ? ahead : 0, tile);
+            product<T>(rows, x + row * ldx, ldx, panels, paired ? 2 * count : count, w.cols, ahead(b), tile);
             finish(row, rows, first, count, tile);
         }
     });

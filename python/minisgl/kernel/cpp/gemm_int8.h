@@ -219,7 +219,7 @@ void gemm(Pool& pool, const Matrix<Int8>& w, const X<T>* x, int64_t ldx, int64_t
             alignas(64) float tile[kRowBlock * kUnit * kLanes];
             for (int64_t b = 0; b < blocks; ++b) {
                 const int rows = (int)(first_row(b + 1) - first_row(b));
-                product<bf16>(rows, x + first_row(b) * ldx, ldx, at, all, w.cols, tile);
+                product<bf16>(rows, x + first_row(b) * ldx, ldx, at, all, w.cols, {}, tile);
                 finish(first_row(b), rows, first, count, tile);
             }
         });

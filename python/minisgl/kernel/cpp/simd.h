@@ -246,18 +246,22 @@ struct Product<bf16> {
 template <class T>
 using X = typename Product<T>::X;
 
-// sums[row][panel] += x[row, :] . panel: `steps` steps; x has `ldx` elements a row, a panel `stride` a step. Asks for
-// what lies `ahead` elements behind the panels, unless that is 0.
+// What to ask for while a panel is read: at each step what lies this far behind its begin, `stride` more than a step ago.
+struct Ahead {
+    int64_t offset = 0, stride = 0;  // elements; nothing if both are 0
+};
+
+// sums[row][panel] += x[row, :] . panel: `steps` steps; x has `ldx` elements a row, a panel `stride` a step.
 template <class T, int ROWS, int PANELS>
 INLINE void accumulate(Vec (&sums)[ROWS][PANELS], const X<T>* x, int64_t ldx, const T* const* panels, int64_t stride,
-                       int64_t steps, int64_t ahead = 0) {
+                       int64_t steps, Ahead ahead = {}) {
     using P = Product<T>;
     const auto run = [&](auto asks) {
         for (int64_t k = 0; k < steps; ++k) {
             typename P::Weights w[PANELS];
             UNROLL for (int j = 0; j < PANELS; ++j) {
                 w[j] = P::weights(panels[j] + k * stride);
-                if (asks) __builtin_prefetch(panels[j] + k * stride + ahead, 0, 2);
+                if (asks) __builtin_prefetch(panels[j] + ahead.offset + k * ahead.stride, 0, 2);
             }
             UNROLL for (int i = 0; i < ROWS; ++i) {
                 auto factor = P::factor(x + i * ldx + k * P::kStep);
@@ -265,7 +269,7 @@ INLINE void accumulate(Vec (&sums)[ROWS][PANELS], const X<T>* x, int64_t ldx, co
             }
         }
     };
-    ahead ? run(std::true_type{}) : run(std::false_type{});
+    ahead.offset ? run(std::true_type{}) : run(std::false_type{});
 }
 
 // Calls f(integral constant) for the number of rows in 1..MAX.
