@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Batch, BatchPlan, Context
+from minisgl.engine.capture import TAILS
 from minisgl.engine.prepare import prepare_batch
 from minisgl.kernel.logprobs import rows_per_pass
 
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 
 
 NO_TOKENS: Final = torch.empty(2, 0, dtype=torch.int32)
-NEEDS_ALL: Final = (
-    BatchPlan.FILTERED | BatchPlan.ADJUSTED | BatchPlan.MASKED | BatchPlan.LOGPROBS
-)  # the logits, not a part
 
 
 class Runner(Protocol):
@@ -101,7 +99,7 @@ class Parts:
         them; so then these are gathered, and everything is as on one rank.
         """
         rows, positions, flags = batch.sample_rows, batch.sample_positions, batch.sample_flags
-        if not (self.vocab.is_whole or batch.flags & NEEDS_ALL or batch.scored):
+        if not (self.vocab.is_whole or batch.flags & TAILS[-1] or batch.scored):
             own = self.ops.candidates(logits, rows, positions, self.state, self.vocab.part.start)
             out = self.vocab.best(own)
             self.state.last_token[rows] = out[0]

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from ctypes import POINTER, c_double, c_int64, c_void_p
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -143,8 +144,9 @@ def compiler_flags(isa: str) -> tuple[str, ...]:
     return (*FLAGS, *(COMPILER_NAMES.get(feature, f"-m{feature}") for feature in ISAS[isa]))
 
 
+@cache
 def passes_self_test(path: Path) -> bool:
-    """Run the library's own test in a child process."""
+    """Run the library's own test in a child process, once: the choice of a dtype asks, and the engine."""
     code = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).minisgl_self_test())"
     try:
         command = [sys.executable, "-I", "-S", "-c", code, str(path)]

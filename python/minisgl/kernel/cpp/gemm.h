@@ -39,10 +39,10 @@ void pack(T* w, int64_t rows, int64_t cols) {
     }
 }
 
-constexpr int64_t kAhead = 1 << 16;         // bytes
-constexpr int64_t kSpread = 4;              // blocks
+constexpr int64_t kAhead = 1 << 16;          // bytes
+constexpr int64_t kSpread = 4;               // blocks
 constexpr int64_t kSpreadBytes = 400 << 10;  // of a unit; two and the rows fit into the second-level cache
-constexpr int kUnit = 4;              // panels that are computed together
+constexpr int kUnit = 4;                     // panels that are computed together
 #if defined(__AMX_BF16__)
 constexpr int kRowBlock = 32;  // rows that are: two tiles
 #else
