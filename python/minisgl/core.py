@@ -123,7 +123,8 @@ class BatchPlan:
     rows       [R, 7]  sampling state of newly filled rows: row, temperature (float bits), top_k, top_p (float bits),
                        min_p (float bits), noise key low and high 32 bits
     adjusts    [A]     penalties and biases of newly filled rows, records of `scheduler/plan.py: adjust_record`
-    masks      [M, W]  tokens allowed to the MASKED slots that sample, in slot order: bit i of word w is token 32 w + i
+    masks      [M, W]  tokens allowed to the MASKED slots that sample, in slot order: bit i of word w is token 32 w + i;
+                       none where they come later (`StepOutput.choose`)
     targets    [N]     what follows each token of the SCORED slots, in slot order; not for the token whose logits sample
     """
 

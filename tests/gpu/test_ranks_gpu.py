@@ -12,17 +12,19 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
+from minisgl.params import Grammar
 from minisgl.utils.errors import RankError
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 OPTIONS: dict[str, Any] = {"device": "cuda", "dtype": "float32", "num_pages": 200}
-PROMPTS = [f"Once upon a time, there was a {animal}" for animal in ("fox", "cat", "bird", "king", "cow")]
+PROMPTS = [f"Once upon a time, there was a {animal}" for animal in ("fox", "cat", "bird", "king", "cow", "dog")]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=40),
     SamplingParams(temperature=1.0, seed=3, max_tokens=40),
     SamplingParams(temperature=0.9, seed=4, top_p=0.9, top_k=30, max_tokens=40),
     SamplingParams(temperature=0.8, seed=5, presence_penalty=0.5, max_tokens=40),
     SamplingParams(temperature=1.0, seed=6, min_p=0.05, max_tokens=40),
+    SamplingParams(temperature=1.0, seed=7, max_tokens=60, grammar=Grammar("regex", "[a-z ]{40}, said the cow[.!]")),
 ]
 
 

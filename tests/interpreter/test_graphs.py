@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,14 +160,25 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[EagerRunner, 
     return made
 
 
-def test_graphs_give_what_the_eager_runner_gives(runners: Any) -> None:
+def run(runner: Any, plan: BatchPlan, is_late: bool) -> np.ndarray:
+    """Its result, the masks with the plan or behind it."""
+    if not (is_late and len(plan.masks)):
+        return runner.launch(runner.prepare(plan)).wait()
+    output = runner.launch(runner.prepare(replace(plan, masks=NO_MASKS)))
+    assert output.awaits_masks
+    output.choose(plan.masks)
+    return output.wait()
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["masks with the plan", "masks behind it"])
+def test_graphs_give_what_the_eager_runner_gives(runners: Any, is_late: bool) -> None:
     alone, captured = runners()
     traffic, used = Traffic(40), set()
 
     def compare(plan: BatchPlan) -> None:
         runner = next(r for r in captured if r.fits(plan))
-        want = alone.launch(alone.prepare(plan)).wait()
-        assert np.array_equal(runner.launch(runner.prepare(plan)).wait(), want)
+        want = run(alone, plan, not is_late)
+        assert np.array_equal(run(runner, plan, is_late), want)
         mine, theirs = runner.parts, alone.parts
         assert torch.equal(mine.state.last_token[:ROWS], theirs.state.last_token[:ROWS])
         assert torch.equal(mine.adjuster.seen[:ROWS], theirs.adjuster.seen[:ROWS])

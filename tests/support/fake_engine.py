@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -69,8 +70,16 @@ class FakeOutput:
     def __init__(self, engine: FakeEngine, plan: BatchPlan) -> None:
         self.engine, self.plan = engine, plan
         self.result: StepResult | None = None
+        both = BatchPlan.SAMPLES | BatchPlan.MASKED
+        self.awaits_masks = not len(plan.masks) and bool((plan.slots[:, 3] & both == both).any())
+
+    def choose(self, masks: np.ndarray) -> None:
+        assert self.awaits_masks and self.engine.pending[-1:] in ([self], []), "too late"
+        self.plan, self.awaits_masks = replace(self.plan, masks=masks.copy()), False
+        self.engine.plans.append(masks.tobytes())
 
     def run(self) -> None:
+        assert not self.awaits_masks, "executed before it has its masks"
         if self.result is None:
             self.result = self.engine.execute(self.plan)
 

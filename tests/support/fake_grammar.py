@@ -36,7 +36,7 @@ class FakeMatcher:
 
     def _look(self) -> None:
         bits = np.zeros(-(-self.vocab // 32) * 32, np.uint8)
-        bits[self.allowed()] = 1
+        bits[self.allowed() or [EOS]] = 1  # a step under way when it was completed still holds its row
         self.mask = np.packbits(bits, bitorder="little").view(np.int32)
         self.is_complete = len(self.history) == self.length
 

@@ -13,7 +13,7 @@ import numpy as np
 from minisgl.core import BatchPlan
 
 if TYPE_CHECKING:
-    from minisgl.core import StepResult
+    from minisgl.core import Ints, StepResult
     from minisgl.scheduler.engine_protocol import StepOutput
     from minisgl.scheduler.scheduler import Scheduler
 
@@ -40,6 +40,13 @@ class _TimedOutput:
     def __init__(self, output: StepOutput, waited: Callable[[float], None]) -> None:
         self._output = output
         self._waited = waited
+
+    @property
+    def awaits_masks(self) -> bool:
+        return self._output.awaits_masks
+
+    def choose(self, masks: Ints) -> None:
+        self._output.choose(masks)
 
     def wait(self) -> StepResult:
         start = time.perf_counter()

@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
-    """A step, or the end when there is no `plan`. In the invariant mode also what rank 0 knows, to be compared:
-    `digest` of the plans up to this one, and of the results of the first `collected` steps.
+    """A step, or the end when there is no `plan`; or the masks that the plan before had not. In the invariant mode also
+    what rank 0 knows, to be compared: `digest` of the plans up to this one, and of the results of the first `collected`
+    steps.
     """
 
     plan: bytes | None
+    masks: bytes = b""
     digest: bytes = b""
     collected: int = 0
     results: bytes = b""
@@ -73,6 +75,15 @@ class PlanBus:
             self._plans.add(plan)
         self._send(self._frame(plan))
 
+    def publish_masks(self, masks: Array) -> None:
+        """Send what the newest plan's tokens are chosen by. Raises `RankError` when a rank is gone."""
+        if not self._links:
+            return
+        data = masks.tobytes()
+        if self._is_checked:
+            self._plans.add(data)
+        self._send(Frame(None, data))
+
     def note_result(self, result: Array) -> None:
         """What the oldest step under way has given: in the invariant mode the other ranks compare it with theirs.
 
@@ -108,7 +119,7 @@ class PlanBus:
     def _frame(self, plan: bytes | None) -> Frame:
         if not self._is_checked:
             return Frame(plan)
-        return Frame(plan, self._plans.value, self._results.count, self._results.value)
+        return Frame(plan, b"", self._plans.value, self._results.count, self._results.value)
 
     def _send(self, frame: Frame) -> None:
         data = msgspec.msgpack.encode(frame)
@@ -132,8 +143,8 @@ class PlanFeed:
             frame = msgspec.msgpack.decode(self._link.recv_bytes(), type=Frame)
         except (EOFError, OSError) as e:
             raise RankError("rank 0 is gone") from e
-        if frame.plan is not None:
-            self._plans.add(frame.plan)
+        if data := frame.plan or frame.masks:
+            self._plans.add(data)
         if frame.digest and frame.digest != self._plans.value:
             raise InvariantError(f"plan {self._plans.count} is not the one that rank 0 has made")
         return frame

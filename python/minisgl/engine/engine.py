@@ -16,7 +16,7 @@ from minisgl.engine.config import EngineSpec, resolve
 from minisgl.engine.costs import measure_costs
 from minisgl.engine.memory import compile_kernels, plan_memory
 from minisgl.engine.pooling import PoolingRunner, base_runner
-from minisgl.engine.runner import EagerRunner, Parts, Runner
+from minisgl.engine.runner import EagerRunner, Parts, Runner, Unchosen
 from minisgl.engine.state import RowState
 from minisgl.kernel.ops import resolve_ops
 from minisgl.kvcache.mha_pool import MHAKVPool
@@ -28,7 +28,7 @@ from minisgl.utils.progress import Progress
 
 if TYPE_CHECKING:
     from minisgl.config import EngineConfig
-    from minisgl.core import BatchPlan, StepCosts
+    from minisgl.core import BatchPlan, Ints, StepCosts
     from minisgl.engine.native import NativeRunner
     from minisgl.kernel.native import NativeLibrary
 
@@ -40,6 +40,15 @@ class ForwardOutput:
 
     def __init__(self, pending: Pending, num_targets: int, embeds: bool) -> None:
         self._pending, self._num_targets, self._embeds = pending, num_targets, embeds
+
+    @property
+    def awaits_masks(self) -> bool:
+        return isinstance(self._pending, Unchosen) and self._pending.awaits_masks
+
+    def choose(self, masks: Ints) -> None:
+        """Choose tokens by the masks that the plan had not."""
+        assert isinstance(self._pending, Unchosen), "the plan had all masks"
+        self._pending.choose(masks)
 
     def wait(self) -> StepResult:
         """Blocks until it is there."""

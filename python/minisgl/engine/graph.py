@@ -14,6 +14,7 @@ from torch import Tensor
 from minisgl.core import NO_MASKS, Batch, BatchPlan, SeqLayout
 from minisgl.engine.capture import TAILS, tail_of
 from minisgl.engine.prepare import mask_places
+from minisgl.engine.runner import Unchosen, lacks_masks
 from minisgl.kernel.triton import step
 
 if TYPE_CHECKING:
@@ -98,22 +99,27 @@ class GraphRunner:
         self._turn += 1
         event, count = self._events[slot], len(plan.slots)
         event.synchronize()  # the step that used this slot last has been executed
-        self._fill(self._in_host[slot], plan)
-        self.parts.adjuster.apply(plan.adjusts, plan.masks)
+        flags = int(np.bitwise_or.reduce(plan.slots[:, 3]))
+        self._fill(self._in_host[slot], plan, flags)
         captured = self._graphs[self._sizes[self._size_of[count]]]
-        choose, lines = captured.tails[tail_of(int(np.bitwise_or.reduce(plan.slots[:, 3])))]
         captured.forward.replay()
-        choose.replay()
-        event.record()
-        return _Published(self._out_host[slot, :lines, :count], event)
 
-    def _fill(self, slot: Ints, plan: BatchPlan) -> None:
+        def choose(masks: Ints) -> Pending:
+            self.parts.adjuster.apply(plan.adjusts, masks)
+            tail, lines = captured.tails[tail_of(flags)]
+            tail.replay()
+            event.record()
+            return _Published(self._out_host[slot, :lines, :count], event)
+
+        return Unchosen(choose) if lacks_masks(flags, plan.masks) else choose(plan.masks)
+
+    def _fill(self, slot: Ints, plan: BatchPlan, all_flags: int) -> None:
         count, writes = len(plan.slots), len(plan.pages)
         slot[0], slot[1] = count, writes
         pages = step.HEAD + step.COLUMNS * self.capacity
         rows, stops, flags, places = slot[step.HEAD : pages].reshape(step.COLUMNS, self.capacity)
         rows[:count], stops[:count], flags[:count] = plan.slots[:, 0], plan.slots[:, 2], plan.slots[:, 3]
-        if len(plan.masks):
+        if all_flags & BatchPlan.MASKED:
             places[:count] = mask_places(plan.slots[:, 3])
         if writes:
             slot[pages : pages + 3 * writes] = plan.pages.reshape(-1)

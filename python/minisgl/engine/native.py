@@ -13,6 +13,7 @@ import torch
 from minisgl.core import BatchPlan, StepResult
 from minisgl.engine.packing import LANES, pack_weights
 from minisgl.engine.prepare import prepare_batch
+from minisgl.engine.runner import lacks_masks
 from minisgl.kernel.logprobs import rows_per_pass
 from minisgl.kernel.native import LayerWeights, ModelSpec, NativeLibrary, StepPlan
 
@@ -88,11 +89,13 @@ class NativeRunner:
 
     @torch.inference_mode()
     def launch(self, plan: BatchPlan) -> Pending:
+        kinds = _sampled(plan.slots)
+        assert not lacks_masks(int(np.bitwise_or.reduce(kinds, initial=0)), plan.masks), "a CPU's plan has all masks"
         self.parts.adjuster.apply(plan.adjusts, plan.masks)
         if len(plan.targets):
             return _Result(self._scored(plan))
         out = self._call(plan.slots, plan.tokens, plan.pages, plan.rows)
-        special = np.flatnonzero(_sampled(plan.slots) & ~PLAIN)
+        special = np.flatnonzero(kinds & ~PLAIN)
         if len(special):
             out = self._choose(plan, special, self.logits(out.shape[1])[special], out)
         return _Result(out)

@@ -14,8 +14,13 @@ from minisgl.engine.prepare import prepare_batch
 from minisgl.kernel.logprobs import rows_per_pass
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    import numpy.typing as npt
+
     from minisgl.attention.base import AttentionBackend
-    from minisgl.core import Scored
+    from minisgl.core import Ints, Scored
     from minisgl.distributed.communicator import Communicator
     from minisgl.distributed.vocab import VocabParallel
     from minisgl.engine.adjust import LogitAdjuster
@@ -27,6 +32,8 @@ if TYPE_CHECKING:
 
 
 NO_TOKENS: Final = torch.empty(2, 0, dtype=torch.int32)
+_Computed = tuple[Tensor | None, Tensor | None]
+"""Logits of the sequences that sample, if any, and the columns of the plan's `targets`, if there are any."""
 
 
 class Runner(Protocol):
@@ -41,11 +48,36 @@ class Runner(Protocol):
         """What can be done before the step's turn; to be kept alive until its result is there."""
 
     def launch(self, prepared: Any) -> Pending:
-        """Start the step behind those launched before.
+        """Start the step behind those launched before; what is pending is an `Unchosen` if the plan `lacks_masks`.
 
         Its result is int32, down each column a token, whether its logits were sound and, if anybody wants them, its
         `StepResult.scores`. There is a column for each sampled sequence, then one for each of the plan's `targets`.
         """
+
+
+class Unchosen:
+    """A step of which all but the choice of tokens has been started: that needs masks, which `choose` brings."""
+
+    def __init__(self, start: Callable[[Ints], Pending]) -> None:
+        self._start = start
+        self._pending: Pending | None = None
+
+    @property
+    def awaits_masks(self) -> bool:
+        return self._pending is None
+
+    def choose(self, masks: Ints) -> None:
+        assert self._pending is None, "its tokens are chosen already"
+        self._pending = self._start(masks)
+
+    def wait(self) -> npt.NDArray[np.int32]:
+        assert self._pending is not None, "its masks have not come"
+        return self._pending.wait()
+
+
+def lacks_masks(flags: int, masks: Ints) -> bool:
+    """Whether a step whose sampling slots have `flags` needs masks that its plan has not."""
+    return bool(flags & BatchPlan.MASKED) and not len(masks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +178,17 @@ class EagerRunner:
         return prepare_batch(plan, self.parts.device)
 
     def launch(self, batch: Batch) -> Pending:
-        return self.parts.device.submit(lambda: self._step(batch), self._flops_per_token * batch.num_tokens)
+        submit, flops = self.parts.device.submit, self._flops_per_token * batch.num_tokens
+        if not lacks_masks(batch.flags, batch.masks):
+            return submit(lambda: self._choose(batch, self._compute(batch), batch.masks), flops)
+        computed: list[_Computed] = []
+
+        def compute() -> Tensor:
+            computed.append(self._compute(batch))
+            return NO_TOKENS
+
+        submit(compute, flops)
+        return Unchosen(lambda masks: submit(lambda: self._choose(batch, computed.pop(), masks), 0.0))
 
     @torch.inference_mode()
     def logits_of(self, plan: BatchPlan) -> Tensor:
@@ -154,16 +196,23 @@ class EagerRunner:
         return self.parts.vocab.gather(self.parts.run(self.prepare(plan)))
 
     @torch.inference_mode()
-    def _step(self, batch: Batch) -> Tensor:
+    def _compute(self, batch: Batch) -> _Computed:
         parts = self.parts
-        parts.adjuster.apply(batch.adjusts, batch.masks)
         if batch.scored is None:
             logits = parts.run(batch)
-            return parts.sample(logits, batch) if len(batch.sample_rows) else NO_TOKENS
+            return logits if len(batch.sample_rows) else None, None
         scored = batch.scored
         x, residual = parts.hidden(*parts.begin(replace(batch, logit_tokens=scored.logit_tokens)))
-        columns = [parts.score(x, residual, scored)]
-        if len(batch.sample_rows):
-            logits = parts.model.logits(x[scored.sampled_at], residual[scored.sampled_at])
-            columns.insert(0, parts.sample(logits, batch))
-        return torch.cat(columns, 1)
+        columns = parts.score(x, residual, scored)
+        if not len(batch.sample_rows):
+            return None, columns
+        return parts.model.logits(x[scored.sampled_at], residual[scored.sampled_at]), columns
+
+    @torch.inference_mode()
+    def _choose(self, batch: Batch, computed: _Computed, masks: Ints) -> Tensor:
+        logits, columns = computed
+        self.parts.adjuster.apply(batch.adjusts, masks)
+        parts = [] if logits is None else [self.parts.sample(logits, batch)]
+        if columns is not None:
+            parts.append(columns)
+        return torch.cat(parts, 1) if parts else NO_TOKENS

@@ -16,6 +16,7 @@ from torch import Tensor
 from minisgl.core import NO_MASKS, Batch, BatchPlan, SeqLayout
 from minisgl.engine.capture import TAILS, tail_of
 from minisgl.engine.prepare import Expanded, expand
+from minisgl.engine.runner import Unchosen, lacks_masks
 
 if TYPE_CHECKING:
     from minisgl.core import Ints
@@ -109,15 +110,19 @@ class TokenGraphRunner:
         captured, x = self._graphs[size], expand(plan)
         self._fill(captured.inputs, plan, x)
         self.device.upload_into(captured.inputs.device, captured.inputs.host)
-        self.parts.adjuster.apply(plan.adjusts, plan.masks)
-        graph, out = captured.tails[tail_of(x.flags)]
+        captured.forward.replay()
 
-        def work() -> Tensor:
-            captured.forward.replay()
-            graph.replay()
-            return out
+        def choose(masks: Ints) -> Pending:
+            self.parts.adjuster.apply(plan.adjusts, masks)
+            graph, out = captured.tails[tail_of(x.flags)]
 
-        return _First(self.device.submit(work, 0.0), len(x.sample_rows))
+            def work() -> Tensor:
+                graph.replay()
+                return out
+
+            return _First(self.device.submit(work, 0.0), len(x.sample_rows))
+
+        return Unchosen(choose) if lacks_masks(x.flags, plan.masks) else choose(plan.masks)
 
     def _fill(self, inputs: _Inputs, plan: BatchPlan, x: Expanded) -> None:
         host, spare = inputs.on_host, inputs.tokens - 1

@@ -5,12 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from minisgl.core import BatchPlan, StepCosts, StepResult
+    from minisgl.core import BatchPlan, Ints, StepCosts, StepResult
     from minisgl.params import Limits
 
 
 class StepOutput(Protocol):
     """A launched batch."""
+
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether its tokens cannot be chosen yet, as some slot is MASKED and the plan had no masks."""
+
+    def choose(self, masks: Ints) -> None:
+        """Bring the masks [M, W] that it awaits. To be called before the next batch is launched."""
 
     def wait(self) -> StepResult:
         """What it computed; blocks until it is done."""
@@ -24,7 +31,7 @@ class StepEngine(Protocol):
     max_running_requests: int
     limits: Limits
     eos_token_ids: frozenset[int]
-    is_async: bool
+    is_async: bool  # it works while the host plans, and may be brought masks after a launch
 
     def prepare(self, plan: BatchPlan) -> Any: ...
 

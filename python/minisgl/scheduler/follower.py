@@ -59,16 +59,22 @@ def replay(engine: StepEngine, feed: PlanFeed) -> None:
     """
     outputs: deque[tuple[int, StepOutput]] = deque()
     results = Digest()
+    newest: StepOutput | None = None
     while True:
         frame = feed.receive()
         if frame.digest:
             _compare(frame, outputs, results)
+        if frame.masks:
+            assert newest is not None, "masks before the first plan"
+            words = -(-engine.limits.vocab_size // 32)
+            newest.choose(np.frombuffer(frame.masks, np.int32).reshape(-1, words))
+            continue
         if frame.plan is None:
             return
         plan = BatchPlan.unpack(np.frombuffer(frame.plan, np.int32))
-        output = engine.launch(engine.prepare(plan))
+        newest = engine.launch(engine.prepare(plan))
         if frame.digest:
-            outputs.append((plan.step, output))
+            outputs.append((plan.step, newest))
 
 
 def _compare(frame: Frame, outputs: deque[tuple[int, StepOutput]], results: Digest) -> None:

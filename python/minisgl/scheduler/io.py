@@ -24,6 +24,9 @@ class SchedulerIO(Protocol):
     def publish(self, plan: BatchPlan) -> None:
         """Tell the other tensor-parallel ranks what is about to run."""
 
+    def publish_masks(self, masks: Ints) -> None:
+        """Tell them the masks that the newest plan had not."""
+
     def note_result(self, tokens: Ints) -> None:
         """The tokens of the oldest step under way have come: what the other ranks must have got too."""
 
@@ -51,6 +54,9 @@ class ZmqIO:
 
     def publish(self, plan: BatchPlan) -> None:
         self._bus.publish(plan.pack)
+
+    def publish_masks(self, masks: Ints) -> None:
+        self._bus.publish_masks(masks)
 
     def note_result(self, tokens: Ints) -> None:
         self._bus.note_result(tokens)
@@ -80,6 +86,9 @@ class OfflineIO:
 
     def publish(self, plan: BatchPlan) -> None:
         self._bus.publish(plan.pack)
+
+    def publish_masks(self, masks: Ints) -> None:
+        self._bus.publish_masks(masks)
 
     def note_result(self, tokens: Ints) -> None:
         self._bus.note_result(tokens)

@@ -76,11 +76,10 @@ class Step:
         return BatchPlan(number, slots, tokens, *rows.writes.take(), self._masks(rows), targets)
 
     def _masks(self, rows: Rows) -> Ints:
-        """What the constrained rows may sample. Their matchers know all their tokens: `Rows.ready` sees to that."""
-        constrained = [req for req in self.prompts() if req.matcher is not None]
-        if rows.num_constrained:
-            constrained = rows.holders(self.running[rows.is_constrained[self.running]]) + constrained
-        return np.stack([req.matcher.mask for req in constrained]) if constrained else NO_MASKS
+        """What the constrained rows may sample; nothing yet if that depends on a token in flight."""
+        if not rows.num_constrained or rows.depend_on_tokens_in_flight(self.running):
+            return NO_MASKS
+        return rows.masks(self.sampled_rows())
 
 
 @dataclass(frozen=True, slots=True)

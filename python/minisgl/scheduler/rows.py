@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minisgl.core import BatchPlan
+from minisgl.core import NO_MASKS, BatchPlan
 from minisgl.scheduler.plan import decode_flags
 from minisgl.scheduler.writes import RowWrites
 
@@ -126,14 +126,14 @@ class Rows:
         """The requests that hold `rows`."""
         return [req for row in rows.tolist() if (req := self.requests[row]) is not None]
 
-    def ready(self, rows: Index) -> Index:
-        """Those of the decoding `rows` that the next step may hold.
+    def depend_on_tokens_in_flight(self, rows: Index) -> bool:
+        """Whether a grammar constrains one of the decoding `rows` whose newest token is not confirmed yet."""
+        return bool((self.is_constrained[rows] & (self.confirmed_len[rows] <= self.cached_len[rows])).any())
 
-        Which tokens a grammar allows depends on the newest one: such a row waits until that is confirmed.
-        """
-        if not self.num_constrained:
-            return rows
-        return rows[~self.is_constrained[rows] | (self.confirmed_len[rows] > self.cached_len[rows])]
+    def masks(self, rows: Index) -> Ints:
+        """What the constrained ones of `rows` may sample next [M, W], by the tokens that are confirmed."""
+        constrained = self.holders(rows[self.is_constrained[rows]])
+        return np.stack([req.matcher.mask for req in constrained]) if constrained else NO_MASKS
 
     def advance(self, plan: BatchPlan) -> None:
         """The plan is made: count its tokens as planned."""

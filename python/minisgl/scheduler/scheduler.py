@@ -125,10 +125,13 @@ class Scheduler:
         for msg in self.io.receive(timeout):
             self.handle(msg)
         self._enqueue_compiled()
+        while self.launched and self.launched[-1].output.awaits_masks:  # with more than one in flight
+            self.collect(self.launched.popleft())
         step = self.plan()
         if step is not None:
             self.launch(step)
-        while len(self.launched) > (0 if step is None else self.depth):
+        needs_tokens = self.rows.num_constrained and not self.engine.is_async
+        while len(self.launched) > (0 if step is None or needs_tokens else self.depth):
             self.collect(self.launched.popleft())
         self.outbox.flush()
         if step is None and not self.launched:
@@ -203,7 +206,6 @@ class Scheduler:
                 self.waits.plan(chunks, time.monotonic())
             if chunks and not self.is_mixed:
                 running = running[:0]
-        running = self.rows.ready(running)
         if len(running) or chunks:
             return Step(running, chunks)
         if not self.launched and len(self.live) > len(self.grammars):
@@ -279,6 +281,10 @@ class Scheduler:
         self.stats.generation_tokens += len(uids)
         if len(uids):
             self.outbox.send(uids, tokens)
+        if self.launched and (following := self.launched[0]).output.awaits_masks:
+            masks = rows.masks(following.sampled)
+            self.io.publish_masks(masks)
+            following.output.choose(masks)
 
     def finish(self, req: Req, end: Finished) -> None:
         """End a request, whatever the reason: its one terminal reply, and its way out."""

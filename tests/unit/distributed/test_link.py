@@ -16,6 +16,7 @@ from minisgl.config import EngineConfig
 from minisgl.core import BatchPlan, StepResult
 from minisgl.distributed.group import Group, meet
 from minisgl.distributed.info import DistributedInfo, Rendezvous
+from minisgl.params import Limits
 from minisgl.scheduler.follower import replay
 from minisgl.utils.errors import ConfigError, InvariantError, RankError
 
@@ -127,7 +128,9 @@ def test_the_loss_of_a_rank_is_noticed(tmp_path: Path) -> None:
 
 
 class Echo:
-    """An engine whose step gives one token: the length of the sequence, plus `error`."""
+    """An engine whose step gives one token: the length of the sequence, plus `error` and what its masks add up to."""
+
+    limits = Limits(max_model_len=9, vocab_size=40)
 
     def __init__(self, error: int) -> None:
         self.error = error
@@ -144,6 +147,10 @@ class Echo:
         def __init__(self, token: int) -> None:
             self.token = token
 
+        def choose(self, masks: np.ndarray) -> None:
+            assert masks.shape == (1, 2)
+            self.token += int(masks.sum())
+
         def wait(self) -> StepResult:
             return StepResult(np.array([self.token], np.int32), np.ones(1, np.int32))
 
@@ -156,8 +163,9 @@ def run_steps(tmp_path: Path, error: int, tamper: Callable[[Group], None] = lamb
         done = pool.submit(replay, engine, second.feed)
         for step in (1, 2, 3):
             first.bus.publish(plan(step).pack)
+            first.bus.publish_masks(np.array([[step, 7]], np.int32))
             if step > 1:
-                first.bus.note_result(np.array([step - 1], np.int32))
+                first.bus.note_result(np.array([(step - 1) * 2 + 7], np.int32))
             tamper(first)
         first.bus.close()
         done.result(10)
@@ -174,7 +182,7 @@ def test_a_follower_with_other_tokens_says_so(tmp_path: Path) -> None:
 
 
 def test_a_follower_with_other_plans_says_so(tmp_path: Path) -> None:
-    with pytest.raises(InvariantError, match="plan 2 is not the one that rank 0 has made"):
+    with pytest.raises(InvariantError, match="is not the one that rank 0 has made"):
         run_steps(tmp_path, 0, lambda group: group.bus._plans.add(b"one that never came"))
 
 

@@ -15,10 +15,12 @@ from minisgl.core import FinishReason
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
 from minisgl.message import AbortBackendMsg, UserMsg, ids_from_bytes, ids_to_bytes
-from minisgl.params import SamplingParams
+from minisgl.params import Grammar, SamplingParams
+from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.utils.device import CpuDevice, Device
+from support.fake_grammar import FakeCompiler
 from support.late_device import LateDevice
 
 VOCAB = 97
@@ -71,15 +73,20 @@ def make_requests(seed: int) -> Requests:
             logit_bias=((3, 1.5), (5, -2.0)),
             min_tokens=6,
         )
-        requests.append((prompt, rng.choice((sampled, greedy, adjusted))))
+        grammar = Grammar("regex", f"{i} {rng.randrange(5, 30)}", param="regex")
+        bound = SamplingParams(max_tokens=20, temperature=1.0, seed=i, grammar=grammar, presence_penalty=0.1 * (i % 2))
+        requests.append((prompt, rng.choice((sampled, greedy, adjusted, bound))))
     return requests
 
 
 def run(folder: Path, device: Device, requests: Requests, aborts: frozenset[int] = frozenset(), **options: object):
     torch.manual_seed(0)
-    config = build_config(SchedulerConfig, {"model": str(folder), "dummy_weight": True, **options})
+    # Op by op: the C++ step computes at once, whatever the device.
+    settings = {"model": str(folder), "dummy_weight": True, "attention_backend": "cpu", **options}
+    config = build_config(SchedulerConfig, settings)
     engine, io = Engine(resolve(config.engine, "cpu"), device), OfflineIO()
-    scheduler = Scheduler(config, engine, io)
+    assert engine.general.name == "eager"
+    scheduler = Scheduler(config, engine, io, Grammars(FakeCompiler(VOCAB)))
     scheduler.cache.on_free = engine.parts.kv_cache.poison
     outputs: dict[int, list[int]] = {uid: [] for uid in range(len(requests))}
     endings: dict[int, FinishReason] = {}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from minisgl.core import FinishReason
+from minisgl.core import BatchPlan, FinishReason
 from minisgl.message import ExitMsg
 from minisgl.params import Grammar
 from minisgl.scheduler import grammars
@@ -16,24 +17,39 @@ from support.fake_grammar import FakeCompiler, FakeMatcher
 from support.traces import Harness
 
 
+def unpacked(plan: bytes) -> BatchPlan:
+    return BatchPlan.unpack(np.frombuffer(plan, np.int32))
+
+
 def grammar(text: str) -> dict[str, Any]:
     return {"grammar": Grammar("regex", text, param="regex")}
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_rows_without_a_grammar_do_not_wait(depth: int) -> None:
-    """A constrained row waits for each of its results; the others have a token each step, as ever."""
+def test_nobody_waits_for_a_grammar(depth: int) -> None:
+    """Rows with one and without have a token each step, at any depth: masks are brought to steps under way."""
     h = Harness(FakeEngine(rows=3, vocab=101, late=depth), depth)
     free = h.add([1, 2, 3], 20, ignore_eos=True)
     bound = h.add([1, 2, 4], 20, ignore_eos=True, **grammar("3 99"))
     steps = 0
-    while free not in h.endings:
+    while not h.endings.keys() >= {free, bound}:
         h.step()
         steps += 1
-    assert steps <= 20 + 1 + depth
-    assert len(h.outputs[bound]) >= 20 // (1 + depth) - 2
+    assert steps <= 20 + 2 + depth
     h.finish_all()
     h.check_outputs()
+
+
+def test_an_engine_that_works_at_once_gets_all_masks_with_its_plans() -> None:
+    engine = FakeEngine(rows=3, vocab=101, late=0)
+    engine.is_async = False
+    h = Harness(engine, 1)
+    for i in range(3):
+        h.add([1, 2, i], 20, ignore_eos=True, **grammar(f"{i} 99") if i else {})
+    h.finish_all()
+    h.check_outputs()
+    masked = [plan for plan in map(unpacked, engine.plans) if (plan.slots[:, 3] & BatchPlan.MASKED).any()]
+    assert len(masked) >= 20 and all(len(plan.masks) for plan in masked)
 
 
 def test_the_text_ends_with_the_grammar() -> None:
