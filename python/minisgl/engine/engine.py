@@ -179,7 +179,7 @@ class Engine:
         from minisgl.engine.native import NativeRunner
 
         assert isinstance(self.device, CpuDevice), "the native step runs on a CPU"
-        runner = NativeRunner(self.parts, self.spec, library, self.device.threads)
+        runner = NativeRunner(self.parts, self.spec, library, self.device)
         self.memory = self.memory.with_weights(runner.weight_bytes)
         return runner
 

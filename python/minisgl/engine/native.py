@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from minisgl.core import Ints
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.runner import Parts
-    from minisgl.utils.device import Pending
+    from minisgl.utils.device import CpuDevice, Pending
 
 ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DTYPES: Final = (torch.float32, torch.bfloat16)
 GROUP: Final = 32  # columns that share a scale in quantized ones
+CHOICE_FLOPS: Final = 50.0  # about, for each logit of a token that torch's ops choose
 PLAIN: Final = BatchPlan.SAMPLES | BatchPlan.FROM_DEVICE
 
 
@@ -69,7 +70,7 @@ class NativeRunner:
     Also the K/V pages hold what only it can read, see `kernel/cpp/attention.h`.
     """
 
-    def __init__(self, parts: Parts, spec: EngineSpec, library: NativeLibrary, threads: int) -> None:
+    def __init__(self, parts: Parts, spec: EngineSpec, library: NativeLibrary, device: CpuDevice) -> None:
         self.name = f"native ({', '.join(filter(None, (library.isa, spec.quantization)))})"
         self.parts = parts
         self._library = library
@@ -77,7 +78,8 @@ class NativeRunner:
         self._kept: list[Tensor] = []  # what the library has addresses of, besides the weights
         pack_weights(parts.model, library, spec.quantization is not None)
         self.weight_bytes = sum(p.tensor.nbytes for p in parts.model.parameters)
-        model = self._model_spec(spec, threads)
+        self._device = device
+        model = self._model_spec(spec, device.threads)
         self._model = library.create(byref(model))
         self._close = weakref.finalize(self, library.destroy, self._model)
 
@@ -148,6 +150,7 @@ class NativeRunner:
 
     def _choose(self, plan: BatchPlan, special: npt.NDArray[np.intp], logits: Tensor, out: Ints) -> Ints:
         """`out` with the columns `special` [n], whose logits [n, V] these are, chosen by the ops in torch."""
+        self._device.use_threads_for(CHOICE_FLOPS * logits.numel())
         index = torch.from_numpy(special)
         batch = prepare_batch(replace(plan, pages=plan.pages[:0], rows=plan.rows[:0]), self.parts.device)
         batch = replace(
