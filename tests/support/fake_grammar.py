@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
@@ -20,6 +21,7 @@ class FakeMatcher:
         self.seed, self.length = (int(x) for x in text.split())
         self.vocab, self.may_end = vocab, may_end
         self.history: list[int] = []
+        self.error: RequestError | None = None
         self._look()
 
     def allowed(self) -> list[int]:
@@ -49,6 +51,9 @@ class FakeCompiler:
         if grammar.text == "bad":
             raise RequestError("no grammar", param=grammar.param)
         return FakeMatcher(grammar.text, self.vocab, not ignore_eos)
+
+    def look(self, matchers: Sequence[FakeMatcher]) -> list[RequestError | None]:
+        return [matcher.error for matcher in matchers]
 
 
 class LateExecutor(Executor):

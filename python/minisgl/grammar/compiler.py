@@ -8,13 +8,14 @@ at most.
 from __future__ import annotations
 
 import json
+import os
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from tokenizers import Tokenizer
 
@@ -24,7 +25,7 @@ from minisgl.tokenizer.tokenize import load_tokenizer
 from minisgl.utils.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from minisgl.core import Ints
 
@@ -36,6 +37,8 @@ JSON_STYLE: Final[dict[str, Any]] = {
 }
 MAX_LEXER_STATES: Final = 20_000  # 1 to 2 kB each
 MAX_ERROR_CHARS: Final = 300
+PARALLEL_FROM: Final = 4  # masks; waking threads costs about as much as one
+MAX_THREADS: Final = 8
 
 
 class _Vocabulary:
@@ -79,6 +82,12 @@ class GrammarCompiler:
         )
 
     @cached_property
+    def _executor(self) -> LLExecutor | None:
+        """Threads, unless there are cores for the engine only: then they would wait for time slices."""
+        cores = len(os.sched_getaffinity(0))
+        return LLExecutor(min(cores // 2, MAX_THREADS)) if cores >= 4 else None
+
+    @cached_property
     def _limits(self) -> LLParserLimits:
         return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
@@ -97,6 +106,15 @@ class GrammarCompiler:
         if matcher.is_error():
             raise _refusal(grammar, matcher.get_error())
         return TokenMatcher(grammar, matcher, self._vocab_size, self._eos_ids, may_end=not ignore_eos)
+
+    def look(self, matchers: Sequence[TokenMatcher]) -> list[RequestError | None]:
+        """Find out what may come next for each of them, or that its grammar has become too ambiguous to follow."""
+        masks = np.zeros((len(matchers), -(-self._vocab_size // 32)), np.int32)
+        if self._executor is None or len(matchers) < PARALLEL_FROM:
+            return [matcher.look(mask) for matcher, mask in zip(matchers, masks, strict=True)]
+        jobs = [(matcher.matcher, i) for i, matcher in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(jobs, masks.ctypes.data, masks[0].nbytes, len(masks))
+        return [matcher.take(mask) for matcher, mask in zip(matchers, masks, strict=True)]
 
     def _calls(self, text: str) -> str:
         calls = msgspec.json.decode(text, type=ToolCalls)
@@ -123,37 +141,38 @@ class TokenMatcher:
         self, grammar: Grammar, matcher: LLMatcher, vocab_size: int, eos_ids: list[int], may_end: bool
     ) -> None:
         """Raises `RequestError` when the `grammar` has no first token."""
+        self.matcher = matcher
         self._grammar = grammar
-        self._matcher = matcher
         self._ends = np.zeros(-(-vocab_size // 32), np.uint32)
         for token in eos_ids:
             self._ends[token // 32] |= np.uint32(1 << token % 32)
         self._may_end = may_end
         self.mask: Ints = np.zeros(len(self._ends), np.int32)
         self.is_complete = False
-        self._look()
+        if (error := self.look(self.mask)) is not None:
+            raise error
         if self.is_complete:
             raise _refusal(grammar, "it allows nothing but the empty text")
 
     def advance(self, token: int) -> None:
-        """`token`, no end, was chosen. Raises `RequestError` where the grammar has become too ambiguous to follow."""
-        if not self._matcher.consume_token(token):
-            raise self._cannot_follow()
-        self._look()
+        """`token`, no end, was chosen: the mask is out of date until somebody looks."""
+        self.matcher.consume_token(token)  # what goes wrong is seen there
 
-    def _look(self) -> None:
-        """Find out what may come next."""
-        self._matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes)
-        if self._matcher.is_error():
-            raise self._cannot_follow()
-        bits = self.mask.view(np.uint32)
+    def look(self, mask: Ints) -> RequestError | None:
+        """Find out what may come next, which is kept in `mask`; what prevents it is returned."""
+        self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        return self.take(mask)
+
+    def take(self, mask: Ints) -> RequestError | None:
+        """What may come next has been found out: it is in `mask`."""
+        if self.matcher.is_error():
+            return _refusal(self._grammar, f"it cannot be followed: {self.matcher.get_error()}")
+        self.mask, bits = mask, mask.view(np.uint32)
         bits &= ~self._ends
         self.is_complete = not bits.any()
-        if self._may_end and self._matcher.is_accepting():
+        if self._may_end and self.matcher.is_accepting():
             bits |= self._ends
-
-    def _cannot_follow(self) -> RequestError:
-        return _refusal(self._grammar, f"it cannot be followed: {self._matcher.get_error()}")
+        return None
 
 
 def _quoted(text: str) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
@@ -27,7 +27,7 @@ class Matcher(Protocol):
     is_complete: bool  # the text is whole and nothing but an end may follow
 
     def advance(self, token: int) -> None:
-        """`token`, no end, was chosen; raises `RequestError` where the grammar cannot be followed."""
+        """`token`, no end, was chosen; the rest is out of date until `Compiler.look`."""
 
 
 class Compiler(Protocol):
@@ -35,6 +35,9 @@ class Compiler(Protocol):
 
     def compile(self, grammar: Grammar, ignore_eos: bool) -> Matcher:
         """Raises `RequestError`; called by several threads at once."""
+
+    def look(self, matchers: Sequence[Any]) -> list[RequestError | None]:
+        """Find out what may come next for each of these, which it has made, or why a grammar cannot be followed."""
 
 
 class Grammars:
@@ -89,23 +92,24 @@ class Grammars:
         if self._jobs:
             wait([job for _, job, _ in self._jobs.values()], seconds, return_when="FIRST_COMPLETED")
 
+    def follow(self, rows: Rows, sampled: Index, tokens: Ints) -> tuple[Index, list[tuple[Req, RequestError]]]:
+        """Tell the matchers of the constrained rows among `sampled` [n] their new `tokens` [n].
 
-def follow(rows: Rows, sampled: Index, tokens: Ints) -> tuple[Index, list[tuple[Req, RequestError]]]:
-    """Tell the matchers of the constrained rows among `sampled` [n] their new `tokens` [n].
-
-    Returns the indices of those whose text is complete, and the requests whose grammar cannot be followed. What they
-    may sample next is found out here, while the device computes the next step of the other rows.
-    """
-    complete, failed = [], []
-    for i in np.flatnonzero(rows.is_constrained[sampled]).tolist():
-        req, token = rows.requests[sampled[i]], int(tokens[i])
-        assert req is not None, f"row {sampled[i]} is nobody's"
-        if token in rows.eos_ids:
-            continue
-        try:
-            req.matcher.advance(token)
-        except RequestError as e:
-            failed.append((req, e))
-        if req.matcher.is_complete:
-            complete.append(i)
-    return np.array(complete, np.intp), failed
+        Returns the indices of those whose text is complete, and the requests whose grammar cannot be followed. What
+        they may sample next is found out here, while the device computes.
+        """
+        complete, failed, advanced = [], [], []
+        for i in np.flatnonzero(rows.is_constrained[sampled]).tolist():
+            req, token = rows.requests[sampled[i]], int(tokens[i])
+            assert req is not None, f"row {sampled[i]} is nobody's"
+            if token not in rows.eos_ids:
+                req.matcher.advance(token)
+                advanced.append((i, req))
+        if advanced:
+            assert self._compiler is not None, "somebody made the matchers"
+            for (i, req), error in zip(advanced, self._compiler.look([r.matcher for _, r in advanced]), strict=True):
+                if error is not None:
+                    failed.append((req, error))
+                elif req.matcher.is_complete:
+                    complete.append(i)
+        return np.array(complete, np.intp), failed

@@ -32,7 +32,7 @@ from minisgl.scheduler.check import check_idle, check_invariants
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.door import Door
 from minisgl.scheduler.engine_protocol import MeasuredEngine
-from minisgl.scheduler.grammars import Grammars, follow
+from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.outbox import Outbox, ending, failure, unsound
 from minisgl.scheduler.plan import Launched, Step
 from minisgl.scheduler.prefill import PrefillManager
@@ -264,7 +264,7 @@ class Scheduler:
                 req.prompt_scores = None
         failed: list[tuple[Req, RequestError]] = []
         if rows.num_constrained:
-            complete, failed = follow(rows, sampled, tokens)
+            complete, failed = self.grammars.follow(rows, sampled, tokens)
             maybe_ended = np.union1d(maybe_ended, complete)
         for req, token in zip(rows.holders(sampled[maybe_ended]), tokens[maybe_ended].tolist(), strict=True):
             if (end := ending(req, token, int(rows.confirmed_len[req.row]), rows.eos_ids)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from typing import Any
 
@@ -28,6 +29,13 @@ def compiled(kind: GrammarKind, text: str, *, ignore_eos: bool = False, after: s
     return COMPILER.compile(Grammar(kind, text, after=after), ignore_eos)
 
 
+def advance(matcher: TokenMatcher, token: int) -> None:
+    matcher.advance(token)
+    (error,) = COMPILER.look([matcher])
+    if error is not None:
+        raise error
+
+
 def allowed(matcher: TokenMatcher) -> list[int]:
     bits = np.unpackbits(matcher.mask.view(np.uint8), bitorder="little")
     assert len(matcher.mask) == -(-VOCAB // 32)
@@ -39,7 +47,7 @@ def accepts(matcher: TokenMatcher, text: str, tokenizer: Tokenizer = TOKENIZER) 
     for token in tokenizer.encode(text, add_special_tokens=False).ids:
         if token not in allowed(matcher):
             return False
-        matcher.advance(token)
+        advance(matcher, token)
     return EOS in allowed(matcher) or matcher.is_complete
 
 
@@ -74,7 +82,7 @@ def test_what_is_allowed(kind: GrammarKind, text: str, good: str, bad: str) -> N
 
 def test_special_and_unknown_tokens_never_are() -> None:
     matcher = compiled("json_schema", '{"type": "string"}')
-    matcher.advance(TOKENIZER.encode('"').ids[0])
+    advance(matcher, TOKENIZER.encode('"').ids[0])
     assert not set(allowed(matcher)) & {*SPECIAL, *range(4096, VOCAB)}
     assert len(allowed(matcher)) > 3000
 
@@ -82,12 +90,12 @@ def test_special_and_unknown_tokens_never_are() -> None:
 def test_the_end() -> None:
     matcher = compiled("regex", "a+b?")
     assert EOS not in allowed(matcher)
-    matcher.advance(TOKENIZER.encode("a").ids[0])
+    advance(matcher, TOKENIZER.encode("a").ids[0])
     assert EOS in allowed(matcher) and not matcher.is_complete
-    matcher.advance(TOKENIZER.encode("b").ids[0])
+    advance(matcher, TOKENIZER.encode("b").ids[0])
     assert allowed(matcher) == [EOS] and matcher.is_complete
     never = compiled("regex", "a+b?", ignore_eos=True)
-    never.advance(TOKENIZER.encode("a").ids[0])
+    advance(never, TOKENIZER.encode("a").ids[0])
     assert EOS not in allowed(never)
 
 
@@ -204,8 +212,28 @@ def test_one_that_becomes_too_large_names_its_field() -> None:
 
     def follow() -> None:
         for _ in range(1000):
-            matcher.advance(allowed(matcher)[-1])
+            advance(matcher, allowed(matcher)[-1])
 
     with pytest.raises(RequestError, match="cannot be followed") as e:
         follow()
     assert (e.value.param, e.value.code) == ("grammar", "invalid_grammar")
+
+
+def test_many_at_once_are_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By threads, where there are cores for them; one that cannot be followed costs no other."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    texts = ["[a-z ]{20}", "a+b?", "[0-9]{2,5}", "(ab)*c", "[^x]+"]
+    alone, together = ([compiled("regex", text) for text in texts] for _ in range(2))
+    assert COMPILER._executor is None
+    monkeypatch.setitem(COMPILER.__dict__, "_executor", GrammarCompiler._executor.func(COMPILER))
+    for _ in range(5):
+        for a, b in zip(alone, together, strict=True):
+            token = allowed(a)[len(allowed(a)) // 2]
+            b.advance(token)
+            advance(a, token)
+        assert COMPILER.look(together) == [None] * len(texts)
+        assert [allowed(m) for m in together] == [allowed(m) for m in alone]
+    together[1].advance(TOKENIZER.encode("z").ids[0])
+    errors = COMPILER.look(together)
+    assert [error is not None for error in errors] == [False, True, False, False, False]
+    assert "cannot be followed" in str(errors[1])
