@@ -87,7 +87,8 @@ class SchedulerConfig:
     )
     schedule_policy: str = option(
         "fcfs",
-        "order of waiting requests: first come first served, or longest cached prefix first",
+        "order of waiting requests: as they came, but short prompts pass long ones within a bound, or longest cached "
+        "prefix first",
         choices=("fcfs", "lpm"),
     )
     max_prefill_length: int = option(

@@ -74,6 +74,7 @@ class Req:
         "sampling_params",
         "status",
         "table_idx",
+        "turn",
         "uid",
     )
 
@@ -82,6 +83,7 @@ class Req:
     ) -> None:
         self.uid = uid
         self.order = order  # arrival number: the tie-breaker of every policy
+        self.turn = 0  # what its prompt's place in the queue is sorted by, see `scheduler/prefill.py`
         self.sampling_params = sampling_params
         self.prompt_len = len(input_ids)
         self.max_len = len(input_ids) + max_tokens

@@ -55,16 +55,17 @@ class CacheManager:
         del self._free[cut:]
         return pages
 
-    def match(self, req: Req, most: int) -> MatchResult:
-        """What the prefix cache has of the first `most` tokens of `req`."""
-        return self.prefix.match_prefix(req.ids[:most], _salt(req))
-
-    def attach(self, req: Req) -> list[int]:
-        """Lock the longest cached prefix of a waiting request and return its pages; leaves a token to compute.
+    def match(self, req: Req) -> MatchResult:
+        """The longest cached prefix of a waiting request that leaves a token to compute.
 
         A prompt whose log-probabilities are wanted is computed as a whole: the cache has only its K/V.
         """
-        handle, pages = self.match(req, len(req.ids) - 1 if req.prompt_scores is None else 0)
+        most = len(req.ids) - 1 if req.prompt_scores is None else 0
+        return self.prefix.match_prefix(req.ids[:most], _salt(req))
+
+    def attach(self, req: Req) -> list[int]:
+        """Lock the longest cached prefix of a waiting request and return its pages."""
+        handle, pages = self.match(req)
         self.prefix.lock_handle(handle)
         req.cache_handle = handle
         shared: list[int] = pages.tolist()

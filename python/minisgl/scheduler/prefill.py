@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
-from typing import TYPE_CHECKING
+import heapq
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 
 # Ranking by cached prefix costs a tree walk a request; beyond this many it would cost more than it gains.
 LPM_MAX_WAITING = 128
+# How many tokens of prompts that came later may pass a prompt, for each of its own. With more, the mean time to the
+# first token in a rush falls further, but the bound protects less.
+OVERTAKING: Final = 16
 
 
 class GrowthEstimate:
@@ -50,8 +55,9 @@ class GrowthEstimate:
 class PrefillManager:
     """Admits waiting requests and plans chunks of their prompts within a token budget.
 
-    `waiting` is sorted by arrival; a retracted request returns to its old place. `chunked` holds the admitted requests
-    whose prompt is not planned completely; they go first.
+    `waiting` and `chunked`, the admitted requests whose prompt is not planned completely, are sorted by `Req.turn`:
+    the uncached prompt tokens that had arrived with the request, and OVERTAKING times its own. So a short prompt passes
+    a long one, even between its chunks, but one of n tokens is passed by less than OVERTAKING x n that came later.
     """
 
     def __init__(self, cache: CacheManager, rows: Rows, policy: str) -> None:
@@ -61,13 +67,22 @@ class PrefillManager:
         self.growth = GrowthEstimate()
         self.waiting: list[Req] = []
         self.chunked: list[Req] = []
+        self._arrived = 0  # uncached prompt tokens since the start
 
     def add(self, req: Req) -> None:
-        bisect.insort(self.waiting, req, key=lambda r: r.order)
+        """Queue a new request."""
+        uncached = len(req.ids) - self._cached_len(req)
+        self._arrived += uncached
+        req.turn = self._arrived + OVERTAKING * uncached
+        self.put_back(req)
+
+    def put_back(self, req: Req) -> None:
+        """Queue a request again, in its old place."""
+        bisect.insort(self.waiting, req, key=_place)
 
     def remove(self, req: Req) -> None:
         if req.status is Status.WAITING:
-            del self.waiting[bisect.bisect_left(self.waiting, req.order, key=lambda r: r.order)]
+            del self.waiting[bisect.bisect_left(self.waiting, _place(req), key=_place)]
         elif req in self.chunked:
             self.chunked.remove(req)
 
@@ -86,31 +101,38 @@ class PrefillManager:
         return tokens < 0
 
     def plan(self, budget: StepBudget, running: Index | None) -> list[Chunk]:
-        """Chunks of prompts within the budget.
+        """Chunks of prompts within the budget, one prompt after the other.
 
-        One prompt after the other, oldest first: that gives the lowest mean time to the first token. `running` are the
-        rows that will go on decoding, for whose growth room is kept; None admits nobody.
+        `running` are the rows that will go on decoding, for whose growth room is kept; None admits nobody. While there
+        is no room for the next in turn nobody else is admitted, but prompts that were begun go on.
         """
         chunks: list[Chunk] = []
-        for req in list(self.chunked):
-            if not self._chunk(req, budget, chunks):
-                return chunks
-        if running is None or budget.is_spent or not self.waiting or not self.rows.available:
-            return chunks
-        reserved = self.growth.tokens_of_rows(self.rows, running) + self.growth.tokens(*(c.req for c in chunks))
+        can_admit = running is not None
+        reserved = self.growth.tokens(*self.chunked)
+        if running is not None:
+            reserved += self.growth.tokens_of_rows(self.rows, running)
         for req in self._in_order():
-            if budget.is_spent or not self.rows.available or not self._admit(req, reserved):
+            if budget.is_spent:
                 break
-            reserved += self.growth.tokens(req)
+            if req.table_idx is None:
+                can_admit = can_admit and bool(self.rows.available) and self._admit(req, reserved)
+                if not can_admit:
+                    continue
+                reserved += self.growth.tokens(req)
             if not self._chunk(req, budget, chunks):
                 break
         return chunks
 
-    def _in_order(self) -> list[Req]:
+    def _in_order(self) -> Iterable[Req]:
+        """The requests whose prompts are not planned completely, as they are now."""
         if self.policy == "lpm" and len(self.waiting) <= LPM_MAX_WAITING:
-            hits = {r.uid: self.cache.match(r, len(r.ids) - 1).handle.num_pages for r in self.waiting}
-            return sorted(self.waiting, key=lambda r: (-hits[r.uid], r.order))
-        return list(self.waiting)
+            hits = {r.uid: self._cached_len(r) for r in self.waiting}
+            return [*self.chunked, *sorted(self.waiting, key=lambda r: (-hits[r.uid], _place(r)))]
+        return heapq.merge(list(self.chunked), list(self.waiting), key=_place)
+
+    def _cached_len(self, req: Req) -> int:
+        """Tokens of a waiting request whose K/V is in the prefix cache."""
+        return self.cache.match(req).handle.num_pages * self.cache.page_size
 
     def _admit(self, req: Req, reserved: int) -> bool:
         """Give `req` a row and the pages of its whole prompt, if the pool can bear it. `reserved` counts tokens."""
@@ -131,7 +153,7 @@ class PrefillManager:
             req.prefix_hit = cached_len
         self.remove(req)
         req.status = Status.RUNNING
-        self.chunked.append(req)
+        bisect.insort(self.chunked, req, key=_place)
         return True
 
     def _chunk(self, req: Req, budget: StepBudget, chunks: list[Chunk]) -> bool:
@@ -144,3 +166,7 @@ class PrefillManager:
         if stop > start:
             chunks.append(Chunk(req, start, stop, samples=is_complete))
         return is_complete
+
+
+def _place(req: Req) -> tuple[int, int]:
+    return req.turn, req.order

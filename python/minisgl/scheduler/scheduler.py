@@ -317,7 +317,7 @@ class Scheduler:
             del self.live[req.uid]
         else:
             req.status = Status.WAITING
-            self.prefill.add(req)
+            self.prefill.put_back(req)
 
     def describe(self) -> dict[str, str | int | float]:
         """Facts for the banner and /server_info."""

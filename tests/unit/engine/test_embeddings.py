@@ -117,7 +117,7 @@ def test_prefixes(model: EmbeddingModel) -> None:
         answers = Embeddings(llm)
         assert_equal(answers.of(first), model, [first])
         assert_equal(answers.of(*again), model, again)
-        cached = [s.cached_tokens for s in answers.started.values()]
+        cached = [answers.started[uid].cached_tokens for uid in sorted(answers.started)]
         assert cached == ([0, 80, 64, 48] if model.pooling == "last" else [0, 0, 0, 0])
 
 

@@ -127,7 +127,7 @@ def run_burst(target: float) -> tuple[float, float]:
     assert {h.endings[uid] for uid in burst} == {FinishReason.LENGTH}
     gaps = [b - a for uid in streams for a, b in itertools.pairwise(times[uid])]
     firsts = [times[uid][0] - came for uid in burst]
-    assert firsts == sorted(firsts), "first come, first served"
+    assert firsts == sorted(firsts), "of equally long prompts the first comes first"
     for uid in streams:
         h.abort(uid)
     h.finish_all()

@@ -1,0 +1,173 @@
+"""T-order: shorter prompts pass longer ones, which are passed by a bounded number of tokens and for nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from minisgl.core import FinishReason, StepCosts
+from minisgl.scheduler.prefill import OVERTAKING
+from support.fake_engine import FakeEngine
+from support.traces import Harness
+
+STEP = 8  # tokens of prompts a step
+
+
+class Recorded(Harness):
+    """Notes the chunks of prompts that are planned, as (uid, start, stop)."""
+
+    def __init__(
+        self,
+        *,
+        rows: int = 64,
+        num_pages: int = 500,
+        depth: int = 1,
+        costs: StepCosts | None = None,
+        **options: object,
+    ) -> None:
+        engine = FakeEngine(rows=rows, num_pages=num_pages, page_size=4, max_model_len=900, vocab=5003, costs=costs)
+        super().__init__(engine, depth, **{"max_prefill_length": STEP, "mixed_batches": False} | options)
+        self.chunks: list[tuple[int, int, int]] = []
+        plan = self.scheduler.prefill.plan
+
+        def noted(*args, **kwargs):
+            chunks = plan(*args, **kwargs)
+            self.chunks += [(c.req.uid, c.start, c.stop) for c in chunks]
+            return chunks
+
+        self.scheduler.prefill.plan = noted  # type: ignore[method-assign]
+
+    def prompt(self, length: int, max_tokens: int = 1) -> int:
+        """A request with a prompt that shares nothing with others."""
+        uid = len(self.requests)
+        return self.add([uid % 5000 + 1, uid // 5000 + 1, *range(3, length + 1)], max_tokens, ignore_eos=True)
+
+    def completed(self, lengths: Sequence[int]) -> list[int]:
+        """Which requests' prompts are planned completely, in this order."""
+        return [uid for uid, _, stop in self.chunks if stop == lengths[uid]]
+
+
+def test_of_those_that_come_together_the_shorter_go_first_and_equals_in_their_order() -> None:
+    h = Recorded()
+    lengths = [30, 9, 50, 9, 20, 30]
+    for n in lengths:
+        h.prompt(n)
+    h.finish_all()
+    assert h.completed(lengths) == [1, 3, 4, 0, 5, 2]
+    h.check_outputs()
+
+
+@pytest.mark.parametrize("length", [12, 40])
+def test_an_endless_stream_of_short_prompts_holds_a_long_one_up_for_the_bound_and_no_longer(length: int) -> None:
+    h = Recorded()
+    long = h.prompt(length)
+    for _ in range(2 * OVERTAKING * length // STEP):  # as much as the steps can compute, and longer than the bound
+        h.prompt(STEP)
+        h.step()
+    h.finish_all()
+    before = h.chunks[: next(i for i, (uid, _, stop) in enumerate(h.chunks) if uid == long and stop == length)]
+    passed = sum(stop - start for uid, start, stop in before if uid != long)
+    assert OVERTAKING * (length - STEP) - 3 * STEP <= passed < OVERTAKING * length
+    h.check_outputs()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nobody_is_passed_by_more_than_the_bound(seed: int) -> None:
+    rng = random.Random(seed)
+    h = Recorded(depth=seed % 3, max_prefill_length=rng.choice((5, 30)))
+    lengths = []
+    for _ in range(60):
+        for _ in range(rng.choice((0, 0, 1, 4))):
+            lengths.append(rng.choice((3, 5, 12, 60, 200)))
+            h.prompt(lengths[-1], rng.choice((1, 5)))
+        h.step()
+    h.finish_all()
+    done = {uid: i for i, (uid, _, stop) in enumerate(h.chunks) if stop == lengths[uid]}
+    passes = [sum(b - a for u, a, b in h.chunks[: done[uid]] if u > uid) for uid in range(len(lengths))]
+    assert any(passes)
+    assert all(tokens < OVERTAKING * n for tokens, n in zip(passes, lengths, strict=True))
+    h.check_outputs()
+
+
+def test_a_short_prompt_passes_between_the_chunks_of_a_long_one() -> None:
+    h = Recorded()
+    long = h.prompt(60)
+    h.step()
+    h.step()
+    short = h.prompt(6)
+    h.finish_all()
+    assert [uid for uid, _, _ in h.chunks[:4]] == [long, long, short, long]
+    h.check_outputs()
+
+
+def test_what_the_cache_has_of_a_prompt_does_not_count() -> None:
+    h = Recorded(max_prefill_length=200)
+    h.add(range(1, 101), 1, ignore_eos=True)
+    h.finish_all()
+    fresh, again = h.prompt(40), h.add(range(1, 110), 1, ignore_eos=True)
+    h.chunks.clear()
+    h.finish_all()
+    assert h.chunks == [(again, 100, 109), (fresh, 0, 40)]
+
+
+def test_a_retracted_request_returns_to_its_old_place() -> None:
+    h = Recorded(rows=3, max_prefill_length=200)
+    running = [h.prompt(n, 200) for n in (20, 20, 20)]
+    while len(h.scheduler.decode.running) < 3:
+        h.step()
+    later = [h.prompt(20), h.prompt(9)]
+    for _ in range(30):  # the running ones' sequences grow
+        h.step()
+    h.scheduler._make_room(h.scheduler.live[running[0]])
+    while h.scheduler.leaving:
+        h.scheduler.collect(h.scheduler.launched.popleft())
+    retracted = running[2]
+    waiting = h.scheduler.prefill.waiting
+    assert [r.uid for r in waiting] == [later[1], retracted, later[0]]
+    assert len(waiting[1].ids) > 40, "which is by now longer than all others"
+    h.finish_all()
+    h.check_outputs()
+
+
+def test_while_there_is_no_room_nobody_is_admitted_but_what_was_begun_goes_on() -> None:
+    h = Recorded(num_pages=50)  # 200 tokens
+    begun = h.prompt(150)
+    h.step()
+    blocked, small = h.prompt(100), h.prompt(120)
+    lengths = [150, 100, 120]
+    h.finish_all()
+    assert h.completed(lengths) == [begun, blocked, small]
+    assert {h.endings[uid] for uid in (begun, blocked, small)} == {FinishReason.LENGTH}
+    h.check_outputs()
+
+
+def test_nobody_gets_the_crumbs_of_a_step_that_one_prompt_fills() -> None:
+    costs = StepCosts(base=1e-3, per_token=1e-5, per_pair=1e-6)  # late tokens cost many times what the first do
+    h = Recorded(costs=costs, max_prefill_length=500, itl_target_ms=4.0, mixed_batches=True)
+    h.scheduler.pace.floor = 1
+    stream = h.prompt(3, 60)
+    while not h.outputs[stream]:
+        h.step()
+    h.chunks.clear()
+    long = h.prompt(200)
+    longer = h.prompt(220)
+    h.finish_all()
+    uids = [uid for uid, _, _ in h.chunks]
+    assert uids == sorted(uids) and {long, longer} == set(uids)
+    assert uids.count(long) > 4
+    h.check_outputs()
+
+
+def test_the_longest_cached_prefix_goes_first_if_asked_for_and_what_was_begun_before_it() -> None:
+    h = Recorded(schedule_policy="lpm")
+    h.add(range(1, 101), 1, ignore_eos=True)
+    h.finish_all()
+    h.chunks.clear()
+    begun = h.prompt(30)
+    h.step()
+    short, again = h.prompt(6), h.add(range(1, 130), 1, ignore_eos=True)
+    h.finish_all()
+    order = list(dict.fromkeys(uid for uid, _, _ in h.chunks))
+    assert order == [begun, again, short]
