@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import TYPE_CHECKING, Final
 
 from minisgl.utils.errors import ConfigError
@@ -19,9 +18,9 @@ FLOOR_TOKENS: Final = 64
 # alone takes longer than half of that, prompts may double it: a fixed target would leave them the floor.
 AUTO_TARGET_S: Final = 0.030
 AUTO_STRETCH: Final = 2.0
-# While more prompts wait than a step of this length can take, such a step it is: a queue is worked off at nearly the
-# full rate, and streams that have only just begun stutter for a moment instead of the last in the queue waiting twice
-# as long. Single arrivals never make a queue of that size.
+# While prompts wait, a step may take as long as all of them but the longest, and this long at most: a queue is worked
+# off at nearly the full rate, and streams that have only just begun stutter for a moment instead of the last in the
+# queue waiting twice as long. The longest does not count, since nobody waits for it: it is the last, or it is alone.
 AUTO_RUSH_S: Final = 0.095
 
 
@@ -82,15 +81,15 @@ class Pace:
 
     @property
     def rush_tokens(self) -> int:
-        """Prompt tokens that must wait for steps to become longer than the target; a user's own target always holds."""
+        """Waiting prompt tokens beyond which steps become no longer; 0 where a user's own target always holds."""
         if self.costs is None or not self._is_auto or self.costs.per_token == 0:
-            return sys.maxsize
+            return 0
         return int(AUTO_RUSH_S / self.costs.per_token)
 
-    def budget(self, num_running: int, context: int, is_rush: bool = False) -> StepBudget:
+    def budget(self, num_running: int, context: int, backlog: int = 0) -> StepBudget:
         """For a step in which `num_running` requests decode whose K/V is `context` tokens together.
 
-        `is_rush`: more than `rush_tokens` of prompts wait.
+        `backlog`: tokens of all waiting prompts but the longest, counted up to `rush_tokens`.
         """
         tokens = self.max_tokens - num_running
         if self.costs is None or num_running == 0:
@@ -98,7 +97,8 @@ class Pace:
         decode = self.costs.decode_seconds(num_running, context)
         seconds = self._target
         if self._is_auto:
-            seconds = max(AUTO_RUSH_S if is_rush else seconds, AUTO_STRETCH * decode)
+            rush = min(AUTO_RUSH_S, decode + self.costs.per_token * backlog)
+            seconds = max(seconds, rush, AUTO_STRETCH * decode)
         return StepBudget(tokens, self.costs, seconds - decode, self.floor)
 
     def describe(self) -> dict[str, str | int | float]:

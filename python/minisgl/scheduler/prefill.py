@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 # Ranking by cached prefix costs a tree walk a request; beyond this many it would cost more than it gains.
 LPM_MAX_WAITING = 128
 # How many tokens of prompts that came later may pass a prompt, for each of its own. With more, the mean time to the
-# first token in a rush falls further, but the bound protects less.
+# first token in a rush falls further (docs/performance.md), but the bound protects less.
 OVERTAKING: Final = 16
 
 
@@ -90,15 +91,15 @@ class PrefillManager:
     def has_work(self) -> bool:
         return bool(self.chunked or self.waiting)
 
-    def has_more_than(self, tokens: int) -> bool:
-        """Whether the prompts that are not planned yet are longer than `tokens` together."""
-        for req in self.chunked:
-            tokens -= len(req.ids) - int(self.rows.cached_len[req.row])
-        for req in self.waiting:
-            if tokens < 0:
+    def backlog(self, enough: int) -> int:
+        """Tokens of the prompts that are not planned yet, those of the longest left out; counted up to `enough`."""
+        total = longest = 0
+        for req in itertools.chain(self.chunked, self.waiting):
+            if total - longest >= enough:
                 break
-            tokens -= len(req.ids)
-        return tokens < 0
+            left = len(req.ids) - (0 if req.table_idx is None else int(self.rows.cached_len[req.row]))
+            total, longest = total + left, max(longest, left)
+        return min(total - longest, enough)
 
     def plan(self, budget: StepBudget, running: Index | None) -> list[Chunk]:
         """Chunks of prompts within the budget, one prompt after the other.

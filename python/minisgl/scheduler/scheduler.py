@@ -199,7 +199,7 @@ class Scheduler:
         chunks = []
         if self.prefill.has_work:
             context = int(self.rows.cached_len[running].sum())
-            budget = self.pace.budget(len(running), context, self.prefill.has_more_than(self.pace.rush_tokens))
+            budget = self.pace.budget(len(running), context, self.prefill.backlog(self.pace.rush_tokens))
             # While running requests lack pages, nobody new may take the last ones.
             chunks = self.prefill.plan(budget, None if is_short else running)
             if chunks:

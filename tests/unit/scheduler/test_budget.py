@@ -54,14 +54,16 @@ def test_more_than_the_floor_never_takes_longer_than_the_target(seed: int) -> No
 
 def test_a_queue_is_worked_off_in_longer_steps_unless_the_user_set_a_target() -> None:
     pace = Pace(SchedulerConfig(max_prefill_length=8192), COSTS)
-    waiting = pace.rush_tokens + 1
-    paced, rushed = (pace.budget(16, 9000, is_rush).take(0, waiting) for is_rush in (False, True))
+    most = pace.rush_tokens
+    paced, between, rushed = (pace.budget(16, 9000, backlog).take(0, 8192) for backlog in (0, most // 2, most))
     assert COSTS.decode_seconds(16, 9000) + COSTS.chunk_seconds(0, paced) <= 0.030
     assert 0.030 < COSTS.decode_seconds(16, 9000) + COSTS.chunk_seconds(0, rushed) <= AUTO_RUSH_S
-    assert rushed <= pace.rush_tokens
+    assert between == pytest.approx(most // 2, abs=1)
+    assert paced < between < rushed <= most
+    assert pace.budget(16, 9000, 100).take(0, 8192) == paced
     own = Pace(SchedulerConfig(itl_target_ms=30.0, max_prefill_length=8192), COSTS)
-    assert own.rush_tokens > 1 << 40
-    assert own.budget(16, 9000, True).take(0, waiting) == paced
+    assert own.rush_tokens == 0
+    assert own.budget(16, 9000, most).take(0, 8192) == paced
 
 
 def test_nobody_running_means_no_target() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from minisgl.core import FinishReason, StepCosts
+from minisgl.scheduler.budget import AUTO_TARGET_S
 from minisgl.scheduler.prefill import OVERTAKING
 from support.fake_engine import FakeEngine
 from support.traces import Harness
@@ -171,3 +172,42 @@ def test_the_longest_cached_prefix_goes_first_if_asked_for_and_what_was_begun_be
     h.finish_all()
     order = list(dict.fromkeys(uid for uid, _, _ in h.chunks))
     assert order == [begun, again, short]
+
+
+def test_the_backlog_is_everything_but_the_longest() -> None:
+    h = Recorded()
+    assert h.scheduler.prefill.backlog(1000) == 0
+    h.prompt(100)
+    h.step()
+    assert h.scheduler.prefill.backlog(1000) == 0, "one prompt makes no queue, however long"
+    for n in (40, 300, 20):
+        h.prompt(n)
+    h.step()
+    left = 100 + 40 + 20 - 2 * STEP
+    assert h.scheduler.prefill.backlog(1000) == left
+    assert h.scheduler.prefill.backlog(left - 1) == left - 1
+    h.finish_all()
+
+
+def test_a_long_prompt_alone_leaves_the_streams_their_pace_and_lets_others_in() -> None:
+    costs = StepCosts(base=8e-3, per_token=22e-6)
+    engine = FakeEngine(rows=80, num_pages=1000, page_size=16, max_model_len=12_000, vocab=5003, costs=costs)
+    h = Harness(engine, 1, max_prefill_length=8192)
+    stream = h.add([1, 2, 3], 200, ignore_eos=True)
+    while not h.outputs[stream]:
+        h.step()
+    long = h.add([i % 5000 for i in range(10_000)], 2, ignore_eos=True)
+    h.step()
+    came, first, steps = engine.seconds, None, []
+    short = h.add([7] * 300, 2, ignore_eos=True)
+    while not h.outputs[long]:
+        before = engine.seconds
+        h.step()
+        steps.append(engine.seconds - before)
+        if first is None and h.outputs[short]:
+            first = engine.seconds - came
+    assert len(steps) > 8
+    assert max(steps) <= AUTO_TARGET_S + 1e-9
+    assert first is not None and first < 4 * AUTO_TARGET_S
+    h.finish_all()
+    h.check_outputs()
