@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import bisect
-import heapq
 import itertools
-from collections.abc import Iterable
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -108,28 +107,29 @@ class PrefillManager:
         is no room for the next in turn nobody else is admitted, but prompts that were begun go on.
         """
         chunks: list[Chunk] = []
-        can_admit = running is not None
+        begun, waiting = deque(self.chunked), iter(list[Req]())
         reserved = self.growth.tokens(*self.chunked)
-        if running is not None:
+        by_prefix = self.policy == "lpm" and len(self.waiting) <= LPM_MAX_WAITING
+        if running is not None and self.rows.available and not budget.is_spent:
             reserved += self.growth.tokens_of_rows(self.rows, running)
-        for req in self._in_order():
-            if budget.is_spent:
-                break
-            if req.table_idx is None:
-                can_admit = can_admit and bool(self.rows.available) and self._admit(req, reserved)
-                if not can_admit:
-                    continue
+            waiting = iter(self._by_prefix() if by_prefix else list(self.waiting))
+        newcomer = next(waiting, None)
+        while not budget.is_spent and (begun or newcomer is not None):
+            if newcomer is None or (begun and (by_prefix or _place(begun[0]) < _place(newcomer))):
+                req = begun.popleft()
+            elif self.rows.available and self._admit(newcomer, reserved):
+                req, newcomer = newcomer, next(waiting, None)
                 reserved += self.growth.tokens(req)
+            else:
+                newcomer = None
+                continue
             if not self._chunk(req, budget, chunks):
                 break
         return chunks
 
-    def _in_order(self) -> Iterable[Req]:
-        """The requests whose prompts are not planned completely, as they are now."""
-        if self.policy == "lpm" and len(self.waiting) <= LPM_MAX_WAITING:
-            hits = {r.uid: self._cached_len(r) for r in self.waiting}
-            return [*self.chunked, *sorted(self.waiting, key=lambda r: (-hits[r.uid], _place(r)))]
-        return heapq.merge(list(self.chunked), list(self.waiting), key=_place)
+    def _by_prefix(self) -> list[Req]:
+        hits = {r.uid: self._cached_len(r) for r in self.waiting}
+        return sorted(self.waiting, key=lambda r: (-hits[r.uid], _place(r)))
 
     def _cached_len(self, req: Req) -> int:
         """Tokens of a waiting request whose K/V is in the prefix cache."""
