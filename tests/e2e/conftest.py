@@ -1,4 +1,4 @@
-"""One real server on the built-in model for each module."""
+"""One real server on the built-in model for all modules that do not harm it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from e2e.harness import ServerProcess
 from minisgl.utils.hf import BUILTIN_MODEL
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
     if not (BUILTIN_MODEL / "model.safetensors").is_file():
         pytest.skip("the built-in model is not there yet")

@@ -23,7 +23,7 @@ def run(path: Path, *argv: str) -> dict[str, Any]:
 
 def test_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--repeat", "1", "--steps", "2", "--cases", "decode,prefill", "--against", "minisgl,transformers")
-    argv += ("--quantization", "int8")
+    argv += ("--quantization", "int8", "--threads", "1")
     report = run(tmp_path / "cpu.json", *argv)
     assert [r["case"] for r in report["results"]] == ["decode, batch 1", "decode, batch 16", "prefill, 512 tokens"]
     for r in report["results"]:
