@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from minisgl.params import Grammar, SamplingParams
 
 if TYPE_CHECKING:
-    from minisgl.llm.llm import LLM, Completion
+    from minisgl.llm.answers import Completion
+    from minisgl.llm.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Completion", "Grammar", "SamplingParams", "__version__"]

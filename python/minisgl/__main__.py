@@ -6,7 +6,8 @@ import argparse
 import sys
 from dataclasses import asdict
 
-from minisgl.benchmark.args import add_bench, run_bench
+from minisgl.benchmark.args import add_bench
+from minisgl.benchmark.command import run_bench
 from minisgl.config import SchedulerConfig
 from minisgl.server.args import Parser, add_model_argument, add_options, args_from_options, engine_options, take_options
 from minisgl.utils.errors import ConfigError, MinisglError

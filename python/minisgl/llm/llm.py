@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl.config import SchedulerConfig, build_config
-from minisgl.core import FinishReason
+from minisgl.llm.answers import Answers, Completion
 from minisgl.llm.ranks import running_ranks
-from minisgl.message import (
-    AbortBackendMsg,
-    DetokenizeMsg,
-    TokenizeMsg,
-    TokenLogprob,
-    UserMsg,
-    UserReply,
-    ids_from_bytes,
-    ids_to_bytes,
-)
+from minisgl.message import AbortBackendMsg, TokenizeMsg, UserMsg, ids_to_bytes
 from minisgl.params import EMBED, SamplingParams
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
@@ -37,107 +27,6 @@ from minisgl.utils.hf import resolve_model
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
-
-
-@dataclass(slots=True)
-class Completion:
-    """One finished request. `text` has no stop string and no special tokens; `token_ids` has every generated token.
-
-    With `echo`, `text` and `logprobs` begin with the prompt's. `embedding` is what `LLM.embed` makes vectors of.
-    """
-
-    prompt_tokens: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    cached_tokens: int = 0
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    embedding: bytes = b""
-
-
-class _Answers:
-    """Makes the completions of one call out of what the scheduler says; `take` its messages, `finish` in the end.
-
-    Where somebody listens, a stop string may end a request, or more than text is wanted, text is made as the tokens
-    come. Otherwise they are only noted, and text is made of all of them in the end: a step costs next to nothing then.
-    """
-
-    def __init__(
-        self,
-        detokenizer: DetokenizeManager,
-        users: list[UserMsg],
-        on_token: Callable[[int, str], None] | None,
-    ) -> None:
-        self.pending = len(users)
-        self._detokenizer = detokenizer
-        self._params = [u.sampling_params for u in users]
-        self._first = users[0].uid if users else 0  # the others' numbers follow it
-        self._on_token = on_token
-        self._streams = on_token is not None or any(
-            p.stop or p.echo or p.embed or p.logprobs is not None for p in self._params
-        )
-        self._completions = [Completion(len(ids_from_bytes(u.input_ids))) for u in users]
-        self._texts: list[list[str]] = [[] for _ in users]
-        # Where to cut a request's tokens: those of its answer, and of these those with text. None = nowhere.
-        self._answer_stop: list[int | None] = [None] * len(users)
-        self._text_stop: list[int | None] = [None] * len(users)
-        self._uids: list[bytes] = []
-        self._tokens: list[bytes] = []
-
-    def take(self, msg: DetokenizeMsg) -> list[int]:
-        """Take in one step; returns the uids that a stop string has ended. Raises `RequestError` if one has failed."""
-        self._uids.append(msg.uids)
-        self._tokens.append(msg.tokens)
-        if self._streams:
-            replies, stopped = self._detokenizer.detokenize(msg)
-            for reply in replies:
-                self._hear(reply)
-            return stopped
-        for started in msg.started:
-            self._completions[started.uid - self._first].cached_tokens = started.cached_tokens
-        for end in msg.finished:
-            if end.reason is FinishReason.ERROR:
-                raise RequestError(end.error, param=end.param, code=end.code or None, status=end.status)
-            self._completions[end.uid - self._first].finish_reason = end.reason
-            self._text_stop[end.uid - self._first] = None if end.has_text else -1
-        self.pending -= len(msg.finished)
-        return []
-
-    def _hear(self, reply: UserReply) -> None:
-        index = reply.uid - self._first
-        done = self._completions[index]
-        done.cached_tokens = reply.cached_tokens or done.cached_tokens
-        done.logprobs += reply.logprobs
-        done.embedding += reply.embedding
-        if reply.text:
-            self._texts[index].append(reply.text)
-            if self._on_token is not None:
-                self._on_token(index, reply.text)
-        if reply.finish_reason is FinishReason.ERROR:
-            raise RequestError(reply.error, param=reply.param, code=reply.code, status=reply.status)
-        if reply.finish_reason is not None:
-            done.finish_reason = reply.finish_reason
-            self._answer_stop[index] = reply.completion_tokens  # what was computed beyond a stop string is not
-            self.pending -= 1
-
-    def drop(self, msg: DetokenizeMsg) -> None:
-        """Forget a message that comes after the answers were given (or given up)."""
-        if self._streams:
-            self._detokenizer.detokenize(msg)
-
-    def finish(self) -> list[Completion]:
-        """The completions in the order of the prompts."""
-        index = np.frombuffer(b"".join(self._uids), "<i8") - self._first
-        order = np.argsort(index, kind="stable")
-        ends = np.cumsum(np.bincount(index, minlength=len(self._completions)))
-        tokens = ids_from_bytes(b"".join(self._tokens))[order]
-        for i, (done, ids) in enumerate(zip(self._completions, np.split(tokens, ends[:-1]), strict=False)):
-            done.token_ids = ids[: self._answer_stop[i]].tolist()
-            if not self._streams:
-                skip = self._params[i].skip_special_tokens
-                self._texts[i].append(self._detokenizer.decode(done.token_ids[: self._text_stop[i]], skip))
-            done.text = "".join(self._texts[i])
-        return self._completions
 
 
 class LLM:
@@ -251,7 +140,7 @@ class LLM:
         for user in users:
             self.scheduler.door.output_budget(user)
         self._next_uid += len(users)
-        answers = _Answers(self._detokenizer, users, on_token)
+        answers = Answers(self._detokenizer, users, on_token)
         waiting = iter(users)
         try:
             while answers.pending:
@@ -276,7 +165,7 @@ class LLM:
             self._has_failed = True  # half a step was done: nothing that comes after can be trusted
             raise
 
-    def _settle(self, answers: _Answers) -> None:
+    def _settle(self, answers: Answers) -> None:
         """Step until what was aborted (also by a stop string) has given its pages back."""
         while not self._has_failed and (self.scheduler.is_busy or self._io.inbox):
             self._step()

@@ -10,7 +10,8 @@ import torch
 from minisgl.benchmark.report import format_table
 from minisgl.config import SchedulerConfig, build_config
 from minisgl.engine.config import EngineSpec, resolve
-from minisgl.llm.llm import LLM, Completion
+from minisgl.llm.answers import Completion
+from minisgl.llm.llm import LLM
 from minisgl.tokenizer.tokenize import load_tokenizer
 from minisgl.utils.device import create_device
 from minisgl.utils.errors import ConfigError

@@ -16,7 +16,8 @@ from minisgl.verify.result import Result
 from minisgl.verify.steps import Span, Stepper
 
 if TYPE_CHECKING:
-    from minisgl.llm.llm import LLM, Completion
+    from minisgl.llm.answers import Completion
+    from minisgl.llm.llm import LLM
 
 TOKENS: Final = 32
 Gap = Callable[[list[int], int, int], float]

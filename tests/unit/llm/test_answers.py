@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from minisgl.core import FinishReason
-from minisgl.llm.llm import Completion, _Answers
+from minisgl.llm.answers import Answers, Completion
 from minisgl.message import DetokenizeMsg, Finished, Started, UserMsg, ids_to_bytes
 from minisgl.params import SamplingParams
 from minisgl.tokenizer.detokenize import DetokenizeManager
@@ -63,7 +63,7 @@ def answers_to(
         heard[index] = heard.get(index, "") + text
 
     detokenizer = DetokenizeManager(tokenizer)
-    answers = _Answers(detokenizer, users, on_token if streams else None)
+    answers = Answers(detokenizer, users, on_token if streams else None)
     assert answers._streams is streams
     for msg in said:
         assert answers.pending > 0
@@ -92,17 +92,17 @@ def test_text_in_the_end_is_text_as_it_comes(tokenizer: Tokenizer, seed: int) ->
 def test_a_stop_string_makes_text_come_at_once() -> None:
     detokenizer = DetokenizeManager(MADE.byte_level())
     user = UserMsg(1, ids_to_bytes([1]), SamplingParams(stop=("fox",)))
-    assert _Answers(detokenizer, [user], None)._streams
+    assert Answers(detokenizer, [user], None)._streams
 
 
 def test_a_failed_request_fails_the_call_either_way() -> None:
     for on_token in (None, lambda index, text: None):
         users = [UserMsg(1, ids_to_bytes([1]), SamplingParams())]
-        answers = _Answers(DetokenizeManager(MADE.byte_level()), users, on_token)
+        answers = Answers(DetokenizeManager(MADE.byte_level()), users, on_token)
         with pytest.raises(RequestError, match="NaN") as failed:
             answers.take(DetokenizeMsg(b"", b"", [], [Finished(1, FinishReason.ERROR, error="NaN", status=500)]))
         assert failed.value.status == 500
 
 
 def test_no_prompts_no_completions() -> None:
-    assert _Answers(DetokenizeManager(MADE.byte_level()), [], None).finish() == []
+    assert Answers(DetokenizeManager(MADE.byte_level()), [], None).finish() == []

@@ -12,7 +12,7 @@ from contract.checkpoints import configurations, save
 from contract.harness import MiniEngine, Span
 from minisgl.config import EngineConfig
 from minisgl.engine.config import resolve
-from minisgl.llm.llm import Completion
+from minisgl.llm.answers import Completion
 from minisgl.utils.errors import ConfigError
 from minisgl.verify.command import make_texts, verify
 from minisgl.verify.logits import FLOAT32_LIMIT, HALF_FACTOR, WAYS, Texts, check_logits
