@@ -23,6 +23,7 @@ from minisgl.server.args import ServerArgs
 from minisgl.server.targets import local_ranks, run_follower_rank, run_scheduler, run_tokenizer
 from minisgl.utils import hf
 from minisgl.utils.child import Ready
+from minisgl.utils.driver import check_driver
 from minisgl.utils.embedder import read_embedder
 from minisgl.utils.errors import ConfigError, StartupError
 from minisgl.utils.logger import configure_logging, log_level
@@ -55,6 +56,7 @@ def check_args(args: ServerArgs) -> Checked:
     log_level()
     engine = args.scheduler.engine
     Rendezvous.of_local_ranks(engine, "")
+    check_driver(engine.device)
     folder = hf.resolve_model(engine.model, engine.download_source)
     hf.eos_token_ids(folder)
     if not engine.dummy_weight:

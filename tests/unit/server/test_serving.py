@@ -19,6 +19,7 @@ import pytest
 
 import minisgl
 from e2e.harness import ROOT, ServerProcess, eventually, is_running, require_no_leak
+from minisgl.utils.driver import has_driver
 
 
 @pytest.fixture(scope="module")
@@ -386,6 +387,11 @@ def test_interrupted_start() -> None:
         (["--nonsense"], "unrecognized arguments"),
         (["--cache", "none"], "invalid choice"),
         (["--api-key", ""], "--api-key"),
+        pytest.param(
+            ["--device", "cuda", "--tp", "9"],
+            "needs an NVIDIA GPU",
+            marks=pytest.mark.skipif(has_driver(), reason="there is a driver"),
+        ),
     ],
 )
 def test_bad_settings(flags: list[str], message: str) -> None:
