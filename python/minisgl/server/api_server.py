@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -86,7 +87,15 @@ def create_app(args: ServerArgs, model: ServedModel, worker: int = 0) -> FastAPI
         add_view_route(app)
     document = openapi_schema(app)
     app.openapi = lambda: document  # type: ignore[method-assign]
+    _answer_head(app)
     return app
+
+
+def _answer_head(app: FastAPI) -> None:
+    """HEAD wherever there is GET (RFC 9110, 9.1): probes ask so. The HTTP server leaves the body out."""
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
+            route.methods.add("HEAD")
 
 
 def _add_error_handlers(app: FastAPI) -> None:

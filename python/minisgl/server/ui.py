@@ -49,4 +49,4 @@ def add_page(app: FastAPI) -> None:
     async def root() -> Response:
         return Response(body, headers=headers, media_type="text/html")
 
-    app.add_api_route("/", root, methods=["GET", "HEAD"], include_in_schema=False)
+    app.add_api_route("/", root, methods=["GET"], include_in_schema=False)

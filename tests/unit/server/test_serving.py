@@ -149,8 +149,18 @@ def test_request_id_and_routes(client: httpx.Client) -> None:
     assert client.get("/version").json() == {"version": minisgl.__version__}
     assert client.post("/flush_cache").status_code == 200
     assert client.get("/missing").json()["error"]["type"] == "not_found_error"
-    assert client.get("/generate").status_code == 405
+    assert client.get("/generate").status_code == client.head("/generate").status_code == 405
     assert "access-control-allow-origin" not in response.headers
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/v1/models", "/version", "/openapi.json", "/v1/models/x"])
+def test_head_is_get_without_the_body(client: httpx.Client, path: str) -> None:
+    head, get = client.head(path), client.get(path)
+    assert head.status_code == get.status_code
+    assert get.content and not head.content
+    for name in ("content-type", "content-length"):
+        assert head.headers[name] == get.headers[name]
+    assert client.get("/version").status_code == 200  # the connection is still in step
 
 
 @pytest.mark.parametrize(
