@@ -57,6 +57,7 @@ def test_begin_where_asked(http: httpx.Client, prompt: list[int], start: int | N
     assert {text for *_, text in given + meta["output_token_logprobs"]} == {None}
     assert "input_top_logprobs" not in meta and "output_top_logprobs" not in meta
     assert text_of(http, [i for _, i, _ in meta["output_token_logprobs"]]) == answer["text"] == plain["text"]
+    assert [i for _, i, _ in meta["output_token_logprobs"]] == answer["output_ids"] == plain["output_ids"]
     assert "output_token_logprobs" not in plain["meta_info"]
 
 
@@ -66,7 +67,7 @@ def test_a_prompt_can_be_scored_and_nothing_generated(http: httpx.Client, prompt
     for answer, ids in zip(generate(http, logprob_start_len=0, **body), body["input_ids"], strict=True):
         assert answer["text"] == "" and answer["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
         assert [i for _, i, _ in answer["meta_info"]["input_token_logprobs"]] == ids
-        assert answer["meta_info"]["output_token_logprobs"] == []
+        assert answer["meta_info"]["output_token_logprobs"] == answer["output_ids"] == []
     (first, _) = generate(http, return_logprob=False, **body)
     assert (first["text"], first["meta_info"]["completion_tokens"]) == ("", 0)
 
@@ -79,6 +80,7 @@ def test_the_stream_says_all_so_far(http: httpx.Client) -> None:
     for event in post_events(http, "/generate", body):
         meta = event["meta_info"]
         assert len(meta["output_token_logprobs"]) == meta["completion_tokens"] == len(meta["output_top_logprobs"])
+        assert len(event["output_ids"]) == meta["completion_tokens"]
         last[event.pop("index")] = event
     for i, wanted in enumerate(whole):
         for name in ("input_token_logprobs", "output_token_logprobs"):

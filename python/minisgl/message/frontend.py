@@ -30,7 +30,8 @@ class UserReply(msgspec.Struct, tag="reply", frozen=True, omit_defaults=True):
     possible stop string). `stop_reason` is the stop string or stop token id that ended it, if one did. The reply to the
     first token alone has `queue_seconds` and `prefill_chunks`, see `Started`. `logprobs` are those of the new tokens,
     if they were asked for; the first reply begins with the prompt's text if it was to be echoed, and with its tokens if
-    their `logprobs` were wanted. `embedding` (float32 bytes) is in the only reply to a request for one.
+    their `logprobs` were wanted. `output_ids` (int32 bytes) are the new tokens themselves, hidden ones too: as many as
+    `completion_tokens` counts. `embedding` (float32 bytes) is in the only reply to a request for one.
     """
 
     uid: int
@@ -47,6 +48,7 @@ class UserReply(msgspec.Struct, tag="reply", frozen=True, omit_defaults=True):
     queue_seconds: float = 0.0
     prefill_chunks: int = 0
     logprobs: list[TokenLogprob] = []
+    output_ids: bytes = b""
     embedding: bytes = b""
 
 

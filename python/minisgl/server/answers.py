@@ -96,6 +96,7 @@ class CompletionAnswer(msgspec.Struct, omit_defaults=True):
 
 class GeneratedText(msgspec.Struct):
     text: str
+    output_ids: list[int]
     meta_info: dict[str, Any]
 
 

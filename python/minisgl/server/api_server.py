@@ -27,7 +27,7 @@ from minisgl.server.choices import num_choices, with_choices
 from minisgl.server.convert import add_convert_routes
 from minisgl.server.embeddings import add_embeddings_route
 from minisgl.server.frontend import RETRY_AFTER_S, FrontendManager
-from minisgl.server.generate import GenerateRenderer
+from minisgl.server.generate import GenerateRenderer, generation_ids
 from minisgl.server.metrics import Metrics
 from minisgl.server.openapi import openapi_schema
 from minisgl.server.parsers.choose import OutputForms
@@ -166,7 +166,8 @@ def _add_generation_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -
         n = num_choices(body.sampling_params or GenerateSampling())
         messages = with_choices(generate_messages(body, defaults, limits), n)
         prompt = next(p for p in (body.text, body.prompt, body.input_ids) if p is not None)
-        renderer = GenerateRenderer(is_batch(prompt) or n > 1, logprob_form(body))
+        is_list = is_batch(prompt) or n > 1
+        renderer = GenerateRenderer(is_list, generation_ids(body.rid, len(messages), n, is_list), logprob_form(body))
         return CallResponse(app.state.frontend, messages, renderer, bool(body.stream), args.write_timeout, n)
 
 

@@ -24,7 +24,12 @@ class ClientGoneError(Exception):
 
 def _merge(old: UserReply, new: UserReply) -> UserReply:
     """One reply that says what both say: how a slow reader's backlog stays one reply long."""
-    return msgspec.structs.replace(new, text=old.text + new.text, logprobs=old.logprobs + new.logprobs)
+    return msgspec.structs.replace(
+        new,
+        text=old.text + new.text,
+        logprobs=old.logprobs + new.logprobs,
+        output_ids=old.output_ids + new.output_ids,
+    )
 
 
 class Call:

@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 
 from minisgl.core import FinishReason
-from minisgl.message import TokenLogprob, UserReply
+from minisgl.message import TokenLogprob, UserReply, ids_from_bytes
 from minisgl.server.logprobs import finite
 from minisgl.server.receipt import Receipt
 from minisgl.server.render import Answer, event, to_json
+from minisgl.utils.errors import RequestError
 
 Scored = tuple[float | None, int, str | None]  # log-probability, token id, and its text if that is wanted
 
@@ -80,38 +81,75 @@ class ScoredTokens:
         return [self._scored(*alternative) for alternative in token.top]
 
 
-class GenerateRenderer:
-    """The text so far, and `meta_info`."""
+class _Generation:
+    """All that one generation has said so far."""
 
-    def __init__(self, is_batch: bool, logprobs: LogprobForm | None = None) -> None:
-        """`is_batch`: the body is a list. Log-probabilities are shown on demand."""
-        self._is_batch = is_batch
-        self._logprobs = logprobs
-        self._scored: dict[int, ScoredTokens] = {}
-        self._id = uuid.uuid4().hex
+    def __init__(self, form: LogprobForm | None) -> None:
+        self._text = ""
+        self._ids = GrowingArray()
+        self._scored = None if form is None else ScoredTokens(form)
+
+    def add(self, reply: UserReply) -> None:
+        self._text += reply.text
+        for token in ids_from_bytes(reply.output_ids).tolist():
+            self._ids.append(token)
+        if self._scored is not None:
+            self._scored.add(reply.logprobs, reply.prompt_tokens)
+
+    def result(self, meta: dict[str, Any]) -> dict[str, Any]:
+        """The body, with `meta` in its `meta_info`."""
+        if self._scored is not None:
+            meta = meta | self._scored.fields()
+        return {"text": self._text, "output_ids": self._ids.json(), "meta_info": meta}
+
+
+def generation_ids(rid: str | list[str] | None, count: int, n: int, is_list: bool) -> list[str]:
+    """The `meta_info.id` of each of `count` generations, `n` of each prompt in a row.
+
+    Raises `RequestError` where `rid` does not fit: it names the request, or each of its prompts.
+    """
+    if isinstance(rid, list):
+        if len(rid) * n != count:
+            raise RequestError(f"rid has {len(rid)} ids for {count // n} prompts", param="rid")
+        return [f"{name}_{i}" if n > 1 else name for name in rid for i in range(n)]
+    name = uuid.uuid4().hex if rid is None else rid
+    return [f"{name}_{i}" for i in range(count)] if is_list else [name]
+
+
+class GenerateRenderer:
+    """The text and the tokens so far, and `meta_info`."""
+
+    def __init__(self, is_list: bool, ids: list[str], logprobs: LogprobForm | None = None) -> None:
+        """`is_list`: the body is one. `ids`: of each generation. Log-probabilities are shown on demand."""
+        self._is_list = is_list
+        self._ids = ids
         self._started = time.monotonic()
-        self._texts: dict[int, str] = {}
+        self._generations = [_Generation(logprobs) for _ in ids]
 
     def body(self, answers: list[Answer], receipt: Receipt) -> bytes:
         results = []
         for i, answer in enumerate(answers):
             assert answer.last is not None, "an answer without an end"
-            results.append(self._result(i, answer.text, answer.last, answer.logprobs))
-        return to_json(results if self._is_batch else results[0])
+            whole = msgspec.structs.replace(
+                answer.last, text=answer.text, logprobs=answer.logprobs, output_ids=bytes(answer.output_ids)
+            )
+            results.append(self._result(i, whole))
+        return to_json(results if self._is_list else results[0])
 
     def first_events(self, n: int) -> Iterator[bytes]:
         yield from ()
 
     def events(self, index: int, reply: UserReply) -> Iterator[bytes]:
-        text = self._texts[index] = self._texts.get(index, "") + reply.text
-        extra = {"index": index} if self._is_batch else {}
-        yield event(to_json(self._result(index, text, reply, reply.logprobs) | extra))
+        extra = {"index": index} if self._is_list else {}
+        yield event(to_json(self._result(index, reply) | extra))
 
     def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
         yield from ()
 
-    def _result(self, index: int, text: str, reply: UserReply, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """`logprobs` are those of the tokens that are new in `text`."""
+    def _result(self, index: int, reply: UserReply) -> dict[str, Any]:
+        """All so far, to which `reply` adds."""
+        generation = self._generations[index]
+        generation.add(reply)
         reason: dict[str, Any] | None = None
         if reply.finish_reason is not None:
             reason = {"type": reply.finish_reason}
@@ -119,16 +157,13 @@ class GenerateRenderer:
                 reason["length"] = reply.completion_tokens
             elif reply.stop_reason is not None:
                 reason["matched"] = reply.stop_reason
-        meta: dict[str, Any] = {
-            "id": f"{self._id}-{index}" if self._is_batch else self._id,
-            "finish_reason": reason,
-            "prompt_tokens": reply.prompt_tokens,
-            "completion_tokens": reply.completion_tokens,
-            "cached_tokens": reply.cached_tokens,
-            "e2e_latency": time.monotonic() - self._started,
-        }
-        if self._logprobs is not None:
-            scored = self._scored.setdefault(index, ScoredTokens(self._logprobs))
-            scored.add(logprobs, reply.prompt_tokens)
-            meta |= scored.fields()
-        return {"text": text, "meta_info": meta}
+        return generation.result(
+            {
+                "id": self._ids[index],
+                "finish_reason": reason,
+                "prompt_tokens": reply.prompt_tokens,
+                "completion_tokens": reply.completion_tokens,
+                "cached_tokens": reply.cached_tokens,
+                "e2e_latency": time.monotonic() - self._started,
+            }
+        )

@@ -155,6 +155,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     input_ids: list[Any] | None = None
     sampling_params: GenerateSampling | None = None
     stream: bool | None = None
+    rid: str | list[str] | None = None
     return_logprob: bool | None = None
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = None

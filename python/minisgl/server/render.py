@@ -50,10 +50,12 @@ class Answer:
     text: str = ""
     last: UserReply | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    output_ids: bytearray = field(default_factory=bytearray)  # int32
 
     def add(self, reply: UserReply) -> None:
         self.text += reply.text
         self.logprobs += reply.logprobs
+        self.output_ids += reply.output_ids
         self.last = reply
 
 

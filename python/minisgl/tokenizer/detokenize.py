@@ -92,19 +92,21 @@ class _Output:
         return (text, None) if self._stops is None else self._stops.feed(text)
 
 
-def _first_reply(output: _Output, reply: UserReply, logprobs: list[TokenLogprob]) -> UserReply:
+def _first_reply(output: _Output, reply: UserReply) -> UserReply:
     """`reply` to the first token, with all that only this one says."""
     if output.is_silent and reply.finish_reason is not FinishReason.ERROR:
-        reply = msgspec.structs.replace(
-            reply, text="", completion_tokens=0, finish_reason=FinishReason.LENGTH, stop_reason=None
+        reply = UserReply(
+            reply.uid,
+            prompt_tokens=reply.prompt_tokens,
+            cached_tokens=reply.cached_tokens,
+            finish_reason=FinishReason.LENGTH,
         )
-        logprobs = []
     return msgspec.structs.replace(
         reply,
         text=output.prompt + reply.text,
         queue_seconds=output.queue_seconds,
         prefill_chunks=output.prefill_chunks,
-        logprobs=output.prompt_logprobs + logprobs,
+        logprobs=output.prompt_logprobs + reply.logprobs,
         embedding=output.embedding,
     )
 
@@ -143,7 +145,7 @@ class DetokenizeManager:
         replies: list[UserReply] = []
         aborts: list[int] = []
         uids = np.frombuffer(msg.uids, dtype="<i8").tolist()
-        for uid, token in zip(uids, ids_from_bytes(msg.tokens).tolist(), strict=True):
+        for i, (uid, token) in enumerate(zip(uids, ids_from_bytes(msg.tokens).tolist(), strict=True)):
             output = self._outputs.get(uid)
             if output is None:
                 if uid not in self._stopped:
@@ -152,11 +154,11 @@ class DetokenizeManager:
             end = ends.get(uid)
             output.completion_tokens += 1
             logprobs = output.logprobs(token, scores.get(uid))
-            reply = self._advance(uid, output, token, end)
+            reply = msgspec.structs.replace(
+                self._advance(uid, output, token, end), logprobs=logprobs, output_ids=msg.tokens[4 * i : 4 * i + 4]
+            )
             if output.completion_tokens == 1:
-                reply = _first_reply(output, reply, logprobs)
-            elif logprobs:
-                reply = msgspec.structs.replace(reply, logprobs=logprobs)
+                reply = _first_reply(output, reply)
             replies.append(reply)
             if reply.finish_reason is not None:
                 del self._outputs[uid]

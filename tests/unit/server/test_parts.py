@@ -22,6 +22,8 @@ from minisgl.message import (
     TokenizeMsg,
     TokenizerMsg,
     UserReply,
+    ids_from_bytes,
+    ids_to_bytes,
 )
 from minisgl.params import Limits, SamplingParams
 from minisgl.server.args import ServerArgs
@@ -96,9 +98,10 @@ def test_backlog_is_one_reply(args: ServerArgs, tokenizer: ZmqPullQueue[Tokenize
         async with await frontend.submit([request()]) as call:
             (uid,) = call.uids
             for i in range(1000):
-                call.push(UserReply(uid, "x", i + 1, 5))
+                call.push(UserReply(uid, "x", i + 1, 5, output_ids=ids_to_bytes([i])))
             ((index, reply),) = await call.take()
             assert (index, reply.text, reply.completion_tokens) == (0, "x" * 1000, 1000)
+            assert ids_from_bytes(reply.output_ids).tolist() == list(range(1000))
             call.push(UserReply(uid, "end", 1001, 5, finish_reason=FinishReason.STOP))
             call.push(UserReply(uid, "never", 1002, 5, finish_reason=FinishReason.ABORT))
             assert [r.text for _, r in await call.take()] == ["end"]

@@ -110,6 +110,35 @@ def test_generate_is_cumulative(client: httpx.Client) -> None:
     assert chunks[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
     ids = client.post("/generate", json={"input_ids": [[70, 71], [72]]}).json()
     assert [r["meta_info"]["completion_tokens"] for r in ids] == [2, 1]
+    assert [r["output_ids"] for r in ids] == [[70, 71], [72]]  # the stub says what it was told
+    said = [c["output_ids"] for c in chunks]
+    assert all(a == b[: len(a)] for a, b in itertools.pairwise(said))
+    assert [len(ids) for ids in said] == [c["meta_info"]["completion_tokens"] for c in chunks]
+
+
+@pytest.mark.parametrize(
+    ("rid", "fields", "ids"),
+    [
+        ("r", {"input_ids": [70]}, ["r"]),
+        ("r", {"input_ids": [[70], [71]]}, ["r_0", "r_1"]),
+        ("r", {"input_ids": [70], "sampling_params": {"n": 2}}, ["r_0", "r_1"]),
+        (["a"], {"input_ids": [70]}, ["a"]),
+        (["a", "b"], {"input_ids": [[70], [71]]}, ["a", "b"]),
+        (["a", "b"], {"input_ids": [[70], [71]], "sampling_params": {"n": 2}}, ["a_0", "a_1", "b_0", "b_1"]),
+    ],
+)
+def test_generations_have_the_names_that_the_client_gives(
+    client: httpx.Client, rid: str | list[str], fields: dict[str, Any], ids: list[str]
+) -> None:
+    answer = client.post("/generate", json={"rid": rid, **fields}).json()
+    assert [r["meta_info"]["id"] for r in (answer if isinstance(answer, list) else [answer])] == ids
+    with client.stream("POST", "/generate", json={"rid": rid, "stream": True, **fields}) as response:
+        assert {c["meta_info"]["id"] for c in events(response)} == set(ids)
+
+
+def test_names_for_other_prompts_than_there_are_are_refused(client: httpx.Client) -> None:
+    response = client.post("/generate", json={"rid": ["a", "b"], "input_ids": [[70], [71], [72]]})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "rid")
 
 
 def test_error_before_first_byte_has_its_status(client: httpx.Client) -> None:

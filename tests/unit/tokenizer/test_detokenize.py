@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from minisgl.core import FinishReason
-from minisgl.message import DetokenizeMsg, Finished, Started, UserReply, ids_to_bytes
+from minisgl.message import DetokenizeMsg, Finished, Started, UserReply, ids_from_bytes, ids_to_bytes
 from minisgl.tokenizer.detokenize import DetokenizeManager
 from minisgl.tokenizer.stop import StopMatcher
 
@@ -56,6 +56,8 @@ def stream(
         replies += new
         assert aborts == [] or (new[-1].finish_reason is FinishReason.STOP and not finished)
     assert [r.finish_reason is not None for r in replies] == [False] * (len(replies) - 1) + [True]
+    shown = ids_from_bytes(b"".join(r.output_ids for r in replies)).tolist()
+    assert shown == ids[: replies[-1].completion_tokens]
     assert manager.entries == 0
     return replies
 
