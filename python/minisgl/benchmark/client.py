@@ -13,11 +13,11 @@ import ssl
 import time
 from dataclasses import dataclass, field
 from typing import Final, cast
-from urllib.parse import urlsplit
 
 import httptools
 
-from minisgl.utils.errors import ConfigError, StartupError
+from minisgl.server.client import ServerAddress
+from minisgl.utils.errors import StartupError
 
 CONNECT_S: Final = 10.0
 _NO_CHOICES: Final = (b'"choices":[]', b'"choices": []')
@@ -36,20 +36,12 @@ class Endpoint:
     @classmethod
     def parse(cls, url: str, api_key: str | None) -> Endpoint:
         """From http://host:port; raises `ConfigError`."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        try:
-            port = parts.port
-        except ValueError:
-            raise ConfigError(f"{url} has no valid port") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url} is not an address like http://127.0.0.1:1919")
-        is_tls = parts.scheme == "https"
-        headers = f"Host: {parts.netloc.rpartition('@')[2]}\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        address = ServerAddress.parse(url)
+        headers = f"Host: {address.authority}\r\nConnection: close\r\nContent-Type: application/json\r\n"
         if api_key:
             headers += f"Authorization: Bearer {api_key}\r\n"
-        prefix = parts.path.rstrip("/").removesuffix("/v1")
-        tls = ssl.create_default_context() if is_tls else None
-        return cls(parts.hostname, port or (443 if is_tls else 80), prefix, tls, headers.encode())
+        tls = ssl.create_default_context() if address.is_tls else None
+        return cls(address.host, address.port, address.prefix, tls, headers.encode())
 
     def message(self, method: str, path: str, body: bytes = b"") -> bytes:
         """A whole HTTP request."""

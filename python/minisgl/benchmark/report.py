@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from minisgl.server.environment import cpu_name
 from minisgl.utils.errors import ConfigError
 
 Numbers = Sequence[float] | npt.NDArray[np.float64]
@@ -86,7 +87,7 @@ def provenance() -> dict[str, Any]:
         "minisgl": minisgl.__version__,
         "commit": _commit(),
         "python": platform.python_version(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 2),
     }
@@ -102,11 +103,3 @@ def _commit() -> str | None:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    for line in info.read_text().splitlines() if info.is_file() else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -25,10 +25,18 @@ class Delta(NamedTuple):
     is_reasoning: bool = False
 
 
-class ChatClient:
-    """Streams chat completions from the server at `url` (http://host:port)."""
+class ServerAddress(NamedTuple):
+    """Where a server is; `authority` is the host and port as the URL has them, `prefix` the path before /v1."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    host: str
+    port: int
+    is_tls: bool
+    authority: str
+    prefix: str
+
+    @classmethod
+    def parse(cls, url: str) -> ServerAddress:
+        """From http://host:port, with or without http:// and /v1; raises `ConfigError`."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
             port = parts.port
@@ -36,9 +44,17 @@ class ChatClient:
             raise ConfigError(f"{url} has no valid port") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{url} is not an address like http://127.0.0.1:1919")
-        self._host, self._port = parts.hostname, port
-        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
-        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        is_tls = parts.scheme == "https"
+        authority, prefix = parts.netloc.rpartition("@")[2], parts.path.rstrip("/").removesuffix("/v1")
+        return cls(parts.hostname, port or (443 if is_tls else 80), is_tls, authority, prefix)
+
+
+class ChatClient:
+    """Streams chat completions from the server at `url` (http://host:port)."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self._address = ServerAddress.parse(url)
+        self._kind = http.client.HTTPSConnection if self._address.is_tls else http.client.HTTPConnection
         self.account: dict[str, Any] = {}
         self._headers = {"content-type": "application/json"}
         if api_key:
@@ -78,9 +94,9 @@ class ChatClient:
 
     @contextlib.contextmanager
     def _request(self, method: str, path: str, body: str | None = None) -> Iterator[http.client.HTTPResponse]:
-        connection = self._kind(self._host, self._port, timeout=TIMEOUT_S)
+        connection = self._kind(self._address.host, self._address.port, timeout=TIMEOUT_S)
         try:
-            connection.request(method, self._prefix + path, body, self._headers)
+            connection.request(method, self._address.prefix + path, body, self._headers)
             response = connection.getresponse()
             if response.status != 200:
                 raise ServerError(_message(response.read()) or f"HTTP {response.status} {response.reason}")

@@ -16,7 +16,7 @@ def describe_environment() -> str:
         "minisgl": minisgl.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "processor": f"{_cpu_name()}, {len(os.sched_getaffinity(0))} cores usable",
+        "processor": f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores usable",
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
     }
     for package in ("torch", "numpy", "tokenizers", "safetensors", "fastapi", "uvicorn", "pyzmq", "msgspec"):
@@ -33,7 +33,8 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's name for people."""
     info = Path("/proc/cpuinfo")
     for line in info.read_text().splitlines() if info.is_file() else ():
         if line.startswith("model name"):
