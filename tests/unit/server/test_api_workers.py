@@ -128,7 +128,7 @@ def streams(server: ServerProcess, n: int) -> list[tuple[httpx.Client, httpx.Res
     opened = []
     for i in range(n):
         client = server.client()
-        request = client.build_request("POST", "/v1/completions", json={"prompt": f"{i} " * 700, "stream": True})
+        request = client.build_request("POST", "/v1/completions", json={"prompt": f"{i} " * 300, "stream": True})
         response = client.send(request, stream=True)
         lines = response.iter_lines()
         next(lines)
