@@ -21,7 +21,7 @@ AUTO_STRETCH: Final = 2.0
 # While prompts wait, a step may take as long as all of them but the longest, and this long at most: a queue is worked
 # off at nearly the full rate, and streams that have only just begun stutter for a moment instead of the last in the
 # queue waiting twice as long. The longest does not count, since nobody waits for it: it is the last, or it is alone.
-AUTO_RUSH_S: Final = 0.095
+AUTO_RUSH_S: Final = 0.085
 
 
 class StepBudget:
