@@ -45,9 +45,16 @@ constexpr int64_t kSpreadBytes = 400 << 10;  // of a unit; two and the rows fit 
 constexpr int kUnit = 4;                     // panels that are computed together
 #if defined(__AMX_BF16__)
 constexpr int kRowBlock = 32;  // rows that are: two tiles
+template <class T>
+constexpr bool has_tiles = sizeof(T) == 2;
 #else
 constexpr int kRowBlock = 12;
+template <class T>
+constexpr bool has_tiles = false;
 #endif
+// Rows whose sums with a whole unit have registers, where there are many of these.
+constexpr int kUnitRows = kAccumulators >= 24 ? kAccumulators / kUnit : kRowBlock;
+constexpr int64_t kFew = 40;  // rows; of more the products are bound by arithmetic
 
 template <class T, int PANELS>
 void product_rows(int rows, const X<T>* x, int64_t ldx, const T* const* panels, int64_t steps, Ahead ahead,
@@ -159,30 +166,49 @@ void each_unit(Pool& pool, const Matrix<W>& w, int64_t m, bool paired, const F& 
     });
 }
 
-// finish(first row, rows, first panel, panels, tile [rows][kUnit * 16]) for all of x [m, cols] W^T, in parallel.
-template <class T, class F>
-void gemm(Pool& pool, const Matrix<T>& w, const X<T>* x, int64_t ldx, int64_t m, bool paired, const F& finish) {
-    if (m == 0) return;
-    const int64_t blocks = (m + kRowBlock - 1) / kRowBlock;
-    const auto ahead = [&](int64_t b) -> Ahead {
-        constexpr int64_t step = kLanes * Product<T>::kStep, most = kAhead / sizeof(T);
-        const int64_t unit = (paired ? kUnit / 2 : kUnit) * kLanes * w.cols, panel = kLanes * w.cols;
-        // Some of the next unit by each block of rows, so that memory has work all the time.
-        const int64_t bytes = unit * sizeof(T);
-        if (1 < blocks && blocks <= kSpread && kSpreadBytes / 4 <= bytes && bytes <= kSpreadBytes)
-            return {unit + panel * b / blocks, step / blocks};
-        // By the first block: the next unit if that is near; a panel that is longer than that goes on for long.
-        return b == 0 ? Ahead{std::min(unit, most), step} : Ahead();
-    };
-    each_unit(pool, w, m, paired, [&](int64_t first, int count, const T* const* panels) {
+// What block `b` of rows asks for while it is computed with a unit of W that has `step` bytes a panel and step.
+template <class W>
+Ahead asked_by(int64_t b, int64_t blocks, const Matrix<W>& w, bool paired, int64_t step) {
+    const int64_t panel = (w.panel(1) - w.panel(0)) * sizeof(W), bytes = (paired ? kUnit / 2 : kUnit) * panel;
+    // Some of the next unit by each of the last blocks, so that memory has work all the time.
+    if (1 < blocks && kSpreadBytes / 8 <= bytes && bytes <= kSpreadBytes) {
+        const int64_t askers = std::min(blocks, kSpread), i = b - (blocks - askers);
+        return i < 0 ? Ahead() : Ahead{bytes + panel * i / askers, (step + askers - 1) / askers};
+    }
+    // By the first block: the next unit if that is near; a panel that is longer than that goes on for long.
+    return b == 0 ? Ahead{std::min(bytes, kAhead), step} : Ahead();
+}
+
+// compute(first row, rows, panels' addresses, their number, ahead, tile) and then finish(first row, rows, first panel,
+// panels, tile) for blocks of up to `most` of m rows with each unit of W, in parallel. A tile is [rows][kUnit * 16].
+template <class W, class C, class F>
+void each_block(Pool& pool, const Matrix<W>& w, int64_t m, int64_t most, int64_t step, bool paired, const C& compute,
+                const F& finish) {
+    const int64_t blocks = (m + most - 1) / most;
+    each_unit(pool, w, m, paired, [&](int64_t first, int count, const W* const* panels) {
         alignas(64) float tile[kRowBlock * kUnit * kLanes];
         for (int64_t b = 0; b < blocks; ++b) {
             const int64_t row = m * b / blocks;
             const int rows = (int)(m * (b + 1) / blocks - row);
-            product<T>(rows, x + row * ldx, ldx, panels, paired ? 2 * count : count, w.cols, ahead(b), tile);
+            compute(row, rows, panels, paired ? 2 * count : count, asked_by(b, blocks, w, paired, step), tile);
             finish(row, rows, first, count, tile);
         }
     });
+}
+
+// finish(first row, rows, first panel, panels, tile [rows][kUnit * 16]) for all of x [m, cols] W^T, in parallel.
+template <class T, class F>
+void gemm(Pool& pool, const Matrix<T>& w, const X<T>* x, int64_t ldx, int64_t m, bool paired, const F& finish) {
+    if (m == 0) return;
+    // Sums of few rows with a whole unit load the least; but then W comes once for each few, even if from near.
+    const int64_t most = !has_tiles<T> && m > kFew ? kUnitRows : kRowBlock;
+    constexpr int64_t step = kLanes * Product<T>::kStep * sizeof(T);
+    each_block(
+        pool, w, m, most, step, paired,
+        [&](int64_t row, int rows, const T* const* panels, int count, Ahead ahead, float* tile) {
+            product<T>(rows, x + row * ldx, ldx, panels, count, w.cols, ahead, tile);
+        },
+        finish);
 }
 
 // y [m, ldy] = x W^T + bias, or y += that.

@@ -135,13 +135,14 @@ struct Pairs {
 
 // totals[row][panel] += x[row] . the panel's block `g`.
 template <int ROWS, int PANELS>
-INLINE void add_group(Vec (&totals)[ROWS][PANELS], const Rounded* x, int64_t ldx, const Int8* const* panels, int64_t g) {
+INLINE void add_group(Vec (&totals)[ROWS][PANELS], const Rounded* x, int64_t ldx, const Int8* const* panels, int64_t g,
+                      Ahead ahead) {
     Pairs sums[ROWS][PANELS] = {};
     for (int k = 0; k < kGroup / 2; ++k) {
         Pairs w[PANELS];
         UNROLL for (int j = 0; j < PANELS; ++j) {
             w[j] = Pairs::widened(panels[j][g].q[k]);
-            __builtin_prefetch((const char*)panels[j][g].q[k] + kAhead);
+            ahead.ask(panels[j], g * (kGroup / 2) + k);  // what is there if for nothing: cheaper than to decide
         }
         UNROLL for (int i = 0; i < ROWS; ++i) {
             int32_t pair;
@@ -160,7 +161,8 @@ INLINE void add_group(Vec (&totals)[ROWS][PANELS], const Rounded* x, int64_t ldx
 
 // out [rows][kUnit * 16] for PANELS panels.
 template <int PANELS>
-void product_rows(int rows, const Rounded* x, int64_t ldx, const Int8* const* panels, int64_t groups, float* out) {
+void product_rows(int rows, const Rounded* x, int64_t ldx, const Int8* const* panels, int64_t groups, Ahead ahead,
+                  float* out) {
     constexpr int most = std::clamp(kSums / PANELS, 1, 6);
     for (int first = 0; first < rows;) {
         int left = (rows - first + most - 1) / most, count = (rows - first + left - 1) / left;
@@ -169,7 +171,7 @@ void product_rows(int rows, const Rounded* x, int64_t ldx, const Int8* const* pa
             for (auto& row : totals)
                 for (Vec& v : row) v = Vec::all(0.0f);
             for (int64_t g = 0; g < groups; ++g)
-                add_group<n, PANELS>(totals, x + first * ldx + g, ldx, panels, g);
+                add_group<n, PANELS>(totals, x + first * ldx + g, ldx, panels, g, first == 0 ? ahead : Ahead());
             for (int i = 0; i < n; ++i)
                 UNROLL for (int j = 0; j < PANELS; ++j) totals[i][j].store(out + ((first + i) * kUnit + j) * kLanes);
         });
@@ -178,13 +180,13 @@ void product_rows(int rows, const Rounded* x, int64_t ldx, const Int8* const* pa
 }
 
 inline void product(int rows, const Rounded* x, int64_t ldx, const Int8* const* panels, int count, int64_t cols,
-                    float* out) {
+                    Ahead ahead, float* out) {
     const int64_t groups = cols / kGroup;
-    if (count == kUnit && rows * kUnit <= kSums) return product_rows<kUnit>(rows, x, ldx, panels, groups, out);
+    if (count == kUnit && rows * kUnit <= kSums) return product_rows<kUnit>(rows, x, ldx, panels, groups, ahead, out);
     int i = 0;
     if constexpr (kSums >= 6)
-        for (; i + 2 <= count; i += 2) product_rows<2>(rows, x, ldx, panels + i, groups, out + i * kLanes);
-    for (; i < count; ++i) product_rows<1>(rows, x, ldx, panels + i, groups, out + i * kLanes);
+        for (; i + 2 <= count; i += 2) product_rows<2>(rows, x, ldx, panels + i, groups, ahead, out + i * kLanes);
+    for (; i < count; ++i) product_rows<1>(rows, x, ldx, panels + i, groups, ahead, out + i * kLanes);
 }
 
 #if defined(__AMX_BF16__)
@@ -204,10 +206,11 @@ inline void widen(const Int8* panel, int64_t groups, bf16* out) {
 template <class T, class F>
 void gemm(Pool& pool, const Matrix<Int8>& w, const X<T>* x, int64_t ldx, int64_t m, bool paired, const F& finish) {
     if (m == 0) return;
-    const int64_t groups = w.cols / kGroup, blocks = (m + kRowBlock - 1) / kRowBlock;
-    auto first_row = [&](int64_t block) { return m * block / blocks; };
+    const int64_t groups = w.cols / kGroup;
 #if defined(__AMX_BF16__)
     if constexpr (sizeof(T) == 2) {
+        const int64_t blocks = (m + kRowBlock - 1) / kRowBlock;
+        auto first_row = [&](int64_t block) { return m * block / blocks; };
         each_unit(pool, w, m, paired, [&](int64_t first, int count, const Int8* const* panels) {
             const int all = paired ? 2 * count : count;
             const std::unique_ptr<bf16[]> wide(new bf16[all * kLanes * w.cols]);
@@ -232,14 +235,14 @@ void gemm(Pool& pool, const Matrix<Int8>& w, const X<T>* x, int64_t ldx, int64_t
         for (int64_t i = part(m * groups, pieces, piece); i < part(m * groups, pieces, piece + 1); ++i)
             round_group(x + i / groups * ldx + i % groups * kGroup, rounded[i]);
     });
-    each_unit(pool, w, m, paired, [&](int64_t first, int count, const Int8* const* panels) {
-        alignas(64) float tile[kRowBlock * kUnit * kLanes];
-        for (int64_t b = 0; b < blocks; ++b) {
-            const int rows = (int)(first_row(b + 1) - first_row(b));
-            product(rows, &rounded[first_row(b) * groups], groups, panels, paired ? 2 * count : count, w.cols, tile);
-            finish(first_row(b), rows, first, count, tile);
-        }
-    });
+    // Few ask for weights evenly, pass by pass; of many, larger blocks read a pair of panels less often.
+    const int64_t most = m > kFew ? kRowBlock : kUnitRows;
+    each_block(
+        pool, w, m, most, sizeof(Int8) / (kGroup / 2), paired,
+        [&](int64_t row, int rows, const Int8* const* panels, int count, Ahead ahead, float* tile) {
+            product(rows, &rounded[row * groups], groups, panels, count, w.cols, ahead, tile);
+        },
+        finish);
 }
 
 }  // namespace minisgl

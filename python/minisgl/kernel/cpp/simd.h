@@ -248,7 +248,11 @@ using X = typename Product<T>::X;
 
 // What to ask for while a panel is read: at each step what lies this far behind its begin, `stride` more than a step ago.
 struct Ahead {
-    int64_t offset = 0, stride = 0;  // elements; nothing if both are 0
+    int64_t offset = 0, stride = 0;  // bytes; nothing if both are 0
+
+    INLINE void ask(const void* panel, int64_t step) const {
+        __builtin_prefetch((const char*)panel + offset + step * stride, 0, 2);
+    }
 };
 
 // sums[row][panel] += x[row, :] . panel: `steps` steps; x has `ldx` elements a row, a panel `stride` a step.
@@ -261,7 +265,7 @@ INLINE void accumulate(Vec (&sums)[ROWS][PANELS], const X<T>* x, int64_t ldx, co
             typename P::Weights w[PANELS];
             UNROLL for (int j = 0; j < PANELS; ++j) {
                 w[j] = P::weights(panels[j] + k * stride);
-                if (asks) __builtin_prefetch(panels[j] + ahead.offset + k * ahead.stride, 0, 2);
+                if (asks) ahead.ask(panels[j], k);
             }
             UNROLL for (int i = 0; i < ROWS; ++i) {
                 auto factor = P::factor(x + i * ldx + k * P::kStep);
