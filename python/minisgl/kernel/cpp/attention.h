@@ -48,12 +48,14 @@ struct Span {
 template <class T>
 struct AttentionScratch {
     std::vector<X<T>> q, p;
-    std::vector<float> s, o, most, mass;
+    std::vector<float> s, o, most, mass, keep;
     std::vector<T> keys, values;
 
     AttentionScratch(int64_t rows, int64_t dim) {
         q.resize(rows * dim), p.resize(rows * kKeys);
-        s.resize(rows * kKeys), o.resize(rows * dim), most.resize(rows), mass.resize(rows);
+        s.resize(rows * kKeys), o.resize(rows * dim);
+        const int64_t lanes = (rows + kLanes - 1) / kLanes * kLanes;
+        most.resize(lanes), mass.resize(lanes), keep.resize(lanes);
         keys.resize(kKeys * dim), values.resize(kKeys * dim);
     }
 };
@@ -138,9 +140,10 @@ void score_rows(int rows, const X<T>* q, int64_t dim, const T* const* k, int64_t
     }
 }
 
-// o += p V for PANELS * 16 dimensions.
+// o = o * keep + p V for PANELS * 16 dimensions.
 template <class T, int PANELS>
-void weigh_rows(int rows, const X<T>* p, const Groups<T>& g, int64_t column, int count, float* o, int64_t dim) {
+void weigh_rows(int rows, const X<T>* p, const Groups<T>& g, int64_t column, int count, const float* keep, float* o,
+                int64_t dim) {
     constexpr int step = Product<T>::kStep;
     constexpr int most = kAccumulators / PANELS > 0 ? (kAccumulators / PANELS < 8 ? kAccumulators / PANELS : 8) : 1;
     for (int first = 0; first < rows; first += most) {
@@ -148,7 +151,7 @@ void weigh_rows(int rows, const X<T>* p, const Groups<T>& g, int64_t column, int
             Vec sums[n][PANELS];
             for (int i = 0; i < n; ++i)
                 UNROLL for (int j = 0; j < PANELS; ++j)
-                    sums[i][j] = Vec::load(o + (first + i) * dim + (column + j) * kLanes);
+                    sums[i][j] = Vec::load(o + (first + i) * dim + (column + j) * kLanes) * Vec::all(keep[first + i]);
             for (int i = 0; i * kLanes < count; ++i) {
                 const T* panels[PANELS];
                 UNROLL for (int j = 0; j < PANELS; ++j) panels[j] = g.v[i] + (column + j) * kLanes * step;
@@ -163,34 +166,38 @@ void weigh_rows(int rows, const X<T>* p, const Groups<T>& g, int64_t column, int
     }
 }
 
-// One row's scores of a block -> its weights, of which [low, high) count; rescales what the row has gathered so far.
-template <class T>
-void soften(const float* s, X<T>* p, int64_t low, int64_t high, float scale, float& most, float& mass, float* o,
-            int64_t dim) {
-    if (low >= high || high <= 0 || low >= kKeys) {  // nothing of this block is seen
-        memset(p, 0, kKeys * sizeof(X<T>));
-        return;
+// A block's scores -> its weights; `keep`: by what the rows have to multiply what they have gathered so far. The row r
+// sees keys [low(r), high(r)). Row by row only what needs a row: the steps of many wait for nothing but each other.
+template <class T, class L, class H>
+void soften(int rows, float scale, const L& low, const H& high, AttentionScratch<T>& scratch) {
+    for (int r = 0; r < rows; ++r) {
+        const int64_t from = low(r), to = high(r);
+        float* s = &scratch.s[r * kKeys];
+        Vec top = Vec::all(scratch.most[r]);
+        for (int at = 0; at < kKeys; at += kLanes) {
+            Vec v = Vec::load(s + at) * Vec::all(scale);
+            if (from > at || to < at + kLanes) v = only(v, (int)from - at, (int)to - at);
+            v.store(s + at);
+            top = max(v, top);
+        }
+        scratch.keep[r] = largest(top);
     }
-    Vec v[kGroups], top = Vec::all(most);
-    for (int i = 0; i < kGroups; ++i) {
-        v[i] = Vec::load(s + i * kLanes) * Vec::all(scale);
-        const int at = i * kLanes;
-        if (low > at || high < at + kLanes) v[i] = only(v[i], (int)low - at, (int)high - at);
-        top = max(v[i], top);
+    for (int r = 0; r < rows; r += kLanes) {
+        const Vec peak = Vec::load(&scratch.keep[r]), keep = exp(Vec::load(&scratch.most[r]) - peak);
+        peak.store(&scratch.most[r]);
+        keep.store(&scratch.keep[r]);
+        (Vec::load(&scratch.mass[r]) * keep).store(&scratch.mass[r]);
     }
-    const float peak = largest(top);
-    Vec total = Vec::all(0.0f);
-    for (int i = 0; i < kGroups; ++i) {
-        v[i] = exp(v[i] - Vec::all(peak));
-        total = total + v[i];
-        put(p + i * kLanes, v[i]);
+    for (int r = 0; r < rows; ++r) {
+        const Vec peak = Vec::all(scratch.most[r]);
+        Vec total = Vec::all(0.0f);
+        for (int at = 0; at < kKeys; at += kLanes) {
+            const Vec v = exp(Vec::load(&scratch.s[r * kKeys + at]) - peak);
+            total = total + v;
+            put(&scratch.p[r * kKeys + at], v);
+        }
+        scratch.mass[r] += sum(total);
     }
-    const float keep = exp(most - peak);
-    mass = mass * keep + sum(total);
-    most = peak;
-    if (keep == 1.0f) return;
-    const Vec factor = Vec::all(keep);
-    for (int64_t d = 0; d < dim; d += kLanes) (Vec::load(o + d) * factor).store(o + d);
 }
 
 // An item's part of q -> its part of out, both [tokens, ld], heads of `dim` side by side. `next` may follow it.
@@ -221,18 +228,15 @@ void attend(const Cache<T>& cache, const Item& item, const Item* next, int64_t g
             for (int i = 0; i * kLanes < count; ++i)
                 score_rows<T, 1>(rows, scratch.q.data(), dim, g.k + i, g.k_stride, scratch.s.data() + i * kLanes);
         }
-        for (int r = 0; r < rows; ++r) {
-            const int64_t position = from + r / group, high = std::min<int64_t>(position + 1 - first, kKeys);
-            const int64_t low = span.window ? position + 1 - span.window - first : 0;
-            soften<T>(&scratch.s[r * kKeys], &scratch.p[r * kKeys], low, high, scale, scratch.most[r], scratch.mass[r],
-                      &scratch.o[r * dim], dim);
-        }
+        soften<T>(
+            rows, scale, [&](int r) { return span.window ? from + r / group + 1 - span.window - first : 0; },
+            [&](int r) { return std::min<int64_t>(from + r / group + 1 - first, kKeys); }, scratch);
         if (after) ask(cache, its_pages, true, *after, then);
         int64_t panel = 0;
         for (; panel + 4 <= dim / kLanes; panel += 4)
-            weigh_rows<T, 4>(rows, scratch.p.data(), g, panel, count, scratch.o.data(), dim);
+            weigh_rows<T, 4>(rows, scratch.p.data(), g, panel, count, scratch.keep.data(), scratch.o.data(), dim);
         for (; panel < dim / kLanes; ++panel)
-            weigh_rows<T, 1>(rows, scratch.p.data(), g, panel, count, scratch.o.data(), dim);
+            weigh_rows<T, 1>(rows, scratch.p.data(), g, panel, count, scratch.keep.data(), scratch.o.data(), dim);
     }
     for (int r = 0; r < rows; ++r) {
         X<T>* to_row = out + (span.token + from + r / group - span.start) * ld + column + r % group * dim;
