@@ -1,6 +1,7 @@
 """Measures each skill on held-out items with greedy decoding.
 
 python -m training.evaluate --model python/minisgl/demo/model --items 200
+python -m training.evaluate --model python/minisgl/demo/model --items 200 --engine minisgl --quantization int8
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -51,16 +51,16 @@ def probes(seed: int, items: int) -> list[Probe]:
     return result
 
 
-def with_transformers(model: str, prompts: list[str], tokens_a_batch: int = 120_000) -> list[Answer]:
-    """Batched greedy decoding with transformers, on a GPU where there is one."""
+def with_transformers(model: str, prompts: list[str], dtype: str, tokens_a_batch: int = 120_000) -> list[Answer]:
+    """Batched greedy decoding with transformers, on a GPU where there is one; "auto": bfloat16 there, else float32."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
-    network = AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.bfloat16 if device == "cuda" else torch.float32
-    ).to(device)
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(device)
     stops = {tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.convert_tokens_to_ids("<|endoftext|>")}
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers: dict[int, Answer] = {}
@@ -83,32 +83,35 @@ def with_transformers(model: str, prompts: list[str], tokens_a_batch: int = 120_
     return [answers[i] for i in range(len(prompts))]
 
 
-def with_minisgl(model: str, prompts: list[str]) -> list[Answer]:
-    """The same with the engine itself."""
+def with_minisgl(model: str, prompts: list[str], dtype: str, quantization: str | None) -> list[Answer]:
+    """The same with the engine itself; its settings of these names."""
     from minisgl import LLM, SamplingParams  # type: ignore[import-not-found]
 
-    outputs = LLM(model).generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
+    llm = LLM(model, dtype=dtype, quantization=quantization)
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
     return [Answer(o.text, getattr(o, "finish_reason", "stop") == "stop") for o in outputs]
-
-
-ENGINES: dict[str, Callable[[str, list[str]], list[Answer]]] = {
-    "transformers": with_transformers,
-    "minisgl": with_minisgl,
-}
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--engine", choices=sorted(ENGINES), default="transformers")
+    parser.add_argument("--engine", choices=("minisgl", "transformers"), default="transformers")
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
+    parser.add_argument("--quantization", choices=("int8",), help="of minisgl")
     parser.add_argument("--items", type=int, default=200, help="held-out items a skill")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--failures", type=Path, help="where to write the wrong answers, one JSON object a line")
     args = parser.parse_args()
+    if args.quantization and args.engine != "minisgl":
+        parser.error("--quantization needs --engine minisgl")
     asked = probes(args.seed, args.items)
+    prompts = [p.prompt for p in asked]
     start = time.perf_counter()
-    answers = ENGINES[args.engine](args.model, [p.prompt for p in asked])
+    if args.engine == "minisgl":
+        answers = with_minisgl(args.model, prompts, args.dtype, args.quantization)
+    else:
+        answers = with_transformers(args.model, prompts, args.dtype)
     seconds = time.perf_counter() - start
     right = [a.ended and p.check.passes(a.text) for p, a in zip(asked, answers, strict=True)]
     print("| skill | items | right | ends by itself |\n| --- | --- | --- | --- |")
@@ -118,7 +121,8 @@ def main() -> None:
         print(f"| {skill} | {len(rows)} | {100 * good / len(rows):.1f} % | {100 * ended / len(rows):.1f} % |")
     ended = sum(a.ended for a in answers)
     print(f"| all | {len(asked)} | {100 * sum(right) / len(asked):.1f} % | {100 * ended / len(asked):.1f} % |")
-    print(f"{seconds:.0f} s with {args.engine}")
+    setting = ", ".join(filter(None, (args.engine, args.dtype, args.quantization)))
+    print(f"{sum(right)} of {len(asked)} right, {seconds:.0f} s with {setting}")
     if args.failures:
         with args.failures.open("w", encoding="utf-8") as file:
             for p, a, ok in zip(asked, answers, right, strict=True):
