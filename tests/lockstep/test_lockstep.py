@@ -12,6 +12,7 @@ import pytest
 from minisgl import LLM, SamplingParams
 from minisgl.core import FinishReason
 from minisgl.message import AbortBackendMsg, UserMsg, ids_from_bytes, ids_to_bytes
+from minisgl.params import Grammar
 from minisgl.utils.errors import InvariantError, RankError
 
 ABORTED = frozenset({2, 5})
@@ -89,6 +90,23 @@ def test_text_is_that_of_one_rank(
     assert any(len(together[uid]) < len(alone[uid]) for uid in ABORTED)
     assert again == {uid: alone[uid] for uid in range(2)}
     assert [followers.exit_code(name) for name in followers.pids] == [0] * (tp - 1)
+
+
+def test_masks_follow_a_step_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is told that its engine works while the host plans, as one on a GPU does: steps are launched first."""
+    grammar = Grammar("regex", "[a-z ]{3,12}[.!]")
+    kinds: list[dict] = [{"grammar": grammar}, {}, {"grammar": grammar, "top_k": 9}]
+    requests = [([300 + i, 17, 40], SamplingParams(max_tokens=16, seed=i, **kinds[i % 3])) for i in range(6)]
+    llm = LLM(**OPTIONS)
+    alone = {uid: drive(llm, [request])[0] for uid, request in enumerate(requests)}
+    with LLM(tp=2, **OPTIONS) as llm:
+        sent: list[int] = []
+        publish = llm._io.publish_masks
+        monkeypatch.setattr(llm._io, "publish_masks", lambda masks: (sent.append(len(masks)), publish(masks)))
+        monkeypatch.setattr(llm.scheduler, "depth", 1)
+        monkeypatch.setattr(llm.scheduler.engine, "is_async", True)
+        assert drive(llm, requests) == alone
+    assert len(sent) >= 10 and max(sent) > 1
 
 
 def test_a_rank_that_dies_is_an_error() -> None:
