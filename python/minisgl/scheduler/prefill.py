@@ -13,6 +13,8 @@ from minisgl.core import Req, Status
 from minisgl.scheduler.plan import Chunk
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from minisgl.scheduler.budget import StepBudget
     from minisgl.scheduler.cache import CacheManager
     from minisgl.scheduler.rows import Index, Rows
@@ -107,7 +109,8 @@ class PrefillManager:
         is no room for the next in turn nobody else is admitted, but prompts that were begun go on.
         """
         chunks: list[Chunk] = []
-        begun, waiting = deque(self.chunked), iter(list[Req]())
+        begun = deque(self.chunked)
+        waiting: Iterator[Req] = iter(())
         reserved = self.growth.tokens(*self.chunked)
         by_prefix = self.policy == "lpm" and len(self.waiting) <= LPM_MAX_WAITING
         if running is not None and self.rows.available and not budget.is_spent:
