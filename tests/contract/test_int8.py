@@ -1,4 +1,4 @@
-"""Weights of 8 bits: the logits of the same model with its weights rounded, close to those of the model itself."""
+"""Weights of 8 bits: the logits of the same model with rounded linear layers, close to those of the model itself."""
 
 from __future__ import annotations
 
@@ -40,6 +40,13 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
     return ((groups / scale).round().clamp(-127, 127) * scale).view_as(weight)
 
 
+def rounded_input(_: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    """x [..., K] to 8 bits, with a scale for every 32 of a row."""
+    groups = inputs[0].float().unflatten(-1, (-1, GROUP))
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+    return (((groups / scale).round() * scale).flatten(-2).to(inputs[0].dtype),)
+
+
 def rounded_model(model: Any) -> Any:
     """A copy with every linear layer rounded, and the embedding if it is the head, too."""
     model = copy.deepcopy(model)
@@ -47,6 +54,7 @@ def rounded_model(model: Any) -> Any:
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
                 module.weight.copy_(rounded(module.weight))
+                module.register_forward_pre_hook(rounded_input)
     return model
 
 
@@ -58,16 +66,18 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_logits_are_those_of_the_rounded_model(models: tuple[Checkpoint, Checkpoint], isa: str):
-    """A prompt, decoding, and a mixed step; what is left is that activations have 16 bits."""
+    """A prompt, decoding, and a mixed step. A sum in another order may round an input the other way: that shows from
+    then on, by less than what rounding does. (The library's self-test has the products one by one.)"""
     whole, eight = models
     want = eight.logits(A)
     engine = NativeEngine.load(whole.folder, quantization="int8")
-    assert_close(engine.step([Span(0, 0, A[:80])]), want[79:80], 1e-3)
+    assert_close(engine.step([Span(0, 0, A[:1])]), want[:1], 1e-5)
+    assert_close(engine.step([Span(0, 1, A[1:80])]), want[79:80], 0.04)
     for i in range(80, 90):
-        assert_close(engine.step([Span(0, i, [A[i]])]), want[i : i + 1], 1e-3)
+        assert_close(engine.step([Span(0, i, [A[i]])]), want[i : i + 1], 0.04)
     ours = engine.step([Span(1, 0, B), Span(2, 0, A[:30], samples=False), Span(3, 0, C)])
-    assert_close(ours, torch.cat([eight.logits(ids)[-1:] for ids in (B, C)]), 1e-3)
-    assert (want - whole.logits(A)).abs().max() > 3e-3 * want.abs().max(), "rounding shows, or this tests nothing"
+    assert_close(ours, torch.cat([eight.logits(ids)[-1:] for ids in (B, C)]), 0.04)
+    assert (want - whole.logits(A)).abs().max() > 0.05 * want.abs().max(), "rounding shows, or this tests nothing"
 
 
 def test_bfloat16_is_as_close_to_it_as_transformers(models: tuple[Checkpoint, Checkpoint], isa: str):

@@ -92,6 +92,7 @@ class Engine:
         self.memory = plan_memory(parts, spec)
         self.num_pages = self.memory.num_pages
         self.parts = replace(parts, kv_cache=self._pool(self.num_pages))
+        device.use_large_pages(self.parts.kv_cache.data)
         state.page_table.fill_(self.num_pages)
         eager = base_runner(self.parts, spec)
         self.general: EagerRunner | NativeRunner | PoolingRunner = eager  # runs any plan

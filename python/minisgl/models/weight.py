@@ -102,7 +102,7 @@ def load_weights(
         wanted.sort(key=lambda w: (order[stored[w[1].name].file.path], stored[w[1].name].offset))
         pieces = list(chain.from_iterable(_cut(*w, stored[w[1].name]) for w in wanted))
         for parameter in parameters:
-            device.expect_writes(parameter.tensor)
+            device.use_large_pages(parameter.tensor)
         inlets = [device.inlet() for _ in range(threads or default_threads())]
         _read_all(pieces, inlets, progress)
     for parameter in parameters:

@@ -65,7 +65,7 @@ class CudaDevice(Device):
     def inlet(self) -> Inlet:
         return _CudaInlet(self.torch_device)
 
-    def expect_writes(self, tensor: torch.Tensor) -> None:
+    def use_large_pages(self, tensor: torch.Tensor) -> None:
         pass
 
     def free_memory(self) -> int:

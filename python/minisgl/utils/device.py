@@ -62,8 +62,8 @@ class Device(ABC):
         """A new one, for one thread; its buffers are all the memory that filling tensors takes besides them."""
 
     @abstractmethod
-    def expect_writes(self, tensor: torch.Tensor) -> None:
-        """A hint that all of `tensor`, new and empty, is about to be written."""
+    def use_large_pages(self, tensor: torch.Tensor) -> None:
+        """A hint that `tensor`, new and empty, is worth large memory pages."""
 
     @abstractmethod
     def free_memory(self) -> int:
@@ -144,8 +144,8 @@ class CpuDevice(Device):
     def inlet(self) -> Inlet:
         return _CpuInlet()
 
-    def expect_writes(self, tensor: torch.Tensor) -> None:
-        """Huge pages, where they are left to be asked for: writing fresh memory was 2.5 x as fast with them."""
+    def use_large_pages(self, tensor: torch.Tensor) -> None:
+        """Where they are left to be asked for: writing fresh memory was 2.5 x as fast with them, reading K/V 1.3 x."""
         start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         size = tensor.data_ptr() + tensor.nbytes - start
         if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):

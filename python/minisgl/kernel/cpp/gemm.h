@@ -171,7 +171,7 @@ template <class W>
 Ahead asked_by(int64_t b, int64_t blocks, const Matrix<W>& w, bool paired, int64_t step) {
     const int64_t panel = (w.panel(1) - w.panel(0)) * sizeof(W), bytes = (paired ? kUnit / 2 : kUnit) * panel;
     // Some of the next unit by each of the last blocks, so that memory has work all the time.
-    if (1 < blocks && kSpreadBytes / 8 <= bytes && bytes <= kSpreadBytes) {
+    if (1 < blocks && kSpreadBytes / 16 <= bytes && bytes <= kSpreadBytes) {
         const int64_t askers = std::min(blocks, kSpread), i = b - (blocks - askers);
         return i < 0 ? Ahead() : Ahead{bytes + panel * i / askers, (step + askers - 1) / askers};
     }

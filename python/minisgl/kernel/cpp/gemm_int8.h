@@ -1,8 +1,7 @@
 // Products with weights of 8 bits: w = q * scale, with a scale for every 32 weights of a row.
 //
-// The other factor is rounded to 16 bits with a power of two for the same 32, finer than bfloat16 wherever it counts. Sums
-// of 32 products are then whole numbers, exact on every instruction set; AMX has none of that width and takes the weights
-// as bfloat16 instead.
+// The other factor is rounded to 8 bits, too, with a scale for the same 32. Sums of 32 products are then whole numbers,
+// exact on every instruction set; those with AMX take the weights as bfloat16 instead.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -12,15 +11,29 @@
 namespace minisgl {
 
 constexpr int kGroup = 32;
-// Products that are computed together. Half of `kAccumulators` where that many totals have registers, too.
-constexpr int kSums = kAccumulators >= 24 ? 12 : kAccumulators;
+// Products that are computed together: as many as have registers for their totals, too.
+constexpr int kSums = kAccumulators >= 24 ? 10 : kAccumulators;
+constexpr int kPairRows = kAccumulators >= 24 ? kSums / 2 : kRowBlock;  // of a block of few rows, see `gemm`
 
-// 16 rows x 32 columns, in pairs of columns.
+#if defined(__AVX512VNNI__)
+using Small = int8_t;
+constexpr int kOffset = 128;  // of stored weights: the instruction multiplies signed bytes with unsigned ones
+#else
+using Small = int16_t;
+constexpr int kOffset = 0;
+#endif
+constexpr int kDepth = 4 / sizeof(Small);     // columns whose products one instruction adds
+constexpr int kSteps = kGroup / kDepth;
+constexpr int kAsks = kSteps + 8 / kSteps;    // requests for memory: at most 64 bytes each
+
+// 16 rows x 32 columns.
 struct Int8 {
-    int8_t q[kGroup / 2][kLanes][2];
+    uint8_t q[kSteps][kLanes][kDepth];
     bf16 scale[kLanes];
 
-    float at(int64_t lane, int64_t col) const { return q[col / 2][lane][col % 2] * to_float(scale[lane]); }
+    float at(int64_t lane, int64_t col) const {
+        return (int8_t)(q[col / kDepth][lane][col % kDepth] - kOffset) * to_float(scale[lane]);
+    }
 };
 
 // W [rows, cols] as panels of 16 rows, each [cols / 32] blocks.
@@ -56,44 +69,47 @@ void quantize(const T* w, int64_t rows, int64_t cols, Int8* out) {
                 const float scale = to_float(out->scale[lane]);
                 for (int k = 0; k < kGroup; ++k) {
                     const float x = is_finite && scale > 0.0f ? std::nearbyint(to_float(from[k]) / scale) : 0.0f;
-                    out->q[k / 2][lane][k % 2] = (int8_t)x;
+                    out->q[k / kDepth][lane][k % kDepth] = (uint8_t)((int8_t)x + kOffset);
                 }
             }
 }
 
 // 32 numbers as x * scale.
 struct Rounded {
-    int16_t x[kGroup];
+    Small x[kGroup];
     float scale;
+    int32_t start;  // a sum begins with what the weights' offset adds to it, taken away
 };
 
 template <class T>
 INLINE void round_group(const T* from, Rounded& to) {
-    float f[kGroup];
+    float f[kGroup], largest;
     uint32_t bits[kGroup], most = 0;
     for (int k = 0; k < kGroup; ++k) f[k] = to_float(from[k]);
     memcpy(bits, f, sizeof(f));
     for (int k = 0; k < kGroup; ++k) most = std::max(most, bits[k] & 0x7fffffff);
-    const uint32_t power = most >> 23;  // the largest is 2^(power - 127) or up to twice that
-    if (power < 15 || power == 255) {   // as good as 0; or infinite or NaN, which must not get lost
-        memset(to.x, 0, sizeof(to.x));
-        to.scale = power == 255 ? NAN : 0.0f;
+    memcpy(&largest, &most, 4);
+    const bool is_finite = largest < INFINITY;
+    if (!is_finite || largest < 1e-30f) {  // infinite or NaN, which must not get lost; or as good as 0
+        memset(&to, 0, sizeof(to));
+        to.scale = is_finite ? 0.0f : NAN;
         return;
     }
-    const uint32_t scale_bits = (power - 14) << 23, factor_bits = (268 - power) << 23;  // 2^(power - 141) and its inverse
-    float factor;
-    memcpy(&to.scale, &scale_bits, 4);
-    memcpy(&factor, &factor_bits, 4);
+    const float factor = 127.0f / largest;
+    int32_t all = 0;
     for (int k = 0; k < kGroup; ++k) {
-        const float nearest = (f[k] * factor + 12582912.0f) - 12582912.0f;
-        to.x[k] = (int16_t)std::min(nearest, 32767.0f);
+        const int32_t nearest = (int32_t)((f[k] * factor + 12582912.0f) - 12582912.0f);
+        to.x[k] = (Small)nearest;
+        all += nearest;
     }
+    to.scale = largest / 127.0f;
+    to.start = -kOffset * all;
 }
 
-// sum + the products of pairs of 16-bit numbers, pair by pair.
+// sum + the products of `kDepth` numbers each; of 4, w is unsigned.
 INLINE Int reg_dot(Int sum, Int w, Int x) {
 #if defined(__AVX512VNNI__)
-    return (Int)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+    return (Int)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
 #elif defined(__AVX512BW__)
     return sum + (Int)_mm512_madd_epi16((__m512i)w, (__m512i)x);
 #elif defined(__AVX2__)
@@ -105,14 +121,22 @@ INLINE Int reg_dot(Int sum, Int w, Int x) {
 #endif
 }
 
-// For each of 16 rows, a pair of columns or the sum of such products.
-struct Pairs {
+// For each of 16 rows, `kDepth` columns or a sum of products.
+struct Lanes {
     Int r[kRegs];
 
-    static INLINE Pairs widened(const int8_t (&q)[kLanes][2]) {
+    static INLINE Lanes all(int32_t x) {
+        Lanes s;
+        UNROLL for (int i = 0; i < kRegs; ++i) s.r[i] = x - Int{};
+        return s;
+    }
+    static INLINE Lanes weights(const uint8_t (&q)[kLanes][kDepth]) {
+        Lanes p;
+#if defined(__AVX512VNNI__)
+        p.r[0] = *(const Int*)q;
+#else
         typedef int8_t Bytes __attribute__((vector_size(kWidth / 2), aligned(1), may_alias));
         typedef int16_t Halves __attribute__((vector_size(kWidth)));
-        Pairs p;
         UNROLL for (int i = 0; i < kRegs; ++i) {
             const Bytes* from = (const Bytes*)q + i;
 #if defined(__AVX512BW__)
@@ -121,10 +145,11 @@ struct Pairs {
             p.r[i] = (Int)__builtin_convertvector(*from, Halves);
 #endif
         }
+#endif
         return p;
     }
-    INLINE void add(const Pairs& w, int32_t pair) {
-        UNROLL for (int i = 0; i < kRegs; ++i) r[i] = reg_dot(r[i], w.r[i], pair - Int{});
+    INLINE void add(const Lanes& w, int32_t x) {
+        UNROLL for (int i = 0; i < kRegs; ++i) r[i] = reg_dot(r[i], w.r[i], x - Int{});
     }
     INLINE Vec to_float() const {
         Vec v;
@@ -137,23 +162,26 @@ struct Pairs {
 template <int ROWS, int PANELS>
 INLINE void add_group(Vec (&totals)[ROWS][PANELS], const Rounded* x, int64_t ldx, const Int8* const* panels, int64_t g,
                       Ahead ahead) {
-    Pairs sums[ROWS][PANELS] = {};
-    for (int k = 0; k < kGroup / 2; ++k) {
-        Pairs w[PANELS];
+    Lanes sums[ROWS][PANELS];
+    UNROLL for (int i = 0; i < ROWS; ++i)
+        UNROLL for (int j = 0; j < PANELS; ++j) sums[i][j] = Lanes::all(x[i * ldx].start);
+    for (int k = 0; k < kSteps; ++k) {
+        Lanes w[PANELS];
         UNROLL for (int j = 0; j < PANELS; ++j) {
-            w[j] = Pairs::widened(panels[j][g].q[k]);
-            ahead.ask(panels[j], g * (kGroup / 2) + k);  // what is there if for nothing: cheaper than to decide
+            w[j] = Lanes::weights(panels[j][g].q[k]);
+            ahead.ask(panels[j], g * kAsks + k);  // what is there if for nothing: cheaper than to decide
         }
         UNROLL for (int i = 0; i < ROWS; ++i) {
-            int32_t pair;
-            memcpy(&pair, x[i * ldx].x + k * 2, 4);
-            UNROLL for (int j = 0; j < PANELS; ++j) sums[i][j].add(w[j], pair);
+            int32_t some;
+            memcpy(&some, x[i * ldx].x + k * kDepth, 4);
+            UNROLL for (int j = 0; j < PANELS; ++j) sums[i][j].add(w[j], some);
         }
     }
     UNROLL for (int j = 0; j < PANELS; ++j) {
         float scale[kLanes];
         for (int c = 0; c < kLanes; ++c) scale[c] = to_float(panels[j][g].scale[c]);
         const Vec weights = Vec::load(scale);
+        if (kAsks > kSteps) ahead.ask(panels[j], g * kAsks + kSteps);
         UNROLL for (int i = 0; i < ROWS; ++i)
             totals[i][j] = fma(sums[i][j].to_float(), weights * Vec::all(x[i * ldx].scale), totals[i][j]);
     }
@@ -193,11 +221,9 @@ inline void product(int rows, const Rounded* x, int64_t ldx, const Int8* const* 
 // A panel of `groups` blocks as `Matrix<bf16>` has it.
 inline void widen(const Int8* panel, int64_t groups, bf16* out) {
     for (int64_t g = 0; g < groups; ++g) {
-        float scale[kLanes];
-        for (int c = 0; c < kLanes; ++c) scale[c] = to_float(panel[g].scale[c]);
-        for (int k = 0; k < kGroup / 2; ++k)
+        for (int k = 0; k < kGroup; k += 2)
             for (int c = 0; c < kLanes; ++c)
-                for (int j = 0; j < 2; ++j) put(out++, panel[g].q[k][c][j] * scale[c]);
+                for (int j = 0; j < 2; ++j) put(out++, panel[g].at(c, k + j));
     }
 }
 #endif
@@ -236,9 +262,9 @@ void gemm(Pool& pool, const Matrix<Int8>& w, const X<T>* x, int64_t ldx, int64_t
             round_group(x + i / groups * ldx + i % groups * kGroup, rounded[i]);
     });
     // Few ask for weights evenly, pass by pass; of many, larger blocks read a pair of panels less often.
-    const int64_t most = m > kFew ? kRowBlock : kUnitRows;
+        const int64_t most = m > kFew ? kRowBlock : kPairRows;
     each_block(
-        pool, w, m, most, sizeof(Int8) / (kGroup / 2), paired,
+        pool, w, m, most, (sizeof(Int8) + kAsks - 1) / kAsks, paired,
         [&](int64_t row, int rows, const Int8* const* panels, int count, Ahead ahead, float* tile) {
             product(rows, &rounded[row * groups], groups, panels, count, w.cols, ahead, tile);
         },
