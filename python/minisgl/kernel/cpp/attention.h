@@ -8,6 +8,7 @@
 
 namespace minisgl {
 
+constexpr int kBlocksAhead = 2;  // where a block is short, the one before makes up for it
 constexpr int kKeys = 64, kGroups = kKeys / kLanes, kQueryRows = 48;
 
 // One layer's K/V: [pages, 2, kv_heads, page, head_dim].
@@ -108,32 +109,57 @@ Groups<T> find_block(const Cache<T>& cache, const int32_t* pages, int64_t h, int
     return g;
 }
 
-// Asks for the keys or the values of a block that is to come.
-template <class T>
-void ask(const Cache<T>& cache, const int32_t* pages, bool is_v, const Item& item, int64_t first) {
-    if (!cache.is_packed()) return;
-    constexpr int64_t step = Product<T>::kStep, line = 64 / sizeof(T);
-    const int64_t last = std::min(first + kKeys, item.to);
-    for (int64_t position = first; position < last; position += kLanes) {
-        const int64_t at = position % cache.page;
-        const T* p = cache.head(pages[position / cache.page], is_v, item.head) + at * (is_v ? cache.dim : step);
-        if (is_v) {
-            for (int64_t i = 0; i < kLanes * cache.dim; i += line) __builtin_prefetch(p + i);
-        } else {
-            for (int64_t d = 0; d < cache.dim; d += step) __builtin_prefetch(p + d * cache.page);
-        }
+// The blocks of items, one after the other.
+struct Walk {
+    const Item *item, *end;
+    int64_t first;
+
+    Walk(const Item* begin, const Item* end, int64_t blocks) : item(begin), end(end), first(begin->first_block()) {
+        for (; blocks > 0; --blocks) next();
     }
-}
+    void next() {
+        if (item == end || (first += kKeys) < item->to) return;
+        if (++item < end) first = item->first_block();
+    }
+};
+
+// Requests for a block's keys or values, each for a line of every group. They are spread over what is computed meanwhile:
+// there are as many as scores have steps.
+struct Requests {
+    const char* at[kGroups] = {};
+    int64_t stride = 0, count = 0, done = 0;
+
+    template <class T>
+    Requests(const Cache<T>& cache, const int32_t* table, int64_t table_width, bool is_v, const Walk& walk) {
+        if (!cache.is_packed() || walk.item == walk.end) return;
+        constexpr int64_t step = Product<T>::kStep;
+        const Item& item = *walk.item;
+        for (int i = 0; i < kGroups; ++i) {
+            const int64_t position = walk.first + i * kLanes < item.to ? walk.first + i * kLanes : walk.first;
+            const int64_t id = table[item.span->row * table_width + position / cache.page], at = position % cache.page;
+            this->at[i] = (const char*)(cache.head(id, is_v, item.head) + at * (is_v ? cache.dim : step));
+        }
+        stride = is_v ? 64 : cache.page * step * (int64_t)sizeof(T);
+        count = cache.dim / step;
+    }
+    bool is_open() const { return done < count; }
+    INLINE void ask(int64_t i) const {
+        UNROLL for (int g = 0; g < kGroups; ++g) request(at[g] + (done + i) * stride);
+    }
+};
 
 template <class T, int GROUPS>
-void score_rows(int rows, const X<T>* q, int64_t dim, const T* const* k, int64_t stride, float* s) {
+void score_rows(int rows, const X<T>* q, int64_t dim, const T* const* k, int64_t stride, Requests& next, float* s) {
     constexpr int most = kAccumulators / GROUPS > 0 ? (kAccumulators / GROUPS < 8 ? kAccumulators / GROUPS : 8) : 1;
     for (int first = 0; first < rows; first += most) {
         with_rows<most>(std::min(most, rows - first), [&](auto n) {
             Vec sums[n][GROUPS];
             for (auto& row : sums)
                 for (Vec& v : row) v = Vec::all(0.0f);
-            accumulate<T, n, GROUPS>(sums, q + first * dim, dim, k, stride, dim / Product<T>::kStep);
+            const int64_t steps = dim / Product<T>::kStep;
+            accumulate<T, n, GROUPS>(sums, q + first * dim, dim, k, stride, steps, next.is_open(),
+                                     [&](int64_t i) INLINE_LAMBDA { next.ask(i); });
+            next.done += steps;
             for (int i = 0; i < n; ++i)
                 UNROLL for (int j = 0; j < GROUPS; ++j) sums[i][j].store(s + (first + i) * kKeys + j * kLanes);
         });
@@ -142,8 +168,8 @@ void score_rows(int rows, const X<T>* q, int64_t dim, const T* const* k, int64_t
 
 // o = o * keep + p V for PANELS * 16 dimensions.
 template <class T, int PANELS>
-void weigh_rows(int rows, const X<T>* p, const Groups<T>& g, int64_t column, int count, const float* keep, float* o,
-                int64_t dim) {
+void weigh_rows(int rows, const X<T>* p, const Groups<T>& g, int64_t column, int count, const float* keep,
+                Requests& next, float* o, int64_t dim) {
     constexpr int step = Product<T>::kStep;
     constexpr int most = kAccumulators / PANELS > 0 ? (kAccumulators / PANELS < 8 ? kAccumulators / PANELS : 8) : 1;
     for (int first = 0; first < rows; first += most) {
@@ -155,9 +181,10 @@ void weigh_rows(int rows, const X<T>* p, const Groups<T>& g, int64_t column, int
             for (int i = 0; i * kLanes < count; ++i) {
                 const T* panels[PANELS];
                 UNROLL for (int j = 0; j < PANELS; ++j) panels[j] = g.v[i] + (column + j) * kLanes * step;
-                const int keys = std::min(kLanes, count - i * kLanes);
-                accumulate<T, n, PANELS>(sums, p + first * kKeys + i * kLanes, kKeys, panels, g.v_stride,
-                                         (keys + step - 1) / step);
+                const int steps = (std::min(kLanes, count - i * kLanes) + step - 1) / step;
+                accumulate<T, n, PANELS>(sums, p + first * kKeys + i * kLanes, kKeys, panels, g.v_stride, steps,
+                                         next.is_open(), [&](int64_t i) INLINE_LAMBDA { next.ask(i); });
+                next.done += steps;
             }
             for (int i = 0; i < n; ++i)
                 UNROLL for (int j = 0; j < PANELS; ++j)
@@ -200,9 +227,10 @@ void soften(int rows, float scale, const L& low, const H& high, AttentionScratch
     }
 }
 
-// An item's part of q -> its part of out, both [tokens, ld], heads of `dim` side by side. `next` may follow it.
+// An item's part of q -> its part of out, both [tokens, ld], heads of `dim` side by side. While it computes its blocks, it
+// asks for as many of `ahead`.
 template <class T>
-void attend(const Cache<T>& cache, const Item& item, const Item* next, int64_t group, const int32_t* table,
+void attend(const Cache<T>& cache, const Item& item, Walk& ahead, int64_t group, const int32_t* table,
             int64_t table_width, float scale, const X<T>* q, X<T>* out, int64_t ld, AttentionScratch<T>& scratch) {
     const Span& span = *item.span;
     const int64_t from = item.from, to = item.to, h = item.head, dim = cache.dim, column = h * group * dim;
@@ -215,28 +243,25 @@ void attend(const Cache<T>& cache, const Item& item, const Item* next, int64_t g
         memset(&scratch.o[r * dim], 0, dim * sizeof(float));
     }
     for (int64_t first = item.first_block(); first < to; first += kKeys) {
-        const bool is_last = first + kKeys >= to;
-        const Item* after = is_last ? next : &item;
-        const int64_t then = is_last && next ? next->first_block() : first + kKeys;
-        const int32_t* its_pages = after ? table + after->span->row * table_width : nullptr;
-        if (after) ask(cache, its_pages, false, *after, then);
+        Requests keys(cache, table, table_width, false, ahead), values(cache, table, table_width, true, ahead);
+        ahead.next();
         const int count = (int)std::min<int64_t>(kKeys, to - first);
         const Groups<T> g = find_block(cache, pages, h, first, count, scratch);
         if (count > kKeys - kLanes) {
-            score_rows<T, kGroups>(rows, scratch.q.data(), dim, g.k, g.k_stride, scratch.s.data());
+            score_rows<T, kGroups>(rows, scratch.q.data(), dim, g.k, g.k_stride, keys, scratch.s.data());
         } else {
             for (int i = 0; i * kLanes < count; ++i)
-                score_rows<T, 1>(rows, scratch.q.data(), dim, g.k + i, g.k_stride, scratch.s.data() + i * kLanes);
+                score_rows<T, 1>(rows, scratch.q.data(), dim, g.k + i, g.k_stride, keys, scratch.s.data() + i * kLanes);
         }
         soften<T>(
             rows, scale, [&](int r) { return span.window ? from + r / group + 1 - span.window - first : 0; },
             [&](int r) { return std::min<int64_t>(from + r / group + 1 - first, kKeys); }, scratch);
-        if (after) ask(cache, its_pages, true, *after, then);
         int64_t panel = 0;
         for (; panel + 4 <= dim / kLanes; panel += 4)
-            weigh_rows<T, 4>(rows, scratch.p.data(), g, panel, count, scratch.keep.data(), scratch.o.data(), dim);
+            weigh_rows<T, 4>(rows, scratch.p.data(), g, panel, count, scratch.keep.data(), values, scratch.o.data(), dim);
         for (; panel < dim / kLanes; ++panel)
-            weigh_rows<T, 1>(rows, scratch.p.data(), g, panel, count, scratch.keep.data(), scratch.o.data(), dim);
+            weigh_rows<T, 1>(rows, scratch.p.data(), g, panel, count, scratch.keep.data(), values, scratch.o.data(), dim);
+        for (; values.is_open(); ++values.done) values.ask(0);
     }
     for (int r = 0; r < rows; ++r) {
         X<T>* to_row = out + (span.token + from + r / group - span.start) * ld + column + r % group * dim;

@@ -226,9 +226,10 @@ class Net : public Model {
         const int n = (int)std::min(most, work * (double)q_size_ / 5e4 + 1);
         pool_.run(n, [&](int piece, int thread) {
             const Item *item = &items_[part(items_.size(), n, piece)], *end = items_.data() + items_.size();
+            Walk ahead(item, end, kBlocksAhead);
             for (; item != &items_[0] + part(items_.size(), n, piece + 1); ++item)
-                attend<T>(cache, *item, item + 1 == end ? nullptr : item + 1, group, s_.page_table, s_.table_width,
-                          (float)s_.scale, q_.data(), attended_.data(), ld_q_, scratch_[thread]);
+                attend<T>(cache, *item, ahead, group, s_.page_table, s_.table_width, (float)s_.scale, q_.data(),
+                          attended_.data(), ld_q_, scratch_[thread]);
         });
     }
 

@@ -66,8 +66,11 @@ void product_rows(int rows, const X<T>* x, int64_t ldx, const T* const* panels, 
             Vec sums[n][PANELS];
             for (auto& row : sums)
                 for (Vec& v : row) v = Vec::all(0.0f);
+            const auto ask = [&](int64_t k) INLINE_LAMBDA {
+                UNROLL for (int j = 0; j < PANELS; ++j) ahead.ask(panels[j], k);
+            };
             accumulate<T, n, PANELS>(sums, x + first * ldx, ldx, panels, kLanes * Product<T>::kStep, steps,
-                                      first == 0 ? ahead : Ahead());
+                                      first == 0 && ahead.offset, ask);
             for (int i = 0; i < n; ++i)
                 UNROLL for (int j = 0; j < PANELS; ++j) sums[i][j].store(out + ((first + i) * kUnit + j) * kLanes);
         });

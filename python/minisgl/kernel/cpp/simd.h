@@ -13,6 +13,7 @@
 #endif
 
 #define INLINE inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
 namespace minisgl {
@@ -246,34 +247,37 @@ struct Product<bf16> {
 template <class T>
 using X = typename Product<T>::X;
 
+// A line of memory for the second-level cache. (Requests for the first are slower by half and more: they take the places
+// of its own misses.)
+INLINE void request(const void* p) { __builtin_prefetch(p, 0, 2); }
+
 // What to ask for while a panel is read: at each step what lies this far behind its begin, `stride` more than a step ago.
 struct Ahead {
     int64_t offset = 0, stride = 0;  // bytes; nothing if both are 0
 
     INLINE void ask(const void* panel, int64_t step) const {
-        __builtin_prefetch((const char*)panel + offset + step * stride, 0, 2);
+        request((const char*)panel + offset + step * stride);
     }
 };
 
-// sums[row][panel] += x[row, :] . panel: `steps` steps; x has `ldx` elements a row, a panel `stride` a step.
-template <class T, int ROWS, int PANELS>
+// sums[row][panel] += x[row, :] . panel: `steps` steps; x has `ldx` elements a row, a panel `stride` a step. With `asks`,
+// each step calls ask(step), which requests memory for later.
+template <class T, int ROWS, int PANELS, class Ask>
 INLINE void accumulate(Vec (&sums)[ROWS][PANELS], const X<T>* x, int64_t ldx, const T* const* panels, int64_t stride,
-                       int64_t steps, Ahead ahead = {}) {
+                       int64_t steps, bool asks, const Ask& ask) {
     using P = Product<T>;
-    const auto run = [&](auto asks) {
+    const auto run = [&](auto asks) INLINE_LAMBDA {
         for (int64_t k = 0; k < steps; ++k) {
             typename P::Weights w[PANELS];
-            UNROLL for (int j = 0; j < PANELS; ++j) {
-                w[j] = P::weights(panels[j] + k * stride);
-                if (asks) ahead.ask(panels[j], k);
-            }
+            UNROLL for (int j = 0; j < PANELS; ++j) w[j] = P::weights(panels[j] + k * stride);
+            if (asks) ask(k);
             UNROLL for (int i = 0; i < ROWS; ++i) {
                 auto factor = P::factor(x + i * ldx + k * P::kStep);
                 UNROLL for (int j = 0; j < PANELS; ++j) P::add(sums[i][j], w[j], factor);
             }
         }
     };
-    ahead.offset ? run(std::true_type{}) : run(std::false_type{});
+    asks ? run(std::true_type{}) : run(std::false_type{});
 }
 
 // Calls f(integral constant) for the number of rows in 1..MAX.
