@@ -23,7 +23,8 @@ struct Cache {
         return data + ((page_id * 2 + is_v) * kv_heads + h) * page * dim;
     }
     // What is beyond the last token of a sequence is never scored, but V's partner in a step of K must be a number.
-    void store(int64_t slot, int64_t h, const T* k, const T* v, bool is_last) const {
+    // `is_first`, `is_last`: of its sequence in this step; so nobody else writes to a pair with one who is both.
+    void store(int64_t slot, int64_t h, const T* k, const T* v, bool is_first, bool is_last) const {
         T *ks = head(slot / page, false, h), *vs = head(slot / page, true, h);
         const int64_t at = slot % page;
         if (!is_packed()) {
@@ -33,6 +34,16 @@ struct Cache {
         }
         for (int64_t d = 0; d < dim; d += kStep) memcpy(ks + (d * page + at * kStep), k + d, kStep * sizeof(T));
         T* pair = vs + at / kStep * dim * kStep;
+        if constexpr (kStep == 2)
+            if (is_first && is_last) {
+                for (int64_t d = 0; d < dim; ++d) {
+                    uint32_t both;
+                    memcpy(&both, pair + d * 2, 4);
+                    both = at % 2 ? (both & 0xffff) | (uint32_t)v[d] << 16 : v[d];
+                    memcpy(pair + d * 2, &both, 4);
+                }
+                return;
+            }
         for (int64_t d = 0; d < dim; ++d) pair[d * kStep + at % kStep] = v[d];
         if (kStep == 2 && is_last && at % 2 == 0)
             for (int64_t d = 0; d < dim; ++d) pair[d * 2 + 1] = 0;

@@ -54,7 +54,7 @@ constexpr bool has_tiles = false;
 #endif
 // Rows whose sums with a whole unit have registers, where there are many of these.
 constexpr int kUnitRows = kAccumulators >= 24 ? kAccumulators / kUnit : kRowBlock;
-constexpr int64_t kFew = 40;  // rows; of more the products are bound by arithmetic
+constexpr int64_t kFew = 20;  // rows; of more the products are bound by arithmetic
 
 template <class T, int PANELS>
 void product_rows(int rows, const X<T>* x, int64_t ldx, const T* const* panels, int64_t steps, Ahead ahead,
