@@ -67,7 +67,7 @@ class _Result:
 class NativeRunner:
     """Any step. Takes over the weights, whose tensors are packed or quantized afterwards: no other runner can use them.
 
-    Also the K/V pages hold what only it can read, see `kernel/cpp/attention.h`.
+    Also the K/V pages hold what only it can read, see `kernel/cpp/cache.h`.
     """
 
     def __init__(self, parts: Parts, spec: EngineSpec, library: NativeLibrary, device: CpuDevice) -> None:

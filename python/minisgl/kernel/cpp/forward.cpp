@@ -196,7 +196,8 @@ class Net : public Model {
                 const float* cos = layer.w->cos_sin + positions_[t] * s_.dim;
                 for (int64_t h = 0; h < s_.heads; ++h)
                     rotate(heads + h * s_.dim, layer.w->q_norm, cos, &q_[t * ld_q_ + h * s_.dim]);
-                const bool is_first = t == 0 || rows_[t - 1] != rows_[t], is_last = t + 1 == m || rows_[t + 1] != rows_[t];
+                const bool is_first = t == 0 || rows_[t - 1] != rows_[t];
+                const bool is_last = t + 1 == m || rows_[t + 1] != rows_[t];
                 for (int64_t h = 0; h < s_.kv_heads; ++h) {
                     float *k = heads + q_size_ + h * s_.dim, *v = k + s_.kv_heads * s_.dim;
                     rotate(k, layer.w->k_norm, cos, key);

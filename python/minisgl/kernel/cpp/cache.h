@@ -1,0 +1,147 @@
+// Where keys and values lie: pages, the blocks that attention goes through, and requests for them.
+//
+// Pages of at least 16 slots hold K as [D / kStep][page][kStep] and V as [page / kStep][D][kStep], so that both products
+// read them like packed weights; smaller pages hold rows [page][D] and are put together first.
+#pragma once
+#include <algorithm>
+
+#include "simd.h"
+
+namespace minisgl {
+
+constexpr int kKeys = 64, kGroups = kKeys / kLanes;  // a block, in groups of 16
+constexpr int kBlocksAhead = 2;  // where a block is short, the one before makes up for it
+
+// One layer's K/V: [pages, 2, kv_heads, page, head_dim].
+template <class T>
+struct Cache {
+    T* data;
+    int64_t kv_heads, page, dim;
+
+    static constexpr int kStep = Product<T>::kStep;
+    bool is_packed() const { return page >= kLanes; }
+    T* head(int64_t page_id, bool is_v, int64_t h) const {
+        return data + ((page_id * 2 + is_v) * kv_heads + h) * page * dim;
+    }
+    // What is beyond the last token of a sequence is never scored, but V's partner in a step of K must be a number.
+    // `is_first`, `is_last`: of its sequence in this step; so nobody else writes to a pair with one who is both.
+    void store(int64_t slot, int64_t h, const T* k, const T* v, bool is_first, bool is_last) const {
+        T *ks = head(slot / page, false, h), *vs = head(slot / page, true, h);
+        const int64_t at = slot % page;
+        if (!is_packed()) {
+            memcpy(ks + at * dim, k, dim * sizeof(T));
+            memcpy(vs + at * dim, v, dim * sizeof(T));
+            return;
+        }
+        for (int64_t d = 0; d < dim; d += kStep) memcpy(ks + (d * page + at * kStep), k + d, kStep * sizeof(T));
+        T* pair = vs + at / kStep * dim * kStep;
+        if constexpr (kStep == 2)
+            if (is_first && is_last) {
+                for (int64_t d = 0; d < dim; ++d) {
+                    uint32_t both;
+                    memcpy(&both, pair + d * 2, 4);
+                    both = at % 2 ? (both & 0xffff) | (uint32_t)v[d] << 16 : v[d];
+                    memcpy(pair + d * 2, &both, 4);
+                }
+                return;
+            }
+        for (int64_t d = 0; d < dim; ++d) pair[d * kStep + at % kStep] = v[d];
+        if (kStep == 2 && is_last && at % 2 == 0)
+            for (int64_t d = 0; d < dim; ++d) pair[d * 2 + 1] = 0;
+    }
+};
+
+// Queries of one sequence at positions [start, stop).
+struct Span {
+    int64_t row, start, stop, token;  // `token`: where the first stands in the step
+    int64_t window;                   // positions that each sees, 0: all
+};
+
+// Queries [from, to) of `span` for the query heads of KV head `head`.
+struct Item {
+    const Span* span;
+    int64_t from, to, head;
+
+    int64_t first_block() const {
+        return span->window ? std::max<int64_t>(from + 1 - span->window, 0) / kKeys * kKeys : 0;
+    }
+};
+
+// Where a group of 16 keys and values is, one pointer for each of the block's groups.
+template <class T>
+struct Groups {
+    const T *k[kGroups], *v[kGroups];
+    int64_t k_stride, v_stride;  // elements from one step to the next
+};
+
+template <class T>
+Groups<T> find_block(const Cache<T>& cache, const int32_t* pages, int64_t h, int64_t first, int count, T* keys,
+                     T* values) {
+    constexpr int step = Product<T>::kStep;
+    Groups<T> g;
+    const int64_t dim = cache.dim, page = cache.page;
+    g.k_stride = (cache.is_packed() ? page : kLanes) * step;
+    g.v_stride = dim * step;
+    for (int i = 0; i * kLanes < count; ++i) {
+        const int64_t position = first + i * kLanes;
+        if (cache.is_packed()) {
+            const int64_t id = pages[position / page], at = position % page;
+            g.k[i] = cache.head(id, false, h) + at * step;
+            g.v[i] = cache.head(id, true, h) + at * dim;
+            continue;
+        }
+        T *k = keys + i * kLanes * dim, *v = values + i * kLanes * dim;
+        for (int64_t j = 0; j < kLanes; ++j) {
+            const bool is_there = i * kLanes + j < count;
+            const int64_t id = is_there ? pages[(position + j) / page] : 0, at = (position + j) % page;
+            const T *from_k = cache.head(id, false, h) + at * dim, *from_v = cache.head(id, true, h) + at * dim;
+            for (int64_t d = 0; d < dim; ++d) {
+                k[(d / step * kLanes + j) * step + d % step] = is_there ? from_k[d] : T{};
+                v[(j / step * dim + d) * step + j % step] = is_there ? from_v[d] : T{};
+            }
+        }
+        g.k[i] = k, g.v[i] = v;
+    }
+    return g;
+}
+
+// The blocks of items, one after the other.
+struct Walk {
+    const Item *item, *end;
+    int64_t first;
+
+    Walk(const Item* begin, const Item* end, int64_t blocks) : item(begin), end(end), first(begin->first_block()) {
+        for (; blocks > 0; --blocks) next();
+    }
+    void next() {
+        if (item == end || (first += kKeys) < item->to) return;
+        if (++item < end) first = item->first_block();
+    }
+};
+
+// Requests for a block's keys or values, each for a line of every group, to be spread over what is computed meanwhile.
+// There are as many as scores have steps.
+struct Requests {
+    const char* at[kGroups] = {};
+    int64_t stride = 0, count = 0, done = 0;
+
+    template <class T>
+    Requests(const Cache<T>& cache, const int32_t* table, int64_t table_width, bool is_v, const Walk& walk) {
+        if (!cache.is_packed() || walk.item == walk.end) return;
+        constexpr int64_t step = Product<T>::kStep;
+        const Item& item = *walk.item;
+        for (int i = 0; i < kGroups; ++i) {
+            const int64_t position = walk.first + i * kLanes < item.to ? walk.first + i * kLanes : walk.first;
+            const int64_t id = table[item.span->row * table_width + position / cache.page], at = position % cache.page;
+            this->at[i] = (const char*)(cache.head(id, is_v, item.head) + at * (is_v ? cache.dim : step));
+        }
+        stride = is_v ? 64 : cache.page * step * (int64_t)sizeof(T);
+        count = cache.dim / step;
+    }
+    bool is_open() const { return done < count; }
+    INLINE void ask(int64_t i) const {
+        UNROLL for (int g = 0; g < kGroups; ++g) request(at[g] + (done + i) * stride);
+    }
+};
+
+}  // namespace minisgl
