@@ -74,8 +74,9 @@ class Harness:
             for end in msg.finished:
                 assert end.uid not in self.endings, f"{end.uid} ended twice"
                 self.endings[end.uid] = end.reason
-                self.errors[end.uid] = end.error
-                self.params[end.uid] = end.param
+                assert (end.failure is not None) == (end.reason is FinishReason.ERROR)
+                self.errors[end.uid] = "" if end.failure is None else end.failure.message
+                self.params[end.uid] = None if end.failure is None else end.failure.param
 
     def finish_all(self, limit: int = 20_000) -> None:
         for _ in range(limit):

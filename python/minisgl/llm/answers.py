@@ -10,7 +10,6 @@ import numpy as np
 from minisgl.core import FinishReason
 from minisgl.message import DetokenizeMsg, TokenLogprob, UserMsg, UserReply, ids_from_bytes
 from minisgl.tokenizer.detokenize import DetokenizeManager
-from minisgl.utils.errors import RequestError
 
 
 @dataclass(slots=True)
@@ -70,8 +69,8 @@ class Answers:
         for started in msg.started:
             self._completions[started.uid - self._first].cached_tokens = started.cached_tokens
         for end in msg.finished:
-            if end.reason is FinishReason.ERROR:
-                raise RequestError(end.error, param=end.param, code=end.code or None, status=end.status)
+            if end.failure is not None:
+                raise end.failure.error()
             self._completions[end.uid - self._first].finish_reason = end.reason
             self._text_stop[end.uid - self._first] = None if end.has_text else -1
         self.pending -= len(msg.finished)
@@ -87,8 +86,8 @@ class Answers:
             self._texts[index].append(reply.text)
             if self._on_token is not None:
                 self._on_token(index, reply.text)
-        if reply.finish_reason is FinishReason.ERROR:
-            raise RequestError(reply.error, param=reply.param, code=reply.code, status=reply.status)
+        if reply.failure is not None:
+            raise reply.failure.error()
         if reply.finish_reason is not None:
             done.finish_reason = reply.finish_reason
             self._answer_stop[index] = reply.completion_tokens  # what was computed beyond a stop string is not

@@ -8,6 +8,7 @@ A request and its abort take the same path, so an abort can never overtake its r
 
 from minisgl.message.backend import AbortBackendMsg, BackendMsg, ExitMsg, FlushCacheMsg, UserMsg, ViewMsg
 from minisgl.message.codec import Codec, ids_from_bytes, ids_to_bytes
+from minisgl.message.failure import Failure
 from minisgl.message.frontend import (
     ConversionReply,
     DetokenizerStatsMsg,
@@ -43,6 +44,7 @@ __all__ = [
     "EncodeMsg",
     "EngineView",
     "ExitMsg",
+    "Failure",
     "Finished",
     "FlushCacheMsg",
     "FrontendMsg",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from minisgl.core import FinishReason
+from minisgl.message.failure import Failure
 from minisgl.message.view import EngineView
 
 
@@ -27,11 +28,12 @@ class UserReply(msgspec.Struct, tag="reply", frozen=True, omit_defaults=True):
     """An increment of one request's text. Exactly one reply per uid has `finish_reason` set, and it is the last.
 
     `completion_tokens` counts all tokens so far; `text` is the new text only and may be empty (half a character, a
-    possible stop string). `stop_reason` is the stop string or stop token id that ended it, if one did. The reply to the
-    first token alone has `queue_seconds` and `prefill_chunks`, see `Started`. `logprobs` are those of the new tokens,
-    if they were asked for; the first reply begins with the prompt's text if it was to be echoed, and with its tokens if
-    their `logprobs` were wanted. `output_ids` (int32 bytes) are the new tokens themselves, hidden ones too: as many as
-    `completion_tokens` counts. `embedding` (float32 bytes) is in the only reply to a request for one.
+    possible stop string). `stop_reason` is the stop string or stop token id that ended it, if one did, and `failure`
+    the error, if one did. The reply to the first token alone has `queue_seconds` and `prefill_chunks`, see `Started`.
+    `logprobs` are those of the new tokens, if they were asked for; the first reply begins with the prompt's text if it
+    was to be echoed, and with its tokens if their `logprobs` were wanted. `output_ids` (int32 bytes) are the new
+    tokens themselves, hidden ones too: as many as `completion_tokens` counts. `embedding` (float32 bytes) is in the
+    only reply to a request for one.
     """
 
     uid: int
@@ -41,10 +43,7 @@ class UserReply(msgspec.Struct, tag="reply", frozen=True, omit_defaults=True):
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    error: str = ""
-    param: str | None = None
-    code: str | None = None
-    status: int = 200
+    failure: Failure | None = None
     queue_seconds: float = 0.0
     prefill_chunks: int = 0
     logprobs: list[TokenLogprob] = []
@@ -53,15 +52,12 @@ class UserReply(msgspec.Struct, tag="reply", frozen=True, omit_defaults=True):
 
 
 class ConversionReply(msgspec.Struct, tag="conversion", frozen=True, omit_defaults=True):
-    """The answer to an `EncodeMsg` (`input_ids`, int32 bytes) or a `DecodeMsg` (`text`); `error`: why there is none."""
+    """The answer to an `EncodeMsg` (`input_ids`, int32 bytes) or a `DecodeMsg` (`text`), or why there is none."""
 
     uid: int
     input_ids: bytes = b""
     text: str = ""
-    error: str = ""
-    param: str | None = None
-    code: str | None = None
-    status: int = 200
+    failure: Failure | None = None
 
 
 class StatsMsg(msgspec.Struct, tag="stats", frozen=True):

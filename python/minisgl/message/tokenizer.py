@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from minisgl.core import FinishReason
+from minisgl.message.failure import Failure
 from minisgl.message.view import EngineView
 from minisgl.params import SamplingParams
 
@@ -92,11 +93,8 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     uid: int
     reason: FinishReason
     has_text: bool = True
-    error: str = ""
-    code: str = ""  # machine-readable error code, see server/protocol
-    status: int = 500
     stop_token: int | None = None  # the stop token id that ended it, if one did
-    param: str | None = None  # the field that is to blame for an error, if one is
+    failure: Failure | None = None  # of one that ended with an error
 
 
 class DetokenizeMsg(msgspec.Struct, tag="detokenize", frozen=True):

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minisgl.core import FinishReason
-from minisgl.message import DetokenizeMsg, Finished, Started, TokenScores, ids_to_bytes
+from minisgl.message import DetokenizeMsg, Failure, Finished, Started, TokenScores, ids_to_bytes
 from minisgl.params import MAX_LOGPROBS
+from minisgl.utils.errors import RequestError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from minisgl.scheduler.io import SchedulerIO
     from minisgl.scheduler.plan import Launched
     from minisgl.scheduler.rows import Index, Rows
-    from minisgl.utils.errors import RequestError
 
 NOBODY = np.empty(0, "<i8")
 NO_TOKENS = np.empty(0, np.int32)
@@ -37,15 +37,14 @@ def ending(req: Req, token: int, length: int, eos_ids: frozenset[int]) -> Finish
 
 def failure(uid: int, error: RequestError) -> Finished:
     """The end of a request that cannot be served."""
-    e = error
-    return Finished(uid, FinishReason.ERROR, False, e.message, e.code or "", e.status, param=e.param)
+    return Finished(uid, FinishReason.ERROR, has_text=False, failure=Failure.of(error))
 
 
-def unsound(req: Req) -> str:
+def unsound(req: Req) -> RequestError:
     """Why there is no token for `req`: all its logits are -Inf, or one is NaN or +Inf."""
     if req.matcher is not None and req.sampling_params.min_tokens:
-        return "grammar, min_tokens and stop_token_ids together leave no token"
-    return "the model's output is not a number (NaN or Inf)"
+        return RequestError("grammar, min_tokens and stop_token_ids together leave no token", status=500)
+    return RequestError("the model's output is not a number (NaN or Inf)", status=500)
 
 
 def token_scores(req: Req, scores: Ints) -> TokenScores:

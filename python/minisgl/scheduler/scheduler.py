@@ -116,8 +116,7 @@ class Scheduler:
         finally:
             for req in list(self.live.values()):
                 if req.status is not Status.FINISHED:
-                    error = "the server is shutting down"
-                    self.finish(req, Finished(req.uid, FinishReason.ERROR, error=error, status=503))
+                    self.finish(req, failure(req.uid, RequestError("the server is shutting down", status=503)))
             self.outbox.flush()
 
     def step(self, timeout: float = 0.0) -> None:
@@ -251,7 +250,7 @@ class Scheduler:
         usable = wanted & (finite != 0)
         if not usable.all():
             for req in rows.holders(sampled[wanted & (finite == 0)]):
-                self.finish(req, Finished(req.uid, FinishReason.ERROR, error=unsound(req)))
+                self.finish(req, failure(req.uid, unsound(req)))
             sampled, tokens = sampled[usable], tokens[usable]
         if result.scores is not None:
             self.outbox.score(step, result.scores, np.flatnonzero(usable), rows)

@@ -10,7 +10,6 @@ from typing import Final
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from minisgl.core import FinishReason
 from minisgl.message import TokenizeMsg, UserReply
 from minisgl.server.access import RAW_SEND
 from minisgl.server.call import Call, ClientGoneError
@@ -29,8 +28,8 @@ _STREAM_HEADERS: Final = [
 
 
 def _raise_if_error(reply: UserReply) -> None:
-    if reply.finish_reason is FinishReason.ERROR:
-        raise RequestError(reply.error, param=reply.param, code=reply.code, status=reply.status)
+    if reply.failure is not None:
+        raise reply.failure.error()
 
 
 class BodyResponse(Response):

@@ -21,6 +21,7 @@ from minisgl.message import (
     DetokenizerStatsMsg,
     EncodeMsg,
     EngineView,
+    Failure,
     FlushCacheMsg,
     FrontendMsg,
     StatsMsg,
@@ -177,8 +178,8 @@ class FrontendManager:
             reply = await answer
         finally:
             self._questions.forget(uid)
-        if isinstance(reply, ConversionReply) and reply.error:
-            raise RequestError(reply.error, param=reply.param, code=reply.code, status=reply.status)
+        if isinstance(reply, ConversionReply) and reply.failure is not None:
+            raise reply.failure.error()
         return reply
 
     def _require_room(self, n: int) -> None:
@@ -221,9 +222,10 @@ class FrontendManager:
     def fail(self, cause: str) -> None:
         """End every open call with an error; no new one will be accepted."""
         self.failure = self.failure or cause
-        self._questions.fail(cause)
+        failure = Failure(cause, code="server_failed", status=503)
+        self._questions.fail(failure)
         for uid, call in self._calls.items():
-            call.push(UserReply(uid, finish_reason=FinishReason.ERROR, error=cause, code="server_failed", status=503))
+            call.push(UserReply(uid, finish_reason=FinishReason.ERROR, failure=failure))
 
     async def wait_idle(self, timeout: float) -> None:
         """Wait until every call has been answered, at most `timeout` seconds."""

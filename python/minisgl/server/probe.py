@@ -7,7 +7,6 @@ from typing import Final
 
 from fastapi import FastAPI, Response
 
-from minisgl.core import FinishReason
 from minisgl.message import TokenizeMsg, ids_to_bytes
 from minisgl.params import SamplingParams
 from minisgl.server.frontend import FrontendManager
@@ -26,8 +25,8 @@ async def probe(frontend: FrontendManager, timeout: float = PROBE_TIMEOUT_S) -> 
         async with asyncio.timeout(timeout), await frontend.submit([message]) as call:
             while not call.is_done:
                 for _, reply in await call.take():
-                    if reply.finish_reason is FinishReason.ERROR:
-                        return reply.error
+                    if reply.failure is not None:
+                        return reply.failure.message
     except RequestError as e:
         return e.message
     except TimeoutError:

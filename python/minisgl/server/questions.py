@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from minisgl.message import ConversionReply, EngineView
+from minisgl.message import ConversionReply, EngineView, Failure
 
 Reply = ConversionReply | EngineView
 
@@ -32,7 +32,7 @@ class Questions:
         if future is not None and not future.done():
             future.set_result(reply)
 
-    def fail(self, cause: str) -> None:
+    def fail(self, failure: Failure) -> None:
         """Nobody will answer any more."""
         for uid in self._waiting:
-            self.answer(ConversionReply(uid, error=cause, code="server_failed", status=503))
+            self.answer(ConversionReply(uid, failure=failure))

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from minisgl.core import FinishReason
 from minisgl.message import (
     DetokenizeMsg,
+    Failure,
     Finished,
     Started,
     TokenLogprob,
@@ -32,19 +33,14 @@ class _Output:
     """One request's text so far, as far as it is still needed."""
 
     def __init__(self, started: Started, decoders: TextDecoders, special_ids: frozenset[int]) -> None:
-        self.prompt_tokens = started.prompt_tokens
-        self.cached_tokens = started.cached_tokens
         self.completion_tokens = 0
-        self.queue_seconds = started.queue_seconds
-        self.prefill_chunks = started.prefill_chunks
-        self.is_silent = started.is_silent
-        self.embedding = started.embedding
+        self._started = started
         self._decoder = decoders.new()
         self._bytes_of = decoders.bytes_of
         self._offset = 0  # characters of what `_decoder` has given out
         self._hidden = special_ids if started.skip_special_tokens else frozenset()
         self._stops = StopMatcher(started.stop, started.shows_stop) if started.stop else None
-        self.prompt, self.prompt_logprobs = self._echo(started)
+        self._prompt, self._prompt_logprobs = self._echo(started)
 
     def _echo(self, started: Started) -> tuple[str, list[TokenLogprob]]:
         """The prompt's text, and how likely its tokens are, as far as either is wanted."""
@@ -58,10 +54,6 @@ class _Output:
             return text, []
         first = TokenLogprob(ids[0], self._bytes_of[ids[0]], None, 0, [])
         return text, [first, *self._logprobs(ids[1:], offsets[1:], scores)]
-
-    def feed(self, token: int) -> tuple[str, str | None]:
-        """Text to show, and the stop string that ends the request if there is one."""
-        return self._watch(self._decode(token))
 
     def logprobs(self, token: int, scores: TokenScores | None) -> list[TokenLogprob]:
         """How likely the next token to feed is, if somebody wants to know."""
@@ -82,33 +74,58 @@ class _Output:
         self._offset += len(text)
         return text
 
-    def flush(self) -> tuple[str, str | None]:
-        text, stop = self._watch(self._decoder.flush())
-        if stop is None and self._stops is not None:
-            text += self._stops.flush()
-        return text, stop
-
     def _watch(self, text: str) -> tuple[str, str | None]:
+        """What of `text` may be shown, and the stop string that ends the request if there is one."""
         return (text, None) if self._stops is None else self._stops.feed(text)
 
+    def advance(self, token: int, end: Finished | None) -> UserReply:
+        """The reply to one more token; terminal when `end` says so, a stop string is found, or the token breaks us."""
+        self.completion_tokens += 1
+        try:
+            text, stop = ("", None) if end is not None and not end.has_text else self._watch(self._decode(token))
+        except Exception as e:  # one request's trouble must not take the others' text with it
+            logger.exception("could not decode token %d of request %d", token, self._started.uid)
+            return self._reply("", FinishReason.ERROR, failure=Failure(f"could not decode token {token}: {e}"))
+        if stop is not None:
+            return self._reply(text, FinishReason.STOP, stop)
+        return self._reply(text) if end is None else self.end(end, text)
 
-def _first_reply(output: _Output, reply: UserReply) -> UserReply:
-    """`reply` to the first token, with all that only this one says."""
-    if output.is_silent and reply.finish_reason is not FinishReason.ERROR:
-        reply = UserReply(
-            reply.uid,
-            prompt_tokens=reply.prompt_tokens,
-            cached_tokens=reply.cached_tokens,
-            finish_reason=FinishReason.LENGTH,
+    def end(self, end: Finished, text: str = "") -> UserReply:
+        """The terminal reply that `end` calls for: `text`, and what was held back."""
+        rest, stop = self._watch(self._decoder.flush())
+        if stop is not None:
+            return self._reply(text + rest, FinishReason.STOP, stop)
+        held = "" if self._stops is None else self._stops.flush()
+        return self._reply(text + rest + held, end.reason, end.stop_token, end.failure)
+
+    def _reply(
+        self,
+        text: str,
+        reason: FinishReason | None = None,
+        stop: str | int | None = None,
+        failure: Failure | None = None,
+    ) -> UserReply:
+        s = self._started
+        return UserReply(s.uid, text, self.completion_tokens, s.prompt_tokens, s.cached_tokens, reason, stop, failure)
+
+    def first(self, reply: UserReply) -> UserReply:
+        """`reply` to the first token, with all that only this one says."""
+        started = self._started
+        if started.is_silent and reply.failure is None:
+            reply = UserReply(
+                reply.uid,
+                prompt_tokens=reply.prompt_tokens,
+                cached_tokens=reply.cached_tokens,
+                finish_reason=FinishReason.LENGTH,
+            )
+        return msgspec.structs.replace(
+            reply,
+            text=self._prompt + reply.text,
+            queue_seconds=started.queue_seconds,
+            prefill_chunks=started.prefill_chunks,
+            logprobs=self._prompt_logprobs + reply.logprobs,
+            embedding=started.embedding,
         )
-    return msgspec.structs.replace(
-        reply,
-        text=output.prompt + reply.text,
-        queue_seconds=output.queue_seconds,
-        prefill_chunks=output.prefill_chunks,
-        logprobs=output.prompt_logprobs + reply.logprobs,
-        embedding=output.embedding,
-    )
 
 
 class DetokenizeManager:
@@ -152,13 +169,12 @@ class DetokenizeManager:
                     logger.error("a token of request %d, which never started", uid)
                 continue
             end = ends.get(uid)
-            output.completion_tokens += 1
             logprobs = output.logprobs(token, scores.get(uid))
             reply = msgspec.structs.replace(
-                self._advance(uid, output, token, end), logprobs=logprobs, output_ids=msg.tokens[4 * i : 4 * i + 4]
+                output.advance(token, end), logprobs=logprobs, output_ids=msg.tokens[4 * i : 4 * i + 4]
             )
             if output.completion_tokens == 1:
-                reply = _first_reply(output, reply)
+                reply = output.first(reply)
             replies.append(reply)
             if reply.finish_reason is not None:
                 del self._outputs[uid]
@@ -168,63 +184,8 @@ class DetokenizeManager:
         for uid, end in ends.items():
             if uid in self._stopped:
                 self._stopped.remove(uid)
-            else:
-                replies.append(self._end(uid, self._outputs.pop(uid, None), end, ""))
+            elif (output := self._outputs.pop(uid, None)) is not None:
+                replies.append(output.end(end))
+            else:  # it has no token
+                replies.append(UserReply(uid, "", 0, 0, 0, end.reason, end.stop_token, end.failure))
         return replies, aborts
-
-    def _advance(self, uid: int, output: _Output, token: int, end: Finished | None) -> UserReply:
-        """The reply to one more token; terminal when `end` says so, a stop string is found, or the token breaks us."""
-        try:
-            text, stop = ("", None) if end is not None and not end.has_text else output.feed(token)
-        except Exception as e:  # one request's trouble must not take the others' text with it
-            logger.exception("could not decode token %d of request %d", token, uid)
-            return self._reply(
-                uid, output, "", FinishReason.ERROR, error=f"could not decode token {token}: {e}", status=500
-            )
-        if stop is not None:
-            return self._reply(uid, output, text, FinishReason.STOP, stop_reason=stop)
-        if end is not None:
-            return self._end(uid, output, end, text)
-        return UserReply(uid, text, output.completion_tokens, output.prompt_tokens, output.cached_tokens)
-
-    def _end(self, uid: int, output: _Output | None, end: Finished, text: str) -> UserReply:
-        """The terminal reply that the scheduler's `end` calls for, with what was held back."""
-        if output is not None:
-            rest, stop = output.flush()
-            text += rest
-            if stop is not None:
-                return self._reply(uid, output, text, FinishReason.STOP, stop_reason=stop)
-        if end.reason is FinishReason.ERROR:
-            reply = self._reply(
-                uid, output, text, end.reason, error=end.error, code=end.code or None, status=end.status
-            )
-            return msgspec.structs.replace(reply, param=end.param)
-        return self._reply(uid, output, text, end.reason, stop_reason=end.stop_token)
-
-    @staticmethod
-    def _reply(
-        uid: int,
-        output: _Output | None,
-        text: str,
-        reason: FinishReason,
-        *,
-        stop_reason: str | int | None = None,
-        error: str = "",
-        code: str | None = None,
-        status: int = 200,
-    ) -> UserReply:
-        completion, prompt, cached = (
-            (output.completion_tokens, output.prompt_tokens, output.cached_tokens) if output is not None else (0, 0, 0)
-        )
-        return UserReply(
-            uid,
-            text,
-            completion,
-            prompt,
-            cached,
-            reason,
-            stop_reason=stop_reason,
-            error=error,
-            code=code,
-            status=status,
-        )

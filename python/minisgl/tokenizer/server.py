@@ -22,6 +22,7 @@ from minisgl.message import (
     DetokenizerStatsMsg,
     EncodeMsg,
     EngineView,
+    Failure,
     FrontendMsg,
     TokenizeMsg,
     TokenizerMsg,
@@ -119,19 +120,8 @@ class Worker:
     def _accept(self, msg: TokenizeMsg, to_backend: list[BackendMsg], to_frontend: list[FrontendMsg]) -> None:
         try:
             ids = self._tokenize.tokenize(msg)
-        except RequestError as e:
-            refusal = UserReply(
-                msg.uid,
-                finish_reason=FinishReason.ERROR,
-                error=e.message,
-                param=e.param,
-                code=e.code,
-                status=e.status,
-            )
-            to_frontend.append(refusal)
-        except Exception as e:  # a bug of ours, or of a library on odd input, costs this request and no other
-            logger.exception("could not tokenize request %d", msg.uid)
-            reply = UserReply(msg.uid, finish_reason=FinishReason.ERROR, error=f"tokenizing failed: {e}", status=500)
+        except Exception as e:
+            reply = UserReply(msg.uid, finish_reason=FinishReason.ERROR, failure=_failure(msg.uid, e))
             to_frontend.append(reply)
         else:
             to_backend.append(UserMsg(msg.uid, ids_to_bytes(ids), msg.sampling_params))
@@ -150,8 +140,13 @@ class Worker:
             if isinstance(msg, EncodeMsg):
                 return ConversionReply(msg.uid, input_ids=ids_to_bytes(self._tokenize.encode(msg)))
             return ConversionReply(msg.uid, text=self._tokenize.decode(msg))
-        except RequestError as e:
-            return ConversionReply(msg.uid, error=e.message, param=e.param, code=e.code, status=e.status)
-        except Exception as e:  # as in `_accept`: it costs this request and no other
-            logger.exception("could not convert for request %d", msg.uid)
-            return ConversionReply(msg.uid, error=f"tokenizing failed: {e}", status=500)
+        except Exception as e:
+            return ConversionReply(msg.uid, failure=_failure(msg.uid, e))
+
+
+def _failure(uid: int, e: Exception) -> Failure:
+    """A bug of ours, or of a library on odd input, costs this request and no other."""
+    if isinstance(e, RequestError):
+        return Failure.of(e)
+    logger.error("could not tokenize request %d", uid, exc_info=e)
+    return Failure(f"tokenizing failed: {e}")

@@ -168,7 +168,7 @@ def test_it_says_no(model: EmbeddingModel) -> None:
         answers.ask(PROMPTS[1])
         while not answers.finished:
             answers.step()
-        assert "not a number" in answers.finished[1].error
+        assert "not a number" in answers.finished[1].failure.message
         answers.step()
         assert llm.scheduler.cache.available == 64
 

@@ -108,7 +108,7 @@ def run(folder: Path, device: Device, requests: Requests, aborts: frozenset[int]
                 outputs[uid].append(token)
             for end in msg.finished:
                 assert end.uid not in endings
-                assert end.reason is not FinishReason.ERROR, end.error
+                assert end.failure is None, end.failure
                 endings[end.uid] = end.reason
     assert len(endings) == len(requests)
     assert scheduler.cache.available == scheduler.cache.num_pages

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from minisgl.core import FinishReason
 from minisgl.llm.answers import Answers, Completion
-from minisgl.message import DetokenizeMsg, Finished, Started, UserMsg, ids_to_bytes
+from minisgl.message import DetokenizeMsg, Failure, Finished, Started, UserMsg, ids_to_bytes
 from minisgl.params import SamplingParams
 from minisgl.tokenizer.detokenize import DetokenizeManager
 from minisgl.utils.errors import RequestError
@@ -100,7 +100,7 @@ def test_a_failed_request_fails_the_call_either_way() -> None:
         users = [UserMsg(1, ids_to_bytes([1]), SamplingParams())]
         answers = Answers(DetokenizeManager(MADE.byte_level()), users, on_token)
         with pytest.raises(RequestError, match="NaN") as failed:
-            answers.take(DetokenizeMsg(b"", b"", [], [Finished(1, FinishReason.ERROR, error="NaN", status=500)]))
+            answers.take(DetokenizeMsg(b"", b"", [], [Finished(1, FinishReason.ERROR, failure=Failure("NaN"))]))
         assert failed.value.status == 500
 
 

@@ -21,6 +21,7 @@ from minisgl.message import (
     Codec,
     DetokenizeMsg,
     ExitMsg,
+    Failure,
     Finished,
     Started,
     StatsMsg,
@@ -73,9 +74,8 @@ def run(args: ServerArgs, ready: Ready) -> None:
         for msg in inbox.get(timeout=0.0 if running else 0.2):
             match msg:
                 case UserMsg() if len(running) >= queue_limit:
-                    finished.append(
-                        Finished(msg.uid, FinishReason.ERROR, False, "the queue is full", "queue_full", 429)
-                    )
+                    full = Failure("the queue is full", code="queue_full", status=429)
+                    finished.append(Finished(msg.uid, FinishReason.ERROR, failure=full))
                 case UserMsg():
                     ids = ids_from_bytes(msg.input_ids).tolist()
                     text = tokenizer.decode(ids)
@@ -90,7 +90,7 @@ def run(args: ServerArgs, ready: Ready) -> None:
         uids, shown, started = [], [], []
         for uid, stub in list(running.items()):
             if stub.done == stub.fails_at:
-                finished.append(Finished(uid, FinishReason.ERROR, False, "the stub failed", "", 500))
+                finished.append(Finished(uid, FinishReason.ERROR, failure=Failure("the stub failed")))
                 del running[uid]
                 continue
             if stub.done == 0:

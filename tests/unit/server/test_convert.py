@@ -16,6 +16,7 @@ from minisgl.message import (
     ConversionReply,
     DecodeMsg,
     EncodeMsg,
+    Failure,
     TokenizeMsg,
     TokenizerMsg,
     UserMsg,
@@ -155,18 +156,18 @@ class TestWorker:
         by_uid = {r.uid: r for r in replies if isinstance(r, ConversionReply)}
         assert sorted(by_uid) == [1, 2, 3, 4, 6]
         assert len(ids_from_bytes(by_uid[1].input_ids)) > 0
-        assert by_uid[2].status == 400 and by_uid[2].param == "messages"
-        assert by_uid[3].status == by_uid[4].status == 500
-        assert by_uid[6].text and not by_uid[6].error
+        failures = {uid: (r.failure.status, r.failure.param) for uid, r in by_uid.items() if r.failure is not None}
+        assert failures == {2: (400, "messages"), 3: (500, None), 4: (500, None)}
+        assert by_uid[6].text
 
     def test_length_is_bounded(self) -> None:
         worker = Worker(TokenizeManager(BUILTIN_MODEL, Limits(max_model_len=8, vocab_size=4096)))
         _, (reply,) = worker.handle([DecodeMsg(1, ids_to_bytes([5] * 9))])
-        assert isinstance(reply, ConversionReply)
-        assert reply.status == 400
+        assert isinstance(reply, ConversionReply) and reply.failure is not None
+        assert reply.failure.status == 400
         _, (reply,) = worker.handle([self.encode(2, text="far too long " * 1000)])
-        assert isinstance(reply, ConversionReply)
-        assert reply.code == "context_length_exceeded"
+        assert isinstance(reply, ConversionReply) and reply.failure is not None
+        assert reply.failure.code == "context_length_exceeded"
 
 
 def test_failure_reaches_every_waiting_question() -> None:
@@ -175,10 +176,10 @@ def test_failure_reaches_every_waiting_question() -> None:
         waiting = [conversions.ask(uid) for uid in (1, 2)]
         conversions.answer(ConversionReply(1, text="early"))
         conversions.answer(ConversionReply(7))  # nobody asked
-        conversions.fail("the engine died")
+        died = Failure("the engine died", status=503)
+        conversions.fail(died)
         replies = await asyncio.gather(*waiting)
-        assert [r.error for r in replies] == ["", "the engine died"]
-        assert replies[1].status == 503
+        assert [r.failure for r in replies] == [None, died]
         conversions.forget(1)
         conversions.forget(2)
         assert len(conversions) == 0

@@ -17,6 +17,7 @@ from minisgl.message import (
     AbortMsg,
     Codec,
     DetokenizerStatsMsg,
+    Failure,
     FrontendMsg,
     StatsMsg,
     TokenizeMsg,
@@ -148,7 +149,7 @@ def test_other_choices_are_sent_when_the_first_has_begun(
             a, b = call.uids[0], call.uids[3]
             assert await asyncio.to_thread(sent) == [a, b]
             call.push(UserReply(b, "x", 1, 5, finish_reason=FinishReason.LENGTH))
-            call.push(UserReply(a, finish_reason=FinishReason.ERROR, error="e"))
+            call.push(UserReply(a, finish_reason=FinishReason.ERROR, failure=Failure("e")))
             assert [i for i, _ in await call.take()] == [3, 0]
             assert await asyncio.to_thread(sent) == [b + 1, b + 2]
         assert frontend.entries == 0

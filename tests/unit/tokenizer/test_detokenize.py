@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from minisgl.core import FinishReason
-from minisgl.message import DetokenizeMsg, Finished, Started, UserReply, ids_from_bytes, ids_to_bytes
+from minisgl.message import DetokenizeMsg, Failure, Finished, Started, UserReply, ids_from_bytes, ids_to_bytes
 from minisgl.tokenizer.detokenize import DetokenizeManager
 from minisgl.tokenizer.stop import StopMatcher
 
@@ -158,12 +158,13 @@ def test_stop_string_aborts_once_and_drops_later_tokens() -> None:
 
 def test_ends_without_tokens() -> None:
     manager = DetokenizeManager(BYTE_LEVEL)
-    refused = Finished(5, FinishReason.ERROR, False, "full", "queue_full", 429)
+    full = Failure("full", code="queue_full", status=429)
+    refused = Finished(5, FinishReason.ERROR, failure=full)
     replies, aborts = manager.detokenize(step({}, [], [refused, Finished(6, FinishReason.ABORT)]))
     assert aborts == []
-    assert [(r.uid, r.finish_reason, r.status, r.code) for r in replies] == [
-        (5, FinishReason.ERROR, 429, "queue_full"),
-        (6, FinishReason.ABORT, 200, None),
+    assert [(r.uid, r.finish_reason, r.failure) for r in replies] == [
+        (5, FinishReason.ERROR, full),
+        (6, FinishReason.ABORT, None),
     ]
 
 
@@ -179,7 +180,7 @@ def test_trouble_with_one_request_leaves_the_others(monkeypatch: pytest.MonkeyPa
     manager = DetokenizeManager(BYTE_LEVEL)
     a = BYTE_LEVEL.encode("a").ids[0]
     manager.detokenize(step({1: a, 2: a}, [Started(1, 1, 0, (), True), Started(2, 1, 0, (), True)], []))
-    monkeypatch.setattr(manager._outputs[1], "feed", lambda token: 1 / 0)
+    monkeypatch.setattr(manager._outputs[1], "_decode", lambda token: 1 / 0)
     replies, aborts = manager.detokenize(step({1: a, 2: a}, [], []))
     assert [(r.uid, r.finish_reason, r.text) for r in replies] == [(1, FinishReason.ERROR, ""), (2, None, "a")]
     assert aborts == [1]

@@ -40,12 +40,12 @@ def test_bad_request_costs_only_itself(worker: Worker, monkeypatch: pytest.Monke
     to_backend, to_frontend = worker.handle([bad, request(2)])
     assert [m.uid for m in to_backend] == [2]
     reply = to_frontend[0]
-    assert isinstance(reply, UserReply)
-    assert (reply.status, reply.param, reply.finish_reason) == (400, "top_p", FinishReason.ERROR)
+    assert isinstance(reply, UserReply) and reply.failure is not None
+    assert (reply.failure.status, reply.failure.param, reply.finish_reason) == (400, "top_p", FinishReason.ERROR)
     monkeypatch.setattr(worker._tokenize, "tokenize", lambda msg: 1 / 0)
     reply = worker.handle([request(3)])[1][0]
-    assert isinstance(reply, UserReply)
-    assert (reply.status, reply.finish_reason) == (500, FinishReason.ERROR)
+    assert isinstance(reply, UserReply) and reply.failure is not None
+    assert (reply.failure.status, reply.finish_reason) == (500, FinishReason.ERROR)
 
 
 def test_malformed_step_is_skipped(worker: Worker) -> None:
