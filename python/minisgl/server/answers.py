@@ -1,6 +1,6 @@
 """The shapes of the answers, for /openapi.json. Nothing is encoded through these types: `render` writes the bytes.
 
-They say which fields an answer has; `tests/unit/server/test_openapi.py` holds real answers against them.
+They say which fields an answer has; `tests/e2e/test_openapi.py` holds real answers against them.
 """
 
 from __future__ import annotations
@@ -58,40 +58,37 @@ class AssistantMessage(msgspec.Struct, omit_defaults=True):
     tool_calls: list[AnsweredToolCall] = []
 
 
-class ChatChoice(msgspec.Struct):
+class Choice(msgspec.Struct):
     index: int
+    logprobs: dict[str, Any] | None
+    finish_reason: str
+    stop_reason: str | int | None
+
+
+class ChatChoice(Choice):
     message: AssistantMessage
-    logprobs: dict[str, Any] | None
-    finish_reason: str
-    stop_reason: str | int | None
 
 
-class ChatAnswer(msgspec.Struct, omit_defaults=True):
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    timing: Timing | None = None
-
-
-class TextChoice(msgspec.Struct):
-    index: int
+class TextChoice(Choice):
     text: str
-    logprobs: dict[str, Any] | None
-    finish_reason: str
-    stop_reason: str | int | None
 
 
-class CompletionAnswer(msgspec.Struct, omit_defaults=True):
+class OpenAIAnswer(msgspec.Struct, omit_defaults=True, kw_only=True):
     id: str
-    object: Literal["text_completion"]
     created: int
     model: str
-    choices: list[TextChoice]
     usage: Usage
     timing: Timing | None = None
+
+
+class ChatAnswer(OpenAIAnswer):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class CompletionAnswer(OpenAIAnswer):
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
 
 
 class GeneratedText(msgspec.Struct):

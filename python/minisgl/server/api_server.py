@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 import minisgl
+from minisgl.message import TokenizeMsg
 from minisgl.params import Limits
 from minisgl.server.access import Gate
 from minisgl.server.answer import CallResponse
@@ -31,6 +32,7 @@ from minisgl.server.generate import GenerateRenderer, generation_ids
 from minisgl.server.metrics import Metrics
 from minisgl.server.openapi import openapi_schema
 from minisgl.server.parsers.choose import OutputForms
+from minisgl.server.parsers.output import OutputParser
 from minisgl.server.prepare import (
     SamplingDefaults,
     chat_messages,
@@ -123,42 +125,40 @@ def _add_error_handlers(app: FastAPI) -> None:
 def _add_generation_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
     limits, defaults = model.limits, model.defaults
 
+    def openai_response(
+        request: Request,
+        body: ChatCompletionRequest | CompletionRequest,
+        messages: list[TokenizeMsg],
+        new_parser: Callable[[], OutputParser] | None = None,
+    ) -> Response:
+        """The answer to as many choices as are asked for to each of `messages`."""
+        n = num_choices(body)
+        renderer = OpenAIRenderer(
+            model.name,
+            isinstance(body, ChatCompletionRequest),
+            body.stream_options,
+            new_parser,
+            n=n,
+            with_timing=wants_timing(request, body),
+            with_logprobs=messages[0].sampling_params.logprobs is not None,
+        )
+        return CallResponse(
+            app.state.frontend, with_choices(messages, n), renderer, bool(body.stream), args.write_timeout, n
+        )
+
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body = await read_request(request, ChatCompletionRequest, args.max_body)
         require_model(body.model, model.name)
-        n = num_choices(body)
         (message,) = chat_messages(body, defaults, limits)
         message, new_parser = model.forms.prepare(body, message)
-        with_timing = wants_timing(request, body)
-        renderer = OpenAIRenderer(
-            model.name,
-            True,
-            body.stream_options,
-            new_parser,
-            n=n,
-            with_timing=with_timing,
-            with_logprobs=bool(body.logprobs),
-        )
-        messages = with_choices([message], n)
-        return CallResponse(app.state.frontend, messages, renderer, bool(body.stream), args.write_timeout, n)
+        return openai_response(request, body, [message], new_parser)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await read_request(request, CompletionRequest, args.max_body)
         require_model(body.model, model.name)
-        n = num_choices(body)
-        with_timing = wants_timing(request, body)
-        renderer = OpenAIRenderer(
-            model.name,
-            False,
-            body.stream_options,
-            n=n,
-            with_timing=with_timing,
-            with_logprobs=body.logprobs is not None,
-        )
-        messages = with_choices(completion_messages(body, defaults, limits), n)
-        return CallResponse(app.state.frontend, messages, renderer, bool(body.stream), args.write_timeout, n)
+        return openai_response(request, body, completion_messages(body, defaults, limits))
 
     @app.post("/generate")
     async def generate(request: Request) -> Response:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from minisgl.core import FinishReason
 from minisgl.message import TokenizeMsg, UserReply
 from minisgl.server.receipt import Receipt
 
@@ -37,8 +36,7 @@ class Call:
     end is aborted and forgotten.
 
     Of several choices for one prompt the first is sent alone and the others when it has a token: then its prompt is in
-    the prefix cache, and they need not compute it again. Until then they are in `_held`, by the uid of the first, and
-    from then on in `_due` until somebody waits for replies.
+    the prefix cache, and they need not compute it again. Until then they are in `_held`, by the uid of the first.
     """
 
     def __init__(self, frontend: FrontendManager, messages: Sequence[TokenizeMsg], n: int) -> None:
@@ -52,7 +50,6 @@ class Call:
         self._pending: dict[int, UserReply] = {}
         self._waiter: asyncio.Future[None] | None = None  # of whoever waits in `take`
         self._held = {uids[i]: messages[i + 1 : i + n] for i in range(0, len(uids), n) if n > 1}
-        self._due: list[TokenizeMsg] = []
         self._is_abandoned = False
         self._last_token: dict[int, float] = {}
         self.receipt = Receipt(self.created)
@@ -73,8 +70,6 @@ class Call:
             return
         if reply.finish_reason is not None:
             self._unfinished.discard(uid)
-        if self._held and uid in self._held and reply.finish_reason is not FinishReason.ERROR:
-            self._due += self._held.pop(uid)
         self._measure(reply)
         old = self._pending.get(uid)
         self._pending[uid] = reply if old is None else _merge(old, reply)
@@ -111,10 +106,10 @@ class Call:
             await self._waiter
         if self._is_abandoned:
             raise ClientGoneError
-        if self._due:
-            due, self._due = self._due, []
-            await self._frontend.send(due)
         pending, self._pending = self._pending, {}
+        if self._held:
+            begun = [uid for uid, reply in pending.items() if reply.failure is None]
+            await self._frontend.send([m for uid in begun for m in self._held.pop(uid, ())])
         return [(self._index[uid], reply) for uid, reply in pending.items()]
 
     async def __aenter__(self) -> Call:

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from minisgl.message import DecodeMsg, EncodeMsg, TokenizeMsg, ids_from_bytes, ids_to_bytes
+from minisgl.message import DecodeMsg, EncodeMsg, TokenizeMsg, ids_from_bytes
 from minisgl.params import Limits, SamplingParams
 from minisgl.server.args import ServerArgs
 from minisgl.server.body import read_request, require_model
-from minisgl.server.prepare import SamplingDefaults, chat_messages
+from minisgl.server.prepare import SamplingDefaults, chat_messages, packed_ids
 from minisgl.server.protocol import ChatCompletionRequest, ChatMessage
 from minisgl.server.render import json_response
 from minisgl.utils.errors import RequestError
@@ -58,10 +58,7 @@ def encode_message(request: TokenizeRequest, limits: Limits) -> EncodeMsg:
 
 def decode_message(request: DetokenizeRequest, limits: Limits) -> DecodeMsg:
     """The question for `request`; raises `RequestError` for ids that the model does not have. Its uid comes later."""
-    ids = request.tokens
-    if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
-        raise RequestError(f"tokens has an id outside 0 to {limits.vocab_size - 1}", param="tokens")
-    return DecodeMsg(0, ids_to_bytes(ids), bool(request.skip_special_tokens))
+    return DecodeMsg(0, packed_ids(request.tokens, "tokens", limits), bool(request.skip_special_tokens))
 
 
 def add_convert_routes(app: FastAPI, args: ServerArgs, model: str, limits: Limits) -> None:

@@ -245,6 +245,11 @@ def _token_ids(ids: Any, param: str, limits: Limits) -> bytes:
         raise RequestError(f"{param} must be text, token ids, or a list of either", param=param, code="invalid_type")
     if not ids:
         raise RequestError(f"{param} is empty", param=param)
-    if not (min(ids) >= 0 and max(ids) < limits.vocab_size):
+    return packed_ids(ids, param, limits)
+
+
+def packed_ids(ids: list[int], param: str, limits: Limits) -> bytes:
+    """The token ids as int32; raises `RequestError` for one that the model does not have."""
+    if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
         raise RequestError(f"{param} has a token id outside 0 to {limits.vocab_size - 1}", param=param)
     return ids_to_bytes(ids)
