@@ -121,12 +121,12 @@ def _add_cpu(parser: Parser) -> None:
     group.add_argument("--threads", type=int, default=2, metavar="INT", help="of each engine (default: 2)")
     group.add_argument("--repeat", type=int, default=5, metavar="INT", help="timed runs of each case (default: 5)")
     group.add_argument("--steps", type=int, default=32, metavar="INT", help="decode steps of a run (default: 32)")
-    group.add_argument("--cases", default="decode,prefill,mixed,http", metavar="NAMES", help="default: all")
+    group.add_argument("--cases", metavar="NAMES", help="decode, prefill, mixed, http; default: all")
     help = "minisgl (without --quantization), transformers (generate), continuous (its generate_batch), serve (its "
     help += "server), llama.cpp; default: all"
-    all_of_them = "minisgl,transformers,continuous,serve,llama.cpp"
-    group.add_argument("--against", default=all_of_them, metavar="NAMES", help=help)
+    group.add_argument("--against", metavar="NAMES", help=help)
     _add_common(group)
+    parser.set_defaults(shape="qwen3-10m")
 
 
 def _add_common(group: argparse._ArgumentGroup) -> None:

@@ -72,17 +72,17 @@ def _frontend(options: argparse.Namespace) -> int:
 
 
 def _cpu(options: argparse.Namespace) -> int:
-    from minisgl.benchmark.cpu import CpuSettings, cpu_table, run_cpu
+    from minisgl.benchmark.cpu import CASES, RIVALS, CpuSettings, cpu_table, run_cpu
 
     settings = CpuSettings(
-        shape=options.shape or CpuSettings.shape,
+        shape=options.shape,
         dtype=options.dtype,
         quantization=options.quantization,
         threads=options.threads,
         repeat=options.repeat,
         steps=options.steps,
-        cases=tuple(options.cases.split(",")),
-        against=tuple(options.against.split(",")),
+        cases=CASES if options.cases is None else tuple(options.cases.split(",")),
+        against=RIVALS if options.against is None else tuple(options.against.split(",")),
     )
     report = run_cpu(settings, lambda line: print(line, flush=True))
     print(cpu_table(report))

@@ -22,14 +22,14 @@ TIMEOUT_S: Final = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class LoadingSettings:
-    """What to run. `threads` is for each rank; None is the loader's own choice."""
+    """What to run; the defaults are the command line's. `threads` is for each rank; None is the loader's own choice."""
 
-    tp: tuple[int, ...] = (1, 2, 4)
-    threads: int | None = None
-    repeat: int = 3
-    device: str = "auto"
-    dtype: str = "bfloat16"
-    cold: bool = True
+    tp: tuple[int, ...]
+    threads: int | None
+    repeat: int
+    device: str
+    dtype: str
+    cold: bool
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` for a value that cannot work."""

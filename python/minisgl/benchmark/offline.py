@@ -36,14 +36,14 @@ PROFILE_SLACK = 64  # tokens generated beyond the profiled steps, so that those 
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineSettings:
-    """What to run. Sizes of None are the workload's own."""
+    """What to run; the defaults are the command line's. Sizes of None are the workload's own."""
 
-    workloads: tuple[str, ...] = ("a",)
+    workloads: tuple[str, ...]
     num_prompts: int | None = None
     input_len: int | None = None
     output_len: int | None = None
-    temperature: float = 0.6
-    repeat: int = 3
+    temperature: float
+    repeat: int
     profile_steps: int = 0
     timeline: str | None = None
 

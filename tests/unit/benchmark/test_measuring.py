@@ -236,9 +236,10 @@ def test_ablations_that_cannot_be_or_change_nothing_are_skipped(monkeypatch: pyt
         result = {"workload": "single", "headline": "ms_per_token", "summary": {"ms_per_token": figure}}
         return {"engine": {"overlap": options.get("overlap"), "kv_pages": id(options)}, "results": [result]}
 
+    settings = OfflineSettings(workloads=("single",), temperature=0.0, repeat=1)
     monkeypatch.setattr(ablate, "run_in_child", fake_run)
     monkeypatch.setattr(ablate, "ABLATIONS", {**ablate.ABLATIONS, "mixed batches": ("page_size", 16, 8)})
-    report = ablate.run_ablations(OfflineSettings(), {})
+    report = ablate.run_ablations(settings, {})
     assert report["pairs"].keys() == {"overlap"}
     assert report["skipped"]["radix"] == "no naive cache"
     assert report["skipped"]["mixed batches"] == "it changes nothing here"
@@ -246,4 +247,4 @@ def test_ablations_that_cannot_be_or_change_nothing_are_skipped(monkeypatch: pyt
     assert row == ["overlap", "single", "ms_per_token", "2", "4", "2", "100"]  # fewer ms: a gain of 2
     monkeypatch.setattr(ablate, "ABLATIONS", {"radix": ablate.ABLATIONS["radix"]})
     with pytest.raises(ConfigError, match="no naive"):
-        ablate.run_ablations(OfflineSettings(), {})
+        ablate.run_ablations(settings, {})
