@@ -57,6 +57,8 @@ class Clock:
 
 
 class InstantOutput:
+    awaits_masks = False
+
     def __init__(self, count: int) -> None:
         self._result = StepResult(np.full(count, 7, np.int32), np.ones(count, np.int32))
 
@@ -73,6 +75,9 @@ class InstantEngine:
 
     def __init__(self, rows: int, page_size: int, num_pages: int) -> None:
         self.max_running_requests, self.page_size, self.num_pages = rows, page_size, num_pages
+
+    def step_costs(self) -> None:
+        return None
 
     def describe(self) -> dict[str, str | int | float]:
         return {}

@@ -101,8 +101,8 @@ def test_masks_follow_a_step_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> No
     alone = {uid: drive(llm, [request])[0] for uid, request in enumerate(requests)}
     with LLM(tp=2, **OPTIONS) as llm:
         sent: list[int] = []
-        publish = llm._io.publish_masks
-        monkeypatch.setattr(llm._io, "publish_masks", lambda masks: (sent.append(len(masks)), publish(masks)))
+        publish = llm.scheduler.bus.publish_masks
+        monkeypatch.setattr(llm.scheduler.bus, "publish_masks", lambda masks: (sent.append(len(masks)), publish(masks)))
         monkeypatch.setattr(llm.scheduler, "depth", 1)
         monkeypatch.setattr(llm.scheduler.engine, "is_async", True)
         assert drive(llm, requests) == alone

@@ -48,7 +48,7 @@ class LLM:
         self._detokenizer = DetokenizeManager(self._tokenizer.tokenizer)
         with contextlib.ExitStack() as stack:
             ranks = stack.enter_context(running_ranks(config))
-            self._io = OfflineIO(ranks.group.bus)
+            self._io = OfflineIO()
             self.scheduler = ranks.start(lambda: Scheduler.from_config(config, self._io, ranks.group))
             stack.callback(self.scheduler.engine.shutdown)
             stack.callback(ranks.group.bus.close)  # first: some collectives end only when all ranks leave

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from minisgl.core import BatchPlan, Ints, StepCosts, StepResult
@@ -37,15 +37,10 @@ class StepEngine(Protocol):
 
     def launch(self, batch: Any) -> StepOutput: ...
 
+    def step_costs(self) -> StepCosts | None:
+        """What a step costs, as far as it was measured at the start."""
+
     def shutdown(self) -> None:
         """Leave the other ranks."""
 
     def describe(self) -> dict[str, str | int | float]: ...
-
-
-@runtime_checkable
-class MeasuredEngine(Protocol):
-    """An engine that may know what a step costs."""
-
-    def step_costs(self) -> StepCosts | None:
-        """Measured at start; None if that was not done."""

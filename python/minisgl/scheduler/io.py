@@ -4,31 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from minisgl.distributed.link import PlanBus
 from minisgl.message import BackendMsg, Codec, DetokenizeMsg, EngineView, StatsMsg, TokenizerMsg
 from minisgl.message.frontends import Frontends
 from minisgl.utils.mp import ZmqPullQueue, ZmqPushQueue
 
-if TYPE_CHECKING:
-    from minisgl.core import BatchPlan, Ints
-
 
 class SchedulerIO(Protocol):
-    """The scheduler's only door."""
+    """The scheduler's door to whoever asks."""
 
     def receive(self, timeout: float) -> list[BackendMsg]:
         """What has arrived; waits at most `timeout` seconds for the first message."""
-
-    def publish(self, plan: BatchPlan) -> None:
-        """Tell the other tensor-parallel ranks what is about to run."""
-
-    def publish_masks(self, masks: Ints) -> None:
-        """Tell them the masks that the newest plan had not."""
-
-    def note_result(self, tokens: Ints) -> None:
-        """The tokens of the oldest step under way have come: what the other ranks must have got too."""
 
     def send(self, msg: DetokenizeMsg) -> None:
         """One step's tokens and endings."""
@@ -43,23 +30,13 @@ class SchedulerIO(Protocol):
 class ZmqIO:
     """The server's channels: pulls from the tokenizers, pushes to the detokenizer and (heartbeats) to the API."""
 
-    def __init__(self, backend_addr: str, detokenizer_addr: str, frontend_addrs: Sequence[str], bus: PlanBus) -> None:
-        self._bus = bus
+    def __init__(self, backend_addr: str, detokenizer_addr: str, frontend_addrs: Sequence[str]) -> None:
         self._inbox: ZmqPullQueue[BackendMsg] = ZmqPullQueue(backend_addr, Codec(BackendMsg))
         self._tokens: ZmqPushQueue[TokenizerMsg] = ZmqPushQueue(detokenizer_addr, Codec(TokenizerMsg))
         self._frontends = Frontends(frontend_addrs)
 
     def receive(self, timeout: float) -> list[BackendMsg]:
         return self._inbox.get(timeout)
-
-    def publish(self, plan: BatchPlan) -> None:
-        self._bus.publish(plan.pack)
-
-    def publish_masks(self, masks: Ints) -> None:
-        self._bus.publish_masks(masks)
-
-    def note_result(self, tokens: Ints) -> None:
-        self._bus.note_result(tokens)
 
     def send(self, msg: DetokenizeMsg) -> None:
         self._tokens.put([msg])
@@ -74,8 +51,7 @@ class ZmqIO:
 class OfflineIO:
     """Lists in one process: fill `inbox`, step the scheduler, empty `outbox`."""
 
-    def __init__(self, bus: PlanBus | None = None) -> None:
-        self._bus = bus or PlanBus()
+    def __init__(self) -> None:
         self.inbox: deque[BackendMsg] = deque()
         self.outbox: deque[DetokenizeMsg] = deque()
 
@@ -83,15 +59,6 @@ class OfflineIO:
         messages = list(self.inbox)
         self.inbox.clear()
         return messages
-
-    def publish(self, plan: BatchPlan) -> None:
-        self._bus.publish(plan.pack)
-
-    def publish_masks(self, masks: Ints) -> None:
-        self._bus.publish_masks(masks)
-
-    def note_result(self, tokens: Ints) -> None:
-        self._bus.note_result(tokens)
 
     def send(self, msg: DetokenizeMsg) -> None:
         self.outbox.append(msg)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from minisgl.core import FinishReason, Req, Status
+from minisgl.distributed.link import PlanBus
 from minisgl.env import is_check_mode, is_overlap_disabled
 from minisgl.kvcache import create_prefix_cache
 from minisgl.message import AbortBackendMsg, BackendMsg, ExitMsg, Finished, FlushCacheMsg, UserMsg, ViewMsg
@@ -31,7 +32,6 @@ from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.check import check_idle, check_invariants
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.door import Door
-from minisgl.scheduler.engine_protocol import MeasuredEngine
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.outbox import Outbox, ending, failure, unsound
 from minisgl.scheduler.plan import Launched, Step
@@ -55,12 +55,18 @@ class Scheduler:
     """Owns the requests; see the module's docstring for the cycle and docs/architecture.md for the rules."""
 
     def __init__(
-        self, config: SchedulerConfig, engine: StepEngine, io: SchedulerIO, grammars: Grammars | None = None
+        self,
+        config: SchedulerConfig,
+        engine: StepEngine,
+        io: SchedulerIO,
+        grammars: Grammars | None = None,
+        bus: PlanBus | None = None,
     ) -> None:
-        """`grammars` compiles those of requests; without it they are refused."""
+        """`grammars` compiles those of requests; without it they are refused. `bus` leads to the other ranks."""
         self.engine = engine
         self.io = io
-        self.pace = Pace(config, engine.step_costs() if isinstance(engine, MeasuredEngine) else None)
+        self.bus = PlanBus() if bus is None else bus
+        self.pace = Pace(config, engine.step_costs())
         overlap = engine.is_async if config.overlap is None else config.overlap
         self.depth = int(overlap and not is_overlap_disabled())
         pool_tokens = engine.num_pages * engine.page_size
@@ -95,7 +101,7 @@ class Scheduler:
         if engine.spec.pooling == "mean":
             config = replace(config, cache_type="naive")  # a prefix's K/V does not tell its hidden states
         compiler = GrammarCompiler(engine.spec.folder, engine.limits.vocab_size, engine.eos_token_ids)
-        return cls(config, engine, io, Grammars(compiler))
+        return cls(config, engine, io, Grammars(compiler), group.bus)
 
     # -- the cycle
 
@@ -231,7 +237,7 @@ class Scheduler:
         for req in step.prompts():
             self.decode.add(req)
         self.stats.computed_prompt_tokens += len(plan.tokens)
-        self.io.publish(plan)
+        self.bus.publish(plan.pack)
         batch = self.engine.prepare(plan)
         output = self.engine.launch(batch)
         self.launched.append(Launched(plan, step.sampled_rows(), step.prompts(), step.scored(), batch, output))
@@ -242,7 +248,7 @@ class Scheduler:
         """Confirm the tokens of an executed batch, end what has ended, and say so in one message."""
         result = step.output.wait()
         tokens, finite = result.tokens, result.sound
-        self.io.note_result(tokens)
+        self.bus.note_result(tokens)
         rows, sampled = self.rows, step.sampled
         rows.retired = step.plan.step
         self.cache.lower_fences()
@@ -282,7 +288,7 @@ class Scheduler:
             self.outbox.send(uids, tokens)
         if self.launched and (following := self.launched[0]).output.awaits_masks:
             masks = rows.masks(following.sampled)
-            self.io.publish_masks(masks)
+            self.bus.publish_masks(masks)
             following.output.choose(masks)
 
     def finish(self, req: Req, end: Finished) -> None:

@@ -31,7 +31,7 @@ def run_scheduler(args: ServerArgs, ready: Ready) -> None:
     try:
         with torch.inference_mode():
             group = meet_ranks(args.scheduler, local_ranks(args)[0])
-            io = ZmqIO(args.zmq_backend_addr, args.zmq_detokenizer_addr, args.zmq_frontend_addrs, group.bus)
+            io = ZmqIO(args.zmq_backend_addr, args.zmq_detokenizer_addr, args.zmq_frontend_addrs)
             scheduler = Scheduler.from_config(args.scheduler, io, group)
             gc.collect()
             gc.freeze()  # the model and its graphs: a full collection would look at all of it, in the middle of a step
