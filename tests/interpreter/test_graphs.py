@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core import NO_MASKS, NOTHING, BatchPlan, Req
+from minisgl.core import NO_MASKS, NOTHING, BatchPlan
 from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import ALONE
 from minisgl.distributed.vocab import VocabParallel
@@ -29,6 +29,7 @@ from minisgl.kernel.ops import load_ops
 from minisgl.kernel.triton import step
 from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.plan import adjust_record, decode_flags, sampling_flags
+from minisgl.scheduler.req import Req
 from minisgl.utils.device import CpuDevice
 
 CPU = torch.device("cpu")

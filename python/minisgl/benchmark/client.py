@@ -64,7 +64,6 @@ class Record:
     output_tokens: int = 0
     cached_tokens: int = 0
     error: str = ""
-    was_stopped: bool = False  # by us: a background stream that is no longer needed
 
 
 class _Exchange(asyncio.Protocol):
@@ -172,9 +171,6 @@ async def exchange(endpoint: Endpoint, message: bytes, record: Record, timeout: 
         record.error = f"no complete answer within {timeout:g} s"
     except OSError as e:
         record.error = f"cannot connect: {e.strerror or e}"
-    except asyncio.CancelledError:
-        record.was_stopped = True
-        raise
     finally:
         record.end = record.end or time.perf_counter()
         if transport is not None:

@@ -32,10 +32,6 @@ class SizeInfo(NamedTuple):
     evictable_size: int
     protected_size: int
 
-    @property
-    def total_size(self) -> int:
-        return self.evictable_size + self.protected_size
-
 
 class PrefixCache(ABC):
     """Who owns which page of which prefix.

@@ -11,7 +11,7 @@ import numpy as np
 from minisgl.kvcache.base import MatchResult, PrefixCache
 
 if TYPE_CHECKING:
-    from minisgl.core import Req
+    from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Rows
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from minisgl.core import Status
 from minisgl.scheduler.plan import decode_flags
+from minisgl.scheduler.req import Status
 from minisgl.utils.errors import InvariantError
 
 if TYPE_CHECKING:
-    from minisgl.core import Req
+    from minisgl.scheduler.req import Req
     from minisgl.scheduler.scheduler import Scheduler
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minisgl.core import Req, Status
+from minisgl.scheduler.req import Req, Status
 
 if TYPE_CHECKING:
     from minisgl.scheduler.cache import CacheManager

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from minisgl.core import Req
 from minisgl.message import UserMsg, ids_from_bytes
 from minisgl.params import validate_prompt, validate_sampling
 from minisgl.scheduler.plan import noise_key
+from minisgl.scheduler.req import Req
 from minisgl.utils.errors import RequestError
 
 if TYPE_CHECKING:

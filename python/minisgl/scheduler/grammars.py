@@ -12,8 +12,9 @@ import numpy as np
 from minisgl.utils.errors import RequestError
 
 if TYPE_CHECKING:
-    from minisgl.core import Ints, Req
+    from minisgl.core import Ints
     from minisgl.params import Grammar
+    from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Index, Rows
 
 THREADS: Final = 2

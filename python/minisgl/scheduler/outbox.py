@@ -14,9 +14,10 @@ from minisgl.utils.errors import RequestError
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from minisgl.core import Ints, Req
+    from minisgl.core import Ints
     from minisgl.scheduler.io import SchedulerIO
     from minisgl.scheduler.plan import Launched
+    from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Index, Rows
 
 NOBODY = np.empty(0, "<i8")

@@ -10,8 +10,9 @@ import numpy as np
 from minisgl.core import NO_MASKS, NOTHING, BatchPlan
 
 if TYPE_CHECKING:
-    from minisgl.core import Ints, Req
+    from minisgl.core import Ints
     from minisgl.scheduler.engine_protocol import StepOutput
+    from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Index, Rows
 
 

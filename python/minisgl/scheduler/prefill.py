@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from minisgl.core import Req, Status
 from minisgl.scheduler.plan import Chunk
+from minisgl.scheduler.req import Req, Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

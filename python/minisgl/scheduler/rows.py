@@ -14,7 +14,8 @@ from minisgl.scheduler.writes import RowWrites
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from minisgl.core import Ints, Req
+    from minisgl.core import Ints
+    from minisgl.scheduler.req import Req
 
     Index = npt.NDArray[np.intp]
 

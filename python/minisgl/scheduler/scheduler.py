@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from minisgl.core import FinishReason, Req, Status
+from minisgl.core import FinishReason
 from minisgl.distributed.link import PlanBus
 from minisgl.env import is_check_mode, is_overlap_disabled
 from minisgl.kvcache import create_prefix_cache
@@ -36,6 +36,7 @@ from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.outbox import Outbox, ending, failure, unsound
 from minisgl.scheduler.plan import Launched, Step
 from minisgl.scheduler.prefill import PrefillManager
+from minisgl.scheduler.req import Req, Status
 from minisgl.scheduler.rows import Rows
 from minisgl.scheduler.stats import HEARTBEAT_S, Stats, Waits
 from minisgl.scheduler.view import engine_view

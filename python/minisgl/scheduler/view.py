@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 from minisgl.message import EngineView, NodeView, RequestView, ids_to_bytes
 
 if TYPE_CHECKING:
-    from minisgl.core import Req
     from minisgl.kvcache.radix_manager import RadixTreeNode
+    from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Rows
     from minisgl.scheduler.scheduler import Scheduler
 

@@ -10,7 +10,8 @@ from minisgl.core import BatchPlan
 from minisgl.scheduler.plan import adjust_record
 
 if TYPE_CHECKING:
-    from minisgl.core import Ints, Req
+    from minisgl.core import Ints
+    from minisgl.scheduler.req import Req
 
 NO_WRITES = (np.empty((0, 3), np.int32), np.empty((0, BatchPlan.ROW_WIDTH), np.int32), np.empty(0, np.int32))
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -38,7 +38,7 @@ from minisgl.server.args import ServerArgs
 from minisgl.server.call import Call
 from minisgl.server.metrics import Metrics
 from minisgl.server.peers import Peers
-from minisgl.server.questions import Questions, Reply
+from minisgl.server.questions import Questions
 from minisgl.utils.errors import RequestError
 from minisgl.utils.mp import ZmqAsyncPullQueue, ZmqAsyncPushQueue
 
@@ -152,7 +152,7 @@ class FrontendManager:
         self._require_room(1)
         uid = next(self._uids)
         try:
-            reply = await self._ask(uid, self._tokenizer(uid).put([msgspec.structs.replace(msg, uid=uid)]))
+            reply = await self._questions.ask(uid, self._tokenizer(uid).put([msgspec.structs.replace(msg, uid=uid)]))
         except _ENCODE_ERRORS as e:
             raise _unrepresentable(e) from e
         assert isinstance(reply, ConversionReply), f"{type(reply).__name__} is no conversion"
@@ -164,22 +164,10 @@ class FrontendManager:
         uid = next(self._uids)
         try:
             async with asyncio.timeout(VIEW_TIMEOUT_S):
-                reply = await self._ask(uid, self._backend.put([ViewMsg(uid)]))
+                reply = await self._questions.ask(uid, self._backend.put([ViewMsg(uid)]))
         except TimeoutError:
             raise RequestError("the engine is too busy to show itself", code="no_view", status=503) from None
         assert isinstance(reply, EngineView), f"{type(reply).__name__} is no view"
-        return reply
-
-    async def _ask(self, uid: int, sending: Awaitable[None]) -> Reply:
-        """Send a question and wait for the reply that has its `uid`; raises `RequestError` when that is an error."""
-        answer = self._questions.ask(uid)
-        try:
-            await sending
-            reply = await answer
-        finally:
-            self._questions.forget(uid)
-        if isinstance(reply, ConversionReply) and reply.failure is not None:
-            raise reply.failure.error()
         return reply
 
     def _require_room(self, n: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 from minisgl.message import ConversionReply, EngineView, Failure
 
@@ -18,13 +19,17 @@ class Questions:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def ask(self, uid: int) -> asyncio.Future[Reply]:
-        """Where the answer to `uid` will be; `forget` it in any case."""
+    async def ask(self, uid: int, sending: Awaitable[None]) -> Reply:
+        """Send a question and wait for the reply that has its `uid`; raises `RequestError` when that is an error."""
         self._waiting[uid] = asyncio.get_running_loop().create_future()
-        return self._waiting[uid]
-
-    def forget(self, uid: int) -> None:
-        self._waiting.pop(uid, None)
+        try:
+            await sending
+            reply = await self._waiting[uid]
+        finally:
+            del self._waiting[uid]
+        if isinstance(reply, ConversionReply) and reply.failure is not None:
+            raise reply.failure.error()
+        return reply
 
     def answer(self, reply: Reply) -> None:
         """A reply has come; one that nobody waits for (any more) is ignored."""

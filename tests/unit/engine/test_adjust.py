@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
-from minisgl.core import NO_MASKS, BatchPlan, Req
+from minisgl.core import NO_MASKS, BatchPlan
 from minisgl.engine.adjust import LogitAdjuster
 from minisgl.kernel.adjust import adjust_logits, count_tokens
 from minisgl.scheduler.plan import adjust_record
+from minisgl.scheduler.req import Req
 from minisgl.utils.device import CpuDevice
 
 VOCAB = 50

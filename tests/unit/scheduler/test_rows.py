@@ -9,8 +9,9 @@ from types import FrameType
 import numpy as np
 import pytest
 
-from minisgl.core import FinishReason, Status
+from minisgl.core import FinishReason
 from minisgl.scheduler.check import check_invariants
+from minisgl.scheduler.req import Status
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.utils.errors import InvariantError
 from support.fake_engine import FakeEngine, expected_output

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minisgl.core import FinishReason, Req
+from minisgl.core import FinishReason
 from minisgl.message import ExitMsg
+from minisgl.scheduler.req import Req
 from support.fake_engine import FakeEngine, expected_output
 from support.traces import Harness, run_random_trace
 

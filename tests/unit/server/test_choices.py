@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minisgl.core import FinishReason, Req
+from minisgl.core import FinishReason
 from minisgl.message import TokenizeMsg, UserReply
 from minisgl.params import SamplingParams
 from minisgl.scheduler.plan import Chunk
+from minisgl.scheduler.req import Req
 from minisgl.scheduler.stats import Waits
 from minisgl.server.choices import MAX_CHOICES, choice_seed, num_choices, with_choices
 from minisgl.server.protocol import CompletionRequest, StreamOptions

@@ -30,6 +30,7 @@ from minisgl.server.protocol import ChatCompletionRequest, ChatMessage
 from minisgl.server.questions import Questions
 from minisgl.tokenizer.server import Worker
 from minisgl.tokenizer.tokenize import TokenizeManager
+from minisgl.utils.errors import RequestError
 from minisgl.utils.hf import BUILTIN_MODEL
 
 LIMITS = Limits(max_model_len=100, vocab_size=50)
@@ -172,17 +173,17 @@ class TestWorker:
 
 def test_failure_reaches_every_waiting_question() -> None:
     async def run() -> None:
-        conversions = Questions()
-        waiting = [conversions.ask(uid) for uid in (1, 2)]
-        conversions.answer(ConversionReply(1, text="early"))
-        conversions.answer(ConversionReply(7))  # nobody asked
-        died = Failure("the engine died", status=503)
-        conversions.fail(died)
-        replies = await asyncio.gather(*waiting)
-        assert [r.failure for r in replies] == [None, died]
-        conversions.forget(1)
-        conversions.forget(2)
-        assert len(conversions) == 0
+        questions = Questions()
+        first, second = [asyncio.create_task(questions.ask(uid, asyncio.sleep(0))) for uid in (1, 2)]
+        await asyncio.sleep(0)
+        questions.answer(ConversionReply(1, text="early"))
+        questions.answer(ConversionReply(7))  # nobody asked
+        questions.fail(Failure("the engine died", status=503))
+        assert await first == ConversionReply(1, text="early")
+        with pytest.raises(RequestError, match="the engine died") as failed:
+            await second
+        assert failed.value.status == 503
+        assert len(questions) == 0
 
     asyncio.run(run())
 
