@@ -65,7 +65,7 @@ class Outbox:
         self._finished: list[Finished] = []
         self._scores: list[TokenScores] = []
 
-    def start(self, req: Req, queue_seconds: float, prefill_chunks: int, embedding: bytes = b"") -> None:
+    def start(self, req: Req, embedding: bytes) -> None:
         """The first token of `req` is in the next message, or its embedding."""
         p = req.sampling_params
         begun = Started(
@@ -74,8 +74,8 @@ class Outbox:
             req.prefix_hit,
             p.stop,
             p.skip_special_tokens,
-            queue_seconds,
-            prefill_chunks,
+            req.queue_seconds,
+            req.prefill_chunks,
             ids_to_bytes(req.ids[: req.prompt_len]) if p.echo or p.scores_prompt else b"",
             None if req.prompt_scores is None else token_scores(req, np.concatenate(req.prompt_scores, axis=1)),
             p.max_tokens == 0,

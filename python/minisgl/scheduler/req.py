@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +35,7 @@ class Req:
     """
 
     __slots__ = (
+        "accepted_at",
         "cache_handle",
         "ids",
         "matcher",
@@ -41,9 +43,11 @@ class Req:
         "noise_key",
         "order",
         "pages",
+        "prefill_chunks",
         "prefix_hit",
         "prompt_len",
         "prompt_scores",
+        "queue_seconds",
         "sampling_params",
         "status",
         "table_idx",
@@ -63,6 +67,9 @@ class Req:
         self.noise_key = noise_key  # 64 bits; the sampling noise is a function of (noise_key, position)
         self.ids = input_ids
         self.status = Status.WAITING
+        self.accepted_at = time.monotonic()
+        self.queue_seconds = 0.0  # from then to the first step that computes a part of its prompt
+        self.prefill_chunks = 0  # number of such parts
         self.prefix_hit = 0  # prompt tokens found in the cache when it was admitted
         self.table_idx: int | None = None
         self.pages: list[int] = []  # page ids by position, those shared with the prefix cache first
@@ -76,6 +83,12 @@ class Req:
         """The row that this request holds; it must hold one."""
         assert self.table_idx is not None, f"has no row: {self}"
         return self.table_idx
+
+    def note_chunk(self, now: float) -> None:
+        """A part of its prompt is in the step that is planned `now`, in seconds of the monotonic clock."""
+        if self.prefill_chunks == 0:
+            self.queue_seconds = now - self.accepted_at
+        self.prefill_chunks += 1
 
     def append_host(self, tokens: Ints | int) -> None:
         """Sampled tokens become part of `ids`: one, or int32 [n]."""

@@ -38,7 +38,7 @@ from minisgl.scheduler.plan import Launched, Step
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.req import Req, Status
 from minisgl.scheduler.rows import Rows
-from minisgl.scheduler.stats import HEARTBEAT_S, Stats, Waits
+from minisgl.scheduler.stats import HEARTBEAT_S, Stats
 from minisgl.scheduler.view import engine_view
 from minisgl.utils.errors import InvariantError, RequestError
 
@@ -87,7 +87,6 @@ class Scheduler:
         self.leaving: dict[int, Req] = {}  # of those, who ended or was retracted, but is held by a batch in flight
         self.launched: deque[Launched] = deque()
         self.stats = Stats()
-        self.waits = Waits()
         self.step_number = 0
         self.is_exiting = False
         self._check = check_invariants if is_check_mode() else None
@@ -181,7 +180,6 @@ class Scheduler:
             req.status = Status.COMPILING
         else:
             self.prefill.add(req)
-        self.waits.accept(req.uid, time.monotonic())
         self.stats.prompt_tokens += req.prompt_len
 
     def _enqueue_compiled(self) -> None:
@@ -208,8 +206,9 @@ class Scheduler:
             budget = self.pace.budget(len(running), context, self.prefill.backlog(self.pace.rush_tokens))
             # While running requests lack pages, nobody new may take the last ones.
             chunks = self.prefill.plan(budget, None if is_short else running)
-            if chunks:
-                self.waits.plan(chunks, time.monotonic())
+            now = time.monotonic()
+            for chunk in chunks:
+                chunk.req.note_chunk(now)
             if chunks and not self.is_mixed:
                 running = running[:0]
         if len(running) or chunks:
@@ -266,7 +265,7 @@ class Scheduler:
         for column, req in enumerate(step.prompts, len(step.sampled) - len(step.prompts)):
             if req.status is not Status.FINISHED and len(req.ids) == req.prompt_len:
                 self.stats.cached_tokens += req.prefix_hit
-                self.outbox.start(req, *self.waits.of(req.uid), result.embedding(column))
+                self.outbox.start(req, result.embedding(column))
                 req.prompt_scores = None
         failed: list[tuple[Req, RequestError]] = []
         if rows.num_constrained:
@@ -297,7 +296,6 @@ class Scheduler:
         assert req.status is not Status.FINISHED, f"ended twice: {req}"
         self.outbox.finish(end)
         self.grammars.forget(req)
-        self.waits.forget(req.uid)
         self.rows.mute(req)  # what the device still computes for it is not reported
         self._leave(req, Status.FINISHED)
 

@@ -1,14 +1,12 @@
-"""Counters of one scheduler, the heartbeat made of them, and how long requests wait."""
+"""Counters of one scheduler, and the heartbeat made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from minisgl.message import StatsMsg
 
 if TYPE_CHECKING:
-    from minisgl.scheduler.plan import Chunk
     from minisgl.scheduler.scheduler import Scheduler
 
 HEARTBEAT_S = 0.5
@@ -47,35 +45,3 @@ class Stats:
             generation_tokens=self.generation_tokens,
             preemptions=self.preemptions,
         )
-
-
-class Waits:
-    """How long each request has waited, in seconds of a monotonic clock, and in how many chunks its prompt is planned.
-
-    Written when a request comes, ends, or has a chunk in the step that is planned: decoding costs nothing.
-    """
-
-    def __init__(self) -> None:
-        self._accepted: dict[int, float] = {}
-        self._planned: dict[int, tuple[float, int]] = {}  # seconds in the queue, chunks
-
-    def __len__(self) -> int:
-        return len(self._accepted)
-
-    def accept(self, uid: int, now: float) -> None:
-        self._accepted[uid] = now
-
-    def plan(self, chunks: Sequence[Chunk], now: float) -> None:
-        """These chunks are in the step that is planned `now`."""
-        for chunk in chunks:
-            uid = chunk.req.uid
-            seconds, count = self._planned.get(uid) or (now - self._accepted[uid], 0)
-            self._planned[uid] = seconds, count + 1
-
-    def of(self, uid: int) -> tuple[float, int]:
-        """Seconds in the queue and chunks so far of a request that has been planned."""
-        return self._planned[uid]
-
-    def forget(self, uid: int) -> None:
-        self._accepted.pop(uid, None)
-        self._planned.pop(uid, None)

@@ -11,9 +11,7 @@ import pytest
 from minisgl.core import FinishReason
 from minisgl.message import TokenizeMsg, UserReply
 from minisgl.params import SamplingParams
-from minisgl.scheduler.plan import Chunk
 from minisgl.scheduler.req import Req
-from minisgl.scheduler.stats import Waits
 from minisgl.server.choices import MAX_CHOICES, choice_seed, num_choices, with_choices
 from minisgl.server.protocol import CompletionRequest, StreamOptions
 from minisgl.server.receipt import Receipt
@@ -106,15 +104,9 @@ def test_receipt_of_nothing() -> None:
     assert timing == {"queue_ms": 0.0, "ttft_ms": None, "cached_tokens": 0, "prefill_chunks": 0, "tokens_per_s": None}
 
 
-def test_waits() -> None:
-    waits = Waits()
-    reqs = [Req(uid, np.arange(8, dtype=np.int32), SamplingParams(), 1, uid, 0) for uid in (1, 2)]
-    for req in reqs:
-        waits.accept(req.uid, 10.0)
-    waits.plan([Chunk(reqs[0], 0, 4, False)], 11.0)
-    waits.plan([Chunk(reqs[0], 4, 8, True), Chunk(reqs[1], 0, 8, True)], 12.0)
-    assert waits.of(1) == (1.0, 2)
-    assert waits.of(2) == (2.0, 1)
-    for uid in (1, 2, 3):
-        waits.forget(uid)
-    assert len(waits) == 0
+def test_time_in_the_queue_ends_with_the_first_chunk() -> None:
+    req = Req(1, np.arange(8, dtype=np.int32), SamplingParams(), 1, 1, 0)
+    req.accepted_at = 10.0
+    req.note_chunk(11.0)
+    req.note_chunk(12.0)
+    assert (req.queue_seconds, req.prefill_chunks) == (1.0, 2)
