@@ -15,11 +15,12 @@ from starlette.responses import StreamingResponse
 
 from minisgl.message import TokenizeMsg
 from minisgl.params import Limits, SamplingParams
-from minisgl.server.api_server import ServedModel, create_app
+from minisgl.server.api_server import create_app
 from minisgl.server.args import ServerArgs
 from minisgl.server.frontend import FrontendManager
 from minisgl.server.metrics import Metrics
 from minisgl.server.prepare import SamplingDefaults
+from minisgl.server.served import ServedModel
 
 LIMITS: Final = Limits(max_model_len=1 << 20, vocab_size=1 << 17)
 

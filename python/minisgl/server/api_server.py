@@ -1,6 +1,7 @@
 """The HTTP application: routes, access, errors.
 
-What a request means is in `prepare`, how an answer looks in `render`, how it is sent in `answer`.
+What a request means is in `prepare`, how an answer looks in `render`, how it is sent in `answer`. What operators ask is
+in `operations`.
 """
 
 from __future__ import annotations
@@ -8,10 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -19,7 +17,6 @@ from starlette.requests import ClientDisconnect
 
 import minisgl
 from minisgl.message import TokenizeMsg
-from minisgl.params import Limits
 from minisgl.server.access import Gate
 from minisgl.server.answer import CallResponse
 from minisgl.server.args import ServerArgs
@@ -31,36 +28,21 @@ from minisgl.server.frontend import RETRY_AFTER_S, FrontendManager
 from minisgl.server.generate import GenerateRenderer, generation_ids
 from minisgl.server.metrics import Metrics
 from minisgl.server.openapi import openapi_schema
-from minisgl.server.parsers.choose import OutputForms
+from minisgl.server.operations import add_operation_routes
 from minisgl.server.parsers.output import OutputParser
 from minisgl.server.prepare import (
-    SamplingDefaults,
     chat_messages,
     completion_messages,
     generate_messages,
     is_batch,
     logprob_form,
 )
-from minisgl.server.probe import add_probe_route
 from minisgl.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, GenerateSampling
 from minisgl.server.render import OpenAIRenderer, error_body, json_response
+from minisgl.server.served import ServedModel
 from minisgl.server.ui import add_page
 from minisgl.server.view import add_view_route
-from minisgl.utils.embedder import Embedder
 from minisgl.utils.errors import RequestError
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """What the API server knows about the model and the processes behind it."""
-
-    name: str
-    limits: Limits
-    defaults: SamplingDefaults
-    forms: OutputForms = field(default_factory=OutputForms)  # of tool calls and reasoning
-    facts: dict[str, str | int | float] = field(default_factory=dict)  # from the scheduler
-    pids: dict[str, int] = field(default_factory=dict)  # without the API processes'
-    embedder: Embedder | None = None
 
 
 def create_app(args: ServerArgs, model: ServedModel, worker: int = 0) -> FastAPI:
@@ -80,10 +62,9 @@ def create_app(args: ServerArgs, model: ServedModel, worker: int = 0) -> FastAPI
     _add_error_handlers(app)
     _add_generation_routes(app, args, model)
     _add_model_routes(app, model)
-    _add_operation_routes(app, args, model)
-    add_convert_routes(app, args, model.name, model.limits)
-    add_probe_route(app)
-    add_embeddings_route(app, args.max_body, model.name, model.limits, model.embedder)
+    add_operation_routes(app, args, model)
+    add_convert_routes(app, args, model)
+    add_embeddings_route(app, args, model)
     if args.ui:
         add_page(app)
         add_view_route(app)
@@ -190,64 +171,3 @@ def _add_model_routes(app: FastAPI, model: ServedModel) -> None:
         if name != model.name:
             raise RequestError(f"model {name[:100]!r} is not served here", code="model_not_found", status=404)
         return json_response(card)
-
-
-def _add_operation_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
-    def both(paths: tuple[str, ...], handler: Callable[..., Any], methods: list[str]) -> None:
-        for path in paths:
-            app.add_api_route(path, handler, methods=methods, include_in_schema=path == paths[0])
-
-    async def health() -> Response:
-        problem = app.state.frontend.health_problem
-        return json_response(
-            {"status": "unhealthy", "cause": problem} if problem else {"status": "ok"}, 503 if problem else 200
-        )
-
-    async def ready() -> Response:
-        app.state.frontend.require_ready()
-        return json_response({"status": "ready"})
-
-    async def metrics() -> Response:
-        return Response(app.state.frontend.render_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def server_info() -> Response:
-        frontend: FrontendManager = app.state.frontend
-        info = {
-            "version": minisgl.__version__,
-            "model": model.name,
-            "max_model_len": model.limits.max_model_len,
-            "engine": model.facts,
-            "processes": model.pids | frontend.pids,
-            "num_tokenizer": args.num_tokenizer,
-            "api_workers": args.api_workers,
-            "stats": msgspec.structs.asdict(frontend.stats),
-            "frontend_entries": frontend.all_entries,
-            "detokenizer_entries": frontend.detokenizer_entries,
-        }
-        return json_response(info)
-
-    async def model_info() -> Response:
-        info = {
-            "model": model.name,
-            "model_path": args.scheduler.engine.model or model.name,
-            "max_model_len": model.limits.max_model_len,
-            "vocab_size": model.limits.vocab_size,
-            "is_generation": model.embedder is None,
-            "default_sampling_params": asdict(model.defaults),
-        }
-        return json_response(info)
-
-    async def flush_cache() -> Response:
-        await app.state.frontend.flush_cache()
-        return json_response({"status": "ok"})
-
-    async def version() -> Response:
-        return json_response({"version": minisgl.__version__})
-
-    both(("/health",), health, ["GET"])
-    both(("/ready",), ready, ["GET"])
-    both(("/metrics",), metrics, ["GET"])
-    both(("/server_info", "/get_server_info"), server_info, ["GET"])
-    both(("/model_info", "/get_model_info"), model_info, ["GET"])
-    both(("/flush_cache", "/reset_prefix_cache"), flush_cache, ["POST"])
-    both(("/version",), version, ["GET"])

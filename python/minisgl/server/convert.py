@@ -14,6 +14,7 @@ from minisgl.server.body import read_request, require_model
 from minisgl.server.prepare import SamplingDefaults, chat_messages, packed_ids
 from minisgl.server.protocol import ChatCompletionRequest, ChatMessage
 from minisgl.server.render import json_response
+from minisgl.server.served import ServedModel
 from minisgl.utils.errors import RequestError
 
 
@@ -61,20 +62,20 @@ def decode_message(request: DetokenizeRequest, limits: Limits) -> DecodeMsg:
     return DecodeMsg(0, packed_ids(request.tokens, "tokens", limits), bool(request.skip_special_tokens))
 
 
-def add_convert_routes(app: FastAPI, args: ServerArgs, model: str, limits: Limits) -> None:
+def add_convert_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
     """POST /tokenize and /detokenize."""
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         body = await read_request(request, TokenizeRequest, args.max_body)
-        require_model(body.model, model)
-        reply = await app.state.frontend.convert(encode_message(body, limits))
+        require_model(body.model, model.name)
+        reply = await app.state.frontend.convert(encode_message(body, model.limits))
         tokens = ids_from_bytes(reply.input_ids).tolist()
-        return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": limits.max_model_len})
+        return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": model.limits.max_model_len})
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = await read_request(request, DetokenizeRequest, args.max_body)
-        require_model(body.model, model)
-        reply = await app.state.frontend.convert(decode_message(body, limits))
+        require_model(body.model, model.name)
+        reply = await app.state.frontend.convert(decode_message(body, model.limits))
         return json_response({"prompt": reply.text})

@@ -10,12 +10,14 @@ import msgspec
 import numpy as np
 from fastapi import FastAPI, Request, Response
 
-from minisgl.params import EMBED, Limits
+from minisgl.params import EMBED
 from minisgl.server.answer import BodyResponse
+from minisgl.server.args import ServerArgs
 from minisgl.server.body import read_request, require_model
 from minisgl.server.prepare import prompt_messages
 from minisgl.server.receipt import Receipt
 from minisgl.server.render import Answer, to_json
+from minisgl.server.served import ServedModel
 from minisgl.utils.embedder import Embedder, Vector
 from minisgl.utils.errors import RequestError
 
@@ -60,16 +62,17 @@ class EmbeddingRenderer:
         return to_json({"object": "list", "data": data, "model": self._model, "usage": usage})
 
 
-def add_embeddings_route(app: FastAPI, max_body: int, model: str, limits: Limits, embedder: Embedder | None) -> None:
-    """POST /v1/embeddings; without an `embedder` a 400 that says why."""
+def add_embeddings_route(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
+    """POST /v1/embeddings; a 400 that says why for a model that is not made for it."""
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
-        body = await read_request(request, EmbeddingRequest, max_body)
-        require_model(body.model, model)
+        body = await read_request(request, EmbeddingRequest, args.max_body)
+        require_model(body.model, model.name)
+        embedder = model.embedder
         if embedder is None:
             raise RequestError(
-                f"{model!r} is served as a generator of text, and does not compute embeddings: its folder has no "
+                f"{model.name!r} is served as a generator of text, and does not compute embeddings: its folder has no "
                 "modules.json that would say how",
                 param="model",
                 code="unsupported_endpoint",
@@ -80,6 +83,6 @@ def add_embeddings_route(app: FastAPI, max_body: int, model: str, limits: Limits
                 f"encoding_format {encoding[:40]!r} is not one of {', '.join(ENCODINGS)}",
                 param="encoding_format",
             )
-        renderer = EmbeddingRenderer(model, embedder, encoding, embedder.length(body.dimensions))
-        messages = prompt_messages(body.input, "input", EMBED, limits, MAX_INPUTS)
+        renderer = EmbeddingRenderer(model.name, embedder, encoding, embedder.length(body.dimensions))
+        messages = prompt_messages(body.input, "input", EMBED, model.limits, MAX_INPUTS)
         return BodyResponse(app.state.frontend, messages, renderer)

@@ -211,10 +211,11 @@ def _url(sock: socket.socket) -> str:
 @contextlib.contextmanager
 def _supervised(up: Running, checked: Checked, sock: socket.socket) -> Iterator[Supervisor]:
     """This process's API server, ready to run, while the other API processes run."""
-    from minisgl.server.api_server import ServedModel, create_app
+    from minisgl.server.api_server import create_app
     from minisgl.server.http_server import Service
     from minisgl.server.parsers.choose import OutputForms
     from minisgl.server.prepare import SamplingDefaults
+    from minisgl.server.served import ServedModel
     from minisgl.server.supervisor import Supervisor
     from minisgl.server.workers import running_workers
 

@@ -101,14 +101,11 @@ class _ServerCollector(Collector):
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache", s.cached_tokens),
             ("num_preemptions", "Requests sent back to the queue for lack of pages", s.preemptions),
         ]
-        for name, help, value in gauges:
-            gauge = GaugeMetricFamily("minisgl:" + name, help, labels=["model_name"])
-            gauge.add_metric(self._labels, value)
-            yield gauge
-        for name, help, value in counters:
-            counter = CounterMetricFamily("minisgl:" + name, help, labels=["model_name"])
-            counter.add_metric(self._labels, value)
-            yield counter
+        for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, help, value in rows:
+                family = kind("minisgl:" + name, help, labels=["model_name"])
+                family.add_metric(self._labels, value)
+                yield family
         values = iter(self._values)
         for h in self._tally.histograms:
             bounds = [*map(str, h.bounds), "+Inf"]

@@ -12,10 +12,11 @@ import socket
 from collections.abc import Iterator
 
 from minisgl.message import StopMsg
-from minisgl.server.api_server import ServedModel, create_app
+from minisgl.server.api_server import create_app
 from minisgl.server.args import ServerArgs
 from minisgl.server.frontend import worker_name
 from minisgl.server.http_server import Service, run_service
+from minisgl.server.served import ServedModel
 from minisgl.utils.child import Ready
 from minisgl.utils.processes import Child, Processes
 

@@ -16,10 +16,11 @@ from fastapi.routing import APIRoute
 import minisgl.server
 from e2e.test_fields import PLACES
 from minisgl.params import Limits
-from minisgl.server.api_server import ServedModel, create_app
+from minisgl.server.api_server import create_app
 from minisgl.server.args import ServerArgs
 from minisgl.server.prepare import SamplingDefaults
 from minisgl.server.protocol import refuse_unsupported
+from minisgl.server.served import ServedModel
 from minisgl.utils.errors import RequestError
 
 TESTS = Path(__file__).parents[2]
