@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
+from minisgl.scheduler.req import Status
 from minisgl.utils.errors import RequestError
 
 if TYPE_CHECKING:
@@ -53,13 +54,14 @@ class Grammars:
         return len(self._jobs)
 
     def submit(self, req: Req) -> None:
-        """Compile the grammar of `req`; raises `RequestError` if nobody can."""
+        """Compile the grammar of `req`, which is COMPILING until then; raises `RequestError` if nobody can."""
         params = req.sampling_params
         assert params.grammar is not None, f"has no grammar: {req}"
         if self._compiler is None:
             raise RequestError("this engine has no grammars", param=params.grammar.param, code="unsupported_value")
         job = self._executor.submit(self._compiler.compile, params.grammar, params.ignore_eos)
         self._jobs[req.uid] = req, job, time.monotonic() + COMPILE_S
+        req.status = Status.COMPILING
 
     def forget(self, req: Req) -> None:
         """`req` has ended; a compilation that has not begun does not begin any more."""
@@ -67,7 +69,7 @@ class Grammars:
             job[1].cancel()
 
     def take(self) -> Iterator[tuple[Req, RequestError | None]]:
-        """The requests that have their matcher now (it is in `req.matcher`), or an error instead."""
+        """The requests that have their matcher now (it is in `req.matcher`) and are WAITING, or an error instead."""
         for uid, (req, job, deadline) in list(self._jobs.items()):
             error: RequestError | None = None
             if not job.done():
@@ -85,6 +87,7 @@ class Grammars:
                 error = RequestError(f"compiling the grammar failed: {failure}", status=500)
             else:
                 req.matcher = job.result()
+                req.status = Status.WAITING
             del self._jobs[uid]
             yield req, error
 

@@ -176,9 +176,7 @@ class Scheduler:
             self.outbox.finish(failure(msg.uid, e))
             return
         self.live[req.uid] = req
-        if msg.sampling_params.grammar is not None:
-            req.status = Status.COMPILING
-        else:
+        if req.status is Status.WAITING:
             self.prefill.add(req)
         self.stats.prompt_tokens += req.prompt_len
 
@@ -188,7 +186,6 @@ class Scheduler:
             if error is not None:
                 self.finish(req, failure(req.uid, error))
             else:
-                req.status = Status.WAITING
                 self.prefill.add(req)
 
     # -- plan and launch
