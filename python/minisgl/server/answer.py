@@ -67,8 +67,8 @@ class BodyResponse(Response):
         await Response(body, media_type="application/json")(scope, receive, send)
 
 
-class CallResponse(BodyResponse):
-    """The same in one piece or as a stream.
+class StreamResponse(BodyResponse):
+    """The same as server-sent events.
 
     The first reply is awaited before the first byte, so that a refusal has its HTTP status; a failure later is an
     event in the stream. A client that does not read a stream for `write_timeout` seconds is aborted.
@@ -79,19 +79,14 @@ class CallResponse(BodyResponse):
         frontend: FrontendManager,
         messages: Sequence[TokenizeMsg],
         renderer: Renderer,
-        is_stream: bool,
+        n: int,
         write_timeout: float,
-        n: int = 1,
     ) -> None:
         super().__init__(frontend, messages, renderer, n)
         self._renderer = renderer
-        self._is_stream = is_stream
         self._write_timeout = write_timeout
 
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._is_stream:
-            await super()._answer(call, scope, receive, send)
-            return
         try:
             # A task of its own is woken for each token without a walk through the framework's layers.
             await asyncio.create_task(self._stream(call, scope[RAW_SEND]))

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 import minisgl
 from minisgl.message import TokenizeMsg
 from minisgl.server.access import Gate
-from minisgl.server.answer import CallResponse
+from minisgl.server.answer import BodyResponse, StreamResponse
 from minisgl.server.args import ServerArgs
 from minisgl.server.body import read_request, require_model, wants_timing
 from minisgl.server.choices import num_choices, with_choices
@@ -38,7 +38,7 @@ from minisgl.server.prepare import (
     logprob_form,
 )
 from minisgl.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, GenerateSampling
-from minisgl.server.render import OpenAIRenderer, error_body, json_response
+from minisgl.server.render import OpenAIRenderer, Renderer, error_body, json_response
 from minisgl.server.served import ServedModel
 from minisgl.server.ui import add_page
 from minisgl.server.view import add_view_route
@@ -106,6 +106,11 @@ def _add_error_handlers(app: FastAPI) -> None:
 def _add_generation_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
     limits, defaults = model.limits, model.defaults
 
+    def respond(messages: list[TokenizeMsg], renderer: Renderer, is_stream: bool | None, n: int) -> Response:
+        if is_stream:
+            return StreamResponse(app.state.frontend, messages, renderer, n, args.write_timeout)
+        return BodyResponse(app.state.frontend, messages, renderer, n)
+
     def openai_response(
         request: Request,
         body: ChatCompletionRequest | CompletionRequest,
@@ -123,9 +128,7 @@ def _add_generation_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -
             with_timing=wants_timing(request, body),
             with_logprobs=messages[0].sampling_params.logprobs is not None,
         )
-        return CallResponse(
-            app.state.frontend, with_choices(messages, n), renderer, bool(body.stream), args.write_timeout, n
-        )
+        return respond(with_choices(messages, n), renderer, body.stream, n)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -149,7 +152,7 @@ def _add_generation_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -
         prompt = next(p for p in (body.text, body.prompt, body.input_ids) if p is not None)
         is_list = is_batch(prompt) or n > 1
         renderer = GenerateRenderer(is_list, generation_ids(body.rid, len(messages), n, is_list), logprob_form(body))
-        return CallResponse(app.state.frontend, messages, renderer, bool(body.stream), args.write_timeout, n)
+        return respond(messages, renderer, body.stream, n)
 
 
 def _add_model_routes(app: FastAPI, model: ServedModel) -> None:
