@@ -61,7 +61,7 @@ class ConversionReply(msgspec.Struct, tag="conversion", frozen=True, omit_defaul
 
 
 class StatsMsg(msgspec.Struct, tag="stats", frozen=True):
-    """The scheduler's heartbeat, about once a second, also when idle. Counters are totals since the start."""
+    """The scheduler's heartbeat, about twice a second, also when idle. Counters are totals since the start."""
 
     step: int = 0
     running: int = 0

@@ -25,18 +25,12 @@ from minisgl.server.choices import num_choices, with_choices
 from minisgl.server.convert import add_convert_routes
 from minisgl.server.embeddings import add_embeddings_route
 from minisgl.server.frontend import RETRY_AFTER_S, FrontendManager
-from minisgl.server.generate import GenerateRenderer, generation_ids
+from minisgl.server.generate import GenerateRenderer, LogprobForm, generation_ids
 from minisgl.server.metrics import Metrics
 from minisgl.server.openapi import openapi_schema
 from minisgl.server.operations import add_operation_routes
 from minisgl.server.parsers.output import OutputParser
-from minisgl.server.prepare import (
-    chat_messages,
-    completion_messages,
-    generate_messages,
-    is_batch,
-    logprob_form,
-)
+from minisgl.server.prepare import chat_messages, completion_messages, generate_messages, is_batch
 from minisgl.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, GenerateSampling
 from minisgl.server.render import OpenAIRenderer, Renderer, error_body, json_response
 from minisgl.server.served import ServedModel
@@ -151,7 +145,7 @@ def _add_generation_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -
         messages = with_choices(generate_messages(body, defaults, limits), n)
         prompt = next(p for p in (body.text, body.prompt, body.input_ids) if p is not None)
         is_list = is_batch(prompt) or n > 1
-        renderer = GenerateRenderer(is_list, generation_ids(body.rid, len(messages), n, is_list), logprob_form(body))
+        renderer = GenerateRenderer(is_list, generation_ids(body.rid, len(messages), n, is_list), LogprobForm.of(body))
         return respond(messages, renderer, body.stream, n)
 
 

@@ -12,7 +12,9 @@ import msgspec
 
 from minisgl.core import FinishReason
 from minisgl.message import TokenLogprob, UserReply, ids_from_bytes
+from minisgl.params import MAX_LOGPROBS
 from minisgl.server.logprobs import finite
+from minisgl.server.protocol import GenerateRequest
 from minisgl.server.receipt import Receipt
 from minisgl.server.render import Answer, event, to_json
 from minisgl.utils.errors import RequestError
@@ -27,6 +29,22 @@ class LogprobForm:
     start: int | None
     has_top: bool
     has_text: bool
+
+    @classmethod
+    def of(cls, request: GenerateRequest) -> LogprobForm | None:
+        """What is to be shown of log-probabilities, if anything; raises `RequestError` naming the field."""
+        top = request.top_logprobs_num or 0
+        if not 0 <= top <= MAX_LOGPROBS:
+            raise RequestError(f"top_logprobs_num must be 0 to {MAX_LOGPROBS}", param="top_logprobs_num")
+        start = -1 if request.logprob_start_len is None else request.logprob_start_len
+        if start < -1:
+            raise RequestError(
+                "logprob_start_len must be -1 (none of the prompt) or the index of a token of the prompt",
+                param="logprob_start_len",
+            )
+        if not request.return_logprob:
+            return None
+        return cls(None if start < 0 else start, top > 0, bool(request.return_text_in_logprobs))
 
 
 class GrowingArray:

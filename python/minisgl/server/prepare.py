@@ -184,7 +184,7 @@ def generate_messages(request: GenerateRequest, defaults: SamplingDefaults, limi
             param="logprobs",
             code="unsupported_value",
         )
-    form = logprob_form(request)
+    form = LogprobForm.of(request)
     params = sampling_params(
         fields,
         _first_given(
@@ -199,22 +199,6 @@ def generate_messages(request: GenerateRequest, defaults: SamplingDefaults, limi
     )
     ((name, prompt),) = given.items()
     return prompt_messages(prompt, name, params, limits)
-
-
-def logprob_form(request: GenerateRequest) -> LogprobForm | None:
-    """What is to be shown of log-probabilities, if anything; raises `RequestError` naming the field."""
-    top = request.top_logprobs_num or 0
-    if not 0 <= top <= MAX_LOGPROBS:
-        raise RequestError(f"top_logprobs_num must be 0 to {MAX_LOGPROBS}", param="top_logprobs_num")
-    start = -1 if request.logprob_start_len is None else request.logprob_start_len
-    if start < -1:
-        raise RequestError(
-            "logprob_start_len must be -1 (none of the prompt) or the index of a token of the prompt",
-            param="logprob_start_len",
-        )
-    if not request.return_logprob:
-        return None
-    return LogprobForm(None if start < 0 else start, top > 0, bool(request.return_text_in_logprobs))
 
 
 def is_batch(prompt: str | Sequence[Any]) -> bool:
