@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 import numpy as np
@@ -156,3 +158,11 @@ def test_sampled_tokens_are_where_the_next_prompt_finds_them() -> None:
     assert sum(n > 0 for n in retracted.values()) > 2
     h.finish_all()
     h.check_outputs()
+
+
+def test_the_benchmark_of_a_step_runs() -> None:
+    """Its engine, a stub outside the package, must have all that the scheduler asks of one."""
+    script = Path(__file__).parents[3] / "benchmark" / "scheduler" / "bench.py"
+    argv = [sys.executable, str(script), "--rows", "8", "--steps", "64"]
+    printed = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
+    assert "steady: 56 steps" in printed and "paging: 8 steps" in printed
