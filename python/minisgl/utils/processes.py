@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, Final
@@ -84,7 +85,7 @@ class Processes:
             process = context.Process(target=child_main, args=arguments, name=child.name, daemon=True)
             self._death_pipes.append(death)
             self._reports[child.name] = report
-            with _environment(child.env), _ignored_interrupt():
+            with _environment(child.env), _held_interrupt():
                 process.start()
             self._running[child.name] = process
             death_end.close()
@@ -183,13 +184,21 @@ def _environment(extra: dict[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _ignored_interrupt() -> Iterator[None]:
-    """A child inherits ignored signals: a Ctrl-C while its interpreter starts must not print a traceback."""
+def _held_interrupt() -> Iterator[None]:
+    """Hold a Ctrl-C back until a child is started: half a start cannot be undone, and the child, which inherits what is
+    blocked, would print a traceback while its interpreter starts.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    old = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    held: list[int] = []
+    resource_tracker.ensure_running()  # whose own start would unblock it
+    old = signal.signal(signal.SIGINT, lambda number, _: held.append(number))  # other threads do not block it
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, old)
+    if held:
+        signal.raise_signal(signal.SIGINT)
