@@ -98,7 +98,7 @@ def test_ten_thousand_random_operations(page_size: int) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=24), max_size=12), st.sampled_from([1, 2, 4]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_tree_equals_a_set_of_prefixes(sequences: list[list[int]], page_size: int) -> None:
     cache = RadixCacheManager(page_size)
     known: set[tuple[int, ...]] = set()

@@ -66,14 +66,14 @@ def text_of(replies: list[UserReply]) -> str:
     return "".join(r.text for r in replies)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, 420), min_size=1, max_size=60), st.booleans())
 def test_any_tokens_byte_level(ids: list[int], skip: bool) -> None:
     """Also ids that the tokenizer lacks, special tokens and broken UTF-8 anywhere."""
     assert text_of(stream(BYTE_LEVEL, ids, skip_special=skip)) == BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(min_size=1, max_size=40))
 def test_any_text(text: str) -> None:
     for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK):
@@ -111,7 +111,7 @@ def test_hidden_last_token_is_counted() -> None:
     assert (replies[-1].prompt_tokens, replies[-1].cached_tokens) == (3, 1)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     st.text(alphabet="ab🙂", min_size=1, max_size=30),
     st.lists(st.text(alphabet="ab🙂", min_size=1, max_size=5), min_size=1, max_size=3),
