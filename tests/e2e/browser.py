@@ -13,12 +13,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from e2e.harness import PATIENCE_S, eventually
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
 )
-TIMEOUT_S = 30.0
 KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "ArrowRight": (39, "")}
 SHIFT = 8
 
@@ -86,7 +87,7 @@ class Browser:
         return result
 
     def _receive(self) -> dict[str, Any]:
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + PATIENCE_S
         while b"\0" not in self._buffer:
             ready, _, _ = select.select([self._replies], [], [], max(0.0, deadline - time.monotonic()))
             data = os.read(self._replies, 1 << 20) if ready else b""
@@ -112,12 +113,9 @@ class Browser:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    def wait(self, script: str, seconds: float = TIMEOUT_S) -> None:
+    def wait(self, script: str) -> None:
         """Until the expression is true."""
-        deadline = time.monotonic() + seconds
-        while not self.evaluate(f"Boolean({script})"):
-            assert time.monotonic() < deadline, f"not true after {seconds} s: {script}"
-            time.sleep(0.05)
+        assert eventually(lambda: bool(self.evaluate(f"Boolean({script})"))), f"never true: {script}"
 
     def type(self, text: str) -> None:
         """Into whatever has the focus."""

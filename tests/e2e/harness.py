@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
 STUB = ROOT / "tests" / "unit" / "server" / "stub_server.py"
-START_S = 60.0
+HELD: dict[str, Any] = {"prompt": "a few words !hold", "stream": True}  # not answered by the stub before `release`
+# For whatever must happen: a busy machine may keep a process waiting for seconds, and a test that passes never waits so
+# long. What would also come about after a time limit of the product's needs a test in which that limit is longer.
+PATIENCE_S = 120.0
 
 
 class ServerProcess:
@@ -47,6 +51,7 @@ class ServerProcess:
                 start_new_session=True,
             )
         self.url = ""
+        self._pids: list[int] = []
 
     @property
     def log(self) -> str:
@@ -58,7 +63,7 @@ class ServerProcess:
         return list(Path(self.run_base).glob("minisgl-*"))
 
     def wait_ready(self) -> ServerProcess:
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + PATIENCE_S
         while "\nready on " not in self.log:
             assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.log}"
             assert time.monotonic() < deadline, f"the server is not ready:\n{self.log}"
@@ -77,14 +82,14 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.wait(10)
+                self.wait()
             except subprocess.TimeoutExpired:
                 print(self.log)
         self.kill()
 
-    def wait(self, timeout: float) -> int:
+    def wait(self) -> int:
         """The exit code."""
-        return self.process.wait(timeout)
+        return self.process.wait(PATIENCE_S)
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -92,7 +97,13 @@ class ServerProcess:
             self.process.wait()
 
     def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, trust_env=False, **options)
+        return httpx.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False, **options)
+
+    def cpu_seconds(self) -> float:
+        """What its processes have computed. Unlike a clock this stands still while others have the cores."""
+        self._pids = self._pids or list(self.info()["processes"].values())
+        stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self._pids]
+        return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
 
     def info(self) -> dict[str, Any]:
         with self.client() as client:
@@ -111,9 +122,9 @@ class ServerProcess:
         return values
 
 
-def eventually(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether `condition` becomes true within `seconds`."""
-    deadline = time.monotonic() + seconds
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether `condition` becomes true."""
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         if time.monotonic() > deadline:
             return False
@@ -129,8 +140,25 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def require_no_leak(server: ServerProcess, seconds: float = 3.0) -> None:
-    """LEAK0: soon after the last request every page is free or evictable and nobody remembers a request."""
+def release(server: ServerProcess) -> None:
+    """The stub may end its answers to `HELD`."""
+    (Path(server.run_base) / "go").touch()
+
+
+@contextlib.contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    """These processes do nothing meanwhile."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def require_no_leak(server: ServerProcess) -> None:
+    """LEAK0: after the last request every page is free or evictable and nobody remembers a request."""
     seen: dict[str, float] = {}
 
     def is_clean() -> bool:
@@ -145,4 +173,4 @@ def require_no_leak(server: ServerProcess, seconds: float = 3.0) -> None:
         )
         return pages == seen["kv_pages_total"] and not any(seen[name] for name in tracked)
 
-    assert eventually(is_clean, seconds), f"something leaks: {seen}"
+    assert eventually(is_clean), f"something leaks: {seen}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -140,15 +142,17 @@ def test_a_refused_prompt_refuses_all(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnect_aborts_every_choice(server: ServerProcess, stream: bool) -> None:
-    request = {"prompt": "Once upon a time", "n": 4, "ignore_eos": True, "max_tokens": 1000, "stream": stream}
+    request = {"prompt": "Once upon a time", "n": 4, "ignore_eos": True, "max_tokens": 3000, "stream": stream}
     body = json.dumps(request).encode()
+    before = server.metrics()["generation_tokens_total"]
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as sock:
         head = ["POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json"]
         head += [f"content-length: {len(body)}", "", ""]
         sock.sendall("\r\n".join(head).encode() + body)
-        assert eventually(lambda: server.metrics()["num_requests_running"] == 4, 5)
+        assert eventually(lambda: server.metrics()["num_requests_running"] == 4)
     require_no_leak(server)
+    assert server.metrics()["generation_tokens_total"] - before < 4 * 3000
 
 
 def test_receipt_in_one_piece(client: openai.OpenAI, http: httpx.Client) -> None:
@@ -196,7 +200,7 @@ def test_the_prompt_is_computed_once(server: ServerProcess, http: httpx.Client) 
     def computed() -> float:
         return server.metrics()["computed_prompt_tokens_total"] - before["computed_prompt_tokens_total"]
 
-    assert eventually(lambda: computed() >= 600 + 7, 5)
+    assert eventually(lambda: computed() >= 600 + 7)
     assert computed() < 1000
 
 
@@ -214,15 +218,23 @@ def narrow() -> Iterator[ServerProcess]:
 
 
 def test_receipt_counts_chunks_and_the_wait(narrow: ServerProcess) -> None:
-    """With one row the second choice waits for the first, and then finds its prompt."""
-    body = {"prompt": [100 + i % 50 for i in range(300)], "max_tokens": 60, "ignore_eos": True, "return_timing": True}
-    with narrow.client() as http:
+    """With one row a request waits for the one before it."""
+    body = {"prompt": [100 + i % 50 for i in range(300)], "max_tokens": 5, "ignore_eos": True, "return_timing": True}
+    endless = {"prompt": "Once", "ignore_eos": True, "stream": True}
+    with narrow.client() as http, ThreadPoolExecutor(1) as pool:
         first = http.post("/v1/completions", json=body).json()["timing"]
         second = http.post("/v1/completions", json=body).json()["timing"]
-        two = http.post("/v1/completions", json=body | {"n": 2}).json()["timing"]
+        with http.stream("POST", "/v1/completions", json=endless) as before:
+            lines = before.iter_lines()  # which closes the stream when nobody holds it
+            next(lines)
+            third = pool.submit(http.post, "/v1/completions", json=body | {"n": 2})
+            assert eventually(lambda: narrow.metrics()["num_requests_waiting"] == 1)
+            time.sleep(0.1)
+        two = third.result().json()["timing"]
     assert first["prefill_chunks"] >= 5
     assert first["cached_tokens"] == 0
     assert second["prefill_chunks"] == 1
     assert second["cached_tokens"] >= 256
-    assert two["queue_ms"] > two["ttft_ms"]
+    assert two["ttft_ms"] >= two["queue_ms"] >= 100
+    assert two["prefill_chunks"] == 2
     require_no_leak(narrow)

@@ -7,18 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-from e2e.harness import ROOT, ServerProcess, is_running
+from e2e.harness import PATIENCE_S, ROOT, ServerProcess, is_running
 
-STREAM = {"prompt": "Once", "stream": True, "ignore_eos": True, "max_tokens": 3000, "temperature": 0}
+STREAM = {"prompt": "Once", "stream": True, "ignore_eos": True, "temperature": 0}
+NO_LIMIT = ("--drain-timeout", "600")  # where something else must end the streams
 
 
 @pytest.mark.parametrize(("victim", "streams"), [("minisgl-TP0-scheduler", 4), ("minisgl-detokenizer-0", 0)])
 def test_kill_a_child(victim: str, streams: int) -> None:
-    with ServerProcess("--num-pages", "1024") as server, server.client() as client:
+    with ServerProcess("--num-pages", "1024", *NO_LIMIT) as server, server.client() as client:
         pids = server.info()["processes"]
         open_streams = [client.stream("POST", "/v1/completions", json=STREAM) for _ in range(streams)]
         responses = [s.__enter__() for s in open_streams]
@@ -26,23 +26,20 @@ def test_kill_a_child(victim: str, streams: int) -> None:
         for each in lines:
             next(each)
         os.kill(pids[victim], signal.SIGKILL)
-        killed = time.monotonic()
         for each in lines:
             rest = [line for line in each if line]
             assert "error" in json.loads(rest[-2].removeprefix("data: "))
             assert rest[-1] == "data: [DONE]"
-        assert time.monotonic() - killed < 2
         for s in open_streams:
             s.__exit__(None, None, None)
-        assert server.wait(5) == 1
-        assert time.monotonic() - killed < 5
+        assert server.wait() == 1
         assert not any(is_running(pid) for pid in pids.values())
         assert server.run_dirs == []
         assert "Traceback" not in server.log
 
 
 def test_sigterm_finishes_streams() -> None:
-    with ServerProcess("--num-pages", "1024") as server, server.client() as client:
+    with ServerProcess("--num-pages", "1024", *NO_LIMIT) as server, server.client() as client:
         body = STREAM | {"max_tokens": 100}
         with client.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()
@@ -50,16 +47,15 @@ def test_sigterm_finishes_streams() -> None:
             server.process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert '"finish_reason":"length"' in rest[-2]
-        assert server.wait(6) == 0
+        assert server.wait() == 0
         assert "Traceback" not in server.log
 
 
 def test_start_is_quick_and_the_banner_tells() -> None:
-    started = time.monotonic()
     with ServerProcess() as server, server.client() as client:
         answer = client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1})
         assert answer.status_code == 200
-        assert time.monotonic() - started < 20  # ten seconds on an idle machine
+        assert server.cpu_seconds() < 20  # it takes three
         for word in ("minisgl-demo", "dtype", "KV cache", "attention", "curl "):
             assert word in server.log
 
@@ -75,7 +71,12 @@ def test_settings_that_only_the_engine_can_judge() -> None:
 def run_cli(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": str(ROOT / "python")}
     return subprocess.run(
-        [sys.executable, "-m", "minisgl", *arguments], input=text, capture_output=True, text=True, env=env, timeout=60
+        [sys.executable, "-m", "minisgl", *arguments],
+        input=text,
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=PATIENCE_S,
     )
 
 

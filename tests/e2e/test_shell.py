@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.harness import ROOT, ServerProcess, eventually, require_no_leak
+from e2e.harness import PATIENCE_S, ROOT, ServerProcess, require_no_leak
 
 CTRL_C, CTRL_D, ESCAPE, UP = "\x03", "\x04", "\x1b", "\x1b[A"
 
@@ -48,9 +48,14 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.main, text.encode())
 
-    def expect(self, pattern: str, seconds: float = 20.0) -> str:
+    def say(self, text: str) -> None:
+        """At the prompt: what comes before it is there would meet a terminal in another mode."""
+        self.expect(r"(^|\n)>[^\n\w]*$")
+        self.type(text)
+
+    def expect(self, pattern: str) -> str:
         """What has come up to the end of the match, without the terminal's control sequences."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE_S
         while (match := re.search(pattern, self._unread)) is None:
             ready, _, _ = select.select([self.main], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, f"no {pattern!r} in {self._unread!r}"
@@ -75,54 +80,53 @@ def terminal(server: ServerProcess, tmp_path: Path) -> Iterator[Terminal]:
 
 def test_a_session(terminal: Terminal, server: ServerProcess, tmp_path: Path) -> None:
     terminal.expect("/help lists")
-    terminal.expect(">")
-    terminal.type("My name is Anna.\r")
+    terminal.say("My name is Anna.\r")
     terminal.expect("\n.*Anna")
-    terminal.type("What is my name?\r")
+    terminal.say("What is my name?\r")
     terminal.expect(r"\?[^?]*Anna")  # the echo of the question has none
-    terminal.type("/stats\r")
+    terminal.say("/stats\r")
     assert re.search(r"cached tokens [1-9]", terminal.expect("engine: .*generation tokens \\d+"))
-    terminal.type("/tree\r")
+    terminal.say("/tree\r")
     assert "My name is Anna" in terminal.expect(r"nodes; [\s\S]*Anna[\s\S]*tokens")
-    terminal.type("/params ignore_eos=true max_tokens=100000\r")
+    terminal.say("/params ignore_eos=true max_tokens=100000\r")
     terminal.expect("parameters: .*max_tokens=100000")
-    terminal.type("Hello\r")
+    terminal.say("Hello\r")
     terminal.expect(r"max_tokens")  # a refusal is shown and costs nothing else
-    terminal.type("/params max_tokens=\r")
+    terminal.say("/params max_tokens=\r")
     terminal.expect("parameters: .*true")
-    terminal.type("Tell me a story about a fox named Lily.\r")
-    assert eventually(lambda: server.metrics()["num_requests_running"] == 1, 5)
+    terminal.say("Tell me a story about a fox named Lily.\r")
+    terminal.expect(r"Lily\.\s*\n\w")
     terminal.type(CTRL_C)
     terminal.expect(r"\(stopped\)")
     require_no_leak(server)
-    terminal.type("one\\\rtwo" + ESCAPE + "\rthree\r")  # a line that goes on, and Alt-Enter inside the second one
-    assert eventually(lambda: server.metrics()["num_requests_running"] == 1, 5)
+    terminal.say("one\\\rtwo" + ESCAPE + "\rthree\r")  # a line that goes on, and Alt-Enter inside the second one
+    terminal.expect(r"three\s*\n\w")
     terminal.type(CTRL_C)
     terminal.expect(r"\(stopped\)")
     file = tmp_path / "saved.json"
-    terminal.type(f"/save {file}\r")
-    terminal.expect(r"saved 8 messages[^>]*>")
+    terminal.say(f"/save {file}\r")
+    terminal.expect("saved 8 messages")
     messages = json.loads(file.read_text())["messages"]
     assert messages[-2] == {"role": "user", "content": "one\ntwo\nthree"}
-    terminal.type(CTRL_C)
-    terminal.expect(r"Ctrl-D leaves\)\s*>")
-    terminal.type(CTRL_D)
-    assert terminal.process.wait(10) == 0
+    terminal.say(CTRL_C)
+    terminal.expect(r"Ctrl-D leaves\)")
+    terminal.say(CTRL_D)
+    assert terminal.process.wait(PATIENCE_S) == 0
     require_no_leak(server)
 
 
 def test_history_outlives_the_session(server: ServerProcess, tmp_path: Path) -> None:
     pytest.importorskip("prompt_toolkit")
     first = Terminal(server.url, tmp_path)
-    first.expect("commands.*\\s*>")
-    first.type("/system be kind\r")
+    first.expect("commands")
+    first.say("/system be kind\r")
     first.expect("system prompt: be kind")
-    first.type("/quit\r")
-    assert first.process.wait(10) == 0
+    first.say("/quit\r")
+    assert first.process.wait(PATIENCE_S) == 0
     first.close()
     second = Terminal(server.url, tmp_path)
-    second.expect("commands.*\\s*>")
-    second.type(UP + UP + "\r")
+    second.expect("commands")
+    second.say(UP + UP + "\r")
     second.expect("system prompt: be kind")
     second.process.send_signal(signal.SIGKILL)
     second.close()

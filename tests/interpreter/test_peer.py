@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
+from e2e.harness import PATIENCE_S
 from minisgl.kernel import reference
 from minisgl.kernel.triton import peer
 
@@ -76,7 +77,7 @@ def test_ranks_at_their_own_pace_agree(ranks: int, dtype: torch.dtype, calls: in
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(60)
+        worker.join(PATIENCE_S)
     codes = [worker.exitcode for worker in workers]
     for worker in workers:
         worker.kill()

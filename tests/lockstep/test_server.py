@@ -18,9 +18,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from e2e.harness import ROOT, ServerProcess, is_running
+from e2e.harness import PATIENCE_S, ROOT, ServerProcess, is_running
 
-STREAM = {"prompt": "Once", "stream": True, "ignore_eos": True, "max_tokens": 3000, "temperature": 0}
+STREAM = {"prompt": "Once", "stream": True, "ignore_eos": True, "temperature": 0}
 QUESTION = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "temperature": 0, "max_tokens": 30}
 SMALL = ("--num-pages", "512", "--threads", "1")
 
@@ -33,7 +33,7 @@ def ask(client: httpx.Client) -> str:
     "victim", ["minisgl-TP1-scheduler", pytest.param("minisgl-TP0-scheduler", marks=pytest.mark.slow)]
 )
 def test_a_killed_rank_ends_the_server(victim: str) -> None:
-    with ServerProcess("--tp", "2", *SMALL) as server, server.client() as client:
+    with ServerProcess("--tp", "2", "--drain-timeout", "600", *SMALL) as server, server.client() as client:
         assert "TP 2 (gloo)" in server.log
         assert "42" in ask(client)
         pids = server.info()["processes"]
@@ -43,15 +43,13 @@ def test_a_killed_rank_ends_the_server(victim: str) -> None:
         for each in lines:
             next(each)
         os.kill(pids[victim], signal.SIGKILL)
-        killed = time.monotonic()
         for each in lines:
             rest = [line for line in each if line]
             assert "error" in json.loads(rest[-2].removeprefix("data: "))
             assert rest[-1] == "data: [DONE]"
         for s in open_streams:
             s.__exit__(None, None, None)
-        assert server.wait(6) == 1
-        assert time.monotonic() - killed < 6
+        assert server.wait() == 1
         assert not any(is_running(pid) for pid in pids.values())
         assert server.run_dirs == []
         assert f"{victim} was killed by signal 9" in server.log
@@ -122,7 +120,7 @@ def serve(prefix: list[str], log: Path, run_base: str, *flags: str) -> subproces
 
 
 def wait_for(pattern: str, log: Path, process: subprocess.Popen[bytes]) -> str:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while (found := re.search(pattern, log.read_text())) is None:
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.05)
@@ -161,7 +159,7 @@ def test_two_hosts(hosts: Hosts, tmp_path: Path, run_base: str, end: str) -> Non
             assert hosts.listening(0) == {"127.0.0.1", hosts.address}  # HTTP; the ranks
             assert hosts.listening(1) == {"10.99.0.2"}
         (second if end == "kill" else first).send_signal(signal.SIGKILL if end == "kill" else signal.SIGTERM)
-        codes = first.wait(8), second.wait(8)
+        codes = first.wait(PATIENCE_S), second.wait(PATIENCE_S)
         assert codes == ((1, -signal.SIGKILL) if end == "kill" else (0, 0)), logs[0].read_text() + logs[1].read_text()
         assert not any("Traceback" in log.read_text() for log in logs)
     finally:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from e2e.harness import PATIENCE_S
 from minisgl.benchmark import ablate
 from minisgl.benchmark.client import Endpoint, Record
 from minisgl.benchmark.load import JobMaker, Load, Window
@@ -93,7 +94,7 @@ async def answer_with(response: bytes, step: int) -> Record:
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         endpoint = Endpoint.parse(f"127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", "key")
         job = JobMaker(endpoint, "m", 0.0, False, True).job(Request([1, 2, 3], 2), "x")
-        await Load(endpoint, 5.0).closed([job], 1)
+        await Load(endpoint, PATIENCE_S).closed([job], 1)
         return job.record
 
 

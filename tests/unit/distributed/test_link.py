@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from e2e.harness import PATIENCE_S, eventually
 from minisgl.config import EngineConfig
 from minisgl.core import BatchPlan, StepResult
 from minisgl.distributed.group import Group, meet
@@ -57,7 +57,7 @@ def test_plans_arrive_whole_and_in_order(tmp_path: Path, kind: str) -> None:
         first.bus.publish(each.pack)
     first.bus.close()
     for receiver in receivers:
-        receiver.join(20)
+        receiver.join(PATIENCE_S)
         assert not receiver.is_alive()
     assert first.host == ("127.0.0.1" if kind == "path" else "127.0.0.3")
     first.store.set("x", "y")
@@ -92,17 +92,21 @@ def test_strangers_are_not_let_in() -> None:
         feed = second.result().feed
         assert feed is not None and feed.receive().plan == plan(3).pack().tobytes()
     with pytest.raises(ConnectionRefusedError):  # all are there, so nobody listens any more
-        socket.create_connection(address, timeout=1)
+        socket.create_connection(address, timeout=PATIENCE_S)
 
 
 def connect(address: tuple[str, int], words: bytes) -> None:
-    for _ in range(100):
+    """And leave, as soon as somebody listens there."""
+
+    def is_said() -> bool:
         try:
-            with socket.create_connection(address, timeout=1) as sock:
+            with socket.create_connection(address, timeout=PATIENCE_S) as sock:
                 sock.sendall(words)
-            return
         except ConnectionRefusedError:
-            time.sleep(0.02)
+            return False
+        return True
+
+    assert eventually(is_said)
 
 
 def test_a_rank_that_cannot_come_is_an_error(tmp_path: Path) -> None:
@@ -119,9 +123,7 @@ def test_the_loss_of_a_rank_is_noticed(tmp_path: Path) -> None:
     first.bus.watch(lost.append)
     assert second.feed is not None
     second.feed.close()
-    deadline = time.monotonic() + 5
-    while not lost and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert eventually(lambda: bool(lost))
     assert lost == [1]
     with pytest.raises(RankError, match="rank 1 is gone"):
         first.bus.publish(plan(1).pack)
@@ -168,7 +170,7 @@ def run_steps(tmp_path: Path, error: int, tamper: Callable[[Group], None] = lamb
                 first.bus.note_result(np.array([(step - 1) * 2 + 7], np.int32))
             tamper(first)
         first.bus.close()
-        done.result(10)
+        done.result(PATIENCE_S)
     return engine
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from e2e.harness import PATIENCE_S
 from minisgl.kernel import build, common_prefix
 from minisgl.kernel.common_prefix import (
     NATIVE_FROM,
@@ -65,7 +66,7 @@ def test_concurrent_builds_make_one_library(tmp_path: Path):
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": package}
     command = [sys.executable, "-c", code]
     workers = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    found = {worker.communicate(timeout=60)[0].strip() for worker in workers}
+    found = {worker.communicate(timeout=PATIENCE_S)[0].strip() for worker in workers}
     assert [str(p) for p in (tmp_path / "minisgl" / "lib").iterdir()] == list(found)
 
 

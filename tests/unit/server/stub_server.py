@@ -5,6 +5,7 @@
     STUB_QUEUE   requests beyond which new ones are refused with 429
 
 A prompt that contains a trigger text makes the request fail: "!error-first" before, "!error-later" after some tokens.
+After the first token of one with "!hold" nothing comes until there is a file `go` in the folder XDG_RUNTIME_DIR.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from minisgl.core import FinishReason
 from minisgl.message import (
@@ -48,6 +50,7 @@ class Stub:
     tokens: list[int]
     done: int = 0
     fails_at: int | None = None
+    is_held: bool = False
 
 
 def run(args: ServerArgs, ready: Ready) -> None:
@@ -60,6 +63,7 @@ def run(args: ServerArgs, ready: Ready) -> None:
         case "exit":
             os._exit(7)
         case "hang":
+            print("hanging", flush=True)
             time.sleep(600)
     delay = float(os.environ.get("STUB_DELAY", "0.001"))
     queue_limit = int(os.environ.get("STUB_QUEUE", "1000000"))
@@ -68,6 +72,7 @@ def run(args: ServerArgs, ready: Ready) -> None:
     tokens: ZmqPushQueue[TokenizerMsg] = ZmqPushQueue(args.zmq_detokenizer_addr, Codec(TokenizerMsg))
     stats = Frontends(args.zmq_frontend_addrs)
     ready({"dtype": "stub", "device": "cpu", "kv_tokens": 64, "page_size": 16})
+    go = Path(os.environ["XDG_RUNTIME_DIR"]) / "go"
     running: dict[int, Stub] = {}
     while True:
         finished: list[Finished] = []
@@ -81,6 +86,7 @@ def run(args: ServerArgs, ready: Ready) -> None:
                     text = tokenizer.decode(ids)
                     stub = Stub(msg, ids[: msg.sampling_params.max_tokens])
                     stub.fails_at = 0 if "!error-first" in text else 3 if "!error-later" in text else None
+                    stub.is_held = "!hold" in text
                     running[msg.uid] = stub
                 case AbortBackendMsg(uid):
                     if running.pop(uid, None) is not None:
@@ -88,7 +94,10 @@ def run(args: ServerArgs, ready: Ready) -> None:
                 case ExitMsg():
                     return
         uids, shown, started = [], [], []
+        may_go = go.exists()
         for uid, stub in list(running.items()):
+            if stub.is_held and stub.done and not may_go:
+                continue
             if stub.done == stub.fails_at:
                 finished.append(Finished(uid, FinishReason.ERROR, failure=Failure("the stub failed")))
                 del running[uid]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import signal
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +14,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from e2e.harness import ServerProcess, eventually, is_running, require_no_leak
+from e2e.harness import (
+    HELD,
+    PATIENCE_S,
+    ServerProcess,
+    eventually,
+    is_running,
+    release,
+    require_no_leak,
+    stopped,
+)
 from minisgl.core import FinishReason
 from minisgl.message import Codec, ConversionReply, FrontendMsg, StatsMsg, UserReply
 from minisgl.message.frontends import Frontends, uids_of, worker_of
@@ -30,24 +39,16 @@ def server() -> Iterator[ServerProcess]:
         yield server
 
 
-def connections_of(pid: int) -> int:
-    links = []
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            links.append(os.readlink(fd))
-        except OSError:  # closed meanwhile
-            continue
-    established = {
-        line.split()[9] for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "01"
-    }
-    return sum(link.removeprefix("socket:[").removesuffix("]") in established for link in links)
-
-
-def api_pids(server: ServerProcess) -> dict[str, int]:
+def api_pids(server: ServerProcess, workers: int = 3) -> dict[str, int]:
     """Known to every process once each has had a heartbeat."""
+    names = API[:workers]
     seen: dict[str, int] = {}  # of several answers: one may come from a process that does not know all yet
-    assert eventually(lambda: bool(seen.update(server.info()["processes"])) or set(API) <= seen.keys(), 3)
-    return {name: seen[name] for name in API}
+    assert eventually(lambda: bool(seen.update(server.info()["processes"])) or set(names) <= seen.keys())
+    return {name: seen[name] for name in names}
+
+
+def others_of(name: str, pids: dict[str, int]) -> list[int]:
+    return [pid for other, pid in pids.items() if other != name]
 
 
 def test_replies_go_to_who_asked_and_news_to_all(tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_replies_go_to_who_asked_and_news_to_all(tmp_path: Path) -> None:
     end = UserReply(uids[5], finish_reason=FinishReason.STOP)
     frontends.put([UserReply(u, str(u)) for u in uids] + [StatsMsg(step=7), ConversionReply(uids[5]), end])
     for worker, inbox in enumerate(inboxes):
-        got = inbox.get(5)
+        got = inbox.get(PATIENCE_S)
         own = [m for m in got if isinstance(m, UserReply | ConversionReply)]
         assert all(worker_of(m.uid, 3) == worker for m in own)
         assert [m for m in got if isinstance(m, StatsMsg)] == [StatsMsg(step=7)]
@@ -68,17 +69,15 @@ def test_replies_go_to_who_asked_and_news_to_all(tmp_path: Path) -> None:
     frontends.close()
 
 
-def test_every_request_is_answered_and_counted(server: ServerProcess) -> None:
+def test_whichever_is_free_takes_the_next_connection(server: ServerProcess) -> None:
     pids = api_pids(server)
     assert len(set(pids.values())) == 3
-    address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
-    held = [socket.create_connection(address) for _ in range(48)]
-    assert eventually(lambda: sum(connections_of(pid) for pid in pids.values()) >= 48, 5)
-    shares = [connections_of(pid) for pid in pids.values()]
-    for s in held:
-        s.close()
-    assert max(shares) < 48, f"one process took all connections: {shares}"
+    for name in pids:
+        with stopped(*others_of(name, pids)), server.client() as client:
+            assert client.get("/health").status_code == 200
 
+
+def test_every_request_is_answered_and_counted(server: ServerProcess) -> None:
     def ask(i: int) -> None:
         text = f"number {i} of many, says 你好 {i * 977}"
         with server.client() as client:
@@ -108,14 +107,13 @@ def test_every_request_is_answered_and_counted(server: ServerProcess) -> None:
             found.add((ends, first))
         return found
 
-    assert eventually(lambda: counts() == {(60.0, 60.0)}, 5), counts()
+    assert eventually(lambda: counts() == {(60.0, 60.0)}), counts()
     require_no_leak(server)
 
 
 def test_who_leaves_is_aborted(server: ServerProcess) -> None:
-    body = {"prompt": "word " * 1500, "stream": True}
     for _ in range(12):
-        with server.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
+        with server.client() as client, client.stream("POST", "/v1/completions", json=HELD) as response:
             next(response.iter_lines())
     require_no_leak(server)
     with server.client() as client:
@@ -123,49 +121,58 @@ def test_who_leaves_is_aborted(server: ServerProcess) -> None:
         assert client.post("/flush_cache").status_code == 200
 
 
-def streams(server: ServerProcess, n: int) -> list[tuple[httpx.Client, httpx.Response, Iterator[str]]]:
-    """`n` streams that have begun, with connections of their own."""
-    opened = []
-    for i in range(n):
-        client = server.client()
-        request = client.build_request("POST", "/v1/completions", json={"prompt": f"{i} " * 300, "stream": True})
-        response = client.send(request, stream=True)
-        lines = response.iter_lines()
-        next(lines)
-        opened.append((client, response, lines))
+Stream = tuple[httpx.Client, httpx.Response, Iterator[str]]
+
+
+def open_stream(server: ServerProcess) -> Stream:
+    """One that has begun and does not end by itself, with a connection of its own."""
+    client = server.client()
+    response = client.send(client.build_request("POST", "/v1/completions", json=HELD), stream=True)
+    lines = response.iter_lines()
+    next(lines)
+    return client, response, lines
+
+
+def open_streams(server: ServerProcess, pids: dict[str, int]) -> dict[str, list[Stream]]:
+    """Three with each API process."""
+    opened = {}
+    for name in pids:
+        with stopped(*others_of(name, pids)):
+            opened[name] = [open_stream(server) for _ in range(3)]
     return opened
 
 
 def test_all_streams_are_drained() -> None:
-    with ServerProcess("--api-workers", "2", stub=True, env={"STUB_DELAY": "0.003"}) as server:
+    with ServerProcess("--api-workers", "2", "--drain-timeout", "600", stub=True) as server:
+        opened = open_streams(server, api_pids(server, 2))
         pids = server.info()["processes"]
-        opened = streams(server, 9)
         os.killpg(server.process.pid, signal.SIGTERM)
-        for client, _, lines in opened:
+        assert eventually(lambda: "finishing " in server.log)
+        release(server)
+        for client, _, lines in itertools.chain(*opened.values()):
             rest = [line for line in lines if line]
             assert '"finish_reason":"length"' in rest[-2], rest[-2]
             client.close()
-        assert server.wait(8) == 0
+        assert server.wait() == 0
         assert "Traceback" not in server.log
         assert not any(is_running(pid) for pid in pids.values())
 
 
 def test_killed_worker_ends_the_server(server: ServerProcess) -> None:  # the last test that needs it
     pids = api_pids(server)
-    opened = streams(server, 9)
-    victim = next(name for name in API[1:] if connections_of(pids[name]))
-    others = server.info()["processes"]
+    opened = open_streams(server, pids)
+    processes = server.info()["processes"]
+    victim = API[1]
     os.kill(pids[victim], signal.SIGKILL)
-    told = broken = 0
-    for client, _, lines in opened:
-        try:
-            rest = [line for line in lines if line]
-            assert f"{victim} was killed by signal 9" in rest[-2] and rest[-1] == "data: [DONE]"
-            told += 1
-        except httpx.RemoteProtocolError:  # it was the victim's
-            broken += 1
-        client.close()
-    assert told and broken
-    assert server.wait(8) == 1
-    assert not any(is_running(pid) for pid in others.values())
+    for name, streams in opened.items():
+        for client, _, lines in streams:
+            if name == victim:
+                with pytest.raises(httpx.RemoteProtocolError):
+                    list(lines)
+            else:
+                rest = [line for line in lines if line]
+                assert f"{victim} was killed by signal 9" in rest[-2] and rest[-1] == "data: [DONE]"
+            client.close()
+    assert server.wait() == 1
+    assert not any(is_running(pid) for pid in processes.values())
     assert server.run_dirs == []

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
+import shutil
 import stat
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from e2e.harness import PATIENCE_S
 from minisgl.core import FinishReason
 from minisgl.message import (
     AbortMsg,
@@ -27,6 +30,7 @@ from minisgl.message import (
     ids_to_bytes,
 )
 from minisgl.params import Limits, SamplingParams
+from minisgl.server import frontend as frontend_module
 from minisgl.server.args import ServerArgs
 from minisgl.server.call import ClientGoneError
 from minisgl.server.client import ChatClient, Delta, ServerError
@@ -42,8 +46,7 @@ LIMITS = Limits(max_model_len=100, vocab_size=50)
 
 
 def test_run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = Path("/tmp") / f"mt-{os.getpid()}"
-    base.mkdir()
+    base = Path(tempfile.mkdtemp(prefix="mt-", dir="/tmp"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
     try:
         stale, fresh, foreign = (base / f"minisgl-{n}" for n in ("stale", "fresh", "foreign"))
@@ -61,7 +64,7 @@ def test_run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert (tmp_path / "lock").exists()
         assert not one.path.exists()
     finally:
-        rundir.shutil.rmtree(base)
+        shutil.rmtree(base)
 
 
 def test_run_dir_path_is_short_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -111,7 +114,18 @@ def test_backlog_is_one_reply(args: ServerArgs, tokenizer: ZmqPullQueue[Tokenize
         await frontend.close()
 
     asyncio.run(run())
-    assert [type(m) for m in tokenizer.get(1)] == [TokenizeMsg]  # finished: no abort
+    assert [type(m) for m in tokenizer.get(PATIENCE_S)] == [TokenizeMsg]  # finished: no abort
+
+
+def take(queue: ZmqPullQueue[TokenizerMsg], count: int) -> list[TokenizerMsg]:
+    """The next `count` messages."""
+    got: list[TokenizerMsg] = []
+    while len(got) < count:
+        new = queue.get(PATIENCE_S)
+        assert new, f"no more than {got}"
+        got += new
+    assert len(got) == count
+    return got
 
 
 def test_leaving_aborts(args: ServerArgs, tokenizer: ZmqPullQueue[TokenizerMsg]) -> None:
@@ -126,9 +140,7 @@ def test_leaving_aborts(args: ServerArgs, tokenizer: ZmqPullQueue[TokenizerMsg])
         await frontend.close()
 
     asyncio.run(run())
-    got: list[Any] = []
-    while len(got) < 4:
-        got += tokenizer.get(1)
+    got: list[Any] = take(tokenizer, 4)
     assert sorted(m.uid for m in got if isinstance(m, AbortMsg)) == sorted(
         m.uid for m in got if isinstance(m, TokenizeMsg)
     )
@@ -137,22 +149,22 @@ def test_leaving_aborts(args: ServerArgs, tokenizer: ZmqPullQueue[TokenizerMsg])
 def test_other_choices_are_sent_when_the_first_has_begun(
     args: ServerArgs, tokenizer: ZmqPullQueue[TokenizerMsg]
 ) -> None:
-    def sent() -> list[int]:
-        got: list[int] = []
-        while batch := tokenizer.get(timeout=0.2):
-            got += [m.uid for m in batch if isinstance(m, TokenizeMsg)]
-        return got
+    async def sent(kind: type[TokenizerMsg], *uids: int) -> None:
+        got = await asyncio.to_thread(take, tokenizer, len(uids))
+        assert [(type(m), m.uid) for m in got] == [(kind, uid) for uid in uids]
 
     async def run() -> None:
         frontend = make_frontend(args)
         async with await frontend.submit([request()] * 6, 3) as call:
             a, b = call.uids[0], call.uids[3]
-            assert await asyncio.to_thread(sent) == [a, b]
+            await sent(TokenizeMsg, a, b)
             call.push(UserReply(b, "x", 1, 5, finish_reason=FinishReason.LENGTH))
             call.push(UserReply(a, finish_reason=FinishReason.ERROR, failure=Failure("e")))
             assert [i for i, _ in await call.take()] == [3, 0]
-            assert await asyncio.to_thread(sent) == [b + 1, b + 2]
+            await sent(TokenizeMsg, b + 1, b + 2)
         assert frontend.entries == 0
+        got = await asyncio.to_thread(take, tokenizer, 4)  # nothing else has been sent before
+        assert sorted((type(m), m.uid) for m in got) == [(AbortMsg, uid) for uid in (a + 1, a + 2, b + 1, b + 2)]
         await frontend.close()
 
     asyncio.run(run())
@@ -173,16 +185,21 @@ def test_what_cannot_be_sent_is_refused(args: ServerArgs) -> None:
     asyncio.run(run())
 
 
-def test_silent_scheduler_is_unhealthy(tmp_path: Path) -> None:
+def test_silent_scheduler_is_unhealthy(args: ServerArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(frontend_module, "time", SimpleNamespace(monotonic=lambda: now))
+
     async def run() -> None:
-        args = ServerArgs(run_dir=str(tmp_path), heartbeat_timeout=0.05)
+        nonlocal now
         frontend = make_frontend(args)
         scheduler: ZmqPushQueue[FrontendMsg] = ZmqPushQueue(args.zmq_frontend_addrs[0], Codec(FrontendMsg))
         assert frontend.health_problem == ""
-        await asyncio.sleep(0.1)
+        now += args.heartbeat_timeout + 1
         assert "no sign of life" in frontend.health_problem
         scheduler.put([StatsMsg(step=7), DetokenizerStatsMsg(3), UserReply(99, "of a forgotten request")])
-        await asyncio.sleep(0.03)
+        async with asyncio.timeout(PATIENCE_S):
+            while frontend.detokenizer_entries != 3:
+                await asyncio.sleep(0.001)
         assert (frontend.health_problem, frontend.stats.step, frontend.detokenizer_entries) == ("", 7, 3)
         scheduler.close()
         await frontend.close()

@@ -5,21 +5,26 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
 import minisgl
-from e2e.harness import ROOT, ServerProcess, eventually, is_running, require_no_leak
+from e2e.harness import HELD, PATIENCE_S, ROOT, ServerProcess, eventually, is_running, release, require_no_leak
+from minisgl.server.http_server import LAST_WORDS_S
 from minisgl.utils.driver import has_driver
+
+NO_LIMIT = ("--drain-timeout", "600")  # where something else must end the answers
 
 
 @pytest.fixture(scope="module")
@@ -235,15 +240,12 @@ def test_endless_headers_are_refused(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnect_aborts(server: ServerProcess, stream: bool) -> None:
-    body = json.dumps({"prompt": "word " * 1500, "stream": stream}).encode()
+    body = json.dumps(HELD | {"stream": stream}).encode()
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as sock:
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-        )
-        sock.sendall(head.encode() + b"\r\n\r\n" + body)
-        assert eventually(lambda: server.metrics()["num_requests_running"] == 1, 5)
-    require_no_leak(server, 2)
+        sock.sendall(post_head(len(body)) + body)
+        assert eventually(lambda: server.metrics()["num_requests_running"] == 1)
+    require_no_leak(server)
 
 
 def test_slow_reader_is_given_up() -> None:
@@ -255,28 +257,25 @@ def test_slow_reader_is_given_up() -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.connect((host, int(port)))
             sock.sendall(post_head(len(body)) + body)
-            assert eventually(lambda: server.metrics()["num_requests_running"] > 0, 10)
+            assert eventually(lambda: server.metrics()["num_requests_running"] > 0 or "did not read" in server.log)
             with server.client() as other:  # others keep their pace meanwhile
                 assert other.post("/v1/completions", json={"prompt": "hi"}).status_code == 200
-            require_no_leak(server, 30)
+            require_no_leak(server)
         assert "did not read" in server.log
 
 
 def test_queue_limit_is_429() -> None:
-    env = {"STUB_DELAY": "0.01", "STUB_QUEUE": "2"}
-    with ServerProcess(stub=True, env=env) as server, server.client() as client:
-        results: list[httpx.Response] = []
-        body = {"prompt": "word " * 100}
-        threads = [
-            threading.Thread(target=lambda: results.append(client.post("/v1/completions", json=body))) for _ in range(8)
-        ]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        refused = [r for r in results if r.status_code == 429]
-        assert sorted({r.status_code for r in results}) == [200, 429]
-        assert all(r.headers["retry-after"] and r.json()["error"]["type"] == "rate_limit_error" for r in refused)
+    with ServerProcess(stub=True, env={"STUB_QUEUE": "2"}) as server, server.client() as client:
+        body = HELD | {"stream": False}
+        with ThreadPoolExecutor(2) as pool:
+            taken = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(2)]
+            assert eventually(lambda: server.metrics()["num_requests_running"] == 2)
+            refused = [client.post("/v1/completions", json=body) for _ in range(3)]
+            release(server)
+            assert [t.result().status_code for t in taken] == [200, 200]
+        assert all(r.status_code == 429 and r.headers["retry-after"] for r in refused)
+        assert all(r.json()["error"]["type"] == "rate_limit_error" for r in refused)
+        assert client.post("/v1/completions", json=body).status_code == 200
         require_no_leak(server)
 
 
@@ -292,23 +291,26 @@ def test_api_key() -> None:
 
 @pytest.mark.parametrize("victim", ["minisgl-TP0-scheduler", "minisgl-detokenizer-0", "minisgl-tokenizer-0"])
 def test_death_of_a_child(victim: str) -> None:
-    env = {"STUB_DELAY": "0.01"}
-    with ServerProcess("--num-tokenizer", "1", stub=True, env=env) as server, server.client() as client:
+    with ServerProcess("--num-tokenizer", "1", *NO_LIMIT, stub=True) as server, server.client() as client:
         pids = server.info()["processes"]
-        body = {"prompt": "word " * 1500, "stream": True}
-        with client.stream("POST", "/v1/completions", json=body) as response:
+
+        def require_503(method: str, path: str, **body: Any) -> None:
+            try:
+                assert client.request(method, path, **body).status_code == 503
+            except httpx.TransportError:  # it is gone, but not before its last words
+                assert time.monotonic() - killed > LAST_WORDS_S
+
+        with client.stream("POST", "/v1/completions", json=HELD) as response:
             lines = response.iter_lines()
             next(lines)
-            os.kill(pids[victim], signal.SIGKILL)
             killed = time.monotonic()
+            os.kill(pids[victim], signal.SIGKILL)
             rest = [line for line in lines if line]
-            assert time.monotonic() - killed < 2
         assert victim in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
         assert rest[-1] == "data: [DONE]"
-        assert client.get("/health").status_code == 503
-        assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 503
-        assert server.wait(5) == 1
-        assert time.monotonic() - killed < 5
+        require_503("GET", "/health")
+        require_503("POST", "/v1/completions", json={"prompt": "x"})
+        assert server.wait() == 1
         assert not any(is_running(pid) for pid in pids.values())
         assert server.run_dirs == []
 
@@ -318,7 +320,7 @@ def test_death_of_the_parent() -> None:
         pids = server.info()["processes"]
         server.process.kill()
         server.process.wait()
-        assert eventually(lambda: not any(is_running(pid) for pid in pids.values()), 2)
+        assert eventually(lambda: not any(is_running(pid) for pid in pids.values()))
         left = server.run_dirs
         assert len(left) == 1
         with ServerProcess(stub=True, env={"XDG_RUNTIME_DIR": server.run_base}) as second:
@@ -327,40 +329,38 @@ def test_death_of_the_parent() -> None:
 
 
 def test_sigterm_drains() -> None:
-    with ServerProcess(stub=True, env={"STUB_DELAY": "0.005"}) as server, server.client() as client:
-        body = {"prompt": "word " * 200, "stream": True}
-        with client.stream("POST", "/v1/completions", json=body) as response:
+    with ServerProcess(*NO_LIMIT, stub=True) as server, server.client() as client:
+        with client.stream("POST", "/v1/completions", json=HELD) as response:
             lines = response.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGTERM)
-            assert eventually(lambda: client.get("/ready").status_code == 503, 1)
+            assert eventually(lambda: client.get("/ready").status_code == 503)
             refused = client.post("/v1/completions", json={"prompt": "x"})
             assert refused.status_code == 503
             assert refused.headers["retry-after"]
+            release(server)
             rest = [line for line in lines if line]
         assert '"finish_reason":"length"' in rest[-2]
-        assert server.wait(5) == 0
+        assert server.wait() == 0
         assert "Traceback" not in server.log
         assert server.run_dirs == []
 
 
 @pytest.mark.parametrize("how", ["timeout", "second signal"])
 def test_drain_ends(how: str) -> None:
-    flags = ["--drain-timeout", "0.5"] if how == "timeout" else []
-    with ServerProcess(*flags, stub=True, env={"STUB_DELAY": "0.05"}) as server, server.client() as client:
-        with client.stream("POST", "/v1/completions", json={"prompt": "word " * 1500, "stream": True}) as response:
+    flags = ("--drain-timeout", "0.5") if how == "timeout" else NO_LIMIT
+    with ServerProcess(*flags, stub=True) as server, server.client() as client:
+        with client.stream("POST", "/v1/completions", json=HELD) as response:
             lines = response.iter_lines()
             next(lines)
-            started = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
             if how == "second signal":
-                assert eventually(lambda: client.get("/ready").status_code == 503, 1)
+                assert eventually(lambda: client.get("/ready").status_code == 503)
                 server.process.send_signal(signal.SIGINT)
             rest = [line for line in lines if line]
         assert "shutting down" in rest[-2]
         assert rest[-1] == "data: [DONE]"
-        assert server.wait(5) == 0
-        assert time.monotonic() - started < 4
+        assert server.wait() == 0
         assert "Traceback" not in server.log
 
 
@@ -368,21 +368,20 @@ def test_ctrl_c_to_the_group() -> None:
     with ServerProcess(stub=True) as server:
         pids = server.info()["processes"]
         os.killpg(server.process.pid, signal.SIGINT)
-        assert server.wait(5) == 0
+        assert server.wait() == 0
         assert "Traceback" not in server.log
         assert not any(is_running(pid) for pid in pids.values())
 
 
-def run_stub(*flags: str, **env: str) -> tuple[int, str, float]:
-    """Exit code, output and seconds of a server that is expected not to start."""
-    started = time.monotonic()
+def run_stub(*flags: str, **env: str) -> tuple[int, str]:
+    """Exit code and output of a server that is expected not to start."""
     server = ServerProcess(*flags, stub=True, env=env)
     try:
-        code = server.wait(15)
+        code = server.wait()
     finally:
         server.kill()
     assert server.run_dirs == []
-    return code, server.log, time.monotonic() - started
+    return code, server.log
 
 
 @pytest.mark.parametrize(
@@ -390,24 +389,22 @@ def run_stub(*flags: str, **env: str) -> tuple[int, str, float]:
     [
         ("raise", 1, "minisgl-TP0-scheduler could not start: ValueError: the stub was told to fail"),
         ("exit", 1, "minisgl-TP0-scheduler ended with exit code 7"),
-        ("hang", 1, "minisgl-TP0-scheduler not ready after 1.5 s"),
+        ("hang", 1, "minisgl-TP0-scheduler.* not ready after 1.5 s"),
         ("config", 2, "minisgl: --made-up cannot work"),
     ],
 )
 def test_child_fails_at_start(mode: str, code: int, message: str) -> None:
-    got, log, seconds = run_stub("--ready-timeout", "1.5" if mode == "hang" else "60", STUB_START=mode)
+    got, log = run_stub("--ready-timeout", "1.5" if mode == "hang" else "600", STUB_START=mode)
     assert got == code
-    assert message in log.splitlines()[-1]
-    assert seconds < 8
+    assert re.search(message, log.splitlines()[-1])
 
 
 def test_interrupted_start() -> None:
     server = ServerProcess(stub=True, env={"STUB_START": "hang"})
     try:
-        assert eventually(lambda: bool(server.run_dirs), 5)
-        time.sleep(0.3)
+        assert eventually(lambda: "hanging" in server.log)
         os.killpg(server.process.pid, signal.SIGINT)
-        assert server.wait(5) == 130
+        assert server.wait() == 130
         assert "Traceback" not in server.log
         assert server.run_dirs == []
     finally:
@@ -435,20 +432,20 @@ def test_interrupted_start() -> None:
 )
 def test_bad_settings(flags: list[str], message: str) -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT / "python")}
-    started = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = subprocess.run(
-        [sys.executable, "-m", "minisgl", "serve", *flags], capture_output=True, text=True, env=env, timeout=20
+        [sys.executable, "-m", "minisgl", "serve", *flags], capture_output=True, text=True, env=env, timeout=PATIENCE_S
     )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert result.returncode == 2
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
-    assert time.monotonic() - started < 5
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
 
 
 def test_port_in_use(server: ServerProcess) -> None:
     port = server.url.rpartition(":")[2]
-    code, log, seconds = run_stub("--port", port)
+    code, log = run_stub("--port", port)
     assert code == 2
     assert f"port {port}" in log
     assert len(log.splitlines()) == 1
-    assert seconds < 5

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from e2e.harness import PATIENCE_S
 from minisgl.message import AbortMsg, Codec, TokenizerMsg
 from minisgl.utils import mp
 from minisgl.utils.mp import ZmqAsyncPullQueue, ZmqAsyncPushQueue, ZmqPullQueue, ZmqPushQueue
@@ -42,18 +43,24 @@ def test_order_and_draining(push: ZmqPushQueue[TokenizerMsg], pull: ZmqPullQueue
         push.put([AbortMsg(uid), AbortMsg(uid + 1)])
     got: list[TokenizerMsg] = []
     while len(got) < 100:
-        new = pull.get(timeout=5)
+        new = pull.get(timeout=PATIENCE_S)
         assert new
         got += new
     assert got == [AbortMsg(uid) for uid in range(100)]
 
 
 def test_timeouts(pull: ZmqPullQueue[TokenizerMsg], push: ZmqPushQueue[TokenizerMsg]) -> None:
-    started = time.monotonic()
-    assert pull.get(timeout=0) == []
-    assert time.monotonic() - started < 0.05
-    assert pull.get(timeout=0.1) == []
-    assert 0.09 < time.monotonic() - started < 1
+    def seconds(timeout: float) -> float:
+        """The best of several: one alone says how busy the machine is."""
+        times = []
+        for _ in range(5):
+            started = time.monotonic()
+            assert pull.get(timeout=timeout) == []
+            times.append(time.monotonic() - started)
+        return min(times)
+
+    assert seconds(0) < 0.05
+    assert 0.02 < seconds(0.03) < 1
     push.put([AbortMsg(1)])
     assert pull.get() == [AbortMsg(1)]
 
@@ -62,10 +69,13 @@ def test_one_get_is_bounded(
     push: ZmqPushQueue[TokenizerMsg], pull: ZmqPullQueue[TokenizerMsg], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mp, "MAX_FRAMES", 3)
-    for uid in range(10):
+    for uid in range(1000):
         push.put([AbortMsg(uid)])
-    time.sleep(0.1)
-    assert len(pull.get(timeout=1)) == 3
+    got = 0
+    while got < 1000:
+        new = pull.get(timeout=PATIENCE_S)
+        assert 1 <= len(new) <= 3
+        got += len(new)
 
 
 def test_bad_frames_are_skipped(
@@ -78,7 +88,7 @@ def test_bad_frames_are_skipped(
     got: list[TokenizerMsg] = []
     with caplog.at_level(logging.ERROR):
         while not got:
-            got = pull.get(timeout=5)
+            got = pull.get(timeout=PATIENCE_S)
     assert got == [AbortMsg(7)]
     assert len(caplog.records) == 5
 
@@ -104,7 +114,7 @@ def test_async_queues(addr: str) -> None:
             await push.put([AbortMsg(uid)])
             if uid % 50 == 0:
                 await asyncio.sleep(0.01)
-        await asyncio.wait_for(receiver, 5)
+        await asyncio.wait_for(receiver, PATIENCE_S)
         pull.close()
         push.close()
         return got
