@@ -100,10 +100,10 @@ def test_large_trees_are_cut_off(fan_out: int) -> None:
     cache.lock_handle(handle)
     times = []
     for _ in range(5):
-        started = time.perf_counter()
+        started = time.process_time()
         view = engine_view(h.scheduler, 1)
         Codec(FrontendMsg).encode([view])
-        times.append(time.perf_counter() - started)
+        times.append(time.process_time() - started)
     assert len(view.nodes) == (outlines.MAX_NODES if fan_out < 10_000 else outlines.MAX_CHILDREN)
     assert view.nodes_total == 10_000
     hidden = view.nodes_hidden + sum(n.hidden for n in view.nodes)
