@@ -39,7 +39,7 @@ def test_plans_do_not_depend_on_the_hash_seed() -> None:
     tests = str(Path(__file__).parents[2])
     seen = set()
     for hash_seed in ("1", "2"):
-        env = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": tests}
+        env = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join((tests, *sys.path))}
         cmd = [sys.executable, "-c", "from support.traces import digest_of_plans; print(digest_of_plans())"]
         seen.add(subprocess.run(cmd, env=env, check=True, capture_output=True, text=True).stdout)
     assert len(seen) == 1
