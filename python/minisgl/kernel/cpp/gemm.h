@@ -184,24 +184,29 @@ Ahead asked_by(int64_t b, int64_t blocks, const Matrix<W>& w, bool paired, int64
 
 // compute(first row, rows, panels' addresses, their number, ahead, tile) and then finish(first row, rows, first panel,
 // panels, tile) for blocks of up to `most` of m rows with each unit of W, in parallel. A tile is [rows][kUnit * 16].
-template <class W, class C, class F>
+// Where `finish` writes is asked for before, to(row, panel) for each, unless memory is what the product waits for.
+template <class W, class C, class A, class F>
 void each_block(Pool& pool, const Matrix<W>& w, int64_t m, int64_t most, int64_t step, bool paired, const C& compute,
-                const F& finish) {
+                const A& to, const F& finish) {
     const int64_t blocks = (m + most - 1) / most;
     each_unit(pool, w, m, paired, [&](int64_t first, int count, const W* const* panels) {
         alignas(64) float tile[kRowBlock * kUnit * kLanes];
         for (int64_t b = 0; b < blocks; ++b) {
             const int64_t row = m * b / blocks;
             const int rows = (int)(m * (b + 1) / blocks - row);
+            for (int i = 0; i < rows && m > kFew; ++i)
+                for (int j = 0; j < count; ++j) request(to(row + i, first + j));
             compute(row, rows, panels, paired ? 2 * count : count, asked_by(b, blocks, w, paired, step), tile);
             finish(row, rows, first, count, tile);
         }
     });
 }
 
-// finish(first row, rows, first panel, panels, tile [rows][kUnit * 16]) for all of x [m, cols] W^T, in parallel.
-template <class T, class F>
-void gemm(Pool& pool, const Matrix<T>& w, const X<T>* x, int64_t ldx, int64_t m, bool paired, const F& finish) {
+// finish(first row, rows, first panel, panels, tile [rows][kUnit * 16]) for all of x [m, cols] W^T, in parallel; `to` as
+// in `each_block`.
+template <class T, class A, class F>
+void gemm(Pool& pool, const Matrix<T>& w, const X<T>* x, int64_t ldx, int64_t m, bool paired, const A& to,
+          const F& finish) {
     if (m == 0) return;
     // Sums of few rows with a whole unit load the least; but then W comes once for each few, even if from near.
     const int64_t most = !has_tiles<T> && m > kFew ? kUnitRows : kRowBlock;
@@ -211,17 +216,18 @@ void gemm(Pool& pool, const Matrix<T>& w, const X<T>* x, int64_t ldx, int64_t m,
         [&](int64_t row, int rows, const T* const* panels, int count, Ahead ahead, float* tile) {
             product<T>(rows, x + row * ldx, ldx, panels, count, w.cols, ahead, tile);
         },
-        finish);
+        to, finish);
 }
 
 // y [m, ldy] = x W^T + bias, or y += that.
 template <class T, class W>
 void linear(Pool& pool, const Matrix<W>& w, const X<T>* x, int64_t ldx, int64_t m, float* y, int64_t ldy, bool adds) {
-    gemm<T>(pool, w, x, ldx, m, false, [&](int64_t row, int rows, int64_t panel, int count, const float* tile) {
+    const auto to = [&](int64_t row, int64_t panel) { return y + row * ldy + panel * kLanes; };
+    gemm<T>(pool, w, x, ldx, m, false, to, [&](int64_t row, int rows, int64_t panel, int count, const float* tile) {
         for (int i = 0; i < rows; ++i)
             for (int j = 0; j < count; ++j) {
                 const int64_t col = (panel + j) * kLanes;
-                float* out = y + (row + i) * ldy + col;
+                float* out = to(row + i, panel + j);
                 const int n = (int)std::min<int64_t>(kLanes, w.rows - col);
                 Vec v = Vec::load(tile + (i * kUnit + j) * kLanes);
                 if (w.bias) v = v + load_part(w.bias + col, n);
@@ -235,7 +241,8 @@ void linear(Pool& pool, const Matrix<W>& w, const X<T>* x, int64_t ldx, int64_t 
 template <class T, class W>
 void gated(Pool& pool, const Matrix<W>& w, const X<T>* x, int64_t ldx, int64_t m, X<T>* y, int64_t ldy) {
     const int64_t half = w.rows / 2;
-    gemm<T>(pool, w, x, ldx, m, true, [&](int64_t row, int rows, int64_t panel, int count, const float* tile) {
+    const auto to = [&](int64_t row, int64_t panel) { return y + row * ldy + panel * kLanes; };
+    gemm<T>(pool, w, x, ldx, m, true, to, [&](int64_t row, int rows, int64_t panel, int count, const float* tile) {
         for (int i = 0; i < rows; ++i)
             for (int j = 0; j < count; ++j) {
                 const int64_t col = (panel + j) * kLanes;
@@ -245,7 +252,7 @@ void gated(Pool& pool, const Matrix<W>& w, const X<T>* x, int64_t ldx, int64_t m
                     gate = gate + Vec::load(w.bias + col);
                     up = up + Vec::load(w.bias + half + col);
                 }
-                put(y + (row + i) * ldy + col, gate / (Vec::all(1.0f) + exp(Vec::all(0.0f) - gate)) * up);
+                put(to(row + i, panel + j), gate / (Vec::all(1.0f) + exp(Vec::all(0.0f) - gate)) * up);
             }
     });
 }

@@ -229,8 +229,9 @@ inline void widen(const Int8* panel, int64_t groups, bf16* out) {
 #endif
 
 // As `gemm` of weights that are not quantized.
-template <class T, class F>
-void gemm(Pool& pool, const Matrix<Int8>& w, const X<T>* x, int64_t ldx, int64_t m, bool paired, const F& finish) {
+template <class T, class A, class F>
+void gemm(Pool& pool, const Matrix<Int8>& w, const X<T>* x, int64_t ldx, int64_t m, bool paired, const A& to,
+          const F& finish) {
     if (m == 0) return;
     const int64_t groups = w.cols / kGroup;
 #if defined(__AMX_BF16__)
@@ -268,7 +269,7 @@ void gemm(Pool& pool, const Matrix<Int8>& w, const X<T>* x, int64_t ldx, int64_t
         [&](int64_t row, int rows, const Int8* const* panels, int count, Ahead ahead, float* tile) {
             product(rows, &rounded[row * groups], groups, panels, count, w.cols, ahead, tile);
         },
-        finish);
+        to, finish);
 }
 
 }  // namespace minisgl
