@@ -216,6 +216,19 @@ def test_drawn_tokens_have_the_noise_of_the_reference(tmp_path: Path, isa: str):
         assert engine.tokens.tolist() == tokens.tolist() and ok.all() and engine.ok.tolist() == [1] * len(keys)
 
 
+def test_of_equal_logits_the_first_is_chosen(tmp_path: Path, isa: str):
+    checkpoint = save(tmp_path / "a", SHAPES["wide-heads-odd-vocabulary"])
+    head = checkpoint.model.lm_head.weight
+    with torch.no_grad():
+        head.copy_(head[torch.tensor([RNG.randrange(9) for _ in range(len(head))])])
+    checkpoint.model.save_pretrained(tmp_path / "b")
+    engine = NativeEngine.load(tmp_path / "b")
+    logits = engine.step([Span(row, 0, A[: 5 + row]) for row in range(8)])
+    most = logits == logits.amax(-1, keepdim=True)
+    assert (most.sum(-1) > 1).all()
+    assert engine.tokens.tolist() == [row.nonzero()[0].item() for row in most]
+
+
 def test_a_row_that_is_not_finite_is_told(tmp_path: Path, isa: str):
     checkpoint = save(tmp_path, SHAPES["windows"])
     engine = NativeEngine.load(checkpoint.folder)

@@ -1,5 +1,7 @@
 // Choosing tokens as kernel/sample.py does, for rows without filters: the same noise bits, the same rules for ties.
 #pragma once
+#include <algorithm>
+
 #include "simd.h"
 
 namespace minisgl {
@@ -55,12 +57,14 @@ struct Choice {
 inline Choice choose(const float* logits, int64_t vocab, float temperature, int64_t key, int32_t position) {
     constexpr int width = kWidth / 4;
     float peak = -INFINITY;
+    int64_t first = vocab;  // who has it
     bool is_nan = false;
     int64_t i = 0;
     Reg top = Reg{} - INFINITY;
-    Int strange = {};
+    Int strange = {}, where = {};
     for (; i + width <= vocab; i += width) {
         Reg x = *(const Reg*)(logits + i);
+        where = x > top ? (int32_t)i - Int{} : where;
         top = x > top ? x : top;
         strange |= x != x;
     }
@@ -68,16 +72,14 @@ inline Choice choose(const float* logits, int64_t vocab, float temperature, int6
         peak = top[lane] > peak ? top[lane] : peak;
         is_nan |= strange[lane] != 0;
     }
+    for (int lane = 0; lane < width; ++lane)
+        if (top[lane] == peak) first = std::min<int64_t>(first, where[lane] + lane);
     for (int64_t j = i; j < vocab; ++j) {
-        peak = logits[j] > peak ? logits[j] : peak;
+        if (logits[j] > peak) peak = logits[j], first = j;
         is_nan |= logits[j] != logits[j];
     }
     if (is_nan || !std::isfinite(peak)) return {0, false};
-    if (!(temperature > 0)) {
-        int64_t token = 0;
-        while (logits[token] != peak) ++token;
-        return {(int32_t)token, true};
-    }
+    if (!(temperature > 0)) return {(int32_t)first, true};
     const uint32_t low = (uint32_t)key, high = (uint32_t)((uint64_t)key >> 32), at = (uint32_t)position;
     const uint32_t a = mix32(mix32(low + at * 0x9E3779B9u) ^ high);
     const uint32_t b = mix32(mix32(high + at * 0x85EBCA6Bu) ^ low ^ 0x6A09E667u);
