@@ -1,7 +1,7 @@
 // Products with weights of 8 bits: w = q * scale, with a scale for every 32 weights of a row.
 //
 // The other factor is rounded to 8 bits, too, with a scale for the same 32. Sums of 32 products are then whole numbers,
-// exact on every instruction set; those with AMX take the weights as bfloat16 instead.
+// exact on every instruction set. Beside bfloat16, AMX takes the weights as bfloat16 instead.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -22,9 +22,9 @@ constexpr int kOffset = 128;  // of stored weights: the instruction multiplies s
 using Small = int16_t;
 constexpr int kOffset = 0;
 #endif
-constexpr int kDepth = 4 / sizeof(Small);     // columns whose products one instruction adds
+constexpr int kDepth = 4 / sizeof(Small);  // columns whose products one instruction adds
 constexpr int kSteps = kGroup / kDepth;
-constexpr int kAsks = kSteps + 8 / kSteps;    // requests for memory: at most 64 bytes each
+constexpr int kAsks = kSteps + 8 / kSteps;  // requests for memory: at most 64 bytes each
 
 // 16 rows x 32 columns.
 struct Int8 {
