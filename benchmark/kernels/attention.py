@@ -60,16 +60,14 @@ PREFILL: dict[str, Mix] = {
     "7 tokens@1000": [(7, 1000)],
 }
 FUSED = ((1, 256), (1, 600), (1, 4096), (2, 600), (4, 600), (8, 600), (16, 600), (32, 600), (64, 600))
-# Besides the backend's own choice, changes of its kernel options: `share` is the number of programs that the plan
-# divides the tokens by, PROGRAMS the grid.
+# Besides the backend's own choice, changes of its kernels' options.
 DECODE_VARIANTS: dict[str, dict[str, int]] = {
     "own": {},
-    "6 stages": {"STAGES": 6},
-    "64 keys": {"BN": 64, "num_warps": 4, "PROGRAMS": 264},
-    "share 264": {"share": 264},
-    "share 1056": {"share": 1056},
+    "4 stages": {"STAGES": 4},
+    "7 stages": {"STAGES": 7},
+    "4 warps": {"num_warps": 4},
 }
-FUSED_VARIANTS: dict[str, dict[str, int]] = {"own": {}, "grid 264": {"PROGRAMS": 264}}
+FUSED_VARIANTS: dict[str, dict[str, int]] = {"own": {}, "4 warps": {"num_warps": 4}}
 PREFILL_VARIANTS: dict[str, dict[str, int]] = {
     "own": {},
     "large": {"BM": 128},
@@ -146,8 +144,6 @@ class Setting:
             attention._small = attention._large = replace(tiling, plan={**tiling.plan, "TQ": queries})
         elif kind != "prefill":
             attention._decode.update(changes)
-            attention._plan_decode["PROGRAMS"] = attention._decode.pop("share", attention._programs)
-            attention._programs = attention._decode["PROGRAMS"]
         fields = {**vars(self), "attention": attention}
         return Setting(**fields)
 

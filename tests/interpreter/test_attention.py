@@ -85,28 +85,6 @@ def test_parts_of_a_short_prompt_beside_a_long_one_have_no_keys():
         check_forward([(5, 1600), (16, 16)], 16, 2, 64, HALF, CPU, window=window)
 
 
-def test_the_plan_of_decode_lists_no_more_than_the_window():
-    case = Case([(1, 10 + 100 * i) for i in range(30)], 16, 1, 64, HALF, CPU, window=64)
-    case.context()
-    count, chunk = case.attention._work[64][:2].tolist()
-    items = case.attention._work[64][130 + 31 :][: 4 * count].view(-1, 4)
-    assert chunk >= 96 and count == 30 and not items[:, 2].any()  # a window and the rest of a tile
-
-
-def test_the_plan_of_decode_lists_every_chunk_once_and_the_longest_first():
-    lens = [1 + 37 * i % 300 for i in range(300)]
-    case = Case([(1, n) for n in lens], 16, 1, 64, HALF, CPU)
-    case.context()
-    work = case.attention._work[None].tolist()
-    count, chunk = work[:2]
-    items = [(work[i], work[i + 2]) for i in range(130 + 301, 130 + 301 + 4 * count, 4)]
-    assert sorted(items) == [(i, j) for i, n in enumerate(lens) for j in range(-(-n // chunk))]
-    sizes = [min(chunk, lens[i] - j * chunk) for i, j in items]
-    assert sizes == sorted(sizes, reverse=True)
-    counts = [-(-n // chunk) for n in lens]
-    assert work[130 : 130 + 300] == [sum(counts[:i]) for i in range(300)]
-
-
 def test_the_plan_of_prefill_lists_every_tile_once_and_the_latest_first():
     mix = [(1, 9), (300, 300), (70, 400), (300, 300), *((2 + i % 3, 4 + i % 5) for i in range(70))]
     case = Case(mix, 16, 2, 64, HALF, CPU)

@@ -9,16 +9,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from minisgl.attention.base import AttentionBackend
-from minisgl.kernel.triton.attention_decode import (
-    FIRST,
-    ITEM,
-    MAX_LAYERS,
-    PLAN_ROWS,
-    TILE_KEYS,
-    decode_attention,
-    max_decode_items,
-    plan_decode,
-)
+from minisgl.kernel.triton.attention_decode import decode_attention
+from minisgl.kernel.triton.attention_plan import BEGINS, PART, PLAN_ROWS, plan_decode
 from minisgl.kernel.triton.attention_prefill import COUNTERS, TILE, plan_prefill, prefill_attention
 from minisgl.kernel.triton.launch import chained
 
@@ -41,7 +33,6 @@ class _Plan:
 
     num_decode: int
     chunks: dict[Window, _Tiles]  # empty if there are none
-    layer: int = 0  # of the next call: every layer has its own ticket counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,27 +74,28 @@ class TritonAttention(AttentionBackend):
         self._multiprocessors = INTERPRETER_SMS
         if device.type == "cuda":
             self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        programs, parts = 4 * self._multiprocessors, 2 * self._multiprocessors
+        parts = 2 * self._multiprocessors
         self._scale = spec.scale * LOG2_E
         shared = {"HK": heads, "G": group, "D": dim, "PAGE": spec.page_size}
 
-        items = max_decode_items(spec.max_rows, heads, programs)
+        # Programs of two warps are resident four at a time (each thread with 255 registers) if tiles are not too large.
+        resident = 4 if dim <= 128 else 2
+        shares = max(1, resident * self._multiprocessors // heads)
+        slots = (spec.max_rows + shares) * heads * group
         int32, float32 = torch.int32, torch.float32
-        size = FIRST.value + spec.max_rows + ITEM.value * items
-        self._work = {window: torch.empty(size, dtype=int32, device=device) for window in spec.windows}
+        size = BEGINS.value + (shares + spec.max_rows) * PART.value
+        self._work = {window: torch.zeros(size, dtype=int32, device=device) for window in spec.windows}
         self._counters = torch.empty(spec.max_rows * heads, dtype=int32, device=device)
-        self._part = torch.empty(items * heads * group, dim, dtype=float32, device=device)
-        self._lse = torch.empty(items * heads * group, dtype=float32, device=device)
-        self._plan_decode = {"PROGRAMS": programs, "HK": heads, "MAX_ROWS": spec.max_rows}
-        self._programs = programs
+        self._part = torch.empty(slots, dim, dtype=float32, device=device)
+        self._lse = torch.empty(slots, dtype=float32, device=device)
+        self._plan_decode = {"SHARES": shares, "HK": heads}
+        self._programs = shares * heads
         self._decode = {
             **shared,
             "GROUP": _power_of_two(group),
             "R": max(16, _power_of_two(group)),
-            "BN": TILE_KEYS.value,
             "STAGES": 3 if spec.dtype is torch.float32 else 5,
-            "PROGRAMS": programs,
-            "MAX_ROWS": spec.max_rows,
+            "SHARES": shares,
             "num_warps": 2,
         }
 
@@ -218,8 +210,6 @@ class TritonAttention(AttentionBackend):
     ) -> None:
         """Of the first sequences of the step into the first rows of `out`; with `heads` q still has k and v behind."""
         plan: _Plan = ctx.attn_metadata
-        batch = ctx.batch
-        assert plan.layer < MAX_LAYERS.value, f"more than {MAX_LAYERS.value} layers"
         options = chained(q.device) if heads is not None and plan.num_decode == 1 else {"PDL": False}
         has_norm = heads is not None and heads.q_weight is not None
         decode_attention[(self._programs,)](
@@ -234,11 +224,9 @@ class TritonAttention(AttentionBackend):
             heads.q_weight if heads is not None else None,
             heads.k_weight if heads is not None else None,
             heads.cos_sin if heads is not None else None,
-            batch.positions if heads is not None else None,
             ctx.out_loc if heads is not None else None,
             self._scale,
             heads.eps if heads is not None else 0.0,
-            plan.layer,
             q.stride(0),
             ctx.page_table.stride(0),
             WINDOW=window or 0,
@@ -247,7 +235,6 @@ class TritonAttention(AttentionBackend):
             **options,
             **self._decode,
         )
-        plan.layer += 1
 
 
 def _power_of_two(n: int) -> int:
