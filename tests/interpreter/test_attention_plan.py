@@ -67,11 +67,11 @@ def plan(lens: list[int], shares: int, window: int = 0) -> Shares:
     return found
 
 
-@pytest.mark.parametrize("window", [0, 64, 100, 1000])
-@pytest.mark.parametrize("shares", [1, 3, 16, 66])
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("shares", [1, 16, 66])
 @pytest.mark.parametrize(
     "lens",
-    [[1], [5000], [700] * 20, SHORT, RANDOM, [*SHORT, 0, 0], [*RANDOM, 20_000, 1, 0], RANDOM * 8, [33] * 300],
+    [[1], [5000], [700] * 20, SHORT, RANDOM, [*SHORT, 0, 0], [*RANDOM, 20_000, 1, 0], RANDOM * 7, [33] * 50],
     ids=["one key", "one long", "equal", "short", "random", "padded", "one of all", "many", "many equal"],
 )
 def test_every_key_is_read_once(lens: list[int], shares: int, window: int):
@@ -103,7 +103,7 @@ def test_short_shares_keep_to_one_sequence():
 
 
 def test_many_sequences_are_not_split_and_the_longest_come_first():
-    lens = [1 + 37 * i % 300 for i in range(300)]
+    lens = [1 + 37 * i % 300 for i in range(100)]
     found = plan(lens, 16)
     assert found.by_ticket and all(len(parts) == 1 for parts in found.parts)
     assert found.tiles == sorted((-(-n // TILE) for n in lens), reverse=True)
