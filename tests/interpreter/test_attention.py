@@ -118,7 +118,11 @@ def test_large_tiles_are_for_much_work_or_long_contexts():
     assert attention._tiling(num_tokens=63, num_chunks=1, longest=10_000) is small
 
 
-@pytest.mark.parametrize("mix", [[(1, 300), (1, 30), (20, 50)], [(5, 1600)]], ids=["mixed", "split"])
+@pytest.mark.parametrize(
+    "mix",
+    [[(1, 300), (1, 30), (20, 50)], [(5, 1600)], [(1, 40 + i) for i in range(45)]],
+    ids=["mixed", "split", "by ticket"],
+)
 def test_layers_share_a_step(mix: list[tuple[int, int]]):
     case = Case(mix, 16, 2, 64, HALF, CPU)
     ctx = case.context()

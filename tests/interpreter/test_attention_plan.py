@@ -30,7 +30,7 @@ class Part:
 
 @dataclass
 class Shares:
-    size: int
+    size: int  # tiles
     by_ticket: bool
     gap: int
     parts: list[list[Part]]  # of each sequence
@@ -45,9 +45,10 @@ def plan(lens: list[int], shares: int, window: int = 0) -> Shares:
     kv_lens = torch.tensor(lens, dtype=torch.int32)
     plan_decode[grid](rows, kv_lens, work, counters, len(lens), SHARES=shares, HK=HEADS, WINDOW=window)
     assert not counters.any()
-    size, count, num_seqs, gap, tickets = work[:5].tolist()
+    count, num_seqs, gap, tickets = work[:4].tolist()
     assert tickets == 0
     begins = work[BEGINS.value :].view(-1, PART.value).tolist()
+    size = max((begin[6] for begin in begins[:count]), default=0)
     found = Shares(size, count > shares, gap, [[] for _ in lens], [])
     for share in range(count):
         (seq, row, lo, length, first, parts, left, _), tiles = begins[share], 0

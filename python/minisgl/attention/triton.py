@@ -84,7 +84,7 @@ class TritonAttention(AttentionBackend):
         slots = (spec.max_rows + shares) * heads * group
         int32, float32 = torch.int32, torch.float32
         size = BEGINS.value + (shares + spec.max_rows) * PART.value
-        self._work = {window: torch.zeros(size, dtype=int32, device=device) for window in spec.windows}
+        self._work = {window: torch.empty(size, dtype=int32, device=device) for window in spec.windows}
         self._counters = torch.empty(spec.max_rows * heads, dtype=int32, device=device)
         self._part = torch.empty(slots, dim, dtype=float32, device=device)
         self._lse = torch.empty(slots, dtype=float32, device=device)

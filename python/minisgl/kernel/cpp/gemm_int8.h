@@ -263,7 +263,7 @@ void gemm(Pool& pool, const Matrix<Int8>& w, const X<T>* x, int64_t ldx, int64_t
             round_group(x + i / groups * ldx + i % groups * kGroup, rounded[i]);
     });
     // Few ask for weights evenly, pass by pass; of many, larger blocks read a pair of panels less often.
-        const int64_t most = m > kFew ? kRowBlock : kPairRows;
+    const int64_t most = m > kFew ? kRowBlock : kPairRows;
     each_block(
         pool, w, m, most, (sizeof(Int8) + kAsks - 1) / kAsks, paired,
         [&](int64_t row, int rows, const Int8* const* panels, int count, Ahead ahead, float* tile) {

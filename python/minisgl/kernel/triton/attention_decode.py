@@ -16,20 +16,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minisgl.kernel.triton.attention_plan import BEGINS, PART, TILE_KEYS
+from minisgl.kernel.triton.attention_plan import BEGINS, PART, TILE_KEYS, load_part
 
 NEGATIVE = tl.constexpr(-1e30)  # instead of -inf, whose differences are NaN
-
-
-@triton.jit
-def _load_part(part):
-    seq = tl.load(part)
-    row = tl.load(part + 1)
-    lo = tl.load(part + 2)
-    length = tl.load(part + 3)
-    first_share = tl.load(part + 4)
-    parts = tl.load(part + 5)
-    return seq, row, lo, length, first_share, parts
 
 
 @triton.jit
@@ -117,21 +106,20 @@ def decode_attention(
     share = tl.program_id(0) // HK
     head = tl.program_id(0) % HK
     begins = work + BEGINS
-    size = tl.load(work)
-    num_shares = tl.load(work + 1)
-    num_seqs = tl.load(work + 2)
-    gap = tl.load(work + 3)
+    num_shares = tl.load(work)
+    num_seqs = tl.load(work + 1)
+    gap = tl.load(work + 2)
     by_ticket = num_shares > SHARES
     ticket = 0
-    seq, row, lo, length, first_share, parts = _load_part(begins + share * PART)
-    left = tl.where(share < num_shares, tl.load(begins + share * PART + 6), 0)
+    seq, row, lo, length, first_share, parts, left = load_part(begins + share * PART)
+    left = tl.where(share < num_shares, left, 0)
     while left > 0:
         hi = tl.minimum(lo + left * TILE_KEYS, length)
         left -= tl.cdiv(hi - lo, TILE_KEYS) + gap
         left = tl.where(seq + 1 < num_seqs, left, 0)
-        following = _load_part(begins + (SHARES + tl.where(left > 0, seq + 1, seq)) * PART)
+        following = load_part(begins + (SHARES + tl.where(left > 0, seq + 1, seq)) * PART)
         if by_ticket:
-            ticket = tl.atomic_add(work + 4, 1, sem="relaxed")
+            ticket = tl.atomic_add(work + 3, 1, sem="relaxed")
         table = page_table + row.to(tl.int64) * stride_table
         q_seq = q + seq.to(tl.int64) * stride_q
         out_seq = out + (seq.to(tl.int64) * HK + head) * G * D
@@ -195,10 +183,11 @@ def decode_attention(
             if done == parts - 1:
                 tl.store(counters + seq * HK + head, 0)
                 _merge(part, lse, out_seq, seq + first_share, parts, head, HK, G, GROUP, D)
-        seq, row, lo, length, first_share, parts = following
+        seq, row, lo, length, first_share, parts, _ = following
         if by_ticket:  # as many are drawn in each layer as there are shares
             ticket = SHARES * HK + ticket % (num_shares * HK)
             share = ticket // HK
             head = ticket % HK
-            left = tl.where(share < num_shares, size, 0)
-            seq, row, lo, length, first_share, parts = _load_part(begins + tl.minimum(share, num_shares - 1) * PART)
+            place = begins + tl.minimum(share, num_shares - 1) * PART
+            seq, row, lo, length, first_share, parts, left = load_part(place)
+            left = tl.where(share < num_shares, left, 0)

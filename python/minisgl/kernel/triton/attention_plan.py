@@ -8,11 +8,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The `work` buffer, int32: [0] tiles of a share, [1] number of shares, [2] number of sequences if shares may have parts
-# of several, else 0, [3] tiles that the beginning of a sequence counts for, [4] tickets given out; then the part that
-# each share begins with, then the first part of each sequence: sequence, row of the page table, first key, length of
-# the sequence, its first share, its number of parts, tiles left to the share. Where there are more than SHARES, each is
-# a whole sequence, and they go on where the first parts would be.
+# The `work` buffer, int32: [0] number of shares, [1] number of sequences if shares may have parts of several, else 0,
+# [2] tiles that the beginning of a sequence counts for, [3] tickets given out; then the part that each share begins
+# with, then the first part of each sequence: sequence, row of the page table, first key, length of the sequence, its
+# first share, its number of parts, tiles left to the share (if it begins here). Where there are more than SHARES, each
+# is a whole sequence, and they go on where the first parts would be.
 BEGINS = tl.constexpr(8)
 PART = tl.constexpr(8)  # numbers per part, one of them unused
 TILE_KEYS = tl.constexpr(32)  # that `decode_attention` reads at once, from a multiple of it on
@@ -22,7 +22,7 @@ PLAN_ROWS = tl.constexpr(8)  # sequences per program of `plan_decode`
 
 
 @triton.jit
-def first_key(length, WINDOW: tl.constexpr):
+def _first_key(length, WINDOW: tl.constexpr):
     """Where the tiles of a sequence begin: at or before the first key that its last position sees."""
     if WINDOW == 0:
         return tl.zeros_like(length)
@@ -33,7 +33,7 @@ def first_key(length, WINDOW: tl.constexpr):
 def _tiles(kv_lens, seqs, num_seqs, WINDOW: tl.constexpr):
     """Of each sequence, 0 beyond the last."""
     length = tl.load(kv_lens + seqs, mask=seqs < num_seqs, other=0)
-    return tl.cdiv(length - first_key(length, WINDOW), TILE_KEYS)
+    return tl.cdiv(length - _first_key(length, WINDOW), TILE_KEYS)
 
 
 @triton.jit
@@ -45,6 +45,19 @@ def _store_part(part, seq, row, lo, length, first_share, parts, left, mask):
     tl.store(part + 4, first_share, mask=mask)
     tl.store(part + 5, parts, mask=mask)
     tl.store(part + 6, left, mask=mask)
+
+
+@triton.jit
+def load_part(part):
+    """As stored: sequence, row, first key, length, first share, parts, tiles left."""
+    seq = tl.load(part)
+    row = tl.load(part + 1)
+    lo = tl.load(part + 2)
+    length = tl.load(part + 3)
+    first_share = tl.load(part + 4)
+    parts = tl.load(part + 5)
+    left = tl.load(part + 6)
+    return seq, row, lo, length, first_share, parts, left
 
 
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["rows", "kv_lens"])
@@ -65,7 +78,7 @@ def plan_decode(rows, kv_lens, work, counters, num_seqs, SHARES: tl.constexpr, H
     is_own = own < num_seqs
     length = tl.load(kv_lens + own, mask=is_own, other=0)
     row = tl.load(rows + own, mask=is_own, other=0)
-    begin = first_key(length, WINDOW)
+    begin = _first_key(length, WINDOW)
     tiles = tl.cdiv(length - begin, TILE_KEYS)
     b = tl.arange(0, BLOCK)
     some_tiles = tl.zeros([BLOCK], tl.int32)
@@ -123,8 +136,7 @@ def plan_decode(rows, kv_lens, work, counters, num_seqs, SHARES: tl.constexpr, H
     for head in range(HK):
         tl.store(counters + own * HK + head, 0, mask=is_own)
     if tl.program_id(0) == 0:
-        tl.store(work, size)
-        tl.store(work + 1, tl.cdiv(tl.sum(total, 0), size))
-        tl.store(work + 2, tl.where(are_whole, 0, all_seqs))
-        tl.store(work + 3, gap)
-        tl.store(work + 4, 0)
+        tl.store(work, tl.cdiv(tl.sum(total, 0), size))
+        tl.store(work + 1, tl.where(are_whole, 0, all_seqs))
+        tl.store(work + 2, gap)
+        tl.store(work + 3, 0)
