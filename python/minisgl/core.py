@@ -182,10 +182,9 @@ class Batch:
 
     step: int
     layout: SeqLayout
-    input_ids: torch.Tensor  # [T] int32; 0 where the token comes from the device
+    input_ids: torch.Tensor  # [T] int32; -1 for the newest token of its row, which the device knows
     positions: torch.Tensor  # [T] int32
     token_rows: torch.Tensor  # [T] int32, row of each token
-    device_tokens: torch.Tensor  # [D] int64, indices into T whose id is the row's newest token
     logit_tokens: torch.Tensor  # [S] int64, indices into T whose logits are sampled
     sample_rows: torch.Tensor  # [S] int64, rows of the sampled sequences
     sample_positions: torch.Tensor  # [S] int32, position that the sampled token will have

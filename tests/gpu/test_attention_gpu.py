@@ -8,7 +8,7 @@ import torch
 
 from contract.test_attention import MIXES
 from minisgl.kernel import reference
-from unit.attention.triton_cases import Case, assert_near, check_attend, check_forward, check_repeats
+from unit.attention.triton_cases import Case, assert_near, check_attend, check_forward, check_padded, check_repeats
 
 pytestmark = pytest.mark.gpu
 BF16, CUDA = torch.bfloat16, "cuda"
@@ -46,6 +46,12 @@ def test_long_and_many(mix: str, group: int):
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_attend(mix: list[tuple[int, int]], group: int, with_norm: bool):
     check_attend(mix, 64, group, 128, BF16, CUDA, with_norm)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("mix", [*MIXES, *LONG])
+def test_steps_padded_as_graphs_are(mix: str, window: int | None):
+    check_padded((MIXES | LONG)[mix], 4, BF16, CUDA, window)
 
 
 @pytest.mark.parametrize("window", [1, 50, 512, 4096])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from contract.test_attention import MIXES
-from unit.attention.triton_cases import Case, check_attend, check_forward, check_repeats, poison
+from unit.attention.triton_cases import Case, check_attend, check_forward, check_padded, check_repeats, poison
 
 HALF, CPU = torch.float16, "cpu"
 Shape = tuple[int, int, int]
@@ -50,6 +50,12 @@ def test_attend_of_mixed_batches_and_large_ones():
 
 def test_one_long_sequence_among_short_ones():
     check_forward([(1, 5), (1, 3000), (1, 64), (1, 128)], 64, 2, 64, HALF, CPU)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("mix", MIXES)
+def test_steps_padded_as_graphs_are(mix: str, window: int | None):
+    check_padded(MIXES[mix], 2, HALF, CPU, window)
 
 
 WINDOWS = (1, 2, 31, 32, 33, 70, 150, 1000)

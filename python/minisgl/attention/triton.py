@@ -118,17 +118,15 @@ class TritonAttention(AttentionBackend):
 
     def prepare(self, batch: Batch, page_table: Tensor) -> _Plan:
         layout, num_seqs = batch.layout, len(batch.layout.rows)
-        assert num_seqs <= self.spec.max_rows, f"{num_seqs} sequences, but room for {self.spec.max_rows}"
-        num_decode = num_seqs
-        if batch.num_tokens > num_seqs:
-            is_chunk = layout.query_lens_host > 1
-            num_decode = int(is_chunk.argmax())
+        is_chunk = layout.query_lens_host > 1
+        num_decode = int(is_chunk.argmax()) if is_chunk.any() else num_seqs
+        assert num_decode <= self.spec.max_rows, f"{num_decode} sequences decode, but room for {self.spec.max_rows}"
         plan = _Plan(num_decode, {})
         for window in self.spec.windows:
             if num_decode:
                 self._list_decode(layout, num_decode, window)
             if num_decode < num_seqs:
-                plan.chunks[window] = self._list_chunks(layout, num_decode, batch.num_tokens - num_decode, window)
+                plan.chunks[window] = self._list_chunks(layout, num_decode, window)
         return plan
 
     def _list_decode(self, layout: SeqLayout, num_decode: int, window: Window) -> None:
@@ -142,7 +140,8 @@ class TritonAttention(AttentionBackend):
             **self._plan_decode,
         )
 
-    def _list_chunks(self, layout: SeqLayout, num_decode: int, num_tokens: int, window: Window) -> _Tiles:
+    def _list_chunks(self, layout: SeqLayout, num_decode: int, window: Window) -> _Tiles:
+        num_tokens = int(layout.query_lens_host[num_decode:].sum())
         num_chunks, longest = len(layout.rows) - num_decode, int(layout.kv_lens_host[num_decode:].max())
         tiling = self._tiling(num_tokens, num_chunks, longest if window is None else min(longest, window))
         max_items = max(num_tokens // tiling.queries + num_chunks, tiling.plan["PROGRAMS"] // self.spec.num_kv_heads)

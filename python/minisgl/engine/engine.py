@@ -157,7 +157,7 @@ class Engine:
             if not self.parts.attention.captures_prompts:
                 return [decode]
             longest = min(self.spec.max_step_tokens, self.spec.max_seq_len)
-            return [decode, TokenGraphRunner(self.parts, eager, capture, longest)]
+            return [decode, TokenGraphRunner(self.parts, eager, capture, longest, self.spec.graph_rows)]
 
     def _native_library(self) -> NativeLibrary | None:
         """What the C++ step of a CPU needs, if it can run this model; raises `ConfigError` if it cannot and has to."""

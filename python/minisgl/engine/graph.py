@@ -168,7 +168,6 @@ class GraphRunner:
             input_ids=self._input_ids[:size],
             positions=self._positions[:size],
             token_rows=rows,
-            device_tokens=none,
             logit_tokens=self._token_ends[:size].long(),
             sample_rows=self._rows[:size],
             sample_positions=kv_lens,

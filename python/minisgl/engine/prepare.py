@@ -22,10 +22,9 @@ class Expanded:
     rows: Ints  # [B]
     query_lens: Ints  # [B]
     kv_lens: Ints  # [B]
-    input_ids: Ints  # [T]
+    input_ids: Ints  # [T], -1 where the device knows the token
     positions: Ints  # [T]
     token_rows: Ints  # [T]
-    device_tokens: Ints  # [D]
     logit_tokens: Ints  # [S]
     sample_rows: Ints  # [S]
     sample_positions: Ints  # [S]
@@ -46,7 +45,7 @@ def expand(plan: BatchPlan) -> Expanded:
     # Position of token t of a slot that begins at offset o: t - o + start.
     positions = np.arange(lens.sum(), dtype=np.int32) + np.repeat(start - (ends - lens), lens)
     is_host_token = np.repeat((flags & BatchPlan.FROM_DEVICE) == 0, lens)
-    input_ids = np.zeros(len(positions), np.int32)
+    input_ids = np.full(len(positions), -1, np.int32)
     input_ids[is_host_token] = plan.tokens
     samples = (flags & BatchPlan.SAMPLES) != 0
     sampled_flags = flags[samples]
@@ -57,7 +56,6 @@ def expand(plan: BatchPlan) -> Expanded:
         input_ids=input_ids,
         positions=positions,
         token_rows=np.repeat(row, lens),
-        device_tokens=np.flatnonzero(~is_host_token).astype(np.int32),
         logit_tokens=(ends - 1)[samples],
         sample_rows=row[samples],
         sample_positions=stop[samples],
@@ -87,7 +85,6 @@ def prepare_batch(plan: BatchPlan, device: Device) -> Batch:
         ids,
         positions,
         token_rows,
-        device_tokens,
         logit_tokens,
         rows,
         sample_positions,
@@ -99,7 +96,6 @@ def prepare_batch(plan: BatchPlan, device: Device) -> Batch:
         x.input_ids,
         x.positions,
         x.token_rows,
-        x.device_tokens,
         x.logit_tokens,
         x.sample_rows,
         x.sample_positions,
@@ -114,7 +110,6 @@ def prepare_batch(plan: BatchPlan, device: Device) -> Batch:
         input_ids=ids,
         positions=positions,
         token_rows=token_rows,
-        device_tokens=device_tokens.long(),
         logit_tokens=logit_tokens.long(),
         sample_rows=rows.long(),
         sample_positions=sample_positions,

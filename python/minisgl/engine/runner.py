@@ -102,11 +102,9 @@ class Parts:
         """Apply a step's page writes and sampling states; what `forward` and `hidden` take."""
         state, page_size = self.state, self.kv_cache.page_size
         state.apply(batch)
-        input_ids = batch.input_ids
-        if len(batch.device_tokens):
-            rows = batch.token_rows[batch.device_tokens].long()
-            input_ids = input_ids.index_copy(0, batch.device_tokens, state.last_token[rows])
-        pages = state.page_table[batch.token_rows.long(), (batch.positions // page_size).long()]
+        rows = batch.token_rows.long()
+        input_ids = torch.where(batch.input_ids < 0, state.last_token[rows], batch.input_ids)
+        pages = state.page_table[rows, (batch.positions // page_size).long()]
         out_loc = pages.long() * page_size + batch.positions % page_size
         return input_ids, batch, out_loc
 

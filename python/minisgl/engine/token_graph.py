@@ -25,80 +25,109 @@ if TYPE_CHECKING:
     from minisgl.utils.cuda import CudaDevice
     from minisgl.utils.device import Pending
 
-TOKEN_SIZES: Final = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-MAX_SEQS: Final = 64
+# Most are whole tiles of matrix products, which the scheduler fills where it may (`scheduler/budget.py`).
+TOKEN_SIZES: Final = (32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+TAIL_SIZES: Final = (8, 32, 64, 128, 192, 256)  # sequences that get a token; and as many as there can be
+MAX_CHUNKS: Final = 64
 MAX_PAGE_WRITES: Final = 512
-# Decoding sequences are computed by the kernel for prompts here, which reads a sequence's keys one after the other.
-MAX_DECODE_CONTEXT: Final = 2048
-MAX_CONTEXT: Final = 8192
-WORTH: Final = 0.8  # of the time of the same step without a graph, to pay for padding
+MAX_CONTEXT: Final = 8192  # of prompts, whose tiles are chosen for short ones
+SLACK: Final = 1.03  # of the time of the same step without a graph: what timing may be off by
 REPEATS: Final = 5
 
 
 class _Inputs:
-    """The static input of one size: an int32 buffer and its parts by name, the same on host and device."""
+    """The static input of all sizes: an int32 buffer and its parts by name, the same on host and device.
 
-    def __init__(self, tokens: int, seqs: int, device: torch.device) -> None:
-        self.tokens, self.seqs = tokens, seqs
-        widths = {"input_ids": tokens, "positions": tokens, "token_rows": tokens}
-        widths |= dict.fromkeys(("device_tokens", "logit_tokens", "sample_rows", "sample_positions"), seqs)
-        widths |= {"sample_flags": seqs, "mask_places": seqs}
+    Sequences are the `decodes` that decode, in the first places and the first tokens, then chunks of prompts. The
+    arrays of tokens come last, so that a small step is a small upload.
+    """
+
+    def __init__(self, tokens: int, decodes: int, device: torch.device) -> None:
+        self.decodes = decodes
+        chunks = MAX_CHUNKS + 1
+        seqs = decodes + chunks
+        widths = dict.fromkeys(("logit_tokens", "sample_rows", "sample_positions", "sample_flags", "mask_places"), seqs)
         widths |= {"rows": seqs, "kv_lens": seqs, "cu_query_lens": seqs + 1}
-        widths |= {"pages": 3 * MAX_PAGE_WRITES, "row_writes": BatchPlan.ROW_WIDTH * seqs}
-        ends = np.cumsum([0, *(-(-w // 4) * 4 for w in widths.values())])
-        self.host = np.zeros(int(ends[-1]), np.int32)
-        self.device = torch.zeros(int(ends[-1]), dtype=torch.int32, device=device)
-        places = {name: (int(lo), int(lo) + widths[name]) for name, lo in zip(widths, ends[:-1], strict=True)}
+        widths |= {"pages": 3 * MAX_PAGE_WRITES, "row_writes": BatchPlan.ROW_WIDTH * chunks}
+        ends: list[int] = np.cumsum([0, *(-(-w // 4) * 4 for w in widths.values())]).tolist()
+        self._tokens_at = ends[-1]
+        self.host = np.zeros(ends[-1] + 3 * tokens, np.int32)
+        self.device = torch.zeros(len(self.host), dtype=torch.int32, device=device)
+        places = {name: (lo, lo + widths[name]) for name, lo in zip(widths, ends[:-1], strict=True)}
         self.on_host = {name: self.host[lo:hi] for name, (lo, hi) in places.items()}
         self.on_device = {name: self.device[lo:hi] for name, (lo, hi) in places.items()}
+
+    def used(self, size: int) -> int:
+        """Numbers that a step of `size` tokens needs."""
+        return self._tokens_at + 3 * size
+
+    def tokens_on_host(self, size: int) -> Ints:
+        """Ids, positions and rows: [3, size]."""
+        return self.host[self._tokens_at : self.used(size)].reshape(3, size)
+
+    def tokens_on_device(self, size: int) -> Tensor:
+        return self.device[self._tokens_at : self.used(size)].view(3, size)
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    inputs: _Inputs
+    """One number of tokens: a graph that leaves the hidden states of those by which tokens are chosen."""
+
     forward: torch.cuda.CUDAGraph
-    tails: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]]  # choosing tokens in all `TAILS`, with what comes out
+    chunks: int  # of prompts, one of them for padding
+    samples: int  # fewer than tokens, since a model takes as many to be all of them
+    least: int  # tokens from which this is no slower than the same step without padding and a graph
 
 
 class TokenGraphRunner:
-    """Steps of few tokens, padded to one of `TOKEN_SIZES`.
+    """Steps of few tokens, those of prompts and of sequences that decode, padded to one of `TOKEN_SIZES`.
 
-    One sequence more than planned, in the page table's last row, takes the tokens that are too many; sequences that
-    are too many have none. Log-probabilities of prompts run eagerly. A size is kept where it beats that.
+    One chunk more than planned, in the page table's last row, takes the tokens that are too many; sequences that are
+    too many have none. Choosing tokens is captured by the number of those, for all sizes together, since it takes the
+    hidden states from one place. Log-probabilities of prompts run eagerly. What is faster eagerly runs so.
     """
 
     name = "cuda graph of tokens"
 
-    def __init__(self, parts: Parts, eager: Runner, capture: Capture, max_tokens: int) -> None:
+    def __init__(self, parts: Parts, eager: Runner, capture: Capture, max_tokens: int, max_decodes: int) -> None:
         self.parts = parts
         self.device: CudaDevice = parts.device  # type: ignore[assignment]
         self._idle_row = len(parts.state.page_table) - 1
         self._trash_page = parts.kv_cache.num_pages - 1
+        sizes = [t for t in TOKEN_SIZES if t <= max_tokens]
+        self._inputs = _Inputs(max(sizes, default=0), max_decodes, parts.device.torch_device)
+        self._hidden: tuple[Tensor, Tensor] | None = None
         self._graphs: dict[int, _Captured] = {}
-        for tokens in [t for t in TOKEN_SIZES if t <= max_tokens]:
-            captured = self._capture(tokens, min(tokens // 2, MAX_SEQS, self._idle_row + 1), capture)
-            plan = _trial(tokens - 1)
-            self._graphs[tokens] = captured
-            is_worth = self._seconds(self, plan) <= WORTH * self._seconds(eager, plan)
-            if not parts.comm.exchange(is_worth)[0]:  # what rank 0 finds, since all must run steps in the same way
-                del self._graphs[tokens]
+        for size in reversed(sizes):
+            self._graphs[size] = self._capture(size, capture)
+        self._graphs = dict(reversed(self._graphs.items()))
+        most = max((captured.samples for captured in self._graphs.values()), default=0)
+        self._tail_sizes = sorted({min(rows, most) for rows in (*TAIL_SIZES, most) if most})
+        self._tails = {
+            (rows, tail): capture(partial(self._sample, rows, tail)) for rows in self._tail_sizes for tail in TAILS
+        }
+        self._keep_faster(eager)
 
     def fits(self, plan: BatchPlan) -> bool:
         flags, stops = plan.slots[:, 3], plan.slots[:, 2]
+        is_chunk = (flags & BatchPlan.FROM_DEVICE) == 0
         return bool(
             self._size(plan) is not None
             and not (flags & BatchPlan.SCORED).any()
             and len(plan.pages) <= MAX_PAGE_WRITES
-            and stops.max() <= MAX_CONTEXT
-            and stops[(flags & BatchPlan.FROM_DEVICE) != 0].max(initial=0) <= MAX_DECODE_CONTEXT
+            and stops[is_chunk].max(initial=0) <= MAX_CONTEXT
         )
 
     def _size(self, plan: BatchPlan) -> int | None:
-        """The smallest size with room for the plan, one more token and one more sequence."""
-        tokens, seqs = int((plan.slots[:, 2] - plan.slots[:, 1]).sum()), len(plan.slots)
+        """The size for a plan, if its graph has room for it and is worth the padding."""
+        flags = plan.slots[:, 3]
+        tokens = int((plan.slots[:, 2] - plan.slots[:, 1]).sum())
+        decodes = int(np.count_nonzero(flags & BatchPlan.FROM_DEVICE))
+        samples = int(np.count_nonzero(flags & BatchPlan.SAMPLES))
+        chunks = max(len(flags) - decodes, len(plan.rows))
         for size, captured in self._graphs.items():
-            if size > tokens and captured.inputs.seqs > max(seqs, len(plan.rows)):
-                return size
+            if size >= tokens and captured.chunks > chunks and captured.samples >= samples:
+                return size if decodes <= self._inputs.decodes and tokens >= captured.least else None
         return None
 
     def prepare(self, plan: BatchPlan) -> BatchPlan:
@@ -107,46 +136,47 @@ class TokenGraphRunner:
     def launch(self, plan: BatchPlan) -> Pending:
         size = self._size(plan)
         assert size is not None
-        captured, x = self._graphs[size], expand(plan)
-        self._fill(captured.inputs, plan, x)
-        self.device.upload_into(captured.inputs.device, captured.inputs.host)
-        captured.forward.replay()
+        inputs, x = self._inputs, expand(plan)
+        self._fill(size, plan, x)
+        used = inputs.used(size)
+        self.device.upload_into(inputs.device[:used], inputs.host[:used])
+        self._graphs[size].forward.replay()
+        count = len(x.sample_rows)
 
         def choose(masks: Ints) -> Pending:
             self.parts.adjuster.apply(plan.adjusts, masks)
-            graph, out = captured.tails[tail_of(x.flags)]
+            graph, out = self._tails[next(rows for rows in self._tail_sizes if rows >= count), tail_of(x.flags)]
 
             def work() -> Tensor:
                 graph.replay()
                 return out
 
-            return _First(self.device.submit(work, 0.0), len(x.sample_rows))
+            return _First(self.device.submit(work, 0.0), count)
 
         return Unchosen(choose) if lacks_masks(x.flags, plan.masks) else choose(plan.masks)
 
-    def _fill(self, inputs: _Inputs, plan: BatchPlan, x: Expanded) -> None:
-        host, spare = inputs.on_host, inputs.tokens - 1
-        used = len(x.input_ids)
+    def _fill(self, size: int, plan: BatchPlan, x: Expanded) -> None:
+        host, tokens, used = self._inputs.on_host, self._inputs.tokens_on_host(size), len(x.input_ids)
 
-        def put(name: str, values: Ints, rest: int) -> None:
-            host[name][: len(values)] = values
-            host[name][len(values) :] = rest
+        def put(into: Ints, values: Ints, rest: int) -> None:
+            into[: len(values)] = values
+            into[len(values) :] = rest
 
-        put("input_ids", x.input_ids, 0)
-        put("positions", x.positions, 0)
-        put("token_rows", x.token_rows, self._idle_row)
-        put("device_tokens", x.device_tokens, spare)
-        put("logit_tokens", x.logit_tokens, spare)
-        put("sample_rows", x.sample_rows, self._idle_row)
-        put("sample_positions", x.sample_positions, 1)
-        put("sample_flags", x.sample_flags, 0)
-        put("mask_places", x.mask_places, 0)
-        put("rows", x.rows, self._idle_row)
-        put("kv_lens", x.kv_lens, 0)
-        host["kv_lens"][len(x.rows)] = inputs.tokens - used
-        host["cu_query_lens"][0] = 0
-        np.cumsum(x.query_lens, out=host["cu_query_lens"][1 : len(x.rows) + 1])
-        host["cu_query_lens"][len(x.rows) + 1 :] = inputs.tokens
+        put(tokens[0], x.input_ids, 0)
+        put(tokens[1], x.positions, 0)
+        put(tokens[2], x.token_rows, self._idle_row)
+        put(host["logit_tokens"], x.logit_tokens, 0)
+        put(host["sample_rows"], x.sample_rows, self._idle_row)
+        put(host["sample_positions"], x.sample_positions, 1)
+        put(host["sample_flags"], x.sample_flags, 0)
+        put(host["mask_places"], x.mask_places, 0)
+        decodes, first = int(np.count_nonzero(plan.slots[:, 3] & BatchPlan.FROM_DEVICE)), self._inputs.decodes
+        put(host["rows"][:first], x.rows[:decodes], self._idle_row)
+        put(host["rows"][first:], x.rows[decodes:], self._idle_row)
+        put(host["kv_lens"][:first], x.kv_lens[:decodes], 0)
+        put(host["kv_lens"][first:], x.kv_lens[decodes:], 0)
+        host["kv_lens"][first + len(x.rows) - decodes] = size - used
+        put(host["cu_query_lens"][first:], np.cumsum([decodes, *x.query_lens[decodes:]], dtype=np.int32), size)
         pages, rows = host["pages"].reshape(-1, 3), host["row_writes"].reshape(-1, BatchPlan.ROW_WIDTH)
         pages[: len(plan.pages)] = plan.pages
         pages[len(plan.pages) :] = (self._idle_row, 0, self._trash_page)
@@ -154,19 +184,71 @@ class TokenGraphRunner:
         rows[len(plan.rows) :] = 0
         rows[len(plan.rows) :, 0] = self._idle_row
 
-    def _capture(self, tokens: int, seqs: int, capture: Capture) -> _Captured:
-        inputs = _Inputs(tokens, seqs, self.device.torch_device)
-        plan = _trial(tokens - 1)
-        self._fill(inputs, plan, expand(plan))
-        self.device.upload_into(inputs.device, inputs.host)
-        forward, logits = capture(lambda: self.parts.run(_batch(inputs)))
-        return _Captured(
-            inputs, forward, {tail: capture(partial(self._sample, logits, inputs, tail)) for tail in TAILS}
+    def _capture(self, size: int, capture: Capture) -> _Captured:
+        chunks = min(size // 2, MAX_CHUNKS) + 1
+        samples = min(size - 1, self._inputs.decodes + chunks - 1)
+        plan = _trial(size)
+        self._fill(size, plan, expand(plan))
+        self.device.upload_into(self._inputs.device, self._inputs.host)
+
+        def work() -> None:
+            # The batch is made here, since its conversions of the inputs belong into the graph.
+            hidden = self.parts.hidden(*self.parts.begin(self._batch(size, chunks, samples)))
+            if self._hidden is None:  # the first of all, which has the most, and before its capture
+                self._hidden = hidden[0].clone(), hidden[1].clone()
+            for own, shared in zip(hidden, self._hidden, strict=True):
+                shared[:samples].copy_(own)
+
+        return _Captured(capture(work)[0], chunks, samples, 0)
+
+    def _sample(self, rows: int, tail: int) -> Tensor:
+        assert self._hidden is not None
+        x, residual = (t[:rows] for t in self._hidden)
+        batch = self._batch(1, 1, rows, tail)
+        return self.parts.sample(self.parts.model.logits(x, residual), batch)
+
+    def _batch(self, size: int, chunks: int, samples: int, flags: int = 0) -> Batch:
+        """The static inputs as a batch. Host lengths only bound those of prompts: kernels look at the device's."""
+        x, seqs = self._inputs.on_device, self._inputs.decodes + chunks
+        input_ids, positions, token_rows = self._inputs.tokens_on_device(size)
+        lens = np.ones(seqs, np.int32)
+        lens[self._inputs.decodes :] = 2
+        lens[self._inputs.decodes] = size
+        layout = SeqLayout(lens, lens, lens, x["rows"][:seqs], x["kv_lens"][:seqs], x["cu_query_lens"][: seqs + 1])
+        return Batch(
+            step=0,
+            layout=layout,
+            input_ids=input_ids,
+            positions=positions,
+            token_rows=token_rows,
+            logit_tokens=x["logit_tokens"][:samples].long(),
+            sample_rows=x["sample_rows"][:samples].long(),
+            sample_positions=x["sample_positions"][:samples],
+            page_writes=x["pages"].view(-1, 3).long(),
+            row_writes=x["row_writes"].view(-1, BatchPlan.ROW_WIDTH)[:chunks],
+            adjusts=np.empty(0, np.int32),
+            masks=NO_MASKS,
+            flags=flags,
+            sample_flags=x["sample_flags"][:samples],
+            mask_places=x["mask_places"][:samples],
+            scored=None,
         )
 
-    def _sample(self, logits: Tensor, inputs: _Inputs, tail: int) -> Tensor:
-        # The batch is made here, since its conversions of the inputs belong into the graph.
-        return self.parts.sample(logits, replace(_batch(inputs), flags=tail))
+    def _keep_faster(self, eager: Runner) -> None:
+        """Time prompts of each size both ways, and find how many tokens must be real to be worth padding the others."""
+        fewer, fewer_s = 0, None
+        for size, captured in list(self._graphs.items()):
+            plan = _trial(size)
+            eager_s, graph_s = self._seconds(eager, plan), self._seconds(self, plan)
+            per_token = 0.0 if fewer_s is None else max(0.0, (eager_s - fewer_s) / (size - fewer))
+            gain = SLACK * eager_s - graph_s
+            least = size + 1 if gain < 0 else 0 if per_token == 0 else size - int(gain / per_token)
+            least = self.parts.comm.exchange(least)[0]  # what rank 0 finds, since all must run steps in the same way
+            if least <= size:
+                self._graphs[size] = replace(captured, least=least)
+            else:
+                del self._graphs[size]
+            fewer, fewer_s = size, eager_s
 
     def _seconds(self, runner: Runner, plan: BatchPlan) -> float:
         times = []
@@ -185,30 +267,6 @@ def _trial(tokens: int) -> BatchPlan:
     slots = np.array([(0, 0, tokens, BatchPlan.SAMPLES)], np.int32)
     rows = none.reshape(0, BatchPlan.ROW_WIDTH)
     return BatchPlan(0, slots, np.zeros(tokens, np.int32), none.reshape(0, 3), rows, none)
-
-
-def _batch(inputs: _Inputs) -> Batch:
-    """The static inputs as a batch. Host lengths say only that there are prompts: kernels look at the device's."""
-    x, twos, ones = inputs.on_device, np.full(inputs.seqs, 2, np.int32), np.ones(inputs.seqs, np.int32)
-    return Batch(
-        step=0,
-        layout=SeqLayout(ones, twos, ones, x["rows"], x["kv_lens"], x["cu_query_lens"]),
-        input_ids=x["input_ids"],
-        positions=x["positions"],
-        token_rows=x["token_rows"],
-        device_tokens=x["device_tokens"].long(),
-        logit_tokens=x["logit_tokens"].long(),
-        sample_rows=x["sample_rows"].long(),
-        sample_positions=x["sample_positions"],
-        page_writes=x["pages"].view(-1, 3).long(),
-        row_writes=x["row_writes"].view(-1, BatchPlan.ROW_WIDTH),
-        adjusts=np.empty(0, np.int32),
-        masks=NO_MASKS,
-        flags=0,
-        sample_flags=x["sample_flags"],
-        mask_places=x["mask_places"],
-        scored=None,
-    )
 
 
 class _First:

@@ -40,8 +40,9 @@ class LLM:
     """
 
     def __init__(self, model: str = "", **options: Any) -> None:
-        # Nobody watches the pace of a stream here: unless asked to, keep none.
-        config = build_config(SchedulerConfig, {"model": model, "itl_target_ms": 0.0, **options})
+        # Nobody watches the pace of a stream here, or waits for a first token: what counts is when the last one ends.
+        batch = {"itl_target_ms": 0.0, "schedule_policy": "longest"}
+        config = build_config(SchedulerConfig, {"model": model, **batch, **options})
         folder: Path = resolve_model(model, config.engine.download_source)
         self._tokenizer = TokenizeManager(folder)
         self._embedder = read_embedder(folder)

@@ -22,6 +22,12 @@ AUTO_STRETCH: Final = 2.0
 # off at nearly the full rate, and streams that have only just begun stutter for a moment instead of the last in the
 # queue waiting twice as long. The longest does not count, since nobody waits for it: it is the last, or it is alone.
 AUTO_RUSH_S: Final = 0.085
+# Where prompts are spread over steps, those have whole tiles of matrix products, and no less than these: from so many
+# tokens on each further one costs as much as in a long prompt, and the time is many times what having prompts in a step
+# costs besides (0.3 to 0.5 ms). A power of two, lest the plan changes with each measurement.
+TILE_TOKENS: Final = 128
+FULL_TOKENS: Final = 256
+FULL_S: Final = 0.004
 
 
 class StepBudget:
@@ -78,6 +84,9 @@ class Pace:
         self.costs = None if target == 0 else costs
         self._target = AUTO_TARGET_S if target is None else target / 1e3
         self._is_auto = target is None
+        self._full_tokens = FULL_TOKENS
+        if costs is not None and costs.per_token > 0:
+            self._full_tokens = max(FULL_TOKENS, 2 ** round(math.log2(FULL_S / costs.per_token)))
 
     @property
     def rush_tokens(self) -> int:
@@ -86,12 +95,16 @@ class Pace:
             return 0
         return int(AUTO_RUSH_S / self.costs.per_token)
 
-    def budget(self, num_running: int, context: int, backlog: int = 0) -> StepBudget:
+    def budget(self, num_running: int, context: int, backlog: int = 0, due: int | None = None) -> StepBudget:
         """For a step in which `num_running` requests decode whose K/V is `context` tokens together.
 
-        `backlog`: tokens of all waiting prompts but the longest, counted up to `rush_tokens`.
+        `backlog`: tokens of all waiting prompts but the longest, counted up to `rush_tokens`. `due`: how many this step
+        must compute; None: nothing is gained by computing less than it can.
         """
         tokens = self.max_tokens - num_running
+        if due is not None:
+            whole = max(self._full_tokens, -(-(num_running + due) // TILE_TOKENS) * TILE_TOKENS)
+            tokens = min(self.max_tokens, whole) - num_running
         if self.costs is None or num_running == 0:
             return StepBudget(tokens)
         decode = self.costs.decode_seconds(num_running, context)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from contract.harness import Span, make_batch
 from contract.test_attention import setting
 from minisgl.attention.base import AttentionSpec, HeadTransform
 from minisgl.attention.triton import TritonAttention
-from minisgl.core import Batch, Context
+from minisgl.core import Batch, Context, SeqLayout
 from minisgl.kernel import reference
 from minisgl.kernel.ops import OpTable
 
@@ -107,6 +108,31 @@ def check_forward(
 ) -> None:
     case = Case(mix, page_size, group, dim, dtype, device, seed, window)
     assert_near(case.forward(), case.expected(case.q, case.pages), case.spans)
+
+
+def check_padded(mix: Mix, group: int, dtype: torch.dtype, device: str, window: int | None = None) -> None:
+    """A step as graphs have it: sequences without keys among those that decode, and a chunk nobody asked for."""
+    case = Case(mix, 64, group, 128, dtype, device, window=window)
+    layout, used, extra = case.batch.layout, len(case.q), 5
+    decodes = next((i for i, (queries, _) in enumerate(mix) if queries > 1), len(mix))
+    first, chunks = min(decodes + 3, len(mix) + 1), len(mix) - decodes + 3
+    rows, kv_lens = torch.zeros(2, first + chunks, dtype=torch.int32, device=device)
+    cu_query_lens = torch.full((first + chunks + 1,), used + extra, dtype=torch.int32, device=device)
+    kv_lens[first + len(mix) - decodes] = extra
+    for to, own in ((rows, layout.rows), (kv_lens, layout.kv_lens)):
+        to[:decodes] = own[:decodes]
+        to[first : first + len(mix) - decodes] = own[decodes:]
+    cu_query_lens[first : first + len(mix) - decodes + 1] = layout.cu_query_lens[decodes:]
+    lens = np.ones(first + chunks, np.int32)
+    lens[first:] = 2
+    lens[first] = used + extra
+    padded = SeqLayout(lens, lens, lens, rows, kv_lens, cu_query_lens)
+    case.batch = replace(case.batch, layout=padded)
+    q = torch.cat([case.q, torch.full_like(case.q[:1], 0.5).expand(extra, -1, -1)])
+    poison(q)
+    out = case.attention.forward(q, case.pages, case.context(), window)
+    case.batch = replace(case.batch, layout=layout)
+    assert_near(out[:used], case.expected(case.q, case.pages), case.spans)
 
 
 def check_attend(
