@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from minisgl.utils.cuda import CudaDevice
     from minisgl.utils.device import Pending
 
-# Most are whole tiles of matrix products, which the scheduler fills where it may (`scheduler/budget.py`).
-TOKEN_SIZES: Final = (32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+# From 128 on whole tiles of matrix products, which the scheduler fills where it may (`scheduler/budget.py`).
+TOKEN_SIZES: Final = (32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024)
 TAIL_SIZES: Final = (8, 32, 64, 128, 192, 256)  # sequences that get a token; and as many as there can be
 MAX_CHUNKS: Final = 64
 MAX_PAGE_WRITES: Final = 512
