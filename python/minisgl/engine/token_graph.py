@@ -95,7 +95,8 @@ class TokenGraphRunner:
         self._idle_row = len(parts.state.page_table) - 1
         self._trash_page = parts.kv_cache.num_pages - 1
         sizes = [t for t in TOKEN_SIZES if t <= max_tokens]
-        self._inputs = _Inputs(max(sizes, default=0), max_decodes, parts.device.torch_device)
+        largest = max(sizes, default=0)
+        self._inputs = _Inputs(largest, min(max_decodes, largest), parts.device.torch_device)
         self._hidden: tuple[Tensor, Tensor] | None = None
         self._graphs: dict[int, _Captured] = {}
         for size in reversed(sizes):

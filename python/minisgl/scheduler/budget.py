@@ -21,7 +21,7 @@ AUTO_STRETCH: Final = 2.0
 # While prompts wait, a step may take as long as all of them but the longest, and this long at most: a queue is worked
 # off at nearly the full rate, and streams that have only just begun stutter for a moment instead of the last in the
 # queue waiting twice as long. The longest does not count, since nobody waits for it: it is the last, or it is alone.
-AUTO_RUSH_S: Final = 0.085
+AUTO_RUSH_S: Final = 0.075
 # Where prompts are spread over steps, those have whole tiles of matrix products, and no less than these: from so many
 # tokens on each further one costs as much as in a long prompt, and the time is many times what having prompts in a step
 # costs besides (0.3 to 0.5 ms). A power of two, lest the plan changes with each measurement.
