@@ -326,6 +326,8 @@ class Scheduler:
         return {
             **self.engine.describe(),
             "overlap": self.depth,
+            "mixed_batches": int(self.is_mixed),
+            "schedule_policy": self.prefill.policy,
             **self.pace.describe(),
             "cache": type(self.cache.prefix).__name__,
         }
