@@ -1,0 +1,108 @@
+"""What captured steps with prompts read: one buffer for all sizes, filled from a plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from minisgl.core import NO_MASKS, Batch, BatchPlan, SeqLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minisgl.core import Ints
+    from minisgl.engine.prepare import Expanded
+    from minisgl.engine.runner import Parts
+
+MAX_CHUNKS: Final = 64
+MAX_PAGE_WRITES: Final = 512
+
+
+class TokenInputs:
+    """An int32 buffer and its parts by name, the same on host and device.
+
+    Sequences are the `decodes` that decode, in the first places and the first tokens, then chunks of prompts. Places
+    that a plan leaves over are the page table's last row, nobody's: without keys if they decode, while the chunk behind
+    the last takes the tokens that are too many. The arrays of tokens come last, so that a small step is a small upload.
+    """
+
+    def __init__(self, max_tokens: int, max_decodes: int, parts: Parts) -> None:
+        self._idle_row = len(parts.state.page_table) - 1
+        self._trash_page = parts.kv_cache.num_pages - 1
+        self.decodes = min(max_decodes, max_tokens)
+        chunks = MAX_CHUNKS + 1
+        seqs = self.decodes + chunks
+        widths = dict.fromkeys(("logit_tokens", "sample_rows", "sample_positions", "sample_flags", "mask_places"), seqs)
+        widths |= {"rows": seqs, "kv_lens": seqs, "cu_query_lens": seqs + 1}
+        widths |= {"pages": 3 * MAX_PAGE_WRITES, "row_writes": BatchPlan.ROW_WIDTH * chunks}
+        ends: list[int] = np.cumsum([0, *(-(-w // 4) * 4 for w in widths.values())]).tolist()
+        self._places = {name: slice(lo, lo + widths[name]) for name, lo in zip(widths, ends[:-1], strict=True)}
+        self._tokens_at = ends[-1]
+        self.on_host = np.zeros(ends[-1] + 3 * max_tokens, np.int32)
+        self.on_device = torch.zeros(len(self.on_host), dtype=torch.int32, device=parts.device.torch_device)
+
+    def fill(self, size: int, plan: BatchPlan, x: Expanded) -> int:
+        """Put a plan and its expansion into the host's buffer, for `size` tokens; how much of it is to be uploaded."""
+        host = {name: self.on_host[place] for name, place in self._places.items()}
+        end = self._tokens_at + 3 * size
+        tokens = self.on_host[self._tokens_at : end].reshape(3, size)
+        _put(tokens[0], x.input_ids, 0)
+        _put(tokens[1], x.positions, 0)
+        _put(tokens[2], x.token_rows, self._idle_row)
+        _put(host["logit_tokens"], x.logit_tokens, 0)
+        _put(host["sample_rows"], x.sample_rows, self._idle_row)
+        _put(host["sample_positions"], x.sample_positions, 1)
+        _put(host["sample_flags"], x.sample_flags, 0)
+        _put(host["mask_places"], x.mask_places, 0)
+        decodes, first = int(np.count_nonzero(plan.slots[:, 3] & BatchPlan.FROM_DEVICE)), self.decodes
+        _put(host["rows"][:first], x.rows[:decodes], self._idle_row)
+        _put(host["rows"][first:], x.rows[decodes:], self._idle_row)
+        _put(host["kv_lens"][:first], x.kv_lens[:decodes], 0)
+        _put(host["kv_lens"][first:], x.kv_lens[decodes:], 0)
+        host["kv_lens"][first + len(x.rows) - decodes] = size - len(x.input_ids)
+        _put(host["cu_query_lens"][first:], np.cumsum([decodes, *x.query_lens[decodes:]], dtype=np.int32), size)
+        pages, rows = host["pages"].reshape(-1, 3), host["row_writes"].reshape(-1, BatchPlan.ROW_WIDTH)
+        pages[: len(plan.pages)] = plan.pages
+        pages[len(plan.pages) :] = (self._idle_row, 0, self._trash_page)
+        rows[: len(plan.rows)] = plan.rows
+        rows[len(plan.rows) :] = 0
+        rows[len(plan.rows) :, 0] = self._idle_row
+        return end
+
+    def batch(self, size: int, chunks: int, samples: int, flags: int = 0) -> Batch:
+        """The device's buffer as a batch of `size` tokens, so many chunks and tokens to choose.
+
+        To be made while a graph is captured, as its conversions belong into that. Host lengths only bound those of
+        prompts: kernels look at the device's.
+        """
+        x, seqs = {name: self.on_device[place] for name, place in self._places.items()}, self.decodes + chunks
+        tokens: Tensor = self.on_device[self._tokens_at : self._tokens_at + 3 * size].view(3, size)
+        lens: Ints = np.ones(seqs, np.int32)
+        lens[self.decodes :] = 2
+        lens[self.decodes] = size
+        return Batch(
+            step=0,
+            layout=SeqLayout(lens, lens, lens, x["rows"][:seqs], x["kv_lens"][:seqs], x["cu_query_lens"][: seqs + 1]),
+            input_ids=tokens[0],
+            positions=tokens[1],
+            token_rows=tokens[2],
+            logit_tokens=x["logit_tokens"][:samples].long(),
+            sample_rows=x["sample_rows"][:samples].long(),
+            sample_positions=x["sample_positions"][:samples],
+            page_writes=x["pages"].view(-1, 3).long(),
+            row_writes=x["row_writes"].view(-1, BatchPlan.ROW_WIDTH)[:chunks],
+            adjusts=np.empty(0, np.int32),
+            masks=NO_MASKS,
+            flags=flags,
+            sample_flags=x["sample_flags"][:samples],
+            mask_places=x["mask_places"][:samples],
+            scored=None,
+        )
+
+
+def _put(into: Ints, values: Ints, rest: int) -> None:
+    """`values`, then `rest` to the end."""
+    into[: len(values)] = values
+    into[len(values) :] = rest
