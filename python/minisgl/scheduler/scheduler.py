@@ -39,6 +39,7 @@ from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.req import Req, Status
 from minisgl.scheduler.rows import Rows
 from minisgl.scheduler.stats import HEARTBEAT_S, Stats
+from minisgl.scheduler.timing import StepClock
 from minisgl.scheduler.view import engine_view
 from minisgl.utils.errors import InvariantError, RequestError
 
@@ -86,6 +87,7 @@ class Scheduler:
         self.live: dict[int, Req] = {}  # every accepted request that is not released yet
         self.leaving: dict[int, Req] = {}  # of those, who ended or was retracted, but is held by a batch in flight
         self.launched: deque[Launched] = deque()
+        self.clock = StepClock()
         self.stats = Stats()
         self.step_number = 0
         self.is_exiting = False
@@ -118,12 +120,18 @@ class Scheduler:
         """Serve until an ExitMsg comes; requests still alive then end with an error."""
         try:
             while not self.is_exiting:
-                self.step(timeout=0.0 if self.is_busy else HEARTBEAT_S)
+                self.step(timeout=self._leisure() if self.is_busy else HEARTBEAT_S)
         finally:
             for req in list(self.live.values()):
                 if req.status is not Status.FINISHED:
                     self.finish(req, failure(req.uid, RequestError("the server is shutting down", status=503)))
             self.outbox.flush()
+
+    def _leisure(self) -> float:
+        """Seconds to listen before the next step is planned: none while there are prompts for it."""
+        if len(self.launched) != 1 or self.num_queued or self.prefill.has_work:
+            return 0.0
+        return self.clock.spare(time.monotonic())
 
     def step(self, timeout: float = 0.0) -> None:
         """Once around: hear, plan, launch, collect. Waits up to `timeout` seconds for a message."""
@@ -237,6 +245,8 @@ class Scheduler:
         self.stats.computed_prompt_tokens += len(plan.tokens)
         self.bus.publish(plan.pack)
         batch = self.engine.prepare(plan)
+        if not self.launched:
+            self.clock.launch(time.monotonic())
         output = self.engine.launch(batch)
         self.launched.append(Launched(plan, step.sampled_rows(), step.prompts(), step.scored(), batch, output))
 
@@ -244,7 +254,9 @@ class Scheduler:
 
     def collect(self, step: Launched) -> None:
         """Confirm the tokens of an executed batch, end what has ended, and say so in one message."""
+        asked = time.monotonic()
         result = step.output.wait()
+        self.clock.collect(asked, time.monotonic(), not len(step.plan.tokens))
         tokens, finite = result.tokens, result.sound
         self.bus.note_result(tokens)
         rows, sampled = self.rows, step.sampled

@@ -110,9 +110,9 @@ def check_forward(
     assert_near(case.forward(), case.expected(case.q, case.pages), case.spans)
 
 
-def check_padded(mix: Mix, group: int, dtype: torch.dtype, device: str, window: int | None = None) -> None:
+def check_padded(mix: Mix, group: int, dim: int, dtype: torch.dtype, device: str, window: int | None = None) -> None:
     """A step as graphs have it: sequences without keys among those that decode, and a chunk nobody asked for."""
-    case = Case(mix, 64, group, 128, dtype, device, window=window)
+    case = Case(mix, 64, group, dim, dtype, device, window=window)
     layout, used, extra = case.batch.layout, len(case.q), 5
     decodes = next((i for i, (queries, _) in enumerate(mix) if queries > 1), len(mix))
     first, chunks = min(decodes + 3, len(mix) + 1), len(mix) - decodes + 3
