@@ -90,7 +90,7 @@ class ZmqPullQueue(Generic[M]):
         Waits for the first frame up to `timeout` seconds (None: for ever, 0: not at all); empty when none came. A
         frame that does not decode is logged and skipped.
         """
-        if timeout != 0 and not self._socket.poll(None if timeout is None else max(0, round(timeout * 1000))):
+        if timeout != 0 and not self._socket.poll(None if timeout is None else max(0, int(timeout * 1000))):
             return []
         return _take_ready(self._socket, self._codec, self._addr)
 
