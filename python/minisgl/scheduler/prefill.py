@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
@@ -195,6 +196,7 @@ class PrefillManager:
         if is_complete:
             self.chunked.remove(req)
         if stop > start:
+            req.note_chunk(time.monotonic())
             chunks.append(Chunk(req, start, stop, samples=is_complete))
         return is_complete
 

@@ -212,9 +212,6 @@ class Scheduler:
             budget = self.pace.budget(len(running), context, self.prefill.backlog(self.pace.rush_tokens), due)
             # While running requests lack pages, nobody new may take the last ones.
             chunks = self.prefill.plan(budget, None if is_short else running)
-            now = time.monotonic()
-            for chunk in chunks:
-                chunk.req.note_chunk(now)
             if chunks and not self.is_mixed:
                 running = running[:0]
         if len(running) or chunks:
@@ -245,8 +242,7 @@ class Scheduler:
         self.stats.computed_prompt_tokens += len(plan.tokens)
         self.bus.publish(plan.pack)
         batch = self.engine.prepare(plan)
-        if not self.launched:
-            self.clock.launch(time.monotonic())
+        self.clock.launch(time.monotonic(), is_idle=not self.launched)
         output = self.engine.launch(batch)
         self.launched.append(Launched(plan, step.sampled_rows(), step.prompts(), step.scored(), batch, output))
 
@@ -254,9 +250,7 @@ class Scheduler:
 
     def collect(self, step: Launched) -> None:
         """Confirm the tokens of an executed batch, end what has ended, and say so in one message."""
-        asked = time.monotonic()
-        result = step.output.wait()
-        self.clock.collect(asked, time.monotonic(), not len(step.plan.tokens))
+        result = self.clock.wait_for(step.output, is_decode=not len(step.plan.tokens))
         tokens, finite = result.tokens, result.sound
         self.bus.note_result(tokens)
         rows, sampled = self.rows, step.sampled

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from minisgl.core import StepResult
+    from minisgl.scheduler.engine_protocol import StepOutput
 
 RECENT: Final = 4  # steps whose shortest tells how long one takes
 MARGIN_S: Final = 0.0015  # for planning and launching
@@ -22,9 +27,17 @@ class StepClock:
         self._started = 0.0
         self._recent: deque[float] = deque(maxlen=RECENT)
 
-    def launch(self, now: float) -> None:
-        """A step was launched on an idle device."""
-        self._started = now
+    def launch(self, now: float, is_idle: bool) -> None:
+        """A step is launched; it begins at once if the device is idle."""
+        if is_idle:
+            self._started = now
+
+    def wait_for(self, output: StepOutput, is_decode: bool) -> StepResult:
+        """The result of the oldest step in flight."""
+        asked = time.monotonic()
+        result = output.wait()
+        self.collect(asked, time.monotonic(), is_decode)
+        return result
 
     def collect(self, asked: float, now: float, is_decode: bool) -> None:
         """The oldest step in flight has ended, and the one behind it begun; its result was waited for since `asked`."""

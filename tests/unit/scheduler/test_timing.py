@@ -18,7 +18,8 @@ STEP_S = 0.02
 def clock(*seconds: float) -> tuple[StepClock, float]:
     """After decode steps that took so long, one behind the other, and the time at which the last ended."""
     c, now = StepClock(), 100.0
-    c.launch(now)
+    c.launch(now, is_idle=True)
+    c.launch(now - 7, is_idle=False)
     for s in seconds:
         now += s
         c.collect(now - s / 2, now, is_decode=True)
