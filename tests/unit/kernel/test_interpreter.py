@@ -5,21 +5,28 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parents[2]
+FILES = sorted((Path(__file__).parents[2] / "interpreter").glob("test_*.py"))
 
 
-def test_the_kernels_in_the_interpreter():
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(TESTS / "interpreter")],
+def run(file: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(file)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         timeout=1800,
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+
+
+def test_the_kernels_in_the_interpreter():
+    pytest.importorskip("triton")
+    assert len(FILES) > 5
+    with ThreadPoolExecutor(2) as pool:  # one thread computes each: two cores do two at a time
+        for done in pool.map(run, FILES):
+            assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+            assert " passed" in done.stdout
