@@ -47,9 +47,9 @@ class _Captured:
 class TokenGraphRunner:
     """Steps of few tokens, those of prompts and of sequences that decode, padded to one of `TOKEN_SIZES`.
 
-    One chunk more than planned, in the page table's last row, takes the tokens that are too many; sequences that are
-    too many have none. Choosing tokens is captured by the number of those, for all sizes together, since it takes the
-    hidden states from one place. Log-probabilities of prompts run eagerly. What is faster eagerly runs so.
+    How they are padded stands in `TokenInputs`. Choosing tokens is captured by the number of those, for all sizes
+    together, since it takes the hidden states from one place. Log-probabilities of prompts run eagerly. What is faster
+    eagerly runs so.
     """
 
     name = "cuda graph of tokens"
@@ -127,7 +127,6 @@ class TokenGraphRunner:
         self._upload(size, plan, expand(plan))
 
         def work() -> None:
-            # The batch is made here, since its conversions of the inputs belong into the graph.
             hidden = self.parts.hidden(*self.parts.begin(self._inputs.batch(size, chunks, samples)))
             if self._hidden is None:  # the first of all, which has the most, and before its capture
                 self._hidden = hidden[0].clone(), hidden[1].clone()

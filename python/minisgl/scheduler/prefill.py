@@ -105,9 +105,13 @@ class PrefillManager:
         for req in itertools.chain(self.chunked, self.waiting):
             if total - longest >= enough:
                 break
-            left = len(req.ids) - (0 if req.table_idx is None else int(self.rows.cached_len[req.row]))
+            left = self._tokens_left(req)
             total, longest = total + left, max(longest, left)
         return min(total - longest, enough)
+
+    def _tokens_left(self, req: Req) -> int:
+        """Tokens of its prompt that are not planned yet; what a waiting one will find in the cache is not known."""
+        return len(req.ids) - (0 if req.table_idx is None else int(self.rows.cached_len[req.row]))
 
     def due(self, running: Index) -> int | None:
         """How many prompt tokens the next step must compute at least; None: as many as it can.
@@ -125,7 +129,7 @@ class PrefillManager:
             steps = max(steps, int((rows.sure_len[running] - rows.cached_len[running]).max()) - 1)
         tokens = due = 0
         for req in queue:
-            tokens += len(req.ids) - (0 if req.table_idx is None else int(rows.cached_len[req.row]))
+            tokens += self._tokens_left(req)
             spare = steps - _outputs_left(req) if req.sampling_params.runs_to_limit else 0
             due = max(due, -(-tokens // (spare + 1)))
         return due

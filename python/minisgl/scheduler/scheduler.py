@@ -128,8 +128,8 @@ class Scheduler:
             self.outbox.flush()
 
     def _leisure(self) -> float:
-        """Seconds to listen before the next step is planned: none while there are prompts for it."""
-        if len(self.launched) != 1 or self.num_queued or self.prefill.has_work:
+        """Seconds to listen before the next step is planned: none while there are prompts for it, or nothing runs."""
+        if not self.engine.is_async or len(self.launched) != 1 or len(self.grammars) or self.prefill.has_work:
             return 0.0
         return self.clock.spare(time.monotonic())
 

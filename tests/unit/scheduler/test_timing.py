@@ -12,7 +12,7 @@ from minisgl.scheduler.timing import LATE_S, MARGIN_S, RECENT, StepClock
 from support.fake_engine import FakeEngine, FakeOutput
 from support.traces import Harness
 
-STEP_S = 0.02
+STEP_S = 0.05
 
 
 def clock(*seconds: float) -> tuple[StepClock, float]:
