@@ -161,13 +161,12 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[EagerRunner, 
     for name, ring in rings.items():
         monkeypatch.setattr(step, name, lambda *args, ring=ring: ring(*args, pin=False))
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(token_graph, "SLACK", 1e9)
 
     def made() -> tuple[EagerRunner, list[Any]]:
         captured = parts()
         eager: Any = EagerRunner(captured)
         decode = graph.GraphRunner(captured, [1, 2, 4, ROWS], capture)  # type: ignore[arg-type]
-        tokens = token_graph.TokenGraphRunner(captured, eager, capture, 48, ROWS)  # type: ignore[arg-type]
+        tokens = token_graph.TokenGraphRunner(captured, capture, 48, ROWS)  # type: ignore[arg-type]
         captured.state.page_table.fill_(ROWS * WIDTH)
         return EagerRunner(parts()), [decode, tokens, eager]
 
@@ -232,29 +231,9 @@ def test_scored_prompts_are_left_to_the_eager_runner(runners: Any) -> None:
     assert not captured[0].fits(plan) and not captured[1].fits(plan)
 
 
-@pytest.mark.parametrize(
-    ("eager_s", "graph_s", "least"),
-    [
-        (lambda n: 9.0, lambda n: 0.1 * n, {32: 0, 48: 0}),  # launching takes longer than computing
-        (lambda n: 0.25 * n, lambda n: 0.25 * n, {32: 0, 48: 47}),  # 3 % are left to chance
-        (lambda n: 0.25 * n, lambda n: 10.0, {48: 39}),
-        (lambda n: 1.0, lambda n: 2.0, {}),
-    ],
-    ids=["many launches", "as fast", "better from 39 on", "never"],
-)
-def test_a_graph_runs_the_steps_that_it_is_faster_for(
-    runners: Any, monkeypatch: pytest.MonkeyPatch, eager_s: Any, graph_s: Any, least: dict[int, int]
-) -> None:
-    monkeypatch.setattr(token_graph, "SLACK", 1.03)
-
-    def seconds(own: Any, runner: Any, plan: BatchPlan) -> float:
-        return (graph_s if runner is own else eager_s)(len(plan.tokens))
-
-    monkeypatch.setattr(token_graph.TokenGraphRunner, "_seconds", seconds)
+def test_prompts_of_any_length_up_to_the_largest_size_are_graphs(runners: Any) -> None:
     tokens = runners()[1][1]
     none = np.empty((0, BatchPlan.ROW_WIDTH), np.int32)
-    assert {size: captured.least for size, captured in tokens._graphs.items()} == least
-    for n in (10, 32, 33, 38, 39, 46, 47, 48, 49):
+    for n, fits in ((1, True), (32, True), (33, True), (48, True), (49, False)):
         plan = BatchPlan(1, np.array([(0, 0, n, 1)], np.int32), np.zeros(n, np.int32), none[:, :3], none, NOTHING)
-        room = [low for size, low in least.items() if size >= n]
-        assert tokens.fits(plan) == (bool(room) and n >= room[0])
+        assert tokens.fits(plan) is fits

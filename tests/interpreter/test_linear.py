@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,3 +127,28 @@ def test_a_search_without_memory_is_none(make, monkeypatch: pytest.MonkeyPatch):
     with tuned.tuning():
         torch.testing.assert_close(tuned(x, weight), F.linear(x, weight))
     assert algorithms(tuned) == {32: None}
+
+
+def test_kernels_for_fewer_rows_are_loaded_once(make, monkeypatch: pytest.MonkeyPatch):
+    launched: list[tuple[int, bool]] = []
+
+    def recorded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        launched.append((len(x), bias is not None))
+        return torch.nn.functional.linear(x, weight, bias)
+
+    tuned = make(lambda name, rows: 1.0)
+    monkeypatch.setattr(linear, "_can_try", lambda weight: True)
+    monkeypatch.setattr(linear, "F", SimpleNamespace(linear=recorded))
+    weight, bias = torch.randn(24, 16), torch.randn(24)
+    tuned(torch.randn(90, 16), weight, bias)
+    assert launched == [(90, True)], "while serving nothing is loaded"
+    launched.clear()
+    with tuned.tuning():
+        for rows in (40, 30, 90):
+            tuned(torch.randn(rows, 16), weight, bias)
+    assert [rows for rows, _ in launched] == [*range(2, 41), 30, *range(41, 91)]
+    assert all(is_biased for _, is_biased in launched) and not tuned.chosen
+    launched.clear()
+    with tuned.tuning():
+        tuned(torch.randn(20, 16), weight)
+    assert [rows for rows, _ in launched][:18] == [*range(2, 20)], "without a bias they are other kernels"

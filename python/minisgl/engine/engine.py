@@ -102,7 +102,7 @@ class Engine:
                 "decode steps run op by op: attention backend %s cannot be captured as a CUDA graph", attention.name
             )
         elif spec.graph_rows:
-            self.runners = [*self._graph_runners(eager), eager]
+            self.runners = [*self._graph_runners(), eager]
         elif library is not None:
             self.general = self._native_runner(library)
             self.runners = [self.general]
@@ -146,7 +146,7 @@ class Engine:
         """Measured at the start on a device that works while the host plans, else None."""
         return self._costs
 
-    def _graph_runners(self, eager: Runner) -> list[Runner]:
+    def _graph_runners(self) -> list[Runner]:
         from minisgl.engine.capture import Capture
         from minisgl.engine.graph import GraphRunner, graph_sizes
         from minisgl.engine.token_graph import TokenGraphRunner
@@ -157,7 +157,7 @@ class Engine:
             if not self.parts.attention.captures_prompts:
                 return [decode]
             longest = min(self.spec.max_step_tokens, self.spec.max_seq_len)
-            return [decode, TokenGraphRunner(self.parts, eager, capture, longest, self.spec.graph_rows)]
+            return [decode, TokenGraphRunner(self.parts, capture, longest, self.spec.graph_rows)]
 
     def _native_library(self) -> NativeLibrary | None:
         """What the C++ step of a CPU needs, if it can run this model; raises `ConfigError` if it cannot and has to."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -22,16 +20,15 @@ from minisgl.engine.token_inputs import MAX_CHUNKS, MAX_PAGE_WRITES, TokenInputs
 if TYPE_CHECKING:
     from minisgl.core import Ints
     from minisgl.engine.capture import Capture
-    from minisgl.engine.runner import Parts, Runner
+    from minisgl.engine.runner import Parts
     from minisgl.utils.cuda import CudaDevice
     from minisgl.utils.device import Pending
 
-# From 128 on whole tiles of matrix products, which the scheduler fills where it may (`scheduler/budget.py`).
-TOKEN_SIZES: Final = (32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024)
+# From 256 on all whole tiles of matrix products, so that padding costs little: the scheduler fills them where it may
+# (`scheduler/budget.py`), and a product takes as long for half of one.
+TOKEN_SIZES: Final = (32, 48, 64, 96, 128, 192, *range(256, 1409, 128))
 TAIL_SIZES: Final = (8, 32, 64, 128, 192, 256)  # sequences that get a token; and as many as there can be
 MAX_CONTEXT: Final = 8192  # of prompts, whose tiles are chosen for short ones
-SLACK: Final = 1.03  # of the time of the same step without a graph: what timing may be off by
-REPEATS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +38,21 @@ class _Captured:
     forward: torch.cuda.CUDAGraph
     chunks: int  # of prompts, one of them for padding
     samples: int  # fewer than tokens, since a model takes as many to be all of them
-    least: int  # tokens from which this is no slower than the same step without padding and a graph
 
 
 class TokenGraphRunner:
     """Steps of few tokens, those of prompts and of sequences that decode, padded to one of `TOKEN_SIZES`.
 
     How they are padded stands in `TokenInputs`. Choosing tokens is captured by the number of those, for all sizes
-    together, since it takes the hidden states from one place. Log-probabilities of prompts run eagerly. What is faster
-    eagerly runs so.
+    together, since it takes the hidden states from one place. Log-probabilities of prompts run eagerly.
+
+    Padding is worth it even where the device would be done a little sooner without: launching op by op takes 13 to
+    30 ms (36 layers, other processes beside), in which the scheduler hears nobody and hands out no tokens.
     """
 
     name = "cuda graph of tokens"
 
-    def __init__(self, parts: Parts, eager: Runner, capture: Capture, max_tokens: int, max_decodes: int) -> None:
+    def __init__(self, parts: Parts, capture: Capture, max_tokens: int, max_decodes: int) -> None:
         self.parts = parts
         self.device: CudaDevice = parts.device  # type: ignore[assignment]
         sizes = [t for t in TOKEN_SIZES if t <= max_tokens]
@@ -69,7 +67,6 @@ class TokenGraphRunner:
         self._tails = {
             (rows, tail): capture(partial(self._sample, rows, tail)) for rows in self._tail_sizes for tail in TAILS
         }
-        self._keep_faster(eager)
 
     def fits(self, plan: BatchPlan) -> bool:
         flags, stops = plan.slots[:, 3], plan.slots[:, 2]
@@ -82,16 +79,16 @@ class TokenGraphRunner:
         )
 
     def _size(self, plan: BatchPlan) -> int | None:
-        """The size for a plan, if its graph has room for it and is worth the padding."""
+        """The size for a plan, if a graph has room for it."""
         flags = plan.slots[:, 3]
         tokens = int((plan.slots[:, 2] - plan.slots[:, 1]).sum())
         decodes = int(np.count_nonzero(flags & BatchPlan.FROM_DEVICE))
         samples = int(np.count_nonzero(flags & BatchPlan.SAMPLES))
         chunks = max(len(flags) - decodes, len(plan.rows))
-        for size, captured in self._graphs.items():
-            if size >= tokens and captured.chunks > chunks and captured.samples >= samples:
-                return size if decodes <= self._inputs.decodes and tokens >= captured.least else None
-        return None
+        if decodes > self._inputs.decodes:
+            return None
+        fitting = (s for s, c in self._graphs.items() if s >= tokens and c.chunks > chunks and c.samples >= samples)
+        return next(fitting, None)
 
     def prepare(self, plan: BatchPlan) -> BatchPlan:
         return plan
@@ -133,39 +130,13 @@ class TokenGraphRunner:
             for own, shared in zip(hidden, self._hidden, strict=True):
                 shared[:samples].copy_(own)
 
-        return _Captured(capture(work)[0], chunks, samples, 0)
+        return _Captured(capture(work)[0], chunks, samples)
 
     def _sample(self, rows: int, tail: int) -> Tensor:
         assert self._hidden is not None
         x, residual = (t[:rows] for t in self._hidden)
         batch = self._inputs.batch(1, 1, rows, tail)
         return self.parts.sample(self.parts.model.logits(x, residual), batch)
-
-    def _keep_faster(self, eager: Runner) -> None:
-        """Time prompts of each size both ways, and find how many tokens must be real to be worth padding the others."""
-        fewer, fewer_s = 0, None
-        for size, captured in list(self._graphs.items()):
-            plan = _trial(size)
-            eager_s, graph_s = self._seconds(eager, plan), self._seconds(self, plan)
-            per_token = 0.0 if fewer_s is None else max(0.0, (eager_s - fewer_s) / (size - fewer))
-            gain = SLACK * eager_s - graph_s
-            least = size + 1 if gain < 0 else 0 if per_token == 0 else size - int(gain / per_token)
-            least = self.parts.comm.exchange(least)[0]  # what rank 0 finds, since all must run steps in the same way
-            if least <= size:
-                self._graphs[size] = replace(captured, least=least)
-            else:
-                del self._graphs[size]
-            fewer, fewer_s = size, eager_s
-
-    def _seconds(self, runner: Runner, plan: BatchPlan) -> float:
-        times = []
-        for _ in range(REPEATS):
-            started = time.perf_counter()
-            waits = [runner.launch(runner.prepare(plan)) for _ in range(2)]
-            for wait in waits:
-                wait.wait()
-            times.append(time.perf_counter() - started)
-        return statistics.median(times)
 
 
 def _trial(tokens: int) -> BatchPlan:

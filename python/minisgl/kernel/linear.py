@@ -31,6 +31,9 @@ CANDIDATES_LARGE, FINALISTS_LARGE = 8, 2
 MIN_GAIN: Final = 1.04  # in a graph the gaps between kernels are shorter, which has turned 2 % into a loss
 MIN_GAIN_BUCKET: Final = 1.05
 MAX_ERROR: Final = 1e-2  # relative to F.linear's result, whose own is 2e-3 in bfloat16
+# Which kernel cuBLAS takes may change with every number of rows. Among these are all that sequences which choose a token
+# come to, and whole tiles of tokens, to which the scheduler cuts prompts (`scheduler/budget.py`).
+LOADED_ROWS: Final = (*range(2, 257), *range(288, 4096, 32), *range(4096, 16385, 128))
 
 Call = Callable[[int], object]
 """Makes a product; successive numbers take turns at copies of the weight."""
@@ -41,7 +44,8 @@ class LtLinear:
 
     While tuning, a product's number of rows is tried, and for a prefill the powers of two up to it: what wins at one
     serves the numbers of rows down to three quarters of it, if it wins clearly and is no slower than F.linear at a few
-    of them.
+    of them. F.linear's kernels for fewer rows are loaded then, too: the first launch of one waits until the device is
+    idle, behind steps of a rush for as long as one of them takes.
     """
 
     def __init__(self, search: bool = True) -> None:
@@ -49,6 +53,7 @@ class LtLinear:
         self.seconds = 0.0  # spent searching
         self.chosen: dict[Shape, Product | None] = {}  # None: F.linear
         self._buckets: dict[Shape, Product | None] = {}
+        self._loaded: dict[tuple[object, ...], int] = {}  # up to how many rows
         self._libraries: dict[int, Library] = {}
         self._other: Tensor | None = None
         self._is_tuning = False
@@ -67,8 +72,12 @@ class LtLinear:
                 seconds = self.seconds - before
                 _log.debug("tried %d matrix products in %.1f s: %d found faster", tried, seconds, better)
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [rows, K] contiguous, weight [N, K] -> [rows, N]."""
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [rows, K] contiguous, weight [N, K], bias [N], with which there is no search -> [rows, N]."""
+        if self._is_tuning:
+            self._load(x, weight, bias)
+        if bias is not None:
+            return F.linear(x, weight, bias)
         rows, n_in = x.shape
         shape = rows, len(weight), n_in, x.dtype, x.get_device()  # a plain tuple is found as well, and made faster
         if self._is_tuning:
@@ -81,6 +90,16 @@ class LtLinear:
             if product.run(x, weight, out):
                 return out
         return F.linear(x, weight)
+
+    def _load(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """Launch what F.linear takes for fewer rows than x has."""
+        if not _can_try(weight):
+            return
+        kind = weight.shape, weight.dtype, bias is None
+        before, self._loaded[kind] = self._loaded.get(kind, 0), max(len(x), self._loaded.get(kind, 0))
+        for rows in LOADED_ROWS:
+            if before < rows < len(x):
+                F.linear(x[:rows], weight, bias)
 
     def _prepare(self, shape: Shape, weight: Tensor) -> None:
         if shape in self.chosen or not _can_search(shape, weight):
@@ -176,8 +195,11 @@ class LtLinear:
 
 
 def _can_search(shape: Shape, weight: Tensor) -> bool:
-    is_possible = weight.is_cuda and torch.version.cuda is not None and shape.dtype in TYPES and shape.rows > 0
-    return is_possible and not torch.cuda.is_current_stream_capturing()
+    return _can_try(weight) and torch.version.cuda is not None and shape.dtype in TYPES and shape.rows > 0
+
+
+def _can_try(weight: Tensor) -> bool:
+    return weight.is_cuda and not torch.cuda.is_current_stream_capturing()
 
 
 def _bucket(rows: int) -> int:

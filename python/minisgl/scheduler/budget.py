@@ -14,18 +14,21 @@ if TYPE_CHECKING:
 # Prompts always get this many tokens a step, or a slow decode step would shut them out.
 FLOOR_TOKENS: Final = 64
 # The target when none is given. A stream then moves faster than anybody reads, and a step is long enough to spend most
-# of its time on the prompt (a third of 30 ms is overhead where a step costs 8 ms besides its tokens). Where decoding
-# alone takes longer than half of that, prompts may double it: a fixed target would leave them the floor.
-AUTO_TARGET_S: Final = 0.030
+# of its time on the prompt (a quarter of it is overhead where a step costs 7 ms besides its tokens): 1,024 tokens of an
+# 8B model beside 64 streams. Steps may take 8 % more, when the device has come to its limit of power. Where decoding
+# alone takes longer than half of the target, prompts may double it: a fixed one would leave them the floor.
+AUTO_TARGET_S: Final = 0.029
 AUTO_STRETCH: Final = 2.0
 # While prompts wait, a step may take as long as all of them but the longest, and this long at most: a queue is worked
 # off at nearly the full rate, and streams that have only just begun stutter for a moment instead of the last in the
 # queue waiting twice as long. The longest does not count, since nobody waits for it: it is the last, or it is alone.
 AUTO_RUSH_S: Final = 0.075
-# Where prompts are spread over steps, those have whole tiles of matrix products, and no less than these: from so many
-# tokens on each further one costs as much as in a long prompt, and the time is many times what having prompts in a step
-# costs besides (0.3 to 0.5 ms). A power of two, lest the plan changes with each measurement.
+# A step in which a prompt is cut has whole tiles of matrix products: half of one takes as long, and the kernels of
+# other numbers of rows may not be loaded yet (`kernel/linear.py`).
 TILE_TOKENS: Final = 128
+# Where prompts are spread over steps, those have no less than these: from so many tokens on each further one costs as
+# much as in a long prompt, and the time is many times what having prompts in a step costs besides (0.3 to 0.5 ms). A
+# power of two, lest the plan changes with each measurement.
 FULL_TOKENS: Final = 256
 FULL_S: Final = 0.004
 
@@ -33,7 +36,8 @@ FULL_S: Final = 0.004
 class StepBudget:
     """What is left of one step for prompts: `tokens` and, where a pace must be kept, `seconds`.
 
-    Whatever is left, `floor` tokens are granted; chunks of more than that together take no longer than the seconds.
+    Whatever is left, `floor` tokens are granted; chunks of more than that together take no longer than the seconds. A
+    prompt that does not fit is cut where whole tiles are left over.
     """
 
     def __init__(
@@ -52,6 +56,9 @@ class StepBudget:
     def take(self, start: int, wanted: int) -> int:
         """How many tokens, of `wanted` from position `start` on, a prompt gets; they are taken off the budget."""
         count = max(0, min(wanted, self._affordable(start)))
+        if count < wanted:
+            whole = count - (count - self._tokens) % TILE_TOKENS
+            count = max(whole, min(count, self._floor), 0)
         self._tokens -= count
         self._floor -= count
         if self._costs is not None:
@@ -112,6 +119,9 @@ class Pace:
         if self._is_auto:
             rush = min(AUTO_RUSH_S, decode + self.costs.per_token * backlog)
             seconds = max(seconds, rush, AUTO_STRETCH * decode)
+        if self.costs.per_token > 0:
+            room = num_running + int((seconds - decode) / self.costs.per_token)
+            tokens = min(tokens, max(self.floor, room // TILE_TOKENS * TILE_TOKENS - num_running))
         return StepBudget(tokens, self.costs, seconds - decode, self.floor)
 
     def describe(self) -> dict[str, str | int | float]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from minisgl.kernel.linear import tuned_linear
 from minisgl.kernel.triton.adjust import adjust_logits, count_tokens
@@ -39,7 +38,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     config = skinny_config(rows, n_out, n_in, x.dtype)
     if config is not None:
         return skinny(x, weight, bias, config)
-    return tuned_linear(x, weight) if bias is None else F.linear(x, weight, bias)
+    return tuned_linear(x, weight, bias)
 
 
 def _norm(x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
