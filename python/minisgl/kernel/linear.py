@@ -31,8 +31,8 @@ CANDIDATES_LARGE, FINALISTS_LARGE = 8, 2
 MIN_GAIN: Final = 1.04  # in a graph the gaps between kernels are shorter, which has turned 2 % into a loss
 MIN_GAIN_BUCKET: Final = 1.05
 MAX_ERROR: Final = 1e-2  # relative to F.linear's result, whose own is 2e-3 in bfloat16
-# Which kernel cuBLAS takes may change with every number of rows. Among these are all that sequences which choose a token
-# come to, and whole tiles of tokens, to which the scheduler cuts prompts (`scheduler/budget.py`).
+# Which kernel cuBLAS takes may change with every number of rows. Among these are all that sequences which choose a
+# token come to, and whole tiles of tokens, to which the scheduler cuts prompts (`scheduler/budget.py`).
 LOADED_ROWS: Final = (*range(2, 257), *range(288, 4096, 32), *range(4096, 16385, 128))
 
 Call = Callable[[int], object]
