@@ -5,7 +5,7 @@ Shared by HTTP, `LLM` and the shell; on the wire as it stands. No torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 import msgspec
 
@@ -143,9 +143,8 @@ MAX_REPETITION_PENALTY: Final = 10.0
 MAX_LOGPROBS: Final = 20  # alternatives to each token
 
 
-def _require(condition: bool, param: str, message: str) -> None:
-    if not condition:
-        raise RequestError(f"{param} {message}", param=param)
+def _refuse(param: str, message: str) -> NoReturn:
+    raise RequestError(f"{param} {message}", param=param)
 
 
 def validate_sampling(params: SamplingParams, limits: Limits) -> None:
@@ -154,50 +153,62 @@ def validate_sampling(params: SamplingParams, limits: Limits) -> None:
     if p.embed != limits.embeds:
         does, does_not = ("computes embeddings", "generate text") if limits.embeds else ("generates text", "embed it")
         raise RequestError(f"this model {does}; it does not {does_not}", param="model", code="unsupported_endpoint")
-    _require(p.max_tokens == 0 or not p.embed, "max_tokens", "must be 0 for an embedding")
-    if p.max_tokens is not None:
-        _require(0 <= p.max_tokens <= limits.max_model_len, "max_tokens", f"must be 0 to {limits.max_model_len}")
-    _require(0.0 <= p.temperature <= MAX_TEMPERATURE, "temperature", f"must be 0 to {MAX_TEMPERATURE:g}")
-    _require(0 <= p.top_k <= MAX_TOP_K, "top_k", "must be 0 (off) or positive, below 2^31")
-    _require(0.0 < p.top_p <= 1.0, "top_p", "must be above 0 and at most 1")
-    _require(0.0 <= p.min_p <= 1.0, "min_p", "must be 0 to 1")
-    for name in ("presence_penalty", "frequency_penalty"):
-        _require(-MAX_PENALTY <= getattr(p, name) <= MAX_PENALTY, name, f"must be -{MAX_PENALTY:g} to {MAX_PENALTY:g}")
-    in_range = 0.0 < p.repetition_penalty <= MAX_REPETITION_PENALTY
-    _require(in_range, "repetition_penalty", f"must be above 0 and at most {MAX_REPETITION_PENALTY:g}")
-    _require(len(p.logit_bias) <= limits.max_logit_bias, "logit_bias", f"takes at most {limits.max_logit_bias} tokens")
+    if p.embed and p.max_tokens != 0:
+        _refuse("max_tokens", "must be 0 for an embedding")
+    if p.max_tokens is not None and not 0 <= p.max_tokens <= limits.max_model_len:
+        _refuse("max_tokens", f"must be 0 to {limits.max_model_len}")
+    if not 0.0 <= p.temperature <= MAX_TEMPERATURE:
+        _refuse("temperature", f"must be 0 to {MAX_TEMPERATURE:g}")
+    if not 0 <= p.top_k <= MAX_TOP_K:
+        _refuse("top_k", "must be 0 (off) or positive, below 2^31")
+    if not 0.0 < p.top_p <= 1.0:
+        _refuse("top_p", "must be above 0 and at most 1")
+    if not 0.0 <= p.min_p <= 1.0:
+        _refuse("min_p", "must be 0 to 1")
+    for name, penalty in (("presence_penalty", p.presence_penalty), ("frequency_penalty", p.frequency_penalty)):
+        if not -MAX_PENALTY <= penalty <= MAX_PENALTY:
+            _refuse(name, f"must be -{MAX_PENALTY:g} to {MAX_PENALTY:g}")
+    if not 0.0 < p.repetition_penalty <= MAX_REPETITION_PENALTY:
+        _refuse("repetition_penalty", f"must be above 0 and at most {MAX_REPETITION_PENALTY:g}")
+    if len(p.logit_bias) > limits.max_logit_bias:
+        _refuse("logit_bias", f"takes at most {limits.max_logit_bias} tokens")
     for token, bias in p.logit_bias:
-        _require(0 <= token < limits.vocab_size, "logit_bias", f"token ids must be 0 to {limits.vocab_size - 1}")
-        _require(-MAX_BIAS <= bias <= MAX_BIAS, "logit_bias", f"values must be -{MAX_BIAS:g} to {MAX_BIAS:g}")
-    _require(0 <= p.min_tokens <= limits.max_model_len, "min_tokens", f"must be 0 to {limits.max_model_len}")
-    if p.max_tokens is not None:
-        _require(p.min_tokens <= p.max_tokens, "min_tokens", "must not exceed max_tokens")
-    if p.seed is not None:
-        _require(-MAX_SEED - 1 <= p.seed <= MAX_SEED, "seed", "must fit in 64 bits")
-    _require(len(p.stop) <= limits.max_stop_strings, "stop", f"takes at most {limits.max_stop_strings} strings")
-    for s in p.stop:
-        _require(
-            0 < len(s) <= limits.max_stop_length, "stop", f"strings must have 1 to {limits.max_stop_length} letters"
-        )
-    if p.logprobs is not None:
-        most = min(MAX_LOGPROBS, limits.vocab_size)
-        _require(0 <= p.logprobs <= most, "logprobs", f"must be 0 to {most}")
+        if not 0 <= token < limits.vocab_size:
+            _refuse("logit_bias", f"token ids must be 0 to {limits.vocab_size - 1}")
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            _refuse("logit_bias", f"values must be -{MAX_BIAS:g} to {MAX_BIAS:g}")
+    if not 0 <= p.min_tokens <= limits.max_model_len:
+        _refuse("min_tokens", f"must be 0 to {limits.max_model_len}")
+    if p.max_tokens is not None and p.min_tokens > p.max_tokens:
+        _refuse("min_tokens", "must not exceed max_tokens")
+    if p.seed is not None and not -MAX_SEED - 1 <= p.seed <= MAX_SEED:
+        _refuse("seed", "must fit in 64 bits")
+    if len(p.stop) > limits.max_stop_strings:
+        _refuse("stop", f"takes at most {limits.max_stop_strings} strings")
+    if not all(0 < len(s) <= limits.max_stop_length for s in p.stop):
+        _refuse("stop", f"strings must have 1 to {limits.max_stop_length} letters")
+    if p.logprobs is not None and not 0 <= p.logprobs <= (most := min(MAX_LOGPROBS, limits.vocab_size)):
+        _refuse("logprobs", f"must be 0 to {most}")
     if (grammar := p.grammar) is not None:
         is_schema = grammar.kind in ("json_schema", "calls")
         most = limits.max_schema_chars if is_schema else limits.max_grammar_chars
-        _require(len(grammar.text) <= most, grammar.param, f"has {len(grammar.text)} characters; the limit is {most}")
-    _require(len(p.cache_salt) <= limits.max_salt_chars, "cache_salt", f"takes at most {limits.max_salt_chars} letters")
-    _require(len(p.stop_token_ids) <= limits.max_stop_token_ids, "stop_token_ids", "is too long")
-    for t in p.stop_token_ids:
-        _require(0 <= t < limits.vocab_size, "stop_token_ids", f"must be 0 to {limits.vocab_size - 1}")
+        if len(grammar.text) > most:
+            _refuse(grammar.param, f"has {len(grammar.text)} characters; the limit is {most}")
+    if len(p.cache_salt) > limits.max_salt_chars:
+        _refuse("cache_salt", f"takes at most {limits.max_salt_chars} letters")
+    if len(p.stop_token_ids) > limits.max_stop_token_ids:
+        _refuse("stop_token_ids", "is too long")
+    if not all(0 <= t < limits.vocab_size for t in p.stop_token_ids):
+        _refuse("stop_token_ids", f"must be 0 to {limits.vocab_size - 1}")
 
 
 def validate_prompt(input_ids: npt.NDArray[np.int32], params: SamplingParams, limits: Limits) -> None:
     """Raises `RequestError` for a prompt that is empty, foreign to the vocabulary, or too long with its output."""
     n = len(input_ids)
-    _require(n > 0, "prompt", "is empty")
-    low, high = int(input_ids.min()), int(input_ids.max())
-    _require(low >= 0 and high < limits.vocab_size, "prompt", f"has a token id outside 0 to {limits.vocab_size - 1}")
+    if n == 0:
+        _refuse("prompt", "is empty")
+    if input_ids.min() < 0 or input_ids.max() >= limits.vocab_size:
+        _refuse("prompt", f"has a token id outside 0 to {limits.vocab_size - 1}")
     wanted = params.max_tokens or 1
     if n + wanted > limits.max_model_len:
         raise too_long(limits, f"{n} and asks for {wanted} more", params.room_field)

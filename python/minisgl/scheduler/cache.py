@@ -86,14 +86,14 @@ class CacheManager:
         if count <= req.cache_handle.num_pages:
             return
         ids = np.concatenate([req.ids, self.rows.sampled(req)])[: count * self.page_size]
-        handle, canonical = self.prefix.insert_prefix(ids, np.array(req.pages[:count], np.int32), _salt(req))
+        own = np.array(req.pages[:count], np.int32)
+        handle, canonical = self.prefix.insert_prefix(ids, own, _salt(req))
         if handle.num_pages == 0:
             return  # a cache that keeps nothing
-        duplicates = []
-        for i, page in enumerate(canonical.tolist()):
-            if req.pages[i] != page:
-                duplicates.append(req.pages[i])
-                self.rows.set_pages(req, i, [page])
+        differing = np.flatnonzero(canonical != own)
+        duplicates = own[differing].tolist()
+        for i, page in zip(differing.tolist(), canonical[differing].tolist(), strict=True):
+            self.rows.set_pages(req, i, [page])
         self.prefix.lock_handle(handle)
         self.detach(req)
         req.cache_handle = handle

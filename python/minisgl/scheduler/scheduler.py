@@ -319,7 +319,8 @@ class Scheduler:
         if req.table_idx is not None:
             self.cache.share(req)
             self.cache.release(req)
-            req.append_host(self.rows.sampled(req))  # with which it waits if it was retracted
+            if req.status is Status.RETRACTING:
+                req.append_host(self.rows.sampled(req))  # with which it waits
             self.rows.free(req)
         if req.status is Status.FINISHED:
             del self.live[req.uid]

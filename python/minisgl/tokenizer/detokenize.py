@@ -149,9 +149,8 @@ class DetokenizeManager:
 
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
         """The text of all tokens of a request at once: what its increments, put together, would be."""
-        decoder = self._decoders.new()
         hidden = self._special_ids if skip_special_tokens else frozenset()
-        return "".join([decoder.feed(t) for t in tokens if t not in hidden]) + decoder.flush()
+        return self._decoders.decode([t for t in tokens if t not in hidden])
 
     def detokenize(self, msg: DetokenizeMsg) -> tuple[list[UserReply], list[int]]:
         """One reply for each request of the step, and the uids whose generation must be aborted (stop strings)."""

@@ -29,23 +29,21 @@ def _byte_of_char() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 
-class TokenBytes:
+class TokenBytes(dict[int, bytes]):
     """The bytes of each token of a byte-level BPE, looked up on first use."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._alphabet = _byte_of_char()
-        self._known: dict[int, bytes] = {}
 
-    def __getitem__(self, token: int) -> bytes:
+    def __missing__(self, token: int) -> bytes:
         """Empty for an id that the tokenizer does not have (models pad their vocabulary)."""
-        if (data := self._known.get(token)) is None:
-            text = self._tokenizer.id_to_token(token) or ""
-            try:
-                data = bytes([self._alphabet[c] for c in text])
-            except KeyError:
-                data = text.encode()  # an added token, which is not spelled in the byte alphabet
-            self._known[token] = data
+        text = self._tokenizer.id_to_token(token) or ""
+        try:
+            data = bytes([self._alphabet[c] for c in text])
+        except KeyError:
+            data = text.encode()  # an added token, which is not spelled in the byte alphabet
+        self[token] = data
         return data
 
 
@@ -112,8 +110,16 @@ class TextDecoders:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._token_bytes = TokenBytes(tokenizer) if isinstance(tokenizer.decoder, decoders.ByteLevel) else None
-        self.bytes_of: TokenBytes | PieceBytes = self._token_bytes or PieceBytes(tokenizer)  # of each token by itself
+        pieces = PieceBytes(tokenizer) if self._token_bytes is None else self._token_bytes
+        self.bytes_of: TokenBytes | PieceBytes = pieces  # of each token by itself
 
     def new(self) -> TextDecoder:
         """A decoder for one request."""
         return WindowDecoder(self._tokenizer) if self._token_bytes is None else ByteDecoder(self._token_bytes)
+
+    def decode(self, tokens: list[int]) -> str:
+        """What a new decoder would give for all of them, one after the other; quicker where they are bytes."""
+        if self._token_bytes is not None:
+            return b"".join(map(self._token_bytes.__getitem__, tokens)).decode("utf-8", "replace")
+        decoder = self.new()
+        return "".join(map(decoder.feed, tokens)) + decoder.flush()
