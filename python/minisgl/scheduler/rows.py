@@ -141,7 +141,7 @@ class Rows:
 
     def advance(self, plan: BatchPlan) -> None:
         """The plan is made: count its tokens as planned."""
-        rows = plan.slots[:, 0]
+        rows = plan.slots[:, 0].astype(np.intp)
         self.cached_len[rows] = plan.slots[:, 2]
         self.last_step[rows] = plan.step
 
@@ -151,7 +151,7 @@ class Rows:
         self.tokens[rows, at] = tokens
         at += 1
         self.confirmed_len[rows] = at
-        return np.flatnonzero(self._may_end[tokens] | (at == self.max_len[rows]))
+        return np.flatnonzero(self._may_end.take(tokens) | (at == self.max_len[rows]))
 
     def free_rows(self) -> list[int]:
         """The free rows (for the invariant checks)."""

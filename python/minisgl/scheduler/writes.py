@@ -44,8 +44,8 @@ class RowWrites:
 
     def pages(self, row: int, start: int, pages: list[int]) -> None:
         """The row's entries from index `start` on are `pages`."""
-        first = row << 32 | start
-        self._pages.update(zip(range(first, first + len(pages)), pages, strict=True))
+        for place, page in enumerate(pages, row << 32 | start):
+            self._pages[place] = page
 
     def take(self) -> tuple[Ints, Ints, Ints]:
         """The page writes [P, 3], row writes [R, 7] and adjust records [A] since the last call."""

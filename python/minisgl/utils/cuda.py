@@ -13,6 +13,7 @@ from minisgl.utils.device import Device, Inlet, Pending
 
 RING: Final = 4  # buffers a side: more than the steps that can be under way at once
 INLET_RING: Final = 2  # one is read into while the other travels
+FIRST_INTS: Final = 1 << 15  # of a buffer: a step of 8,192 tokens fits, since to get more waits for the device
 ALIGN: Final = 4  # ints; kernels load 16 bytes at a time
 
 
@@ -120,7 +121,7 @@ class _Pinned:
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event()
-        self._memory = torch.empty(4096, dtype=torch.int32, pin_memory=True)
+        self._memory = torch.empty(FIRST_INTS, dtype=torch.int32, pin_memory=True)
 
     def reserve(self, count: int) -> torch.Tensor:
         if count > len(self._memory):
