@@ -70,7 +70,9 @@ def text_of(replies: list[UserReply]) -> str:
 @given(st.lists(st.integers(0, 420), min_size=1, max_size=60), st.booleans())
 def test_any_tokens_byte_level(ids: list[int], skip: bool) -> None:
     """Also ids that the tokenizer lacks, special tokens and broken UTF-8 anywhere."""
-    assert text_of(stream(BYTE_LEVEL, ids, skip_special=skip)) == BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
+    text = text_of(stream(BYTE_LEVEL, ids, skip_special=skip))
+    assert text == BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
+    assert text == DetokenizeManager(BYTE_LEVEL).decode(ids, skip)
 
 
 @settings(max_examples=300)
@@ -80,6 +82,7 @@ def test_any_text(text: str) -> None:
         ids = tokenizer.encode(text).ids
         if ids:
             assert text_of(stream(tokenizer, ids)) == tokenizer.decode(ids)
+            assert DetokenizeManager(tokenizer).decode(ids, True) == tokenizer.decode(ids)
 
 
 def test_never_half_a_character() -> None:
