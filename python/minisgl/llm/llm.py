@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -117,7 +118,10 @@ class LLM:
     def _prompt_msg(self, prompt: Prompt) -> TokenizeMsg:
         if isinstance(prompt, str):
             return TokenizeMsg(uid=0, sampling_params=SamplingParams(), text=prompt)
-        return TokenizeMsg(uid=0, sampling_params=SamplingParams(), input_ids=ids_to_bytes(prompt))
+        try:
+            return TokenizeMsg(uid=0, sampling_params=SamplingParams(), input_ids=ids_to_bytes(prompt))
+        except (struct.error, TypeError) as e:
+            raise RequestError(f"a prompt must be text or token ids: {e}", param="prompt") from e
 
     def _run(
         self,

@@ -150,7 +150,8 @@ class DetokenizeManager:
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
         """The text of all tokens of a request at once: what its increments, put together, would be."""
         hidden = self._special_ids if skip_special_tokens else frozenset()
-        return self._decoders.decode([t for t in tokens if t not in hidden])
+        shown = tokens if hidden.isdisjoint(tokens) else [t for t in tokens if t not in hidden]
+        return self._decoders.decode(shown)
 
     def detokenize(self, msg: DetokenizeMsg) -> tuple[list[UserReply], list[int]]:
         """One reply for each request of the step, and the uids whose generation must be aborted (stop strings)."""

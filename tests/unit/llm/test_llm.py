@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
 import pytest
 
 from minisgl import LLM, SamplingParams
@@ -94,6 +95,11 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
         ("", GREEDY, "prompt"),
         ([[1, 2, 999_999]], GREEDY, "prompt"),
         (["hello", [-1]], GREEDY, "prompt"),
+        ([[1, 2**40]], GREEDY, "prompt"),
+        ([[1.5]], GREEDY, "prompt"),
+        ([["a"]], GREEDY, "prompt"),
+        ([None], GREEDY, "prompt"),
+        ([np.array([1.5])], GREEDY, "prompt"),
         ("hello", SamplingParams(temperature=float("nan")), "temperature"),
         ("hello", SamplingParams(top_p=0.0), "top_p"),
         ("hello", SamplingParams(max_tokens=-1), "max_tokens"),
