@@ -100,7 +100,7 @@ class SchedulerConfig:
     itl_target_ms: float | None = option(
         None,
         "longest time between two tokens of a running stream to aim at, by the size of the chunks of prompts computed "
-        "beside it, 0 = no limit; default = 30, or twice a pure decode step if that is longer, where the engine has "
+        "beside it, 0 = no limit; default = 29, or twice a pure decode step if that is longer, where the engine has "
         "measured what a step costs",
     )
     mixed_batches: bool = option(
