@@ -187,7 +187,8 @@ def validate_sampling(params: SamplingParams, limits: Limits) -> None:
         _refuse("stop", f"takes at most {limits.max_stop_strings} strings")
     if not all(0 < len(s) <= limits.max_stop_length for s in p.stop):
         _refuse("stop", f"strings must have 1 to {limits.max_stop_length} letters")
-    if p.logprobs is not None and not 0 <= p.logprobs <= (most := min(MAX_LOGPROBS, limits.vocab_size)):
+    most = min(MAX_LOGPROBS, limits.vocab_size)
+    if p.logprobs is not None and not 0 <= p.logprobs <= most:
         _refuse("logprobs", f"must be 0 to {most}")
     if (grammar := p.grammar) is not None:
         is_schema = grammar.kind in ("json_schema", "calls")

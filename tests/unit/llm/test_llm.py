@@ -103,6 +103,7 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
         ("hello", SamplingParams(temperature=float("nan")), "temperature"),
         ("hello", SamplingParams(top_p=0.0), "top_p"),
         ("hello", SamplingParams(max_tokens=-1), "max_tokens"),
+        ("hello", SamplingParams(logprobs=-1), "logprobs"),
         ("hello", SamplingParams(max_tokens=4096), "max_tokens"),
         ([[5] * 4096], SamplingParams(), "prompt"),
         (["a", "b"], [GREEDY], "sampling_params"),
