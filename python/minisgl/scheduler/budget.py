@@ -56,7 +56,7 @@ class StepBudget:
     def take(self, start: int, wanted: int) -> int:
         """How many tokens, of `wanted` from position `start` on, a prompt gets; they are taken off the budget."""
         count = max(0, min(wanted, self._affordable(start)))
-        if count < wanted:
+        if count < wanted:  # what is left after all is a multiple of a tile, as the step's tokens then are
             whole = count - (count - self._tokens) % TILE_TOKENS
             count = max(whole, min(count, self._floor), 0)
         self._tokens -= count
@@ -119,7 +119,7 @@ class Pace:
         if self._is_auto:
             rush = min(AUTO_RUSH_S, decode + self.costs.per_token * backlog)
             seconds = max(seconds, rush, AUTO_STRETCH * decode)
-        if self.costs.per_token > 0:
+        if self.costs.per_token > 0:  # whole tiles together with the rows that decode, and so is what `take` leaves
             room = num_running + int((seconds - decode) / self.costs.per_token)
             tokens = min(tokens, max(self.floor, room // TILE_TOKENS * TILE_TOKENS - num_running))
         return StepBudget(tokens, self.costs, seconds - decode, self.floor)
