@@ -50,7 +50,7 @@ class StepBudget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether a prompt with nothing cached would get no token."""
+        """Whether no prompt gets a token any more: the first tokens of one are the cheapest."""
         return self._affordable(0) <= 0
 
     def take(self, start: int, wanted: int) -> int:
