@@ -77,7 +77,7 @@ class Device(CpuDevice):
 class Table:
     """A model of random numbers."""
 
-    num_parameters, config = 1, SimpleNamespace(vocab_size=VOCAB)
+    num_parameters, config = 1, SimpleNamespace(vocab_size=VOCAB, num_layers=1)
 
     def __init__(self) -> None:
         self.table = torch.randn(97, VOCAB, generator=torch.Generator().manual_seed(8)).half() * 3
@@ -237,3 +237,14 @@ def test_prompts_of_any_length_up_to_the_largest_size_are_graphs(runners: Any) -
     for n, fits in ((1, True), (32, True), (33, True), (48, True), (49, False)):
         plan = BatchPlan(1, np.array([(0, 0, n, 1)], np.int32), np.zeros(n, np.int32), none[:, :3], none, NOTHING)
         assert tokens.fits(plan) is fits
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "parameters", "layers", "largest"),
+    [(8192, 0.6e9, 28, 8192), (8192, 1.7e9, 28, 2816), (8192, 8.2e9, 36, 1408), (1000, 0.6e9, 28, 896)],
+)
+def test_large_steps_are_captured_where_layers_are_small(
+    max_tokens: int, parameters: float, layers: int, largest: int
+) -> None:
+    sizes = token_graph.token_sizes(max_tokens, 2 * parameters, layers)
+    assert sizes[-1] == largest and sizes == sorted(sizes)

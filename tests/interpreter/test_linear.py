@@ -117,6 +117,17 @@ def test_a_prefill_size_serves_a_few_fewer_rows(make):
     assert sorted(algorithms(tuned)) == [2048, 4096]
 
 
+def test_other_sizes_of_a_bucket_are_not_searched_again(make):
+    tuned = make(lambda name, rows: 1.0 if name == "default" else 0.5)
+    weight = tune(tuned, 4096, 3584, 2048, 1536, 2304)
+    assert algorithms(tuned) == {2048: "first", 4096: "first", 1536: "first"}
+    for rows, product in ((3584, tuned.chosen), (2304, {})):
+        x = torch.randn(rows, 16)
+        before = sum(p.calls for p in tuned.chosen.values())
+        torch.testing.assert_close(tuned(x, weight), F.linear(x, weight))
+        assert sum(p.calls for p in tuned.chosen.values()) == before + bool(product)
+
+
 def test_a_search_without_memory_is_none(make, monkeypatch: pytest.MonkeyPatch):
     def full(*args: object, **kwargs: object) -> Tensor:
         raise torch.OutOfMemoryError("full")

@@ -65,7 +65,7 @@ class PoolingRunner:
     def __init__(self, parts: Parts, pooling: Pooling) -> None:
         self._device = parts.device
         self._pool = POOLERS[pooling](parts)
-        self._flops_per_token = 2.0 * parts.model.num_parameters / parts.comm.info.size
+        self._flops_per_token = parts.flops_per_token
 
     def fits(self, plan: BatchPlan) -> bool:
         return True

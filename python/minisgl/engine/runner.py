@@ -94,6 +94,11 @@ class Parts:
     comm: Communicator
     vocab: VocabParallel
 
+    @property
+    def flops_per_token(self) -> float:
+        """Of this rank, without attention; experts count as if all were chosen."""
+        return 2.0 * self.model.num_parameters / self.comm.info.size
+
     def run(self, batch: Batch) -> Tensor:
         """Logits [S, this rank's part of V] of a step, its page writes and sampling states applied first."""
         return self.forward(*self.begin(batch))
@@ -167,7 +172,7 @@ class EagerRunner:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
-        self._flops_per_token = 2.0 * parts.model.num_parameters / parts.comm.info.size
+        self._flops_per_token = parts.flops_per_token
 
     def fits(self, plan: BatchPlan) -> bool:
         return True

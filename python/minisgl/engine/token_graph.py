@@ -1,4 +1,4 @@
-"""Small steps with prompts in them as CUDA graphs: launching them op by op takes longer than computing them."""
+"""Steps with prompts in them as CUDA graphs, where launching them op by op takes longer than computing them."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 # From 256 on all whole tiles of matrix products, so that padding costs little: the scheduler fills them where it may
 # (`scheduler/budget.py`), and a product takes as long for half of one.
 TOKEN_SIZES: Final = (32, 48, 64, 96, 128, 192, *range(256, 1409, 128))
+LARGE_SIZES: Final = (*range(1536, 4097, 256), *range(4608, 8193, 512))  # for models with small layers
+# Op by op a layer takes the host 0.4 ms or more; in that time the device does 600 TFLOP/s.
+LAUNCH_FLOPS: Final = 3.6e11
 TAIL_SIZES: Final = (8, 32, 64, 128, 192, 256)  # sequences that get a token; and as many as there can be
 MAX_CONTEXT: Final = 8192  # of prompts, whose tiles are chosen for short ones
 
@@ -40,8 +43,17 @@ class _Captured:
     samples: int  # fewer than tokens, since a model takes as many to be all of them
 
 
+def token_sizes(max_tokens: int, flops_per_token: float, num_layers: int) -> list[int]:
+    """Numbers of tokens to capture: `TOKEN_SIZES`, and `LARGE_SIZES` while these take longer to launch than to compute.
+
+    Each costs the start one launch, one capture and its arithmetic.
+    """
+    large = LAUNCH_FLOPS * num_layers / flops_per_token
+    return [t for t in (*TOKEN_SIZES, *(t for t in LARGE_SIZES if t <= large)) if t <= max_tokens]
+
+
 class TokenGraphRunner:
-    """Steps of few tokens, those of prompts and of sequences that decode, padded to one of `TOKEN_SIZES`.
+    """Steps with prompts and sequences that decode in them, padded to one of `token_sizes`.
 
     How they are padded stands in `TokenInputs`. Choosing tokens is captured by the number of those, for all sizes
     together, since it takes the hidden states from one place. Log-probabilities of prompts run eagerly.
@@ -55,7 +67,7 @@ class TokenGraphRunner:
     def __init__(self, parts: Parts, capture: Capture, max_tokens: int, max_decodes: int) -> None:
         self.parts = parts
         self.device: CudaDevice = parts.device  # type: ignore[assignment]
-        sizes = [t for t in TOKEN_SIZES if t <= max_tokens]
+        sizes = token_sizes(max_tokens, parts.flops_per_token, parts.model.config.num_layers)
         self._inputs = TokenInputs(max(sizes, default=0), max_decodes, parts)
         self._hidden: tuple[Tensor, Tensor] | None = None
         self._graphs: dict[int, _Captured] = {}

@@ -104,6 +104,8 @@ class LtLinear:
     def _prepare(self, shape: Shape, weight: Tensor) -> None:
         if shape in self.chosen or not _can_search(shape, weight):
             return
+        if shape.rows >= MIN_BUCKET and shape._replace(rows=_bucket(shape.rows)) in self._buckets:
+            return  # a large graph's, for which that stands
         started = time.perf_counter()
         buckets = [2**i for i in range(MIN_BUCKET.bit_length() - 1, MAX_BUCKET.bit_length())]
         buckets = [rows for rows in buckets if rows <= _bucket(shape.rows)] if shape.rows >= MIN_BUCKET else []

@@ -13,7 +13,7 @@ import pytest
 from minisgl.config import SchedulerConfig
 from minisgl.core import BatchPlan, FinishReason, StepCosts
 from minisgl.message import ids_from_bytes
-from minisgl.scheduler.budget import AUTO_RUSH_S, FLOOR_TOKENS, TILE_TOKENS, Pace, StepBudget
+from minisgl.scheduler.budget import AUTO_RUSH_S, FLOOR_TOKENS, LARGE_TILE_TOKENS, TILE_TOKENS, Pace, StepBudget
 from minisgl.utils.errors import ConfigError
 from support.fake_engine import FakeEngine, step_seconds
 from support.traces import Harness
@@ -49,7 +49,8 @@ def test_more_than_the_floor_never_takes_longer_than_the_target(seed: int) -> No
         # Nothing is wasted either: one prompt without an end takes what there is, but for a tile that is not full.
         count = pace.budget(running, context).take(0, 1 << 20)
         if FLOOR_TOKENS < count < 8192 - running:
-            more = count + TILE_TOKENS + 1
+            tile = LARGE_TILE_TOKENS if running + count >= 3 * LARGE_TILE_TOKENS else TILE_TOKENS
+            more = count + tile + 1
             assert costs.decode_seconds(running, context) + costs.chunk_seconds(0, more) > target / 1e3
             assert (running + count) % TILE_TOKENS == 0
 
@@ -60,7 +61,8 @@ def test_a_queue_is_worked_off_in_longer_steps_unless_the_user_set_a_target() ->
     paced, between, rushed = (pace.budget(16, 9000, backlog).take(0, 8192) for backlog in (0, most // 2, most))
     assert COSTS.decode_seconds(16, 9000) + COSTS.chunk_seconds(0, paced) <= 0.030
     assert 0.030 < COSTS.decode_seconds(16, 9000) + COSTS.chunk_seconds(0, rushed) <= AUTO_RUSH_S
-    assert most // 2 - TILE_TOKENS < between <= most // 2 and (16 + between) % TILE_TOKENS == 0
+    assert most // 2 - LARGE_TILE_TOKENS < between <= most // 2
+    assert (16 + between) % LARGE_TILE_TOKENS == (16 + rushed) % LARGE_TILE_TOKENS == 0
     assert paced < between < rushed <= most
     assert pace.budget(16, 9000, 100).take(0, 8192) == paced
     own = Pace(SchedulerConfig(itl_target_ms=30.0, max_prefill_length=8192), COSTS)
