@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
 LINGER_MS: Final = 1000
+RECONNECT_MS: Final = 5  # who connects before the other end has bound would try again after 100, with a request waiting
 MAX_FRAMES: Final = 4096  # taken by one `get`, so that a flood cannot hold its reader forever
 
 
@@ -37,6 +38,7 @@ def _open(socket: zmq.Socket[Any], addr: str, bind: bool) -> None:
     if bind:
         socket.bind(addr)
     else:
+        socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.connect(addr)
 
 
