@@ -250,8 +250,8 @@ class Net : public Model {
     std::vector<Slot> now_;
     std::vector<Item> items_;
     std::vector<Span> spans_;
-    std::vector<float> x_, qkv_;
-    std::vector<X> normed_, q_, attended_, inner_;
+    Aligned<float> x_, qkv_;
+    Aligned<X> normed_, q_, attended_, inner_;
 };
 
 }  // namespace minisgl

@@ -43,12 +43,13 @@ constexpr int64_t kAhead = 1 << 16;          // bytes
 constexpr int64_t kSpread = 4;               // blocks
 constexpr int64_t kSpreadBytes = 400 << 10;  // of a unit; two and the rows fit into the second-level cache
 constexpr int kUnit = 4;                     // panels that are computed together
+constexpr int kRowBlock = 12;                // rows that are
 #if defined(__AMX_BF16__)
-constexpr int kRowBlock = 32;  // rows that are: two tiles
+constexpr int kTiledRows = 32;  // ... of bfloat16: two tiles
 template <class T>
-constexpr bool has_tiles = sizeof(T) == 2;
+constexpr bool has_tiles = std::is_same_v<T, bf16>;
 #else
-constexpr int kRowBlock = 12;
+constexpr int kTiledRows = kRowBlock;
 template <class T>
 constexpr bool has_tiles = false;
 #endif
@@ -82,52 +83,75 @@ void product_rows(int rows, const X<T>* x, int64_t ldx, const T* const* panels, 
 // Linux lets a process use tiles when it has asked; false where it says no.
 inline bool may_use_tiles() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0; }
 
+// Constants, not variables of a function: GCC takes no notice that more than the first 8 bytes are read.
+struct alignas(64) TileConfig {
+    uint8_t palette, start, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+};
+constexpr TileConfig kWholeTiles = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+
 // To be around every use of tiles by a thread: other libraries may have set them up otherwise.
 struct Tiles {
-    struct alignas(64) Config {
-        uint8_t palette = 1, start = 0, reserved[14] = {};
-        uint16_t row_bytes[16] = {};
-        uint8_t rows[16] = {};
-    };
-    Tiles() {
-        Config c;
-        for (int i = 0; i < 8; ++i) c.row_bytes[i] = 64, c.rows[i] = 16;
-        _tile_loadconfig(&c);
+    const bool is_used;
+
+    explicit Tiles(const TileConfig& config, bool is_used = true) : is_used(is_used) {
+        if (is_used) _tile_loadconfig(&config);
     }
-    ~Tiles() { _tile_release(); }
+    ~Tiles() {
+        if (is_used) _tile_release();
+    }
 };
+
+constexpr int64_t kTiledCols = 256;  // of x and of a unit's panels: they stay in the first-level cache together
 
 // As `product`, on tiles of 16 x 16; reads x, and writes out, up to the next multiple of 16 rows.
 inline void product_tiles(int rows, const bf16* x, int64_t ldx, const bf16* const* panels, int count, int64_t cols,
-                          float* out) {
-    const Tiles tiles;
+                          Ahead ahead, float* out) {
+    const Tiles tiles(kWholeTiles);
+    constexpr int stride = kUnit * kLanes;
+    const int64_t ask = 32 / Product<bf16>::kStep * ahead.stride;  // bytes for each 32 columns
     const bool is_tall = rows > 16;
-    for (int i = 0; i < count; i += 2) {
+    const auto add = [&](int i, int64_t from, int64_t to) INLINE_LAMBDA {
         const bool is_wide = i + 1 < count;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int64_t k = 0; k < cols; k += 32) {
+        const bf16 *left = panels[i], *right = is_wide ? panels[i + 1] : left;
+        float* sums = out + i * kLanes;
+        if (from == 0) {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+        } else {
+            _tile_loadd(0, sums, stride * 4);
+            if (is_wide) _tile_loadd(1, sums + kLanes, stride * 4);
+            if (is_tall) _tile_loadd(2, sums + 16 * stride, stride * 4);
+            if (is_tall && is_wide) _tile_loadd(3, sums + 16 * stride + kLanes, stride * 4);
+        }
+        for (int64_t k = from; k < to; k += 32) {
+            for (int64_t at = ahead.offset + k / 32 * ask; at < ahead.offset + (k / 32 + 1) * ask; at += 64) {
+                request((const char*)left + at);
+                if (is_wide) request((const char*)right + at);
+            }
             _tile_loadd(4, x + k, ldx * 2);
-            _tile_loadd(6, panels[i] + k * kLanes, 64);
+            _tile_loadd(6, left + k * kLanes, 64);
             _tile_dpbf16ps(0, 4, 6);
             if (is_tall) {
                 _tile_loadd(5, x + 16 * ldx + k, ldx * 2);
                 _tile_dpbf16ps(2, 5, 6);
             }
             if (is_wide) {
-                _tile_loadd(7, panels[i + 1] + k * kLanes, 64);
+                _tile_loadd(7, right + k * kLanes, 64);
                 _tile_dpbf16ps(1, 4, 7);
                 if (is_tall) _tile_dpbf16ps(3, 5, 7);
             }
         }
-        constexpr int stride = kUnit * kLanes;
-        _tile_stored(0, out + i * kLanes, stride * 4);
-        if (is_wide) _tile_stored(1, out + (i + 1) * kLanes, stride * 4);
-        if (is_tall) _tile_stored(2, out + 16 * stride + i * kLanes, stride * 4);
-        if (is_tall && is_wide) _tile_stored(3, out + 16 * stride + (i + 1) * kLanes, stride * 4);
-    }
+        _tile_stored(0, sums, stride * 4);
+        if (is_wide) _tile_stored(1, sums + kLanes, stride * 4);
+        if (is_tall) _tile_stored(2, sums + 16 * stride, stride * 4);
+        if (is_tall && is_wide) _tile_stored(3, sums + 16 * stride + kLanes, stride * 4);
+    };
+    for (int64_t k = 0; k < cols; k += kTiledCols)
+        for (int i = 0; i < count; i += 2) add(i, k, std::min(cols, k + kTiledCols));
 }
 #endif
 
@@ -136,8 +160,8 @@ template <class T>
 void product(int rows, const X<T>* x, int64_t ldx, const T* const* panels, int count, int64_t cols, Ahead ahead,
              float* out) {
 #if defined(__AMX_BF16__)
-    if constexpr (sizeof(T) == 2)
-        if (cols % 32 == 0) return product_tiles(rows, x, ldx, panels, count, cols, out);
+    if constexpr (has_tiles<T>)
+        if (cols % 32 == 0) return product_tiles(rows, x, ldx, panels, count, cols, ahead, out);
 #endif
     const int64_t steps = cols / Product<T>::kStep;
     if (count == kUnit && rows * kUnit <= kAccumulators)
@@ -190,7 +214,7 @@ void each_block(Pool& pool, const Matrix<W>& w, int64_t m, int64_t most, int64_t
                 const A& to, const F& finish) {
     const int64_t blocks = (m + most - 1) / most;
     each_unit(pool, w, m, paired, [&](int64_t first, int count, const W* const* panels) {
-        alignas(64) float tile[kRowBlock * kUnit * kLanes];
+        alignas(64) float tile[kTiledRows * kUnit * kLanes];
         for (int64_t b = 0; b < blocks; ++b) {
             const int64_t row = m * b / blocks;
             const int rows = (int)(m * (b + 1) / blocks - row);
@@ -209,7 +233,7 @@ void gemm(Pool& pool, const Matrix<T>& w, const X<T>* x, int64_t ldx, int64_t m,
           const F& finish) {
     if (m == 0) return;
     // Sums of few rows with a whole unit load the least; but then W comes once for each few, even if from near.
-    const int64_t most = !has_tiles<T> && m > kFew ? kUnitRows : kRowBlock;
+    const int64_t most = has_tiles<T> ? kTiledRows : m > kFew ? kUnitRows : kRowBlock;
     constexpr int64_t step = kLanes * Product<T>::kStep * sizeof(T);
     each_block(
         pool, w, m, most, step, paired,

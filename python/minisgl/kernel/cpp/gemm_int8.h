@@ -1,7 +1,7 @@
 // Products with weights of 8 bits: w = q * scale, with a scale for every 32 weights of a row.
 //
 // The other factor is rounded to 8 bits, too, with a scale for the same 32. Sums of 32 products are then whole numbers,
-// exact on every instruction set. Beside bfloat16, AMX takes the weights as bfloat16 instead.
+// exact on every instruction set.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -217,45 +217,12 @@ inline void product(int rows, const Rounded* x, int64_t ldx, const Int8* const* 
     for (; i < count; ++i) product_rows<1>(rows, x, ldx, panels + i, groups, ahead, out + i * kLanes);
 }
 
-#if defined(__AMX_BF16__)
-// A panel of `groups` blocks as `Matrix<bf16>` has it.
-inline void widen(const Int8* panel, int64_t groups, bf16* out) {
-    for (int64_t g = 0; g < groups; ++g) {
-        for (int k = 0; k < kGroup; k += 2)
-            for (int c = 0; c < kLanes; ++c)
-                for (int j = 0; j < 2; ++j) put(out++, panel[g].at(c, k + j));
-    }
-}
-#endif
-
 // As `gemm` of weights that are not quantized.
 template <class T, class A, class F>
 void gemm(Pool& pool, const Matrix<Int8>& w, const X<T>* x, int64_t ldx, int64_t m, bool paired, const A& to,
           const F& finish) {
     if (m == 0) return;
     const int64_t groups = w.cols / kGroup;
-#if defined(__AMX_BF16__)
-    if constexpr (sizeof(T) == 2) {
-        const int64_t blocks = (m + kRowBlock - 1) / kRowBlock;
-        auto first_row = [&](int64_t block) { return m * block / blocks; };
-        each_unit(pool, w, m, paired, [&](int64_t first, int count, const Int8* const* panels) {
-            const int all = paired ? 2 * count : count;
-            const std::unique_ptr<bf16[]> wide(new bf16[all * kLanes * w.cols]);
-            const bf16* at[kUnit];
-            for (int j = 0; j < all; ++j) {
-                at[j] = &wide[j * kLanes * w.cols];
-                widen(panels[j], groups, &wide[j * kLanes * w.cols]);
-            }
-            alignas(64) float tile[kRowBlock * kUnit * kLanes];
-            for (int64_t b = 0; b < blocks; ++b) {
-                const int rows = (int)(first_row(b + 1) - first_row(b));
-                product<bf16>(rows, x + first_row(b) * ldx, ldx, at, all, w.cols, {}, tile);
-                finish(first_row(b), rows, first, count, tile);
-            }
-        });
-        return;
-    }
-#endif
     const std::unique_ptr<Rounded[]> rounded(new Rounded[m * groups]);
     const int pieces = (int)std::min<int64_t>(m * w.cols / 8192 + 1, 8 * pool.size());
     pool.run(pieces, [&](int piece, int) {
