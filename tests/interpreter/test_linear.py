@@ -121,11 +121,11 @@ def test_other_sizes_of_a_bucket_are_not_searched_again(make):
     tuned = make(lambda name, rows: 1.0 if name == "default" else 0.5)
     weight = tune(tuned, 4096, 3584, 2048, 1536, 2304)
     assert algorithms(tuned) == {2048: "first", 4096: "first", 1536: "first"}
-    for rows, product in ((3584, tuned.chosen), (2304, {})):
+    for rows, is_ours in ((3584, True), (2304, False)):
+        before = sum(product.calls for product in tuned.chosen.values())
         x = torch.randn(rows, 16)
-        before = sum(p.calls for p in tuned.chosen.values())
         torch.testing.assert_close(tuned(x, weight), F.linear(x, weight))
-        assert sum(p.calls for p in tuned.chosen.values()) == before + bool(product)
+        assert sum(product.calls for product in tuned.chosen.values()) == before + is_ours, rows
 
 
 def test_a_search_without_memory_is_none(make, monkeypatch: pytest.MonkeyPatch):

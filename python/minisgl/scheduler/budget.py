@@ -26,8 +26,8 @@ AUTO_RUSH_S: Final = 0.075
 # A step in which a prompt is cut has whole tiles of matrix products: half of one takes as long, and the kernels of
 # other numbers of rows may not be loaded yet (`kernel/linear.py`).
 TILE_TOKENS: Final = 128
-# Steps of three times this and more have multiples of it: 8B computes 44,500 tokens/s in steps of 3,072, 43,900 in
-# those of 3,328, and 42,700 in those of 3,200.
+# Where the pace allows three times this or more, the budget is a multiple of it: 8B computes 44,500 tokens/s in steps
+# of 3,072, 43,900 in those of 3,328, and 42,700 in those of 3,200.
 LARGE_TILE_TOKENS: Final = 512
 # Where prompts are spread over steps, those have no less than these: from so many tokens on each further one costs as
 # much as in a long prompt, and the time is many times what having prompts in a step costs besides (0.3 to 0.5 ms). A

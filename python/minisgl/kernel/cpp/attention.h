@@ -3,7 +3,7 @@
 #pragma once
 #include "cache.h"
 #include "gemm.h"
-#include "model.h"
+#include "memory.h"
 
 namespace minisgl {
 
@@ -25,7 +25,6 @@ struct AttentionScratch {
     }
 };
 
-// s [rows][kKeys] = q K^T.
 template <class T, int GROUPS>
 void score_rows(int rows, const X<T>* q, int64_t dim, const T* const* k, int64_t stride, Requests& next, float* s) {
     constexpr int most = kAccumulators / GROUPS > 0 ? (kAccumulators / GROUPS < 8 ? kAccumulators / GROUPS : 8) : 1;
@@ -71,28 +70,13 @@ void weigh_rows(int rows, const X<T>* p, const Groups<T>& g, int64_t column, int
     }
 }
 
-template <class T>
-void score(int rows, const X<T>* q, int64_t dim, const Groups<T>& g, int count, Requests& next, float* s) {
-    if (count > kKeys - kLanes) return score_rows<T, kGroups>(rows, q, dim, g.k, g.k_stride, next, s);
-    for (int i = 0; i * kLanes < count; ++i)
-        score_rows<T, 1>(rows, q, dim, g.k + i, g.k_stride, next, s + i * kLanes);
-}
-
-template <class T>
-void weigh(int rows, const X<T>* p, const Groups<T>& g, int count, const float* keep, Requests& next, float* o,
-           int64_t dim) {
-    int64_t panel = 0;
-    for (; panel + 4 <= dim / kLanes; panel += 4) weigh_rows<T, 4>(rows, p, g, panel, count, keep, next, o, dim);
-    for (; panel < dim / kLanes; ++panel) weigh_rows<T, 1>(rows, p, g, panel, count, keep, next, o, dim);
-}
-
 #if defined(__AMX_BF16__)
 // Tiles 5 and 7, of weights and values, have half the depth: pages may have 16 slots only. With up to 8 rows a product
 // of theirs takes 9 cycles, with more 15.
 constexpr TileConfig kManyRows = {1, 0, {}, {64, 64, 64, 64, 64, 32, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 8}};
 constexpr TileConfig kFewRows = {1, 0, {}, {64, 64, 64, 64, 64, 32, 64, 64}, {8, 8, 8, 8, 8, 8, 16, 8}};
 
-// As `score`, for 16 rows at a time; reads q, and writes s, up to a multiple of 16 rows.
+// As `score`, 16 rows at a time; reads q, and writes s, up to a multiple of 16 rows.
 inline void score_tiles(int rows, const bf16* q, int64_t dim, const Groups<bf16>& g, int count, Requests& next,
                         float* s) {
     const int64_t stride = g.k_stride * 2;
@@ -127,7 +111,7 @@ inline void score_tiles(int rows, const bf16* q, int64_t dim, const Groups<bf16>
     }
 }
 
-// As `weigh`, for 16 rows at a time; reads p, and writes o, up to a multiple of 16 rows. A group of V is read as a whole.
+// As `weigh`, 16 rows at a time; reads p, and writes o, up to a multiple of 16 rows. A group of V is read as a whole.
 inline void weigh_tiles(int rows, const bf16* p, const Groups<bf16>& g, int count, const float* keep, Requests& next,
                         float* o, int64_t dim) {
     const int64_t stride = g.v_stride * 2;
@@ -174,6 +158,37 @@ inline void fill_up(Groups<bf16>& g, int count, int64_t dim, bf16* memory) {
 }
 #endif
 
+// Whether attention is made of tiles.
+template <class T>
+bool is_tiled(int64_t dim) {
+    return has_tiles<T> && dim % 32 == 0;
+}
+
+// s [rows][kKeys] = q K^T for `count` keys.
+template <class T>
+void score(int rows, const X<T>* q, int64_t dim, const Groups<T>& g, int count, Requests& next, float* s) {
+#if defined(__AMX_BF16__)
+    if constexpr (has_tiles<T>)
+        if (is_tiled<T>(dim)) return score_tiles(rows, q, dim, g, count, next, s);
+#endif
+    if (count > kKeys - kLanes) return score_rows<T, kGroups>(rows, q, dim, g.k, g.k_stride, next, s);
+    for (int i = 0; i * kLanes < count; ++i)
+        score_rows<T, 1>(rows, q, dim, g.k + i, g.k_stride, next, s + i * kLanes);
+}
+
+// o [rows][dim] = o * keep + p V.
+template <class T>
+void weigh(int rows, const X<T>* p, const Groups<T>& g, int count, const float* keep, Requests& next, float* o,
+           int64_t dim) {
+#if defined(__AMX_BF16__)
+    if constexpr (has_tiles<T>)
+        if (is_tiled<T>(dim)) return weigh_tiles(rows, p, g, count, keep, next, o, dim);
+#endif
+    int64_t panel = 0;
+    for (; panel + 4 <= dim / kLanes; panel += 4) weigh_rows<T, 4>(rows, p, g, panel, count, keep, next, o, dim);
+    for (; panel < dim / kLanes; ++panel) weigh_rows<T, 1>(rows, p, g, panel, count, keep, next, o, dim);
+}
+
 // A block's scores -> its weights; `keep`: by what the rows have to multiply what they have gathered so far. The row r
 // sees keys [low(r), high(r)). Row by row only what needs a row: the steps of many wait for nothing but each other.
 template <class T, class L, class H>
@@ -217,9 +232,8 @@ void attend(const Cache<T>& cache, const Item& item, Walk& ahead, int64_t group,
     const int64_t from = item.from, to = item.to, h = item.head, dim = cache.dim, column = h * group * dim;
     const int32_t* pages = table + span.row * table_width;
     const int rows = (int)((to - from) * group);
-    const bool is_tiled = has_tiles<T> && dim % 32 == 0;
 #if defined(__AMX_BF16__)
-    const Tiles tiles(rows > 8 ? kManyRows : kFewRows, is_tiled);
+    const Tiles tiles(rows > 8 ? kManyRows : kFewRows, is_tiled<T>(dim));
 #endif
     for (int r = 0; r < rows; ++r) {
         const X<T>* in = q + (span.token + from + r / group - span.start) * ld + column + r % group * dim;
@@ -233,23 +247,14 @@ void attend(const Cache<T>& cache, const Item& item, Walk& ahead, int64_t group,
         const int count = (int)std::min<int64_t>(kKeys, to - first);
         Groups<T> g = find_block(cache, pages, h, first, count, scratch.keys.data(), scratch.values.data());
 #if defined(__AMX_BF16__)
-        if constexpr (has_tiles<T>) {
-            if (is_tiled) {
-                if (cache.is_packed()) fill_up(g, count, dim, scratch.values.data());
-                score_tiles(rows, scratch.q.data(), dim, g, count, keys, scratch.s.data());
-            }
-        }
+        if constexpr (has_tiles<T>)
+            if (is_tiled<T>(dim) && cache.is_packed()) fill_up(g, count, dim, scratch.values.data());
 #endif
-        if (!is_tiled) score<T>(rows, scratch.q.data(), dim, g, count, keys, scratch.s.data());
+        score<T>(rows, scratch.q.data(), dim, g, count, keys, scratch.s.data());
         soften<T>(
             rows, scale, [&](int r) { return span.window ? from + r / group + 1 - span.window - first : 0; },
             [&](int r) { return std::min<int64_t>(from + r / group + 1 - first, kKeys); }, scratch);
-#if defined(__AMX_BF16__)
-        if constexpr (has_tiles<T>)
-            if (is_tiled)
-                weigh_tiles(rows, scratch.p.data(), g, count, scratch.keep.data(), values, scratch.o.data(), dim);
-#endif
-        if (!is_tiled) weigh<T>(rows, scratch.p.data(), g, count, scratch.keep.data(), values, scratch.o.data(), dim);
+        weigh<T>(rows, scratch.p.data(), g, count, scratch.keep.data(), values, scratch.o.data(), dim);
         for (; values.is_open(); ++values.done) values.ask(0);
     }
     for (int r = 0; r < rows; ++r) {
