@@ -62,4 +62,4 @@ format: $(VENV)/.installed-dev  ## rewrite the code in the project's format
 	$(BIN)/ruff format .
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .acceptance build dist python/minisgl/kernel/prebuilt .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .acceptance build dist python/minisgl/native/prebuilt .pytest_cache .mypy_cache .ruff_cache .hypothesis

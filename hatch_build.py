@@ -38,12 +38,12 @@ class CompileHook(BuildHookInterface):
 
 
 def _libraries(root: Path) -> tuple[ModuleType, list[tuple[Path, tuple[str, ...]]]]:
-    """`kernel/build.py`, and (source, flags) of all that is to be compiled."""
+    """`native/build.py`, and (source, flags) of all that is to be compiled."""
     # Without the package's own __init__, whose imports are not installed yet.
     package = ModuleType("minisgl")
     package.__path__ = [str(root / "python" / "minisgl")]
     sys.modules["minisgl"] = package
-    from minisgl.kernel import build, native
+    from minisgl.native import build
+    from minisgl.native import library as native
 
-    steps = [(native.SOURCE, native.compiler_flags(isa)) for isa in native.isas_of(platform.machine())]
-    return build, [(native.SOURCE.parents[1] / "csrc" / "common_prefix.cpp", build.FLAGS), *steps]
+    return build, [(native.SOURCE, native.compiler_flags(isa)) for isa in native.isas_of(platform.machine())]

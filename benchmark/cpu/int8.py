@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from minisgl import LLM, SamplingParams
-from minisgl.benchmark.report import format_table
-from minisgl.benchmark.shapes import SHAPES, shape_options
+from minisgl.bench.report import format_table
+from minisgl.bench.shapes import SHAPES, shape_options
+from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.tokenizer.tokenize import load_tokenizer
-from minisgl.utils.hf import BUILTIN_MODEL
 from minisgl.verify.steps import Span
 from minisgl.verify.tokens import engine_of, stepper_of
 

@@ -24,9 +24,9 @@ from minisgl.attention import triton as backend
 from minisgl.attention.base import AttentionBackend, AttentionSpec, HeadTransform
 from minisgl.attention.layout import build_layout
 from minisgl.attention.triton import TritonAttention
-from minisgl.kernel import reference
-from minisgl.kernel.ops import load_ops
-from minisgl.kernel.triton.gemv import gemv
+from minisgl.ops import reference
+from minisgl.ops.table import load_ops
+from minisgl.triton.gemv import gemv
 
 READ = 4.55e12  # bytes per second
 KV_HEADS, DIM, PAGE = 8, 128, 64

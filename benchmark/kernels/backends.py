@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from attention import DECODE, DIM, KV_HEADS, MODELS, PREFILL, READ, Mix, Setting, forward_us, graph_us, plan_us
 
-from minisgl.attention.registry import ATTENTION
+from minisgl.attention.selection import ATTENTION
 
 CELLS: dict[str, Mix] = {name: PREFILL[name] for name in ("16x1024", "1x8192", "4x512@4096")}
 CELLS |= {name: DECODE[name] for name in ("64x600", "256x600")}

@@ -24,11 +24,11 @@ from typing import NamedTuple
 import torch
 from ops import CEILING, GPU, randn, relative, time_us
 
-from minisgl.kernel import reference
-from minisgl.kernel.triton.moe import moe
-from minisgl.kernel.triton.moe_gemm import CONFIGS, Tile, combine, grouped
-from minisgl.kernel.triton.moe_gemv import PairTile, pair_down, pair_gate_up
-from minisgl.kernel.triton.moe_route import route, route_and_list
+from minisgl.ops import reference
+from minisgl.triton.moe import moe
+from minisgl.triton.moe_gemm import CONFIGS, Tile, combine, grouped
+from minisgl.triton.moe_gemv import PairTile, pair_down, pair_gate_up
+from minisgl.triton.moe_route import route, route_and_list
 
 OPERATIONS = 742e6  # per us
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384)

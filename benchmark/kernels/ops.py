@@ -21,10 +21,10 @@ from types import SimpleNamespace
 import torch
 from torch.nn import functional as F
 
-from minisgl.kernel import reference
-from minisgl.kernel.linear import LtLinear
-from minisgl.kernel.triton import filter as filters
-from minisgl.kernel.triton import gemm, gemv, norm, ops, sample
+from minisgl.ops import reference
+from minisgl.triton import filter as filters
+from minisgl.triton import gemm, gemv, norm, ops, sample
+from minisgl.triton.tuned_linear import LtLinear
 
 BF16, GPU, VOCAB = torch.bfloat16, torch.device("cuda", 0), 151936
 CEILING = 4.55e6  # bytes per us
@@ -340,7 +340,7 @@ def sample_cells(everything: bool) -> Iterator[Cell]:
 
 
 def reference_sample(*args: object) -> torch.Tensor:
-    from minisgl.kernel.sample import sample_rows
+    from minisgl.ops.sample import sample_rows
 
     return sample_rows(*args)
 

@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from minisgl.benchmark.report import format_table
-from minisgl.benchmark.shapes import SHAPES, shape_options
-from minisgl.config import EngineConfig
+from minisgl.bench.report import format_table
+from minisgl.bench.shapes import SHAPES, shape_options
 from minisgl.core import NO_MASKS, BatchPlan
+from minisgl.device.device import create_device
 from minisgl.distributed.group import Group
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
 from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.plan import adjust_record, decode_flags, sampling_flags
 from minisgl.scheduler.req import Req
-from minisgl.utils.device import create_device
+from minisgl.settings.config import EngineConfig
 
 PROMPT, STEPS, REPEATS, AHEAD = 16, 25, 7, 2
 WARM = {"temperature": 0.6}

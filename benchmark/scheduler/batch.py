@@ -17,7 +17,7 @@ os.environ["MINISGL_CHECK"] = "0"
 import numpy as np
 
 from minisgl import LLM, SamplingParams
-from minisgl.benchmark.workloads import WORKLOADS, make_workload
+from minisgl.bench.workloads import WORKLOADS, make_workload
 from minisgl.core import BatchPlan, StepCosts, StepResult
 from minisgl.params import Limits
 from minisgl.scheduler.scheduler import Scheduler

@@ -19,12 +19,12 @@ os.environ["MINISGL_CHECK"] = "0"
 
 import numpy as np
 
-from minisgl.config import SchedulerConfig
 from minisgl.core import BatchPlan, StepResult
 from minisgl.message import UserMsg, ids_to_bytes
 from minisgl.params import Limits, SamplingParams
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
+from minisgl.settings.config import SchedulerConfig
 
 PHASES = ("plan", "launch", "collect", "send")
 

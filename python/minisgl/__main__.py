@@ -6,11 +6,18 @@ import argparse
 import sys
 from dataclasses import asdict
 
-from minisgl.benchmark.args import add_bench
-from minisgl.benchmark.command import run_bench
-from minisgl.config import SchedulerConfig
-from minisgl.server.args import Parser, add_model_argument, add_options, args_from_options, engine_options, take_options
-from minisgl.utils.errors import ConfigError, MinisglError
+from minisgl.bench.args import add_bench
+from minisgl.bench.command import run_bench
+from minisgl.errors import ConfigError, MinisglError
+from minisgl.settings.args import (
+    Parser,
+    add_model_argument,
+    add_options,
+    args_from_options,
+    engine_options,
+    take_options,
+)
+from minisgl.settings.config import SchedulerConfig
 
 DESCRIPTION = """\
 Serve a language model, or talk to one. Without MODEL it is the small demo model that comes with the package.
@@ -108,18 +115,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from minisgl.server.launch import launch_server
+    from minisgl.launch.launch import launch_server
 
     args = args_from_options(take_options(options))
     if options.shell:
-        from minisgl.server.shell import chat_with_own_server
+        from minisgl.chat.shell import chat_with_own_server
 
         return chat_with_own_server(args, {}, None)
     return launch_server(args)
 
 
 def _chat(options: argparse.Namespace) -> int:
-    from minisgl.server.shell import chat_with_own_server, chat_with_url
+    from minisgl.chat.shell import chat_with_own_server, chat_with_url
 
     chosen = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     sampling = {name: value for name, value in chosen.items() if value is not None}
@@ -147,7 +154,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from minisgl.benchmark.report import check_writable, write_json
+    from minisgl.bench.report import check_writable, write_json
     from minisgl.verify.command import verify, verify_table
 
     check_writable(options.json, "--json")
@@ -159,7 +166,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _env(options: argparse.Namespace) -> int:
-    from minisgl.server.environment import describe_environment
+    from minisgl.launch.environment import describe_environment
 
     print(describe_environment())
     return 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 import msgspec
 
-from minisgl.utils.errors import RequestError
+from minisgl.errors import RequestError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from minisgl.kernel import native
+from minisgl.native import library as native
 
 
 @pytest.fixture(scope="session")

@@ -7,22 +7,22 @@ from pathlib import Path
 
 import torch
 
-from minisgl.attention.registry import resolve_attention
+from minisgl.attention.selection import resolve_attention
+from minisgl.checkpoint import hf
 from minisgl.core import Batch
+from minisgl.device.device import CpuDevice
 from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import ALONE
 from minisgl.distributed.vocab import VocabParallel
-from minisgl.engine.adjust import LogitAdjuster
+from minisgl.engine.penalties_state import LogitAdjuster
 from minisgl.engine.prepare import prepare_batch
 from minisgl.engine.runner import EagerRunner, Parts
 from minisgl.engine.state import RowState
-from minisgl.kernel.ops import load_ops
 from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.models.config import ModelConfig
 from minisgl.models.llama import LlamaForCausalLM
 from minisgl.models.weight import load_model
-from minisgl.utils import hf
-from minisgl.utils.device import CpuDevice
+from minisgl.ops.table import load_ops
 from minisgl.verify.steps import Span, Stepper, span_plan
 
 __all__ = ["CPU", "DEVICE", "MiniEngine", "Shape", "Span", "make_batch"]

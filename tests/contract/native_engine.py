@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from contract.harness import Span
-from minisgl.config import EngineConfig
 from minisgl.core import BatchPlan
 from minisgl.distributed.group import Group
 from minisgl.distributed.info import ALONE
 from minisgl.engine.engine import Engine
-from minisgl.engine.native import NativeRunner
+from minisgl.native.runner import NativeRunner
+from minisgl.settings.config import EngineConfig
 
 ROWS, PAGES = 16, 4096
 

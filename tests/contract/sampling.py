@@ -12,15 +12,15 @@ from torch import Tensor
 
 from minisgl.core import BatchPlan, StepResult
 from minisgl.distributed.vocab import winners
-from minisgl.kernel import adjust
-from minisgl.kernel.logprobs import TOP
-from minisgl.kernel.ops import OpTable, load_ops
-from minisgl.kernel.sample import noise_bits
+from minisgl.ops import penalties as adjust
+from minisgl.ops.logprobs import TOP
+from minisgl.ops.sample import noise_bits
+from minisgl.ops.table import OpTable, load_ops
 
 
 @dataclass
 class State:
-    """The parameters of some rows; see `kernel/sample.py: SamplingState`."""
+    """The parameters of some rows; see `ops/sample.py: SamplingState`."""
 
     last_token: Tensor
     temperature: Tensor

@@ -9,11 +9,11 @@ from torch.testing import assert_close
 
 from contract.harness import CPU, Shape, Span, make_batch
 from minisgl.attention.base import AttentionSpec
-from minisgl.attention.registry import ATTENTION, resolve_attention
+from minisgl.attention.selection import ATTENTION, resolve_attention
 from minisgl.core import Context
-from minisgl.kernel import reference
-from minisgl.kernel.ops import resolve_ops
 from minisgl.kvcache.mha_pool import MHAKVPool
+from minisgl.ops import reference
+from minisgl.ops.table import resolve_ops
 
 SPEC = AttentionSpec("cpu", torch.float32, num_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
 NAMES = [name for name in ATTENTION.names if ATTENTION.refusal(name, SPEC) is None]

@@ -16,11 +16,11 @@ from contract.harness import Span
 from contract.native_engine import NativeEngine
 from contract.test_native import SHAPES, A, B, C, assert_close
 from minisgl import LLM, SamplingParams
-from minisgl.config import EngineConfig
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
+from minisgl.errors import ConfigError
+from minisgl.settings.config import EngineConfig
 from minisgl.tokenizer.tokenize import load_tokenizer
-from minisgl.utils.errors import ConfigError
 from support.embedding_models import save_embedding_model
 
 MODELS: dict[str, Any] = {

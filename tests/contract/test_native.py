@@ -18,15 +18,16 @@ from contract.checkpoints import COMMON, Checkpoint, configurations, save
 from contract.harness import Span
 from contract.native_engine import NativeEngine
 from minisgl import LLM, SamplingParams
-from minisgl.config import EngineConfig
 from minisgl.distributed.group import Group
 from minisgl.distributed.info import ALONE
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
-from minisgl.engine.native import refusal
 from minisgl.engine.runner import EagerRunner
-from minisgl.kernel import build, native
 from minisgl.models.windows import SLIDING
+from minisgl.native import build
+from minisgl.native import library as native
+from minisgl.native.runner import refusal
+from minisgl.settings.config import EngineConfig
 
 pytestmark = pytest.mark.usefixtures("built")
 RNG = random.Random(0)
@@ -198,7 +199,7 @@ def test_tokens_are_those_of_the_torch_path(isa: str):
 
 
 def test_drawn_tokens_have_the_noise_of_the_reference(tmp_path: Path, isa: str):
-    from minisgl.kernel.sample import sample
+    from minisgl.ops.sample import sample
 
     engine = NativeEngine.load(save(tmp_path, SHAPES["wide-heads-odd-vocabulary"]).folder)
     keys = [0, -1, 2**63 - 1, -(2**63), 123456789012345]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.kernel import native
+from minisgl.native import library as native
 
 COMPILER, EMULATOR, LIBRARIES = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
 

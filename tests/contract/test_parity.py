@@ -12,7 +12,7 @@ from transformers import Qwen3Config
 from contract.checkpoints import COMMON, SCALED_ROPES, Checkpoint, architecture, configurations, save
 from contract.harness import CPU, MiniEngine, Span
 from minisgl.distributed.communicator import Communicator
-from minisgl.models.registry import MODELS
+from minisgl.models.families import MODELS
 from minisgl.verify.logits import HALF_FACTOR, errors
 from minisgl.verify.reference import reference
 from support.ranks import run_ranks

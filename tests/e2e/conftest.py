@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from e2e.harness import ServerProcess
-from minisgl.utils.hf import BUILTIN_MODEL
+from minisgl.checkpoint.hf import BUILTIN_MODEL
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
-STUB = ROOT / "tests" / "unit" / "server" / "stub_server.py"
+STUB = ROOT / "tests" / "unit" / "api" / "stub_server.py"
 HELD: dict[str, Any] = {"prompt": "a few words !hold", "stream": True}  # not answered by the stub before `release`
 # For whatever must happen: a busy machine may keep a process waiting for seconds, and a test that passes never waits so
 # long. What would also come about after a time limit of the product's needs a test in which that limit is longer.

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from minisgl.__main__ import main
-from minisgl.benchmark.checkpoint import write_checkpoint
+from minisgl.bench.checkpoint import write_checkpoint
 
 
 def run(path: Path, *argv: str) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def test_bad_settings_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_llama_cpp_computes_the_same_model(tmp_path: Path, kind: str, tolerance: float) -> None:
     pytest.importorskip("gguf")
     pytest.importorskip("llama_cpp")
-    from minisgl.benchmark.rival_llama import LlamaCpp, write_gguf
+    from minisgl.bench.rival_llama import LlamaCpp, write_gguf
 
     folder = write_checkpoint("qwen3-10m", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from e2e.harness import ServerProcess, eventually, require_no_leak
-from minisgl.utils.hf import BUILTIN_MODEL
+from minisgl.checkpoint.hf import BUILTIN_MODEL
 
 MODEL = "minisgl-demo"
 USER: Any = [{"role": "user", "content": "Tell me a story about a cat named Tom."}]

@@ -17,8 +17,8 @@ from transformers import Qwen3Config
 
 from e2e.harness import ServerProcess, require_no_leak
 from e2e.test_fields import Place, bodies
-from minisgl.server import answers
-from minisgl.server.embeddings import EmbeddingRequest
+from minisgl.api import answers
+from minisgl.api.embeddings import EmbeddingRequest
 from support.embedding_models import EmbeddingModel, save_embedding_model
 
 TEXTS = ["Hello!", "The fox Lily runs through the wood. " * 9, "東京"]

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from e2e.harness import PATIENCE_S, ServerProcess, require_no_leak
-from minisgl.server.convert import DetokenizeRequest, TokenizeRequest
-from minisgl.server.embeddings import EmbeddingRequest
-from minisgl.server.protocol import (
+from minisgl.api.convert import DetokenizeRequest, TokenizeRequest
+from minisgl.api.embeddings import EmbeddingRequest
+from minisgl.api.protocol import (
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,

@@ -8,8 +8,8 @@ import httpx
 import msgspec
 import pytest
 
-from minisgl.server import answers
-from minisgl.server.openapi import ENDPOINTS
+from minisgl.api import answers
+from minisgl.api.openapi import ENDPOINTS
 
 CHAT = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "max_tokens": 8, "temperature": 0}
 TEXT = {"prompt": "Once", "max_tokens": 4, "return_timing": True, "n": 2}

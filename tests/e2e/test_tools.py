@@ -12,7 +12,7 @@ import pytest
 
 from e2e.harness import ServerProcess, require_no_leak
 from e2e.test_matrix import TOOLS
-from minisgl.utils.hf import BUILTIN_MODEL
+from minisgl.checkpoint.hf import BUILTIN_MODEL
 
 QUESTION: dict[str, Any] = {"role": "user", "content": "What is the weather in Paris?"}
 COMMON: dict[str, Any] = {"model": "minisgl-demo", "temperature": 0}

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minisgl.__main__ import main
-from minisgl.utils.hf import BUILTIN_MODEL
+from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.verify import command
 
 FEW_PAGES = ("--num-pages=200", "--threads=1", "--length=96")

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from e2e.harness import ROOT, ServerProcess
-from minisgl.kernel import build, native
+from minisgl.native import build
+from minisgl.native import library as native
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +73,7 @@ def test_with_a_compiler_nothing_is_compiled_later(sdist: Path, tmp_path: Path) 
     if build.build_library(native.SOURCE, native.FLAGS) is None:
         pytest.skip("no C++ compiler")
     tree = unpacked(sdist, tmp_path / "tree")
-    prebuilt = tree / "python" / "minisgl" / "kernel" / "prebuilt"
+    prebuilt = tree / "python" / "minisgl" / "native" / "prebuilt"
     assert not prebuilt.exists()
     python = environment(tmp_path / "env")
     install(python, "-e", tree)

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.kernel.triton.ahead import compiled_ahead
+from minisgl.triton.ahead import compiled_ahead
 
 pytestmark = pytest.mark.gpu
 

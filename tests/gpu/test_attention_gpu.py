@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from contract.test_attention import MIXES
-from minisgl.kernel import reference
+from minisgl.ops import reference
 from unit.attention.triton_cases import Case, assert_near, check_attend, check_forward, check_padded, check_repeats
 
 pytestmark = pytest.mark.gpu

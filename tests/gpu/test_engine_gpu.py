@@ -17,13 +17,13 @@ from transformers import Qwen3MoeConfig
 
 from contract.checkpoints import save
 from minisgl import LLM, Grammar, SamplingParams
-from minisgl.config import EngineConfig
+from minisgl.checkpoint.hf import BUILTIN_MODEL, load_config
 from minisgl.core import BatchPlan
-from minisgl.engine.capture import TAILS, tail_of
+from minisgl.device.device import create_device
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
-from minisgl.utils.device import create_device
-from minisgl.utils.hf import BUILTIN_MODEL, load_config
+from minisgl.engine.graphs.capture import TAILS, tail_of
+from minisgl.settings.config import EngineConfig
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 CHATS = [
@@ -250,7 +250,8 @@ def test_every_kind_of_row_is_captured_and_gives_what_the_cpu_gives(
 def test_no_kernel_that_chooses_tokens_is_compiled_after_the_start(monkeypatch: pytest.MonkeyPatch):
     from triton import JITFunction, knobs
 
-    from minisgl.kernel.triton import adjust, filter, logprobs, sample, step
+    from minisgl.triton import filter, logprobs, sample, step
+    from minisgl.triton import penalties as adjust
 
     modules, later = (adjust, filter, logprobs, sample, step), set()
     for module in modules:  # as in a new process

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl.kernel import reference
-from minisgl.kernel.ops import load_ops
+from minisgl.ops import reference
+from minisgl.ops.table import load_ops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 if torch.cuda.is_available():
-    from minisgl.kernel.triton import moe as kernels
-    from minisgl.kernel.triton.moe_gemm import CONFIGS, MoeConfig
-    from minisgl.kernel.triton.moe_route import route, route_and_list
+    from minisgl.triton import moe as kernels
+    from minisgl.triton.moe_gemm import CONFIGS, MoeConfig
+    from minisgl.triton.moe_route import route, route_and_list
 
     OPS = load_ops("triton")
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.kernel import reference
-from minisgl.kernel.linear import MIN_BUCKET, LtLinear
-from minisgl.kernel.ops import load_ops
-from minisgl.kernel.sample import noise_bits
+from minisgl.ops import reference
+from minisgl.ops.sample import noise_bits
+from minisgl.ops.table import load_ops
+from minisgl.triton.tuned_linear import MIN_BUCKET, LtLinear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 if torch.cuda.is_available():
@@ -26,9 +26,9 @@ if torch.cuda.is_available():
         mixed_state,
         noise64,
     )
-    from minisgl.kernel.triton import filter as filters
-    from minisgl.kernel.triton import gemv, sample
-    from minisgl.kernel.triton.launch import counters
+    from minisgl.triton import filter as filters
+    from minisgl.triton import gemv, sample
+    from minisgl.triton.launch import counters
 
     OPS = load_ops("triton")
 
@@ -81,7 +81,7 @@ def test_linear(n_out: int, n_in: int, dtype: torch.dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("n_out", "n_in"), [(6144, 4096), (1024, 3072), (333, 1000), (101, 72), (48, 16)])
 def test_every_candidate_of_a_search(n_out: int, n_in: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("minisgl.kernel.linear.MIN_GAIN", 0.0)  # even a slower one is taken
+    monkeypatch.setattr("minisgl.triton.tuned_linear.MIN_GAIN", 0.0)  # even a slower one is taken
     w = randn(n_out, n_in, dtype=dtype)
     for rows in (17, 24, 192, 700, MIN_BUCKET):
         tuned, x = LtLinear(), randn(rows, n_in, dtype=dtype)
@@ -99,8 +99,8 @@ def test_every_candidate_of_a_search(n_out: int, n_in: int, dtype: torch.dtype, 
 
 
 def test_a_search_serves_graphs_and_other_sizes_of_its_bucket(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("minisgl.kernel.linear.MIN_GAIN", 0.0)
-    monkeypatch.setattr("minisgl.kernel.linear.MIN_GAIN_BUCKET", 0.0)  # and asked whether it serves fewer rows
+    monkeypatch.setattr("minisgl.triton.tuned_linear.MIN_GAIN", 0.0)
+    monkeypatch.setattr("minisgl.triton.tuned_linear.MIN_GAIN_BUCKET", 0.0)  # and asked whether it serves fewer rows
     tuned, weights = LtLinear(), [randn(1024, 2048) for _ in range(2)]
     with tuned.tuning():
         for rows in (40, 2 * MIN_BUCKET):

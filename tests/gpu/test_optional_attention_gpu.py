@@ -12,11 +12,11 @@ from contract.harness import Shape, make_batch
 from contract.test_attention import MIXES, setting
 from minisgl.attention.base import AttentionBackend, AttentionSpec, HeadTransform
 from minisgl.attention.hybrid import HybridAttention
-from minisgl.attention.registry import ATTENTION, resolve_attention
+from minisgl.attention.selection import ATTENTION, resolve_attention
 from minisgl.core import Batch, Context
-from minisgl.kernel import reference
-from minisgl.kernel.ops import OpTable
 from minisgl.kvcache.mha_pool import MHAKVPool
+from minisgl.ops import reference
+from minisgl.ops.table import OpTable
 from unit.attention.triton_cases import EPS, assert_near, on, poison
 
 # Warnings of other people's packages are theirs.

@@ -7,11 +7,11 @@ import torch
 import triton
 from torch.testing import assert_close
 
-from minisgl.kernel import reference
-from minisgl.kernel.triton import ops
-from minisgl.kernel.triton.gemm import SkinnyConfig, skinny, skinny_config
-from minisgl.kernel.triton.gemv import GemvConfig, gemv, gemv_rows
-from minisgl.kernel.triton.launch import COUNTERS, counters
+from minisgl.ops import reference
+from minisgl.triton import ops
+from minisgl.triton.gemm import SkinnyConfig, skinny, skinny_config
+from minisgl.triton.gemv import GemvConfig, gemv, gemv_rows
+from minisgl.triton.launch import COUNTERS, counters
 
 
 def inputs(rows: int, n_out: int, n_in: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -17,20 +17,21 @@ import pytest
 import torch
 
 from minisgl.core import NO_MASKS, NOTHING, BatchPlan
+from minisgl.device.device import CpuDevice
 from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import ALONE
 from minisgl.distributed.vocab import VocabParallel
-from minisgl.engine import graph, token_graph
-from minisgl.engine.adjust import LogitAdjuster
-from minisgl.engine.capture import TAILS, tail_of
+from minisgl.engine.graphs import decode as graph
+from minisgl.engine.graphs import mixed as token_graph
+from minisgl.engine.graphs.capture import TAILS, tail_of
+from minisgl.engine.penalties_state import LogitAdjuster
 from minisgl.engine.runner import EagerRunner, Parts
 from minisgl.engine.state import RowState
-from minisgl.kernel.ops import load_ops
-from minisgl.kernel.triton import step
+from minisgl.ops.table import load_ops
 from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.plan import adjust_record, decode_flags, sampling_flags
 from minisgl.scheduler.req import Req
-from minisgl.utils.device import CpuDevice
+from minisgl.triton import step
 
 CPU = torch.device("cpu")
 VOCAB, ROWS, PAGE, WIDTH = 90, 9, 4, 20

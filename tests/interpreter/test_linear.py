@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from minisgl.kernel import linear
-from minisgl.kernel.cublaslt import Shape
+from minisgl.triton import tuned_linear as linear
+from minisgl.triton.cublaslt import Shape
 
 Pace = Callable[[str, int], float]
 """Time of "default" or of an algorithm with a number of rows."""

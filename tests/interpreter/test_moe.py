@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from minisgl.kernel import reference
-from minisgl.kernel.triton import moe
-from minisgl.kernel.triton.moe_gemm import CONFIGS, FLOAT32, Tile, combine, grouped, moe_config
-from minisgl.kernel.triton.moe_gemv import PairTile, pair_down, pair_gate_up
-from minisgl.kernel.triton.moe_route import Lists, route, route_and_list
+from minisgl.ops import reference
+from minisgl.triton import moe
+from minisgl.triton.moe_gemm import CONFIGS, FLOAT32, Tile, combine, grouped, moe_config
+from minisgl.triton.moe_gemv import PairTile, pair_down, pair_gate_up
+from minisgl.triton.moe_route import Lists, route, route_and_list
 
 HALF = torch.float16  # the interpreter gets products of bfloat16 wrong
 

@@ -14,8 +14,8 @@ from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 from e2e.harness import PATIENCE_S
-from minisgl.kernel import reference
-from minisgl.kernel.triton import peer
+from minisgl.ops import reference
+from minisgl.triton import peer
 
 HIDDEN, PART_ROWS, MAX_ROWS, EPS = 48, 4, 7, 1e-5
 

@@ -17,11 +17,11 @@ from contract.sampling import (
     make_state,
     mixed_state,
 )
-from minisgl.kernel.ops import load_ops
-from minisgl.kernel.sample import gumbel_noise, noise_bits
-from minisgl.kernel.triton import filter as filters
-from minisgl.kernel.triton import sample
-from minisgl.kernel.triton.launch import counters
+from minisgl.ops.sample import gumbel_noise, noise_bits
+from minisgl.ops.table import load_ops
+from minisgl.triton import filter as filters
+from minisgl.triton import sample
+from minisgl.triton.launch import counters
 
 OPS = load_ops("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of what a GPU computes without a word

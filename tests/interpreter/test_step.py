@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from minisgl.kernel.triton import step
+from minisgl.triton import step
 
 CAPACITY, PAGE, ROWS, WIDTH = 6, 4, 7, 5
 FLAGS, PLACES = [2, 70, 6], [8, 0, 0]

@@ -11,9 +11,9 @@ import pytest
 
 from minisgl import LLM, SamplingParams
 from minisgl.core import FinishReason
+from minisgl.errors import InvariantError, RankError
 from minisgl.message import AbortBackendMsg, UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.params import Grammar
-from minisgl.utils.errors import InvariantError, RankError
 
 ABORTED = frozenset({2, 5})
 OPTIONS = {"threads": 1, "num_pages": 120, "page_size": 4, "max_prefill_length": 40, "max_running_requests": 6}

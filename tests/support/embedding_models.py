@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModel
 
-from minisgl.utils.hf import BUILTIN_MODEL
+from minisgl.checkpoint.hf import BUILTIN_MODEL
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from minisgl.errors import RequestError
 from minisgl.params import Grammar
-from minisgl.utils.errors import RequestError
 
 EOS = 0
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from minisgl.utils.device import CpuDevice
+from minisgl.device.device import CpuDevice
 
 
 class LateWork:

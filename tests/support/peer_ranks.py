@@ -16,9 +16,9 @@ from torch.distributed import FileStore
 from minisgl.distributed.communicator import Communicator, TorchCommunicator
 from minisgl.distributed.info import DistributedInfo
 from minisgl.distributed.peer import PeerAllReduce
-from minisgl.kernel import reference
-from minisgl.kernel.triton.peer import EMPTY, all_reduce
-from minisgl.utils.errors import ConfigError
+from minisgl.errors import ConfigError
+from minisgl.ops import reference
+from minisgl.triton.peer import EMPTY, all_reduce
 
 PATIENCE = 1 << 24  # polls, some ten seconds (estimated)
 BF16 = torch.bfloat16

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minisgl.config import SchedulerConfig
 from minisgl.core import FinishReason, StepCosts
 from minisgl.message import AbortBackendMsg, UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
+from minisgl.settings.config import SchedulerConfig
 from support.fake_engine import FakeEngine, expected_output
 from support.fake_grammar import FakeCompiler, FakeMatcher, LateExecutor
 

@@ -1,5 +1,5 @@
 """Attention over the paged KV cache, one backend per kind of hardware."""
 
-from minisgl.attention.registry import resolve_attention
+from minisgl.attention.selection import resolve_attention
 
 __all__ = ["resolve_attention"]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from minisgl.core import Batch, Context
-    from minisgl.kernel.ops import OpTable
+    from minisgl.ops.table import OpTable
 
 Window = int | None
 """How many positions a query sees, its own and those right before it; None: all of them."""
@@ -71,7 +71,7 @@ class Requirements:
 class HeadTransform:
     """What one layer does to the heads of q and k before attention: a norm with these weights [D], or none, and RoPE.
 
-    `cos_sin` is [max positions, D] float32, see `kernel/reference.py: rope`. `window` is what the layer's queries see.
+    `cos_sin` is [max positions, D] float32, see `ops/reference.py: rope`. `window` is what the layer's queries see.
     """
 
     q_weight: Tensor | None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from minisgl.attention.base import AttentionSpec, Window
     from minisgl.core import Batch, Context
-    from minisgl.kernel.ops import OpTable
+    from minisgl.ops.table import OpTable
 
 GATHER_BYTES: Final = 8 << 20  # K/V gathered at once; more would only fall out of the cache again
 QUERY_BLOCK: Final = 256  # queries per call where a mask is needed

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from minisgl.attention.base import AttentionSpec, Window
     from minisgl.core import Batch, Context, Ints, SeqLayout
-    from minisgl.kernel.ops import OpTable
+    from minisgl.ops.table import OpTable
 
 TILE: Final = 128  # keys that the kernel loads at once; pages hold a multiple
 # The wheel has the kernels that load pages by TMA only, and these are chosen where the bound on the queries of a

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from minisgl.attention.base import AttentionSpec, Window
     from minisgl.core import Batch, Context, Ints, SeqLayout
-    from minisgl.kernel.ops import OpTable
+    from minisgl.ops.table import OpTable
 
 WORKSPACE_BYTES: Final = 256 << 20  # for partial results; FlashInfer asks for 128 MB, which many heads exceed
 TENSOR_CORE_GROUP: Final = 4  # from so many query heads a KV head the products are worth a matrix unit

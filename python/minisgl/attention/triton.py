@@ -1,4 +1,4 @@
-"""Paged attention on an NVIDIA GPU in Triton; the kernels and their ideas stand in `kernel/triton/attention_*`."""
+"""Paged attention on an NVIDIA GPU in Triton; the kernels and their ideas stand in `triton/attention_*`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from minisgl.attention.base import AttentionBackend
-from minisgl.kernel.triton.attention_decode import decode_attention
-from minisgl.kernel.triton.attention_plan import BEGINS, PART, PLAN_ROWS, plan_decode
-from minisgl.kernel.triton.attention_prefill import COUNTERS, TILE, plan_prefill, prefill_attention
-from minisgl.kernel.triton.launch import chained
+from minisgl.triton.attention_decode import decode_attention
+from minisgl.triton.attention_plan import BEGINS, PART, PLAN_ROWS, plan_decode
+from minisgl.triton.attention_prefill import COUNTERS, TILE, plan_prefill, prefill_attention
+from minisgl.triton.launch import chained
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from minisgl.attention.base import AttentionSpec, HeadTransform, Window
     from minisgl.core import Batch, Context, SeqLayout
-    from minisgl.kernel.ops import OpTable
+    from minisgl.ops.table import OpTable
 
 LOG2_E: Final = log2(2.718281828459045)
 FUSED_ROWS: Final = 64  # up to so many sequences a decode step norms, rotates and stores inside the attention kernel

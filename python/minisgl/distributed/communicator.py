@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from minisgl.utils.errors import RankError
+from minisgl.errors import RankError
 
 if TYPE_CHECKING:
     from minisgl.distributed.info import DistributedInfo

@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from minisgl.distributed.info import Rendezvous
-from minisgl.utils.errors import ConfigError, RankError
+from minisgl.errors import ConfigError, RankError
 
 POLL_S: Final = 0.05
 HELLO_S: Final = 5.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from minisgl.utils.errors import ConfigError
+from minisgl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from minisgl.config import EngineConfig
+    from minisgl.settings.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

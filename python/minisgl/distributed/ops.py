@@ -9,7 +9,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from minisgl.distributed.communicator import Communicator
-    from minisgl.kernel.ops import OpTable
+    from minisgl.ops.table import OpTable
 
 
 def parallel_ops(ops: OpTable, comm: Communicator, has_post_norms: bool) -> OpTable:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from minisgl.distributed.communicator import AddNorm, Communicator
-from minisgl.kernel.triton.peer import DTYPES, MAX_RANKS, PATIENCE, Inbox, all_reduce
-from minisgl.utils.errors import ConfigError
+from minisgl.errors import ConfigError
+from minisgl.triton.peer import DTYPES, MAX_RANKS, PATIENCE, Inbox, all_reduce
 
 if TYPE_CHECKING:
-    from minisgl.kernel.ops import OpTable
+    from minisgl.ops.table import OpTable
 
 _log = logging.getLogger("minisgl.distributed")
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from minisgl.distributed.communicator import Communicator
-from minisgl.utils.errors import ConfigError, RankError
+from minisgl.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
     from minisgl.distributed.communicator import Store

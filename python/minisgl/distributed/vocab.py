@@ -41,7 +41,7 @@ class VocabParallel:
 
 
 def winners(candidates: Tensor) -> Tensor:
-    """For each sequence the best of the candidates [ranks, 2, S] int32, see `kernel/sample.py: candidates`.
+    """For each sequence the best of the candidates [ranks, 2, S] int32, see `ops/sample.py: candidates`.
 
     -> [2, S] int32 as from `sample_rows`: tokens, and 1 where the logits were sound. Of equal scores the lowest token
     wins.

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from minisgl.checkpoint import hf
+from minisgl.checkpoint.embedder import Pooling, decoder_config, read_embedder
 from minisgl.distributed.info import ALONE, DistributedInfo
-from minisgl.engine import native
-from minisgl.kernel.native import load_native
+from minisgl.errors import ConfigError
 from minisgl.models.config import ModelConfig
-from minisgl.utils import hf
-from minisgl.utils.embedder import Pooling, decoder_config, read_embedder
-from minisgl.utils.errors import ConfigError
+from minisgl.native import runner as native
+from minisgl.native.library import load_native
 
 if TYPE_CHECKING:
-    from minisgl.config import EngineConfig
+    from minisgl.settings.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,28 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 from minisgl.attention import resolve_attention
 from minisgl.core import StepResult
+from minisgl.device.device import CpuDevice, Device, Pending, create_device
 from minisgl.distributed.group import Group
 from minisgl.distributed.vocab import VocabParallel
-from minisgl.engine.adjust import LogitAdjuster
 from minisgl.engine.config import EngineSpec, resolve
 from minisgl.engine.costs import measure_costs
 from minisgl.engine.memory import compile_kernels, plan_memory
+from minisgl.engine.penalties_state import LogitAdjuster
 from minisgl.engine.pooling import PoolingRunner, base_runner
 from minisgl.engine.runner import EagerRunner, Parts, Runner, Unchosen
 from minisgl.engine.state import RowState
-from minisgl.kernel.ops import resolve_ops
+from minisgl.errors import ConfigError
 from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.models import load_model
+from minisgl.ops.table import resolve_ops
 from minisgl.params import Limits
-from minisgl.utils.device import CpuDevice, Device, Pending, create_device
-from minisgl.utils.errors import ConfigError
-from minisgl.utils.progress import Progress
+from minisgl.process.progress import Progress
 
 if TYPE_CHECKING:
-    from minisgl.config import EngineConfig
     from minisgl.core import BatchPlan, Ints, StepCosts
-    from minisgl.engine.native import NativeRunner
-    from minisgl.kernel.native import NativeLibrary
+    from minisgl.native.library import NativeLibrary
+    from minisgl.native.runner import NativeRunner
+    from minisgl.settings.config import EngineConfig
 
 _log = logging.getLogger("minisgl.engine")
 
@@ -147,9 +147,9 @@ class Engine:
         return self._costs
 
     def _graph_runners(self) -> list[Runner]:
-        from minisgl.engine.capture import Capture
-        from minisgl.engine.graph import GraphRunner, graph_sizes
-        from minisgl.engine.token_graph import TokenGraphRunner
+        from minisgl.engine.graphs.capture import Capture
+        from minisgl.engine.graphs.decode import GraphRunner, graph_sizes
+        from minisgl.engine.graphs.mixed import TokenGraphRunner
 
         progress = Progress("capturing CUDA graphs", "batch sizes", self.spec.info.rank == 0)
         with Capture() as capture:
@@ -161,8 +161,8 @@ class Engine:
 
     def _native_library(self) -> NativeLibrary | None:
         """What the C++ step of a CPU needs, if it can run this model; raises `ConfigError` if it cannot and has to."""
-        from minisgl.engine.native import refusal
-        from minisgl.kernel.native import load_native
+        from minisgl.native.library import load_native
+        from minisgl.native.runner import refusal
 
         spec, device_type = self.spec, self.device.type
         reason = refusal(spec) if device_type == "cpu" else f"the device is {device_type}"
@@ -177,7 +177,7 @@ class Engine:
 
     def _native_runner(self, library: NativeLibrary) -> NativeRunner:
         """Takes the weights and the pool over."""
-        from minisgl.engine.native import NativeRunner
+        from minisgl.native.runner import NativeRunner
 
         assert isinstance(self.device, CpuDevice), "the native step runs on a CPU"
         runner = NativeRunner(self.parts, self.spec, library, self.device)

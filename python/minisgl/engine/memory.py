@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from minisgl.core import NO_MASKS, BatchPlan
-from minisgl.engine.capture import TAILS
+from minisgl.engine.graphs.capture import TAILS
 from minisgl.engine.pooling import base_runner
-from minisgl.kernel.linear import tuned_linear
+from minisgl.errors import ConfigError
 from minisgl.kvcache.mha_pool import MHAKVPool
-from minisgl.utils.errors import ConfigError
-from minisgl.utils.progress import Progress
+from minisgl.process.progress import Progress
+from minisgl.triton.tuned_linear import tuned_linear
 
 if TYPE_CHECKING:
     from minisgl.engine.config import EngineSpec
@@ -80,7 +80,7 @@ def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
 
 def compile_kernels(parts: Parts, spec: EngineSpec) -> None:
     """Compile what the steps of a GPU need, or load it from Triton's cache, before the first of them runs."""
-    from minisgl.kernel.triton.ahead import compiled_ahead
+    from minisgl.triton.ahead import compiled_ahead
 
     rows = spec.max_running_requests
     plans = [largest_prefill(spec), *(largest_prefill(replace(spec, max_step_tokens=n)) for n in SMALL_STEPS)]

@@ -14,11 +14,11 @@ from minisgl.engine.runner import EagerRunner
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from minisgl.checkpoint.embedder import Pooling
     from minisgl.core import Batch, BatchPlan
+    from minisgl.device.device import Pending
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.runner import Parts
-    from minisgl.utils.device import Pending
-    from minisgl.utils.embedder import Pooling
 
 
 class LastToken:

@@ -12,7 +12,7 @@ from minisgl.core import NOTHING, Batch, BatchPlan, Scored
 
 if TYPE_CHECKING:
     from minisgl.core import Ints
-    from minisgl.utils.device import Device
+    from minisgl.device.device import Device
 
 
 @dataclass(frozen=True, slots=True)

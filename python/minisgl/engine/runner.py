@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Batch, BatchPlan, Context
-from minisgl.engine.capture import TAILS
+from minisgl.engine.graphs.capture import TAILS
 from minisgl.engine.prepare import prepare_batch
-from minisgl.kernel.logprobs import rows_per_pass
+from minisgl.ops.logprobs import rows_per_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
     from minisgl.attention.base import AttentionBackend
     from minisgl.core import Ints, Scored
+    from minisgl.device.device import Device, Pending
     from minisgl.distributed.communicator import Communicator
     from minisgl.distributed.vocab import VocabParallel
-    from minisgl.engine.adjust import LogitAdjuster
+    from minisgl.engine.penalties_state import LogitAdjuster
     from minisgl.engine.state import RowState
-    from minisgl.kernel.ops import OpTable
     from minisgl.kvcache.mha_pool import MHAKVPool
     from minisgl.models.llama import LlamaForCausalLM
-    from minisgl.utils.device import Device, Pending
+    from minisgl.ops.table import OpTable
 
 
 NO_TOKENS: Final = torch.empty(2, 0, dtype=torch.int32)

@@ -19,10 +19,10 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, Token
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from tokenizers import Tokenizer
 
+from minisgl.errors import RequestError
 from minisgl.params import Grammar, ToolCalls
 from minisgl.tokenizer.text import TextDecoders
 from minisgl.tokenizer.tokenize import load_tokenizer
-from minisgl.utils.errors import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

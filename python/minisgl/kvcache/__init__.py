@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from minisgl.kvcache.base import PrefixCache
-from minisgl.utils.registry import Registry
+from minisgl.registry import Registry
 
 PREFIX_CACHES: Final[Registry[Callable[[int], PrefixCache]]] = Registry("cache type")
 PREFIX_CACHES.add("radix", "minisgl.kvcache.radix_manager:RadixCacheManager")

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from minisgl.kernel.common_prefix import common_prefix_len
+from minisgl.errors import InvariantError
 from minisgl.kvcache.base import CacheHandle, MatchResult, PrefixCache, SizeInfo
 from minisgl.kvcache.outline import OutlinedNode, outline
-from minisgl.utils.errors import InvariantError
 
 if TYPE_CHECKING:
     from minisgl.core import Ints
+
+COMPARE_BLOCK: Final = 4096  # tokens compared at once, so that an early difference in a long key ends the scan
+
+
+def common_prefix_len(a: Ints, b: Ints) -> int:
+    """The largest n with a[:n] == b[:n], for int32 arrays of any stride and length, 0 included."""
+    n = min(len(a), len(b))
+    for start in range(0, n, COMPARE_BLOCK):
+        stop = min(start + COMPARE_BLOCK, n)
+        differs = a[start:stop] != b[start:stop]
+        first = int(differs.argmax())
+        if differs[first]:
+            return start + first
+    return n
 
 
 class RadixTreeNode:

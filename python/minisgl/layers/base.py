@@ -13,7 +13,7 @@ from torch import Tensor
 from minisgl.distributed.info import ALONE, DistributedInfo
 
 if TYPE_CHECKING:
-    from minisgl.kernel.ops import OpTable
+    from minisgl.ops.table import OpTable
 
 
 class Init(Enum):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class SparseMLP:
-    """`top_k` of `num_experts` gated MLPs for each token, weighted by the router; see `kernel/reference.py: moe`.
+    """`top_k` of `num_experts` gated MLPs for each token, weighted by the router; see `ops/reference.py: moe`.
 
     router [E, H], gate_up [E, 2I, H], down [E, H, I]; of I each rank has a share, of all experts. `name` is the
     checkpoint's module name and `parts` what it calls an expert's gate, up and down projections; the checkpoint has one

@@ -1,4 +1,4 @@
-"""RMS normalisation: mostly one op with the projection behind it, see `kernel/reference.py: add_norm_linear`."""
+"""RMS normalisation: mostly one op with the projection behind it, see `ops/reference.py: add_norm_linear`."""
 
 from __future__ import annotations
 

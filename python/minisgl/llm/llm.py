@@ -13,18 +13,18 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from minisgl.config import SchedulerConfig, build_config
+from minisgl.checkpoint.embedder import read_embedder
+from minisgl.checkpoint.hf import resolve_model
+from minisgl.errors import InvariantError, RequestError
 from minisgl.llm.answers import Answers, Completion
 from minisgl.llm.ranks import running_ranks
 from minisgl.message import AbortBackendMsg, TokenizeMsg, UserMsg, ids_to_bytes
 from minisgl.params import EMBED, SamplingParams
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
+from minisgl.settings.config import SchedulerConfig, build_config
 from minisgl.tokenizer.detokenize import DetokenizeManager
 from minisgl.tokenizer.tokenize import TokenizeManager
-from minisgl.utils.embedder import read_embedder
-from minisgl.utils.errors import InvariantError, RequestError
-from minisgl.utils.hf import resolve_model
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from minisgl.config import SchedulerConfig
 from minisgl.distributed.info import Rendezvous
+from minisgl.errors import ConfigError, RankError
+from minisgl.process.child import Ready
+from minisgl.process.processes import Child, Processes
+from minisgl.process.rundir import RunDir
 from minisgl.scheduler.follower import meet_ranks, run_follower
-from minisgl.utils.child import Ready
-from minisgl.utils.errors import ConfigError, RankError
-from minisgl.utils.processes import Child, Processes
-from minisgl.utils.rundir import RunDir
+from minisgl.settings.config import SchedulerConfig
 
 if TYPE_CHECKING:
     from minisgl.distributed.group import Group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from minisgl.utils.errors import RequestError
+from minisgl.errors import RequestError
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):

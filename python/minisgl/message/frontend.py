@@ -85,7 +85,7 @@ class DetokenizerStatsMsg(msgspec.Struct, tag="detokenizer", frozen=True):
 
 
 class WorkerMsg(msgspec.Struct, tag="worker", frozen=True):
-    """What one API process tells the others of itself; `tally` as `server/metrics.py: Tally.values` has it."""
+    """What one API process tells the others of itself; `tally` as `api/metrics.py: Tally.values` has it."""
 
     worker: int
     pid: int

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from minisgl.message.codec import Codec
 from minisgl.message.frontend import ConversionReply, FrontendMsg, UserReply
 from minisgl.message.view import EngineView
-from minisgl.utils.mp import ZmqPushQueue
+from minisgl.process.queues import ZmqPushQueue
 
 
 def uids_of(worker: int, num_workers: int) -> Iterator[int]:

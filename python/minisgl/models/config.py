@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from minisgl.errors import ConfigError
+from minisgl.models.families import FLAGS, MODELS, ExpertFlags, Flags
 from minisgl.models.fields import number, size
-from minisgl.models.registry import FLAGS, MODELS, ExpertFlags, Flags
 from minisgl.models.rope import read_ropes
 from minisgl.models.windows import read_windows
-from minisgl.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from minisgl.layers.rotary import RopeConfig
 
 DEFAULTS: Final = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}  # transformers', unless the architecture has its own
 ACTIVATIONS: Final = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-"""transformers' names -> ours, which are those of `kernel/reference.py: GATES`."""
+"""transformers' names -> ours, which are those of `ops/reference.py: GATES`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

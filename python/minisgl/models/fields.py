@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minisgl.utils.errors import ConfigError
+from minisgl.errors import ConfigError
 
 
 def size(config: dict[str, Any], key: str, default: int | None = None) -> int:

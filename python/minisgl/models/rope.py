@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from minisgl.errors import ConfigError
 from minisgl.layers.rotary import ROPE_TYPES, RopeConfig
 from minisgl.models.fields import number, size
 from minisgl.models.windows import FULL, SLIDING
-from minisgl.utils.errors import ConfigError
 
 
 def read_ropes(config: dict[str, Any]) -> tuple[RopeConfig, RopeConfig]:

@@ -2,7 +2,7 @@
 
 Headers are compared with what the model wants before anything is read. Then the wanted parts, cut into pieces, are read
 in the order of the files: into the parameter itself where it is memory of the host and of the stored type, else through
-a few buffers of the device (`utils/device.py: Inlet`). So the peak is the parameters and those buffers.
+a few buffers of the device (`device/device.py: Inlet`). So the peak is the parameters and those buffers.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
+from minisgl.checkpoint import hf
+from minisgl.checkpoint.safetensors import FLOATS, Stored, Take, TensorFile
 from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import ALONE
 from minisgl.distributed.ops import parallel_ops
+from minisgl.errors import ConfigError
 from minisgl.layers.base import Builder, Init, Parameter, Source
-from minisgl.models.registry import MODELS
-from minisgl.models.safetensors import FLOATS, Stored, Take, TensorFile
-from minisgl.utils import hf
-from minisgl.utils.errors import ConfigError
+from minisgl.models.families import MODELS
 
 if TYPE_CHECKING:
-    from minisgl.kernel.ops import OpTable
+    from minisgl.device.device import Device, Inlet
     from minisgl.models.config import ModelConfig
     from minisgl.models.llama import LlamaForCausalLM
-    from minisgl.utils.device import Device, Inlet
+    from minisgl.ops.table import OpTable
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) of what is wanted of the checkpoint as loading goes on, by any thread."""

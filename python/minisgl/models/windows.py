@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
+from minisgl.errors import ConfigError
 from minisgl.models.fields import size
-from minisgl.utils.errors import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

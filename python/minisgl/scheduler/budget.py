@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from minisgl.utils.errors import ConfigError
+from minisgl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from minisgl.config import SchedulerConfig
     from minisgl.core import StepCosts
+    from minisgl.settings.config import SchedulerConfig
 
 # Prompts always get this many tokens a step, or a slow decode step would shut them out.
 FLOOR_TOKENS: Final = 64
@@ -24,7 +24,7 @@ AUTO_STRETCH: Final = 2.0
 # queue waiting twice as long. The longest does not count, since nobody waits for it: it is the last, or it is alone.
 AUTO_RUSH_S: Final = 0.075
 # A step in which a prompt is cut has whole tiles of matrix products: half of one takes as long, and the kernels of
-# other numbers of rows may not be loaded yet (`kernel/linear.py`).
+# other numbers of rows may not be loaded yet (`triton/tuned_linear.py`).
 TILE_TOKENS: Final = 128
 # Where the pace allows three times this or more, the budget is a multiple of it: 8B computes 44,500 tokens/s in steps
 # of 3,072, 43,900 in those of 3,328, and 42,700 in those of 3,200.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from minisgl.errors import InvariantError
 from minisgl.scheduler.plan import decode_flags
 from minisgl.scheduler.req import Status
-from minisgl.utils.errors import InvariantError
 
 if TYPE_CHECKING:
     from minisgl.scheduler.req import Req

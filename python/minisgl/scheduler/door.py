@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from minisgl.errors import RequestError
 from minisgl.message import UserMsg, ids_from_bytes
 from minisgl.params import validate_prompt, validate_sampling
 from minisgl.scheduler.plan import noise_key
 from minisgl.scheduler.req import Req
-from minisgl.utils.errors import RequestError
 
 if TYPE_CHECKING:
-    from minisgl.config import SchedulerConfig
     from minisgl.params import Limits
+    from minisgl.settings.config import SchedulerConfig
 
 
 class Door:

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from minisgl.checkpoint import hf
 from minisgl.core import BatchPlan
 from minisgl.distributed.group import Group, meet
 from minisgl.distributed.link import Digest
-from minisgl.env import is_check_mode
-from minisgl.utils import hf
-from minisgl.utils.errors import InvariantError
+from minisgl.errors import InvariantError
+from minisgl.settings.env import is_check_mode
 
 if TYPE_CHECKING:
-    from minisgl.config import SchedulerConfig
     from minisgl.distributed.info import Rendezvous
     from minisgl.distributed.link import Frame, PlanFeed
     from minisgl.scheduler.engine_protocol import StepEngine, StepOutput
+    from minisgl.settings.config import SchedulerConfig
 
 OWN_SETTINGS = ("model", "node_rank", "threads")  # in which hosts may differ
 

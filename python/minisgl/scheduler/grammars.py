@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
+from minisgl.errors import RequestError
 from minisgl.scheduler.req import Status
-from minisgl.utils.errors import RequestError
 
 if TYPE_CHECKING:
     from minisgl.core import Ints

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from minisgl.message import BackendMsg, Codec, DetokenizeMsg, EngineView, StatsMsg, TokenizerMsg
 from minisgl.message.frontends import Frontends
-from minisgl.utils.mp import ZmqPullQueue, ZmqPushQueue
+from minisgl.process.queues import ZmqPullQueue, ZmqPushQueue
 
 
 class SchedulerIO(Protocol):

@@ -24,7 +24,7 @@ import numpy as np
 
 from minisgl.core import FinishReason
 from minisgl.distributed.link import PlanBus
-from minisgl.env import is_check_mode, is_overlap_disabled
+from minisgl.errors import InvariantError, RequestError
 from minisgl.kvcache import create_prefix_cache
 from minisgl.message import AbortBackendMsg, BackendMsg, ExitMsg, Finished, FlushCacheMsg, UserMsg, ViewMsg
 from minisgl.scheduler.budget import Pace
@@ -32,22 +32,22 @@ from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.check import check_idle, check_invariants
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.door import Door
+from minisgl.scheduler.endings import Outbox, ending, failure, unsound
 from minisgl.scheduler.grammars import Grammars
-from minisgl.scheduler.outbox import Outbox, ending, failure, unsound
 from minisgl.scheduler.plan import Launched, Step
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.req import Req, Status
 from minisgl.scheduler.rows import Rows
 from minisgl.scheduler.stats import HEARTBEAT_S, Stats
-from minisgl.scheduler.timing import StepClock
+from minisgl.scheduler.step_clock import StepClock
 from minisgl.scheduler.view import engine_view
-from minisgl.utils.errors import InvariantError, RequestError
+from minisgl.settings.env import is_check_mode, is_overlap_disabled
 
 if TYPE_CHECKING:
-    from minisgl.config import SchedulerConfig
     from minisgl.distributed.group import Group
     from minisgl.scheduler.engine_protocol import StepEngine
     from minisgl.scheduler.io import SchedulerIO
+    from minisgl.settings.config import SchedulerConfig
 
 
 COMPILE_POLL_S: Final = 0.005  # how long to wait for grammars when there is nothing else to do

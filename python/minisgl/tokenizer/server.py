@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 from minisgl.core import FinishReason
+from minisgl.errors import RequestError
 from minisgl.message import (
     AbortBackendMsg,
     AbortMsg,
@@ -33,10 +34,9 @@ from minisgl.message import (
 )
 from minisgl.message.frontends import Frontends
 from minisgl.params import Limits
+from minisgl.process.queues import ZmqPullQueue, ZmqPushQueue
 from minisgl.tokenizer.detokenize import DetokenizeManager
 from minisgl.tokenizer.tokenize import TokenizeManager
-from minisgl.utils.errors import RequestError
-from minisgl.utils.mp import ZmqPullQueue, ZmqPushQueue
 
 logger = logging.getLogger(__name__)
 

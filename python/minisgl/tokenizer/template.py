@@ -16,8 +16,8 @@ from jinja2 import TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minisgl.utils.errors import ConfigError, RequestError
-from minisgl.utils.hf import read_json
+from minisgl.checkpoint.hf import read_json
+from minisgl.errors import ConfigError, RequestError
 
 MAX_MESSAGES: Final = 2048  # templates may loop over messages within messages
 MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024

@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
+from minisgl.checkpoint import hf
+from minisgl.checkpoint.embedder import read_embedder
+from minisgl.errors import ConfigError, RequestError
 from minisgl.message import DecodeMsg, EncodeMsg, TokenizeMsg, ids_from_bytes
 from minisgl.params import Limits, SamplingParams, too_long, validate_prompt, validate_sampling
 from minisgl.tokenizer.template import ChatTemplate
-from minisgl.utils import hf
-from minisgl.utils.embedder import read_embedder
-from minisgl.utils.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from minisgl.core import Ints

@@ -7,14 +7,14 @@ from typing import Any, Final
 
 import torch
 
-from minisgl.benchmark.report import format_table
-from minisgl.config import SchedulerConfig, build_config
+from minisgl.bench.report import format_table
+from minisgl.device.device import create_device
 from minisgl.engine.config import EngineSpec, resolve
+from minisgl.errors import ConfigError
 from minisgl.llm.answers import Completion
 from minisgl.llm.llm import LLM
+from minisgl.settings.config import SchedulerConfig, build_config
 from minisgl.tokenizer.tokenize import load_tokenizer
-from minisgl.utils.device import create_device
-from minisgl.utils.errors import ConfigError
 from minisgl.verify.logits import WAYS, Texts, check_logits
 from minisgl.verify.reference import Reference, has_transformers, reference
 from minisgl.verify.result import Result

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from minisgl.utils.errors import ConfigError
+from minisgl.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

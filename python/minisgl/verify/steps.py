@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minisgl.core import BatchPlan
-from minisgl.utils.errors import ConfigError
+from minisgl.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minisgl.engine.native import NativeRunner
     from minisgl.engine.runner import EagerRunner
+    from minisgl.native.runner import NativeRunner
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import torch
 
 from contract.harness import Shape
 from minisgl.attention.base import AttentionBackend, AttentionSpec, Requirements
-from minisgl.attention.registry import ATTENTION, _needs, resolve_attention
-from minisgl.kernel.ops import resolve_ops
+from minisgl.attention.selection import ATTENTION, _needs, resolve_attention
+from minisgl.errors import ConfigError
 from minisgl.kvcache.mha_pool import MHAKVPool
-from minisgl.utils.errors import ConfigError
-from minisgl.utils.registry import Registry
+from minisgl.ops.table import resolve_ops
+from minisgl.registry import Registry
 
 POOL = MHAKVPool(2, 3, 2, 4, 8, torch.float32, torch.device("cpu"))
 SPEC = AttentionSpec("cuda", torch.bfloat16, 16, 8, 128, 128)
@@ -108,10 +108,10 @@ def test_nothing_fits(registry: Registry[type[AttentionBackend]]):
 
 
 def test_optional_backends_say_what_they_need(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("minisgl.attention.registry.find_spec", lambda module: None)
+    monkeypatch.setattr("minisgl.attention.selection.find_spec", lambda module: None)
     assert ATTENTION.refusal("fi", SPEC) == "flashinfer is not installed; pip install 'minisgl[fi]'"
     assert ATTENTION.refusal("fa3", SPEC) == "fa3_fwd is not installed; pip install 'minisgl[fa3]'"
-    monkeypatch.setattr("minisgl.attention.registry.find_spec", lambda module: object())
+    monkeypatch.setattr("minisgl.attention.selection.find_spec", lambda module: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert ATTENTION.refusal("fi", SPEC) is None
     assert ATTENTION.refusal("fa3", SPEC) == "compute capability 9.0 is needed, this GPU has 8.0"

@@ -9,10 +9,10 @@ import torch
 from contract.harness import Shape
 from minisgl.attention.base import AttentionSpec, Requirements
 from minisgl.attention.layout import build_layout
-from minisgl.attention.registry import resolve_attention
-from minisgl.kernel.ops import resolve_ops
+from minisgl.attention.selection import resolve_attention
+from minisgl.errors import ConfigError
 from minisgl.kvcache.mha_pool import MHAKVPool
-from minisgl.utils.errors import ConfigError
+from minisgl.ops.table import resolve_ops
 
 POOL = MHAKVPool(2, 3, 2, 4, 8, torch.float32, torch.device("cpu"))
 

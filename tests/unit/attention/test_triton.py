@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from minisgl.attention.base import AttentionSpec
-from minisgl.attention.registry import ATTENTION
+from minisgl.attention.selection import ATTENTION
 
 
 def spec(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, head_dim: int = 128) -> AttentionSpec:

@@ -12,8 +12,8 @@ from contract.test_attention import setting
 from minisgl.attention.base import AttentionSpec, HeadTransform
 from minisgl.attention.triton import TritonAttention
 from minisgl.core import Batch, Context, SeqLayout
-from minisgl.kernel import reference
-from minisgl.kernel.ops import OpTable
+from minisgl.ops import reference
+from minisgl.ops.table import OpTable
 
 Mix = list[tuple[int, int]]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # of the norm of one sequence's output

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from e2e.harness import PATIENCE_S, eventually
-from minisgl.config import EngineConfig
 from minisgl.core import BatchPlan, StepResult
 from minisgl.distributed.group import Group, meet
 from minisgl.distributed.info import DistributedInfo, Rendezvous
+from minisgl.errors import ConfigError, InvariantError, RankError
 from minisgl.params import Limits
 from minisgl.scheduler.follower import replay
-from minisgl.utils.errors import ConfigError, InvariantError, RankError
+from minisgl.settings.config import EngineConfig
 
 NONE = np.empty(0, np.int32)
 

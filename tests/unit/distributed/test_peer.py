@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import ALONE
 from minisgl.distributed.peer import Choice, PeerAllReduce, choices
-from minisgl.utils.errors import ConfigError
+from minisgl.errors import ConfigError
 
 
 def test_each_size_goes_the_way_that_was_fastest():

@@ -10,12 +10,12 @@ from minisgl.distributed.communicator import Communicator
 from minisgl.distributed.info import DistributedInfo
 from minisgl.distributed.vocab import VocabParallel
 from minisgl.engine.memory import require_even
-from minisgl.kernel.ops import load_ops
-from minisgl.kernel.sample import gumbel_noise
+from minisgl.errors import ConfigError
 from minisgl.layers.base import Builder, Source
 from minisgl.layers.linear import Linear
 from minisgl.models.weight import fill_dummy
-from minisgl.utils.errors import ConfigError
+from minisgl.ops.sample import gumbel_noise
+from minisgl.ops.table import load_ops
 from support.ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -10,11 +10,11 @@ import torch
 
 from minisgl import LLM, SamplingParams
 from minisgl.core import NO_MASKS, BatchPlan
-from minisgl.engine.adjust import LogitAdjuster
-from minisgl.kernel.adjust import adjust_logits, count_tokens
+from minisgl.device.device import CpuDevice
+from minisgl.engine.penalties_state import LogitAdjuster
+from minisgl.ops.penalties import adjust_logits, count_tokens
 from minisgl.scheduler.plan import adjust_record
 from minisgl.scheduler.req import Req
-from minisgl.utils.device import CpuDevice
 
 VOCAB = 50
 EOS = frozenset({0, 7})

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.benchmark.shapes import SHAPES
-from minisgl.config import EngineConfig
+from minisgl.bench.shapes import SHAPES
 from minisgl.distributed.info import ALONE
 from minisgl.engine.config import resolve
-from minisgl.kernel.native import load_native
+from minisgl.native.library import load_native
+from minisgl.settings.config import EngineConfig
 
 LARGE = SHAPES["qwen3-0.6b"]
 

@@ -14,17 +14,17 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from contract.harness import MiniEngine, Span
 from minisgl import LLM, SamplingParams
-from minisgl.config import EngineConfig
+from minisgl.checkpoint.embedder import decoder_config
+from minisgl.checkpoint.hf import load_config
 from minisgl.core import FinishReason
 from minisgl.distributed.communicator import Communicator
 from minisgl.engine.config import resolve
 from minisgl.engine.pooling import PoolingRunner
+from minisgl.errors import ConfigError, RequestError
 from minisgl.message import AbortBackendMsg, Finished, Started, UserMsg, ids_to_bytes
 from minisgl.models.config import ModelConfig
 from minisgl.params import EMBED
-from minisgl.utils.embedder import decoder_config
-from minisgl.utils.errors import ConfigError, RequestError
-from minisgl.utils.hf import load_config
+from minisgl.settings.config import EngineConfig
 from minisgl.verify.steps import span_plan
 from support.embedding_models import EmbeddingModel, save_embedding_model
 from support.ranks import run_ranks

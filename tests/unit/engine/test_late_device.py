@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.config import SchedulerConfig, build_config
 from minisgl.core import FinishReason
+from minisgl.device.device import CpuDevice, Device
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
 from minisgl.message import AbortBackendMsg, UserMsg, ids_from_bytes, ids_to_bytes
@@ -19,7 +19,7 @@ from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.utils.device import CpuDevice, Device
+from minisgl.settings.config import SchedulerConfig, build_config
 from support.fake_grammar import FakeCompiler
 from support.late_device import LateDevice
 

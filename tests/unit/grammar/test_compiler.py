@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from minisgl.api.parsers.tool_forms import TOOL_FORMS
+from minisgl.checkpoint.hf import BUILTIN_MODEL
+from minisgl.errors import RequestError
 from minisgl.grammar.compiler import GrammarCompiler, TokenMatcher
 from minisgl.params import Grammar, GrammarKind, Limits, SamplingParams, validate_sampling
-from minisgl.server.parsers.tool_forms import TOOL_FORMS
 from minisgl.tokenizer.tokenize import load_tokenizer
-from minisgl.utils.errors import RequestError
-from minisgl.utils.hf import BUILTIN_MODEL
 
 VOCAB, EOS = 4100, 2  # four tokens that the tokenizer does not have: models pad their vocabulary
 TOKENIZER = load_tokenizer(BUILTIN_MODEL)

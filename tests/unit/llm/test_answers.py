@@ -12,11 +12,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from minisgl.core import FinishReason
+from minisgl.errors import RequestError
 from minisgl.llm.answers import Answers, Completion
 from minisgl.message import DetokenizeMsg, Failure, Finished, Started, UserMsg, ids_to_bytes
 from minisgl.params import SamplingParams
 from minisgl.tokenizer.detokenize import DetokenizeManager
-from minisgl.utils.errors import RequestError
 
 
 def _conftest() -> ModuleType:

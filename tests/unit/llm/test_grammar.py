@@ -7,7 +7,7 @@ import json
 import pytest
 
 from minisgl import LLM, Completion, Grammar, SamplingParams
-from minisgl.utils.errors import RequestError
+from minisgl.errors import RequestError
 from support.schemas import SCHEMAS
 
 PERSON = Grammar("json_schema", json.dumps(SCHEMAS["person"][1]))

@@ -10,7 +10,7 @@ import pytest
 
 from minisgl import LLM, SamplingParams
 from minisgl.core import FinishReason
-from minisgl.utils.errors import ConfigError, RequestError
+from minisgl.errors import ConfigError, RequestError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from minisgl import LLM, Completion, SamplingParams
-from minisgl.server.logprobs import token_text
+from minisgl.api.logprobs import token_text
+from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.tokenizer.text import TokenBytes
-from minisgl.utils.hf import BUILTIN_MODEL
 
 PROMPT = "Once upon a time, there was a little fox named Lily. She said: grün 東京 🙂!"
 

@@ -108,10 +108,10 @@ def test_ids_of_odd_length() -> None:
 
 
 LIGHT = {
-    "api": "minisgl.__main__, minisgl.server.launch, minisgl.server.api_server, minisgl.server.http_server",
-    "tokenizer": "minisgl.tokenizer.server, minisgl.utils.child, minisgl.server.launch",
-    "messages": "minisgl.message, minisgl.core, minisgl.config",
-    "chat": "minisgl.server.shell, minisgl.server.client",
+    "api": "minisgl.__main__, minisgl.launch.launch, minisgl.api.api_server, minisgl.launch.http_server",
+    "tokenizer": "minisgl.tokenizer.server, minisgl.process.child, minisgl.launch.launch",
+    "messages": "minisgl.message, minisgl.core, minisgl.settings.config",
+    "chat": "minisgl.chat.shell, minisgl.chat.client",
 }
 
 

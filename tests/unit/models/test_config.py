@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from contract.checkpoints import LLAMA3_ROPE, architecture, configurations
+from minisgl.errors import ConfigError
 from minisgl.models.config import ModelConfig
-from minisgl.models.registry import FLAGS, MODELS
-from minisgl.utils.errors import ConfigError
+from minisgl.models.families import FLAGS, MODELS
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from contract.checkpoints import COMMON, configurations, save
 from contract.harness import DEVICE, MiniEngine, Span
-from minisgl.kernel.ops import load_ops
+from minisgl.checkpoint.hf import load_config
+from minisgl.errors import ConfigError
 from minisgl.layers.base import Init, Parameter, Source
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.moe import SparseMLP
@@ -21,8 +22,7 @@ from minisgl.models import load_model, weight
 from minisgl.models.config import ModelConfig
 from minisgl.models.llama import LlamaForCausalLM
 from minisgl.models.weight import load_weights
-from minisgl.utils.errors import ConfigError
-from minisgl.utils.hf import load_config
+from minisgl.ops.table import load_ops
 
 UNTIED, TIED = "llama-gqa-llama3-untied", "qwen3-tied-wide-heads"
 IDS = list(range(30))

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from minisgl.core import BatchPlan, FinishReason
+from minisgl.errors import RequestError
 from minisgl.message import ExitMsg
 from minisgl.params import Grammar
 from minisgl.scheduler import grammars
-from minisgl.utils.errors import RequestError
 from support.fake_engine import FakeEngine
 from support.fake_grammar import FakeCompiler, FakeMatcher
 from support.traces import Harness

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from minisgl.core import FinishReason
+from minisgl.errors import InvariantError
 from minisgl.scheduler.check import check_invariants
 from minisgl.scheduler.req import Status
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.utils.errors import InvariantError
 from support.fake_engine import FakeEngine, expected_output
 from support.traces import Harness
 

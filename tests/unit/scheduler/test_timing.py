@@ -8,7 +8,7 @@ import pytest
 
 from minisgl.message import BackendMsg, ExitMsg, UserMsg, ids_to_bytes
 from minisgl.params import SamplingParams
-from minisgl.scheduler.timing import LATE_S, MARGIN_S, RECENT, StepClock
+from minisgl.scheduler.step_clock import LATE_S, MARGIN_S, RECENT, StepClock
 from support.fake_engine import FakeEngine, FakeOutput
 from support.traces import Harness
 

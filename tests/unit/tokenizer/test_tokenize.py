@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from minisgl.checkpoint.hf import BUILTIN_MODEL
+from minisgl.errors import ConfigError, RequestError
 from minisgl.message import TokenizeMsg, ids_to_bytes
 from minisgl.params import SamplingParams
 from minisgl.tokenizer.template import MAX_MESSAGES, ChatTemplate
 from minisgl.tokenizer.tokenize import TokenizeManager
-from minisgl.utils.errors import ConfigError, RequestError
-from minisgl.utils.hf import BUILTIN_MODEL
 
 TOOL = {
     "type": "function",

@@ -10,10 +10,10 @@ import torch
 
 from contract.checkpoints import configurations, save
 from contract.harness import MiniEngine, Span
-from minisgl.config import EngineConfig
 from minisgl.engine.config import resolve
+from minisgl.errors import ConfigError
 from minisgl.llm.answers import Completion
-from minisgl.utils.errors import ConfigError
+from minisgl.settings.config import EngineConfig
 from minisgl.verify.command import make_texts, verify
 from minisgl.verify.logits import FLOAT32_LIMIT, HALF_FACTOR, WAYS, Texts, check_logits
 from minisgl.verify.reference import Reference

@@ -1,0 +1,156 @@
+"""llama.cpp through the C interface that llama-cpp-python wraps, and Qwen3 checkpoints written as GGUF for it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl.bench.rivals import CONTEXT, Run
+
+SLOTS: Final = 16
+BATCH: Final = 2048  # tokens of a call; its default
+NAMES: Final = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    **{f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")},
+}
+"""Hugging Face's names -> those of GGUF's specification, without layer and ".weight"."""
+
+
+def refusal_of_llama(config: dict[str, Any]) -> str | None:
+    """Why a checkpoint with this config.json cannot be run; None when it can."""
+    if config["architectures"] != ["Qwen3ForCausalLM"]:
+        return "only dense Qwen3 shapes are converted"
+    try:
+        import gguf  # noqa: F401
+        import llama_cpp  # noqa: F401
+    except ImportError as e:
+        return f"{e}: pip install llama-cpp-python gguf (compiles it, with cmake)"
+    return None
+
+
+def write_gguf(folder: Path, kind: str) -> Path:
+    """The dense Qwen3 checkpoint in `folder` as GGUF beside it, matrices as `kind` ("F32", "BF16", "Q8_0")."""
+    import gguf
+    import torch
+
+    from minisgl.checkpoint.safetensors import TensorFile
+
+    path = folder / f"{kind}.gguf"
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, "qwen3")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    types = gguf.GGMLQuantizationType
+    for part in sorted(folder.glob("*.safetensors")):
+        file = TensorFile(part)
+        for name, stored in file.tensors.items():
+            host = torch.empty(stored.shape, dtype=torch.bfloat16)
+            stored.read(tuple(slice(0, n) for n in stored.shape), host, torch.empty(0, dtype=torch.uint8))
+            wanted = types[kind] if host.dim() == 2 else types.F32
+            writer.add_tensor(_gguf_name(name), gguf.quants.quantize(host.float().numpy(), wanted), raw_dtype=wanted)
+        file.close()
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _gguf_name(name: str) -> str:
+    match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.weight", name)
+    assert match is not None, f"{name} is no weight"
+    layer, rest = match.groups()
+    return f"blk.{layer}.{NAMES[rest]}.weight" if layer else f"{NAMES[rest]}.weight"
+
+
+class LlamaCpp:
+    """16 sequences at once, the next request where one has ended: prompts and decoding in one call, as its server does.
+
+    Tokens are chosen by numpy's argmax.
+    """
+
+    def __init__(self, path: Path, threads: int) -> None:
+        import llama_cpp as c
+
+        self.name = f"llama.cpp, {path.stem}"
+        self._c, self._log = c, c.llama_log_callback(lambda level, text, data: None)
+        c.llama_log_set(self._log, None)
+        c.llama_backend_init()
+        self._model = c.llama_model_load_from_file(str(path).encode(), c.llama_model_default_params())
+        params = c.llama_context_default_params()
+        params.n_ctx, params.n_seq_max, params.n_batch = SLOTS * CONTEXT, SLOTS, BATCH
+        params.n_threads = params.n_threads_batch = threads
+        self._context = c.llama_init_from_model(self._model, params)
+        assert self._model and self._context, f"llama.cpp does not load {path}"
+        self._vocab_size = c.llama_vocab_n_tokens(c.llama_model_get_vocab(self._model))
+        self._batch = c.llama_batch_init(BATCH, 0, 1)
+
+    def run(self, prompts: list[list[int]], lengths: list[int]) -> Run:
+        memory = self._c.llama_get_memory(self._context)
+        self._c.llama_memory_clear(memory, True)
+        start, first = time.perf_counter(), 0.0
+        waiting = list(zip(prompts, lengths, strict=True))[::-1]
+        left, last, length = ([0] * SLOTS for _ in range(3))  # of each slot: tokens to come, newest one, computed
+        while waiting or any(left):
+            sampled: list[tuple[int, int]] = []  # slot, index in the batch
+            size = 0
+            for slot in range(SLOTS):
+                if left[slot]:
+                    ids = [last[slot]]
+                elif waiting and size + len(waiting[-1][0]) + SLOTS <= BATCH:
+                    ids, left[slot] = waiting.pop()
+                    self._c.llama_memory_seq_rm(memory, slot, -1, -1)
+                    length[slot] = 0
+                else:
+                    continue
+                self._put(size, ids, slot, length[slot])
+                size, length[slot] = size + len(ids), length[slot] + len(ids)
+                sampled.append((slot, size - 1))
+            self._batch.n_tokens = size
+            status = self._c.llama_decode(self._context, self._batch)
+            assert status == 0, f"llama_decode: {status}"
+            for slot, index in sampled:
+                last[slot] = int(self.logits(index).argmax())
+                left[slot] -= 1
+            if not waiting and not first:
+                first = time.perf_counter()
+        return Run(time.perf_counter() - start, first - start)
+
+    def logits(self, index: int) -> npt.NDArray[np.float32]:
+        """[V] behind token `index` of the last call; a view that the next one overwrites."""
+        values = self._c.llama_get_logits_ith(self._context, index)
+        return np.ctypeslib.as_array(ctypes.cast(values, ctypes.POINTER(ctypes.c_float)), (self._vocab_size,))
+
+    def _put(self, start: int, ids: list[int], slot: int, position: int) -> None:
+        """`ids` into the batch from `start` on; the last one is sampled."""
+        batch = self._batch
+        for i, token in enumerate(ids):
+            at = start + i
+            batch.token[at], batch.pos[at] = token, position + i
+            batch.n_seq_id[at], batch.seq_id[at][0] = 1, slot
+            batch.logits[at] = i == len(ids) - 1

@@ -1,0 +1,114 @@
+"""A small client of the chat API on the standard library alone, for the terminal chat and the examples."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from collections.abc import Generator, Iterator
+from typing import Any, Final, NamedTuple
+from urllib.parse import urlsplit
+
+from minisgl.errors import ConfigError, MinisglError
+
+TIMEOUT_S: Final = 600.0
+
+
+class ServerError(MinisglError):
+    """The server refused the request or broke off; the message is its own."""
+
+
+class Delta(NamedTuple):
+    """A piece of an answer, or of the reasoning that goes before it."""
+
+    text: str
+    is_reasoning: bool = False
+
+
+class ServerAddress(NamedTuple):
+    """Where a server is; `authority` is the host and port as the URL has them, `prefix` the path before /v1."""
+
+    host: str
+    port: int
+    is_tls: bool
+    authority: str
+    prefix: str
+
+    @classmethod
+    def parse(cls, url: str) -> ServerAddress:
+        """From http://host:port, with or without http:// and /v1; raises `ConfigError`."""
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            port = parts.port
+        except ValueError:
+            raise ConfigError(f"{url} has no valid port") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{url} is not an address like http://127.0.0.1:1919")
+        is_tls = parts.scheme == "https"
+        authority, prefix = parts.netloc.rpartition("@")[2], parts.path.rstrip("/").removesuffix("/v1")
+        return cls(parts.hostname, port or (443 if is_tls else 80), is_tls, authority, prefix)
+
+
+class ChatClient:
+    """Streams chat completions from the server at `url` (http://host:port)."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self._address = ServerAddress.parse(url)
+        self._kind = http.client.HTTPSConnection if self._address.is_tls else http.client.HTTPConnection
+        self.account: dict[str, Any] = {}
+        self._headers = {"content-type": "application/json"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
+
+    def stream_chat(self, messages: list[dict[str, Any]], **fields: Any) -> Generator[Delta, None, None]:
+        """The pieces of the answer as they come; then `account` has its usage and timing, as far as the server says.
+
+        Closing the iterator early makes the server stop. Raises `ServerError` or `OSError`.
+        """
+        self.account = {}
+        options = {"stream": True, "stream_options": {"include_usage": True}, "return_timing": True}
+        body = json.dumps({"messages": messages, **options, **fields})
+        with self._request("POST", "/v1/chat/completions", body) as response:
+            for line in response:
+                data = line.decode().strip().removeprefix("data: ")
+                if data == "[DONE]":
+                    return
+                if data:
+                    chunk = json.loads(data)
+                    if "error" in chunk:
+                        raise ServerError(chunk["error"]["message"])
+                    self.account |= {name: chunk[name] for name in ("usage", "timing") if chunk.get(name)}
+                    for choice in chunk["choices"]:
+                        for field in ("reasoning_content", "content"):
+                            if text := choice["delta"].get(field):
+                                yield Delta(text, field == "reasoning_content")
+
+    def get(self, path: str) -> dict[str, Any]:
+        """The JSON object at `path`. Raises `ServerError` or `OSError`."""
+        with self._request("GET", path) as response:
+            try:
+                answer: dict[str, Any] = json.load(response)
+            except ValueError as e:
+                raise ServerError(f"{path} is no JSON here: {e}") from e
+            return answer
+
+    @contextlib.contextmanager
+    def _request(self, method: str, path: str, body: str | None = None) -> Iterator[http.client.HTTPResponse]:
+        connection = self._kind(self._address.host, self._address.port, timeout=TIMEOUT_S)
+        try:
+            connection.request(method, self._address.prefix + path, body, self._headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise ServerError(_message(response.read()) or f"HTTP {response.status} {response.reason}")
+            yield response
+        except http.client.HTTPException as e:
+            raise ServerError(f"the connection broke: {e!r}") from e
+        finally:
+            connection.close()
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ""

@@ -1,0 +1,1 @@
+"""Files of a model: configuration, weights, embedder settings."""

@@ -1,0 +1,140 @@
+"""Model folders in Hugging Face's layout: where they are and what their small files say. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+from minisgl.errors import ConfigError
+
+BUILTIN_MODEL: Final = Path(__file__).resolve().parent.parent / "demo" / "model"
+BUILTIN_NAME: Final = "minisgl-demo"
+# Where models come from: the module with `snapshot_download(id, allow_patterns=...)`, and what to install for it.
+HUBS: Final = {
+    "huggingface": ("huggingface_hub", "huggingface_hub"),
+    "modelscope": ("modelscope", "'minisgl[modelscope]'"),
+}
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_FILES: Final = ["*.json", "*.jinja", "*.safetensors"]
+
+
+def resolve_model(model: str, source: str = "huggingface") -> Path:
+    """The folder of `model`: "" is the built-in demo model, else a local folder or an id of the hub `source`.
+
+    What comes from a hub is downloaded once. Raises `ConfigError` when there is no such model.
+    """
+    if not model:
+        if not (BUILTIN_MODEL / "config.json").is_file():
+            raise ConfigError(f"the built-in demo model is missing from {BUILTIN_MODEL}; give --model FOLDER")
+        return BUILTIN_MODEL
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{path} has no config.json; --model takes a folder in Hugging Face's layout")
+        return path
+    if path.exists():
+        raise ConfigError(f"{path} is a file; --model takes the folder that contains config.json")
+    if not _HUB_ID.fullmatch(model):
+        raise ConfigError(f"model folder {model} does not exist; give an existing folder or a hub id like owner/name")
+    return _download(model, source)
+
+
+def _download(hub_id: str, source: str) -> Path:
+    if source not in HUBS:
+        raise ConfigError(f"--download-source {source!r} is not one of {', '.join(HUBS)}")
+    module, package = HUBS[source]
+    try:
+        download = import_module(module).snapshot_download
+    except ImportError:
+        raise ConfigError(
+            f"there is no folder {hub_id}, and to download it from {source} `pip install {package}` is needed; "
+            "or give the path of a local model folder"
+        ) from None
+    try:
+        return Path(download(hub_id, allow_patterns=_HUB_FILES))
+    except Exception as e:  # its errors have many unrelated bases: HTTP, file system, missing repository, offline mode
+        cause = str(e).strip().partition("\n")[0]
+        raise ConfigError(
+            f"could not download {hub_id} from {source} ({type(e).__name__}: {cause}); "
+            "download it elsewhere and give --model its local path"
+        ) from e
+
+
+def model_name(model: str) -> str:
+    """The name under which `model` is served."""
+    if not model:
+        return BUILTIN_NAME
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else model
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; raises `ConfigError` when it cannot be read."""
+    value = read_json_value(path)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    return value
+
+
+def read_json_value(path: Path) -> Any:
+    """The JSON value in `path`; raises `ConfigError` when it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"cannot read {path}: {e.strerror or e}") from e
+    except ValueError as e:
+        raise ConfigError(f"{path} is not valid JSON ({e}); is the download complete?") from e
+
+
+def load_config(folder: Path) -> dict[str, Any]:
+    """config.json."""
+    return read_json(folder / "config.json")
+
+
+def load_generation_config(folder: Path) -> dict[str, Any]:
+    """generation_config.json; empty when the folder has none."""
+    path = folder / "generation_config.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """Every id that ends a request by default: those of config.json and generation_config.json, ascending."""
+    ids: set[int] = set()
+    for config in (load_config(folder), load_generation_config(folder)):
+        value = config.get("eos_token_id")
+        for token in value if isinstance(value, list) else [value]:
+            if token is None:
+                continue
+            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+                raise ConfigError(f"eos_token_id in {folder} is {value!r}, not a token id or a list of them")
+            ids.add(token)
+    return tuple(sorted(ids))
+
+
+def max_model_len(config: dict[str, Any]) -> int:
+    """Tokens of context that the model was made for."""
+    value = config.get("max_position_embeddings")
+    if not isinstance(value, int) or value < 2:
+        raise ConfigError(f"config.json has max_position_embeddings={value!r}; give --max-seq-len")
+    return value
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The checkpoint's safetensors files: those its index names, else all of them, in name order."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ConfigError(f"{folder} has no *.safetensors weights (other formats are not read: they can run code)")
+        return files
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{index} has no weight_map")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise ConfigError(f"{index} names {name}, which is not in {folder}; is the download complete?")
+    return [folder / name for name in names]

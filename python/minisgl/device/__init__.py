@@ -1,0 +1,1 @@
+"""The devices: the CPU, CUDA GPUs, and the driver check that needs no torch."""

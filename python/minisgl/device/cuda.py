@@ -1,0 +1,151 @@
+"""An NVIDIA GPU as a device: everything runs in order in one stream; numbers travel through pinned buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from minisgl.device.device import Device, Inlet, Pending
+
+RING: Final = 4  # buffers a side: more than the steps that can be under way at once
+INLET_RING: Final = 2  # one is read into while the other travels
+FIRST_INTS: Final = 1 << 15  # of a buffer: a step of 8,192 tokens fits, since to get more waits for the device
+ALIGN: Final = 4  # ints; kernels load 16 bytes at a time
+
+
+class CudaDevice(Device):
+    """One GPU; this thread's current stream carries all its work.
+
+    An asynchronous copy reads a pinned buffer after the call returns, so each buffer carries the event that says when
+    it may be written again.
+    """
+
+    is_async = True
+
+    def __init__(self, index: int) -> None:
+        self.torch_device = torch.device("cuda", index)
+        torch.cuda.set_device(self.torch_device)
+        self._up, self._down = _Ring(), _Ring()
+
+    def upload(self, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
+        """One copy for all of them."""
+        starts, total = [], 0
+        for array in arrays:
+            starts.append(total)
+            total += -(-array.size // ALIGN) * ALIGN
+        buffer = self._up.next()
+        host = buffer.reserve(total)
+        for array, start in zip(arrays, starts, strict=True):
+            host.numpy()[start : start + array.size] = array.reshape(-1)
+        device = host.to(self.torch_device, non_blocking=True)
+        buffer.event.record()
+        return [
+            device[start : start + array.size].view(array.shape) for array, start in zip(arrays, starts, strict=True)
+        ]
+
+    def upload_into(self, target: torch.Tensor, array: npt.NDArray[np.int32]) -> None:
+        """Overwrite `target` [n] int32 on the device with `array` [n], after all work submitted before."""
+        buffer = self._up.next()
+        host = buffer.reserve(array.size)
+        host.numpy()[:] = array
+        target.copy_(host, non_blocking=True)
+        buffer.event.record()
+
+    def submit(self, work: Callable[[], torch.Tensor], flops: float) -> Pending:
+        result = work()
+        buffer = self._down.next()
+        host = buffer.reserve(result.numel())
+        host.copy_(result.view(-1), non_blocking=True)
+        buffer.event.record()
+        return _Copied(host.view(result.shape), buffer.event)
+
+    def inlet(self) -> Inlet:
+        return _CudaInlet(self.torch_device)
+
+    def use_large_pages(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def free_memory(self) -> int:
+        """What the driver calls free and what torch's allocator holds without using it."""
+        free: int = torch.cuda.mem_get_info(self.torch_device)[0]
+        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+    def peak_memory(self, work: Callable[[], object]) -> int:
+        work()  # the first time, libraries take memory that they keep
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        torch.cuda.synchronize()
+        peak: int = torch.cuda.max_memory_allocated() - before
+        torch.cuda.empty_cache()
+        return peak
+
+    def describe(self) -> str:
+        return torch.cuda.get_device_name(self.torch_device)
+
+
+class _CudaInlet:
+    """Pinned buffers in turn and a stream of its own: one piece is read while another is copied to the device.
+
+    A type is converted on the device, so that only what is stored travels.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ring = _Ring(INLET_RING)
+        self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # memory of the targets may have been in use there
+
+    def fill(self, target: torch.Tensor, stored: torch.dtype, read: Callable[[torch.Tensor], None]) -> None:
+        size = target.numel() * stored.itemsize
+        with torch.cuda.stream(self._stream):  # which also makes its device the current one of this thread
+            buffer = self._ring.next()
+            host = buffer.reserve(-(-size // 4)).view(torch.uint8)[:size].view(stored).view(target.shape)
+            read(host)
+            on_device = host if target.dtype is stored else host.to(self._device, non_blocking=True)
+            target.copy_(on_device, non_blocking=True)
+            buffer.event.record()
+
+    def finish(self) -> None:
+        self._stream.synchronize()
+
+
+class _Pinned:
+    """Page-locked host memory, int32, and the event after its last use."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event()
+        self._memory = torch.empty(FIRST_INTS, dtype=torch.int32, pin_memory=True)
+
+    def reserve(self, count: int) -> torch.Tensor:
+        if count > len(self._memory):
+            self._memory = torch.empty(1 << (count - 1).bit_length(), dtype=torch.int32, pin_memory=True)
+        return self._memory[:count]
+
+
+class _Ring:
+    def __init__(self, size: int = RING) -> None:
+        self._buffers = [_Pinned() for _ in range(size)]
+        self._turn = 0
+
+    def next(self) -> _Pinned:
+        self._turn = (self._turn + 1) % len(self._buffers)
+        buffer = self._buffers[self._turn]
+        buffer.event.synchronize()
+        return buffer
+
+
+class _Copied:
+    def __init__(self, host: torch.Tensor, event: torch.cuda.Event) -> None:
+        self._host, self._event = host, event
+
+    def wait(self) -> npt.NDArray[np.int32]:
+        self._event.synchronize()
+        result: npt.NDArray[np.int32] = self._host.numpy().copy()  # the buffer is used again RING results later
+        return result

@@ -1,0 +1,199 @@
+"""The only place that tells one kind of device from another."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from minisgl.errors import ConfigError
+
+
+class Pending(Protocol):
+    """Work handed to a device."""
+
+    def wait(self) -> npt.NDArray[np.int32]:
+        """Block until it is done; its result on the host."""
+
+
+class Inlet(Protocol):
+    """How one loading thread brings what it reads into tensors of a device."""
+
+    def fill(self, target: torch.Tensor, stored: torch.dtype, read: Callable[[torch.Tensor], None]) -> None:
+        """Overwrite `target` with what `read` writes into a contiguous host tensor of its shape and type `stored`.
+
+        It may still be on its way when this returns.
+        """
+
+    def finish(self) -> None:
+        """Block until everything has arrived."""
+
+
+class Device(ABC):
+    """Where tensors live and work runs. Work runs in the order of `submit`, and `submit` does not wait for it."""
+
+    torch_device: torch.device
+    is_async: bool  # whether the host gains anything by planning ahead
+
+    @property
+    def type(self) -> str:
+        return self.torch_device.type
+
+    @abstractmethod
+    def upload(self, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
+        """Copies on the device, in order; the arrays may be changed afterwards."""
+
+    @abstractmethod
+    def submit(self, work: Callable[[], torch.Tensor], flops: float) -> Pending:
+        """Run `work` after everything submitted before; its int32 result will be on the host.
+
+        `flops` is a rough count of its floating-point operations, for devices that choose by size.
+        """
+
+    @abstractmethod
+    def inlet(self) -> Inlet:
+        """A new one, for one thread; its buffers are all the memory that filling tensors takes besides them."""
+
+    @abstractmethod
+    def use_large_pages(self, tensor: torch.Tensor) -> None:
+        """A hint that `tensor`, new and empty, is worth large memory pages."""
+
+    @abstractmethod
+    def free_memory(self) -> int:
+        """Bytes that could still be allocated."""
+
+    @abstractmethod
+    def peak_memory(self, work: Callable[[], object]) -> int:
+        """Bytes that `work` needs while it runs; 0, without running it, where that cannot be measured."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Its name for people."""
+
+
+# With two threads on two free cores, a step of 16 rows of the built-in model (0.2 GFLOP) is 1.3 x as fast as with one,
+# a chunk of 500 tokens (7 GFLOP) 1.9 x; beside one busy process the former is up to 100 x slower (docs/performance.md).
+SMALL_WORK_FLOPS = 1e9
+HUGE_PAGE = 2 << 20
+
+
+class _Done:
+    def __init__(self, result: torch.Tensor) -> None:
+        self._result = result
+
+    def wait(self) -> npt.NDArray[np.int32]:
+        array: npt.NDArray[np.int32] = self._result.numpy()
+        return array
+
+
+class _CpuInlet:
+    """Reads into the target itself; through a buffer where the type differs."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def fill(self, target: torch.Tensor, stored: torch.dtype, read: Callable[[torch.Tensor], None]) -> None:
+        if target.dtype is stored and target.is_contiguous():
+            read(target)
+            return
+        size = target.numel() * stored.itemsize
+        if size > len(self._buffer):
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+        host = self._buffer[:size].view(stored).view(target.shape)
+        read(host)
+        target.copy_(host)
+
+    def finish(self) -> None:
+        pass
+
+
+class CpuDevice(Device):
+    """The host itself: work is done when `submit` returns."""
+
+    is_async = False
+
+    def __init__(self, threads: int | None = None, sharers: int = 1) -> None:
+        """`sharers` processes share the cores and the memory evenly."""
+        self.torch_device = torch.device("cpu")
+        self.sharers = sharers
+        self.threads = threads or max(1, len(os.sched_getaffinity(0)) // sharers)
+        torch.set_num_threads(self.threads)
+
+    def upload(self, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
+        return [torch.from_numpy(array.copy()) for array in arrays]
+
+    def submit(self, work: Callable[[], torch.Tensor], flops: float) -> Pending:
+        self.use_threads_for(flops)
+        return _Done(work())
+
+    def use_threads_for(self, flops: float) -> None:
+        """All threads for large work, one for small: a step of a tiny model is hundreds of parallel regions of some
+        microseconds each, and with a busy neighbour on the cores each one may wait a time slice for the other thread.
+        """
+        threads = self.threads if flops > SMALL_WORK_FLOPS else 1
+        if threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
+
+    def inlet(self) -> Inlet:
+        return _CpuInlet()
+
+    def use_large_pages(self, tensor: torch.Tensor) -> None:
+        """Where they are left to be asked for: writing fresh memory was 2.5 x as fast with them, reading K/V 1.3 x."""
+        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = tensor.data_ptr() + tensor.nbytes - start
+        if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            libc = ctypes.CDLL(None)
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)  # refusing it is no error
+
+    def free_memory(self) -> int:
+        """Its share of what the kernel calls available, within the limit of its control group if it has one."""
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        with open("/proc/meminfo") as f:
+            for line in f:
+                if line.startswith("MemAvailable:"):
+                    available = int(line.split()[1]) * 1024
+        return min(available, _cgroup_free()) // self.sharers
+
+    def peak_memory(self, work: Callable[[], object]) -> int:
+        return 0
+
+    def describe(self) -> str:
+        return f"cpu ({self.threads} threads)"
+
+
+def _cgroup_free() -> int:
+    """Bytes left under the control group's limit (version 2); a huge number without one."""
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            text = limit.read().strip()
+            return 2**62 if text == "max" else max(0, int(text) - int(used.read()))
+    except OSError:
+        return 2**62
+
+
+def create_device(name: str, threads: int | None = None, index: int = 0, count: int = 1) -> Device:
+    """The device called `name` (auto, cpu, cuda), for process `index` of `count` on this machine: a GPU for each.
+
+    Raises `ConfigError` for one that this machine does not have.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return CpuDevice(threads, count)
+    if name != "cuda":
+        raise ConfigError(f"device {name!r} is unknown; use --device auto, cpu or cuda")
+    if not torch.cuda.is_available():
+        built = f"torch {torch.__version__} finds none" if torch.version.cuda else "this torch is a CPU build"
+        raise ConfigError(f"--device cuda needs an NVIDIA GPU: {built}; use --device cpu")
+    from minisgl.device.cuda import CudaDevice
+
+    if (there := torch.cuda.device_count()) < count:
+        raise ConfigError(f"{count} ranks need as many GPUs on this host, which has {there}; give another --tp")
+    return CudaDevice(torch.cuda.current_device() if count == 1 else index)

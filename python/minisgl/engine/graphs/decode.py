@@ -1,0 +1,191 @@
+"""Decode steps as CUDA graphs: one launch instead of hundreds, one graph for each batch size worth having."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from minisgl.core import NO_MASKS, Batch, BatchPlan, SeqLayout
+from minisgl.engine.graphs.capture import TAILS, tail_of
+from minisgl.engine.prepare import mask_places
+from minisgl.engine.runner import Unchosen, lacks_masks
+from minisgl.triton import step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from minisgl.core import Ints
+    from minisgl.device.device import Pending
+    from minisgl.engine.graphs.capture import Capture
+    from minisgl.engine.runner import Parts
+
+MAX_PAGE_WRITES: Final = 1024  # of one captured step; a step with more runs eagerly
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """Batch sizes to capture: fine where a padded row costs most of a step, coarse where it costs little."""
+    sizes = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64]
+    sizes += [*range(80, 129, 16), *range(160, 257, 32), *range(320, 513, 64), *range(640, 4097, 128)]
+    return sorted({min(size, max_rows) for size in sizes})
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """One batch size: the forward pass, and choosing tokens in all `TAILS`, each with how many numbers a token has."""
+
+    forward: torch.cuda.CUDAGraph
+    tails: dict[int, tuple[torch.cuda.CUDAGraph, int]]
+
+
+class GraphRunner:
+    """Pure decode steps of rows that the device knows already.
+
+    The graphs read the plan from a ring in pinned memory and write their tokens into another (`triton/step.py`),
+    so a step is a few numpy copies and two graph launches. Padding rows are the page table's last row, whose pages are
+    nobody's. Masks change with every step and are large: they alone are copied.
+    """
+
+    name = "cuda graph"
+
+    def __init__(
+        self, parts: Parts, sizes: list[int], capture: Capture, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        self.parts = parts
+        capacity = self.capacity = max(sizes)
+        self._in, self._out = step.input_ring(capacity, MAX_PAGE_WRITES), step.output_ring(capacity)
+        self._in_host, self._out_host = self._in.numpy(), self._out.numpy()
+        self._events = [torch.cuda.Event() for _ in range(step.RING)]
+        self._turn = 0
+        device = parts.device.torch_device
+        self._turn_on_device = torch.zeros(1, dtype=torch.int32, device=device)
+        self._size_of = np.searchsorted(sizes, np.arange(capacity + 1))
+        self._sizes = sizes
+
+        def ints(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(capacity, dtype=dtype, device=device)
+
+        self._rows, self._out_loc = ints(torch.int64), ints(torch.int64)
+        self._kv_lens, self._positions, self._input_ids = (ints(torch.int32) for _ in range(3))
+        self._flags, self._mask_places = ints(torch.int32), ints(torch.int32)
+        self._rows32, self._token_ends = ints(torch.int32), torch.arange(capacity + 1, dtype=torch.int32, device=device)
+        self._graphs: dict[int, _Captured] = {}
+        for done, size in enumerate(reversed(sizes), 1):
+            self._graphs[size] = self._capture(size, capture)
+            if progress is not None:
+                progress(done, len(sizes))
+        self._turn_on_device.zero_()  # the trials before each capture have moved it
+
+    def fits(self, plan: BatchPlan) -> bool:
+        is_known = (plan.slots[:, 3] & BatchPlan.FROM_DEVICE).all()
+        return bool(
+            is_known
+            and len(plan.slots) <= self.capacity
+            and len(plan.pages) <= MAX_PAGE_WRITES
+            and not len(plan.rows)
+            and not len(plan.adjusts)
+        )
+
+    def prepare(self, plan: BatchPlan) -> BatchPlan:
+        return plan
+
+    def launch(self, plan: BatchPlan) -> Pending:
+        slot = self._turn % len(self._events)
+        self._turn += 1
+        event, count = self._events[slot], len(plan.slots)
+        event.synchronize()  # the step that used this slot last has been executed
+        flags = int(np.bitwise_or.reduce(plan.slots[:, 3]))
+        self._fill(self._in_host[slot], plan, flags)
+        captured = self._graphs[self._sizes[self._size_of[count]]]
+        captured.forward.replay()
+
+        def choose(masks: Ints) -> Pending:
+            self.parts.adjuster.apply(plan.adjusts, masks)
+            tail, lines = captured.tails[tail_of(flags)]
+            tail.replay()
+            event.record()
+            return _Published(self._out_host[slot, :lines, :count], event)
+
+        return Unchosen(choose) if lacks_masks(flags, plan.masks) else choose(plan.masks)
+
+    def _fill(self, slot: Ints, plan: BatchPlan, all_flags: int) -> None:
+        count, writes = len(plan.slots), len(plan.pages)
+        slot[0], slot[1] = count, writes
+        pages = step.HEAD + step.COLUMNS * self.capacity
+        rows, stops, flags, places = slot[step.HEAD : pages].reshape(step.COLUMNS, self.capacity)
+        rows[:count], stops[:count], flags[:count] = plan.slots[:, 0], plan.slots[:, 2], plan.slots[:, 3]
+        if all_flags & BatchPlan.MASKED:
+            places[:count] = mask_places(plan.slots[:, 3])
+        if writes:
+            slot[pages : pages + 3 * writes] = plan.pages.reshape(-1)
+
+    # -- capture
+
+    def _capture(self, size: int, capture: Capture) -> _Captured:
+        batch = self._batch(size)
+        forward, logits = capture(lambda: self._forward(batch))
+        tails = {tail: capture(partial(self._sample, logits, replace(batch, flags=tail))) for tail in TAILS}
+        return _Captured(forward, tails)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        size, state = len(batch.input_ids), self.parts.state
+        step.begin_decode(
+            self._in,
+            self._turn_on_device,
+            state.page_table,
+            state.last_token,
+            batch.sample_rows,
+            batch.layout.rows,
+            batch.layout.kv_lens,
+            batch.positions,
+            batch.input_ids,
+            self._out_loc[:size],
+            batch.sample_flags,
+            batch.mask_places,
+            self.parts.kv_cache.page_size,
+            self.capacity,
+        )
+        return self.parts.forward(batch.input_ids, batch, self._out_loc[:size])
+
+    def _sample(self, logits: Tensor, batch: Batch) -> int:
+        out = self.parts.sample(logits, batch)
+        step.publish(out, self._out, self._turn_on_device, self.capacity)
+        return len(out)
+
+    def _batch(self, size: int) -> Batch:
+        """The inputs of a captured step: views of the buffers that `begin_decode` fills. Host lengths are unknown."""
+        device = self.parts.device.torch_device
+        ones, none = np.ones(size, np.int32), torch.empty(0, dtype=torch.int64, device=device)
+        rows, kv_lens = self._rows32[:size], self._kv_lens[:size]
+        return Batch(
+            step=0,
+            layout=SeqLayout(ones, ones, ones, rows, kv_lens, self._token_ends[: size + 1]),
+            input_ids=self._input_ids[:size],
+            positions=self._positions[:size],
+            token_rows=rows,
+            logit_tokens=self._token_ends[:size].long(),
+            sample_rows=self._rows[:size],
+            sample_positions=kv_lens,
+            page_writes=none.view(0, 3),
+            row_writes=none.int().view(0, BatchPlan.ROW_WIDTH),
+            adjusts=np.empty(0, np.int32),
+            masks=NO_MASKS,
+            flags=0,
+            sample_flags=self._flags[:size],
+            mask_places=self._mask_places[:size],
+            scored=None,
+        )
+
+
+class _Published:
+    def __init__(self, slot: Ints, event: torch.cuda.Event) -> None:
+        self._slot, self._event = slot, event
+
+    def wait(self) -> npt.NDArray[np.int32]:
+        self._event.synchronize()
+        return self._slot.copy()

@@ -1,0 +1,168 @@
+"""Steps with prompts in them as CUDA graphs, where launching them op by op takes longer than computing them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from minisgl.core import BatchPlan
+from minisgl.engine.graphs.capture import TAILS, tail_of
+from minisgl.engine.graphs.mixed_inputs import MAX_CHUNKS, MAX_PAGE_WRITES, TokenInputs
+from minisgl.engine.prepare import Expanded, expand
+from minisgl.engine.runner import Unchosen, lacks_masks
+
+if TYPE_CHECKING:
+    from minisgl.core import Ints
+    from minisgl.device.cuda import CudaDevice
+    from minisgl.device.device import Pending
+    from minisgl.engine.graphs.capture import Capture
+    from minisgl.engine.runner import Parts
+
+# From 256 on all whole tiles of matrix products, so that padding costs little: the scheduler fills them where it may
+# (`scheduler/budget.py`), and a product takes as long for half of one.
+TOKEN_SIZES: Final = (32, 48, 64, 96, 128, 192, *range(256, 1409, 128))
+LARGE_SIZES: Final = (*range(1536, 4097, 256), *range(4608, 8193, 512))  # for models with small layers
+LAUNCH_FLOPS: Final = 3.6e11  # of an H200 in 0.6 ms; launching a layer op by op takes a host 0.4 to 0.8
+TAIL_SIZES: Final = (8, 32, 64, 128, 192, 256)  # sequences that get a token; and as many as there can be
+MAX_CONTEXT: Final = 8192  # of prompts, whose tiles are chosen for short ones
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """One number of tokens: a graph that leaves the hidden states of those by which tokens are chosen."""
+
+    forward: torch.cuda.CUDAGraph
+    chunks: int  # of prompts, one of them for padding
+    samples: int  # fewer than tokens, since a model takes as many to be all of them
+
+
+def token_sizes(max_tokens: int, flops_per_token: float, num_layers: int) -> list[int]:
+    """Numbers of tokens to capture: `TOKEN_SIZES`, and `LARGE_SIZES` while these take longer to launch than to compute.
+
+    Each costs the start one launch, one capture and its arithmetic.
+    """
+    large = LAUNCH_FLOPS * num_layers / flops_per_token
+    return [t for t in (*TOKEN_SIZES, *(t for t in LARGE_SIZES if t <= large)) if t <= max_tokens]
+
+
+class TokenGraphRunner:
+    """Steps with prompts and sequences that decode in them, padded to one of `token_sizes`.
+
+    How they are padded stands in `TokenInputs`. Choosing tokens is captured by the number of those, for all sizes
+    together, since it takes the hidden states from one place. Log-probabilities of prompts run eagerly.
+
+    Padding is worth it even where the device would be done a little sooner without: launching op by op takes 13 to
+    30 ms (36 layers, other processes beside), in which the scheduler hears nobody and hands out no tokens.
+    """
+
+    name = "cuda graph of tokens"
+
+    def __init__(self, parts: Parts, capture: Capture, max_tokens: int, max_decodes: int) -> None:
+        self.parts = parts
+        self.device: CudaDevice = parts.device  # type: ignore[assignment]
+        sizes = token_sizes(max_tokens, parts.flops_per_token, parts.model.config.num_layers)
+        self._inputs = TokenInputs(max(sizes, default=0), max_decodes, parts)
+        self._hidden: tuple[Tensor, Tensor] | None = None
+        self._graphs: dict[int, _Captured] = {}
+        for size in reversed(sizes):
+            self._graphs[size] = self._capture(size, capture)
+        self._graphs = dict(reversed(self._graphs.items()))
+        most = max((captured.samples for captured in self._graphs.values()), default=0)
+        self._tail_sizes = sorted({min(rows, most) for rows in (*TAIL_SIZES, most) if most})
+        self._tails = {
+            (rows, tail): capture(partial(self._sample, rows, tail)) for rows in self._tail_sizes for tail in TAILS
+        }
+
+    def fits(self, plan: BatchPlan) -> bool:
+        flags, stops = plan.slots[:, 3], plan.slots[:, 2]
+        is_chunk = (flags & BatchPlan.FROM_DEVICE) == 0
+        return bool(
+            self._size(plan) is not None
+            and not (flags & BatchPlan.SCORED).any()
+            and len(plan.pages) <= MAX_PAGE_WRITES
+            and stops[is_chunk].max(initial=0) <= MAX_CONTEXT
+        )
+
+    def _size(self, plan: BatchPlan) -> int | None:
+        """The size for a plan, if a graph has room for it."""
+        flags = plan.slots[:, 3]
+        tokens = int((plan.slots[:, 2] - plan.slots[:, 1]).sum())
+        decodes = int(np.count_nonzero(flags & BatchPlan.FROM_DEVICE))
+        samples = int(np.count_nonzero(flags & BatchPlan.SAMPLES))
+        chunks = max(len(flags) - decodes, len(plan.rows))
+        if decodes > self._inputs.decodes:
+            return None
+        fitting = (s for s, c in self._graphs.items() if s >= tokens and c.chunks > chunks and c.samples >= samples)
+        return next(fitting, None)
+
+    def prepare(self, plan: BatchPlan) -> BatchPlan:
+        return plan
+
+    def launch(self, plan: BatchPlan) -> Pending:
+        size = self._size(plan)
+        assert size is not None
+        x = expand(plan)
+        self._upload(size, plan, x)
+        self._graphs[size].forward.replay()
+        count = len(x.sample_rows)
+
+        def choose(masks: Ints) -> Pending:
+            self.parts.adjuster.apply(plan.adjusts, masks)
+            graph, out = self._tails[next(rows for rows in self._tail_sizes if rows >= count), tail_of(x.flags)]
+
+            def work() -> Tensor:
+                graph.replay()
+                return out
+
+            return _First(self.device.submit(work, 0.0), count)
+
+        return Unchosen(choose) if lacks_masks(x.flags, plan.masks) else choose(plan.masks)
+
+    def _upload(self, size: int, plan: BatchPlan, x: Expanded) -> None:
+        used = self._inputs.fill(size, plan, x)
+        self.device.upload_into(self._inputs.on_device[:used], self._inputs.on_host[:used])
+
+    def _capture(self, size: int, capture: Capture) -> _Captured:
+        chunks = min(size // 2, MAX_CHUNKS) + 1
+        samples = min(size - 1, self._inputs.decodes + chunks - 1)
+        plan = _trial(size)
+        self._upload(size, plan, expand(plan))
+
+        def work() -> None:
+            hidden = self.parts.hidden(*self.parts.begin(self._inputs.batch(size, chunks, samples)))
+            if self._hidden is None:  # the first of all, which has the most, and before its capture
+                self._hidden = hidden[0].clone(), hidden[1].clone()
+            for own, shared in zip(hidden, self._hidden, strict=True):
+                shared[:samples].copy_(own)
+
+        return _Captured(capture(work)[0], chunks, samples)
+
+    def _sample(self, rows: int, tail: int) -> Tensor:
+        assert self._hidden is not None
+        x, residual = (t[:rows] for t in self._hidden)
+        batch = self._inputs.batch(1, 1, rows, tail)
+        return self.parts.sample(self.parts.model.logits(x, residual), batch)
+
+
+def _trial(tokens: int) -> BatchPlan:
+    """A prompt of `tokens` in row 0, whose pages are nobody's yet."""
+    none = np.empty(0, np.int32)
+    slots = np.array([(0, 0, tokens, BatchPlan.SAMPLES)], np.int32)
+    rows = none.reshape(0, BatchPlan.ROW_WIDTH)
+    return BatchPlan(0, slots, np.zeros(tokens, np.int32), none.reshape(0, 3), rows, none)
+
+
+class _First:
+    """The first `count` columns of a padded result."""
+
+    def __init__(self, pending: Pending, count: int) -> None:
+        self._pending, self._count = pending, count
+
+    def wait(self) -> npt.NDArray[np.int32]:
+        return self._pending.wait()[:, : self._count]

@@ -1,1 +1,0 @@
-"""Kernels written in Triton, for NVIDIA GPUs."""

@@ -1,0 +1,74 @@
+"""What the child processes of a server run."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Final
+
+from minisgl.distributed.info import Rendezvous
+from minisgl.errors import RankError
+from minisgl.params import Limits
+from minisgl.process.child import Ready
+from minisgl.settings.args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+CAUSE_FIRST_S: Final = 0.3  # for the parent to see first the rank that ended, then those that end for it
+
+
+def run_scheduler(args: ServerArgs, ready: Ready) -> None:
+    """Rank 0."""
+    import torch
+
+    from minisgl.scheduler.follower import meet_ranks
+    from minisgl.scheduler.io import ZmqIO
+    from minisgl.scheduler.scheduler import Scheduler
+
+    try:
+        with torch.inference_mode():
+            group = meet_ranks(args.scheduler, local_ranks(args)[0])
+            io = ZmqIO(args.zmq_backend_addr, args.zmq_detokenizer_addr, args.zmq_frontend_addrs)
+            scheduler = Scheduler.from_config(args.scheduler, io, group)
+            gc.collect()
+            gc.freeze()  # the model and its graphs: a full collection would look at all of it, in the middle of a step
+            group.bus.watch(_end_after)
+            ready(scheduler.describe())
+            scheduler.run_forever()
+            group.bus.close()
+            scheduler.engine.shutdown()
+    except RankError:
+        time.sleep(CAUSE_FIRST_S)
+        raise
+
+
+def _end_after(rank: int) -> None:
+    """End this process, which may be waiting for rank `rank` on a device for ever."""
+    logger.error("rank %d is gone", rank)
+    time.sleep(CAUSE_FIRST_S)
+    os._exit(1)
+
+
+def run_follower_rank(args: ServerArgs, index: int, ready: Ready) -> None:
+    """Another rank, number `index` of those on this host."""
+    import torch
+
+    from minisgl.scheduler.follower import run_follower
+
+    with torch.inference_mode():
+        run_follower(args.scheduler, local_ranks(args)[index], lambda: ready({}))
+
+
+def local_ranks(args: ServerArgs) -> list[Rendezvous]:
+    """The ranks on this host, in order."""
+    return Rendezvous.of_local_ranks(args.scheduler.engine, args.run_dir)
+
+
+def run_tokenizer(args: ServerArgs, folder: Path, limits: Limits, addr: str, ready: Ready) -> None:
+    """A tokenizer or the detokenizer, which receives at `addr`."""
+    from minisgl.tokenizer.server import tokenize_worker
+
+    tokenize_worker(folder, limits, addr, args.zmq_backend_addr, args.zmq_frontend_addrs, lambda: ready({}))

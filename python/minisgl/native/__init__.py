@@ -1,0 +1,1 @@
+"""The whole step of a CPU in one C++ call."""

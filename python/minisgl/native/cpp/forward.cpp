@@ -1,0 +1,299 @@
+// One step of a Llama-shaped model: plan in, tokens out. Plain C ABI, see native/library.py.
+#include <algorithm>
+#include <memory>
+
+#include "attention.h"
+#include "gemm_int8.h"
+#include "model.h"
+#include "sample.h"
+
+namespace minisgl {
+
+constexpr int64_t kSlice = 512;  // tokens that go through a layer together
+enum Flags { kSamples = 1, kFromDevice = 2 };
+
+// K/V and an embedding of its own are T, all other weights W.
+template <class T, class W = T>
+class Net : public Model {
+    using X = typename Product<T>::X;
+    struct Layer {
+        Matrix<W> qkv, o, gate_up, down;
+        const LayerWeights* w;
+    };
+    struct Slot {
+        int64_t row, start, stop, flags;
+    };
+
+  public:
+    explicit Net(const ModelSpec& spec)
+        : s_(spec),
+          pool_((int)spec.threads),
+          scratch_(spec.threads, {std::max<int64_t>(kQueryRows, spec.heads / spec.kv_heads), spec.dim}) {
+        const int64_t h = s_.hidden, q = s_.heads * s_.dim, all = q + 2 * s_.kv_heads * s_.dim, i = s_.intermediate;
+        for (int64_t l = 0; l < s_.layers; ++l) {
+            weights_.push_back(s_.weights[l]);
+            const LayerWeights& w = s_.weights[l];
+            layers_.push_back({{(const W*)w.qkv, all, h, w.qkv_bias},
+                               {(const W*)w.o, h, q, w.o_bias},
+                               {(const W*)w.gate_up, 2 * i, h, w.gate_up_bias},
+                               {(const W*)w.down, h, i, w.down_bias},
+                               nullptr});
+        }
+        for (int64_t l = 0; l < s_.layers; ++l) layers_[l].w = &weights_[l];
+        head_ = {(const W*)s_.head, s_.vocab, h, nullptr};
+        q_size_ = q, qkv_size_ = all;
+        constexpr int64_t line = 64 / sizeof(X);  // rows one line apart from a power of two fall into different sets
+        ld_hidden_ = h + line, ld_q_ = q + line, ld_inner_ = i + line;
+    }
+
+    void step(const Plan& plan, int32_t* tokens, int32_t* ok) override {
+        apply(plan);
+        int64_t num_samples = 0;
+        for (int64_t i = 0; i < plan.num_slots; ++i) num_samples += plan.slots[i * 4 + 3] & kSamples;
+        logits.resize(std::max<size_t>(logits.size(), num_samples * s_.vocab));
+        std::vector<Slot> sampled;
+        const int32_t* ids = plan.tokens;
+        for (int64_t i = 0; i < plan.num_slots; ++i) {
+            const int32_t* p = plan.slots + i * 4;
+            Slot slot{p[0], p[1], p[2], p[3]};
+            while (slot.start < slot.stop) {
+                Slot now = slot;
+                now.stop = std::min(slot.stop, slot.start + kSlice - (int64_t)ids_.size());
+                if (now.stop < slot.stop) now.flags &= ~kSamples;
+                slot.start = now.stop;
+                now_.push_back(now);
+                for (int64_t t = now.start; t < now.stop; ++t) {
+                    ids_.push_back(now.flags & kFromDevice ? s_.last_token[now.row] : *ids++);
+                    positions_.push_back(t), rows_.push_back(now.row);
+                }
+                if ((int64_t)ids_.size() == kSlice) slice(sampled);
+            }
+        }
+        if (!ids_.empty()) slice(sampled);
+        pool_.run((int)num_samples, [&](int i, int) {
+            const Slot& slot = sampled[i];
+            if (slot.flags & ~(kSamples | kFromDevice)) return;  // for others to choose
+            const Choice c = choose(&logits[i * s_.vocab], s_.vocab, s_.temperature[slot.row], s_.noise_key[slot.row],
+                                    (int32_t)slot.stop);
+            tokens[i] = s_.last_token[slot.row] = c.token;
+            ok[i] = c.ok;
+        });
+    }
+
+  private:
+    void apply(const Plan& plan) {
+        for (int64_t i = 0; i < plan.num_pages; ++i) {
+            const int32_t* w = plan.pages + i * 3;
+            s_.page_table[w[0] * s_.table_width + w[1]] = w[2];
+        }
+        for (int64_t i = 0; i < plan.num_rows; ++i) {
+            const int32_t* w = plan.rows + i * 7;
+            memcpy(&s_.temperature[w[0]], w + 1, 4);
+            s_.top_k[w[0]] = w[2];
+            memcpy(&s_.top_p[w[0]], w + 3, 4);
+            memcpy(&s_.min_p[w[0]], w + 4, 4);
+            s_.noise_key[w[0]] = (int64_t)((uint64_t)(uint32_t)w[6] << 32 | (uint32_t)w[5]);
+        }
+    }
+
+    // The tokens in ids_, now_, positions_ and rows_ through all layers; logits of those that sample.
+    void slice(std::vector<Slot>& sampled) {
+        int64_t m = (int64_t)ids_.size();
+        grow(m);
+        pool_.run(pieces(m * s_.hidden), [&](int i, int) {
+            const int n = pieces(m * s_.hidden);
+            for (int64_t t = part(m, n, i); t < part(m, n, i + 1); ++t) embed(ids_[t], &x_[t * s_.hidden]);
+        });
+        std::vector<int64_t> keep;
+        const int64_t first_sample = (int64_t)sampled.size();
+        int64_t token = 0;
+        for (const Slot& slot : now_) {
+            token += slot.stop - slot.start;
+            if (slot.flags & kSamples) keep.push_back(token - 1), sampled.push_back(slot);
+        }
+        for (const Layer& layer : layers_) {
+            norm(layer.w->input_norm, m);
+            linear<T>(pool_, layer.qkv, normed_.data(), ld_hidden_, m, qkv_.data(), qkv_size_, false);
+            rotate_and_store(layer, m);
+            attention(layer);
+            if (&layer == &layers_.back()) {  // nobody reads the others any more
+                m = (int64_t)keep.size();
+                for (int64_t i = 0; i < m; ++i) {
+                    memmove(&x_[i * s_.hidden], &x_[keep[i] * s_.hidden], s_.hidden * sizeof(float));
+                    memmove(&attended_[i * ld_q_], &attended_[keep[i] * ld_q_], q_size_ * sizeof(X));
+                }
+            }
+            linear<T>(pool_, layer.o, attended_.data(), ld_q_, m, x_.data(), s_.hidden, true);
+            norm(layer.w->post_norm, m);
+            gated<T>(pool_, layer.gate_up, normed_.data(), ld_hidden_, m, inner_.data(), ld_inner_);
+            linear<T>(pool_, layer.down, inner_.data(), ld_inner_, m, x_.data(), s_.hidden, true);
+        }
+        norm(s_.final_norm, m);
+        float* out = logits.data() + first_sample * s_.vocab;
+        linear<T>(pool_, head_, normed_.data(), ld_hidden_, m, out, s_.vocab, false);
+        ids_.clear(), positions_.clear(), rows_.clear(), now_.clear();
+    }
+
+    int pieces(int64_t elements) const { return (int)std::min<int64_t>(elements / 8192 + 1, 8 * pool_.size()); }
+
+    void grow(int64_t m) {
+        m = (m + kLanes - 1) / kLanes * kLanes;  // products may read up to there
+        if (m * s_.hidden <= (int64_t)x_.size()) return;
+        x_.resize(m * s_.hidden), normed_.resize(m * ld_hidden_), qkv_.resize(m * qkv_size_);
+        q_.resize(m * ld_q_), attended_.resize(m * ld_q_), inner_.resize(m * ld_inner_);
+    }
+
+    void embed(int64_t id, float* x) const {
+        const T* row = (const T*)s_.embedding + id * s_.hidden;
+        for (int64_t k = 0; k < s_.hidden; ++k) x[k] = s_.is_tied ? to_float(head_.at(id, k)) : to_float(row[k]);
+    }
+
+    // y = x / sqrt(mean(x^2) + eps) * weight.
+    template <class Y>
+    void rms_norm(const float* x, const float* weight, int64_t n, Y* y) const {
+        Vec squares = Vec::all(0.0f);
+        for (int64_t i = 0; i < n; i += kLanes) squares = fma(Vec::load(x + i), Vec::load(x + i), squares);
+        const Vec factor = Vec::all(1.0f / std::sqrt(sum(squares) / (float)n + (float)s_.eps));
+        for (int64_t i = 0; i < n; i += kLanes) put(y + i, Vec::load(x + i) * factor * Vec::load(weight + i));
+    }
+
+    void norm(const float* weight, int64_t m) {
+        const int n = pieces(m * s_.hidden);
+        pool_.run(n, [&](int i, int) {
+            for (int64_t t = part(m, n, i); t < part(m, n, i + 1); ++t)
+                rms_norm(&x_[t * s_.hidden], weight, s_.hidden, &normed_[t * ld_hidden_]);
+        });
+    }
+
+    // out = the head, normalised if it has a weight, with its halves rotated against each other.
+    template <class Y>
+    void rotate(float* head, const float* weight, const float* cos, Y* out) const {
+        if (weight) rms_norm(head, weight, s_.dim, head);
+        const int64_t half = s_.dim / 2;
+        for (int64_t i = 0; i < half; i += kLanes) {
+            const int n = (int)std::min<int64_t>(kLanes, half - i);
+            const Vec a = load_part(head + i, n), b = load_part(head + half + i, n);
+            const Vec c = load_part(cos + i, n), s = load_part(cos + half + i, n);
+            store_part(head + i, a * c - b * s, n);
+            store_part(head + half + i, b * c + a * s, n);
+        }
+        convert(head, out);
+    }
+    template <class Y>
+    void convert(const float* head, Y* out) const {
+        for (int64_t d = 0; d < s_.dim; d += kLanes) put(out + d, Vec::load(head + d));
+    }
+
+    void rotate_and_store(const Layer& layer, int64_t m) {
+        const Cache<T> cache = cache_of(layer);
+        const int n = (int)std::min<int64_t>(m, pieces(8 * m * qkv_size_));
+        pool_.run(n, [&](int piece, int thread) {
+            T *key = scratch_[thread].keys.data(), *value = scratch_[thread].values.data();
+            for (int64_t t = part(m, n, piece); t < part(m, n, piece + 1); ++t) {
+                const int64_t page = s_.page_table[rows_[t] * s_.table_width + positions_[t] / s_.page];
+                const int64_t slot = page * s_.page + positions_[t] % s_.page;
+                float* heads = &qkv_[t * qkv_size_];
+                const float* cos = layer.w->cos_sin + positions_[t] * s_.dim;
+                for (int64_t h = 0; h < s_.heads; ++h)
+                    rotate(heads + h * s_.dim, layer.w->q_norm, cos, &q_[t * ld_q_ + h * s_.dim]);
+                const bool is_first = t == 0 || rows_[t - 1] != rows_[t];
+                const bool is_last = t + 1 == m || rows_[t + 1] != rows_[t];
+                for (int64_t h = 0; h < s_.kv_heads; ++h) {
+                    float *k = heads + q_size_ + h * s_.dim, *v = k + s_.kv_heads * s_.dim;
+                    rotate(k, layer.w->k_norm, cos, key);
+                    convert(v, value);
+                    cache.store(slot, h, key, value, is_first, is_last);
+                }
+            }
+        });
+    }
+
+    void attention(const Layer& layer) {
+        const Cache<T> cache = cache_of(layer);
+        const int64_t group = s_.heads / s_.kv_heads, each = std::max<int64_t>(1, kQueryRows / group);
+        items_.clear(), spans_.clear();
+        int64_t token = 0;
+        double work = 0;
+        spans_.reserve(now_.size());
+        for (const Slot& slot : now_) {
+            spans_.push_back({slot.row, slot.start, slot.stop, token, layer.w->window});
+            token += slot.stop - slot.start;
+            work += (double)(slot.stop - slot.start) * (double)slot.stop;
+            for (int64_t to = slot.stop; to > slot.start; to -= each)  // the longest first
+                for (int64_t h = 0; h < s_.kv_heads; ++h)
+                    items_.push_back({&spans_.back(), std::max(slot.start, to - each), to, h});
+        }
+        const double most = std::min<double>((double)items_.size(), 64 * pool_.size());
+        const int n = (int)std::min(most, work * (double)q_size_ / 5e4 + 1);
+        pool_.run(n, [&](int piece, int thread) {
+            const Item *item = &items_[part(items_.size(), n, piece)], *end = items_.data() + items_.size();
+            Walk ahead(item, end, kBlocksAhead);
+            for (; item != &items_[0] + part(items_.size(), n, piece + 1); ++item)
+                attend<T>(cache, *item, ahead, group, s_.page_table, s_.table_width, (float)s_.scale, q_.data(),
+                          attended_.data(), ld_q_, scratch_[thread]);
+        });
+    }
+
+    Cache<T> cache_of(const Layer& layer) const {
+        return {(T*)s_.cache + (&layer - layers_.data()) * s_.layer_stride, s_.kv_heads, s_.page, s_.dim};
+    }
+
+    ModelSpec s_;
+    Pool pool_;
+    std::vector<AttentionScratch<T>> scratch_;
+    std::vector<LayerWeights> weights_;
+    std::vector<Layer> layers_;
+    Matrix<W> head_;
+    int64_t q_size_, qkv_size_, ld_hidden_, ld_q_, ld_inner_;
+    // The slice at hand.
+    std::vector<int64_t> ids_, positions_, rows_;
+    std::vector<Slot> now_;
+    std::vector<Item> items_;
+    std::vector<Span> spans_;
+    Aligned<float> x_, qkv_;
+    Aligned<X> normed_, q_, attended_, inner_;
+};
+
+}  // namespace minisgl
+
+#include "selftest.h"
+
+using namespace minisgl;
+
+extern "C" {
+// 0 when products and a tiny model come out right; see selftest.h.
+int minisgl_self_test() {
+    return is_sound<float>() && is_sound<bf16>() && is_sound<float, Int8>() && is_sound<bf16, Int8>() ? 0 : 1;
+}
+
+void* minisgl_create(const ModelSpec* spec) {
+#if defined(__AMX_BF16__)
+    may_use_tiles();  // it may: the self-test has asked the same
+#endif
+    if (spec->is_bf16)
+        return spec->is_int8 ? static_cast<Model*>(new Net<bf16, Int8>(*spec)) : new Net<bf16>(*spec);
+    return spec->is_int8 ? static_cast<Model*>(new Net<float, Int8>(*spec)) : new Net<float>(*spec);
+}
+void minisgl_destroy(void* model) { delete static_cast<Model*>(model); }
+
+// tokens, ok [S]; entries of slots with flags other than "samples" and "from device" are left as they are.
+void minisgl_step(void* model, const Plan* plan, int32_t* tokens, int32_t* ok) {
+    static_cast<Model*>(model)->step(*plan, tokens, ok);
+}
+const float* minisgl_logits(void* model) { return static_cast<Model*>(model)->logits.data(); }
+
+// Pack `weight` [rows, cols] in place; rows a multiple of 16.
+void minisgl_pack(void* weight, int64_t is_bf16, int64_t rows, int64_t cols) {
+    if (is_bf16) return pack((bf16*)weight, rows, cols);
+    pack((float*)weight, rows, cols);
+}
+
+// Bytes of a quantized weight [rows, cols]; rows a multiple of 16 and cols of 32.
+int64_t minisgl_int8_size(int64_t rows, int64_t cols) { return rows / kLanes * (cols / kGroup) * sizeof(Int8); }
+
+// `weight` [rows, cols] -> `out`, as many bytes as `minisgl_int8_size` says.
+void minisgl_quantize(const void* weight, int64_t is_bf16, int64_t rows, int64_t cols, void* out) {
+    if (is_bf16) return quantize((const bf16*)weight, rows, cols, (Int8*)out);
+    quantize((const float*)weight, rows, cols, (Int8*)out);
+}
+}

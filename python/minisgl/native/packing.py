@@ -1,0 +1,55 @@
+"""The weights of a model as the C++ step of a CPU wants them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minisgl.models.llama import LlamaForCausalLM
+    from minisgl.native.library import NativeLibrary
+
+LANES: Final = 16  # rows of a panel of packed weights
+
+
+def pack_weights(model: LlamaForCausalLM, library: NativeLibrary, quantizes: bool) -> None:
+    """Pack, or quantize, all matrices but an untied embedding, and move them into one place.
+
+    Their tensors have what the library reads afterwards; quantized, it is bytes of no use to anybody else.
+    """
+    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+    matrices = [
+        p.tensor for p in model.parameters if p.tensor.dim() == 2 and (p.tensor is not embedding or head is embedding)
+    ]
+    shapes = [(-(-len(weight) // LANES) * LANES, weight.shape[1]) for weight in matrices]
+    item = embedding.itemsize
+    places = _zeros([library.int8_size(*shape) if quantizes else math.prod(shape) * item for shape in shapes])
+    for (rows, cols), weight, place in zip(shapes, matrices, places, strict=True):
+        packed, is_bf16, missing = place.view(weight.dtype), weight.dtype is torch.bfloat16, rows - len(weight)
+        if quantizes:
+            whole = F.pad(weight, (0, 0, 0, missing)) if missing else weight
+            library.quantize(whole.data_ptr(), is_bf16, rows, cols, packed.data_ptr())
+        else:
+            packed = packed.view(rows, cols)[: len(weight)]
+            packed.copy_(weight)
+            library.pack(packed.data_ptr(), is_bf16, rows, cols)
+        weight.set_(packed)  # type: ignore[call-overload]  # frees what it had
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(ctypes.c_size_t(0))  # glibc keeps freed matrices below 32 MB for itself otherwise
+
+
+def _zeros(sizes: list[int]) -> tuple[Tensor, ...]:
+    """Bytes side by side, in large memory pages where Linux has them: of small ones a step would look up thousands."""
+    memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).split_with_sizes(sizes)

@@ -1,0 +1,64 @@
+"""The table of ops that layers and engine call: resolved once per device, passed in at build time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import Tensor
+
+from minisgl.ops import logprobs, reference, sample
+from minisgl.ops import penalties as adjust
+from minisgl.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class OpTable:
+    """Every op by name; shapes and formulas stand in `reference` and `sample`, which are also the defaults."""
+
+    name: str = "reference"
+    all_reduce: Callable[[Tensor], Tensor] = reference.all_reduce
+    embedding: Callable[[Tensor, Tensor], Tensor] = reference.embedding
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = reference.linear
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = reference.rms_norm
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = reference.add_rms_norm
+    add_norm_linear: Callable[..., tuple[Tensor, Tensor]] = reference.add_norm_linear
+    add_norm_gated: Callable[..., tuple[Tensor, Tensor]] = reference.add_norm_gated
+    gated_linear: Callable[..., Tensor] = reference.gated_linear
+    silu_and_mul: Callable[[Tensor], Tensor] = reference.silu_and_mul
+    gelu_and_mul: Callable[[Tensor], Tensor] = reference.gelu_and_mul
+    moe: Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor] = reference.moe
+    rope: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = reference.rope
+    store_kv: Callable[[Tensor, Tensor, Tensor, Tensor], None] = reference.store_kv
+    norm_rope_store: Callable[..., Tensor] = reference.norm_rope_store
+    paged_attention: Callable[..., Tensor] = reference.paged_attention
+    adjust_logits: Callable[..., Tensor] = adjust.adjust_logits
+    count_tokens: Callable[..., None] = adjust.count_tokens
+    sample_rows: Callable[..., Tensor] = sample.sample_rows
+    candidates: Callable[..., Tensor] = sample.candidates
+    token_scores: Callable[[Tensor, Tensor, Tensor], Tensor] = logprobs.token_scores
+
+
+def _on(device_type: str) -> Callable[[str], str | None]:
+    def refusal(wanted: str) -> str | None:
+        return None if wanted == device_type else f"for {device_type}, not {wanted}"
+
+    return refusal
+
+
+# Each alternative is a mapping from the names of `OpTable` to the ops that it brings.
+OPS: Final[Registry[Mapping[str, Callable[..., Any]]]] = Registry("op table")
+OPS.add("triton", "minisgl.triton.ops:OPS", supports=_on("cuda"))
+OPS.add("cpu", "minisgl.ops.cpu:OPS", supports=_on("cpu"))
+OPS.add("reference", "minisgl.ops.reference:OPS")
+
+
+def load_ops(name: str) -> OpTable:
+    """The table called `name`; the ops that it does not bring are the reference's."""
+    return OpTable(name=name, **OPS.load(name))
+
+
+def resolve_ops(device_type: str) -> OpTable:
+    """The best table for a kind of device ("cpu", "cuda")."""
+    return load_ops(OPS.choose("auto", device_type))

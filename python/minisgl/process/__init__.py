@@ -1,0 +1,1 @@
+"""Child processes, ZeroMQ queues, run directories and logs."""

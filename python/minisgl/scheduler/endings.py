@@ -1,0 +1,112 @@
+"""What the scheduler has to say: one message a step, and one ending a request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minisgl.core import FinishReason
+from minisgl.errors import RequestError
+from minisgl.message import DetokenizeMsg, Failure, Finished, Started, TokenScores, ids_to_bytes
+from minisgl.params import MAX_LOGPROBS
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from minisgl.core import Ints
+    from minisgl.scheduler.io import SchedulerIO
+    from minisgl.scheduler.plan import Launched
+    from minisgl.scheduler.req import Req
+    from minisgl.scheduler.rows import Index, Rows
+
+NOBODY = np.empty(0, "<i8")
+NO_TOKENS = np.empty(0, np.int32)
+
+
+def ending(req: Req, token: int, length: int, eos_ids: frozenset[int]) -> Finished | None:
+    """Whether `req` is over with its newest token, of `length` tokens in all."""
+    params = req.sampling_params
+    if token in eos_ids and not params.ignore_eos:
+        return Finished(req.uid, FinishReason.STOP, has_text=False)
+    if token in params.stop_token_ids:
+        return Finished(req.uid, FinishReason.STOP, has_text=params.shows_stop, stop_token=token)
+    if req.matcher is not None and req.matcher.is_complete:
+        return Finished(req.uid, FinishReason.STOP)
+    return Finished(req.uid, FinishReason.LENGTH) if length == req.max_len else None
+
+
+def failure(uid: int, error: RequestError) -> Finished:
+    """The end of a request that cannot be served."""
+    return Finished(uid, FinishReason.ERROR, has_text=False, failure=Failure.of(error))
+
+
+def unsound(req: Req) -> RequestError:
+    """Why there is no token for `req`: all its logits are -Inf, or one is NaN or +Inf."""
+    if req.matcher is not None and req.sampling_params.min_tokens:
+        return RequestError("grammar, min_tokens and stop_token_ids together leave no token", status=500)
+    return RequestError("the model's output is not a number (NaN or Inf)", status=500)
+
+
+def token_scores(req: Req, scores: Ints) -> TokenScores:
+    """Columns of `StepResult.scores` [WIDTH, K] as far as `req` wants them."""
+    top = req.sampling_params.logprobs
+    assert top is not None, f"nobody wants log-probabilities: {req}"
+    ids, logprobs = scores[1 : 1 + top], scores[1 + MAX_LOGPROBS : 1 + MAX_LOGPROBS + top]
+    return TokenScores(req.uid, top, scores[0].tobytes(), ids.T.tobytes(), logprobs.T.tobytes())
+
+
+class Outbox:
+    """Gathers beginnings and endings until the step's tokens are sent, or `flush` sends them alone."""
+
+    def __init__(self, io: SchedulerIO) -> None:
+        self._io = io
+        self._started: list[Started] = []
+        self._finished: list[Finished] = []
+        self._scores: list[TokenScores] = []
+
+    def start(self, req: Req, embedding: bytes) -> None:
+        """The first token of `req` is in the next message, or its embedding."""
+        p = req.sampling_params
+        begun = Started(
+            req.uid,
+            req.prompt_len,
+            req.prefix_hit,
+            p.stop,
+            p.skip_special_tokens,
+            req.queue_seconds,
+            req.prefill_chunks,
+            ids_to_bytes(req.ids[: req.prompt_len]) if p.echo or p.scores_prompt else b"",
+            None if req.prompt_scores is None else token_scores(req, np.concatenate(req.prompt_scores, axis=1)),
+            p.max_tokens == 0,
+            embedding,
+            p.echo,
+            p.shows_stop,
+        )
+        self._started.append(begun)
+
+    def finish(self, end: Finished) -> None:
+        self._finished.append(end)
+
+    def score(self, step: Launched, scores: Ints, usable: Index, rows: Rows) -> None:
+        """Note how likely tokens of `step` are: the sampled ones at the indices `usable`, and those of prompts."""
+        for i, req in zip(usable.tolist(), rows.holders(step.sampled[usable]), strict=True):
+            if req.sampling_params.logprobs is not None:
+                self._scores.append(token_scores(req, scores[:, i : i + 1]))
+        at = len(step.sampled)
+        for req, count in step.scored:
+            if req.prompt_scores is not None:
+                req.prompt_scores.append(scores[:, at : at + count])
+            at += count
+
+    def send(self, uids: npt.NDArray[np.int64], tokens: Ints) -> None:
+        """A token [n] of each of `uids` [n], and what has begun and ended."""
+        started, self._started = self._started, []
+        finished, self._finished = self._finished, []
+        scores, self._scores = self._scores, []
+        self._io.send(DetokenizeMsg(uids.tobytes(), ids_to_bytes(tokens), started, finished, scores))
+
+    def flush(self) -> None:
+        """Send the endings that came without tokens."""
+        if self._finished:
+            self.send(NOBODY, NO_TOKENS)

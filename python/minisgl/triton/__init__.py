@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA GPUs, and the GEMMs that are chosen among them."""

@@ -1,0 +1,113 @@
+"""The op table for NVIDIA GPUs: which kernel runs for how many rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from torch import Tensor
+
+from minisgl.triton.gemm import skinny, skinny_config
+from minisgl.triton.gemv import gemv, gemv_rows, prefers_gemv_rows
+from minisgl.triton.logprobs import token_scores
+from minisgl.triton.moe import moe
+from minisgl.triton.norm import (
+    add_rms_norm,
+    embedding,
+    gate_and_mul,
+    gelu_and_mul,
+    norm_rope_store,
+    rms_norm,
+    silu_and_mul,
+)
+from minisgl.triton.penalties import adjust_logits, count_tokens
+from minisgl.triton.sample import candidates, sample_rows
+from minisgl.triton.tuned_linear import tuned_linear
+
+MAX_FUSED_INPUTS: Final = 2048
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As `reference.linear`: own kernels up to 16 rows, cuBLAS for more, its algorithm chosen by trying if it was."""
+    rows, (n_out, n_in) = len(x), weight.shape
+    x = x.contiguous()
+    if rows == 1:
+        return gemv(x, weight, bias)[0]
+    if prefers_gemv_rows(rows, n_out, n_in):
+        return gemv_rows(x, weight, bias)
+    config = skinny_config(rows, n_out, n_in, x.dtype)
+    if config is not None:
+        return skinny(x, weight, bias, config)
+    return tuned_linear(x, weight, bias)
+
+
+def _norm(x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return (rms_norm(x, norm_weight, eps), x) if residual is None else add_rms_norm(x, residual, norm_weight, eps)
+
+
+def _is_fused(x: Tensor) -> bool:
+    """One row goes through norm and projection in one kernel while K is small.
+
+    Beyond, loading the residual and the norm's weight in every program costs more than a kernel of its own, which
+    takes 1.5 to 1.9 us. With and without norm, N x K: 151936 x 1024 70.8 / 69.6; 6144 x 4096 15.9 / 13.1 (11.9 in
+    tiles of 2); 24576 x 4096 51.8 / 45.3; 34816 x 5120 97.7 / 79.2; 151936 x 5120 388 / 334.
+    """
+    return len(x) == 1 and x.shape[1] <= MAX_FUSED_INPUTS
+
+
+def add_norm_linear(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `reference.add_norm_linear`; overwrites `residual` unless it is one kernel."""
+    if _is_fused(x):
+        return gemv(x, weight, bias, residual=residual, norm_weight=norm_weight, eps=eps)
+    normed, total = _norm(x, residual, norm_weight, eps)
+    return linear(normed, weight, bias), total
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: str = "silu") -> Tensor:
+    """As `reference.gated_linear`: one kernel up to 16 rows where that is faster."""
+    rows, n_out, n_in = len(x), len(weight) // 2, weight.shape[1]
+    x = x.contiguous()
+    if rows == 1:
+        return gemv(x, weight, bias, gate=gate)[0]
+    config = skinny_config(rows, n_out, n_in, x.dtype, is_gated=True)
+    if config is not None:
+        return skinny(x, weight, bias, config, gate=gate)
+    return gate_and_mul(linear(x, weight, bias), gate)
+
+
+def add_norm_gated(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    gate: str = "silu",
+) -> tuple[Tensor, Tensor]:
+    """As `reference.add_norm_gated`; overwrites `residual` unless it is one kernel."""
+    if _is_fused(x):
+        return gemv(x, weight, bias, residual=residual, norm_weight=norm_weight, eps=eps, gate=gate)
+    normed, total = _norm(x, residual, norm_weight, eps)
+    return gated_linear(normed, weight, bias, gate), total
+
+
+OPS: Final[Mapping[str, Callable[..., Any]]] = {
+    "embedding": embedding,
+    "linear": linear,
+    "rms_norm": rms_norm,
+    "add_rms_norm": add_rms_norm,
+    "add_norm_linear": add_norm_linear,
+    "add_norm_gated": add_norm_gated,
+    "gated_linear": gated_linear,
+    "silu_and_mul": silu_and_mul,
+    "gelu_and_mul": gelu_and_mul,
+    "moe": moe,
+    "norm_rope_store": norm_rope_store,
+    "adjust_logits": adjust_logits,
+    "count_tokens": count_tokens,
+    "sample_rows": sample_rows,
+    "candidates": candidates,
+    "token_scores": token_scores,
+}

@@ -1,1 +1,0 @@
-"""Leaf helpers: errors, registries, devices, logging, ZMQ queues, checkpoint files. Imports nothing of minisgl."""

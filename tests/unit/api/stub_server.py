@@ -1,0 +1,130 @@
+"""The real server around a scripted scheduler: answers with the prompt's own tokens. Run as a program by the tests.
+
+    STUB_DELAY   seconds for each step (all running requests advance by one token)
+    STUB_START   ok | raise | exit | hang | config: what happens at the start
+    STUB_QUEUE   requests beyond which new ones are refused with 429
+
+A prompt that contains a trigger text makes the request fail: "!error-first" before, "!error-later" after some tokens.
+After the first token of one with "!hold" nothing comes until there is a file `go` in the folder XDG_RUNTIME_DIR.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from minisgl.checkpoint import hf
+from minisgl.core import FinishReason
+from minisgl.errors import ConfigError, MinisglError
+from minisgl.launch.launch import launch_server
+from minisgl.message import (
+    AbortBackendMsg,
+    BackendMsg,
+    Codec,
+    DetokenizeMsg,
+    ExitMsg,
+    Failure,
+    Finished,
+    Started,
+    StatsMsg,
+    TokenizerMsg,
+    UserMsg,
+    ids_from_bytes,
+    ids_to_bytes,
+)
+from minisgl.message.frontends import Frontends
+from minisgl.process.child import Ready
+from minisgl.process.queues import ZmqPullQueue, ZmqPushQueue
+from minisgl.settings.args import ServerArgs, parse_args
+from minisgl.tokenizer.tokenize import load_tokenizer
+
+
+@dataclass
+class Stub:
+    """A request being answered."""
+
+    msg: UserMsg
+    tokens: list[int]
+    done: int = 0
+    fails_at: int | None = None
+    is_held: bool = False
+
+
+def run(args: ServerArgs, ready: Ready) -> None:
+    """The scheduler's process."""
+    match os.environ.get("STUB_START", "ok"):
+        case "raise":
+            raise ValueError("the stub was told to fail")
+        case "config":
+            raise ConfigError("--made-up cannot work")
+        case "exit":
+            os._exit(7)
+        case "hang":
+            print("hanging", flush=True)
+            time.sleep(600)
+    delay = float(os.environ.get("STUB_DELAY", "0.001"))
+    queue_limit = int(os.environ.get("STUB_QUEUE", "1000000"))
+    tokenizer = load_tokenizer(hf.resolve_model(args.scheduler.engine.model))
+    inbox: ZmqPullQueue[BackendMsg] = ZmqPullQueue(args.zmq_backend_addr, Codec(BackendMsg))
+    tokens: ZmqPushQueue[TokenizerMsg] = ZmqPushQueue(args.zmq_detokenizer_addr, Codec(TokenizerMsg))
+    stats = Frontends(args.zmq_frontend_addrs)
+    ready({"dtype": "stub", "device": "cpu", "kv_tokens": 64, "page_size": 16})
+    go = Path(os.environ["XDG_RUNTIME_DIR"]) / "go"
+    running: dict[int, Stub] = {}
+    while True:
+        finished: list[Finished] = []
+        for msg in inbox.get(timeout=0.0 if running else 0.2):
+            match msg:
+                case UserMsg() if len(running) >= queue_limit:
+                    full = Failure("the queue is full", code="queue_full", status=429)
+                    finished.append(Finished(msg.uid, FinishReason.ERROR, failure=full))
+                case UserMsg():
+                    ids = ids_from_bytes(msg.input_ids).tolist()
+                    text = tokenizer.decode(ids)
+                    stub = Stub(msg, ids[: msg.sampling_params.max_tokens])
+                    stub.fails_at = 0 if "!error-first" in text else 3 if "!error-later" in text else None
+                    stub.is_held = "!hold" in text
+                    running[msg.uid] = stub
+                case AbortBackendMsg(uid):
+                    if running.pop(uid, None) is not None:
+                        finished.append(Finished(uid, FinishReason.ABORT))
+                case ExitMsg():
+                    return
+        uids, shown, started = [], [], []
+        may_go = go.exists()
+        for uid, stub in list(running.items()):
+            if stub.is_held and stub.done and not may_go:
+                continue
+            if stub.done == stub.fails_at:
+                finished.append(Finished(uid, FinishReason.ERROR, failure=Failure("the stub failed")))
+                del running[uid]
+                continue
+            if stub.done == 0:
+                p = stub.msg.sampling_params
+                started.append(Started(uid, len(stub.tokens), 0, p.stop, p.skip_special_tokens))
+            uids.append(uid)
+            shown.append(stub.tokens[stub.done])
+            stub.done += 1
+            if stub.done == len(stub.tokens):
+                finished.append(Finished(uid, FinishReason.LENGTH))
+                del running[uid]
+        if uids or finished:
+            packed = b"".join(u.to_bytes(8, "little") for u in uids)
+            tokens.put([DetokenizeMsg(packed, ids_to_bytes(shown), started, finished)])
+        n = len(running)
+        stats.put([StatsMsg(running=n, pages_total=64, pages_free=64 - n, pages_held=n)])
+        if running:
+            time.sleep(delay)
+
+
+if __name__ == "__main__":
+    import stub_server  # by name, so that the spawned child finds the function
+
+    try:
+        sys.exit(launch_server(parse_args(), stub_server.run))
+    except MinisglError as e:
+        print(f"minisgl: {e}", file=sys.stderr)
+        sys.exit(2 if isinstance(e, ConfigError) else 1)

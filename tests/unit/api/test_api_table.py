@@ -1,0 +1,134 @@
+"""docs/api.md says of every route and request field what is done with it; here it is compared with the code."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fastapi.routing import APIRoute
+
+import minisgl.api
+from e2e.test_fields import PLACES
+from minisgl.api.api_server import create_app
+from minisgl.api.prepare import SamplingDefaults
+from minisgl.api.protocol import refuse_unsupported
+from minisgl.api.served import ServedModel
+from minisgl.errors import RequestError
+from minisgl.params import Limits
+from minisgl.settings.args import ServerArgs
+
+TESTS = Path(__file__).parents[2]
+PAGE = TESTS.parent / "docs" / "api.md"
+ROW = re.compile(r"^\| (`.*?) \| (.*) \| (.*) \|$")
+CODE = re.compile(r"`([^`]*)`")
+GENERIC = {"e2e/test_fields", "unit/api/test_api_table"}  # their fields are the code's or this page's
+NEEDED: dict[str, Any] = {"messages": [], "prompt": "", "tokens": [], "role": "", "name": "", "function": {"name": ""}}
+ODD: list[Any] = ["?", 7, 7.5, True, ["?"], {"type": "?"}]
+
+
+def rows() -> Iterator[tuple[str, list[str], str, list[str]]]:
+    """(heading, the names in the first column, what we do, the tests) of every row of every table with tests."""
+    heading = ""
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+        elif (row := ROW.match(line)) is not None:
+            yield heading, CODE.findall(row[1]), row[2], CODE.findall(row[3])
+
+
+def kinds() -> dict[str, type[msgspec.Struct]]:
+    """Every type of which requests are made, by name: those of the modules that have a ...Request."""
+    found = {}
+    for module in pkgutil.iter_modules(minisgl.api.__path__, "minisgl.api."):
+        own = {
+            name: value
+            for name, value in vars(importlib.import_module(module.name)).items()
+            if isinstance(value, type) and issubclass(value, msgspec.Struct) and value.__module__ == module.name
+        }
+        if any(name.endswith("Request") for name in own):
+            found.update(own)
+    return found
+
+
+def own_fields(kind: type[msgspec.Struct]) -> list[str]:
+    inherited = {f for base in kind.__bases__ for f in getattr(base, "__struct_fields__", ())}
+    return [f for f in kind.__struct_fields__ if f not in inherited]
+
+
+KINDS = kinds()
+FIELDS = [
+    (kind, field, action)
+    for heading, (field, *_), action, _ in rows()
+    if (kind := KINDS.get("".join(CODE.findall(heading)))) is not None
+]
+
+
+def test_every_field_has_one_row() -> None:
+    table = sorted((kind.__name__, field) for kind, field, _ in FIELDS)
+    code = sorted((name, field) for name, kind in KINDS.items() for field in own_fields(kind))
+    assert table == code
+
+
+def test_all_of_them_are_tried_with_wrong_values() -> None:
+    tried = {place.kind.__name__ for place in PLACES}
+    assert tried | {base.__name__ for place in PLACES for base in place.kind.__mro__} >= KINDS.keys() >= tried
+
+
+def test_every_route_has_one_row() -> None:
+    model = ServedModel("m", Limits(max_model_len=100, vocab_size=50), SamplingDefaults())
+    routes = {
+        f"{method} {route.path}"
+        for route in create_app(ServerArgs(), model).routes
+        if isinstance(route, APIRoute)
+        for method in route.methods - {"HEAD"}  # as GET
+    }
+    table = [name for heading, names, *_ in rows() if heading == "Endpoints" for name in names]
+    assert sorted(table) == sorted(routes | {"GET /openapi.json"})
+
+
+def refusals(kind: type[msgspec.Struct], field: str) -> Iterator[RequestError | None]:
+    """What is said to each odd value that has the field's type; None = taken."""
+    needed = {name: value for name, value in NEEDED.items() if name in kind.__struct_fields__}
+    for value in ODD:
+        try:
+            request = msgspec.convert(needed | {field: value}, kind)
+        except msgspec.ValidationError:
+            continue
+        try:
+            refuse_unsupported(request)
+        except RequestError as e:
+            yield e
+        else:
+            yield None
+
+
+@pytest.mark.parametrize(("kind", "field", "action"), FIELDS, ids=[f"{k.__name__}-{f}" for k, f, _ in FIELDS])
+def test_what_is_called_refused_is_refused(kind: type[msgspec.Struct], field: str, action: str) -> None:
+    """And nothing else is, as far as the field alone is looked at."""
+    said = list(refusals(kind, field))
+    if action.startswith("refused"):
+        assert said
+        for error in said:
+            assert error is not None and (error.status, error.param, error.code) == (400, field, "unsupported_value")
+    else:
+        assert not any(said)
+
+
+def test_the_named_tests_are_there() -> None:
+    for heading, names, _, tests in rows():
+        assert tests, (heading, names)
+        said = []
+        for test in tests:
+            file = TESTS / f"{test}.py"
+            assert file.is_file(), (heading, names, test)
+            words = [name.partition(" ")[2].partition("{")[0] or name for name in names]
+            found = any(re.search(rf"(?<![\w/]){re.escape(word)}(?!\w)", file.read_text()) for word in words)
+            said.append(found or test in GENERIC)
+        # A client says a path by what it calls, but a field by its name.
+        assert any(said) if heading == "Endpoints" else all(said), (heading, names, tests, said)

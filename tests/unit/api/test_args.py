@@ -1,0 +1,161 @@
+"""Flags are fields."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from minisgl.errors import ConfigError
+from minisgl.settings.args import ServerArgs, engine_options, is_loopback, parse_args
+from minisgl.settings.config import option_fields
+
+
+def test_defaults() -> None:
+    assert parse_args([]) == ServerArgs()
+
+
+def test_flags_and_aliases(tmp_path: Path) -> None:
+    args = parse_args(
+        f"--model-path {tmp_path} --dtype float32 --max-seq-len-override 77 --attn a,b --cache naive --no-overlap "
+        "--quantization int8 --max-extend-length 64 --port 0 --num-tokenizer 3 --dummy-weight --memory-ratio 0.5 "
+        "--threads 2".split()
+    )
+    engine = args.scheduler.engine
+    assert engine.model == str(tmp_path)
+    assert (engine.max_seq_len, engine.attention_backend, engine.dtype) == (77, "a,b", "float32")
+    assert (engine.dummy_weight, engine.memory_ratio, engine.threads) == (True, 0.5, 2)
+    assert engine.quantization == "int8"
+    assert (args.scheduler.cache_type, args.scheduler.overlap, args.scheduler.max_prefill_length) == (
+        "naive",
+        False,
+        64,
+    )
+    assert (args.port, args.num_tokenizer) == (0, 3)
+
+
+def test_positional_model() -> None:
+    assert parse_args(["owner/name"]).scheduler.engine.model == "owner/name"
+    with pytest.raises(ConfigError, match="once"):
+        parse_args(["a/b", "--model", "c/d"])
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINISGL_PORT", "8123")
+    monkeypatch.setenv("MINISGL_OVERLAP", "off")
+    monkeypatch.setenv("MINISGL_RUN_DIR", "/x")
+    args = parse_args([])
+    assert (args.port, args.scheduler.overlap, args.run_dir) == (8123, False, "")
+    assert parse_args(["--port", "9"]).port == 9
+    for name, value in [("PORT", "many"), ("OVERLAP", "perhaps"), ("CACHE_TYPE", "none")]:
+        monkeypatch.setenv(f"MINISGL_{name}", value)
+        with pytest.raises(ConfigError, match=name):
+            parse_args([])
+        monkeypatch.delenv(f"MINISGL_{name}")
+
+
+def test_file_is_behind_environment_and_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(
+        "port: 1\nmax-seq-len: 99  # a comment\nmemory_ratio: 1\noverlap: off\napi-key: null\ncache-type: naive\n"
+    )
+    flags = ["--config", str(path)]
+    args = parse_args(flags)
+    assert (args.port, args.api_key, args.scheduler.overlap, args.scheduler.cache_type) == (1, None, False, "naive")
+    assert (args.scheduler.engine.max_seq_len, args.scheduler.engine.memory_ratio) == (99, 1.0)
+    monkeypatch.setenv("MINISGL_PORT", "2")
+    assert parse_args(flags).port == 2
+    assert parse_args([*flags, "--port", "3"]).port == 3
+    monkeypatch.setenv("MINISGL_CONFIG", str(path))
+    assert parse_args([]).scheduler.engine.max_seq_len == 99
+    # What starts no server takes its part of the same file.
+    options = engine_options({"dtype": "float32"})
+    assert (options["max_seq_len"], options["dtype"], "port" in options) == (99, "float32", False)
+    path.write_text("# nothing\n")
+    assert parse_args(flags).scheduler.engine.max_seq_len is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("port: many", r"line 1: port='many' is not of type int"),
+        ("\nport: true", r"line 2: port=True is not of type int"),
+        ("port: 1.5", r"port=1.5 is not of type int"),
+        ("overlap: 1", r"overlap=1 is not of type bool"),
+        ("model: [a]", r"model=\['a'\] is not of type str"),
+        ("dtype: int4", r"dtype='int4' is not one of auto, "),
+        ("prot: 1", r"no option 'prot'"),
+        ("run-dir: /x", r"no option 'run-dir'"),
+        ("config: x", r"no option 'config'"),
+        ("1: 1", r"no option 1"),
+        ("max-seq-len: 1\nmax_seq_len: 2", r"line 2: max_seq_len is set twice"),
+        ("- port", r"must hold lines like"),
+        ("a: [", r"not valid YAML"),
+        ("a: 2026-13-40", r"not valid YAML"),
+        ("a: !!python/object:os.system x", r"not valid YAML"),
+        ("port: 99999", r"--port 99999"),
+    ],
+)
+def test_files_that_cannot_work(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as e:
+        parse_args(["--config", str(path)])
+    assert "\n" not in str(e.value)
+    assert "99999" in text or "bad.yaml" in str(e.value)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read --config .*No such file"):
+        parse_args(["--config", str(tmp_path / "none.yaml")])
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as e:
+        parse_args(["--help"])
+    assert e.value.code == 0
+    text = capsys.readouterr().out
+    for name in option_fields(ServerArgs).keys() - {"run_dir"}:
+        assert "--" + name.replace("_", "-") in text
+    assert "default: 1919" in text
+
+
+@pytest.mark.parametrize("flags", ["--port x", "--unknown", "--dtype int4", "--por 3"])
+def test_unparsable(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as e:
+        parse_args(flags.split())
+    assert e.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--port -1",
+        "--num-tokenizer 999",
+        "--api-workers 0",
+        "--drain-timeout 0",
+        "--ready-timeout nan",
+        "--max-body 1",
+        "--host ::",
+    ],
+)
+def test_values_that_cannot_work(flags: str) -> None:
+    with pytest.raises(ConfigError, match=flags.split()[0]):
+        parse_args(flags.split())
+
+
+def test_reachable_host_needs_a_key() -> None:
+    assert parse_args(["--host", "0.0.0.0", "--api-key", "k"]).api_key == "k"
+    assert not parse_args(["--host", "0.0.0.0", "--no-auth"]).auth
+    assert [is_loopback(h) for h in ("127.0.0.1", "127.9.9.9", "::1", "localhost", "0.0.0.0", "example.org")] == [
+        *([True] * 4),
+        *([False] * 2),
+    ]
+
+
+def test_addresses_are_distinct() -> None:
+    args = ServerArgs(run_dir="/r", num_tokenizer=2, api_workers=3)
+    addrs = [args.zmq_backend_addr, *args.zmq_frontend_addrs, args.zmq_detokenizer_addr, *args.zmq_tokenizer_addrs]
+    assert len(set(addrs)) == 7
+    assert ServerArgs(run_dir="/r").zmq_tokenizer_addrs == ["ipc:///r/detokenizer"]

@@ -1,0 +1,112 @@
+"""`n`, whose prompt counts once, and the receipt."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl.api.choices import MAX_CHOICES, choice_seed, num_choices, with_choices
+from minisgl.api.protocol import CompletionRequest, StreamOptions
+from minisgl.api.receipt import Receipt
+from minisgl.api.render import Answer, OpenAIRenderer
+from minisgl.core import FinishReason
+from minisgl.errors import RequestError
+from minisgl.message import TokenizeMsg, UserReply
+from minisgl.params import SamplingParams
+from minisgl.scheduler.req import Req
+
+
+def asked(**fields: Any) -> int:
+    return num_choices(CompletionRequest(prompt="x", **fields))
+
+
+def test_number_of_choices() -> None:
+    assert asked() == 1
+    assert asked(n=MAX_CHOICES) == MAX_CHOICES
+    assert asked(n=3, best_of=3) == 3
+    assert asked(best_of=1) == 1
+    refused: list[tuple[dict[str, int], str]] = [({"n": 0}, "n"), ({"n": -1}, "n"), ({"n": MAX_CHOICES + 1}, "n")]
+    refused += [({"n": 2, "best_of": 3}, "best_of"), ({"best_of": 2}, "best_of"), ({"n": 2, "best_of": 1}, "best_of")]
+    for fields, param in refused:
+        with pytest.raises(RequestError) as e:
+            asked(**fields)
+        assert (e.value.param, e.value.status) == (param, 400)
+
+
+def test_choices_of_a_prompt_are_in_a_row_with_their_seeds() -> None:
+    prompts = [TokenizeMsg(uid=0, sampling_params=SamplingParams(seed=7), text=t) for t in ("a", "b")]
+    messages = with_choices(prompts, 3)
+    assert [m.text for m in messages] == ["a", "a", "a", "b", "b", "b"]
+    seeds = [m.sampling_params.seed for m in messages]
+    assert seeds[:3] == seeds[3:]
+    assert seeds[0] == 7
+    unseeded = TokenizeMsg(uid=0, sampling_params=SamplingParams(), text="a")
+    assert with_choices([unseeded], 2) == [unseeded, unseeded]
+    with pytest.raises(RequestError, match="n=128 for 9 prompts"):
+        with_choices([unseeded] * 9, 128)
+
+
+def test_seeds_of_neighbours_differ() -> None:
+    bound = 2**63
+    seeds = [choice_seed(seed, i) for seed in (-bound, -1, 0, 1, bound - 1) for i in range(MAX_CHOICES)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(-bound <= seed < bound for seed in seeds)
+
+
+def replies() -> list[UserReply]:
+    """Two choices to each of two prompts of 10 and 20 tokens; the second ones found the prompt in the cache."""
+    sizes = [(1, 10, 0), (2, 10, 9), (3, 20, 4), (4, 20, 19)]
+    return [
+        UserReply(i, "x", completion, prompt, cached, FinishReason.LENGTH)
+        for i, (completion, prompt, cached) in enumerate(sizes)
+    ]
+
+
+def receipt() -> Receipt:
+    receipt = Receipt(100.0)
+    for i in range(4):
+        receipt.start(UserReply(i, "x", 1, 10, queue_seconds=0.25 * i, prefill_chunks=2), 101.0 + i)
+    receipt.end(107.0)
+    return receipt
+
+
+TIMING = {"queue_ms": 750.0, "ttft_ms": 1000.0, "cached_tokens": 4, "prefill_chunks": 8, "tokens_per_s": 1.0}
+
+
+def test_prompts_count_once() -> None:
+    answers = [Answer("x", reply) for reply in replies()]
+    body = json.loads(OpenAIRenderer("m", False, None, n=2, with_timing=True).body(answers, receipt()))
+    assert [c["index"] for c in body["choices"]] == [0, 1, 2, 3]
+    usage = body["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (30, 10, 40)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 4
+    assert body["timing"] == TIMING
+
+
+@pytest.mark.parametrize("with_usage", [False, True])
+@pytest.mark.parametrize("with_timing", [False, True])
+def test_last_chunk(with_usage: bool, with_timing: bool) -> None:
+    renderer = OpenAIRenderer("m", True, StreamOptions(include_usage=with_usage), n=2, with_timing=with_timing)
+    events = list(renderer.last_events(replies(), receipt()))
+    assert len(events) == (with_usage or with_timing)
+    for event in events:
+        chunk = json.loads(event.removeprefix(b"data: "))
+        assert chunk["choices"] == []
+        assert ("usage" in chunk, "timing" in chunk) == (with_usage, with_timing)
+        assert chunk.get("timing", TIMING) == TIMING
+
+
+def test_receipt_of_nothing() -> None:
+    timing = Receipt(1.0).timing(0, 0)
+    assert timing == {"queue_ms": 0.0, "ttft_ms": None, "cached_tokens": 0, "prefill_chunks": 0, "tokens_per_s": None}
+
+
+def test_time_in_the_queue_ends_with_the_first_chunk() -> None:
+    req = Req(1, np.arange(8, dtype=np.int32), SamplingParams(), 1, 1, 0)
+    req.accepted_at = 10.0
+    req.note_chunk(11.0)
+    req.note_chunk(12.0)
+    assert (req.queue_seconds, req.prefill_chunks) == (1.0, 2)

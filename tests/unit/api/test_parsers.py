@@ -1,0 +1,384 @@
+"""Generated text -> content, reasoning and tool calls, wherever the increments are cut."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from minisgl.api.parsers.choose import OutputForms
+from minisgl.api.parsers.output import OutputParser
+from minisgl.api.parsers.pieces import Content, Piece, Reasoning, ToolCall
+from minisgl.api.parsers.reasoning import REASONING_FORMS, ReasoningParser
+from minisgl.api.parsers.tool_forms import TOOL_FORMS
+from minisgl.api.parsers.tools import ToolParser
+from minisgl.api.protocol import ChatCompletionRequest
+from minisgl.api.receipt import Receipt
+from minisgl.api.render import Answer, OpenAIRenderer
+from minisgl.checkpoint.hf import BUILTIN_MODEL
+from minisgl.core import FinishReason
+from minisgl.message import TokenizeMsg, UserReply
+from minisgl.params import Grammar, SamplingParams
+from minisgl.settings.args import ServerArgs
+
+Result = tuple[str, str, list[tuple[str, str]]]
+TOOLS = frozenset({"f", "get_weather"})
+WEATHER = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+TRICKY = '{"name": "f", "arguments": {"a": "}</tool_call>{\\"[", "ü": [{"x": "\\\\"}, 1.50]}}'
+TRICKY_ARGUMENTS = '{"a": "}</tool_call>{\\"[", "ü": [{"x": "\\\\"}, 1.50]}'
+PARAMETERS = WEATHER.replace("arguments", "parameters")
+
+
+def new_parser(
+    form: str | None, reasoning: bool = False, opened: bool = False, only_first: bool = False
+) -> OutputParser:
+    return OutputParser(
+        ReasoningParser(REASONING_FORMS["think"], opened) if reasoning else None,
+        ToolParser(TOOL_FORMS[form], TOOLS, only_first) if form else None,
+    )
+
+
+def result(pieces: Iterable[Piece]) -> Result:
+    """(content, reasoning, calls), put together."""
+    pieces = list(pieces)
+    return (
+        "".join(p.text for p in pieces if isinstance(p, Content)),
+        "".join(p.text for p in pieces if isinstance(p, Reasoning)),
+        [(p.name, p.arguments) for p in pieces if isinstance(p, ToolCall)],
+    )
+
+
+def parse(parser: OutputParser, parts: Iterable[str]) -> Result:
+    pieces = [piece for part in parts for piece in parser.feed(part)]
+    return result(pieces + parser.flush())
+
+
+def cut(text: str, random: Random) -> list[str]:
+    parts = []
+    while text:
+        n = random.choice((1, 2, 3, 7, 30))
+        parts.append(text[:n])
+        text = text[n:]
+    return parts
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+LONG = json.dumps({"a": "x" * 700})
+PARIS = ("get_weather", '{"city": "Paris"}')
+CASES: list[tuple[str | None, str, str, list[tuple[str, str]]]] = [
+    # Hermes
+    ("hermes", f"<tool_call>\n{WEATHER}\n</tool_call>", "", [PARIS]),
+    ("hermes", f"<tool_call>{WEATHER}", "", [PARIS]),  # a stop string took the closing tag
+    ("hermes", f"<tool_call>{WEATHER}\n</tool_", "", [PARIS]),
+    ("hermes", f"Let me see.\n<tool_call>{WEATHER}</tool_call>\n", "Let me see.", [PARIS]),
+    ("hermes", f"\n<tool_call>{WEATHER}</tool_call>\nDone. ", "Done.", [PARIS]),
+    ("hermes", f"A <tool_call>{WEATHER}</tool_call> B", "A  B", [PARIS]),
+    ("hermes", f"<tool_call>{TRICKY}</tool_call>", "", [("f", TRICKY_ARGUMENTS)]),
+    ("hermes", f"{call('f', '{}')}\n{call('get_weather', PARIS[1])}", "", [("f", "{}"), PARIS]),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
+    ("hermes", call("other", "{}"), "", [("other", "{}")]),
+    ("hermes", call("f", LONG), "", [("f", LONG)]),
+    # Mistral
+    ("mistral", f"[TOOL_CALLS]f[ARGS]{LONG}", "", [("f", LONG)]),
+    ("mistral", f"[TOOL_CALLS] [{WEATHER}, {TRICKY}]", "", [PARIS, ("f", TRICKY_ARGUMENTS)]),
+    ("mistral", f"Sure.\n[TOOL_CALLS][{WEATHER}]", "Sure.", [PARIS]),
+    ("mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]f{}', "", [PARIS, ("f", "{}")]),
+    ("mistral", '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"a": {}}', "", [("f", '{"a": {}}')]),
+    ("mistral", f"[TOOL_CALLS] no, [TOOL_CALLS][{WEATHER}]", "[TOOL_CALLS] no,", [PARIS]),
+    # Llama 3
+    ("llama3", PARAMETERS, "", [PARIS]),
+    ("llama3", f"\n{PARAMETERS}; {PARAMETERS}\n", "", [PARIS, PARIS]),
+    ("llama3", f"<|python_tag|>{PARAMETERS}", "", [PARIS]),
+    ("llama3", f"Well: <|python_tag|>{PARAMETERS}", "Well:", [PARIS]),
+    ("llama3", '<|python_tag|>{"name": "other", "parameters": {}}', "", [("other", "{}")]),
+]
+CONTENT: list[tuple[str | None, str]] = [
+    (None, call("f", "{}")),
+    ("hermes", ""),
+    ("hermes", " \n "),
+    ("hermes", "  plain < text <tool_call and </tool_call>\n"),
+    ("hermes", "<tool_call>"),
+    ("hermes", "<tool_call>\n not JSON </tool_call>"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "unfin'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1,}}</tool_call> sorry'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>'),
+    ("hermes", '<tool_call>{"name": 7, "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'),
+    ("hermes", f"<tool_call>{WEATHER}}}</tool_call>"),
+    ("hermes", f"<tool_call>{WEATHER} and more</tool_call>"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": ' + "[" * 5000 + "]" * 5000 + "}</tool_call>"),
+    ("mistral", "[TOOL_CALLS] [] and so on"),
+    ("mistral", "[TOOL_CALLS] two words{}"),
+    ("mistral", "[TOOL_CALLS] " + "x" * 300 + "{}"),
+    ("mistral", f"[TOOL_CALLS] [{WEATHER}, 3]"),
+    ("llama3", '{"name": "other", "parameters": {}}'),  # an answer in JSON, not a call
+    ("llama3", '{"answer": 42}\n'),
+    ("llama3", f"Here: {PARAMETERS}"),
+    ("llama3", f'{{"answer": 42}} {PARAMETERS}'),
+    ("llama3", "<|python_tag|>print(1)"),
+]
+ALL = CASES + [(form, text, text, []) for form, text in CONTENT]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), ALL)
+def test_forms(form: str | None, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    random = Random(text)
+    for parts in ([text], list(text), *(cut(text, random) for _ in range(20))):
+        assert parse(new_parser(form), parts) == (content, "", calls)
+    for _, arguments in calls:
+        assert isinstance(json.loads(arguments), dict)
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", WEATHER),
+        *(
+            PARAMETERS,
+            f"[{WEATHER}]",
+            TRICKY,
+            "{",
+            "}",
+            "[",
+            "]",
+            '"',
+            "\\",
+            " ",
+            "\n",
+            ";",
+            "f",
+            "é🙂",
+            "<",
+            "</",
+            "x" * 200,
+        ),
+    ]
+)
+
+
+@given(
+    st.lists(FRAGMENTS | st.text(max_size=5), max_size=30).map("".join),
+    st.sampled_from([None, *TOOL_FORMS]),
+    st.booleans(),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+@example("[TOOL_CALLS]" + "x" * 250 + "[TOOL_CALLS]f{}", "mistral", False, False, Random(1))
+def test_boundaries_do_not_matter(text: str, form: str | None, reasoning: bool, opened: bool, random: Random) -> None:
+    whole = parse(new_parser(form, reasoning, opened), [text])
+    assert parse(new_parser(form, reasoning, opened), cut(text, random)) == whole
+    assert parse(new_parser(form, reasoning, opened), text) == whole
+    if not whole[2] and not reasoning:
+        assert whole[0] == text  # nothing is lost
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "content", "reasoning"),
+    [
+        ("<think>\nhm, 3 < 4\n</think>\n\nYes.\n", False, "Yes.\n", "hm, 3 < 4"),
+        ("hm\n\nwell\n</think>\n\nYes.", True, "Yes.", "hm\n\nwell"),
+        ("\n<think>\nhm</think>Yes.", True, "Yes.", "hm"),
+        ("<think>\n\n</think>\n\nYes.", False, "Yes.", ""),
+        ("<think>unfinished </thi", False, "", "unfinished </thi"),
+        ("hm", True, "", "hm"),
+        ("Yes: <think>no</think>", False, "Yes: <think>no</think>", ""),
+        (" \n<thin", False, " \n<thin", ""),
+        ("\n ", True, "", ""),
+        ("a</think>b</think>", True, "b</think>", "a"),
+    ],
+)
+def test_reasoning(text: str, opened: bool, content: str, reasoning: str) -> None:
+    for parts in ([text], list(text)):
+        assert parse(new_parser(None, True, opened), parts) == (content, reasoning, [])
+
+
+def test_a_call_inside_the_reasoning_is_none() -> None:
+    text = f"<think>I could {call('f', '{}')}</think>\n{call('get_weather', PARIS[1])}"
+    assert parse(new_parser("hermes", True), text) == ("", f"I could {call('f', '{}')}", [PARIS])
+
+
+def test_only_the_first_call() -> None:
+    text = f"{call('f', '{}')}\n{call('get_weather', PARIS[1])}"
+    assert parse(new_parser("hermes", only_first=True), text) == ("", "", [("f", "{}")])
+    assert parse(new_parser("mistral", only_first=True), [f"[TOOL_CALLS][{WEATHER}, {WEATHER}]"]) == ("", "", [PARIS])
+
+
+def test_text_is_not_held_back_for_long() -> None:
+    parser = new_parser("hermes")
+    assert result(parser.feed("Hello there, 1 < 2"))[0] == "Hello there, 1 < 2"
+    assert result(parser.feed("<tool"))[0] == ""
+    assert result(parser.feed("box"))[0] == "<toolbox"
+
+
+@pytest.mark.parametrize("form", TOOL_FORMS)
+@pytest.mark.parametrize(
+    "unit",
+    [
+        *(
+            "<tool_call>",
+            "<tool_call>{",
+            '<tool_call>{"',
+            "<tool_call>{}",
+            "[TOOL_CALLS]",
+            "[TOOL_CALLS]f",
+            "[TOOL_CALLS][]",
+        ),
+        *("<|python_tag|>{", "<|python_tag|>{}", "<think>", "\n", "{", '{"name": ', "\\", "</think>", "; "),
+    ],
+)
+def test_the_work_is_linear(form: str, unit: str) -> None:
+    """Many characters made to be read again and again, in one piece and in small ones."""
+    text = unit * (200_000 // len(unit))
+    for parts in ([text], (text[i : i + 16] for i in range(0, len(text), 16))):
+        started = time.process_time()
+        parse(new_parser(form, True, False), parts)
+        assert time.process_time() - started < 2.0
+
+
+def reply(text: str, reason: FinishReason | None = None) -> UserReply:
+    return UserReply(1, text, 3, 5, finish_reason=reason)
+
+
+def render(new: Callable[[], OutputParser], parts: list[str], reason: FinishReason) -> tuple[Any, list[Any]]:
+    """(the choice of the response in one piece, the choices of the stream)"""
+    answer = Answer()
+    replies = [*(reply(p) for p in parts[:-1]), reply(parts[-1], reason)]
+    for r in replies:
+        answer.add(r)
+    whole = json.loads(OpenAIRenderer("m", True, None, new).body([answer], Receipt(0.0)))["choices"][0]
+    stream = OpenAIRenderer("m", True, None, new)
+    events = [e for r in replies for e in stream.events(0, r)]
+    assert all(e.startswith(b"data: {") and e.endswith(b"}\n\n") for e in events)
+    return whole, [json.loads(e[6:])["choices"][0] for e in events]
+
+
+def test_responses_with_calls() -> None:
+    text = f"<think>hm</think>Look: {call('f', '{}')}\n{call('get_weather', PARIS[1])}"
+    whole, chunks = render(lambda: new_parser("hermes", True), cut(text, Random(1)), FinishReason.STOP)
+    message = whole["message"]
+    assert (whole["finish_reason"], message["content"], message["reasoning_content"]) == ("tool_calls", "Look:", "hm")
+    assert [c["function"] for c in message["tool_calls"]] == [
+        {"name": "f", "arguments": "{}"},
+        {"name": "get_weather", "arguments": PARIS[1]},
+    ]
+    assert all(c["id"].startswith("call_") and c["type"] == "function" for c in message["tool_calls"])
+    assert len({c["id"] for c in message["tool_calls"]}) == 2
+    deltas = [c["delta"] for c in chunks]
+    assert "".join(d.get("content", "") for d in deltas) == "Look:"
+    assert "".join(d.get("reasoning_content", "") for d in deltas) == "hm"
+    calls = [c for d in deltas for c in d.get("tool_calls", [])]
+    assert [c["index"] for c in calls] == [0, 0, 1, 1]
+    assert [c["function"] for c in calls[2:]] == [{"name": "get_weather", "arguments": ""}, {"arguments": PARIS[1]}]
+    assert [c["finish_reason"] for c in chunks if c["finish_reason"]] == ["tool_calls"]
+
+
+def test_finish_reasons_are_true() -> None:
+    new = lambda: new_parser("hermes")  # noqa: E731
+    complete, unfinished = call("f", "{}"), call("f", "{}")[:-20]
+    for text, reason, expected in [
+        (complete, FinishReason.LENGTH, "length"),
+        (unfinished, FinishReason.LENGTH, "length"),
+        (unfinished, FinishReason.STOP, "stop"),
+        ("hello", FinishReason.STOP, "stop"),
+    ]:
+        whole, chunks = render(new, [text], reason)
+        assert (whole["finish_reason"], chunks[-1]["finish_reason"]) == (expected, expected)
+        assert whole["message"]["content"] == (None if text == complete else text)
+        assert ("tool_calls" in whole["message"]) == (text == complete)
+    whole, chunks = render(new, ["", ""], FinishReason.STOP)
+    assert whole["message"] == {"role": "assistant", "content": ""}
+    assert [c["delta"] for c in chunks] == [{"content": ""}, {}]
+
+
+def folder_with(template: str, path: Path) -> Path:
+    (path / "chat_template.jinja").write_text(template)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        ("{{ messages }}", None, None),
+        ("<tool_call> </think>", "hermes", "think"),
+        ("[TOOL_CALLS]", "mistral", None),
+        ("Environment: ipython", "llama3", None),
+    ],
+)
+def test_the_template_shows_the_forms(tmp_path: Path, template: str, tools: str | None, reasoning: str | None) -> None:
+    folder = folder_with(template, tmp_path)
+    forms = OutputForms.of_model(folder, "auto", "auto")
+    assert forms.tools is (tools and TOOL_FORMS[tools])
+    assert forms.reasoning is (reasoning and REASONING_FORMS[reasoning])
+    assert OutputForms.of_model(folder, "none", "none") == OutputForms()
+    assert OutputForms.of_model(folder, "mistral", "none").tools is TOOL_FORMS["mistral"]
+
+
+def test_flags_name_every_form() -> None:
+    choices = {name: f.metadata["choices"] for name, f in ServerArgs.__dataclass_fields__.items() if f.metadata}
+    assert choices["tool_call_parser"] == ("auto", "none", *TOOL_FORMS)
+    assert choices["reasoning_parser"] == ("auto", "none", *REASONING_FORMS)
+
+
+def test_the_built_in_model() -> None:
+    assert OutputForms.of_model(BUILTIN_MODEL, "auto", "auto") == OutputForms(TOOL_FORMS["hermes"])
+
+
+def message(**fields: Any) -> TokenizeMsg:
+    return TokenizeMsg(uid=0, sampling_params=SamplingParams(), messages=[{"role": "user", "content": "x"}], **fields)
+
+
+REQUEST = ChatCompletionRequest(messages=[])
+SWITCHED = """{%- if add_generation_prompt -%}
+assistant: {% if enable_thinking is defined and enable_thinking is false -%}
+<think></think>{%- else -%}<think>{%- endif -%}{%- endif -%}"""
+
+
+def test_whether_the_prompt_opens_the_reasoning(tmp_path: Path) -> None:
+    forms = OutputForms.of_model(folder_with(SWITCHED, tmp_path), "auto", "auto")
+    for fields, expected in [
+        ({}, ("b", "a")),
+        ({"template_kwargs": {"enable_thinking": False}}, ("a</think>b", "")),
+        ({"template_kwargs": {"enable_thinking": True}}, ("b", "a")),
+        ({"add_generation_prompt": False}, ("a</think>b", "")),
+        ({"continue_final_message": True, "add_generation_prompt": False}, ("a</think>b", "")),
+    ]:
+        _, new = forms.prepare(REQUEST, message(**fields))
+        assert new is not None
+        assert parse(new(), ["a</think>b"])[:2] == expected
+
+
+def test_a_grammar_begins_behind_an_opened_reasoning(tmp_path: Path) -> None:
+    forms = OutputForms.of_model(folder_with(SWITCHED, tmp_path), "auto", "auto")
+    grammar = Grammar("regex", "[0-9]+")
+    for opens, kwargs in ((True, {}), (False, {"enable_thinking": False})):
+        asked = msgspec.structs.replace(
+            message(template_kwargs=kwargs), sampling_params=SamplingParams(grammar=grammar)
+        )
+        shown, _ = forms.prepare(REQUEST, asked)
+        assert shown.sampling_params.grammar == msgspec.structs.replace(grammar, after="</think>" if opens else "")
+
+
+def test_only_offered_tools_are_parsed(tmp_path: Path) -> None:
+    forms = OutputForms.of_model(folder_with("[TOOL_CALLS]", tmp_path), "auto", "auto")
+    plain = message()
+    assert forms.prepare(REQUEST, plain) == (plain, None)
+    shown, new = forms.prepare(REQUEST, message(tools=[{"type": "function", "function": {"name": "f"}}]))
+    assert new is not None
+    assert not shown.sampling_params.skip_special_tokens  # its marker is one
+    (piece,) = new().feed("[TOOL_CALLS]f{}")
+    assert isinstance(piece, ToolCall)
+    assert len(piece.id) == 9 and piece.id.isalnum()  # as its template wants it back

@@ -1,0 +1,133 @@
+"""Model folders, whole and broken."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from minisgl.checkpoint import hf
+from minisgl.errors import ConfigError
+
+
+def write(folder: Path, name: str, value: Any) -> None:
+    (folder / name).write_text(json.dumps(value))
+
+
+def test_builtin_and_local(tmp_path: Path) -> None:
+    write(tmp_path, "config.json", {})
+    assert hf.resolve_model(str(tmp_path)) == tmp_path
+    assert hf.model_name(str(tmp_path)) == tmp_path.name
+    assert hf.model_name("") == "minisgl-demo"
+    assert hf.model_name("owner/name") == "owner/name"
+    assert hf.resolve_model("").name == "model"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("/no/such/folder", "does not exist"),
+        ("nofolder", "does not exist"),
+        ("a/b/c", "does not exist"),
+        (".", "no config.json"),
+    ],
+)
+def test_no_model(model: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        hf.resolve_model(model)
+
+
+def test_failed_download_advises_a_local_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no route\nmore")
+
+    monkeypatch.setattr(hub, "snapshot_download", fail)
+    with pytest.raises(
+        ConfigError, match=r"not download owner/name from huggingface \(OSError: no route\).*local path"
+    ):
+        hf.resolve_model("owner/name")
+
+
+@pytest.mark.parametrize(("source", "module"), [("huggingface", "huggingface_hub"), ("modelscope", "modelscope")])
+def test_download(source: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the hub that was asked for is imported, and only its call is faked."""
+    asked: list[tuple[str, list[str]]] = []
+
+    def snapshot_download(hub_id: str, *, allow_patterns: list[str]) -> str:
+        asked.append((hub_id, allow_patterns))
+        return str(tmp_path)
+
+    for name in ("huggingface_hub", "modelscope"):
+        monkeypatch.setitem(sys.modules, name, None)  # importing it is an ImportError
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(snapshot_download=snapshot_download))
+    assert hf.resolve_model("owner/name", source) == tmp_path
+    assert asked == [("owner/name", ["*.json", "*.jinja", "*.safetensors"])]
+
+
+@pytest.mark.parametrize(
+    ("source", "package"), [("huggingface", "huggingface_hub"), ("modelscope", r"'minisgl\[modelscope\]'")]
+)
+def test_a_missing_hub_library_is_named(source: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("huggingface_hub", "modelscope"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=f"from {source} `pip install {package}` is needed"):
+        hf.resolve_model("owner/name", source)
+    with pytest.raises(ConfigError, match="--download-source 'elsewhere' is not one of"):
+        hf.resolve_model("owner/name", "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({"eos_token_id": 2}, {"eos_token_id": [5, 2]}, (2, 5)),
+        ({"eos_token_id": [7]}, None, (7,)),
+        ({"eos_token_id": None}, {}, ()),
+        ({}, {"eos_token_id": 0}, (0,)),
+    ],
+)
+def test_eos(tmp_path: Path, config: Any, generation: Any, expected: tuple[int, ...]) -> None:
+    write(tmp_path, "config.json", config)
+    if generation is not None:
+        write(tmp_path, "generation_config.json", generation)
+    assert hf.eos_token_ids(tmp_path) == expected
+
+
+@pytest.mark.parametrize("value", ["2", -1, [None, "x"], True])
+def test_bad_eos(tmp_path: Path, value: Any) -> None:
+    write(tmp_path, "config.json", {"eos_token_id": value})
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        hf.eos_token_ids(tmp_path)
+
+
+def test_unreadable_config(tmp_path: Path) -> None:
+    for text in ("{", "[]", "\xff"):
+        (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+        with pytest.raises(ConfigError, match=r"config\.json"):
+            hf.load_config(tmp_path)
+
+
+def test_max_model_len() -> None:
+    assert hf.max_model_len({"max_position_embeddings": 4096}) == 4096
+    with pytest.raises(ConfigError):
+        hf.max_model_len({})
+
+
+def test_weight_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+        hf.weight_files(tmp_path)
+    for name in ("b.safetensors", "a.safetensors"):
+        (tmp_path / name).touch()
+    assert [f.name for f in hf.weight_files(tmp_path)] == ["a.safetensors", "b.safetensors"]
+    write(tmp_path, "model.safetensors.index.json", {"weight_map": {"x": "b.safetensors", "y": "b.safetensors"}})
+    assert [f.name for f in hf.weight_files(tmp_path)] == ["b.safetensors"]
+    for bad in ({"x": "missing.safetensors"}, {"x": "../b.safetensors"}, {}):
+        write(tmp_path, "model.safetensors.index.json", {"weight_map": bad})
+        with pytest.raises(ConfigError):
+            hf.weight_files(tmp_path)
