@@ -14,7 +14,7 @@ CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-c
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat demo test check soak acceptance format clean
+.PHONY: help serve chat demo test check rooms soak acceptance format clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -45,11 +45,15 @@ demo: $(VENV)/.installed  ## start a server, ask it a few questions over HTTP, s
 test: $(VENV)/.installed-dev  ## run the tests (no GPU, a few minutes)
 	$(BIN)/python -m pytest -m 'not gpu and not slow' $(ARGS)
 
-check: $(VENV)/.installed-dev  ## lint, format, types, import order
+check: $(VENV)/.installed-dev  ## lint, format, types, import order, size
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_architecture.py
+	$(BIN)/python -m pytest tests/test_architecture.py tests/test_size.py
+	@$(BIN)/python tools/code_lines.py | tail -n 1
+
+rooms:  ## rewrite the code lines in docs/architecture.md
+	$(PYTHON) tools/code_lines.py --write
 
 soak: $(VENV)/.installed-dev  ## the long tests: 2,000 requests with disconnects, and their kind
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -1,4 +1,4 @@
-"""Shared set-up: helpers of tests/support are importable as `support`, and the invariant mode is on."""
+"""Shared set-up: tests/support is importable as `support`, tools as `tools`, and the invariant mode is on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 os.environ["MINISGL_CHECK"] = "1"
 # Threads of tiny tensors only wait for each other, above all when another process wants the core.
 os.environ["OMP_NUM_THREADS"] = "1"
