@@ -1,0 +1,48 @@
+"""The documentation agrees with the repository: links, the tree of files, and the table of figures."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import string
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "python").rglob("*.md")])
+LINK = re.compile(r"\]\(([^()\s]+)\)")
+DROPPED = set(string.punctuation) - set("-_")
+
+
+def prose(page: Path) -> str:
+    """Return the page without its code blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub makes of the page's headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), flags=re.M)
+    return {"".join(c for c in h.lower() if c not in DROPPED).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_resolve(page: Path) -> None:
+    for link in LINK.findall(prose(page)):
+        if re.match(r"https?://", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), f"{link} does not exist"
+        assert not anchor or anchor in anchors(target), f"{link} has no such heading"
+
+
+def test_the_table_of_figures_is_that_of_the_chart() -> None:
+    spec = importlib.util.spec_from_file_location("chart", ROOT / "benchmark" / "chart.py")
+    assert spec is not None
+    assert spec.loader is not None
+    chart = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(chart)
+    page = (ROOT / "docs" / "performance.md").read_text()
+    assert "\n".join(chart.table(json.loads(chart.FIGURES.read_text()))) in page, "print it: python benchmark/chart.py"
