@@ -100,7 +100,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
                 assert error < 6e-3, f"{variant}, {rows} rows: norm is off by {error}"
                 state["checks"] += 1
     torch.cuda.synchronize()
-    comm.exchange(0)
+    comm.all_gather_int(0)
     assert (peer.inbox.words == EMPTY).all(), "the inbox is not empty after use"
     save()
 
@@ -130,7 +130,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     state["choices"] = [(choice.rows, choice.two_shot, choice.is_own) for choice in peer.choices]
     save()
     torch.cuda.synchronize()
-    comm.exchange(0)
+    comm.all_gather_int(0)
 
 
 def guarded(rank: int, args: argparse.Namespace, folder: str) -> None:

@@ -37,7 +37,7 @@ def join(rank: int, ranks: int, folder: str, work: Callable[[int, int], None]) -
     torch.cuda.set_device(rank)
     work(rank, ranks)
     torch.cuda.synchronize()
-    comm().exchange(0)
+    comm().all_gather_int(0)
 
 
 def peers(max_tokens: int, hidden: int, dtype: torch.dtype = BF16) -> PeerAllReduce:
@@ -54,7 +54,7 @@ def summed(parts: list[Tensor]) -> Tensor:
 
 def same_on_all_ranks(*tensors: Tensor) -> None:
     digest = hashlib.sha256(b"".join(t.view(torch.uint8).cpu().numpy().tobytes() for t in tensors)).digest()
-    assert len(set(comm().share(digest))) == 1, "ranks disagree"
+    assert len(set(comm().all_gather_object(digest))) == 1, "ranks disagree"
 
 
 def check_sizes(rank: int, ranks: int) -> None:
@@ -78,7 +78,7 @@ def check_sizes(rank: int, ranks: int) -> None:
                 torch.testing.assert_close(got.float(), normed.float(), rtol=2e-2, atol=2e-2)
                 same_on_all_ranks(got, residual)
         torch.cuda.synchronize()
-        comm().exchange(0)
+        comm().all_gather_int(0)
         assert (peer.inbox.words == EMPTY).all()
 
 
@@ -134,7 +134,7 @@ def check_measuring(rank: int, ranks: int) -> None:
 
     times = peer.measure(slow)
     assert sorted(times) == [1, 2, 4, 8, 16, 32, 64] and all(peer.takes(rows) for rows in times)
-    assert len({str(choices) for choices in comm().share([str(c) for c in peer.choices])}) == 1
+    assert len({str(choices) for choices in comm().all_gather_object([str(c) for c in peer.choices])}) == 1
     peer.measure(lambda x, residual, weight, eps: x.add_(0) if rank == 0 else torch.cuda._sleep(1_000_000))
     assert not peer.takes(64)
     x = torch.full((5, 1024), rank + 1.0, device="cuda", dtype=BF16)

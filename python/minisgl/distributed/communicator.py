@@ -61,16 +61,16 @@ class Communicator(ABC):
     def close(self) -> None:
         """Leave the group."""
 
-    def share(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's `value`, in order, of types that msgpack has; waits for all of them."""
         data = msgspec.msgpack.encode(value)
-        sizes = self.exchange(len(data))
+        sizes = self.all_gather_int(len(data))
         words = torch.zeros(-(-max(sizes) // 8), dtype=torch.int64)
         words.view(torch.uint8)[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         rows = self.all_gather(words.to(self.device)).cpu().view(torch.uint8)
         return [msgspec.msgpack.decode(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
-    def exchange(self, value: int) -> list[int]:
+    def all_gather_int(self, value: int) -> list[int]:
         """Every rank's `value`, in order; waits for all of them."""
         values: list[int] = (
             self.all_gather(torch.tensor([value], dtype=torch.int64, device=self.device)).view(-1).tolist()

@@ -27,21 +27,21 @@ class DistributedInfo:
         """Its number on its host, which is also that of its GPU."""
         return self.rank % self.local_size
 
-    def share(self, count: int, what: str) -> range:
+    def shard(self, count: int, what: str) -> range:
         """This rank's part of `count` things, as many for each; raises `ConfigError` when they do not divide."""
         if count % self.size:
             raise ConfigError(f"{count} {what} cannot be divided among {self.size} ranks; give another --tp")
         each = count // self.size
         return range(each * self.rank, each * (self.rank + 1))
 
-    def share_or_copy(self, count: int, what: str) -> range:
+    def shard_or_replicate(self, count: int, what: str) -> range:
         """As `share`, but where there are fewer things than ranks, neighbouring ranks have the same one."""
         if count >= self.size or self.size % count:
-            return self.share(count, what)
+            return self.shard(count, what)
         own = self.rank * count // self.size
         return range(own, own + 1)
 
-    def balanced(self, count: int, rank: int | None = None) -> range:
+    def balanced_shard(self, count: int, rank: int | None = None) -> range:
         """This rank's (or another `rank`'s) part of `count` things that need not divide: sizes differ by at most 1."""
         rank = self.rank if rank is None else rank
         return range(count * rank // self.size, count * (rank + 1) // self.size)

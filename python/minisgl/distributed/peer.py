@@ -78,7 +78,7 @@ class PeerAllReduce:
                 handles = [() if rank == self.rank else _handle(words) for rank in range(self.ranks)]
         except RuntimeError as error:  # out of memory, or an allocator that cannot share
             refusal = _first_line(error)
-        told = comm.share((os.uname().nodename, refusal, handles))
+        told = comm.all_gather_object((os.uname().nodename, refusal, handles))
         if len({host for host, _, _ in told}) > 1:
             raise ConfigError("peer-to-peer all-reduce: the ranks are on several hosts")
         self._agree([refusal for _, refusal, _ in told])
@@ -89,7 +89,7 @@ class PeerAllReduce:
                 )
         except RuntimeError as error:
             refusal = f"cannot reach the memory of rank {len(self._peers)}: {_first_line(error)}"
-        self._agree(comm.share(refusal))
+        self._agree(comm.all_gather_object(refusal))
         addresses = torch.tensor([peer.data_ptr() for peer in self._peers], dtype=torch.int64, device=device)
         self.inbox = Inbox(words, addresses, torch.zeros(2, dtype=torch.int32, device=device), self.rank, one_shot_rows)
         self.choices: tuple[Choice, ...] = (
@@ -160,7 +160,7 @@ class PeerAllReduce:
             if rows <= self.inbox.part_rows:
                 ways[ONE_SHOT] = partial(self._run, x, False, norm)
             times[rows] = {way: graph_us(call, self.comm) for way, call in ways.items()}
-        times = self.comm.share(times)[0]
+        times = self.comm.all_gather_object(times)[0]
         self.choices = choices(times)
         return times
 
@@ -202,7 +202,7 @@ def graph_us(call: Callable[[], object], comm: Communicator, calls: int = TIMED_
         times: list[float] = []
         for _ in range(repeats):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            comm.exchange(0)  # wait for the others
+            comm.all_gather_int(0)  # wait for the others
             graph.replay()  # a call that waits for the others brings the GPUs closer together than the hosts are
             start.record()
             graph.replay()

@@ -17,8 +17,8 @@ class VocabParallel:
     def __init__(self, comm: Communicator, vocab_size: int) -> None:
         info = comm.info
         self._comm = comm
-        self.part = info.balanced(vocab_size)
-        self._sizes = [len(info.balanced(vocab_size, rank)) for rank in range(info.size)]
+        self.part = info.balanced_shard(vocab_size)
+        self._sizes = [len(info.balanced_shard(vocab_size, rank)) for rank in range(info.size)]
 
     @property
     def is_whole(self) -> bool:

@@ -69,12 +69,12 @@ class EngineSpec:
     @property
     def num_heads(self) -> int:
         """Attention heads of this rank."""
-        return len(self.info.share(self.model.num_heads, "attention heads"))
+        return len(self.info.shard(self.model.num_heads, "attention heads"))
 
     @property
     def num_kv_heads(self) -> int:
         """KV heads of this rank."""
-        return len(self.info.share_or_copy(self.model.num_kv_heads, "KV heads"))
+        return len(self.info.shard_or_replicate(self.model.num_kv_heads, "KV heads"))
 
 
 def resolve(

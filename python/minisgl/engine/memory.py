@@ -60,15 +60,15 @@ def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
     page_bytes = MHAKVPool.bytes_per_page(m.num_layers, spec.num_kv_heads, spec.page_size, m.head_dim, spec.dtype)
     weight_bytes = sum(p.tensor.nbytes for p in parts.model.parameters)
     runner, rows = base_runner(parts, spec), spec.max_running_requests
-    comm.exchange(0)  # wait until the other ranks, which may use the same memory, have their weights too
+    comm.all_gather_int(0)  # wait until the other ranks, which may use the same memory, have their weights too
     free = device.free_memory()
     trials = (largest_prefill(spec), *(decode_plan(rows, m.vocab_size, flags) for flags in (0, TAILS[-1])))
     with tuned_linear.tuning():
         step_bytes = sum(device.peak_memory(partial(_run, runner, plan)) for plan in trials)
     if spec.num_pages is not None:
         return MemoryPlan(spec.num_pages, page_bytes, weight_bytes, step_bytes, free)
-    require_even(comm.exchange(free))
-    fitting = min(comm.exchange((int(free * spec.memory_ratio) - step_bytes) // page_bytes))
+    require_even(comm.all_gather_int(free))
+    fitting = min(comm.all_gather_int((int(free * spec.memory_ratio) - step_bytes) // page_bytes))
     pages = min(fitting, rows * spec.pages_per_row)
     if pages < 1:
         raise ConfigError(

@@ -42,8 +42,8 @@ class Attention:
         norm_offset: float = 0.0,
     ) -> None:
         self.index = index
-        q = builder.share(num_heads, "attention heads", unit=head_dim)
-        kv = builder.share_or_copy(num_kv_heads, "KV heads", unit=head_dim)
+        q = builder.shard(num_heads, "attention heads", unit=head_dim)
+        kv = builder.shard_or_replicate(num_kv_heads, "KV heads", unit=head_dim)
         self.q_size = q.count
         qkv = {f"{name}.q_proj": q, f"{name}.k_proj": kv, f"{name}.v_proj": kv}
         self.qkv_proj = Linear(builder, qkv, hidden_size, bias=qkv_bias)

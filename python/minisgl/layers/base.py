@@ -49,7 +49,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Shard:
     """Of a dimension with `size` elements in the checkpoint, those from `start` to `stop` are this rank's."""
 
     size: int
@@ -61,7 +61,7 @@ class Share:
         return self.stop - self.start
 
 
-Size = int | Share
+Size = int | Shard
 """A dimension: an int is one that every rank has whole."""
 
 
@@ -78,20 +78,20 @@ class Builder:
         self.info = info
         self.parameters: list[Parameter] = []
 
-    def share(self, count: int, what: str, *, unit: int = 1) -> Share:
+    def shard(self, count: int, what: str, *, unit: int = 1) -> Shard:
         """A dimension of `count` times `unit` elements, of which each rank has as many whole units.
 
         Raises `ConfigError`, in which `what` names the units, when they do not divide.
         """
-        return _share(count, self.info.share(count, what), unit)
+        return _shard(count, self.info.shard(count, what), unit)
 
-    def share_or_copy(self, count: int, what: str, *, unit: int = 1) -> Share:
+    def shard_or_replicate(self, count: int, what: str, *, unit: int = 1) -> Shard:
         """As `share`, but where there are fewer units than ranks, neighbouring ranks have the same one."""
-        return _share(count, self.info.share_or_copy(count, what), unit)
+        return _shard(count, self.info.shard_or_replicate(count, what), unit)
 
-    def balanced(self, count: int) -> Share:
+    def balanced_shard(self, count: int) -> Shard:
         """A dimension whose `count` elements need not divide."""
-        return _share(count, self.info.balanced(count), 1)
+        return _shard(count, self.info.balanced_shard(count), 1)
 
     def parameter(
         self,
@@ -118,9 +118,9 @@ class Builder:
         return tensor
 
 
-def _share(count: int, own: range, unit: int) -> Share:
-    return Share(count * unit, own.start * unit, own.stop * unit)
+def _shard(count: int, own: range, unit: int) -> Shard:
+    return Shard(count * unit, own.start * unit, own.stop * unit)
 
 
-def _whole(size: Size) -> Share:
-    return size if isinstance(size, Share) else Share(size, 0, size)
+def _whole(size: Size) -> Shard:
+    return size if isinstance(size, Shard) else Shard(size, 0, size)

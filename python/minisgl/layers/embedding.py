@@ -21,7 +21,7 @@ class Embedding:
 
     def __init__(self, builder: Builder, name: str, vocab_size: int, hidden_size: int, scale: float = 1.0) -> None:
         self.scale = float(torch.tensor(scale, dtype=builder.dtype))
-        self._own = builder.balanced(vocab_size)
+        self._own = builder.balanced_shard(vocab_size)
         self.weight = builder.parameter({f"{name}.weight": self._own}, hidden_size)
         self._all_reduce, self._embedding = builder.ops.all_reduce, builder.ops.embedding
 
@@ -42,7 +42,7 @@ class LMHead:
 
     def __init__(self, builder: Builder, name: str, vocab_size: int, hidden_size: int, tied: Embedding | None) -> None:
         if tied is None:
-            self.weight = builder.parameter({f"{name}.weight": builder.balanced(vocab_size)}, hidden_size)
+            self.weight = builder.parameter({f"{name}.weight": builder.balanced_shard(vocab_size)}, hidden_size)
         else:
             self.weight = tied.weight
         self._add_norm_linear = builder.ops.add_norm_linear

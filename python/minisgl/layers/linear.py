@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from minisgl.layers.base import Share
+from minisgl.layers.base import Shard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ class Linear:
     def __init__(self, builder: Builder, parts: Mapping[str, Size], in_features: Size, *, bias: bool) -> None:
         self.weight = builder.parameter({f"{name}.weight": rows for name, rows in parts.items()}, in_features)
         self.bias = builder.parameter({f"{name}.bias": rows for name, rows in parts.items()}) if bias else None
-        if isinstance(in_features, Share) and builder.info.rank != 0:
+        if isinstance(in_features, Shard) and builder.info.rank != 0:
             self.bias = None
         self._linear = builder.ops.linear
         self._add_norm_linear = builder.ops.add_norm_linear

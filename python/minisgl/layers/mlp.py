@@ -20,7 +20,7 @@ class GatedMLP:
         self, builder: Builder, name: str, hidden_size: int, intermediate_size: int, *, bias: bool, activation: str
     ) -> None:
         self.activation = activation
-        own = builder.share(intermediate_size, "intermediate features")
+        own = builder.shard(intermediate_size, "intermediate features")
         gate_up = {f"{name}.gate_proj": own, f"{name}.up_proj": own}
         self.gate_up_proj = Linear(builder, gate_up, hidden_size, bias=bias)
         self.down_proj = Linear(builder, {f"{name}.down_proj": hidden_size}, own, bias=bias)

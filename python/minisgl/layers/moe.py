@@ -34,7 +34,7 @@ class SparseMLP:
         gate, up, down = parts
         experts = [f"{name}.experts.{e}" for e in range(num_experts)]
         self.router = builder.parameter({f"{name}.gate.weight": num_experts}, hidden_size)
-        own = builder.share(intermediate_size, "intermediate features of an expert")
+        own = builder.shard(intermediate_size, "intermediate features of an expert")
         gate_up_parts = {f"{e}.{part}.weight": own for e in experts for part in (gate, up)}
         down_parts = {f"{e}.{down}.weight": hidden_size for e in experts}
         self.gate_up = builder.parameter(gate_up_parts, hidden_size).view(num_experts, -1, hidden_size)

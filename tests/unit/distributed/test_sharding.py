@@ -28,25 +28,25 @@ def ranks(size: int) -> list[DistributedInfo]:
 def test_shares_are_everything_once() -> None:
     for size in (1, 2, 3, 4, 8):
         for count in (size, 3 * size, 8 * size):
-            assert [i for info in ranks(size) for i in info.share(count, "x")] == list(range(count))
+            assert [i for info in ranks(size) for i in info.shard(count, "x")] == list(range(count))
         for count in (size, 97, 163, 4096):
-            parts = [info.balanced(count) for info in ranks(size)]
+            parts = [info.balanced_shard(count) for info in ranks(size)]
             assert [i for part in parts for i in part] == list(range(count))
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_fewer_kv_heads_than_ranks_are_copied() -> None:
-    assert [list(info.share_or_copy(2, "KV heads")) for info in ranks(4)] == [[0], [0], [1], [1]]
-    assert [list(info.share_or_copy(1, "KV heads")) for info in ranks(3)] == [[0], [0], [0]]
-    assert [list(info.share_or_copy(4, "KV heads")) for info in ranks(2)] == [[0, 1], [2, 3]]
+    assert [list(info.shard_or_replicate(2, "KV heads")) for info in ranks(4)] == [[0], [0], [1], [1]]
+    assert [list(info.shard_or_replicate(1, "KV heads")) for info in ranks(3)] == [[0], [0], [0]]
+    assert [list(info.shard_or_replicate(4, "KV heads")) for info in ranks(2)] == [[0, 1], [2, 3]]
     for count, size in ((3, 2), (2, 3), (6, 4)):
         with pytest.raises(ConfigError, match=f"{count} KV heads cannot be divided among {size} ranks"):
-            ranks(size)[0].share_or_copy(count, "KV heads")
+            ranks(size)[0].shard_or_replicate(count, "KV heads")
 
 
 def test_a_weight_takes_its_share_of_each_tensor() -> None:
     builder = Builder(load_ops("cpu"), torch.float32, CPU, ranks(2)[1])
-    q, kv = builder.share(4, "heads", unit=3), builder.share_or_copy(1, "KV heads", unit=3)
+    q, kv = builder.shard(4, "heads", unit=3), builder.shard_or_replicate(1, "KV heads", unit=3)
     layer = Linear(builder, {"q": q, "k": kv}, 5, bias=True)
     out = Linear(builder, {"o": 5}, q, bias=True)
     weight, bias, o_weight, o_bias = builder.parameters
@@ -65,7 +65,7 @@ def test_a_weight_takes_its_share_of_each_tensor() -> None:
 def test_dummy_weights_do_not_depend_on_the_ranks() -> None:
     def weights(info: DistributedInfo) -> torch.Tensor:
         builder = Builder(load_ops("cpu"), torch.float32, CPU, info)
-        Linear(builder, {"a": builder.share(6, "rows"), "b": builder.share(2, "rows")}, 4, bias=False)
+        Linear(builder, {"a": builder.shard(6, "rows"), "b": builder.shard(2, "rows")}, 4, bias=False)
         fill_dummy(tuple(builder.parameters))
         return builder.parameters[0].tensor
 
@@ -98,7 +98,7 @@ def test_logits_are_gathered_in_order() -> None:
     def work(comm: Communicator) -> tuple[torch.Tensor, list[int]]:
         vocab = VocabParallel(comm, 11)
         own = whole[:, vocab.part.start : vocab.part.stop]
-        return vocab.gather(own), comm.exchange(10 * comm.info.rank)
+        return vocab.gather(own), comm.all_gather_int(10 * comm.info.rank)
 
     for gathered, numbers in run_ranks(3, work):
         assert torch.equal(gathered, whole)
@@ -124,5 +124,5 @@ def test_uneven_memory_names_the_ranks() -> None:
 
 
 def test_ranks_tell_each_other_any_value() -> None:
-    told = run_ranks(3, lambda comm: comm.share((comm.info.rank, b"x" * comm.info.rank, {"why": None})))
+    told = run_ranks(3, lambda comm: comm.all_gather_object((comm.info.rank, b"x" * comm.info.rank, {"why": None})))
     assert told == [[[rank, b"x" * rank, {"why": None}] for rank in range(3)]] * 3
