@@ -55,7 +55,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     torch.cuda.set_device(rank)
     device, dtype = torch.device("cuda", rank), torch.bfloat16
     info = DistributedInfo(rank, args.ranks, args.ranks)
-    comm = PyNcclCommunicator(info, device, FileStore(f"{folder}/store", args.ranks))
+    comm = PyNcclCommunicator(info, device, FileStore(f"{folder}/store", args.ranks), "127.0.0.1")
     peer = PeerAllReduce(comm, max(*args.rows, *CHECKED_ROWS), args.hidden, dtype, patience=PATIENCE)
     weight = torch.rand(args.hidden, device=device).to(dtype)
     state: dict[str, Any] = {

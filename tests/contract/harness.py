@@ -13,7 +13,7 @@ from minisgl.core import Batch
 from minisgl.device.device import CpuDevice
 from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import ALONE
-from minisgl.distributed.vocab import VocabParallel
+from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.penalties_state import LogitAdjuster
 from minisgl.engine.prepare import prepare_batch
 from minisgl.engine.runner import EagerRunner, Parts

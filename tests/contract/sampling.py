@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import BatchPlan, StepResult
-from minisgl.distributed.vocab import winners
+from minisgl.distributed.tensor_parallel import winners
 from minisgl.ops import penalties as adjust
 from minisgl.ops.logprobs import TOP
 from minisgl.ops.sample import noise_bits

@@ -20,7 +20,7 @@ from minisgl.core import NO_MASKS, NOTHING, BatchPlan
 from minisgl.device.device import CpuDevice
 from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import ALONE
-from minisgl.distributed.vocab import VocabParallel
+from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.graphs import decode as graph
 from minisgl.engine.graphs import mixed as token_graph
 from minisgl.engine.graphs.capture import TAILS, tail_of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore
 
-from minisgl.distributed.communicator import Communicator, TorchCommunicator
+from minisgl.distributed.communicator import Communicator, NcclCommunicator
 from minisgl.distributed.info import DistributedInfo
 from minisgl.distributed.peer import PeerAllReduce
 from minisgl.errors import ConfigError
@@ -29,7 +29,7 @@ def comm() -> Communicator:
     """Of this process, which `join` has told its rank."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["RANKS"])
     store = FileStore(f"{os.environ['FOLDER']}/store", ranks)
-    return TorchCommunicator(DistributedInfo(rank, ranks, ranks), torch.device("cuda", rank), store, "127.0.0.1")
+    return NcclCommunicator(DistributedInfo(rank, ranks, ranks), torch.device("cuda", rank), store, "127.0.0.1")
 
 
 def join(rank: int, ranks: int, folder: str, work: Callable[[int, int], None]) -> None:

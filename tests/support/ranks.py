@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch.distributed import HashStore
 
-from minisgl.distributed.communicator import Communicator, TorchCommunicator
+from minisgl.distributed.communicator import Communicator, GlooCommunicator
 from minisgl.distributed.info import DistributedInfo
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ def run_ranks(size: int, work: Callable[[Communicator], T]) -> list[T]:
 
     def run(rank: int) -> T:
         info = DistributedInfo(rank, size, size)
-        comm = TorchCommunicator(info, torch.device("cpu"), store, "127.0.0.1")
+        comm = GlooCommunicator(info, torch.device("cpu"), store, "127.0.0.1")
         try:
             return work(comm)
         finally:

@@ -1,43 +1,50 @@
-"""What the ranks exchange: tensors on their way through a step, and a few numbers at the start."""
+"""Collectives over the ranks: the contract, the trivial one, and those of torch (gloo and NCCL)."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 
 from minisgl.errors import RankError
+from minisgl.registry import Registry
 
 if TYPE_CHECKING:
     from minisgl.distributed.info import DistributedInfo
 
 AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-"""`reference.add_rms_norm`."""
-TIMEOUT: Final = timedelta(minutes=10)  # of one exchange: the slowest is the first, in which ranks wait for weights
+"""The signature of `reference.add_rms_norm`."""
+TIMEOUT: Final = timedelta(minutes=10)  # of one collective; during the first one, ranks may still load weights
+SIOCGIFADDR: Final = 0x8915  # linux/sockios.h
 
 
 class Store(Protocol):
-    """Where ranks leave notes for each other; torch's stores are some."""
+    """A key-value store that all ranks reach, such as torch's FileStore and TCPStore."""
 
     def set(self, key: str, value: str) -> None: ...
 
     def get(self, key: str) -> bytes:
-        """Waits until it has been set."""
+        """Return the value; block until the key has been set."""
 
 
 class Communicator(ABC):
-    """Collectives over all ranks: each calls the same ones in the same order, with tensors of the same shape.
+    """Collectives over all ranks: each rank makes the same calls in the same order, with tensors of the same shape.
 
-    On a GPU they are ordered with the current stream and can be captured. Raises `RankError` when a rank is gone, as
-    far as that can be told.
+    On a GPU, calls are ordered with the current stream and can be captured in CUDA graphs. Methods raise `RankError`
+    when the loss of a rank is detected.
     """
 
     name: str
+    needs_abort: ClassVar[bool] = False  # collectives hang when a rank is lost, until `close` is called in a thread
 
     def __init__(self, info: DistributedInfo, device: torch.device) -> None:
         self.info = info
@@ -45,24 +52,27 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, bit for bit the same on all; `x` may be overwritten with it."""
+        """Return the sum over the ranks, bit-equal on all of them; `x` may be overwritten with the sum."""
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
-        """[...] -> [ranks, ...]."""
+        """Gather [...] to [ranks, ...]."""
 
     def all_reduce_add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, add_norm: AddNorm
     ) -> tuple[Tensor, Tensor]:
-        """`add_norm` of the sum over the ranks of x [T, H]; `residual` is the same on all and may be overwritten."""
+        """Apply `add_norm` to the sum over the ranks of x [T, H].
+
+        `residual` is the same on all ranks and may be overwritten.
+        """
         return add_norm(self.all_reduce(x), residual, weight, eps)
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group without waiting for the other ranks."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in order, of types that msgpack has; waits for all of them."""
+        """Return the `value` of every rank, in rank order, of types that msgpack has; block until all ranks call."""
         data = msgspec.msgpack.encode(value)
         sizes = self.all_gather_int(len(data))
         words = torch.zeros(-(-max(sizes) // 8), dtype=torch.int64)
@@ -71,7 +81,7 @@ class Communicator(ABC):
         return [msgspec.msgpack.decode(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def all_gather_int(self, value: int) -> list[int]:
-        """Every rank's `value`, in order; waits for all of them."""
+        """Return the `value` of every rank, in rank order; block until all ranks call."""
         values: list[int] = (
             self.all_gather(torch.tensor([value], dtype=torch.int64, device=self.device)).view(-1).tolist()
         )
@@ -79,7 +89,7 @@ class Communicator(ABC):
 
 
 class SoloCommunicator(Communicator):
-    """One rank: nothing to exchange."""
+    """The collectives of a single rank."""
 
     name = "none"
 
@@ -94,16 +104,19 @@ class SoloCommunicator(Communicator):
 
 
 class TorchCommunicator(Communicator):
-    """gloo on a CPU, NCCL on a GPU, by a process group of torch that is this object's own, not the process's."""
+    """A process group of torch that belongs to this object and not to the process."""
 
     def __init__(self, info: DistributedInfo, device: torch.device, store: Store, host: str) -> None:
-        """`host` is the address at which gloo listens. Waits until all ranks are there."""
+        """Block until all ranks have joined; `host` is the address of this rank."""
         super().__init__(info, device)
-        self.name = "nccl" if device.type == "cuda" else "gloo"
         try:
-            self._group = _nccl_group(info, store) if device.type == "cuda" else _gloo_group(info, store, host)
+            self._group = self._join(store, host)
         except RuntimeError as e:
             raise RankError(f"the ranks cannot reach each other: {_first_line(e)}") from e
+
+    @abstractmethod
+    def _join(self, store: Store, host: str) -> Any:
+        """Create the process group."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -119,29 +132,77 @@ class TorchCommunicator(Communicator):
         try:
             collective(*args).wait()
         except RuntimeError as e:
-            raise RankError(f"rank {self.info.rank} has lost another one: {_first_line(e)}") from e
+            raise RankError(f"rank {self.info.rank} has lost another rank: {_first_line(e)}") from e
 
     def close(self) -> None:
-        self._group.abort()  # `shutdown` would wait for ranks that are gone
+        self._group.abort()  # `shutdown` would wait for lost ranks
 
 
-def _gloo_group(info: DistributedInfo, store: Store, host: str) -> Any:
-    from torch.distributed import ProcessGroupGloo
+class GlooCommunicator(TorchCommunicator):
+    """gloo, for ranks on CPUs."""
 
-    gloo: Any = ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=host)]  # else it listens where the host's name leads
-    options._timeout = TIMEOUT
-    return gloo(store, info.rank, info.size, options)
+    name = "gloo"
+
+    def _join(self, store: Store, host: str) -> Any:
+        from torch.distributed import ProcessGroupGloo
+
+        gloo: Any = ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=host)]  # by default gloo listens where the host's name leads
+        options._timeout = TIMEOUT
+        return gloo(store, self.info.rank, self.info.size, options)
 
 
-def _nccl_group(info: DistributedInfo, store: Store) -> Any:
-    from torch import distributed as dist
+class NcclCommunicator(TorchCommunicator):
+    """NCCL through torch, for ranks on GPUs."""
 
-    nccl: Any = dist.ProcessGroupNCCL  # only builds for CUDA have it
-    options = nccl.Options()
-    options._timeout = TIMEOUT
-    return nccl(store, info.rank, info.size, options)
+    name = "nccl"
+
+    def _join(self, store: Store, host: str) -> Any:
+        from torch import distributed as dist
+
+        bind_nccl(host)
+        nccl: Any = dist.ProcessGroupNCCL  # exists in CUDA builds only
+        options = nccl.Options()
+        options._timeout = TIMEOUT
+        return nccl(store, self.info.rank, self.info.size, options)
+
+
+def _on(device_type: str, needs_pynccl: bool = False) -> Callable[[str, bool], str | None]:
+    def refusal(asked_type: str, use_pynccl: bool) -> str | None:
+        if asked_type != device_type:
+            return f"needs device {device_type}, not {asked_type}"
+        return "--disable-pynccl was given" if needs_pynccl and not use_pynccl else None
+
+    return refusal
+
+
+# Asked with the device's type and whether PyNCCL is allowed; constructed with (info, device, store, host).
+COMMUNICATORS: Final[Registry[Callable[[DistributedInfo, torch.device, Store, str], Communicator]]] = Registry(
+    "communicator"
+)
+COMMUNICATORS.add("pynccl", "minisgl.distributed.pynccl:PyNcclCommunicator", _on("cuda", needs_pynccl=True))
+COMMUNICATORS.add("nccl", "minisgl.distributed.communicator:NcclCommunicator", _on("cuda"))
+COMMUNICATORS.add("gloo", "minisgl.distributed.communicator:GlooCommunicator", _on("cpu"))
+
+
+def bind_nccl(host: str) -> None:
+    """Let NCCL use only the network interface with the IPv4 address `host`, unless the environment names another."""
+    if interface := _interface(host):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+def _interface(host: str) -> str:
+    """Return the name of the network interface with the IPv4 address `host`; "" if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(sock.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # an interface without an IPv4 address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == host:
+                return name
+    return ""
 
 
 def _first_line(error: Exception) -> str:

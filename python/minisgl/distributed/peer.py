@@ -1,7 +1,7 @@
-"""All-reduce among the GPUs of one host through each other's memory: set-up, and which way for which size.
+"""All-reduce between the GPUs of one host through peer memory: set-up, and the choice of an algorithm by size.
 
-Memory is shared by CUDA IPC handles, as torch shares tensors between processes. (Its symmetric memory, still alpha,
-creates NVLink multicast objects unless told not to; nothing here needs them.)
+Memory is shared by CUDA IPC handles, as torch shares tensors between processes. (torch's symmetric memory, still alpha,
+creates NVLink multicast objects by default; this module does without them.)
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger("minisgl.distributed")
 
 MAX_TOKENS: Final = 2048  # beyond, NCCL is as fast or faster on 2 and 4 H200s
-ONE_SHOT_ROWS: Final = 512  # that an inbox takes in one shot even where a smaller one would do for two shots
+ONE_SHOT_ROWS: Final = 512  # capacity of an inbox for one shot, even where two shots would need less
 UNMEASURED_ONE_SHOT_ROWS: Final = 64
 TIMED_CALLS: Final = 20  # in one graph
-ONE_SHOT, TWO_SHOTS, OTHER = WAYS = ("one shot", "two shots", "other")
+ONE_SHOT: Final = "one shot"
+TWO_SHOTS: Final = "two shots"
+OTHER: Final = "other"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """For messages of up to `rows` rows: the better of the own ways, and whether another one is better still."""
+    """The algorithm for messages of up to `rows` rows: two shots or one, or the other communicator if not `is_own`."""
 
     rows: int
     two_shot: bool
@@ -44,20 +46,20 @@ class Choice:
 
 
 def choices(times: Mapping[int, Mapping[str, float]]) -> tuple[Choice, ...]:
-    """From us by rows and way (WAYS; one shot is not for all sizes) to what to do up to each size measured."""
+    """Return the fastest algorithm up to each measured size; `times` is in us by rows and algorithm."""
     best = []
-    for rows, by_way in sorted(times.items()):
-        own = min((way for way in by_way if way != OTHER), key=by_way.__getitem__)
-        best.append(Choice(rows, own == TWO_SHOTS, by_way[own] <= by_way[OTHER]))
+    for rows, by_algorithm in sorted(times.items()):
+        own = min((name for name in by_algorithm if name != OTHER), key=by_algorithm.__getitem__)
+        best.append(Choice(rows, own == TWO_SHOTS, by_algorithm[own] <= by_algorithm[OTHER]))
     return tuple(best)
 
 
 class PeerAllReduce:
-    """Sums [tokens, hidden] over the ranks of `comm`, each on its own GPU of one host that reaches the others'.
+    """Sums [tokens, hidden] over the ranks of `comm`, each on a GPU of one host with access to the other GPUs' memory.
 
-    Everything but `takes` is collective: all ranks make the same calls in the same order, in one stream each. Calls can
-    be captured in CUDA graphs. All ranks get bit-equal results, whichever way a message goes.
-    Raises `ConfigError`, on all ranks alike, where this cannot work.
+    All methods but `takes` are collective: all ranks make the same calls in the same order, each in one stream. Calls
+    can be captured in CUDA graphs. Results are bit-equal on all ranks, by either algorithm. The constructor raises
+    `ConfigError`, on all ranks alike, if the GPUs, their number or the shape do not allow this.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class PeerAllReduce:
             if refusal is None:
                 words = Inbox.empty(self.ranks, one_shot_rows, max_tokens, hidden, device)
                 torch.cuda.synchronize(device)
-                # One for each reader: they are counted, and one that nobody opens would never be given back.
+                # One for each reader: handles are counted, and memory with an unopened handle is never freed.
                 handles = [() if rank == self.rank else _handle(words) for rank in range(self.ranks)]
         except RuntimeError as error:  # out of memory, or an allocator that cannot share
             refusal = _first_line(error)
@@ -114,22 +116,22 @@ class PeerAllReduce:
     # -- use
 
     def takes(self, rows: int) -> bool:
-        """Whether this is the way for `rows` rows: they fit, and no other way was measured to be faster."""
+        """Whether `rows` rows fit and the other communicator was not measured to be faster."""
         return rows <= self.max_tokens and self._choice(rows).is_own
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x [T, hidden], T at most `max_tokens`; a new tensor."""
+        """Return the sum of all ranks' x [T, hidden] as a new tensor; T is at most `max_tokens`."""
         return self._run(x, self._choice(len(x)).two_shot, None)
 
     def all_reduce_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`reference.add_rms_norm` of the sum of all ranks' x [T, hidden], T at most `max_tokens`.
+        """Apply `reference.add_rms_norm` to the sum of all ranks' x [T, hidden]; T is at most `max_tokens`.
 
         `residual` [T, hidden], the same on all ranks, is overwritten and returned; weight [hidden].
         """
         return self._run(x, self._choice(len(x)).two_shot, (residual, weight, eps)), residual
 
     def _choice(self, rows: int) -> Choice:
-        """That of the smallest size listed that has so many rows."""
+        """Return the choice of the smallest listed size >= rows."""
         assert rows <= self.max_tokens, f"an all-reduce of {rows} rows, made for {self.max_tokens}"
         return self.choices[bisect_left(self.choices, rows, key=lambda choice: choice.rows)]
 
@@ -137,15 +139,15 @@ class PeerAllReduce:
         return all_reduce(x.contiguous(), self.inbox, two_shot=two_shot, norm=norm, patience=self._patience)
 
     def close(self) -> None:
-        """Let go of the other ranks' memory, which they can only free then."""
+        """Unmap the other ranks' memory, which lets those ranks free it."""
         self._peers.clear()
 
     # -- measuring
 
     def measure(self, other: Callable[[Tensor, Tensor, Tensor, float], object]) -> dict[int, dict[str, float]]:
-        """Time both ways and `other`, which does the same as `all_reduce_add_norm`; keep and return what was found.
+        """Time both algorithms and `other`, an equivalent of `all_reduce_add_norm`; use the fastest from now on.
 
-        us by rows (powers of two, and `max_tokens`) and way (WAYS), as rank 0 saw them, calls captured in graphs. All
+        Return us by rows (powers of two, and `max_tokens`) and algorithm, as rank 0 measured them in CUDA graphs. All
         ranks follow rank 0.
         """
         times: dict[int, dict[str, float]] = {}
@@ -153,13 +155,13 @@ class PeerAllReduce:
             x = torch.randn(rows, self.hidden, device=self.device).to(self.dtype)
             residual, weight = torch.zeros_like(x), torch.ones_like(x[0])
             norm = (residual, weight, 1e-6)
-            ways: dict[str, Callable[[], object]] = {
+            algorithms: dict[str, Callable[[], object]] = {
                 TWO_SHOTS: partial(self._run, x, True, norm),
                 OTHER: partial(other, x, *norm),
             }
             if rows <= self.inbox.part_rows:
-                ways[ONE_SHOT] = partial(self._run, x, False, norm)
-            times[rows] = {way: graph_us(call, self.comm) for way, call in ways.items()}
+                algorithms[ONE_SHOT] = partial(self._run, x, False, norm)
+            times[rows] = {name: graph_us(call, self.comm) for name, call in algorithms.items()}
         times = self.comm.all_gather_object(times)[0]
         self.choices = choices(times)
         return times
@@ -170,29 +172,29 @@ def _first_line(error: RuntimeError) -> str:
 
 
 def _handle(words: Tensor) -> tuple[Any, ...]:
-    """What another process needs to map this memory, in picklable form."""
+    """Return a handle with which another process can map this memory."""
     storage: Any = words.untyped_storage()
     return tuple(storage._share_cuda_())
 
 
 def _open(handle: tuple[Any, ...], device: torch.device) -> torch.UntypedStorage:
-    """The memory behind another process's handle, mapped for `device`.
+    """Map the memory behind another process's handle for `device`.
 
-    A handle begins with its owner's device and ends with whether to wait for an event of its owner's stream; here the
-    owner has waited before it gave the handle away.
+    The first item of a handle is its owner's device. The last says whether to wait for an event of the owner's stream,
+    which is needless here because the owner synchronised before sending the handle.
     """
     return torch.UntypedStorage._new_shared_cuda(device.index, *handle[1:-1], False)
 
 
 def graph_us(call: Callable[[], object], comm: Communicator, calls: int = TIMED_CALLS, repeats: int = 5) -> float:
-    """Median microseconds of `call` as one of `calls` in a CUDA graph, which all ranks of `comm` replay."""
+    """Return the median us of one `call`, captured `calls` times in a CUDA graph that all ranks of `comm` replay."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.inference_mode(), torch.cuda.stream(stream):
         call()  # compiles
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Thread-local: NCCL's watchdog asks for events meanwhile, which a global capture forbids to all threads.
+        # Thread-local: NCCL's watchdog thread queries events, which a global capture forbids to all threads.
         graph.capture_begin(capture_error_mode="thread_local")
         for _ in range(calls):
             call()
@@ -203,7 +205,7 @@ def graph_us(call: Callable[[], object], comm: Communicator, calls: int = TIMED_
         for _ in range(repeats):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             comm.all_gather_int(0)  # wait for the others
-            graph.replay()  # a call that waits for the others brings the GPUs closer together than the hosts are
+            graph.replay()  # aligns the GPUs, which collectives do more closely than the hosts
             start.record()
             graph.replay()
             graph.replay()
@@ -214,7 +216,7 @@ def graph_us(call: Callable[[], object], comm: Communicator, calls: int = TIMED_
 
 
 class PeerCommunicator(Communicator):
-    """`comm`, but with the ranks' own way through each other's memory for the sums that it is faster for."""
+    """`comm`, with all-reduces through peer memory for the sizes at which that is faster."""
 
     def __init__(self, comm: Communicator, peers: PeerAllReduce) -> None:
         super().__init__(comm.info, comm.device)
@@ -243,12 +245,12 @@ class PeerCommunicator(Communicator):
 
 
 def with_peers(comm: Communicator, max_tokens: int, hidden: int, dtype: torch.dtype, ops: OpTable) -> Communicator:
-    """`comm` with a `PeerAllReduce` measured against it where the ranks' GPUs allow one, else `comm` itself."""
+    """Add a `PeerAllReduce`, measured against `comm`, if the ranks' GPUs allow it; else return `comm` itself."""
     try:
         peers = PeerAllReduce(comm, min(max_tokens, MAX_TOKENS), hidden, dtype)
     except ConfigError as e:
         if comm.info.rank == 0:
-            _log.info("sums over ranks all go through %s; %s", comm.name, e)
+            _log.info("all-reduces use %s only; %s", comm.name, e)
         return comm
 
     def other(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> object:

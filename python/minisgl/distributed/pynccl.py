@@ -1,7 +1,7 @@
-"""NCCL by ctypes: two collectives on the current stream, with nothing of torch's process groups around them.
+"""NCCL through ctypes: two collectives on the current stream, without torch's process groups around them.
 
-torch's add events, a watchdog thread and bookkeeping to every call; here a call is one function of the library, eagerly
-and while a graph is captured.
+torch's process groups add events, a watchdog thread and bookkeeping to every call. Here a call is one library function,
+eagerly and during graph capture.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from minisgl.distributed.communicator import Communicator
+from minisgl.distributed.communicator import Communicator, bind_nccl
 from minisgl.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ class _UniqueId(ctypes.Structure):
 
 @functools.cache
 def load_nccl() -> ctypes.CDLL:
-    """The library that torch uses: from the package of its wheel, else wherever the loader finds it.
+    """Load the library that torch uses: from its wheel's package, else from the loader's search path.
 
-    Raises `ConfigError` when there is none.
+    Raise `ConfigError` if there is none.
     """
     spec = find_spec("nvidia.nccl") if find_spec("nvidia") else None
     folders = list(spec.submodule_search_locations or ()) if spec else []
@@ -78,13 +78,15 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 class PyNcclCommunicator(Communicator):
-    """NCCL on the current stream of one GPU for each rank."""
+    """NCCL on the current stream, with one GPU for each rank."""
 
     name = "pynccl"
+    needs_abort = True
 
-    def __init__(self, info: DistributedInfo, device: torch.device, store: Store) -> None:
-        """Waits until all ranks are there; the `store` carries NCCL's id from rank 0 to them."""
+    def __init__(self, info: DistributedInfo, device: torch.device, store: Store, host: str) -> None:
+        """Block until all ranks have joined; the `store` carries NCCL's id from rank 0 to the others."""
         super().__init__(info, device)
+        bind_nccl(host)
         self._library = load_nccl()
         unique = _UniqueId()
         if info.rank == 0:
@@ -109,16 +111,16 @@ class PyNcclCommunicator(Communicator):
         return out
 
     def close(self) -> None:
-        """Abort rather than destroy: that would wait for collectives which other ranks may never join.
+        """Abort, because destroying would wait for collectives that lost ranks never join.
 
-        Even this waits for graphs that hold one, so not for ever.
+        Aborting waits for CUDA graphs that hold a collective, so the wait is limited.
         """
         if self._comm is not None:
-            leaving = threading.Thread(target=self._library.ncclCommAbort, args=(self._comm,), daemon=True)
-            leaving.start()
-            leaving.join(CLOSE_S)
-            if leaving.is_alive():
-                _log.warning("rank %d: NCCL does not end; some CUDA graph still holds it", self.info.rank)
+            abort = threading.Thread(target=self._library.ncclCommAbort, args=(self._comm,), daemon=True)
+            abort.start()
+            abort.join(CLOSE_S)
+            if abort.is_alive():
+                _log.warning("rank %d: NCCL does not shut down; a CUDA graph still holds it", self.info.rank)
             self._comm = None
 
     @property
@@ -130,4 +132,4 @@ class PyNcclCommunicator(Communicator):
         code = getattr(self._library, name)(*args)
         if code != 0:
             cause = self._library.ncclGetErrorString(code).decode()
-            raise RankError(f"rank {self.info.rank}: {name} failed: {cause}; NCCL_DEBUG=WARN says more")
+            raise RankError(f"rank {self.info.rank}: {name} failed: {cause}; set NCCL_DEBUG=WARN for details")

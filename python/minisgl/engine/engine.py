@@ -11,7 +11,7 @@ from minisgl.attention import resolve_attention
 from minisgl.core import StepResult
 from minisgl.device.device import CpuDevice, Device, Pending, create_device
 from minisgl.distributed.group import Group
-from minisgl.distributed.vocab import VocabParallel
+from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.config import EngineSpec, resolve
 from minisgl.engine.costs import measure_costs
 from minisgl.engine.memory import compile_kernels, plan_memory

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from minisgl.core import Ints, Scored
     from minisgl.device.device import Device, Pending
     from minisgl.distributed.communicator import Communicator
-    from minisgl.distributed.vocab import VocabParallel
+    from minisgl.distributed.tensor_parallel import VocabParallel
     from minisgl.engine.penalties_state import LogitAdjuster
     from minisgl.engine.state import RowState
     from minisgl.kvcache.mha_pool import MHAKVPool
@@ -135,7 +135,7 @@ class Parts:
         """
         rows, positions, flags = batch.sample_rows, batch.sample_positions, batch.sample_flags
         if not (self.vocab.is_whole or batch.flags & TAILS[-1] or batch.scored):
-            own = self.ops.candidates(logits, rows, positions, self.state, self.vocab.part.start)
+            own = self.ops.candidates(logits, rows, positions, self.state, self.vocab.shard.start)
             out = self.vocab.best(own)
             self.state.last_token[rows] = out[0]
             return out

@@ -26,7 +26,7 @@ from minisgl.checkpoint import hf
 from minisgl.checkpoint.safetensors import FLOATS, Stored, Take, TensorFile
 from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import ALONE
-from minisgl.distributed.ops import parallel_ops
+from minisgl.distributed.tensor_parallel import parallel_ops
 from minisgl.errors import ConfigError
 from minisgl.layers.base import Builder, Init, Parameter, Source
 from minisgl.models.families import MODELS

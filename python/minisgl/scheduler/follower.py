@@ -14,14 +14,14 @@ import numpy as np
 
 from minisgl.checkpoint import hf
 from minisgl.core import BatchPlan
+from minisgl.distributed.control import Digest
 from minisgl.distributed.group import Group, meet
-from minisgl.distributed.link import Digest
 from minisgl.errors import InvariantError
 from minisgl.settings.env import is_check_mode
 
 if TYPE_CHECKING:
+    from minisgl.distributed.control import Frame, PlanFeed
     from minisgl.distributed.info import Rendezvous
-    from minisgl.distributed.link import Frame, PlanFeed
     from minisgl.scheduler.engine_protocol import StepEngine, StepOutput
     from minisgl.settings.config import SchedulerConfig
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from minisgl.core import FinishReason
-from minisgl.distributed.link import PlanBus
+from minisgl.distributed.control import PlanBus
 from minisgl.errors import InvariantError, RequestError
 from minisgl.kvcache import create_prefix_cache
 from minisgl.message import AbortBackendMsg, BackendMsg, ExitMsg, Finished, FlushCacheMsg, UserMsg, ViewMsg

@@ -8,7 +8,7 @@ import torch
 from contract.sampling import check_candidates, make_state
 from minisgl.distributed.communicator import Communicator
 from minisgl.distributed.info import DistributedInfo
-from minisgl.distributed.vocab import VocabParallel
+from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.memory import require_even
 from minisgl.errors import ConfigError
 from minisgl.layers.base import Builder, Source
@@ -97,7 +97,7 @@ def test_logits_are_gathered_in_order() -> None:
 
     def work(comm: Communicator) -> tuple[torch.Tensor, list[int]]:
         vocab = VocabParallel(comm, 11)
-        own = whole[:, vocab.part.start : vocab.part.stop]
+        own = whole[:, vocab.shard.start : vocab.shard.stop]
         return vocab.gather(own), comm.all_gather_int(10 * comm.info.rank)
 
     for gathered, numbers in run_ranks(3, work):

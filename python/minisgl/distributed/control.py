@@ -1,7 +1,7 @@
-"""The control channel: rank 0 sends each step's plan to every other rank, over one stream socket each.
+"""The control channel: rank 0 sends the plan of each step to every other rank, over one stream socket each.
 
-A stream neither drops nor reorders, has one reader, and tells both ends when the other is gone. Nothing is pickled:
-messages are msgpack of `Frame`.
+A stream neither drops nor reorders messages, has one reader, and tells both ends when the other one is gone. Messages
+are `Frame`s in msgpack; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
-    """A step, or the end when there is no `plan`; or the masks that the plan before had not. In the invariant mode also
-    what rank 0 knows, to be compared: `digest` of the plans up to this one, and of the results of the first `collected`
-    steps.
+    """The plan of one step, or the late masks of the previous plan, or the end of the stream if both are absent.
+
+    In the invariant mode a frame also carries digests to compare: `digest` of all plans so far, and `results` of the
+    first `collected` steps.
     """
 
     plan: bytes | None
@@ -38,7 +39,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Digest:
-    """A running digest of byte strings, in order."""
+    """A running digest of a sequence of byte strings."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
@@ -54,7 +55,7 @@ class Digest:
 
 
 class PlanBus:
-    """Rank 0's end: publishes to the other ranks, of which there may be none."""
+    """The end of rank 0: publishes to the other ranks, if there are any."""
 
     def __init__(self, links: Mapping[int, Connection] | None = None, is_checked: bool = False) -> None:
         self._links = dict(links or {})
@@ -64,10 +65,7 @@ class PlanBus:
         self._lost: int | None = None  # set by `watch`
 
     def publish(self, pack: Callable[[], Array]) -> None:
-        """Send what `pack` makes, the plan that every rank must launch as its next step.
-
-        Raises `RankError` when a rank is gone.
-        """
+        """Send the packed plan that every rank must launch as its next step; raise `RankError` if a rank is gone."""
         if not self._links:
             return
         plan = pack().tobytes()
@@ -76,7 +74,7 @@ class PlanBus:
         self._send(self._frame(plan))
 
     def publish_masks(self, masks: Array) -> None:
-        """Send what the newest plan's tokens are chosen by. Raises `RankError` when a rank is gone."""
+        """Send the late grammar masks of the newest plan; raise `RankError` if a rank is gone."""
         if not self._links:
             return
         data = masks.tobytes()
@@ -85,9 +83,9 @@ class PlanBus:
         self._send(Frame(None, data))
 
     def note_result(self, result: Array) -> None:
-        """What the oldest step under way has given: in the invariant mode the other ranks compare it with theirs.
+        """Record the result of the oldest running step, which the other ranks compare in the invariant mode.
 
-        Raises `RankError` when a rank is known to be gone, since the step may have been cut short then.
+        Raise `RankError` if a rank is known to be gone, because the step may have been cut short.
         """
         if self._lost is not None:
             raise RankError(f"rank {self._lost} is gone")
@@ -95,7 +93,7 @@ class PlanBus:
             self._results.add(result.tobytes())
 
     def close(self) -> None:
-        """Say that there is nothing more to come. A rank that has gone already does not matter."""
+        """Send the end of the stream to all ranks that are still there."""
         self._is_closing = True
         with contextlib.suppress(RankError):
             self._send(self._frame(None))
@@ -104,11 +102,11 @@ class PlanBus:
         self._links = {}
 
     def watch(self, on_lost: Callable[[int], None]) -> None:
-        """Call `on_lost(rank)`, in a thread of its own, when another rank has gone."""
+        """Call `on_lost(rank)` in a separate thread when another rank is gone."""
 
         def run() -> None:
             ranks = {id(link): rank for rank, link in self._links.items()}
-            lost = wait(list(self._links.values()))  # nobody sends anything: it is the end of the stream
+            lost = wait(list(self._links.values()))  # other ranks never send, so readable means closed
             if not self._is_closing:
                 self._lost = ranks[id(lost[0])]
                 on_lost(self._lost)
@@ -131,14 +129,14 @@ class PlanBus:
 
 
 class PlanFeed:
-    """Another rank's end."""
+    """The end of another rank."""
 
     def __init__(self, link: Connection) -> None:
         self._link = link
         self._plans = Digest()
 
     def receive(self) -> Frame:
-        """The next frame. Raises `RankError` when rank 0 is gone, `InvariantError` for a plan that is not the next."""
+        """Return the next frame; raise `RankError` if rank 0 is gone, `InvariantError` if the digests differ."""
         try:
             frame = msgspec.msgpack.decode(self._link.recv_bytes(), type=Frame)
         except (EOFError, OSError) as e:
