@@ -101,11 +101,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return not neutral or bool(self.logit_bias) or self.min_tokens > 0
 
     @property
-    def runs_to_limit(self) -> bool:
-        """Whether nothing that the model says can end it before it has all its tokens."""
-        return self.ignore_eos and not self.stop and not self.stop_token_ids and self.grammar is None
-
-    @property
     def room_field(self) -> str:
         """The field of the request to be named when prompt and answer are too long."""
         return "input" if self.embed else "max_tokens" if self.max_tokens else "prompt"

@@ -150,7 +150,7 @@ def run_random_trace(seed: int, depth: int) -> tuple[Harness, Counter[str]]:
         engine,
         depth,
         cache_type=rng.choice(("radix", "radix", "radix", "naive")),
-        schedule_policy=rng.choice(("fcfs", "lpm", "longest")),
+        schedule_policy=rng.choice(("fcfs", "lpm")),
         max_prefill_length=rng.choice((3, 8, 24, 200)),
         itl_target_ms=None if costs is None else rng.choice((0.5, 2.0, 4.0, None)),
     )

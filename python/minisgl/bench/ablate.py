@@ -18,7 +18,6 @@ ABLATIONS: Final[dict[str, tuple[str, Any, Any]]] = {
     "graphs": ("cuda_graph_max_bs", None, 0),
     "radix": ("cache_type", "radix", "naive"),
     "mixed batches": ("mixed_batches", True, False),
-    "longest first": ("schedule_policy", "longest", "fcfs"),
 }
 
 

@@ -41,9 +41,8 @@ class LLM:
     """
 
     def __init__(self, model: str = "", **options: Any) -> None:
-        # Nobody watches the pace of a stream here, or waits for a first token: what counts is when the last one ends.
-        batch = {"itl_target_ms": 0.0, "schedule_policy": "longest"}
-        config = build_config(SchedulerConfig, {"model": model, **batch, **options})
+        # No stream has a pace to keep in a batch job: steps as large as the token budget finish it soonest.
+        config = build_config(SchedulerConfig, {"model": model, "itl_target_ms": 0.0, **options})
         folder: Path = resolve_model(model, config.engine.download_source)
         self._tokenizer = TokenizeManager(folder)
         self._embedder = read_embedder(folder)

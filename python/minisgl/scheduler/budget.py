@@ -29,11 +29,6 @@ TILE_TOKENS: Final = 128
 # Where the pace allows three times this or more, the budget is a multiple of it: 8B computes 44,500 tokens/s in steps
 # of 3,072, 43,900 in those of 3,328, and 42,700 in those of 3,200.
 LARGE_TILE_TOKENS: Final = 512
-# Where prompts are spread over steps, those have no less than these: from so many tokens on each further one costs as
-# much as in a long prompt, and the time is many times what having prompts in a step costs besides (0.3 to 0.5 ms). A
-# power of two, lest the plan changes with each measurement.
-FULL_TOKENS: Final = 256
-FULL_S: Final = 0.004
 
 
 class StepBudget:
@@ -94,9 +89,6 @@ class Pace:
         self.costs = None if target == 0 else costs
         self._target = AUTO_TARGET_S if target is None else target / 1e3
         self._is_auto = target is None
-        self._full_tokens = FULL_TOKENS
-        if costs is not None and costs.per_token > 0:
-            self._full_tokens = max(FULL_TOKENS, 2 ** round(math.log2(FULL_S / costs.per_token)))
 
     @property
     def rush_tokens(self) -> int:
@@ -105,16 +97,12 @@ class Pace:
             return 0
         return int(AUTO_RUSH_S / self.costs.per_token)
 
-    def budget(self, num_running: int, context: int, backlog: int = 0, due: int | None = None) -> StepBudget:
+    def budget(self, num_running: int, context: int, backlog: int = 0) -> StepBudget:
         """For a step in which `num_running` requests decode whose K/V is `context` tokens together.
 
-        `backlog`: tokens of all waiting prompts but the longest, counted up to `rush_tokens`. `due`: how many this step
-        must compute; None: nothing is gained by computing less than it can.
+        `backlog`: tokens of all waiting prompts but the longest, counted up to `rush_tokens`.
         """
         tokens = self.max_tokens - num_running
-        if due is not None:
-            whole = max(self._full_tokens, -(-(num_running + due) // TILE_TOKENS) * TILE_TOKENS)
-            tokens = min(self.max_tokens, whole) - num_running
         if self.costs is None or num_running == 0:
             return StepBudget(tokens)
         decode = self.costs.decode_seconds(num_running, context)

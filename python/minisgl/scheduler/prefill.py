@@ -25,7 +25,6 @@ LPM_MAX_WAITING = 128
 # How many tokens of prompts that came later may pass a prompt, for each of its own. With more, the mean time to the
 # first token in a rush falls further (docs/performance.md), but the bound protects less.
 OVERTAKING: Final = 16
-FIRST: Final = -(1 << 62)  # the turn of one that goes before all that have a turn of their own
 
 
 class GrowthEstimate:
@@ -62,8 +61,6 @@ class PrefillManager:
     `waiting` and `chunked`, the admitted requests whose prompt is not planned completely, are sorted by `Req.turn`:
     the uncached prompt tokens that had arrived with the request, and OVERTAKING times its own. So a short prompt passes
     a long one, even between its chunks, but one of n tokens is passed by less than OVERTAKING x n that came later.
-    With policy "longest" the most tokens to generate decide, so that few are left behind at the end; those that may end
-    before are computed as they come, and first.
     """
 
     def __init__(self, cache: CacheManager, rows: Rows, policy: str) -> None:
@@ -77,12 +74,9 @@ class PrefillManager:
 
     def add(self, req: Req) -> None:
         """Queue a new request."""
-        if self.policy == "longest":
-            req.turn = -_outputs_left(req) if req.sampling_params.runs_to_limit else FIRST
-        else:
-            uncached = len(req.ids) - self._cached_len(req)
-            self._arrived += uncached
-            req.turn = self._arrived + OVERTAKING * uncached
+        uncached = len(req.ids) - self._cached_len(req)
+        self._arrived += uncached
+        req.turn = self._arrived + OVERTAKING * uncached
         self.put_back(req)
 
     def put_back(self, req: Req) -> None:
@@ -112,27 +106,6 @@ class PrefillManager:
     def _tokens_left(self, req: Req) -> int:
         """Tokens of its prompt that are not planned yet; what a waiting one will find in the cache is not known."""
         return len(req.ids) - (0 if req.table_idx is None else int(self.rows.cached_len[req.row]))
-
-    def due(self, running: Index) -> int | None:
-        """How many prompt tokens the next step must compute at least; None: as many as it can.
-
-        With policy "longest" a prompt may wait as long as its request ends no later than the longest must anyway:
-        spread over the steps of that one, prompts cost little more than their arithmetic, since a step that only
-        decodes mostly waits for the weights. That holds for requests of which it is known when they end, and while all
-        that wait would get a row.
-        """
-        if self.policy != "longest" or len(self.waiting) > self.rows.available:
-            return None
-        rows, queue = self.rows, sorted([*self.chunked, *self.waiting], key=_place)
-        steps = max((_outputs_left(req) for req in queue if req.sampling_params.runs_to_limit), default=0)
-        if len(running):
-            steps = max(steps, int((rows.sure_len[running] - rows.cached_len[running]).max()) - 1)
-        tokens = due = 0
-        for req in queue:
-            tokens += self._tokens_left(req)
-            spare = steps - _outputs_left(req) if req.sampling_params.runs_to_limit else 0
-            due = max(due, -(-tokens // (spare + 1)))
-        return due
 
     def plan(self, budget: StepBudget, running: Index | None) -> list[Chunk]:
         """Chunks of prompts within the budget, one prompt after the other.
@@ -207,8 +180,3 @@ class PrefillManager:
 
 def _place(req: Req) -> tuple[int, int]:
     return req.turn, req.order
-
-
-def _outputs_left(req: Req) -> int:
-    """The most tokens that a request whose prompt is not computed may still generate."""
-    return req.max_len - len(req.ids)

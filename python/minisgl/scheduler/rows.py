@@ -28,7 +28,6 @@ class Rows:
     cached_len     int32, tokens whose K/V is in the cache once everything planned so far has run
     confirmed_len  int32, tokens known to the host; the rest of what is planned is still in flight
     max_len        int32, tokens at which the request ends
-    sure_len       int32, the same where it cannot end before, else 0
     limit          int32, `cached_len` up to which decoding can be planned without asking: there is a page for the next
                    token, and it is not the last one
     flags          int32, flags of the row's decode slots in a plan
@@ -54,7 +53,6 @@ class Rows:
         self.cached_len = np.zeros(num_rows, np.int32)
         self.confirmed_len = np.zeros(num_rows, np.int32)
         self.max_len = np.zeros(num_rows, np.int32)
-        self.sure_len = np.zeros(num_rows, np.int32)
         self.limit = np.zeros(num_rows, np.int32)
         self.flags = np.zeros(num_rows, np.int32)
         self.last_step = np.zeros(num_rows, np.int64)
@@ -80,7 +78,6 @@ class Rows:
         self.requests[row] = req
         self.uid[row] = req.uid
         self.cached_len[row], self.confirmed_len[row], self.max_len[row] = cached_len, len(req.ids), req.max_len
-        self.sure_len[row] = req.max_len if req.sampling_params.runs_to_limit else 0
         self.limit[row] = 0
         self.flags[row] = decode_flags(req)
         self.is_wanted[row] = True

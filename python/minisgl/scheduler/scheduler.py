@@ -208,8 +208,7 @@ class Scheduler:
         chunks = []
         if self.prefill.has_work:
             context = int(self.rows.cached_len[running].sum())
-            due = self.prefill.due(running) if self.is_mixed else None
-            budget = self.pace.budget(len(running), context, self.prefill.backlog(self.pace.rush_tokens), due)
+            budget = self.pace.budget(len(running), context, self.prefill.backlog(self.pace.rush_tokens))
             # While running requests lack pages, nobody new may take the last ones.
             chunks = self.prefill.plan(budget, None if is_short else running)
             if chunks and not self.is_mixed:

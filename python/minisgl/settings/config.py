@@ -88,9 +88,8 @@ class SchedulerConfig:
     schedule_policy: str = option(
         "fcfs",
         "order of waiting requests: fcfs = as they came, but short prompts pass long ones within a bound; lpm = "
-        "longest cached prefix first; longest = most tokens to generate first, and prompts only as fast as is needed "
-        "for all to end early (the default of `LLM`, as a batch has no first token to hurry for)",
-        choices=("fcfs", "lpm", "longest"),
+        "longest cached prefix first",
+        choices=("fcfs", "lpm"),
     )
     max_prefill_length: int = option(
         8192,

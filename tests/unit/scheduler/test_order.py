@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
-from minisgl.core import BatchPlan, FinishReason, StepCosts
-from minisgl.scheduler.budget import AUTO_TARGET_S, FULL_TOKENS, TILE_TOKENS
+from minisgl.core import FinishReason, StepCosts
+from minisgl.scheduler.budget import AUTO_TARGET_S
 from minisgl.scheduler.prefill import OVERTAKING
 from support.fake_engine import FakeEngine
 from support.traces import Harness
@@ -212,64 +211,3 @@ def test_a_long_prompt_alone_leaves_the_streams_their_pace_and_lets_others_in() 
     assert first is not None and first < 4 * AUTO_TARGET_S
     h.finish_all()
     h.check_outputs()
-
-
-def batch(h: Recorded, sizes: Sequence[tuple[int, int]], **params: object) -> list[int]:
-    """Requests of (prompt, output) tokens that come together; the tokens that each step computes."""
-    for uid, (length, max_tokens) in enumerate(sizes):
-        h.add([uid % 5000 + 1, *range(2, length + 1)], max_tokens, **{"ignore_eos": True} | params)
-    h.finish_all()
-    h.check_outputs()
-    return [int((p.slots[:, 2] - p.slots[:, 1]).sum()) for p in plans(h)]
-
-
-def plans(h: Recorded) -> list[BatchPlan]:
-    return [BatchPlan.unpack(np.frombuffer(plan, np.int32)) for plan in h.engine.plans]
-
-
-def spread(**options: object) -> Recorded:
-    defaults = {"schedule_policy": "longest", "mixed_batches": True, "max_prefill_length": 8192}
-    return Recorded(num_pages=20_000, **{**defaults, **options})  # type: ignore[arg-type]
-
-
-def test_the_longest_outputs_go_first_and_before_them_those_that_may_end_any_time() -> None:
-    h = Recorded(schedule_policy="longest")
-    for i, (max_tokens, is_sure) in enumerate([(5, True), (30, True), (9, False), (30, True), (40, False), (12, True)]):
-        h.add([i + 1] * 9, max_tokens, ignore_eos=is_sure)
-    h.finish_all()
-    assert list(dict.fromkeys(uid for uid, _, _ in h.chunks)) == [2, 4, 1, 3, 5, 0]
-    h.check_outputs()
-
-
-def test_prompts_are_spread_over_the_steps_that_the_longest_takes_anyway() -> None:
-    rng = random.Random(4)
-    sizes = [(rng.randrange(50, 500), rng.randrange(20, 300)) for _ in range(60)]
-    h = spread()
-    tokens = batch(h, sizes)
-    assert len(tokens) <= max(output for _, output in sizes) + 2
-    mixed = [n for n, plan in zip(tokens, plans(h), strict=True) if len(plan.tokens)]
-    assert len(mixed) > 40
-    assert all(n % TILE_TOKENS == 0 and n >= FULL_TOKENS for n in mixed[:-1]), "whole tiles"
-    assert max(mixed) <= 3 * FULL_TOKENS < sum(prompt for prompt, _ in sizes) / 10
-
-
-@pytest.mark.parametrize(
-    ("sizes", "options", "params"),
-    [
-        ([(100, 40)] * 30, {}, {}),
-        ([(100, 40 + i) for i in range(30)], {}, {"stop_token_ids": (5002,)}),
-        ([(100, 40 + i) for i in range(30)], {}, {"ignore_eos": False}),
-        ([(100, 40 + i) for i in range(30)], {"schedule_policy": "fcfs"}, {}),
-        ([(100, 40 + i) for i in range(30)], {"mixed_batches": False}, {}),
-    ],
-    ids=["equally long", "may be stopped", "may end", "not asked for", "not mixed"],
-)
-def test_prompts_are_not_spread_where_it_would_delay_the_end_or_nothing_is_known(
-    sizes: list[tuple[int, int]], options: dict[str, object], params: dict[str, object]
-) -> None:
-    assert batch(spread(**options), sizes, **params)[0] == 30 * 100
-
-
-def test_while_some_wait_for_a_row_prompts_are_computed_as_fast_as_can_be() -> None:
-    tokens = batch(spread(rows=20), [(100, 40 + i) for i in range(30)])
-    assert tokens[0] == 20 * 100
