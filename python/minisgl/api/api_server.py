@@ -39,12 +39,12 @@ from minisgl.message import TokenizeMsg
 from minisgl.settings.args import ServerArgs
 
 
-def create_app(args: ServerArgs, model: ServedModel, worker: int = 0) -> FastAPI:
-    """The application of API process `worker`; its lifespan owns the `FrontendManager`, at `app.state.frontend`."""
+def create_app(args: ServerArgs, model: ServedModel) -> FastAPI:
+    """The application; its lifespan owns the `FrontendManager`, at `app.state.frontend`."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        frontend = FrontendManager(args, model.limits, Metrics(model.name), worker)
+        frontend = FrontendManager(args, model.limits, Metrics(model.name))
         app.state.frontend = frontend
         try:
             yield

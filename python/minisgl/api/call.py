@@ -81,17 +81,17 @@ class Call:
 
     def _measure(self, reply: UserReply) -> None:
         now = time.monotonic()
-        tally = self._frontend.metrics.tally
+        metrics = self._frontend.metrics
         last = self._last_token.get(reply.uid)
         if last is None and reply.completion_tokens:
-            tally.time_to_first_token.observe(now - self.created)
-            tally.queue_time.observe(reply.queue_seconds)
+            metrics.time_to_first_token.observe(now - self.created)
+            metrics.queue_time.observe(reply.queue_seconds)
             self.receipt.start(reply, now)
         elif last is not None:
-            tally.inter_token_latency.observe(now - last)
+            metrics.inter_token_latency.observe(now - last)
         self._last_token[reply.uid] = now
         if reply.finish_reason is not None:
-            tally.observe_end(reply.finish_reason, now - self.created)
+            metrics.observe_end(reply.finish_reason, now - self.created)
             self.receipt.end(now)
 
     def abandon(self) -> None:

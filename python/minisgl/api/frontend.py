@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
 from minisgl.api.call import Call
 from minisgl.api.metrics import Metrics
-from minisgl.api.peers import Peers
 from minisgl.api.questions import Questions
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
@@ -30,14 +29,11 @@ from minisgl.message import (
     FlushCacheMsg,
     FrontendMsg,
     StatsMsg,
-    StopMsg,
     TokenizeMsg,
     TokenizerMsg,
     UserReply,
     ViewMsg,
-    WorkerMsg,
 )
-from minisgl.message.frontends import uids_of
 from minisgl.params import Limits
 from minisgl.process.queues import ZmqAsyncPullQueue, ZmqAsyncPushQueue
 from minisgl.settings.args import ServerArgs
@@ -49,25 +45,15 @@ VIEW_TIMEOUT_S: Final = 5.0
 _ENCODE_ERRORS: Final = (OverflowError, ValueError, TypeError, RecursionError)  # of the codec, for odd values
 
 
-def worker_name(worker: int) -> str:
-    """Of an API process; the first one is the server's main process."""
-    return "minisgl-api" if worker == 0 else f"minisgl-api-{worker}"
-
-
 def _unrepresentable(e: Exception) -> RequestError:
     return RequestError(f"the request contains a value that cannot be represented: {e}")
 
 
 class FrontendManager:
-    """Owns the sockets and every open call of one API process; lives on its event loop.
+    """Owns the sockets and every open call of the API process; lives on its event loop."""
 
-    Where there are several API processes, `worker` says which of them it is. Each numbers its requests so that their
-    replies find back to it (`message/frontends.py`).
-    """
-
-    def __init__(self, args: ServerArgs, limits: Limits, metrics: Metrics, worker: int = 0) -> None:
+    def __init__(self, args: ServerArgs, limits: Limits, metrics: Metrics) -> None:
         self.limits = limits
-        self.worker = worker
         self.metrics = metrics
         self.stats = StatsMsg()
         self.detokenizer_entries = 0
@@ -76,17 +62,12 @@ class FrontendManager:
         self._max_calls = args.scheduler.max_queued_requests + args.scheduler.engine.max_running_requests
         self._heartbeat_timeout = args.heartbeat_timeout
         self._last_heartbeat = time.monotonic()
-        self._num_workers = args.api_workers
-        self._uids = uids_of(worker, args.api_workers)
+        self._uids = itertools.count(1)
         self._calls: dict[int, Call] = {}
         self._questions = Questions()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._inbox: ZmqAsyncPullQueue[FrontendMsg] = ZmqAsyncPullQueue(
-            args.zmq_frontend_addrs[worker], Codec(FrontendMsg)
-        )
-        self.peers = Peers(args.zmq_frontend_addrs, worker)
-        self.on_stop: Callable[[StopMsg], None] = lambda _: None  # another process says that it is time to go
+        self._inbox: ZmqAsyncPullQueue[FrontendMsg] = ZmqAsyncPullQueue(args.zmq_frontend_addr, Codec(FrontendMsg))
         self._tokenizers: list[ZmqAsyncPushQueue[TokenizerMsg]] = [
             ZmqAsyncPushQueue(addr, Codec(TokenizerMsg)) for addr in args.zmq_tokenizer_addrs
         ]
@@ -98,21 +79,9 @@ class FrontendManager:
         """Requests that are remembered; 0 when idle, or something leaks."""
         return len(self._calls) + len(self._questions)
 
-    @property
-    def all_entries(self) -> int:
-        """`entries` of all API processes, as they last said."""
-        return self.entries + sum(r.entries for r in self.peers.reports)
-
-    @property
-    def pids(self) -> dict[str, int]:
-        """Of the API processes, by name."""
-        pids = {self.worker: os.getpid()} | {r.worker: r.pid for r in self.peers.reports}
-        return {worker_name(i): pid for i, pid in sorted(pids.items())}
-
     def render_metrics(self) -> bytes:
         """The metrics of the whole server."""
-        others = [r.tally for r in self.peers.reports]
-        return self.metrics.render(self.stats, self.all_entries, self.detokenizer_entries, others)
+        return self.metrics.render(self.stats, self.entries, self.detokenizer_entries)
 
     @property
     def health_problem(self) -> str:
@@ -186,7 +155,7 @@ class FrontendManager:
         """Drop a call; its unfinished generations are aborted."""
         for uid in call.unfinished:
             await self._tokenizer(uid).put([AbortMsg(uid)])
-            self.metrics.tally.observe_end(FinishReason.ABORT, time.monotonic() - call.created)
+            self.metrics.observe_end(FinishReason.ABORT, time.monotonic() - call.created)
         for uid in call.uids:
             self._calls.pop(uid, None)
         if not self._calls:
@@ -227,13 +196,12 @@ class FrontendManager:
         self._receiver.cancel()
         await asyncio.gather(self._receiver, return_exceptions=True)
         self._inbox.close()
-        self.peers.close()
         self._backend.close()
         for tokenizer in self._tokenizers:
             tokenizer.close()
 
     def _tokenizer(self, uid: int) -> ZmqAsyncPushQueue[TokenizerMsg]:
-        return self._tokenizers[uid // self._num_workers % len(self._tokenizers)]
+        return self._tokenizers[uid % len(self._tokenizers)]
 
     async def _receive(self) -> None:
         while True:
@@ -246,13 +214,7 @@ class FrontendManager:
                 elif isinstance(msg, StatsMsg):
                     self._last_heartbeat = time.monotonic()
                     self.stats = msg
-                    if self.worker == 0:
-                        self.metrics.log_throughput(msg)
-                    await self.peers.report(self.entries, self.metrics.tally.values())
+                    self.metrics.log_throughput(msg)
                 elif isinstance(msg, DetokenizerStatsMsg):
                     self.detokenizer_entries = msg.entries
-                elif isinstance(msg, WorkerMsg):
-                    self.peers.note(msg)
-                elif isinstance(msg, StopMsg):
-                    self.on_stop(msg)
             await asyncio.sleep(0)  # a flood of replies must not keep the writers from writing

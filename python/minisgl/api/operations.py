@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import asdict
 from typing import Final
 
@@ -75,11 +76,10 @@ def add_operation_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> 
             "model": model.name,
             "max_model_len": model.limits.max_model_len,
             "engine": model.facts,
-            "processes": model.pids | frontend.pids,
+            "processes": model.pids | {"minisgl-api": os.getpid()},
             "num_tokenizer": args.num_tokenizer,
-            "api_workers": args.api_workers,
             "stats": msgspec.structs.asdict(frontend.stats),
-            "frontend_entries": frontend.all_entries,
+            "frontend_entries": frontend.entries,
             "detokenizer_entries": frontend.detokenizer_entries,
         }
         return json_response(info)

@@ -93,7 +93,7 @@ async def _measure(name: str, args: ServerArgs, steps: int) -> float:
     event = asyncio.Event()
     streams = [_Stream(event) for _ in range(STREAMS)]
     async with asyncio.timeout(TIMEOUT_S), app.router.lifespan_context(app):
-        engine: ZmqPushQueue[Any] = ZmqPushQueue(args.zmq_frontend_addrs[0], _Encoded())
+        engine: ZmqPushQueue[Any] = ZmqPushQueue(args.zmq_frontend_addr, _Encoded())
         tasks = [asyncio.create_task(stream.run(app)) for stream in streams]
         uids: list[int] = []
         while len(uids) < STREAMS:

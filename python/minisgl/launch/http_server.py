@@ -15,7 +15,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from minisgl.api.frontend import FrontendManager
 from minisgl.errors import StartupError
-from minisgl.message import StopMsg
 
 MAX_HEAD_BYTES: Final = 64 * 1024
 LAST_WORDS_S: Final = 1.0  # for error events to reach their clients before the connections are closed
@@ -53,7 +52,7 @@ class _Server(uvicorn.Server):
 
 
 class Service:
-    """The HTTP server of one API process. When it ends is decided elsewhere: see `supervisor`."""
+    """The HTTP server. The `Supervisor` decides when it ends."""
 
     def __init__(self, app: FastAPI) -> None:
         self._app = app
@@ -90,21 +89,22 @@ class Service:
         on_ready()
         await serving
 
-    async def drain(self, msg: StopMsg) -> None:
-        """Take no new work; returns when what was open has ended and been told so."""
-        if msg.cause:
-            self.frontend.fail(msg.cause)
-            await asyncio.sleep(LAST_WORDS_S)  # also lets /health tell whoever watches
-        else:
-            await self.frontend.drain(msg.drain_s)
-            await self.frontend.wait_idle(LAST_WORDS_S)
+    async def drain(self, timeout: float) -> None:
+        """Take no new work; wait up to `timeout` seconds for open requests and end the remaining ones with an error."""
+        await self.frontend.drain(timeout)
+        await self.frontend.wait_idle(LAST_WORDS_S)
+
+    async def fail(self, cause: str) -> None:
+        """End every open request with the error `cause`."""
+        self.frontend.fail(cause)
+        await asyncio.sleep(LAST_WORDS_S)  # for the error events, and for /health to show the cause to a probe
 
     def exit(self) -> None:
         self._server.should_exit = True
 
 
 def run_service(main: Coroutine[Any, Any, None]) -> None:
-    """Run an API process's `main` in this thread, on the faster event loop."""
+    """Run `main` in this thread, on uvloop."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -179,7 +179,7 @@ def launch_server(args: ServerArgs, scheduler: SchedulerTarget = run_scheduler) 
         with (
             contextlib.closing(bind_socket(args.host, args.port)) as sock,
             running_children(args, checked, scheduler) as up,
-            _supervised(up, checked, sock) as supervisor,
+            _supervised(up, checked) as supervisor,
         ):
             url = _url(sock)
             _serve(supervisor, sock, lambda: print(banner(checked, up.facts, url), flush=True))
@@ -209,25 +209,23 @@ def _url(sock: socket.socket) -> str:
 
 
 @contextlib.contextmanager
-def _supervised(up: Running, checked: Checked, sock: socket.socket) -> Iterator[Supervisor]:
-    """This process's API server, ready to run, while the other API processes run."""
+def _supervised(up: Running, checked: Checked) -> Iterator[Supervisor]:
+    """The API server, ready to run; tells the scheduler to leave afterwards."""
     from minisgl.api.api_server import create_app
     from minisgl.api.parsers.choose import OutputForms
     from minisgl.api.prepare import SamplingDefaults
     from minisgl.api.served import ServedModel
     from minisgl.launch.http_server import Service
     from minisgl.launch.supervisor import Supervisor
-    from minisgl.launch.workers import running_workers
 
     defaults = SamplingDefaults.from_generation_config(checked.generation_config)
     forms = OutputForms.of_model(checked.folder, up.args.tool_call_parser, up.args.reasoning_parser)
     embedder = read_embedder(checked.folder)
     model = ServedModel(checked.name, checked.limits, defaults, forms, up.facts, up.processes.pids, embedder)
     try:
-        with running_workers(up.args, model, sock) as workers:
-            yield Supervisor(Service(create_app(up.args, model)), up.args.drain_timeout, up.processes, workers)
+        yield Supervisor(Service(create_app(up.args, model)), up.args.drain_timeout, up.processes)
     finally:
-        _tell_scheduler_to_leave(up.args)  # when no API process needs it any more
+        _tell_scheduler_to_leave(up.args)
 
 
 def _serve(supervisor: Supervisor, sock: socket.socket, on_ready: Callable[[], None]) -> None:
@@ -247,7 +245,7 @@ def background_server(args: ServerArgs, scheduler: SchedulerTarget = run_schedul
     with (
         contextlib.closing(bind_socket(args.host, args.port)) as sock,
         running_children(args, checked, scheduler) as up,
-        _supervised(up, checked, sock) as supervisor,
+        _supervised(up, checked) as supervisor,
     ):
         url = _url(sock)
         thread = threading.Thread(target=_serve, args=(supervisor, sock, is_up.set), name="http")

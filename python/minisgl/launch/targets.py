@@ -31,7 +31,7 @@ def run_scheduler(args: ServerArgs, ready: Ready) -> None:
     try:
         with torch.inference_mode():
             group = meet_ranks(args.scheduler, local_ranks(args)[0])
-            io = ZmqIO(args.zmq_backend_addr, args.zmq_detokenizer_addr, args.zmq_frontend_addrs)
+            io = ZmqIO(args.zmq_backend_addr, args.zmq_detokenizer_addr, args.zmq_frontend_addr)
             scheduler = Scheduler.from_config(args.scheduler, io, group)
             gc.collect()
             gc.freeze()  # the model and its graphs: a full collection would look at all of it, in the middle of a step
@@ -71,4 +71,4 @@ def run_tokenizer(args: ServerArgs, folder: Path, limits: Limits, addr: str, rea
     """A tokenizer or the detokenizer, which receives at `addr`."""
     from minisgl.tokenizer.server import tokenize_worker
 
-    tokenize_worker(folder, limits, addr, args.zmq_backend_addr, args.zmq_frontend_addrs, lambda: ready({}))
+    tokenize_worker(folder, limits, addr, args.zmq_backend_addr, args.zmq_frontend_addr, lambda: ready({}))

@@ -14,10 +14,8 @@ from minisgl.message.frontend import (
     DetokenizerStatsMsg,
     FrontendMsg,
     StatsMsg,
-    StopMsg,
     TokenLogprob,
     UserReply,
-    WorkerMsg,
 )
 from minisgl.message.tokenizer import (
     AbortMsg,
@@ -52,7 +50,6 @@ __all__ = [
     "RequestView",
     "Started",
     "StatsMsg",
-    "StopMsg",
     "TokenScores",
     "TokenizeMsg",
     "TokenLogprob",
@@ -60,7 +57,6 @@ __all__ = [
     "UserMsg",
     "UserReply",
     "ViewMsg",
-    "WorkerMsg",
     "ids_from_bytes",
     "ids_to_bytes",
 ]

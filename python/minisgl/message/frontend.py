@@ -84,23 +84,4 @@ class DetokenizerStatsMsg(msgspec.Struct, tag="detokenizer", frozen=True):
     entries: int
 
 
-class WorkerMsg(msgspec.Struct, tag="worker", frozen=True):
-    """What one API process tells the others of itself; `tally` as `api/metrics.py: Tally.values` has it."""
-
-    worker: int
-    pid: int
-    entries: int  # requests that it remembers
-    tally: list[float]
-
-
-class StopMsg(msgspec.Struct, tag="stop", frozen=True):
-    """From the main API process to the others: take no new work, and leave when the rest is done.
-
-    What is open after `drain_s` seconds, or at once if the server has failed (`cause`), ends with an error.
-    """
-
-    drain_s: float
-    cause: str = ""
-
-
-FrontendMsg = UserReply | ConversionReply | EngineView | StatsMsg | DetokenizerStatsMsg | WorkerMsg | StopMsg
+FrontendMsg = UserReply | ConversionReply | EngineView | StatsMsg | DetokenizerStatsMsg

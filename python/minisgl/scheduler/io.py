@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Protocol
 
-from minisgl.message import BackendMsg, Codec, DetokenizeMsg, EngineView, StatsMsg, TokenizerMsg
-from minisgl.message.frontends import Frontends
+from minisgl.message import BackendMsg, Codec, DetokenizeMsg, EngineView, FrontendMsg, StatsMsg, TokenizerMsg
 from minisgl.process.queues import ZmqPullQueue, ZmqPushQueue
 
 
@@ -30,10 +28,10 @@ class SchedulerIO(Protocol):
 class ZmqIO:
     """The server's channels: pulls from the tokenizers, pushes to the detokenizer and (heartbeats) to the API."""
 
-    def __init__(self, backend_addr: str, detokenizer_addr: str, frontend_addrs: Sequence[str]) -> None:
+    def __init__(self, backend_addr: str, detokenizer_addr: str, frontend_addr: str) -> None:
         self._inbox: ZmqPullQueue[BackendMsg] = ZmqPullQueue(backend_addr, Codec(BackendMsg))
         self._tokens: ZmqPushQueue[TokenizerMsg] = ZmqPushQueue(detokenizer_addr, Codec(TokenizerMsg))
-        self._frontends = Frontends(frontend_addrs)
+        self._frontend: ZmqPushQueue[FrontendMsg] = ZmqPushQueue(frontend_addr, Codec(FrontendMsg))
 
     def receive(self, timeout: float) -> list[BackendMsg]:
         return self._inbox.get(timeout)
@@ -42,7 +40,7 @@ class ZmqIO:
         self._tokens.put([msg])
 
     def send_stats(self, msg: StatsMsg) -> None:
-        self._frontends.put([msg])
+        self._frontend.put([msg])
 
     def send_view(self, view: EngineView) -> None:
         self._tokens.put([view])

@@ -14,7 +14,6 @@ from minisgl.settings.config import SchedulerConfig, build_config, option, optio
 from minisgl.settings.sources import CONFIG_HELP, collect_options, settings_of
 
 MAX_TOKENIZERS: Final = 64
-MAX_API_WORKERS: Final = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +24,6 @@ class ServerArgs:
     host: str = option("127.0.0.1", "address to listen on; one that others can reach needs --api-key or --no-auth")
     port: int = option(1919, "port to listen on; 0 = any free one")
     num_tokenizer: int = option(0, "tokenizer processes; 0 = the detokenizer's process does both")
-    api_workers: int = option(1, "processes that speak HTTP, on one port; more when one core cannot stream all tokens")
     served_model_name: str | None = option(None, "name of the model in the API; default = its folder's name or hub id")
     api_key: str | None = option(None, "key that clients must send as `Authorization: Bearer KEY`")
     auth: bool = option(True, "refuse to listen on a reachable address without a key")
@@ -53,8 +51,6 @@ class ServerArgs:
             raise ConfigError(f"--port {self.port} is not 0 to 65535")
         if not 0 <= self.num_tokenizer <= MAX_TOKENIZERS:
             raise ConfigError(f"--num-tokenizer {self.num_tokenizer} is not 0 to {MAX_TOKENIZERS}")
-        if not 1 <= self.api_workers <= MAX_API_WORKERS:
-            raise ConfigError(f"--api-workers {self.api_workers} is not 1 to {MAX_API_WORKERS}")
         for name in ("ready_timeout", "drain_timeout", "write_timeout", "heartbeat_timeout"):
             if not 0 < getattr(self, name) < 1e6:
                 raise ConfigError(f"--{name.replace('_', '-')} must be a positive number of seconds")
@@ -72,9 +68,9 @@ class ServerArgs:
         return f"ipc://{self.run_dir}/{name}"
 
     @property
-    def zmq_frontend_addrs(self) -> list[str]:
-        """Where the API processes receive, one address each."""
-        return [self._addr(f"frontend-{i}") for i in range(self.api_workers)]
+    def zmq_frontend_addr(self) -> str:
+        """Where the API server receives."""
+        return self._addr("frontend")
 
     @property
     def zmq_backend_addr(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -32,7 +32,6 @@ from minisgl.message import (
     ids_from_bytes,
     ids_to_bytes,
 )
-from minisgl.message.frontends import Frontends
 from minisgl.params import Limits
 from minisgl.process.queues import ZmqPullQueue, ZmqPushQueue
 from minisgl.tokenizer.detokenize import DetokenizeManager
@@ -48,13 +47,13 @@ def tokenize_worker(
     limits: Limits,
     inbox_addr: str,
     backend_addr: str,
-    frontend_addrs: Sequence[str],
+    frontend_addr: str,
     on_ready: Callable[[], None],
 ) -> None:
-    """Serve `inbox_addr` for ever: prompts to the scheduler, tokens as text to the API processes."""
+    """Serve `inbox_addr` for ever: prompts to the scheduler, tokens as text to the API server."""
     inbox: ZmqPullQueue[TokenizerMsg] = ZmqPullQueue(inbox_addr, Codec(TokenizerMsg))
     backend: ZmqPushQueue[BackendMsg] = ZmqPushQueue(backend_addr, Codec(BackendMsg))
-    frontends = Frontends(frontend_addrs)
+    frontend: ZmqPushQueue[FrontendMsg] = ZmqPushQueue(frontend_addr, Codec(FrontendMsg))
     worker = Worker(TokenizeManager(folder, limits))
     on_ready()
     reported, reported_at = 0, 0.0
@@ -68,7 +67,7 @@ def tokenize_worker(
         if to_backend:
             backend.put(to_backend)
         if to_frontend:
-            frontends.put(to_frontend)
+            frontend.put(to_frontend)
 
 
 class Worker:

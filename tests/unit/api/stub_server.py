@@ -28,6 +28,7 @@ from minisgl.message import (
     ExitMsg,
     Failure,
     Finished,
+    FrontendMsg,
     Started,
     StatsMsg,
     TokenizerMsg,
@@ -35,7 +36,6 @@ from minisgl.message import (
     ids_from_bytes,
     ids_to_bytes,
 )
-from minisgl.message.frontends import Frontends
 from minisgl.process.child import Ready
 from minisgl.process.queues import ZmqPullQueue, ZmqPushQueue
 from minisgl.settings.args import ServerArgs, parse_args
@@ -70,7 +70,7 @@ def run(args: ServerArgs, ready: Ready) -> None:
     tokenizer = load_tokenizer(hf.resolve_model(args.scheduler.engine.model))
     inbox: ZmqPullQueue[BackendMsg] = ZmqPullQueue(args.zmq_backend_addr, Codec(BackendMsg))
     tokens: ZmqPushQueue[TokenizerMsg] = ZmqPushQueue(args.zmq_detokenizer_addr, Codec(TokenizerMsg))
-    stats = Frontends(args.zmq_frontend_addrs)
+    stats: ZmqPushQueue[FrontendMsg] = ZmqPushQueue(args.zmq_frontend_addr, Codec(FrontendMsg))
     ready({"dtype": "stub", "device": "cpu", "kv_tokens": 64, "page_size": 16})
     go = Path(os.environ["XDG_RUNTIME_DIR"]) / "go"
     running: dict[int, Stub] = {}

@@ -133,7 +133,6 @@ def test_unparsable(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     [
         "--port -1",
         "--num-tokenizer 999",
-        "--api-workers 0",
         "--drain-timeout 0",
         "--ready-timeout nan",
         "--max-body 1",
@@ -155,7 +154,7 @@ def test_reachable_host_needs_a_key() -> None:
 
 
 def test_addresses_are_distinct() -> None:
-    args = ServerArgs(run_dir="/r", num_tokenizer=2, api_workers=3)
-    addrs = [args.zmq_backend_addr, *args.zmq_frontend_addrs, args.zmq_detokenizer_addr, *args.zmq_tokenizer_addrs]
-    assert len(set(addrs)) == 7
+    args = ServerArgs(run_dir="/r", num_tokenizer=2)
+    addrs = [args.zmq_backend_addr, args.zmq_frontend_addr, args.zmq_detokenizer_addr, *args.zmq_tokenizer_addrs]
+    assert len(set(addrs)) == 5
     assert ServerArgs(run_dir="/r").zmq_tokenizer_addrs == ["ipc:///r/detokenizer"]

@@ -192,7 +192,7 @@ def test_silent_scheduler_is_unhealthy(args: ServerArgs, monkeypatch: pytest.Mon
     async def run() -> None:
         nonlocal now
         frontend = make_frontend(args)
-        scheduler: ZmqPushQueue[FrontendMsg] = ZmqPushQueue(args.zmq_frontend_addrs[0], Codec(FrontendMsg))
+        scheduler: ZmqPushQueue[FrontendMsg] = ZmqPushQueue(args.zmq_frontend_addr, Codec(FrontendMsg))
         assert frontend.health_problem == ""
         now += args.heartbeat_timeout + 1
         assert "no sign of life" in frontend.health_problem
