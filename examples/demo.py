@@ -14,7 +14,7 @@ import time
 from minisgl.chat.client import ChatClient
 from minisgl.errors import ConfigError, MinisglError
 from minisgl.launch.launch import background_server
-from minisgl.settings.args import parse_args
+from minisgl.settings.sources import parse_args
 
 CONVERSATIONS = [
     ["Hello! Who are you?"],

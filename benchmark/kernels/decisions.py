@@ -39,7 +39,7 @@ from minisgl.engine.graphs import mixed
 from minisgl.engine.graphs.capture import TAILS, Capture
 from minisgl.engine.graphs.decode import GraphRunner
 from minisgl.engine.memory import largest_prefill
-from minisgl.settings.config import EngineConfig
+from minisgl.settings.options import EngineConfig
 from minisgl.triton.tuned_linear import tuned_linear
 
 PREFILL_TOKENS, PROMPT_TOKENS, CONTEXT = 8192, 1024, 600

@@ -27,7 +27,7 @@ from minisgl.engine.engine import Engine
 from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.plan import adjust_record, decode_flags, sampling_flags
 from minisgl.scheduler.req import Req
-from minisgl.settings.config import EngineConfig
+from minisgl.settings.options import EngineConfig
 
 PROMPT, STEPS, REPEATS, AHEAD = 16, 25, 7, 2
 WARM = {"temperature": 0.6}

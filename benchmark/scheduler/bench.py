@@ -24,7 +24,7 @@ from minisgl.message import UserMsg, ids_to_bytes
 from minisgl.params import Limits, SamplingParams
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.settings.config import SchedulerConfig
+from minisgl.settings.options import SchedulerConfig
 
 PHASES = ("plan", "launch", "collect", "send")
 

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from minisgl.bench.args import add_bench
 from minisgl.bench.command import run_bench
 from minisgl.errors import ConfigError, MinisglError
-from minisgl.settings.args import (
+from minisgl.settings.options import SchedulerConfig
+from minisgl.settings.sources import (
     Parser,
     add_model_argument,
     add_options,
@@ -17,7 +18,6 @@ from minisgl.settings.args import (
     engine_options,
     take_options,
 )
-from minisgl.settings.config import SchedulerConfig
 
 DESCRIPTION = """\
 Serve a language model, or talk to one. Without MODEL it is the small demo model that comes with the package.

@@ -14,7 +14,7 @@ from minisgl.distributed.group import Group
 from minisgl.distributed.info import ALONE
 from minisgl.engine.engine import Engine
 from minisgl.native.runner import NativeRunner
-from minisgl.settings.config import EngineConfig
+from minisgl.settings.options import EngineConfig
 
 ROWS, PAGES = 16, 4096
 

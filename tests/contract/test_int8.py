@@ -19,7 +19,7 @@ from minisgl import LLM, SamplingParams
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
 from minisgl.errors import ConfigError
-from minisgl.settings.config import EngineConfig
+from minisgl.settings.options import EngineConfig
 from minisgl.tokenizer.tokenize import load_tokenizer
 from support.embedding_models import save_embedding_model
 

@@ -27,7 +27,7 @@ from minisgl.models.windows import SLIDING
 from minisgl.native import build
 from minisgl.native import library as native
 from minisgl.native.runner import refusal
-from minisgl.settings.config import EngineConfig
+from minisgl.settings.options import EngineConfig
 
 pytestmark = pytest.mark.usefixtures("built")
 RNG = random.Random(0)

@@ -23,7 +23,7 @@ from minisgl.device.device import create_device
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs.capture import TAILS, tail_of
-from minisgl.settings.config import EngineConfig
+from minisgl.settings.options import EngineConfig
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 CHATS = [

@@ -15,7 +15,7 @@ from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.settings.config import SchedulerConfig
+from minisgl.settings.options import SchedulerConfig
 from support.fake_engine import FakeEngine, expected_output
 from support.fake_grammar import FakeCompiler, FakeMatcher, LateExecutor
 

@@ -36,7 +36,7 @@ from minisgl.api.ui import add_page
 from minisgl.api.view import add_view_route
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg
-from minisgl.settings.args import ServerArgs
+from minisgl.settings.options import ServerArgs
 
 
 def create_app(args: ServerArgs, model: ServedModel) -> FastAPI:

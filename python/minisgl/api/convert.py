@@ -15,7 +15,7 @@ from minisgl.api.served import ServedModel
 from minisgl.errors import RequestError
 from minisgl.message import DecodeMsg, EncodeMsg, TokenizeMsg, ids_from_bytes
 from minisgl.params import Limits, SamplingParams
-from minisgl.settings.args import ServerArgs
+from minisgl.settings.options import ServerArgs
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):

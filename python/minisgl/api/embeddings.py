@@ -19,7 +19,7 @@ from minisgl.api.served import ServedModel
 from minisgl.checkpoint.embedder import Embedder, Vector
 from minisgl.errors import RequestError
 from minisgl.params import EMBED
-from minisgl.settings.args import ServerArgs
+from minisgl.settings.options import ServerArgs
 
 MAX_INPUTS: Final = 2048  # OpenAI's limit, of which clients make use
 

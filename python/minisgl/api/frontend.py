@@ -36,7 +36,7 @@ from minisgl.message import (
 )
 from minisgl.params import Limits
 from minisgl.process.queues import ZmqAsyncPullQueue, ZmqAsyncPushQueue
-from minisgl.settings.args import ServerArgs
+from minisgl.settings.options import ServerArgs
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from minisgl.api.served import ServedModel
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg, ids_to_bytes
 from minisgl.params import SamplingParams
-from minisgl.settings.args import ServerArgs
+from minisgl.settings.options import ServerArgs
 
 PROBE_TIMEOUT_S: Final = 20.0
 

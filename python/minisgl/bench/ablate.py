@@ -10,7 +10,7 @@ from typing import Any, Final
 from minisgl.bench.offline import OfflineSettings, run_offline
 from minisgl.bench.report import format_table, spread_percent
 from minisgl.errors import ConfigError, StartupError
-from minisgl.settings.config import SchedulerConfig, option_fields
+from minisgl.settings.options import SchedulerConfig, options_of
 
 # Name -> the option, and its values with and without. An option that this version does not have is left out, and said.
 ABLATIONS: Final[dict[str, tuple[str, Any, Any]]] = {
@@ -26,7 +26,7 @@ def run_ablations(settings: OfflineSettings, options: dict[str, Any]) -> dict[st
 
     Raises `ConfigError` for settings that cannot work with any of the options.
     """
-    known = option_fields(SchedulerConfig)
+    known = options_of(SchedulerConfig)
     pairs: dict[str, Any] = {}
     skipped: dict[str, str] = {}
     failure: ConfigError | None = None

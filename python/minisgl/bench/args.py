@@ -12,13 +12,13 @@ from minisgl.bench.examples import (
     OFFLINE_EXAMPLES,
     ONLINE_EXAMPLES,
 )
-from minisgl.settings.args import ServerArgs, add_model_argument, add_options
-from minisgl.settings.config import SchedulerConfig
+from minisgl.settings.options import SchedulerConfig, ServerArgs
+from minisgl.settings.sources import add_model_argument, add_options
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from minisgl.settings.args import Parser
+    from minisgl.settings.sources import Parser
 
 
 def add_bench(commands: _SubParsersAction[Parser]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from minisgl.errors import ConfigError
-from minisgl.settings.args import engine_options, server_options, take_options
+from minisgl.settings.sources import engine_options, server_options, take_options
 
 T = TypeVar("T")
 

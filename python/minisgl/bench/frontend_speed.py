@@ -24,7 +24,7 @@ from minisgl.core import FinishReason
 from minisgl.errors import MinisglError
 from minisgl.message import Codec, FrontendMsg, TokenizeMsg, TokenizerMsg, UserReply
 from minisgl.process.queues import ZmqAsyncPullQueue, ZmqPushQueue
-from minisgl.settings.args import ServerArgs
+from minisgl.settings.options import ServerArgs
 
 STREAMS: Final = 64
 STEPS: Final = 2000

@@ -25,7 +25,7 @@ from minisgl.checkpoint.hf import resolve_model
 from minisgl.errors import ConfigError, MinisglError
 from minisgl.message import DetokenizeMsg, FlushCacheMsg
 from minisgl.params import SamplingParams
-from minisgl.settings.config import EngineConfig
+from minisgl.settings.options import EngineConfig
 from minisgl.tokenizer.tokenize import model_limits
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from minisgl.errors import ConfigError, StartupError
-from minisgl.settings.args import args_from_options
+from minisgl.settings.sources import args_from_options
 
 EXIT_S: Final = 15.0
 POLL_S: Final = 0.05

@@ -20,7 +20,7 @@ from minisgl.api.prepare import SamplingDefaults
 from minisgl.api.served import ServedModel
 from minisgl.message import TokenizeMsg
 from minisgl.params import Limits, SamplingParams
-from minisgl.settings.args import ServerArgs
+from minisgl.settings.options import ServerArgs
 
 LIMITS: Final = Limits(max_model_len=1 << 20, vocab_size=1 << 17)
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from minisgl.chat.client import ChatClient, ServerError
 from minisgl.chat.interrupt import interruptible, interrupts_ignored
 from minisgl.chat.line_reader import LineReader, line_reader, read_message
-from minisgl.settings.args import ServerArgs
+from minisgl.settings.options import ServerArgs
 
 HELP: Final = '''\
 /reset                 forget the conversation

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from minisgl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from minisgl.settings.config import EngineConfig
+    from minisgl.settings.options import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class Rendezvous:
     def of_local_ranks(cls, config: EngineConfig, folder: str) -> list[Rendezvous]:
         """Return the rendezvous of each rank on this host, in order; raise `ConfigError` for impossible settings."""
         size, nodes, node = config.tp, config.nnodes, config.node_rank
-        if size < 1 or nodes < 1 or size % nodes:
+        if size % nodes:
             raise ConfigError(f"--tp {size} ranks cannot be spread evenly over --nnodes {nodes} hosts")
-        if not 0 <= node < nodes:
+        if node >= nodes:
             raise ConfigError(f"--node-rank {node} is not 0 to {nodes - 1}")
         if (nodes > 1) != bool(config.dist_init_addr):
             raise ConfigError("give --dist-init-addr HOST:PORT on all hosts if --nnodes is 2 or more, else not at all")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
@@ -15,9 +15,7 @@ from minisgl.errors import ConfigError
 from minisgl.models.config import ModelConfig
 from minisgl.native import runner as native
 from minisgl.native.library import load_native
-
-if TYPE_CHECKING:
-    from minisgl.settings.config import EngineConfig
+from minisgl.settings.options import MEMORY_RATIOS, PAGE_SIZES, EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +23,11 @@ class Defaults:
     """What "auto" means on one kind of device. `dtype` None is the checkpoint's own."""
 
     dtype: str | None
-    memory_ratio: float
-    page_size: int  # larger pages read faster on a GPU, smaller ones share more
     cuda_graph: bool
 
 
-DEFAULTS = {
-    "cpu": Defaults(dtype="float32", memory_ratio=0.1, page_size=16, cuda_graph=False),
-    "cuda": Defaults(dtype=None, memory_ratio=0.9, page_size=64, cuda_graph=True),
-}
+DEFAULTS = {"cpu": Defaults(dtype="float32", cuda_graph=False), "cuda": Defaults(dtype=None, cuda_graph=True)}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-QUANTIZATIONS = ("int8",)
-MAX_PAGE_SIZE = 128
 LARGE: Final = 2**26  # weights; float32 is 256 MB of them
 
 
@@ -47,7 +38,7 @@ class EngineSpec:
     folder: Path
     model: ModelConfig
     dtype: torch.dtype  # of what is computed, of the KV cache, and of weights that are not quantized
-    quantization: str | None  # one of QUANTIZATIONS
+    quantization: str | None  # None or int8
     max_seq_len: int
     page_size: int
     max_running_requests: int
@@ -86,24 +77,12 @@ def resolve(
     embedder = read_embedder(folder)
     model = ModelConfig.from_hf(raw if embedder is None else decoder_config(raw))
     defaults = DEFAULTS[device_type]
-    size = config.page_size or defaults.page_size
-    if not 1 <= size <= MAX_PAGE_SIZE or size & (size - 1):
-        raise ConfigError(f"--page-size {size} is not a power of two from 1 to {MAX_PAGE_SIZE}")
     longest = hf.max_model_len(raw)
-    if config.max_seq_len is not None and not 2 <= config.max_seq_len <= longest:
-        raise ConfigError(f"--max-seq-len {config.max_seq_len} is not between 2 and the model's {longest}")
-    if config.max_running_requests < 1:
-        raise ConfigError("--max-running-requests must be at least 1")
-    if config.num_pages is not None and config.num_pages < 1:
-        raise ConfigError("--num-pages must be at least 1")
-    ratio = config.memory_ratio if config.memory_ratio is not None else defaults.memory_ratio
-    if not 0 < ratio <= 1:
-        raise ConfigError(f"--memory-ratio {ratio} is not above 0 and at most 1")
+    if config.max_seq_len is not None and config.max_seq_len > longest:
+        raise ConfigError(f"--max-seq-len {config.max_seq_len} is more than the model's {longest}")
     dtype = config.dtype if config.dtype != "auto" else (defaults.dtype or model.dtype)
     if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    if config.quantization not in (None, *QUANTIZATIONS):
-        raise ConfigError(f"--quantization {config.quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
+        raise ConfigError(f"the checkpoint's dtype {dtype!r} is not one of {', '.join(DTYPES)}; give --dtype")
     has_graphs = defaults.cuda_graph and embedder is None  # they are for steps that choose tokens
     if config.cuda_graph_max_bs and not defaults.cuda_graph:
         raise ConfigError(f"--cuda-graph-max-bs needs an NVIDIA GPU, and the device is {device_type}")
@@ -111,18 +90,16 @@ def resolve(
         raise ConfigError("--cuda-graph-max-bs is not for an embedding model: its steps are not captured")
     wanted = config.max_running_requests if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
     graph_rows = min(wanted, config.max_running_requests) if has_graphs else 0
-    if graph_rows < 0:
-        raise ConfigError(f"--cuda-graph-max-bs {graph_rows} is negative")
     spec = EngineSpec(
         folder=folder,
         model=model,
         dtype=DTYPES[dtype],
         quantization=config.quantization,
         max_seq_len=config.max_seq_len or longest,
-        page_size=size,
+        page_size=PAGE_SIZES[device_type] if config.page_size is None else config.page_size,
         max_running_requests=config.max_running_requests,
         attention_backend=config.attention_backend,
-        memory_ratio=ratio,
+        memory_ratio=MEMORY_RATIOS[device_type] if config.memory_ratio is None else config.memory_ratio,
         num_pages=config.num_pages,
         dummy_weight=config.dummy_weight,
         graph_rows=graph_rows,

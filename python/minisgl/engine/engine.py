@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from minisgl.core import BatchPlan, Ints, StepCosts
     from minisgl.native.library import NativeLibrary
     from minisgl.native.runner import NativeRunner
-    from minisgl.settings.config import EngineConfig
+    from minisgl.settings.options import EngineConfig
 
 _log = logging.getLogger("minisgl.engine")
 

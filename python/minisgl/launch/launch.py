@@ -29,7 +29,7 @@ from minisgl.process.logger import configure_logging, log_level
 from minisgl.process.processes import Child, Facts, Processes
 from minisgl.process.queues import ZmqPushQueue
 from minisgl.process.rundir import RunDir
-from minisgl.settings.args import ServerArgs
+from minisgl.settings.options import ServerArgs
 
 if TYPE_CHECKING:
     from minisgl.launch.supervisor import Supervisor

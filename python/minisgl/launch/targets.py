@@ -13,7 +13,7 @@ from minisgl.distributed.info import Rendezvous
 from minisgl.errors import RankError
 from minisgl.params import Limits
 from minisgl.process.child import Ready
-from minisgl.settings.args import ServerArgs
+from minisgl.settings.options import ServerArgs
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from minisgl.message import AbortBackendMsg, TokenizeMsg, UserMsg, ids_to_bytes
 from minisgl.params import EMBED, SamplingParams
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.settings.config import SchedulerConfig, build_config
+from minisgl.settings.options import SchedulerConfig, build_config
 from minisgl.tokenizer.detokenize import DetokenizeManager
 from minisgl.tokenizer.tokenize import TokenizeManager
 

@@ -14,7 +14,7 @@ from minisgl.process.child import Ready
 from minisgl.process.processes import Child, Processes
 from minisgl.process.rundir import RunDir
 from minisgl.scheduler.follower import meet_ranks, run_follower
-from minisgl.settings.config import SchedulerConfig
+from minisgl.settings.options import SchedulerConfig
 
 if TYPE_CHECKING:
     from minisgl.distributed.group import Group

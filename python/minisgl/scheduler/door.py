@@ -12,7 +12,7 @@ from minisgl.scheduler.req import Req
 
 if TYPE_CHECKING:
     from minisgl.params import Limits
-    from minisgl.settings.config import SchedulerConfig
+    from minisgl.settings.options import SchedulerConfig
 
 
 class Door:

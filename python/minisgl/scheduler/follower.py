@@ -17,13 +17,13 @@ from minisgl.core import BatchPlan
 from minisgl.distributed.control import Digest
 from minisgl.distributed.group import Group, meet
 from minisgl.errors import InvariantError
-from minisgl.settings.env import is_check_mode
+from minisgl.settings.sources import is_check_mode
 
 if TYPE_CHECKING:
     from minisgl.distributed.control import Frame, PlanFeed
     from minisgl.distributed.info import Rendezvous
     from minisgl.scheduler.engine_protocol import StepEngine, StepOutput
-    from minisgl.settings.config import SchedulerConfig
+    from minisgl.settings.options import SchedulerConfig
 
 OWN_SETTINGS = ("model", "node_rank", "threads")  # in which hosts may differ
 

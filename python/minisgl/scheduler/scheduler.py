@@ -41,13 +41,13 @@ from minisgl.scheduler.rows import Rows
 from minisgl.scheduler.stats import HEARTBEAT_S, Stats
 from minisgl.scheduler.step_clock import StepClock
 from minisgl.scheduler.view import engine_view
-from minisgl.settings.env import is_check_mode, is_overlap_disabled
+from minisgl.settings.sources import is_check_mode, is_overlap_disabled
 
 if TYPE_CHECKING:
     from minisgl.distributed.group import Group
     from minisgl.scheduler.engine_protocol import StepEngine
     from minisgl.scheduler.io import SchedulerIO
-    from minisgl.settings.config import SchedulerConfig
+    from minisgl.settings.options import SchedulerConfig
 
 
 COMPILE_POLL_S: Final = 0.005  # how long to wait for grammars when there is nothing else to do

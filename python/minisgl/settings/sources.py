@@ -1,108 +1,172 @@
-"""Where options come from besides the command line: the environment, and a YAML file given by `--config`.
+"""Where the values of options come from: the command line, the environment, and the YAML file given by `--config`.
 
-model: ~/models/Qwen3-0.6B     # the keys of the file are the flags, without the dashes in front
-port: 8000
-max-running-requests: 64       # or max_running_requests
-overlap: false
+A flag overrides the environment, and the environment overrides the file. The keys of the file are the flags without the
+leading dashes:
+
+    model: ~/models/Qwen3-0.6B
+    port: 8000
+    max-running-requests: 64       # or max_running_requests
+    overlap: false
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from minisgl.errors import ConfigError
-from minisgl.settings.config import option_fields
-from minisgl.settings.env import read_flag
+from minisgl.settings.options import Option, SchedulerConfig, ServerArgs, build_config, options_of
 
 ENV_PREFIX: Final = "MINISGL_"
-CONFIG_HELP: Final = "YAML file of options, named as the flags are; flags and the environment go before it"
+CONFIG_HELP: Final = "YAML file of options, named like the flags; flags and the environment override the file"
+TRUE: Final = {"1", "true", "yes", "on"}
+FALSE: Final = {"", "0", "false", "no", "off"}
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One option that a user can set, as its configuration class declares it."""
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one sentence."""
 
-    owner: type
-    kind: type  # str, int, float or bool
-    help: str
-    default: Any  # None: computed, or none
-    flags: tuple[str, ...]  # further spellings of its flag
-    choices: tuple[str, ...]
-
-    def check(self, value: Any, where: str) -> Any:
-        """`value` if it can be this option's (whole numbers are fine where fractions are), or `ConfigError`."""
-        if self.kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not self.kind:
-            raise ConfigError(f"{where}={value!r} is not of type {self.kind.__name__}")
-        if self.choices and value not in self.choices:
-            raise ConfigError(f"{where}={value!r} is not one of {', '.join(self.choices)}")
-        return value
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
+        sys.exit(2)
 
 
-def settings_of(cls: type) -> dict[str, Setting]:
-    """The settings of a (nested) configuration class, by field name."""
-    found = {}
-    for name, (owner, type_name) in option_fields(cls).items():
-        f = next(f for f in fields(owner) if f.name == name)
-        if "help" in f.metadata:
-            kind = {"str": str, "int": int, "float": float, "bool": bool}[type_name.removesuffix(" | None")]
-            default = None if f.default is MISSING else f.default
-            found[name] = Setting(owner, kind, f.metadata["help"], default, f.metadata["flags"], f.metadata["choices"])
-    return found
+def add_options(parser: argparse.ArgumentParser, cls: type = ServerArgs) -> None:
+    """Add `--config` and one flag for each option of `cls`, in one group for each configuration class."""
+    parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=CONFIG_HELP)
+    groups: dict[type, argparse._ArgumentGroup] = {}
+    for option in options_of(cls).values():
+        owner = option.owner
+        if owner not in groups:
+            title = owner.__name__.removesuffix("Config").removesuffix("Args").lower()
+            groups[owner] = parser.add_argument_group(title, (owner.__doc__ or "").partition("\n")[0])
+        help = option.help if option.default in (None, "") else f"{option.help} (default: {option.default})"
+        common: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
+        if option.kind is bool:
+            common["action"] = argparse.BooleanOptionalAction
+        else:
+            common["type"] = option.kind
+            common["choices"] = option.choices or None
+            common["metavar"] = None if option.choices else option.kind.__name__.upper()
+        groups[owner].add_argument(*option.flags, **common)
 
 
-def collect_options(given: dict[str, Any], server: type, cls: type) -> dict[str, Any]:
-    """The options for `cls`: those `given` on the command line, then the environment's, then the file's.
-
-    `given["config"]` or MINISGL_CONFIG names the file; it may set any option of `server`, also where `cls` is only the
-    part of it that starts no server. Raises `ConfigError` for what cannot be read.
-    """
-    path = given.get("config", os.environ.get(f"{ENV_PREFIX}CONFIG"))
-    from_file = {} if path is None else _options_from_file(path, settings_of(server))
-    wanted = settings_of(cls)
-    rest = {name: value for name, value in given.items() if name != "config"}
-    return {n: v for n, v in from_file.items() if n in wanted} | _options_from_env(wanted) | rest
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the positional form of --model."""
+    help = "folder or hub id, the same as --model; none = the built-in demo model"
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=help)
 
 
-def _options_from_env(settings: dict[str, Setting]) -> dict[str, Any]:
-    """What `MINISGL_<FLAG>` says."""
-    options: dict[str, Any] = {}
-    for name, setting in settings.items():
-        variable = ENV_PREFIX + name.upper()
-        text = os.environ.get(variable)
-        if text is None:
-            continue
-        try:
-            value = read_flag(variable) if setting.kind is bool else setting.kind(text)
-        except ValueError:
-            raise ConfigError(f"{variable}={text!r} is not of type {setting.kind.__name__}") from None
-        options[name] = setting.check(value, variable)
+def take_options(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The options among the values of a parsed command line, and `config`."""
+    given = vars(namespace)
+    options = {name: value for name, value in given.items() if name in options_of(ServerArgs) or name == "config"}
+    if given.get("positional_model") is not None:
+        if "model" in options:
+            raise ConfigError("give the model once: MODEL or --model")
+        options["model"] = given["positional_model"]
+    if options.get("model") and (folder := Path(options["model"]).expanduser()).is_dir():
+        options["model"] = str(folder.resolve())
     return options
 
 
-def _options_from_file(path: str, settings: dict[str, Setting]) -> dict[str, Any]:
-    """What the file says; a null is as if its key were not there. Errors name the file, the line and the key."""
+def parse_args(argv: list[str] | None = None, prog: str = "minisgl serve") -> ServerArgs:
+    """Flags (and an optional positional MODEL) -> `ServerArgs`.
+
+    Raises `ConfigError` for values that cannot work; a flag that cannot be parsed ends the process with status 2.
+    """
+    parser = Parser(prog=prog, description="Serve a language model over HTTP (OpenAI's API).", allow_abbrev=False)
+    add_model_argument(parser)
+    add_options(parser)
+    return args_from_options(take_options(parser.parse_args(argv)))
+
+
+def args_from_options(given: dict[str, Any]) -> ServerArgs:
+    """`ServerArgs` from the options `given` on the command line, the environment and the file."""
+    return build_config(ServerArgs, server_options(given))
+
+
+def server_options(given: dict[str, Any]) -> dict[str, Any]:
+    """The options `given` on the command line over those of the environment over those of the file."""
+    return _merge_sources(given, ServerArgs)
+
+
+def engine_options(given: dict[str, Any]) -> dict[str, Any]:
+    """As `server_options`, without the options that only a server has."""
+    return _merge_sources(given, SchedulerConfig)
+
+
+def _merge_sources(given: dict[str, Any], cls: type) -> dict[str, Any]:
+    """The options of `cls` from all sources; the file may also set options that only a server has."""
+    path = given.get("config", os.environ.get(f"{ENV_PREFIX}CONFIG"))
+    from_file = {} if path is None else _read_file(Path(path).expanduser(), path)
+    wanted = options_of(cls)
+    options = {name: value for name, value in from_file.items() if name in wanted} | _read_environment(wanted)
+    return options | {name: value for name, value in given.items() if name != "config"}
+
+
+# -- the environment
+
+
+def read_flag(name: str) -> bool:
+    """The boolean environment variable `name`; unset means False. Raises `ConfigError` for any other value."""
+    value = os.environ.get(name, "").strip().lower()
+    if value not in TRUE | FALSE:
+        raise ConfigError(f"{name}={value!r} is not a boolean; use 1 or 0")
+    return value in TRUE
+
+
+def is_check_mode() -> bool:
+    """`MINISGL_CHECK=1`: verify every bookkeeping invariant at every step (see scheduler/check.py)."""
+    return read_flag("MINISGL_CHECK")
+
+
+def is_overlap_disabled() -> bool:
+    """`MINISGL_DISABLE_OVERLAP_SCHEDULING=1`: collect each batch before the next one is planned (the ablation)."""
+    return read_flag("MINISGL_DISABLE_OVERLAP_SCHEDULING")
+
+
+def _read_environment(wanted: Mapping[str, Option]) -> dict[str, Any]:
+    """The options that MINISGL_<NAME> variables set."""
+    options = {}
+    for name, option in wanted.items():
+        variable = ENV_PREFIX + name.upper()
+        if (text := os.environ.get(variable)) is None:
+            continue
+        try:
+            value = read_flag(variable) if option.kind is bool else option.kind(text)
+        except ValueError:
+            raise ConfigError(f"{variable}={text!r} is not of type {option.kind.__name__}") from None
+        options[name] = option.check(value, f"{variable}=")
+    return options
+
+
+# -- the file
+
+
+def _read_file(path: Path, shown: str) -> dict[str, Any]:
+    """The options that the file sets; a null counts as a missing key. Errors name the file, the line and the key."""
+    known = options_of(ServerArgs)
     options: dict[str, Any] = {}
-    for key, value, line in _pairs(Path(path).expanduser()):
-        where = f"{path}, line {line}"
+    for key, value, line in _pairs(path):
+        where = f"{shown}, line {line}"
         name = key.replace("-", "_") if isinstance(key, str) else ""
-        if name not in settings:
+        if name not in known:
             raise ConfigError(f"{where}: there is no option {key!r}; `minisgl serve --help` lists them")
         if name in options:
             raise ConfigError(f"{where}: {key} is set twice")
         if value is not None:
-            options[name] = settings[name].check(value, f"{where}: {key}")
+            options[name] = known[name].check(value, f"{where}: {key}=")
     return options
 
 
 def _pairs(path: Path) -> Iterator[tuple[Any, Any, int]]:
-    """(key, value, line) of the mapping in the file."""
-    import yaml  # most starts need none
+    """(key, value, line) of each entry of the file's mapping."""
+    import yaml  # not needed by a start without a file
 
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from minisgl.engine.config import EngineSpec, resolve
 from minisgl.errors import ConfigError
 from minisgl.llm.answers import Completion
 from minisgl.llm.llm import LLM
-from minisgl.settings.config import SchedulerConfig, build_config
+from minisgl.settings.options import SchedulerConfig, build_config
 from minisgl.tokenizer.tokenize import load_tokenizer
 from minisgl.verify.logits import WAYS, Texts, check_logits
 from minisgl.verify.reference import Reference, has_transformers, reference

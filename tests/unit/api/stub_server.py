@@ -38,7 +38,8 @@ from minisgl.message import (
 )
 from minisgl.process.child import Ready
 from minisgl.process.queues import ZmqPullQueue, ZmqPushQueue
-from minisgl.settings.args import ServerArgs, parse_args
+from minisgl.settings.options import ServerArgs
+from minisgl.settings.sources import parse_args
 from minisgl.tokenizer.tokenize import load_tokenizer
 
 

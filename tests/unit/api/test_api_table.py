@@ -21,7 +21,7 @@ from minisgl.api.protocol import refuse_unsupported
 from minisgl.api.served import ServedModel
 from minisgl.errors import RequestError
 from minisgl.params import Limits
-from minisgl.settings.args import ServerArgs
+from minisgl.settings.options import ServerArgs
 
 TESTS = Path(__file__).parents[2]
 PAGE = TESTS.parent / "docs" / "api.md"

@@ -27,7 +27,7 @@ from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.core import FinishReason
 from minisgl.message import TokenizeMsg, UserReply
 from minisgl.params import Grammar, SamplingParams
-from minisgl.settings.args import ServerArgs
+from minisgl.settings.options import ServerArgs
 
 Result = tuple[str, str, list[tuple[str, str]]]
 TOOLS = frozenset({"f", "get_weather"})

@@ -40,7 +40,7 @@ from minisgl.params import Limits, SamplingParams
 from minisgl.process import rundir
 from minisgl.process.queues import ZmqPullQueue, ZmqPushQueue
 from minisgl.process.rundir import RunDir
-from minisgl.settings.args import ServerArgs
+from minisgl.settings.options import ServerArgs
 
 LIMITS = Limits(max_model_len=100, vocab_size=50)
 

@@ -25,7 +25,7 @@ from minisgl.bench.timeline import read_bars
 from minisgl.bench.traffic import Request
 from minisgl.errors import ConfigError
 from minisgl.message import DetokenizeMsg
-from minisgl.settings.args import parse_args
+from minisgl.settings.sources import parse_args
 
 
 def test_percentiles() -> None:

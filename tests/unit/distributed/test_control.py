@@ -18,7 +18,7 @@ from minisgl.distributed.info import DistributedInfo, Rendezvous
 from minisgl.errors import ConfigError, InvariantError, RankError
 from minisgl.params import Limits
 from minisgl.scheduler.follower import replay
-from minisgl.settings.config import EngineConfig
+from minisgl.settings.options import EngineConfig
 
 NONE = np.empty(0, np.int32)
 

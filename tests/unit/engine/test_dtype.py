@@ -14,7 +14,7 @@ from minisgl.bench.shapes import SHAPES
 from minisgl.distributed.info import ALONE
 from minisgl.engine.config import resolve
 from minisgl.native.library import load_native
-from minisgl.settings.config import EngineConfig
+from minisgl.settings.options import EngineConfig
 
 LARGE = SHAPES["qwen3-0.6b"]
 

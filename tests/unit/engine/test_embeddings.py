@@ -24,7 +24,7 @@ from minisgl.errors import ConfigError, RequestError
 from minisgl.message import AbortBackendMsg, Finished, Started, UserMsg, ids_to_bytes
 from minisgl.models.config import ModelConfig
 from minisgl.params import EMBED
-from minisgl.settings.config import EngineConfig
+from minisgl.settings.options import EngineConfig
 from minisgl.verify.steps import span_plan
 from support.embedding_models import EmbeddingModel, save_embedding_model
 from support.ranks import run_ranks

@@ -19,7 +19,7 @@ from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.settings.config import SchedulerConfig, build_config
+from minisgl.settings.options import SchedulerConfig, build_config
 from support.fake_grammar import FakeCompiler
 from support.late_device import LateDevice
 

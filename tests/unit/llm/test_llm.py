@@ -144,8 +144,11 @@ def test_an_exception_in_the_callback_leaves_nothing_running(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"page_size": 3}, "power of two"),
-        ({"page_size": 256}, "power of two"),
+        ({"page_size": 3}, "--page-size 3 is not one of"),
+        ({"page_size": 256}, "--page-size 256 is not one of 1, 2, 4, 8, 16, 32, 64, 128"),
+        ({"page_size": 0}, "--page-size 0 is not one of"),
+        ({"page_size": "16"}, "--page-size '16' is not of type int"),
+        ({"dtype": None}, "--dtype None is not of type str"),
         ({"max_seq_len": 10**9}, "max-seq-len"),
         ({"num_pages": 0}, "num-pages"),
         ({"memory_ratio": 2.0}, "memory-ratio"),

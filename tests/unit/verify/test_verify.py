@@ -13,7 +13,7 @@ from contract.harness import MiniEngine, Span
 from minisgl.engine.config import resolve
 from minisgl.errors import ConfigError
 from minisgl.llm.answers import Completion
-from minisgl.settings.config import EngineConfig
+from minisgl.settings.options import EngineConfig
 from minisgl.verify.command import make_texts, verify
 from minisgl.verify.logits import FLOAT32_LIMIT, HALF_FACTOR, WAYS, Texts, check_logits
 from minisgl.verify.reference import Reference

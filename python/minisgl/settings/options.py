@@ -1,0 +1,326 @@
+"""Every option once: its name, aliases, default, range and help.
+
+Command-line flags, environment variables, the YAML file (`settings/sources.py`) and the keywords of `LLM(...)` are all
+made from the fields below, so this module must not import torch: the API process reads it too. The fields hold what the
+user *asked for*. `engine/config.py: resolve` computes what follows for one model and machine, and never writes back.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from os import PathLike
+from typing import Any, Final, TypeVar, get_args, get_type_hints
+
+from minisgl.errors import ConfigError
+
+T = TypeVar("T")
+
+
+# What the options that depend on the kind of device default to.
+PAGE_SIZES: Final = {"cpu": 16, "cuda": 64}  # larger pages read faster on a GPU, smaller pages share more
+MEMORY_RATIOS: Final = {"cpu": 0.1, "cuda": 0.9}
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    aliases: tuple[str, ...] = (),
+    choices: tuple[str | int, ...] = (),
+    above: float | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> Any:
+    """Declare a configuration field that users can set; its bounds are inclusive except for `above`."""
+    bounds = {"above": above, "minimum": minimum, "maximum": maximum}
+    return field(default=default, metadata={"help": help, "aliases": aliases, "choices": choices, **bounds})
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option, as the configuration class `owner` declares it."""
+
+    name: str
+    owner: type
+    kind: type  # str, int, float or bool
+    is_optional: bool  # None is a value: the default is computed, or the feature is off
+    default: Any
+    help: str
+    aliases: tuple[str, ...]
+    choices: tuple[str | int, ...]
+    above: float | None
+    minimum: float | None
+    maximum: float | None
+
+    @property
+    def flags(self) -> list[str]:
+        """The spellings of the command-line flag, the main one first."""
+        return ["--" + name.replace("_", "-") for name in (self.name, *self.aliases)]
+
+    def check(self, value: Any, source: str) -> Any:
+        """Return `value`, an integer as a float where the option is a float.
+
+        Raises `ConfigError` for a value of another type or out of range; the message begins with `source` (such as
+        "--port " or "MINISGL_PORT=") and the value.
+        """
+        if value is None and self.is_optional:
+            return None
+        given = f"{source}{value!r}"
+        if self.kind is float and type(value) is int:
+            value = float(value)
+        kind = type(value)
+        if kind is not self.kind and not (self.kind is str and isinstance(value, PathLike)):
+            raise ConfigError(f"{given} is not of type {self.kind.__name__}")
+        if self.choices and value not in self.choices:
+            raise ConfigError(f"{given} is not one of {', '.join(map(str, self.choices))}")
+        bounds = []
+        if self.above is not None and not value > self.above:
+            bounds.append(f"above {self.above:g}")
+        if self.minimum is not None and not value >= self.minimum:
+            bounds.append(f"at least {self.minimum}")
+        if self.maximum is not None and not value <= self.maximum:
+            bounds.append(f"at most {self.maximum}")
+        if bounds:
+            raise ConfigError(f"{given} must be {' and '.join(bounds)}")
+        return value
+
+
+class Settings:
+    """Base of the configuration classes."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a value of the wrong type or out of range."""
+        for name, declared in options_of(type(self)).items():
+            if declared.owner is type(self):
+                declared.check(getattr(self, name), f"{declared.flags[0]} ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(Settings):
+    """What runs one model on one device."""
+
+    model: str = option("", "folder or hub id of the model; empty = the built-in demo model", aliases=("model_path",))
+    download_source: str = option(
+        "huggingface", "hub that a model id is downloaded from", choices=("huggingface", "modelscope")
+    )
+    dtype: str = option(
+        "auto",
+        "number format of weights and KV cache; auto = the checkpoint's; on a CPU float32, or bfloat16 for large "
+        "bfloat16 models that the C++ step can run",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    quantization: str | None = option(
+        None,
+        "quantize the weights at the start: int8 = to 8 bits, in the C++ step of a CPU; default = keep --dtype",
+        choices=("int8",),
+    )
+    device: str = option("auto", "where to run; auto = a GPU if there is one", choices=("auto", "cpu", "cuda"))
+    page_size: int | None = option(
+        None,
+        f"tokens per KV page; default = {PAGE_SIZES['cuda']} on a GPU, {PAGE_SIZES['cpu']} on a CPU",
+        choices=(1, 2, 4, 8, 16, 32, 64, 128),
+    )
+    num_pages: int | None = option(
+        None, "KV pages in the pool; default = from the free memory and --memory-ratio", minimum=1
+    )
+    memory_ratio: float | None = option(
+        None,
+        "part of the free memory (after weights) for the KV cache; "
+        f"default = {MEMORY_RATIOS['cuda']} on a GPU, {MEMORY_RATIOS['cpu']} on a CPU",
+        above=0,
+        maximum=1,
+    )
+    max_running_requests: int = option(256, "maximum number of requests computed at the same time", minimum=1)
+    max_seq_len: int | None = option(
+        None,
+        "maximum length of prompt plus output in tokens; default = what the model allows",
+        aliases=("max_seq_len_override",),
+        minimum=2,
+    )
+    attention_backend: str = option(
+        "auto", "attention backend, or PREFILL,DECODE; `minisgl env` lists the names", aliases=("attn",)
+    )
+    cuda_graph_max_bs: int | None = option(
+        None,
+        "largest batch whose decode steps run as CUDA graphs, 0 = none; default = --max-running-requests on a GPU",
+        aliases=("graph",),
+        minimum=0,
+    )
+    dummy_weight: bool = option(False, "random weights instead of the checkpoint's (needs only config.json)")
+    threads: int | None = option(
+        None,
+        "CPU threads of each rank's engine; default = the cores this process may use, divided among the ranks",
+        minimum=1,
+    )
+    tp: int = option(
+        1,
+        "ranks (GPUs, or processes on a CPU) that compute each layer together",
+        aliases=("tp_size", "tensor_parallel_size"),
+        minimum=1,
+    )
+    disable_pynccl: bool = option(False, "let torch's process groups call NCCL instead of calling NCCL directly")
+    nnodes: int = option(
+        1, "hosts, each with the same number of ranks; start the same command on every host", minimum=1
+    )
+    node_rank: int = option(0, "number of this host; host 0 serves", minimum=0)
+    dist_init_addr: str = option("", "HOST:PORT of host 0, where the other hosts connect; use a private network")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig(Settings):
+    """What decides which request runs when."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    cache_type: str = option(
+        "radix",
+        "prefix cache: radix = share common prefixes, naive = none",
+        aliases=("cache",),
+        choices=("radix", "naive"),
+    )
+    schedule_policy: str = option(
+        "fcfs",
+        "order of waiting requests: fcfs = by arrival, but short prompts overtake long ones within a bound; lpm = "
+        "longest cached prefix first",
+        choices=("fcfs", "lpm"),
+    )
+    max_prefill_length: int = option(
+        8192,
+        "token budget of one step: running requests first, the rest for chunks of prompts",
+        aliases=("max_extend_length",),
+        minimum=1,
+    )
+    itl_target_ms: float | None = option(
+        None,
+        "target for the time between two tokens of a running stream in ms, met by limiting the prompt tokens computed "
+        "in the same step, 0 = no limit; default = 29, or twice a pure decode step if that is longer, where the engine "
+        "has measured the cost of a step",
+        minimum=0,
+        maximum=1e9,
+    )
+    mixed_batches: bool = option(
+        True, "compute prompts and running requests in one step; off = running requests wait while there are prompts"
+    )
+    overlap: bool | None = option(
+        None, "plan and reply while the device computes; default = on for a GPU, off for a CPU, where nothing is gained"
+    )
+    max_queued_requests: int = option(2048, "waiting requests beyond which new ones are refused (429)", minimum=0)
+    sampling_seed: int = option(0, "base of the sampling noise of requests without a seed of their own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerArgs(Settings):
+    """How the server listens and supervises its processes."""
+
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    host: str = option(
+        "127.0.0.1", "address to listen on; an address that other machines can reach needs --api-key or --no-auth"
+    )
+    port: int = option(1919, "port to listen on; 0 = any free port", minimum=0, maximum=65535)
+    num_tokenizer: int = option(
+        0, "tokenizer processes; 0 = the detokenizer's process does both", minimum=0, maximum=64
+    )
+    served_model_name: str | None = option(None, "name of the model in the API; default = its folder's name or hub id")
+    api_key: str | None = option(None, "key that clients must send as `Authorization: Bearer KEY`")
+    auth: bool = option(True, "refuse to listen on a reachable address without a key")
+    ready_timeout: float = option(600.0, "seconds that the processes may take to become ready", above=0, maximum=1e6)
+    drain_timeout: float = option(
+        30.0, "seconds that running requests may take to finish after SIGTERM", above=0, maximum=1e6
+    )
+    write_timeout: float = option(
+        30.0, "seconds after which a client that does not read is disconnected", above=0, maximum=1e6
+    )
+    heartbeat_timeout: float = option(
+        60.0, "seconds without a heartbeat from the engine until /health fails", above=0, maximum=1e6
+    )
+    max_body: int = option(4 * 1024 * 1024, "largest request body in bytes", minimum=1024, maximum=2**30)
+    ui: bool = option(True, "serve the page at /: a chat and a live view of the engine")
+    tool_call_parser: str = option(
+        "auto",
+        "format of the model's tool calls; auto = as the chat template shows",
+        choices=("auto", "none", "hermes", "mistral", "llama3"),
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "format of the model's reasoning; auto = as the chat template shows",
+        choices=("auto", "none", "think"),
+    )
+    run_dir: str = ""  # private folder of the ipc sockets, made at the start; not an option
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a value that cannot work."""
+        super().__post_init__()
+        if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
+            raise ConfigError("--api-key must be printable ASCII and not empty")
+        if self.auth and self.api_key is None and not is_loopback(self.host):
+            raise ConfigError(
+                f"--host {self.host} lets others use this server; give --api-key KEY, or --no-auth to allow everybody"
+            )
+
+    def _addr(self, name: str) -> str:
+        assert self.run_dir, "the run directory is not made yet"
+        return f"ipc://{self.run_dir}/{name}"
+
+    @property
+    def zmq_frontend_addr(self) -> str:
+        """Where the API server receives."""
+        return self._addr("frontend")
+
+    @property
+    def zmq_backend_addr(self) -> str:
+        """Where the scheduler receives."""
+        return self._addr("backend")
+
+    @property
+    def zmq_detokenizer_addr(self) -> str:
+        """Where the detokenizer receives."""
+        return self._addr("detokenizer")
+
+    @property
+    def zmq_tokenizer_addrs(self) -> list[str]:
+        """Where the tokenizers receive, one address each, so that a request and its abort keep their order."""
+        if self.num_tokenizer == 0:
+            return [self.zmq_detokenizer_addr]
+        return [self._addr(f"tokenizer-{i}") for i in range(self.num_tokenizer)]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def options_of(cls: type) -> Mapping[str, Option]:
+    """The options of a configuration class and of the classes nested in it, by name."""
+    found: dict[str, Option] = {}
+    hints = get_type_hints(cls)
+    for f in fields(cls):
+        hint = hints[f.name]
+        if is_dataclass(hint):
+            assert isinstance(hint, type)
+            found |= options_of(hint)
+        elif f.metadata:
+            kind, *none = get_args(hint) or (hint,)
+            found[f.name] = Option(f.name, cls, kind, bool(none), f.default, **f.metadata)
+    return found
+
+
+def build_config(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Build the configuration class `cls` and the classes nested in it from flat `values`, by option name.
+
+    Raises `ConfigError` for an unknown option and for a value that cannot work.
+    """
+    known = options_of(cls)
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r}; known: {', '.join(sorted(known))}")
+    fields_of_cls = {name: value for name, value in values.items() if known[name].owner is cls}
+    for name, hint in get_type_hints(cls).items():
+        if is_dataclass(hint):
+            assert isinstance(hint, type)
+            nested = options_of(hint)
+            fields_of_cls[name] = build_config(hint, {n: value for n, value in values.items() if n in nested})
+    return cls(**fields_of_cls)
