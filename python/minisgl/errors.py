@@ -4,6 +4,7 @@
       ConfigError      the start-up settings are wrong: one sentence of advice, exit code 2
       StartupError     a child process could not start: carries the cause, exit code 1
       RankError        another rank of the same model is gone: this one ends too, exit code 1
+      NativeError      no C++ step on this machine: steps run op by op, and a warning says why
       RequestError     one request is wrong: becomes a 4xx reply, costs nothing else
       InvariantError   our own bug, found by the invariant mode
 
@@ -27,6 +28,10 @@ class StartupError(MinisglError):
 
 class RankError(MinisglError):
     """Another rank of the same model is gone or cannot be reached, so this one cannot go on."""
+
+
+class NativeError(MinisglError):
+    """The C++ step cannot be compiled, loaded or used on this machine; the message says why."""
 
 
 class RequestError(MinisglError):

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 
+from minisgl.errors import NativeError
 from minisgl.native import library as native
+from minisgl.native.build import build_libraries
 
 
 @pytest.fixture(scope="session")
 def built() -> None:
-    """Compile for all instruction sets at once."""
-    if native.build_library(native.SOURCE, native.FLAGS) is None:
-        pytest.skip("no C++ compiler")
-    with ThreadPoolExecutor() as pool:
-        list(
-            pool.map(lambda isa: native.build_library(native.SOURCE, native.compiler_flags(isa)), native.usable_isas())
-        )
+    """Compile for all instruction sets of this machine, once for all: libraries stay in the user's cache."""
+    for future in build_libraries([native.target(isa) for isa in native.usable_isas()]):
+        try:
+            future.result()
+        except NativeError as e:
+            if "no C++ compiler" not in str(e):
+                raise
+            pytest.skip(str(e))
 
 
 @pytest.fixture(params=native.usable_isas())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import random
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -240,16 +241,19 @@ def test_a_row_that_is_not_finite_is_told(tmp_path: Path, isa: str):
     assert engine.ok.tolist() == [0, 1] and engine.tokens[0] == 0
 
 
-def test_amx_tiles_are_used_right(tmp_path, monkeypatch):
+def test_amx_tiles_are_used_right():
     """With the instructions replaced by software, since few machines have them; and the real ones at least compile."""
     if "avx512_bf16" not in native.usable_isas():
         pytest.skip("needs the vector instructions beside them")
-    monkeypatch.setattr(build, "cache_dir", lambda: tmp_path)
     software = Path(__file__).parents[1] / "support" / "amx_in_software.h"
-    flags = ("-O1", *native.compiler_flags("avx512_bf16")[1:], "-include", str(software))
-    library = native.build_library(native.SOURCE, flags)
-    assert library is not None and native.passes_self_test(library)
-    assert native.build_library(native.SOURCE, ("-O0", *native.compiler_flags("amx_bf16")[1:])) is not None
+    flags = ("-O1", *native.target("avx512_bf16").flags[1:], "-include", str(software))
+    flags = (*flags, f"-DSOFTWARE={zlib.crc32(software.read_bytes())}")  # its part of the library's digest
+    real = native.target("amx_bf16")
+    emulated, compiled = build.build_libraries(
+        [build.Target("tiles in software", native.SOURCE, flags), build.Target(real.name, real.source, real.flags)]
+    )
+    native.run_self_test(emulated.result(), "tiles in software")
+    assert compiled.result().exists()
 
 
 def runner_of(folder: Path) -> object:
@@ -280,7 +284,7 @@ def test_a_library_that_fails_its_self_test_is_not_loaded(tmp_path, monkeypatch,
     source = tmp_path / "bad.cpp"
     source.write_text(f'extern "C" int minisgl_self_test() {{ {body} }}')
     monkeypatch.setattr(native, "SOURCE", source)
-    monkeypatch.setattr(build, "cache_dir", lambda: tmp_path / "lib")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "SELF_TEST_TIMEOUT_S", 1.0)
     monkeypatch.setenv("MINISGL_CPU_ISA", "generic")
     assert isinstance(runner_of(Path(resolve(EngineConfig(), "cpu").folder)), EagerRunner)

@@ -20,7 +20,7 @@ def test_the_self_test_passes_on_arm(tmp_path: Path):
     assert native.isas_of("aarch64") == ["generic"]
     main = tmp_path / "main.cpp"
     main.write_text('extern "C" int minisgl_self_test(); int main() { return minisgl_self_test(); }')
-    flags = [flag for flag in native.compiler_flags("generic") if flag != "-shared"]
+    flags = [flag for flag in native.target("generic").flags if flag != "-shared"]
     program = tmp_path / "self_test"
     build = [COMPILER, *flags, "-Werror", str(native.SOURCE), str(main), "-o", str(program)]
     subprocess.run(build, check=True, timeout=600)

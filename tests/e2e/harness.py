@@ -11,18 +11,29 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from support.processes import PATIENCE_S, eventually, is_running
+
+__all__ = [
+    "HELD",
+    "PATIENCE_S",
+    "ROOT",
+    "ServerProcess",
+    "eventually",
+    "is_running",
+    "release",
+    "require_no_leak",
+    "stopped",
+]
+
 ROOT = Path(__file__).resolve().parents[2]
 STUB = ROOT / "tests" / "unit" / "api" / "stub_server.py"
 HELD: dict[str, Any] = {"prompt": "a few words !hold", "stream": True}  # not answered by the stub before `release`
-# For whatever must happen: a busy machine may keep a process waiting for seconds, and a test that passes never waits so
-# long. What would also come about after a time limit of the product's needs a test in which that limit is longer.
-PATIENCE_S = 120.0
 
 
 class ServerProcess:
@@ -120,24 +131,6 @@ class ServerProcess:
                 name, _, value = line.rpartition(" ")
                 values[name.removeprefix("minisgl:").partition("{")[0]] = float(value)
         return values
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether `condition` becomes true."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def release(server: ServerProcess) -> None:

@@ -11,7 +11,7 @@ import torch
 from minisgl.checkpoint import hf
 from minisgl.checkpoint.embedder import Pooling, decoder_config, read_embedder
 from minisgl.distributed.info import ALONE, DistributedInfo
-from minisgl.errors import ConfigError
+from minisgl.errors import ConfigError, NativeError
 from minisgl.models.config import ModelConfig
 from minisgl.native import runner as native
 from minisgl.native.library import load_native
@@ -121,4 +121,10 @@ def _halved(spec: EngineSpec) -> EngineSpec:
     layer = m.hidden_size * (2 * m.head_dim * (m.num_heads + m.num_kv_heads) + 3 * m.intermediate_size)
     is_large = layer * m.num_layers + m.vocab_size * m.hidden_size >= LARGE
     runs_native = m.dtype == "bfloat16" and spec.pooling is None and native.refusal(halved) is None
-    return halved if is_large and runs_native and not isinstance(load_native(), str) else spec
+    if not (is_large and runs_native):
+        return spec
+    try:
+        load_native()
+    except NativeError:
+        return spec
+    return halved

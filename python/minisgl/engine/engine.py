@@ -19,7 +19,7 @@ from minisgl.engine.penalties_state import LogitAdjuster
 from minisgl.engine.pooling import PoolingRunner, base_runner
 from minisgl.engine.runner import EagerRunner, Parts, Runner, Unchosen
 from minisgl.engine.state import RowState
-from minisgl.errors import ConfigError
+from minisgl.errors import ConfigError, NativeError
 from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.models import load_model
 from minisgl.ops.table import resolve_ops
@@ -166,13 +166,15 @@ class Engine:
 
         spec, device_type = self.spec, self.device.type
         reason = refusal(spec) if device_type == "cpu" else f"the device is {device_type}"
-        library = load_native() if reason is None else reason
-        if not isinstance(library, str):
-            return library
+        if reason is None:
+            try:
+                return load_native()
+            except NativeError as e:
+                reason = str(e)
         if spec.quantization is not None:
-            raise ConfigError(f"--quantization {spec.quantization} needs the C++ step of a CPU: {library}")
+            raise ConfigError(f"--quantization {spec.quantization} needs the C++ step of a CPU: {reason}")
         if device_type == "cpu" and spec.pooling is None:
-            _log.warning("steps run op by op, several times slower than the C++ step: %s", library)
+            _log.warning("steps run op by op, several times slower than the C++ step: %s", reason)
         return None
 
     def _native_runner(self, library: NativeLibrary) -> NativeRunner:

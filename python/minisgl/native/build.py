@@ -1,10 +1,12 @@
-"""Shared libraries of C++ sources: compiled with the package, or on first use into a cache of the user's own.
+"""Compiles the C++ step: with the package, or at the first start into the user's cache.
 
-Needs nothing but the standard library: `hatch_build.py` uses it before there is an environment.
+Needs only the standard library: `hatch_build.py` uses this module before there is an environment.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -12,85 +14,120 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from minisgl.errors import NativeError
+
 logger = logging.getLogger(__name__)
 
-# No -march=native: a home directory may be shared by machines with different processors.
-FLAGS: Final = ("-O3", "-std=c++17", "-shared", "-fPIC")
-TIMEOUT_S: Final = 120.0
 PREBUILT: Final = Path(__file__).parent / "prebuilt"
+COMPILER_CPU_S: Final = 600  # some 40 are normal; not wall time, because a busy machine is no reason to give up
+# Runs a compiler in a process group that dies when the pipe on stdin closes: with our process, however it ends.
+_SUPERVISE: Final = """
+ulimit -S -t "$0"
+exec 3<&0 </dev/null
+(read -r line <&3; kill -KILL 0) >/dev/null 2>&1 &
+"$@" 3<&-
+code=$?
+kill $!
+exit $code
+"""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A library to compile from `source` and the headers beside it; log lines and errors call it `name`."""
+
+    name: str
+    source: Path
+    flags: tuple[str, ...]
+
+    @property
+    def file_name(self) -> str:
+        """Contains a digest of sources, flags and machine, so that a stale library is never used."""
+        sources = (self.source, *sorted(self.source.parent.glob("*.h")))
+        texts = (path.read_text(encoding="utf-8") for path in sources)
+        key = "\0".join((*texts, platform.machine(), *self.flags))
+        return f"{self.source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
 
 
 def cache_dir() -> Path:
-    """Where compiled libraries live: $XDG_CACHE_HOME/minisgl/lib, by default below ~/.cache."""
+    """A folder below $XDG_CACHE_HOME (default ~/.cache), by machine type and C library: homes are shared."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "minisgl" / "lib"
+    return Path(base) / "minisgl" / "lib" / "-".join((platform.machine(), *platform.libc_ver()))
 
 
-def build_library(source: Path, flags: tuple[str, ...] = FLAGS) -> Path | None:
-    """The shared library of `source`; None, with one debug line, where it cannot be built.
+def build_library(target: Target) -> Path:
+    """Find or compile one library, see `build_libraries`. Raises `NativeError` with the reason."""
+    (future,) = build_libraries([target])
+    return future.result()
 
-    That which was compiled with the package, if it is of these sources and flags, else one in the cache.
-    Processes that build the same library at once each rename a complete file into place.
+
+def build_libraries(targets: Sequence[Target]) -> list[Future[Path]]:
+    """Find or compile libraries, as many at once as there are cores. The futures are done.
+
+    Prefer the prebuilt library if its digest matches, else the cached one. Processes that want the same library wait
+    for the first of them. No compiler outlives this call, whatever ends it. A future that failed has
+    `NativeError` with the reason.
     """
+    alive, lifeline = os.pipe()
+    with open(alive), ThreadPoolExecutor(os.cpu_count()) as pool, open(lifeline, "w"):  # closed in reverse order
+        futures = [pool.submit(_find_or_compile, target, alive) for target in targets]
+        wait(futures)
+    return futures
+
+
+def _find_or_compile(target: Target, alive: int) -> Path:
+    if (prebuilt := PREBUILT / target.file_name).exists():
+        return prebuilt
     try:
-        if (prebuilt := PREBUILT / _file_name(source, flags)).exists():
-            return prebuilt
-        compiler = _find_compiler()
-        version = subprocess.run(
-            [compiler, "--version"], capture_output=True, text=True, check=True, timeout=TIMEOUT_S
-        ).stdout
-        library = _private_folder(cache_dir()) / _file_name(source, flags, compiler, version)
+        folder = _private_folder(cache_dir())
+        library = folder / target.file_name
         if not library.exists():
-            _compile([compiler, *flags, str(source)], library)
+            with library.with_suffix(".lock").open("w") as lock:
+                with contextlib.suppress(OSError):  # not every file system has locks; then both compile
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                if not library.exists():
+                    _compile(target, library, alive)
         return library
-    except (OSError, subprocess.SubprocessError) as e:
-        logger.debug("%s is not compiled, the Python fallback runs: %s", source.name, e)
-        return None
-
-
-def prebuild_library(source: Path, flags: tuple[str, ...]) -> Path:
-    """Compile `source` to where `build_library` looks first, unless it is there.
-
-    Raises `OSError` or `subprocess.SubprocessError` where that cannot be done.
-    """
-    library = PREBUILT / _file_name(source, flags)
-    if not library.exists():
-        compiler = _find_compiler()
-        PREBUILT.mkdir(exist_ok=True)
-        _compile([compiler, *flags, str(source)], library)
-    return library
-
-
-def _file_name(source: Path, flags: tuple[str, ...], *compiler: str) -> str:
-    """With a digest of all that the library is made of, so that a stale one is never used."""
-    texts = (path.read_text(encoding="utf-8") for path in (source, *sorted(source.parent.glob("*.h"))))
-    key = "\0".join((*texts, platform.machine(), *compiler, *flags))
-    return f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
-
-
-def _find_compiler() -> str:
-    for name in ("g++", "c++", "clang++"):
-        if path := shutil.which(name):
-            return path
-    raise FileNotFoundError("no C++ compiler on the PATH")
+    except OSError as e:
+        raise NativeError(f"{target.name} cannot be compiled: {e}") from e
 
 
 def _private_folder(folder: Path) -> Path:
-    """`folder`, made if absent; refused when somebody else could put a library of theirs into it."""
+    """Make `folder` if absent. Raises `PermissionError` if another user could put a library into it."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{folder} must belong to this user and be writable by nobody else")
+        raise PermissionError(f"{folder} must belong to this user and be writable by this user only")
     return folder
 
 
-def _compile(command: list[str], library: Path) -> None:
+def _compile(target: Target, library: Path, alive: int) -> None:
+    """Raises `NativeError` with what the compiler says. `alive`: the pipe whose end kills the compiler."""
+    compiler = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
+    if compiler is None:
+        raise NativeError("no C++ compiler (g++, c++ or clang++) is on the PATH")
+    logger.info("compiling %s with %s (once, some 40 s of CPU time)", target.name, compiler)
+    start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         output = Path(scratch) / library.name
-        result = subprocess.run([*command, "-o", str(output)], capture_output=True, text=True, timeout=TIMEOUT_S)
+        command = [compiler, *target.flags, str(target.source), "-o", str(output)]
+        result = subprocess.run(
+            ["/bin/sh", "-c", _SUPERVISE, str(COMPILER_CPU_S), *command],
+            stdin=alive,
+            capture_output=True,
+            text=True,
+            process_group=0,
+            env=os.environ | {"TMPDIR": scratch, "LC_ALL": "C"},
+        )
         if result.returncode:
-            raise OSError(f"the compiler failed: {result.stderr.strip()[:500]}")
+            errors = [line for line in result.stderr.splitlines() if "error" in line]
+            raise NativeError(f"{target.name} cannot be compiled: {[*errors, f'exit code {result.returncode}'][0]}")
         os.replace(output, library)
+    logger.info("compiled %s in %.0f s", target.name, time.monotonic() - start)

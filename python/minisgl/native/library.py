@@ -1,7 +1,7 @@
 """The native CPU step: finds the best build of `cpp/forward.cpp` that works on this machine, and calls it.
 
-The library has a plain C interface and knows nothing of torch. A build is trusted after its self-test has passed in a
-child process, so one that crashes here only costs its speed.
+The library has a plain C interface and knows nothing of torch. A build is used only after its self-test has passed in a
+child process, so a build that crashes on this machine costs speed only.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from minisgl.errors import ConfigError
-from minisgl.native.build import build_library
+from minisgl.errors import ConfigError, NativeError
+from minisgl.native.build import Target, build_library
 
 _log = logging.getLogger("minisgl.native")
 
 SOURCE: Final = Path(__file__).parent / "cpp" / "forward.cpp"
 # Contraction is off because results must not depend on how a loop was unrolled, see cpp/simd.h.
 FLAGS: Final = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=off")
-SELF_TEST_TIMEOUT_S: Final = 60.0  # it takes a tenth of a second; a busy machine is no reason to fail it
+SELF_TEST_TIMEOUT_S: Final = 60.0  # the test takes a tenth of a second; a busy machine is no reason to fail
 
 _AVX512: Final = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 COMPILER_NAMES: Final = {
@@ -104,28 +104,29 @@ class NativeLibrary:
         self.quantize.argtypes, self.quantize.restype = [c_void_p, c_int64, c_int64, c_int64, c_void_p], None
 
 
-def load_native() -> NativeLibrary | str:
-    """The best build that passes its self-test, or why there is none.
+def load_native() -> NativeLibrary:
+    """Load the best build that passes its self-test.
 
-    `MINISGL_CPU_ISA` names the only one to try, or "none".
+    `MINISGL_CPU_ISA` names the only one to try, or "none". Raises `NativeError` with the reason of each failure.
     """
     wanted = os.environ.get("MINISGL_CPU_ISA", "")
     if wanted == "none":
-        return "MINISGL_CPU_ISA=none"
+        raise NativeError("MINISGL_CPU_ISA=none")
     if wanted and wanted not in ISAS:
         raise ConfigError(f"MINISGL_CPU_ISA={wanted!r} is not one of {', '.join(ISAS)}, none")
-    reason = f"this processor has no {wanted}"
+    failures = []
     for isa in usable_isas():
         if wanted in ("", isa):
-            path = build_library(SOURCE, compiler_flags(isa))
-            if path is None:
-                reason = "the C++ step cannot be compiled (is g++ installed?)"
+            try:
+                path = build_library(target(isa))
+                run_self_test(path, isa)
+            except NativeError as e:
+                failures.append(str(e))
                 continue
-            if passes_self_test(path):
-                return NativeLibrary(path, isa)
-            reason = f"the C++ step for {isa} fails its self-test"
-            _log.warning("%s", reason)
-    return reason
+            if failures:
+                _log.warning("the C++ step uses %s only: %s", isa, "; ".join(failures))
+            return NativeLibrary(path, isa)
+    raise NativeError("; ".join(dict.fromkeys(failures)) or f"this processor has no {wanted}")
 
 
 def usable_isas() -> list[str]:
@@ -135,25 +136,26 @@ def usable_isas() -> list[str]:
 
 
 def isas_of(machine: str) -> list[str]:
-    """Names of `ISAS` that some processor of an architecture (`platform.machine()`) has."""
+    """Names of `ISAS` that exist on an architecture (`platform.machine()`), best first."""
     return [isa for isa, needs in ISAS.items() if machine == "x86_64" or not needs]
 
 
-def compiler_flags(isa: str) -> tuple[str, ...]:
-    """What `build_library` needs for a name of `ISAS`."""
-    return (*FLAGS, *(COMPILER_NAMES.get(feature, f"-m{feature}") for feature in ISAS[isa]))
+def target(isa: str) -> Target:
+    """The library to compile for a name of `ISAS`."""
+    flags = (COMPILER_NAMES.get(feature, f"-m{feature}") for feature in ISAS[isa])
+    return Target(f"the C++ step for {isa}", SOURCE, (*FLAGS, *flags))
 
 
 @cache
-def passes_self_test(path: Path) -> bool:
-    """Run the library's own test in a child process, once: the choice of a dtype asks, and the engine."""
+def run_self_test(path: Path, isa: str) -> None:
+    """Run the library's own test in a child process, once. Raises `NativeError` if it fails."""
     code = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).minisgl_self_test())"
+    command = [sys.executable, "-I", "-S", "-c", code, str(path)]
     try:
-        command = [sys.executable, "-I", "-S", "-c", code, str(path)]
-        return subprocess.run(command, capture_output=True, timeout=SELF_TEST_TIMEOUT_S).returncode == 0
+        subprocess.run(command, capture_output=True, timeout=SELF_TEST_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError) as e:
         _log.debug("self-test of %s: %s", path.name, e)
-        return False
+        raise NativeError(f"the C++ step for {isa} fails its self-test") from e
 
 
 def _cpu_features() -> frozenset[str]:

@@ -13,6 +13,7 @@ import torch
 from minisgl.bench.shapes import SHAPES
 from minisgl.distributed.info import ALONE
 from minisgl.engine.config import resolve
+from minisgl.errors import NativeError
 from minisgl.native.library import load_native
 from minisgl.settings.options import EngineConfig
 
@@ -21,8 +22,10 @@ LARGE = SHAPES["qwen3-0.6b"]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    if isinstance(reason := load_native(), str):
-        pytest.skip(reason)
+    try:
+        load_native()
+    except NativeError as e:
+        pytest.skip(str(e))
     return tmp_path
 
 
