@@ -100,7 +100,7 @@ def measure(rows: int, page_size: int, steps: int) -> tuple[list[dict[str, float
         # Half of the page's offsets occur, so every other step needs pages, for eight requests of 256 at once.
         prompt = rng.integers(10, 1000, size=64 + 2 * uid % page_size, dtype=np.int32)
         params = SamplingParams(max_tokens=64 * 16, ignore_eos=uid % 2 == 0)
-        io.inbox.append(UserMsg(uid, ids_to_bytes(prompt), params))
+        io.inbox.append(UserMsg(uid=uid, input_ids=ids_to_bytes(prompt), sampling_params=params))
     clock = Clock()
     for name in ("plan", "launch", "collect"):
         clock.wrap(scheduler, name, name)

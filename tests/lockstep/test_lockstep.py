@@ -46,7 +46,7 @@ def drive(llm: LLM, requests: Requests, aborts: frozenset[int] = frozenset()) ->
     todo, ended, step = list(enumerate(requests)), set[int](), 0
     while todo or io.inbox or scheduler.is_busy:
         for uid, (prompt, params) in todo[:2]:
-            io.inbox.append(UserMsg(uid, ids_to_bytes(prompt), params))
+            io.inbox.append(UserMsg(uid=uid, input_ids=ids_to_bytes(prompt), sampling_params=params))
         del todo[:2]
         if step == 5:
             io.inbox.extend(AbortBackendMsg(uid) for uid in aborts)

@@ -42,7 +42,7 @@ class Harness:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, **params)  # type: ignore[arg-type]
         self.requests[uid] = (list(prompt), sampling)
         self.outputs[uid] = []
-        self.io.inbox.append(UserMsg(uid, ids_to_bytes(prompt), sampling))
+        self.io.inbox.append(UserMsg(uid=uid, input_ids=ids_to_bytes(prompt), sampling_params=sampling))
         return uid
 
     def abort(self, uid: int) -> None:

@@ -54,12 +54,16 @@ def encode_message(request: TokenizeRequest, limits: Limits) -> EncodeMsg:
             chat_template_kwargs=request.chat_template_kwargs,
         )
         (prompt,) = chat_messages(chat, SamplingDefaults(), limits)
-    return EncodeMsg(0, prompt, request.add_special_tokens)
+    return EncodeMsg(uid=0, prompt=prompt, add_special_tokens=request.add_special_tokens)
 
 
 def decode_message(request: DetokenizeRequest, limits: Limits) -> DecodeMsg:
     """The question for `request`; raises `RequestError` for ids that the model does not have. Its uid comes later."""
-    return DecodeMsg(0, packed_ids(request.tokens, "tokens", limits), bool(request.skip_special_tokens))
+    return DecodeMsg(
+        uid=0,
+        input_ids=packed_ids(request.tokens, "tokens", limits),
+        skip_special_tokens=bool(request.skip_special_tokens),
+    )
 
 
 def add_convert_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:

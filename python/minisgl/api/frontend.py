@@ -19,7 +19,6 @@ from minisgl.errors import RequestError
 from minisgl.message import (
     AbortMsg,
     BackendMsg,
-    Codec,
     ConversionReply,
     DecodeMsg,
     DetokenizerStatsMsg,
@@ -35,7 +34,7 @@ from minisgl.message import (
     ViewMsg,
 )
 from minisgl.params import Limits
-from minisgl.process.queues import ZmqAsyncPullQueue, ZmqAsyncPushQueue
+from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqAsyncPushQueue
 from minisgl.settings.options import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -179,10 +178,10 @@ class FrontendManager:
     def fail(self, cause: str) -> None:
         """End every open call with an error; no new one will be accepted."""
         self.failure = self.failure or cause
-        failure = Failure(cause, code="server_failed", status=503)
+        failure = Failure(message=cause, code="server_failed", status=503)
         self._questions.fail(failure)
         for uid, call in self._calls.items():
-            call.push(UserReply(uid, finish_reason=FinishReason.ERROR, failure=failure))
+            call.push(UserReply(uid=uid, finish_reason=FinishReason.ERROR, failure=failure))
 
     async def wait_idle(self, timeout: float) -> None:
         """Wait until every call has been answered, at most `timeout` seconds."""

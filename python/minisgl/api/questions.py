@@ -40,4 +40,4 @@ class Questions:
     def fail(self, failure: Failure) -> None:
         """Nobody will answer any more."""
         for uid in self._waiting:
-            self.answer(ConversionReply(uid, failure=failure))
+            self.answer(ConversionReply(uid=uid, failure=failure))

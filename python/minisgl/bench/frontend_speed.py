@@ -22,8 +22,8 @@ from minisgl.bench.plain_server import APPS
 from minisgl.bench.report import provenance
 from minisgl.core import FinishReason
 from minisgl.errors import MinisglError
-from minisgl.message import Codec, FrontendMsg, TokenizeMsg, TokenizerMsg, UserReply
-from minisgl.process.queues import ZmqAsyncPullQueue, ZmqPushQueue
+from minisgl.message import FrontendMsg, TokenizeMsg, TokenizerMsg, UserReply
+from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqPushQueue
 from minisgl.settings.options import ServerArgs
 
 STREAMS: Final = 64
@@ -93,13 +93,19 @@ async def _measure(name: str, args: ServerArgs, steps: int) -> float:
     event = asyncio.Event()
     streams = [_Stream(event) for _ in range(STREAMS)]
     async with asyncio.timeout(TIMEOUT_S), app.router.lifespan_context(app):
-        engine: ZmqPushQueue[Any] = ZmqPushQueue(args.zmq_frontend_addr, _Encoded())
+        engine: ZmqPushQueue[Any] = ZmqPushQueue(args.zmq_frontend_addr, _Encoded(Any))
         tasks = [asyncio.create_task(stream.run(app)) for stream in streams]
         uids: list[int] = []
         while len(uids) < STREAMS:
             uids += [m.uid for m in await inbox.get() if isinstance(m, TokenizeMsg)]
         frames = [
-            codec.encode([UserReply(uid, _WORDS[n % len(_WORDS)], n + 1, 5) for uid in uids]) for n in range(steps)
+            codec.encode(
+                [
+                    UserReply(uid=uid, text=_WORDS[n % len(_WORDS)], completion_tokens=n + 1, prompt_tokens=5)
+                    for uid in uids
+                ]
+            )
+            for n in range(steps)
         ]
         cpu = 0.0
         for n, frame in enumerate(frames):
@@ -110,7 +116,10 @@ async def _measure(name: str, args: ServerArgs, steps: int) -> float:
                 event.clear()
                 await event.wait()
         cpu = time.process_time() - cpu
-        end = [UserReply(uid, "", steps, 5, finish_reason=FinishReason.LENGTH) for uid in uids]
+        end = [
+            UserReply(uid=uid, text="", completion_tokens=steps, prompt_tokens=5, finish_reason=FinishReason.LENGTH)
+            for uid in uids
+        ]
         engine.put([codec.encode(end)])
         await asyncio.gather(*tasks)
         for stream in streams:
@@ -120,15 +129,12 @@ async def _measure(name: str, args: ServerArgs, steps: int) -> float:
     return 1e6 * cpu / (STREAMS * (steps - WARM_UP_STEPS))
 
 
-class _Encoded:
+class _Encoded(Codec[Any]):
     """A codec for frames that are bytes already: making them is the stub's work, not to be measured."""
 
     def encode(self, messages: Any) -> bytes:
         frame: bytes = messages[0]
         return frame
-
-    def decode(self, frame: bytes) -> list[Any]:
-        return [frame]
 
 
 def _run(name: str, steps: int, report: Connection) -> None:

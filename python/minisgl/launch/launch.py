@@ -22,12 +22,12 @@ from minisgl.device.driver import check_driver
 from minisgl.distributed.info import Rendezvous
 from minisgl.errors import ConfigError, StartupError
 from minisgl.launch.targets import local_ranks, run_follower_rank, run_scheduler, run_tokenizer
-from minisgl.message import BackendMsg, Codec, ExitMsg
+from minisgl.message import BackendMsg, ExitMsg
 from minisgl.params import Limits
 from minisgl.process.child import Ready
 from minisgl.process.logger import configure_logging, log_level
 from minisgl.process.processes import Child, Facts, Processes
-from minisgl.process.queues import ZmqPushQueue
+from minisgl.process.queues import Codec, ZmqPushQueue
 from minisgl.process.rundir import RunDir
 from minisgl.settings.options import ServerArgs
 

@@ -139,7 +139,8 @@ class LLM:
         messages = [msgspec.structs.replace(m, sampling_params=p) for m, p in zip(messages, params, strict=True)]
         ids = [self._tokenizer.tokenize(m) for m in messages]
         users = [
-            UserMsg(self._next_uid + i, ids_to_bytes(x), p) for i, (x, p) in enumerate(zip(ids, params, strict=True))
+            UserMsg(uid=self._next_uid + i, input_ids=ids_to_bytes(x), sampling_params=p)
+            for i, (x, p) in enumerate(zip(ids, params, strict=True))
         ]
         for user in users:
             self.scheduler.door.output_budget(user)

@@ -28,17 +28,17 @@ def ending(req: Req, token: int, length: int, eos_ids: frozenset[int]) -> Finish
     """Whether `req` is over with its newest token, of `length` tokens in all."""
     params = req.sampling_params
     if token in eos_ids and not params.ignore_eos:
-        return Finished(req.uid, FinishReason.STOP, has_text=False)
+        return Finished(uid=req.uid, reason=FinishReason.STOP, has_text=False)
     if token in params.stop_token_ids:
-        return Finished(req.uid, FinishReason.STOP, has_text=params.shows_stop, stop_token=token)
+        return Finished(uid=req.uid, reason=FinishReason.STOP, has_text=params.shows_stop, stop_token=token)
     if req.matcher is not None and req.matcher.is_complete:
-        return Finished(req.uid, FinishReason.STOP)
-    return Finished(req.uid, FinishReason.LENGTH) if length == req.max_len else None
+        return Finished(uid=req.uid, reason=FinishReason.STOP)
+    return Finished(uid=req.uid, reason=FinishReason.LENGTH) if length == req.max_len else None
 
 
 def failure(uid: int, error: RequestError) -> Finished:
     """The end of a request that cannot be served."""
-    return Finished(uid, FinishReason.ERROR, has_text=False, failure=Failure.of(error))
+    return Finished(uid=uid, reason=FinishReason.ERROR, has_text=False, failure=Failure.of(error))
 
 
 def unsound(req: Req) -> RequestError:
@@ -53,7 +53,9 @@ def token_scores(req: Req, scores: Ints) -> TokenScores:
     top = req.sampling_params.logprobs
     assert top is not None, f"nobody wants log-probabilities: {req}"
     ids, logprobs = scores[1 : 1 + top], scores[1 + MAX_LOGPROBS : 1 + MAX_LOGPROBS + top]
-    return TokenScores(req.uid, top, scores[0].tobytes(), ids.T.tobytes(), logprobs.T.tobytes())
+    return TokenScores(
+        uid=req.uid, top=top, logprobs=scores[0].tobytes(), top_ids=ids.T.tobytes(), top_logprobs=logprobs.T.tobytes()
+    )
 
 
 class Outbox:
@@ -69,19 +71,21 @@ class Outbox:
         """The first token of `req` is in the next message, or its embedding."""
         p = req.sampling_params
         begun = Started(
-            req.uid,
-            req.prompt_len,
-            req.prefix_hit,
-            p.stop,
-            p.skip_special_tokens,
-            req.queue_seconds,
-            req.prefill_chunks,
-            ids_to_bytes(req.ids[: req.prompt_len]) if p.echo or p.scores_prompt else b"",
-            None if req.prompt_scores is None else token_scores(req, np.concatenate(req.prompt_scores, axis=1)),
-            p.max_tokens == 0,
-            embedding,
-            p.echo,
-            p.shows_stop,
+            uid=req.uid,
+            prompt_tokens=req.prompt_len,
+            cached_tokens=req.prefix_hit,
+            stop=p.stop,
+            skip_special_tokens=p.skip_special_tokens,
+            queue_seconds=req.queue_seconds,
+            prefill_chunks=req.prefill_chunks,
+            prompt_ids=ids_to_bytes(req.ids[: req.prompt_len]) if p.echo or p.scores_prompt else b"",
+            prompt_scores=None
+            if req.prompt_scores is None
+            else token_scores(req, np.concatenate(req.prompt_scores, axis=1)),
+            is_silent=p.max_tokens == 0,
+            embedding=embedding,
+            echo=p.echo,
+            shows_stop=p.shows_stop,
         )
         self._started.append(begun)
 
@@ -104,7 +108,11 @@ class Outbox:
         started, self._started = self._started, []
         finished, self._finished = self._finished, []
         scores, self._scores = self._scores, []
-        self._io.send(DetokenizeMsg(uids.tobytes(), ids_to_bytes(tokens), started, finished, scores))
+        self._io.send(
+            DetokenizeMsg(
+                uids=uids.tobytes(), tokens=ids_to_bytes(tokens), started=started, finished=finished, scores=scores
+            )
+        )
 
     def flush(self) -> None:
         """Send the endings that came without tokens."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-from minisgl.message import BackendMsg, Codec, DetokenizeMsg, EngineView, FrontendMsg, StatsMsg, TokenizerMsg
-from minisgl.process.queues import ZmqPullQueue, ZmqPushQueue
+from minisgl.message import BackendMsg, DetokenizeMsg, EngineView, FrontendMsg, StatsMsg, TokenizerMsg
+from minisgl.process.queues import Codec, ZmqPullQueue, ZmqPushQueue
 
 
 class SchedulerIO(Protocol):

@@ -164,7 +164,7 @@ class Scheduler:
                 self.accept(msg)
             case AbortBackendMsg(uid):
                 if (req := self.live.get(uid)) is not None and req.status is not Status.FINISHED:
-                    self.finish(req, Finished(uid, FinishReason.ABORT))
+                    self.finish(req, Finished(uid=uid, reason=FinishReason.ABORT))
             case FlushCacheMsg():
                 self.cache.flush()
             case ViewMsg(uid):

@@ -52,7 +52,7 @@ class _Output:
                 text += self._decode(token)
         if scores is None:
             return text, []
-        first = TokenLogprob(ids[0], self._bytes_of[ids[0]], None, 0, [])
+        first = TokenLogprob(id=ids[0], data=self._bytes_of[ids[0]], logprob=None, offset=0, top=[])
         return text, [first, *self._logprobs(ids[1:], offsets[1:], scores)]
 
     def logprobs(self, token: int, scores: TokenScores | None) -> list[TokenLogprob]:
@@ -65,7 +65,7 @@ class _Output:
         values = np.frombuffer(scores.top_logprobs, "<f4").reshape(len(tokens), scores.top).tolist()
         tops = [[(i, self._bytes_of[i], v) for i, v in zip(*x, strict=True)] for x in zip(ids, values, strict=True)]
         return [
-            TokenLogprob(token, self._bytes_of[token], logprob, offset, top)
+            TokenLogprob(id=token, data=self._bytes_of[token], logprob=logprob, offset=offset, top=top)
             for token, logprob, offset, top in zip(tokens, logprobs, offsets, tops, strict=True)
         ]
 
@@ -85,7 +85,7 @@ class _Output:
             text, stop = ("", None) if end is not None and not end.has_text else self._watch(self._decode(token))
         except Exception as e:  # one request's trouble must not take the others' text with it
             logger.exception("could not decode token %d of request %d", token, self._started.uid)
-            return self._reply("", FinishReason.ERROR, failure=Failure(f"could not decode token {token}: {e}"))
+            return self._reply("", FinishReason.ERROR, failure=Failure(message=f"could not decode token {token}: {e}"))
         if stop is not None:
             return self._reply(text, FinishReason.STOP, stop)
         return self._reply(text) if end is None else self.end(end, text)
@@ -106,14 +106,23 @@ class _Output:
         failure: Failure | None = None,
     ) -> UserReply:
         s = self._started
-        return UserReply(s.uid, text, self.completion_tokens, s.prompt_tokens, s.cached_tokens, reason, stop, failure)
+        return UserReply(
+            uid=s.uid,
+            text=text,
+            completion_tokens=self.completion_tokens,
+            prompt_tokens=s.prompt_tokens,
+            cached_tokens=s.cached_tokens,
+            finish_reason=reason,
+            stop_reason=stop,
+            failure=failure,
+        )
 
     def first(self, reply: UserReply) -> UserReply:
         """`reply` to the first token, with all that only this one says."""
         started = self._started
         if started.is_silent and reply.failure is None:
             reply = UserReply(
-                reply.uid,
+                uid=reply.uid,
                 prompt_tokens=reply.prompt_tokens,
                 cached_tokens=reply.cached_tokens,
                 finish_reason=FinishReason.LENGTH,
@@ -187,5 +196,7 @@ class DetokenizeManager:
             elif (output := self._outputs.pop(uid, None)) is not None:
                 replies.append(output.end(end))
             else:  # it has no token
-                replies.append(UserReply(uid, "", 0, 0, 0, end.reason, end.stop_token, end.failure))
+                replies.append(
+                    UserReply(uid=uid, finish_reason=end.reason, stop_reason=end.stop_token, failure=end.failure)
+                )
         return replies, aborts

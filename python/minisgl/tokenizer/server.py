@@ -16,7 +16,6 @@ from minisgl.message import (
     AbortBackendMsg,
     AbortMsg,
     BackendMsg,
-    Codec,
     ConversionReply,
     DecodeMsg,
     DetokenizeMsg,
@@ -33,7 +32,7 @@ from minisgl.message import (
     ids_to_bytes,
 )
 from minisgl.params import Limits
-from minisgl.process.queues import ZmqPullQueue, ZmqPushQueue
+from minisgl.process.queues import Codec, ZmqPullQueue, ZmqPushQueue
 from minisgl.tokenizer.detokenize import DetokenizeManager
 from minisgl.tokenizer.tokenize import TokenizeManager
 
@@ -104,7 +103,7 @@ class Worker:
         for msg in messages:
             if isinstance(msg, TokenizeMsg):
                 if msg.uid in aborted:  # its abort is in this very batch: the work is not worth starting
-                    to_frontend.append(UserReply(msg.uid, finish_reason=FinishReason.ABORT))
+                    to_frontend.append(UserReply(uid=msg.uid, finish_reason=FinishReason.ABORT))
                     aborted.discard(msg.uid)
                 else:
                     self._accept(msg, to_backend, to_frontend)
@@ -120,10 +119,10 @@ class Worker:
         try:
             ids = self._tokenize.tokenize(msg)
         except Exception as e:
-            reply = UserReply(msg.uid, finish_reason=FinishReason.ERROR, failure=_failure(msg.uid, e))
+            reply = UserReply(uid=msg.uid, finish_reason=FinishReason.ERROR, failure=_failure(msg.uid, e))
             to_frontend.append(reply)
         else:
-            to_backend.append(UserMsg(msg.uid, ids_to_bytes(ids), msg.sampling_params))
+            to_backend.append(UserMsg(uid=msg.uid, input_ids=ids_to_bytes(ids), sampling_params=msg.sampling_params))
 
     def _with_texts(self, view: EngineView) -> EngineView:
         """`view` with the words that its nodes begin with."""
@@ -137,10 +136,10 @@ class Worker:
     def _convert(self, msg: EncodeMsg | DecodeMsg) -> ConversionReply:
         try:
             if isinstance(msg, EncodeMsg):
-                return ConversionReply(msg.uid, input_ids=ids_to_bytes(self._tokenize.encode(msg)))
-            return ConversionReply(msg.uid, text=self._tokenize.decode(msg))
+                return ConversionReply(uid=msg.uid, input_ids=ids_to_bytes(self._tokenize.encode(msg)))
+            return ConversionReply(uid=msg.uid, text=self._tokenize.decode(msg))
         except Exception as e:
-            return ConversionReply(msg.uid, failure=_failure(msg.uid, e))
+            return ConversionReply(uid=msg.uid, failure=_failure(msg.uid, e))
 
 
 def _failure(uid: int, e: Exception) -> Failure:
@@ -148,4 +147,4 @@ def _failure(uid: int, e: Exception) -> Failure:
     if isinstance(e, RequestError):
         return Failure.of(e)
     logger.error("could not tokenize request %d", uid, exc_info=e)
-    return Failure(f"tokenizing failed: {e}")
+    return Failure(message=f"tokenizing failed: {e}")

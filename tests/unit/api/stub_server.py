@@ -23,7 +23,6 @@ from minisgl.launch.launch import launch_server
 from minisgl.message import (
     AbortBackendMsg,
     BackendMsg,
-    Codec,
     DetokenizeMsg,
     ExitMsg,
     Failure,
@@ -37,7 +36,7 @@ from minisgl.message import (
     ids_to_bytes,
 )
 from minisgl.process.child import Ready
-from minisgl.process.queues import ZmqPullQueue, ZmqPushQueue
+from minisgl.process.queues import Codec, ZmqPullQueue, ZmqPushQueue
 from minisgl.settings.options import ServerArgs
 from minisgl.settings.sources import parse_args
 from minisgl.tokenizer.tokenize import load_tokenizer
@@ -80,8 +79,8 @@ def run(args: ServerArgs, ready: Ready) -> None:
         for msg in inbox.get(timeout=0.0 if running else 0.2):
             match msg:
                 case UserMsg() if len(running) >= queue_limit:
-                    full = Failure("the queue is full", code="queue_full", status=429)
-                    finished.append(Finished(msg.uid, FinishReason.ERROR, failure=full))
+                    full = Failure(message="the queue is full", code="queue_full", status=429)
+                    finished.append(Finished(uid=msg.uid, reason=FinishReason.ERROR, failure=full))
                 case UserMsg():
                     ids = ids_from_bytes(msg.input_ids).tolist()
                     text = tokenizer.decode(ids)
@@ -91,7 +90,7 @@ def run(args: ServerArgs, ready: Ready) -> None:
                     running[msg.uid] = stub
                 case AbortBackendMsg(uid):
                     if running.pop(uid, None) is not None:
-                        finished.append(Finished(uid, FinishReason.ABORT))
+                        finished.append(Finished(uid=uid, reason=FinishReason.ABORT))
                 case ExitMsg():
                     return
         uids, shown, started = [], [], []
@@ -100,21 +99,31 @@ def run(args: ServerArgs, ready: Ready) -> None:
             if stub.is_held and stub.done and not may_go:
                 continue
             if stub.done == stub.fails_at:
-                finished.append(Finished(uid, FinishReason.ERROR, failure=Failure("the stub failed")))
+                finished.append(
+                    Finished(uid=uid, reason=FinishReason.ERROR, failure=Failure(message="the stub failed"))
+                )
                 del running[uid]
                 continue
             if stub.done == 0:
                 p = stub.msg.sampling_params
-                started.append(Started(uid, len(stub.tokens), 0, p.stop, p.skip_special_tokens))
+                started.append(
+                    Started(
+                        uid=uid,
+                        prompt_tokens=len(stub.tokens),
+                        cached_tokens=0,
+                        stop=p.stop,
+                        skip_special_tokens=p.skip_special_tokens,
+                    )
+                )
             uids.append(uid)
             shown.append(stub.tokens[stub.done])
             stub.done += 1
             if stub.done == len(stub.tokens):
-                finished.append(Finished(uid, FinishReason.LENGTH))
+                finished.append(Finished(uid=uid, reason=FinishReason.LENGTH))
                 del running[uid]
         if uids or finished:
             packed = b"".join(u.to_bytes(8, "little") for u in uids)
-            tokens.put([DetokenizeMsg(packed, ids_to_bytes(shown), started, finished)])
+            tokens.put([DetokenizeMsg(uids=packed, tokens=ids_to_bytes(shown), started=started, finished=finished)])
         n = len(running)
         stats.put([StatsMsg(running=n, pages_total=64, pages_free=64 - n, pages_held=n)])
         if running:

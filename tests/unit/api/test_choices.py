@@ -60,7 +60,14 @@ def replies() -> list[UserReply]:
     """Two choices to each of two prompts of 10 and 20 tokens; the second ones found the prompt in the cache."""
     sizes = [(1, 10, 0), (2, 10, 9), (3, 20, 4), (4, 20, 19)]
     return [
-        UserReply(i, "x", completion, prompt, cached, FinishReason.LENGTH)
+        UserReply(
+            uid=i,
+            text="x",
+            completion_tokens=completion,
+            prompt_tokens=prompt,
+            cached_tokens=cached,
+            finish_reason=FinishReason.LENGTH,
+        )
         for i, (completion, prompt, cached) in enumerate(sizes)
     ]
 
@@ -68,7 +75,10 @@ def replies() -> list[UserReply]:
 def receipt() -> Receipt:
     receipt = Receipt(100.0)
     for i in range(4):
-        receipt.start(UserReply(i, "x", 1, 10, queue_seconds=0.25 * i, prefill_chunks=2), 101.0 + i)
+        receipt.start(
+            UserReply(uid=i, text="x", completion_tokens=1, prompt_tokens=10, queue_seconds=0.25 * i, prefill_chunks=2),
+            101.0 + i,
+        )
     receipt.end(107.0)
     return receipt
 

@@ -139,17 +139,17 @@ class TestWorker:
     """One bad message costs only itself."""
 
     def encode(self, uid: int, **prompt: Any) -> EncodeMsg:
-        return EncodeMsg(uid, TokenizeMsg(uid=0, sampling_params=SamplingParams(), **prompt))
+        return EncodeMsg(uid=uid, prompt=TokenizeMsg(uid=0, sampling_params=SamplingParams(), **prompt))
 
     def test_bad_messages_among_good_ones(self) -> None:
         worker = Worker(TokenizeManager(BUILTIN_MODEL))
         batch: list[TokenizerMsg] = [
             self.encode(1, text="one"),
             self.encode(2, messages=[{"role": "user", "content": "x"}] * 5000),
-            DecodeMsg(3, b"abc"),  # not a multiple of four bytes
-            DecodeMsg(4, ids_to_bytes([-5])),
+            DecodeMsg(uid=3, input_ids=b"abc"),  # not a multiple of four bytes
+            DecodeMsg(uid=4, input_ids=ids_to_bytes([-5])),
             TokenizeMsg(uid=5, sampling_params=SamplingParams(), text="a request"),
-            DecodeMsg(6, ids_to_bytes([70, 71])),
+            DecodeMsg(uid=6, input_ids=ids_to_bytes([70, 71])),
         ]
         to_backend, replies = worker.handle(batch)
         assert [type(m) for m in to_backend] == [UserMsg]
@@ -162,7 +162,7 @@ class TestWorker:
 
     def test_length_is_bounded(self) -> None:
         worker = Worker(TokenizeManager(BUILTIN_MODEL, Limits(max_model_len=8, vocab_size=4096)))
-        _, (reply,) = worker.handle([DecodeMsg(1, ids_to_bytes([5] * 9))])
+        _, (reply,) = worker.handle([DecodeMsg(uid=1, input_ids=ids_to_bytes([5] * 9))])
         assert isinstance(reply, ConversionReply) and reply.failure is not None
         assert reply.failure.status == 400
         _, (reply,) = worker.handle([self.encode(2, text="far too long " * 1000)])
@@ -175,10 +175,10 @@ def test_failure_reaches_every_waiting_question() -> None:
         questions = Questions()
         first, second = [asyncio.create_task(questions.ask(uid, asyncio.sleep(0))) for uid in (1, 2)]
         await asyncio.sleep(0)
-        questions.answer(ConversionReply(1, text="early"))
-        questions.answer(ConversionReply(7))  # nobody asked
-        questions.fail(Failure("the engine died", status=503))
-        assert await first == ConversionReply(1, text="early")
+        questions.answer(ConversionReply(uid=1, text="early"))
+        questions.answer(ConversionReply(uid=7))  # nobody asked
+        questions.fail(Failure(message="the engine died", status=503))
+        assert await first == ConversionReply(uid=1, text="early")
         with pytest.raises(RequestError, match="the engine died") as failed:
             await second
         assert failed.value.status == 503

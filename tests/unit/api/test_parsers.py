@@ -250,7 +250,7 @@ def test_the_work_is_linear(form: str, unit: str) -> None:
 
 
 def reply(text: str, reason: FinishReason | None = None) -> UserReply:
-    return UserReply(1, text, 3, 5, finish_reason=reason)
+    return UserReply(uid=1, text=text, completion_tokens=3, prompt_tokens=5, finish_reason=reason)
 
 
 def render(new: Callable[[], OutputParser], parts: list[str], reason: FinishReason) -> tuple[Any, list[Any]]:

@@ -25,7 +25,6 @@ from minisgl.core import FinishReason
 from minisgl.errors import ConfigError, RequestError
 from minisgl.message import (
     AbortMsg,
-    Codec,
     DetokenizerStatsMsg,
     Failure,
     FrontendMsg,
@@ -38,7 +37,7 @@ from minisgl.message import (
 )
 from minisgl.params import Limits, SamplingParams
 from minisgl.process import rundir
-from minisgl.process.queues import ZmqPullQueue, ZmqPushQueue
+from minisgl.process.queues import Codec, ZmqPullQueue, ZmqPushQueue
 from minisgl.process.rundir import RunDir
 from minisgl.settings.options import ServerArgs
 
@@ -102,12 +101,20 @@ def test_backlog_is_one_reply(args: ServerArgs, tokenizer: ZmqPullQueue[Tokenize
         async with await frontend.submit([request()]) as call:
             (uid,) = call.uids
             for i in range(1000):
-                call.push(UserReply(uid, "x", i + 1, 5, output_ids=ids_to_bytes([i])))
+                call.push(
+                    UserReply(uid=uid, text="x", completion_tokens=i + 1, prompt_tokens=5, output_ids=ids_to_bytes([i]))
+                )
             ((index, reply),) = await call.take()
             assert (index, reply.text, reply.completion_tokens) == (0, "x" * 1000, 1000)
             assert ids_from_bytes(reply.output_ids).tolist() == list(range(1000))
-            call.push(UserReply(uid, "end", 1001, 5, finish_reason=FinishReason.STOP))
-            call.push(UserReply(uid, "never", 1002, 5, finish_reason=FinishReason.ABORT))
+            call.push(
+                UserReply(uid=uid, text="end", completion_tokens=1001, prompt_tokens=5, finish_reason=FinishReason.STOP)
+            )
+            call.push(
+                UserReply(
+                    uid=uid, text="never", completion_tokens=1002, prompt_tokens=5, finish_reason=FinishReason.ABORT
+                )
+            )
             assert [r.text for _, r in await call.take()] == ["end"]
             assert call.is_done
         assert frontend.entries == 0
@@ -158,8 +165,10 @@ def test_other_choices_are_sent_when_the_first_has_begun(
         async with await frontend.submit([request()] * 6, 3) as call:
             a, b = call.uids[0], call.uids[3]
             await sent(TokenizeMsg, a, b)
-            call.push(UserReply(b, "x", 1, 5, finish_reason=FinishReason.LENGTH))
-            call.push(UserReply(a, finish_reason=FinishReason.ERROR, failure=Failure("e")))
+            call.push(
+                UserReply(uid=b, text="x", completion_tokens=1, prompt_tokens=5, finish_reason=FinishReason.LENGTH)
+            )
+            call.push(UserReply(uid=a, finish_reason=FinishReason.ERROR, failure=Failure(message="e")))
             assert [i for i, _ in await call.take()] == [3, 0]
             await sent(TokenizeMsg, b + 1, b + 2)
         assert frontend.entries == 0
@@ -196,7 +205,7 @@ def test_silent_scheduler_is_unhealthy(args: ServerArgs, monkeypatch: pytest.Mon
         assert frontend.health_problem == ""
         now += args.heartbeat_timeout + 1
         assert "no sign of life" in frontend.health_problem
-        scheduler.put([StatsMsg(step=7), DetokenizerStatsMsg(3), UserReply(99, "of a forgotten request")])
+        scheduler.put([StatsMsg(step=7), DetokenizerStatsMsg(3), UserReply(uid=99, text="of a forgotten request")])
         async with asyncio.timeout(PATIENCE_S):
             while frontend.detokenizer_entries != 3:
                 await asyncio.sleep(0.001)

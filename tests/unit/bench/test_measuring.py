@@ -166,7 +166,7 @@ def test_figures() -> None:
 def test_token_clock() -> None:
     clock = TokenClock()
     for at, uids in [(1.0, [5, 6]), (2.0, [6]), (4.0, [6, 5])]:
-        clock.record(DetokenizeMsg(np.array(uids, "<i8").tobytes(), b"", [], []))
+        clock.record(DetokenizeMsg(uids=np.array(uids, "<i8").tobytes(), tokens=b"", started=[], finished=[]))
         clock._times[-1] = at
     figures = clock.figures(start=0.5)
     assert figures["steps"] == 3 and figures["ttft_ms"]["p50"] == 500.0

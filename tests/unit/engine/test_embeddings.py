@@ -74,7 +74,7 @@ class Embeddings:
         uids = [self._asked + i + 1 for i in range(len(prompts))]
         self._asked += len(prompts)
         for uid, ids in zip(uids, prompts, strict=True):
-            self._io.inbox.append(UserMsg(uid, ids_to_bytes(ids), EMBED))
+            self._io.inbox.append(UserMsg(uid=uid, input_ids=ids_to_bytes(ids), sampling_params=EMBED))
         return uids
 
     def step(self) -> None:

@@ -95,7 +95,7 @@ def run(folder: Path, device: Device, requests: Requests, aborts: frozenset[int]
     while todo or io.inbox or scheduler.is_busy:
         if todo and step % 2 == 0:
             for uid, (prompt, params) in todo[:3]:
-                io.inbox.append(UserMsg(uid, ids_to_bytes(prompt), params))
+                io.inbox.append(UserMsg(uid=uid, input_ids=ids_to_bytes(prompt), sampling_params=params))
             del todo[:3]
         if step in (9, 15, 21):
             io.inbox.extend(AbortBackendMsg(uid) for uid in aborts)

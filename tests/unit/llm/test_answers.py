@@ -40,17 +40,32 @@ def messages(rng: random.Random, users: list[UserMsg], vocab: int) -> list[Detok
         rng.shuffle(now)
         p = {u.uid: u.sampling_params for u in users}
         started = [
-            Started(u.uid, 3, u.uid % 3, p[u.uid].stop, p[u.uid].skip_special_tokens)
+            Started(
+                uid=u.uid,
+                prompt_tokens=3,
+                cached_tokens=u.uid % 3,
+                stop=p[u.uid].stop,
+                skip_special_tokens=p[u.uid].skip_special_tokens,
+            )
             for u in now
             if spans[u.uid][0] == step
         ]
         ends = [u.uid for u in now if spans[u.uid][1] == step + 1]
         finished = [
-            Finished(uid, FinishReason.LENGTH) if rng.random() < 0.5 else Finished(uid, FinishReason.STOP, False)
+            Finished(uid=uid, reason=FinishReason.LENGTH)
+            if rng.random() < 0.5
+            else Finished(uid=uid, reason=FinishReason.STOP, has_text=False)
             for uid in ends
         ]
         uids = np.array([u.uid for u in now], "<i8").tobytes()
-        said.append(DetokenizeMsg(uids, ids_to_bytes([rng.randrange(vocab + 5) for _ in now]), started, finished))
+        said.append(
+            DetokenizeMsg(
+                uids=uids,
+                tokens=ids_to_bytes([rng.randrange(vocab + 5) for _ in now]),
+                started=started,
+                finished=finished,
+            )
+        )
     return said
 
 
@@ -80,7 +95,11 @@ def answers_to(
 def test_text_in_the_end_is_text_as_it_comes(tokenizer: Tokenizer, seed: int) -> None:
     rng = random.Random(seed)
     users = [
-        UserMsg(70 + i, ids_to_bytes([1, 2, 3]), SamplingParams(skip_special_tokens=rng.random() < 0.5))
+        UserMsg(
+            uid=70 + i,
+            input_ids=ids_to_bytes([1, 2, 3]),
+            sampling_params=SamplingParams(skip_special_tokens=rng.random() < 0.5),
+        )
         for i in range(rng.randrange(1, 12))
     ]
     said = messages(rng, users, tokenizer.get_vocab_size())
@@ -91,16 +110,23 @@ def test_text_in_the_end_is_text_as_it_comes(tokenizer: Tokenizer, seed: int) ->
 
 def test_a_stop_string_makes_text_come_at_once() -> None:
     detokenizer = DetokenizeManager(MADE.byte_level())
-    user = UserMsg(1, ids_to_bytes([1]), SamplingParams(stop=("fox",)))
+    user = UserMsg(uid=1, input_ids=ids_to_bytes([1]), sampling_params=SamplingParams(stop=("fox",)))
     assert Answers(detokenizer, [user], None)._streams
 
 
 def test_a_failed_request_fails_the_call_either_way() -> None:
     for on_token in (None, lambda index, text: None):
-        users = [UserMsg(1, ids_to_bytes([1]), SamplingParams())]
+        users = [UserMsg(uid=1, input_ids=ids_to_bytes([1]), sampling_params=SamplingParams())]
         answers = Answers(DetokenizeManager(MADE.byte_level()), users, on_token)
         with pytest.raises(RequestError, match="NaN") as failed:
-            answers.take(DetokenizeMsg(b"", b"", [], [Finished(1, FinishReason.ERROR, failure=Failure("NaN"))]))
+            answers.take(
+                DetokenizeMsg(
+                    uids=b"",
+                    tokens=b"",
+                    started=[],
+                    finished=[Finished(uid=1, reason=FinishReason.ERROR, failure=Failure(message="NaN"))],
+                )
+            )
         assert failed.value.status == 500
 
 

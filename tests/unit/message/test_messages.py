@@ -18,7 +18,6 @@ from minisgl.message import (
     AbortBackendMsg,
     AbortMsg,
     BackendMsg,
-    Codec,
     DetokenizeMsg,
     DetokenizerStatsMsg,
     ExitMsg,
@@ -36,6 +35,7 @@ from minisgl.message import (
     ids_to_bytes,
 )
 from minisgl.params import SamplingParams
+from minisgl.process.queues import Codec
 
 PARAMS = SamplingParams(max_tokens=5, temperature=0.5, stop=("a", "ü"), stop_token_ids=(1, 2), seed=-(2**63))
 CHANNELS: list[tuple[Any, list[Any]]] = [
@@ -51,21 +51,37 @@ CHANNELS: list[tuple[Any, list[Any]]] = [
             ),
             AbortMsg(4),
             DetokenizeMsg(
-                b"\0" * 8,
-                ids_to_bytes([5]),
-                [Started(0, 3, 1, ("s",), False), Started(1, 3, 1, (), True, 0.25, 2)],
-                [Finished(0, FinishReason.STOP, False, stop_token=5)],
+                uids=b"\0" * 8,
+                tokens=ids_to_bytes([5]),
+                started=[
+                    Started(uid=0, prompt_tokens=3, cached_tokens=1, stop=("s",), skip_special_tokens=False),
+                    Started(
+                        uid=1,
+                        prompt_tokens=3,
+                        cached_tokens=1,
+                        stop=(),
+                        skip_special_tokens=True,
+                        queue_seconds=0.25,
+                        prefill_chunks=2,
+                    ),
+                ],
+                finished=[Finished(uid=0, reason=FinishReason.STOP, has_text=False, stop_token=5)],
             ),
         ],
     ),
-    (BackendMsg, [UserMsg(1, b"1234", PARAMS), AbortBackendMsg(1), FlushCacheMsg(), ExitMsg()]),
+    (
+        BackendMsg,
+        [UserMsg(uid=1, input_ids=b"1234", sampling_params=PARAMS), AbortBackendMsg(1), FlushCacheMsg(), ExitMsg()],
+    ),
     (
         FrontendMsg,
         [
-            UserReply(1, "text", 2, 3, 1),
-            UserReply(1, "t", 1, 3, queue_seconds=0.25, prefill_chunks=2),
-            UserReply(1, finish_reason=FinishReason.STOP, stop_reason="x"),
-            UserReply(2, finish_reason=FinishReason.ERROR, failure=Failure("e", "p", "c", 429)),
+            UserReply(uid=1, text="text", completion_tokens=2, prompt_tokens=3, cached_tokens=1),
+            UserReply(uid=1, text="t", completion_tokens=1, prompt_tokens=3, queue_seconds=0.25, prefill_chunks=2),
+            UserReply(uid=1, finish_reason=FinishReason.STOP, stop_reason="x"),
+            UserReply(
+                uid=2, finish_reason=FinishReason.ERROR, failure=Failure(message="e", param="p", code="c", status=429)
+            ),
             StatsMsg(step=3, running=2),
             DetokenizerStatsMsg(4),
         ],

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from e2e.harness import PATIENCE_S
-from minisgl.message import AbortMsg, Codec, TokenizerMsg
+from minisgl.message import AbortMsg, TokenizerMsg
 from minisgl.process import queues as mp
-from minisgl.process.queues import ZmqAsyncPullQueue, ZmqAsyncPushQueue, ZmqPullQueue, ZmqPushQueue
+from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqAsyncPushQueue, ZmqPullQueue, ZmqPushQueue
 
 CODEC: Codec[TokenizerMsg] = Codec(TokenizerMsg)
 

@@ -68,7 +68,9 @@ def test_a_scheduler_listens_while_the_device_computes_unless_prompts_wait(monke
         turn = len(listened)
         if turn in (1, 12):
             prompt = ids_to_bytes([turn] * (4 if turn == 1 else 60))
-            return [UserMsg(turn, prompt, SamplingParams(max_tokens=300, ignore_eos=True))]
+            return [
+                UserMsg(uid=turn, input_ids=prompt, sampling_params=SamplingParams(max_tokens=300, ignore_eos=True))
+            ]
         return [ExitMsg()] if turn == 30 else []
 
     monkeypatch.setattr(h.io, "receive", receive)

@@ -9,7 +9,8 @@ import pytest
 
 from minisgl.kvcache import outline as outlines
 from minisgl.kvcache.radix_manager import RadixCacheManager
-from minisgl.message import Codec, EngineView, FrontendMsg, ids_from_bytes
+from minisgl.message import EngineView, FrontendMsg, ids_from_bytes
+from minisgl.process.queues import Codec
 from minisgl.scheduler.view import MAX_REQUESTS, engine_view
 from support.fake_engine import FakeEngine
 from support.traces import Harness

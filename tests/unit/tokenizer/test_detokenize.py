@@ -33,7 +33,10 @@ BYTE_FALLBACK: Tokenizer = MADE.byte_fallback()
 
 def step(tokens: dict[int, int], started: list[Started], finished: list[Finished]) -> DetokenizeMsg:
     return DetokenizeMsg(
-        np.array(list(tokens), "<i8").tobytes(), ids_to_bytes(list(tokens.values())), started, finished
+        uids=np.array(list(tokens), "<i8").tobytes(),
+        tokens=ids_to_bytes(list(tokens.values())),
+        started=started,
+        finished=finished,
     )
 
 
@@ -50,8 +53,12 @@ def stream(
     manager = DetokenizeManager(tokenizer)
     replies: list[UserReply] = []
     for i, token in enumerate(ids):
-        started = [Started(7, 3, 1, stop, skip_special)] if i == 0 else []
-        finished = [Finished(7, end, has_text)] if i == len(ids) - 1 else []
+        started = (
+            [Started(uid=7, prompt_tokens=3, cached_tokens=1, stop=stop, skip_special_tokens=skip_special)]
+            if i == 0
+            else []
+        )
+        finished = [Finished(uid=7, reason=end, has_text=has_text)] if i == len(ids) - 1 else []
         new, aborts = manager.detokenize(step({7: token}, started, finished))
         replies += new
         assert aborts == [] or (new[-1].finish_reason is FinishReason.STOP and not finished)
@@ -150,20 +157,25 @@ def test_stop_string_may_be_shown() -> None:
 def test_stop_string_aborts_once_and_drops_later_tokens() -> None:
     manager = DetokenizeManager(BYTE_LEVEL)
     a, b = BYTE_LEVEL.encode("a").ids[0], BYTE_LEVEL.encode("b").ids[0]
-    assert manager.detokenize(step({1: a}, [Started(1, 1, 0, ("b",), True)], []))[1] == []
+    assert (
+        manager.detokenize(
+            step({1: a}, [Started(uid=1, prompt_tokens=1, cached_tokens=0, stop=("b",), skip_special_tokens=True)], [])
+        )[1]
+        == []
+    )
     replies, aborts = manager.detokenize(step({1: b}, [], []))
     assert [r.finish_reason for r in replies] == [FinishReason.STOP]
     assert aborts == [1]
     assert manager.detokenize(step({1: a}, [], [])) == ([], [])  # it was in flight
-    assert manager.detokenize(step({}, [], [Finished(1, FinishReason.ABORT)])) == ([], [])
+    assert manager.detokenize(step({}, [], [Finished(uid=1, reason=FinishReason.ABORT)])) == ([], [])
     assert manager.entries == 0
 
 
 def test_ends_without_tokens() -> None:
     manager = DetokenizeManager(BYTE_LEVEL)
-    full = Failure("full", code="queue_full", status=429)
-    refused = Finished(5, FinishReason.ERROR, failure=full)
-    replies, aborts = manager.detokenize(step({}, [], [refused, Finished(6, FinishReason.ABORT)]))
+    full = Failure(message="full", code="queue_full", status=429)
+    refused = Finished(uid=5, reason=FinishReason.ERROR, failure=full)
+    replies, aborts = manager.detokenize(step({}, [], [refused, Finished(uid=6, reason=FinishReason.ABORT)]))
     assert aborts == []
     assert [(r.uid, r.finish_reason, r.failure) for r in replies] == [
         (5, FinishReason.ERROR, full),
@@ -173,8 +185,10 @@ def test_ends_without_tokens() -> None:
 
 def test_stop_token_is_the_reason() -> None:
     manager = DetokenizeManager(BYTE_LEVEL)
-    finished = Finished(1, FinishReason.STOP, False, stop_token=65)
-    replies, _ = manager.detokenize(step({1: 65}, [Started(1, 1, 0, (), True)], [finished]))
+    finished = Finished(uid=1, reason=FinishReason.STOP, has_text=False, stop_token=65)
+    replies, _ = manager.detokenize(
+        step({1: 65}, [Started(uid=1, prompt_tokens=1, cached_tokens=0, stop=(), skip_special_tokens=True)], [finished])
+    )
     assert replies[0].stop_reason == 65
     assert replies[0].text == ""
 
@@ -182,7 +196,16 @@ def test_stop_token_is_the_reason() -> None:
 def test_trouble_with_one_request_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = DetokenizeManager(BYTE_LEVEL)
     a = BYTE_LEVEL.encode("a").ids[0]
-    manager.detokenize(step({1: a, 2: a}, [Started(1, 1, 0, (), True), Started(2, 1, 0, (), True)], []))
+    manager.detokenize(
+        step(
+            {1: a, 2: a},
+            [
+                Started(uid=1, prompt_tokens=1, cached_tokens=0, stop=(), skip_special_tokens=True),
+                Started(uid=2, prompt_tokens=1, cached_tokens=0, stop=(), skip_special_tokens=True),
+            ],
+            [],
+        )
+    )
     monkeypatch.setattr(manager._outputs[1], "_decode", lambda token: 1 / 0)
     replies, aborts = manager.detokenize(step({1: a, 2: a}, [], []))
     assert [(r.uid, r.finish_reason, r.text) for r in replies] == [(1, FinishReason.ERROR, ""), (2, None, "a")]

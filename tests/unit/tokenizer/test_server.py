@@ -32,7 +32,7 @@ def test_abort_in_the_same_batch_saves_the_work(worker: Worker) -> None:
     to_backend, to_frontend = worker.handle([request(1), request(2), AbortMsg(1)])
     assert [m.uid for m in to_backend if isinstance(m, UserMsg)] == [2]
     assert len(to_backend) == 1
-    assert to_frontend == [UserReply(1, finish_reason=FinishReason.ABORT)]
+    assert to_frontend == [UserReply(uid=1, finish_reason=FinishReason.ABORT)]
 
 
 def test_bad_request_costs_only_itself(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_bad_request_costs_only_itself(worker: Worker, monkeypatch: pytest.Monke
 
 
 def test_malformed_step_is_skipped(worker: Worker) -> None:
-    broken = DetokenizeMsg(b"\0" * 8, b"", [], [])
+    broken = DetokenizeMsg(uids=b"\0" * 8, tokens=b"", started=[], finished=[])
     to_backend, to_frontend = worker.handle([broken, request(2)])
     assert len(to_backend) == 1
     assert to_frontend == []

@@ -1,0 +1,328 @@
+"""The messages between the processes: typed msgpack, a closed table of types for each channel, no torch, no pickle.
+
+    API server --TokenizerMsg--> tokenizer --BackendMsg--> scheduler --DetokenizeMsg--> detokenizer --FrontendMsg--> API
+
+A frame on the wire is a *list* of messages of one channel (`process/queues.py: Codec`), so every message has its batch
+form. A request and its abort take the same path, so an abort never overtakes its request.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from minisgl.core import FinishReason
+from minisgl.errors import RequestError
+from minisgl.params import SamplingParams
+
+if TYPE_CHECKING:
+    from minisgl.core import Ints
+
+
+def ids_to_bytes(ids: Ints | Sequence[int]) -> bytes:
+    """Pack token ids as little-endian int32 bytes: 4 bytes a token, no parsing.
+
+    Raises `struct.error` for an item of a list that is not an int32, and `TypeError` for an array that does not hold
+    integers. (`struct` packs a list in half the time that numpy takes.)
+    """
+    if isinstance(ids, np.ndarray):
+        return ids.astype("<i4", casting="same_kind", copy=False).tobytes()
+    return struct.pack(f"<{len(ids)}i", *ids)
+
+
+def ids_from_bytes(data: bytes) -> Ints:
+    """Read-only int32 view of `ids_to_bytes`' output; raises `ValueError` when the length is not a multiple of 4."""
+    return np.frombuffer(data, dtype="<i4")
+
+
+class Failure(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """Why a request failed: the content of a `RequestError`, or status 500 for an error of ours."""
+
+    message: str
+    param: str | None = None
+    code: str | None = None
+    status: int = 500
+
+    @classmethod
+    def of(cls, error: RequestError) -> Failure:
+        return cls(message=error.message, param=error.param, code=error.code, status=error.status)
+
+    def error(self) -> RequestError:
+        """The inverse of `of`."""
+        return RequestError(self.message, param=self.param, code=self.code, status=self.status)
+
+
+# -- the state of the engine as a user sees it, made by the scheduler on request
+
+
+class RequestView(msgspec.Struct, frozen=True, kw_only=True):
+    """A request in the batch. Its tokens are `prefix_tokens` found in the cache, more of the prompt, and the output."""
+
+    uid: int
+    is_prefill: bool  # a part of the prompt is still to be computed
+    prompt_tokens: int
+    prefix_tokens: int
+    computed_tokens: int  # of prompt and output: K/V in the pool or in flight
+    output_tokens: int
+    pages: int
+    node: int  # index of the deepest tree node that the request locks, -1 if that node is not shown
+
+
+class NodeView(msgspec.Struct, frozen=True, kw_only=True):
+    """A node of the radix tree with the edge of one or more pages that leads to the node."""
+
+    parent: int  # index of an earlier node, -1 for the root
+    tokens: int
+    pages: int
+    ref_count: int  # running requests that lock this node or a node below
+    idle_steps: int  # steps since the last use
+    hidden: int  # children that are not shown
+    head: bytes = b""  # the first tokens, int32; the detokenizer turns them into `text`
+    text: str = ""
+
+
+class EngineView(msgspec.Struct, tag="view", frozen=True, kw_only=True):
+    """The running batch, the pages by owner, and the radix tree as far as it fits. Answers the `ViewMsg` of `uid`.
+
+    Every page is in one of the four counts, so the counts add up to `pages_total`.
+    """
+
+    uid: int
+    step: int
+    page_size: int
+    pages_total: int
+    pages_free: int  # including fenced pages, which are free when the step in flight is done
+    pages_private: int  # owned by one request
+    pages_locked: int  # in the tree, used by running requests
+    pages_cached: int  # in the tree, unused: evictable
+    running: int
+    waiting: int
+    requests: list[RequestView]  # the oldest, at most `scheduler/view.py: MAX_REQUESTS`
+    nodes: list[NodeView]
+    nodes_total: int
+    nodes_hidden: int  # children of the root that are not shown
+
+
+# -- to the tokenizers and the detokenizer
+
+
+class TokenizeMsg(msgspec.Struct, tag="tokenize", frozen=True, kw_only=True, omit_defaults=True):
+    """A validated request on its way to the engine. Exactly one of `text`, `messages`, `input_ids` is set."""
+
+    uid: int
+    sampling_params: SamplingParams
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None  # for the chat template
+    input_ids: bytes | None = None  # int32
+    add_special_tokens: bool = True  # to `text`, as the tokenizer does by default
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, str | int | float | bool | None] = {}
+
+
+class EncodeMsg(msgspec.Struct, tag="encode", frozen=True, kw_only=True):
+    """Tokenize the text or messages of `prompt` without generating. Answered by a `ConversionReply`."""
+
+    uid: int
+    prompt: TokenizeMsg
+    add_special_tokens: bool | None = None  # None: as for a request, yes for a text and no for a chat template
+
+
+class DecodeMsg(msgspec.Struct, tag="decode", frozen=True, kw_only=True):
+    """Turn `input_ids` (int32 bytes) into text. Answered by a `ConversionReply`."""
+
+    uid: int
+    input_ids: bytes
+    skip_special_tokens: bool = False
+
+
+class AbortMsg(msgspec.Struct, tag="abort", frozen=True):
+    """Stop working on `uid`: the client is gone, or a stop string was found."""
+
+    uid: int
+
+
+class TokenScores(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """The log-probabilities of some tokens [K] of request `uid`, each with the `top` likeliest alternatives.
+
+    `logprobs` are float32 bytes [K]; `top_ids` int32 and `top_logprobs` float32 bytes [K, top], likeliest first.
+    """
+
+    uid: int
+    top: int
+    logprobs: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+
+
+class Started(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """The facts about a request that the detokenizer needs before the first token.
+
+    `queue_seconds` is the time from acceptance to the first step that computes a part of the prompt, `prefill_chunks`
+    the number of such parts. `prompt_ids` (int32 bytes) is the prompt if its text (`echo`) or its log-probabilities are
+    wanted; `prompt_scores` are those of the prompt's tokens except the first. `is_silent`: no token is shown.
+    `embedding` (float32 bytes) is the result of an embedding model. `shows_stop`: the stop string that ends the answer
+    is shown.
+    """
+
+    uid: int
+    prompt_tokens: int
+    cached_tokens: int
+    stop: tuple[str, ...]
+    skip_special_tokens: bool
+    queue_seconds: float = 0.0
+    prefill_chunks: int = 0
+    prompt_ids: bytes = b""
+    prompt_scores: TokenScores | None = None
+    is_silent: bool = False
+    embedding: bytes = b""
+    echo: bool = False
+    shows_stop: bool = False
+
+
+class Finished(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """The end of a request. `has_text` is false when the last token must not be shown (an EOS or stop token)."""
+
+    uid: int
+    reason: FinishReason
+    has_text: bool = True
+    stop_token: int | None = None  # the stop token id that ended the request
+    failure: Failure | None = None  # the error that ended the request
+
+
+class DetokenizeMsg(msgspec.Struct, tag="detokenize", frozen=True, kw_only=True):
+    """The results of one step, packed.
+
+    `uids` (int64) and `tokens` (int32) are parallel arrays: one new token for each request in the step. `started` holds
+    the requests whose first token is among `tokens`. `finished` holds the requests that end with this step; a request
+    that ends without a new token (abort, error) is only in `finished`. `scores` are the log-probabilities that were
+    asked for.
+    """
+
+    uids: bytes
+    tokens: bytes
+    started: list[Started]
+    finished: list[Finished]
+    scores: list[TokenScores] = []
+
+
+TokenizerMsg = TokenizeMsg | EncodeMsg | DecodeMsg | AbortMsg | DetokenizeMsg | EngineView
+
+
+# -- to the scheduler
+
+
+class UserMsg(msgspec.Struct, tag="user", frozen=True, kw_only=True):
+    """A tokenized request; `input_ids` are int32 bytes."""
+
+    uid: int
+    input_ids: bytes
+    sampling_params: SamplingParams
+
+
+class AbortBackendMsg(msgspec.Struct, tag="abort", frozen=True):
+    """Stop working on `uid`; an unknown uid is ignored, because the request has ended already."""
+
+    uid: int
+
+
+class FlushCacheMsg(msgspec.Struct, tag="flush", frozen=True):
+    """Drop every cached prefix that no running request locks."""
+
+
+class ViewMsg(msgspec.Struct, tag="view", frozen=True):
+    """Ask for an `EngineView`, which carries the same `uid`."""
+
+    uid: int
+
+
+class ExitMsg(msgspec.Struct, tag="exit", frozen=True):
+    """Leave the loop; requests that are still running end with an error reply."""
+
+
+BackendMsg = UserMsg | AbortBackendMsg | FlushCacheMsg | ViewMsg | ExitMsg
+
+
+# -- to the API server
+
+
+class TokenLogprob(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """A token and its log-probability before temperature, penalties and filters.
+
+    `data` are the token's bytes (perhaps half a character), `offset` is its position in the text in characters.
+    `logprob` is None for the first token of a prompt. `top` holds (id, bytes, logprob) of the likeliest tokens,
+    likeliest first.
+    """
+
+    id: int
+    data: bytes
+    logprob: float | None
+    offset: int
+    top: list[tuple[int, bytes, float]]
+
+
+class UserReply(msgspec.Struct, tag="reply", frozen=True, kw_only=True, omit_defaults=True):
+    """An increment of one request's text. Exactly one reply per uid has `finish_reason` set: the last one.
+
+    `text` is the new text only and may be empty (half a character, a possible stop string); `completion_tokens` counts
+    all tokens so far. `stop_reason` is the stop string or stop token id that ended the request, `failure` the error
+    that did. Only the reply to the first token has `queue_seconds` and `prefill_chunks`, see `Started`. `logprobs` are
+    those of the new tokens, if asked for; the first reply begins with the prompt's text if `echo` was asked for, and
+    with its tokens if their `logprobs` were. `output_ids` (int32 bytes) are the new tokens including hidden ones, as
+    many as `completion_tokens` counts. `embedding` (float32 bytes) is in the only reply to a request for an embedding.
+    """
+
+    uid: int
+    text: str = ""
+    completion_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    failure: Failure | None = None
+    queue_seconds: float = 0.0
+    prefill_chunks: int = 0
+    logprobs: list[TokenLogprob] = []
+    output_ids: bytes = b""
+    embedding: bytes = b""
+
+
+class ConversionReply(msgspec.Struct, tag="conversion", frozen=True, kw_only=True, omit_defaults=True):
+    """The answer to an `EncodeMsg` (`input_ids`, int32 bytes) or a `DecodeMsg` (`text`), or the `failure`."""
+
+    uid: int
+    input_ids: bytes = b""
+    text: str = ""
+    failure: Failure | None = None
+
+
+class StatsMsg(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
+    """The scheduler's heartbeat, about twice a second, also when idle. Token counts are totals since the start."""
+
+    step: int = 0
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_evictable: int = 0
+    pages_held: int = 0
+    page_size: int = 1
+    prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+
+
+class DetokenizerStatsMsg(msgspec.Struct, tag="detokenizer", frozen=True):
+    """The number of requests that the detokenizer tracks; sent when the number has changed."""
+
+    entries: int
+
+
+FrontendMsg = UserReply | ConversionReply | EngineView | StatsMsg | DetokenizerStatsMsg
