@@ -1,0 +1,93 @@
+"""Record docs/images/engine.gif: the Engine view while twenty requests share a prompt.
+
+    PYTHONPATH=python:tests python docs/images/record.py docs/images/engine.gif   # needs chromium and Pillow
+
+Starts a server with the built-in model, sends twenty streaming chats that begin with the same long system prompt, one
+every 0.08 s, and takes a picture of the page's Engine tab for each new view.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+from PIL import Image
+
+from e2e.browser import Browser
+from e2e.harness import ServerProcess
+
+SIZE = (960, 1040)
+FRAME_MS = 250
+LAST_FRAME_MS = 3000
+RULES = " ".join(
+    f"Rule {n}: write short, simple sentences, name the {animal} in each of them, and end the story well."
+    for n, animal in enumerate(["fox", "owl", "cat", "hen", "dog", "bee", "cow", "ant"] * 4, 1)
+)
+NAMES = ["Lily", "Tom", "Anna", "Ben", "Mia", "Max", "Zoe", "Sam", "Eva", "Leo"]
+NAMES += ["Ida", "Tim", "Amy", "Jon", "Kim", "Rob", "Sue", "Pat", "Liz", "Ned"]
+FASTER = "const wait = setTimeout; window.setTimeout = (f, ms) => wait(f, ms === 1000 ? 100 : ms); 0"
+
+
+def chat(url: str, name: str) -> None:
+    """Stream one answer of 96 tokens to its end."""
+    messages = [
+        {"role": "system", "content": RULES},
+        {"role": "user", "content": f"Tell me a story about a fox named {name}."},
+    ]
+    body = {"messages": messages, "max_tokens": 96, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=600) as response:
+        for _ in response.iter_lines():
+            pass
+
+
+def record(path: Path) -> None:
+    frames: list[Image.Image] = []
+    flags = ("--num-pages", "600", "--page-size", "16", "--threads", "1")  # slow enough to watch
+    with ServerProcess(*flags, env={"MINISGL_CHECK": "0"}) as server, Browser() as browser:
+        server.wait_ready()
+        chat(server.url, "Sun")
+        httpx.post(f"{server.url}/flush_cache")
+        browser.look(*SIZE)
+        browser.open(server.url)
+        browser.evaluate(FASTER)
+        browser.evaluate("$('tab-engine').click()")
+        threads = [threading.Thread(target=chat, args=(server.url, name)) for name in NAMES]
+
+        def send_all() -> None:
+            for thread in threads:
+                thread.start()
+                time.sleep(0.08)
+
+        sender = threading.Thread(target=send_all)
+        picture = Path(server.run_base) / "frame.png"
+        after = 6
+        while after:
+            browser.screenshot(picture)
+            image = Image.open(io.BytesIO(picture.read_bytes())).convert("RGB")
+            if not frames or image.tobytes() != frames[-1].tobytes():
+                frames.append(image)
+            if len(frames) == 3 and sender.ident is None:
+                sender.start()
+            elif sender.ident is not None and not sender.is_alive() and not any(t.is_alive() for t in threads):
+                after -= 1
+            time.sleep(0.1)
+    save(frames, path)
+
+
+def save(frames: list[Image.Image], path: Path) -> None:
+    """Write the frames with one palette of 64 colours, taken from the busiest frame."""
+    busiest = max(frames, key=lambda frame: len(frame.getcolors(1 << 20) or []))
+    palette = busiest.quantize(64, dither=Image.Dither.NONE)
+    small = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
+    durations = [FRAME_MS] * (len(small) - 1) + [LAST_FRAME_MS]
+    small[0].save(path, save_all=True, append_images=small[1:], duration=durations, loop=0, optimize=True)
+    print(json.dumps({"frames": len(frames), "bytes": path.stat().st_size}))
+
+
+if __name__ == "__main__":
+    record(Path(sys.argv[1]))
