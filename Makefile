@@ -52,8 +52,9 @@ check: $(VENV)/.installed-dev  ## lint, format, types, import order, size
 	$(BIN)/python -m pytest tests/test_architecture.py tests/test_size.py
 	@$(BIN)/python tools/code_lines.py | tail -n 1
 
-rooms:  ## rewrite the code lines in docs/architecture.md
+rooms:  ## rewrite the code lines and the tree of files in docs/architecture.md
 	$(PYTHON) tools/code_lines.py --write
+	$(PYTHON) tools/file_tree.py --write
 
 soak: $(VENV)/.installed-dev  ## the long tests: 2,000 requests with disconnects, and their kind
 	$(BIN)/python -m pytest -m slow $(ARGS)
