@@ -13,7 +13,6 @@ ALLOWED = {room.name: {*room.may_import} for room in read_table()}
 TORCH_FREE = {"errors", "registry", "settings", "core", "params", "process", "checkpoint", "message", "tokenizer"}
 TORCH_FREE |= {"api", "launch", "chat", "bench", "__init__", "__main__", "grammar"}
 TORCH_FREE_FILES = {"distributed/__init__.py", "distributed/info.py", "device/driver.py"}  # the launcher reads them
-TORCH_USERS = {"checkpoint/safetensors.py"}
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -22,6 +21,6 @@ def test_imports_follow_the_order(path: Path) -> None:
     assert room in ALLOWED, f"{room} is missing in the table of rooms"
     forbidden = imported_rooms(path, {*ALLOWED}) - ALLOWED[room]
     assert not forbidden, f"{where} may not import {', '.join(sorted(forbidden))}"
-    if (room in TORCH_FREE or where in TORCH_FREE_FILES) and where not in TORCH_USERS:
+    if room in TORCH_FREE or where in TORCH_FREE_FILES:
         eager = {module.partition(".")[0] for module, is_eager in imports(path) if is_eager}
         assert "torch" not in eager, f"{where} must not need torch"

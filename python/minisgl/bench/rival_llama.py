@@ -46,9 +46,7 @@ def refusal_of_llama(config: dict[str, Any]) -> str | None:
 def write_gguf(folder: Path, kind: str) -> Path:
     """The dense Qwen3 checkpoint in `folder` as GGUF beside it, matrices as `kind` ("F32", "BF16", "Q8_0")."""
     import gguf
-    import torch
-
-    from minisgl.checkpoint.safetensors import TensorFile
+    from safetensors.torch import load_file
 
     path = folder / f"{kind}.gguf"
     config = json.loads((folder / "config.json").read_text())
@@ -67,13 +65,9 @@ def write_gguf(folder: Path, kind: str) -> Path:
     writer.add_tokenizer_model("no_vocab")
     types = gguf.GGMLQuantizationType
     for part in sorted(folder.glob("*.safetensors")):
-        file = TensorFile(part)
-        for name, stored in file.tensors.items():
-            host = torch.empty(stored.shape, dtype=torch.bfloat16)
-            stored.read(tuple(slice(0, n) for n in stored.shape), host, torch.empty(0, dtype=torch.uint8))
-            wanted = types[kind] if host.dim() == 2 else types.F32
-            writer.add_tensor(_gguf_name(name), gguf.quants.quantize(host.float().numpy(), wanted), raw_dtype=wanted)
-        file.close()
+        for name, tensor in load_file(part).items():
+            wanted = types[kind] if tensor.dim() == 2 else types.F32
+            writer.add_tensor(_gguf_name(name), gguf.quants.quantize(tensor.float().numpy(), wanted), raw_dtype=wanted)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from minisgl.device.device import Device, Inlet, Pending
+from minisgl.device.device import Device, Pending, Uploader
 
 RING: Final = 4  # buffers a side: more than the steps that can be under way at once
-INLET_RING: Final = 2  # one is read into while the other travels
+UPLOADER_RING: Final = 2  # one buffer is written while the other one is copied
 FIRST_INTS: Final = 1 << 15  # of a buffer: a step of 8,192 tokens fits, since to get more waits for the device
 ALIGN: Final = 4  # ints; kernels load 16 bytes at a time
 
@@ -63,8 +63,8 @@ class CudaDevice(Device):
         buffer.event.record()
         return _Copied(host.view(result.shape), buffer.event)
 
-    def inlet(self) -> Inlet:
-        return _CudaInlet(self.torch_device)
+    def uploader(self) -> Uploader:
+        return _CudaUploader(self.torch_device)
 
     def use_large_pages(self, tensor: torch.Tensor) -> None:
         pass
@@ -90,25 +90,25 @@ class CudaDevice(Device):
         return torch.cuda.get_device_name(self.torch_device)
 
 
-class _CudaInlet:
-    """Pinned buffers in turn and a stream of its own: one piece is read while another is copied to the device.
+class _CudaUploader:
+    """Pinned buffers in turn and a separate stream: one piece is read while another is copied to the device.
 
-    A type is converted on the device, so that only what is stored travels.
+    Dtypes are converted on the device, so that only the stored bytes travel.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._ring = _Ring(INLET_RING)
+        self._ring = _Ring(UPLOADER_RING)
         self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))  # memory of the targets may have been in use there
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # which may still use the targets' memory
 
-    def fill(self, target: torch.Tensor, stored: torch.dtype, read: Callable[[torch.Tensor], None]) -> None:
-        size = target.numel() * stored.itemsize
-        with torch.cuda.stream(self._stream):  # which also makes its device the current one of this thread
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):  # also makes the stream's device the current one of this thread
             buffer = self._ring.next()
-            host = buffer.reserve(-(-size // 4)).view(torch.uint8)[:size].view(stored).view(target.shape)
-            read(host)
-            on_device = host if target.dtype is stored else host.to(self._device, non_blocking=True)
+            host = buffer.reserve(-(-source.nbytes // 4)).view(torch.uint8)[: source.nbytes]
+            host = host.view(source.dtype).view(source.shape)
+            host.copy_(source)
+            on_device = host if target.dtype is source.dtype else host.to(self._device, non_blocking=True)
             target.copy_(on_device, non_blocking=True)
             buffer.event.record()
 

@@ -1,8 +1,8 @@
-"""Weights: from safetensors files straight into the (merged, sharded) parameters, in one pass and by several threads.
+"""Weights: safetensors files are copied straight into the (merged, sharded) parameters, in one pass by several threads.
 
-Headers are compared with what the model wants before anything is read. Then the wanted parts, cut into pieces, are read
-in the order of the files: into the parameter itself where it is memory of the host and of the stored type, else through
-a few buffers of the device (`device/device.py: Inlet`). So the peak is the parameters and those buffers.
+The files' headers are compared with the parameters before anything is read. Then the needed parts, cut into pieces, are
+copied from the mapped files in file order: directly where parameters are in host memory, else through a few pinned
+buffers (`device/device.py: Uploader`). So the peak memory is the parameters and these buffers.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minisgl.checkpoint import hf
-from minisgl.checkpoint.safetensors import FLOATS, Stored, Take, TensorFile
 from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import ALONE
 from minisgl.distributed.tensor_parallel import parallel_ops
@@ -32,16 +31,17 @@ from minisgl.layers.base import Builder, Init, Parameter, Source
 from minisgl.models.families import MODELS
 
 if TYPE_CHECKING:
-    from minisgl.device.device import Device, Inlet
+    from minisgl.device.device import Device, Uploader
     from minisgl.models.config import ModelConfig
     from minisgl.models.llama import LlamaForCausalLM
     from minisgl.ops.table import OpTable
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) of what is wanted of the checkpoint as loading goes on, by any thread."""
+"""Called by any thread as loading proceeds, with (bytes loaded, bytes to load)."""
 
-PIECE_BYTES: Final = 8 << 20  # small enough to spread over threads and to overlap, large enough to cost no Python time
-SCRATCH_BYTES: Final = 2 << 20  # of a thread: fits into its cache
+FLOATS: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, by the file format's name of a dtype
+
+PIECE_BYTES: Final = 8 << 20  # small enough to spread over threads and to overlap, large enough to hide Python's time
 MAX_THREADS: Final = 8
 DUMMY_STD: Final = 0.02
 NAMES_SHOWN: Final = 5
@@ -57,10 +57,9 @@ def load_model(
     progress: Progress | None = None,
     comm: Communicator | None = None,
 ) -> LlamaForCausalLM:
-    """Build this rank's part of the model of `config` and fill it from `folder`, or with fixed random numbers when
-    `dummy`.
+    """Build this rank's shard of the model and fill it from `folder`, or with fixed random numbers if `dummy`.
 
-    Raises `ConfigError` naming the tensors when the checkpoint and config.json do not belong together.
+    Raise `ConfigError` naming the tensors if the checkpoint does not fit its config.json.
     """
     kind, comm = MODELS.load(config.architecture), comm or SoloCommunicator(ALONE, device.torch_device)
     model = kind(Builder(parallel_ops(ops, comm, kind.has_post_norms), dtype, device.torch_device, comm.info), config)
@@ -80,43 +79,40 @@ def load_weights(
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> None:
-    """Fill every parameter from `files`, converting any float type to the parameter's.
+    """Fill every parameter from `files`, converting any float dtype to that of the parameter.
 
-    Tensors in `ignored` may be there or not, and so may the "model." in front of the decoder's names. Raises
-    `ConfigError` naming those that are missing, unexpected, repeated, of the wrong shape or not of a float type, and
-    for a file that cannot be read.
+    Tensors in `ignored` are optional, and so is the "model." in front of the decoder's names. Raise `ConfigError`
+    naming an unreadable file, or tensors that are missing, unexpected, repeated, misshapen or not floating point.
     """
     with ExitStack() as stack:
-        stored: dict[str, Stored] = {}
+        stored: dict[str, _Stored] = {}
         for path in files:
-            file = TensorFile(path)
-            stack.callback(file.close)
-            if repeated := stored.keys() & file.tensors.keys():
+            tensors = _open(path, stack)
+            if repeated := stored.keys() & tensors.keys():
                 raise ConfigError(f"tensor {min(repeated)} is in more than one file of {path.parent}")
-            stored |= file.tensors
-        if "embed_tokens.weight" in stored:  # a decoder that was saved without its head has no name around it
+            stored |= tensors
+        if "embed_tokens.weight" in stored:  # a decoder saved without its head lacks the prefix
             stored = {f"model.{name}": tensor for name, tensor in stored.items()}
         wanted = [(parameter, source) for parameter in parameters for source in parameter.sources]
         _check(wanted, stored, ignored, files[0].parent)
-        order = {path: index for index, path in enumerate(files)}
-        wanted.sort(key=lambda w: (order[stored[w[1].name].file.path], stored[w[1].name].offset))
+        order = {name: index for index, name in enumerate(stored)}
+        wanted.sort(key=lambda w: order[w[1].name])
         pieces = list(chain.from_iterable(_cut(*w, stored[w[1].name]) for w in wanted))
         for parameter in parameters:
             device.use_large_pages(parameter.tensor)
-        inlets = [device.inlet() for _ in range(threads or default_threads())]
-        _read_all(pieces, inlets, progress)
+        _copy_all(pieces, [device.uploader() for _ in range(threads or default_threads())], progress)
     for parameter in parameters:
         if parameter.offset:
             parameter.tensor.add_(parameter.offset)
 
 
 def default_threads() -> int:
-    """Threads that read at the same time."""
+    """Return the number of loading threads."""
     return min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
-def _check(wanted: list[tuple[Parameter, Source]], stored: dict[str, Stored], ignored: set[str], folder: Path) -> None:
-    """That the files have what the parameters want, and nothing else."""
+def _check(wanted: list[tuple[Parameter, Source]], stored: dict[str, _Stored], ignored: set[str], folder: Path) -> None:
+    """Raise `ConfigError` unless the files have exactly the tensors that the parameters need."""
     names = {source.name for _, source in wanted}
     missing = [name for name in names if name not in stored]
     derived = ".rotary_emb.inv_freq"  # a constant that some checkpoints store
@@ -128,57 +124,69 @@ def _check(wanted: list[tuple[Parameter, Source]], stored: dict[str, Stored], ig
         found = stored[source.name]
         if found.shape != source.shape:
             raise ConfigError(
-                f"tensor {source.name} in {found.file.path} has shape {list(found.shape)}; "
+                f"tensor {source.name} in {found.path} has shape {list(found.shape)}; "
                 f"config.json asks for {list(source.shape)}"
             )
         if found.dtype not in FLOATS:
-            raise ConfigError(
-                f"tensor {source.name} in {found.file.path} is {found.dtype}, not one of {', '.join(FLOATS)}"
-            )
+            raise ConfigError(f"tensor {source.name} in {found.path} is {found.dtype}, not one of {', '.join(FLOATS)}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of an open file: indexing `data` with slices gives a part of the mapped file."""
+
+    path: Path
+    data: Any
+    shape: tuple[int, ...]
+    dtype: str  # the file format's name
+
+
+def _open(path: Path, stack: ExitStack) -> dict[str, _Stored]:
+    """Map a file until `stack` is closed; return its tensors in file order."""
+    try:
+        file = stack.enter_context(safe_open(path, framework="pt"))
+        slices = {name: file.get_slice(name) for name in file.offset_keys()}
+    except (SafetensorError, OSError) as e:
+        raise ConfigError(f"cannot read {path} ({e}); is the download complete?") from None
+    return {name: _Stored(path, data, tuple(data.get_shape()), data.get_dtype()) for name, data in slices.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """The part `take` of a stored tensor, and the rows of a parameter that it becomes."""
+    """The part `take` of a stored tensor, and the rows `target` of a parameter that it fills."""
 
-    stored: Stored
-    take: Take
+    stored: _Stored
+    take: tuple[slice, ...]
     target: Tensor
 
     @property
-    def dtype(self) -> torch.dtype:
-        return FLOATS[self.stored.dtype]
-
-    @property
     def bytes(self) -> int:
-        return self.target.numel() * self.dtype.itemsize
-
-    def read(self, scratch: Tensor, host: Tensor) -> None:
-        """Into `host`, contiguous, of the target's shape and the stored type."""
-        self.stored.read(self.take, host, scratch)
+        return self.target.numel() * FLOATS[self.stored.dtype]
 
 
-def _cut(parameter: Parameter, source: Source, stored: Stored) -> Iterator[_Piece]:
-    """The rows of a source in pieces of about PIECE_BYTES, at least a row each."""
+def _cut(parameter: Parameter, source: Source, stored: _Stored) -> Iterator[_Piece]:
+    """Cut the rows of a source into pieces of about PIECE_BYTES, of at least one row each."""
     target = parameter.tensor[source.start : source.start + source.rows]
     rows, *others = source.take
-    row_bytes = target[:1].numel() * FLOATS[stored.dtype].itemsize
+    row_bytes = target[:1].numel() * FLOATS[stored.dtype]
     step = max(1, PIECE_BYTES // max(row_bytes, 1))
     for start in range(0, source.rows, step):
         stop = min(start + step, source.rows)
         yield _Piece(stored, (slice(rows.start + start, rows.start + stop), *others), target[start:stop])
 
 
-def _read_all(pieces: list[_Piece], inlets: list[Inlet], progress: Progress | None) -> None:
-    """Each thread takes the next piece, so neighbours in a file are read at the same time; the first error ends all."""
+def _copy_all(pieces: list[_Piece], uploaders: list[Uploader], progress: Progress | None) -> None:
+    """Copy all pieces with a thread for each uploader; the first error ends all threads.
+
+    Each thread takes the next piece, so that neighbours in a file are read at the same time.
+    """
     total, done = sum(piece.bytes for piece in pieces), 0
     queue = iter(pieces)
     lock, failed = threading.Lock(), threading.Event()
 
-    def work(inlet: Inlet) -> None:
+    def work(uploader: Uploader) -> None:
         nonlocal done
-        torch.set_num_threads(1)  # of this thread: each copy is a thread's own
-        scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
+        torch.set_num_threads(1)  # in this thread: each copy runs in one loading thread
         try:
             with torch.inference_mode():
                 while not failed.is_set():
@@ -186,29 +194,29 @@ def _read_all(pieces: list[_Piece], inlets: list[Inlet], progress: Progress | No
                         piece = next(queue, None)
                     if piece is None:
                         break
-                    inlet.fill(piece.target, piece.dtype, partial(piece.read, scratch))
+                    uploader.copy(piece.target, piece.stored.data[piece.take])
                     with lock:
                         done += piece.bytes
                         if progress is not None:
                             progress(done, total)
-            inlet.finish()
+            uploader.finish()
         except BaseException:
             failed.set()
             raise
 
     threads_before = torch.get_num_threads()
     try:
-        with ThreadPoolExecutor(len(inlets), "load") as pool:
-            for future in [pool.submit(work, inlet) for inlet in inlets]:
+        with ThreadPoolExecutor(len(uploaders), "load") as pool:
+            for future in [pool.submit(work, uploader) for uploader in uploaders]:
                 future.result()
     finally:
-        torch.set_num_threads(threads_before)  # what threads made from now on begin with
+        torch.set_num_threads(threads_before)  # the default of threads that start later
 
 
 def fill_dummy(parameters: tuple[Parameter, ...]) -> None:
-    """Random weights, the same in every run and however many ranks share them; norms are 1.
+    """Fill with random weights that depend neither on the run nor on the number of ranks; norms are 1.
 
-    Each tensor of the checkpoint is drawn whole, from a seed that its name gives, and cut afterwards.
+    Each tensor of the checkpoint is drawn whole, with a seed from its name, and cut afterwards.
     """
     generator = torch.Generator(device=parameters[0].tensor.device)
     for parameter in parameters:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from pathlib import Path
 
@@ -182,7 +181,6 @@ def part(name: str, whole: tuple[int, ...], start: int, **bounds: tuple[int, int
 @pytest.mark.parametrize("piece", [1, 100, weight.PIECE_BYTES])
 def test_parts_of_rows_and_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, piece: int):
     monkeypatch.setattr(weight, "PIECE_BYTES", piece)
-    monkeypatch.setattr(weight, "SCRATCH_BYTES", min(piece, 70))
     wide, tall, bias = (torch.randn(*shape).to(stored) for shape in ((6, 10), (8, 10), (8,)))
     path = tmp_path / "x.safetensors"
     save_file({"wide": wide, "tall": tall, "bias": bias}, path)
@@ -221,39 +219,42 @@ def header(text: bytes) -> bytes:
 
 ENTRY = b'{"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}'
 BROKEN = {
-    "empty": (b"", "header of the safetensors format"),
-    "not the format": (b"PK\x03\x04 is a zip, torch.save's format", "header of the safetensors format"),
-    "no JSON": (header(b"x" * 8), "invalid header"),
-    "no mapping": (header(b"[]"), "invalid header"),
-    "repeated name": (header(b'{"a": ' + ENTRY + b', "a": ' + ENTRY + b"}") + bytes(8), "a name occurs twice"),
-    "no offsets": (header(b'{"a": {"dtype": "F32", "shape": [2]}}') + bytes(8), "data_offsets"),
-    "negative": (header(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}'), "sizes"),
-    "too few bytes": (header(b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}') + bytes(8), "8 bytes"),
-    "cut": (header(b'{"a": ' + ENTRY + b"}") + bytes(7), r"promises \d+ bytes"),
+    "empty": b"",
+    "another format": b"PK\x03\x04 is a zip, torch.save's format",
+    "no JSON": header(b"x" * 8),
+    "no mapping": header(b"[]"),
+    "no offsets": header(b'{"a": {"dtype": "F32", "shape": [2]}}') + bytes(8),
+    "negative": header(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}'),
+    "too few bytes": header(b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}') + bytes(8),
+    "truncated": header(b'{"a": ' + ENTRY + b"}") + bytes(7),
 }
 
 
-@pytest.mark.parametrize("defect", BROKEN)
+@pytest.mark.parametrize("defect", [*BROKEN, "absent"])
 def test_broken_files_are_refused(tmp_path: Path, defect: str):
-    content, message = BROKEN[defect]
     path = tmp_path / "model.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"cannot read {path} \(.*{message}.*is the download complete"):
+    if defect != "absent":
+        path.write_bytes(BROKEN[defect])
+    with pytest.raises(ConfigError, match=rf"^cannot read {path} \([^\n]+\); is the download complete\?$"):
         load_weights([path], (parameter((2,), part("a", (2,), 0)),), set(), DEVICE)
 
 
-def test_an_error_while_reading_ends_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As of a disk, or of a file cut after its header was read."""
+def test_an_error_while_copying_ends_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(weight, "PIECE_BYTES", 4)
     path = tmp_path / "model.safetensors"
-    path.write_bytes(header(b'{"a": ' + ENTRY + b"}") + bytes(8))
-    real, calls = os.preadv, []
+    save_file({"a": torch.ones(20)}, path)
+    copies: list[torch.Tensor] = []
 
-    def cut(fd: int, buffers: list[memoryview], offset: int) -> int:
-        calls.append(offset)
-        return real(fd, buffers, offset) if len(calls) < 3 else 0
+    class Failing:
+        def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+            copies.append(target)
+            if len(copies) == 3:
+                raise MemoryError("out of memory")
 
-    monkeypatch.setattr(os, "preadv", cut)
-    with pytest.raises(ConfigError, match=r"it ends at byte \d+"):
-        load_weights([path], (parameter((2,), part("a", (2,), 0)),), set(), DEVICE, threads=2)
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("load")]
+        def finish(self) -> None:
+            pass
+
+    monkeypatch.setattr(DEVICE, "uploader", Failing)
+    with pytest.raises(MemoryError, match="out of memory"):
+        load_weights([path], (parameter((20,), part("a", (20,), 0)),), set(), DEVICE, threads=2)
+    assert len(copies) < 20 and not [t.name for t in threading.enumerate() if t.name.startswith("load")]
