@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from minisgl.attention import triton as backend
-from minisgl.attention.base import AttentionBackend, AttentionSpec, HeadTransform
-from minisgl.attention.layout import build_layout
+from minisgl.attention.backend import AttentionBackend, AttentionSpec, HeadTransform, build_layout
 from minisgl.attention.triton import TritonAttention
 from minisgl.ops import reference
 from minisgl.ops.table import load_ops

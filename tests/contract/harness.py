@@ -19,8 +19,8 @@ from minisgl.engine.prepare import prepare_batch
 from minisgl.engine.runner import EagerRunner, Parts
 from minisgl.engine.state import RowState
 from minisgl.kvcache.mha_pool import MHAKVPool
-from minisgl.models.config import ModelConfig
 from minisgl.models.llama import LlamaForCausalLM
+from minisgl.models.model_config import ModelConfig
 from minisgl.models.weight import load_model
 from minisgl.ops.table import load_ops
 from minisgl.verify.steps import Span, Stepper, span_plan

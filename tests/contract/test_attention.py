@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from contract.harness import CPU, Shape, Span, make_batch
-from minisgl.attention.base import AttentionSpec
+from minisgl.attention.backend import AttentionSpec
 from minisgl.attention.selection import ATTENTION, resolve_attention
 from minisgl.core import Context
 from minisgl.kvcache.mha_pool import MHAKVPool
@@ -121,7 +121,7 @@ def test_a_sequence_does_not_depend_on_its_mates(backend: str, dtype: torch.dtyp
 def test_many_sequences_are_gathered_in_several_groups(monkeypatch: pytest.MonkeyPatch):
     pool, table, q, spans = setting(MIXES["mixed"], 16, 2, 64)
     at_once = run("cpu", pool, table, q, spans)
-    monkeypatch.setattr("minisgl.attention.cpu.GATHER_BYTES", 100_000)
+    monkeypatch.setattr("minisgl.attention.sdpa.GATHER_BYTES", 100_000)
     assert torch.equal(run("cpu", pool, table, q, spans), at_once)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen2Config
 
-from contract.checkpoints import COMMON, Checkpoint, configurations, save
+from contract.checkpoints import COMMON, Checkpoint, architecture, configurations, save
 from contract.harness import Span
 from contract.native_engine import NativeEngine
 from minisgl import LLM, SamplingParams
@@ -24,7 +24,8 @@ from minisgl.distributed.info import ALONE
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
 from minisgl.engine.runner import EagerRunner
-from minisgl.models.windows import SLIDING
+from minisgl.models.families import FAMILIES
+from minisgl.models.positions import SLIDING
 from minisgl.native import build
 from minisgl.native import library as native
 from minisgl.native.runner import refusal
@@ -52,11 +53,10 @@ SHAPES = {
 
 def dense() -> dict[str, Any]:
     """The configurations that the native step takes."""
-    families = ("llama", "mistral", "qwen2", "qwen3")
     ours = {
         name: c
         for name, c in configurations().items()
-        if c.model_type in families
+        if FAMILIES[architecture(c)].on_cpu_step
         and (getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads) % 16 == 0
     }
     return ours | SHAPES
@@ -65,6 +65,10 @@ def dense() -> dict[str, Any]:
 @pytest.fixture(scope="module", params=dense())
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return save(tmp_path_factory.mktemp(request.param), dense()[request.param])
+
+
+def test_every_family_of_the_native_step_has_a_case():
+    assert {architecture(c) for c in dense().values()} == {name for name, f in FAMILIES.items() if f.on_cpu_step}
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-4) -> None:

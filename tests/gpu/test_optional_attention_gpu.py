@@ -10,7 +10,7 @@ import torch
 
 from contract.harness import Shape, make_batch
 from contract.test_attention import MIXES, setting
-from minisgl.attention.base import AttentionBackend, AttentionSpec, HeadTransform
+from minisgl.attention.backend import AttentionBackend, AttentionSpec, HeadTransform
 from minisgl.attention.hybrid import HybridAttention
 from minisgl.attention.selection import ATTENTION, resolve_attention
 from minisgl.core import Batch, Context

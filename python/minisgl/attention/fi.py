@@ -9,13 +9,12 @@ import flashinfer  # type: ignore[import-not-found, unused-ignore]
 import numpy as np
 import torch
 
-from minisgl.attention.base import AttentionBackend
-from minisgl.attention.layout import build_layout
+from minisgl.attention.backend import AttentionBackend, build_layout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minisgl.attention.base import AttentionSpec, Window
+    from minisgl.attention.backend import AttentionSpec, Window
     from minisgl.core import Batch, Context, Ints, SeqLayout
     from minisgl.ops.table import OpTable
 

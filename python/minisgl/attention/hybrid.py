@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from minisgl.attention.base import AttentionBackend, HeadTransform, Window
+from minisgl.attention.backend import AttentionBackend, HeadTransform, Window
 from minisgl.core import SeqLayout
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
-from minisgl.attention.base import AttentionBackend, AttentionSpec, Requirements, Window
+from minisgl.attention.backend import AttentionBackend, AttentionSpec, Requirements, Window
 from minisgl.errors import ConfigError
 from minisgl.registry import Registry
 
@@ -44,7 +44,7 @@ def _needs(
 
 ATTENTION: Final[Registry[type[AttentionBackend]]] = Registry("attention backend")
 ATTENTION.add(
-    "cpu", "minisgl.attention.cpu:CpuAttention", supports=Requirements(device_types=("cpu",), dtypes=_FLOATS).refusal
+    "cpu", "minisgl.attention.sdpa:CpuAttention", supports=Requirements(device_types=("cpu",), dtypes=_FLOATS).refusal
 )
 # Before fi and fa3, which need a package each, because it decodes fastest: on an H200 in 0.8 to 0.93 of the time of
 # fi and a third of that of fa3, with no plan on the host (0.1 to 0.8 ms in fi) and steps that a graph replays. Prompts
@@ -80,7 +80,7 @@ ATTENTION.add(
         capability=(9, 0),
     ),
 )
-ATTENTION.add("reference", "minisgl.attention.reference:ReferenceAttention")
+ATTENTION.add("reference", "minisgl.attention.backend:ReferenceAttention")
 
 
 class AttentionShape(Protocol):

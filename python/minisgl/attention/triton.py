@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from minisgl.attention.base import AttentionBackend
+from minisgl.attention.backend import AttentionBackend
 from minisgl.triton.attention_decode import decode_attention
 from minisgl.triton.attention_plan import BEGINS, PART, PLAN_ROWS, plan_decode
 from minisgl.triton.attention_prefill import COUNTERS, TILE, plan_prefill, prefill_attention
@@ -17,7 +17,7 @@ from minisgl.triton.launch import chained
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minisgl.attention.base import AttentionSpec, HeadTransform, Window
+    from minisgl.attention.backend import AttentionSpec, HeadTransform, Window
     from minisgl.core import Batch, Context, SeqLayout
     from minisgl.ops.table import OpTable
 

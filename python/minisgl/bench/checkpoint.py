@@ -16,7 +16,7 @@ from minisgl.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from minisgl.layers.base import Parameter, Source
+    from minisgl.layers.builder import Parameter, Source
 
 FILE_BYTES: Final = 4 << 30  # of one file at most, about what hubs have
 NOISE_VALUES: Final = 32 << 20
@@ -28,9 +28,9 @@ def wanted_parameters(config: dict[str, Any]) -> Sequence[Parameter]:
     """The parameters of the model of a config.json, without memory (torch's meta device)."""
     import torch
 
-    from minisgl.layers.base import Builder
-    from minisgl.models.config import ModelConfig
+    from minisgl.layers.builder import Builder
     from minisgl.models.families import MODELS
+    from minisgl.models.model_config import ModelConfig
     from minisgl.ops.table import load_ops
 
     model = ModelConfig.from_hf(config)
@@ -108,7 +108,7 @@ def shard(parameters: Sequence[Parameter], rank: int, ranks: int, dtype: Any, de
     """
     import torch
 
-    from minisgl.layers.base import Init, Source
+    from minisgl.layers.builder import Init, Source
 
     def cut(source: Source, dim: int) -> Source:
         if source.shape[dim] % ranks:

@@ -12,7 +12,7 @@ from minisgl.checkpoint import hf
 from minisgl.checkpoint.embedder import Pooling, decoder_config, read_embedder
 from minisgl.distributed.info import ALONE, DistributedInfo
 from minisgl.errors import ConfigError, NativeError
-from minisgl.models.config import ModelConfig
+from minisgl.models.model_config import ModelConfig
 from minisgl.native import runner as native
 from minisgl.native.library import load_native
 from minisgl.settings.options import MEMORY_RATIOS, PAGE_SIZES, EngineConfig

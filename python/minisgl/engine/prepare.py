@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minisgl.attention.layout import build_layout
+from minisgl.attention.backend import build_layout
 from minisgl.core import NOTHING, Batch, BatchPlan, Scored
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from minisgl.attention.base import AttentionBackend
+    from minisgl.attention.backend import AttentionBackend
     from minisgl.core import Ints, Scored
     from minisgl.device.device import Device, Pending
     from minisgl.distributed.communicator import Communicator

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from minisgl.attention.base import HeadTransform
-from minisgl.layers.linear import Linear
-from minisgl.layers.norm import RMSNorm
+from minisgl.attention.backend import HeadTransform
+from minisgl.layers.linear import Linear, RMSNorm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minisgl.attention.base import Window
+    from minisgl.attention.backend import Window
     from minisgl.core import Context
-    from minisgl.layers.base import Builder
+    from minisgl.layers.builder import Builder
 
 
 class Attention:

@@ -1,17 +1,40 @@
-"""Projections. Those that read the same input are one matrix: its parts are stacked in the order given."""
+"""Projections, the norms in front of them, the embedding and the LM head."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from minisgl.layers.base import Shard
+import torch
+
+from minisgl.layers.builder import Init, Shard
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minisgl.layers.base import Builder, Size
-    from minisgl.layers.norm import RMSNorm
+    from minisgl.layers.builder import Builder, Size
+
+
+class RMSNorm:
+    """weight [size]; `name` is the checkpoint's module name.
+
+    With an `offset` the weight is what the checkpoint holds plus that, in float32, in which such norms are computed.
+    """
+
+    def __init__(self, builder: Builder, name: str, size: int, eps: float, offset: float = 0.0) -> None:
+        dtype = torch.float32 if offset else builder.dtype
+        self.weight = builder.parameter({f"{name}.weight": size}, init=Init.ONES, dtype=dtype, offset=offset)
+        self.eps = eps
+        self._all_reduce, self._rms_norm = builder.ops.all_reduce, builder.ops.rms_norm
+        self._add_rms_norm = builder.ops.add_rms_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What a block has computed, [..., size], normalised; with several ranks it is summed over them first."""
+        return self._rms_norm(self._all_reduce(x), self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x + residual [S, size] normalised; may overwrite `residual`."""
+        return self._add_rms_norm(x, residual, self.weight, self.eps)[0]
 
 
 class Linear:
@@ -37,3 +60,45 @@ class Linear:
     def after_norm(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """(projection of the normalised x + residual, x + residual); `residual` may be overwritten."""
         return self._add_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)
+
+
+class Embedding:
+    """weight [V, H], of which each rank has a run of tokens.
+
+    Rows are multiplied by `scale`, rounded to the model's dtype, unless that is 1.
+    """
+
+    def __init__(self, builder: Builder, name: str, vocab_size: int, hidden_size: int, scale: float = 1.0) -> None:
+        self.scale = float(torch.tensor(scale, dtype=builder.dtype))
+        self._own = builder.balanced_shard(vocab_size)
+        self.weight = builder.parameter({f"{name}.weight": self._own}, hidden_size)
+        self._all_reduce, self._embedding = builder.ops.all_reduce, builder.ops.embedding
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[T] int32 -> [T, H]."""
+        own = self._own
+        if own.count == own.size:
+            x = self._embedding(ids, self.weight)
+        else:
+            is_own = (ids >= own.start) & (ids < own.stop)
+            x = self._embedding((ids - own.start).clamp(0, own.count - 1), self.weight)
+            x = self._all_reduce(x.masked_fill_(~is_own.unsqueeze(1), 0.0))
+        return x if self.scale == 1.0 else x.mul_(self.scale)
+
+
+class LMHead:
+    """weight [V, H]: its own, or the embedding's when `tied`; each rank has the same run of tokens as there."""
+
+    def __init__(self, builder: Builder, name: str, vocab_size: int, hidden_size: int, tied: Embedding | None) -> None:
+        if tied is None:
+            self.weight = builder.parameter({f"{name}.weight": builder.balanced_shard(vocab_size)}, hidden_size)
+        else:
+            self.weight = tied.weight
+        self._add_norm_linear = builder.ops.add_norm_linear
+
+    def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> Tensor:
+        """Final hidden states [S, H], as x + residual and before their norm -> logits [S, V] in the model's dtype.
+
+        With several ranks those of this rank's tokens only.
+        """
+        return self._add_norm_linear(x, residual, norm.weight, norm.eps, self.weight, None)[0]

@@ -1,4 +1,4 @@
-"""The architectures that can be served: each is one decoder class and the flags that make it this model."""
+"""The architectures that can be served: a decoder class each, and the flags that tell the architecture from Llama."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from minisgl.registry import Registry
 if TYPE_CHECKING:
     from minisgl.models.llama import LlamaForCausalLM
 
+LLAMA: Final = "minisgl.models.llama:LlamaForCausalLM"
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertFlags:
     """How an architecture has experts.
 
-    `module` is what a checkpoint calls the block of them within a layer, `parts` an expert's gate, up and down
-    projections; `size_key` is the field of config.json for an expert's intermediate size. Without `has_options` all
-    layers have experts, and the probabilities of the chosen ones are normalised.
+    `module` is the checkpoint's name of the block of experts in a layer, `parts` are the names of an expert's gate, up
+    and down projections, `size_key` is config.json's field for an expert's intermediate size. Without `has_options` all
+    layers have experts, and the probabilities of the selected ones are normalised.
     """
 
     module: str
@@ -28,15 +30,23 @@ class ExpertFlags:
     has_options: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Flags:
-    """Where an architecture differs from Llama. None for a bias means: as `attention_bias` in config.json says.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What tells an architecture from Llama.
 
-    `slides` says which layers may have a window (`models/windows.py: SLIDES`), None: no layer; with `has_window_switch`
-    they have one if `use_sliding_window` says so. `activation_key` is the field for the MLP's activation. `defaults` is
-    what transformers takes where config.json lacks a field.
+    on_cpu_step          whether the C++ step computes this architecture; if not, a CPU runs it op by op
+    decoder              the decoder class
+    qkv_bias, o_bias     None: as `attention_bias` in config.json says
+    qk_norm              RMSNorm over each head of q and k
+    has_mlp_bias_option  config.json may have `mlp_bias`
+    slides               which layers may have a window (`models/positions.py: SLIDES`); None: no layer
+    has_window_switch    those layers have a window only if `use_sliding_window` says so
+    activation_key       config.json's field for the MLP's activation
+    defaults             what transformers assumes where config.json lacks a field
     """
 
+    on_cpu_step: bool
+    decoder: str = LLAMA
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     qk_norm: bool = False
@@ -48,22 +58,16 @@ class Flags:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-MODELS: Final[Registry[type[LlamaForCausalLM]]] = Registry("model architecture")
-MODELS.add("LlamaForCausalLM", "minisgl.models.llama:LlamaForCausalLM")
-MODELS.add("MistralForCausalLM", "minisgl.models.llama:LlamaForCausalLM")
-MODELS.add("Qwen2ForCausalLM", "minisgl.models.llama:LlamaForCausalLM")
-MODELS.add("Qwen3ForCausalLM", "minisgl.models.llama:LlamaForCausalLM")
-MODELS.add("Qwen3MoeForCausalLM", "minisgl.models.llama:LlamaForCausalLM")
-MODELS.add("MixtralForCausalLM", "minisgl.models.llama:LlamaForCausalLM")
-MODELS.add("Gemma3ForCausalLM", "minisgl.models.gemma3:Gemma3ForCausalLM")
-
-FLAGS: Final[Mapping[str, Flags]] = MappingProxyType(
+FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
-        "LlamaForCausalLM": Flags(has_mlp_bias_option=True),
-        "MistralForCausalLM": Flags(qkv_bias=False, o_bias=False, slides="all"),
-        "Qwen2ForCausalLM": Flags(qkv_bias=True, o_bias=False, slides="last", has_window_switch=True),
-        "Qwen3ForCausalLM": Flags(qk_norm=True, slides="last", has_window_switch=True),
-        "Qwen3MoeForCausalLM": Flags(
+        "LlamaForCausalLM": Family(on_cpu_step=True, has_mlp_bias_option=True),
+        "MistralForCausalLM": Family(on_cpu_step=True, qkv_bias=False, o_bias=False, slides="all"),
+        "Qwen2ForCausalLM": Family(
+            on_cpu_step=True, qkv_bias=True, o_bias=False, slides="last", has_window_switch=True
+        ),
+        "Qwen3ForCausalLM": Family(on_cpu_step=True, qk_norm=True, slides="last", has_window_switch=True),
+        "Qwen3MoeForCausalLM": Family(
+            on_cpu_step=False,
             qk_norm=True,
             slides="all",
             has_window_switch=True,
@@ -71,14 +75,17 @@ FLAGS: Final[Mapping[str, Flags]] = MappingProxyType(
                 "mlp", ("gate_proj", "up_proj", "down_proj"), "moe_intermediate_size", has_options=True
             ),
         ),
-        "MixtralForCausalLM": Flags(
+        "MixtralForCausalLM": Family(
+            on_cpu_step=False,
             qkv_bias=False,
             o_bias=False,
             experts=ExpertFlags("block_sparse_moe", ("w1", "w3", "w2"), "intermediate_size", has_options=False),
             slides="all",
             defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
         ),
-        "Gemma3ForCausalLM": Flags(
+        "Gemma3ForCausalLM": Family(
+            on_cpu_step=False,
+            decoder="minisgl.models.gemma3:Gemma3ForCausalLM",
             qk_norm=True,
             slides="pattern",
             activation_key="hidden_activation",
@@ -95,3 +102,7 @@ FLAGS: Final[Mapping[str, Flags]] = MappingProxyType(
         ),
     }
 )
+
+MODELS: Final[Registry[type[LlamaForCausalLM]]] = Registry("model architecture")
+for _name, _family in FAMILIES.items():
+    MODELS.add(_name, _family.decoder)

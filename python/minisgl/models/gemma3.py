@@ -5,17 +5,16 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from minisgl.layers.embedding import Embedding
+from minisgl.layers.linear import Embedding, RMSNorm
 from minisgl.layers.mlp import GatedMLP
-from minisgl.layers.norm import RMSNorm
 from minisgl.models.llama import LlamaForCausalLM, LlamaModel, rope_tables, self_attention
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from minisgl.core import Context
-    from minisgl.layers.base import Builder
-    from minisgl.models.config import ModelConfig
+    from minisgl.layers.builder import Builder
+    from minisgl.models.model_config import ModelConfig
 
 NORM_OFFSET: Final = 1.0  # a norm multiplies by 1 + what the checkpoint holds
 

@@ -6,10 +6,8 @@ import math
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from minisgl.layers.attention import Attention
-from minisgl.layers.embedding import Embedding, LMHead
-from minisgl.layers.mlp import GatedMLP
-from minisgl.layers.moe import SparseMLP
-from minisgl.layers.norm import RMSNorm
+from minisgl.layers.linear import Embedding, LMHead, RMSNorm
+from minisgl.layers.mlp import GatedMLP, SparseMLP
 from minisgl.layers.rotary import cos_sin_table
 
 if TYPE_CHECKING:
@@ -18,8 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from minisgl.core import Context
-    from minisgl.layers.base import Builder
-    from minisgl.models.config import ModelConfig
+    from minisgl.layers.builder import Builder
+    from minisgl.models.model_config import ModelConfig
 
 
 class DecoderLayer(Protocol):

@@ -27,13 +27,13 @@ from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import ALONE
 from minisgl.distributed.tensor_parallel import parallel_ops
 from minisgl.errors import ConfigError
-from minisgl.layers.base import Builder, Init, Parameter, Source
+from minisgl.layers.builder import Builder, Init, Parameter, Source
 from minisgl.models.families import MODELS
 
 if TYPE_CHECKING:
     from minisgl.device.device import Device, Uploader
-    from minisgl.models.config import ModelConfig
     from minisgl.models.llama import LlamaForCausalLM
+    from minisgl.models.model_config import ModelConfig
     from minisgl.ops.table import OpTable
 
 Progress = Callable[[int, int], None]

@@ -13,6 +13,7 @@ import torch
 from minisgl.core import BatchPlan, StepResult
 from minisgl.engine.prepare import prepare_batch
 from minisgl.engine.runner import lacks_masks
+from minisgl.models.families import FAMILIES
 from minisgl.native.library import LayerWeights, ModelSpec, NativeLibrary, StepPlan
 from minisgl.native.packing import LANES, pack_weights
 from minisgl.ops.logprobs import rows_per_pass
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.runner import Parts
 
-ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DTYPES: Final = (torch.float32, torch.bfloat16)
 GROUP: Final = 32  # columns that share a scale in quantized ones
 CHOICE_FLOPS: Final = 50.0  # about, for each logit of a token that torch's ops choose
@@ -40,7 +40,7 @@ def refusal(spec: EngineSpec) -> str | None:
         return "several ranks share the model"
     if spec.attention_backend != "auto":
         return f"attention backend {spec.attention_backend} was asked for"
-    if m.architecture not in ARCHITECTURES or m.activation != "silu":
+    if not FAMILIES[m.architecture].on_cpu_step or m.activation != "silu":
         return f"{m.architecture} with {m.activation} is not Llama-shaped enough"
     if spec.dtype not in DTYPES:
         return f"dtype {spec.dtype}"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from contract.harness import Shape
-from minisgl.attention.base import AttentionBackend, AttentionSpec, Requirements
+from minisgl.attention.backend import AttentionBackend, AttentionSpec, Requirements
 from minisgl.attention.selection import ATTENTION, _needs, resolve_attention
 from minisgl.errors import ConfigError
 from minisgl.kvcache.mha_pool import MHAKVPool

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from contract.harness import Shape
-from minisgl.attention.base import AttentionSpec, Requirements
-from minisgl.attention.layout import build_layout
+from minisgl.attention.backend import AttentionSpec, Requirements, build_layout
 from minisgl.attention.selection import resolve_attention
 from minisgl.errors import ConfigError
 from minisgl.kvcache.mha_pool import MHAKVPool

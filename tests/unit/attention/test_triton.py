@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl.attention.base import AttentionSpec
+from minisgl.attention.backend import AttentionSpec
 from minisgl.attention.selection import ATTENTION
 
 

@@ -9,7 +9,7 @@ import torch
 
 from contract.harness import Span, make_batch
 from contract.test_attention import setting
-from minisgl.attention.base import AttentionSpec, HeadTransform
+from minisgl.attention.backend import AttentionSpec, HeadTransform
 from minisgl.attention.triton import TritonAttention
 from minisgl.core import Batch, Context, SeqLayout
 from minisgl.ops import reference

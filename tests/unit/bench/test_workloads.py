@@ -10,7 +10,7 @@ import pytest
 from minisgl.bench.shapes import SHAPES, shape_options
 from minisgl.bench.workloads import WORKLOADS, make_workload
 from minisgl.errors import ConfigError
-from minisgl.models.config import ModelConfig
+from minisgl.models.model_config import ModelConfig
 from minisgl.tokenizer.tokenize import TokenizeManager
 
 

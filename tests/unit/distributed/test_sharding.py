@@ -11,7 +11,7 @@ from minisgl.distributed.info import DistributedInfo
 from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.memory import require_even
 from minisgl.errors import ConfigError
-from minisgl.layers.base import Builder, Source
+from minisgl.layers.builder import Builder, Source
 from minisgl.layers.linear import Linear
 from minisgl.models.weight import fill_dummy
 from minisgl.ops.sample import gumbel_noise

@@ -22,7 +22,7 @@ from minisgl.engine.config import resolve
 from minisgl.engine.pooling import PoolingRunner
 from minisgl.errors import ConfigError, RequestError
 from minisgl.message import AbortBackendMsg, Finished, Started, UserMsg, ids_to_bytes
-from minisgl.models.config import ModelConfig
+from minisgl.models.model_config import ModelConfig
 from minisgl.params import EMBED
 from minisgl.settings.options import EngineConfig
 from minisgl.verify.steps import span_plan

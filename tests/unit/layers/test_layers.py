@@ -9,13 +9,11 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from contract.checkpoints import COMMON, SCALED_ROPES, YARN_OPTIONS, YARN_ROPE
-from minisgl.layers.base import Builder, Source
-from minisgl.layers.embedding import Embedding, LMHead
-from minisgl.layers.linear import Linear
-from minisgl.layers.moe import SparseMLP
-from minisgl.layers.norm import RMSNorm
+from minisgl.layers.builder import Builder, Source
+from minisgl.layers.linear import Embedding, Linear, LMHead, RMSNorm
+from minisgl.layers.mlp import SparseMLP
 from minisgl.layers.rotary import cos_sin_table, inverse_frequencies
-from minisgl.models.config import ModelConfig
+from minisgl.models.model_config import ModelConfig
 from minisgl.ops.table import load_ops
 
 CPU = torch.device("cpu")

@@ -14,12 +14,11 @@ from contract.checkpoints import COMMON, configurations, save
 from contract.harness import DEVICE, MiniEngine, Span
 from minisgl.checkpoint.hf import load_config
 from minisgl.errors import ConfigError
-from minisgl.layers.base import Init, Parameter, Source
-from minisgl.layers.mlp import GatedMLP
-from minisgl.layers.moe import SparseMLP
+from minisgl.layers.builder import Init, Parameter, Source
+from minisgl.layers.mlp import GatedMLP, SparseMLP
 from minisgl.models import load_model, weight
-from minisgl.models.config import ModelConfig
 from minisgl.models.llama import LlamaForCausalLM
+from minisgl.models.model_config import ModelConfig
 from minisgl.models.weight import load_weights
 from minisgl.ops.table import load_ops
 

@@ -1,14 +1,62 @@
-"""What config.json says about rotary embeddings; the formulas are in `layers/rotary.py`."""
+"""What config.json says about positions: rotary embeddings and sliding windows; formulas are in `layers/rotary.py`."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
 
 from minisgl.errors import ConfigError
 from minisgl.layers.rotary import ROPE_TYPES, RopeConfig
-from minisgl.models.fields import number, size
-from minisgl.models.windows import FULL, SLIDING
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def _is_last(config: dict[str, Any], i: int) -> bool:
+    first = config.get("max_window_layers", 28)
+    if not isinstance(first, int):
+        raise ConfigError(f"config.json has max_window_layers={first!r}; a number of layers is needed")
+    return i >= first
+
+
+# Whether layer i has the window, by `Family.slides`.
+SLIDES: Final[Mapping[str, Callable[[dict[str, Any], int], bool]]] = MappingProxyType(
+    {
+        "all": lambda config, i: True,
+        "last": _is_last,
+        "pattern": lambda config, i: (i + 1) % size(config, "sliding_window_pattern") != 0,  # all but every n-th
+    }
+)
+
+
+def read_windows(
+    config: dict[str, Any], num_layers: int, slides: str | None, has_switch: bool
+) -> tuple[int | None, ...]:
+    """The window of each layer, None where it sees everything; raises `ConfigError`.
+
+    `layer_types` goes before the family's rule, except in families whose layers are all alike: there it must agree.
+    """
+    kinds = config.get("layer_types")
+    if kinds is not None and (len(kinds) != num_layers or not {*kinds} <= {FULL, SLIDING}):
+        raise ConfigError(
+            f"config.json has layer_types={kinds}; for {num_layers} layers as many of {FULL} and {SLIDING} are needed"
+        )
+    is_on = config.get("sliding_window") is not None
+    if has_switch:
+        is_on = is_on and bool(config.get("use_sliding_window", False))
+    if slides is None and is_on and size(config, "sliding_window") < size(config, "max_position_embeddings"):
+        raise ConfigError(f"sliding_window={config['sliding_window']} is nothing that this architecture has")
+    if slides is None or not is_on:
+        rule = [False] * num_layers
+    elif kinds is not None and slides != "all":
+        rule = [kind == SLIDING for kind in kinds]
+    else:
+        rule = [SLIDES[slides](config, i) for i in range(num_layers)]
+    if kinds is not None and [kind == SLIDING for kind in kinds] != rule:
+        raise ConfigError("layer_types in config.json contradicts the other fields about sliding windows")
+    window = size(config, "sliding_window") if any(rule) else None
+    return tuple(window if slid else None for slid in rule)
 
 
 def read_ropes(config: dict[str, Any]) -> tuple[RopeConfig, RopeConfig]:
@@ -92,3 +140,21 @@ def _yarn(scaling: dict[str, Any], theta: float, original: int, max_positions: i
         truncate=bool(scaling.get("truncate", True)),
         attention_factor=number(given, "attention_factor", usual),
     )
+
+
+def size(config: dict[str, Any], key: str, default: int | None = None) -> int:
+    """A positive integer; `default` stands for null or nothing. Raises `ConfigError`."""
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"config.json has {key}={value!r}; a positive integer is needed")
+    return value
+
+
+def number(config: dict[str, Any], key: str, default: float | None = None) -> float:
+    """A positive, finite number; `default` stands for nothing. Raises `ConfigError`."""
+    value = config.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise ConfigError(f"config.json has {key}={value!r}; a positive number is needed")
+    return float(value)

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from minisgl.errors import ConfigError
-from minisgl.models.families import FLAGS, MODELS, ExpertFlags, Flags
-from minisgl.models.fields import number, size
-from minisgl.models.rope import read_ropes
-from minisgl.models.windows import read_windows
+from minisgl.models.families import FAMILIES, MODELS, ExpertFlags, Family
+from minisgl.models.positions import number, read_ropes, read_windows, size
 
 if TYPE_CHECKING:
     from minisgl.layers.rotary import RopeConfig
@@ -69,8 +67,8 @@ class ModelConfig:
     def from_hf(cls, config: dict[str, Any]) -> ModelConfig:
         """From the contents of config.json, as transformers 4 or 5 writes it; raises `ConfigError` otherwise."""
         architecture = _architecture(config)
-        flags = FLAGS[architecture]
-        config = {**DEFAULTS, **flags.defaults, **config}
+        family = FAMILIES[architecture]
+        config = {**DEFAULTS, **family.defaults, **config}
         _refuse_unsupported(config)
         hidden_size = size(config, "hidden_size")
         num_heads = size(config, "num_attention_heads")
@@ -88,7 +86,7 @@ class ModelConfig:
         num_layers = size(config, "num_hidden_layers")
         bias = bool(config.get("attention_bias", False))
         rope, window_rope = read_ropes(config)
-        windows = read_windows(config, num_layers, flags.slides, flags.has_window_switch)
+        windows = read_windows(config, num_layers, family.slides, family.has_window_switch)
         if rope == window_rope:  # then a window that hides nothing makes no difference
             windows = tuple(None if window is None or window >= max_positions else window for window in windows)
         scale = number(config, "query_pre_attn_scalar") ** -0.5 if "query_pre_attn_scalar" in config else None
@@ -107,13 +105,13 @@ class ModelConfig:
             window_rope=window_rope,
             windows=windows,
             attention_scale=scale,
-            activation=_activation(config, flags),
+            activation=_activation(config, family),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=bias if flags.qkv_bias is None else flags.qkv_bias,
-            o_bias=bias if flags.o_bias is None else flags.o_bias,
-            mlp_bias=flags.has_mlp_bias_option and bool(config.get("mlp_bias", False)),
-            qk_norm=flags.qk_norm,
-            experts=_experts(config, num_layers, flags.experts) if flags.experts is not None else None,
+            qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+            o_bias=bias if family.o_bias is None else family.o_bias,
+            mlp_bias=family.has_mlp_bias_option and bool(config.get("mlp_bias", False)),
+            qk_norm=family.qk_norm,
+            experts=_experts(config, num_layers, family.experts) if family.experts is not None else None,
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
         )
 
@@ -122,7 +120,7 @@ def _architecture(config: dict[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise ConfigError(f"config.json has architectures={names!r}; it must name one of {', '.join(MODELS.names)}")
-    if names[0] not in FLAGS:
+    if names[0] not in FAMILIES:
         raise ConfigError(f"model architecture {names[0]} is not supported; supported: {', '.join(MODELS.names)}")
     return names[0]
 
@@ -139,11 +137,11 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
         raise ConfigError(f"partial_rotary_factor {config['partial_rotary_factor']} is not supported; only 1 is")
 
 
-def _activation(config: dict[str, Any], flags: Flags) -> str:
-    activation = config.get(flags.activation_key, "silu")
-    known = [name for name, ours in ACTIVATIONS.items() if flags.experts is None or ours == "silu"]
+def _activation(config: dict[str, Any], family: Family) -> str:
+    activation = config.get(family.activation_key, "silu")
+    known = [name for name, ours in ACTIVATIONS.items() if family.experts is None or ours == "silu"]
     if activation not in known:
-        raise ConfigError(f"{flags.activation_key} {activation!r} is not supported; supported: {', '.join(known)}")
+        raise ConfigError(f"{family.activation_key} {activation!r} is not supported; supported: {', '.join(known)}")
     return ACTIVATIONS[activation]
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
+
+from minisgl.core import SeqLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minisgl.core import Batch, Context
+    from minisgl.core import Batch, Context, Ints
     from minisgl.ops.table import OpTable
 
 Window = int | None
@@ -126,3 +130,26 @@ class AttentionBackend(ABC):
     @abstractmethod
     def forward(self, q: Tensor, layer_pages: Tensor, ctx: Context, window: Window = None) -> Tensor:
         """q [T, Hq, D], layer_pages [P, 2, Hk, page, D] -> contiguous [T, Hq, D]; `window` is one of the spec's."""
+
+
+class ReferenceAttention(AttentionBackend):
+    """`paged_attention` of the op table."""
+
+    name = "reference"
+
+    def prepare(self, batch: Batch, page_table: Tensor) -> None:
+        return None
+
+    def forward(self, q: Tensor, layer_pages: Tensor, ctx: Context, window: Window = None) -> Tensor:
+        return self.ops.paged_attention(q, layer_pages, ctx.page_table, ctx.batch.layout, self.spec.scale, window)
+
+
+def build_layout(rows: Ints, query_lens: Ints, kv_lens: Ints, upload: Callable[..., list[Tensor]]) -> SeqLayout:
+    """The layout of B sequences; all arrays are int32 [B], 1 <= query_lens <= kv_lens.
+
+    `upload` copies int32 arrays to the device.
+    """
+    rows, query_lens, kv_lens = (np.ascontiguousarray(a, np.int32) for a in (rows, query_lens, kv_lens))
+    cu_query_lens = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum(query_lens, out=cu_query_lens[1:])
+    return SeqLayout(rows, query_lens, kv_lens, *upload(rows, kv_lens, cu_query_lens))

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from minisgl.attention.base import AttentionBackend
+from minisgl.attention.backend import AttentionBackend
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minisgl.attention.base import AttentionSpec, Window
+    from minisgl.attention.backend import AttentionSpec, Window
     from minisgl.core import Batch, Context
     from minisgl.ops.table import OpTable
 
