@@ -1,4 +1,4 @@
-"""Weights of 8 bits on a CPU: how far the logits are from those in float32. (`minisgl bench cpu` has the speed.)
+"""8-bit weights on a CPU: how far the logits are from those in float32. (compare.py measures the speed.)
 
     PYTHONPATH=python python benchmark/cpu/int8.py                       # the built-in model on text of its own
     PYTHONPATH=python python benchmark/cpu/int8.py --shape qwen3-0.6b    # random weights and tokens
@@ -38,8 +38,8 @@ PROMPTS = (
 TOKENS = 100
 
 
-def own_texts(llm: LLM) -> list[list[int]]:
-    """Prompts and what the model says to them."""
+def sample_texts(llm: LLM) -> list[list[int]]:
+    """Prompts, each with the model's greedy answer."""
     tokenizer = load_tokenizer(BUILTIN_MODEL)
     texts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
     answers = llm.generate(texts, SamplingParams(temperature=0, max_tokens=TOKENS))
@@ -59,7 +59,7 @@ def errors(options: dict[str, Any], threads: int) -> None:
         llm = LLM(**options, **kind, threads=threads, device="cpu")
         if not texts:
             rng = random.Random(0)
-            texts = [[rng.randrange(4000) for _ in range(TOKENS)]] if options else own_texts(llm)
+            texts = [[rng.randrange(4000) for _ in range(TOKENS)]] if options else sample_texts(llm)
         logits = logits_of(llm, texts)
         if name == "float32":
             exact = logits

@@ -17,7 +17,7 @@ os.environ["MINISGL_CHECK"] = "0"
 import numpy as np
 
 from minisgl import LLM, SamplingParams
-from minisgl.bench.workloads import WORKLOADS, make_workload
+from minisgl.bench.workloads import WORKLOADS, OfflineSettings, make_workloads
 from minisgl.core import BatchPlan, StepCosts, StepResult
 from minisgl.params import Limits
 from minisgl.scheduler.scheduler import Scheduler
@@ -92,8 +92,7 @@ def main() -> None:
     engine = PretendedEngine(COSTS[args.shape])
     with patch.object(Scheduler, "from_config", lambda config, io, group: Scheduler(config, engine, io)):
         llm = LLM()
-    for name in args.workloads or ["a"]:
-        workload = make_workload(name, 4000)
+    for workload in make_workloads(OfflineSettings(workload=tuple(args.workloads or ["a"])), 4000):
         params = [SamplingParams(ignore_eos=True, max_tokens=item.output_len) for item in workload.items]
         for _ in range(args.repeat):
             llm.scheduler.cache.flush()
@@ -104,7 +103,7 @@ def main() -> None:
             assert engine.first is not None
             parts = engine.first - start, engine.idle, stop - engine.end
             print(
-                f"{name}: {(stop - start) * 1e3:.1f} ms, device {engine.busy * 1e3:.1f}; "
+                f"{workload.name}: {(stop - start) * 1e3:.1f} ms, device {engine.busy * 1e3:.1f}; "
                 "before {:.1f}, between {:.1f}, after {:.1f}".format(*(part * 1e3 for part in parts))
             )
 

@@ -6,8 +6,7 @@ import argparse
 import sys
 from dataclasses import asdict
 
-from minisgl.bench.args import add_bench
-from minisgl.bench.command import run_bench
+from minisgl.bench.command import add_bench, run_bench
 from minisgl.errors import ConfigError, MinisglError
 from minisgl.settings.options import SchedulerConfig
 from minisgl.settings.sources import (

@@ -23,8 +23,7 @@ def run(path: Path, *argv: str) -> dict[str, Any]:
 def test_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = run(
         tmp_path / "report.json",
-        *("offline", "--workload", "batch64,single", *TINY, "--repeat", "2", "--profile-steps", "4"),
-        *("--timeline", str(tmp_path / "trace.json"), "--attn", "cpu"),  # the C++ step has no ops to be seen
+        *("offline", "--workload", "batch64,single", *TINY, "--repeat", "2"),
     )
     assert [r["workload"] for r in report["results"]] == ["batch64", "single"]
     for r in report["results"]:
@@ -32,11 +31,7 @@ def test_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert len(r["repeats"]) == 2 and all(repeat["cached_tokens"] == 0 for repeat in r["repeats"])
         assert r["summary"]["output_tok_s"]["median"] > 0 and r["summary"]["ms_per_token"]["median"] > 0
         assert r["repeats"][0]["ttft_ms"]["p50"] > 0 and r["repeats"][0]["steps"] >= 20
-        assert r["host"]["steps"] == 4 and r["host"]["rows"] == 3 and r["host"]["decode_only"]
-        assert 0 < r["host"]["host_us"] < r["host"]["step_us"]
     assert report["engine"]["kv_pages"] == 200 and report["engine_start_s"] > 0
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    assert report["timeline"]["steps"] == 4 and len(trace["traceEvents"]) > 100
     assert "batch64" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""`minisgl bench cpu` with those that are installed, on the smallest shape."""
+"""benchmark/cpu/compare.py with the engines that are installed, on the smallest shape."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from minisgl.__main__ import main
-from minisgl.bench.checkpoint import write_checkpoint
+SCRIPTS = Path(__file__).parents[2] / "benchmark"
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the scripts importable."""
+    for folder in (SCRIPTS, SCRIPTS / "cpu"):
+        monkeypatch.syspath_prepend(str(folder))
 
 
 def run(path: Path, *argv: str) -> dict[str, Any]:
-    assert main(["bench", "cpu", *argv, "--json", str(path)]) == 0
+    import compare
+
+    compare.main([*argv, "--json", str(path)])
     report: dict[str, Any] = json.loads(path.read_text())
     return report
 
@@ -43,18 +51,12 @@ def test_everything_that_is_installed(tmp_path: Path, capsys: pytest.CaptureFixt
         assert name in report["skipped"] or any(name in beside for r in report["results"] for beside in r["figures"])
 
 
-def test_bad_settings_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in (["--cases", "x"], ["--against", "y"], ["--repeat", "0"], ["--shape", "z"]):
-        assert main(["bench", "cpu", *argv]) == 2, argv
-        error = capsys.readouterr().err
-        assert error.startswith("minisgl: ") and error.count("\n") == 1, error
-
-
 @pytest.mark.parametrize(("kind", "tolerance"), [("F32", 1e-3), ("BF16", 1e-2), ("Q8_0", 5e-2)])
 def test_llama_cpp_computes_the_same_model(tmp_path: Path, kind: str, tolerance: float) -> None:
     pytest.importorskip("gguf")
     pytest.importorskip("llama_cpp")
-    from minisgl.bench.rival_llama import LlamaCpp, write_gguf
+    from checkpoint import write_checkpoint
+    from llama import LlamaCpp, write_gguf
 
     folder = write_checkpoint("qwen3-10m", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -1,38 +1,100 @@
-"""The load generator: sends prepared requests in one of three ways and notes what comes back, and when."""
+"""The load generator: sends prepared requests over HTTP, takes a time stamp of each event, and computes the metrics.
+
+The parser does as little as possible, since the client shares the machine with the server under test: httptools for
+HTTP, and of an event only whether there is a token, the usage or an error in it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import json
+import ssl
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Final
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
 
-from minisgl.bench.client import Endpoint, Record, exchange
+import httptools
+
+from minisgl.bench.report import percentiles
 from minisgl.bench.traffic import Request
+from minisgl.chat.client import ChatClient, ServerAddress
+from minisgl.errors import StartupError
 
 POLL_S: Final = 0.005
+SHOWN_ERRORS: Final = 5
 # One token each in the usual vocabularies, with the space before them.
 WORDS: Final = ("time", "year", "people", "way", "day", "man", "thing", "life", "child", "world", "school", "state")
+_NO_CHOICES: Final = (b'"choices":[]', b'"choices": []')
+
+
+@dataclass
+class Record:
+    """The outcome of one request. Times are seconds of `time.perf_counter`."""
+
+    input_len: int
+    output_len: int
+    scheduled: float | None = None
+    sent: float = 0.0
+    times: list[float] = field(default_factory=list)  # of the events with a token
+    end: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    error: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens as the server counts them, else one for each event."""
+        return self.output_tokens or len(self.times)
+
+    def gaps(self, start: float = 0.0, end: float = float("inf")) -> list[float]:
+        """Times between events, of those that end between `start` and `end`."""
+        return [b - a for a, b in itertools.pairwise(self.times) if start <= b <= end]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request as bytes, made before the clock runs, and the record of what becomes of it."""
+    """A request as bytes, made before the measurement, and its record."""
 
     message: bytes
     record: Record
     at: float | None
 
 
-class JobMaker:
-    """Requests -> jobs for one server."""
+@dataclass(frozen=True)
+class Window:
+    """A burst from its first request to its last answer, and the requests of the streams beside it."""
 
-    def __init__(self, endpoint: Endpoint, model: str, temperature: float, is_text: bool, ignore_eos: bool) -> None:
-        self._endpoint = endpoint
+    start: float
+    end: float
+    background: list[Record]
+
+
+class LoadGenerator:
+    """Sends completion requests to one server. A request that fails is an error in its record, not an exception."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        api_key: str | None = None,
+        temperature: float = 0.0,
+        is_text: bool = False,
+        ignore_eos: bool = True,
+        timeout: float = 600.0,
+    ) -> None:
+        """Raises `ConfigError` for a `url` that is not like http://host:port."""
+        self._address = ServerAddress.parse(url)
+        self._tls = ssl.create_default_context() if self._address.is_tls else None
         self._is_text = is_text
+        self._timeout = timeout
+        self._headers = f"Host: {self._address.authority}\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        if api_key:
+            self._headers += f"Authorization: Bearer {api_key}\r\n"
         self._common: dict[str, Any] = {
             "model": model,
             "temperature": temperature,
@@ -41,36 +103,18 @@ class JobMaker:
             **({"ignore_eos": True} if ignore_eos else {}),
         }
 
-    def job(self, request: Request, group: str) -> Job:
+    def job(self, request: Request) -> Job:
+        """The HTTP request for `request`, ready to be sent."""
         prompt: str | list[int] = request.prompt
         if self._is_text:
             prompt = " ".join(WORDS[i % len(WORDS)] for i in request.prompt)
         body = json.dumps({**self._common, "prompt": prompt, "max_tokens": request.output_len}).encode()
-        record = Record(group, len(request.prompt), request.output_len)
-        return Job(self._endpoint.message("POST", "/v1/completions", body), record, request.at)
-
-
-@dataclass(frozen=True)
-class Window:
-    """A burst, from sending it to its last answer, and what ran beside it."""
-
-    start: float
-    end: float
-    background: list[Record]
-
-
-class Load:
-    """Sends jobs to one server; a request that fails is noted in its record and disturbs no other."""
-
-    def __init__(self, endpoint: Endpoint, timeout: float) -> None:
-        self._endpoint = endpoint
-        self._timeout = timeout
-
-    async def _send(self, job: Job) -> None:
-        await exchange(self._endpoint, job.message, job.record, self._timeout)
+        head = f"POST {self._address.prefix}/v1/completions HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}"
+        record = Record(len(request.prompt), request.output_len)
+        return Job(head.encode() + b"\r\n\r\n" + body, record, request.at)
 
     async def closed(self, jobs: Iterable[Job], streams: int) -> None:
-        """`streams` at a time, each sending its next request when its last one is answered."""
+        """Send from `streams` streams, each of which sends its next request when its last one is answered."""
         waiting = iter(jobs)
 
         async def stream() -> None:
@@ -80,7 +124,7 @@ class Load:
         await asyncio.gather(*(stream() for _ in range(streams)))
 
     async def open(self, jobs: list[Job]) -> None:
-        """Each at its own time, whether or not the others are answered. A late one is sent at once and says so."""
+        """Send each request at its own time, whether or not earlier ones are answered; the record shows a delay."""
         start = time.perf_counter()
         sending = []
         for job in sorted(jobs, key=lambda job: job.at or 0.0):
@@ -90,10 +134,23 @@ class Load:
             sending.append(asyncio.create_task(self._send(job)))
         await asyncio.gather(*sending)
 
-    async def burst(self, jobs: list[Job], background: Callable[[], Job], streams: int) -> Window:
-        """All at once, while `streams` others are in the middle of their answers. Those end with the burst."""
+    async def burst(self, jobs: list[Job], background: Callable[[int], Request], streams: int) -> Window:
+        """Send all at once while `streams` streams are in the middle of their answers; the streams end with the burst.
+
+        The streams send `background(0)`, `background(1)`, ...
+        """
         records: list[Record] = []
-        running = [asyncio.create_task(self._keep_busy(background, records)) for _ in range(streams)]
+        numbers = itertools.count()
+
+        async def keep_busy() -> None:
+            while True:
+                job = self.job(background(next(numbers)))
+                records.append(job.record)
+                await self._send(job)
+                if job.record.error:
+                    return  # the next request would fail, too
+
+        running = [asyncio.create_task(keep_busy()) for _ in range(streams)]
         try:
             while sum(bool(r.times or r.error) for r in records) < streams:
                 await asyncio.sleep(POLL_S)
@@ -106,16 +163,172 @@ class Load:
             await asyncio.gather(*running, return_exceptions=True)
         return Window(start, end, records)
 
-    async def _keep_busy(self, background: Callable[[], Job], records: list[Record]) -> None:
-        while True:
-            job = background()
-            records.append(job.record)
-            await self._send(job)
-            if job.record.error:
-                return  # its message is enough; another would fail too
+    async def _send(self, job: Job) -> None:
+        """Send one request over its own connection and fill in its record until the response is complete."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        record = job.record
+        protocol = _Exchange(job.message, record, done)
+        transport: asyncio.Transport | None = None
+        record.sent = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._timeout):
+                transport, _ = await loop.create_connection(
+                    lambda: protocol, self._address.host, self._address.port, ssl=self._tls
+                )
+                await done
+        except TimeoutError:
+            record.error = f"no complete answer within {self._timeout:g} s"
+        except OSError as e:
+            record.error = f"cannot connect: {e.strerror or e}"
+        finally:
+            record.end = record.end or time.perf_counter()
+            if transport is not None:
+                transport.close()
 
 
-def endless(make: Callable[[int], Job]) -> Callable[[], Job]:
-    """A function that returns make(0), make(1), ..."""
-    numbers: Iterator[int] = itertools.count()
-    return lambda: make(next(numbers))
+class _Exchange(asyncio.Protocol):
+    """One request and its response; `done` is set when the response is complete or the connection is closed."""
+
+    def __init__(self, message: bytes, record: Record, done: asyncio.Future[None]) -> None:
+        self._message = message
+        self._record = record
+        self._done = done
+        self._parser = httptools.HttpResponseParser(self)
+        self._rest = b""
+        self._now = 0.0
+        self._status = 0
+        self._is_complete = False
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
+        self._transport.write(self._message)
+
+    def data_received(self, data: bytes) -> None:
+        self._now = time.perf_counter()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as e:
+            self._finish(f"the response is not HTTP: {e}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        # Without a length, the body ends with the connection: only [DONE] or the status tells a complete one.
+        self._finish("" if self._is_complete else f"the connection broke{f': {exc}' if exc else ''}")
+
+    # -- called by the parser
+
+    def on_headers_complete(self) -> None:
+        self._status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        data = self._rest + body
+        if self._status != 200:
+            self._rest = data
+            return
+        if b"\r" in data:  # JSON escapes it, so it ends a line
+            data = data.replace(b"\r\n", b"\n")
+        *events, self._rest = data.split(b"\n\n")
+        for event in events:
+            self._on_event(event)
+
+    def on_message_complete(self) -> None:
+        if self._status != 200:
+            self._finish(f"HTTP {self._status}: {_error_message(self._rest)}")
+        else:
+            self._finish("" if self._record.times else "the answer is not a stream of events with tokens")
+
+    def _on_event(self, event: bytes) -> None:
+        if not event.startswith(b"data:"):
+            return
+        record = self._record
+        if event.endswith(b"[DONE]"):
+            self._is_complete = True
+        elif event.startswith((b'data: {"error"', b'data:{"error"')):
+            record.error = _error_message(event[5:])
+        else:
+            if not any(mark in event for mark in _NO_CHOICES):
+                record.times.append(self._now)
+            if b'"usage":{' in event or b'"usage": {' in event:
+                usage = json.loads(event[5:])["usage"]
+                record.prompt_tokens = usage["prompt_tokens"]
+                record.output_tokens = usage["completion_tokens"]
+                record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+    def _finish(self, error: str) -> None:
+        if not self._done.done():
+            self._record.error = self._record.error or error
+            self._record.end = time.perf_counter()
+            self._done.set_result(None)
+            if self._transport is not None:
+                self._transport.close()
+
+
+def _error_message(body: bytes) -> str:
+    try:
+        value = json.loads(body)
+        return str(value.get("error", value)["message"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return body[:200].decode(errors="replace")
+
+
+def served_model(url: str, api_key: str | None) -> str:
+    """The first model that the server at `url` lists; raises `StartupError` without one, `ServerError` if refused."""
+    try:
+        return str(ChatClient(url, api_key).get("/v1/models")["data"][0]["id"])
+    except OSError as e:
+        raise StartupError(f"no server answers at {url} ({e})") from e
+    except (LookupError, TypeError):
+        raise StartupError("the server does not list its models at /v1/models; give --model NAME") from None
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The values behind the distributions, in seconds."""
+
+    ttft: list[float]
+    itl: list[float]
+
+
+def summarize(records: list[Record], window: Window | None = None) -> tuple[dict[str, Any], Samples]:
+    """The metrics of a run, and the samples for plots. Failed requests count among the errors only.
+
+    With the `window` of a burst, `itl_ms` covers the burst and the background streams during it.
+    """
+    done = [r for r in records if not r.error and r.times]
+    own = [gap for r in done for gap in r.gaps()]
+    beside = [gap for r in window.background for gap in r.gaps(window.start, window.end)] if window else []
+    samples = Samples([r.times[0] - r.sent for r in done], own + beside)
+    late = [r.sent - r.scheduled for r in records if r.scheduled is not None]
+    wall = max((r.end for r in records), default=0.0) - min((r.sent for r in records), default=0.0)
+    tokens = sum(r.tokens for r in done)
+    events = sum(len(r.times) for r in done)
+    failures = [*records, *(window.background if window else [])]
+    errors = Counter(r.error for r in failures if r.error)
+    figures: dict[str, Any] = {
+        "requests": len(records),
+        "completed": len(done),
+        "errors": errors.total(),
+        "error_messages": dict(errors.most_common(SHOWN_ERRORS)),
+        "wrong_length": sum(r.tokens != r.output_len for r in done),
+        "wall_s": wall,
+        "prompt_tokens": sum(r.prompt_tokens or r.input_len for r in done),
+        "cached_tokens": sum(r.cached_tokens for r in done),
+        "output_tokens": tokens,
+        "tokens_per_event": tokens / events if events else None,
+        "request_s": len(done) / wall if wall else None,
+        "output_tok_s": tokens / wall if wall else None,
+        "ttft_ms": percentiles(samples.ttft, scale=1e3),
+        "itl_ms": percentiles(samples.itl, scale=1e3),
+        "tpot_ms": percentiles([(r.times[-1] - r.times[0]) / (r.tokens - 1) for r in done if r.tokens > 1], scale=1e3),
+        "e2e_ms": percentiles([r.end - r.sent for r in done], scale=1e3),
+        "late_ms": percentiles(late, scale=1e3),
+    }
+    if window is not None:
+        figures["own_itl_ms"] = percentiles(own, scale=1e3)
+        figures["background"] = {
+            "requests": len(window.background),
+            "tokens": sum(window.start <= t <= window.end for r in window.background for t in r.times),
+            "itl_ms": percentiles(beside, scale=1e3),
+        }
+    return figures, samples

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import gc
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minisgl.bench.probe import HostProbe, replaced
-from minisgl.bench.report import (
-    check_writable,
-    format_table,
-    percentiles,
-    provenance,
-    shown,
-    spread,
-    spread_percent,
-)
-from minisgl.bench.timeline import record_timeline
-from minisgl.bench.workloads import Workload, make_workload
+from minisgl.bench.report import format_table, percentiles, provenance, spread, spread_percent
+from minisgl.bench.workloads import OfflineSettings, Workload, make_workloads
 from minisgl.checkpoint.hf import resolve_model
 from minisgl.errors import ConfigError, MinisglError
 from minisgl.message import DetokenizeMsg, FlushCacheMsg
@@ -31,35 +23,9 @@ from minisgl.tokenizer.tokenize import model_limits
 if TYPE_CHECKING:
     from minisgl.llm.llm import LLM
 
-PROFILE_SLACK = 64  # tokens generated beyond the profiled steps, so that those are in the steady middle
-
-
-@dataclass(frozen=True, kw_only=True)
-class OfflineSettings:
-    """What to run; the defaults are the command line's. Sizes of None are the workload's own."""
-
-    workloads: tuple[str, ...]
-    num_prompts: int | None = None
-    input_len: int | None = None
-    output_len: int | None = None
-    temperature: float
-    repeat: int
-    profile_steps: int = 0
-    timeline: str | None = None
-
-    def __post_init__(self) -> None:
-        """Raises `ConfigError` for a value that cannot work."""
-        if self.repeat < 1:
-            raise ConfigError("--repeat must be at least 1")
-        if self.profile_steps < 0:
-            raise ConfigError("--profile-steps must be 0 (off) or positive")
-        if not 0 <= self.temperature <= 100:
-            raise ConfigError("--temperature must be 0 to 100")
-        check_writable(self.timeline, "--timeline")
-
 
 class TokenClock:
-    """When each token was confirmed: one entry a step, so that a step costs two list operations."""
+    """The time of each token's confirmation: one entry per step, so that a step costs two list operations."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
@@ -70,7 +36,7 @@ class TokenClock:
         self._uids.append(msg.uids)
 
     def figures(self, start: float) -> dict[str, Any]:
-        """TTFT (from `start`), gaps between tokens and time per output token, of all requests; milliseconds."""
+        """TTFT (from `start`), ITL and the median time per output token of all requests, in milliseconds."""
         uids = np.frombuffer(b"".join(self._uids), "<i8")
         times = np.repeat(np.array(self._times), [len(u) // 8 for u in self._uids])
         order = np.argsort(uids, kind="stable")
@@ -90,47 +56,41 @@ class TokenClock:
         }
 
 
-def check_workloads(settings: OfflineSettings, options: dict[str, Any]) -> list[Workload]:
-    """The workloads, made for the model's vocabulary; raises `ConfigError` for one that its context cannot hold."""
-    folder = resolve_model(options.get("model", ""), options.get("download_source", EngineConfig.download_source))
-    limits = model_limits(folder, options.get("max_seq_len"))
-    sizes = (settings.num_prompts, settings.input_len, settings.output_len)
-    workloads = [make_workload(name, limits.vocab_size, *sizes) for name in settings.workloads]
-    for workload in workloads:
-        if workload.longest > limits.max_model_len:
-            raise ConfigError(
-                f"workload {workload.name} has a request of {workload.longest} tokens, but the context holds "
-                f"{limits.max_model_len}; give a smaller --input-len or --output-len"
-            )
-    return workloads
-
-
 def run_offline(settings: OfflineSettings, options: dict[str, Any]) -> dict[str, Any]:
     """Start an engine with `options`, run the workloads, and return everything measured, ready for JSON.
 
-    Raises `ConfigError` for settings that cannot work and `MinisglError` when the engine returns something else than
-    what was asked for.
+    Raises `ConfigError` for settings that cannot work and `MinisglError` for a wrong number of generated tokens.
     """
-    workloads = check_workloads(settings, options)
     start = time.perf_counter()
-    from minisgl.llm.llm import LLM
-
-    llm = LLM(options.get("model", ""), **{name: value for name, value in options.items() if name != "model"})
+    llm, workloads = start_engine(settings, options)
     start_s = time.perf_counter() - start
-    results = [_run_workload(llm, workload, settings) for workload in workloads]
-    timeline = None
-    if settings.timeline is not None:
-        probe_run = workloads[0].truncated(PROFILE_SLACK)
-        timeline = record_timeline(llm, lambda: _generate(llm, probe_run, settings.temperature), settings.timeline)
     return {
         "benchmark": "offline",
         "settings": asdict(settings) | {"options": options},
         "engine": llm.scheduler.describe(),
         "machine": provenance() | _torch_facts(),
         "engine_start_s": start_s,
-        "results": results,
-        "timeline": timeline,
+        "results": [_run_workload(llm, workload, settings) for workload in workloads],
     }
+
+
+def start_engine(settings: OfflineSettings, options: dict[str, Any]) -> tuple[LLM, list[Workload]]:
+    """An engine with `options`, and the workloads for its vocabulary.
+
+    Raises `ConfigError`, before the engine starts, for a workload that the model's context cannot hold.
+    """
+    folder = resolve_model(options.get("model", ""), options.get("download_source", EngineConfig.download_source))
+    limits = model_limits(folder, options.get("max_seq_len"))
+    workloads = make_workloads(settings, limits.vocab_size)
+    for workload in workloads:
+        if workload.longest > limits.max_model_len:
+            raise ConfigError(
+                f"workload {workload.name} has a request of {workload.longest} tokens, but the context holds "
+                f"{limits.max_model_len}; give a smaller --input-len or --output-len"
+            )
+    from minisgl.llm.llm import LLM
+
+    return LLM(options.get("model", ""), **{k: v for k, v in options.items() if k != "model"}), workloads
 
 
 def _torch_facts() -> dict[str, Any]:
@@ -141,11 +101,10 @@ def _torch_facts() -> dict[str, Any]:
 
 
 def _run_workload(llm: LLM, workload: Workload, settings: OfflineSettings) -> dict[str, Any]:
-    vocab_size = llm.scheduler.engine.limits.vocab_size
-    _generate(llm, workload.warm_up(vocab_size), settings.temperature)
+    generate(llm, workload.warm_up(llm.scheduler.engine.limits.vocab_size), settings.temperature)
     repeats = [_measure(llm, workload, settings.temperature) for _ in range(settings.repeat)]
     names = [name for name, value in repeats[0].items() if isinstance(value, int | float)]
-    result: dict[str, Any] = {
+    return {
         "workload": workload.name,
         "headline": workload.headline,
         "requests": len(workload.items),
@@ -154,18 +113,12 @@ def _run_workload(llm: LLM, workload: Workload, settings: OfflineSettings) -> di
         "repeats": repeats,
         "summary": {name: spread([repeat[name] for repeat in repeats]) for name in names},
     }
-    if settings.profile_steps:
-        probe = HostProbe(llm.scheduler, settings.profile_steps)
-        with probe:
-            _generate(llm, workload.truncated(settings.profile_steps + PROFILE_SLACK), settings.temperature)
-        result["host"] = probe.figures()
-    return result
 
 
-def _generate(llm: LLM, workload: Workload, temperature: float) -> int:
-    """Run it on an empty prefix cache; returns how many prompt tokens were found in the cache nevertheless.
+def generate(llm: LLM, workload: Workload, temperature: float) -> int:
+    """Run `workload` on an empty prefix cache; returns the number of prompt tokens found in the cache nevertheless.
 
-    Raises `MinisglError` unless each request got exactly the tokens that it asked for.
+    Raises `MinisglError` for a request with another number of tokens than asked for.
     """
     llm.scheduler.handle(FlushCacheMsg())
     params = [
@@ -181,8 +134,19 @@ def _generate(llm: LLM, workload: Workload, temperature: float) -> int:
     return sum(done.cached_tokens for done in completions)
 
 
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Hide the method `name` of `owner` behind `value` inside the block."""
+    assert name not in vars(owner), f"{name} is hidden already"
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+
+
 def _measure(llm: LLM, workload: Workload, temperature: float) -> dict[str, Any]:
-    """One timed run: everything from the call of `generate` to its return, detokenizing included."""
+    """One timed run from the call of `generate` to its return, detokenizing included."""
     clock = TokenClock()
     preemptions = llm.scheduler.stats.preemptions
     send = llm.scheduler.io.send
@@ -191,10 +155,10 @@ def _measure(llm: LLM, workload: Workload, temperature: float) -> dict[str, Any]
         clock.record(msg)
         send(msg)
 
-    gc.collect()  # what the last run has left is not this run's time
+    gc.collect()  # the last run's garbage is not this run's time
     with replaced(llm.scheduler.io, "send", timed_send):
         start = time.perf_counter()
-        cached = _generate(llm, workload, temperature)
+        cached = generate(llm, workload, temperature)
         wall = time.perf_counter() - start
     return {
         "wall_s": wall,
@@ -208,30 +172,21 @@ def _measure(llm: LLM, workload: Workload, temperature: float) -> dict[str, Any]
 
 
 def offline_table(report: dict[str, Any]) -> str:
-    """The report for people: medians of the repeats, the spread of the headline figure."""
+    """The report as text: medians of the repeats, and the spread of the headline figure."""
     rows = []
     for result in report["results"]:
         summary = {name: value["median"] for name, value in result["summary"].items()}
         ttft = result["repeats"][0]["ttft_ms"]
-        names = ("wall_s", "output_tok_s", "input_tok_s", "total_tok_s")
-        figures = [summary[name] for name in names]
-        head = result["summary"].get(result["headline"])
-        off = spread_percent(head) if head and len(result["repeats"]) > 1 else None
+        headline = result["summary"].get(result["headline"])
+        off = spread_percent(headline) if headline and len(result["repeats"]) > 1 else None
         size = f"{result['requests']} x {result['prompt_tokens']:,}/{result['output_tokens']:,}"
+        figures = [summary[name] for name in ("wall_s", "output_tok_s", "input_tok_s", "total_tok_s")]
         rows.append([result["workload"], size, *figures, summary.get("ms_per_token"), ttft["p50"], ttft["p99"], off])
     headers = ["workload", "requests x in/out", "wall s", "out tok/s", "in tok/s", "all tok/s"]
     headers += ["ms/token", "TTFT p50", "p99 ms", "spread %"]
     engine = report["engine"]
-    lines = [
+    head = (
         f"{engine['architecture']} · {engine['parameters'] / 1e9:.3g} B parameters · {engine['dtype']} · "
-        f"{engine['device']} · attention {engine['attention']} · start {report['engine_start_s']:.1f} s",
-        format_table(headers, rows),
-    ]
-    for result in report["results"]:
-        if host := result.get("host"):
-            parts = ", ".join(f"{name.removesuffix('_us')} {shown(host[name])}" for name in HostProbe.PARTS)
-            lines.append(
-                f"{result['workload']}: host work {shown(host['host_us'])} us a step of {shown(host['step_us'])} us "
-                f"({host['steps']} steps, {shown(host['rows'])} rows; {parts})"
-            )
-    return "\n".join(lines)
+        f"{engine['device']} · attention {engine['attention']} · start {report['engine_start_s']:.1f} s"
+    )
+    return f"{head}\n{format_table(headers, rows)}"

@@ -1,45 +1,58 @@
-"""`minisgl bench online`: load on any server with OpenAI's API, and what its clients would see. Imports no torch."""
+"""`minisgl bench online`: load on any server with OpenAI's API, and the latencies that its clients see. No torch."""
 
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import uvloop
 
-from minisgl.bench.client import Endpoint, served_model
-from minisgl.bench.load import Job, JobMaker, Load, Window, endless
-from minisgl.bench.metrics import Samples, summarize
-from minisgl.bench.own_server import own_server
-from minisgl.bench.patterns import BACKGROUND, OnlineSettings, Point, make_points
-from minisgl.bench.plots import plot_distribution, plot_rates
-from minisgl.bench.report import format_table, provenance
-from minisgl.bench.traffic import Range, uniform_requests
+from minisgl.bench.load import LoadGenerator, Samples, Window, served_model, summarize
+from minisgl.bench.report import format_table, plot_distribution, plot_throughput, provenance, shown
+from minisgl.bench.traffic import BACKGROUND, OnlineSettings, Point, Range, Request, make_points, uniform_requests
+from minisgl.errors import ConfigError, StartupError
+from minisgl.settings.sources import args_from_options
+
+EXIT_S: Final = 15.0
+POLL_S: Final = 0.05
 
 
 def run_online(
     settings: OnlineSettings, url: str | None, options: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Samples]]:
-    """Load the server at `url`, or one of our own with `options`; returns the report, and the samples of each point.
+    """Load the server at `url`, or one started with `options`; returns the report, and the samples of each point.
 
-    Raises `ConfigError` for settings that cannot work and `StartupError` when there is no server.
+    Raises `ConfigError` for settings that cannot work and `StartupError` when no server answers.
     """
     points = make_points(settings)
-    with _server(url, options) as address:
-        endpoint = Endpoint.parse(address, options.get("api_key"))
-        model = (options.get("model") if url else None) or served_model(endpoint)
-        maker = JobMaker(endpoint, model, settings.temperature, settings.text, settings.ignore_eos)
-        load = Load(endpoint, settings.timeout)
+    key = options.get("api_key")
+    with own_server(options) if url is None else nullcontext(url) as address:
+        model = (options.get("model") if url else None) or served_model(address, key)
+        generator = LoadGenerator(
+            address,
+            model,
+            api_key=key,
+            temperature=settings.temperature,
+            is_text=settings.text,
+            ignore_eos=settings.ignore_eos,
+            timeout=settings.timeout,
+        )
         warm_up = uniform_requests(settings.warm_up, Range(64, 64), Range(8, 8), settings.vocab, "warm-up")
-        _run(load.closed([maker.job(r, "warm-up") for r in warm_up], max(1, settings.warm_up)))
-        results, samples = [], {}
+        uvloop.run(generator.closed(map(generator.job, warm_up), max(1, settings.warm_up)))
+        results = []
+        samples = {}
         for point in points:
-            result, samples[point.label] = _measure(point, settings, maker, load)
+            result, samples[point.label] = _measure(point, settings, generator)
             results.append(result)
     report = {
         "benchmark": "online",
@@ -52,31 +65,21 @@ def run_online(
     return report, samples
 
 
-@contextmanager
-def _server(url: str | None, options: dict[str, Any]) -> Iterator[str]:
-    if url is not None:
-        yield url
-        return
-    with own_server(options) as own:
-        yield own
+def _measure(point: Point, settings: OnlineSettings, generator: LoadGenerator) -> tuple[dict[str, Any], Samples]:
+    def background(number: int) -> Request:
+        return uniform_requests(1, *BACKGROUND, settings.vocab, f"{settings.seed} background {number}")[0]
 
-
-def _run(load: Coroutine[Any, Any, Any]) -> Any:
-    return uvloop.run(load)
-
-
-def _measure(point: Point, settings: OnlineSettings, maker: JobMaker, load: Load) -> tuple[dict[str, Any], Samples]:
-    jobs = [maker.job(request, "load") for request in point.requests]
+    jobs = list(map(generator.job, point.requests))
     gc.collect()
-    gc.freeze()  # a collection among the prompts would look like a pause of the server
+    gc.freeze()  # a collection of the prompts would look like a pause of the server
     cpu, wall = time.process_time(), time.perf_counter()
     window: Window | None = None
     if settings.pattern == "burst":
-        window = _run(load.burst(jobs, _background(settings, maker), settings.background))
+        window = uvloop.run(generator.burst(jobs, background, settings.background))
     elif point.streams is not None:
-        _run(load.closed(jobs, point.streams))
+        uvloop.run(generator.closed(jobs, point.streams))
     else:
-        _run(load.open(jobs))
+        uvloop.run(generator.open(jobs))
     busy = (time.process_time() - cpu) / (time.perf_counter() - wall)
     gc.unfreeze()
     figures, samples = summarize([job.record for job in jobs], window)
@@ -84,16 +87,8 @@ def _measure(point: Point, settings: OnlineSettings, maker: JobMaker, load: Load
     return head | figures | {"client_cpu": busy}, samples
 
 
-def _background(settings: OnlineSettings, maker: JobMaker) -> Callable[[], Job]:
-    def job(number: int) -> Job:
-        (request,) = uniform_requests(1, *BACKGROUND, settings.vocab, f"{settings.seed} background {number}")
-        return maker.job(request, "background")
-
-    return endless(job)
-
-
 def online_table(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """The report as text."""
     rows = []
     for r in report["results"]:
         ttft, itl = r["ttft_ms"], r["itl_ms"]
@@ -106,42 +101,36 @@ def online_table(report: dict[str, Any]) -> str:
         f"{report['model']} · {report['settings']['pattern']} · times in ms",
         format_table([*headers, "late p99", "client %"], rows),
     ]
-    lines += [note for r in report["results"] for note in _notes(r)]
+    lines += [f"{r['label']}: {note}" for r in report["results"] for note in _notes(r)]
     return "\n".join(lines)
 
 
 def _notes(r: dict[str, Any]) -> Iterator[str]:
-    """What a reader of the figures has to know."""
+    """Warnings about the figures of one point."""
     for message, count in r["error_messages"].items():
-        yield f"{r['label']}: {count} x {message}"
+        yield f"{count} x {message}"
     if r["wrong_length"]:
-        yield f"{r['label']}: {r['wrong_length']} answers have another length than asked for"
+        yield f"{r['wrong_length']} answers have another length than asked for"
     if r["cached_tokens"]:
-        share = 100 * r["cached_tokens"] / r["prompt_tokens"]
-        yield f"{r['label']}: {share:.0f} % of the prompt tokens came from the server's prefix cache"
+        cached = 100 * r["cached_tokens"] / r["prompt_tokens"]
+        yield f"{cached:.0f} % of the prompt tokens came from the server's prefix cache"
     if (per_event := r["tokens_per_event"]) is not None and per_event > 1.01:
-        yield f"{r['label']}: {per_event:.2f} tokens an event, so ITL is the time between events, not tokens"
+        yield f"{per_event:.2f} tokens per event, so ITL is the time between events, not tokens"
     if (late := r["late_ms"]["p99"]) is not None and late > 10:
-        yield f"{r['label']}: the client itself was late by {late:.0f} ms (p99): the times above are too good"
+        yield f"the client itself was late by {late:.0f} ms (p99): the times above are too good"
     if r["client_cpu"] > 0.8:
-        yield f"{r['label']}: the client was busy {100 * r['client_cpu']:.0f} % of the time and may be the limit"
+        yield f"the client was busy {100 * r['client_cpu']:.0f} % of the time and may be the limit"
     if (background := r.get("background")) and background["requests"]:
-        yield (
-            f"{r['label']}: ITL p99 of the burst alone {_ms(r['own_itl_ms'])}, of the {background['requests']} "
-            f"requests beside it {_ms(background['itl_ms'])}"
-        )
-
-
-def _ms(times: dict[str, float | None]) -> str:
-    return "-" if times["p99"] is None else f"{times['p99']:.4g} ms"
+        alone, beside = shown(r["own_itl_ms"]["p99"]), shown(background["itl_ms"]["p99"])
+        yield f"ITL p99 of the burst {alone} ms, of the {background['requests']} requests beside it {beside} ms"
 
 
 def draw(report: dict[str, Any], samples: dict[str, Samples], folder: Path) -> list[Path]:
-    """The pictures of a report in `folder`; returns their paths."""
+    """Draw the plots of a report in `folder`; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "ttft.png", folder / "itl.png"]
     plot_distribution({name: s.ttft for name, s in samples.items()}, "time to first token", paths[0])
-    plot_distribution({name: s.itl for name, s in samples.items()}, "time between tokens", paths[1])
+    plot_distribution({name: s.itl for name, s in samples.items()}, "inter-token latency", paths[1])
     points = [
         (r["offered_request_s"] or r["streams"], r["output_tok_s"] or 0.0, r["ttft_ms"]["p50"])
         for r in report["results"]
@@ -150,5 +139,63 @@ def draw(report: dict[str, Any], samples: dict[str, Samples], folder: Path) -> l
     if len(points) > 1:
         paths.append(folder / "throughput.png")
         label = "requests offered per second" if report["results"][0]["offered_request_s"] else "streams"
-        plot_rates(points, label, paths[-1])
+        plot_throughput(points, label, paths[-1])
     return paths
+
+
+def server_flags(options: dict[str, Any]) -> list[str]:
+    """The command-line flags that set `options`."""
+    flags = []
+    for name, value in options.items():
+        dashed = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{dashed}" if value else f"--no-{dashed}")
+        else:
+            flags.append(f"--{dashed}={value}")
+    return flags
+
+
+@contextmanager
+def own_server(options: dict[str, Any]) -> Iterator[str]:
+    """Run `minisgl serve` with `options` on a free port, in its own processes; yields its URL.
+
+    Raises `ConfigError` for options that cannot work and `StartupError`, with the last line of its log, when the server
+    does not start.
+    """
+    options = {"port": 0, **options}
+    ready_s = args_from_options(options).ready_timeout
+    package = str(Path(__file__).resolve().parents[2])  # first, so that the server runs the same code
+    python_path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH", "")) if p)
+    with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "minisgl", "serve", *server_flags(options)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"PYTHONPATH": python_path},
+            )
+        try:
+            yield _wait_ready(process, log, ready_s)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(EXIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_ready(process: subprocess.Popen[bytes], log: Path, seconds: float) -> str:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        _, found, rest = log.read_text(errors="replace").partition("\nready on ")
+        if found and "\n" in rest:
+            return rest.split()[0]
+        if process.poll() is not None:
+            lines = log.read_text(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
+            cause = lines[-1].removeprefix("minisgl: ")
+            raise ConfigError(cause) if process.returncode == 2 else StartupError(f"the server did not start: {cause}")
+        time.sleep(POLL_S)
+    raise StartupError(f"the server is not ready after {seconds:g} s (--ready-timeout)")

@@ -1,7 +1,11 @@
-"""Numbers -> percentiles, tables and JSON, and what machine and code they came from. Imports no torch."""
+"""Percentiles, tables, plots and JSON, with the machine and the code that were measured. Imports no torch.
+
+matplotlib is an extra (`pip install 'minisgl[bench]'`), imported when first needed.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import platform
@@ -20,15 +24,13 @@ from minisgl.launch.environment import cpu_name
 Numbers = Sequence[float] | npt.NDArray[np.float64]
 
 
-def percentile(values: Numbers, q: float) -> float | None:
-    """The `q`-th percentile (linear between neighbours); None of nothing."""
-    return float(np.percentile(values, q)) if len(values) else None
-
-
 def percentiles(values: Numbers, qs: Sequence[int] = (50, 90, 99), scale: float = 1.0) -> dict[str, float | None]:
-    """{"p50": ...} of `values` times `scale`, with their mean."""
+    """{"p50": ..., "mean": ...} of `values` times `scale`, linear between neighbours; None without values."""
+    if not len(values):
+        return dict.fromkeys([*(f"p{q}" for q in qs), "mean"])
     scaled = np.asarray(values, np.float64) * scale
-    return {f"p{q}": percentile(scaled, q) for q in qs} | {"mean": float(scaled.mean()) if len(scaled) else None}
+    figures: dict[str, float | None] = {f"p{q}": float(np.percentile(scaled, q)) for q in qs}
+    return figures | {"mean": float(scaled.mean())}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -37,12 +39,12 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def spread_percent(values: dict[str, float]) -> float:
-    """How far the repeats lie apart, in percent of their median."""
+    """The distance between the extremes in percent of the median."""
     return 100 * (values["max"] - values["min"]) / values["median"]
 
 
 def shown(value: Any) -> str:
-    """A table cell: four significant digits or all integer ones; a dash for None."""
+    """A table cell: four significant digits, more for integers; a dash for None."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -51,26 +53,20 @@ def shown(value: Any) -> str:
 
 
 def format_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Aligned columns; the first to the left, the others to the right."""
+    """Aligned columns, the first flush left, the others flush right."""
     cells = [list(headers), *([shown(value) for value in row] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
-    lines = []
-    for row in cells:
-        first, *rest = (
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        lines.append("  ".join([first, *rest]).rstrip())
-    return "\n".join(lines)
+    first, *others = (max(map(len, column)) for column in zip(*cells, strict=True))
+    return "\n".join("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]).rstrip() for row in cells)
 
 
 def check_writable(path: str | None, flag: str) -> None:
-    """Raises `ConfigError` before the minutes of measuring, not after, when `path` has no folder to be written in."""
+    """Raise `ConfigError` before minutes of measuring if the folder of `path` does not exist."""
     if path is not None and not Path(path).expanduser().absolute().parent.is_dir():
         raise ConfigError(f"{flag} {path}: the folder {Path(path).parent} does not exist")
 
 
 def write_json(path: str, value: dict[str, Any]) -> None:
-    """`value` in `path`; raises `ConfigError` when it cannot be written. NaN is our bug, not a value."""
+    """Write `value` to `path`; raises `ConfigError` if that fails, `ValueError` for NaN (our bug)."""
     text = json.dumps(value, indent=2, allow_nan=False, default=str)
     try:
         Path(path).expanduser().write_text(text + "\n")
@@ -79,7 +75,7 @@ def write_json(path: str, value: dict[str, Any]) -> None:
 
 
 def provenance() -> dict[str, Any]:
-    """What ran where: command, commit, versions, processor."""
+    """The command, commit, versions and processor of this run."""
     import minisgl
 
     return {
@@ -95,11 +91,49 @@ def provenance() -> dict[str, Any]:
 
 def _commit() -> str | None:
     """The checkout's commit, with -dirty when files differ from it; None for an installed package."""
-    folder = Path(__file__).resolve().parent
-    git = ["git", "-C", str(folder)]
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
     try:
         subprocess.run([*git, "ls-files", "--error-unmatch", "../__main__.py"], check=True, capture_output=True)
         command = [*git, "describe", "--always", "--dirty", "--exclude=*"]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def new_figure(width: float = 7, height: float = 4) -> Any:
+    """An empty matplotlib figure (inches); raises `ConfigError` without matplotlib."""
+    try:
+        figure = importlib.import_module("matplotlib.figure")
+    except ImportError:
+        raise ConfigError("plots need matplotlib: pip install 'minisgl[bench]'") from None
+    return figure.Figure(figsize=(width, height), layout="constrained")  # no pyplot: no global state, no display
+
+
+def plot_throughput(points: list[tuple[float, float, float | None]], label: str, path: Path) -> None:
+    """Plot throughput and median TTFT over the load that `label` names: (load, output tok/s, TTFT p50 in ms)."""
+    figure = new_figure()
+    axes = figure.subplots()
+    loads = [load for load, _, _ in points]
+    axes.plot(loads, [tokens for _, tokens, _ in points], "o-", color="tab:blue")
+    axes.set(xlabel=label, ylabel="output tokens per second", ylim=(0, None))
+    right = axes.twinx()
+    right.plot(loads, [np.nan if ttft is None else ttft for _, _, ttft in points], "s--", color="tab:red")
+    right.set(ylim=(0, None))
+    right.set_ylabel("TTFT p50, ms (dashed)", color="tab:red")
+    figure.savefig(path, dpi=120)
+
+
+def plot_distribution(series: dict[str, list[float]], label: str, path: Path) -> None:
+    """Plot the cumulative distribution of each named series of seconds, over a logarithmic axis to show the tail."""
+    figure = new_figure()
+    axes = figure.subplots()
+    for name, values in series.items():
+        x = np.sort(np.asarray(values, np.float64)) * 1e3
+        if len(x):
+            axes.plot(np.maximum(x, 1e-2), np.arange(1, len(x) + 1) / len(x), label=name)
+    axes.set(xscale="log", xlabel=f"{label}, ms", ylabel="fraction below", ylim=(0, 1.01))
+    for level in (0.5, 0.99):
+        axes.axhline(level, color="0.8", linewidth=0.8)
+    if axes.lines:
+        axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)

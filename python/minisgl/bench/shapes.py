@@ -1,4 +1,4 @@
-"""Named model shapes: the config.json of well-known models, to be run with random weights and nothing downloaded."""
+"""Named model shapes: the config.json of well-known models, for runs with random weights and no download."""
 
 from __future__ import annotations
 
@@ -24,22 +24,16 @@ _QWEN3: Final[dict[str, Any]] = {
     "max_position_embeddings": 40960,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000,
-    "rope_scaling": None,
     "hidden_act": "silu",
-    "attention_bias": False,
     "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "sliding_window": None,
     "bos_token_id": 151643,
     "eos_token_id": 151645,
     "torch_dtype": "bfloat16",
 }
-_LLAMA_3_1: Final[dict[str, Any]] = {
+_LLAMA_3_1: Final[dict[str, Any]] = _QWEN3 | {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 128256,
-    "head_dim": 128,
-    "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
@@ -50,23 +44,14 @@ _LLAMA_3_1: Final[dict[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
     "bos_token_id": 128000,
     "eos_token_id": 128001,
-    "torch_dtype": "bfloat16",
 }
 
 
 def _sizes(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-    }
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return dict(zip(names, (hidden, intermediate, layers, heads), strict=True))
 
 
 SHAPES: Final[dict[str, dict[str, Any]]] = {
@@ -78,43 +63,40 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
     "qwen3-8b": _QWEN3 | _sizes(4096, 12288, 36, 32),
     "qwen3-14b": _QWEN3 | _sizes(5120, 17408, 40, 40),
     "qwen3-32b": _QWEN3 | _sizes(5120, 25600, 64, 64),
-    # Qwen3-30B-A3B: 128 experts of 768, of which a token goes through 8.
-    "qwen3-30b-a3b": _QWEN3
+    "qwen3-30b-a3b": _QWEN3  # 128 experts of 768, 8 for each token
     | _sizes(2048, 6144, 48, 32)
-    | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
+    | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_key_value_heads": 4}
+    | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
     "llama-3.1-8b": _LLAMA_3_1 | _sizes(4096, 14336, 32, 32),
     "llama-3.1-70b": _LLAMA_3_1 | _sizes(8192, 28672, 80, 64),
 }
 
 
+def write_config(shape: str, folder: Path) -> None:
+    """Write config.json of `shape` and the built-in model's tokenizer to the new folder `folder`.
+
+    A sampled id beyond that tokenizer's vocabulary has no text. Raises `ConfigError` for an unknown shape.
+    """
+    if shape not in SHAPES:
+        raise ConfigError(f"there is no shape {shape!r}; known: {', '.join(SHAPES)}")
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=2))
+    for name in TOKENIZER_FILES:
+        shutil.copy(BUILTIN_MODEL / name, folder / name)
+
+
 @contextmanager
 def shape_options(shape: str | None, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """`options` with the model that `shape` names (if any): a temporary folder that exists until the block ends.
+    """`options` with the model of `shape` (if any) and random weights, in a folder that exists until the block ends.
 
-    Its tokenizer is the built-in model's: a sampled id beyond that vocabulary has no text, and the counts do not mind.
-    Raises `ConfigError` for an unknown name or a model given besides.
+    Raises `ConfigError` for an unknown shape or when `options` name a model, too.
     """
     if shape is None:
         yield options
         return
-    if shape not in SHAPES:
-        raise ConfigError(f"there is no shape {shape!r}; known: {', '.join(SHAPES)}")
     if options.get("model"):
         raise ConfigError("give --shape or a model, not both")
     with tempfile.TemporaryDirectory(prefix="minisgl-shape-") as base:
         folder = Path(base) / shape
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=2))
-        for name in TOKENIZER_FILES:
-            shutil.copy(BUILTIN_MODEL / name, folder / name)
+        write_config(shape, folder)
         yield options | {"model": str(folder), "dummy_weight": True}

@@ -1,4 +1,4 @@
-"""What the load generator sends, and when: requests with exact lengths, from a seed or from a trace file."""
+"""Load on a server: the traffic patterns, and requests with exact lengths and arrival times from a seed or a trace."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from minisgl.errors import ConfigError
+from minisgl.settings.options import option
 
+ANY_LENGTH: Final = "1-1000000"
 BLOCK: Final = 16  # tokens per hash id of the Qwen trace
-DEFAULT_VOCAB: Final = 4096  # every model has these ids; the built-in one has no more
-
-# Tokens of ShareGPT's conversations as NanoFlow gives them (arXiv 2408.12757): (mean, standard deviation).
+# (mean, standard deviation) of the tokens in ShareGPT's conversations, from NanoFlow (arXiv 2408.12757).
 SHAREGPT_IN: Final = (246.0, 547.0)
 SHAREGPT_OUT: Final = (322.0, 244.0)
 
 
 @dataclass(frozen=True)
 class Request:
-    """One completion: `at` is when to send it in seconds from the start; None = when a stream is free."""
+    """One completion, sent `at` seconds after the start; None = when a stream is free."""
 
     prompt: list[int]
     output_len: int
@@ -30,14 +30,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Range:
-    """Lengths from `low` to `high` tokens."""
+    """Lengths from `low` to `high` tokens, both included."""
 
     low: int
     high: int
 
     @classmethod
     def parse(cls, text: str, flag: str) -> Range:
-        """From "100-1024" or "128"; raises `ConfigError`."""
+        """Parse "100-1024" or "128"; raises `ConfigError`."""
         low, dash, high = text.partition("-")
         if not low.isdecimal() or (dash and not high.isdecimal()):
             raise ConfigError(f"{flag} {text!r} is not a number of tokens or a range like 100-1024")
@@ -53,6 +53,105 @@ class Range:
         return int(min(max(n, self.low), self.high))
 
 
+BACKGROUND: Final = (Range(128, 128), Range(1024, 1024))  # long outputs, so that a stream outlasts the burst
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A traffic pattern and its defaults."""
+
+    help: str
+    num_requests: int | None
+    inputs: str
+    outputs: str
+    rates: tuple[float, ...] = ()
+
+
+PATTERNS: Final = {
+    "closed": Pattern("N streams, each sends its next request after its last answer", 192, "100-1024", "100-512"),
+    "poisson": Pattern("random arrivals at each of --rates", 192, "100-1024", "100-512", (1.0, 2.0, 4.0, 8.0)),
+    "burst": Pattern("all at once, while --background streams are running", 64, "1024", "32"),
+    "sharegpt": Pattern("random arrivals, log-normal lengths as in ShareGPT", 192, "4-1024", "4-1024", (4.0,)),
+    "trace": Pattern("replay of a file in the Qwen-Bailian format (--trace)", None, ANY_LENGTH, ANY_LENGTH),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineSettings:
+    """Options of `minisgl bench online`."""
+
+    pattern: str = option("closed", "; ".join(f"{name} = {pattern.help}" for name, pattern in PATTERNS.items()))
+    num_requests: int | None = option(None, "requests of each point; default = the pattern's")
+    input_len: str | None = option(None, "tokens of a prompt, N or N-M; for sharegpt and trace the limits")
+    output_len: str | None = option(None, "tokens of an output, N or N-M; for sharegpt and trace the limits")
+    streams: tuple[int, ...] = option((64,), "streams of the closed loop; several = several points")
+    rates: tuple[float, ...] = option((), "requests per second; several = several points")
+    background: int = option(0, "streams that run when the burst comes")
+    trace: str | None = option(None, "JSONL file in the format of the Qwen-Bailian traces")
+    speed: float = option(1.0, "speed of the replay")
+    temperature: float = option(0.0, "sampling temperature")
+    vocab: int = option(4096, "prompt ids are below this; every model has the default's")
+    seed: int = option(0, "seed of prompts and arrivals; use another one when the server has cached the last run's")
+    warm_up: int = option(4, "short requests before the measurement")
+    timeout: float = option(600.0, "seconds for one request")
+    text: bool = option(False, "send prompts as text, for servers that take no token ids")
+    ignore_eos: bool = option(True, "ask for outputs of exactly --output-len; off for servers that refuse the field")
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError` for a value that cannot work."""
+        if self.pattern not in PATTERNS:
+            raise ConfigError(f"there is no pattern {self.pattern!r}; known: {', '.join(PATTERNS)}")
+        if (self.trace is None) == (self.pattern == "trace"):
+            raise ConfigError("--pattern trace needs --trace FILE, and no other pattern takes one")
+        if self.background and self.pattern != "burst":
+            raise ConfigError("--background goes with --pattern burst")
+        if self.rates and not PATTERNS[self.pattern].rates:
+            raise ConfigError(f"--rates does not go with --pattern {self.pattern}")
+        if self.num_requests is not None and self.num_requests < 1:
+            raise ConfigError("--num-requests must be at least 1")
+        if not self.streams or min(self.streams) < 1 or any(rate <= 0 for rate in self.rates):
+            raise ConfigError("--streams and --rates must be positive")
+        if self.background < 0 or self.warm_up < 0 or self.vocab < 2:
+            raise ConfigError("--background and --warm-up must not be negative, and --vocab must be at least 2")
+        if not self.speed > 0 or not self.timeout > 0:
+            raise ConfigError("--speed and --timeout must be positive")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement; `offered` is the number of requests per second that are sent."""
+
+    label: str
+    requests: list[Request]
+    streams: int | None = None
+    offered: float | None = None
+
+
+def make_points(settings: OnlineSettings) -> list[Point]:
+    """The requests of each measurement. Points share no prompts, except in a trace."""
+    own = PATTERNS[settings.pattern]
+    inputs = Range.parse(settings.input_len or own.inputs, "--input-len")
+    outputs = Range.parse(settings.output_len or own.outputs, "--output-len")
+    n, vocab = settings.num_requests or own.num_requests, settings.vocab
+    if settings.trace is not None:
+        requests = trace_requests(settings.trace, n, settings.speed, inputs, outputs, vocab)
+        span = max(r.at or 0.0 for r in requests)
+        return [Point(f"x{settings.speed:g}", requests, offered=len(requests) / span if span else None)]
+    assert n is not None, "a pattern without a number of requests"
+    if settings.pattern == "closed":
+        return [
+            Point(f"{s} streams", uniform_requests(n, inputs, outputs, vocab, f"{settings.seed} closed {s}"), streams=s)
+            for s in settings.streams
+        ]
+    if settings.pattern == "burst":
+        return [Point(f"{n} at once", uniform_requests(n, inputs, outputs, vocab, f"{settings.seed} burst"))]
+    make = sharegpt_requests if settings.pattern == "sharegpt" else uniform_requests
+    return [
+        Point(f"{rate:g}/s", make(n, inputs, outputs, vocab, f"{settings.seed} {rate}", rate), offered=rate)
+        for rate in settings.rates or own.rates
+    ]
+
+
 def random_prompt(rng: random.Random, length: int, vocab: int) -> list[int]:
     """`length` random token ids below `vocab`."""
     return rng.choices(range(vocab), k=length)
@@ -61,14 +160,14 @@ def random_prompt(rng: random.Random, length: int, vocab: int) -> list[int]:
 def uniform_requests(
     n: int, inputs: Range, outputs: Range, vocab: int, seed: str, rate: float | None = None
 ) -> list[Request]:
-    """`n` requests with uniform lengths; with a `rate` (requests per second) they arrive as a Poisson process."""
+    """`n` requests with uniform lengths; with a `rate` (requests per second), arrivals are a Poisson process."""
     rng = random.Random(seed)
     times = poisson_times(rng, n, rate)
     return [Request(random_prompt(rng, inputs.draw(rng), vocab), outputs.draw(rng), at) for at in times]
 
 
 def sharegpt_requests(n: int, inputs: Range, outputs: Range, vocab: int, seed: str, rate: float) -> list[Request]:
-    """`n` requests with log-normal lengths of ShareGPT's mean and deviation, cut to the ranges; Poisson arrivals."""
+    """`n` requests with log-normal lengths as in ShareGPT, clipped to the ranges; arrivals are a Poisson process."""
     rng = random.Random(seed)
     times = poisson_times(rng, n, rate)
     return [
@@ -82,7 +181,7 @@ def sharegpt_requests(n: int, inputs: Range, outputs: Range, vocab: int, seed: s
 
 
 def poisson_times(rng: random.Random, n: int, rate: float | None) -> list[float | None]:
-    """Arrival times with exponential gaps of mean 1/`rate` seconds, the first at 0; None each without a rate."""
+    """Arrival times with exponential gaps of mean 1/`rate` seconds, the first at 0; all None without a rate."""
     if rate is None:
         return [None] * n
     times: list[float | None] = []
@@ -94,7 +193,7 @@ def poisson_times(rng: random.Random, n: int, rate: float | None) -> list[float 
 
 
 def _log_normal(rng: random.Random, mean: float, deviation: float) -> float:
-    """sigma^2 = ln(1 + (deviation / mean)^2) and mu = ln(mean) - sigma^2 / 2 give this mean and deviation."""
+    # sigma^2 = ln(1 + (deviation / mean)^2) and mu = ln(mean) - sigma^2 / 2
     variance = math.log1p((deviation / mean) ** 2)
     return rng.lognormvariate(math.log(mean) - variance / 2, math.sqrt(variance))
 
@@ -104,9 +203,9 @@ def trace_requests(
 ) -> list[Request]:
     """The first `limit` requests of a file in the format of the Qwen-Bailian traces, `speed` times as fast.
 
-    Lines are JSON with `timestamp` (seconds), `input_length`, `output_length` and `hash_ids`: one id for each 16-token
-    block of the prompt, equal ids for equal blocks. Lengths are cut to the ranges. Raises `ConfigError` with the line
-    that cannot be read.
+    Each line is JSON with `timestamp` (seconds), `input_length`, `output_length` and `hash_ids`: one id per 16-token
+    block of the prompt, equal ids for equal blocks. Lengths are clipped to the ranges. Raises `ConfigError`, with the
+    number of the line, for a line that cannot be read.
     """
     rows = sorted(read_trace(path, limit), key=lambda row: row[0])
     zero = rows[0][0]
@@ -155,7 +254,7 @@ def _trace_row(line: str, where: str) -> TraceRow:
 
 
 def block_prompt(hash_ids: list[int], length: int, vocab: int) -> list[int]:
-    """A prompt whose blocks are functions of their ids alone: prompts share exactly the blocks whose ids they share."""
+    """A prompt in which each block is a function of its hash id alone: equal ids give equal blocks, others never do."""
     prompt: list[int] = []
     for hash_id in hash_ids[: -(-length // BLOCK)]:
         prompt += _block(hash_id, vocab)
@@ -163,7 +262,7 @@ def block_prompt(hash_ids: list[int], length: int, vocab: int) -> list[int]:
 
 
 def _block(hash_id: int, vocab: int) -> list[int]:
-    """Half of it are the id's digits to the base `vocab`, so that ids below vocab^8 never give the same block."""
+    # Half of the block is the id in base `vocab`, so different ids below vocab^8 give different blocks.
     block: list[int] = []
     rest = hash_id
     for _ in range(BLOCK // 2):

@@ -1,4 +1,4 @@
-"""The offline workloads: which prompts, and how many tokens each request generates. Random, but the same every time."""
+"""Offline workloads: random prompts and output lengths, the same in every run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from minisgl.errors import ConfigError
+from minisgl.settings.options import option
 
 ID_RANGE: Final = 10_000  # prompts are made of ids 0 to this, as in the public benchmark
 MIN_LEN: Final = 100  # shortest prompt and output of workload A
@@ -25,7 +26,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Size:
-    """How many requests, and their lengths in tokens (for workload A the longest ones)."""
+    """The number of requests and their lengths in tokens (for workload A the longest lengths)."""
 
     num_prompts: int
     input_len: int
@@ -34,7 +35,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Workload:
-    """A named list of requests; `headline` is the figure that it is run for."""
+    """A named list of requests; `headline` names the figure that the workload measures."""
 
     name: str
     headline: str
@@ -54,42 +55,35 @@ class Workload:
         return max(len(item.prompt) + item.output_len for item in self.items)
 
     def warm_up(self, vocab_size: int) -> Workload:
-        """The same batch sizes with other ids and short outputs, so that the prefix cache learns nothing useful."""
+        """The same batch sizes with other token ids, so that the prefix cache does not help, and short outputs."""
         items = [
             Item([(i + WARM_UP_SHIFT) % vocab_size for i in item.prompt], min(item.output_len, WARM_UP_OUT))
             for item in self.items
         ]
         return replace(self, items=items)
 
-    def truncated(self, output_len: int) -> Workload:
-        """The same prompts with at most `output_len` tokens each."""
-        return replace(self, items=[Item(i.prompt, min(i.output_len, output_len)) for i in self.items])
-
 
 def _random_ids(rng: random.Random, n: int, vocab_size: int) -> list[int]:
-    # Drawn from the public range and folded into the vocabulary: all other draws, so all lengths, stay the same.
+    # Drawn from the public range and folded into the vocabulary: later draws, so all lengths, stay the same.
     return [rng.randint(0, ID_RANGE) % vocab_size for _ in range(n)]
 
 
 def _public(size: Size, vocab_size: int) -> list[Item]:
     """The benchmark of nano-vllm and mini-sglang: first every prompt (its length, then its ids), then every output."""
     rng = random.Random(0)
-    prompts = [
-        _random_ids(rng, rng.randint(min(MIN_LEN, size.input_len), size.input_len), vocab_size)
-        for _ in range(size.num_prompts)
-    ]
+    low = min(MIN_LEN, size.input_len)
+    prompts = [_random_ids(rng, rng.randint(low, size.input_len), vocab_size) for _ in range(size.num_prompts)]
     low = min(MIN_LEN, size.output_len)
     return [Item(prompt, rng.randint(low, size.output_len)) for prompt in prompts]
 
 
 def _fixed(size: Size, vocab_size: int) -> list[Item]:
     rng = random.Random(0)
-    prompts = [_random_ids(rng, size.input_len, vocab_size) for _ in range(size.num_prompts)]
-    return [Item(prompt, size.output_len) for prompt in prompts]
+    return [Item(_random_ids(rng, size.input_len, vocab_size), size.output_len) for _ in range(size.num_prompts)]
 
 
 def _shared(size: Size, vocab_size: int) -> list[Item]:
-    """Seven eighths of each prompt are the same in all."""
+    """Prompts with a common prefix of seven eighths of their length."""
     rng = random.Random(0)
     common = _random_ids(rng, size.input_len * 7 // 8, vocab_size)
     return [
@@ -100,7 +94,7 @@ def _shared(size: Size, vocab_size: int) -> list[Item]:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a name stands for: `make` builds the requests, `size` is its size unless flags say otherwise."""
+    """How to make a workload: `size` holds unless flags say otherwise."""
 
     make: Callable[[Size, int], list[Item]]
     size: Size
@@ -117,22 +111,41 @@ WORKLOADS: Final[dict[str, Kind]] = {
 }
 
 
-def make_workload(
-    name: str,
-    vocab_size: int,
-    num_prompts: int | None = None,
-    input_len: int | None = None,
-    output_len: int | None = None,
-) -> Workload:
-    """The workload called `name`, its size as given or its own; raises `ConfigError` for what cannot be."""
-    if name not in WORKLOADS:
-        raise ConfigError(f"there is no workload {name!r}; known: {', '.join(WORKLOADS)}")
-    given = {"num_prompts": num_prompts, "input_len": input_len, "output_len": output_len}
-    for key, value in given.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"--{key.replace('_', '-')} must be at least 1")
-    kind = WORKLOADS[name]
-    size = replace(kind.size, **{key: value for key, value in given.items() if value is not None})
-    if kind.headline == "ms_per_token" and size.output_len < 2:
-        raise ConfigError(f"workload {name} measures the time between tokens, so --output-len must be at least 2")
-    return Workload(name, kind.headline, kind.make(size, vocab_size))
+@dataclass(frozen=True, kw_only=True)
+class OfflineSettings:
+    """Options of `minisgl bench offline`."""
+
+    workload: tuple[str, ...] = option(
+        ("a",), "comma-separated: " + "; ".join(f"{name} = {kind.help}" for name, kind in WORKLOADS.items())
+    )
+    num_prompts: int | None = option(None, "requests; default = the workload's")
+    input_len: int | None = option(None, "tokens of a prompt, for workload a the maximum")
+    output_len: int | None = option(None, "tokens of an output, for workload a the maximum")
+    temperature: float = option(0.6, "sampling temperature")
+    repeat: int = option(3, "timed runs of each workload")
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError` for a value that cannot work."""
+        if unknown := set(self.workload) - WORKLOADS.keys():
+            raise ConfigError(f"there is no workload {min(unknown)!r}; known: {', '.join(WORKLOADS)}")
+        for name in ("num_prompts", "input_len", "output_len", "repeat"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+        if not 0 <= self.temperature <= 100:
+            raise ConfigError("--temperature must be 0 to 100")
+
+
+def make_workloads(settings: OfflineSettings, vocab_size: int) -> list[Workload]:
+    """The requests of each workload, with token ids below `vocab_size`; raises `ConfigError` for an impossible size."""
+    workloads = []
+    for name in settings.workload:
+        kind = WORKLOADS[name]
+        size = Size(
+            settings.num_prompts or kind.size.num_prompts,
+            settings.input_len or kind.size.input_len,
+            settings.output_len or kind.size.output_len,
+        )
+        if kind.headline == "ms_per_token" and size.output_len < 2:
+            raise ConfigError(f"workload {name} measures the time between tokens, so --output-len must be at least 2")
+        workloads.append(Workload(name, kind.headline, kind.make(size, vocab_size)))
+    return workloads

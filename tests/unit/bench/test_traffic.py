@@ -1,4 +1,4 @@
-"""What the load generator sends: lengths, arrivals, and prompts that share what a trace says."""
+"""Traffic: lengths, arrival times, and prompts with the shared prefixes of a trace."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from minisgl.bench.patterns import OnlineSettings, make_points
 from minisgl.bench.traffic import (
     BLOCK,
+    OnlineSettings,
     Range,
     block_prompt,
+    make_points,
     read_trace,
     sharegpt_requests,
     trace_requests,
@@ -38,7 +39,7 @@ def shared(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def test_trace_prompts_share_exactly_what_the_hash_ids_share(tmp_path: Path) -> None:
+def test_trace_prompts_share_the_blocks_of_equal_hash_ids(tmp_path: Path) -> None:
     rows = [
         line(7.0, 40, 5, [1, 2, 3]),
         line(8.5, 64, 6, [1, 2, 4, 5]),
@@ -90,7 +91,7 @@ def test_lengths_and_arrivals() -> None:
     assert requests == uniform_requests(2000, Range(100, 1024), Range(100, 512), 50, "x", rate=10.0)
 
 
-def test_sharegpt_lengths_have_its_moments() -> None:
+def test_sharegpt_lengths_have_the_published_means() -> None:
     requests = sharegpt_requests(4000, ANY, ANY, 50, "x", rate=1.0)
     inputs, outputs = [len(r.prompt) for r in requests], [r.output_len for r in requests]
     assert sum(inputs) / 4000 == pytest.approx(246, rel=0.1) and sum(outputs) / 4000 == pytest.approx(322, rel=0.1)
@@ -123,12 +124,12 @@ def test_points_share_no_prompts() -> None:
         {"vocab": 1},
     ],
 )
-def test_settings_that_cannot_work(given: dict[str, Any]) -> None:
+def test_bad_settings_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         OnlineSettings(**given)
 
 
 @pytest.mark.parametrize("text", ["", "a", "5-", "9-3", "0", "-4", "1-2-3"])
-def test_ranges_that_cannot_work(text: str) -> None:
+def test_bad_ranges_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--input-len"):
         Range.parse(text, "--input-len")

@@ -1,4 +1,4 @@
-"""Engines to be compared on a CPU: ours and those of transformers, in this process or served."""
+"""The engines that compare.py runs in this process or serves: minisgl and those of transformers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from minisgl.bench.probe import replaced
+from minisgl.bench.offline import replaced
 from minisgl.errors import MinisglError, StartupError
 from minisgl.message import DetokenizeMsg, FlushCacheMsg
 from minisgl.params import SamplingParams
 
-STATIC_BATCH: Final = 16
-CONTEXT: Final = 1024  # tokens of the longest request
-SERVE_S: Final = 180.0
-PAGES: Final = ("--cb-num-blocks=64", "--cb-max-batch-tokens=1024")  # else it takes, and clears, most of the memory
+STATIC_BATCH = 16
+CONTEXT = 1024  # tokens of the longest request
+SERVE_S = 180.0
+PAGES = ("--cb-num-blocks=64", "--cb-max-batch-tokens=1024")  # otherwise it allocates, and clears, most of the memory
 
 
 @dataclass(frozen=True)
 class Run:
-    """Seconds from the call to the end, and of those until each request had its first token."""
+    """Seconds from the call to the end, and to the moment at which every request had its first token."""
 
     seconds: float
     first: float
@@ -41,7 +41,7 @@ class Runner(Protocol):
     name: str
 
     def run(self, prompts: list[list[int]], lengths: list[int]) -> Run:
-        """Greedy answers of `lengths` tokens, whatever they are; nothing is remembered from earlier runs."""
+        """Generate outputs of `lengths` greedy tokens with an empty cache."""
 
 
 class Minisgl:
@@ -69,12 +69,12 @@ class Minisgl:
             start = time.perf_counter()
             done = self.llm.generate(prompts, params)
             end = time.perf_counter()
-        _check(self.name, [len(d.token_ids) for d in done], lengths)
+        check_lengths(self.name, [len(d.token_ids) for d in done], lengths)
         return Run(end - start, first - start)
 
 
 class StaticBatches:
-    """`generate` in batches of 16, padded on the left, each as long as its longest request."""
+    """`generate` in static batches of 16, padded on the left, each as long as its longest request."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         self.name = "transformers"
@@ -87,7 +87,7 @@ class StaticBatches:
         return Run(time.perf_counter() - start, first - start)
 
     def _generate(self, prompts: list[list[int]], tokens: int) -> float:
-        """Returns when the first tokens were there."""
+        """The time of the first tokens."""
         import torch
 
         times: list[float] = []
@@ -106,12 +106,12 @@ class StaticBatches:
             pad_token_id=0,
             stopping_criteria=[note],
         )
-        _check(self.name, [out.shape[1] - width], [tokens])
+        check_lengths(self.name, [out.shape[1] - width], [tokens])
         return times[0]
 
 
 class ContinuousBatching:
-    """What `generate_batch` does, with a manager that stays."""
+    """transformers' continuous batching, as in `generate_batch`, with one manager for all runs."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -138,11 +138,11 @@ class ContinuousBatching:
             elif result is None and not self._manager.is_running():
                 raise MinisglError(f"{self.name} ended")
         end = time.perf_counter()
-        _check(self.name, [len(done[i].generated_tokens) for i in ids], lengths)
+        check_lengths(self.name, [len(done[i].generated_tokens) for i in ids], lengths)
         return Run(end - start, max(done[i].timestamps[0] for i in ids) - start)
 
     def close(self) -> None:
-        """End its thread, for which the process would wait."""
+        """End the manager's thread, which would keep the process alive."""
         self._manager.stop(block=True)
 
 
@@ -153,20 +153,20 @@ def _load(folder: Path, dtype: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
 
-def _check(name: str, lengths: list[int], wanted: list[int]) -> None:
+def check_lengths(name: str, lengths: list[int], wanted: list[int]) -> None:
     if lengths != wanted:
         raise MinisglError(f"{name} made {lengths} tokens instead of {wanted}")
 
 
-def refusal_of_transformers(*packages: str) -> str | None:
-    """What has to be installed for them; None when all is there."""
+def missing_for_transformers(*packages: str) -> str | None:
+    """The command that installs what is missing; None if nothing is."""
     missing = [name for name in ("transformers", *packages) if importlib.util.find_spec(name) is None]
     return f"pip install {' '.join(missing)}" if missing else None
 
 
 @contextmanager
 def transformers_server(folder: Path, dtype: str, threads: int) -> Iterator[str]:
-    """`transformers serve` with continuous batching; yields its URL. Raises `StartupError`."""
+    """Run `transformers serve` with continuous batching; yields its URL. Raises `StartupError`."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

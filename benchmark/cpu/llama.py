@@ -1,4 +1,4 @@
-"""llama.cpp through the C interface that llama-cpp-python wraps, and Qwen3 checkpoints written as GGUF for it."""
+"""llama.cpp through the C interface that llama-cpp-python wraps, and a writer of GGUF files for Qwen3 checkpoints."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from engines import CONTEXT, Run
 
-from minisgl.bench.rivals import CONTEXT, Run
-
-SLOTS: Final = 16
-BATCH: Final = 2048  # tokens of a call; its default
-NAMES: Final = {
+SLOTS = 16
+BATCH = 2048  # tokens of a call; its default
+NAMES = {  # Hugging Face's names -> GGUF's, without layer and ".weight"
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
@@ -28,11 +27,10 @@ NAMES: Final = {
     "self_attn.k_norm": "attn_k_norm",
     **{f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")},
 }
-"""Hugging Face's names -> those of GGUF's specification, without layer and ".weight"."""
 
 
-def refusal_of_llama(config: dict[str, Any]) -> str | None:
-    """Why a checkpoint with this config.json cannot be run; None when it can."""
+def missing_for_llama(config: dict[str, Any]) -> str | None:
+    """Why llama.cpp cannot run a checkpoint with this config.json here; None if it can."""
     if config["architectures"] != ["Qwen3ForCausalLM"]:
         return "only dense Qwen3 shapes are converted"
     try:
@@ -44,7 +42,7 @@ def refusal_of_llama(config: dict[str, Any]) -> str | None:
 
 
 def write_gguf(folder: Path, kind: str) -> Path:
-    """The dense Qwen3 checkpoint in `folder` as GGUF beside it, matrices as `kind` ("F32", "BF16", "Q8_0")."""
+    """Write the dense Qwen3 checkpoint in `folder` as GGUF beside it, matrices as `kind` ("F32", "BF16", "Q8_0")."""
     import gguf
     from safetensors.torch import load_file
 
@@ -67,7 +65,7 @@ def write_gguf(folder: Path, kind: str) -> Path:
     for part in sorted(folder.glob("*.safetensors")):
         for name, tensor in load_file(part).items():
             wanted = types[kind] if tensor.dim() == 2 else types.F32
-            writer.add_tensor(_gguf_name(name), gguf.quants.quantize(tensor.float().numpy(), wanted), raw_dtype=wanted)
+            writer.add_tensor(gguf_name(name), gguf.quants.quantize(tensor.float().numpy(), wanted), raw_dtype=wanted)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -75,17 +73,17 @@ def write_gguf(folder: Path, kind: str) -> Path:
     return path
 
 
-def _gguf_name(name: str) -> str:
+def gguf_name(name: str) -> str:
     match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.weight", name)
-    assert match is not None, f"{name} is no weight"
+    assert match is not None, f"{name} is not a weight"
     layer, rest = match.groups()
     return f"blk.{layer}.{NAMES[rest]}.weight" if layer else f"{NAMES[rest]}.weight"
 
 
 class LlamaCpp:
-    """16 sequences at once, the next request where one has ended: prompts and decoding in one call, as its server does.
+    """16 slots, each of which takes the next request when one has ended, as in llama.cpp's server.
 
-    Tokens are chosen by numpy's argmax.
+    Prompts and decoding share one call. Tokens are sampled by numpy's argmax.
     """
 
     def __init__(self, path: Path, threads: int) -> None:
@@ -109,15 +107,17 @@ class LlamaCpp:
         self._c.llama_memory_clear(memory, True)
         start, first = time.perf_counter(), 0.0
         waiting = list(zip(prompts, lengths, strict=True))[::-1]
-        left, last, length = ([0] * SLOTS for _ in range(3))  # of each slot: tokens to come, newest one, computed
-        while waiting or any(left):
+        remaining = [0] * SLOTS  # tokens to generate, of each slot
+        last = [0] * SLOTS  # newest token
+        length = [0] * SLOTS  # computed tokens
+        while waiting or any(remaining):
             sampled: list[tuple[int, int]] = []  # slot, index in the batch
             size = 0
             for slot in range(SLOTS):
-                if left[slot]:
+                if remaining[slot]:
                     ids = [last[slot]]
                 elif waiting and size + len(waiting[-1][0]) + SLOTS <= BATCH:
-                    ids, left[slot] = waiting.pop()
+                    ids, remaining[slot] = waiting.pop()
                     self._c.llama_memory_seq_rm(memory, slot, -1, -1)
                     length[slot] = 0
                 else:
@@ -130,21 +130,23 @@ class LlamaCpp:
             assert status == 0, f"llama_decode: {status}"
             for slot, index in sampled:
                 last[slot] = int(self.logits(index).argmax())
-                left[slot] -= 1
+                remaining[slot] -= 1
             if not waiting and not first:
                 first = time.perf_counter()
         return Run(time.perf_counter() - start, first - start)
 
     def logits(self, index: int) -> npt.NDArray[np.float32]:
-        """[V] behind token `index` of the last call; a view that the next one overwrites."""
+        """Logits [V] float32 after token `index` of the last call; a view that the next call overwrites."""
         values = self._c.llama_get_logits_ith(self._context, index)
         return np.ctypeslib.as_array(ctypes.cast(values, ctypes.POINTER(ctypes.c_float)), (self._vocab_size,))
 
     def _put(self, start: int, ids: list[int], slot: int, position: int) -> None:
-        """`ids` into the batch from `start` on; the last one is sampled."""
+        """Put `ids` into the batch from index `start` on; the last token gets logits."""
         batch = self._batch
         for i, token in enumerate(ids):
-            at = start + i
-            batch.token[at], batch.pos[at] = token, position + i
-            batch.n_seq_id[at], batch.seq_id[at][0] = 1, slot
-            batch.logits[at] = i == len(ids) - 1
+            index = start + i
+            batch.token[index] = token
+            batch.pos[index] = position + i
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = slot
+            batch.logits[index] = i == len(ids) - 1

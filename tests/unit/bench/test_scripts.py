@@ -1,0 +1,122 @@
+"""The scripts in benchmark/: each runs, and its figures are what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from minisgl.bench.shapes import SHAPES
+from minisgl.checkpoint.hf import weight_files
+from minisgl.distributed.info import DistributedInfo
+
+SCRIPTS = Path(__file__).parents[3] / "benchmark"
+TINY_RUN = ("--num-prompts=3", "--input-len=24", "--output-len=20", "--num-pages=200", "--threads=1")
+TINY: dict[str, Any] = SHAPES["qwen3-8b"] | {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripts can be imported, also by processes that they start."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+@pytest.fixture
+def tiny_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    import checkpoint
+
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 20_000)
+    folder: Path = checkpoint.write_checkpoint("tiny", tmp_path)
+    return folder
+
+
+def test_a_written_shape_is_a_checkpoint(tiny_checkpoint: Path) -> None:
+    import checkpoint
+
+    files = weight_files(tiny_checkpoint)
+    assert len(files) > 2 and all(file.stat().st_size <= 20_000 + 4096 for file in files)
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    sources = [source for parameter in checkpoint.build_parameters(TINY) for source in parameter.sources]
+    assert {source.name: source.shape for source in sources} == {n: tuple(t.shape) for n, t in tensors.items()}
+    assert tensors["model.norm.weight"].eq(1).all() and 0.01 < tensors["lm_head.weight"].float().std() < 0.03
+    ranks = [checkpoint.build_parameters(TINY, info=DistributedInfo(rank, 2)) for rank in range(2)]
+    assert sum(p.tensor.numel() for p in ranks[0]) < 0.7 * sum(t.numel() for t in tensors.values())
+
+
+def test_loading_beside_plain_reads(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import loading
+
+    path = tmp_path / "report.json"
+    loading.main([str(tiny_checkpoint), "--tp=2", "--repeat=2", "--device=cpu", "--no-cold", "--json", str(path)])
+    (result,) = json.loads(path.read_text())["results"]
+    assert (result["tp"], result["cache"]) == (2, "warm") and result["seconds"]["min"] > 0 < result["gb_s"]
+    assert result["ratio_percent"]["median"] > 0 and 0 < result["shard_bytes"] < result["bytes"]
+    assert "plain read" in capsys.readouterr().out
+    assert 0 <= loading.drop_cache([path]) <= 1
+
+
+def test_host_work_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import host_steps
+
+    path = tmp_path / "host.json"
+    host_steps.main(["--workload=batch64", *TINY_RUN, "--steps=4", "--json", str(path)])
+    host = json.loads(path.read_text())["results"]["batch64"]
+    assert host["steps"] == 4 and host["rows"] == 3 and 0 < host["host"] < host["step"]
+    assert "host work" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("is_async", "host"), [(True, 520), (False, 220)])
+def test_host_work_excludes_the_model_and_waiting(is_async: bool, host: int) -> None:
+    import host_steps
+
+    parts = {"plan": 10, "launch": 500, "prepare": 50, "engine_launch": 300, "collect": 40, "wait": 30, "step": 560}
+    assert tuple(parts) == host_steps.PARTS
+    probe = host_steps.HostProbe(type("S", (), {"engine": type("E", (), {"is_async": is_async})}))
+    probe.steady = [[4, *parts.values()]] * 12
+    figures = probe.figures(2)
+    assert (figures["host"], figures["steps"], figures["rows"]) == (host, 2, 4)
+
+
+def test_timeline_is_a_chrome_trace(tmp_path: Path) -> None:
+    import timeline
+
+    path = tmp_path / "trace.json"
+    # The C++ step has no operators to show.
+    timeline.main([str(path), "--workload=batch64", *TINY_RUN, "--attn=cpu"])
+    assert len(json.loads(path.read_text())["traceEvents"]) > 100
+    assert timeline.read_bars(path)
+
+
+def test_timeline_shows_kernels_or_outermost_operators(tmp_path: Path) -> None:
+    import timeline
+
+    def bar(cat: str, ts: float, dur: float, name: str) -> dict[str, object]:
+        return {"ph": "X", "cat": cat, "ts": ts, "dur": dur, "name": name, "pid": 1, "tid": 2}
+
+    ops = [bar("cpu_op", 10, 5, "linear"), bar("cpu_op", 11, 2, "mm"), bar("cpu_op", 20, 1, "add"), {"ph": "M"}]
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"traceEvents": ops}))
+    assert [b.name for b in timeline.read_bars(path)] == ["linear", "add"]
+    path.write_text(json.dumps({"traceEvents": [*ops, bar("kernel", 12, 1, "gemm")]}))
+    assert [(b.name, b.start) for b in timeline.read_bars(path)] == [("gemm", 0.0)]
+
+
+def test_events_from_byte_templates_are_four_times_as_cheap_as_fastapis() -> None:
+    import frontend
+
+    times = frontend.measure_frontend(steps=250, repeats=1)
+    assert min(times["fastapi"]) > 4 * min(times["minisgl"]), times
+    assert min(times["pydantic"]) > 1.2 * min(times["minisgl"]), times
