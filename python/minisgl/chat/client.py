@@ -1,4 +1,4 @@
-"""A small client of the chat API on the standard library alone, for the terminal chat and the examples."""
+"""A small client of the chat API that needs only the standard library, for the terminal chat and the examples."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ TIMEOUT_S: Final = 600.0
 
 
 class ServerError(MinisglError):
-    """The server refused the request or broke off; the message is its own."""
+    """The server refused the request or broke off; the message is the server's."""
 
 
 class Delta(NamedTuple):
-    """A piece of an answer, or of the reasoning that goes before it."""
+    """A piece of an answer, or of the reasoning before it."""
 
     text: str
     is_reasoning: bool = False
 
 
 class ServerAddress(NamedTuple):
-    """Where a server is; `authority` is the host and port as the URL has them, `prefix` the path before /v1."""
+    """The address of a server; `authority` is the host and port as the URL has them, `prefix` the path before /v1."""
 
     host: str
     port: int
@@ -50,18 +50,17 @@ class ServerAddress(NamedTuple):
 
 
 class ChatClient:
-    """Streams chat completions from the server at `url` (http://host:port)."""
+    """Talks to one server. `account` has the usage and timing of the last answer, as far as the server tells them."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self._address = ServerAddress.parse(url)
-        self._kind = http.client.HTTPSConnection if self._address.is_tls else http.client.HTTPConnection
         self.account: dict[str, Any] = {}
+        self._address = ServerAddress.parse(url)
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
 
     def stream_chat(self, messages: list[dict[str, Any]], **fields: Any) -> Generator[Delta, None, None]:
-        """The pieces of the answer as they come; then `account` has its usage and timing, as far as the server says.
+        """Yield the pieces of the answer as they arrive, then set `account`.
 
         Closing the iterator early makes the server stop. Raises `ServerError` or `OSError`.
         """
@@ -89,17 +88,18 @@ class ChatClient:
             try:
                 answer: dict[str, Any] = json.load(response)
             except ValueError as e:
-                raise ServerError(f"{path} is no JSON here: {e}") from e
+                raise ServerError(f"{path} is not JSON: {e}") from e
             return answer
 
     @contextlib.contextmanager
     def _request(self, method: str, path: str, body: str | None = None) -> Iterator[http.client.HTTPResponse]:
-        connection = self._kind(self._address.host, self._address.port, timeout=TIMEOUT_S)
+        kind = http.client.HTTPSConnection if self._address.is_tls else http.client.HTTPConnection
+        connection = kind(self._address.host, self._address.port, timeout=TIMEOUT_S)
         try:
             connection.request(method, self._address.prefix + path, body, self._headers)
             response = connection.getresponse()
             if response.status != 200:
-                raise ServerError(_message(response.read()) or f"HTTP {response.status} {response.reason}")
+                raise ServerError(_error_message(response))
             yield response
         except http.client.HTTPException as e:
             raise ServerError(f"the connection broke: {e!r}") from e
@@ -107,8 +107,8 @@ class ChatClient:
             connection.close()
 
 
-def _message(body: bytes) -> str:
+def _error_message(response: http.client.HTTPResponse) -> str:
     try:
-        return str(json.loads(body)["error"]["message"])
+        return str(json.loads(response.read())["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return ""
+        return f"HTTP {response.status} {response.reason}"

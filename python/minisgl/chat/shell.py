@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from minisgl.chat.client import ChatClient, ServerError
-from minisgl.chat.interrupt import interruptible, interrupts_ignored
-from minisgl.chat.line_reader import LineReader, line_reader, read_message
 from minisgl.settings.options import ServerArgs
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
 
 HELP: Final = '''\
 /reset                 forget the conversation
 /system [TEXT]         show the system prompt, or set it; /system - removes it
 /params [NAME=VALUE]   show the sampling parameters, or set some: /params temperature=0 top_p=0.9; NAME= unsets
-/stats                 the last answer and the engine in figures
-/tree                  the prefix cache as it is now
+/stats                 statistics of the last answer and of the engine
+/tree                  show the prefix cache
 /save FILE             write the conversation as JSON
-/help                  this text
+/help                  show this text
 /quit                  leave (also Ctrl-D); Ctrl-C stops an answer
-A line that ends with \\ goes on in the next one, and """ begins and ends a text of several lines.'''
+A line that ends with \\ continues on the next one, and """ begins and ends a text of several lines.'''
+BLOCK: Final = '"""'
+
+LineReader = Callable[[str], str]  # prompt -> the typed line; raises EOFError at the end, and KeyboardInterrupt
 
 
 def chat_with_own_server(args: ServerArgs, sampling: dict[str, Any], system: str | None) -> int:
@@ -52,7 +59,7 @@ class Shell:
             "/system": self._set_system,
             "/params": self._set_params,
             "/stats": self._show_stats,
-            "/tree": self._show_tree,
+            "/tree": lambda _: print("\n".join(tree_lines(client.get("/engine_view")["view"]))),
             "/save": self._save,
             "/help": lambda _: print(HELP),
         }
@@ -61,8 +68,8 @@ class Shell:
         """Read and answer until the input ends or /quit."""
         if sys.stdin.isatty():
             print("Chat with the model. /help lists the commands.")
-        while True:
-            with interrupts_ignored():
+        with interrupt_handler(lambda *_: None):  # Ctrl-C counts only where `interruptible` says so
+            while True:
                 try:
                     text = read_message(read_line)
                 except EOFError:
@@ -72,13 +79,12 @@ class Shell:
                     continue
                 if text == "/quit":
                     return
-                self._handle(text)
+                if text.startswith("/"):
+                    self._run_command(text)
+                elif text:
+                    self._answer(text)
 
-    def _handle(self, text: str) -> None:
-        if not text.startswith("/"):
-            if text:
-                self._answer(text)
-            return
+    def _run_command(self, text: str) -> None:
         name, _, argument = text.partition(" ")
         if (command := self._commands.get(name)) is None:
             print(f"there is no command {name}; /help lists them")
@@ -95,7 +101,7 @@ class Shell:
         return ([{"role": "system", "content": self._system}] if self._system else []) + self._turns
 
     def _answer(self, text: str) -> None:
-        """Ask and print; what was said stays in the conversation also when the answer is stopped halfway.
+        """Ask and print the answer; the text of a stopped answer stays in the conversation.
 
         The model's reasoning is shown and then forgotten.
         """
@@ -144,48 +150,40 @@ class Shell:
                 raise ValueError(f"{pair} is not NAME=VALUE")
             self._params.pop(name, None)
             if value:
-                self._params[name] = _parsed(value)
+                try:
+                    self._params[name] = json.loads(value)
+                except ValueError:
+                    self._params[name] = value
         shown = " ".join(f"{name}={json.dumps(value)}" for name, value in self._params.items())
         print(f"parameters: {shown or 'those of the model'}")
 
     def _show_stats(self, _: str) -> None:
         account = self._client.account
         facts = account.get("usage", {}) | account.get("timing", {})
-        details = facts.pop("prompt_tokens_details", None) or {}
-        facts = {name: value for name, value in (details | facts).items() if value is not None}
-        print("last answer:", ", ".join(f"{n.replace('_', ' ')} {v}" for n, v in facts.items()) or "none yet")
-        stats = self._client.get("/server_info")["stats"]
-        print("engine:     ", ", ".join(f"{n.replace('_', ' ')} {v}" for n, v in stats.items()))
-
-    def _show_tree(self, _: str) -> None:
-        for line in tree_lines(self._client.get("/engine_view")["view"]):
-            print(line)
+        facts = (facts.pop("prompt_tokens_details", None) or {}) | facts
+        print("last answer:", _pairs(facts) or "none yet")
+        print("engine:     ", _pairs(self._client.get("/server_info")["stats"]))
 
     def _save(self, name: str) -> None:
         if not name:
             raise ValueError("/save needs the name of a file")
-        with Path(name).expanduser().open("x", encoding="utf-8") as file:  # never over another one
+        with Path(name).expanduser().open("x", encoding="utf-8") as file:  # never over an existing file
             json.dump({"messages": self._messages(), **self._params}, file, ensure_ascii=False, indent=1)
         print(f"(saved {len(self._turns)} messages to {name})")
 
 
-def _parsed(value: str) -> Any:
-    """A number, boolean or list where it is one, else a text."""
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
+def _pairs(facts: dict[str, Any]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items() if value is not None)
 
 
 def tree_lines(view: dict[str, Any]) -> list[str]:
     """The radix tree of an `EngineView` as text, children below their parents."""
     nodes = view["nodes"]
-    ends: dict[int, str] = {}
+    requests: dict[int, str] = {}  # node -> the requests that end there
     for request in view["requests"]:
-        ends[request["node"]] = f"{ends.get(request['node'], '')} #{request['uid']}"
-    pages = {name: view[f"pages_{name}"] for name in ("private", "locked", "cached", "free")}
-    head = ", ".join(f"{count} {name}" for name, count in pages.items())
-    lines = [f"{len(nodes)} of {view['nodes_total']} nodes; {view['pages_total']} pages: {head}"]
+        requests[request["node"]] = f"{requests.get(request['node'], '')} #{request['uid']}"
+    pages = ", ".join(f"{view[f'pages_{name}']} {name}" for name in ("private", "locked", "cached", "free"))
+    lines = [f"{len(nodes)} of {view['nodes_total']} nodes; {view['pages_total']} pages: {pages}"]
 
     def walk(parent: int, depth: int, hidden: int) -> None:
         for i, node in enumerate(nodes):
@@ -193,10 +191,88 @@ def tree_lines(view: dict[str, Any]) -> list[str]:
                 text = node["text"].replace("\n", "↵")
                 used = f", used by {node['ref_count']}" if node["ref_count"] else ""
                 size = f"{node['tokens']} tokens, {node['pages']} page{'s' * (node['pages'] != 1)}"
-                lines.append(f"{'  ' * depth}{text[:60]}  [{size}{used}]{ends.get(i, '')}")
+                lines.append(f"{'  ' * depth}{text[:60]}  [{size}{used}]{requests.get(i, '')}")
                 walk(i, depth + 1, node["hidden"])
         if hidden:
             lines.append(f"{'  ' * depth}… {hidden} more")
 
     walk(-1, 0, view["nodes_hidden"])
     return lines
+
+
+# -- input
+
+
+@contextlib.contextmanager
+def interrupt_handler(handler: Callable[..., Any]) -> Iterator[None]:
+    """Call `handler` for SIGINT within the block; for the main thread."""
+    old = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, old)
+
+
+def interruptible() -> contextlib.AbstractContextManager[None]:
+    """Raise KeyboardInterrupt for SIGINT within the block."""
+    return interrupt_handler(signal.default_int_handler)
+
+
+def read_message(read_line: LineReader) -> str:
+    """One message: a line, lines that each end with a backslash except the last, or a text between triple quotes."""
+    line = read_line("> ")
+    if line.strip().startswith(BLOCK):
+        lines = [line.strip().removeprefix(BLOCK)]
+        while not lines[-1].rstrip().endswith(BLOCK):
+            lines.append(read_line("… "))
+        lines[-1] = lines[-1].rstrip().removesuffix(BLOCK)
+        return "\n".join(lines).strip("\n")
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(read_line("… "))
+    return "\n".join(lines).strip()
+
+
+def line_reader() -> LineReader:
+    """The best reader that the terminal and the installed packages allow."""
+    if not sys.stdin.isatty():
+        return lambda _: _interruptible_input("")
+    try:
+        return _session().prompt
+    except ImportError:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (gives input() line editing, and the history of this session)
+        return _interruptible_input
+
+
+def _interruptible_input(prompt: str) -> str:
+    with interruptible():
+        return input(prompt)
+
+
+def _session() -> PromptSession[str]:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    path = _history_file()
+    return PromptSession(history=InMemoryHistory() if path is None else FileHistory(path), key_bindings=keys)
+
+
+def _history_file() -> Path | None:
+    """The file that keeps the history between sessions, readable by this user only; None if it cannot be made."""
+    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "minisgl"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder / "chat_history"
+        path.touch(mode=0o600)
+    except OSError:
+        return None
+    return path

@@ -24,7 +24,7 @@ from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.models import load_model
 from minisgl.ops.table import resolve_ops
 from minisgl.params import Limits
-from minisgl.process.progress import Progress
+from minisgl.process.log import Progress
 
 if TYPE_CHECKING:
     from minisgl.core import BatchPlan, Ints, StepCosts

@@ -13,7 +13,7 @@ from minisgl.engine.graphs.capture import TAILS
 from minisgl.engine.pooling import base_runner
 from minisgl.errors import ConfigError
 from minisgl.kvcache.mha_pool import MHAKVPool
-from minisgl.process.progress import Progress
+from minisgl.process.log import Progress
 from minisgl.triton.tuned_linear import tuned_linear
 
 if TYPE_CHECKING:

@@ -1,27 +1,34 @@
-"""Runs the application under uvicorn, and ends it in order: what runs may finish, what cannot is told why."""
+"""The HTTP server of the main process: uvicorn, and its end by a signal or because a child process has ended."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import signal
 import socket
+import threading
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Final
 
 import httptools
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from minisgl.api.frontend import FrontendManager
 from minisgl.errors import StartupError
+from minisgl.process.processes import Processes
 
 MAX_HEAD_BYTES: Final = 64 * 1024
 LAST_WORDS_S: Final = 1.0  # for error events to reach their clients before the connections are closed
 
+logger = logging.getLogger(__name__)
+
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP parser, which by itself takes a request line and headers of any length."""
+    """uvicorn's HTTP parser with a limit on the length of the request line and headers."""
 
     _head_bytes = 0
     _is_head = True
@@ -44,18 +51,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
 
-class _Server(uvicorn.Server):
+class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Leave the signals to the `Supervisor`, which drains before it stops."""
+        """Leave the signals to `HttpServer`, which drains before it stops."""
         yield
 
 
-class Service:
-    """The HTTP server. The `Supervisor` decides when it ends."""
+class HttpServer:
+    """Serves `app` and watches the child processes; `exit_code` is 1 after a child has ended by itself."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, children: Processes, drain_timeout: float) -> None:
+        self.exit_code = 0
         self._app = app
+        self._children = children
+        self._drain_timeout = drain_timeout
+        self._stopping: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         config = uvicorn.Config(
             app,
             http=BoundedHttpProtocol,
@@ -67,45 +79,67 @@ class Service:
             timeout_graceful_shutdown=1,
             timeout_keep_alive=30,
         )
-        self._server = _Server(config)
+        self._uvicorn = _Uvicorn(config)
 
-    @property
-    def frontend(self) -> FrontendManager:
-        """The application's, once it runs."""
-        frontend: FrontendManager = self._app.state.frontend
-        return frontend
+    def run(self, sock: socket.socket, on_ready: Callable[[], None]) -> None:
+        """Serve in this thread until stopped; `on_ready` is called once requests are accepted."""
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._serve(sock, on_ready))
 
-    @property
-    def is_exiting(self) -> bool:
-        return self._server.should_exit
-
-    async def run(self, sock: socket.socket, on_ready: Callable[[], None]) -> None:
-        """Serve until `exit`; `on_ready` is called when requests are taken."""
-        serving = asyncio.create_task(self._server.serve(sockets=[sock]))
-        while not self._server.started:
+    async def _serve(self, sock: socket.socket, on_ready: Callable[[], None]) -> None:
+        loop = self._loop = asyncio.get_running_loop()
+        serving = asyncio.create_task(self._uvicorn.serve(sockets=[sock]))
+        while not self._uvicorn.started:
             if serving.done():
                 raise StartupError(f"the HTTP server could not start: {serving.exception()}")
             await asyncio.sleep(0.005)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, self.stop)
+        for name, sentinel in self._children.sentinels.items():
+            loop.add_reader(sentinel, self._child_ended, name, sentinel)
         on_ready()
         await serving
 
-    async def drain(self, timeout: float) -> None:
+    @property
+    def _frontend(self) -> FrontendManager:
+        frontend: FrontendManager = self._app.state.frontend  # made by the application's lifespan
+        return frontend
+
+    def stop(self) -> None:
+        """Drain the open requests on the first call, end them at once on the second."""
+        if self._stopping is None and (n := self._frontend.entries):
+            logger.info("finishing %d requests; repeat the signal to stop now", n)
+        self._end(self._drain(0.0 if self._stopping else self._drain_timeout))
+
+    def stop_from_other_thread(self) -> None:
+        """`stop`, callable from any thread; does nothing when the server has ended."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.stop)
+
+    def _child_ended(self, name: str, sentinel: int) -> None:
+        asyncio.get_running_loop().remove_reader(sentinel)
+        if self._uvicorn.should_exit:
+            return
+        self.exit_code = 1
+        cause = self._children.describe_end(name)
+        logger.error("%s; the server stops", cause)
+        self._end(self._fail(f"the server failed: {cause}"))
+
+    def _end(self, ending: Coroutine[Any, Any, None]) -> None:
+        """Run `ending` instead of the ending in progress, if any."""
+        if self._stopping is not None:
+            self._stopping.cancel()
+        self._stopping = asyncio.create_task(ending)
+
+    async def _drain(self, timeout: float) -> None:
         """Take no new work; wait up to `timeout` seconds for open requests and end the remaining ones with an error."""
-        await self.frontend.drain(timeout)
-        await self.frontend.wait_idle(LAST_WORDS_S)
+        await self._frontend.drain(timeout)
+        await self._frontend.wait_idle(LAST_WORDS_S)
+        self._uvicorn.should_exit = True
 
-    async def fail(self, cause: str) -> None:
+    async def _fail(self, cause: str) -> None:
         """End every open request with the error `cause`."""
-        self.frontend.fail(cause)
+        self._frontend.fail(cause)
         await asyncio.sleep(LAST_WORDS_S)  # for the error events, and for /health to show the cause to a probe
-
-    def exit(self) -> None:
-        self._server.should_exit = True
-
-
-def run_service(main: Coroutine[Any, Any, None]) -> None:
-    """Run `main` in this thread, on uvloop."""
-    import uvloop
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main)
+        self._uvicorn.should_exit = True

@@ -24,24 +24,87 @@ from minisgl.errors import ConfigError, StartupError
 from minisgl.launch.targets import local_ranks, run_follower_rank, run_scheduler, run_tokenizer
 from minisgl.message import BackendMsg, ExitMsg
 from minisgl.params import Limits
-from minisgl.process.child import Ready
-from minisgl.process.logger import configure_logging, log_level
-from minisgl.process.processes import Child, Facts, Processes
+from minisgl.process.log import configure_logging, log_level
+from minisgl.process.processes import Child, Facts, Processes, Ready, run_dir
 from minisgl.process.queues import Codec, ZmqPushQueue
-from minisgl.process.rundir import RunDir
 from minisgl.settings.options import ServerArgs
 
 if TYPE_CHECKING:
-    from minisgl.launch.supervisor import Supervisor
+    from minisgl.launch.http_server import HttpServer
 
 logger = logging.getLogger(__name__)
 
 SchedulerTarget = Callable[[ServerArgs, Ready], None]
 
 
+def launch_server(args: ServerArgs, scheduler: SchedulerTarget = run_scheduler) -> int:
+    """Run the server until it is told to stop; return the exit code of the process.
+
+    Raises `ConfigError` or `StartupError` when it cannot start.
+    """
+    configure_logging("minisgl-api")
+    checked = check_args(args)
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # during the start: clean up and leave
+    try:
+        if args.scheduler.engine.node_rank:
+            return _run_other_host(args, checked, scheduler)
+        with (
+            contextlib.closing(bind_socket(args.host, args.port)) as sock,
+            running_children(args, checked, scheduler) as children,
+            http_server(children, checked) as server,
+        ):
+            server.run(sock, lambda: print(banner(checked, children.facts, _url(sock)), flush=True))
+            return server.exit_code
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
+def background_server(args: ServerArgs, scheduler: SchedulerTarget = run_scheduler) -> Iterator[str]:
+    """Run a server with its HTTP side in a thread of this process; yield its URL. For `minisgl chat` and `--shell`."""
+    configure_logging("minisgl-api", "WARNING")
+    checked = check_args(args)
+    if args.scheduler.engine.node_rank:
+        raise ConfigError("the chat is on host 0; start `minisgl serve` with the same settings on the others")
+    is_up = threading.Event()
+    with (
+        contextlib.closing(bind_socket(args.host, args.port)) as sock,
+        running_children(args, checked, scheduler) as children,
+        http_server(children, checked) as server,
+    ):
+        thread = threading.Thread(target=server.run, args=(sock, is_up.set), name="http")
+        thread.start()
+        try:
+            while not is_up.wait(0.1):
+                if not thread.is_alive():
+                    raise StartupError("the HTTP server could not start")
+            yield _url(sock)
+        finally:
+            server.stop_from_other_thread()
+            thread.join()
+
+
+def _run_other_host(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) -> int:
+    """Run the ranks of a host that does not serve until one of them ends; all ranks end when rank 0 does."""
+    with running_children(args, checked, scheduler) as children:
+        processes = children.processes
+        print(f"ready: {', '.join(processes.pids)}", flush=True)
+        name = processes.wait_end()
+        cause = processes.describe_end(name)
+        if processes.exit_code(name) == 0:
+            return 0
+        logger.error("%s; the other ranks stop", cause)
+        return 1
+
+
+# -- check
+
+
 @dataclass(frozen=True)
 class Checked:
-    """What the cheap checks have found out before anything heavy starts."""
+    """The results of the cheap checks that come before anything heavy starts."""
 
     folder: Path
     limits: Limits
@@ -50,7 +113,7 @@ class Checked:
 
 
 def check_args(args: ServerArgs) -> Checked:
-    """Raises `ConfigError` for a model that is missing or broken; imports no torch and takes well under a second."""
+    """Raises `ConfigError` for a missing or broken model; imports no torch and takes well under a second."""
     from minisgl.tokenizer.tokenize import TokenizeManager, model_limits
 
     log_level()
@@ -67,8 +130,11 @@ def check_args(args: ServerArgs) -> Checked:
     return Checked(folder, limits, name, hf.load_generation_config(folder))
 
 
+# -- bind
+
+
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A bound TCP socket, not listening yet; raises `ConfigError` when the address cannot be had."""
+    """Bind and listen on a TCP socket; raises `ConfigError` when the address is not available."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as e:
@@ -77,7 +143,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(address)
-        sock.listen(1)  # two sockets may be bound with SO_REUSEADDR, but only one can listen
+        sock.listen(1)  # with SO_REUSEADDR two sockets may be bound, but only one can listen
     except OSError as e:
         sock.close()
         raise ConfigError(
@@ -86,10 +152,43 @@ def bind_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
+def _url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+# -- spawn
+
+
+@dataclass(frozen=True)
+class Running:
+    """The child processes when they are ready."""
+
+    args: ServerArgs  # with the run directory
+    processes: Processes
+    facts: Facts
+
+
+@contextlib.contextmanager
+def running_children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) -> Iterator[Running]:
+    """Start the child processes in a run directory of their own, and wait until they are ready; end them afterwards.
+
+    On host 0 these are the ranks there, tokenizers and detokenizer; on other hosts only the ranks.
+    """
+    with run_dir() as folder:
+        args = replace(args, run_dir=str(folder))
+        processes = Processes(_children(args, checked, scheduler))
+        try:
+            processes.spawn()
+            yield Running(args, processes, processes.wait_ready(args.ready_timeout))
+        finally:
+            processes.stop()
+
+
 def _children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) -> list[Child]:
     # OpenMP's threads wait for each other by spinning for milliseconds: when the API server or a client wants the same
-    # core, every step of the engine waits for the spinner. A short spin costs nothing on idle cores; the figures are
-    # in docs/performance.md.
+    # core, every step of the engine waits for the spinning thread. A short spin costs nothing on idle cores; the
+    # figures are in docs/performance.md.
     scheduler_env = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000")}
     if (threads := args.scheduler.engine.threads) is not None:
         scheduler_env["OMP_NUM_THREADS"] = str(threads)
@@ -111,11 +210,37 @@ def _children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) ->
     return children
 
 
+# -- serve
+
+
+@contextlib.contextmanager
+def http_server(children: Running, checked: Checked) -> Iterator[HttpServer]:
+    """Yield the HTTP server, ready to run; tell the scheduler to leave afterwards."""
+    from minisgl.api.api_server import create_app
+    from minisgl.api.parsers.choose import OutputForms
+    from minisgl.api.prepare import SamplingDefaults
+    from minisgl.api.served import ServedModel
+    from minisgl.launch.http_server import HttpServer
+
+    args, processes = children.args, children.processes
+    defaults = SamplingDefaults.from_generation_config(checked.generation_config)
+    forms = OutputForms.of_model(checked.folder, args.tool_call_parser, args.reasoning_parser)
+    embedder = read_embedder(checked.folder)
+    model = ServedModel(checked.name, checked.limits, defaults, forms, children.facts, processes.pids, embedder)
+    try:
+        yield HttpServer(create_app(args, model), processes, args.drain_timeout)
+    finally:
+        backend: ZmqPushQueue[BackendMsg] = ZmqPushQueue(args.zmq_backend_addr, Codec(BackendMsg))
+        backend.put([ExitMsg()])
+        backend.close()
+
+
 def banner(checked: Checked, facts: Facts, url: str) -> str:
-    """What a person wants to know at the start, and a command to try."""
+    """The facts to print at the start, and a command to try."""
     path, body = "chat/completions", json.dumps({"messages": [{"role": "user", "content": "Hello! Who are you?"}]})
     if checked.limits.embeds:
         path, body = "embeddings", json.dumps({"input": "Hello!"})
+    ranks = facts.get("tensor_parallel", 1)
     shown = {
         "model": checked.name,
         "dtype": facts.get("dtype", "?"),
@@ -124,137 +249,11 @@ def banner(checked: Checked, facts: Facts, url: str) -> str:
         "context": facts.get("max_model_len", checked.limits.max_model_len),
         "attention": facts.get("attention", "?"),
         "step": facts.get("runners", "?"),
+        "TP": ranks if ranks == 1 else f"{ranks} ({facts['communicator']})",
     }
-    ranks = facts.get("tensor_parallel", 1)
-    shown["TP"] = ranks if ranks == 1 else f"{ranks} ({facts['communicator']})"
-    lines = [f"minisgl {minisgl.__version__} · " + " · ".join(f"{k} {v}" for k, v in shown.items())]
+    lines = [f"minisgl {minisgl.__version__} · " + " · ".join(f"{name} {value}" for name, value in shown.items())]
     if "memory" in facts:
         lines.append(f"memory: {facts['memory']}")
     lines.append(f"ready on {url}")
     lines.append(f"  curl {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'")
     return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Running:
-    """The child processes when they are ready."""
-
-    args: ServerArgs  # with the run directory
-    processes: Processes
-    facts: Facts
-
-
-@contextlib.contextmanager
-def running_children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) -> Iterator[Running]:
-    """The child processes, ready, in a run directory of their own; none of either is left afterwards.
-
-    On host 0 these are the ranks there, tokenizers and detokenizer; on the others the ranks.
-    """
-    with RunDir() as run_dir:
-        args = replace(args, run_dir=str(run_dir.path))
-        processes = Processes(_children(args, checked, scheduler))
-        try:
-            yield Running(args, processes, processes.start(args.ready_timeout))
-        finally:
-            processes.stop()
-
-
-def _tell_scheduler_to_leave(args: ServerArgs) -> None:
-    backend: ZmqPushQueue[BackendMsg] = ZmqPushQueue(args.zmq_backend_addr, Codec(BackendMsg))
-    backend.put([ExitMsg()])
-    backend.close()
-
-
-def launch_server(args: ServerArgs, scheduler: SchedulerTarget = run_scheduler) -> int:
-    """Run the server until it is told to stop; returns the process's exit code.
-
-    Raises `ConfigError` or `StartupError` when it cannot start.
-    """
-    configure_logging("minisgl-api")
-    checked = check_args(args)
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # during the start: clean up and go
-    try:
-        if args.scheduler.engine.node_rank:
-            return _run_other_host(args, checked, scheduler)
-        with (
-            contextlib.closing(bind_socket(args.host, args.port)) as sock,
-            running_children(args, checked, scheduler) as up,
-            _supervised(up, checked) as supervisor,
-        ):
-            url = _url(sock)
-            _serve(supervisor, sock, lambda: print(banner(checked, up.facts, url), flush=True))
-            return supervisor.exit_code
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _run_other_host(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) -> int:
-    """The ranks of a host that serves nobody itself, until one of them ends: all do when rank 0 does."""
-    with running_children(args, checked, scheduler) as up:
-        processes = up.processes
-        print(f"ready: {', '.join(processes.pids)}", flush=True)
-        name = processes.wait_end()
-        cause = processes.describe_end(name)
-        if processes.exit_code(name) == 0:
-            return 0
-        logger.error("%s; the other ranks stop", cause)
-        return 1
-
-
-def _url(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-@contextlib.contextmanager
-def _supervised(up: Running, checked: Checked) -> Iterator[Supervisor]:
-    """The API server, ready to run; tells the scheduler to leave afterwards."""
-    from minisgl.api.api_server import create_app
-    from minisgl.api.parsers.choose import OutputForms
-    from minisgl.api.prepare import SamplingDefaults
-    from minisgl.api.served import ServedModel
-    from minisgl.launch.http_server import Service
-    from minisgl.launch.supervisor import Supervisor
-
-    defaults = SamplingDefaults.from_generation_config(checked.generation_config)
-    forms = OutputForms.of_model(checked.folder, up.args.tool_call_parser, up.args.reasoning_parser)
-    embedder = read_embedder(checked.folder)
-    model = ServedModel(checked.name, checked.limits, defaults, forms, up.facts, up.processes.pids, embedder)
-    try:
-        yield Supervisor(Service(create_app(up.args, model)), up.args.drain_timeout, up.processes)
-    finally:
-        _tell_scheduler_to_leave(up.args)
-
-
-def _serve(supervisor: Supervisor, sock: socket.socket, on_ready: Callable[[], None]) -> None:
-    from minisgl.launch.http_server import run_service
-
-    run_service(supervisor.run(sock, on_ready))
-
-
-@contextlib.contextmanager
-def background_server(args: ServerArgs, scheduler: SchedulerTarget = run_scheduler) -> Iterator[str]:
-    """A server whose HTTP side runs in a thread of this process; yields its URL. For `minisgl chat` and `--shell`."""
-    configure_logging("minisgl-api", "WARNING")
-    checked = check_args(args)
-    if args.scheduler.engine.node_rank:
-        raise ConfigError("the chat is on host 0; start `minisgl serve` with the same settings on the others")
-    is_up = threading.Event()
-    with (
-        contextlib.closing(bind_socket(args.host, args.port)) as sock,
-        running_children(args, checked, scheduler) as up,
-        _supervised(up, checked) as supervisor,
-    ):
-        url = _url(sock)
-        thread = threading.Thread(target=_serve, args=(supervisor, sock, is_up.set), name="http")
-        thread.start()
-        try:
-            while not is_up.wait(0.1):
-                if not thread.is_alive():
-                    raise StartupError("the HTTP server could not start")
-            yield url
-        finally:
-            supervisor.stop_from_other_thread()
-            thread.join()

@@ -12,16 +12,16 @@ from typing import Final
 from minisgl.distributed.info import Rendezvous
 from minisgl.errors import RankError
 from minisgl.params import Limits
-from minisgl.process.child import Ready
+from minisgl.process.processes import Ready
 from minisgl.settings.options import ServerArgs
 
 logger = logging.getLogger(__name__)
 
-CAUSE_FIRST_S: Final = 0.3  # for the parent to see first the rank that ended, then those that end for it
+CAUSE_FIRST_S: Final = 0.3  # lets the parent see the rank that ended first, before the ranks that end because of it
 
 
 def run_scheduler(args: ServerArgs, ready: Ready) -> None:
-    """Rank 0."""
+    """Run rank 0, which schedules."""
     import torch
 
     from minisgl.scheduler.follower import meet_ranks
@@ -34,7 +34,7 @@ def run_scheduler(args: ServerArgs, ready: Ready) -> None:
             io = ZmqIO(args.zmq_backend_addr, args.zmq_detokenizer_addr, args.zmq_frontend_addr)
             scheduler = Scheduler.from_config(args.scheduler, io, group)
             gc.collect()
-            gc.freeze()  # the model and its graphs: a full collection would look at all of it, in the middle of a step
+            gc.freeze()  # or a full collection would scan the model and its graphs in the middle of a step
             group.bus.watch(_end_after)
             ready(scheduler.describe())
             scheduler.run_forever()
@@ -46,14 +46,14 @@ def run_scheduler(args: ServerArgs, ready: Ready) -> None:
 
 
 def _end_after(rank: int) -> None:
-    """End this process, which may be waiting for rank `rank` on a device for ever."""
+    """End this process, which may be waiting forever for the lost `rank` on a device."""
     logger.error("rank %d is gone", rank)
     time.sleep(CAUSE_FIRST_S)
     os._exit(1)
 
 
 def run_follower_rank(args: ServerArgs, index: int, ready: Ready) -> None:
-    """Another rank, number `index` of those on this host."""
+    """Run another rank, number `index` of the ranks on this host."""
     import torch
 
     from minisgl.scheduler.follower import run_follower
@@ -68,7 +68,7 @@ def local_ranks(args: ServerArgs) -> list[Rendezvous]:
 
 
 def run_tokenizer(args: ServerArgs, folder: Path, limits: Limits, addr: str, ready: Ready) -> None:
-    """A tokenizer or the detokenizer, which receives at `addr`."""
+    """Run a tokenizer or the detokenizer, which receives at `addr`."""
     from minisgl.tokenizer.server import tokenize_worker
 
     tokenize_worker(folder, limits, addr, args.zmq_backend_addr, args.zmq_frontend_addr, lambda: ready({}))

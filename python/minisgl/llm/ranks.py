@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from minisgl.distributed.info import Rendezvous
 from minisgl.errors import ConfigError, RankError
-from minisgl.process.child import Ready
-from minisgl.process.processes import Child, Processes
-from minisgl.process.rundir import RunDir
+from minisgl.process.processes import Child, Processes, Ready, run_dir
 from minisgl.scheduler.follower import meet_ranks, run_follower
 from minisgl.settings.options import SchedulerConfig
 
@@ -53,8 +51,8 @@ def running_ranks(config: SchedulerConfig) -> Iterator[Ranks]:
         (alone,) = Rendezvous.of_local_ranks(config.engine, "")
         yield Ranks(meet_ranks(config, alone), Processes([]))
         return
-    with RunDir() as run_dir:
-        own, *others = Rendezvous.of_local_ranks(config.engine, str(run_dir.path))
+    with run_dir() as folder:
+        own, *others = Rendezvous.of_local_ranks(config.engine, str(folder))
         names = [f"minisgl-TP{other.info.rank}" for other in others]
         followers = Processes(
             [Child(n, _run, (config, other), {}, leaves_when_told=True) for n, other in zip(names, others, strict=True)]

@@ -1,54 +1,76 @@
-"""Starts, watches and ends the child processes of one server."""
+"""The child processes of one server: their private folder, their start, and their end."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import fcntl
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from minisgl.errors import ConfigError, StartupError
-from minisgl.process.child import Report, child_main
+from minisgl.errors import ConfigError, RankError, StartupError
+from minisgl.process.log import configure_logging
 
 logger = logging.getLogger(__name__)
 
-EXIT_S: Final = 2.0  # for a child that was asked to leave
-KILL_S: Final = 1.0  # for one that lost its death pipe
+EXIT_S: Final = 2.0  # for a child that an ExitMsg told to leave
+KILL_S: Final = 1.0  # for a child whose death pipe was closed
+PR_SET_PDEATHSIG: Final = 1  # prctl(2)
+PR_SET_NAME: Final = 15
+DIR_PREFIX: Final = "minisgl-"
+MAX_BASE: Final = 60  # characters; the path of a unix socket may have about 107 bytes
 
 Facts = dict[str, str | int | float]
+Ready = Callable[[Facts], None]
 
 
 @dataclass(frozen=True)
 class Child:
-    """A child process: `target(*args, ready)` under `name`, with `env` added to its environment."""
+    """A child process: `target(*args, ready)` under `name`, with `env` added to its environment.
+
+    The target calls `ready(facts)` once it can work. With `leaves_when_told` an ExitMsg ends the child; the others end
+    when their death pipe is closed.
+    """
 
     name: str
     target: Callable[..., None]
     args: tuple[Any, ...]
     env: dict[str, str]
-    leaves_when_told: bool = False  # by an ExitMsg; the others just end with their death pipe
+    leaves_when_told: bool = False
+
+
+class Report(msgspec.Struct, frozen=True):
+    """The outcome of a child's start: facts if the child is ready, or an error."""
+
+    facts: Facts = {}
+    error: str = ""
+    is_config_error: bool = False
 
 
 class Processes:
-    """The running children. `start` returns when all are ready; `stop` leaves no survivor."""
+    """The running children. `spawn` and `wait_ready` start them; `stop` leaves no survivor."""
 
     def __init__(self, children: list[Child]) -> None:
         self._children = children
         self._running: dict[str, SpawnProcess] = {}
-        self._reports: dict[str, Connection] = {}
+        self._reports: dict[str, Connection] = {}  # of the children that have not reported yet
         self._death_pipes: list[Connection] = []
-        self._waiting: dict[str, Connection] = {}  # for the reports of these
         self._facts: Facts = {}
         self._is_ready = False
 
@@ -61,28 +83,14 @@ class Processes:
         """Name -> a file descriptor that becomes readable when the child ends."""
         return {name: p.sentinel for name, p in self._running.items()}
 
-    def describe_end(self, name: str) -> str:
-        """How the child ended, for people."""
-        process = self._running[name]
-        process.join(timeout=0.2)
-        code = process.exitcode
-        if code is not None and code < 0:
-            return f"{name} was killed by signal {-code} ({signal.Signals(-code).name})"
-        return f"{name} ended with exit code {code}"
-
-    def start(self, timeout: float) -> Facts:
-        """`spawn`, then `wait_ready`."""
-        self.spawn()
-        return self.wait_ready(timeout)
-
     def spawn(self) -> None:
-        """Start all. Call it in the main thread: children live as long as the thread that makes them."""
+        """Start all children. Call this in the main thread: a child dies with the thread that started it."""
         context = multiprocessing.get_context("spawn")
         for child in self._children:
             death_end, death = context.Pipe(duplex=False)
             report, report_end = context.Pipe(duplex=False)
             arguments = (child.name, os.getpid(), death_end, report_end, child.target, child.args)
-            process = context.Process(target=child_main, args=arguments, name=child.name, daemon=True)
+            process = context.Process(target=_child_main, args=arguments, name=child.name, daemon=True)
             self._death_pipes.append(death)
             self._reports[child.name] = report
             with _environment(child.env), _held_interrupt():
@@ -90,47 +98,37 @@ class Processes:
             self._running[child.name] = process
             death_end.close()
             report_end.close()
-        self._waiting = dict(self._reports)
 
     def wait_ready(self, timeout: float) -> Facts:
-        """Wait until each has reported ready; returns their facts together.
+        """Wait until every child has reported ready; return the facts of all of them.
 
         Raises `ConfigError` or `StartupError` with the cause of the first child that cannot start; the others are left
         to `stop`.
         """
         deadline = time.monotonic() + timeout
-        while self._waiting:
-            if not self._hear(max(0.0, deadline - time.monotonic())):
-                raise StartupError(f"{', '.join(self._waiting)} not ready after {timeout:g} s (--ready-timeout)")
+        while self._reports:
+            if not self._read_reports(max(0.0, deadline - time.monotonic())):
+                raise StartupError(f"{', '.join(self._reports)} not ready after {timeout:g} s (--ready-timeout)")
         self._is_ready = True
         return self._facts
 
     def check(self) -> None:
-        """Raises as `wait_ready` does when a child has failed, but does not wait."""
-        while self._hear(0.0):
+        """Raise like `wait_ready` if a child has failed, without waiting."""
+        while self._read_reports(0.0):
             pass
 
-    def wait_end(self) -> str:
-        """Wait until some child ends; returns its name."""
-        names = {sentinel: name for name, sentinel in self.sentinels.items()}
-        return next(names[s] for s in wait(list(names)) if isinstance(s, int))
-
-    def exit_code(self, name: str) -> int | None:
-        """None while the child runs."""
-        return self._running[name].exitcode
-
-    def _hear(self, timeout: float) -> bool:
-        """Take in reports that come within `timeout` seconds; whether there were any."""
-        names = {id(c): n for n, c in self._waiting.items()}
-        done = wait([*self._waiting.values(), *self.sentinels.values()], timeout)
-        # A child that failed has usually said why before it ended, so reports go first.
-        for connection in done:
-            if isinstance(connection, Connection):
-                name = names[id(connection)]
-                self._facts |= self._read_report(name, connection)
-                del self._waiting[name]
+    def _read_reports(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for reports and ends of children; whether there were any."""
+        names = {report: name for name, report in self._reports.items()}
+        done = wait([*names, *self.sentinels.values()], timeout)
+        # A child that failed has usually reported the cause before its end, so reports go first.
+        for report, name in names.items():
+            if report in done:
+                self._facts |= self._read_report(name, report)
+                del self._reports[name]
+                report.close()
         for name, sentinel in self.sentinels.items():
-            if sentinel in done and name not in self._waiting:
+            if sentinel in done and name not in self._reports:
                 raise StartupError(f"{self.describe_end(name)} while the server was starting")
         return bool(done)
 
@@ -145,8 +143,26 @@ class Processes:
             raise StartupError(f"{name} could not start: {report.error}")
         return report.facts
 
+    def wait_end(self) -> str:
+        """Wait until some child ends; return its name."""
+        names = {sentinel: name for name, sentinel in self.sentinels.items()}
+        return next(names[s] for s in wait(list(names)) if isinstance(s, int))
+
+    def exit_code(self, name: str) -> int | None:
+        """None while the child runs."""
+        return self._running[name].exitcode
+
+    def describe_end(self, name: str) -> str:
+        """How the child ended, in words."""
+        process = self._running[name]
+        process.join(timeout=0.2)
+        code = process.exitcode
+        if code is not None and code < 0:
+            return f"{name} was killed by signal {-code} ({signal.Signals(-code).name})"
+        return f"{name} ended with exit code {code}"
+
     def stop(self) -> None:
-        """End every child: time for those that were told to leave, then the death pipes, then SIGKILL."""
+        """End every child: wait for those that were told to leave, then close the death pipes, then send SIGKILL."""
         if self._is_ready:
             self._join([c.name for c in self._children if c.leaves_when_told], EXIT_S)
         for pipe in self._death_pipes:
@@ -163,14 +179,14 @@ class Processes:
     def _join(self, names: list[str], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while alive := [self._running[n].sentinel for n in names if self._running[n].is_alive()]:
-            if (left := deadline - time.monotonic()) <= 0:
+            if (remaining := deadline - time.monotonic()) <= 0:
                 break
-            wait(alive, left)
+            wait(alive, remaining)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _environment(extra: dict[str, str]) -> Iterator[None]:
-    """Set variables for the next child; thread pools read them when their library loads, before our code."""
+    """Set variables for the next child; thread pools read them when their library loads, before our code runs."""
     old = {name: os.environ.get(name) for name in extra}
     os.environ.update(extra)
     try:
@@ -183,16 +199,18 @@ def _environment(extra: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-@contextmanager
+@contextlib.contextmanager
 def _held_interrupt() -> Iterator[None]:
-    """Hold a Ctrl-C back until a child is started: half a start cannot be undone, and the child, which inherits what is
-    blocked, would print a traceback while its interpreter starts.
+    """Hold a Ctrl-C back until a child is started.
+
+    Half a start cannot be undone. The child inherits the blocked signal, or it would print a traceback while its
+    interpreter starts.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     held: list[int] = []
-    resource_tracker.ensure_running()  # whose own start would unblock it
+    resource_tracker.ensure_running()  # starting the tracker later would unblock the signal
     old = signal.signal(signal.SIGINT, lambda number, _: held.append(number))  # other threads do not block it
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -202,3 +220,106 @@ def _held_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, old)
     if held:
         signal.raise_signal(signal.SIGINT)
+
+
+# -- inside the child
+
+
+def _child_main(
+    name: str,
+    parent_pid: int,
+    death: Connection,
+    report: Connection,
+    target: Callable[..., None],
+    args: tuple[Any, ...],
+) -> None:
+    """The entry point of a child: run `target(*args, ready)` until it returns or the parent is gone."""
+    # The parent decides when a child ends: a Ctrl-C or SIGTERM to the whole group must not cut its streams.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _end_with_parent(name, parent_pid, death)
+    configure_logging(name)
+
+    def ready(facts: Facts) -> None:
+        report.send_bytes(msgspec.msgpack.encode(Report(facts)))
+
+    try:
+        target(*args, ready)
+    except BaseException as e:
+        is_config_error = isinstance(e, ConfigError)
+        if isinstance(e, RankError):
+            logger.error("%s ends: %s", name, e)
+        elif not is_config_error:
+            logger.exception("%s ends", name)
+        cause = str(e) if is_config_error else f"{type(e).__name__}: {e}"
+        # After the start the parent has closed its end; the exit code says enough.
+        with contextlib.suppress(OSError):
+            report.send_bytes(msgspec.msgpack.encode(Report(error=cause, is_config_error=is_config_error)))
+        sys.exit(1)
+
+
+def _end_with_parent(name: str, parent_pid: int, death: Connection) -> None:
+    """Leave no orphan: the kernel kills the child with its parent (Linux); elsewhere the death pipe ends it."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(PR_SET_NAME, name.encode()[:15])
+    if os.getppid() != parent_pid:
+        os._exit(1)  # the parent died before the line above
+
+    def watch() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            death.recv_bytes()
+        os._exit(0)
+
+    threading.Thread(target=watch, name="death-pipe", daemon=True).start()
+
+
+# -- the private folder
+
+
+@contextlib.contextmanager
+def run_dir() -> Iterator[Path]:
+    """Make the folder (mode 0700, unique name) of one server's ipc sockets; the folder is removed at the end.
+
+    A locked file inside says that the server is alive. The lock ends with the process, however it dies, so the next
+    server can remove what a crashed one has left. (A process id would not do: ids are reused, and differ between
+    containers.)
+    """
+    base = _run_dir_base()
+    _remove_stale_dirs(base)
+    path = Path(tempfile.mkdtemp(prefix=DIR_PREFIX, dir=base))
+    # Lock first, then rename: no other server ever sees an unlocked "lock".
+    lock = os.open(path / "lock.new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.rename(path / "lock.new", path / "lock")
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _run_dir_base() -> Path:
+    for candidate in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()):
+        if candidate and len(candidate) <= MAX_BASE and os.access(candidate, os.W_OK | os.X_OK):
+            return Path(candidate)
+    return Path("/tmp")
+
+
+def _remove_stale_dirs(base: Path) -> None:
+    """Remove the folders of this user's dead servers."""
+    for folder in base.glob(DIR_PREFIX + "*"):
+        try:
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # gone meanwhile, of another user, or just being made
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            pass  # the server is alive
+        finally:
+            os.close(lock)

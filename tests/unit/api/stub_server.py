@@ -35,7 +35,7 @@ from minisgl.message import (
     ids_from_bytes,
     ids_to_bytes,
 )
-from minisgl.process.child import Ready
+from minisgl.process.processes import Ready
 from minisgl.process.queues import Codec, ZmqPullQueue, ZmqPushQueue
 from minisgl.settings.options import ServerArgs
 from minisgl.settings.sources import parse_args

@@ -1,16 +1,21 @@
-"""Starting children."""
+"""The start of child processes, and the run directory."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import stat
+import tempfile
+from pathlib import Path
 
 import pytest
 
-from minisgl.process.processes import _held_interrupt
+from minisgl.process import processes
+from minisgl.process.processes import _held_interrupt, run_dir
 
 
-def test_a_ctrl_c_while_a_child_is_started_counts_afterwards() -> None:
+def test_ctrl_c_during_a_spawn_is_raised_afterwards() -> None:
     started = []
 
     def start() -> None:
@@ -23,3 +28,34 @@ def test_a_ctrl_c_while_a_child_is_started_counts_afterwards() -> None:
     assert started
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_run_dirs_are_private_and_stale_ones_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = Path(tempfile.mkdtemp(prefix="mt-", dir="/tmp"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+    try:
+        stale, fresh, foreign = (base / f"minisgl-{n}" for n in ("stale", "fresh", "foreign"))
+        for folder in (stale, fresh):
+            folder.mkdir()
+        (stale / "lock").touch()
+        foreign.symlink_to(tmp_path)
+        (tmp_path / "lock").touch()
+        with run_dir() as one, run_dir() as two:
+            assert one != two
+            assert one.exists()  # the second has not swept it
+            assert stat.S_IMODE(one.stat().st_mode) == 0o700
+            assert not stale.exists()
+            assert fresh.exists()
+            assert (tmp_path / "lock").exists()
+        assert not one.exists()
+    finally:
+        shutil.rmtree(base)
+
+
+def test_run_dir_path_is_short_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    monkeypatch.setattr(processes.tempfile, "gettempdir", lambda: str(long))
+    with run_dir() as folder:
+        assert len(str(folder)) < 60

@@ -12,7 +12,7 @@ import pytest
 
 from e2e.harness import PATIENCE_S
 from minisgl.message import AbortMsg, TokenizerMsg
-from minisgl.process import queues as mp
+from minisgl.process import queues
 from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqAsyncPushQueue, ZmqPullQueue, ZmqPushQueue
 
 CODEC: Codec[TokenizerMsg] = Codec(TokenizerMsg)
@@ -37,7 +37,9 @@ def push(addr: str) -> Iterator[ZmqPushQueue[TokenizerMsg]]:
     queue.close()
 
 
-def test_order_and_draining(push: ZmqPushQueue[TokenizerMsg], pull: ZmqPullQueue[TokenizerMsg]) -> None:
+def test_messages_keep_their_order_over_several_frames(
+    push: ZmqPushQueue[TokenizerMsg], pull: ZmqPullQueue[TokenizerMsg]
+) -> None:
     """The sender may be there first; one `get` takes several frames."""
     for uid in range(0, 100, 2):
         push.put([AbortMsg(uid), AbortMsg(uid + 1)])
@@ -49,9 +51,9 @@ def test_order_and_draining(push: ZmqPushQueue[TokenizerMsg], pull: ZmqPullQueue
     assert got == [AbortMsg(uid) for uid in range(100)]
 
 
-def test_timeouts(pull: ZmqPullQueue[TokenizerMsg], push: ZmqPushQueue[TokenizerMsg]) -> None:
+def test_get_waits_up_to_its_timeout(pull: ZmqPullQueue[TokenizerMsg], push: ZmqPushQueue[TokenizerMsg]) -> None:
     def seconds(timeout: float) -> float:
-        """The best of several: one alone says how busy the machine is."""
+        """The shortest of several waits, because a single one depends on the load of the machine."""
         times = []
         for _ in range(5):
             started = time.monotonic()
@@ -65,10 +67,10 @@ def test_timeouts(pull: ZmqPullQueue[TokenizerMsg], push: ZmqPushQueue[Tokenizer
     assert pull.get() == [AbortMsg(1)]
 
 
-def test_one_get_is_bounded(
+def test_one_get_takes_a_bounded_number_of_frames(
     push: ZmqPushQueue[TokenizerMsg], pull: ZmqPullQueue[TokenizerMsg], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mp, "MAX_FRAMES", 3)
+    monkeypatch.setattr(queues, "MAX_FRAMES", 3)
     for uid in range(1000):
         push.put([AbortMsg(uid)])
     got = 0
@@ -78,7 +80,7 @@ def test_one_get_is_bounded(
         got += len(new)
 
 
-def test_bad_frames_are_skipped(
+def test_invalid_frames_are_logged_and_skipped(
     push: ZmqPushQueue[TokenizerMsg], pull: ZmqPullQueue[TokenizerMsg], caplog: pytest.LogCaptureFixture
 ) -> None:
     nested = b"\x91" * 100_000
@@ -93,13 +95,13 @@ def test_bad_frames_are_skipped(
     assert len(caplog.records) == 5
 
 
-def test_many_unread_messages_do_not_block(push: ZmqPushQueue[TokenizerMsg]) -> None:
-    """Nobody has bound the address yet: far beyond ZeroMQ's default limit of 1,000."""
+def test_put_does_not_block_before_the_receiver_has_bound(push: ZmqPushQueue[TokenizerMsg]) -> None:
+    """More messages than ZeroMQ's default limit of 1,000."""
     for uid in range(5000):
         push.put([AbortMsg(uid)])
 
 
-def test_async_queues(addr: str) -> None:
+def test_async_queues_keep_the_order(addr: str) -> None:
     async def run() -> list[TokenizerMsg]:
         pull: ZmqAsyncPullQueue[TokenizerMsg] = ZmqAsyncPullQueue(addr, CODEC)
         push: ZmqAsyncPushQueue[TokenizerMsg] = ZmqAsyncPushQueue(addr, CODEC)

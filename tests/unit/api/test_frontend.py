@@ -1,0 +1,177 @@
+"""The frontend manager: the backlog of a slow reader, aborts, and the health of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from e2e.harness import PATIENCE_S
+from minisgl.api import frontend as frontend_module
+from minisgl.api.call import ClientGoneError
+from minisgl.api.frontend import FrontendManager
+from minisgl.api.metrics import Metrics
+from minisgl.core import FinishReason
+from minisgl.errors import RequestError
+from minisgl.message import (
+    AbortMsg,
+    DetokenizerStatsMsg,
+    Failure,
+    FrontendMsg,
+    StatsMsg,
+    TokenizeMsg,
+    TokenizerMsg,
+    UserReply,
+    ids_from_bytes,
+    ids_to_bytes,
+)
+from minisgl.params import Limits, SamplingParams
+from minisgl.process.queues import Codec, ZmqPullQueue, ZmqPushQueue
+from minisgl.settings.options import ServerArgs
+
+LIMITS = Limits(max_model_len=100, vocab_size=50)
+
+
+def make_frontend(args: ServerArgs) -> FrontendManager:
+    return FrontendManager(args, LIMITS, Metrics("m"))
+
+
+def request() -> TokenizeMsg:
+    return TokenizeMsg(uid=0, sampling_params=SamplingParams(), text="x")
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> ServerArgs:
+    return ServerArgs(run_dir=str(tmp_path))
+
+
+@pytest.fixture
+def tokenizer(args: ServerArgs) -> Iterator[ZmqPullQueue[TokenizerMsg]]:
+    queue: ZmqPullQueue[TokenizerMsg] = ZmqPullQueue(args.zmq_detokenizer_addr, Codec(TokenizerMsg))
+    yield queue
+    queue.close()
+
+
+def test_unread_replies_are_merged_into_one(args: ServerArgs, tokenizer: ZmqPullQueue[TokenizerMsg]) -> None:
+    async def run() -> None:
+        frontend = make_frontend(args)
+        async with await frontend.submit([request()]) as call:
+            (uid,) = call.uids
+            for i in range(1000):
+                call.push(
+                    UserReply(uid=uid, text="x", completion_tokens=i + 1, prompt_tokens=5, output_ids=ids_to_bytes([i]))
+                )
+            ((index, reply),) = await call.take()
+            assert (index, reply.text, reply.completion_tokens) == (0, "x" * 1000, 1000)
+            assert ids_from_bytes(reply.output_ids).tolist() == list(range(1000))
+            call.push(
+                UserReply(uid=uid, text="end", completion_tokens=1001, prompt_tokens=5, finish_reason=FinishReason.STOP)
+            )
+            call.push(
+                UserReply(
+                    uid=uid, text="never", completion_tokens=1002, prompt_tokens=5, finish_reason=FinishReason.ABORT
+                )
+            )
+            assert [r.text for _, r in await call.take()] == ["end"]
+            assert call.is_done
+        assert frontend.entries == 0
+        await frontend.close()
+
+    asyncio.run(run())
+    assert [type(m) for m in tokenizer.get(PATIENCE_S)] == [TokenizeMsg]  # finished: no abort
+
+
+def take(queue: ZmqPullQueue[TokenizerMsg], count: int) -> list[TokenizerMsg]:
+    """The next `count` messages."""
+    got: list[TokenizerMsg] = []
+    while len(got) < count:
+        new = queue.get(PATIENCE_S)
+        assert new, f"no more than {got}"
+        got += new
+    assert len(got) == count
+    return got
+
+
+def test_abandoned_call_aborts_its_requests(args: ServerArgs, tokenizer: ZmqPullQueue[TokenizerMsg]) -> None:
+    async def run() -> None:
+        frontend = make_frontend(args)
+        call = await frontend.submit([request(), request()])
+        call.abandon()
+        with pytest.raises(ClientGoneError):
+            async with call:
+                await call.take()
+        assert frontend.entries == 0
+        await frontend.close()
+
+    asyncio.run(run())
+    got: list[Any] = take(tokenizer, 4)
+    assert sorted(m.uid for m in got if isinstance(m, AbortMsg)) == sorted(
+        m.uid for m in got if isinstance(m, TokenizeMsg)
+    )
+
+
+def test_other_choices_are_sent_when_the_first_has_begun(
+    args: ServerArgs, tokenizer: ZmqPullQueue[TokenizerMsg]
+) -> None:
+    async def sent(kind: type[TokenizerMsg], *uids: int) -> None:
+        got = await asyncio.to_thread(take, tokenizer, len(uids))
+        assert [(type(m), m.uid) for m in got] == [(kind, uid) for uid in uids]
+
+    async def run() -> None:
+        frontend = make_frontend(args)
+        async with await frontend.submit([request()] * 6, 3) as call:
+            a, b = call.uids[0], call.uids[3]
+            await sent(TokenizeMsg, a, b)
+            call.push(
+                UserReply(uid=b, text="x", completion_tokens=1, prompt_tokens=5, finish_reason=FinishReason.LENGTH)
+            )
+            call.push(UserReply(uid=a, finish_reason=FinishReason.ERROR, failure=Failure(message="e")))
+            assert [i for i, _ in await call.take()] == [3, 0]
+            await sent(TokenizeMsg, b + 1, b + 2)
+        assert frontend.entries == 0
+        got = await asyncio.to_thread(take, tokenizer, 4)  # nothing else has been sent before
+        assert sorted((type(m), m.uid) for m in got) == [(AbortMsg, uid) for uid in (a + 1, a + 2, b + 1, b + 2)]
+        await frontend.close()
+
+    asyncio.run(run())
+
+
+def test_unencodable_request_is_refused(args: ServerArgs) -> None:
+    async def run() -> None:
+        frontend = make_frontend(args)
+        bad = TokenizeMsg(uid=0, sampling_params=SamplingParams(), messages=[{"x": 2**70}])
+        with pytest.raises(RequestError, match="cannot be represented"):
+            await frontend.submit([bad])
+        assert frontend.entries == 0
+        frontend.fail("broken")
+        with pytest.raises(RequestError, match="broken"):
+            await frontend.submit([request()])
+        await frontend.close()
+
+    asyncio.run(run())
+
+
+def test_missing_heartbeat_is_unhealthy(args: ServerArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(frontend_module, "time", SimpleNamespace(monotonic=lambda: now))
+
+    async def run() -> None:
+        nonlocal now
+        frontend = make_frontend(args)
+        scheduler: ZmqPushQueue[FrontendMsg] = ZmqPushQueue(args.zmq_frontend_addr, Codec(FrontendMsg))
+        assert frontend.health_problem == ""
+        now += args.heartbeat_timeout + 1
+        assert "no sign of life" in frontend.health_problem
+        scheduler.put([StatsMsg(step=7), DetokenizerStatsMsg(3), UserReply(uid=99, text="of a forgotten request")])
+        async with asyncio.timeout(PATIENCE_S):
+            while frontend.detokenizer_entries != 3:
+                await asyncio.sleep(0.001)
+        assert (frontend.health_problem, frontend.stats.step, frontend.detokenizer_entries) == ("", 7, 3)
+        scheduler.close()
+        await frontend.close()
+
+    asyncio.run(run())
