@@ -54,7 +54,7 @@ check: $(VENV)/.installed-dev  ## lint, format, types, import order, size
 
 rooms:  ## rewrite the code lines and the tree of files in docs/architecture.md
 	$(PYTHON) tools/code_lines.py --write
-	$(PYTHON) tools/file_tree.py --write
+	$(PYTHON) tools/code_map.py --write
 
 soak: $(VENV)/.installed-dev  ## the long tests: 2,000 requests with disconnects, and their kind
 	$(BIN)/python -m pytest -m slow $(ARGS)
