@@ -19,29 +19,30 @@ from minisgl.settings.sources import (
 )
 
 DESCRIPTION = """\
-Serve a language model, or talk to one. Without MODEL it is the small demo model that comes with the package.
+Serve a language model, or talk to one. Without MODEL the small demo model of the package is used.
 
   minisgl serve                         the built-in model on http://127.0.0.1:1919 (OpenAI's API)
   minisgl serve ~/models/Qwen3-0.6B     a folder in Hugging Face's layout
   minisgl chat                          chat in this terminal
   minisgl generate "Once upon a time"   answer prompts and exit; no server
   minisgl bench offline                 measure the engine; `minisgl bench online` measures any server
-  minisgl verify ~/models/Qwen3-0.6B    whether it gives the right numbers on this machine
+  minisgl verify ~/models/Qwen3-0.6B    check the numbers of a checkpoint on this machine
   minisgl env                           versions, CPU, GPU, available backends (for bug reports)
 """
 EPILOG = """\
-`minisgl COMMAND --help` explains the command's options; each can also be set by an environment variable, for example
+`minisgl COMMAND --help` explains the options; each option can also be set by an environment variable, for example
 MINISGL_PORT=8000. LOG_LEVEL=DEBUG shows detail. `python -m minisgl [--model X] [--shell]` is `minisgl serve`.
 """
 VERIFY = """\
 Check the numbers of a checkpoint on this machine, and exit with 1 if any is wrong. Logits are compared with those of
 transformers (`pip install 'minisgl[verify]'`) in prefill, chunks, decode, behind a shared prefix and in mixed batches;
 greedy outputs with those of the same engine with a filled prefix cache, with and without overlap and CUDA graphs.
-float32 must agree to 1e-4 of the largest logit, other types as well as transformers' own; docs/models.md says why.
+float32 must agree to 1e-4 of the largest logit, other types as closely as transformers agrees with itself;
+docs/models.md says why.
 
-  minisgl verify ~/models/Qwen3-0.6B                    as `minisgl serve` would compute it here
+  minisgl verify ~/models/Qwen3-0.6B                    the same computation as `minisgl serve`
   minisgl verify ~/models/Qwen3-0.6B --dtype float32    the strictest comparison
-  minisgl verify ~/models/Qwen3-32B --tp 4              also that four ranks say what one says
+  minisgl verify ~/models/Qwen3-32B --tp 4              also compare four ranks with one
 """
 COMMANDS = ("serve", "chat", "generate", "bench", "verify", "env")
 
@@ -53,7 +54,7 @@ def _parser() -> Parser:
 
     serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
     add_model_argument(serve)
-    serve.add_argument("--shell", "--shell-mode", action="store_true", help="chat with it in this terminal as well")
+    serve.add_argument("--shell", "--shell-mode", action="store_true", help="also chat with the model in this terminal")
     add_options(serve)
 
     chat = commands.add_parser("chat", help="chat with a model in the terminal", allow_abbrev=False)
@@ -67,7 +68,7 @@ def _parser() -> Parser:
     generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="text to continue, or with --chat a question")
     generate.add_argument("--chat", action="store_true", help="put each prompt through the chat template")
     _add_sampling(generate, default_temperature=0.0)
-    add_options(generate)
+    add_options(generate, SchedulerConfig)
 
     add_bench(commands)
     verify = commands.add_parser(
@@ -75,7 +76,7 @@ def _parser() -> Parser:
     )
     add_model_argument(verify)
     verify.add_argument(
-        "--length", type=int, default=192, metavar="INT", help="of the longest text (default: 192 tokens)"
+        "--length", type=int, default=192, metavar="INT", help="tokens of the longest text (default: 192)"
     )
     verify.add_argument("--json", metavar="FILE", help="write the table to this file as well")
     add_options(verify, SchedulerConfig)
@@ -85,13 +86,15 @@ def _parser() -> Parser:
 
 def _add_sampling(parser: argparse.ArgumentParser, default_temperature: float | None) -> None:
     shown = "the model's" if default_temperature is None else f"{default_temperature:g}"
-    help = f"randomness of the choice of words, 0 = none (default: {shown})"
+    help = f"sampling temperature, 0 = greedy (default: {shown})"
     parser.add_argument("--temperature", type=float, default=default_temperature, metavar="FLOAT", help=help)
-    parser.add_argument("--max-tokens", type=int, metavar="INT", help="longest answer (default: what fits)")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="INT", help="maximum length of an answer (default: the context)"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0 done, 1 failed, 2 the command line or the settings cannot work."""
+    """Run a command; return the exit code: 0 = done, 1 = failed, 2 = the command line or the settings cannot work."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or (argv[0] not in COMMANDS and argv[0] not in ("-h", "--help", "--version")):
         argv = ["serve", *argv]  # python -m minisgl --model X

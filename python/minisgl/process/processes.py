@@ -22,9 +22,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
-from minisgl.errors import ConfigError, RankError, StartupError
+from minisgl.errors import ConfigError, MinisglError, RankError, StartupError
 from minisgl.process.log import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -55,14 +53,6 @@ class Child:
     leaves_when_told: bool = False
 
 
-class Report(msgspec.Struct, frozen=True):
-    """The outcome of a child's start: facts if the child is ready, or an error."""
-
-    facts: Facts = {}
-    error: str = ""
-    is_config_error: bool = False
-
-
 class Processes:
     """The running children. `spawn` and `wait_ready` start them; `stop` leaves no survivor."""
 
@@ -72,7 +62,6 @@ class Processes:
         self._reports: dict[str, Connection] = {}  # of the children that have not reported yet
         self._death_pipes: list[Connection] = []
         self._facts: Facts = {}
-        self._is_ready = False
 
     @property
     def pids(self) -> dict[str, int]:
@@ -109,7 +98,6 @@ class Processes:
         while self._reports:
             if not self._read_reports(max(0.0, deadline - time.monotonic())):
                 raise StartupError(f"{', '.join(self._reports)} not ready after {timeout:g} s (--ready-timeout)")
-        self._is_ready = True
         return self._facts
 
     def check(self) -> None:
@@ -134,14 +122,12 @@ class Processes:
 
     def _read_report(self, name: str, connection: Connection) -> Facts:
         try:
-            report = msgspec.msgpack.decode(connection.recv_bytes(), type=Report)
+            report: Facts | MinisglError = connection.recv()
         except (EOFError, OSError):
             raise StartupError(f"{self.describe_end(name)} while it was starting") from None
-        if report.is_config_error:
-            raise ConfigError(report.error)
-        if report.error:
-            raise StartupError(f"{name} could not start: {report.error}")
-        return report.facts
+        if isinstance(report, MinisglError):
+            raise report
+        return report
 
     def wait_end(self) -> str:
         """Wait until some child ends; return its name."""
@@ -163,7 +149,7 @@ class Processes:
 
     def stop(self) -> None:
         """End every child: wait for those that were told to leave, then close the death pipes, then send SIGKILL."""
-        if self._is_ready:
+        if not self._reports:
             self._join([c.name for c in self._children if c.leaves_when_told], EXIT_S)
         for pipe in self._death_pipes:
             pipe.close()
@@ -240,21 +226,19 @@ def _child_main(
     _end_with_parent(name, parent_pid, death)
     configure_logging(name)
 
-    def ready(facts: Facts) -> None:
-        report.send_bytes(msgspec.msgpack.encode(Report(facts)))
-
     try:
-        target(*args, ready)
+        target(*args, report.send)
     except BaseException as e:
-        is_config_error = isinstance(e, ConfigError)
-        if isinstance(e, RankError):
+        error: MinisglError = StartupError(f"{name} could not start: {type(e).__name__}: {e}")
+        if isinstance(e, ConfigError):
+            error = ConfigError(str(e))
+        elif isinstance(e, RankError):
             logger.error("%s ends: %s", name, e)
-        elif not is_config_error:
+        else:
             logger.exception("%s ends", name)
-        cause = str(e) if is_config_error else f"{type(e).__name__}: {e}"
         # After the start the parent has closed its end; the exit code says enough.
         with contextlib.suppress(OSError):
-            report.send_bytes(msgspec.msgpack.encode(Report(error=cause, is_config_error=is_config_error)))
+            report.send(error)
         sys.exit(1)
 
 
