@@ -29,11 +29,10 @@ from fastapi.sse import EventSourceResponse
 from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 
-from minisgl.api.api_server import create_app
+from minisgl.api.app import create_app
 from minisgl.api.frontend import FrontendManager
 from minisgl.api.metrics import Metrics
-from minisgl.api.prepare import SamplingDefaults
-from minisgl.api.served import ServedModel
+from minisgl.api.requests import SamplingDefaults, ServedModel
 from minisgl.bench.report import format_table, provenance, write_json
 from minisgl.core import FinishReason
 from minisgl.message import FrontendMsg, TokenizeMsg, TokenizerMsg, UserReply
@@ -115,10 +114,10 @@ async def _chunks(frontend: FrontendManager, body: ChatRequest) -> AsyncIterator
         return Chunk(id=request_id, created=created, model=body.model, choices=[choice])
 
     message = TokenizeMsg(uid=0, sampling_params=SamplingParams(), messages=messages)
-    async with await frontend.submit([message]) as call:
+    async with await frontend.submit([message]) as submission:
         yield chunk(Delta(role="assistant", content=""))
-        while not call.is_done:
-            for _, reply in await call.take():
+        while not submission.is_done:
+            for _, reply in await submission.take():
                 yield chunk(Delta(content=reply.text), reply.finish_reason)
 
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from e2e.harness import ServerProcess, require_no_leak
-from minisgl.api.prepare import MAX_PROMPTS
+from minisgl.api.requests import MAX_PROMPTS
 
 JSON = {"content-type": "application/json"}
 REFUSED_S = 0.6  # of the server's work; it takes up to 0.2 s

@@ -17,8 +17,7 @@ from transformers import Qwen3Config
 
 from e2e.harness import ServerProcess, require_no_leak
 from e2e.test_fields import Place, bodies
-from minisgl.api import answers
-from minisgl.api.embeddings import EmbeddingRequest
+from minisgl.api.protocol import EmbeddingRequest, EmbeddingResponse
 from support.embedding_models import EmbeddingModel, save_embedding_model
 
 TEXTS = ["Hello!", "The fox Lily runs through the wood. " * 9, "東京"]
@@ -80,7 +79,7 @@ def test_encodings(http: httpx.Client) -> None:
         body = {"input": TEXTS[0], "encoding_format": encoding, "user": "me"}
         response = http.post("/v1/embeddings", json=body)
         assert response.status_code == 200
-        found[encoding] = msgspec.convert(response.json(), answers.EmbeddingAnswer).data[0].embedding
+        found[encoding] = msgspec.convert(response.json(), EmbeddingResponse).data[0].embedding
     assert found[None] == found["float"]
     assert isinstance(found["base64"], str)
     assert np.frombuffer(base64.b64decode(found["base64"]), "<f4").tolist() == found["float"]

@@ -15,15 +15,16 @@ import msgspec
 import pytest
 
 from e2e.harness import PATIENCE_S, ServerProcess, require_no_leak
-from minisgl.api.convert import DetokenizeRequest, TokenizeRequest
-from minisgl.api.embeddings import EmbeddingRequest
 from minisgl.api.protocol import (
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
     GenerateRequest,
     GenerateSampling,
     StreamOptions,
+    TokenizeRequest,
     ToolCall,
     ToolFunction,
 )

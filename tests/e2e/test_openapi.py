@@ -8,8 +8,8 @@ import httpx
 import msgspec
 import pytest
 
-from minisgl.api import answers
 from minisgl.api.openapi import ENDPOINTS
+from minisgl.api.protocol import ErrorResponse
 
 CHAT = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "max_tokens": 8, "temperature": 0}
 TEXT = {"prompt": "Once", "max_tokens": 4, "return_timing": True, "n": 2}
@@ -50,7 +50,7 @@ def test_answers_have_the_documented_shape(http: httpx.Client, method: str, path
     url = path.replace("{name}", "minisgl-demo")
     response = http.post(url, json=body) if method == "post" else http.get(url)
     assert response.status_code == 200, response.text
-    kind = ENDPOINTS[method, path].answer
+    kind = ENDPOINTS[method, path].response
     # A field that is not documented would be lost on the way, one that is missing refused.
     assert msgspec.to_builtins(msgspec.convert(response.json(), kind)) == response.json()
 
@@ -80,7 +80,7 @@ def test_refusals_are_documented(
     headers = {"content-type": "application/json"} | headers
     response = http.request(method, path.replace("{name}", "none"), content=content, headers=headers)
     assert response.status_code == status
-    error = msgspec.convert(response.json(), answers.ErrorAnswer).error
+    error = msgspec.convert(response.json(), ErrorResponse).error
     assert error.message
     assert str(status) in document["paths"][path][method]["responses"]
     if "embeddings" in path and status == 400:

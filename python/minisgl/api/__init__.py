@@ -1,1 +1,1 @@
-"""The HTTP API: OpenAI's and SGLang's endpoints, operations and the page."""
+"""The HTTP API: OpenAI's endpoints, SGLang's /generate, operations and the page."""

@@ -1,37 +1,26 @@
-"""`/v1/embeddings`: texts to vectors, with a checkpoint that is made for it; otherwise a 400 that says why not."""
+"""`/v1/embeddings`: texts to vectors, for a checkpoint that is an embedding model."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
-import msgspec
 import numpy as np
 from fastapi import FastAPI, Request, Response
 
-from minisgl.api.answer import BodyResponse
-from minisgl.api.body import read_request, require_model
-from minisgl.api.prepare import prompt_messages
-from minisgl.api.receipt import Receipt
-from minisgl.api.render import Answer, to_json
-from minisgl.api.served import ServedModel
+from minisgl.api.frontend import Receipt
+from minisgl.api.http import read_request, require_model, to_json
+from minisgl.api.protocol import Embedding, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage
+from minisgl.api.requests import ServedModel, prompt_messages
+from minisgl.api.responses import BodyResponse
 from minisgl.checkpoint.embedder import Embedder, Vector
 from minisgl.errors import RequestError
+from minisgl.message import UserReply
 from minisgl.params import EMBED
 from minisgl.settings.options import ServerArgs
 
-MAX_INPUTS: Final = 2048  # OpenAI's limit, of which clients make use
-
-
-class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/embeddings"""
-
-    input: str | list[Any]
-    model: str | None = None
-    encoding_format: str | None = None
-    dimensions: int | None = None
-    user: str | None = None
+MAX_INPUTS: Final = 2048  # OpenAI's limit, which clients rely on
 
 
 def _base64(vector: Vector) -> str:
@@ -42,7 +31,7 @@ ENCODINGS: Final[dict[str, Callable[[Vector], str | list[float]]]] = {"float": n
 
 
 class EmbeddingRenderer:
-    """OpenAI's list of embeddings."""
+    """Writes OpenAI's list of embeddings."""
 
     def __init__(self, model: str, embedder: Embedder, encoding: str, length: int) -> None:
         """`encoding` is one of `ENCODINGS`, `length` one of the embedder's `dimensions`."""
@@ -51,19 +40,18 @@ class EmbeddingRenderer:
         self._encode = ENCODINGS[encoding]
         self._length = length
 
-    def body(self, answers: list[Answer], receipt: Receipt) -> bytes:
-        data, tokens = [], 0
-        for index, answer in enumerate(answers):
-            assert answer.last is not None and answer.last.embedding, "an answer without an embedding"
-            tokens += answer.last.prompt_tokens
-            vector = self._embedder.vector(answer.last.embedding, self._length)
-            data.append({"object": "embedding", "index": index, "embedding": self._encode(vector)})
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return to_json({"object": "list", "data": data, "model": self._model, "usage": usage})
+    def body(self, replies: list[UserReply], receipt: Receipt) -> bytes:
+        data = [Embedding(i, self._encode(self._vector(reply))) for i, reply in enumerate(replies)]
+        tokens = sum(reply.prompt_tokens for reply in replies)
+        return to_json(EmbeddingResponse(data, self._model, EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)))
+
+    def _vector(self, reply: UserReply) -> Vector:
+        assert reply.embedding, "a reply without an embedding"
+        return self._embedder.vector(reply.embedding, self._length)
 
 
 def add_embeddings_route(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
-    """POST /v1/embeddings; a 400 that says why for a model that is not made for it."""
+    """POST /v1/embeddings; 400 with the reason for a model that generates text."""
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:

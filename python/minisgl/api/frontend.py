@@ -1,4 +1,4 @@
-"""The API server's side of the message channels: requests out, replies back to whoever waits for them."""
+"""The API process's side of the message channels: requests out, replies back to the HTTP requests."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from types import TracebackType
 from typing import Final
 
 import msgspec
 
-from minisgl.api.call import Call
 from minisgl.api.metrics import Metrics
-from minisgl.api.questions import Questions
+from minisgl.api.protocol import Timing
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
 from minisgl.message import (
@@ -44,25 +44,209 @@ VIEW_TIMEOUT_S: Final = 5.0
 _ENCODE_ERRORS: Final = (OverflowError, ValueError, TypeError, RecursionError)  # of the codec, for odd values
 
 
+class ClientGoneError(Exception):
+    """The client closed the connection before its response was complete."""
+
+
+def joined(replies: Sequence[UserReply]) -> UserReply:
+    """One reply with the increments of all `replies` of one request, in order."""
+    if len(replies) == 1:
+        return replies[0]
+    return msgspec.structs.replace(
+        replies[-1],
+        text="".join(r.text for r in replies),
+        logprobs=[logprob for r in replies for logprob in r.logprobs],
+        output_ids=b"".join(r.output_ids for r in replies),
+    )
+
+
+class Receipt:
+    """Timing of one HTTP request (`return_timing`), from readings of the monotonic clock in seconds.
+
+    Several generations count with the longest wait and the sum of their prefill chunks. A receipt is written at the
+    first token and at the end of each generation, not in between.
+    """
+
+    def __init__(self, created: float) -> None:
+        self._created = created
+        self._first: float | None = None  # time of the first token of any generation
+        self._last = created
+        self._queue_seconds = 0.0
+        self._chunks = 0
+        self._num_started = 0
+
+    def start(self, reply: UserReply, now: float) -> None:
+        """Record the first token of a generation."""
+        if self._first is None:
+            self._first = now
+        self._queue_seconds = max(self._queue_seconds, reply.queue_seconds)
+        self._chunks += reply.prefill_chunks
+        self._num_started += 1
+
+    def end(self, now: float) -> None:
+        """Record the end of a generation."""
+        self._last = now
+
+    def timing(self, completion_tokens: int, cached_tokens: int) -> Timing:
+        """The timing for the client. The rate excludes the first token of each generation; None without others."""
+        first = self._last if self._first is None else self._first
+        decoded = completion_tokens - self._num_started
+        seconds = self._last - first
+        return Timing(
+            queue_ms=round(1e3 * self._queue_seconds, 3),
+            ttft_ms=None if self._first is None else round(1e3 * (first - self._created), 3),
+            cached_tokens=cached_tokens,
+            prefill_chunks=self._chunks,
+            tokens_per_s=round(decoded / seconds, 2) if decoded > 0 and seconds > 0 else None,
+        )
+
+
+class Submission:
+    """The generations of one HTTP request, by index.
+
+    Use it as an async context manager: at the end, unfinished generations are aborted and all are forgotten.
+
+    Of several choices for one prompt the first is sent alone, the others when it has a token: by then the prefix cache
+    holds the prompt, and they need not compute it again. `_held` keeps them until then, by the uid of the first.
+    """
+
+    def __init__(self, frontend: FrontendManager, messages: Sequence[TokenizeMsg], n: int) -> None:
+        """`messages` have their uids; each `n` adjacent ones are choices for one prompt."""
+        uids = [m.uid for m in messages]
+        self.created = time.monotonic()
+        self.receipt = Receipt(self.created)
+        self.uids = tuple(uids)
+        self._frontend = frontend
+        self._index = {uid: i for i, uid in enumerate(uids)}
+        self._unfinished = set(uids)
+        self._pending: dict[int, UserReply] = {}
+        self._waiter: asyncio.Future[None] | None = None  # of the reader in `take`
+        self._held = {uids[i]: messages[i + 1 : i + n] for i in range(0, len(uids), n) if n > 1}
+        self._is_abandoned = False
+        self._last_token: dict[int, float] = {}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every generation has ended and been taken."""
+        return not self._unfinished and not self._pending
+
+    @property
+    def unfinished(self) -> frozenset[int]:
+        return frozenset(self._unfinished)
+
+    def push(self, reply: UserReply) -> None:
+        """Add a reply to one of the uids. Replies after the terminal one are ignored.
+
+        Replies that a slow reader has not taken are joined, so its backlog is one reply for each generation.
+        """
+        uid = reply.uid
+        if uid not in self._unfinished:
+            return
+        if reply.finish_reason is not None:
+            self._unfinished.discard(uid)
+        self._measure(reply)
+        old = self._pending.get(uid)
+        self._pending[uid] = reply if old is None else joined((old, reply))
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _measure(self, reply: UserReply) -> None:
+        now = time.monotonic()
+        metrics = self._frontend.metrics
+        last = self._last_token.get(reply.uid)
+        if last is None and reply.completion_tokens:
+            metrics.time_to_first_token.observe(now - self.created)
+            metrics.queue_time.observe(reply.queue_seconds)
+            self.receipt.start(reply, now)
+        elif last is not None:
+            metrics.inter_token_latency.observe(now - last)
+        self._last_token[reply.uid] = now
+        if reply.finish_reason is not None:
+            metrics.observe_end(reply.finish_reason, now - self.created)
+            self.receipt.end(now)
+
+    def abandon(self) -> None:
+        """Note that the client is gone: `take` raises `ClientGoneError`."""
+        self._is_abandoned = True
+        self._wake()
+
+    async def take(self) -> list[tuple[int, UserReply]]:
+        """Wait for replies: (index, all increments since the last call), at most one for each generation."""
+        if not self._pending and not self._is_abandoned:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._is_abandoned:
+            raise ClientGoneError
+        pending, self._pending = self._pending, {}
+        if self._held:
+            begun = [uid for uid, reply in pending.items() if reply.failure is None]
+            await self._frontend.send([m for uid in begun for m in self._held.pop(uid, ())])
+        return [(self._index[uid], reply) for uid, reply in pending.items()]
+
+    async def __aenter__(self) -> Submission:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._frontend.forget(self)
+
+
+class Questions:
+    """Questions to other processes (/tokenize, /detokenize, /engine_view) that wait for their reply, by uid."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, asyncio.Future[ConversionReply | EngineView]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def ask(self, uid: int, sending: Awaitable[None]) -> ConversionReply | EngineView:
+        """Send a question and wait for the reply with its `uid`. Raises `RequestError` for a failure."""
+        self._waiting[uid] = asyncio.get_running_loop().create_future()
+        try:
+            await sending
+            reply = await self._waiting[uid]
+        finally:
+            del self._waiting[uid]
+        if isinstance(reply, ConversionReply) and reply.failure is not None:
+            raise reply.failure.error()
+        return reply
+
+    def answer(self, reply: ConversionReply | EngineView) -> None:
+        """Deliver a reply; one without a waiting question is ignored."""
+        future = self._waiting.get(reply.uid)
+        if future is not None and not future.done():
+            future.set_result(reply)
+
+    def fail(self, failure: Failure) -> None:
+        """End all questions with `failure`."""
+        for uid in self._waiting:
+            self.answer(ConversionReply(uid=uid, failure=failure))
+
+
 def _unrepresentable(e: Exception) -> RequestError:
     return RequestError(f"the request contains a value that cannot be represented: {e}")
 
 
 class FrontendManager:
-    """Owns the sockets and every open call of the API process; lives on its event loop."""
+    """Owns the sockets of the API process and all open submissions. Lives on one event loop."""
 
     def __init__(self, args: ServerArgs, limits: Limits, metrics: Metrics) -> None:
         self.limits = limits
         self.metrics = metrics
         self.stats = StatsMsg()
         self.detokenizer_entries = 0
-        self.failure = ""  # why no request can be served any more
+        self.failure = ""  # the reason why no request can be served any more
         self.is_draining = False
-        self._max_calls = args.scheduler.max_queued_requests + args.scheduler.engine.max_running_requests
+        self._max_entries = args.scheduler.max_queued_requests + args.scheduler.engine.max_running_requests
         self._heartbeat_timeout = args.heartbeat_timeout
         self._last_heartbeat = time.monotonic()
         self._uids = itertools.count(1)
-        self._calls: dict[int, Call] = {}
+        self._submissions: dict[int, Submission] = {}
         self._questions = Questions()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -75,16 +259,16 @@ class FrontendManager:
 
     @property
     def entries(self) -> int:
-        """Requests that are remembered; 0 when idle, or something leaks."""
-        return len(self._calls) + len(self._questions)
+        """The number of open requests and questions; 0 when idle, or something leaks."""
+        return len(self._submissions) + len(self._questions)
 
     def render_metrics(self) -> bytes:
-        """The metrics of the whole server."""
+        """The text of `/metrics`."""
         return self.metrics.render(self.stats, self.entries, self.detokenizer_entries)
 
     @property
     def health_problem(self) -> str:
-        """Why the server is not healthy; empty when it is."""
+        """The reason why the server is unhealthy; empty when it is healthy."""
         if self.failure:
             return self.failure
         silence = time.monotonic() - self._last_heartbeat
@@ -92,81 +276,81 @@ class FrontendManager:
             return f"no sign of life from the scheduler for {silence:.0f} s"
         return ""
 
-    async def submit(self, messages: Sequence[TokenizeMsg], n: int = 1) -> Call:
-        """Send requests (their uids are assigned here) and return their common call, to be used with `async with`.
+    async def submit(self, messages: Sequence[TokenizeMsg], n: int = 1) -> Submission:
+        """Assign uids, send the requests and return their submission, to be used with `async with`.
 
-        Each `n` messages in a row are choices for one prompt; the call sends all but the first of them later.
+        Each `n` adjacent messages are choices for one prompt; the submission sends all but the first of them later.
         Raises `RequestError`: 503 when draining or broken, 429 when too many requests are open.
         """
-        self._require_room(len(messages))
+        self._require_capacity(len(messages))
         numbered = [msgspec.structs.replace(m, uid=next(self._uids)) for m in messages]
-        call = Call(self, numbered, n)
+        submission = Submission(self, numbered, n)
         self._idle.clear()
-        self._calls.update({m.uid: call for m in numbered})
+        self._submissions.update({m.uid: submission for m in numbered})
         try:
             await self.send(numbered[::n])
         except _ENCODE_ERRORS as e:
-            await self.forget(call)
+            await self.forget(submission)
             raise _unrepresentable(e) from e
-        return call
+        return submission
 
     async def send(self, messages: Sequence[TokenizeMsg]) -> None:
-        """To a tokenizer each; their uids belong to an open call."""
+        """Send requests of an open submission to the tokenizers."""
         for m in messages:
             await self._tokenizer(m.uid).put([m])
 
     async def convert(self, msg: EncodeMsg | DecodeMsg) -> ConversionReply:
-        """Ask a tokenizer worker; the uid is assigned here. Raises `RequestError` as `submit` does, or the worker's."""
-        self._require_room(1)
+        """Assign a uid and ask a tokenizer. Raises `RequestError` like `submit`, or with the tokenizer's failure."""
+        self._require_capacity(1)
         uid = next(self._uids)
         try:
             reply = await self._questions.ask(uid, self._tokenizer(uid).put([msgspec.structs.replace(msg, uid=uid)]))
         except _ENCODE_ERRORS as e:
             raise _unrepresentable(e) from e
-        assert isinstance(reply, ConversionReply), f"{type(reply).__name__} is no conversion"
+        assert isinstance(reply, ConversionReply), f"a {type(reply).__name__} is not a conversion"
         return reply
 
     async def engine_view(self) -> EngineView:
-        """Ask the scheduler what it is doing; raises `RequestError` (503) when it cannot say."""
+        """Ask the scheduler for a view of the engine. Raises `RequestError` (503) without a timely reply."""
         self.require_ready()
         uid = next(self._uids)
         try:
             async with asyncio.timeout(VIEW_TIMEOUT_S):
-                reply = await self._questions.ask(uid, self._backend.put([ViewMsg(uid)]))
+                reply = await self._questions.ask(uid, self._backend.put([ViewMsg(uid=uid)]))
         except TimeoutError:
             raise RequestError("the engine is too busy to show itself", code="no_view", status=503) from None
-        assert isinstance(reply, EngineView), f"{type(reply).__name__} is no view"
+        assert isinstance(reply, EngineView), f"a {type(reply).__name__} is not a view"
         return reply
 
-    def _require_room(self, n: int) -> None:
+    def _require_capacity(self, n: int) -> None:
         self.require_ready()
-        if self.entries + n > self._max_calls:
+        if self.entries + n > self._max_entries:
             raise RequestError("too many requests; try again later", code="queue_full", status=429)
 
     def require_ready(self) -> None:
-        """Raises `RequestError` (503) when new work cannot be taken."""
+        """Raises `RequestError` (503) when the server accepts no new work."""
         if self.failure:
             raise RequestError(self.failure, code="server_failed", status=503)
         if self.is_draining:
             raise RequestError("the server is shutting down", code="shutting_down", status=503)
 
-    async def forget(self, call: Call) -> None:
-        """Drop a call; its unfinished generations are aborted."""
-        for uid in call.unfinished:
-            await self._tokenizer(uid).put([AbortMsg(uid)])
-            self.metrics.observe_end(FinishReason.ABORT, time.monotonic() - call.created)
-        for uid in call.uids:
-            self._calls.pop(uid, None)
-        if not self._calls:
+    async def forget(self, submission: Submission) -> None:
+        """Drop a submission and abort its unfinished generations."""
+        for uid in submission.unfinished:
+            await self._tokenizer(uid).put([AbortMsg(uid=uid)])
+            self.metrics.observe_end(FinishReason.ABORT, time.monotonic() - submission.created)
+        for uid in submission.uids:
+            self._submissions.pop(uid, None)
+        if not self._submissions:
             self._idle.set()
 
     async def flush_cache(self) -> None:
-        """Ask the scheduler to drop its idle prefixes."""
+        """Ask the scheduler to drop all cached prefixes that no request uses."""
         self.require_ready()
         await self._backend.put([FlushCacheMsg()])
 
     async def drain(self, timeout: float) -> None:
-        """Take no new work and wait for the open calls to end; what is left after `timeout` seconds is failed."""
+        """Accept no new work and wait for the open requests; fail the remaining ones after `timeout` seconds."""
         self.is_draining = True
         if self._idle.is_set():
             return
@@ -176,19 +360,19 @@ class FrontendManager:
             self.fail(f"the server is shutting down; the request did not finish within {timeout:g} s")
 
     def fail(self, cause: str) -> None:
-        """End every open call with an error; no new one will be accepted."""
+        """End every open request with an error and accept no new one."""
         self.failure = self.failure or cause
         failure = Failure(message=cause, code="server_failed", status=503)
         self._questions.fail(failure)
-        for uid, call in self._calls.items():
-            call.push(UserReply(uid=uid, finish_reason=FinishReason.ERROR, failure=failure))
+        for uid, submission in self._submissions.items():
+            submission.push(UserReply(uid=uid, finish_reason=FinishReason.ERROR, failure=failure))
 
     async def wait_idle(self, timeout: float) -> None:
-        """Wait until every call has been answered, at most `timeout` seconds."""
+        """Wait up to `timeout` seconds until every submission has been answered."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except TimeoutError:
-            logger.warning("%d requests are still open", len(self._calls))
+            logger.warning("%d requests are still open", len(self._submissions))
 
     async def close(self) -> None:
         """Close the sockets."""
@@ -206,8 +390,8 @@ class FrontendManager:
         while True:
             for msg in await self._inbox.get():
                 if isinstance(msg, UserReply):
-                    if (call := self._calls.get(msg.uid)) is not None:
-                        call.push(msg)
+                    if (submission := self._submissions.get(msg.uid)) is not None:
+                        submission.push(msg)
                 elif isinstance(msg, ConversionReply | EngineView):
                     self._questions.answer(msg)
                 elif isinstance(msg, StatsMsg):

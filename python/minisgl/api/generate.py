@@ -1,4 +1,4 @@
-"""SGLang's `/generate`: replies -> its body and its stream, which repeats all that has been said so far."""
+"""SGLang's `/generate`: its bodies -> `TokenizeMsg`; replies -> its response and its stream, which is cumulative."""
 
 from __future__ import annotations
 
@@ -6,25 +6,40 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
+from fastapi import FastAPI, Request, Response
 
-from minisgl.api.logprobs import finite
-from minisgl.api.protocol import GenerateRequest
-from minisgl.api.receipt import Receipt
-from minisgl.api.render import Answer, event, to_json
+from minisgl.api.frontend import Receipt
+from minisgl.api.http import read_request, to_json
+from minisgl.api.protocol import GenerateRequest, GenerateSampling
+from minisgl.api.replies import event, finite
+from minisgl.api.requests import (
+    SamplingDefaults,
+    ServedModel,
+    is_batch,
+    num_choices,
+    prompt_messages,
+    requested_max_tokens,
+    sampling_params,
+    with_choices,
+)
+from minisgl.api.responses import response_to
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
-from minisgl.message import TokenLogprob, UserReply, ids_from_bytes
-from minisgl.params import MAX_LOGPROBS
+from minisgl.message import TokenizeMsg, TokenLogprob, UserReply, ids_from_bytes
+from minisgl.params import MAX_LOGPROBS, Limits
+from minisgl.settings.options import ServerArgs
 
-Scored = tuple[float | None, int, str | None]  # log-probability, token id, and its text if that is wanted
+DEFAULT_MAX_TOKENS: Final = 128  # SGLang's
+
+LogprobEntry = tuple[float | None, int, str | None]  # log-probability, token id, text if requested
 
 
 @dataclass(frozen=True)
 class LogprobForm:
-    """Which log-probabilities are shown: the answer's, and the prompt's from its token `start` on (None: none)."""
+    """The log-probabilities to show: those of the output, and of the prompt from token `start` on (None: none)."""
 
     start: int | None
     has_top: bool
@@ -32,7 +47,7 @@ class LogprobForm:
 
     @classmethod
     def of(cls, request: GenerateRequest) -> LogprobForm | None:
-        """What is to be shown of log-probabilities, if anything; raises `RequestError` naming the field."""
+        """The form for `request`, None without log-probabilities. Raises `RequestError` naming the field."""
         top = request.top_logprobs_num or 0
         if not 0 <= top <= MAX_LOGPROBS:
             raise RequestError(f"top_logprobs_num must be 0 to {MAX_LOGPROBS}", param="top_logprobs_num")
@@ -47,7 +62,52 @@ class LogprobForm:
         return cls(None if start < 0 else start, top > 0, bool(request.return_text_in_logprobs))
 
 
-class GrowingArray:
+def _requested_prompt(request: GenerateRequest) -> tuple[str, str | list[Any]]:
+    """(name of the field, prompt). Raises `RequestError` unless there is exactly one."""
+    given = [(name, v) for name in ("text", "prompt", "input_ids") if (v := getattr(request, name)) is not None]
+    if len(given) != 1:
+        raise RequestError("give exactly one of text, prompt and input_ids", param=given[0][0] if given else "text")
+    return given[0]
+
+
+def generate_messages(request: GenerateRequest, defaults: SamplingDefaults, limits: Limits) -> list[TokenizeMsg]:
+    """One message for each prompt of /generate. Raises `RequestError`."""
+    name, prompt = _requested_prompt(request)
+    fields = request.sampling_params or GenerateSampling()
+    if fields.logprobs not in (None, False):
+        raise RequestError(
+            "logprobs is not supported here, only return_logprob beside sampling_params",
+            param="logprobs",
+            code="unsupported_value",
+        )
+    form = LogprobForm.of(request)
+    max_tokens = requested_max_tokens(fields, ("max_new_tokens", "max_tokens"), limits)
+    params = sampling_params(
+        fields,
+        min(DEFAULT_MAX_TOKENS, limits.max_model_len - 1) if max_tokens is None else max_tokens,
+        fields.seed if fields.sampling_seed is None else fields.sampling_seed,
+        defaults,
+        limits,
+        logprobs=None if form is None else request.top_logprobs_num or 0,
+        prompt_logprobs=form is not None and form.start is not None,
+    )
+    return prompt_messages(prompt, name, params, limits)
+
+
+def generation_ids(rid: str | list[str] | None, count: int, n: int, is_list: bool) -> list[str]:
+    """The `meta_info.id` of each of `count` generations, `n` adjacent ones for each prompt.
+
+    `rid` names the request or each of its prompts. Raises `RequestError` for another number of names than prompts.
+    """
+    if isinstance(rid, list):
+        if len(rid) * n != count:
+            raise RequestError(f"rid has {len(rid)} ids for {count // n} prompts", param="rid")
+        return [f"{name}_{i}" if n > 1 else name for name in rid for i in range(n)]
+    name = uuid.uuid4().hex if rid is None else rid
+    return [f"{name}_{i}" for i in range(count)] if is_list else [name]
+
+
+class _GrowingArray:
     """A JSON array. Each element is encoded once, however often a stream repeats it."""
 
     def __init__(self) -> None:
@@ -59,99 +119,81 @@ class GrowingArray:
         self._elements += to_json(value)
 
     def json(self) -> msgspec.Raw:
-        """What it is now."""
         return msgspec.Raw(b"[" + self._elements + b"]")
 
 
-class ScoredTokens:
+class _LogprobArrays:
     """The log-probabilities of one generation so far."""
 
     def __init__(self, form: LogprobForm) -> None:
         self._form = form
-        self._is_begun = False
-        self._input, self._output = GrowingArray(), GrowingArray()
-        self._input_top, self._output_top = GrowingArray(), GrowingArray()
+        self._has_begun = False
+        self._input = _GrowingArray()
+        self._input_top = _GrowingArray()
+        self._output = _GrowingArray()
+        self._output_top = _GrowingArray()
 
     def add(self, tokens: list[TokenLogprob], prompt_tokens: int) -> None:
-        """The next tokens; the first ones begin with the `prompt_tokens` of the prompt if those are wanted."""
-        if not self._is_begun and self._form.start is not None:
+        """Add the next tokens. The first call begins with the `prompt_tokens` of the prompt if those are requested."""
+        if not self._has_begun and self._form.start is not None:
             prompt, tokens = tokens[:prompt_tokens], tokens[prompt_tokens:]
             for i, token in enumerate(prompt[self._form.start :]):
-                # SGLang has nothing to say of the first token that it looks at, wherever that is.
-                self._input.append(self._scored(token.id, token.data, token.logprob if i else None))
+                # SGLang gives no value for the first token that it looks at, wherever that token is.
+                self._input.append(self._entry(token.id, token.data, token.logprob if i else None))
                 self._input_top.append(self._alternatives(token) if i else None)
-        self._is_begun = True
+        self._has_begun = True
         for token in tokens:
-            self._output.append(self._scored(token.id, token.data, token.logprob))
+            self._output.append(self._entry(token.id, token.data, token.logprob))
             self._output_top.append(self._alternatives(token))
 
     def fields(self) -> dict[str, msgspec.Raw]:
-        """Their part of `meta_info`."""
+        """The fields of `meta_info`."""
         arrays = {"input_token_logprobs": self._input, "output_token_logprobs": self._output}
         if self._form.has_top:
             arrays |= {"input_top_logprobs": self._input_top, "output_top_logprobs": self._output_top}
         return {name: array.json() for name, array in arrays.items()}
 
-    def _scored(self, token: int, data: bytes, logprob: float | None) -> Scored:
+    def _entry(self, token: int, data: bytes, logprob: float | None) -> LogprobEntry:
         return finite(logprob), token, data.decode(errors="replace") if self._form.has_text else None
 
-    def _alternatives(self, token: TokenLogprob) -> list[Scored]:
-        return [self._scored(*alternative) for alternative in token.top]
+    def _alternatives(self, token: TokenLogprob) -> list[LogprobEntry]:
+        return [self._entry(*alternative) for alternative in token.top]
 
 
 class _Generation:
-    """All that one generation has said so far."""
+    """The text, tokens and log-probabilities of one generation so far."""
 
     def __init__(self, form: LogprobForm | None) -> None:
         self._text = ""
-        self._ids = GrowingArray()
-        self._scored = None if form is None else ScoredTokens(form)
+        self._ids = _GrowingArray()
+        self._logprobs = None if form is None else _LogprobArrays(form)
 
     def add(self, reply: UserReply) -> None:
         self._text += reply.text
         for token in ids_from_bytes(reply.output_ids).tolist():
             self._ids.append(token)
-        if self._scored is not None:
-            self._scored.add(reply.logprobs, reply.prompt_tokens)
+        if self._logprobs is not None:
+            self._logprobs.add(reply.logprobs, reply.prompt_tokens)
 
     def result(self, meta: dict[str, Any]) -> dict[str, Any]:
-        """The body, with `meta` in its `meta_info`."""
-        if self._scored is not None:
-            meta = meta | self._scored.fields()
+        """The body of the response, with `meta` in its `meta_info`."""
+        if self._logprobs is not None:
+            meta = meta | self._logprobs.fields()
         return {"text": self._text, "output_ids": self._ids.json(), "meta_info": meta}
 
 
-def generation_ids(rid: str | list[str] | None, count: int, n: int, is_list: bool) -> list[str]:
-    """The `meta_info.id` of each of `count` generations, `n` of each prompt in a row.
-
-    Raises `RequestError` where `rid` does not fit: it names the request, or each of its prompts.
-    """
-    if isinstance(rid, list):
-        if len(rid) * n != count:
-            raise RequestError(f"rid has {len(rid)} ids for {count // n} prompts", param="rid")
-        return [f"{name}_{i}" if n > 1 else name for name in rid for i in range(n)]
-    name = uuid.uuid4().hex if rid is None else rid
-    return [f"{name}_{i}" for i in range(count)] if is_list else [name]
-
-
 class GenerateRenderer:
-    """The text and the tokens so far, and `meta_info`."""
+    """Writes the text and tokens so far, and `meta_info`."""
 
     def __init__(self, is_list: bool, ids: list[str], logprobs: LogprobForm | None = None) -> None:
-        """`is_list`: the body is one. `ids`: of each generation. Log-probabilities are shown on demand."""
+        """`is_list`: the response is a list; `ids` name the generations."""
         self._is_list = is_list
         self._ids = ids
         self._started = time.monotonic()
         self._generations = [_Generation(logprobs) for _ in ids]
 
-    def body(self, answers: list[Answer], receipt: Receipt) -> bytes:
-        results = []
-        for i, answer in enumerate(answers):
-            assert answer.last is not None, "an answer without an end"
-            whole = msgspec.structs.replace(
-                answer.last, text=answer.text, logprobs=answer.logprobs, output_ids=bytes(answer.output_ids)
-            )
-            results.append(self._result(i, whole))
+    def body(self, replies: list[UserReply], receipt: Receipt) -> bytes:
+        results = [self._result(i, reply) for i, reply in enumerate(replies)]
         return to_json(results if self._is_list else results[0])
 
     def first_events(self, n: int) -> Iterator[bytes]:
@@ -165,7 +207,7 @@ class GenerateRenderer:
         yield from ()
 
     def _result(self, index: int, reply: UserReply) -> dict[str, Any]:
-        """All so far, to which `reply` adds."""
+        """The whole generation so far, including `reply`."""
         generation = self._generations[index]
         generation.add(reply)
         reason: dict[str, Any] | None = None
@@ -185,3 +227,16 @@ class GenerateRenderer:
                 "e2e_latency": time.monotonic() - self._started,
             }
         )
+
+
+def add_generate_route(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
+    """POST /generate."""
+
+    @app.post("/generate")
+    async def generate(request: Request) -> Response:
+        body = await read_request(request, GenerateRequest, args.max_body)
+        n = num_choices(body.sampling_params or GenerateSampling())
+        messages = with_choices(generate_messages(body, model.defaults, model.limits), n)
+        is_list = n > 1 or is_batch(_requested_prompt(body)[1])
+        renderer = GenerateRenderer(is_list, generation_ids(body.rid, len(messages), n, is_list), LogprobForm.of(body))
+        return response_to(app.state.frontend, messages, renderer, body.stream, n, args.write_timeout)

@@ -1,4 +1,4 @@
-"""/openapi.json: what each endpoint takes and all that it may answer, from the types of requests and answers."""
+"""/openapi.json: the request, response and error types of each endpoint, from the types in `protocol`."""
 
 from __future__ import annotations
 
@@ -10,70 +10,61 @@ import msgspec
 from fastapi import FastAPI
 
 import minisgl
-from minisgl.api import answers
-from minisgl.api.convert import DetokenizeRequest, TokenizeRequest
-from minisgl.api.embeddings import EmbeddingRequest
-from minisgl.api.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest
-from minisgl.message import EngineView, StatsMsg
+from minisgl.api import protocol as p
 
-# Every endpoint may say these; 503: starting, draining or failed.
-_COMMON: Final = (401, 500, 503)
-_BODY: Final = (400, 408, 413, 415)  # of those that take one
+_COMMON: Final = (401, 500, 503)  # of every endpoint; 503: starting, draining or failed
+_BODY: Final = (400, 408, 413, 415)  # of endpoints with a request body
 _GENERATION: Final = (*_BODY, 404, 429)
-
-
-class EngineViewAnswer(msgspec.Struct):
-    view: EngineView
-    stats: StatsMsg
+_SSE: Final = "text/event-stream"
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """`answer` is the type of a 200, `media` its other form, if any."""
+    """`response` is the type of a 200; `media` its alternative media type, if any."""
 
     summary: str
-    answer: Any
-    takes: Any = None
+    response: Any
+    request: Any = None
     errors: tuple[int, ...] = ()
     media: str = ""
 
 
 ENDPOINTS: Final[dict[tuple[str, str], Endpoint]] = {
     ("post", "/v1/chat/completions"): Endpoint(
-        "Answer a conversation", answers.ChatAnswer, ChatCompletionRequest, _GENERATION, "text/event-stream"
+        "Answer a conversation", p.ChatCompletionResponse, p.ChatCompletionRequest, _GENERATION, _SSE
     ),
     ("post", "/v1/completions"): Endpoint(
-        "Continue a text", answers.CompletionAnswer, CompletionRequest, _GENERATION, "text/event-stream"
+        "Continue a text", p.CompletionResponse, p.CompletionRequest, _GENERATION, _SSE
     ),
     ("post", "/generate"): Endpoint(
         "Continue a text, in SGLang's shape",
-        answers.GeneratedText | list[answers.GeneratedText],
-        GenerateRequest,
+        p.GenerateResponse | list[p.GenerateResponse],
+        p.GenerateRequest,
         _GENERATION,
-        "text/event-stream",
+        _SSE,
     ),
     ("post", "/v1/embeddings"): Endpoint(
-        "Texts to vectors, if the model is made for it", answers.EmbeddingAnswer, EmbeddingRequest, _GENERATION
+        "Texts to vectors, with an embedding model", p.EmbeddingResponse, p.EmbeddingRequest, _GENERATION
     ),
-    ("get", "/v1/models"): Endpoint("The served model", answers.ModelList),
-    ("get", "/v1/models/{name}"): Endpoint("One model", answers.ModelCard, errors=(404,)),
-    ("post", "/tokenize"): Endpoint("Text to tokens", answers.TokensAnswer, TokenizeRequest, _GENERATION),
-    ("post", "/detokenize"): Endpoint("Tokens to text", answers.PromptAnswer, DetokenizeRequest, _GENERATION),
-    ("get", "/health"): Endpoint("Whether all processes live", answers.StatusAnswer),
-    ("get", "/ready"): Endpoint("Whether requests are taken", answers.StatusAnswer),
-    ("get", "/health_generate"): Endpoint("One token through every process", answers.StatusAnswer),
+    ("get", "/v1/models"): Endpoint("The served model", p.ModelListResponse),
+    ("get", "/v1/models/{name}"): Endpoint("One model", p.ModelCard, errors=(404,)),
+    ("post", "/tokenize"): Endpoint("Text to tokens", p.TokenizeResponse, p.TokenizeRequest, _GENERATION),
+    ("post", "/detokenize"): Endpoint("Tokens to text", p.DetokenizeResponse, p.DetokenizeRequest, _GENERATION),
+    ("get", "/health"): Endpoint("Whether all processes are alive", p.StatusResponse),
+    ("get", "/ready"): Endpoint("Whether requests are accepted", p.StatusResponse),
+    ("get", "/health_generate"): Endpoint("One token through every process", p.StatusResponse),
     ("get", "/metrics"): Endpoint("Prometheus metrics", None, media="text/plain"),
     ("get", "/server_info"): Endpoint("Settings and figures", dict[str, Any]),
-    ("get", "/model_info"): Endpoint("The model", answers.ModelInfo),
-    ("get", "/engine_view"): Endpoint("Batch, pages and radix tree", EngineViewAnswer),
-    ("post", "/flush_cache"): Endpoint("Forget cached prefixes that nobody uses", answers.StatusAnswer),
-    ("get", "/version"): Endpoint("Version of the server", answers.VersionAnswer),
+    ("get", "/model_info"): Endpoint("The model", p.ModelInfoResponse),
+    ("get", "/engine_view"): Endpoint("Batch, pages and radix tree", p.EngineViewResponse),
+    ("post", "/flush_cache"): Endpoint("Drop all cached prefixes that no request uses", p.StatusResponse),
+    ("get", "/version"): Endpoint("Version of the server", p.VersionResponse),
 }
 _REF: Final = "#/components/schemas/{name}"
 
 
 def openapi_schema(app: FastAPI) -> dict[str, Any]:
-    """The document for the routes that `app` has; raises `LookupError` for one that is not described here."""
+    """The document for the routes of `app`. Raises `LookupError` for a route without an entry in `ENDPOINTS`."""
     routes = [
         (method.lower(), route.path.replace(":path}", "}"))  # type: ignore[attr-defined]
         for route in app.routes
@@ -81,8 +72,8 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
         for method in sorted(route.methods)  # type: ignore[attr-defined]
     ]
     described = {key: ENDPOINTS[key] for key in routes}
-    types = [t for e in described.values() for t in (e.takes, e.answer) if t is not None]
-    schemas, components = msgspec.json.schema_components([*types, answers.ErrorAnswer], ref_template=_REF)
+    types = [t for e in described.values() for t in (e.request, e.response) if t is not None]
+    schemas, components = msgspec.json.schema_components([*types, p.ErrorResponse], ref_template=_REF)
     of_type = dict(zip(map(repr, types), schemas, strict=False))
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), endpoint in described.items():
@@ -101,21 +92,21 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
 
 def _operation(path: str, endpoint: Endpoint, of_type: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
     contents: dict[str, Any] = {}
-    if endpoint.answer is not None:
-        contents["application/json"] = {"schema": of_type[repr(endpoint.answer)]}
+    if endpoint.response is not None:
+        contents["application/json"] = {"schema": of_type[repr(endpoint.response)]}
     if endpoint.media:
         contents[endpoint.media] = {"schema": {"type": "string"}}
     responses: dict[str, Any] = {"200": {"description": "OK", "content": contents}} if contents else {}
     for status in sorted({*_COMMON, *endpoint.errors}):
-        is_status = status == 503 and endpoint.answer is answers.StatusAnswer  # a probe's no is no error
-        schema = {"anyOf": [of_type[repr(endpoint.answer)], error]} if is_status else error
+        is_status = status == 503 and endpoint.response is p.StatusResponse  # a failed probe is not an error object
+        schema = {"anyOf": [of_type[repr(endpoint.response)], error]} if is_status else error
         responses[str(status)] = {
             "description": HTTPStatus(status).phrase,
             "content": {"application/json": {"schema": schema}},
         }
     operation: dict[str, Any] = {"summary": endpoint.summary, "responses": responses}
-    if endpoint.takes is not None:
-        body = {"application/json": {"schema": of_type[repr(endpoint.takes)]}}
+    if endpoint.request is not None:
+        body = {"application/json": {"schema": of_type[repr(endpoint.request)]}}
         operation["requestBody"] = {"required": True, "content": body}
     if "{name}" in path:
         operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]

@@ -1,36 +1,51 @@
-"""What operators and probes ask of the server: whether it works, what it is, what it has measured."""
+"""Routes without generation: health, information, models, metrics, the engine view, the cache, and tokenization."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import time
 from dataclasses import asdict
 from typing import Final
 
 import msgspec
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 
 import minisgl
 from minisgl.api.frontend import FrontendManager
-from minisgl.api.render import json_response
-from minisgl.api.served import ServedModel
+from minisgl.api.http import json_response, read_request, require_model
+from minisgl.api.protocol import (
+    ChatCompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    EngineViewResponse,
+    ModelCard,
+    ModelInfoResponse,
+    ModelListResponse,
+    StatusResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+    VersionResponse,
+)
+from minisgl.api.requests import SamplingDefaults, ServedModel, chat_message, packed_ids
 from minisgl.errors import RequestError
-from minisgl.message import TokenizeMsg, ids_to_bytes
-from minisgl.params import SamplingParams
+from minisgl.message import DecodeMsg, EncodeMsg, EngineView, TokenizeMsg, ids_from_bytes, ids_to_bytes
+from minisgl.params import Limits, SamplingParams
 from minisgl.settings.options import ServerArgs
 
 PROBE_TIMEOUT_S: Final = 20.0
+VIEW_AGE_S: Final = 0.25  # the scheduler is asked for a view at most this often, however many clients watch
 
 
 async def probe(frontend: FrontendManager, timeout: float = PROBE_TIMEOUT_S) -> str:
-    """One token through every process: why none came; empty when one did."""
+    """Send one token through every process. Returns the problem, empty on success."""
     embeds = frontend.limits.embeds
     params = SamplingParams(max_tokens=0 if embeds else 1, temperature=0.0, ignore_eos=True, embed=embeds)
     message = TokenizeMsg(uid=0, sampling_params=params, input_ids=ids_to_bytes([0]))
     try:
-        async with asyncio.timeout(timeout), await frontend.submit([message]) as call:
-            while not call.is_done:
-                for _, reply in await call.take():
+        async with asyncio.timeout(timeout), await frontend.submit([message]) as submission:
+            while not submission.is_done:
+                for _, reply in await submission.take():
                     if reply.failure is not None:
                         return reply.failure.message
     except RequestError as e:
@@ -40,32 +55,64 @@ async def probe(frontend: FrontendManager, timeout: float = PROBE_TIMEOUT_S) -> 
     return ""
 
 
-def _verdict(problem: str) -> Response:
-    """200 without a `problem`, else 503 with it."""
+def _status(problem: str) -> Response:
+    """200 without a `problem`, 503 with one."""
     if problem:
-        return json_response({"status": "unhealthy", "cause": problem}, 503)
-    return json_response({"status": "ok"})
+        return json_response(StatusResponse("unhealthy", problem), 503)
+    return json_response(StatusResponse("ok"))
 
 
-def add_operation_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
-    """Is it alive, ready, computing; what is it, what has it measured; and forget the cache."""
+def add_status_routes(app: FastAPI) -> None:
+    """Liveness, readiness, metrics, version, and emptying the cache."""
 
     @app.get("/health")
     async def health() -> Response:
-        return _verdict(app.state.frontend.health_problem)
+        return _status(app.state.frontend.health_problem)
 
     @app.get("/health_generate")
     async def health_generate() -> Response:
-        return _verdict(await probe(app.state.frontend))
+        return _status(await probe(app.state.frontend))
 
     @app.get("/ready")
     async def ready() -> Response:
         app.state.frontend.require_ready()
-        return json_response({"status": "ready"})
+        return json_response(StatusResponse("ready"))
 
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(app.state.frontend.render_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.post("/flush_cache")
+    @app.post("/reset_prefix_cache", include_in_schema=False)
+    async def flush_cache() -> Response:
+        await app.state.frontend.flush_cache()
+        return json_response(StatusResponse("ok"))
+
+    @app.get("/version")
+    async def version() -> Response:
+        return json_response(VersionResponse(minisgl.__version__))
+
+
+def add_information_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
+    """The server, and the model under OpenAI's and SGLang's paths."""
+    limits = model.limits
+    card = ModelCard(
+        id=model.name,
+        created=int(time.time()),
+        owned_by="minisgl",
+        root=model.name,
+        max_model_len=limits.max_model_len,
+    )
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        return json_response(ModelListResponse([card]))
+
+    @app.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> Response:
+        if name != model.name:
+            raise RequestError(f"model {name[:100]!r} is not served here", code="model_not_found", status=404)
+        return json_response(card)
 
     @app.get("/server_info")
     @app.get("/get_server_info", include_in_schema=False)
@@ -74,7 +121,7 @@ def add_operation_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> 
         info = {
             "version": minisgl.__version__,
             "model": model.name,
-            "max_model_len": model.limits.max_model_len,
+            "max_model_len": limits.max_model_len,
             "engine": model.facts,
             "processes": model.pids | {"minisgl-api": os.getpid()},
             "num_tokenizer": args.num_tokenizer,
@@ -87,22 +134,82 @@ def add_operation_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> 
     @app.get("/model_info")
     @app.get("/get_model_info", include_in_schema=False)
     async def model_info() -> Response:
-        info = {
-            "model": model.name,
-            "model_path": args.scheduler.engine.model or model.name,
-            "max_model_len": model.limits.max_model_len,
-            "vocab_size": model.limits.vocab_size,
-            "is_generation": model.embedder is None,
-            "default_sampling_params": asdict(model.defaults),
-        }
+        info = ModelInfoResponse(
+            model=model.name,
+            model_path=args.scheduler.engine.model or model.name,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            is_generation=model.embedder is None,
+            default_sampling_params=asdict(model.defaults),
+        )
         return json_response(info)
 
-    @app.post("/flush_cache")
-    @app.post("/reset_prefix_cache", include_in_schema=False)
-    async def flush_cache() -> Response:
-        await app.state.frontend.flush_cache()
-        return json_response({"status": "ok"})
 
-    @app.get("/version")
-    async def version() -> Response:
-        return json_response({"version": minisgl.__version__})
+class EngineWatch:
+    """Asks the scheduler for a view of the engine, once for all clients that want one at the same time."""
+
+    def __init__(self) -> None:
+        self._asking = asyncio.Lock()
+        self._view: EngineView | None = None
+        self._taken = 0.0
+
+    async def view(self, frontend: FrontendManager) -> EngineView:
+        """A view at most `VIEW_AGE_S` old. Raises `RequestError` (503) when the engine does not reply."""
+        async with self._asking:
+            if self._view is None or time.monotonic() - self._taken > VIEW_AGE_S:
+                self._view = await frontend.engine_view()
+                self._taken = time.monotonic()
+            return self._view
+
+
+def add_view_route(app: FastAPI) -> None:
+    """GET /engine_view: batch, pages and radix tree with the beginnings of prompts, and the last heartbeat.
+
+    The engine does no work for it between requests.
+    """
+    watch = EngineWatch()
+
+    @app.get("/engine_view")
+    async def engine_view() -> Response:
+        frontend: FrontendManager = app.state.frontend
+        view = await watch.view(frontend)
+        return json_response(EngineViewResponse(view, frontend.stats))
+
+
+def encode_message(request: TokenizeRequest, limits: Limits) -> EncodeMsg:
+    """The question to a tokenizer, without a uid. Raises `RequestError`."""
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("give exactly one of prompt and messages", param="prompt")
+    if request.messages is None:
+        prompt = TokenizeMsg(uid=0, sampling_params=SamplingParams(), text=request.prompt)
+    else:
+        chat = ChatCompletionRequest(
+            messages=request.messages,
+            tools=request.tools,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            chat_template_kwargs=request.chat_template_kwargs,
+        )
+        prompt = chat_message(chat, SamplingDefaults(), limits)
+    return EncodeMsg(uid=0, prompt=prompt, add_special_tokens=request.add_special_tokens)
+
+
+def add_tokenizer_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
+    """POST /tokenize and /detokenize. This process has no tokenizer, so both ask a tokenizer process."""
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = await read_request(request, TokenizeRequest, args.max_body)
+        require_model(body.model, model.name)
+        reply = await app.state.frontend.convert(encode_message(body, model.limits))
+        tokens = ids_from_bytes(reply.input_ids).tolist()
+        return json_response(TokenizeResponse(tokens, len(tokens), model.limits.max_model_len))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = await read_request(request, DetokenizeRequest, args.max_body)
+        require_model(body.model, model.name)
+        ids = packed_ids(body.tokens, "tokens", model.limits)
+        msg = DecodeMsg(uid=0, input_ids=ids, skip_special_tokens=bool(body.skip_special_tokens))
+        reply = await app.state.frontend.convert(msg)
+        return json_response(DetokenizeResponse(reply.text))

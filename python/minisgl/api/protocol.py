@@ -1,19 +1,20 @@
-"""The request bodies: OpenAI's chat and text completions and SGLang's /generate.
+"""The types of all request and response bodies, and the one way to read a request.
 
-Every optional field may be null. A field that we know but whose value we cannot honour is refused by name; a field
-that we do not know is accepted and mentioned in the debug log.
+Every optional field may be null. A known field with an unsupported value is refused by name; an unknown field is
+accepted and logged at debug level. Responses are encoded from the types below, except stream events and the growing
+arrays of /generate, which are assembled from bytes; `tests/e2e/test_openapi.py` checks real responses against them.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import msgspec
 
 from minisgl.errors import RequestError
+from minisgl.message import EngineView, StatsMsg
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +47,19 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What the three APIs have in common. The second half is known but only supported at its neutral value."""
+    """Fields of chat completions, text completions and /generate.
+
+    From `cache_salt` on, fields are known but, unless `docs/api.md` says otherwise, supported at their neutral value
+    only.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None  # vLLM's word
-    no_stop_trim: bool | None = None  # SGLang's
+    include_stop_str_in_output: bool | None = None  # vLLM's name
+    no_stop_trim: bool | None = None  # SGLang's name
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     min_p: float | None = None
@@ -81,7 +86,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     stop_regex: Any = None
     structural_tag: Any = None
     truncate_prompt_tokens: int | None = None
-    # What the answer must look like (`api/structured.py`), in OpenAI's, vLLM's and SGLang's words.
+    # Structured output (`api/structured.py`), under OpenAI's, vLLM's and SGLang's names.
     response_format: dict[str, Any] | None = None
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None
@@ -94,7 +99,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
-    """What chat and text completions share."""
+    """Fields of chat and text completions."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -139,7 +144,7 @@ class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
 
 
 class GenerateSampling(SamplingFields, frozen=True, kw_only=True):
-    """`sampling_params` of /generate, in SGLang's words and in ours."""
+    """`sampling_params` of /generate, under SGLang's names and OpenAI's."""
 
     max_new_tokens: int | None = None
     max_tokens: int | None = None
@@ -168,31 +173,207 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     image_data: Any = None
 
 
-# Neutral values of the fields whose effect does not exist yet; null is always neutral.
-_NEUTRAL: Final[dict[str, Callable[[Any], bool]]] = {
-    "length_penalty": lambda v: v == 1,
-    "priority": lambda v: v == 0,
-    "use_beam_search": lambda v: not v,
-    "modalities": lambda v: v == ["text"],
-    "suffix": lambda v: v == "",
-    "bad_words": lambda v: not v,
-    "documents": lambda v: not v,
-    "return_token_ids": lambda v: not v,
-    "return_tokens_as_token_ids": lambda v: not v,
-    "return_hidden_states": lambda v: not v,
-} | {
-    f: lambda v: False
-    for f in (
+class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/embeddings"""
+
+    input: str | list[Any]
+    model: str | None = None
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    user: str | None = None
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /tokenize: a text, or messages as in a chat completion"""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[int]
+    skip_special_tokens: bool | None = None
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(msgspec.Struct, frozen=True):
+    error: ErrorDetail
+
+
+class CachedTokens(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """Queue time, time to first token, and speed of one request (`return_timing`)."""
+
+    queue_ms: float
+    ttft_ms: float | None
+    cached_tokens: int
+    prefill_chunks: int
+    tokens_per_s: float | None
+
+
+class GeneratedFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class GeneratedToolCall(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
+    id: str
+    function: GeneratedFunction
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="role", tag="assistant"):
+    content: str | None
+    reasoning_content: str = ""
+    tool_calls: list[GeneratedToolCall] = []
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    logprobs: dict[str, Any] | None
+    finish_reason: str
+    stop_reason: str | int | None
+
+
+class ChatChoice(Choice, frozen=True, kw_only=True):
+    message: AssistantMessage
+
+
+class TextChoice(Choice, frozen=True, kw_only=True):
+    text: str
+
+
+class OpenAIResponse(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    id: str
+    created: int
+    model: str
+    usage: Usage
+    timing: Timing | None = None
+
+
+class ChatCompletionResponse(OpenAIResponse, frozen=True, kw_only=True, tag_field="object", tag="chat.completion"):
+    choices: list[ChatChoice]
+
+
+class CompletionResponse(OpenAIResponse, frozen=True, kw_only=True, tag_field="object", tag="text_completion"):
+    choices: list[TextChoice]
+
+
+class GenerateResponse(msgspec.Struct, frozen=True):
+    text: str
+    output_ids: list[int]
+    meta_info: dict[str, Any]
+
+
+class Embedding(msgspec.Struct, frozen=True, tag_field="object", tag="embedding"):
+    index: int
+    embedding: list[float] | str  # base64 of little-endian float32
+
+
+class EmbeddingUsage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingResponse(msgspec.Struct, frozen=True, tag_field="object", tag="list"):
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="model"):
+    id: str
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelListResponse(msgspec.Struct, frozen=True, tag_field="object", tag="list"):
+    data: list[ModelCard]
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeResponse(msgspec.Struct, frozen=True):
+    prompt: str
+
+
+class StatusResponse(msgspec.Struct, frozen=True, omit_defaults=True):
+    status: str
+    cause: str = ""
+
+
+class VersionResponse(msgspec.Struct, frozen=True):
+    version: str
+
+
+class ModelInfoResponse(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    model_path: str
+    max_model_len: int
+    vocab_size: int
+    is_generation: bool
+    default_sampling_params: dict[str, float]
+
+
+class EngineViewResponse(msgspec.Struct, frozen=True):
+    view: EngineView
+    stats: StatsMsg
+
+
+# The only supported value of fields that have no effect here, besides null. None: no value is supported.
+_NEUTRAL: Final[dict[str, Any]] = {
+    "length_penalty": 1,
+    "priority": 0,
+    "use_beam_search": False,
+    "modalities": ["text"],
+    "suffix": "",
+    "bad_words": [],
+    "documents": [],
+    "return_token_ids": False,
+    "return_tokens_as_token_ids": False,
+    "return_hidden_states": False,
+} | dict.fromkeys(
+    (
         *("chat_template", "functions", "function_call", "audio", "prediction", "web_search_options"),
         *("allowed_token_ids", "custom_logit_processor", "logits_processors", "prompt_logprobs", "prompt_embeds"),
         *("stop_regex", "structural_tag", "truncate_prompt_tokens"),
         *("token_ids_logprob", "input_embeds", "session_params", "lora_path", "image_data"),
     )
-}
+)
 
 
 def parse_body(body: bytes, kind: type[T]) -> T:
-    """The JSON `body` as a `kind`; raises `RequestError` (400) that names the field that is wrong."""
+    """Decode the JSON `body` as a `kind`. Raises `RequestError` (400) naming the invalid field."""
     try:
         request = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as e:
@@ -202,18 +383,18 @@ def parse_body(body: bytes, kind: type[T]) -> T:
     if logger.isEnabledFor(logging.DEBUG):
         given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         if unknown := given.keys() - {f.name for f in msgspec.structs.fields(kind)}:
-            logger.debug("unknown fields are not used: %s", ", ".join(sorted(unknown)))
+            logger.debug("ignored unknown fields: %s", ", ".join(sorted(unknown)))
     refuse_unsupported(request)
     return request
 
 
 def refuse_unsupported(request: Any) -> None:
-    """Raises `RequestError` for the first known field whose value we cannot honour."""
+    """Raises `RequestError` for the first field whose value is not supported."""
     for name in request.__struct_fields__:
         value = getattr(request, name)
         if isinstance(value, SamplingFields):
             refuse_unsupported(value)
-        if value is not None and name in _NEUTRAL and not _NEUTRAL[name](value):
+        if value is not None and name in _NEUTRAL and value != _NEUTRAL[name]:
             raise RequestError(f"{name}={_short(value)} is not supported", param=name, code="unsupported_value")
 
 
@@ -223,7 +404,7 @@ def _short(value: Any) -> str:
 
 
 def _field_of(error: str) -> str | None:
-    """The top field that a msgspec error is about."""
+    """The top-level field named in a msgspec error."""
     if (path := re.search(r"at `\$\.(\w+)", error)) is not None:
         return path[1]
     missing = re.search(r"missing required field `(\w+)`", error)

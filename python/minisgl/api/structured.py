@@ -1,4 +1,4 @@
-"""The fields that say what an answer must look like -> a `Grammar`."""
+"""Structured output: the fields that constrain an answer -> a `Grammar`; and the meaning of `tool_choice`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any, Final
 
 import msgspec
 
-from minisgl.api.protocol import SamplingFields
+from minisgl.api.protocol import ChatCompletionRequest, SamplingFields
 from minisgl.errors import RequestError
-from minisgl.params import Grammar
+from minisgl.params import Grammar, GrammarKind
 
 ANY_OBJECT: Final = '{"type": "object"}'
 
 
-def grammar_of(fields: SamplingFields) -> Grammar | None:
-    """The one grammar that a request asks for; raises `RequestError` for several, or a value that is none."""
+def requested_grammar(fields: SamplingFields) -> Grammar | None:
+    """The grammar of a request, None without one. Raises `RequestError` for several or for an invalid value."""
     found = [
         (name, grammar)
         for name, read in _FIELDS.items()
@@ -27,8 +27,40 @@ def grammar_of(fields: SamplingFields) -> Grammar | None:
     return found[0][1] if found else None
 
 
+def forced_functions(request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
+    """The functions of which `tool_choice` forces a call; None when a call is optional or not allowed.
+
+    Raises `RequestError` (400) for an invalid choice.
+    """
+    choice = request.tool_choice
+    if choice in (None, "auto", "none"):
+        return None
+    functions = [tool["function"] for tool in request.tools or ()]
+    if choice == "required":
+        forced = functions
+    elif isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("function"), dict):
+        forced = [f for f in functions if f["name"] == choice["function"].get("name")]
+    else:
+        raise RequestError(
+            'tool_choice must be "auto", "none", "required" or {"type": "function", "function": {"name": ...}}',
+            param="tool_choice",
+            code="unsupported_value",
+        )
+    if not forced:
+        raise RequestError("tool_choice names a tool that is not in tools", param="tool_choice")
+    return forced
+
+
+def json_text(value: Any, param: str) -> str:
+    """`value` as JSON text. Raises `RequestError` for a value without a JSON form."""
+    try:
+        return msgspec.json.encode(value).decode()
+    except (msgspec.MsgspecError, ValueError, RecursionError) as e:
+        raise RequestError(f"{param} is not usable: {e}", param=param) from e
+
+
 def _schema(value: Any, param: str) -> Grammar:
-    """A JSON Schema, as it stands or as a string of JSON."""
+    """A JSON Schema, given as an object or as JSON text."""
     if not isinstance(value, dict | bool | str):
         raise RequestError(f"{param} must be a JSON Schema", param=param, code="invalid_type")
     if isinstance(value, str):
@@ -38,21 +70,13 @@ def _schema(value: Any, param: str) -> Grammar:
             raise RequestError(f"{param} is not a JSON Schema: {e}", param=param) from e
     if value is False:
         raise RequestError(f"{param} allows nothing", param=param)
-    return Grammar("json_schema", to_text({} if value is True else value, param), param=param)
+    return Grammar("json_schema", json_text({} if value is True else value, param), param=param)
 
 
-def to_text(value: Any, param: str) -> str:
-    """JSON; raises `RequestError` for what has none."""
-    try:
-        return msgspec.json.encode(value).decode()
-    except (msgspec.MsgspecError, ValueError, RecursionError) as e:
-        raise RequestError(f"{param} is not usable: {e}", param=param) from e
-
-
-def _text(kind: Any) -> Callable[[Any, str], Grammar]:
+def _text(kind: GrammarKind) -> Callable[[Any, str], Grammar]:
     def read(value: Any, param: str) -> Grammar:
         if not isinstance(value, str) or not value:
-            raise RequestError(f"{param} must be a text that is not empty", param=param)
+            raise RequestError(f"{param} must be a non-empty string", param=param)
         return Grammar(kind, value, param=param)
 
     return read
@@ -60,8 +84,8 @@ def _text(kind: Any) -> Callable[[Any, str], Grammar]:
 
 def _choice(value: Any, param: str) -> Grammar:
     if not isinstance(value, list) or not value or not all(isinstance(v, str) and v for v in value):
-        raise RequestError(f"{param} must be a list of texts that are not empty", param=param)
-    return Grammar("choice", to_text(value, param), param=param)
+        raise RequestError(f"{param} must be a list of non-empty strings", param=param)
+    return Grammar("choice", json_text(value, param), param=param)
 
 
 def _response_format(value: dict[str, Any], param: str) -> Grammar | None:
@@ -81,14 +105,14 @@ def _response_format(value: dict[str, Any], param: str) -> Grammar | None:
 
 
 def _structured_outputs(value: dict[str, Any], param: str) -> Grammar | None:
-    """vLLM's object: one of json, json_object, regex, choice, grammar."""
+    """vLLM's object with one of json, json_object, regex, choice, grammar."""
     given = {name: v for name, v in value.items() if v is not None and v is not False}
     if not given:
         return None
     if len(given) > 1 or not given.keys() <= _OUTPUTS.keys():
         raise RequestError(f"{param} must have one of {', '.join(_OUTPUTS)}", param=param, code="unsupported_value")
-    ((name, wanted),) = given.items()
-    return _OUTPUTS[name](wanted, param)
+    ((name, constraint),) = given.items()
+    return _OUTPUTS[name](constraint, param)
 
 
 _OUTPUTS: Final[dict[str, Callable[[Any, str], Grammar | None]]] = {

@@ -216,10 +216,9 @@ def _children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) ->
 @contextlib.contextmanager
 def http_server(children: Running, checked: Checked) -> Iterator[HttpServer]:
     """Yield the HTTP server, ready to run; tell the scheduler to leave afterwards."""
-    from minisgl.api.api_server import create_app
-    from minisgl.api.parsers.choose import OutputForms
-    from minisgl.api.prepare import SamplingDefaults
-    from minisgl.api.served import ServedModel
+    from minisgl.api.app import create_app
+    from minisgl.api.parsers.output import OutputForms
+    from minisgl.api.requests import SamplingDefaults, ServedModel
     from minisgl.launch.http_server import HttpServer
 
     args, processes = children.args, children.processes

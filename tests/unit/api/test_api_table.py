@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +11,11 @@ import msgspec
 import pytest
 from fastapi.routing import APIRoute
 
-import minisgl.api
 from e2e.test_fields import PLACES
-from minisgl.api.api_server import create_app
-from minisgl.api.prepare import SamplingDefaults
+from minisgl.api.app import create_app
+from minisgl.api.openapi import ENDPOINTS
 from minisgl.api.protocol import refuse_unsupported
-from minisgl.api.served import ServedModel
+from minisgl.api.requests import SamplingDefaults, ServedModel
 from minisgl.errors import RequestError
 from minisgl.params import Limits
 from minisgl.settings.options import ServerArgs
@@ -43,16 +40,24 @@ def rows() -> Iterator[tuple[str, list[str], str, list[str]]]:
 
 
 def kinds() -> dict[str, type[msgspec.Struct]]:
-    """Every type of which requests are made, by name: those of the modules that have a ...Request."""
-    found = {}
-    for module in pkgutil.iter_modules(minisgl.api.__path__, "minisgl.api."):
-        own = {
-            name: value
-            for name, value in vars(importlib.import_module(module.name)).items()
-            if isinstance(value, type) and issubclass(value, msgspec.Struct) and value.__module__ == module.name
-        }
-        if any(name.endswith("Request") for name in own):
-            found.update(own)
+    """The types of all request bodies by name, with their bases and the types inside them."""
+    found: dict[str, type[msgspec.Struct]] = {}
+
+    def add(kind: Any) -> None:
+        if isinstance(kind, msgspec.inspect.StructType):
+            own = [c for c in kind.cls.__mro__ if issubclass(c, msgspec.Struct) and c is not msgspec.Struct]
+            found.update({c.__name__: c for c in own})
+            for field in kind.fields:
+                add(field.type)
+        elif isinstance(kind, msgspec.inspect.UnionType):
+            for member in kind.types:
+                add(member)
+        elif isinstance(kind, msgspec.inspect.ListType):
+            add(kind.item_type)
+
+    for endpoint in ENDPOINTS.values():
+        if endpoint.request is not None:
+            add(msgspec.inspect.type_info(endpoint.request))
     return found
 
 

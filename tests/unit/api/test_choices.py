@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from minisgl.api.choices import MAX_CHOICES, choice_seed, num_choices, with_choices
+from minisgl.api.frontend import Receipt
 from minisgl.api.protocol import CompletionRequest, StreamOptions
-from minisgl.api.receipt import Receipt
-from minisgl.api.render import Answer, OpenAIRenderer
+from minisgl.api.replies import OpenAIRenderer
+from minisgl.api.requests import MAX_CHOICES, choice_seed, num_choices, with_choices
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg, UserReply
@@ -87,8 +88,7 @@ TIMING = {"queue_ms": 750.0, "ttft_ms": 1000.0, "cached_tokens": 4, "prefill_chu
 
 
 def test_prompts_count_once() -> None:
-    answers = [Answer("x", reply) for reply in replies()]
-    body = json.loads(OpenAIRenderer("m", False, None, n=2, with_timing=True).body(answers, receipt()))
+    body = json.loads(OpenAIRenderer("m", False, None, n=2, with_timing=True).body(replies(), receipt()))
     assert [c["index"] for c in body["choices"]] == [0, 1, 2, 3]
     usage = body["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (30, 10, 40)
@@ -110,7 +110,7 @@ def test_last_chunk(with_usage: bool, with_timing: bool) -> None:
 
 
 def test_receipt_of_nothing() -> None:
-    timing = Receipt(1.0).timing(0, 0)
+    timing = msgspec.to_builtins(Receipt(1.0).timing(0, 0))
     assert timing == {"queue_ms": 0.0, "ttft_ms": None, "cached_tokens": 0, "prefill_chunks": 0, "tokens_per_s": None}
 
 

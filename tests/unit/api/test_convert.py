@@ -11,10 +11,10 @@ import httpx
 import pytest
 
 from e2e.harness import ServerProcess, eventually, require_no_leak, stopped
-from minisgl.api.convert import TokenizeRequest, encode_message
-from minisgl.api.prepare import SamplingDefaults, chat_messages
-from minisgl.api.protocol import ChatCompletionRequest, ChatMessage
-from minisgl.api.questions import Questions
+from minisgl.api.frontend import Questions
+from minisgl.api.operations import encode_message
+from minisgl.api.protocol import ChatCompletionRequest, ChatMessage, TokenizeRequest
+from minisgl.api.requests import SamplingDefaults, chat_message
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.errors import RequestError
 from minisgl.message import (
@@ -74,7 +74,7 @@ def test_messages_take_what_a_chat_takes() -> None:
     kwargs: dict[str, str | int | float | bool | None] = {"enable_thinking": False}
     fields = {"messages": messages, "tools": tools, "continue_final_message": True, "chat_template_kwargs": kwargs}
     asked = encode_message(TokenizeRequest(**fields), LIMITS).prompt
-    assert asked == chat_messages(ChatCompletionRequest(**fields), SamplingDefaults(), LIMITS)[0]
+    assert asked == chat_message(ChatCompletionRequest(**fields), SamplingDefaults(), LIMITS)
     assert (asked.tools, asked.continue_final_message, asked.template_kwargs) == (tools, True, kwargs)
 
 

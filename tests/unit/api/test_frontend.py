@@ -12,8 +12,7 @@ import pytest
 
 from e2e.harness import PATIENCE_S
 from minisgl.api import frontend as frontend_module
-from minisgl.api.call import ClientGoneError
-from minisgl.api.frontend import FrontendManager
+from minisgl.api.frontend import ClientGoneError, FrontendManager
 from minisgl.api.metrics import Metrics
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
@@ -59,25 +58,25 @@ def tokenizer(args: ServerArgs) -> Iterator[ZmqPullQueue[TokenizerMsg]]:
 def test_unread_replies_are_merged_into_one(args: ServerArgs, tokenizer: ZmqPullQueue[TokenizerMsg]) -> None:
     async def run() -> None:
         frontend = make_frontend(args)
-        async with await frontend.submit([request()]) as call:
-            (uid,) = call.uids
+        async with await frontend.submit([request()]) as submission:
+            (uid,) = submission.uids
             for i in range(1000):
-                call.push(
+                submission.push(
                     UserReply(uid=uid, text="x", completion_tokens=i + 1, prompt_tokens=5, output_ids=ids_to_bytes([i]))
                 )
-            ((index, reply),) = await call.take()
+            ((index, reply),) = await submission.take()
             assert (index, reply.text, reply.completion_tokens) == (0, "x" * 1000, 1000)
             assert ids_from_bytes(reply.output_ids).tolist() == list(range(1000))
-            call.push(
+            submission.push(
                 UserReply(uid=uid, text="end", completion_tokens=1001, prompt_tokens=5, finish_reason=FinishReason.STOP)
             )
-            call.push(
+            submission.push(
                 UserReply(
                     uid=uid, text="never", completion_tokens=1002, prompt_tokens=5, finish_reason=FinishReason.ABORT
                 )
             )
-            assert [r.text for _, r in await call.take()] == ["end"]
-            assert call.is_done
+            assert [r.text for _, r in await submission.take()] == ["end"]
+            assert submission.is_done
         assert frontend.entries == 0
         await frontend.close()
 
@@ -99,11 +98,11 @@ def take(queue: ZmqPullQueue[TokenizerMsg], count: int) -> list[TokenizerMsg]:
 def test_abandoned_call_aborts_its_requests(args: ServerArgs, tokenizer: ZmqPullQueue[TokenizerMsg]) -> None:
     async def run() -> None:
         frontend = make_frontend(args)
-        call = await frontend.submit([request(), request()])
-        call.abandon()
+        submission = await frontend.submit([request(), request()])
+        submission.abandon()
         with pytest.raises(ClientGoneError):
-            async with call:
-                await call.take()
+            async with submission:
+                await submission.take()
         assert frontend.entries == 0
         await frontend.close()
 
@@ -123,14 +122,14 @@ def test_other_choices_are_sent_when_the_first_has_begun(
 
     async def run() -> None:
         frontend = make_frontend(args)
-        async with await frontend.submit([request()] * 6, 3) as call:
-            a, b = call.uids[0], call.uids[3]
+        async with await frontend.submit([request()] * 6, 3) as submission:
+            a, b = submission.uids[0], submission.uids[3]
             await sent(TokenizeMsg, a, b)
-            call.push(
+            submission.push(
                 UserReply(uid=b, text="x", completion_tokens=1, prompt_tokens=5, finish_reason=FinishReason.LENGTH)
             )
-            call.push(UserReply(uid=a, finish_reason=FinishReason.ERROR, failure=Failure(message="e")))
-            assert [i for i, _ in await call.take()] == [3, 0]
+            submission.push(UserReply(uid=a, finish_reason=FinishReason.ERROR, failure=Failure(message="e")))
+            assert [i for i, _ in await submission.take()] == [3, 0]
             await sent(TokenizeMsg, b + 1, b + 2)
         assert frontend.entries == 0
         got = await asyncio.to_thread(take, tokenizer, 4)  # nothing else has been sent before

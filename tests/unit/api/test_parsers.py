@@ -14,15 +14,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from minisgl.api.parsers.choose import OutputForms
-from minisgl.api.parsers.output import OutputParser
-from minisgl.api.parsers.pieces import Content, Piece, Reasoning, ToolCall
+from minisgl.api.frontend import Receipt, joined
+from minisgl.api.parsers.output import OutputForms, OutputParser
+from minisgl.api.parsers.pieces import Content, ParsedCall, Piece, Reasoning
 from minisgl.api.parsers.reasoning import REASONING_FORMS, ReasoningParser
-from minisgl.api.parsers.tool_forms import TOOL_FORMS
-from minisgl.api.parsers.tools import ToolParser
+from minisgl.api.parsers.tools import TOOL_FORMS, ToolParser
 from minisgl.api.protocol import ChatCompletionRequest
-from minisgl.api.receipt import Receipt
-from minisgl.api.render import Answer, OpenAIRenderer
+from minisgl.api.replies import OpenAIRenderer
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.core import FinishReason
 from minisgl.message import TokenizeMsg, UserReply
@@ -52,7 +50,7 @@ def result(pieces: Iterable[Piece]) -> Result:
     return (
         "".join(p.text for p in pieces if isinstance(p, Content)),
         "".join(p.text for p in pieces if isinstance(p, Reasoning)),
-        [(p.name, p.arguments) for p in pieces if isinstance(p, ToolCall)],
+        [(p.name, p.arguments) for p in pieces if isinstance(p, ParsedCall)],
     )
 
 
@@ -255,11 +253,8 @@ def reply(text: str, reason: FinishReason | None = None) -> UserReply:
 
 def render(new: Callable[[], OutputParser], parts: list[str], reason: FinishReason) -> tuple[Any, list[Any]]:
     """(the choice of the response in one piece, the choices of the stream)"""
-    answer = Answer()
     replies = [*(reply(p) for p in parts[:-1]), reply(parts[-1], reason)]
-    for r in replies:
-        answer.add(r)
-    whole = json.loads(OpenAIRenderer("m", True, None, new).body([answer], Receipt(0.0)))["choices"][0]
+    whole = json.loads(OpenAIRenderer("m", True, None, new).body([joined(replies)], Receipt(0.0)))["choices"][0]
     stream = OpenAIRenderer("m", True, None, new)
     events = [e for r in replies for e in stream.events(0, r)]
     assert all(e.startswith(b"data: {") and e.endswith(b"}\n\n") for e in events)
@@ -380,5 +375,5 @@ def test_only_offered_tools_are_parsed(tmp_path: Path) -> None:
     assert new is not None
     assert not shown.sampling_params.skip_special_tokens  # its marker is one
     (piece,) = new().feed("[TOOL_CALLS]f{}")
-    assert isinstance(piece, ToolCall)
+    assert isinstance(piece, ParsedCall)
     assert len(piece.id) == 9 and piece.id.isalnum()  # as its template wants it back

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from minisgl.api.prepare import SamplingDefaults, chat_messages, completion_messages, generate_messages
+from minisgl.api.generate import generate_messages
 from minisgl.api.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, parse_body
+from minisgl.api.requests import SamplingDefaults, chat_message, completion_messages
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg
 from minisgl.params import Limits
@@ -21,7 +22,7 @@ USER = [{"role": "user", "content": "x"}]
 
 def chat(defaults: SamplingDefaults = DEFAULTS, **body: Any) -> TokenizeMsg:
     request = parse_body(json.dumps({"messages": USER, **body}).encode(), ChatCompletionRequest)
-    return chat_messages(request, defaults, LIMITS)[0]
+    return chat_message(request, defaults, LIMITS)
 
 
 def complete(**body: Any) -> list[TokenizeMsg]:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from minisgl.api.protocol import ChatCompletionRequest, parse_body
-from minisgl.api.structured import grammar_of
-from minisgl.api.tool_choice import forced_functions
+from minisgl.api.structured import forced_functions, requested_grammar
 from minisgl.errors import RequestError
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -39,14 +38,14 @@ def request(**fields: Any) -> ChatCompletionRequest:
     ],
 )
 def test_each_field(fields: dict[str, Any], kind: Any, text: Any) -> None:
-    grammar = grammar_of(request(**fields))
+    grammar = requested_grammar(request(**fields))
     assert grammar is not None and grammar.kind == kind and grammar.param in fields
     assert grammar.text == "[0-9]" if text is None else json.loads(grammar.text) == text
 
 
 def test_none() -> None:
     for fields in ({}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"guided_json": None}):
-        assert grammar_of(request(**fields)) is None
+        assert requested_grammar(request(**fields)) is None
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_none() -> None:
 )
 def test_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as e:
-        grammar_of(request(**fields))
+        requested_grammar(request(**fields))
     assert (e.value.param, e.value.status) == (param, 400)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from minisgl.api.parsers.tool_forms import TOOL_FORMS
+from minisgl.api.parsers.tools import TOOL_FORMS
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.errors import RequestError
 from minisgl.grammar.compiler import GrammarCompiler, TokenMatcher

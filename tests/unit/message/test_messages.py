@@ -124,7 +124,7 @@ def test_ids_of_odd_length() -> None:
 
 
 LIGHT = {
-    "api": "minisgl.__main__, minisgl.launch.launch, minisgl.api.api_server, minisgl.launch.http_server",
+    "api": "minisgl.__main__, minisgl.launch.launch, minisgl.api.app, minisgl.launch.http_server",
     "tokenizer": "minisgl.tokenizer.server, minisgl.process.processes, minisgl.launch.launch",
     "messages": "minisgl.message, minisgl.core, minisgl.settings.options",
     "chat": "minisgl.chat.shell, minisgl.chat.client",

@@ -1,24 +1,38 @@
-"""The parsers of one answer in a row, and what they find in the shapes of OpenAI's chat completions."""
+"""The parsers for one model and one request, and their results in the shapes of OpenAI's chat completions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from minisgl.api.parsers.pieces import Content, Parser, Piece, Reasoning, ToolCall
-from minisgl.api.parsers.reasoning import ReasoningParser
-from minisgl.api.parsers.tools import ToolParser
+from minisgl.api.parsers.pieces import Content, ParsedCall, Parser, Piece, Reasoning
+from minisgl.api.parsers.reasoning import REASONING_FORMS, ReasoningForm, ReasoningParser
+from minisgl.api.parsers.tools import TOOL_FORMS, ToolForm, ToolParser
+from minisgl.api.protocol import AssistantMessage, ChatCompletionRequest, GeneratedFunction, GeneratedToolCall
+from minisgl.api.structured import forced_functions
 from minisgl.core import FinishReason
+from minisgl.errors import RequestError
+from minisgl.message import TokenizeMsg
+from minisgl.tokenizer.template import ChatTemplate
 
 TOOL_CALLS: Final = "tool_calls"  # the finish reason
+# Text in the chat template of each family; the first match counts.
+_TOOL_SIGNS: Final = {
+    "hermes": ("<tool_call>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "llama3": ("<|python_tag|>", "<|start_header_id|>ipython", "Environment: ipython"),
+}
+_SWITCHES: Final = ("enable_thinking", "thinking")  # chat_template_kwargs by which templates open or skip the reasoning
 
 _to_json: Final = msgspec.json.Encoder().encode
 
 
 class OutputParser:
-    """One answer: its reasoning first, then tool calls in what is left. Either parser may be missing."""
+    """Parses one answer: reasoning first, then tool calls in the rest. Either parser may be missing."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
         self._parsers: list[Parser] = [p for p in (reasoning, tools) if p is not None]
@@ -37,24 +51,20 @@ class OutputParser:
         return self._count(pieces)
 
     def finish_reason(self, reason: FinishReason) -> str:
-        """What the client is told: a model that ended by itself with a call waits for the result."""
+        """The reason for the client: a model that stopped after a call waits for its result."""
         return TOOL_CALLS if reason is FinishReason.STOP and self._calls else reason
 
-    def message(self, text: str) -> dict[str, Any]:
-        """The assistant's message for the whole `text` of an answer; ends the parser."""
+    def message(self, text: str) -> AssistantMessage:
+        """The message for the whole `text` of an answer. Ends the parser."""
         pieces = [*self.feed(text), *self.flush()]
         content = "".join(p.text for p in pieces if isinstance(p, Content))
         reasoning = "".join(p.text for p in pieces if isinstance(p, Reasoning))
-        calls = [_call(p, p.arguments) for p in pieces if isinstance(p, ToolCall)]
-        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls or reasoning else "")}
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = calls
-        return message
+        calls = [_call(p, p.arguments) for p in pieces if isinstance(p, ParsedCall)]
+        shown = content or (None if calls or reasoning else "")
+        return AssistantMessage(shown, reasoning_content=reasoning, tool_calls=calls)
 
     def deltas(self, text: str, is_last: bool) -> Iterator[bytes]:
-        """What `text`, and the end after it, adds to a stream. A call is two: its name, then its arguments."""
+        """The stream deltas for `text` and, if `is_last`, the end. A call is two: its name, then its arguments."""
         index = self._calls
         pieces = self.feed(text) + (self.flush() if is_last else [])
         for piece in _merged(pieces):
@@ -63,15 +73,15 @@ class OutputParser:
                     yield b'{"content":' + _to_json(shown) + b"}"
                 case Reasoning(shown):
                     yield b'{"reasoning_content":' + _to_json(shown) + b"}"
-                case ToolCall():
-                    head = {"index": index, **_call(piece, "")}
-                    rest = {"index": index, "function": {"arguments": piece.arguments}}
-                    yield b'{"tool_calls":[' + _to_json(head) + b"]}"
-                    yield b'{"tool_calls":[' + _to_json(rest) + b"]}"
+                case ParsedCall():
+                    head = b'{"tool_calls":[{"index":%d,' % index
+                    arguments = {"arguments": piece.arguments}
+                    yield head + _to_json(_call(piece, ""))[1:] + b"]}"
+                    yield head + b'"function":' + _to_json(arguments) + b"}]}"
                     index += 1
 
     def _count(self, pieces: list[Piece]) -> list[Piece]:
-        self._calls += sum(isinstance(p, ToolCall) for p in pieces)
+        self._calls += sum(isinstance(p, ParsedCall) for p in pieces)
         return pieces
 
 
@@ -83,14 +93,14 @@ def _through(parser: Parser, pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def _merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Neighbours of one kind as one, so that the number of events does not depend on how a parser works."""
+    """Adjacent texts of one kind as one piece, so that the number of events does not depend on the parser."""
     texts: list[str] = []
     kind: type[Content] | type[Reasoning] = Content
     for piece in pieces:
         if texts and not isinstance(piece, kind):
             yield kind("".join(texts))
             texts = []
-        if isinstance(piece, ToolCall):
+        if isinstance(piece, ParsedCall):
             yield piece
         else:
             kind = type(piece)
@@ -99,5 +109,94 @@ def _merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
         yield kind("".join(texts))
 
 
-def _call(call: ToolCall, arguments: str) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+def _call(call: ParsedCall, arguments: str) -> GeneratedToolCall:
+    return GeneratedToolCall(call.id, GeneratedFunction(call.name, arguments))
+
+
+@dataclass(frozen=True)
+class OutputForms:
+    """The forms of tool calls and reasoning of one model; None: neither written nor parsed.
+
+    `opened` says whether the template's prompt ends inside the reasoning, for each thinking switch (name, value) and
+    for None, the prompt without a switch.
+    """
+
+    tools: ToolForm | None = None
+    reasoning: ReasoningForm | None = None
+    opened: dict[tuple[str, bool] | None, bool] = field(default_factory=dict)
+
+    @classmethod
+    def of_model(cls, folder: Path, tool_parser: str, reasoning_parser: str) -> OutputForms:
+        """The forms by name; "auto" reads them off the chat template in `folder`, "none" is None."""
+        template = ChatTemplate(folder)
+        if tool_parser == "auto":
+            found = (n for n, signs in _TOOL_SIGNS.items() if any(sign in template.source for sign in signs))
+            tool_parser = next(found, "none")
+        if reasoning_parser == "auto":
+            found = (n for n, form in REASONING_FORMS.items() if form.close in template.source)
+            reasoning_parser = next(found, "none")
+        reasoning = REASONING_FORMS.get(reasoning_parser)
+        switches: list[tuple[str, bool] | None] = [None, *((n, v) for n in _SWITCHES for v in (True, False))]
+        opened = {switch: _opens(template, reasoning, switch) for switch in switches} if reasoning else {}
+        return cls(TOOL_FORMS.get(tool_parser), reasoning, opened)
+
+    def prepare(
+        self, request: ChatCompletionRequest, message: TokenizeMsg
+    ) -> tuple[TokenizeMsg, Callable[[], OutputParser] | None]:
+        """`message` with its grammar and visible markers, and the factory of its parser (None: no parser needed).
+
+        Raises `RequestError` for a `tool_choice` that cannot be honoured.
+        """
+        message = self._constrain(request, message)
+        tools = self.tools if message.tools else None
+        reasoning = self.reasoning
+        if tools is None and reasoning is None:
+            return message, None
+        if tools is not None and tools.shows_special:
+            params = msgspec.structs.replace(message.sampling_params, skip_special_tokens=False)
+            message = msgspec.structs.replace(message, sampling_params=params)
+        names = frozenset(str(tool["function"].get("name")) for tool in message.tools or ())
+        only_first = request.parallel_tool_calls is False
+        is_opened = reasoning is not None and self._is_opened(reasoning, message)
+
+        def new() -> OutputParser:
+            return OutputParser(
+                ReasoningParser(reasoning, is_opened) if reasoning else None,
+                ToolParser(tools, names, only_first) if tools else None,
+            )
+
+        return message, new
+
+    def _constrain(self, request: ChatCompletionRequest, message: TokenizeMsg) -> TokenizeMsg:
+        """`message` with a grammar for a forced call. Any grammar applies after the reasoning."""
+        grammar = message.sampling_params.grammar
+        functions = forced_functions(request)
+        if functions is not None:
+            if self.tools is None:
+                error = "tool_choice needs a model whose form of tool calls is known (--tool-call-parser)"
+                raise RequestError(error, param="tool_choice", code="unsupported_value")
+            if grammar is not None:
+                raise RequestError(f"tool_choice and {grammar.param} exclude each other", param="tool_choice")
+            is_single = request.parallel_tool_calls is False or isinstance(request.tool_choice, dict)
+            grammar = self.tools.grammar(functions, is_single)
+        if grammar is not None and self.reasoning is not None and self._is_opened(self.reasoning, message):
+            grammar = msgspec.structs.replace(grammar, after=self.reasoning.close)
+        params = msgspec.structs.replace(message.sampling_params, grammar=grammar)
+        return msgspec.structs.replace(message, sampling_params=params)
+
+    def _is_opened(self, form: ReasoningForm, message: TokenizeMsg) -> bool:
+        """Whether the prompt ends inside the reasoning."""
+        if message.continue_final_message and message.messages:
+            return form.is_open(message.messages[-1]["content"])
+        kwargs = message.template_kwargs
+        switch = next(((n, v) for n in _SWITCHES if isinstance(v := kwargs.get(n), bool)), None)
+        return message.add_generation_prompt and self.opened.get(switch, False)
+
+
+def _opens(template: ChatTemplate, form: ReasoningForm, switch: tuple[str, bool] | None) -> bool:
+    """Whether a prompt ends inside the reasoning, by rendering one."""
+    kwargs: dict[str, Any] = dict([switch]) if switch else {}
+    try:
+        return form.is_open(template.render([{"role": "user", "content": "x"}], **kwargs))
+    except RequestError:
+        return False  # no template, or one that needs another conversation: nothing is known about its prompts

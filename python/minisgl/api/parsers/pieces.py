@@ -1,7 +1,7 @@
-"""What a parser turns generated text into, and the two searches that both parsers are made of.
+"""The pieces that parsers make of generated text, and the searches that both parsers use.
 
-Every parser is fed increments cut anywhere; its pieces, put together, do not depend on where. Each character is looked
-at a bounded number of times, so the work is linear in the text whatever a model writes.
+A parser is fed increments cut anywhere; its joined pieces do not depend on the cuts. Each character is read a bounded
+number of times, so the work is linear in any text.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text that the model wrote to itself."""
+    """Reasoning of the model."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
+class ParsedCall:
     """A complete call; `arguments` is the JSON object as the model wrote it."""
 
     id: str
@@ -38,22 +38,24 @@ class ToolCall:
     arguments: str
 
 
-Piece = Content | Reasoning | ToolCall
+Piece = Content | Reasoning | ParsedCall
 
 
 class Parser(Protocol):
-    """Incremental: `feed` the text as it comes, `flush` at its end."""
+    """An incremental parser: `feed` it the increments, `flush` it at the end."""
 
     def feed(self, text: str) -> list[Piece]:
-        """What is certain after `text`."""
+        """The pieces that are certain after `text`."""
 
     def flush(self) -> list[Piece]:
-        """What was held back; nothing may be fed afterwards."""
+        """The pieces that were held back. Nothing may be fed afterwards."""
 
 
 def split_at(text: str, marker: str) -> tuple[str, str, bool]:
-    """(before, after, True) around the first `marker`; without one (certain, held, False), where `held` is the longest
-    end of `text` that may become a marker."""
+    """(before, after, True) around the first `marker`, or (certain, held, False) without one.
+
+    `held` is the longest end of `text` that may be the beginning of a marker.
+    """
     before, found, after = text.partition(marker)
     if found:
         return before, after, True
@@ -62,7 +64,7 @@ def split_at(text: str, marker: str) -> tuple[str, str, bool]:
 
 
 def first_not_space(text: str, start: int = 0) -> int:
-    """The index of the first character that is no white space; the length of `text` if there is none."""
+    """The index of the first character that is not white space, or the length of `text`."""
     match = _NOT_SPACE.search(text, start)
     return match.start() if match else len(text)
 
@@ -70,8 +72,8 @@ def first_not_space(text: str, start: int = 0) -> int:
 class JsonScanner:
     """Finds the end of a JSON object or array that comes in pieces, by brackets and quotes alone.
 
-    It says where the value would end, not that it is valid: the decoder does. State: bracket depth, whether inside a
-    string, whether the last character there was a backslash.
+    The value may still be invalid; the decoder decides that. State: bracket depth, whether inside a string, whether the
+    last character in a string was a backslash.
     """
 
     def __init__(self) -> None:
@@ -80,7 +82,7 @@ class JsonScanner:
         self._is_escaped = False
 
     def feed(self, text: str) -> int | None:
-        """The index after the value's last bracket, or None while it goes on. The first text begins with a bracket."""
+        """The index after the value's last bracket, or None while it is open. The first text begins with a bracket."""
         i = 0
         while i < len(text):
             if self._is_escaped:

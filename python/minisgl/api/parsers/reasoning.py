@@ -1,4 +1,4 @@
-"""Reasoning between two tags, apart from the answer."""
+"""Reasoning between two tags, separated from the answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minisgl.api.parsers.pieces import Content, Piece, Reasoning, first_not_spac
 
 @dataclass(frozen=True)
 class ReasoningForm:
-    """The tags around a model's reasoning, which comes before anything else."""
+    """The tags around a model's reasoning, which precedes the answer."""
 
     open: str
     close: str
@@ -25,18 +25,18 @@ REASONING_FORMS: Final = {"think": ReasoningForm("<think>", "</think>")}
 
 
 class _State(Enum):
-    START = auto()  # nothing but white space so far
-    OPENED = auto()  # inside, nothing but white space so far
+    START = auto()  # only white space so far
+    OPENED = auto()  # inside, only white space so far
     INSIDE = auto()
-    CLOSED = auto()  # behind the tag, nothing but white space so far
+    CLOSED = auto()  # after the closing tag, only white space so far
     ANSWER = auto()
 
 
 class ReasoningParser:
     """Text -> `Reasoning`, then `Content`.
 
-    Only an opening tag at the very beginning counts; the white space next to the tags belongs to them. `is_opened`: the
-    prompt ends inside the reasoning (an opening tag at the start then says nothing new).
+    Only an opening tag at the very beginning counts. White space next to the tags belongs to them. `is_opened`: the
+    prompt ends inside the reasoning; an opening tag at the start is then redundant.
     """
 
     def __init__(self, form: ReasoningForm, is_opened: bool) -> None:
@@ -71,7 +71,7 @@ class ReasoningParser:
         return text
 
     def _start(self, text: str) -> str:
-        """What follows when it is decided whether the text begins with reasoning; else everything is held."""
+        """The rest after an opening tag, or the text itself without one; empty while undecided (the text is held)."""
         start = first_not_space(text)
         tag = self._form.open
         if text.startswith(tag, start):
@@ -79,7 +79,7 @@ class ReasoningParser:
             self._state = _State.OPENED
             return text[start + len(tag) :]
         self._space.append(text[:start])
-        if tag.startswith(text[start:]):  # also when there is only white space
+        if tag.startswith(text[start:]):  # also when only white space is there
             self._held = text[start:]
             return ""
         space, self._space = "".join(self._space), []
@@ -87,7 +87,7 @@ class ReasoningParser:
         return space + text[start:]
 
     def _inside(self, text: str, pieces: list[Piece]) -> str:
-        """What follows the closing tag; the reasoning before it goes to `pieces`."""
+        """Emit the reasoning in `text` to `pieces` and return the text after the closing tag."""
         certain, rest, is_closed = split_at(text, self._form.close)
         if self._state is _State.OPENED:
             certain = certain[first_not_space(certain) :]

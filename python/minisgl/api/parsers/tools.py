@@ -1,40 +1,140 @@
-"""One parser for all forms of tool calls in generated text."""
+"""Tool calls in generated text: the forms in which model families write them, and one parser for all forms."""
 
 from __future__ import annotations
 
+import json
 import re
+import secrets
+import string
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Final
+from typing import Any, Final
 
-from minisgl.api.parsers.pieces import Content, JsonScanner, Piece, ToolCall, first_not_space, split_at
-from minisgl.api.parsers.tool_forms import ToolForm, read_calls
+import msgspec
 
-MAX_HEAD_CHARS: Final = 256  # of what may stand between a marker and the JSON
-STRIDE: Final = 512  # characters read at once: the rest of a long text is not copied at every marker
+from minisgl.api.parsers.pieces import Content, JsonScanner, ParsedCall, Piece, first_not_space, split_at
+from minisgl.api.structured import json_text
+from minisgl.params import Grammar, ToolCalls
+
+MAX_HEAD_CHARS: Final = 256  # between a marker and the JSON
+STRIDE: Final = 512  # characters read at once, so that a long text is not copied at every marker
 _NAME: Final = re.compile(r"[\w.-]+")
 
 
+def _openai_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _mistral_id() -> str:
+    # Mistral's templates refuse any other id when the call comes back as history.
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+@dataclass(frozen=True)
+class ToolForm:
+    """The form of a model family's calls: `open`, then JSON, then `close` (which may be empty).
+
+    `is_bare`: JSON at the start of the answer is a call without a marker, if it names an offered tool; more calls may
+    follow after semicolons. `has_name_before`: the marker may be followed by `name[ARGS]{arguments}`. `shows_special`:
+    the marker is a special token, which the detokenizer would hide. `forced` is the grammar of forced calls, with empty
+    `calls` and the separator for several calls in `between`.
+    """
+
+    open: str
+    close: str = ""
+    is_bare: bool = False
+    has_name_before: bool = False
+    shows_special: bool = False
+    new_id: Callable[[], str] = _openai_id
+    forced: ToolCalls = field(default_factory=lambda: ToolCalls([]))
+    arguments: str = "arguments"
+
+    def grammar(self, tools: list[dict[str, Any]], is_single: bool) -> Grammar:
+        """The grammar of one call (`is_single`) or more to `tools`, which are OpenAI's function descriptions."""
+        calls = []
+        for function in tools:
+            before = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{self.arguments}": '
+            calls.append((before, function.get("parameters") or {"type": "object"}, "}"))
+        between = None if is_single else self.forced.between
+        forced = msgspec.structs.replace(self.forced, calls=calls, between=between)
+        return Grammar("calls", json_text(forced, "tools"), param="tools")
+
+
+TOOL_FORMS: Final = {
+    "hermes": ToolForm(
+        "<tool_call>",
+        "</tool_call>",
+        forced=ToolCalls([], open="<tool_call>\n", between="\n", close="\n</tool_call>"),
+    ),
+    "mistral": ToolForm(
+        "[TOOL_CALLS]",
+        has_name_before=True,
+        shows_special=True,
+        new_id=_mistral_id,
+        forced=ToolCalls([], special="[TOOL_CALLS]", begin="[", between=", ", end="]"),
+    ),
+    "llama3": ToolForm("<|python_tag|>", is_bare=True, forced=ToolCalls([], between="; "), arguments="parameters"),
+}
+
+
+class _WrittenCall(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.Raw()
+
+
+def _arguments(raw: bytes) -> str:
+    """The JSON object in `raw`, or in a JSON string there. Raises `msgspec.MsgspecError`."""
+    if raw.startswith(b'"'):
+        raw = msgspec.json.decode(raw, type=str).strip().encode()
+    msgspec.json.decode(raw, type=dict[str, Any])
+    return raw.decode()
+
+
+def read_calls(text: str, name: str | None = None) -> list[tuple[str, str]]:
+    """(name, arguments) of the call or the array of calls in `text`; empty for any other text.
+
+    With `name`, `text` is the arguments alone.
+    """
+    try:
+        data = text.encode()
+        if name is not None:
+            return [(name, _arguments(data))]
+        if text.startswith("["):
+            written = msgspec.json.decode(data, type=list[_WrittenCall])
+        else:
+            written = [msgspec.json.decode(data, type=_WrittenCall)]
+        calls = [(c.name, _arguments(bytes(c.arguments) or bytes(c.parameters) or b"{}")) for c in written]
+        return calls if all(name for name, _ in calls) else []
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return []
+
+
 class _State(Enum):
-    TEXT = auto()  # looking for a marker
-    HEAD = auto()  # behind it, before the JSON
+    TEXT = auto()  # before a marker
+    HEAD = auto()  # between the marker and the JSON
     VALUE = auto()  # inside the JSON
-    TAIL = auto()  # behind it, before the closing marker
+    TAIL = auto()  # between the JSON and the closing marker
 
 
 class ToolParser:
-    """Text -> `Content` and `ToolCall`. A call is given out when it is complete and valid, never before, so what turns
-    out to be none stays content. White space between the calls and around all of them belongs to them."""
+    """Text -> `Content` and `ParsedCall`.
+
+    A call is emitted when it is complete and valid; text that turns out not to be a call stays content. White space
+    between and around the calls belongs to them.
+    """
 
     def __init__(self, form: ToolForm, tools: frozenset[str], only_first: bool = False) -> None:
-        """`tools` are the names that the request offers; `only_first` drops the calls after the first."""
+        """`tools` are the offered names; `only_first` drops the calls after the first."""
         self._form = form
         self._tools = tools
         self._only_first = only_first
         self._state = _State.TEXT
         self._may_be_bare = form.is_bare
-        self._held = ""  # the beginning of a marker, perhaps
-        self._space: list[str] = []  # white space behind the last text; shown if more text comes
-        self._raw: list[str] = []  # everything since the marker, to be content if it is no call
+        self._held = ""  # possibly the beginning of a marker
+        self._space: list[str] = []  # white space after the last text; shown if more text follows
+        self._raw: list[str] = []  # everything since the marker; content if it is not a call
         self._value: list[str] = []
         self._name: str | None = None
         self._is_marked = False
@@ -51,7 +151,7 @@ class ToolParser:
         return pieces
 
     def _step(self, text: str, pieces: list[Piece]) -> str:
-        """Read `text` as far as one state goes; returns the rest."""
+        """Consume the part of `text` that belongs to one state and return the rest."""
         match self._state:
             case _State.TEXT:
                 return self._in_text(text, pieces)
@@ -64,7 +164,7 @@ class ToolParser:
 
     def flush(self) -> list[Piece]:
         pieces: list[Piece] = []
-        # A complete value without its closing marker: the model (or a stop string) has left it out.
+        # A complete value may lack its closing marker: the model or a stop string has left it out.
         if self._state is not _State.TAIL or not self._accept(pieces):
             self._reject(pieces)
             if self._held:
@@ -80,7 +180,7 @@ class ToolParser:
             self._space.append(text[: len(text) - len(rest)])
             if rest.startswith("{"):
                 return self._begin(rest, is_marked=False)
-            if self._form.open.startswith(rest):  # also when nothing is left
+            if self._form.open.startswith(rest):  # also when `rest` is empty
                 self._held = rest
                 return ""
             self._may_be_bare = rest.startswith(self._form.open)
@@ -93,14 +193,16 @@ class ToolParser:
         return ""
 
     def _begin(self, rest: str, is_marked: bool) -> str:
-        self._raw, self._value, self._name = [self._form.open] if is_marked else [], [], None
+        self._raw = [self._form.open] if is_marked else []
+        self._value = []
+        self._name = None
         self._scanner = JsonScanner()
         self._state = _State.HEAD if is_marked else _State.VALUE
         self._is_marked = is_marked
         return rest
 
     def _in_head(self, text: str, pieces: list[Piece]) -> str:
-        """Up to the bracket that opens the JSON: white space, and a name where the form has one."""
+        """Consume white space, and a name if the form has one, up to the bracket that opens the JSON."""
         form = self._form
         start = end = first_not_space(text)
         if start < len(text) and text[start] not in ("{[" if form.has_name_before else "{"):
@@ -123,7 +225,7 @@ class ToolParser:
         return text[end:]
 
     def _leave_head(self, text: str, pieces: list[Piece]) -> str:
-        """The marker is content; `text`, all that follows it, is read again (it is short, so this stays linear)."""
+        """Treat the marker as content and read `text` after it again; it is short, so the work stays linear."""
         self._reject(pieces)
         return text
 
@@ -157,20 +259,20 @@ class ToolParser:
         return ""
 
     def _accept(self, pieces: list[Piece]) -> bool:
-        """Give out the calls in the value; False when it is none."""
+        """Emit the calls in the value; False if it has none."""
         calls = read_calls("".join(self._value), self._name)
         if not calls or (not self._is_marked and any(name not in self._tools for name, _ in calls)):
             return False
         for name, arguments in calls:
             if not (self._only_first and self._calls):
-                pieces.append(ToolCall(self._form.new_id(), name, arguments))
+                pieces.append(ParsedCall(self._form.new_id(), name, arguments))
             self._calls += 1
         self._state = _State.TEXT
         self._raw = []
         return True
 
     def _reject(self, pieces: list[Piece]) -> None:
-        """Everything since the marker is content after all."""
+        """Emit everything since the marker as content."""
         raw, self._raw = "".join(self._raw), []
         self._state = _State.TEXT
         if raw:
@@ -178,7 +280,7 @@ class ToolParser:
             self._show(raw, pieces)
 
     def _show(self, text: str, pieces: list[Piece]) -> None:
-        """`text` is content, but for the white space at its end, which waits for what follows."""
+        """Emit `text` as content, except the white space at its end, which waits for the next text."""
         shown = text.rstrip()
         if shown:
             self._may_be_bare = False

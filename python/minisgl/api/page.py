@@ -1,4 +1,4 @@
-"""The page at `/`: one static file, which talks to this server and to nobody else."""
+"""The page at `/`: one static file that talks to this server only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastapi import FastAPI, Response
 _PAGE: Final = Path(__file__).with_name("page.html")
 
 
-def _hash_of(page: str, tag: str) -> str:
+def _hash_source(page: str, tag: str) -> str:
     """The Content-Security-Policy source that allows the page's one inline `tag`, and no other."""
     inside = page.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
     assert inside, f"page.html has no <{tag}>"
@@ -20,29 +20,29 @@ def _hash_of(page: str, tag: str) -> str:
 
 
 def content_security_policy(page: str) -> str:
-    """Nothing is allowed but the page's own style and script, and requests to the server that it came from."""
+    """A policy that allows the page's own style and script, requests to its server, and nothing else."""
     policy = {
         "default-src": "'none'",
-        "style-src": _hash_of(page, "style"),
-        "script-src": _hash_of(page, "script"),
+        "style-src": _hash_source(page, "style"),
+        "script-src": _hash_source(page, "script"),
         "connect-src": "'self'",
-        "img-src": "data:",  # its icon
+        "img-src": "data:",  # the icon
         "base-uri": "'none'",
         "form-action": "'none'",
-        "frame-ancestors": "'none'",  # an API key is typed here: no other site may put it into a frame
+        "frame-ancestors": "'none'",  # users type an API key here: no other site may frame the page
         "require-trusted-types-for": "'script'",  # the browser itself refuses to turn text into markup
     }
     return "; ".join(f"{name} {value}" for name, value in policy.items())
 
 
 def add_page(app: FastAPI) -> None:
-    """Serve the page at `/`. It holds no secret and needs no key (see `access`); its requests do."""
+    """Serve the page at `/`. It holds no secret and needs no key (see `http.OPEN_PATHS`); its requests do."""
     page = _PAGE.read_text(encoding="utf-8")
     headers = {
         "content-security-policy": content_security_policy(page),
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
-        "cache-control": "no-cache",  # after an update of the server the old page must not meet the new API
+        "cache-control": "no-cache",  # an old page must not meet the new API after an update of the server
     }
     body = page.encode()
 

@@ -1,0 +1,123 @@
+"""The HTTP application: its routes, middleware and error handlers, and OpenAI's two generation endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request, Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+import minisgl
+from minisgl.api.embeddings import add_embeddings_route
+from minisgl.api.frontend import RETRY_AFTER_S, FrontendManager
+from minisgl.api.generate import add_generate_route
+from minisgl.api.http import Gate, error_body, json_response, read_request, require_model
+from minisgl.api.metrics import Metrics
+from minisgl.api.openapi import openapi_schema
+from minisgl.api.operations import add_information_routes, add_status_routes, add_tokenizer_routes, add_view_route
+from minisgl.api.page import add_page
+from minisgl.api.parsers.output import OutputParser
+from minisgl.api.protocol import ChatCompletionRequest, CompletionRequest
+from minisgl.api.replies import OpenAIRenderer
+from minisgl.api.requests import ServedModel, chat_message, completion_messages, num_choices, with_choices
+from minisgl.api.responses import response_to
+from minisgl.errors import RequestError
+from minisgl.message import TokenizeMsg
+from minisgl.settings.options import ServerArgs
+
+
+def create_app(args: ServerArgs, model: ServedModel) -> FastAPI:
+    """The application; its lifespan owns the `FrontendManager`, at `app.state.frontend`."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        frontend = FrontendManager(args, model.limits, Metrics(model.name))
+        app.state.frontend = frontend
+        try:
+            yield
+        finally:
+            await frontend.close()
+
+    app = FastAPI(title="minisgl", version=minisgl.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(Gate, api_key=args.api_key)
+    _add_error_handlers(app)
+    _add_openai_routes(app, args, model)
+    add_generate_route(app, args, model)
+    add_embeddings_route(app, args, model)
+    add_status_routes(app)
+    add_information_routes(app, args, model)
+    add_tokenizer_routes(app, args, model)
+    if args.ui:
+        add_page(app)
+        add_view_route(app)
+    document = openapi_schema(app)
+    app.openapi = lambda: document  # type: ignore[method-assign]
+    _allow_head(app)
+    return app
+
+
+def _allow_head(app: FastAPI) -> None:
+    """Accept HEAD wherever there is GET (RFC 9110, 9.1): probes use it. The HTTP server leaves the body out."""
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
+            route.methods.add("HEAD")
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def request_error(_: Request, e: Exception) -> Response:
+        assert isinstance(e, RequestError)
+        headers = {"retry-after": str(RETRY_AFTER_S)} if e.status in (429, 503) else None
+        return json_response(error_body(e.message, e.status, e.param, e.code), e.status, headers)
+
+    async def http_error(_: Request, e: Exception) -> Response:
+        assert isinstance(e, HTTPException)
+        return json_response(error_body(e.detail, e.status_code), e.status_code, dict(e.headers or {}))
+
+    async def client_gone(_: Request, e: Exception) -> Response:
+        return Response(status_code=499)  # nginx's code; no client reads it
+
+    async def internal_error(_: Request, e: Exception) -> Response:
+        return json_response(error_body("internal error; see the server's log", 500), 500)
+
+    app.add_exception_handler(RequestError, request_error)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(ClientDisconnect, client_gone)
+    app.add_exception_handler(Exception, internal_error)
+
+
+def _add_openai_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
+    def respond(
+        request: Request,
+        body: ChatCompletionRequest | CompletionRequest,
+        messages: list[TokenizeMsg],
+        new_parser: Callable[[], OutputParser] | None = None,
+    ) -> Response:
+        n = num_choices(body)
+        renderer = OpenAIRenderer(
+            model.name,
+            isinstance(body, ChatCompletionRequest),
+            body.stream_options,
+            new_parser,
+            n=n,
+            # The header is for clients that cannot add fields to the body.
+            with_timing=bool(body.return_timing) or request.headers.get("x-minisgl-timing") == "1",
+            with_logprobs=messages[0].sampling_params.logprobs is not None,
+        )
+        messages = with_choices(messages, n)
+        return response_to(app.state.frontend, messages, renderer, body.stream, n, args.write_timeout)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        body = await read_request(request, ChatCompletionRequest, args.max_body)
+        require_model(body.model, model.name)
+        message, new_parser = model.forms.prepare(body, chat_message(body, model.defaults, model.limits))
+        return respond(request, body, [message], new_parser)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = await read_request(request, CompletionRequest, args.max_body)
+        require_model(body.model, model.name)
+        return respond(request, body, completion_messages(body, model.defaults, model.limits))

@@ -1,0 +1,245 @@
+"""Replies -> response bodies and stream events in OpenAI's shapes.
+
+Events are byte templates around one small JSON string: several times cheaper than encoding an object for each token.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from minisgl.api.frontend import Receipt
+from minisgl.api.http import to_json
+from minisgl.api.parsers.output import OutputParser
+from minisgl.api.protocol import (
+    AssistantMessage,
+    CachedTokens,
+    ChatChoice,
+    ChatCompletionResponse,
+    CompletionResponse,
+    StreamOptions,
+    TextChoice,
+    Timing,
+    Usage,
+)
+from minisgl.message import TokenLogprob, UserReply
+
+DONE: Final = b"data: [DONE]\n\n"
+MIN_LOGPROB: Final = -9999.0  # OpenAI's value for a token of probability 0; JSON has no infinity
+
+
+def event(body: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + body + b"\n\n"
+
+
+class BodyRenderer(Protocol):
+    """Writes the response of one API in one piece."""
+
+    def body(self, replies: list[UserReply], receipt: Receipt) -> bytes:
+        """The response as JSON, from the whole reply to each generation."""
+
+
+class Renderer(BodyRenderer, Protocol):
+    """Writes the responses of one API, in one piece or as a stream."""
+
+    def first_events(self, n: int) -> Iterator[bytes]:
+        """The events at the start of a stream of `n` generations."""
+
+    def events(self, index: int, reply: UserReply) -> Iterator[bytes]:
+        """The events for one more reply to generation `index`."""
+
+    def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
+        """The events between the last reply and [DONE]; `replies` are the last ones by index."""
+
+
+class OpenAIRenderer:
+    """Chat completions and text completions, which differ in one object and two names."""
+
+    def __init__(
+        self,
+        model: str,
+        is_chat: bool,
+        options: StreamOptions | None,
+        new_parser: Callable[[], OutputParser] | None = None,
+        *,
+        n: int = 1,
+        with_timing: bool = False,
+        with_logprobs: bool = False,
+    ) -> None:
+        """`new_parser` makes the parser of one chat answer; without it all text is content.
+
+        Each `n` adjacent generations are choices for one prompt.
+        """
+        self._with_logprobs = with_logprobs
+        self._n = n
+        self._with_timing = with_timing
+        self._is_chat = is_chat
+        self._new_parser = new_parser
+        self._parsers: dict[int, OutputParser] = {}
+        self._with_usage = bool(options and options.include_usage)
+        self._with_running_usage = bool(options and options.continuous_usage_stats)
+        self._head: dict[str, Any] = {
+            "id": ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex,
+            "created": int(time.time()),
+            "model": model,
+        }
+        stream_head = self._head | {"object": "chat.completion.chunk" if is_chat else "text_completion"}
+        self._chunk_head = to_json(stream_head)[:-1] + b',"choices":['
+
+    def body(self, replies: list[UserReply], receipt: Receipt) -> bytes:
+        usage = usage_of(replies, self._n)
+        choices: list[Any] = [self._choice(i, reply) for i, reply in enumerate(replies)]
+        response = ChatCompletionResponse if self._is_chat else CompletionResponse
+        return to_json(response(choices=choices, usage=usage, timing=self._timing(usage, receipt), **self._head))
+
+    def _choice(self, index: int, reply: UserReply) -> ChatChoice | TextChoice:
+        reason = reply.finish_reason
+        assert reason is not None, "a generation without an end"
+        rest: dict[str, Any] = {
+            "index": index,
+            "logprobs": self._logprobs(reply.logprobs),
+            "stop_reason": reply.stop_reason,
+        }
+        if not self._is_chat:
+            return TextChoice(text=reply.text, finish_reason=reason, **rest)
+        if self._new_parser is None:
+            return ChatChoice(message=AssistantMessage(reply.text), finish_reason=reason, **rest)
+        parser = self._new_parser()
+        message = parser.message(reply.text)
+        return ChatChoice(message=message, finish_reason=parser.finish_reason(reason), **rest)
+
+    def _logprobs(self, tokens: list[TokenLogprob]) -> dict[str, Any] | None:
+        if not self._with_logprobs:
+            return None
+        return chat_logprobs(tokens) if self._is_chat else text_logprobs(tokens)
+
+    def _timing(self, usage: Usage, receipt: Receipt) -> Timing | None:
+        if not self._with_timing:
+            return None
+        return receipt.timing(usage.completion_tokens, usage.prompt_tokens_details.cached_tokens)
+
+    def first_events(self, n: int) -> Iterator[bytes]:
+        if self._is_chat:
+            for i in range(n):
+                yield self._chunk(i, b'{"role":"assistant","content":""}', None, None)
+
+    def events(self, index: int, reply: UserReply) -> Iterator[bytes]:
+        if not self._is_chat:
+            yield self._chunk(index, to_json(reply.text), reply, reply.finish_reason)
+            return
+        reason: str | None = reply.finish_reason
+        if self._new_parser is None:
+            if reply.finish_reason is None or reply.text or reply.logprobs:
+                yield self._chunk(index, b'{"content":' + to_json(reply.text) + b"}", reply, None)
+        else:
+            if (parser := self._parsers.get(index)) is None:
+                parser = self._parsers[index] = self._new_parser()
+            deltas = list(parser.deltas(reply.text, reply.finish_reason is not None))
+            if not deltas and reply.finish_reason is None:
+                deltas = [b'{"content":""}']  # while the parser waits, the client sees that the model works
+            if not deltas and reply.logprobs:
+                deltas = [b"{}"]
+            for delta in deltas:
+                yield self._chunk(index, delta, reply, None)
+                reply = _without_logprobs(reply)  # they stand beside the first delta
+            reason = reply.finish_reason and parser.finish_reason(reply.finish_reason)
+        if reason is not None:
+            yield self._chunk(index, b"{}", _without_logprobs(reply), reason)
+
+    def _chunk(self, index: int, content: bytes, reply: UserReply | None, reason: str | None) -> bytes:
+        end = b"null,"
+        if reply is not None and reason is not None:
+            end = to_json(reason) + b',"stop_reason":' + to_json(reply.stop_reason) + b","
+        parts = [
+            b"data: ",
+            self._chunk_head,
+            b'{"index":%d,' % index,
+            b'"delta":' if self._is_chat else b'"text":',
+            content,
+            b',"finish_reason":',
+            end,
+            b'"logprobs":',
+            to_json(self._logprobs(reply.logprobs)) if reply is not None and reply.logprobs else b"null",
+            b"}]",
+        ]
+        if self._with_running_usage and reply is not None:
+            parts += [b',"usage":', to_json(usage_of([reply]))]
+        elif self._with_usage:
+            parts.append(b',"usage":null')
+        parts.append(b"}\n\n")
+        return b"".join(parts)
+
+    def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
+        usage = usage_of(replies, self._n)
+        summary: dict[str, Any] = {"usage": usage} if self._with_usage else {}
+        if self._with_timing:
+            summary["timing"] = self._timing(usage, receipt)
+        if summary:
+            yield event(self._chunk_head + b"]," + to_json(summary)[1:])
+
+
+def _without_logprobs(reply: UserReply) -> UserReply:
+    return msgspec.structs.replace(reply, logprobs=[]) if reply.logprobs else reply
+
+
+def usage_of(replies: list[UserReply], n: int = 1) -> Usage:
+    """OpenAI's usage object, from the last reply to each generation of one request.
+
+    Each `n` adjacent generations share a prompt. It counts once, as the first of them found it.
+    """
+    prompt = sum(r.prompt_tokens for r in replies[::n])
+    completion = sum(r.completion_tokens for r in replies)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=CachedTokens(sum(r.cached_tokens for r in replies[::n])),
+    )
+
+
+def chat_logprobs(tokens: list[TokenLogprob]) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat completion."""
+    content = []
+    for t in tokens:
+        top = [_chat_token(data, logprob) for _, data, logprob in t.top]
+        content.append(_chat_token(t.data, t.logprob) | {"top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(data: bytes, logprob: float | None) -> dict[str, Any]:
+    return {"token": token_text(data), "logprob": finite(logprob), "bytes": list(data)}
+
+
+def text_logprobs(tokens: list[TokenLogprob]) -> dict[str, Any]:
+    """`choices[].logprobs` of a text completion. The token itself is always among its alternatives."""
+    return {
+        "tokens": [token_text(t.data) for t in tokens],
+        "token_logprobs": [finite(t.logprob) for t in tokens],
+        "top_logprobs": [_alternatives(t) for t in tokens],
+        "text_offset": [t.offset for t in tokens],
+    }
+
+
+def _alternatives(token: TokenLogprob) -> dict[str, float | None] | None:
+    if token.logprob is None:
+        return None
+    alternatives = [*token.top, (token.id, token.data, token.logprob)]
+    return {token_text(data): finite(logprob) for _, data, logprob in alternatives}
+
+
+def token_text(data: bytes) -> str:
+    """The token as text. A token that is not valid UTF-8 is written as "bytes:" and its bytes, as by OpenAI."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{b:02x}" for b in data)
+
+
+def finite(logprob: float | None) -> float | None:
+    """`logprob`, at least `MIN_LOGPROB`; None stays None."""
+    return None if logprob is None else max(logprob, MIN_LOGPROB)

@@ -1,0 +1,319 @@
+"""Request bodies -> validated `TokenizeMsg`, whose uids the `FrontendManager` assigns later."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from minisgl.api.parsers.output import OutputForms
+from minisgl.api.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, SamplingFields
+from minisgl.api.structured import requested_grammar
+from minisgl.checkpoint.embedder import Embedder
+from minisgl.errors import RequestError
+from minisgl.message import TokenizeMsg, ids_to_bytes
+from minisgl.params import MAX_LOGPROBS, Limits, SamplingParams, validate_sampling
+
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+MAX_PROMPTS: Final = 1024
+MAX_CHOICES: Final = 128  # for each prompt
+MAX_GENERATIONS: Final = 1024  # in one request: prompts times choices
+MAX_ID_DIGITS: Final = 10
+MAX_TEMPLATE_KWARGS: Final = 32
+_RESERVED_KWARGS: Final = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """Sampling parameters for requests without their own; a model's generation_config.json may set them."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    @classmethod
+    def from_generation_config(cls, config: dict[str, Any]) -> SamplingDefaults:
+        """The temperature, top_p and top_k of `config`, where they are numbers."""
+        values: dict[str, Any] = {}
+        for name, kind in (("temperature", float), ("top_p", float), ("top_k", int)):
+            value = config.get(name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                values[name] = kind(value)
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model and the processes behind the API."""
+
+    name: str
+    limits: Limits
+    defaults: SamplingDefaults
+    forms: OutputForms = field(default_factory=OutputForms)  # of tool calls and reasoning
+    facts: dict[str, str | int | float] = field(default_factory=dict)  # from the scheduler
+    pids: dict[str, int] = field(default_factory=dict)  # without the API process
+    embedder: Embedder | None = None
+
+
+def sampling_params(
+    fields: SamplingFields,
+    max_tokens: int | None,
+    seed: int | None,
+    defaults: SamplingDefaults,
+    limits: Limits,
+    *,
+    logprobs: int | None = None,
+    echo: bool = False,
+    prompt_logprobs: bool = False,
+) -> SamplingParams:
+    """The validated `SamplingParams`. Raises `RequestError` naming the first field that cannot be honoured."""
+    top_k = defaults.top_k if fields.top_k is None else fields.top_k
+    stop = fields.stop or ()
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=defaults.temperature if fields.temperature is None else fields.temperature,
+        top_k=0 if top_k == -1 else top_k,  # vLLM and SGLang write -1 for "off"
+        top_p=defaults.top_p if fields.top_p is None else fields.top_p,
+        min_p=fields.min_p or 0.0,
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
+        logit_bias=_logit_bias(fields.logit_bias or {}),
+        min_tokens=fields.min_tokens or 0,
+        seed=seed,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        shows_stop=bool(fields.include_stop_str_in_output or fields.no_stop_trim),
+        ignore_eos=bool(fields.ignore_eos),
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        logprobs=logprobs,
+        echo=echo,
+        prompt_logprobs=prompt_logprobs,
+        grammar=requested_grammar(fields),
+        cache_salt=fields.cache_salt or "",
+    )
+    validate_sampling(params, limits)
+    return params
+
+
+def _logit_bias(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    """(token id, bias) pairs. OpenAI writes token ids as JSON keys; "7" and "07" are the same token given twice."""
+    pairs = {}
+    for key, bias in biases.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS) or int(key) in pairs:
+            raise RequestError(f"logit_bias key {key[:40]!r} is not a token id", param="logit_bias")
+        pairs[int(key)] = bias
+    return tuple(pairs.items())
+
+
+def requested_max_tokens(request: Any, names: Sequence[str], limits: Limits, least: int = 0) -> int | None:
+    """The value of the first of the fields `names` that is set. Raises `RequestError` naming that field."""
+    name = next((n for n in names if getattr(request, n) is not None), None)
+    if name is None:
+        return None
+    value: int = getattr(request, name)
+    if not least <= value <= limits.max_model_len:
+        raise RequestError(f"{name} must be {least} to {limits.max_model_len}", param=name)
+    return value
+
+
+def chat_message(request: ChatCompletionRequest, defaults: SamplingDefaults, limits: Limits) -> TokenizeMsg:
+    """The message for a chat completion, before `OutputForms.prepare`. Raises `RequestError`."""
+    max_tokens = requested_max_tokens(request, ("max_completion_tokens", "max_tokens"), limits, least=1)
+    if not request.messages:
+        raise RequestError("messages is empty", param="messages")
+    for tool in request.tools or ():
+        _check_tool(tool)
+    kwargs = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+    _check_template_kwargs(kwargs)
+    is_continued = bool(request.continue_final_message)
+    if is_continued and request.add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+        )
+    params = sampling_params(request, max_tokens, request.seed, defaults, limits, logprobs=_num_chat_logprobs(request))
+    return TokenizeMsg(
+        uid=0,
+        sampling_params=params,
+        messages=[_template_message(m) for m in request.messages],
+        tools=(request.tools or None) if request.tool_choice != "none" else None,
+        add_generation_prompt=request.add_generation_prompt is not False and not is_continued,
+        continue_final_message=is_continued,
+        template_kwargs=kwargs,
+    )
+
+
+def _num_chat_logprobs(request: ChatCompletionRequest) -> int | None:
+    """The number of alternatives to each token; None for no log-probabilities."""
+    if request.logprobs is not None and not isinstance(request.logprobs, bool):
+        raise RequestError("logprobs must be true or false", param="logprobs", code="invalid_type")
+    if request.top_logprobs is not None and not 0 <= request.top_logprobs <= MAX_LOGPROBS:
+        raise RequestError(f"top_logprobs must be 0 to {MAX_LOGPROBS}", param="top_logprobs")
+    if request.top_logprobs and not request.logprobs:
+        raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
+    return request.top_logprobs or 0 if request.logprobs else None
+
+
+def _template_message(message: ChatMessage) -> dict[str, Any]:
+    """A message in the form of chat templates: text content, tool arguments as objects."""
+    if message.role not in ROLES:
+        raise RequestError(f"role {message.role[:40]!r} is not one of {', '.join(ROLES)}", param="messages")
+    result: dict[str, Any] = {"role": message.role, "content": _text(message.content)}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            result[name] = value
+    if message.tool_calls:
+        result["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return result
+
+
+def _text(content: str | list[dict[str, Any]] | None) -> str:
+    """The text of a message. Parts are joined without a separator, as templates that accept parts do."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(
+                f'a content part must be {{"type": "text", "text": "..."}}; the type is {str(part.get("type"))[:40]!r}',
+                param="messages",
+                code="unsupported_value",
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _arguments(arguments: str | dict[str, Any] | None) -> dict[str, Any]:
+    if isinstance(arguments, dict):
+        return arguments
+    try:
+        value = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError) as e:
+        raise RequestError(f"arguments of a tool call must be a JSON object: {e}", param="messages") from e
+    return value
+
+
+def _check_tool(tool: dict[str, Any]) -> None:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict):
+        raise RequestError('each of tools must be {"type": "function", "function": {...}}', param="tools")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not (isinstance(name, str) and name and (parameters is None or isinstance(parameters, dict))):
+        raise RequestError("each of tools must have a name, and parameters that are an object", param="tools")
+
+
+def _check_template_kwargs(kwargs: dict[str, Any]) -> None:
+    if len(kwargs) > MAX_TEMPLATE_KWARGS:
+        raise RequestError(
+            f"chat_template_kwargs takes at most {MAX_TEMPLATE_KWARGS} names", param="chat_template_kwargs"
+        )
+    for name, value in kwargs.items():
+        is_representable = not isinstance(value, int) or abs(value) < 2**63
+        if not name.isidentifier() or name in _RESERVED_KWARGS or not is_representable:
+            raise RequestError(f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs")
+
+
+def completion_messages(request: CompletionRequest, defaults: SamplingDefaults, limits: Limits) -> list[TokenizeMsg]:
+    """One message for each prompt of a text completion. Raises `RequestError`."""
+    if isinstance(request.logprobs, bool):
+        raise RequestError("logprobs must be a number", param="logprobs", code="invalid_type")
+    params = sampling_params(
+        request,
+        requested_max_tokens(request, ("max_tokens",), limits),
+        request.seed,
+        defaults,
+        limits,
+        logprobs=request.logprobs,
+        echo=bool(request.echo),
+    )
+    messages = prompt_messages(request.prompt, "prompt", params, limits)
+    if request.add_special_tokens is False:
+        messages = [msgspec.structs.replace(m, add_special_tokens=False) for m in messages]
+    return messages
+
+
+def is_batch(prompt: str | Sequence[Any]) -> bool:
+    """Whether `prompt` is a list of prompts instead of one text or one list of token ids."""
+    return not isinstance(prompt, str) and (not prompt or not isinstance(prompt[0], int))
+
+
+def prompt_messages(
+    prompt: str | list[Any], param: str, params: SamplingParams, limits: Limits, most: int = MAX_PROMPTS
+) -> list[TokenizeMsg]:
+    """One message for each of at most `most` prompts: a text, a list of token ids, or a list of either.
+
+    Raises `RequestError` naming the field `param`.
+    """
+    prompts = prompt if not isinstance(prompt, str) and is_batch(prompt) else [prompt]
+    if not 1 <= len(prompts) <= most:
+        raise RequestError(f"{param} must be 1 to {most} prompts", param=param)
+    messages = []
+    for p in prompts:
+        if not isinstance(p, str) and not (isinstance(p, list) and all(type(i) is int for i in p)):
+            error = f"{param} must be text, token ids, or a list of either"
+            raise RequestError(error, param=param, code="invalid_type")
+        if not p:
+            raise RequestError(f"{param} is empty", param=param)
+        if isinstance(p, str):
+            messages.append(TokenizeMsg(uid=0, sampling_params=params, text=p))
+        else:
+            messages.append(TokenizeMsg(uid=0, sampling_params=params, input_ids=packed_ids(p, param, limits)))
+    return messages
+
+
+def packed_ids(ids: list[int], param: str, limits: Limits) -> bytes:
+    """The token ids as int32 bytes. Raises `RequestError` for an id outside the vocabulary."""
+    if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
+        raise RequestError(f"{param} has a token id outside 0 to {limits.vocab_size - 1}", param=param)
+    return ids_to_bytes(ids)
+
+
+def num_choices(fields: SamplingFields) -> int:
+    """The number of choices for each prompt (`n`). Raises `RequestError`."""
+    n = 1 if fields.n is None else fields.n
+    if not 1 <= n <= MAX_CHOICES:
+        raise RequestError(f"n must be 1 to {MAX_CHOICES}", param="n")
+    if fields.best_of is not None and fields.best_of != n:
+        raise RequestError("best_of is only supported equal to n", param="best_of", code="unsupported_value")
+    return n
+
+
+def with_choices(messages: Sequence[TokenizeMsg], n: int) -> list[TokenizeMsg]:
+    """`n` messages for each of `messages`, those of one prompt adjacent. Raises `RequestError` for too many.
+
+    Each choice is a request of its own; the prefix cache shares the prompt.
+    """
+    if len(messages) * n > MAX_GENERATIONS:
+        raise RequestError(f"n={n} for {len(messages)} prompts is more than {MAX_GENERATIONS} choices", param="n")
+    return [_choice(message, i) for message in messages for i in range(n)]
+
+
+def _choice(message: TokenizeMsg, index: int) -> TokenizeMsg:
+    params = message.sampling_params
+    if params.seed is None or index == 0:
+        return message
+    params = msgspec.structs.replace(params, seed=choice_seed(params.seed, index))
+    return msgspec.structs.replace(message, sampling_params=params)
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of choice `index`, signed 64 bits; choice 0 has `seed` itself.
+
+    The others are hashes: with `seed + index`, requests with neighbouring seeds would share choices.
+    """
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

@@ -1,0 +1,183 @@
+"""HTTP responses to generation requests, from submission to the last byte: one JSON body or server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Final
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from minisgl.api.frontend import ClientGoneError, FrontendManager, Submission, joined
+from minisgl.api.http import RAW_SEND, error_body, to_json
+from minisgl.api.replies import DONE, BodyRenderer, Renderer, event
+from minisgl.errors import RequestError
+from minisgl.message import TokenizeMsg, UserReply
+
+logger = logging.getLogger(__name__)
+
+CHECKS: Final = 4  # of a write's duration within the time limit
+_STREAM_HEADERS: Final = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class WriteTimeout:
+    """A time limit for each write, cheap enough to surround every token.
+
+    Use `async with WriteTimeout(seconds) as limit`, with `limit.begin()` before each write and `limit.end()` after it.
+    Raises `TimeoutError` out of the block when a write takes longer. One periodic timer replaces a timer for each
+    write, which would cost more than making the event.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None
+        self._limit = asyncio.timeout(None)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        self._since = self._loop.time()
+
+    def end(self) -> None:
+        self._since = None
+
+    def _check(self) -> None:
+        now = self._loop.time()
+        if self._since is not None and now - self._since >= self._seconds:
+            self._limit.reschedule(now)
+        else:
+            self._timer = self._loop.call_later(self._seconds / CHECKS, self._check)
+
+    async def __aenter__(self) -> WriteTimeout:
+        await self._limit.__aenter__()
+        self._check()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._limit.__aexit__(kind, error, trace)
+
+
+def _raise_if_failed(reply: UserReply) -> None:
+    if reply.failure is not None:
+        raise reply.failure.error()
+
+
+class BodyResponse(Response):
+    """Submits the messages and responds in one piece. When the client leaves, its generations are aborted."""
+
+    def __init__(
+        self, frontend: FrontendManager, messages: Sequence[TokenizeMsg], renderer: BodyRenderer, n: int = 1
+    ) -> None:
+        """Each `n` adjacent messages are choices for one prompt."""
+        super().__init__()
+        self._frontend = frontend
+        self._messages = messages
+        self._n = n
+        self._body_renderer = renderer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises `RequestError` when refused before the first byte."""
+        submission = await self._frontend.submit(self._messages, self._n)
+        async with submission:
+            watcher = asyncio.create_task(_watch(receive, submission))
+            try:
+                await self._respond(submission, scope, receive, send)
+            except ClientGoneError:
+                logger.debug("a client left before its response was complete")
+            finally:
+                watcher.cancel()
+
+    async def _respond(self, submission: Submission, scope: Scope, receive: Receive, send: Send) -> None:
+        replies: list[list[UserReply]] = [[] for _ in self._messages]
+        while not submission.is_done:
+            for index, reply in await submission.take():
+                _raise_if_failed(reply)
+                replies[index].append(reply)
+        body = self._body_renderer.body([joined(parts) for parts in replies], submission.receipt)
+        await Response(body, media_type="application/json")(scope, receive, send)
+
+
+class StreamResponse(BodyResponse):
+    """The same with server-sent events.
+
+    The first reply is awaited before the first byte, so that a refusal has its HTTP status; a later failure is an event
+    in the stream. A client that does not read for `write_timeout` seconds is treated like one that has left.
+    """
+
+    def __init__(
+        self,
+        frontend: FrontendManager,
+        messages: Sequence[TokenizeMsg],
+        renderer: Renderer,
+        n: int,
+        write_timeout: float,
+    ) -> None:
+        super().__init__(frontend, messages, renderer, n)
+        self._renderer = renderer
+        self._write_timeout = write_timeout
+
+    async def _respond(self, submission: Submission, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            # A separate task is woken for each token without passing through the framework's layers.
+            await asyncio.create_task(self._stream(submission, scope[RAW_SEND]))
+        except TimeoutError:
+            logger.warning("a client did not read for %g s; its request is aborted", self._write_timeout)
+
+    async def _stream(self, submission: Submission, send: Send) -> None:
+        replies = await submission.take()
+        for _, reply in replies:
+            _raise_if_failed(reply)
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        chunks = list(self._renderer.first_events(len(self._messages)))
+        last: dict[int, UserReply] = {}
+        async with WriteTimeout(self._write_timeout) as limit:
+            try:
+                while True:
+                    for index, reply in replies:
+                        _raise_if_failed(reply)
+                        last[index] = reply
+                        chunks += self._renderer.events(index, reply)
+                    if submission.is_done:
+                        break
+                    limit.begin()
+                    await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": True})
+                    limit.end()
+                    chunks = []
+                    replies = await submission.take()
+                chunks += self._renderer.last_events([last[i] for i in sorted(last)], submission.receipt)
+            except RequestError as e:
+                chunks.append(event(to_json(error_body(e.message, e.status, e.param, e.code))))
+            limit.begin()
+            await send({"type": "http.response.body", "body": b"".join([*chunks, DONE]), "more_body": False})
+
+
+async def _watch(receive: Receive, submission: Submission) -> None:
+    """Abandon the submission when its client is gone. The body has been read, so no other message can come."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    submission.abandon()
+
+
+def response_to(
+    frontend: FrontendManager,
+    messages: Sequence[TokenizeMsg],
+    renderer: Renderer,
+    is_stream: bool | None,
+    n: int,
+    write_timeout: float,
+) -> Response:
+    """A streamed response or one in one piece, as requested."""
+    if is_stream:
+        return StreamResponse(frontend, messages, renderer, n, write_timeout)
+    return BodyResponse(frontend, messages, renderer, n)
