@@ -13,6 +13,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -43,6 +44,12 @@ LLAMA3_ROPE = {
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 YARN_OPTIONS = {"truncate": False, "beta_fast": 8.0, "beta_slow": 0.5, "mscale": 1.3, "mscale_all_dim": 0.6}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + i / 5 for i in range(8)],
+    "long_factor": [4.0 + i for i in range(8)],
+}
 SCALED_ROPES = {
     "linear": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
     "llama3": LLAMA3_ROPE,
@@ -102,6 +109,16 @@ def configurations() -> dict[str, Any]:
             **COMMON, num_attention_heads=4, num_key_value_heads=1, num_local_experts=5, num_experts_per_tok=2
         ),
         "mixtral-window": MixtralConfig(**COMMON, **gqa, sliding_window=40, num_local_experts=3),
+        "phi3": Phi3Config(**COMMON, **gqa, pad_token_id=0, tie_word_embeddings=True),
+        "phi3-window-longrope": Phi3Config(
+            **(COMMON | {"max_position_embeddings": 1024, "num_hidden_layers": 2}),
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            pad_token_id=0,
+            sliding_window=29,
+            original_max_position_embeddings=256,
+            rope_parameters=LONG_ROPE,
+        ),
         "gemma3": Gemma3TextConfig(**GEMMA, num_key_value_heads=1, head_dim=32, sliding_window=17),
         "gemma3-options": Gemma3TextConfig(
             **GEMMA,

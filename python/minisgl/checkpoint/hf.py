@@ -115,11 +115,19 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
 
 
 def max_model_len(config: dict[str, Any]) -> int:
-    """Tokens of context that the model was made for."""
-    value = config.get("max_position_embeddings")
-    if not isinstance(value, int) or value < 2:
-        raise ConfigError(f"config.json has max_position_embeddings={value!r}; give --max-seq-len")
-    return value
+    """Return the model's context in tokens.
+
+    With longrope the context ends at the original length: beyond, the frequencies of all positions would change.
+    """
+    longest = config.get("max_position_embeddings")
+    if not isinstance(longest, int) or longest < 2:
+        raise ConfigError(f"config.json has max_position_embeddings={longest!r}; a number of tokens is needed")
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if isinstance(rope, dict) and "short_factor" in rope:
+        key = "original_max_position_embeddings"
+        original = config.get(key) or rope.get(key)
+        return min(longest, original) if isinstance(original, int) else longest
+    return longest
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from minisgl.attention.backend import Window
     from minisgl.core import Context
-    from minisgl.layers.builder import Builder
+    from minisgl.layers.builder import Builder, Rows
 
 
 class Attention:
@@ -39,12 +39,15 @@ class Attention:
         cos_sin: Tensor,
         window: Window,
         norm_offset: float = 0.0,
+        fused: bool = False,
     ) -> None:
         self.index = index
         q = builder.shard(num_heads, "attention heads", unit=head_dim)
         kv = builder.shard_or_replicate(num_kv_heads, "KV heads", unit=head_dim)
         self.q_size = q.count
-        qkv = {f"{name}.q_proj": q, f"{name}.k_proj": kv, f"{name}.v_proj": kv}
+        qkv: dict[str, Rows] = {f"{name}.q_proj": q, f"{name}.k_proj": kv, f"{name}.v_proj": kv}
+        if fused:
+            qkv = {f"{name}.qkv_proj": (q, kv, kv)}
         self.qkv_proj = Linear(builder, qkv, hidden_size, bias=qkv_bias)
         self.o_proj = Linear(builder, {f"{name}.o_proj": hidden_size}, q, bias=o_bias)
         q_norm = RMSNorm(builder, f"{name}.q_norm", head_dim, eps, norm_offset).weight if qk_norm else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -62,7 +62,9 @@ class Shard:
 
 
 Size = int | Shard
-"""A dimension: an int is one that every rank has whole."""
+"""A dimension; an int means that every rank holds all of it."""
+Rows = Size | Sequence[Size]
+"""The first dimension of a tensor; a sequence for a fused one, whose parts are stacked (q, k, v in `qkv_proj`)."""
 
 
 class Builder:
@@ -95,24 +97,27 @@ class Builder:
 
     def parameter(
         self,
-        parts: Mapping[str, Size],
+        parts: Mapping[str, Rows],
         *shape: Size,
         init: Init = Init.NORMAL,
         dtype: torch.dtype | None = None,
         offset: float = 0.0,
     ) -> Tensor:
-        """An uninitialised weight [sum of parts, *shape]: `parts` maps checkpoint names to rows, stacked in order.
+        """Create an uninitialised weight [sum of parts, *shape]; `parts` maps checkpoint names to rows, in order.
 
-        Of each dimension it has this rank's share. `dtype` is the model's unless given; `offset` is added to what the
-        checkpoint holds.
+        The weight holds this rank's shard of each dimension. `dtype` defaults to the model's; `offset` is added to the
+        values of the checkpoint.
         """
         sources, start = [], 0
         columns = [_whole(size) for size in shape]
         for name, rows in parts.items():
-            dimensions = [_whole(rows), *columns]
-            take = tuple(slice(d.start, d.stop) for d in dimensions)
-            sources.append(Source(name, tuple(d.size for d in dimensions), take, start))
-            start += dimensions[0].count
+            fused = [_whole(size) for size in (rows if isinstance(rows, Sequence) else [rows])]
+            stored_shape, first = (sum(d.size for d in fused), *(d.size for d in columns)), 0
+            for part in fused:
+                bounds = [slice(first + part.start, first + part.stop), *(slice(d.start, d.stop) for d in columns)]
+                sources.append(Source(name, stored_shape, tuple(bounds), start))
+                first += part.size
+                start += part.count
         tensor = torch.empty(start, *(d.count for d in columns), dtype=dtype or self.dtype, device=self.device)
         self.parameters.append(Parameter(tensor, tuple(sources), init, offset))
         return tensor

@@ -12,7 +12,7 @@ from minisgl.layers.builder import Init, Shard
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minisgl.layers.builder import Builder, Size
+    from minisgl.layers.builder import Builder, Rows, Size
 
 
 class RMSNorm:
@@ -45,7 +45,7 @@ class Linear:
     a share of the inputs a part of the sum that the output is, to which rank 0 adds the bias.
     """
 
-    def __init__(self, builder: Builder, parts: Mapping[str, Size], in_features: Size, *, bias: bool) -> None:
+    def __init__(self, builder: Builder, parts: Mapping[str, Rows], in_features: Size, *, bias: bool) -> None:
         self.weight = builder.parameter({f"{name}.weight": rows for name, rows in parts.items()}, in_features)
         self.bias = builder.parameter({f"{name}.bias": rows for name, rows in parts.items()}) if bias else None
         if isinstance(in_features, Shard) and builder.info.rank != 0:

@@ -9,7 +9,7 @@ from minisgl.layers.linear import Linear
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minisgl.layers.builder import Builder
+    from minisgl.layers.builder import Builder, Rows
     from minisgl.layers.linear import RMSNorm
 
 
@@ -17,11 +17,21 @@ class GatedMLP:
     """down(f(gate x) * up x); `name` is the checkpoint's module name, `activation` f, one of `reference.GATES`."""
 
     def __init__(
-        self, builder: Builder, name: str, hidden_size: int, intermediate_size: int, *, bias: bool, activation: str
+        self,
+        builder: Builder,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        activation: str,
+        fused: bool = False,
     ) -> None:
         self.activation = activation
         own = builder.shard(intermediate_size, "intermediate features")
-        gate_up = {f"{name}.gate_proj": own, f"{name}.up_proj": own}
+        gate_up: dict[str, Rows] = {f"{name}.gate_proj": own, f"{name}.up_proj": own}
+        if fused:
+            gate_up = {f"{name}.gate_up_proj": (own, own)}
         self.gate_up_proj = Linear(builder, gate_up, hidden_size, bias=bias)
         self.down_proj = Linear(builder, {f"{name}.down_proj": hidden_size}, own, bias=bias)
         self._add_norm_gated = builder.ops.add_norm_gated

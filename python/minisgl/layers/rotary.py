@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn", "dynamic")
+ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,7 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
     attention_factor: float = 1.0
 
 
@@ -45,6 +46,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         return inverse
     if rope.type == "linear":
         return inverse / rope.factor
+    if rope.type == "longrope":
+        return 1.0 / (torch.tensor(rope.short_factors) * powers)
     if rope.type == "yarn":
         low, high = _yarn_range(rope, head_dim)
         blend = 1 - ((torch.arange(head_dim // 2).float() - low) / (high - low)).clamp(0.0, 1.0)

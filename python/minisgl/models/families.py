@@ -39,6 +39,7 @@ class Family:
     qkv_bias, o_bias     None: as `attention_bias` in config.json says
     qk_norm              RMSNorm over each head of q and k
     has_mlp_bias_option  config.json may have `mlp_bias`
+    fused_projections    the checkpoint has `qkv_proj` and `gate_up_proj`, with q, k, v and gate, up stacked
     slides               which layers may have a window (`models/positions.py: SLIDES`); None: no layer
     has_window_switch    those layers have a window only if `use_sliding_window` says so
     activation_key       config.json's field for the MLP's activation
@@ -51,6 +52,7 @@ class Family:
     o_bias: bool | None = None
     qk_norm: bool = False
     has_mlp_bias_option: bool = False
+    fused_projections: bool = False
     experts: ExpertFlags | None = None
     slides: str | None = None
     has_window_switch: bool = False
@@ -66,6 +68,14 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             on_cpu_step=True, qkv_bias=True, o_bias=False, slides="last", has_window_switch=True
         ),
         "Qwen3ForCausalLM": Family(on_cpu_step=True, qk_norm=True, slides="last", has_window_switch=True),
+        "Phi3ForCausalLM": Family(
+            on_cpu_step=True,
+            qkv_bias=False,
+            o_bias=False,
+            fused_projections=True,
+            slides="all",
+            defaults={"rms_norm_eps": 1e-5},
+        ),
         "Qwen3MoeForCausalLM": Family(
             on_cpu_step=False,
             qk_norm=True,

@@ -71,6 +71,7 @@ def self_attention(
         cos_sin=cos_sin,
         window=c.windows[index],
         norm_offset=norm_offset,
+        fused=c.fused_projections,
     )
 
 
@@ -88,7 +89,13 @@ def _mlp(builder: Builder, config: ModelConfig, index: int) -> GatedMLP | Sparse
     c, name = config, f"model.layers.{index}"
     if c.experts is None or index in c.experts.dense_layers:
         return GatedMLP(
-            builder, f"{name}.mlp", c.hidden_size, c.intermediate_size, bias=c.mlp_bias, activation=c.activation
+            builder,
+            f"{name}.mlp",
+            c.hidden_size,
+            c.intermediate_size,
+            bias=c.mlp_bias,
+            activation=c.activation,
+            fused=c.fused_projections,
         )
     return SparseMLP(
         builder,
@@ -145,8 +152,9 @@ class LlamaForCausalLM:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all weights, those of other ranks too, a tied one counted once."""
-        return sum(math.prod(source.shape) for p in self.parameters for source in p.sources)
+        """The number of elements of the whole model's weights, with tied weights counted once."""
+        shapes = {source.name: source.shape for p in self.parameters for source in p.sources}
+        return sum(map(math.prod, shapes.values()))
 
     def forward(self, input_ids: Tensor, ctx: Context) -> Tensor:
         """Token ids [T] int32 -> logits [S, V] of `ctx.batch.logit_tokens`, in the model's dtype.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from minisgl.checkpoint import hf
 from minisgl.errors import ConfigError
 from minisgl.models.families import FAMILIES, MODELS, ExpertFlags, Family
 from minisgl.models.positions import number, read_ropes, read_windows, size
@@ -60,6 +61,7 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    fused_projections: bool
     experts: ExpertsConfig | None
     dtype: str
 
@@ -82,10 +84,10 @@ class ModelConfig:
         head_dim = size(config, "head_dim", default=hidden_size // num_heads)
         if head_dim % 2:
             raise ConfigError(f"head_dim {head_dim} is odd, so rotary embeddings cannot halve it")
-        max_positions = size(config, "max_position_embeddings")
+        max_positions = hf.max_model_len(config)
         num_layers = size(config, "num_hidden_layers")
         bias = bool(config.get("attention_bias", False))
-        rope, window_rope = read_ropes(config)
+        rope, window_rope = read_ropes(config, head_dim)
         windows = read_windows(config, num_layers, family.slides, family.has_window_switch)
         if rope == window_rope:  # then a window that hides nothing makes no difference
             windows = tuple(None if window is None or window >= max_positions else window for window in windows)
@@ -111,6 +113,7 @@ class ModelConfig:
             o_bias=bias if family.o_bias is None else family.o_bias,
             mlp_bias=family.has_mlp_bias_option and bool(config.get("mlp_bias", False)),
             qk_norm=family.qk_norm,
+            fused_projections=family.fused_projections,
             experts=_experts(config, num_layers, family.experts) if family.experts is not None else None,
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
         )

@@ -59,7 +59,7 @@ def read_windows(
     return tuple(window if slid else None for slid in rule)
 
 
-def read_ropes(config: dict[str, Any]) -> tuple[RopeConfig, RopeConfig]:
+def read_ropes(config: dict[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig]:
     """Of the layers that see everything, and of those with a window; raises `ConfigError`.
 
     From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4). The layers with a window have
@@ -70,21 +70,23 @@ def read_ropes(config: dict[str, Any]) -> tuple[RopeConfig, RopeConfig]:
     if not isinstance(scaling, dict):
         raise ConfigError(f"config.json has rope parameters {scaling!r}; an object is needed")
     if "rope_local_base_freq" not in config:
-        rope = _rope(config, scaling)
+        rope = _rope(config, scaling, head_dim)
         return rope, rope
     local_theta = {"rope_theta": number(config, "rope_local_base_freq")}
     full: dict[str, Any] = scaling
     local: dict[str, Any] = {}
     if scaling.keys() & {FULL, SLIDING}:
         full, local = scaling.get(FULL) or {}, scaling.get(SLIDING) or {}
-    return _rope(config, full), _rope(config, {**local_theta, **local})
+    return _rope(config, full, head_dim), _rope(config, {**local_theta, **local}, head_dim)
 
 
-def _rope(config: dict[str, Any], scaling: dict[str, Any]) -> RopeConfig:
+def _rope(config: dict[str, Any], scaling: dict[str, Any], head_dim: int) -> RopeConfig:
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
         raise ConfigError("rope parameters that differ between layers are not supported for this architecture")
     max_positions = size(config, "max_position_embeddings")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "su" or (kind == "yarn" and "short_factor" in scaling):  # older names in Phi-3's checkpoints
+        kind = "longrope"
     if kind not in ROPE_TYPES:
         raise ConfigError(f"rope type {kind!r} is not supported yet; supported: {', '.join(ROPE_TYPES)}")
     if scaling.get("partial_rotary_factor", 1.0) != 1.0:
@@ -97,6 +99,8 @@ def _rope(config: dict[str, Any], scaling: dict[str, Any]) -> RopeConfig:
     original = size(config if outside else scaling, "original_max_position_embeddings", default=max_positions)
     if kind == "yarn":
         return _yarn(scaling, theta, original, max_positions)
+    if kind == "longrope":
+        return _longrope(scaling, theta, original, max_positions, head_dim)
     factor = number(scaling, "factor")
     if kind in ("linear", "dynamic"):
         return RopeConfig(theta=theta, type=kind, factor=factor)
@@ -138,6 +142,23 @@ def _yarn(scaling: dict[str, Any], theta: float, original: int, max_positions: i
         beta_fast=fast,
         beta_slow=slow,
         truncate=bool(scaling.get("truncate", True)),
+        attention_factor=number(given, "attention_factor", usual),
+    )
+
+
+def _longrope(scaling: dict[str, Any], theta: float, original: int, max_positions: int, head_dim: int) -> RopeConfig:
+    """The attention factor is sqrt(1 + ln(factor) / ln(original)) (arXiv:2402.13753, in transformers' reading)."""
+    short = scaling.get("short_factor")
+    if not isinstance(short, list) or len(short) != head_dim // 2:
+        raise ConfigError(f"config.json has short_factor={short!r}; a list of {head_dim // 2} numbers is needed")
+    given = {key: value for key, value in scaling.items() if value is not None}
+    factor = number(given, "factor", max_positions / original)
+    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return RopeConfig(
+        theta=theta,
+        type="longrope",
+        original_max_position_embeddings=original,
+        short_factors=tuple(number({"short_factor": value}, "short_factor") for value in short),
         attention_factor=number(given, "attention_factor", usual),
     )
 

@@ -115,6 +115,8 @@ def test_unreadable_config(tmp_path: Path) -> None:
 
 def test_max_model_len() -> None:
     assert hf.max_model_len({"max_position_embeddings": 4096}) == 4096
+    long = {"max_position_embeddings": 131072, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}
+    assert hf.max_model_len({**long, "original_max_position_embeddings": 4096}) == 4096
     with pytest.raises(ConfigError):
         hf.max_model_len({})
 

@@ -108,7 +108,9 @@ REFUSED = {
     "both directions, as embedding models say it": ({"is_causal": False}, "only causal"),
     "number of layer types": ({"layer_types": ["full_attention"]}, "for 2 layers"),
     "layer types": ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
-    "longrope": ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "'longrope' is not supported yet"),
+    "rope type": ({"rope_scaling": {"rope_type": "mrope", "factor": 4.0}}, "'mrope' is not supported yet"),
+    "longrope": ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "a list of 8 numbers is needed"),
+    "longrope factors": ({"rope_scaling": {"type": "su", "short_factor": [1.0] * 7 + [0]}}, "short_factor=0"),
     "yarn betas": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 0.5}}, "beta_fast 0.5 must not"),
     "yarn theta": ({"rope_theta": 1, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_theta above 1"),
     "yarn factor": ({"rope_scaling": {"rope_type": "yarn", "factor": 0}}, "factor=0"),
@@ -156,6 +158,8 @@ ON = {"sliding_window": 32, "use_sliding_window": True}
         ("Mistral", {"sliding_window": None}, (None, None)),
         ("Mistral", {"sliding_window": 4096}, (None, None)),
         ("Mistral", {"sliding_window": 64}, (64, 64)),
+        ("Phi3", {"sliding_window": None}, (None, None)),
+        ("Phi3", {"sliding_window": 64}, (64, 64)),
         ("Llama", {"sliding_window": 4096}, (None, None)),
     ],
 )
@@ -180,6 +184,14 @@ def test_windows_that_make_no_sense(architecture: str, changes: dict, message: s
     with pytest.raises(ConfigError, match=message) as error:
         make(architecture, **changes)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
+def test_longrope_ends_the_context_at_the_original_length(kind: str):
+    scaling = {"type": kind, "short_factor": [1.1] * 8, "long_factor": [2.0] * 8}
+    c = make("Phi3", max_position_embeddings=131072, original_max_position_embeddings=4096, rope_scaling=scaling)
+    assert (c.rope.type, c.max_position_embeddings) == ("longrope", 4096)
+    assert c.rope.attention_factor == pytest.approx(1.1902380714)  # sqrt(1 + ln 32 / ln 4096)
 
 
 def test_gemma3():

@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from contract.checkpoints import COMMON, configurations, save
-from contract.harness import DEVICE, MiniEngine, Span
+from contract.harness import CPU, DEVICE, MiniEngine, Span
 from minisgl.checkpoint.hf import load_config
+from minisgl.distributed.communicator import SoloCommunicator
+from minisgl.distributed.info import DistributedInfo
 from minisgl.errors import ConfigError
 from minisgl.layers.builder import Init, Parameter, Source
 from minisgl.layers.mlp import GatedMLP, SparseMLP
@@ -150,6 +152,21 @@ def test_a_truncated_file_is_refused(tmp_path: Path):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ConfigError, match="is the download complete"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_shards_of_fused_tensors(tmp_path: Path, rank: int):
+    checkpoint = save(tmp_path, configurations()["phi3"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    comm = SoloCommunicator(DistributedInfo(rank, 2, 2), CPU)  # enough for loading
+    model = load(tmp_path, comm=comm)
+    prefix, layer = "model.layers.1", model.model.layers[1]
+    q, k, v = tensors[f"{prefix}.self_attn.qkv_proj.weight"].split([64, 32, 32])
+    assert torch.equal(layer.self_attn.qkv_proj.weight, torch.cat([part.chunk(2)[rank] for part in (q, k, v)]))
+    gate, up = tensors[f"{prefix}.mlp.gate_up_proj.weight"].chunk(2)
+    assert isinstance(layer.mlp, GatedMLP)
+    assert torch.equal(layer.mlp.gate_up_proj.weight, torch.cat([part.chunk(2)[rank] for part in (gate, up)]))
+    assert model.num_parameters == sum(p.numel() for p in checkpoint.model.parameters())
 
 
 def test_dummy_weights_need_only_the_config(tmp_path: Path):
