@@ -25,6 +25,7 @@ from minisgl.bench.report import provenance, shown, write_json
 from minisgl.bench.shapes import shape_options
 from minisgl.bench.workloads import Item, OfflineSettings, Workload
 from minisgl.core import BatchPlan
+from minisgl.layout import Flag
 from minisgl.settings.sources import engine_options, take_options
 
 if TYPE_CHECKING:
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
 
 SKIPPED_STEPS = 8  # steady steps before the first one that counts
 SLACK = 64  # tokens generated beyond the measured steps, so that those are in the steady middle
-PARTS = ("plan", "launch", "prepare", "engine_launch", "collect", "wait", "step")
+PARTS = ("plan", "launch", "engine_launch", "collect", "wait", "step")
 
 
 def is_steady(plan: BatchPlan) -> bool:
     """Whether a step only decodes."""
-    return bool((plan.slots[:, 3] & BatchPlan.FROM_DEVICE).all())
+    return bool((plan.slots["flags"] & Flag.FROM_DEVICE).all())
 
 
 def truncated(workload: Workload, output_len: int) -> Workload:
@@ -77,16 +78,12 @@ class HostProbe:
     def attach(self) -> Iterator[None]:
         """Time the scheduler's steps inside the block."""
         scheduler, engine = self._scheduler, self._scheduler.engine
-        prepare = self._timed("prepare", engine.prepare)
         launch = self._timed("engine_launch", engine.launch)
         step = self._timed("step", scheduler.step)
 
-        def noted_prepare(plan: BatchPlan) -> Any:
+        def noted_launch(plan: BatchPlan) -> TimedOutput:
             self._rows, self._is_steady = len(plan.slots), is_steady(plan)
-            return prepare(plan)
-
-        def noted_launch(batch: Any) -> TimedOutput:
-            return TimedOutput(launch(batch), lambda seconds: self._add("wait", seconds))
+            return TimedOutput(launch(plan), lambda seconds: self._add("wait", seconds))
 
         def noted_step(timeout: float = 0.0) -> None:
             self._now, self._rows = dict.fromkeys(PARTS, 0.0), 0
@@ -97,7 +94,6 @@ class HostProbe:
         with ExitStack() as stack:
             for name in ("plan", "launch", "collect"):
                 stack.enter_context(replaced(scheduler, name, self._timed(name, getattr(scheduler, name))))
-            stack.enter_context(replaced(engine, "prepare", noted_prepare))
             stack.enter_context(replaced(engine, "launch", noted_launch))
             stack.enter_context(replaced(scheduler, "step", noted_step))
             yield

@@ -48,13 +48,13 @@ def record(llm: LLM, workload: Workload, path: Path) -> None:
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     profiler = torch.profiler.profile(activities=activities)
-    prepare, step = llm.scheduler.engine.prepare, llm.scheduler.step
+    launch, step = llm.scheduler.engine.launch, llm.scheduler.step
     seen = recorded = 0
 
-    def counted_prepare(plan: BatchPlan) -> Any:
+    def counted_launch(plan: BatchPlan) -> Any:
         nonlocal seen
         seen += is_steady(plan)
-        return prepare(plan)
+        return launch(plan)
 
     def profiled_step(timeout: float = 0.0) -> None:
         nonlocal recorded
@@ -66,7 +66,7 @@ def record(llm: LLM, workload: Workload, path: Path) -> None:
             if recorded == STEPS:
                 profiler.stop()
 
-    with replaced(llm.scheduler.engine, "prepare", counted_prepare), replaced(llm.scheduler, "step", profiled_step):
+    with replaced(llm.scheduler.engine, "launch", counted_launch), replaced(llm.scheduler, "step", profiled_step):
         generate(llm, workload, 0.6)
     assert recorded == STEPS, f"the workload has only {seen} steps that only decode"
     profiler.export_chrome_trace(str(path))

@@ -38,7 +38,8 @@ from minisgl.engine.engine import Engine
 from minisgl.engine.graphs import mixed
 from minisgl.engine.graphs.capture import TAILS, Capture
 from minisgl.engine.graphs.decode import GraphRunner
-from minisgl.engine.memory import largest_prefill
+from minisgl.engine.trial import largest_prefill
+from minisgl.layout import Flag
 from minisgl.settings.options import EngineConfig
 from minisgl.triton.tuned_linear import tuned_linear
 
@@ -59,21 +60,21 @@ KINDS.setdefault("log-probabilities, one of them", KINDS["log-probabilities"])
 # -- the alternative of (a): torch ops whose shapes depend on no flag, so that a graph can hold them
 
 
-def adjust_logits(
+def apply_penalties(
     logits: Tensor, flags: Tensor, mask_places: Tensor, rows: Tensor, positions: Tensor, tables: Any
 ) -> Tensor:
     """As the op of this name, for all rows; factors that change nothing stand for flags that are not set."""
     x = logits.to(torch.float32, copy=True)
-    is_adjusted = (flags & BatchPlan.ADJUSTED).bool().unsqueeze(1)
+    is_penalized = (flags & Flag.PENALIZED).bool().unsqueeze(1)
     ids, biases = tables.bias_ids[rows], tables.biases[rows]
     is_used = torch.arange(ids.shape[1], device=ids.device) < tables.num_biases[rows].unsqueeze(1)
-    is_used = is_used & is_adjusted
+    is_used = is_used & is_penalized
     is_forbidden = is_used & (ids < 0) & (positions < tables.first_end[rows]).unsqueeze(1)
     biases = torch.where(is_forbidden, float("-inf"), torch.where(is_used, biases, 0.0))
     x.scatter_add_(1, torch.where(is_used, torch.where(ids < 0, ~ids, ids), 0).long(), biases)
     seen = tables.seen[rows]
     neutral = (torch.arange(3, device=x.device) == 2).float()  # [0, 0, 1] without a copy from the host
-    factors = torch.where(is_adjusted, tables.penalties[rows], neutral)
+    factors = torch.where(is_penalized, tables.penalties[rows], neutral)
     presence, frequency, repetition = factors.unsqueeze(2).unbind(1)
     repetition = torch.where(seen > 0, repetition, 1.0)
     x = torch.where(x > 0, x / repetition, x * repetition)
@@ -82,26 +83,26 @@ def adjust_logits(
     masks = tables.masks[mask_places.clamp(min=0).long()]
     bits = masks.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=masks.device)
     is_allowed = (bits & 1).bool().flatten(1)[:, : x.shape[1]]
-    is_masked = (flags & BatchPlan.MASKED).bool().unsqueeze(1)
+    is_masked = (flags & Flag.MASKED).bool().unsqueeze(1)
     return x.masked_fill_(~is_allowed & is_masked, float("-inf"))
 
 
 def count_tokens(tokens: Tensor, flags: Tensor, rows: Tensor, tables: Any) -> None:
     """As the op of this name."""
-    added = torch.where((flags & BatchPlan.ADJUSTED) != 0, 2, 0).int()
+    added = torch.where((flags & Flag.PENALIZED) != 0, 2, 0).int()
     tables.seen.view(-1).index_add_(0, rows * tables.seen.shape[1] + tokens, added)
 
 
-def token_scores(logits: Tensor, tokens: Tensor, flags: Tensor) -> Tensor:
+def token_logprobs(logits: Tensor, tokens: Tensor, flags: Tensor) -> Tensor:
     """As the op of this name; the order of equally likely tokens is not defined."""
     logprobs = torch.log_softmax(logits, -1, dtype=torch.float32)
     top = logits.topk(StepResult.TOP, dim=-1).indices
     found = logprobs.gather(1, torch.cat([tokens.long().unsqueeze(1), top], 1)).view(torch.int32)
     columns = torch.cat([found[:, :1], top.int(), found[:, 1:]], 1)
-    return torch.where((flags & BatchPlan.LOGPROBS).bool().unsqueeze(1), columns, 0).t().contiguous()
+    return torch.where((flags & Flag.LOGPROBS).bool().unsqueeze(1), columns, 0).t().contiguous()
 
 
-TORCH_OPS = {"adjust_logits": adjust_logits, "count_tokens": count_tokens, "token_scores": token_scores}
+TORCH_OPS = {"apply_penalties": apply_penalties, "count_tokens": count_tokens, "token_logprobs": token_logprobs}
 
 
 # -- the alternative of (b)
@@ -165,7 +166,7 @@ def prefill_runner(engine: Engine, capture: Capture) -> list[Any]:
 def prefill_ms(engine: Engine, plan: BatchPlan, steps: int = 4) -> float:
     """Milliseconds of a step, several in a row."""
     start = time.perf_counter()
-    waits = [engine.launch(engine.prepare(plan)) for _ in range(steps)]
+    waits = [engine.launch(plan) for _ in range(steps)]
     for wait in waits:
         wait.wait()
     return (time.perf_counter() - start) / steps * 1e3

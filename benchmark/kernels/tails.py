@@ -19,13 +19,14 @@ import torch
 
 from minisgl.bench.report import format_table
 from minisgl.bench.shapes import SHAPES, shape_options
-from minisgl.core import NO_MASKS, BatchPlan
+from minisgl.core import BatchPlan
 from minisgl.device.device import create_device
 from minisgl.distributed.group import Group
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
+from minisgl.layout import NO_MASKS, PAGE_WRITE, ROW_STATE, SLOT, Flag
 from minisgl.params import Grammar, SamplingParams
-from minisgl.scheduler.plan import adjust_record, decode_flags, sampling_flags
+from minisgl.scheduler.plan import decode_flags, penalty_record, sampling_flags
 from minisgl.scheduler.req import Req
 from minisgl.settings.options import EngineConfig
 
@@ -69,16 +70,15 @@ class Rows:
         pages_per_row = -(-(self.context + STEPS * 2) // self.engine.page_size)
         total = self.engine.num_pages
         pages = [(r.order, i, (r.order * pages_per_row + i) % total) for r in self.reqs for i in range(pages_per_row)]
-        slots, states, adjusts = [], [], [np.empty(0, np.int32)]
+        slots, states, penalties = [], [], [np.empty(0, np.int32)]
         for r in self.reqs:
             p = r.sampling_params
-            bits = np.array([p.temperature, p.top_p, p.min_p], np.float32).view(np.int32)
-            slots.append((r.order, 0, PROMPT, BatchPlan.SAMPLES | sampling_flags(r)))
-            states.append((r.order, bits[0], p.top_k, bits[1], bits[2], r.noise_key, 0))
-            if p.is_adjusted:
-                adjusts.append(adjust_record(r, r.order, frozenset({2})))
+            slots.append((r.order, 0, PROMPT, Flag.SAMPLES | sampling_flags(r)))
+            states.append((r.order, p.temperature, p.top_k, p.top_p, p.min_p, r.noise_key))
+            if p.has_penalties:
+                penalties.append(penalty_record(r, r.order, frozenset({2})))
         tokens = np.concatenate([r.ids for r in self.reqs])
-        return self._plan(slots, tokens, pages, states, np.concatenate(adjusts))
+        return self._plan(slots, tokens, pages, states, np.concatenate(penalties))
 
     def decode(self, i: int) -> BatchPlan:
         """Step `i`."""
@@ -86,21 +86,20 @@ class Rows:
         slots = [(r.order, at, at + 1, decode_flags(r)) for r in self.reqs]
         return self._plan(slots, np.empty(0, np.int32), [], [], np.empty(0, np.int32))
 
-    def _plan(self, slots: Any, tokens: Any, pages: Any, states: Any, adjusts: Any) -> BatchPlan:
-        pages, states = np.array(pages, np.int32).reshape(-1, 3), np.array(states, np.int32)
-        states = states.reshape(-1, BatchPlan.ROW_WIDTH)
-        return BatchPlan(0, np.array(slots, np.int32), tokens, pages, states, adjusts, self.masks)
+    def _plan(self, slots: Any, tokens: Any, pages: Any, states: Any, penalties: Any) -> BatchPlan:
+        records = np.array(slots, SLOT), tokens, np.array(pages, PAGE_WRITE), np.array(states, ROW_STATE)
+        return BatchPlan(0, *records, penalties, self.masks)
 
 
 def measure(engine: Engine, rows: Rows) -> tuple[float, float]:
     """(ms a step, us of host work to launch one), the rows filled anew."""
-    engine.launch(engine.prepare(rows.fill())).wait()
+    engine.launch(rows.fill()).wait()
     plans = [rows.decode(i) for i in range(STEPS)]
     waits = []
     for i, plan in enumerate(plans):
         if i == 5:
             start = time.perf_counter()
-        waits.append(engine.launch(engine.prepare(plan)))
+        waits.append(engine.launch(plan))
         if len(waits) > AHEAD:
             waits.pop(0).wait()
     for wait in waits:
@@ -111,7 +110,7 @@ def measure(engine: Engine, rows: Rows) -> tuple[float, float]:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         start = time.perf_counter()
-        wait = engine.launch(engine.prepare(plan))
+        wait = engine.launch(plan)
         host.append(time.perf_counter() - start)
         wait.wait()
     return step_ms, statistics.median(host) * 1e6

@@ -19,6 +19,7 @@ import numpy as np
 from minisgl import LLM, SamplingParams
 from minisgl.bench.workloads import WORKLOADS, OfflineSettings, make_workloads
 from minisgl.core import BatchPlan, StepCosts, StepResult
+from minisgl.layout import Flag
 from minisgl.params import Limits
 from minisgl.scheduler.scheduler import Scheduler
 
@@ -61,9 +62,6 @@ class PretendedEngine:
     def step_costs(self) -> StepCosts:
         return self._costs
 
-    def prepare(self, plan: BatchPlan) -> BatchPlan:
-        return plan
-
     def launch(self, plan: BatchPlan) -> Output:
         launched = time.perf_counter() + LAUNCH_S
         while (now := time.perf_counter()) < launched:
@@ -73,11 +71,11 @@ class PretendedEngine:
             self.first = now
         else:
             self.idle += start - self.end
-        stops, flags = plan.slots[:, 2], plan.slots[:, 3]
-        context = int(stops[(flags & BatchPlan.FROM_DEVICE) != 0].sum())
-        took = self._costs.decode_seconds(int((stops - plan.slots[:, 1]).sum()), context)
+        stops, flags = plan.slots["stop"], plan.slots["flags"]
+        context = int(stops[(flags & Flag.FROM_DEVICE) != 0].sum())
+        took = self._costs.decode_seconds(int((stops - plan.slots["start"]).sum()), context)
         self.end, self.busy = start + took, self.busy + took
-        return Output(int(np.count_nonzero(flags & BatchPlan.SAMPLES)), self.end)
+        return Output(int(np.count_nonzero(flags & Flag.SAMPLES)), self.end)
 
     def shutdown(self) -> None:
         pass

@@ -20,6 +20,7 @@ os.environ["MINISGL_CHECK"] = "0"
 import numpy as np
 
 from minisgl.core import BatchPlan, StepResult
+from minisgl.layout import Flag
 from minisgl.message import UserMsg, ids_to_bytes
 from minisgl.params import Limits, SamplingParams
 from minisgl.scheduler.io import OfflineIO
@@ -82,11 +83,8 @@ class InstantEngine:
     def describe(self) -> dict[str, str | int | float]:
         return {}
 
-    def prepare(self, plan: BatchPlan) -> BatchPlan:
-        return plan
-
     def launch(self, plan: BatchPlan) -> InstantOutput:
-        return InstantOutput(int(np.count_nonzero(plan.slots[:, 3] & BatchPlan.SAMPLES)))
+        return InstantOutput(int(np.count_nonzero(plan.slots["flags"] & Flag.SAMPLES)))
 
 
 def measure(rows: int, page_size: int, steps: int) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
@@ -105,7 +103,7 @@ def measure(rows: int, page_size: int, steps: int) -> tuple[list[dict[str, float
     for name in ("plan", "launch", "collect"):
         clock.wrap(scheduler, name, name)
     clock.wrap(scheduler.outbox, "send", "send")
-    for name in ("prepare", "launch"):
+    for name in ("launch",):
         clock.wrap(engine, name, "engine")
     while len(scheduler.decode.running) < rows:
         scheduler.step()
@@ -122,7 +120,7 @@ def measure(rows: int, page_size: int, steps: int) -> tuple[list[dict[str, float
         spent["step"] = total - spent["engine"]
         plan = scheduler.launched[-1].plan
         assert len(plan.slots) == rows
-        (paging if len(plan.pages) else steady).append(spent)
+        (paging if len(plan.page_writes) else steady).append(spent)
     return steady, paging
 
 

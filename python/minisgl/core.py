@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from minisgl.layout import NO_INTS, NO_MASKS, NO_PAGE_WRITES, NO_ROW_STATES, PLAN_ARRAYS, PLAN_HEAD, WORD, Flag, words
 from minisgl.params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     import torch
 
-    Ints = npt.NDArray[np.int32]
-
-NOTHING = np.empty(0, np.int32)
-NO_MASKS = np.empty((0, 0), np.int32)
+    from minisgl.layout import Ints as Ints
+    from minisgl.layout import Records as Records
 
 
 class FinishReason(enum.StrEnum):
@@ -40,87 +37,91 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """One step as host integers (int32 arrays); packs into one buffer, see `pack`.
+    """One step as host integers; packs into one int32 buffer. `minisgl.layout` has the records and flags.
 
-    slots      [B, 4]  row, start, stop, flags (see below)
-    tokens     [T]     input tokens of the slots without `from_device`, in slot order
-    pages      [P, 3]  page-table writes to apply first: row, index in the row, page id
-    rows       [R, 7]  sampling state of newly filled rows: row, temperature (float bits), top_k, top_p (float bits),
-                       min_p (float bits), noise key low and high 32 bits
-    adjusts    [A]     penalties and biases of newly filled rows, records of `scheduler/plan.py: adjust_record`
-    masks      [M, W]  tokens allowed to the MASKED slots that sample, in slot order: bit i of word w is token 32 w + i;
-                       none where they come later (`StepOutput.choose`)
-    targets    [N]     what follows each token of the SCORED slots, in slot order; not for the token whose logits sample
+    slots              SLOT [B]        the sequences of the step
+    tokens             int32 [T]       input tokens of the slots without FROM_DEVICE, in slot order
+    page_writes        PAGE_WRITE [P]  page-table entries to write first
+    row_states         ROW_STATE [R]   sampling state of newly filled rows
+    penalties          int32 [A]       penalty records of newly filled rows, one behind the other
+    masks              int32 [M, W]    what the MASKED slots that sample may sample, in slot order: bit i of word w
+                                       allows token 32 w + i; empty where the masks come later (`StepOutput.choose`)
+    prompt_logprob_ids int32 [N]       the token after each token of the PROMPT_LOGPROBS slots, in slot order, without
+                                       the tokens whose logits are sampled
     """
 
     step: int
-    slots: Ints
-    tokens: Ints
-    pages: Ints
-    rows: Ints
-    adjusts: Ints
+    slots: Records
+    tokens: Ints = field(default_factory=lambda: NO_INTS)
+    page_writes: Records = field(default_factory=lambda: NO_PAGE_WRITES)
+    row_states: Records = field(default_factory=lambda: NO_ROW_STATES)
+    penalties: Ints = field(default_factory=lambda: NO_INTS)
     masks: Ints = field(default_factory=lambda: NO_MASKS)
-    targets: Ints = field(default_factory=lambda: NOTHING)
+    prompt_logprob_ids: Ints = field(default_factory=lambda: NO_INTS)
 
-    SAMPLES: ClassVar[int] = 1  # the logits of the last position choose a token
-    FROM_DEVICE: ClassVar[int] = 2  # the one input token is the row's newest, known to the device
-    ADJUSTED: ClassVar[int] = 4  # the logits are changed before that (an `adjusts` record came with the row)
-    FILTERED: ClassVar[int] = 8  # top-k, top-p or min-p leave out some tokens
-    LOGPROBS: ClassVar[int] = 16  # the log-probability of the sampled token is wanted
-    MASKED: ClassVar[int] = 64  # only some tokens may be sampled, as `masks` says
-    SCORED: ClassVar[int] = 32  # those of the input tokens' successors are wanted, which are in `targets`
-    ROW_WIDTH: ClassVar[int] = 7
+    @property
+    def sampled_flags(self) -> Ints:
+        """The flags [S] of the slots that sample, in slot order."""
+        flags: Ints = self.slots["flags"]
+        sampled: Ints = flags[(flags & Flag.SAMPLES) != 0]
+        return sampled
+
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether sampling has to wait for masks that the plan does not have."""
+        return not len(self.masks) and bool((self.sampled_flags & Flag.MASKED).any())
 
     def pack(self) -> Ints:
-        """One int32 buffer: step, the seven lengths, the width of the masks, then the arrays."""
-        parts = (self.slots, self.tokens, self.pages, self.rows, self.adjusts, self.masks, self.targets)
-        head = np.array([self.step, *(len(p) for p in parts), self.masks.shape[1]], np.int32)
-        return np.concatenate([head, *(p.reshape(-1) for p in parts)])
+        """The plan as one buffer: a PLAN_HEAD, then PLAN_ARRAYS."""
+        head = np.zeros(1, PLAN_HEAD)
+        head["step"], head["mask_words"] = self.step, self.masks.shape[1]
+        arrays = []
+        for name, _ in PLAN_ARRAYS:
+            array = getattr(self, name)
+            head[name] = len(array)
+            arrays.append(array.reshape(-1).view(WORD))
+        return np.concatenate([head.view(WORD), *arrays])
 
     @staticmethod
     def unpack(buffer: Ints) -> BatchPlan:
         """The inverse of `pack`; the arrays are views of `buffer`."""
-        step, b, t, p, r, a, m, n, words = (int(x) for x in buffer[:9])
-        width = BatchPlan.ROW_WIDTH
-        cuts = np.cumsum([9, b * 4, t, p * 3, r * width, a, m * words, n])
-        assert cuts[-1] == len(buffer), f"plan of {len(buffer)} ints, expected {cuts[-1]}"
-        parts = [buffer[lo:hi] for lo, hi in pairwise(cuts)]
-        slots, tokens, pages, rows, adjusts, masks, targets = parts
-        return BatchPlan(
-            step,
-            slots.reshape(b, 4),
-            tokens,
-            pages.reshape(p, 3),
-            rows.reshape(r, width),
-            adjusts,
-            masks.reshape(m, words),
-            targets,
-        )
+        offset = words(PLAN_HEAD)
+        head = buffer[:offset].view(PLAN_HEAD)[0]
+        mask_words = int(head["mask_words"])
+        arrays: dict[str, Any] = {}
+        for name, dtype in PLAN_ARRAYS:
+            size = int(head[name]) * (mask_words if name == "masks" else words(dtype))
+            arrays[name] = buffer[offset : offset + size].view(dtype)
+            offset += size
+        assert offset == len(buffer), f"plan of {len(buffer)} words, expected {offset}"
+        arrays["masks"] = arrays["masks"].reshape(int(head["masks"]), mask_words)
+        return BatchPlan(int(head["step"]), **arrays)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step computed, on the host: int32 arrays.
 
-    tokens  [S]              the sampled tokens, in slot order
-    sound   [S]              1 where the logits were finite
-    scores  [WIDTH, S + N]   for the sampled tokens, then for the plan's `targets`: the token's log-probability (float
-                             bits; nothing where it is not wanted), then the ids of the TOP likeliest tokens,
-                             then their log-probabilities (float bits). None if the plan wants none at all
-    embeddings [H, S]        of an embedding model: the pooled hidden states (float bits), where the tokens mean nothing
-                             and `sound` is about these; else None
+    tokens      [S]             the sampled tokens, in slot order
+    finite      [S]             1 where the logits were finite
+    logprobs    [WIDTH, S + N]  for the sampled tokens, then for the plan's `prompt_logprob_ids`: the token's
+                                log-probability (float bits; meaningless where it is not wanted), then the ids of the
+                                TOP likeliest tokens, then their log-probabilities (float bits). None if the plan
+                                wants none
+    embeddings  [H, S]          of an embedding model: the pooled hidden states (float bits). Then the tokens are
+                                meaningless and `finite` is about the embeddings; else None
     """
 
     tokens: Ints
-    sound: Ints
-    scores: Ints | None = None
+    finite: Ints
+    logprobs: Ints | None = None
     embeddings: Ints | None = None
 
     TOP: ClassVar[int] = MAX_LOGPROBS
     WIDTH: ClassVar[int] = 1 + 2 * TOP
 
     def embedding(self, column: int) -> bytes:
-        """That of the sequence which sampled `column`, float32 [H]; empty if there are none."""
+        """The embedding of the sequence that samples in `column`, float32 [H]; empty if the model generates text."""
         return b"" if self.embeddings is None else self.embeddings[:, column].tobytes()
 
 
@@ -163,39 +164,43 @@ class SeqLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """Tokens of prompts whose log-probabilities a step finds out, and where in the hidden states to look for them.
+class Sampling:
+    """The S sequences of a step that sample, as device tensors."""
 
-    With it, the model keeps the hidden states of the tokens `logit_tokens` [K] int64, ascending indices into T; of
-    these `sampled_at` [S] int64 choose tokens, and `scored_at` [N] int64 say how likely `targets` [N] int32 are.
+    rows: torch.Tensor  # [S] int64, row of each
+    positions: torch.Tensor  # [S] int32, position that the sampled token will have
+    row_flags: torch.Tensor  # [S] int32, `Flag`s of each
+    mask_index: torch.Tensor  # [S] int32, index into the step's masks; meaningless where the sequence is not MASKED
+    flags: int  # all flags that one of them has or, in a captured step, may have
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The N prompt tokens whose log-probabilities a step computes, and where in the hidden states their logits begin.
+
+    With it, the model keeps the hidden states of `kept` [K] int64, ascending indices into T. Of these, `sampled_at` [S]
+    int64 are sampled, and `logprobs_at` [N] int64 give the log-probabilities of `token_ids` [N] int32.
     """
 
-    logit_tokens: torch.Tensor
+    kept: torch.Tensor
     sampled_at: torch.Tensor
-    scored_at: torch.Tensor
-    targets: torch.Tensor
+    logprobs_at: torch.Tensor
+    token_ids: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step as device tensors; derived from a `BatchPlan` alone, so it may be made ahead of its turn."""
+    """One step as device tensors; derived from a `BatchPlan` alone."""
 
-    step: int
     layout: SeqLayout
-    input_ids: torch.Tensor  # [T] int32; -1 for the newest token of its row, which the device knows
+    input_ids: torch.Tensor  # [T] int32; -1 for the newest token of its row, which only the device knows
     positions: torch.Tensor  # [T] int32
     token_rows: torch.Tensor  # [T] int32, row of each token
     logit_tokens: torch.Tensor  # [S] int64, indices into T whose logits are sampled
-    sample_rows: torch.Tensor  # [S] int64, rows of the sampled sequences
-    sample_positions: torch.Tensor  # [S] int32, position that the sampled token will have
-    page_writes: torch.Tensor  # [P, 3] int64
-    row_writes: torch.Tensor  # [R, 7] int32
-    adjusts: Ints  # the plan's records, on the host
-    masks: Ints  # the plan's masks, on the host
-    flags: int  # all flags of `BatchPlan` that a sampled sequence has or, in a captured step, may have
-    sample_flags: torch.Tensor  # [S] int32, the flags of each
-    mask_places: torch.Tensor  # [S] int32, index into `masks`; of no meaning where it is not MASKED
-    scored: Scored | None  # tokens of prompts whose log-probability is wanted
+    sampling: Sampling
+    page_writes: torch.Tensor  # [P, 3] int32, columns of PAGE_WRITE
+    row_states: torch.Tensor  # [R, 7] int32, columns of ROW_STATE
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def num_tokens(self) -> int:

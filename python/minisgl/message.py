@@ -147,7 +147,7 @@ class AbortMsg(msgspec.Struct, tag="abort", frozen=True):
     uid: int
 
 
-class TokenScores(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+class LogprobColumns(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """The log-probabilities of some tokens [K] of request `uid`, each with the `top` likeliest alternatives.
 
     `logprobs` are float32 bytes [K]; `top_ids` int32 and `top_logprobs` float32 bytes [K, top], likeliest first.
@@ -165,7 +165,7 @@ class Started(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
     `queue_seconds` is the time from acceptance to the first step that computes a part of the prompt, `prefill_chunks`
     the number of such parts. `prompt_ids` (int32 bytes) is the prompt if its text (`echo`) or its log-probabilities are
-    wanted; `prompt_scores` are those of the prompt's tokens except the first. `is_silent`: no token is shown.
+    wanted; `prompt_logprobs` are those of the prompt's tokens except the first. `is_silent`: no token is shown.
     `embedding` (float32 bytes) is the result of an embedding model. `shows_stop`: the stop string that ends the answer
     is shown.
     """
@@ -178,7 +178,7 @@ class Started(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     queue_seconds: float = 0.0
     prefill_chunks: int = 0
     prompt_ids: bytes = b""
-    prompt_scores: TokenScores | None = None
+    prompt_logprobs: LogprobColumns | None = None
     is_silent: bool = False
     embedding: bytes = b""
     echo: bool = False
@@ -200,7 +200,7 @@ class DetokenizeMsg(msgspec.Struct, tag="detokenize", frozen=True, kw_only=True)
 
     `uids` (int64) and `tokens` (int32) are parallel arrays: one new token for each request in the step. `started` holds
     the requests whose first token is among `tokens`. `finished` holds the requests that end with this step; a request
-    that ends without a new token (abort, error) is only in `finished`. `scores` are the log-probabilities that were
+    that ends without a new token (abort, error) is only in `finished`. `logprobs` are the log-probabilities that were
     asked for.
     """
 
@@ -208,7 +208,7 @@ class DetokenizeMsg(msgspec.Struct, tag="detokenize", frozen=True, kw_only=True)
     tokens: bytes
     started: list[Started]
     finished: list[Finished]
-    scores: list[TokenScores] = []
+    logprobs: list[LogprobColumns] = []
 
 
 TokenizerMsg = TokenizeMsg | EncodeMsg | DecodeMsg | AbortMsg | DetokenizeMsg | EngineView

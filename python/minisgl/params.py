@@ -95,7 +95,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
-    def is_adjusted(self) -> bool:
+    def has_penalties(self) -> bool:
         """Whether logits must be changed before a token is chosen (penalties, bias, min_tokens)."""
         neutral = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0.0, 0.0, 1.0)
         return not neutral or bool(self.logit_bias) or self.min_tokens > 0
@@ -106,7 +106,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return "input" if self.embed else "max_tokens" if self.max_tokens else "prompt"
 
     @property
-    def scores_prompt(self) -> bool:
+    def wants_prompt_logprobs(self) -> bool:
         """Whether the log-probabilities of the prompt's tokens are wanted."""
         return self.logprobs is not None and (self.echo or self.prompt_logprobs)
 

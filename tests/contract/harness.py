@@ -14,10 +14,9 @@ from minisgl.device.device import CpuDevice
 from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import ALONE
 from minisgl.distributed.tensor_parallel import VocabParallel
-from minisgl.engine.penalties_state import LogitAdjuster
-from minisgl.engine.prepare import prepare_batch
+from minisgl.engine import batch as engine_batch
 from minisgl.engine.runner import EagerRunner, Parts
-from minisgl.engine.state import RowState
+from minisgl.engine.state import LogitPenalties, RowState
 from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.models.llama import LlamaForCausalLM
 from minisgl.models.model_config import ModelConfig
@@ -43,7 +42,7 @@ class Shape:
 
 def make_batch(spans: list[Span]) -> Batch:
     """The batch of one step, without page writes."""
-    return prepare_batch(span_plan(spans), DEVICE)
+    return engine_batch.make_batch(span_plan(spans), DEVICE)
 
 
 class MiniEngine(Stepper):
@@ -83,7 +82,7 @@ class MiniEngine(Stepper):
         # Entries that nobody has mapped point at a page that is nobody's: reading them would show up as NaN.
         state.page_table.fill_(num_pages - 1)
         backend = resolve_attention(attention, pool, replace(config, num_heads=heads), table)
-        adjuster = LogitAdjuster(ROWS, config.vocab_size, 8, DEVICE)
+        penalties = LogitPenalties(ROWS, config.vocab_size, 8, DEVICE)
         vocab = VocabParallel(comm, config.vocab_size)
-        parts = Parts(DEVICE, table, model, pool, backend, state, adjuster, comm, vocab)
+        parts = Parts(DEVICE, table, model, pool, backend, state, penalties, comm, vocab)
         return cls(EagerRunner(parts), num_pages - 1)

@@ -13,6 +13,7 @@ from minisgl.core import BatchPlan
 from minisgl.distributed.group import Group
 from minisgl.distributed.info import ALONE
 from minisgl.engine.engine import Engine
+from minisgl.layout import NO_ROW_STATES, PAGE_WRITE, SLOT, Flag
 from minisgl.native.runner import NativeRunner
 from minisgl.settings.options import EngineConfig
 
@@ -72,15 +73,14 @@ class NativeEngine:
             while len(self.mapped[span.row]) * self.size < span.stop:
                 pages.append((span.row, len(self.mapped[span.row]), self.free[-1]))
                 self.mapped[span.row].append(self.free.pop())
-        slots = [(s.row, s.start, s.stop, (BatchPlan.SAMPLES | flags) if s.samples else 0) for s in spans]
+        slots = [(s.row, s.start, s.stop, (Flag.SAMPLES | flags) if s.samples else 0) for s in spans]
         plan = BatchPlan(
             0,
-            np.array(slots, np.int32),
+            np.array(slots, SLOT),
             np.concatenate([np.array(s.ids, np.int32) for s in spans]),
-            np.array(pages, np.int32).reshape(-1, 3),
-            np.empty((0, BatchPlan.ROW_WIDTH), np.int32) if rows is None else rows,
-            np.empty(0, np.int32),
+            np.array(pages, PAGE_WRITE),
+            NO_ROW_STATES if rows is None else rows,
         )
-        result = self.engine.launch(self.engine.prepare(plan)).wait()
-        self.tokens, self.ok = result.tokens, result.sound
+        result = self.engine.launch(plan).wait()
+        self.tokens, self.ok = result.tokens, result.finite
         return self.runner.logits(sum(s.samples for s in spans)).clone()

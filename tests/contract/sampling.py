@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core import BatchPlan, StepResult
+from minisgl.core import StepResult
 from minisgl.distributed.tensor_parallel import winners
-from minisgl.ops import penalties as adjust
+from minisgl.layout import Flag
+from minisgl.ops import penalties
 from minisgl.ops.logprobs import TOP
 from minisgl.ops.sample import noise_bits
 from minisgl.ops.table import OpTable, load_ops
@@ -159,31 +160,31 @@ def adversarial_logits(vocab: int, dtype: torch.dtype) -> Tensor:
     return rows.to(dtype)
 
 
-def check_adjust(device: str, vocab: int) -> None:
+def check_penalties(device: str, vocab: int) -> None:
     """The kernels give what the reference gives, all in one batch; sequences without flags stay as they are."""
     g = torch.Generator().manual_seed(3)
-    tables, rows, positions, flags, mask_places = adjusted_batch(vocab, g)
+    tables, rows, positions, flags, mask_index = penalized_batch(vocab, g)
     on_device = SimpleNamespace(**{name: x.to(device) for name, x in vars(tables).items()})
-    batch = [x.to(device) for x in (flags, mask_places, rows, positions)]
+    batch = [x.to(device) for x in (flags, mask_index, rows, positions)]
     for dtype in (torch.float32, torch.float16):
         logits = (torch.randn(len(rows), vocab, generator=g) * 3).to(dtype)
-        want = adjust.adjust_logits(logits, flags, mask_places, rows, positions, tables)
+        want = penalties.apply_penalties(logits, flags, mask_index, rows, positions, tables)
         before = logits.to(device)
-        got = load_ops("triton").adjust_logits(before, *batch, on_device)
+        got = load_ops("triton").apply_penalties(before, *batch, on_device)
         assert got.dtype is torch.float32 and torch.equal(before.cpu(), logits)
         torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-5)
-        free = (flags & (BatchPlan.ADJUSTED | BatchPlan.MASKED)) == 0
+        free = (flags & (Flag.PENALIZED | Flag.MASKED)) == 0
         assert torch.equal(got.cpu()[free], logits[free].float()) and torch.equal(want[free], logits[free].float())
         for i in range(len(rows)):  # alone
-            one = load_ops("triton").adjust_logits(before[i : i + 1], *(x[i : i + 1] for x in batch), on_device)
+            one = load_ops("triton").apply_penalties(before[i : i + 1], *(x[i : i + 1] for x in batch), on_device)
             assert torch.equal(one[0], got[i])
     tokens = torch.randint(0, vocab, (len(rows),), generator=g, dtype=torch.int32)
-    adjust.count_tokens(tokens, flags, rows, tables)
+    penalties.count_tokens(tokens, flags, rows, tables)
     load_ops("triton").count_tokens(tokens.to(device), batch[0], batch[2], on_device)
     assert torch.equal(on_device.seen.cpu(), tables.seen)
 
 
-def adjusted_batch(vocab: int, g: torch.Generator) -> tuple[SimpleNamespace, Tensor, Tensor, Tensor, Tensor]:
+def penalized_batch(vocab: int, g: torch.Generator) -> tuple[SimpleNamespace, Tensor, Tensor, Tensor, Tensor]:
     """Tables of 9 rows; rows, positions, flags and places of masks of 7 sequences: with all, some and no changes."""
     allowed = torch.rand(3, -(-vocab // 32) * 32, generator=g) < 0.4
     allowed[2] = False
@@ -200,14 +201,14 @@ def adjusted_batch(vocab: int, g: torch.Generator) -> tuple[SimpleNamespace, Ten
         biases=torch.randn(9, biased, generator=g),
         masks=torch.from_numpy(np.packbits(allowed.numpy(), axis=1, bitorder="little").view(np.int32)),
     )
-    a, m = BatchPlan.ADJUSTED | BatchPlan.FROM_DEVICE, BatchPlan.MASKED
+    a, m = Flag.PENALIZED | Flag.FROM_DEVICE, Flag.MASKED
     rows = torch.tensor([4, 0, 1, 8, 2, 3, 7])
     positions = torch.tensor([4, 4, 4, 4, 30, 4, 9], dtype=torch.int32)
-    flags = torch.tensor([a | m, 0, m, BatchPlan.LOGPROBS, a, a, a | m], dtype=torch.int32)
+    flags = torch.tensor([a | m, 0, m, Flag.LOGPROBS, a, a, a | m], dtype=torch.int32)
     return tables, rows, positions, flags, torch.tensor([0, 0, 1, 1, 1, 1, 2], dtype=torch.int32)
 
 
-def check_scores(device: str, vocab: int) -> None:
+def check_logprobs(device: str, vocab: int) -> None:
     """The kernel's log-probabilities are the reference's, the lowest of equally likely tokens first."""
     g = torch.Generator().manual_seed(6)
     count, most = 9, min(TOP, vocab)
@@ -219,19 +220,19 @@ def check_scores(device: str, vocab: int) -> None:
         logits[4] = (torch.rand(vocab, generator=g) * 3).floor()
         logits[5] -= 40.0
         tokens = torch.randint(0, vocab, (count,), generator=g, dtype=torch.int32)
-        flags = torch.full((count,), BatchPlan.LOGPROBS | BatchPlan.SAMPLES, dtype=torch.int32)
-        flags[7] = BatchPlan.ADJUSTED
+        flags = torch.full((count,), Flag.LOGPROBS | Flag.SAMPLES, dtype=torch.int32)
+        flags[7] = Flag.PENALIZED
         args = [x.to(device) for x in (logits, tokens, flags)]
-        scores = load_ops("triton").token_scores(*args)
+        scores = load_ops("triton").token_logprobs(*args)
         for i in (0, 8):  # alone
-            assert torch.equal(load_ops("triton").token_scores(*(x[i : i + 1] for x in args))[:, 0], scores[:, i])
+            assert torch.equal(load_ops("triton").token_logprobs(*(x[i : i + 1] for x in args))[:, 0], scores[:, i])
         scores = scores.cpu()
         assert scores.shape == (StepResult.WIDTH, count) and scores.dtype is torch.int32 and not scores[:, 7].any()
         # In float64: torch's sums of a quarter of a million equal float32 numbers are off by 1e-4.
         want = torch.log_softmax(logits.double(), 1)
         order = torch.sort(logits.float(), dim=1, descending=True, stable=True).indices[:, :most]
         want = torch.cat([want.gather(1, tokens.long()[:, None]), want.gather(1, order)], 1).float().t()
-        is_wanted = flags != BatchPlan.ADJUSTED
+        is_wanted = flags != Flag.PENALIZED
         got = torch.cat([scores[:1], scores[1 + TOP :][:most]]).view(torch.float32)
         torch.testing.assert_close(got[:, is_wanted], want[:, is_wanted], rtol=1e-6, atol=3e-5)
         ids = scores[1 : 1 + TOP].long()

@@ -61,7 +61,7 @@ def test_begin_where_asked(http: httpx.Client, prompt: list[int], start: int | N
     assert "output_token_logprobs" not in plain["meta_info"]
 
 
-def test_a_prompt_can_be_scored_and_nothing_generated(http: httpx.Client, prompt: list[int]) -> None:
+def test_prompt_logprobs_without_generation(http: httpx.Client, prompt: list[int]) -> None:
     """As frontends choose among given answers, and fill the prefix cache."""
     body = {"text": None, "input_ids": [prompt, prompt[:4]], "sampling_params": {"max_new_tokens": 0}}
     for answer, ids in zip(generate(http, logprob_start_len=0, **body), body["input_ids"], strict=True):

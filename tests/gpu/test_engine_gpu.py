@@ -23,6 +23,8 @@ from minisgl.device.device import create_device
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs.capture import TAILS, tail_of
+from minisgl.engine.trial import trial_plan
+from minisgl.layout import Flag
 from minisgl.settings.options import EngineConfig
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -205,17 +207,18 @@ def by_kind(llm: LLM) -> dict[str, list[tuple[list[int], list[float]]]]:
 def watched(llm: LLM) -> Iterator[set[tuple[str, int]]]:
     """(runner, tail) of all steps that only decode."""
     watched_engine, seen = llm.scheduler.engine, set()
-    prepare = watched_engine.prepare
+    launch = watched_engine.launch
 
     def watching(plan: BatchPlan) -> Any:
-        prepared, flags = prepare(plan), plan.slots[:, 3]
-        if (flags & BatchPlan.FROM_DEVICE).all():
-            seen.add((prepared[0].name, tail_of(int(np.bitwise_or.reduce(flags)))))
-        return prepared
+        flags = plan.slots["flags"]
+        if (flags & Flag.FROM_DEVICE).all():
+            runner = next(r for r in watched_engine.runners if r.fits(plan))
+            seen.add((runner.name, tail_of(int(np.bitwise_or.reduce(flags)))))
+        return launch(plan)
 
-    watched_engine.prepare = watching
+    watched_engine.launch = watching
     yield seen
-    del watched_engine.prepare  # the method again
+    del watched_engine.launch  # the method again
 
 
 @pytest.fixture(scope="module")
@@ -250,10 +253,9 @@ def test_every_kind_of_row_is_captured_and_gives_what_the_cpu_gives(
 def test_no_kernel_that_chooses_tokens_is_compiled_after_the_start(monkeypatch: pytest.MonkeyPatch):
     from triton import JITFunction, knobs
 
-    from minisgl.triton import filter, logprobs, sample, step
-    from minisgl.triton import penalties as adjust
+    from minisgl.triton import filter, logprobs, penalties, sample, step
 
-    modules, later = (adjust, filter, logprobs, sample, step), set()
+    modules, later = (penalties, filter, logprobs, sample, step), set()
     for module in modules:  # as in a new process
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):
@@ -298,10 +300,7 @@ def test_rows_without_changes_have_the_same_bits_beside_those_with():
 def test_logits_are_near_those_of_the_cpu(dtype: str):
     """Relative error of a prompt's last logits: float32 1e-5 (measured on an H200: see docs), half precisions 2e-2."""
     ids = np.arange(40, 240, dtype=np.int32)
-    none = np.empty(0, np.int32)
-    pages = np.array([(0, i, i) for i in range(16)], np.int32)
-    slot = np.array([(0, 0, len(ids), BatchPlan.SAMPLES)], np.int32)
-    plan = BatchPlan(1, slot, ids, pages, none.reshape(0, BatchPlan.ROW_WIDTH), none)
+    plan = trial_plan([(0, 0, len(ids), Flag.SAMPLES)], ids, [(0, i, i) for i in range(16)])
     logits = {}
     for device, number in (("cpu", "float32"), ("cuda", dtype)):
         config = EngineConfig(device=device, dtype=number, num_pages=20, page_size=16, cuda_graph_max_bs=0)

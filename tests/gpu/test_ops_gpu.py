@@ -18,10 +18,10 @@ if torch.cuda.is_available():
 
     from contract.sampling import (
         adversarial_logits,
-        check_adjust,
         check_cuts,
+        check_logprobs,
+        check_penalties,
         check_samples,
-        check_scores,
         make_state,
         mixed_state,
         noise64,
@@ -312,10 +312,10 @@ def test_a_captured_chain_of_one_row(hidden: int):
 
 
 @pytest.mark.parametrize("vocab", [33, 50257, VOCAB])
-def test_adjusted_logits(vocab: int):
-    check_adjust("cuda", vocab)
+def test_penalties_match_their_formula(vocab: int):
+    check_penalties("cuda", vocab)
 
 
 @pytest.mark.parametrize("vocab", [7, 50257, VOCAB, 262_144])
 def test_log_probabilities(vocab: int):
-    check_scores("cuda", vocab)
+    check_logprobs("cuda", vocab)

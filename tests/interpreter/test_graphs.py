@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core import NO_MASKS, NOTHING, BatchPlan
+from minisgl.core import BatchPlan, StepResult
 from minisgl.device.device import CpuDevice
 from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import ALONE
@@ -24,12 +24,13 @@ from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.graphs import decode as graph
 from minisgl.engine.graphs import mixed as token_graph
 from minisgl.engine.graphs.capture import TAILS, tail_of
-from minisgl.engine.penalties_state import LogitAdjuster
 from minisgl.engine.runner import EagerRunner, Parts
-from minisgl.engine.state import RowState
+from minisgl.engine.state import LogitPenalties, RowState
+from minisgl.engine.trial import trial_plan
+from minisgl.layout import NO_INTS, NO_MASKS, PAGE_WRITE, ROW_STATE, SLOT, Flag
 from minisgl.ops.table import load_ops
 from minisgl.params import Grammar, SamplingParams
-from minisgl.scheduler.plan import adjust_record, decode_flags, sampling_flags
+from minisgl.scheduler.plan import decode_flags, penalty_record, sampling_flags
 from minisgl.scheduler.req import Req
 from minisgl.triton import step
 
@@ -101,10 +102,10 @@ def parts() -> Parts:
     state = RowState(ROWS + 1, WIDTH, CPU)
     state.page_table.fill_(ROWS * WIDTH)
     vocab, pool = VocabParallel(comm, VOCAB), SimpleNamespace(page_size=PAGE, num_pages=ROWS * WIDTH + 1)
-    adjuster = LogitAdjuster(ROWS + 1, VOCAB, 8, device)
-    adjuster.seen.fill_(77)  # nobody's
+    penalties = LogitPenalties(ROWS + 1, VOCAB, 8, device)
+    penalties.seen.fill_(77)  # unwritten
     played: Any = (Table(), pool, SimpleNamespace(prepare=lambda *_: None))
-    return Parts(device, load_ops("reference"), *played, state, adjuster, comm, vocab)
+    return Parts(device, load_ops("reference"), *played, state, penalties, comm, vocab)
 
 
 class Traffic:
@@ -116,43 +117,42 @@ class Traffic:
 
     def prompts(self, rows: list[int]) -> BatchPlan:
         """Rows are filled, some with tokens that were generated before."""
-        slots, tokens, pages, states, adjusts = [], [], [], [], [NOTHING]
+        slots, tokens, pages, states, penalties = [], [], [], [], [NO_INTS]
         for row in rows:
             ids = np.array([self.rng.randrange(VOCAB) for _ in range(self.rng.randrange(1, 9))], np.int32)
             req = Req(row, ids, self.params[row], 40, row, row * 977)
             req.append_host(np.array([self.rng.randrange(9)] * self.rng.randrange(3), np.int32))
             p, count = req.sampling_params, len(req.ids)
-            slots.append((row, 0, count, BatchPlan.SAMPLES | sampling_flags(req)))
+            slots.append((row, 0, count, Flag.SAMPLES | sampling_flags(req)))
             tokens.append(req.ids)
             pages += [(row, i, row * WIDTH + i) for i in range(WIDTH)]
-            bits = np.array([p.temperature, p.top_p, p.min_p], np.float32).view(np.int32)
-            states.append((row, bits[0], p.top_k, bits[1], bits[2], row * 977, 5))
-            if p.is_adjusted:
-                adjusts.append(adjust_record(req, row, frozenset({2})))
+            states.append((row, p.temperature, p.top_k, p.top_p, p.min_p, (5 << 32) | (row * 977)))
+            if p.has_penalties:
+                penalties.append(penalty_record(req, row, frozenset({2})))
             self.lens[row] = count
-        return self._plan(slots, np.concatenate(tokens), pages, states, np.concatenate(adjusts))
+        return self._plan(slots, np.concatenate(tokens), pages, states, np.concatenate(penalties))
 
     def decode(self, rows: list[int]) -> BatchPlan:
         slots = []
         for row in rows:
-            req = Req(row, NOTHING, self.params[row], 1, row, 0)
+            req = Req(row, NO_INTS, self.params[row], 1, row, 0)
             slots.append((row, self.lens[row], self.lens[row] + 1, decode_flags(req)))
             self.lens[row] += 1
-        return self._plan(slots, NOTHING, [(rows[0], WIDTH - 1, rows[0] * WIDTH)], [], NOTHING)
+        return self._plan(slots, NO_INTS, [(rows[0], WIDTH - 1, rows[0] * WIDTH)], [], NO_INTS)
 
     def mixed(self, decoding: list[int], filled: list[int]) -> BatchPlan:
         first, then = self.decode(decoding), self.prompts(filled)
         masks = [plan.masks for plan in (first, then) if len(plan.masks)]
-        both = {name: np.concatenate([getattr(first, name), getattr(then, name)]) for name in ("slots", "pages")}
+        both = {name: np.concatenate([getattr(first, name), getattr(then, name)]) for name in ("slots", "page_writes")}
         return replace(then, **both, masks=np.concatenate(masks) if masks else NO_MASKS)
 
-    def _plan(self, slots: list, tokens: np.ndarray, pages: list, states: list, adjusts: np.ndarray) -> BatchPlan:
+    def _plan(self, slots: list, tokens: np.ndarray, pages: list, states: list, penalties: np.ndarray) -> BatchPlan:
         self.step += 1
-        masked = [row for row, _, _, flags in slots if flags & BatchPlan.MASKED]
+        masked = [row for row, _, _, flags in slots if flags & Flag.MASKED]
         bits = [self.rng.getrandbits(32) for _ in range(WORDS * len(masked))]
         masks = np.array(bits, np.uint32).view(np.int32).reshape(-1, WORDS) if masked else NO_MASKS
-        pages, states = np.array(pages, np.int32), np.array(states, np.int32).reshape(-1, BatchPlan.ROW_WIDTH)
-        return BatchPlan(self.step, np.array(slots, np.int32), tokens, pages, states, adjusts, masks)
+        records = np.array(slots, SLOT), tokens, np.array(pages, PAGE_WRITE), np.array(states, ROW_STATE)
+        return BatchPlan(self.step, *records, penalties, masks)
 
 
 @pytest.fixture
@@ -177,11 +177,17 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[EagerRunner, 
 def run(runner: Any, plan: BatchPlan, is_late: bool) -> np.ndarray:
     """Its result, the masks with the plan or behind it."""
     if not (is_late and len(plan.masks)):
-        return runner.launch(runner.prepare(plan)).wait()
-    output = runner.launch(runner.prepare(replace(plan, masks=NO_MASKS)))
+        return columns(runner.launch(plan).wait())
+    output = runner.launch(replace(plan, masks=NO_MASKS))
     assert output.awaits_masks
-    output.choose(plan.masks)
-    return output.wait()
+    output.sample(plan.masks)
+    return columns(output.wait())
+
+
+def columns(result: StepResult) -> np.ndarray:
+    """Tokens, finiteness and log-probabilities, one below the other."""
+    logprobs = np.empty((0, len(result.tokens)), np.int32) if result.logprobs is None else result.logprobs
+    return np.concatenate([result.tokens[None], result.finite[None], logprobs])
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["masks with the plan", "masks behind it"])
@@ -195,8 +201,8 @@ def test_graphs_give_what_the_eager_runner_gives(runners: Any, is_late: bool) ->
         assert np.array_equal(run(runner, plan, is_late), want)
         mine, theirs = runner.parts, alone.parts
         assert torch.equal(mine.state.last_token[:ROWS], theirs.state.last_token[:ROWS])
-        assert torch.equal(mine.adjuster.seen[:ROWS], theirs.adjuster.seen[:ROWS])
-        used.add((runner.name, tail_of(int(np.bitwise_or.reduce(plan.slots[:, 3])))))
+        assert torch.equal(mine.penalties.seen[:ROWS], theirs.penalties.seen[:ROWS])
+        used.add((runner.name, tail_of(int(np.bitwise_or.reduce(plan.slots["flags"])))))
 
     for rows in ([0, 1], [2], [3, 4, 5, 6], [8, 7]):
         compare(traffic.prompts(rows))
@@ -219,25 +225,23 @@ def test_rows_without_changes_have_the_same_bits_beside_those_with(runners: Any)
         traffic, tokens = Traffic(1), []
         for plan in (traffic.prompts(plain + beside), *(traffic.decode(plain + beside) for _ in range(12))):
             runner = next(r for r in captured if r.fits(plan))
-            tokens.append(runner.launch(runner.prepare(plan)).wait()[:2, :3].tolist())
+            tokens.append(columns(runner.launch(plan).wait())[:2, :3].tolist())
         results.append(tokens)
     assert results[0] == results[1]
 
 
-def test_scored_prompts_are_left_to_the_eager_runner(runners: Any) -> None:
+def test_prompt_logprobs_are_left_to_the_eager_runner(runners: Any) -> None:
     _, captured = runners()
     plan = Traffic(0).prompts([0])
     assert captured[1].fits(plan)
-    plan.slots[0, 3] |= BatchPlan.SCORED
+    plan.slots["flags"][0] |= Flag.PROMPT_LOGPROBS
     assert not captured[0].fits(plan) and not captured[1].fits(plan)
 
 
 def test_prompts_of_any_length_up_to_the_largest_size_are_graphs(runners: Any) -> None:
     tokens = runners()[1][1]
-    none = np.empty((0, BatchPlan.ROW_WIDTH), np.int32)
     for n, fits in ((1, True), (32, True), (33, True), (48, True), (49, False)):
-        plan = BatchPlan(1, np.array([(0, 0, n, 1)], np.int32), np.zeros(n, np.int32), none[:, :3], none, NOTHING)
-        assert tokens.fits(plan) is fits
+        assert tokens.fits(trial_plan([(0, 0, n, Flag.SAMPLES)])) is fits
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import triton.language as tl
 
 from contract.sampling import (
     adversarial_logits,
-    check_adjust,
     check_candidates,
     check_cuts,
+    check_logprobs,
+    check_penalties,
     check_samples,
-    check_scores,
     make_state,
     mixed_state,
 )
@@ -97,10 +97,10 @@ def test_cuts(dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("vocab", [33, 5000])
-def test_adjusted_logits(vocab: int):
-    check_adjust("cpu", vocab)
+def test_penalties_match_their_formula(vocab: int):
+    check_penalties("cpu", vocab)
 
 
 @pytest.mark.parametrize("vocab", [7, 300, 9001])
 def test_log_probabilities(vocab: int):
-    check_scores("cpu", vocab)
+    check_logprobs("cpu", vocab)

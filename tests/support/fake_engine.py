@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from minisgl.core import BatchPlan, StepCosts, StepResult
+from minisgl.layout import Flag
 from minisgl.params import Limits
 from support.fake_grammar import FakeMatcher
 
@@ -29,7 +30,7 @@ def next_token(ids: np.ndarray, vocab: int, allowed: Sequence[int] | None = None
 
 
 def score(position: int, token: int) -> list[int]:
-    """A column of `StepResult.scores`, where the "log-probability" is the token's position; itself is the likeliest."""
+    """A column of `StepResult.logprobs`: the position as "log-probability", the token itself as likeliest."""
     return [*np.array([position], np.float32).view(np.int32).tolist(), token, *([0] * (StepResult.WIDTH - 2))]
 
 
@@ -37,7 +38,7 @@ def step_seconds(costs: StepCosts, plan: BatchPlan) -> float:
     """How long a step takes, tokens and pairs counted one by one."""
     seconds = costs.base
     for _, start, stop, flags in plan.slots.tolist():
-        if flags & BatchPlan.FROM_DEVICE:
+        if flags & Flag.FROM_DEVICE:
             seconds += costs.per_token + costs.per_context * start
         else:
             seconds += sum(costs.per_token + costs.per_pair * (position + 0.5) for position in range(start, stop))
@@ -70,10 +71,9 @@ class FakeOutput:
     def __init__(self, engine: FakeEngine, plan: BatchPlan) -> None:
         self.engine, self.plan = engine, plan
         self.result: StepResult | None = None
-        both = BatchPlan.SAMPLES | BatchPlan.MASKED
-        self.awaits_masks = not len(plan.masks) and bool((plan.slots[:, 3] & both == both).any())
+        self.awaits_masks = plan.awaits_masks
 
-    def choose(self, masks: np.ndarray) -> None:
+    def sample(self, masks: np.ndarray) -> None:
         assert self.awaits_masks and self.engine.pending[-1:] in ([self], []), "too late"
         self.plan, self.awaits_masks = replace(self.plan, masks=masks.copy()), False
         self.engine.plans.append(masks.tobytes())
@@ -121,13 +121,10 @@ class FakeEngine:
     def step_costs(self) -> StepCosts | None:
         return self.costs
 
-    def prepare(self, plan: BatchPlan) -> BatchPlan:
+    def launch(self, plan: BatchPlan) -> FakeOutput:
         packed = plan.pack()
         self.plans.append(packed.tobytes())
-        return BatchPlan.unpack(packed.copy())
-
-    def launch(self, plan: BatchPlan) -> FakeOutput:
-        output = FakeOutput(self, plan)
+        output = FakeOutput(self, BatchPlan.unpack(packed.copy()))
         self.pending.append(output)
         while len(self.pending) > self.late:
             self.pending.pop(0).run()
@@ -142,15 +139,15 @@ class FakeEngine:
         self.kv[pages] = POISON
 
     def execute(self, plan: BatchPlan) -> StepResult:
-        for row, index, page in plan.pages.tolist():
+        for row, index, page in plan.page_writes.tolist():
             self.page_table[row, index] = page
         if self.costs is not None:
             self.seconds += step_seconds(self.costs, plan)
-        tokens, targets = plan.tokens.tolist(), plan.targets.tolist()
+        tokens, targets = plan.tokens.tolist(), plan.prompt_logprob_ids.tolist()
         masks = [np.flatnonzero(np.unpackbits(m.view(np.uint8), bitorder="little")).tolist() for m in plan.masks]
-        sampled, finite, scores, prompt_scores = [], [], [], []
+        sampled, finite, scores, prompt_logprobs = [], [], [], []
         for row, start, stop, flags in plan.slots.tolist():
-            if flags & BatchPlan.FROM_DEVICE:
+            if flags & Flag.FROM_DEVICE:
                 ids = [int(self.last_token[row])]
                 assert stop - start == 1
             else:
@@ -161,19 +158,19 @@ class FakeEngine:
             pages = self.page_table[row, : -(-stop // self.page_size)]
             sequence = self.kv[pages].reshape(-1)[:stop]
             assert (sequence >= 0).all(), f"row {row} reads a page that was freed or never written: {sequence}"
-            if flags & BatchPlan.SAMPLES:
-                allowed = masks.pop(0) if flags & BatchPlan.MASKED else None
+            if flags & Flag.SAMPLES:
+                allowed = masks.pop(0) if flags & Flag.MASKED else None
                 self.last_token[row] = next_token(sequence, self.vocab, allowed)
                 sampled.append(int(self.last_token[row]))
                 finite.append(row not in self.nan_rows)
-                scores.append(score(stop, sampled[-1]) if flags & BatchPlan.LOGPROBS else score(0, 0))
-            if flags & BatchPlan.SCORED:
-                count = stop - start - bool(flags & BatchPlan.SAMPLES)
+                scores.append(score(stop, sampled[-1]) if flags & Flag.LOGPROBS else score(0, 0))
+            if flags & Flag.PROMPT_LOGPROBS:
+                count = stop - start - bool(flags & Flag.SAMPLES)
                 chosen, targets = targets[:count], targets[count:]
-                prompt_scores += [score(p, t) for p, t in zip(range(start + 1, stop + 1), chosen, strict=False)]
+                prompt_logprobs += [score(p, t) for p, t in zip(range(start + 1, stop + 1), chosen, strict=False)]
         assert not tokens, "the plan has tokens that no slot takes"
         assert not masks, "the plan has masks that no slot takes"
         assert not targets, "the plan has targets that no slot takes"
-        is_scored = bool((plan.slots[:, 3] & (BatchPlan.LOGPROBS | BatchPlan.SCORED)).any())
-        columns = np.array(scores + prompt_scores, np.int32).reshape(-1, StepResult.WIDTH).T
-        return StepResult(np.array(sampled, np.int32), np.array(finite, np.int32), columns if is_scored else None)
+        has_logprobs = bool((plan.slots["flags"] & (Flag.LOGPROBS | Flag.PROMPT_LOGPROBS)).any())
+        columns = np.array(scores + prompt_logprobs, np.int32).reshape(-1, StepResult.WIDTH).T
+        return StepResult(np.array(sampled, np.int32), np.array(finite, np.int32), columns if has_logprobs else None)

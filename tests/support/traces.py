@@ -66,7 +66,7 @@ class Harness:
             for uid, token in zip(uids, ids_from_bytes(msg.tokens).tolist(), strict=True):
                 assert uid not in self.endings, f"token for {uid} after its end"
                 self.outputs[uid].append(token)
-            scored = [s for s in (*(b.prompt_scores for b in msg.started), *msg.scores) if s is not None]
+            scored = [s for s in (*(b.prompt_logprobs for b in msg.started), *msg.logprobs) if s is not None]
             for s in scored:
                 assert self.requests[s.uid][1].logprobs == s.top == 1
                 values, tokens = np.frombuffer(s.logprobs, "<f4").tolist(), ids_from_bytes(s.top_ids).tolist()

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
-
 from minisgl.core import BatchPlan, StepCosts
 from minisgl.engine.config import EngineSpec
+from minisgl.engine.trial import Slot, spread_plan
+from minisgl.layout import NO_PAGE_WRITES, Flag
 
 REPEATS = 3
 PIPELINED = 3  # steps in a row, as under load: launching one overlaps with computing the one before
@@ -28,10 +28,10 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int) -> StepCosts:
     large = min(LARGE_CHUNK, longest, spec.max_step_tokens)
     rows = min(DECODE_ROWS, spec.max_running_requests)
 
-    def seconds(slots: list[tuple[int, int, int, int]], num_tokens: int) -> float:
-        plan = _plan(slots, num_tokens, spec.page_size, num_pages)
+    def seconds(slots: list[Slot]) -> float:
+        plan = spread_plan(slots, spec.page_size, num_pages)
         run(plan)()
-        plan, times = replace(plan, pages=plan.pages[:0]), []
+        plan, times = replace(plan, page_writes=NO_PAGE_WRITES), []
         for _ in range(REPEATS):
             started = time.perf_counter()
             waits = [run(plan) for _ in range(PIPELINED)]
@@ -41,11 +41,11 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int) -> StepCosts:
         return statistics.median(times)
 
     def chunk(start: int, count: int) -> float:
-        return seconds([(0, start, start + count, BatchPlan.SAMPLES)], count)
+        return seconds([(0, start, start + count, Flag.SAMPLES)])
 
     def decode(context: int) -> float:
-        flags = BatchPlan.SAMPLES | BatchPlan.FROM_DEVICE
-        return seconds([(row, context, context + 1, flags) for row in range(rows)], 0)
+        flags = Flag.SAMPLES | Flag.FROM_DEVICE
+        return seconds([(row, context, context + 1, flags) for row in range(rows)])
 
     few, many = chunk(0, small), chunk(0, large)
     # The keys that the large chunk's tokens see add to its time, so what they cost comes first.
@@ -60,15 +60,3 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int) -> StepCosts:
     context = min(DECODE_CONTEXT, longest)
     per_context = max(0.0, (decode(context) - decode(context // 16)) / (rows * (context - context // 16)))
     return StepCosts(base, per_token, per_context, per_pair)
-
-
-def _plan(slots: list[tuple[int, int, int, int]], num_tokens: int, page_size: int, num_pages: int) -> BatchPlan:
-    """A step whose rows are spread over as many different pages as there are."""
-    none, writes, page = np.empty(0, np.int32), [], 0
-    for row, _, stop, _ in slots:
-        for index in range(-(-stop // page_size)):
-            writes.append((row, index, page % num_pages))
-            page += 1
-    rows = none.reshape(0, BatchPlan.ROW_WIDTH)
-    pages = np.array(writes, np.int32)
-    return BatchPlan(0, np.array(slots, np.int32), np.zeros(num_tokens, np.int32), pages, rows, none)

@@ -5,20 +5,18 @@ from __future__ import annotations
 import gc
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from minisgl.attention import resolve_attention
-from minisgl.core import StepResult
-from minisgl.device.device import CpuDevice, Device, Pending, create_device
+from minisgl.device.device import CpuDevice, Device, create_device
 from minisgl.distributed.group import Group
 from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.config import EngineSpec, resolve
 from minisgl.engine.costs import measure_costs
 from minisgl.engine.memory import compile_kernels, plan_memory
-from minisgl.engine.penalties_state import LogitAdjuster
 from minisgl.engine.pooling import PoolingRunner, base_runner
-from minisgl.engine.runner import EagerRunner, Parts, Runner, Unchosen
-from minisgl.engine.state import RowState
+from minisgl.engine.runner import EagerRunner, ForwardOutput, Parts, Runner
+from minisgl.engine.state import LogitPenalties, RowState
 from minisgl.errors import ConfigError, NativeError
 from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.models import load_model
@@ -27,36 +25,12 @@ from minisgl.params import Limits
 from minisgl.process.log import Progress
 
 if TYPE_CHECKING:
-    from minisgl.core import BatchPlan, Ints, StepCosts
+    from minisgl.core import BatchPlan, StepCosts
     from minisgl.native.library import NativeLibrary
     from minisgl.native.runner import NativeRunner
     from minisgl.settings.options import EngineConfig
 
 _log = logging.getLogger("minisgl.engine")
-
-
-class ForwardOutput:
-    """What a launched batch computes, on its way to the host."""
-
-    def __init__(self, pending: Pending, num_targets: int, embeds: bool) -> None:
-        self._pending, self._num_targets, self._embeds = pending, num_targets, embeds
-
-    @property
-    def awaits_masks(self) -> bool:
-        return isinstance(self._pending, Unchosen) and self._pending.awaits_masks
-
-    def choose(self, masks: Ints) -> None:
-        """Choose tokens by the masks that the plan had not."""
-        assert isinstance(self._pending, Unchosen), "the plan had all masks"
-        self._pending.choose(masks)
-
-    def wait(self) -> StepResult:
-        """Blocks until it is there."""
-        result = self._pending.wait()
-        sampled = result.shape[1] - self._num_targets
-        rest = result[2:] if len(result) > 2 else None
-        scores, embeddings = (None, rest) if self._embeds else (rest, None)
-        return StepResult(result[0, :sampled], result[1, :sampled], scores, embeddings)
 
 
 class Engine:
@@ -85,8 +59,8 @@ class Engine:
         embeds = spec.pooling is not None
         limits = self.limits = Limits(max_model_len=spec.max_seq_len, vocab_size=m.vocab_size, embeds=embeds)
         max_biases = limits.max_logit_bias + limits.max_stop_token_ids + len(spec.eos_token_ids)
-        adjuster = LogitAdjuster(0 if embeds else rows + 1, m.vocab_size, max_biases, device)
-        parts = Parts(device, ops, model, pool, attention, state, adjuster, comm, VocabParallel(comm, m.vocab_size))
+        penalties = LogitPenalties(0 if embeds else rows + 1, m.vocab_size, max_biases, device)
+        parts = Parts(device, ops, model, pool, attention, state, penalties, comm, VocabParallel(comm, m.vocab_size))
         if device.type == "cuda":
             compile_kernels(parts, spec)
         self.memory = plan_memory(parts, spec)
@@ -108,7 +82,7 @@ class Engine:
             self.runners = [self.general]
         self._costs = None
         if device.is_async:
-            self._costs = measure_costs(lambda plan: self.launch(self.prepare(plan)).wait, spec, self.num_pages)
+            self._costs = measure_costs(lambda plan: self.launch(plan).wait, spec, self.num_pages)
             state.page_table.fill_(self.num_pages)
             _log.info("a step costs %s", self._costs)
         self.page_size = spec.page_size
@@ -132,15 +106,9 @@ class Engine:
         gc.collect()
         self.parts.comm.close()
 
-    def prepare(self, plan: BatchPlan) -> tuple[Runner, Any, int]:
-        """Choose how to run a plan and do what can be done before its turn."""
-        runner = next(r for r in self.runners if r.fits(plan))
-        return runner, runner.prepare(plan), len(plan.targets)
-
-    def launch(self, prepared: tuple[Runner, Any, int]) -> ForwardOutput:
-        """Start a step behind those launched before."""
-        runner, batch, num_targets = prepared
-        return ForwardOutput(runner.launch(batch), num_targets, self.spec.pooling is not None)
+    def launch(self, plan: BatchPlan) -> ForwardOutput:
+        """Start a step behind those launched before, with the first runner that fits."""
+        return next(r for r in self.runners if r.fits(plan)).launch(plan)
 
     def step_costs(self) -> StepCosts | None:
         """Measured at the start on a device that works while the host plans, else None."""

@@ -6,17 +6,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
-from minisgl.core import NO_MASKS, BatchPlan
 from minisgl.engine.graphs.capture import TAILS
 from minisgl.engine.pooling import base_runner
+from minisgl.engine.trial import decode_plan, largest_prefill
 from minisgl.errors import ConfigError
 from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.process.log import Progress
 from minisgl.triton.tuned_linear import tuned_linear
 
 if TYPE_CHECKING:
+    from minisgl.core import BatchPlan
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.runner import Parts, Runner
 
@@ -102,27 +101,4 @@ def require_even(free: list[int]) -> None:
 
 
 def _run(runner: Runner, plan: BatchPlan) -> None:
-    runner.launch(runner.prepare(plan)).wait()
-
-
-def largest_prefill(spec: EngineSpec) -> BatchPlan:
-    """A step of as many prompt tokens as one may have, in as few sequences as can hold them."""
-    slots, left = [], spec.max_step_tokens
-    for row in range(spec.max_running_requests):
-        if left:
-            slots.append((row, 0, min(left, spec.max_seq_len - 1), BatchPlan.SAMPLES))
-            left -= slots[-1][2]
-    return _plan(slots, spec.max_step_tokens - left)
-
-
-def decode_plan(rows: int, vocab_size: int, flags: int) -> BatchPlan:
-    """The first token of each of `rows` rows, chosen as `flags` say; masks allow all."""
-    masks = np.full((rows, -(-vocab_size // 32)), -1, np.int32) if flags & BatchPlan.MASKED else NO_MASKS
-    flags |= BatchPlan.SAMPLES | BatchPlan.FROM_DEVICE
-    return replace(_plan([(row, 0, 1, flags) for row in range(rows)], 0), masks=masks)
-
-
-def _plan(slots: list[tuple[int, int, int, int]], num_tokens: int) -> BatchPlan:
-    none = np.empty(0, np.int32)
-    rows = none.reshape(0, BatchPlan.ROW_WIDTH)
-    return BatchPlan(0, np.array(slots, np.int32), np.zeros(num_tokens, np.int32), none.reshape(0, 3), rows, none)
+    runner.launch(plan).wait()

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from minisgl.engine.prepare import prepare_batch
-from minisgl.engine.runner import EagerRunner
+from minisgl.engine.batch import make_batch
+from minisgl.engine.runner import EagerRunner, ForwardOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from minisgl.checkpoint.embedder import Pooling
     from minisgl.core import Batch, BatchPlan
-    from minisgl.device.device import Pending
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.runner import Parts
 
@@ -51,7 +50,7 @@ class MeanOfTokens:
         is_first = layout.kv_lens == layout.cu_query_lens.diff()
         rows = layout.rows.long()
         self._sums[rows] = torch.where(is_first.unsqueeze(1), sums, self._sums[rows] + sums)
-        return self._sums[batch.sample_rows] / batch.sample_positions.unsqueeze(1)
+        return self._sums[batch.sampling.rows] / batch.sampling.positions.unsqueeze(1)
 
 
 POOLERS: Final[dict[Pooling, Callable[[Parts], Callable[[Batch], Tensor]]]] = {"last": LastToken, "mean": MeanOfTokens}
@@ -70,17 +69,16 @@ class PoolingRunner:
     def fits(self, plan: BatchPlan) -> bool:
         return True
 
-    def prepare(self, plan: BatchPlan) -> Batch:
-        return prepare_batch(plan, self._device)
-
-    def launch(self, batch: Batch) -> Pending:
-        return self._device.submit(lambda: self._step(batch), self._flops_per_token * batch.num_tokens)
+    def launch(self, plan: BatchPlan) -> ForwardOutput:
+        batch = make_batch(plan, self._device)
+        flops = self._flops_per_token * batch.num_tokens
+        return ForwardOutput(plan, lambda _: self._device.submit(lambda: self._step(batch), flops), embeds=True)
 
     @torch.inference_mode()
     def _step(self, batch: Batch) -> Tensor:
         pooled = self._pool(batch)
-        sound = pooled.isfinite().all(1).int()
-        return torch.cat([torch.zeros_like(sound).unsqueeze(0), sound.unsqueeze(0), pooled.view(torch.int32).t()])
+        finite = pooled.isfinite().all(1).int()
+        return torch.cat([torch.zeros_like(finite).unsqueeze(0), finite.unsqueeze(0), pooled.view(torch.int32).t()])
 
 
 def base_runner(parts: Parts, spec: EngineSpec) -> EagerRunner | PoolingRunner:

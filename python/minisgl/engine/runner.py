@@ -1,83 +1,81 @@
-"""How a planned step reaches the device: `Engine` takes the first runner that fits, and all give the same tokens."""
+"""How a plan is run on a device: `Engine` takes the first runner that fits, and all runners give the same tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from minisgl.core import Batch, BatchPlan, Context
+from minisgl.core import Batch, BatchPlan, Context, StepResult
+from minisgl.engine.batch import make_batch
 from minisgl.engine.graphs.capture import TAILS
-from minisgl.engine.prepare import prepare_batch
+from minisgl.layout import Flag
 from minisgl.ops.logprobs import rows_per_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy as np
-    import numpy.typing as npt
-
     from minisgl.attention.backend import AttentionBackend
-    from minisgl.core import Ints, Scored
+    from minisgl.core import Ints, PromptLogprobs, Sampling
     from minisgl.device.device import Device, Pending
     from minisgl.distributed.communicator import Communicator
     from minisgl.distributed.tensor_parallel import VocabParallel
-    from minisgl.engine.penalties_state import LogitAdjuster
-    from minisgl.engine.state import RowState
+    from minisgl.engine.state import LogitPenalties, RowState
     from minisgl.kvcache.mha_pool import MHAKVPool
     from minisgl.models.llama import LlamaForCausalLM
     from minisgl.ops.table import OpTable
 
 
 NO_TOKENS: Final = torch.empty(2, 0, dtype=torch.int32)
-_Computed = tuple[Tensor | None, Tensor | None]
-"""Logits of the sequences that sample, if any, and the columns of the plan's `targets`, if there are any."""
 
 
-class Runner(Protocol):
-    """One way to execute plans."""
+class ForwardOutput:
+    """A launched step on its way to the host.
 
-    name: str
+    Sampling starts at once, unless it needs masks that the plan does not have: then `sample` brings them.
+    """
 
-    def fits(self, plan: BatchPlan) -> bool:
-        """Whether this runner can execute `plan`."""
-
-    def prepare(self, plan: BatchPlan) -> Any:
-        """What can be done before the step's turn; to be kept alive until its result is there."""
-
-    def launch(self, prepared: Any) -> Pending:
-        """Start the step behind those launched before; what is pending is an `Unchosen` if the plan `lacks_masks`.
-
-        Its result is int32, down each column a token, whether its logits were sound and, if anybody wants them, its
-        `StepResult.scores`. There is a column for each sampled sequence, then one for each of the plan's `targets`.
+    def __init__(self, plan: BatchPlan, sample: Callable[[Ints], Pending], *, embeds: bool = False) -> None:
+        """`sample(masks)` starts sampling. Its result is int32 with a column for each sequence that samples, then one
+        for each of the plan's `prompt_logprob_ids`: a token, whether its logits were finite and, if any is wanted,
+        `StepResult.logprobs` (with `embeds`: `StepResult.embeddings`).
         """
-
-
-class Unchosen:
-    """A step of which all but the choice of tokens has been started: that needs masks, which `choose` brings."""
-
-    def __init__(self, start: Callable[[Ints], Pending]) -> None:
-        self._start = start
-        self._pending: Pending | None = None
+        self._num_prompt_logprobs = len(plan.prompt_logprob_ids)
+        self._embeds = embeds
+        self._sample = sample
+        self._pending = None if plan.awaits_masks else sample(plan.masks)
 
     @property
     def awaits_masks(self) -> bool:
         return self._pending is None
 
-    def choose(self, masks: Ints) -> None:
-        assert self._pending is None, "its tokens are chosen already"
-        self._pending = self._start(masks)
+    def sample(self, masks: Ints) -> None:
+        """Start sampling with the masks [M, W] that the plan did not have."""
+        assert self._pending is None, "sampling has started already"
+        self._pending = self._sample(masks)
 
-    def wait(self) -> npt.NDArray[np.int32]:
-        assert self._pending is not None, "its masks have not come"
-        return self._pending.wait()
+    def wait(self) -> StepResult:
+        """The step's result; blocks until the step is done."""
+        assert self._pending is not None, "the step still awaits its masks"
+        columns = self._pending.wait()
+        sampled = columns.shape[1] - self._num_prompt_logprobs
+        rest = columns[2:] if len(columns) > 2 else None
+        logprobs, embeddings = (None, rest) if self._embeds else (rest, None)
+        return StepResult(columns[0, :sampled], columns[1, :sampled], logprobs, embeddings)
 
 
-def lacks_masks(flags: int, masks: Ints) -> bool:
-    """Whether a step whose sampling slots have `flags` needs masks that its plan has not."""
-    return bool(flags & BatchPlan.MASKED) and not len(masks)
+class Runner(Protocol):
+    """One way to run plans."""
+
+    name: str
+
+    def fits(self, plan: BatchPlan) -> bool:
+        """Whether this runner can run `plan`."""
+
+    def launch(self, plan: BatchPlan) -> ForwardOutput:
+        """Start the step behind those launched before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,7 @@ class Parts:
     kv_cache: MHAKVPool
     attention: AttentionBackend
     state: RowState
-    adjuster: LogitAdjuster
+    penalties: LogitPenalties
     comm: Communicator
     vocab: VocabParallel
 
@@ -106,7 +104,7 @@ class Parts:
     def begin(self, batch: Batch) -> tuple[Tensor, Batch, Tensor]:
         """Apply a step's page writes and sampling states; what `forward` and `hidden` take."""
         state, page_size = self.state, self.kv_cache.page_size
-        state.apply(batch)
+        state.apply(batch.page_writes, batch.row_states)
         rows = batch.token_rows.long()
         input_ids = torch.where(batch.input_ids < 0, state.last_token[rows], batch.input_ids)
         pages = state.page_table[rows, (batch.positions // page_size).long()]
@@ -126,47 +124,48 @@ class Parts:
         metadata = self.attention.prepare(batch, table)
         return Context(batch, table, self.kv_cache, self.attention, metadata, out_loc)
 
-    def sample(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Choose and commit tokens -> int32 [2, S], or [2 + StepResult.WIDTH, S] if log-probabilities are wanted.
+    def sample(self, logits: Tensor, sampling: Sampling) -> Tensor:
+        """Sample and commit tokens -> int32 [2, S], or [2 + StepResult.WIDTH, S] if log-probabilities are wanted.
 
-        Those are the model's own, whatever changes the logits here. Several ranks exchange the best of each, unless
-        some row asks for more than a temperature: what filters keep depends on all logits, and may be any number of
-        them; so then these are gathered, and everything is as on one rank.
+        Log-probabilities are the model's own, whatever changes the logits here. Several ranks exchange the best
+        candidate of each, unless a sequence asks for more than a temperature: filters look at all logits, so these are
+        gathered, and every rank samples as one rank would.
         """
-        rows, positions, flags = batch.sample_rows, batch.sample_positions, batch.sample_flags
-        if not (self.vocab.is_whole or batch.flags & TAILS[-1] or batch.scored):
+        rows, positions, row_flags = sampling.rows, sampling.positions, sampling.row_flags
+        if not (self.vocab.is_whole or sampling.flags & (TAILS[-1] | Flag.PROMPT_LOGPROBS)):
             own = self.ops.candidates(logits, rows, positions, self.state, self.vocab.shard.start)
             out = self.vocab.best(own)
             self.state.last_token[rows] = out[0]
             return out
         logits = self.vocab.gather(logits)
-        changed = logits
-        if batch.flags & (BatchPlan.ADJUSTED | BatchPlan.MASKED):
-            changed = self.ops.adjust_logits(logits, flags, batch.mask_places, rows, positions, self.adjuster)
-        is_filtered = bool(batch.flags & BatchPlan.FILTERED)
-        out = self.ops.sample_rows(changed, rows, positions, self.state, is_filtered)
-        if batch.flags & BatchPlan.ADJUSTED:
-            self.ops.count_tokens(out[0], flags, rows, self.adjuster)
-        if not batch.flags & BatchPlan.LOGPROBS and batch.scored is None:
+        penalized = logits
+        if sampling.flags & (Flag.PENALIZED | Flag.MASKED):
+            penalized = self.ops.apply_penalties(
+                logits, row_flags, sampling.mask_index, rows, positions, self.penalties
+            )
+        out = self.ops.sample_rows(penalized, rows, positions, self.state, bool(sampling.flags & Flag.FILTERED))
+        if sampling.flags & Flag.PENALIZED:
+            self.ops.count_tokens(out[0], row_flags, rows, self.penalties)
+        if not sampling.flags & (Flag.LOGPROBS | Flag.PROMPT_LOGPROBS):
             return out
-        return torch.cat([out, self.ops.token_scores(logits, out[0], flags)])
+        return torch.cat([out, self.ops.token_logprobs(logits, out[0], row_flags)])
 
-    def score(self, x: Tensor, residual: Tensor, scored: Scored) -> Tensor:
+    def prompt_logprobs(self, x: Tensor, residual: Tensor, wanted: PromptLogprobs) -> Tensor:
         """Columns [2 + StepResult.WIDTH, N] int32 for the targets; x and residual [K, H].
 
         A vocabulary of logits for each token of a long prompt would not fit: they are made and used pass by pass.
         """
         step, parts = rows_per_pass(self.model.config.vocab_size), []
-        for start in range(0, len(scored.targets), step):
-            at, targets = scored.scored_at[start : start + step], scored.targets[start : start + step]
+        for start in range(0, len(wanted.token_ids), step):
+            at, targets = wanted.logprobs_at[start : start + step], wanted.token_ids[start : start + step]
             logits = self.vocab.gather(self.model.logits(x[at], residual[at]))
-            parts.append(self.ops.token_scores(logits, targets, torch.full_like(targets, BatchPlan.LOGPROBS)))
-        sound = torch.ones_like(scored.targets)
-        return torch.cat([torch.stack([scored.targets, sound]), torch.cat(parts, 1)])
+            parts.append(self.ops.token_logprobs(logits, targets, torch.full_like(targets, Flag.LOGPROBS)))
+        finite = torch.ones_like(wanted.token_ids)
+        return torch.cat([torch.stack([wanted.token_ids, finite]), torch.cat(parts, 1)])
 
 
 class EagerRunner:
-    """Any step, op by op."""
+    """Runs any plan, op by op."""
 
     name = "eager"
 
@@ -177,45 +176,56 @@ class EagerRunner:
     def fits(self, plan: BatchPlan) -> bool:
         return True
 
-    def prepare(self, plan: BatchPlan) -> Batch:
-        return prepare_batch(plan, self.parts.device)
-
-    def launch(self, batch: Batch) -> Pending:
+    def launch(self, plan: BatchPlan) -> ForwardOutput:
+        batch = make_batch(plan, self.parts.device)
         submit, flops = self.parts.device.submit, self._flops_per_token * batch.num_tokens
-        if not lacks_masks(batch.flags, batch.masks):
-            return submit(lambda: self._choose(batch, self._compute(batch), batch.masks), flops)
-        computed: list[_Computed] = []
+        if not plan.awaits_masks:
+            return ForwardOutput(
+                plan, lambda masks: submit(lambda: self._sample(plan, batch, self._forward(batch), masks), flops)
+            )
+        forward: list[_Forward] = []
 
-        def compute() -> Tensor:
-            computed.append(self._compute(batch))
+        def start() -> Tensor:
+            forward.append(self._forward(batch))
             return NO_TOKENS
 
-        submit(compute, flops)
-        return Unchosen(lambda masks: submit(lambda: self._choose(batch, computed.pop(), masks), 0.0))
+        submit(start, flops)
+        return ForwardOutput(plan, lambda masks: submit(lambda: self._sample(plan, batch, forward.pop(), masks), 0.0))
 
     @torch.inference_mode()
     def logits_of(self, plan: BatchPlan) -> Tensor:
-        """What a plan's tokens would be chosen by: [S, V] in the model's dtype, for checks."""
-        return self.parts.vocab.gather(self.parts.run(self.prepare(plan)))
+        """The logits that a plan samples from: [S, V] in the model's dtype, for checks."""
+        return self.parts.vocab.gather(self.parts.run(make_batch(plan, self.parts.device)))
 
     @torch.inference_mode()
-    def _compute(self, batch: Batch) -> _Computed:
-        parts = self.parts
-        if batch.scored is None:
+    def _forward(self, batch: Batch) -> _Forward:
+        parts, wanted = self.parts, batch.prompt_logprobs
+        if wanted is None:
             logits = parts.run(batch)
-            return logits if len(batch.sample_rows) else None, None
-        scored = batch.scored
-        x, residual = parts.hidden(*parts.begin(replace(batch, logit_tokens=scored.logit_tokens)))
-        columns = parts.score(x, residual, scored)
-        if not len(batch.sample_rows):
-            return None, columns
-        return parts.model.logits(x[scored.sampled_at], residual[scored.sampled_at]), columns
+            return _Forward(logits if len(batch.sampling.rows) else None, None)
+        x, residual = parts.hidden(*parts.begin(replace(batch, logit_tokens=wanted.kept)))
+        columns = parts.prompt_logprobs(x, residual, wanted)
+        if not len(batch.sampling.rows):
+            return _Forward(None, columns)
+        return _Forward(parts.model.logits(x[wanted.sampled_at], residual[wanted.sampled_at]), columns)
 
     @torch.inference_mode()
-    def _choose(self, batch: Batch, computed: _Computed, masks: Ints) -> Tensor:
-        logits, columns = computed
-        self.parts.adjuster.apply(batch.adjusts, masks)
-        parts = [] if logits is None else [self.parts.sample(logits, batch)]
-        if columns is not None:
-            parts.append(columns)
-        return torch.cat(parts, 1) if parts else NO_TOKENS
+    def _sample(self, plan: BatchPlan, batch: Batch, forward: _Forward, masks: Ints) -> Tensor:
+        self.parts.penalties.apply(plan.penalties, masks)
+        columns = []
+        if forward.logits is not None:
+            sampling = batch.sampling
+            if forward.prompt_logprobs is not None:  # the columns of both are of one height
+                sampling = replace(sampling, flags=sampling.flags | Flag.PROMPT_LOGPROBS)
+            columns.append(self.parts.sample(forward.logits, sampling))
+        if forward.prompt_logprobs is not None:
+            columns.append(forward.prompt_logprobs)
+        return torch.cat(columns, 1) if columns else NO_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """Logits [S, this rank's shard of V] of the sequences that sample, and the columns of the prompt logprobs."""
+
+    logits: Tensor | None
+    prompt_logprobs: Tensor | None

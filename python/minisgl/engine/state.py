@@ -1,17 +1,25 @@
-"""What the device remembers from step to step, indexed by row."""
+"""What the device remembers of each row from step to step. A step writes the plan's changes first."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import torch
 
+from minisgl.layout import PAGE_WRITE, PENALTY_HEAD, ROW_STATE, columns, words
+
 if TYPE_CHECKING:
-    from minisgl.core import Batch
+    from minisgl.core import Ints
+    from minisgl.device.device import Device
+
+_PAGE: Final = columns(PAGE_WRITE)
+_ROW: Final = columns(ROW_STATE)
 
 
 class RowState:
-    """Persistent per-request tensors. A step first applies the plan's writes (`apply`), last commits its tokens.
+    """Page table, newest token and sampling state, indexed by row.
 
     page_table   [rows, pages per row] int32
     last_token   [rows] int32, the newest sampled token
@@ -27,17 +35,88 @@ class RowState:
         self.min_p = torch.zeros(rows, dtype=torch.float32, device=device)
         self.noise_key = torch.zeros(rows, dtype=torch.int64, device=device)
 
-    def apply(self, batch: Batch) -> None:
-        """Write the page-table entries and sampling states that this step begins with."""
-        if len(batch.page_writes):
-            row, index, page = batch.page_writes.unbind(1)
-            self.page_table[row, index] = page.int()
-        if len(batch.row_writes):
-            w = batch.row_writes
-            rows = w[:, 0].long()
-            self.temperature[rows] = w[:, 1].contiguous().view(torch.float32)
-            self.top_k[rows] = w[:, 2]
-            self.top_p[rows] = w[:, 3].contiguous().view(torch.float32)
-            self.min_p[rows] = w[:, 4].contiguous().view(torch.float32)
-            low, high = w[:, 5].long() & 0xFFFFFFFF, w[:, 6].long() << 32
-            self.noise_key[rows] = high | low
+    def apply(self, page_writes: torch.Tensor, row_states: torch.Tensor) -> None:
+        """Write page-table entries [P, 3] and sampling states [R, 7], int32 with the columns of their records."""
+        if len(page_writes):
+            at = (page_writes[:, _PAGE["row"]].long(), page_writes[:, _PAGE["index"]].long())
+            self.page_table[at] = page_writes[:, _PAGE["page"]]
+        if len(row_states):
+            rows = row_states[:, _ROW["row"]].long()
+            self.top_k[rows] = row_states[:, _ROW["top_k"]]
+            for name, values in (("temperature", self.temperature), ("top_p", self.top_p), ("min_p", self.min_p)):
+                values[rows] = row_states[:, _ROW[name]].contiguous().view(torch.float32)
+            low, high = row_states[:, _ROW["noise_key"]], row_states[:, _ROW["noise_key"] + 1]
+            self.noise_key[rows] = (high.long() << 32) | (low.long() & 0xFFFFFFFF)
+
+
+class LogitPenalties:
+    """Penalties, biases and forbidden ends of the rows, and the masks of the newest step; `ops.penalties` applies them.
+
+    The tables are as large as they will ever be, so captured steps may read them. A row's result does not depend on the
+    other rows of its batch.
+
+    seen         [rows, V] int32, 2 x how often a token was generated, + 1 if it is in the prompt
+    penalties    [rows, 3] float32: presence, frequency, repetition
+    first_end    [rows] int32, first position at which the request may end
+    num_biases   [rows] int32, how many of the following a row has
+    bias_ids     [rows, N] int32, distinct tokens; ~token for one that ends the request
+    biases       [rows, N] float32
+    masks        [rows, ceil(V / 32)] int32 in the order of the MASKED sequences, not by row: bit i of word w is token
+                 32 w + i, 1 = allowed
+    """
+
+    def __init__(self, rows: int, vocab_size: int, max_biases: int, device: Device) -> None:
+        self._device = device
+
+        def table(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device.torch_device)
+
+        # A row is cleared when it is filled. On a CPU, memory that was never written costs nothing.
+        self.seen = torch.empty(rows, vocab_size, dtype=torch.int32, device=device.torch_device)
+        self.penalties = table(rows, 3, dtype=torch.float32)
+        self.first_end = table(rows)
+        self.num_biases = table(rows)
+        self.bias_ids = table(rows, max_biases)
+        self.biases = table(rows, max_biases, dtype=torch.float32)
+        self.masks = table(rows, -(-vocab_size // 32))
+
+    def apply(self, records: Ints, masks: Ints) -> None:
+        """Take over the penalty records of newly filled rows, and the masks [M, W] of the coming step."""
+        if len(records):
+            self._fill(records)
+        if len(masks):
+            self.masks[: len(masks)] = self._device.upload(masks)[0]
+
+    def _fill(self, records: Ints) -> None:
+        heads, biases, prompts, outputs = [], [], [], []
+        for head, (ids, bits, prompt, output) in _split(records):
+            index = np.arange(len(ids), dtype=np.int32)
+            heads.append(head)
+            biases.append(np.stack([np.full_like(index, head["row"]), index, ids, bits]))
+            prompts.append(np.stack([np.full_like(prompt, head["row"]), prompt]))
+            outputs.append(np.stack([np.full_like(output, head["row"]), output]))
+        fields = np.stack(heads)
+        factors = np.stack([fields[name] for name in ("presence", "frequency", "repetition")]).view(np.int32)
+        ints = np.stack([fields[name] for name in ("row", "first_end", "num_biases")])
+        arrays = (factors, ints, *(np.concatenate(x, 1) for x in (biases, prompts, outputs)))
+        factor, head_ints, bias, in_prompt, generated = self._device.upload(*arrays)
+        rows = head_ints[0].long()
+        self.penalties[rows] = factor.view(torch.float32).t()
+        self.first_end[rows] = head_ints[1]
+        self.num_biases[rows] = head_ints[2]
+        at = (bias[0].long(), bias[1].long())
+        self.bias_ids[at] = bias[2]
+        self.biases[at] = bias[3].view(torch.float32)
+        self.seen[rows] = 0
+        self.seen[in_prompt[0].long(), in_prompt[1].long()] = 1
+        twos = torch.full_like(generated[0], 2)
+        self.seen.index_put_((generated[0].long(), generated[1].long()), twos, accumulate=True)
+
+
+def _split(records: Ints) -> Iterator[tuple[np.void, list[Ints]]]:
+    """The head and the four lists of each penalty record."""
+    while len(records):
+        head = records[: words(PENALTY_HEAD)].view(PENALTY_HEAD)[0]
+        lists = records[words(PENALTY_HEAD) : head["words"]]
+        yield head, np.split(lists, np.cumsum([head["num_biases"], head["num_biases"], head["num_prompt"]]))
+        records = records[head["words"] :]

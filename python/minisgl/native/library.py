@@ -13,12 +13,12 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping
-from ctypes import POINTER, c_double, c_int64, c_void_p
+from ctypes import POINTER, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Final
 
-from minisgl.errors import ConfigError, NativeError
+from minisgl.errors import ConfigError, InvariantError, NativeError
 from minisgl.native.build import Target, build_library
 
 _log = logging.getLogger("minisgl.native")
@@ -45,49 +45,19 @@ ISAS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
-class LayerWeights(ctypes.Structure):
-    """Addresses of one layer's weights, as in cpp/forward.cpp; biases and norms are float32, 0 where there is none."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, c_void_p) for name in ("qkv_bias", "o_bias", "gate_up_bias", "down_bias")),
-        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "cos_sin")),
-        ("window", c_int64),
-    ]
-
-
-class ModelSpec(ctypes.Structure):
-    """Sizes and addresses of a model, its K/V pool and the per-row state, as in cpp/forward.cpp."""
-
-    _fields_ = [
-        *((name, c_int64) for name in ("is_bf16", "is_int8", "layers", "hidden", "intermediate", "vocab", "heads")),
-        *((name, c_int64) for name in ("kv_heads", "dim", "page", "threads", "is_tied")),
-        ("eps", c_double),
-        ("scale", c_double),
-        ("weights", POINTER(LayerWeights)),
-        *((name, c_void_p) for name in ("embedding", "head", "final_norm", "cache")),
-        ("layer_stride", c_int64),
-        ("page_table", c_void_p),
-        ("table_width", c_int64),
-        *((name, c_void_p) for name in ("last_token", "temperature", "top_k", "top_p", "min_p", "noise_key")),
-    ]
-
-
-class StepPlan(ctypes.Structure):
-    """The arrays of a `core.BatchPlan`."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("slots", "tokens", "pages", "rows")),
-        *((name, c_int64) for name in ("num_slots", "num_pages", "num_rows")),
-    ]
-
-
 class NativeLibrary:
     """A loaded build; `isa` is one of ISAS."""
 
     def __init__(self, path: Path, isa: str) -> None:
+        from minisgl.native.abi import LAYOUT_VERSION, ModelSpec, StepPlan  # needs numpy, which a build has not
+
+        self.path = path
         self.isa = isa
         library = ctypes.CDLL(str(path))
+        version = library.minisgl_layout_version
+        version.argtypes, version.restype = [], c_int64
+        if version() != LAYOUT_VERSION:
+            raise InvariantError(f"{path.name} reads plans of layout {version()}, and this is layout {LAYOUT_VERSION}")
         self.create = library.minisgl_create
         self.create.argtypes, self.create.restype = [POINTER(ModelSpec)], c_void_p
         self.destroy = library.minisgl_destroy

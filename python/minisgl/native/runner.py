@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from ctypes import byref, c_float
+from ctypes import addressof, byref, c_float
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,10 +11,12 @@ import numpy as np
 import torch
 
 from minisgl.core import BatchPlan, StepResult
-from minisgl.engine.prepare import prepare_batch
-from minisgl.engine.runner import lacks_masks
+from minisgl.engine.batch import make_sampling
+from minisgl.engine.runner import ForwardOutput
+from minisgl.layout import NO_MASKS, NO_PAGE_WRITES, NO_ROW_STATES, SLOT, Flag
 from minisgl.models.families import FAMILIES
-from minisgl.native.library import LayerWeights, ModelSpec, NativeLibrary, StepPlan
+from minisgl.native.abi import LayerWeights, ModelSpec, StepPlan
+from minisgl.native.library import NativeLibrary
 from minisgl.native.packing import LANES, pack_weights
 from minisgl.ops.logprobs import rows_per_pass
 
@@ -22,15 +24,15 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from minisgl.core import Ints
-    from minisgl.device.device import CpuDevice, Pending
+    from minisgl.core import Ints, Records
+    from minisgl.device.device import CpuDevice
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.runner import Parts
 
 DTYPES: Final = (torch.float32, torch.bfloat16)
 GROUP: Final = 32  # columns that share a scale in quantized ones
-CHOICE_FLOPS: Final = 50.0  # about, for each logit of a token that torch's ops choose
-PLAIN: Final = BatchPlan.SAMPLES | BatchPlan.FROM_DEVICE
+SAMPLING_FLOPS: Final = 50.0  # roughly, for each logit of a token that the ops in torch sample
+PLAIN: Final = Flag.SAMPLES | Flag.FROM_DEVICE
 
 
 def refusal(spec: EngineSpec) -> str | None:
@@ -86,89 +88,85 @@ class NativeRunner:
     def fits(self, plan: BatchPlan) -> bool:
         return True
 
-    def prepare(self, plan: BatchPlan) -> BatchPlan:
-        return plan
+    def launch(self, plan: BatchPlan) -> ForwardOutput:
+        return ForwardOutput(plan, lambda masks: _Result(self._run(plan, masks)))
 
     @torch.inference_mode()
-    def launch(self, plan: BatchPlan) -> Pending:
-        kinds = _sampled(plan.slots)
-        assert not lacks_masks(int(np.bitwise_or.reduce(kinds, initial=0)), plan.masks), "a CPU's plan has all masks"
-        self.parts.adjuster.apply(plan.adjusts, plan.masks)
-        if len(plan.targets):
-            return _Result(self._scored(plan))
-        out = self._call(plan.slots, plan.tokens, plan.pages, plan.rows)
-        special = np.flatnonzero(kinds & ~PLAIN)
+    def _run(self, plan: BatchPlan, masks: Ints) -> Ints:
+        self.parts.penalties.apply(plan.penalties, masks)
+        if len(plan.prompt_logprob_ids):
+            return self._with_prompt_logprobs(plan)
+        out = self._call(plan)
+        special = np.flatnonzero(plan.sampled_flags & ~PLAIN)
         if len(special):
-            out = self._choose(plan, special, self.logits(out.shape[1])[special], out)
-        return _Result(out)
+            out = self._sample(plan, special, self.logits(out.shape[1])[special], out)
+        return out
 
     def logits_of(self, plan: BatchPlan) -> Tensor:
         """As `EagerRunner.logits_of`, in float32."""
-        return self.logits(self._call(plan.slots, plan.tokens, plan.pages, plan.rows).shape[1]).clone()
+        return self.logits(self._call(plan).shape[1]).clone()
 
-    def _call(self, slots: Ints, tokens: Ints, pages: Ints, rows: Ints) -> Ints:
-        """Parts of a plan through the library -> [2, S]; zeros for those that it leaves to others to choose."""
-        arrays = [np.ascontiguousarray(a, np.int32) for a in (slots, tokens, pages, rows)]
-        call = StepPlan(*(a.ctypes.data for a in arrays), len(slots), len(pages), len(rows))
-        out = np.zeros((2, len(_sampled(slots))), np.int32)
+    def _call(self, plan: BatchPlan) -> Ints:
+        """Run a plan in the library -> [2, S] tokens and whether they are finite; zeros for slots sampled elsewhere."""
+        arrays = [np.ascontiguousarray(a) for a in (plan.slots, plan.tokens, plan.page_writes, plan.row_states)]
+        call = StepPlan(*(a.ctypes.data for a in arrays), len(plan.slots), len(plan.page_writes), len(plan.row_states))
+        out = np.zeros((2, len(plan.sampled_flags)), np.int32)
         self._library.step(self._model, byref(call), out[0].ctypes.data, out[1].ctypes.data)
         return out
 
-    def _scored(self, plan: BatchPlan) -> Ints:
-        """A step with prompts whose log-probabilities are wanted: each of their tokens as a slot of its own, in passes
-        whose logits have room."""
+    def _with_prompt_logprobs(self, plan: BatchPlan) -> Ints:
+        """Run a plan whose prompts want log-probabilities: each of these tokens is a slot of its own, in passes whose
+        logits fit in memory."""
         slots = _token_by_token(plan.slots)
-        in_pass = np.maximum(np.cumsum((slots[:, 3] & BatchPlan.SAMPLES) != 0) - 1, 0) // rows_per_pass(
-            self._vocab_size
-        )
-        outs, special, logits, scores, token, target = [], [], [], [], 0, 0
-        pages, rows = plan.pages, plan.rows
-        for part in np.split(slots, np.flatnonzero(np.diff(in_pass)) + 1):
-            from_host = part[(part[:, 3] & BatchPlan.FROM_DEVICE) == 0]
-            count = int((from_host[:, 2] - from_host[:, 1]).sum())
-            out = self._call(part, plan.tokens[token : token + count], pages, rows)
-            pages, rows, token = pages[:0], rows[:0], token + count
-            kinds, all_logits = _sampled(part), self.logits(out.shape[1])
-            is_scored = (kinds & BatchPlan.SCORED) != 0
-            is_special = ((kinds & ~PLAIN) != 0) & ~is_scored
-            targets = torch.from_numpy(plan.targets[target : target + int(is_scored.sum())])
-            wanted = torch.full_like(targets, BatchPlan.LOGPROBS)
-            scores.append(self.parts.ops.token_scores(all_logits[is_scored], targets, wanted))
-            target += len(targets)
-            logits.append(all_logits[is_special])
-            special.append(is_special[~is_scored])
-            outs.append(out[:, ~is_scored])
-        chosen = np.concatenate(outs, 1)
+        samples = np.cumsum((slots["flags"] & Flag.SAMPLES) != 0) - 1
+        pass_of_slot = np.maximum(samples, 0) // rows_per_pass(self._vocab_size)
+        outs, special, special_logits, logprobs = [], [], [], []
+        rest = replace(plan, masks=NO_MASKS)
+        for part in np.split(slots, np.flatnonzero(np.diff(pass_of_slot)) + 1):
+            from_host = part[(part["flags"] & Flag.FROM_DEVICE) == 0]
+            count = int((from_host["stop"] - from_host["start"]).sum())
+            now = replace(rest, slots=part, tokens=rest.tokens[:count])
+            out = self._call(now)
+            flags, logits = now.sampled_flags, self.logits(out.shape[1])
+            is_prompt = (flags & Flag.PROMPT_LOGPROBS) != 0
+            is_special = ((flags & ~PLAIN) != 0) & ~is_prompt
+            num_ids = int(is_prompt.sum())
+            ids = torch.from_numpy(rest.prompt_logprob_ids[:num_ids])
+            wanted = torch.full_like(ids, Flag.LOGPROBS)
+            logprobs.append(self.parts.ops.token_logprobs(logits[is_prompt], ids, wanted))
+            special_logits.append(logits[is_special])
+            special.append(is_special[~is_prompt])
+            outs.append(out[:, ~is_prompt])
+            rest = replace(
+                rest,
+                tokens=rest.tokens[count:],
+                prompt_logprob_ids=rest.prompt_logprob_ids[num_ids:],
+                page_writes=NO_PAGE_WRITES,
+                row_states=NO_ROW_STATES,
+            )
+        sampled = np.concatenate(outs, 1)
         index = np.flatnonzero(np.concatenate(special))
         if len(index):
-            chosen = self._choose(plan, index, torch.cat(logits), chosen)
-        columns = np.zeros((2 + StepResult.WIDTH, chosen.shape[1] + len(plan.targets)), np.int32)
-        columns[: len(chosen), : chosen.shape[1]] = chosen
-        columns[0, chosen.shape[1] :], columns[1, chosen.shape[1] :] = plan.targets, 1
-        columns[2:, chosen.shape[1] :] = torch.cat(scores, 1).numpy()
+            sampled = self._sample(plan, index, torch.cat(special_logits), sampled)
+        count = sampled.shape[1]
+        columns = np.zeros((2 + StepResult.WIDTH, count + len(plan.prompt_logprob_ids)), np.int32)
+        columns[: len(sampled), :count] = sampled
+        columns[0, count:] = plan.prompt_logprob_ids
+        columns[1, count:] = 1
+        columns[2:, count:] = torch.cat(logprobs, 1).numpy()
         return columns
 
-    def _choose(self, plan: BatchPlan, special: npt.NDArray[np.intp], logits: Tensor, out: Ints) -> Ints:
-        """`out` with the columns `special` [n], whose logits [n, V] these are, chosen by the ops in torch."""
-        self._device.use_threads_for(CHOICE_FLOPS * logits.numel())
-        index = torch.from_numpy(special)
-        batch = prepare_batch(replace(plan, pages=plan.pages[:0], rows=plan.rows[:0]), self.parts.device)
-        batch = replace(
-            batch,
-            sample_rows=batch.sample_rows[index],
-            sample_positions=batch.sample_positions[index],
-            sample_flags=batch.sample_flags[index],
-            mask_places=batch.mask_places[index],
-            scored=None,
-        )
-        columns = self.parts.sample(logits, batch).numpy()
+    def _sample(self, plan: BatchPlan, special: npt.NDArray[np.intp], logits: Tensor, out: Ints) -> Ints:
+        """`out` with the columns `special` [n], whose logits [n, V] these are, sampled by the ops in torch."""
+        self._device.use_threads_for(SAMPLING_FLOPS * logits.numel())
+        columns = self.parts.sample(logits, make_sampling(plan, special, self._device)).numpy()
         whole = np.zeros((len(columns), out.shape[1]), np.int32)
         whole[:2] = out
         whole[:, special] = columns
         return whole
 
     def logits(self, count: int) -> Tensor:
-        """[count, V] float32 of the last step; a view that the next one overwrites."""
+        """[count, V] float32 of the last step; a view that the next step overwrites."""
         if count == 0:
             return torch.empty(0, self._vocab_size)
         address = self._library.logits(self._model)
@@ -186,7 +184,7 @@ class NativeRunner:
         m, model, pool, state = spec.model, self.parts.model, self.parts.kv_cache, self.parts.state
 
         decoder: Any = model.model  # of LlamaDecoderLayers with a GatedMLP, see `refusal`
-        layers = (LayerWeights * m.num_layers)()
+        layers = self._layers = (LayerWeights * m.num_layers)()
         for c, layer, window in zip(layers, decoder.layers, m.windows, strict=True):
             attention, mlp = layer.self_attn, layer.mlp
             c.qkv, c.o = attention.qkv_proj.weight.data_ptr(), attention.o_proj.weight.data_ptr()
@@ -213,7 +211,7 @@ class NativeRunner:
             is_tied=m.tie_word_embeddings,
             eps=m.rms_norm_eps,
             scale=m.attention_scale or m.head_dim**-0.5,
-            weights=layers,
+            weights=addressof(layers),
             embedding=model.model.embed_tokens.weight.data_ptr(),
             head=model.lm_head.weight.data_ptr(),
             final_norm=self._float(model.model.norm.weight),
@@ -227,21 +225,14 @@ class NativeRunner:
         )
 
 
-def _sampled(slots: Ints) -> Ints:
-    """The flags of the slots that sample."""
-    flags: Ints = slots[:, 3]
-    sampled: Ints = flags[(flags & BatchPlan.SAMPLES) != 0]
-    return sampled
-
-
-def _token_by_token(slots: Ints) -> Ints:
-    """The same step with a slot for each token whose successor is scored."""
+def _token_by_token(slots: Records) -> Records:
+    """The same step with a slot for each token whose successor's log-probability is wanted."""
     result = []
+    wanted = Flag.SAMPLES | Flag.PROMPT_LOGPROBS
     for row, start, stop, flags in slots.tolist():
-        if not flags & BatchPlan.SCORED:
+        if not flags & Flag.PROMPT_LOGPROBS:
             result.append((row, start, stop, flags))
             continue
-        scored = BatchPlan.SAMPLES | BatchPlan.SCORED
-        result += [(row, t, t + 1, scored) for t in range(start, stop - 1)]
-        result.append((row, stop - 1, stop, flags & ~BatchPlan.SCORED if flags & BatchPlan.SAMPLES else scored))
-    return np.array(result, np.int32)
+        result += [(row, t, t + 1, wanted) for t in range(start, stop - 1)]
+        result.append((row, stop - 1, stop, flags & ~Flag.PROMPT_LOGPROBS if flags & Flag.SAMPLES else wanted))
+    return np.array(result, SLOT)

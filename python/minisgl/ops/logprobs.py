@@ -7,7 +7,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from minisgl.core import BatchPlan, StepResult
+from minisgl.core import StepResult
+from minisgl.layout import Flag
 
 TOP: Final = StepResult.TOP
 PASS_LOGITS: Final = 1 << 24  # worked on at once: 64 MiB in float32, however many rows and tokens there are
@@ -18,17 +19,17 @@ def rows_per_pass(vocab_size: int) -> int:
     return max(1, PASS_LOGITS // vocab_size)
 
 
-def token_scores(logits: Tensor, tokens: Tensor, flags: Tensor) -> Tensor:
+def token_logprobs(logits: Tensor, tokens: Tensor, flags: Tensor) -> Tensor:
     """logits [N, V] of any float dtype, tokens [N] int, flags [N] int32 -> int32 [StepResult.WIDTH, N].
 
-    Down each column whose flags (`BatchPlan`) have LOGPROBS, as `core.StepResult.scores` says: log
+    Down each column whose flags (`BatchPlan`) have LOGPROBS, as `core.StepResult.logprobs` says: log
     softmax(logits)[token] as float32 bits, the ids of the likeliest tokens, their log-probabilities as float32 bits. A
     vocabulary smaller than TOP leaves zeros, as do the other columns.
     """
     count, vocab_size = logits.shape
     step, most = rows_per_pass(vocab_size), min(TOP, vocab_size)
     scores = torch.zeros(count, StepResult.WIDTH, dtype=torch.int32, device=logits.device)
-    wanted = (flags & BatchPlan.LOGPROBS).nonzero().squeeze(1)
+    wanted = (flags & Flag.LOGPROBS).nonzero().squeeze(1)
     for start in range(0, len(wanted), step):
         at = wanted[start : start + step]
         logprobs = torch.log_softmax(logits[at].float(), -1)

@@ -7,11 +7,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from minisgl.core import BatchPlan
+from minisgl.layout import Flag
 
 
-class AdjustTables(Protocol):
-    """What changes the logits of each row; `engine.adjust.LogitAdjuster` is one and says what each holds."""
+class PenaltyTables(Protocol):
+    """What changes the logits of each row; `engine.penalty_tables.LogitPenalties` is one and says what each holds."""
 
     seen: Tensor
     penalties: Tensor
@@ -22,32 +22,32 @@ class AdjustTables(Protocol):
     masks: Tensor
 
 
-def adjust_logits(
-    logits: Tensor, flags: Tensor, mask_places: Tensor, rows: Tensor, positions: Tensor, tables: AdjustTables
+def apply_penalties(
+    logits: Tensor, flags: Tensor, mask_index: Tensor, rows: Tensor, positions: Tensor, tables: PenaltyTables
 ) -> Tensor:
     """logits [S, V] of any float dtype -> new ones in float32, changed where the flags of a sequence say so.
 
     flags [S] int32 are those of `BatchPlan`; rows [S] int64 and positions [S] int32 (of the new tokens) belong to the
     sequences. ADJUSTED, in this order: bias, forbidden endings, repetition penalty (Keskar et al. 2019,
     arXiv:1909.05858: divide what is positive, multiply what is negative), frequency and presence penalty (as OpenAI's
-    API defines them). MASKED: -inf for all tokens that mask `mask_places` [S] int32 of `tables.masks` does not allow.
+    API defines them). MASKED: -inf for all tokens that mask `mask_index` [S] int32 of `tables.masks` does not allow.
     """
     logits = logits.to(torch.float32, copy=True)
-    at = _places(flags, BatchPlan.ADJUSTED)
+    at = _places(flags, Flag.PENALIZED)
     if len(at):
-        logits[at] = _adjusted(logits[at], rows[at], positions[at], tables)
-    at = _places(flags, BatchPlan.MASKED)
+        logits[at] = _penalized(logits[at], rows[at], positions[at], tables)
+    at = _places(flags, Flag.MASKED)
     if len(at):
-        masks = tables.masks[mask_places[at].long()]
+        masks = tables.masks[mask_index[at].long()]
         bits = masks.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=masks.device)
         is_allowed = (bits & 1).bool().flatten(1)[:, : logits.shape[1]]
         logits[at] = logits[at].masked_fill(~is_allowed, float("-inf"))
     return logits
 
 
-def count_tokens(tokens: Tensor, flags: Tensor, rows: Tensor, tables: AdjustTables) -> None:
+def count_tokens(tokens: Tensor, flags: Tensor, rows: Tensor, tables: PenaltyTables) -> None:
     """Remember the tokens [S] int32 that were chosen for the ADJUSTED sequences."""
-    at = _places(flags, BatchPlan.ADJUSTED)
+    at = _places(flags, Flag.PENALIZED)
     tables.seen[rows[at], tokens[at].long()] += 2
 
 
@@ -55,7 +55,7 @@ def _places(flags: Tensor, flag: int) -> Tensor:
     return (flags & flag).nonzero().squeeze(1)
 
 
-def _adjusted(x: Tensor, rows: Tensor, positions: Tensor, tables: AdjustTables) -> Tensor:
+def _penalized(x: Tensor, rows: Tensor, positions: Tensor, tables: PenaltyTables) -> Tensor:
     """x [A, V] float32 -> the same, for sequences that are all ADJUSTED."""
     num_biases = tables.num_biases[rows]
     width = int(num_biases.max())

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from minisgl.ops import logprobs, reference, sample
-from minisgl.ops import penalties as adjust
+from minisgl.ops import logprobs, penalties, reference, sample
 from minisgl.registry import Registry
 
 
@@ -33,11 +32,11 @@ class OpTable:
     store_kv: Callable[[Tensor, Tensor, Tensor, Tensor], None] = reference.store_kv
     norm_rope_store: Callable[..., Tensor] = reference.norm_rope_store
     paged_attention: Callable[..., Tensor] = reference.paged_attention
-    adjust_logits: Callable[..., Tensor] = adjust.adjust_logits
-    count_tokens: Callable[..., None] = adjust.count_tokens
+    apply_penalties: Callable[..., Tensor] = penalties.apply_penalties
+    count_tokens: Callable[..., None] = penalties.count_tokens
     sample_rows: Callable[..., Tensor] = sample.sample_rows
     candidates: Callable[..., Tensor] = sample.candidates
-    token_scores: Callable[[Tensor, Tensor, Tensor], Tensor] = logprobs.token_scores
+    token_logprobs: Callable[[Tensor, Tensor, Tensor], Tensor] = logprobs.token_logprobs
 
 
 def _on(device_type: str) -> Callable[[str], str | None]:

@@ -60,7 +60,7 @@ class CacheManager:
 
         A prompt whose log-probabilities are wanted is computed as a whole: the cache has only its K/V.
         """
-        most = len(req.ids) - 1 if req.prompt_scores is None else 0
+        most = len(req.ids) - 1 if req.prompt_logprobs is None else 0
         return self.prefix.match_prefix(req.ids[:most], _salt(req))
 
     def attach(self, req: Req) -> list[int]:
@@ -82,7 +82,7 @@ class CacheManager:
         Where another request was first with the same prefix, the row is remapped to the pages in the cache and the
         request's own copies are freed, behind a fence: the newest batch that holds the row may still read them.
         """
-        count = self.rows.sound_len(req) // self.page_size
+        count = self.rows.finite_len(req) // self.page_size
         if count <= req.cache_handle.num_pages:
             return
         ids = np.concatenate([req.ids, self.rows.sampled(req)])[: count * self.page_size]

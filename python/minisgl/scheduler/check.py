@@ -71,7 +71,7 @@ def _check_rows(scheduler: Scheduler) -> None:
     for step in scheduler.launched:
         if step.plan.step <= rows.retired:
             raise InvariantError(f"step {step.plan.step} is in flight, but {rows.retired} has retired")
-        newest.update(dict.fromkeys(step.plan.slots[:, 0].tolist(), step.plan.step))
+        newest.update(dict.fromkeys(step.plan.slots["row"].tolist(), step.plan.step))
     for row, req in enumerate(rows.requests):
         if req is not held.get(row):
             raise InvariantError(f"row {row} is held by {held.get(row)}, the arrays say by {req}")
@@ -101,7 +101,7 @@ def _check_row(scheduler: Scheduler, req: Req) -> None:
     if not 0 <= cached <= min(capacity, req.max_len - 1):
         raise InvariantError(f"more tokens than there are pages for, or than may be: {where}")
     planned = cached + 1 if cached >= len(req.ids) else len(req.ids)
-    if not len(req.ids) <= confirmed <= planned <= req.max_len or not 0 <= rows.sound_len(req) <= cached:
+    if not len(req.ids) <= confirmed <= planned <= req.max_len or not 0 <= rows.finite_len(req) <= cached:
         raise InvariantError(f"lengths out of order: {where}")
     wants_all = req.status in (Status.RUNNING, Status.RETRACTING) and not rows.is_in_flight(req)
     if wants_all and confirmed != planned:

@@ -8,7 +8,7 @@ import numpy as np
 
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
-from minisgl.message import DetokenizeMsg, Failure, Finished, Started, TokenScores, ids_to_bytes
+from minisgl.message import DetokenizeMsg, Failure, Finished, LogprobColumns, Started, ids_to_bytes
 from minisgl.params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
@@ -41,20 +41,23 @@ def failure(uid: int, error: RequestError) -> Finished:
     return Finished(uid=uid, reason=FinishReason.ERROR, has_text=False, failure=Failure.of(error))
 
 
-def unsound(req: Req) -> RequestError:
+def non_finite(req: Req) -> RequestError:
     """Why there is no token for `req`: all its logits are -Inf, or one is NaN or +Inf."""
     if req.matcher is not None and req.sampling_params.min_tokens:
         return RequestError("grammar, min_tokens and stop_token_ids together leave no token", status=500)
     return RequestError("the model's output is not a number (NaN or Inf)", status=500)
 
 
-def token_scores(req: Req, scores: Ints) -> TokenScores:
-    """Columns of `StepResult.scores` [WIDTH, K] as far as `req` wants them."""
+def token_logprobs(req: Req, columns: Ints) -> LogprobColumns:
+    """What `req` wants of columns of `StepResult.logprobs` [WIDTH, K]."""
     top = req.sampling_params.logprobs
-    assert top is not None, f"nobody wants log-probabilities: {req}"
-    ids, logprobs = scores[1 : 1 + top], scores[1 + MAX_LOGPROBS : 1 + MAX_LOGPROBS + top]
-    return TokenScores(
-        uid=req.uid, top=top, logprobs=scores[0].tobytes(), top_ids=ids.T.tobytes(), top_logprobs=logprobs.T.tobytes()
+    assert top is not None, f"wants no log-probabilities: {req}"
+    return LogprobColumns(
+        uid=req.uid,
+        top=top,
+        logprobs=columns[0].tobytes(),
+        top_ids=columns[1 : 1 + top].T.tobytes(),
+        top_logprobs=columns[1 + MAX_LOGPROBS : 1 + MAX_LOGPROBS + top].T.tobytes(),
     )
 
 
@@ -65,7 +68,7 @@ class Outbox:
         self._io = io
         self._started: list[Started] = []
         self._finished: list[Finished] = []
-        self._scores: list[TokenScores] = []
+        self._logprobs: list[LogprobColumns] = []
 
     def start(self, req: Req, embedding: bytes) -> None:
         """The first token of `req` is in the next message, or its embedding."""
@@ -78,10 +81,10 @@ class Outbox:
             skip_special_tokens=p.skip_special_tokens,
             queue_seconds=req.queue_seconds,
             prefill_chunks=req.prefill_chunks,
-            prompt_ids=ids_to_bytes(req.ids[: req.prompt_len]) if p.echo or p.scores_prompt else b"",
-            prompt_scores=None
-            if req.prompt_scores is None
-            else token_scores(req, np.concatenate(req.prompt_scores, axis=1)),
+            prompt_ids=ids_to_bytes(req.ids[: req.prompt_len]) if p.echo or p.wants_prompt_logprobs else b"",
+            prompt_logprobs=None
+            if req.prompt_logprobs is None
+            else token_logprobs(req, np.concatenate(req.prompt_logprobs, axis=1)),
             is_silent=p.max_tokens == 0,
             embedding=embedding,
             echo=p.echo,
@@ -92,25 +95,25 @@ class Outbox:
     def finish(self, end: Finished) -> None:
         self._finished.append(end)
 
-    def score(self, step: Launched, scores: Ints, usable: Index, rows: Rows) -> None:
+    def note_logprobs(self, step: Launched, logprobs: Ints, usable: Index, rows: Rows) -> None:
         """Note how likely tokens of `step` are: the sampled ones at the indices `usable`, and those of prompts."""
         for i, req in zip(usable.tolist(), rows.holders(step.sampled[usable]), strict=True):
             if req.sampling_params.logprobs is not None:
-                self._scores.append(token_scores(req, scores[:, i : i + 1]))
+                self._logprobs.append(token_logprobs(req, logprobs[:, i : i + 1]))
         at = len(step.sampled)
-        for req, count in step.scored:
-            if req.prompt_scores is not None:
-                req.prompt_scores.append(scores[:, at : at + count])
+        for req, count in step.prompt_logprobs:
+            if req.prompt_logprobs is not None:
+                req.prompt_logprobs.append(logprobs[:, at : at + count])
             at += count
 
     def send(self, uids: npt.NDArray[np.int64], tokens: Ints) -> None:
         """A token [n] of each of `uids` [n], and what has begun and ended."""
         started, self._started = self._started, []
         finished, self._finished = self._finished, []
-        scores, self._scores = self._scores, []
+        logprobs, self._logprobs = self._logprobs, []
         self._io.send(
             DetokenizeMsg(
-                uids=uids.tobytes(), tokens=ids_to_bytes(tokens), started=started, finished=finished, scores=scores
+                uids=uids.tobytes(), tokens=ids_to_bytes(tokens), started=started, finished=finished, logprobs=logprobs
             )
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from minisgl.core import BatchPlan, Ints, StepCosts, StepResult
@@ -14,10 +14,10 @@ class StepOutput(Protocol):
 
     @property
     def awaits_masks(self) -> bool:
-        """Whether its tokens cannot be chosen yet, as some slot is MASKED and the plan had no masks."""
+        """Whether sampling waits for masks that the plan did not have."""
 
-    def choose(self, masks: Ints) -> None:
-        """Bring the masks [M, W] that it awaits. To be called before the next batch is launched."""
+    def sample(self, masks: Ints) -> None:
+        """Start sampling with these masks [M, W], before the next step is launched."""
 
     def wait(self) -> StepResult:
         """What it computed; blocks until it is done."""
@@ -33,9 +33,8 @@ class StepEngine(Protocol):
     eos_token_ids: frozenset[int]
     is_async: bool  # it works while the host plans, and may be brought masks after a launch
 
-    def prepare(self, plan: BatchPlan) -> Any: ...
-
-    def launch(self, batch: Any) -> StepOutput: ...
+    def launch(self, plan: BatchPlan) -> StepOutput:
+        """Start a step behind those launched before."""
 
     def step_costs(self) -> StepCosts | None:
         """What a step costs, as far as it was measured at the start."""

@@ -67,12 +67,12 @@ def replay(engine: StepEngine, feed: PlanFeed) -> None:
         if frame.masks:
             assert newest is not None, "masks before the first plan"
             words = -(-engine.limits.vocab_size // 32)
-            newest.choose(np.frombuffer(frame.masks, np.int32).reshape(-1, words))
+            newest.sample(np.frombuffer(frame.masks, np.int32).reshape(-1, words))
             continue
         if frame.plan is None:
             return
         plan = BatchPlan.unpack(np.frombuffer(frame.plan, np.int32))
-        newest = engine.launch(engine.prepare(plan))
+        newest = engine.launch(plan)
         if frame.digest:
             outputs.append((plan.step, newest))
 

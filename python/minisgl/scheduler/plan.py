@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minisgl.core import NO_MASKS, NOTHING, BatchPlan
+from minisgl.core import BatchPlan
+from minisgl.layout import NO_INTS, NO_MASKS, PENALTY_HEAD, SLOT, Flag, words
 
 if TYPE_CHECKING:
     from minisgl.core import Ints
@@ -26,14 +27,14 @@ class Chunk:
     samples: bool
 
     @property
-    def is_scored(self) -> bool:
+    def has_prompt_logprobs(self) -> bool:
         """Whether the log-probabilities of the tokens that follow are wanted."""
-        return self.req.prompt_scores is not None
+        return self.req.prompt_logprobs is not None
 
     @property
-    def num_targets(self) -> int:
+    def num_prompt_logprobs(self) -> int:
         """How many tokens' log-probabilities it finds out: the last token of a prompt is followed by a sampled one."""
-        return self.stop - self.start - self.samples if self.is_scored else 0
+        return self.stop - self.start - self.samples if self.has_prompt_logprobs else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,9 @@ class Step:
         """The requests whose prompt it completes."""
         return [c.req for c in self.chunks if c.samples]
 
-    def scored(self) -> list[tuple[Req, int]]:
+    def prompt_logprobs(self) -> list[tuple[Req, int]]:
         """The requests of whose prompts it finds out log-probabilities, and how many, in slot order."""
-        return [(c.req, c.num_targets) for c in self.chunks if c.is_scored]
+        return [(c.req, c.num_prompt_logprobs) for c in self.chunks if c.has_prompt_logprobs]
 
     def sampled_rows(self) -> Index:
         """The rows that get a token, in slot order."""
@@ -60,21 +61,21 @@ class Step:
     def make_plan(self, number: int, rows: Rows) -> BatchPlan:
         """The step as host integers, with everything that the device must learn before."""
         n = len(self.running)
-        slots = np.empty((n + len(self.chunks), 4), np.int32)
-        start = rows.cached_len[self.running]
-        slots[:n, 0] = self.running
-        slots[:n, 1] = start
-        slots[:n, 2] = start + 1
-        slots[:n, 3] = rows.flags[self.running]
+        slots = np.empty(n + len(self.chunks), SLOT)
+        decodes, start = slots[:n], rows.cached_len[self.running]
+        decodes["row"] = self.running
+        decodes["start"] = start
+        decodes["stop"] = start + 1
+        decodes["flags"] = rows.flags[self.running]
         for i, c in enumerate(self.chunks, n):
-            flags = BatchPlan.SAMPLES * c.samples | BatchPlan.SCORED * c.is_scored | sampling_flags(c.req)
+            flags = Flag.SAMPLES * c.samples | Flag.PROMPT_LOGPROBS * c.has_prompt_logprobs | sampling_flags(c.req)
             slots[i] = c.req.row, c.start, c.stop, flags
-        tokens = targets = NOTHING
+        tokens = ids = NO_INTS
         if self.chunks:
             tokens = np.concatenate([c.req.ids[c.start : c.stop] for c in self.chunks])
-            scored = [c for c in self.chunks if c.is_scored]
-            targets = np.concatenate([NOTHING, *(c.req.ids[c.start + 1 : c.stop + 1] for c in scored)])
-        return BatchPlan(number, slots, tokens, *rows.writes.take(), self._masks(rows), targets)
+            chunks = [c for c in self.chunks if c.has_prompt_logprobs]
+            ids = np.concatenate([NO_INTS, *(c.req.ids[c.start + 1 : c.stop + 1] for c in chunks)])
+        return BatchPlan(number, slots, tokens, *rows.writes.take(), self._masks(rows), ids)
 
     def _masks(self, rows: Rows) -> Ints:
         """What the constrained rows may sample; nothing yet if that depends on a token in flight."""
@@ -85,13 +86,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A batch in flight. Holding it keeps the plan's buffers and the batch's tensors alive until it is collected."""
+    """A step in flight. Holding it keeps its buffers alive until it is collected."""
 
     plan: BatchPlan
     sampled: Index  # the rows that get a token, in slot order
     prompts: list[Req]  # those of which this is the first token since they were admitted
-    scored: list[tuple[Req, int]]  # of whose prompts it finds out log-probabilities, and how many
-    batch: Any
+    prompt_logprobs: list[tuple[Req, int]]  # of whose prompts it finds out log-probabilities, and how many
     output: StepOutput
 
 
@@ -112,13 +112,8 @@ def noise_key(seed: int | None, base_seed: int, uid: int) -> int:
     return key - 2**64 if key >= 2**63 else key
 
 
-def adjust_record(req: Req, row: int, eos_token_ids: frozenset[int]) -> Ints:
-    """What the engine must know to adjust the logits of a row, int32:
-
-    length of the record, row, presence, frequency and repetition penalty (float bits), first position at which the
-    request may end, how many biases, prompt ids and ids generated so far it has; then the biased ids (~id for one that
-    ends the request), their biases (float bits), and the other two lists.
-    """
+def penalty_record(req: Req, row: int, eos_token_ids: frozenset[int]) -> Ints:
+    """What the engine must know to apply the penalties of a row: a PENALTY_HEAD and its lists, as int32."""
     p = req.sampling_params
     ends = [] if p.min_tokens == 0 else [*p.stop_token_ids, *(() if p.ignore_eos else sorted(eos_token_ids))]
     biases = dict.fromkeys(ends, 0.0)
@@ -126,21 +121,27 @@ def adjust_record(req: Req, row: int, eos_token_ids: frozenset[int]) -> Ints:
         biases[token] = biases.get(token, 0.0) + bias
     bias_ids = np.array([~token if token in ends else token for token in biases], np.int32)
     bias_bits = np.array(list(biases.values()), np.float32).view(np.int32)
-    lists = [bias_ids, bias_bits, req.ids[: req.prompt_len], req.ids[req.prompt_len :]]
-    penalties = np.array([p.presence_penalty, p.frequency_penalty, p.repetition_penalty], np.float32).view(np.int32)
-    head = [row, *penalties.tolist(), req.prompt_len + p.min_tokens, *(len(x) for x in lists[1:])]
-    record = np.concatenate([np.array([0, *head], np.int32), *lists])
-    record[0] = len(record)
-    return record
+    prompt, generated = req.ids[: req.prompt_len], req.ids[req.prompt_len :]
+    head = np.zeros(1, PENALTY_HEAD)
+    head["words"] = words(PENALTY_HEAD) + 2 * len(biases) + len(req.ids)
+    head["row"] = row
+    head["presence"] = p.presence_penalty
+    head["frequency"] = p.frequency_penalty
+    head["repetition"] = p.repetition_penalty
+    head["first_end"] = req.prompt_len + p.min_tokens
+    head["num_biases"] = len(biases)
+    head["num_prompt"] = len(prompt)
+    head["num_generated"] = len(generated)
+    return np.concatenate([head.view(np.int32), bias_ids, bias_bits, prompt, generated])
 
 
 def decode_flags(req: Req) -> int:
     """The flags of a decode slot of `req` in a plan."""
-    return BatchPlan.SAMPLES | BatchPlan.FROM_DEVICE | sampling_flags(req)
+    return Flag.SAMPLES | Flag.FROM_DEVICE | sampling_flags(req)
 
 
 def sampling_flags(req: Req) -> int:
     """How the logits of `req` are treated before a token is chosen."""
     p = req.sampling_params
-    flags = BatchPlan.ADJUSTED * p.is_adjusted | BatchPlan.FILTERED * p.is_filtered
-    return flags | BatchPlan.LOGPROBS * (p.logprobs is not None) | BatchPlan.MASKED * (p.grammar is not None)
+    flags = Flag.PENALIZED * p.has_penalties | Flag.FILTERED * p.is_filtered
+    return flags | Flag.LOGPROBS * (p.logprobs is not None) | Flag.MASKED * (p.grammar is not None)

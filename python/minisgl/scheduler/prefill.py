@@ -156,8 +156,8 @@ class PrefillManager:
         cached_len = len(shared) * cache.page_size
         self.rows.allocate(req, cached_len)
         self.rows.set_pages(req, 0, shared + own)
-        if req.prompt_scores is not None:
-            req.prompt_scores = []  # what an earlier admission has found out is found out again
+        if req.prompt_logprobs is not None:
+            req.prompt_logprobs = []  # what an earlier admission has found out is found out again
         if len(req.ids) == req.prompt_len:  # not one that was retracted: it would find its own prompt
             req.prefix_hit = cached_len
         self.remove(req)

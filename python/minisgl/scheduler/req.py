@@ -46,7 +46,7 @@ class Req:
         "prefill_chunks",
         "prefix_hit",
         "prompt_len",
-        "prompt_scores",
+        "prompt_logprobs",
         "queue_seconds",
         "sampling_params",
         "status",
@@ -75,8 +75,8 @@ class Req:
         self.pages: list[int] = []  # page ids by position, those shared with the prefix cache first
         self.cache_handle: Any = None  # the lock on the shared prefix
         self.matcher: Any = None  # `scheduler.grammars.Matcher` that knows all confirmed tokens, if it has a grammar
-        # Columns of `StepResult.scores` of its prompt so far; None once they are sent, or if nobody wants them.
-        self.prompt_scores: list[Ints] | None = [] if sampling_params.scores_prompt else None
+        # Columns of `StepResult.logprobs` of its prompt so far; None once they are sent, or if nobody wants them.
+        self.prompt_logprobs: list[Ints] | None = [] if sampling_params.wants_prompt_logprobs else None
 
     @property
     def row(self) -> int:

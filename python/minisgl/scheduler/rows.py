@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minisgl.core import NO_MASKS, BatchPlan
+from minisgl.core import BatchPlan
+from minisgl.layout import NO_MASKS
 from minisgl.scheduler.plan import decode_flags
 from minisgl.scheduler.writes import RowWrites
 
@@ -113,7 +114,7 @@ class Rows:
         """The tokens that were sampled since `req` got its row: a view, int32."""
         return self.tokens[req.row, len(req.ids) : self.confirmed_len[req.row]]
 
-    def sound_len(self, req: Req) -> int:
+    def finite_len(self, req: Req) -> int:
         """Tokens whose K/V is in the pages of `req` and has led to finite logits.
 
         A finite result for the last position vouches for all before it; the newest token itself has no K/V yet.
@@ -138,8 +139,8 @@ class Rows:
 
     def advance(self, plan: BatchPlan) -> None:
         """The plan is made: count its tokens as planned."""
-        rows = plan.slots[:, 0].astype(np.intp)
-        self.cached_len[rows] = plan.slots[:, 2]
+        rows = plan.slots["row"].astype(np.intp)
+        self.cached_len[rows] = plan.slots["stop"]
         self.last_step[rows] = plan.step
 
     def confirm(self, rows: Index, tokens: Ints) -> Index:

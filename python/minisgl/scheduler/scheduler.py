@@ -32,7 +32,7 @@ from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.check import check_idle, check_invariants
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.door import Door
-from minisgl.scheduler.endings import Outbox, ending, failure, unsound
+from minisgl.scheduler.endings import Outbox, ending, failure, non_finite
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.plan import Launched, Step
 from minisgl.scheduler.prefill import PrefillManager
@@ -240,17 +240,16 @@ class Scheduler:
             self.decode.add(req)
         self.stats.computed_prompt_tokens += len(plan.tokens)
         self.bus.publish(plan.pack)
-        batch = self.engine.prepare(plan)
         self.clock.launch(time.monotonic(), is_idle=not self.launched)
-        output = self.engine.launch(batch)
-        self.launched.append(Launched(plan, step.sampled_rows(), step.prompts(), step.scored(), batch, output))
+        output = self.engine.launch(plan)
+        self.launched.append(Launched(plan, step.sampled_rows(), step.prompts(), step.prompt_logprobs(), output))
 
     # -- results
 
     def collect(self, step: Launched) -> None:
         """Confirm the tokens of an executed batch, end what has ended, and say so in one message."""
         result = self.clock.wait_for(step.output, is_decode=not len(step.plan.tokens))
-        tokens, finite = result.tokens, result.sound
+        tokens, finite = result.tokens, result.finite
         self.bus.note_result(tokens)
         rows, sampled = self.rows, step.sampled
         rows.retired = step.plan.step
@@ -259,17 +258,17 @@ class Scheduler:
         usable = wanted & (finite != 0)
         if not usable.all():
             for req in rows.holders(sampled[wanted & (finite == 0)]):
-                self.finish(req, failure(req.uid, unsound(req)))
+                self.finish(req, failure(req.uid, non_finite(req)))
             sampled, tokens = sampled[usable], tokens[usable]
-        if result.scores is not None:
-            self.outbox.score(step, result.scores, np.flatnonzero(usable), rows)
+        if result.logprobs is not None:
+            self.outbox.note_logprobs(step, result.logprobs, np.flatnonzero(usable), rows)
         uids = rows.uid[sampled]
         maybe_ended = rows.confirm(sampled, tokens)
         for column, req in enumerate(step.prompts, len(step.sampled) - len(step.prompts)):
             if req.status is not Status.FINISHED and len(req.ids) == req.prompt_len:
                 self.stats.cached_tokens += req.prefix_hit
                 self.outbox.start(req, result.embedding(column))
-                req.prompt_scores = None
+                req.prompt_logprobs = None
         failed: list[tuple[Req, RequestError]] = []
         if rows.num_constrained:
             complete, failed = self.grammars.follow(rows, sampled, tokens)
@@ -292,7 +291,7 @@ class Scheduler:
         if self.launched and (following := self.launched[0]).output.awaits_masks:
             masks = rows.masks(following.sampled)
             self.bus.publish_masks(masks)
-            following.output.choose(masks)
+            following.output.sample(masks)
 
     def finish(self, req: Req, end: Finished) -> None:
         """End a request, whatever the reason: its one terminal reply, and its way out."""

@@ -17,9 +17,9 @@ from minisgl.message import (
     DetokenizeMsg,
     Failure,
     Finished,
+    LogprobColumns,
     Started,
     TokenLogprob,
-    TokenScores,
     UserReply,
     ids_from_bytes,
 )
@@ -44,7 +44,7 @@ class _Output:
 
     def _echo(self, started: Started) -> tuple[str, list[TokenLogprob]]:
         """The prompt's text, and how likely its tokens are, as far as either is wanted."""
-        ids, scores = ids_from_bytes(started.prompt_ids).tolist(), started.prompt_scores
+        ids, scores = ids_from_bytes(started.prompt_ids).tolist(), started.prompt_logprobs
         text, offsets = "", []
         for token in ids:
             offsets.append(self._offset)
@@ -55,11 +55,11 @@ class _Output:
         first = TokenLogprob(id=ids[0], data=self._bytes_of[ids[0]], logprob=None, offset=0, top=[])
         return text, [first, *self._logprobs(ids[1:], offsets[1:], scores)]
 
-    def logprobs(self, token: int, scores: TokenScores | None) -> list[TokenLogprob]:
+    def logprobs(self, token: int, scores: LogprobColumns | None) -> list[TokenLogprob]:
         """How likely the next token to feed is, if somebody wants to know."""
         return [] if scores is None else self._logprobs([token], [self._offset], scores)
 
-    def _logprobs(self, tokens: list[int], offsets: list[int], scores: TokenScores) -> list[TokenLogprob]:
+    def _logprobs(self, tokens: list[int], offsets: list[int], scores: LogprobColumns) -> list[TokenLogprob]:
         logprobs = np.frombuffer(scores.logprobs, "<f4").tolist()
         ids = ids_from_bytes(scores.top_ids).reshape(len(tokens), scores.top).tolist()
         values = np.frombuffer(scores.top_logprobs, "<f4").reshape(len(tokens), scores.top).tolist()
@@ -166,7 +166,7 @@ class DetokenizeManager:
         """One reply for each request of the step, and the uids whose generation must be aborted (stop strings)."""
         for started in msg.started:
             self._outputs[started.uid] = _Output(started, self._decoders, self._special_ids)
-        scores = {s.uid: s for s in msg.scores}
+        scores = {s.uid: s for s in msg.logprobs}
         ends = {f.uid: f for f in msg.finished}
         replies: list[UserReply] = []
         aborts: list[int] = []

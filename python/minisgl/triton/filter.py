@@ -247,7 +247,7 @@ def _find_cuts(
 def find_cuts(logits: Tensor, rows: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
     """For logits [S, V] and the parameters of `rows` [S]: (cut [S] float32, last [S] int32), see above.
 
-    A greedy row, an unsound one and one without filters keep all: (-inf, V).
+    A greedy row, an non_finite one and one without filters keep all: (-inf, V).
     """
     sampled, vocab = logits.shape
     device = logits.device

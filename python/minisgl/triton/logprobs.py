@@ -13,14 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.core import BatchPlan, StepResult
+from minisgl.core import StepResult
+from minisgl.layout import Flag
 
 BLOCK: Final = 4096  # logits of a tile
-LOGPROBS = tl.constexpr(BatchPlan.LOGPROBS)
+LOGPROBS = tl.constexpr(Flag.LOGPROBS)
 TOP = tl.constexpr(StepResult.TOP)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
-NOTHING = tl.constexpr(-(2**63))  # below any logit's
+NO_INTS = tl.constexpr(-(2**63))  # below any logit's
 LOW = tl.constexpr(0x7FFFFFFF)
 
 
@@ -54,22 +55,22 @@ def _tile_tops(logits, flags, tops, peaks, masses, vocab, tiles, BLOCK: tl.const
         part = seq * tiles + tile
         tl.store(peaks + part, peak)
         tl.store(masses + part, mass)
-        left = tl.where(here, _listed(x, e), NOTHING)
+        left = tl.where(here, _listed(x, e), NO_INTS)
         for k in range(TOP):
             best = tl.max(left, 0)
             tl.store(tops + part * TOP + k, best)
-            left = tl.where(left == best, NOTHING, left)
+            left = tl.where(left == best, NO_INTS, left)
 
 
 @triton.jit(do_not_specialize=["tiles", "count"])
-def _scores(
+def _logprobs(
     logits, flags, tokens, tops, peaks, masses, out, vocab, tiles, count, TILES: tl.constexpr, BEST: tl.constexpr
 ):
     """Program (sequence): its column of `out` [StepResult.WIDTH, count]."""
     seq = tl.program_id(0).to(tl.int64)
     is_wanted = (tl.load(flags + seq) & LOGPROBS) != 0
     own, logarithm = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
-    left = tl.full([BEST], NOTHING, tl.int64)
+    left = tl.full([BEST], NO_INTS, tl.int64)
     if is_wanted:
         i, j = tl.arange(0, TILES), tl.arange(0, BEST)
         peak = tl.load(peaks + seq * tiles + i, mask=i < tiles, other=float("-inf"))
@@ -78,18 +79,18 @@ def _scores(
         total = tl.sum(tl.where(peak > float("-inf"), mass * tl.exp2((peak - highest) * LOG2_E), 0.0), 0)
         logarithm = highest + tl.log2(total) * LN_2
         own = tl.load(logits + seq * vocab + tl.load(tokens + seq)).to(tl.float32) - logarithm
-        left = tl.load(tops + seq * tiles * TOP + j, mask=j < tiles * TOP, other=NOTHING)
+        left = tl.load(tops + seq * tiles * TOP + j, mask=j < tiles * TOP, other=NO_INTS)
     tl.store(out + seq, own.to(tl.int32, bitcast=True))
     for k in range(TOP):
         best = tl.max(left, 0)
-        is_one = best > NOTHING
+        is_one = best > NO_INTS
         logprob = (_logit(best) - logarithm).to(tl.int32, bitcast=True)
         tl.store(out + (1 + k) * count + seq, tl.where(is_one, _token(best), 0))
         tl.store(out + (1 + TOP + k) * count + seq, tl.where(is_one, logprob, 0))
-        left = tl.where(left == best, NOTHING, left)
+        left = tl.where(left == best, NO_INTS, left)
 
 
-def token_scores(logits: Tensor, tokens: Tensor, flags: Tensor) -> Tensor:
+def token_logprobs(logits: Tensor, tokens: Tensor, flags: Tensor) -> Tensor:
     """As `ops/logprobs.py` says; the lowest of equally likely tokens comes first."""
     logits = logits.contiguous()
     count, vocab = logits.shape
@@ -98,7 +99,7 @@ def token_scores(logits: Tensor, tokens: Tensor, flags: Tensor) -> Tensor:
     peaks = torch.empty((count, tiles), dtype=torch.float32, device=device)
     masses, out = torch.empty_like(peaks), torch.empty((StepResult.WIDTH, count), dtype=torch.int32, device=device)
     _tile_tops[(count, tiles)](logits, flags, tops, peaks, masses, vocab, tiles, BLOCK=BLOCK)
-    _scores[(count,)](
+    _logprobs[(count,)](
         logits, flags, tokens, tops, peaks, masses, out, vocab, tiles, count,
         TILES=triton.next_power_of_2(tiles), BEST=triton.next_power_of_2(tiles * TOP.value),
     )  # fmt: skip

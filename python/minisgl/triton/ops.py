@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minisgl.triton.gemm import skinny, skinny_config
 from minisgl.triton.gemv import gemv, gemv_rows, prefers_gemv_rows
-from minisgl.triton.logprobs import token_scores
+from minisgl.triton.logprobs import token_logprobs
 from minisgl.triton.moe import moe
 from minisgl.triton.norm import (
     add_rms_norm,
@@ -20,7 +20,7 @@ from minisgl.triton.norm import (
     rms_norm,
     silu_and_mul,
 )
-from minisgl.triton.penalties import adjust_logits, count_tokens
+from minisgl.triton.penalties import apply_penalties, count_tokens
 from minisgl.triton.sample import candidates, sample_rows
 from minisgl.triton.tuned_linear import tuned_linear
 
@@ -105,9 +105,9 @@ OPS: Final[Mapping[str, Callable[..., Any]]] = {
     "gelu_and_mul": gelu_and_mul,
     "moe": moe,
     "norm_rope_store": norm_rope_store,
-    "adjust_logits": adjust_logits,
+    "apply_penalties": apply_penalties,
     "count_tokens": count_tokens,
     "sample_rows": sample_rows,
     "candidates": candidates,
-    "token_scores": token_scores,
+    "token_logprobs": token_logprobs,
 }

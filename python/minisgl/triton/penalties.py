@@ -9,15 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.core import BatchPlan
+from minisgl.layout import Flag
 
 if TYPE_CHECKING:
-    from minisgl.ops.penalties import AdjustTables
+    from minisgl.ops.penalties import PenaltyTables
 
 BLOCK: Final = 2048
 BIASES: Final = 128  # worked on at once
-ADJUSTED = tl.constexpr(BatchPlan.ADJUSTED)
-MASKED = tl.constexpr(BatchPlan.MASKED)
+ADJUSTED = tl.constexpr(Flag.PENALIZED)
+MASKED = tl.constexpr(Flag.MASKED)
 
 
 @triton.jit
@@ -35,8 +35,8 @@ def _masked(x, token, mask, here):
 
 
 @triton.jit(do_not_specialize=["words", "width"])
-def _adjust(
-    logits, out, flags, mask_places, rows, positions,
+def _penalize(
+    logits, out, flags, mask_index, rows, positions,
     seen, penalties, first_end, num_biases, bias_ids, biases, masks,
     vocab, words, width, BLOCK: tl.constexpr, BIASES: tl.constexpr,
 ):  # fmt: skip
@@ -46,18 +46,18 @@ def _adjust(
     e = start + tl.arange(0, BLOCK)
     here = e < vocab
     x = tl.load(logits + seq * vocab + e, mask=here, other=0.0).to(tl.float32)
-    is_adjusted, is_masked = (flag & ADJUSTED) != 0, (flag & MASKED) != 0
+    has_penalties, is_masked = (flag & ADJUSTED) != 0, (flag & MASKED) != 0
     seen += row * vocab
     penalties += row * 3
     mask = masks
     if is_masked:
-        mask += tl.load(mask_places + seq).to(tl.int64) * words
-    if is_adjusted:
+        mask += tl.load(mask_index + seq).to(tl.int64) * words
+    if has_penalties:
         x = _penalized(x, tl.load(seen + e, mask=here, other=0), penalties)
     if is_masked:
         x = _masked(x, e, mask, here)
     tl.store(out + seq * vocab + e, x, mask=here)
-    if is_adjusted:
+    if has_penalties:
         count = tl.load(num_biases + row)
         is_early = tl.load(positions + seq) < tl.load(first_end + row)
         tl.debug_barrier()  # other threads have stored what is overwritten below
@@ -75,15 +75,15 @@ def _adjust(
             tl.store(out + seq * vocab + token, y, mask=hit)
 
 
-def adjust_logits(
-    logits: Tensor, flags: Tensor, mask_places: Tensor, rows: Tensor, positions: Tensor, tables: AdjustTables
+def apply_penalties(
+    logits: Tensor, flags: Tensor, mask_index: Tensor, rows: Tensor, positions: Tensor, tables: PenaltyTables
 ) -> Tensor:
     """As `ops/penalties.py` says."""
     logits = logits.contiguous()
     sampled, vocab = logits.shape
     out = torch.empty_like(logits, dtype=torch.float32)
-    _adjust[(sampled, triton.cdiv(vocab, BLOCK))](
-        logits, out, flags, mask_places, rows, positions,
+    _penalize[(sampled, triton.cdiv(vocab, BLOCK))](
+        logits, out, flags, mask_index, rows, positions,
         tables.seen, tables.penalties, tables.first_end, tables.num_biases, tables.bias_ids, tables.biases,
         tables.masks, vocab, tables.masks.shape[1], tables.biases.shape[1], BLOCK=BLOCK, BIASES=BIASES,
     )  # fmt: skip
@@ -98,7 +98,7 @@ def _count(tokens, flags, rows, seen, vocab, sampled, N: tl.constexpr):
     tl.store(own, tl.load(own, mask=here, other=0) + 2, mask=here)
 
 
-def count_tokens(tokens: Tensor, flags: Tensor, rows: Tensor, tables: AdjustTables) -> None:
+def count_tokens(tokens: Tensor, flags: Tensor, rows: Tensor, tables: PenaltyTables) -> None:
     """As `ops/penalties.py` says; no row may be there twice."""
     sampled = len(rows)
     _count[(triton.cdiv(sampled, 128),)](tokens, flags, rows, tables.seen, tables.seen.shape[1], sampled, N=128)

@@ -101,9 +101,9 @@ def _choose(
 
     `leader` holds the key of the best score that any split has found; a tile that cannot reach it is skipped: after a
     look at its largest logit, or at that and its largest noise. What is skipped cannot win, so the result does not
-    depend on who leads when. NaN and +Inf become +Inf, which nothing beats: a best score that is not finite means an
-    unsound row. With PART the logits are those of the tokens from `first` on, and the result is a candidate: its token
-    and the bits of its score.
+    depend on who leads when. NaN and +Inf become +Inf, which nothing beats: a best score that is not finite means a
+    non-finite row. With PART the logits are those of the tokens from `first` on, and the result is a candidate: its
+    token and the bits of its score.
     """
     if PDL:
         gdc_launch_dependents()

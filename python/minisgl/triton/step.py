@@ -11,14 +11,19 @@ places of masks [capacity], page writes as triples (row, index, page)], int32; o
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from minisgl.core import StepResult
+from minisgl.layout import PAGE_WRITE, Flag, words
+
+if TYPE_CHECKING:
+    from minisgl.core import BatchPlan, Ints
 
 RING: Final = 4
 HEAD: Final = 2
@@ -27,7 +32,7 @@ COLUMNS: Final = 4
 
 @triton.jit(do_not_specialize=["size"])
 def _begin(
-    ring, turn, page_table, last_token, rows, rows32, kv_lens, positions, input_ids, out_loc, flags, mask_places,
+    ring, turn, page_table, last_token, rows, rows32, kv_lens, positions, input_ids, out_loc, flags, mask_index,
     stride, capacity, width, idle_row, size, N: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     t = tl.load(turn)
@@ -39,7 +44,7 @@ def _begin(
     row = tl.load(slot + 2 + i, mask=i < size, other=0, volatile=True)
     stop = tl.load(slot + 2 + capacity + i, mask=i < size, other=1, volatile=True)
     flag = tl.load(slot + 2 + 2 * capacity + i, mask=i < size, other=0, volatile=True)
-    mask_place = tl.load(slot + 2 + 3 * capacity + i, mask=i < size, other=0, volatile=True)
+    mask_slot = tl.load(slot + 2 + 3 * capacity + i, mask=i < size, other=0, volatile=True)
     row = tl.where(i < count, row, idle_row)
     stop = tl.where(i < count, stop, 1)
     for first in range(0, writes, N):
@@ -60,7 +65,7 @@ def _begin(
     tl.store(input_ids + i, tl.load(last_token + row, mask=here, other=0), mask=here)
     tl.store(out_loc + i, page.to(tl.int64) * PAGE + position % PAGE, mask=here)
     tl.store(flags + i, tl.where(i < count, flag, 0), mask=here)
-    tl.store(mask_places + i, mask_place, mask=here)
+    tl.store(mask_index + i, mask_slot, mask=here)
     tl.store(turn, t + 1)
 
 
@@ -84,7 +89,7 @@ def begin_decode(
     input_ids: Tensor,
     out_loc: Tensor,
     flags: Tensor,
-    mask_places: Tensor,
+    mask_index: Tensor,
     page_size: int,
     capacity: int,
 ) -> None:
@@ -92,11 +97,11 @@ def begin_decode(
 
     ring [RING, n] int32 on the host, pinned; turn [1] int32, counted up; page_table [rows, W] int32, whose last row is
     nobody's and pads the batch; last_token [rows] int32. Written: rows [B] int64 and rows32 [B] int32,
-    kv_lens, positions, input_ids [B] int32, out_loc [B] int64, flags (0 for padding) and mask_places [B] int32.
+    kv_lens, positions, input_ids [B] int32, out_loc [B] int64, flags (0 for padding) and mask_index [B] int32.
     """
     size = len(rows)
     _begin[(1,)](
-        ring, turn, page_table, last_token, rows, rows32, kv_lens, positions, input_ids, out_loc, flags, mask_places,
+        ring, turn, page_table, last_token, rows, rows32, kv_lens, positions, input_ids, out_loc, flags, mask_index,
         ring.stride(0), capacity, page_table.stride(0), len(page_table) - 1, size,
         N=_width(size), PAGE=page_size, RING=RING,
     )  # fmt: skip
@@ -113,9 +118,27 @@ def _width(size: int) -> int:
     return max(256, triton.next_power_of_2(size))
 
 
+def write_input(slot: Ints, plan: BatchPlan, capacity: int) -> None:
+    """Fill a slot [n] of the input ring with a plan of decode slots and page writes."""
+    count, writes = len(plan.slots), len(plan.page_writes)
+    slot[0] = count
+    slot[1] = writes
+    pages = HEAD + COLUMNS * capacity
+    rows, stops, flags, mask_index = slot[HEAD:pages].reshape(COLUMNS, capacity)
+    rows[:count] = plan.slots["row"]
+    stops[:count] = plan.slots["stop"]
+    flags[:count] = plan.slots["flags"]
+    np.cumsum((flags[:count] & Flag.MASKED) != 0, out=mask_index[:count])
+    mask_index[:count] -= 1
+    if writes:
+        slot[pages : pages + plan.page_writes.nbytes // 4] = plan.page_writes.view(np.int32)
+
+
 def input_ring(capacity: int, page_writes: int, pin: bool = True) -> Tensor:
     """The host's side of `begin_decode`: [RING, n] int32."""
-    return torch.zeros(RING, HEAD + COLUMNS * capacity + 3 * page_writes, dtype=torch.int32, pin_memory=pin)
+    return torch.zeros(
+        RING, HEAD + COLUMNS * capacity + words(PAGE_WRITE) * page_writes, dtype=torch.int32, pin_memory=pin
+    )
 
 
 def output_ring(capacity: int, pin: bool = True) -> Tensor:

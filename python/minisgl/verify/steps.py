@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minisgl.core import BatchPlan
+from minisgl.engine.trial import trial_plan
 from minisgl.errors import ConfigError
+from minisgl.layout import Flag
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,16 +36,8 @@ class Span:
 
 def span_plan(spans: list[Span], page_writes: Sequence[tuple[int, int, int]] = ()) -> BatchPlan:
     """The plan of one step of `spans`; `page_writes` are (row, index in the row, page)."""
-    slots = [(s.row, s.start, s.stop, BatchPlan.SAMPLES if s.samples else 0) for s in spans]
-    none = np.empty(0, np.int32)
-    return BatchPlan(
-        step=0,
-        slots=np.array(slots, np.int32),
-        tokens=np.concatenate([np.array(s.ids, np.int32) for s in spans]),
-        pages=np.array(page_writes, np.int32).reshape(-1, 3),
-        rows=none.reshape(0, BatchPlan.ROW_WIDTH),
-        adjusts=none,
-    )
+    slots = [(s.row, s.start, s.stop, Flag.SAMPLES if s.samples else 0) for s in spans]
+    return trial_plan(slots, np.concatenate([np.array(s.ids, np.int32) for s in spans]), page_writes)
 
 
 class Stepper:

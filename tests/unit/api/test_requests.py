@@ -104,7 +104,7 @@ def test_generate_forms() -> None:
 def test_log_probabilities_in_the_words_of_generate() -> None:
     def asked(**fields: Any) -> tuple[int | None, bool]:
         params = generate(text="a", **fields)[0].sampling_params
-        return params.logprobs, params.scores_prompt
+        return params.logprobs, params.wants_prompt_logprobs
 
     assert asked() == asked(return_logprob=False, logprob_start_len=0, top_logprobs_num=3) == (None, False)
     assert asked(return_logprob=True) == asked(return_logprob=True, logprob_start_len=-1) == (0, False)
@@ -145,7 +145,7 @@ def test_every_sampling_field_arrives() -> None:
         True,
     ]
     assert chat(cache_salt="anna").sampling_params.cache_salt == "anna"
-    assert params.is_adjusted and not chat(**dict.fromkeys(fields)).sampling_params.is_adjusted
+    assert params.has_penalties and not chat(**dict.fromkeys(fields)).sampling_params.has_penalties
 
 
 @pytest.mark.parametrize(

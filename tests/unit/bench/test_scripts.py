@@ -82,7 +82,7 @@ def test_host_work_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_host_work_excludes_the_model_and_waiting(is_async: bool, host: int) -> None:
     import host_steps
 
-    parts = {"plan": 10, "launch": 500, "prepare": 50, "engine_launch": 300, "collect": 40, "wait": 30, "step": 560}
+    parts = {"plan": 10, "launch": 500, "engine_launch": 300, "collect": 40, "wait": 30, "step": 560}
     assert tuple(parts) == host_steps.PARTS
     probe = host_steps.HostProbe(type("S", (), {"engine": type("E", (), {"is_async": is_async})}))
     probe.steady = [[4, *parts.values()]] * 12

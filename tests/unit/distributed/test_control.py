@@ -16,6 +16,7 @@ from minisgl.core import BatchPlan, StepResult
 from minisgl.distributed.group import Group, meet
 from minisgl.distributed.info import DistributedInfo, Rendezvous
 from minisgl.errors import ConfigError, InvariantError, RankError
+from minisgl.layout import SLOT, Flag
 from minisgl.params import Limits
 from minisgl.scheduler.follower import replay
 from minisgl.settings.options import EngineConfig
@@ -35,8 +36,8 @@ def meet_all(places: list[Rendezvous], settings: list[dict[str, str]]) -> list[F
 
 
 def plan(step: int) -> BatchPlan:
-    slots = np.array([(0, 0, step, BatchPlan.SAMPLES)], np.int32)
-    return BatchPlan(step, slots, np.arange(step, dtype=np.int32), NONE.reshape(0, 3), NONE.reshape(0, 7), NONE)
+    slots = np.array([(0, 0, step, Flag.SAMPLES)], SLOT)
+    return BatchPlan(step, slots, np.arange(step, dtype=np.int32))
 
 
 def free_address() -> tuple[str, int]:

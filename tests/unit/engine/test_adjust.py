@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
-from minisgl.core import NO_MASKS, BatchPlan
 from minisgl.device.device import CpuDevice
-from minisgl.engine.penalties_state import LogitAdjuster
-from minisgl.ops.penalties import adjust_logits, count_tokens
-from minisgl.scheduler.plan import adjust_record
+from minisgl.engine.state import LogitPenalties
+from minisgl.layout import NO_MASKS, Flag
+from minisgl.ops.penalties import apply_penalties, count_tokens
+from minisgl.scheduler.plan import penalty_record
 from minisgl.scheduler.req import Req
 
 VOCAB = 50
@@ -50,9 +50,9 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_rows_of_a_mixed_batch_equal_the_reference(seed: int) -> None:
-    """Rows come and go, with and without adjustments, some re-admitted with tokens generated before."""
+    """Rows come and go, with and without penalties, some re-admitted with tokens generated before."""
     rng = random.Random(seed)
-    adjuster = LogitAdjuster(8, VOCAB, 16, CpuDevice(1))
+    penalties = LogitPenalties(8, VOCAB, 16, CpuDevice(1))
     live: dict[int, tuple[SamplingParams, list[int], list[int]]] = {}
     for _ in range(60):
         row = rng.randrange(8)
@@ -63,7 +63,7 @@ def test_rows_of_a_mixed_batch_equal_the_reference(seed: int) -> None:
         for token in output:
             req.append_host(token)
         live[row] = (params, prompt, output)
-        adjuster.apply(adjust_record(req, row, EOS), NO_MASKS)
+        penalties.apply(penalty_record(req, row, EOS), NO_MASKS)
         for _ in range(3):
             rows = list(live)
             rng.shuffle(rows)
@@ -72,14 +72,14 @@ def test_rows_of_a_mixed_batch_equal_the_reference(seed: int) -> None:
             before = logits.clone()
             positions = [len(live[r][1]) + len(live[r][2]) for r in rows]
             flags = torch.zeros(len(rows), dtype=torch.int32)
-            flags[chosen] = BatchPlan.ADJUSTED
+            flags[chosen] = Flag.PENALIZED
             at, places = torch.tensor(rows), torch.zeros(len(rows), dtype=torch.int32)
-            logits = adjust_logits(logits, flags, places, at, torch.tensor(positions, dtype=torch.int32), adjuster)
+            logits = apply_penalties(logits, flags, places, at, torch.tensor(positions, dtype=torch.int32), penalties)
             for i, r in enumerate(rows):
                 want = reference(before[i].numpy(), *live[r]) if i in chosen else before[i].numpy()
                 np.testing.assert_allclose(logits[i].numpy(), want, rtol=1e-5, atol=1e-5)
             tokens = torch.tensor([rng.randrange(VOCAB) for _ in rows], dtype=torch.int32)
-            count_tokens(tokens, flags, at, adjuster)
+            count_tokens(tokens, flags, at, penalties)
             for i in chosen:
                 live[rows[i]][2].append(int(tokens[i]))
 
@@ -118,7 +118,7 @@ def test_penalties_make_the_text_repeat_itself_less(llm: LLM) -> None:
     assert repeated(generate(llm, max_tokens=80, ignore_eos=True, **penalties)) < usual // 2
 
 
-def test_adjusted_rows_do_not_change_their_neighbours(llm: LLM) -> None:
+def test_penalties_do_not_change_other_rows(llm: LLM) -> None:
     prompts = [f"Once upon a time there was a {a}" for a in ("cat", "dog", "fox", "owl")]
     plain = SamplingParams(temperature=0, max_tokens=20)
     heavy = SamplingParams(temperature=0, max_tokens=20, frequency_penalty=1.5, logit_bias=((9, 3.0),), min_tokens=20)

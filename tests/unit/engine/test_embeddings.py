@@ -144,9 +144,9 @@ def test_several_ranks(model: EmbeddingModel) -> None:
         engine = MiniEngine.load(model.folder, comm=comm, config=ModelConfig.from_hf(config))
         runner = PoolingRunner(engine.parts, model.pooling)
         for spans in steps:
-            columns = runner.launch(runner.prepare(span_plan(spans, pages))).wait()
-        assert not columns[0].any() and columns[1].all()
-        return torch.from_numpy(columns[2:].T.copy()).view(torch.float32)
+            result = runner.launch(span_plan(spans, pages)).wait()
+        assert not result.tokens.any() and result.finite.all() and result.embeddings is not None
+        return torch.from_numpy(result.embeddings.T.copy()).view(torch.float32)
 
     for ours in run_ranks(2, rank):
         assert_equal(ours, model, [PROMPTS[1], PROMPTS[2]])

@@ -62,7 +62,7 @@ def make_requests(seed: int) -> Requests:
         prompt = rng.choice(heads)[: rng.randrange(1, 41)] + [rng.randrange(1, VOCAB) for _ in range(rng.randrange(12))]
         sampled = SamplingParams(max_tokens=rng.randrange(1, 30), temperature=1.0, top_k=20, top_p=0.9, seed=i)
         greedy = SamplingParams(max_tokens=rng.randrange(1, 30), temperature=0.0, ignore_eos=True)
-        adjusted = SamplingParams(
+        penalized = SamplingParams(
             max_tokens=rng.randrange(8, 30),
             temperature=rng.choice((0.0, 1.0)),
             min_p=0.02,
@@ -75,7 +75,7 @@ def make_requests(seed: int) -> Requests:
         )
         grammar = Grammar("regex", f"{i} {rng.randrange(5, 30)}", param="regex")
         bound = SamplingParams(max_tokens=20, temperature=1.0, seed=i, grammar=grammar, presence_penalty=0.1 * (i % 2))
-        requests.append((prompt, rng.choice((sampled, greedy, adjusted, bound))))
+        requests.append((prompt, rng.choice((sampled, greedy, penalized, bound))))
     return requests
 
 

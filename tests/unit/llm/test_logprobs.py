@@ -69,7 +69,7 @@ def test_are_the_models_own_whatever_changes_the_choice(llm: LLM, model: Any) ->
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 9])
-def test_echo_scores_the_prompt_even_if_it_is_cached(llm: LLM, model: Any, max_tokens: int) -> None:
+def test_echo_gives_logprobs_of_a_cached_prompt(llm: LLM, model: Any, max_tokens: int) -> None:
     llm.generate(PROMPT, SamplingParams(max_tokens=1))
     done = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=1, echo=True))[0]
     assert len(done.token_ids) == max_tokens

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core import BatchPlan, StepResult
+from minisgl.core import StepResult
+from minisgl.layout import Flag
 from minisgl.ops import logprobs
 
 TOP = StepResult.TOP
@@ -18,8 +19,8 @@ def reference(row: np.ndarray) -> np.ndarray:
     return x - x.max() - np.log(np.exp(x - x.max()).sum())
 
 
-def token_scores(logits: torch.Tensor, tokens: torch.Tensor, wanted: bool = True) -> torch.Tensor:
-    return logprobs.token_scores(logits, tokens, torch.full_like(tokens, BatchPlan.LOGPROBS if wanted else 0))
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, wanted: bool = True) -> torch.Tensor:
+    return logprobs.token_logprobs(logits, tokens, torch.full_like(tokens, Flag.LOGPROBS if wanted else 0))
 
 
 def unpacked(scores: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -35,7 +36,7 @@ def test_equals_the_reference(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtyp
     g = torch.Generator().manual_seed(1)
     logits = (torch.randn(7, 300, generator=g) * 5).to(dtype)
     tokens = torch.randint(0, 300, (7,), generator=g, dtype=torch.int32)
-    scores = token_scores(logits, tokens)
+    scores = token_logprobs(logits, tokens)
     assert scores.shape == (StepResult.WIDTH, 7) and scores.dtype is torch.int32
     own, ids, values = unpacked(scores)
     for i in range(7):
@@ -44,14 +45,14 @@ def test_equals_the_reference(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtyp
         np.testing.assert_allclose(values[:, i], np.sort(want)[::-1][:TOP], atol=2e-5)
         np.testing.assert_allclose(want[ids[:, i]], values[:, i], atol=2e-5)
         assert len(set(ids[:, i].tolist())) == TOP
-        assert torch.equal(token_scores(logits[i : i + 1], tokens[i : i + 1])[:, 0], scores[:, i])
-    assert not token_scores(logits, tokens, wanted=False).any()
+        assert torch.equal(token_logprobs(logits[i : i + 1], tokens[i : i + 1])[:, 0], scores[:, i])
+    assert not token_logprobs(logits, tokens, wanted=False).any()
 
 
 def test_small_vocabulary_and_certain_tokens() -> None:
     logits = torch.full((1, 5), float("-inf"))
     logits[0, 3] = 2.0
-    own, ids, values = unpacked(token_scores(logits, torch.tensor([3], dtype=torch.int32)))
+    own, ids, values = unpacked(token_logprobs(logits, torch.tensor([3], dtype=torch.int32)))
     assert own.tolist() == [0.0]
     assert ids[0, 0] == 3 and values[0, 0] == 0.0
     assert np.isneginf(values[1:5, 0]).all()

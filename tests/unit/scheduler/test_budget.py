@@ -12,6 +12,7 @@ import pytest
 
 from minisgl.core import BatchPlan, FinishReason, StepCosts
 from minisgl.errors import ConfigError
+from minisgl.layout import SLOT
 from minisgl.message import ids_from_bytes
 from minisgl.scheduler.budget import AUTO_RUSH_S, FLOOR_TOKENS, LARGE_TILE_TOKENS, TILE_TOKENS, Pace, StepBudget
 from minisgl.settings.options import SchedulerConfig
@@ -102,10 +103,9 @@ def test_settings_that_cannot_be_kept_are_refused(options: dict[str, object], co
 
 def test_the_costs_of_a_chunk_are_the_sum_of_its_tokens() -> None:
     costs = StepCosts(1e-3, 2e-6, 3e-8, 5e-9)
-    slots = np.array([[0, 99, 100, 3], [1, 40, 41, 3], [2, 1000, 1300, 1]], np.int32)
-    none = np.empty(0, np.int32)
+    slots = np.array([(0, 99, 100, 3), (1, 40, 41, 3), (2, 1000, 1300, 1)], SLOT)
     want = costs.decode_seconds(2, 139) + costs.chunk_seconds(1000, 300)
-    assert step_seconds(costs, BatchPlan(1, slots, none, none, none, none)) == pytest.approx(want)
+    assert step_seconds(costs, BatchPlan(1, slots)) == pytest.approx(want)
 
 
 def run_burst(target: float) -> tuple[float, float]:

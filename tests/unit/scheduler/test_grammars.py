@@ -9,6 +9,7 @@ import pytest
 
 from minisgl.core import BatchPlan, FinishReason
 from minisgl.errors import RequestError
+from minisgl.layout import Flag
 from minisgl.message import ExitMsg
 from minisgl.params import Grammar
 from minisgl.scheduler import grammars
@@ -48,7 +49,7 @@ def test_an_engine_that_works_at_once_gets_all_masks_with_its_plans() -> None:
         h.add([1, 2, i], 20, ignore_eos=True, **grammar(f"{i} 99") if i else {})
     h.finish_all()
     h.check_outputs()
-    masked = [plan for plan in map(unpacked, engine.plans) if (plan.slots[:, 3] & BatchPlan.MASKED).any()]
+    masked = [plan for plan in map(unpacked, engine.plans) if (plan.slots["flags"] & Flag.MASKED).any()]
     assert len(masked) >= 20 and all(len(plan.masks) for plan in masked)
 
 

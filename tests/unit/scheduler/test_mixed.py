@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from minisgl.core import BatchPlan
+from minisgl.layout import Flag
 from support.fake_engine import FakeEngine, expected_output
 from support.traces import Harness
 
@@ -18,7 +19,7 @@ def test_steps_are_mixed_or_not(depth: int, is_mixed: bool) -> None:
     launch = engine.launch
 
     def recorded(plan: BatchPlan):
-        kinds.append(set(((plan.slots[:, 3] & BatchPlan.FROM_DEVICE) != 0).tolist()))
+        kinds.append(set(((plan.slots["flags"] & Flag.FROM_DEVICE) != 0).tolist()))
         return launch(plan)
 
     engine.launch = recorded  # type: ignore[method-assign]

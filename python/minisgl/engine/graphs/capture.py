@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 import torch
 
-from minisgl.core import BatchPlan
+from minisgl.layout import Flag
 from minisgl.triton.tuned_linear import tuned_linear
 
 T = TypeVar("T")
@@ -18,9 +18,9 @@ T = TypeVar("T")
 # first that is enough: so few are captured, and most steps take the cheapest.
 TAILS: Final = (
     0,
-    BatchPlan.FILTERED,
-    BatchPlan.FILTERED | BatchPlan.ADJUSTED | BatchPlan.MASKED,
-    BatchPlan.FILTERED | BatchPlan.ADJUSTED | BatchPlan.MASKED | BatchPlan.LOGPROBS,
+    Flag.FILTERED,
+    Flag.FILTERED | Flag.PENALIZED | Flag.MASKED,
+    Flag.FILTERED | Flag.PENALIZED | Flag.MASKED | Flag.LOGPROBS,
 )
 
 

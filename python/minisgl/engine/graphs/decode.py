@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from minisgl.core import NO_MASKS, Batch, BatchPlan, SeqLayout
+from minisgl.core import Batch, BatchPlan, Sampling, SeqLayout
 from minisgl.engine.graphs.capture import TAILS, tail_of
-from minisgl.engine.prepare import mask_places
-from minisgl.engine.runner import Unchosen, lacks_masks
+from minisgl.engine.runner import ForwardOutput
+from minisgl.layout import Flag
 from minisgl.triton import step
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ class GraphRunner:
 
         self._rows, self._out_loc = ints(torch.int64), ints(torch.int64)
         self._kv_lens, self._positions, self._input_ids = (ints(torch.int32) for _ in range(3))
-        self._flags, self._mask_places = ints(torch.int32), ints(torch.int32)
+        self._flags = ints(torch.int32)
+        self._mask_index = ints(torch.int32)
         self._rows32, self._token_ends = ints(torch.int32), torch.arange(capacity + 1, dtype=torch.int32, device=device)
         self._graphs: dict[int, _Captured] = {}
         for done, size in enumerate(reversed(sizes), 1):
@@ -82,54 +83,40 @@ class GraphRunner:
         self._turn_on_device.zero_()  # the trials before each capture have moved it
 
     def fits(self, plan: BatchPlan) -> bool:
-        is_known = (plan.slots[:, 3] & BatchPlan.FROM_DEVICE).all()
+        is_known = (plan.slots["flags"] & Flag.FROM_DEVICE).all()
         return bool(
             is_known
             and len(plan.slots) <= self.capacity
-            and len(plan.pages) <= MAX_PAGE_WRITES
-            and not len(plan.rows)
-            and not len(plan.adjusts)
+            and len(plan.page_writes) <= MAX_PAGE_WRITES
+            and not len(plan.row_states)
+            and not len(plan.penalties)
         )
 
-    def prepare(self, plan: BatchPlan) -> BatchPlan:
-        return plan
-
-    def launch(self, plan: BatchPlan) -> Pending:
-        slot = self._turn % len(self._events)
+    def launch(self, plan: BatchPlan) -> ForwardOutput:
+        index = self._turn % len(self._events)
         self._turn += 1
-        event, count = self._events[slot], len(plan.slots)
-        event.synchronize()  # the step that used this slot last has been executed
-        flags = int(np.bitwise_or.reduce(plan.slots[:, 3]))
-        self._fill(self._in_host[slot], plan, flags)
+        event, count = self._events[index], len(plan.slots)
+        event.synchronize()  # the step that used this slot of the rings last has been executed
+        step.write_input(self._in_host[index], plan, self.capacity)
+        flags = int(np.bitwise_or.reduce(plan.slots["flags"]))
         captured = self._graphs[self._sizes[self._size_of[count]]]
         captured.forward.replay()
 
-        def choose(masks: Ints) -> Pending:
-            self.parts.adjuster.apply(plan.adjusts, masks)
+        def sample(masks: Ints) -> Pending:
+            self.parts.penalties.apply(plan.penalties, masks)
             tail, lines = captured.tails[tail_of(flags)]
             tail.replay()
             event.record()
-            return _Published(self._out_host[slot, :lines, :count], event)
+            return _Published(self._out_host[index, :lines, :count], event)
 
-        return Unchosen(choose) if lacks_masks(flags, plan.masks) else choose(plan.masks)
-
-    def _fill(self, slot: Ints, plan: BatchPlan, all_flags: int) -> None:
-        count, writes = len(plan.slots), len(plan.pages)
-        slot[0], slot[1] = count, writes
-        pages = step.HEAD + step.COLUMNS * self.capacity
-        rows, stops, flags, places = slot[step.HEAD : pages].reshape(step.COLUMNS, self.capacity)
-        rows[:count], stops[:count], flags[:count] = plan.slots[:, 0], plan.slots[:, 2], plan.slots[:, 3]
-        if all_flags & BatchPlan.MASKED:
-            places[:count] = mask_places(plan.slots[:, 3])
-        if writes:
-            slot[pages : pages + 3 * writes] = plan.pages.reshape(-1)
+        return ForwardOutput(plan, sample)
 
     # -- capture
 
     def _capture(self, size: int, capture: Capture) -> _Captured:
         batch = self._batch(size)
         forward, logits = capture(lambda: self._forward(batch))
-        tails = {tail: capture(partial(self._sample, logits, replace(batch, flags=tail))) for tail in TAILS}
+        tails = {tail: capture(partial(self._sample, logits, replace(batch.sampling, flags=tail))) for tail in TAILS}
         return _Captured(forward, tails)
 
     def _forward(self, batch: Batch) -> Tensor:
@@ -139,46 +126,41 @@ class GraphRunner:
             self._turn_on_device,
             state.page_table,
             state.last_token,
-            batch.sample_rows,
+            batch.sampling.rows,
             batch.layout.rows,
             batch.layout.kv_lens,
             batch.positions,
             batch.input_ids,
             self._out_loc[:size],
-            batch.sample_flags,
-            batch.mask_places,
+            batch.sampling.row_flags,
+            batch.sampling.mask_index,
             self.parts.kv_cache.page_size,
             self.capacity,
         )
         return self.parts.forward(batch.input_ids, batch, self._out_loc[:size])
 
-    def _sample(self, logits: Tensor, batch: Batch) -> int:
-        out = self.parts.sample(logits, batch)
+    def _sample(self, logits: Tensor, sampling: Sampling) -> int:
+        out = self.parts.sample(logits, sampling)
         step.publish(out, self._out, self._turn_on_device, self.capacity)
         return len(out)
 
     def _batch(self, size: int) -> Batch:
-        """The inputs of a captured step: views of the buffers that `begin_decode` fills. Host lengths are unknown."""
-        device = self.parts.device.torch_device
-        ones, none = np.ones(size, np.int32), torch.empty(0, dtype=torch.int64, device=device)
+        """The inputs of a captured step: views of the buffers that `begin_decode` fills, which also writes the pages.
+
+        The lengths on the host are unknown.
+        """
+        ones = np.ones(size, np.int32)
         rows, kv_lens = self._rows32[:size], self._kv_lens[:size]
+        nothing = self._rows32[:0]
         return Batch(
-            step=0,
             layout=SeqLayout(ones, ones, ones, rows, kv_lens, self._token_ends[: size + 1]),
             input_ids=self._input_ids[:size],
             positions=self._positions[:size],
             token_rows=rows,
             logit_tokens=self._token_ends[:size].long(),
-            sample_rows=self._rows[:size],
-            sample_positions=kv_lens,
-            page_writes=none.view(0, 3),
-            row_writes=none.int().view(0, BatchPlan.ROW_WIDTH),
-            adjusts=np.empty(0, np.int32),
-            masks=NO_MASKS,
-            flags=0,
-            sample_flags=self._flags[:size],
-            mask_places=self._mask_places[:size],
-            scored=None,
+            sampling=Sampling(self._rows[:size], kv_lens, self._flags[:size], self._mask_index[:size], flags=0),
+            page_writes=nothing,
+            row_states=nothing,
         )
 
 

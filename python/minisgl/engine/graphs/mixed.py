@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from minisgl.core import BatchPlan
+from minisgl.engine.batch import Expanded, expand
 from minisgl.engine.graphs.capture import TAILS, tail_of
 from minisgl.engine.graphs.mixed_inputs import MAX_CHUNKS, MAX_PAGE_WRITES, TokenInputs
-from minisgl.engine.prepare import Expanded, expand
-from minisgl.engine.runner import Unchosen, lacks_masks
+from minisgl.engine.runner import ForwardOutput
+from minisgl.engine.trial import trial_plan
+from minisgl.layout import Flag
 
 if TYPE_CHECKING:
     from minisgl.core import Ints
@@ -80,40 +82,37 @@ class TokenGraphRunner:
         }
 
     def fits(self, plan: BatchPlan) -> bool:
-        flags, stops = plan.slots[:, 3], plan.slots[:, 2]
-        is_chunk = (flags & BatchPlan.FROM_DEVICE) == 0
+        flags, stops = plan.slots["flags"], plan.slots["stop"]
+        is_chunk = (flags & Flag.FROM_DEVICE) == 0
         return bool(
             self._size(plan) is not None
-            and not (flags & BatchPlan.SCORED).any()
-            and len(plan.pages) <= MAX_PAGE_WRITES
+            and not (flags & Flag.PROMPT_LOGPROBS).any()
+            and len(plan.page_writes) <= MAX_PAGE_WRITES
             and stops[is_chunk].max(initial=0) <= MAX_CONTEXT
         )
 
     def _size(self, plan: BatchPlan) -> int | None:
         """The size for a plan, if a graph has room for it."""
-        flags = plan.slots[:, 3]
-        tokens = int((plan.slots[:, 2] - plan.slots[:, 1]).sum())
-        decodes = int(np.count_nonzero(flags & BatchPlan.FROM_DEVICE))
-        samples = int(np.count_nonzero(flags & BatchPlan.SAMPLES))
-        chunks = max(len(flags) - decodes, len(plan.rows))
+        flags = plan.slots["flags"]
+        tokens = int((plan.slots["stop"] - plan.slots["start"]).sum())
+        decodes = int(np.count_nonzero(flags & Flag.FROM_DEVICE))
+        samples = int(np.count_nonzero(flags & Flag.SAMPLES))
+        chunks = max(len(flags) - decodes, len(plan.row_states))
         if decodes > self._inputs.decodes:
             return None
         fitting = (s for s, c in self._graphs.items() if s >= tokens and c.chunks > chunks and c.samples >= samples)
         return next(fitting, None)
 
-    def prepare(self, plan: BatchPlan) -> BatchPlan:
-        return plan
-
-    def launch(self, plan: BatchPlan) -> Pending:
+    def launch(self, plan: BatchPlan) -> ForwardOutput:
         size = self._size(plan)
-        assert size is not None
+        assert size is not None, "the plan does not fit"
         x = expand(plan)
         self._upload(size, plan, x)
         self._graphs[size].forward.replay()
         count = len(x.sample_rows)
 
-        def choose(masks: Ints) -> Pending:
-            self.parts.adjuster.apply(plan.adjusts, masks)
+        def sample(masks: Ints) -> Pending:
+            self.parts.penalties.apply(plan.penalties, masks)
             graph, out = self._tails[next(rows for rows in self._tail_sizes if rows >= count), tail_of(x.flags)]
 
             def work() -> Tensor:
@@ -122,7 +121,7 @@ class TokenGraphRunner:
 
             return _First(self.device.submit(work, 0.0), count)
 
-        return Unchosen(choose) if lacks_masks(x.flags, plan.masks) else choose(plan.masks)
+        return ForwardOutput(plan, sample)
 
     def _upload(self, size: int, plan: BatchPlan, x: Expanded) -> None:
         used = self._inputs.fill(size, plan, x)
@@ -131,7 +130,7 @@ class TokenGraphRunner:
     def _capture(self, size: int, capture: Capture) -> _Captured:
         chunks = min(size // 2, MAX_CHUNKS) + 1
         samples = min(size - 1, self._inputs.decodes + chunks - 1)
-        plan = _trial(size)
+        plan = trial_plan([(0, 0, size, Flag.SAMPLES)])
         self._upload(size, plan, expand(plan))
 
         def work() -> None:
@@ -146,16 +145,7 @@ class TokenGraphRunner:
     def _sample(self, rows: int, tail: int) -> Tensor:
         assert self._hidden is not None
         x, residual = (t[:rows] for t in self._hidden)
-        batch = self._inputs.batch(1, 1, rows, tail)
-        return self.parts.sample(self.parts.model.logits(x, residual), batch)
-
-
-def _trial(tokens: int) -> BatchPlan:
-    """A prompt of `tokens` in row 0, whose pages are nobody's yet."""
-    none = np.empty(0, np.int32)
-    slots = np.array([(0, 0, tokens, BatchPlan.SAMPLES)], np.int32)
-    rows = none.reshape(0, BatchPlan.ROW_WIDTH)
-    return BatchPlan(0, slots, np.zeros(tokens, np.int32), none.reshape(0, 3), rows, none)
+        return self.parts.sample(self.parts.model.logits(x, residual), self._inputs.sampling(rows, tail))
 
 
 class _First:

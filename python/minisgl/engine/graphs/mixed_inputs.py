@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from minisgl.core import NO_MASKS, Batch, BatchPlan, SeqLayout
+from minisgl.core import Batch, BatchPlan, Sampling, SeqLayout
+from minisgl.layout import PAGE_WRITE, ROW_STATE, Flag, words
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from minisgl.core import Ints
-    from minisgl.engine.prepare import Expanded
+    from minisgl.engine.batch import Expanded
     from minisgl.engine.runner import Parts
 
 MAX_CHUNKS: Final = 64
@@ -29,14 +30,14 @@ class TokenInputs:
     """
 
     def __init__(self, max_tokens: int, max_decodes: int, parts: Parts) -> None:
-        self._idle_row = len(parts.state.page_table) - 1
-        self._trash_page = parts.kv_cache.num_pages - 1
+        self._dummy_row = len(parts.state.page_table) - 1
+        self._dummy_page = parts.kv_cache.num_pages - 1
         self.decodes = min(max_decodes, max_tokens)
         chunks = MAX_CHUNKS + 1
         seqs = self.decodes + chunks
-        widths = dict.fromkeys(("logit_tokens", "sample_rows", "sample_positions", "sample_flags", "mask_places"), seqs)
+        widths = dict.fromkeys(("logit_tokens", "sample_rows", "sample_positions", "sample_flags", "mask_index"), seqs)
         widths |= {"rows": seqs, "kv_lens": seqs, "cu_query_lens": seqs + 1}
-        widths |= {"pages": 3 * MAX_PAGE_WRITES, "row_writes": BatchPlan.ROW_WIDTH * chunks}
+        widths |= {"page_writes": words(PAGE_WRITE) * MAX_PAGE_WRITES, "row_states": words(ROW_STATE) * chunks}
         ends: list[int] = np.cumsum([0, *(-(-w // 4) * 4 for w in widths.values())]).tolist()
         self._places = {name: slice(lo, lo + widths[name]) for name, lo in zip(widths, ends[:-1], strict=True)}
         self._tokens_at = ends[-1]
@@ -50,56 +51,61 @@ class TokenInputs:
         tokens = self.on_host[self._tokens_at : end].reshape(3, size)
         _put(tokens[0], x.input_ids, 0)
         _put(tokens[1], x.positions, 0)
-        _put(tokens[2], x.token_rows, self._idle_row)
+        _put(tokens[2], x.token_rows, self._dummy_row)
         _put(host["logit_tokens"], x.logit_tokens, 0)
-        _put(host["sample_rows"], x.sample_rows, self._idle_row)
+        _put(host["sample_rows"], x.sample_rows, self._dummy_row)
         _put(host["sample_positions"], x.sample_positions, 1)
         _put(host["sample_flags"], x.sample_flags, 0)
-        _put(host["mask_places"], x.mask_places, 0)
-        decodes, first = int(np.count_nonzero(plan.slots[:, 3] & BatchPlan.FROM_DEVICE)), self.decodes
-        _put(host["rows"][:first], x.rows[:decodes], self._idle_row)
-        _put(host["rows"][first:], x.rows[decodes:], self._idle_row)
+        _put(host["mask_index"], x.mask_index, 0)
+        decodes, first = int(np.count_nonzero(plan.slots["flags"] & Flag.FROM_DEVICE)), self.decodes
+        _put(host["rows"][:first], x.rows[:decodes], self._dummy_row)
+        _put(host["rows"][first:], x.rows[decodes:], self._dummy_row)
         _put(host["kv_lens"][:first], x.kv_lens[:decodes], 0)
         _put(host["kv_lens"][first:], x.kv_lens[decodes:], 0)
         host["kv_lens"][first + len(x.rows) - decodes] = size - len(x.input_ids)
         _put(host["cu_query_lens"][first:], np.cumsum([decodes, *x.query_lens[decodes:]], dtype=np.int32), size)
-        pages, rows = host["pages"].reshape(-1, 3), host["row_writes"].reshape(-1, BatchPlan.ROW_WIDTH)
-        pages[: len(plan.pages)] = plan.pages
-        pages[len(plan.pages) :] = (self._idle_row, 0, self._trash_page)
-        rows[: len(plan.rows)] = plan.rows
-        rows[len(plan.rows) :] = 0
-        rows[len(plan.rows) :, 0] = self._idle_row
+        pages, states = host["page_writes"].view(PAGE_WRITE), host["row_states"].view(ROW_STATE)
+        pages[: len(plan.page_writes)] = plan.page_writes
+        pages[len(plan.page_writes) :] = (self._dummy_row, 0, self._dummy_page)
+        states[: len(plan.row_states)] = plan.row_states
+        states[len(plan.row_states) :] = (self._dummy_row, 0, 0, 0, 0, 0)
         return end
 
-    def batch(self, size: int, chunks: int, samples: int, flags: int = 0) -> Batch:
-        """The device's buffer as a batch of `size` tokens, so many chunks and tokens to choose.
+    def batch(self, size: int, chunks: int, samples: int) -> Batch:
+        """The device's buffer as a batch of `size` tokens, `chunks` chunks and `samples` sequences that sample.
 
-        To be made while a graph is captured, as its conversions belong into that. Host lengths only bound those of
-        prompts: kernels look at the device's.
+        To be called while a graph is captured, since its conversions belong into the graph. Lengths on the host are
+        bounds of the prompts' lengths only: kernels read the device's.
         """
-        x, seqs = {name: self.on_device[place] for name, place in self._places.items()}, self.decodes + chunks
-        tokens: Tensor = self.on_device[self._tokens_at : self._tokens_at + 3 * size].view(3, size)
+        x, seqs = self._views(), self.decodes + chunks
+        tokens = self.on_device[self._tokens_at : self._tokens_at + 3 * size].view(3, size)
         lens: Ints = np.ones(seqs, np.int32)
         lens[self.decodes :] = 2
         lens[self.decodes] = size
         return Batch(
-            step=0,
             layout=SeqLayout(lens, lens, lens, x["rows"][:seqs], x["kv_lens"][:seqs], x["cu_query_lens"][: seqs + 1]),
             input_ids=tokens[0],
             positions=tokens[1],
             token_rows=tokens[2],
             logit_tokens=x["logit_tokens"][:samples].long(),
-            sample_rows=x["sample_rows"][:samples].long(),
-            sample_positions=x["sample_positions"][:samples],
-            page_writes=x["pages"].view(-1, 3).long(),
-            row_writes=x["row_writes"].view(-1, BatchPlan.ROW_WIDTH)[:chunks],
-            adjusts=np.empty(0, np.int32),
-            masks=NO_MASKS,
-            flags=flags,
-            sample_flags=x["sample_flags"][:samples],
-            mask_places=x["mask_places"][:samples],
-            scored=None,
+            sampling=self.sampling(samples, 0),
+            page_writes=x["page_writes"].view(-1, words(PAGE_WRITE)),
+            row_states=x["row_states"].view(-1, words(ROW_STATE))[:chunks],
         )
+
+    def sampling(self, samples: int, flags: int) -> Sampling:
+        """The device's buffer as the inputs of sampling; to be called while a graph is captured."""
+        x = self._views()
+        return Sampling(
+            rows=x["sample_rows"][:samples].long(),
+            positions=x["sample_positions"][:samples],
+            row_flags=x["sample_flags"][:samples],
+            mask_index=x["mask_index"][:samples],
+            flags=flags,
+        )
+
+    def _views(self) -> dict[str, Tensor]:
+        return {name: self.on_device[place] for name, place in self._places.items()}
 
 
 def _put(into: Ints, values: Ints, rest: int) -> None:

@@ -10,7 +10,6 @@
 namespace minisgl {
 
 constexpr int64_t kSlice = 512;  // tokens that go through a layer together
-enum Flags { kSamples = 1, kFromDevice = 2 };
 
 // K/V and an embedding of its own are T, all other weights W.
 template <class T, class W = T>
@@ -20,7 +19,7 @@ class Net : public Model {
         Matrix<W> qkv, o, gate_up, down;
         const LayerWeights* w;
     };
-    struct Slot {
+    struct Piece {  // what of a slot goes through the layers together
         int64_t row, start, stop, flags;
     };
 
@@ -46,21 +45,21 @@ class Net : public Model {
         ld_hidden_ = h + line, ld_q_ = q + line, ld_inner_ = i + line;
     }
 
-    void step(const Plan& plan, int32_t* tokens, int32_t* ok) override {
+    void step(const StepPlan& plan, int32_t* tokens, int32_t* finite) override {
         apply(plan);
         int64_t num_samples = 0;
-        for (int64_t i = 0; i < plan.num_slots; ++i) num_samples += plan.slots[i * 4 + 3] & kSamples;
+        for (int64_t i = 0; i < plan.num_slots; ++i) num_samples += (plan.slots[i].flags & kSamples) != 0;
         logits.resize(std::max<size_t>(logits.size(), num_samples * s_.vocab));
-        std::vector<Slot> sampled;
+        std::vector<Piece> sampled;
         const int32_t* ids = plan.tokens;
         for (int64_t i = 0; i < plan.num_slots; ++i) {
-            const int32_t* p = plan.slots + i * 4;
-            Slot slot{p[0], p[1], p[2], p[3]};
-            while (slot.start < slot.stop) {
-                Slot now = slot;
-                now.stop = std::min(slot.stop, slot.start + kSlice - (int64_t)ids_.size());
-                if (now.stop < slot.stop) now.flags &= ~kSamples;
-                slot.start = now.stop;
+            const Slot& slot = plan.slots[i];
+            Piece rest{slot.row, slot.start, slot.stop, slot.flags};
+            while (rest.start < rest.stop) {
+                Piece now = rest;
+                now.stop = std::min(rest.stop, rest.start + kSlice - (int64_t)ids_.size());
+                if (now.stop < rest.stop) now.flags &= ~kSamples;
+                rest.start = now.stop;
                 now_.push_back(now);
                 for (int64_t t = now.start; t < now.stop; ++t) {
                     ids_.push_back(now.flags & kFromDevice ? s_.last_token[now.row] : *ids++);
@@ -71,33 +70,33 @@ class Net : public Model {
         }
         if (!ids_.empty()) slice(sampled);
         pool_.run((int)num_samples, [&](int i, int) {
-            const Slot& slot = sampled[i];
-            if (slot.flags & ~(kSamples | kFromDevice)) return;  // for others to choose
-            const Choice c = choose(&logits[i * s_.vocab], s_.vocab, s_.temperature[slot.row], s_.noise_key[slot.row],
-                                    (int32_t)slot.stop);
-            tokens[i] = s_.last_token[slot.row] = c.token;
-            ok[i] = c.ok;
+            const Piece& piece = sampled[i];
+            if (piece.flags & ~(kSamples | kFromDevice)) return;  // sampled by the caller
+            const Choice c = choose(&logits[i * s_.vocab], s_.vocab, s_.temperature[piece.row], s_.noise_key[piece.row],
+                                    (int32_t)piece.stop);
+            tokens[i] = s_.last_token[piece.row] = c.token;
+            finite[i] = c.ok;
         });
     }
 
   private:
-    void apply(const Plan& plan) {
-        for (int64_t i = 0; i < plan.num_pages; ++i) {
-            const int32_t* w = plan.pages + i * 3;
-            s_.page_table[w[0] * s_.table_width + w[1]] = w[2];
+    void apply(const StepPlan& plan) {
+        for (int64_t i = 0; i < plan.num_page_writes; ++i) {
+            const PageWrite& w = plan.page_writes[i];
+            s_.page_table[w.row * s_.table_width + w.index] = w.page;
         }
-        for (int64_t i = 0; i < plan.num_rows; ++i) {
-            const int32_t* w = plan.rows + i * 7;
-            memcpy(&s_.temperature[w[0]], w + 1, 4);
-            s_.top_k[w[0]] = w[2];
-            memcpy(&s_.top_p[w[0]], w + 3, 4);
-            memcpy(&s_.min_p[w[0]], w + 4, 4);
-            s_.noise_key[w[0]] = (int64_t)((uint64_t)(uint32_t)w[6] << 32 | (uint32_t)w[5]);
+        for (int64_t i = 0; i < plan.num_row_states; ++i) {
+            const RowState& state = plan.row_states[i];
+            s_.temperature[state.row] = state.temperature;
+            s_.top_k[state.row] = state.top_k;
+            s_.top_p[state.row] = state.top_p;
+            s_.min_p[state.row] = state.min_p;
+            s_.noise_key[state.row] = state.noise_key;
         }
     }
 
     // The tokens in ids_, now_, positions_ and rows_ through all layers; logits of those that sample.
-    void slice(std::vector<Slot>& sampled) {
+    void slice(std::vector<Piece>& sampled) {
         int64_t m = (int64_t)ids_.size();
         grow(m);
         pool_.run(pieces(m * s_.hidden), [&](int i, int) {
@@ -107,9 +106,9 @@ class Net : public Model {
         std::vector<int64_t> keep;
         const int64_t first_sample = (int64_t)sampled.size();
         int64_t token = 0;
-        for (const Slot& slot : now_) {
-            token += slot.stop - slot.start;
-            if (slot.flags & kSamples) keep.push_back(token - 1), sampled.push_back(slot);
+        for (const Piece& piece : now_) {
+            token += piece.stop - piece.start;
+            if (piece.flags & kSamples) keep.push_back(token - 1), sampled.push_back(piece);
         }
         for (const Layer& layer : layers_) {
             norm(layer.w->input_norm, m);
@@ -215,13 +214,13 @@ class Net : public Model {
         int64_t token = 0;
         double work = 0;
         spans_.reserve(now_.size());
-        for (const Slot& slot : now_) {
-            spans_.push_back({slot.row, slot.start, slot.stop, token, layer.w->window});
-            token += slot.stop - slot.start;
-            work += (double)(slot.stop - slot.start) * (double)slot.stop;
-            for (int64_t to = slot.stop; to > slot.start; to -= each)  // the longest first
+        for (const Piece& piece : now_) {
+            spans_.push_back({piece.row, piece.start, piece.stop, token, layer.w->window});
+            token += piece.stop - piece.start;
+            work += (double)(piece.stop - piece.start) * (double)piece.stop;
+            for (int64_t to = piece.stop; to > piece.start; to -= each)  // the longest first
                 for (int64_t h = 0; h < s_.kv_heads; ++h)
-                    items_.push_back({&spans_.back(), std::max(slot.start, to - each), to, h});
+                    items_.push_back({&spans_.back(), std::max(piece.start, to - each), to, h});
         }
         const double most = std::min<double>((double)items_.size(), 64 * pool_.size());
         const int n = (int)std::min(most, work * (double)q_size_ / 5e4 + 1);
@@ -247,7 +246,7 @@ class Net : public Model {
     int64_t q_size_, qkv_size_, ld_hidden_, ld_q_, ld_inner_;
     // The slice at hand.
     std::vector<int64_t> ids_, positions_, rows_;
-    std::vector<Slot> now_;
+    std::vector<Piece> now_;
     std::vector<Item> items_;
     std::vector<Span> spans_;
     Aligned<float> x_, qkv_;
@@ -261,6 +260,8 @@ class Net : public Model {
 using namespace minisgl;
 
 extern "C" {
+int64_t minisgl_layout_version() { return kLayoutVersion; }
+
 // 0 when products and a tiny model come out right; see selftest.h.
 int minisgl_self_test() {
     return is_sound<float>() && is_sound<bf16>() && is_sound<float, Int8>() && is_sound<bf16, Int8>() ? 0 : 1;
@@ -276,9 +277,9 @@ void* minisgl_create(const ModelSpec* spec) {
 }
 void minisgl_destroy(void* model) { delete static_cast<Model*>(model); }
 
-// tokens, ok [S]; entries of slots with flags other than "samples" and "from device" are left as they are.
-void minisgl_step(void* model, const Plan* plan, int32_t* tokens, int32_t* ok) {
-    static_cast<Model*>(model)->step(*plan, tokens, ok);
+// tokens, finite [S]; entries of slots with flags other than kSamples and kFromDevice are left as they are.
+void minisgl_step(void* model, const StepPlan* plan, int32_t* tokens, int32_t* finite) {
+    static_cast<Model*>(model)->step(*plan, tokens, finite);
 }
 const float* minisgl_logits(void* model) { return static_cast<Model*>(model)->logits.data(); }
 

@@ -99,8 +99,8 @@ bool agrees_with_itself() {
     spec.last_token = last.data(), spec.temperature = temperature.data(), spec.top_k = top_k.data();
     spec.top_p = top_p.data(), spec.min_p = min_p.data(), spec.noise_key = key.data();
     Net<T, W> net(spec);
-    auto run = [&](std::vector<int32_t> slots, int64_t first) {
-        const Plan plan{slots.data(), &tokens_in[first], nullptr, nullptr, (int64_t)slots.size() / 4, 0, 0};
+    auto run = [&](const Slot& slot, int64_t first) {
+        const StepPlan plan{&slot, &tokens_in[first], nullptr, nullptr, 1, 0, 0};
         net.step(plan, chosen.data(), ok.data());
         return std::vector<float>(net.logits.begin(), net.logits.begin() + vocab);
     };

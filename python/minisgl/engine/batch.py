@@ -1,0 +1,132 @@
+"""BatchPlan -> Batch: the host integers of a step as device tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minisgl.attention.backend import build_layout
+from minisgl.core import Batch, BatchPlan, PromptLogprobs, Sampling
+from minisgl.layout import NO_INTS, Flag, as_words
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import torch
+
+    from minisgl.core import Ints
+    from minisgl.device.device import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """A plan by tokens T, sequences B and sampled sequences S; all int32. The fields are those of `Batch`."""
+
+    rows: Ints  # [B]
+    query_lens: Ints  # [B]
+    kv_lens: Ints  # [B]
+    input_ids: Ints  # [T], -1 where the device knows the token
+    positions: Ints  # [T]
+    token_rows: Ints  # [T]
+    logit_tokens: Ints  # [S]
+    sample_rows: Ints  # [S]
+    sample_positions: Ints  # [S]
+    sample_flags: Ints  # [S]
+    mask_index: Ints  # [S]
+    logprob_tokens: Ints  # [N] indices into T of the tokens whose successors are `BatchPlan.prompt_logprob_ids`
+
+    @property
+    def flags(self) -> int:
+        """All flags that a sampled sequence has."""
+        return int(np.bitwise_or.reduce(self.sample_flags, initial=0))
+
+
+def expand(plan: BatchPlan) -> Expanded:
+    """Slots to tokens; reads nothing but the plan."""
+    row, start, stop, flags = (plan.slots[name] for name in ("row", "start", "stop", "flags"))
+    lens = stop - start
+    ends = np.cumsum(lens, dtype=np.int32)
+    # Position of token t of a slot that begins at offset o: t - o + start.
+    positions = np.arange(lens.sum(), dtype=np.int32) + np.repeat(start - (ends - lens), lens)
+    is_host_token = np.repeat((flags & Flag.FROM_DEVICE) == 0, lens)
+    input_ids = np.full(len(positions), -1, np.int32)
+    input_ids[is_host_token] = plan.tokens
+    samples = (flags & Flag.SAMPLES) != 0
+    sample_flags = flags[samples]
+    return Expanded(
+        rows=row,
+        query_lens=lens,
+        kv_lens=stop,
+        input_ids=input_ids,
+        positions=positions,
+        token_rows=np.repeat(row, lens),
+        logit_tokens=(ends - 1)[samples],
+        sample_rows=row[samples],
+        sample_positions=stop[samples],
+        sample_flags=sample_flags,
+        mask_index=mask_index(sample_flags),
+        logprob_tokens=_logprob_tokens(flags, lens, ends) if len(plan.prompt_logprob_ids) else NO_INTS,
+    )
+
+
+def mask_index(flags: Ints) -> Ints:
+    """Index into a plan's masks of each sequence, by the flags [S] of the sequences that sample."""
+    index: Ints = np.cumsum((flags & Flag.MASKED) != 0, dtype=np.int32) - 1
+    return index
+
+
+def _logprob_tokens(flags: Ints, lens: Ints, ends: Ints) -> Ints:
+    """All tokens of the PROMPT_LOGPROBS slots but those whose logits are sampled."""
+    is_wanted = np.repeat((flags & Flag.PROMPT_LOGPROBS) != 0, lens)
+    is_wanted[(ends - 1)[(flags & Flag.SAMPLES) != 0]] = False
+    return np.flatnonzero(is_wanted).astype(np.int32)
+
+
+def make_batch(plan: BatchPlan, device: Device) -> Batch:
+    """Expand a plan and upload it."""
+    x = expand(plan)
+    ids, positions, token_rows, logit_tokens, page_writes, row_states, *sampling = device.upload(
+        x.input_ids,
+        x.positions,
+        x.token_rows,
+        x.logit_tokens,
+        as_words(plan.page_writes),
+        as_words(plan.row_states),
+        x.sample_rows,
+        x.sample_positions,
+        x.sample_flags,
+        x.mask_index,
+    )
+    return Batch(
+        layout=build_layout(x.rows, x.query_lens, x.kv_lens, device.upload),
+        input_ids=ids,
+        positions=positions,
+        token_rows=token_rows,
+        logit_tokens=logit_tokens.long(),
+        sampling=_sampling(sampling, x.flags),
+        page_writes=page_writes,
+        row_states=row_states,
+        prompt_logprobs=_prompt_logprobs(x, plan.prompt_logprob_ids, device) if len(plan.prompt_logprob_ids) else None,
+    )
+
+
+def make_sampling(plan: BatchPlan, index: npt.NDArray[np.intp], device: Device) -> Sampling:
+    """Upload what sampling needs to know of the sequences `index` among those of a plan that sample."""
+    slots = plan.slots[(plan.slots["flags"] & Flag.SAMPLES) != 0]
+    places = mask_index(slots["flags"])
+    slots = slots[index]
+    arrays = device.upload(slots["row"], slots["stop"], slots["flags"], places[index])
+    return _sampling(arrays, int(np.bitwise_or.reduce(slots["flags"], initial=0)))
+
+
+def _sampling(arrays: list[torch.Tensor], flags: int) -> Sampling:
+    rows, positions, row_flags, mask_index = arrays
+    return Sampling(rows.long(), positions, row_flags, mask_index, flags)
+
+
+def _prompt_logprobs(x: Expanded, token_ids: Ints, device: Device) -> PromptLogprobs:
+    kept = np.union1d(x.logit_tokens, x.logprob_tokens).astype(np.int32)
+    sampled_at, logprobs_at = (np.searchsorted(kept, t).astype(np.int32) for t in (x.logit_tokens, x.logprob_tokens))
+    kept_tokens, sampled, wanted, ids = device.upload(kept, sampled_at, logprobs_at, token_ids)
+    return PromptLogprobs(kept_tokens.long(), sampled.long(), wanted.long(), ids)

@@ -1,0 +1,55 @@
+"""Plans of steps that no request asked for: to measure memory and time, to compile kernels, to capture graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minisgl.core import BatchPlan
+from minisgl.layout import NO_MASKS, PAGE_WRITE, SLOT, Flag
+
+if TYPE_CHECKING:
+    from minisgl.core import Ints
+    from minisgl.engine.config import EngineSpec
+
+Slot = tuple[int, int, int, int]
+"""(row, start, stop, flags)"""
+
+
+def trial_plan(
+    slots: Sequence[Slot],
+    tokens: Ints | None = None,
+    page_writes: Sequence[tuple[int, int, int]] = (),
+    masks: Ints = NO_MASKS,
+) -> BatchPlan:
+    """A step of `slots`; `page_writes` are (row, index in the row, page). Without `tokens`, all tokens are 0."""
+    records = np.array(slots, SLOT)
+    if tokens is None:
+        is_chunk = (records["flags"] & Flag.FROM_DEVICE) == 0
+        tokens = np.zeros(int((records["stop"] - records["start"])[is_chunk].sum()), np.int32)
+    return BatchPlan(0, records, tokens, np.array(list(page_writes), PAGE_WRITE), masks=masks)
+
+
+def largest_prefill(spec: EngineSpec) -> BatchPlan:
+    """A step of as many prompt tokens as a step may have, in as few sequences as can hold them."""
+    slots, remaining = [], spec.max_step_tokens
+    for row in range(spec.max_running_requests):
+        if remaining:
+            slots.append((row, 0, min(remaining, spec.max_seq_len - 1), Flag.SAMPLES))
+            remaining -= slots[-1][2]
+    return trial_plan(slots)
+
+
+def decode_plan(rows: int, vocab_size: int, flags: int) -> BatchPlan:
+    """The first token of each of `rows` rows, sampled with `flags`; masks allow all tokens."""
+    masks = np.full((rows, -(-vocab_size // 32)), -1, np.int32) if flags & Flag.MASKED else NO_MASKS
+    flags |= Flag.SAMPLES | Flag.FROM_DEVICE
+    return trial_plan([(row, 0, 1, flags) for row in range(rows)], masks=masks)
+
+
+def spread_plan(slots: Sequence[Slot], page_size: int, num_pages: int) -> BatchPlan:
+    """A step of `slots` whose rows are spread over as many different pages as the pool has."""
+    pages = [(row, index) for row, _, stop, _ in slots for index in range(-(-stop // page_size))]
+    return trial_plan(slots, page_writes=[(row, index, i % num_pages) for i, (row, index) in enumerate(pages)])

@@ -1,0 +1,99 @@
+"""The binary layout of a plan, stated once: the scheduler writes it, ranks replay it, graphs and the C++ step read it.
+
+A record is a numpy structured dtype of 32-bit words (a 64-bit field takes two). `native/cpp/layout.h` is generated from
+this file (`python -m minisgl.native.abi`), and a library that was compiled from another layout is refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Ints = npt.NDArray[np.int32]
+    Records = npt.NDArray[np.void]
+
+
+class Flag:
+    """Bits of a slot's flags."""
+
+    SAMPLES: Final = 1  # a token is sampled from the logits of the last position
+    FROM_DEVICE: Final = 2  # the one input token is the row's newest, which only the device knows
+    PENALIZED: Final = 4  # penalties and logit bias apply (a penalty record came with the row)
+    FILTERED: Final = 8  # top-k, top-p or min-p exclude tokens
+    LOGPROBS: Final = 16  # the log-probability of the sampled token is wanted
+    PROMPT_LOGPROBS: Final = 32  # log-probabilities of the tokens that follow the slot's tokens are wanted
+    MASKED: Final = 64  # a mask says which tokens may be sampled
+
+
+# One sequence in a step: the tokens at positions [start, stop) of the sequence in `row`.
+SLOT: Final = np.dtype([("row", "<i4"), ("start", "<i4"), ("stop", "<i4"), ("flags", "<i4")])
+
+# One entry of the page table.
+PAGE_WRITE: Final = np.dtype([("row", "<i4"), ("index", "<i4"), ("page", "<i4")])
+
+# The sampling state of a newly filled row.
+ROW_STATE: Final = np.dtype(
+    [
+        ("row", "<i4"),
+        ("temperature", "<f4"),
+        ("top_k", "<i4"),
+        ("top_p", "<f4"),
+        ("min_p", "<f4"),
+        ("noise_key", "<i8"),
+    ]
+)
+
+# The head of a penalty record. Behind it stand four lists of 32-bit words: the biased token ids (~id where the token
+# ends the request), their biases (float32), the prompt's token ids, the token ids generated so far.
+PENALTY_HEAD: Final = np.dtype(
+    [
+        ("words", "<i4"),  # of the whole record
+        ("row", "<i4"),
+        ("presence", "<f4"),
+        ("frequency", "<f4"),
+        ("repetition", "<f4"),
+        ("first_end", "<i4"),  # the first position at which the request may end
+        ("num_biases", "<i4"),
+        ("num_prompt", "<i4"),
+        ("num_generated", "<i4"),
+    ]
+)
+
+WORD: Final = np.dtype("<i4")
+NO_INTS: Final[Ints] = np.empty(0, WORD)
+NO_MASKS: Final[Ints] = np.empty((0, 0), WORD)
+NO_PAGE_WRITES: Final[Records] = np.empty(0, PAGE_WRITE)
+NO_ROW_STATES: Final[Records] = np.empty(0, ROW_STATE)
+
+# The arrays of a packed plan, in order, and what each holds; `masks` [M, words of a mask] are packed flat.
+PLAN_ARRAYS: Final = (
+    ("slots", SLOT),
+    ("tokens", WORD),
+    ("page_writes", PAGE_WRITE),
+    ("row_states", ROW_STATE),
+    ("penalties", WORD),
+    ("masks", WORD),
+    ("prompt_logprob_ids", WORD),
+)
+# The head of a packed plan: the number of elements of each array stands under its name.
+PLAN_HEAD: Final = np.dtype([("step", "<i4"), ("mask_words", "<i4"), *((name, "<i4") for name, _ in PLAN_ARRAYS)])
+
+
+def words(record: np.dtype[Any]) -> int:
+    """32-bit words of one record."""
+    return record.itemsize // WORD.itemsize
+
+
+def columns(record: np.dtype[Any]) -> dict[str, int]:
+    """The word at which each field of a record begins: its column in `as_words`."""
+    assert record.fields is not None, f"has no fields: {record}"
+    return {name: offset // WORD.itemsize for name, (_, offset, *_) in record.fields.items()}
+
+
+def as_words(records: Records) -> Ints:
+    """A contiguous array of records [n] as int32 [n, words of a record]: a view."""
+    return records.view(WORD).reshape(len(records), words(records.dtype))

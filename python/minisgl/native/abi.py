@@ -1,0 +1,134 @@
+"""What Python and the C++ step share: each structure is declared once, here or in `minisgl.layout`.
+
+`python -m minisgl.native.abi` writes `cpp/layout.h` from the declarations. The layout's version is a checksum of that
+file; a library that was compiled from another one is refused when it is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from minisgl.layout import PAGE_WRITE, ROW_STATE, SLOT, Flag
+
+HEADER: Final = Path(__file__).parent / "cpp" / "layout.h"
+
+_Fields = tuple[tuple[str, str], ...]
+"""(C++ type, names of the fields of that type); all types have 8 bytes."""
+
+LAYER_WEIGHTS: Final[_Fields] = (
+    ("const void*", "qkv o gate_up down"),
+    ("const float*", "qkv_bias o_bias gate_up_bias down_bias"),  # or null
+    ("const float*", "input_norm post_norm q_norm k_norm"),  # the last two or null
+    ("const float*", "cos_sin"),  # [positions, dim]
+    ("int64_t", "window"),  # 0 = none
+)
+MODEL_SPEC: Final[_Fields] = (
+    ("int64_t", "is_bf16 is_int8 layers hidden intermediate vocab heads kv_heads dim page threads is_tied"),
+    ("double", "eps scale"),
+    ("const LayerWeights*", "weights"),  # [layers]
+    ("const void*", "embedding head"),  # [vocab, hidden]; of a tied pair only the packed head is read
+    ("const float*", "final_norm"),
+    ("void*", "cache"),  # [layers, pages, 2, kv_heads, page, dim]
+    ("int64_t", "layer_stride"),  # elements
+    ("int32_t*", "page_table"),  # [rows, table_width]
+    ("int64_t", "table_width"),
+    ("int32_t*", "last_token top_k"),  # [rows], as are the following
+    ("float*", "temperature top_p min_p"),
+    ("int64_t*", "noise_key"),
+)
+STEP_PLAN: Final[_Fields] = (  # the arrays of a `core.BatchPlan`
+    ("const Slot*", "slots"),
+    ("const int32_t*", "tokens"),
+    ("const PageWrite*", "page_writes"),
+    ("const RowState*", "row_states"),
+    ("int64_t", "num_slots num_page_writes num_row_states"),
+)
+
+_CTYPES: Final[dict[str, Any]] = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}  # all others are pointers
+_CPP_TYPES: Final = {"i4": "int32_t", "i8": "int64_t", "f4": "float"}
+
+
+def _ctypes_fields(fields: _Fields) -> list[tuple[str, Any]]:
+    return [(name, _CTYPES.get(kind, ctypes.c_void_p)) for kind, names in fields for name in names.split()]
+
+
+class LayerWeights(ctypes.Structure):
+    """Addresses of one layer's weights; biases and norms are float32."""
+
+    _fields_ = _ctypes_fields(LAYER_WEIGHTS)
+
+
+class ModelSpec(ctypes.Structure):
+    """Sizes and addresses of a model, its K/V pool and the state of its rows."""
+
+    _fields_ = _ctypes_fields(MODEL_SPEC)
+
+
+class StepPlan(ctypes.Structure):
+    """Addresses and lengths of a plan's arrays."""
+
+    _fields_ = _ctypes_fields(STEP_PLAN)
+
+
+def _header() -> Iterator[str]:
+    """The lines of `cpp/layout.h`, without its version."""
+    yield "namespace minisgl {"
+    yield ""
+    flags = {name: value for name, value in vars(Flag).items() if name.isupper()}
+    yield "enum Flag : int32_t {"
+    yield from (f"    k{_camel(name)} = {value}," for name, value in flags.items())
+    yield "};"
+    yield ""
+    yield "// Records of a plan: 32-bit words, without padding."
+    yield "#pragma pack(push, 4)"
+    for name, record in (("Slot", SLOT), ("PageWrite", PAGE_WRITE), ("RowState", ROW_STATE)):
+        yield from _record(name, record)
+    yield "#pragma pack(pop)"
+    yield ""
+    for name, fields in (("LayerWeights", LAYER_WEIGHTS), ("ModelSpec", MODEL_SPEC), ("StepPlan", STEP_PLAN)):
+        yield f"struct {name} {{"
+        yield from (f"    {kind} {field};" for kind, names in fields for field in names.split())
+        yield "};"
+    yield ""
+    yield "}  // namespace minisgl"
+
+
+def _record(name: str, record: np.dtype[Any]) -> Iterator[str]:
+    assert record.fields is not None, f"has no fields: {record}"
+    yield f"struct {name} {{"
+    yield from (f"    {_CPP_TYPES[kind.str[1:]]} {field};" for field, (kind, *_) in record.fields.items())
+    yield "};"
+    yield f"static_assert(sizeof({name}) == {record.itemsize});"
+
+
+def _camel(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
+LAYOUT_VERSION: Final = zlib.crc32("\n".join(_header()).encode())
+
+
+def header() -> str:
+    """The text of `cpp/layout.h`."""
+    return "\n".join(
+        [
+            "// Written by `python -m minisgl.native.abi`; what the fields mean stands in layout.py and native/abi.py.",
+            "#pragma once",
+            "#include <cstdint>",
+            "",
+            f"constexpr int64_t kLayoutVersion = {LAYOUT_VERSION};",
+            "",
+            *_header(),
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    HEADER.write_text(header())
