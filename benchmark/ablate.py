@@ -16,11 +16,11 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from minisgl.bench.command import add_offline, settings_from
+from minisgl.bench.command import add_offline, bench_args
 from minisgl.bench.offline import run_offline
 from minisgl.bench.report import format_table, spread_percent, write_json
 from minisgl.bench.shapes import shape_options
-from minisgl.bench.workloads import OfflineSettings
+from minisgl.bench.workloads import OfflineArgs
 from minisgl.errors import ConfigError
 from minisgl.settings.sources import engine_options, take_options
 
@@ -33,9 +33,9 @@ ABLATIONS: dict[str, tuple[str, Any, Any]] = {
 }
 
 
-def run_in_child(settings: OfflineSettings, options: dict[str, Any]) -> dict[str, Any]:
+def run_in_child(args: OfflineArgs, options: dict[str, Any]) -> dict[str, Any]:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(run_offline, settings, options).result()
+        return pool.submit(run_offline, args, options).result()
 
 
 def facts(report: dict[str, Any]) -> dict[str, Any]:
@@ -43,13 +43,13 @@ def facts(report: dict[str, Any]) -> dict[str, Any]:
     return {name: fact for name, fact in report["engine"].items() if not name.startswith(("kv_", "memory"))}
 
 
-def ablate(settings: OfflineSettings, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def ablate(args: OfflineArgs, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """(reports with and without each optimisation, reasons of those that were skipped)."""
     pairs: dict[str, Any] = {}
     skipped: dict[str, str] = {}
     for name, (option, *values) in ABLATIONS.items():
         try:
-            on, off = (run_in_child(settings, options | {option: value}) for value in values)
+            on, off = (run_in_child(args, options | {option: value}) for value in values)
         except ConfigError as e:
             skipped[name] = str(e)
             continue
@@ -75,15 +75,14 @@ def table(pairs: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_offline(parser)
-    args = parser.parse_args()
-    settings = settings_from(OfflineSettings, args)
-    with shape_options(args.shape, engine_options(take_options(args))) as options:
-        pairs, skipped = ablate(settings, options)
+    options = parser.parse_args()
+    args = bench_args(OfflineArgs, options)
+    with shape_options(args.shape, engine_options(take_options(options))) as given:
+        pairs, skipped = ablate(args, given)
     print(table(pairs))
     for name, why in skipped.items():
         print(f"{name}: skipped ({why})")
-    if args.json:
-        write_json(args.json, {"pairs": pairs, "skipped": skipped})
+    write_json(args.json, {"pairs": pairs, "skipped": skipped})
     return 0 if pairs else 1
 
 

@@ -280,8 +280,7 @@ def main() -> None:
     ours = min(times["minisgl"])
     rows = [[name, min(t), 1e6 / min(t), min(t) / ours] for name, t in times.items()]
     print(format_table(["", "CPU us/event", "events/s of CPU", "minisgl is, x"], rows))
-    if args.json:
-        write_json(args.json, {"streams": STREAMS, "steps": args.steps, "cpu_us": times, "machine": provenance()})
+    write_json(args.json, {"streams": STREAMS, "steps": args.steps, "cpu_us": times, "machine": provenance()})
 
 
 if __name__ == "__main__":

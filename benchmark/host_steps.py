@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minisgl.bench.command import add_offline, settings_from
+from minisgl.bench.command import add_offline, bench_args
 from minisgl.bench.offline import generate, replaced, start_engine
 from minisgl.bench.report import provenance, shown, write_json
 from minisgl.bench.shapes import shape_options
-from minisgl.bench.workloads import Item, OfflineSettings, Workload
+from minisgl.bench.workloads import Item, OfflineArgs, Workload
 from minisgl.core import BatchPlan
 from minisgl.layout import Flag
 from minisgl.settings.sources import engine_options, take_options
@@ -125,24 +125,23 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_offline(parser)
     parser.add_argument("--steps", type=int, default=100, help="measured steps of each workload (default: 100)")
-    args = parser.parse_args(argv)
-    settings = settings_from(OfflineSettings, args)
+    options = parser.parse_args(argv)
+    args = bench_args(OfflineArgs, options)
     results = {}
-    with shape_options(args.shape, engine_options(take_options(args))) as options:
-        llm, workloads = start_engine(settings, options)
+    with shape_options(args.shape, engine_options(take_options(options))) as given:
+        llm, workloads = start_engine(args, given)
         for workload in workloads:
-            generate(llm, workload.warm_up(llm.scheduler.engine.limits.vocab_size), settings.temperature)
+            generate(llm, workload.warm_up(llm.scheduler.engine.limits.vocab_size), args.temperature)
             probe = HostProbe(llm.scheduler)
             with probe.attach():
-                generate(llm, truncated(workload, args.steps + SLACK), settings.temperature)
-            results[workload.name] = host = probe.figures(args.steps)
+                generate(llm, truncated(workload, options.steps + SLACK), args.temperature)
+            results[workload.name] = host = probe.figures(options.steps)
             parts = ", ".join(f"{name} {shown(host[name])}" for name in PARTS[:-1])
             print(
                 f"{workload.name}: host work {shown(host['host'])} us of a step of {shown(host['step'])} us "
                 f"({host['steps']} steps, {shown(host['rows'])} rows; {parts})"
             )
-    if args.json:
-        write_json(args.json, {"results": results, "machine": provenance()})
+    write_json(args.json, {"results": results, "machine": provenance()})
 
 
 if __name__ == "__main__":

@@ -206,9 +206,8 @@ def main(argv: list[str] | None = None) -> None:
     print(format_table(headers, rows))
     if any(r["cache"] == "cold" and r["cached_before"] > 0.05 for r in results):
         print("the kernel kept some of the files in its page cache: the cold figures are not cold")
-    if args.json:
-        settings = {name: str(value) for name, value in vars(args).items()}
-        write_json(args.json, {"settings": settings, "machine": provenance(), "results": results})
+    settings = {name: str(value) for name, value in vars(args).items()}
+    write_json(args.json, {"settings": settings, "machine": provenance(), "results": results})
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from host_steps import SKIPPED_STEPS, SLACK, is_steady, truncated
 
-from minisgl.bench.command import add_offline, settings_from
+from minisgl.bench.command import add_offline, bench_args
 from minisgl.bench.offline import generate, replaced, start_engine
 from minisgl.bench.report import check_writable, new_figure
 from minisgl.bench.shapes import shape_options
-from minisgl.bench.workloads import OfflineSettings, Workload
+from minisgl.bench.workloads import OfflineArgs, Workload
 from minisgl.core import BatchPlan
 from minisgl.llm.llm import LLM
 from minisgl.settings.sources import engine_options, take_options
@@ -113,13 +113,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", help="where the trace is written")
     add_offline(parser)
-    args = parser.parse_args(argv)
-    check_writable(args.file, "FILE")
-    path = Path(args.file).expanduser()
-    settings = settings_from(OfflineSettings, args)
-    with shape_options(args.shape, engine_options(take_options(args))) as options:
-        llm, workloads = start_engine(settings, options)
-        generate(llm, workloads[0].warm_up(llm.scheduler.engine.limits.vocab_size), settings.temperature)
+    options = parser.parse_args(argv)
+    check_writable(options.file, "FILE")
+    path = Path(options.file).expanduser()
+    args = bench_args(OfflineArgs, options)
+    with shape_options(args.shape, engine_options(take_options(options))) as given:
+        llm, workloads = start_engine(args, given)
+        generate(llm, workloads[0].warm_up(llm.scheduler.engine.limits.vocab_size), args.temperature)
         record(llm, truncated(workloads[0], SLACK), path)
     print(f"wrote {path}")
     if importlib.util.find_spec("matplotlib") is not None:

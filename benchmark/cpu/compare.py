@@ -38,7 +38,7 @@ from llama import LlamaCpp, missing_for_llama, write_gguf
 from minisgl.bench.online import run_online
 from minisgl.bench.report import format_table, provenance, shown, spread, write_json
 from minisgl.bench.shapes import SHAPES
-from minisgl.bench.traffic import OnlineSettings
+from minisgl.bench.traffic import OnlineArgs
 from minisgl.errors import MinisglError
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -174,16 +174,17 @@ def _cases(args: argparse.Namespace, runners: list[Runner], folder: Path) -> Ite
 
 def _http(url: str | None, options: dict[str, Any]) -> float:
     """Output tokens per second for as many requests as in the mixed case."""
-    settings = OnlineSettings(
+    args = OnlineArgs(
+        url=url,
         pattern="closed",
         num_requests=MIXED,
         input_len="16-128",
         output_len="16-128",
-        streams=(STATIC_BATCH,),
+        streams=str(STATIC_BATCH),
         text=True,
         ignore_eos=False,
     )
-    report, _ = run_online(settings, url, options)
+    report, _ = run_online(args, options)
     (result,) = report["results"]
     if result["errors"] or result["wrong_length"]:
         raise MinisglError(f"{url or 'our server'}: {result['wrong_length']} wrong lengths, {result['error_messages']}")
@@ -253,8 +254,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = [row for result in report["results"] for row in _rows(result)]
     print(format_table(["case", "unit", "minisgl", "beside", "theirs", "ratio"], rows))
     print(f"load at the end {report['machine']['load_at_the_end']}")
-    if args.json:
-        write_json(args.json, report)
+    write_json(args.json, report)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ os.environ["MINISGL_CHECK"] = "0"
 import numpy as np
 
 from minisgl import LLM, SamplingParams
-from minisgl.bench.workloads import WORKLOADS, OfflineSettings, make_workloads
+from minisgl.bench.workloads import WORKLOADS, OfflineArgs, make_workloads
 from minisgl.core import BatchPlan, StepCosts, StepResult
 from minisgl.layout import Flag
 from minisgl.params import Limits
@@ -90,7 +90,7 @@ def main() -> None:
     engine = PretendedEngine(COSTS[args.shape])
     with patch.object(Scheduler, "from_config", lambda config, io, group: Scheduler(config, engine, io)):
         llm = LLM()
-    for workload in make_workloads(OfflineSettings(workload=tuple(args.workloads or ["a"])), 4000):
+    for workload in make_workloads(OfflineArgs(workload=",".join(args.workloads or ["a"])), 4000):
         params = [SamplingParams(ignore_eos=True, max_tokens=item.output_len) for item in workload.items]
         for _ in range(args.repeat):
             llm.scheduler.cache.flush()

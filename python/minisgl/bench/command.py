@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from minisgl.bench.shapes import SHAPES, shape_options
-from minisgl.bench.traffic import OnlineSettings
-from minisgl.bench.workloads import OfflineSettings
+from minisgl.bench.shapes import shape_options
+from minisgl.bench.traffic import OnlineArgs
+from minisgl.bench.workloads import OfflineArgs
 from minisgl.errors import ConfigError
-from minisgl.settings.options import SchedulerConfig, ServerArgs
+from minisgl.settings.options import SchedulerConfig, ServerArgs, build_config, options_of
 from minisgl.settings.sources import (
     add_model_argument,
     add_options,
@@ -50,107 +50,82 @@ Send requests to a server and measure the latencies that clients see. Without --
   minisgl bench online --pattern sharegpt --rates 4
   minisgl bench online --pattern trace --trace qwen_traceA_blksz_16.jsonl --num-requests 1000 --speed 2
 """
-KINDS: Final[dict[str, type]] = {"str": str, "int": int, "float": float, "bool": bool}
+
+
+@dataclass(frozen=True)
+class _Offline:
+    """The options of `minisgl bench offline`."""
+
+    bench: OfflineArgs
+    scheduler: SchedulerConfig
+
+
+@dataclass(frozen=True)
+class _Online:
+    """The options of `minisgl bench online`."""
+
+    bench: OnlineArgs
+    server: ServerArgs
 
 
 def add_bench(commands: _SubParsersAction[Parser]) -> None:
     """Add the `bench` command."""
-    raw = argparse.RawDescriptionHelpFormatter
-    bench = commands.add_parser(
-        "bench", help="measure the engine or a server", description=DESCRIPTION, formatter_class=raw, allow_abbrev=False
-    )
+    look: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    bench = commands.add_parser("bench", help="measure the engine or a server", description=DESCRIPTION, **look)
     kinds = bench.add_subparsers(dest="kind", metavar="KIND", required=True)
-    offline = kinds.add_parser(
-        "offline", help="the engine alone", description=OFFLINE, formatter_class=raw, allow_abbrev=False
-    )
-    add_offline(offline)
-    online = kinds.add_parser("online", help="any server", description=ONLINE, formatter_class=raw, allow_abbrev=False)
-    group = _add_settings(online, OnlineSettings)
-    group.add_argument("--url", help="a running server, http://host:port; --model is then the name to ask for")
-    group.add_argument("--plot", metavar="DIR", help="draw throughput and distributions (needs matplotlib)")
-    add_options(online, ServerArgs)
+    add_offline(kinds.add_parser("offline", help="the engine alone", description=OFFLINE, **look))
+    online = kinds.add_parser("online", help="any server", description=ONLINE, **look)
+    add_model_argument(online)
+    add_options(online, _Online)
 
 
 def add_offline(parser: argparse.ArgumentParser) -> None:
     """Add the options of `minisgl bench offline`."""
-    _add_settings(parser, OfflineSettings)
-    add_options(parser, SchedulerConfig)
-
-
-def _add_settings(parser: argparse.ArgumentParser, cls: type) -> argparse._ArgumentGroup:
-    """Add MODEL, --shape, --json, and an option for each field of the settings class `cls`."""
     add_model_argument(parser)
-    group = parser.add_argument_group("benchmark")
-    group.add_argument("--shape", metavar="NAME", help=f"random weights in the shape of {', '.join(SHAPES)}")
-    group.add_argument("--json", metavar="FILE", help="write everything measured to this file")
-    for f in fields(cls):
-        flag, help = "--" + f.name.replace("_", "-"), f.metadata["help"]
-        if str(f.type) == "bool":
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=f.default, help=help)
-            continue
-        default = ",".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
-        if default not in (None, ""):
-            help += f" (default: {default})"
-        kind = KINDS.get(str(f.type).removesuffix(" | None"), str)  # tuples are parsed by `settings_from`
-        metavar = "X,Y" if isinstance(f.default, tuple) else kind.__name__.upper()
-        group.add_argument(flag, type=kind, default=default, metavar=metavar, help=help)
-    return group
+    add_options(parser, _Offline)
 
 
-def settings_from(cls: type[T], options: argparse.Namespace) -> T:
-    """The settings `cls` of a parsed command line; raises `ConfigError` for values that cannot work."""
-    values: dict[str, Any] = {}
-    for f in fields(cls):  # type: ignore[arg-type]
-        value = getattr(options, f.name)
-        if str(f.type).startswith("tuple["):
-            kind = KINDS[str(f.type)[6:].partition(",")[0]]
-            try:
-                value = tuple(kind(part) for part in value.split(",") if part)
-            except ValueError:
-                raise ConfigError(f"--{f.name} {value!r} is not a list of numbers like 1,2,4") from None
-        values[f.name] = value
-    return cls(**values)
+def bench_args(cls: type[T], options: argparse.Namespace) -> T:
+    """The `OfflineArgs` or `OnlineArgs` of a parsed command line; raises `ConfigError` for values that cannot work."""
+    return build_config(cls, {name: value for name, value in vars(options).items() if name in options_of(cls)})
 
 
 def run_bench(options: argparse.Namespace) -> int:
     """Run a parsed command line; returns the exit code, 1 when a request failed."""
-    from minisgl.bench.report import check_writable
-
-    check_writable(options.json, "--json")
     return _offline(options) if options.kind == "offline" else _online(options)
 
 
 def _offline(options: argparse.Namespace) -> int:
     from minisgl.bench.offline import offline_table, run_offline
-    from minisgl.bench.report import write_json
+    from minisgl.bench.report import check_writable, write_json
 
-    settings = settings_from(OfflineSettings, options)
-    with shape_options(options.shape, engine_options(take_options(options))) as given:
-        report = run_offline(settings, given)
+    args = bench_args(OfflineArgs, options)
+    check_writable(args.json, "--json")
+    with shape_options(args.shape, engine_options(take_options(options))) as given:
+        report = run_offline(args, given)
     print(offline_table(report))
-    if options.json is not None:
-        write_json(options.json, report)
+    write_json(args.json, report)
     return 0
 
 
 def _online(options: argparse.Namespace) -> int:
     from minisgl.bench.online import draw, online_table, run_online
-    from minisgl.bench.report import new_figure, write_json
+    from minisgl.bench.report import check_writable, new_figure, write_json
 
-    if options.plot is not None:
+    args = bench_args(OnlineArgs, options)
+    check_writable(args.json, "--json")
+    if args.plot is not None:
         new_figure()  # no matplotlib: an error before the measurement
-    settings = settings_from(OnlineSettings, options)
     given = take_options(options)
-    if options.url is None:
+    if args.url is None:
         given = server_options(given)
-    elif extra := given.keys() - {"model", "api_key"} | ({"shape"} if options.shape else set()):
+    elif extra := given.keys() - {"model", "api_key"} | ({"shape"} if args.shape else set()):
         raise ConfigError(f"--url measures a running server, so {', '.join(sorted(extra))} cannot be used")
-    with shape_options(options.shape, given) as server:
-        report, samples = run_online(settings, options.url, server)
+    with shape_options(args.shape, given) as server:
+        report, samples = run_online(args, server)
     print(online_table(report))
-    if options.json is not None:
-        write_json(options.json, report)
-    if options.plot is not None:
-        for path in draw(report, samples, Path(options.plot)):
+    write_json(args.json, report)
+    if args.plot is not None:
+        for path in draw(report, samples, Path(args.plot)):
             print(f"drew {path}")
     return 1 if any(result["errors"] for result in report["results"]) else 0

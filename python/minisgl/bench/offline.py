@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minisgl.bench.report import format_table, percentiles, provenance, spread, spread_percent
-from minisgl.bench.workloads import OfflineSettings, Workload, make_workloads
+from minisgl.bench.workloads import OfflineArgs, Workload, make_workloads
 from minisgl.checkpoint.hf import resolve_model
 from minisgl.errors import ConfigError, MinisglError
 from minisgl.message import DetokenizeMsg, FlushCacheMsg
@@ -56,32 +56,32 @@ class TokenClock:
         }
 
 
-def run_offline(settings: OfflineSettings, options: dict[str, Any]) -> dict[str, Any]:
+def run_offline(args: OfflineArgs, options: dict[str, Any]) -> dict[str, Any]:
     """Start an engine with `options`, run the workloads, and return everything measured, ready for JSON.
 
     Raises `ConfigError` for settings that cannot work and `MinisglError` for a wrong number of generated tokens.
     """
     start = time.perf_counter()
-    llm, workloads = start_engine(settings, options)
+    llm, workloads = start_engine(args, options)
     start_s = time.perf_counter() - start
     return {
         "benchmark": "offline",
-        "settings": asdict(settings) | {"options": options},
+        "settings": asdict(args) | {"options": options},
         "engine": llm.scheduler.describe(),
         "machine": provenance() | _torch_facts(),
         "engine_start_s": start_s,
-        "results": [_run_workload(llm, workload, settings) for workload in workloads],
+        "results": [_run_workload(llm, workload, args) for workload in workloads],
     }
 
 
-def start_engine(settings: OfflineSettings, options: dict[str, Any]) -> tuple[LLM, list[Workload]]:
+def start_engine(args: OfflineArgs, options: dict[str, Any]) -> tuple[LLM, list[Workload]]:
     """An engine with `options`, and the workloads for its vocabulary.
 
     Raises `ConfigError`, before the engine starts, for a workload that the model's context cannot hold.
     """
     folder = resolve_model(options.get("model", ""), options.get("download_source", EngineConfig.download_source))
     limits = model_limits(folder, options.get("max_seq_len"))
-    workloads = make_workloads(settings, limits.vocab_size)
+    workloads = make_workloads(args, limits.vocab_size)
     for workload in workloads:
         if workload.longest > limits.max_model_len:
             raise ConfigError(
@@ -100,9 +100,9 @@ def _torch_facts() -> dict[str, Any]:
     return {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": gpus}
 
 
-def _run_workload(llm: LLM, workload: Workload, settings: OfflineSettings) -> dict[str, Any]:
-    generate(llm, workload.warm_up(llm.scheduler.engine.limits.vocab_size), settings.temperature)
-    repeats = [_measure(llm, workload, settings.temperature) for _ in range(settings.repeat)]
+def _run_workload(llm: LLM, workload: Workload, args: OfflineArgs) -> dict[str, Any]:
+    generate(llm, workload.warm_up(llm.scheduler.engine.limits.vocab_size), args.temperature)
+    repeats = [_measure(llm, workload, args.temperature) for _ in range(args.repeat)]
     names = [name for name, value in repeats[0].items() if isinstance(value, int | float)]
     return {
         "workload": workload.name,

@@ -19,7 +19,7 @@ import uvloop
 
 from minisgl.bench.load import LoadGenerator, Samples, Window, served_model, summarize
 from minisgl.bench.report import format_table, plot_distribution, plot_throughput, provenance, shown
-from minisgl.bench.traffic import BACKGROUND, OnlineSettings, Point, Range, Request, make_points, uniform_requests
+from minisgl.bench.traffic import BACKGROUND, OnlineArgs, Point, Range, Request, make_points, uniform_requests
 from minisgl.errors import ConfigError, StartupError
 from minisgl.settings.sources import args_from_options
 
@@ -27,37 +27,35 @@ EXIT_S: Final = 15.0
 POLL_S: Final = 0.05
 
 
-def run_online(
-    settings: OnlineSettings, url: str | None, options: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Samples]]:
-    """Load the server at `url`, or one started with `options`; returns the report, and the samples of each point.
+def run_online(args: OnlineArgs, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Samples]]:
+    """Load the server at `args.url`, or one started with `options`; returns the report, and each point's samples.
 
     Raises `ConfigError` for settings that cannot work and `StartupError` when no server answers.
     """
-    points = make_points(settings)
+    points = make_points(args)
     key = options.get("api_key")
-    with own_server(options) if url is None else nullcontext(url) as address:
-        model = (options.get("model") if url else None) or served_model(address, key)
+    with own_server(options) if args.url is None else nullcontext(args.url) as address:
+        model = (options.get("model") if args.url else None) or served_model(address, key)
         generator = LoadGenerator(
             address,
             model,
             api_key=key,
-            temperature=settings.temperature,
-            is_text=settings.text,
-            ignore_eos=settings.ignore_eos,
-            timeout=settings.timeout,
+            temperature=args.temperature,
+            is_text=args.text,
+            ignore_eos=args.ignore_eos,
+            timeout=args.timeout,
         )
-        warm_up = uniform_requests(settings.warm_up, Range(64, 64), Range(8, 8), settings.vocab, "warm-up")
-        uvloop.run(generator.closed(map(generator.job, warm_up), max(1, settings.warm_up)))
+        warm_up = uniform_requests(args.warm_up, Range(64, 64), Range(8, 8), args.vocab, "warm-up")
+        uvloop.run(generator.closed(map(generator.job, warm_up), max(1, args.warm_up)))
         results = []
         samples = {}
         for point in points:
-            result, samples[point.label] = _measure(point, settings, generator)
+            result, samples[point.label] = _measure(point, args, generator)
             results.append(result)
     report = {
         "benchmark": "online",
-        "settings": asdict(settings) | {"options": {k: v for k, v in options.items() if k != "api_key"}},
-        "url": url,
+        "settings": asdict(args) | {"options": {k: v for k, v in options.items() if k != "api_key"}},
+        "url": args.url,
         "model": model,
         "machine": provenance(),
         "results": results,
@@ -65,17 +63,17 @@ def run_online(
     return report, samples
 
 
-def _measure(point: Point, settings: OnlineSettings, generator: LoadGenerator) -> tuple[dict[str, Any], Samples]:
+def _measure(point: Point, args: OnlineArgs, generator: LoadGenerator) -> tuple[dict[str, Any], Samples]:
     def background(number: int) -> Request:
-        return uniform_requests(1, *BACKGROUND, settings.vocab, f"{settings.seed} background {number}")[0]
+        return uniform_requests(1, *BACKGROUND, args.vocab, f"{args.seed} background {number}")[0]
 
     jobs = list(map(generator.job, point.requests))
     gc.collect()
     gc.freeze()  # a collection of the prompts would look like a pause of the server
     cpu, wall = time.process_time(), time.perf_counter()
     window: Window | None = None
-    if settings.pattern == "burst":
-        window = uvloop.run(generator.burst(jobs, background, settings.background))
+    if args.pattern == "burst":
+        window = uvloop.run(generator.burst(jobs, background, args.background))
     elif point.streams is not None:
         uvloop.run(generator.closed(jobs, point.streams))
     else:

@@ -65,8 +65,10 @@ def check_writable(path: str | None, flag: str) -> None:
         raise ConfigError(f"{flag} {path}: the folder {Path(path).parent} does not exist")
 
 
-def write_json(path: str, value: dict[str, Any]) -> None:
-    """Write `value` to `path`; raises `ConfigError` if that fails, `ValueError` for NaN (our bug)."""
+def write_json(path: str | None, value: dict[str, Any]) -> None:
+    """Write `value` to `path`, if any; raises `ConfigError` if that fails, `ValueError` for NaN (our bug)."""
+    if path is None:
+        return
     text = json.dumps(value, indent=2, allow_nan=False, default=str)
     try:
         Path(path).expanduser().write_text(text + "\n")

@@ -70,6 +70,7 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
     "llama-3.1-8b": _LLAMA_3_1 | _sizes(4096, 14336, 32, 32),
     "llama-3.1-70b": _LLAMA_3_1 | _sizes(8192, 28672, 80, 64),
 }
+SHAPE_HELP: Final = f"random weights in the shape of {', '.join(SHAPES)}"
 
 
 def write_config(shape: str, folder: Path) -> None:

@@ -7,10 +7,13 @@ import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+from minisgl.bench.shapes import SHAPE_HELP
 from minisgl.errors import ConfigError
-from minisgl.settings.options import option
+from minisgl.settings.options import Settings, option
+
+N = TypeVar("N", int, float)
 
 ANY_LENGTH: Final = "1-1000000"
 BLOCK: Final = 16  # tokens per hash id of the Qwen trace
@@ -64,57 +67,56 @@ class Pattern:
     num_requests: int | None
     inputs: str
     outputs: str
-    rates: tuple[float, ...] = ()
+    rates: str = ""
 
 
 PATTERNS: Final = {
     "closed": Pattern("N streams, each sends its next request after its last answer", 192, "100-1024", "100-512"),
-    "poisson": Pattern("random arrivals at each of --rates", 192, "100-1024", "100-512", (1.0, 2.0, 4.0, 8.0)),
+    "poisson": Pattern("random arrivals at each of --rates", 192, "100-1024", "100-512", "1,2,4,8"),
     "burst": Pattern("all at once, while --background streams are running", 64, "1024", "32"),
-    "sharegpt": Pattern("random arrivals, log-normal lengths as in ShareGPT", 192, "4-1024", "4-1024", (4.0,)),
+    "sharegpt": Pattern("random arrivals, log-normal lengths as in ShareGPT", 192, "4-1024", "4-1024", "4"),
     "trace": Pattern("replay of a file in the Qwen-Bailian format (--trace)", None, ANY_LENGTH, ANY_LENGTH),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineSettings:
-    """Options of `minisgl bench online`."""
+class OnlineArgs(Settings):
+    """The server, the requests and what to do with the results."""
 
-    pattern: str = option("closed", "; ".join(f"{name} = {pattern.help}" for name, pattern in PATTERNS.items()))
-    num_requests: int | None = option(None, "requests of each point; default = the pattern's")
+    url: str | None = option(None, "a running server, http://host:port; --model is then the name to ask for")
+    shape: str | None = option(None, SHAPE_HELP)
+    pattern: str = option(
+        "closed",
+        "; ".join(f"{name} = {pattern.help}" for name, pattern in PATTERNS.items()),
+        choices=tuple(PATTERNS),
+    )
+    num_requests: int | None = option(None, "requests of each point; default = the pattern's", minimum=1)
     input_len: str | None = option(None, "tokens of a prompt, N or N-M; for sharegpt and trace the limits")
     output_len: str | None = option(None, "tokens of an output, N or N-M; for sharegpt and trace the limits")
-    streams: tuple[int, ...] = option((64,), "streams of the closed loop; several = several points")
-    rates: tuple[float, ...] = option((), "requests per second; several = several points")
-    background: int = option(0, "streams that run when the burst comes")
+    streams: str = option("64", "streams of the closed loop; several (1,8,64) = several points")
+    rates: str = option("", "requests per second; several (1,2,4) = several points")
+    background: int = option(0, "streams that run when the burst comes", minimum=0)
     trace: str | None = option(None, "JSONL file in the format of the Qwen-Bailian traces")
-    speed: float = option(1.0, "speed of the replay")
-    temperature: float = option(0.0, "sampling temperature")
-    vocab: int = option(4096, "prompt ids are below this; every model has the default's")
+    speed: float = option(1.0, "speed of the replay", above=0)
+    temperature: float = option(0.0, "sampling temperature", minimum=0)
+    vocab: int = option(4096, "prompt ids are below this; every model has the default's", minimum=2)
     seed: int = option(0, "seed of prompts and arrivals; use another one when the server has cached the last run's")
-    warm_up: int = option(4, "short requests before the measurement")
-    timeout: float = option(600.0, "seconds for one request")
+    warm_up: int = option(4, "short requests before the measurement", minimum=0)
+    timeout: float = option(600.0, "seconds for one request", above=0)
     text: bool = option(False, "send prompts as text, for servers that take no token ids")
     ignore_eos: bool = option(True, "ask for outputs of exactly --output-len; off for servers that refuse the field")
+    json: str | None = option(None, "write everything measured to this file")
+    plot: str | None = option(None, "draw throughput and distributions in this folder (needs matplotlib)")
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError` for a value that cannot work."""
-        if self.pattern not in PATTERNS:
-            raise ConfigError(f"there is no pattern {self.pattern!r}; known: {', '.join(PATTERNS)}")
+        """Raise `ConfigError` for a value that cannot work."""
+        super().__post_init__()
         if (self.trace is None) == (self.pattern == "trace"):
             raise ConfigError("--pattern trace needs --trace FILE, and no other pattern takes one")
         if self.background and self.pattern != "burst":
             raise ConfigError("--background goes with --pattern burst")
         if self.rates and not PATTERNS[self.pattern].rates:
             raise ConfigError(f"--rates does not go with --pattern {self.pattern}")
-        if self.num_requests is not None and self.num_requests < 1:
-            raise ConfigError("--num-requests must be at least 1")
-        if not self.streams or min(self.streams) < 1 or any(rate <= 0 for rate in self.rates):
-            raise ConfigError("--streams and --rates must be positive")
-        if self.background < 0 or self.warm_up < 0 or self.vocab < 2:
-            raise ConfigError("--background and --warm-up must not be negative, and --vocab must be at least 2")
-        if not self.speed > 0 or not self.timeout > 0:
-            raise ConfigError("--speed and --timeout must be positive")
 
 
 @dataclass(frozen=True)
@@ -127,29 +129,42 @@ class Point:
     offered: float | None = None
 
 
-def make_points(settings: OnlineSettings) -> list[Point]:
-    """The requests of each measurement. Points share no prompts, except in a trace."""
-    own = PATTERNS[settings.pattern]
-    inputs = Range.parse(settings.input_len or own.inputs, "--input-len")
-    outputs = Range.parse(settings.output_len or own.outputs, "--output-len")
-    n, vocab = settings.num_requests or own.num_requests, settings.vocab
-    if settings.trace is not None:
-        requests = trace_requests(settings.trace, n, settings.speed, inputs, outputs, vocab)
+def make_points(args: OnlineArgs) -> list[Point]:
+    """The requests of each measurement; raises `ConfigError` for bad lengths, streams or rates.
+
+    Points share no prompts, except in a trace.
+    """
+    own = PATTERNS[args.pattern]
+    inputs = Range.parse(args.input_len or own.inputs, "--input-len")
+    outputs = Range.parse(args.output_len or own.outputs, "--output-len")
+    n, vocab = args.num_requests or own.num_requests, args.vocab
+    if args.trace is not None:
+        requests = trace_requests(args.trace, n, args.speed, inputs, outputs, vocab)
         span = max(r.at or 0.0 for r in requests)
-        return [Point(f"x{settings.speed:g}", requests, offered=len(requests) / span if span else None)]
+        return [Point(f"x{args.speed:g}", requests, offered=len(requests) / span if span else None)]
     assert n is not None, "a pattern without a number of requests"
-    if settings.pattern == "closed":
+    if args.pattern == "closed":
         return [
-            Point(f"{s} streams", uniform_requests(n, inputs, outputs, vocab, f"{settings.seed} closed {s}"), streams=s)
-            for s in settings.streams
+            Point(f"{s} streams", uniform_requests(n, inputs, outputs, vocab, f"{args.seed} closed {s}"), streams=s)
+            for s in _positive(args.streams, int, "--streams")
         ]
-    if settings.pattern == "burst":
-        return [Point(f"{n} at once", uniform_requests(n, inputs, outputs, vocab, f"{settings.seed} burst"))]
-    make = sharegpt_requests if settings.pattern == "sharegpt" else uniform_requests
+    if args.pattern == "burst":
+        return [Point(f"{n} at once", uniform_requests(n, inputs, outputs, vocab, f"{args.seed} burst"))]
+    make = sharegpt_requests if args.pattern == "sharegpt" else uniform_requests
     return [
-        Point(f"{rate:g}/s", make(n, inputs, outputs, vocab, f"{settings.seed} {rate}", rate), offered=rate)
-        for rate in settings.rates or own.rates
+        Point(f"{rate:g}/s", make(n, inputs, outputs, vocab, f"{args.seed} {rate}", rate), offered=rate)
+        for rate in _positive(args.rates or own.rates, float, "--rates")
     ]
+
+
+def _positive(text: str, kind: type[N], flag: str) -> list[N]:
+    try:
+        numbers = [kind(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not min(numbers) > 0:
+        raise ConfigError(f"{flag} {text!r} is not a list of positive numbers like 1,2,4")
+    return numbers
 
 
 def random_prompt(rng: random.Random, length: int, vocab: int) -> list[int]:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from minisgl.bench.shapes import SHAPE_HELP
 from minisgl.errors import ConfigError
-from minisgl.settings.options import option
+from minisgl.settings.options import Settings, option
 
 ID_RANGE: Final = 10_000  # prompts are made of ids 0 to this, as in the public benchmark
 MIN_LEN: Final = 100  # shortest prompt and output of workload A
@@ -112,38 +113,32 @@ WORKLOADS: Final[dict[str, Kind]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfflineSettings:
-    """Options of `minisgl bench offline`."""
+class OfflineArgs(Settings):
+    """The requests and what to do with the results."""
 
-    workload: tuple[str, ...] = option(
-        ("a",), "comma-separated: " + "; ".join(f"{name} = {kind.help}" for name, kind in WORKLOADS.items())
+    shape: str | None = option(None, SHAPE_HELP)
+    workload: str = option(
+        "a", "comma-separated: " + "; ".join(f"{name} = {kind.help}" for name, kind in WORKLOADS.items())
     )
-    num_prompts: int | None = option(None, "requests; default = the workload's")
-    input_len: int | None = option(None, "tokens of a prompt, for workload a the maximum")
-    output_len: int | None = option(None, "tokens of an output, for workload a the maximum")
-    temperature: float = option(0.6, "sampling temperature")
-    repeat: int = option(3, "timed runs of each workload")
-
-    def __post_init__(self) -> None:
-        """Raises `ConfigError` for a value that cannot work."""
-        if unknown := set(self.workload) - WORKLOADS.keys():
-            raise ConfigError(f"there is no workload {min(unknown)!r}; known: {', '.join(WORKLOADS)}")
-        for name in ("num_prompts", "input_len", "output_len", "repeat"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
-        if not 0 <= self.temperature <= 100:
-            raise ConfigError("--temperature must be 0 to 100")
+    num_prompts: int | None = option(None, "requests; default = the workload's", minimum=1)
+    input_len: int | None = option(None, "tokens of a prompt, for workload a the maximum", minimum=1)
+    output_len: int | None = option(None, "tokens of an output, for workload a the maximum", minimum=1)
+    temperature: float = option(0.6, "sampling temperature", minimum=0, maximum=100)
+    repeat: int = option(3, "timed runs of each workload", minimum=1)
+    json: str | None = option(None, "write everything measured to this file")
 
 
-def make_workloads(settings: OfflineSettings, vocab_size: int) -> list[Workload]:
-    """The requests of each workload, with token ids below `vocab_size`; raises `ConfigError` for an impossible size."""
+def make_workloads(args: OfflineArgs, vocab_size: int) -> list[Workload]:
+    """The requests of each workload, with token ids below `vocab_size`; raises `ConfigError` for an impossible one."""
     workloads = []
-    for name in settings.workload:
+    for name in args.workload.split(","):
+        if name not in WORKLOADS:
+            raise ConfigError(f"there is no workload {name!r}; known: {', '.join(WORKLOADS)}")
         kind = WORKLOADS[name]
         size = Size(
-            settings.num_prompts or kind.size.num_prompts,
-            settings.input_len or kind.size.input_len,
-            settings.output_len or kind.size.output_len,
+            args.num_prompts or kind.size.num_prompts,
+            args.input_len or kind.size.input_len,
+            args.output_len or kind.size.output_len,
         )
         if kind.headline == "ms_per_token" and size.output_len < 2:
             raise ConfigError(f"workload {name} measures the time between tokens, so --output-len must be at least 2")

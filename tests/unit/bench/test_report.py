@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minisgl.bench.command import add_offline, settings_from
+from minisgl.bench.command import add_offline, bench_args
 from minisgl.bench.offline import TokenClock, replaced
 from minisgl.bench.online import server_flags
 from minisgl.bench.report import format_table, percentiles, spread, write_json
-from minisgl.bench.workloads import OfflineSettings
+from minisgl.bench.workloads import OfflineArgs
 from minisgl.errors import ConfigError
 from minisgl.message import DetokenizeMsg
 from minisgl.settings.sources import parse_args
@@ -66,10 +66,8 @@ def test_server_flags_set_the_same_options() -> None:
 def test_settings_come_from_the_command_line() -> None:
     parser = argparse.ArgumentParser()
     add_offline(parser)
-    assert settings_from(OfflineSettings, parser.parse_args([])) == OfflineSettings()
+    assert bench_args(OfflineArgs, parser.parse_args([])) == OfflineArgs()
     given = parser.parse_args(["--workload", "a,single", "--input-len", "5", "--temperature", "1"])
-    assert settings_from(OfflineSettings, given) == OfflineSettings(
-        workload=("a", "single"), input_len=5, temperature=1.0
-    )
-    with pytest.raises(ConfigError, match="--repeat must be at least 1"):
-        settings_from(OfflineSettings, parser.parse_args(["--repeat", "0"]))
+    assert bench_args(OfflineArgs, given) == OfflineArgs(workload="a,single", input_len=5, temperature=1.0)
+    with pytest.raises(ConfigError, match="--repeat 0 must be at least 1"):
+        bench_args(OfflineArgs, parser.parse_args(["--repeat", "0"]))

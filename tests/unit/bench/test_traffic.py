@@ -10,7 +10,7 @@ import pytest
 
 from minisgl.bench.traffic import (
     BLOCK,
-    OnlineSettings,
+    OnlineArgs,
     Range,
     block_prompt,
     make_points,
@@ -99,13 +99,13 @@ def test_sharegpt_lengths_have_the_published_means() -> None:
 
 
 def test_points_share_no_prompts() -> None:
-    settings = OnlineSettings(pattern="poisson", rates=(1.0, 2.0), num_requests=5, input_len="20-30", output_len="4")
+    settings = OnlineArgs(pattern="poisson", rates="1,2", num_requests=5, input_len="20-30", output_len="4")
     one, two = make_points(settings)
     assert (one.label, one.offered, two.label, two.offered) == ("1/s", 1.0, "2/s", 2.0)
     assert not any(shared(a.prompt, b.prompt) > 4 for a in one.requests for b in two.requests)
-    closed = make_points(OnlineSettings(streams=(1, 64)))
+    closed = make_points(OnlineArgs(streams="1,64"))
     assert [(p.streams, len(p.requests)) for p in closed] == [(1, 192), (64, 192)]
-    (burst,) = make_points(OnlineSettings(pattern="burst"))
+    (burst,) = make_points(OnlineArgs(pattern="burst"))
     assert {(len(r.prompt), r.output_len) for r in burst.requests} == {(1024, 32)} and len(burst.requests) == 64
 
 
@@ -116,9 +116,9 @@ def test_points_share_no_prompts() -> None:
         {"pattern": "trace"},
         {"trace": "file"},
         {"background": 2},
-        {"rates": (1.0,)},
-        {"pattern": "poisson", "rates": (0.0,)},
-        {"streams": ()},
+        {"rates": "1"},
+        {"pattern": "poisson", "rates": "0"},
+        {"streams": "x"},
         {"num_requests": 0},
         {"speed": 0.0},
         {"vocab": 1},
@@ -126,7 +126,7 @@ def test_points_share_no_prompts() -> None:
 )
 def test_bad_settings_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        OnlineSettings(**given)
+        make_points(OnlineArgs(**given))
 
 
 @pytest.mark.parametrize("text", ["", "a", "5-", "9-3", "0", "-4", "1-2-3"])

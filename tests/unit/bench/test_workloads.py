@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from minisgl.bench.shapes import SHAPES, shape_options
-from minisgl.bench.workloads import WORKLOADS, OfflineSettings, Workload, make_workloads
+from minisgl.bench.workloads import WORKLOADS, OfflineArgs, Workload, make_workloads
 from minisgl.errors import ConfigError
 from minisgl.models.model_config import ModelConfig
 from minisgl.tokenizer.tokenize import TokenizeManager
 
 
 def make_workload(name: str, vocab_size: int, **sizes: int) -> Workload:
-    (workload,) = make_workloads(OfflineSettings(workload=(name,), **sizes), vocab_size)  # type: ignore[arg-type]
+    (workload,) = make_workloads(OfflineArgs(workload=name, **sizes), vocab_size)  # type: ignore[arg-type]
     return workload
 
 
