@@ -45,8 +45,6 @@ def fake_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) ->
 
 
 def python(code: str) -> subprocess.Popen[str]:
-    """A Python that can be interrupted, even if these tests run in the background."""
-    code = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n{code}"
     env = {**os.environ, "PYTHONPATH": str(Path(build.__file__).parents[2])}
     return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
 
