@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-STUB = ROOT / "tests" / "unit" / "api" / "stub_server.py"
+STUB = ROOT / "tests" / "e2e" / "stub_server.py"
 HELD: dict[str, Any] = {"prompt": "a few words !hold", "stream": True}  # not answered by the stub before `release`
 
 

@@ -1,6 +1,6 @@
 """Triton kernels on a CPU, by Triton's interpreter: collected only where `TRITON_INTERPRET=1` was set from the start.
 
-`tests/unit/ops/test_interpreter.py` runs this folder in a process of its own, since the variable decides at import.
+`tests/test_interpreter.py` runs this folder in a process of its own, since the variable decides at import.
 """
 
 from __future__ import annotations

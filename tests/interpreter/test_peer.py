@@ -13,9 +13,9 @@ from torch import Tensor
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
-from e2e.harness import PATIENCE_S
 from minisgl.ops import reference
 from minisgl.triton import peer
+from support.processes import PATIENCE_S
 
 HIDDEN, PART_ROWS, MAX_ROWS, EPS = 48, 4, 7, 1e-5
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from e2e.harness import PATIENCE_S
 from minisgl.api import frontend as frontend_module
 from minisgl.api.frontend import ClientGoneError, FrontendManager
 from minisgl.api.metrics import Metrics
@@ -31,6 +30,7 @@ from minisgl.message import (
 from minisgl.params import Limits, SamplingParams
 from minisgl.process.queues import Codec, ZmqPullQueue, ZmqPushQueue
 from minisgl.settings.options import ServerArgs
+from support.processes import PATIENCE_S
 
 LIMITS = Limits(max_model_len=100, vocab_size=50)
 

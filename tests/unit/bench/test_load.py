@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from e2e.harness import PATIENCE_S
 from minisgl.bench.load import LoadGenerator, Record, Window, summarize
 from minisgl.bench.traffic import Request
 from minisgl.errors import ConfigError
+from support.processes import PATIENCE_S
 
 EVENT = b'data: {"choices":[{"index":0,"text":"data: \\n\\n"}],"usage":null}\n\n'
 USAGE = (

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e.harness import PATIENCE_S, eventually
 from minisgl.core import BatchPlan, StepResult
 from minisgl.distributed.group import Group, meet
 from minisgl.distributed.info import DistributedInfo, Rendezvous
@@ -20,6 +19,7 @@ from minisgl.layout import SLOT, Flag
 from minisgl.params import Limits
 from minisgl.scheduler.follower import replay
 from minisgl.settings.options import EngineConfig
+from support.processes import PATIENCE_S, eventually
 
 NONE = np.empty(0, np.int32)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from e2e.harness import PATIENCE_S
 from minisgl.message import AbortMsg, TokenizerMsg
 from minisgl.process import queues
 from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqAsyncPushQueue, ZmqPullQueue, ZmqPushQueue
+from support.processes import PATIENCE_S
 
 CODEC: Codec[TokenizerMsg] = Codec(TokenizerMsg)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-FILES = sorted((Path(__file__).parents[2] / "interpreter").glob("test_*.py"))
+FILES = sorted((Path(__file__).parent / "interpreter").glob("test_*.py"))
 
 
 def run(file: Path) -> subprocess.CompletedProcess[str]:

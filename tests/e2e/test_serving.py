@@ -1,17 +1,10 @@
-"""The server's processes around a scripted scheduler: shapes, refusals, disconnects, deaths, signals."""
+"""The server around a scripted scheduler: shapes of answers, refusals, disconnects."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
-import re
-import resource
-import signal
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,11 +13,7 @@ import httpx
 import pytest
 
 import minisgl
-from e2e.harness import HELD, PATIENCE_S, ROOT, ServerProcess, eventually, is_running, release, require_no_leak
-from minisgl.device.driver import has_driver
-from minisgl.launch.http_server import LAST_WORDS_S
-
-NO_LIMIT = ("--drain-timeout", "600")  # where something else must end the answers
+from e2e.harness import HELD, ServerProcess, eventually, release, require_no_leak
 
 
 @pytest.fixture(scope="module")
@@ -287,165 +276,3 @@ def test_api_key() -> None:
         assert client.get("/v1/models", headers={"authorization": "Bearer Secret"}).status_code == 401
         assert client.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
         assert b"secret" not in client.get("/server_info", headers={"authorization": "Bearer secret"}).content
-
-
-@pytest.mark.parametrize("victim", ["minisgl-TP0-scheduler", "minisgl-detokenizer-0", "minisgl-tokenizer-0"])
-def test_death_of_a_child(victim: str) -> None:
-    with ServerProcess("--num-tokenizer", "1", *NO_LIMIT, stub=True) as server, server.client() as client:
-        pids = server.info()["processes"]
-
-        def require_503(method: str, path: str, **body: Any) -> None:
-            try:
-                assert client.request(method, path, **body).status_code == 503
-            except httpx.TransportError:  # it is gone, but not before its last words
-                assert time.monotonic() - killed > LAST_WORDS_S
-
-        with client.stream("POST", "/v1/completions", json=HELD) as response:
-            lines = response.iter_lines()
-            next(lines)
-            killed = time.monotonic()
-            os.kill(pids[victim], signal.SIGKILL)
-            rest = [line for line in lines if line]
-        assert victim in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
-        assert rest[-1] == "data: [DONE]"
-        require_503("GET", "/health")
-        require_503("POST", "/v1/completions", json={"prompt": "x"})
-        assert server.wait() == 1
-        assert not any(is_running(pid) for pid in pids.values())
-        assert server.run_dirs == []
-
-
-def test_death_of_the_parent() -> None:
-    with ServerProcess("--num-tokenizer", "1", stub=True) as server:
-        pids = server.info()["processes"]
-        server.process.kill()
-        server.process.wait()
-        assert eventually(lambda: not any(is_running(pid) for pid in pids.values()))
-        left = server.run_dirs
-        assert len(left) == 1
-        with ServerProcess(stub=True, env={"XDG_RUNTIME_DIR": server.run_base}) as second:
-            assert second.run_dirs == []
-            assert not left[0].exists()  # swept by its successor
-
-
-def test_sigterm_drains() -> None:
-    with ServerProcess(*NO_LIMIT, stub=True) as server, server.client() as client:
-        with client.stream("POST", "/v1/completions", json=HELD) as response:
-            lines = response.iter_lines()
-            next(lines)
-            server.process.send_signal(signal.SIGTERM)
-            assert eventually(lambda: client.get("/ready").status_code == 503)
-            refused = client.post("/v1/completions", json={"prompt": "x"})
-            assert refused.status_code == 503
-            assert refused.headers["retry-after"]
-            release(server)
-            rest = [line for line in lines if line]
-        assert '"finish_reason":"length"' in rest[-2]
-        assert server.wait() == 0
-        assert "Traceback" not in server.log
-        assert server.run_dirs == []
-
-
-@pytest.mark.parametrize("how", ["timeout", "second signal"])
-def test_drain_ends(how: str) -> None:
-    flags = ("--drain-timeout", "0.5") if how == "timeout" else NO_LIMIT
-    with ServerProcess(*flags, stub=True) as server, server.client() as client:
-        with client.stream("POST", "/v1/completions", json=HELD) as response:
-            lines = response.iter_lines()
-            next(lines)
-            server.process.send_signal(signal.SIGTERM)
-            if how == "second signal":
-                assert eventually(lambda: client.get("/ready").status_code == 503)
-                server.process.send_signal(signal.SIGINT)
-            rest = [line for line in lines if line]
-        assert "shutting down" in rest[-2]
-        assert rest[-1] == "data: [DONE]"
-        assert server.wait() == 0
-        assert "Traceback" not in server.log
-
-
-def test_ctrl_c_to_the_group() -> None:
-    with ServerProcess(stub=True) as server:
-        pids = server.info()["processes"]
-        os.killpg(server.process.pid, signal.SIGINT)
-        assert server.wait() == 0
-        assert "Traceback" not in server.log
-        assert not any(is_running(pid) for pid in pids.values())
-
-
-def run_stub(*flags: str, **env: str) -> tuple[int, str]:
-    """Exit code and output of a server that is expected not to start."""
-    server = ServerProcess(*flags, stub=True, env=env)
-    try:
-        code = server.wait()
-    finally:
-        server.kill()
-    assert server.run_dirs == []
-    return code, server.log
-
-
-@pytest.mark.parametrize(
-    ("mode", "code", "message"),
-    [
-        ("raise", 1, "minisgl-TP0-scheduler could not start: ValueError: the stub was told to fail"),
-        ("exit", 1, "minisgl-TP0-scheduler ended with exit code 7"),
-        ("hang", 1, "minisgl-TP0-scheduler.* not ready after 1.5 s"),
-        ("config", 2, "minisgl: --made-up cannot work"),
-    ],
-)
-def test_child_fails_at_start(mode: str, code: int, message: str) -> None:
-    got, log = run_stub("--ready-timeout", "1.5" if mode == "hang" else "600", STUB_START=mode)
-    assert got == code
-    assert re.search(message, log.splitlines()[-1])
-
-
-def test_interrupted_start() -> None:
-    server = ServerProcess(stub=True, env={"STUB_START": "hang"})
-    try:
-        assert eventually(lambda: "hanging" in server.log)
-        os.killpg(server.process.pid, signal.SIGINT)
-        assert server.wait() == 130
-        assert "Traceback" not in server.log
-        assert server.run_dirs == []
-    finally:
-        server.kill()
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--model", "/nowhere/at/all"], "does not exist"),
-        (["--model", str(ROOT / "tests")], "has no config.json"),
-        (["--host", "0.0.0.0"], "--api-key"),
-        (["--host", "not.a.host.invalid", "--no-auth"], "not an address"),
-        (["--port", "70000"], "--port"),
-        (["--max-seq-len", "x"], "invalid int value"),
-        (["--nonsense"], "unrecognized arguments"),
-        (["--cache", "none"], "invalid choice"),
-        (["--api-key", ""], "--api-key"),
-        pytest.param(
-            ["--device", "cuda", "--tp", "9"],
-            "needs an NVIDIA GPU",
-            marks=pytest.mark.skipif(has_driver(), reason="there is a driver"),
-        ),
-    ],
-)
-def test_bad_settings(flags: list[str], message: str) -> None:
-    env = os.environ | {"PYTHONPATH": str(ROOT / "python")}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    result = subprocess.run(
-        [sys.executable, "-m", "minisgl", "serve", *flags], capture_output=True, text=True, env=env, timeout=PATIENCE_S
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
-
-
-def test_port_in_use(server: ServerProcess) -> None:
-    port = server.url.rpartition(":")[2]
-    code, log = run_stub("--port", port)
-    assert code == 2
-    assert f"port {port}" in log
-    assert len(log.splitlines()) == 1
