@@ -21,8 +21,7 @@ from minisgl.bench.report import format_table
 from minisgl.bench.shapes import SHAPES, shape_options
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.tokenizer.tokenize import load_tokenizer
-from minisgl.verify.steps import Span
-from minisgl.verify.tokens import engine_of, stepper_of
+from minisgl.verify.steps import Span, engine_of, stepper_of
 
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},

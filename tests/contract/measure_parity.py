@@ -18,7 +18,7 @@ import transformers
 from contract.checkpoints import COMMON, SCALED_ROPES, configurations, save
 from contract.harness import CPU, MiniEngine, Span
 from minisgl.distributed.communicator import Communicator
-from minisgl.verify.logits import errors
+from minisgl.verify.checks import relative_errors
 from minisgl.verify.reference import reference
 from support.ranks import run_ranks
 
@@ -36,9 +36,11 @@ def measure(name: str, config: transformers.PreTrainedConfig) -> None:
         theirs = reference(Path(folder), [ids], torch.bfloat16, CPU).logits[0][last]
     want = checkpoint.logits(ids)
     spans = [Span(0, 0, ids[:CHUNK]), *(Span(0, i, ids[i : i + 1]) for i in range(CHUNK, LENGTH))]
-    full = errors(torch.cat([engine.step([span]) for span in spans]), want[CHUNK - 1 :]).max()
-    ours = errors(torch.cat([half.step([Span(row, 0, ids[:n])]) for row, n in enumerate(PROMPTS)]), want[last]).mean()
-    print(f"| {name} | {full:.1e} | {ours:.3f} | {errors(theirs, want[last]).mean():.3f} |", flush=True)
+    full = relative_errors(torch.cat([engine.step([span]) for span in spans]), want[CHUNK - 1 :]).max()
+    ours = relative_errors(
+        torch.cat([half.step([Span(row, 0, ids[:n])]) for row, n in enumerate(PROMPTS)]), want[last]
+    ).mean()
+    print(f"| {name} | {full:.1e} | {ours:.3f} | {relative_errors(theirs, want[last]).mean():.3f} |", flush=True)
 
 
 def measure_ranks(name: str, config: transformers.PreTrainedConfig) -> None:
@@ -50,7 +52,7 @@ def measure_ranks(name: str, config: transformers.PreTrainedConfig) -> None:
 
         def error(comm: Communicator) -> float:
             engine = MiniEngine.load(Path(folder), comm=comm)
-            return float(errors(torch.cat([engine.step([span]) for span in spans]), want).max())
+            return float(relative_errors(torch.cat([engine.step([span]) for span in spans]), want).max())
 
         figures = [f"{run_ranks(size, error)[-1]:.1e}" for size in (1, 2, 4)]
     print(f"| {name} | {' | '.join(figures)} |", flush=True)

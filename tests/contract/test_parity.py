@@ -13,7 +13,7 @@ from contract.checkpoints import COMMON, SCALED_ROPES, Checkpoint, architecture,
 from contract.harness import CPU, MiniEngine, Span
 from minisgl.distributed.communicator import Communicator
 from minisgl.models.families import MODELS
-from minisgl.verify.logits import HALF_FACTOR, errors
+from minisgl.verify.checks import HALF_FACTOR, relative_errors
 from minisgl.verify.reference import reference
 from support.ranks import run_ranks
 
@@ -132,4 +132,4 @@ def test_bfloat16_is_close(checkpoint: Checkpoint):
     engine = MiniEngine.load(checkpoint.folder, dtype=torch.bfloat16)
     ours = torch.cat([engine.step([Span(row, 0, A[:n])]) for row, n in enumerate(lengths)])
     assert ours.dtype is torch.bfloat16
-    assert errors(ours, want).mean() <= HALF_FACTOR * errors(theirs, want).mean() <= 0.2
+    assert relative_errors(ours, want).mean() <= HALF_FACTOR * relative_errors(theirs, want).mean() <= 0.2

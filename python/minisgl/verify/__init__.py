@@ -1,1 +1,1 @@
-"""`minisgl verify`: whether a checkpoint gives the right numbers here, in every way in which a step can be computed."""
+"""`minisgl verify`: check the numbers of a checkpoint on this machine, in every way in which a step can be computed."""

@@ -1,4 +1,4 @@
-"""`minisgl verify`: builds the texts, asks transformers, then our engine, and makes the table."""
+"""`minisgl verify`: make the texts, compute them with transformers, then with our engine, and compare."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from minisgl.llm.answers import Completion
 from minisgl.llm.llm import LLM
 from minisgl.settings.options import SchedulerConfig, build_config
 from minisgl.tokenizer.tokenize import load_tokenizer
-from minisgl.verify.logits import WAYS, Texts, check_logits
+from minisgl.verify.checks import TIES, TOKENS, WAYS, Result, Texts, check_logits, check_tokens, generate
 from minisgl.verify.reference import Reference, has_transformers, reference
-from minisgl.verify.result import Result
-from minisgl.verify.tokens import TIES, TOKENS, check_tokens, engine_of, generate, stepper_of
+from minisgl.verify.steps import engine_of, stepper_of
 
 ROWS: Final = 16
 TEXTS: Final = (
@@ -33,7 +32,7 @@ TEXTS: Final = (
 
 
 def make_texts(spec: EngineSpec, length: int) -> Texts:
-    """The texts as token ids, the longest of `length`; raises `ConfigError` for a length that does not fit."""
+    """Tokenize the texts, the longest to `length` tokens; raises `ConfigError` for a length that does not fit."""
     if length + TOKENS > spec.max_seq_len:
         raise ConfigError(
             f"--length {length} and {TOKENS} more do not fit into the context of {spec.max_seq_len} tokens"
@@ -51,7 +50,7 @@ def make_texts(spec: EngineSpec, length: int) -> Texts:
 
 
 def verify(options: dict[str, Any], length: int) -> list[Result]:
-    """Every check of the model that `options` name; raises `ConfigError` for settings that cannot work."""
+    """Run every check of the model in `options`; raises `ConfigError` for settings that cannot work."""
     options = {"max_running_requests": ROWS, **options}
     asked = build_config(SchedulerConfig, options)
     if asked.engine.nnodes != 1:
@@ -70,7 +69,7 @@ def verify(options: dict[str, Any], length: int) -> list[Result]:
         raise ConfigError("an embedding model gives no logits to verify")
     texts = make_texts(spec, length)
     prompts = [*texts.sequences, texts.c[:5], texts.b[:20]]
-    # One model at a time: transformers' and that of all ranks are gone when ours on one rank is loaded.
+    # One model in memory at a time: transformers' and that of several ranks are freed before ours is loaded.
     exact, theirs = _references(spec, texts, device.torch_device)
     ranks = asked.engine.tp
     others = {f"tp {ranks} = tp 1": _by_ranks(options, prompts)} if ranks > 1 else {}
@@ -90,17 +89,17 @@ def verify(options: dict[str, Any], length: int) -> list[Result]:
 
 
 def _by_ranks(options: dict[str, Any], prompts: list[list[int]]) -> list[Completion]:
-    """The outputs of as many ranks as the options say."""
+    """Generate with the ranks that `options` ask for."""
     with LLM(**options) as llm:
         outputs = generate(llm, prompts)
     del llm
     gc.collect()
-    torch.cuda.empty_cache()  # nothing on a CPU
+    torch.cuda.empty_cache()  # without effect on a CPU
     return outputs
 
 
 def _references(spec: EngineSpec, texts: Texts, device: torch.device) -> tuple[Reference | None, Reference | None]:
-    """transformers in float32, and in our type where that is another; None where there is none."""
+    """transformers' logits in float32, and in our dtype if that is another; None without transformers."""
     if not has_transformers():
         return None, None
     exact = reference(spec.folder, texts.sequences, torch.float32, device)
@@ -110,7 +109,7 @@ def _references(spec: EngineSpec, texts: Texts, device: torch.device) -> tuple[R
 
 
 def verify_table(results: list[Result]) -> str:
-    """The results for people."""
+    """The results as text."""
     words = {True: "pass", False: "FAIL", None: "skipped"}
     return format_table(
         ["check", "compared", "difference", "limit", ""],

@@ -1,4 +1,4 @@
-"""Steps without a scheduler: spans of token ids in, logits out, on the parts of an engine."""
+"""Steps of an engine without its scheduler: spans of token ids in, logits out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minisgl.core import BatchPlan
+from minisgl.engine.engine import Engine
+from minisgl.engine.pooling import PoolingRunner
 from minisgl.engine.trial import trial_plan
 from minisgl.errors import ConfigError
 from minisgl.layout import Flag
@@ -17,12 +19,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from minisgl.engine.runner import EagerRunner
+    from minisgl.llm.llm import LLM
     from minisgl.native.runner import NativeRunner
 
 
 @dataclass(frozen=True)
 class Span:
-    """Positions [start, stop) of the sequence in `row`, whose tokens are `ids`."""
+    """The tokens `ids` at positions [start, stop) of the sequence in `row`."""
 
     row: int
     start: int
@@ -41,9 +44,9 @@ def span_plan(spans: list[Span], page_writes: Sequence[tuple[int, int, int]] = (
 
 
 class Stepper:
-    """Hands out pages in random order when they are first needed, and runs steps by the runner that can do any.
+    """Assigns pages in random order when they are first needed, and runs steps with a runner that supports any step.
 
-    Pages and rows are its own while it is used: the engine's scheduler must be idle, with an empty cache.
+    While it is in use, all pages and rows belong to it: the engine's scheduler must be idle, with an empty cache.
     """
 
     def __init__(self, runner: EagerRunner | NativeRunner, num_pages: int) -> None:
@@ -54,7 +57,7 @@ class Stepper:
         self._writes: list[tuple[int, int, int]] = []
 
     def share_prefix(self, source: int, target: int, tokens: int) -> None:
-        """Let the unused row `target` begin with the pages of the first `tokens` (whole pages) of row `source`."""
+        """Start the unused row `target` with the pages of the first `tokens` (whole pages) of row `source`."""
         count = tokens // self.page_size
         assert tokens == count * self.page_size and target not in self._pages, "shares whole pages with a new row"
         for page in self._pages[source][:count]:
@@ -66,7 +69,7 @@ class Stepper:
         pages.append(page)
 
     def step(self, spans: list[Span]) -> Tensor:
-        """One forward pass -> logits [sampling spans, V] in the model's dtype, on the device."""
+        """Run one forward pass; returns logits [sampling spans, V] in the model's dtype, on the device."""
         for span in spans:
             while len(self._pages.get(span.row, ())) * self.page_size < span.stop:
                 if not self._free:
@@ -77,3 +80,16 @@ class Stepper:
         plan = span_plan(spans, self._writes)
         self._writes = []
         return self.runner.logits_of(plan)
+
+
+def engine_of(llm: LLM) -> Engine:
+    """The engine of `llm`, with the attributes that the scheduler does not know."""
+    engine = llm.scheduler.engine
+    assert isinstance(engine, Engine), "LLM makes real engines"
+    return engine
+
+
+def stepper_of(engine: Engine) -> Stepper:
+    """Steps of `engine`."""
+    assert not isinstance(engine.general, PoolingRunner), "an embedding model gives no logits"
+    return Stepper(engine.general, engine.num_pages)

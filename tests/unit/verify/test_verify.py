@@ -1,4 +1,4 @@
-"""What `minisgl verify` calls a pass, and what it refuses; tests/e2e/test_verify.py runs it."""
+"""The limits of `minisgl verify`, and the settings that it refuses; tests/e2e/test_verify.py runs it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from minisgl.engine.config import resolve
 from minisgl.errors import ConfigError
 from minisgl.llm.answers import Completion
 from minisgl.settings.options import EngineConfig
+from minisgl.verify.checks import FLOAT32_LIMIT, HALF_FACTOR, WAYS, Texts, check_logits, compare
 from minisgl.verify.command import make_texts, verify
-from minisgl.verify.logits import FLOAT32_LIMIT, HALF_FACTOR, WAYS, Texts, check_logits
 from minisgl.verify.reference import Reference
-from minisgl.verify.tokens import compare
 
 
 def exact_and_off(*relative: float) -> tuple[list[tuple[list[int], torch.Tensor]], Reference]:
-    """Logits that are off by `relative` of the largest, one after the other, and the reference."""
+    """Logits with errors of `relative` times the largest logit, and the exact reference."""
     want = torch.tensor([[1.0, -2.0, 0.5]] * len(relative))
     sequence = list(range(len(relative)))
     cases = []
@@ -40,14 +39,14 @@ def test_float32_is_held_to_its_limit_at_every_prefix() -> None:
 
 
 @pytest.mark.parametrize(("ours", "passed"), [(0.02, True), (0.99 * HALF_FACTOR * 0.02, True), (0.04, False)])
-def test_other_types_are_held_to_transformers_own_error(ours: float, passed: bool) -> None:
+def test_other_dtypes_are_held_to_the_error_of_transformers(ours: float, passed: bool) -> None:
     cases, exact = exact_and_off(ours, ours)
     their_cases, _ = exact_and_off(0.01, 0.03)
     theirs = Reference(exact.sequences, [torch.stack([logits for _, logits in their_cases])])
     assert check_logits("decode", cases, exact, theirs)[0].passed == passed
 
 
-def test_nan_is_no_pass() -> None:
+def test_nan_logits_fail() -> None:
     cases, exact = exact_and_off(0, float("nan"))
     assert not check_logits("decode", cases, exact, None)[0].passed
 
@@ -56,7 +55,7 @@ def completion(*tokens: int) -> Completion:
     return Completion(3, token_ids=list(tokens))
 
 
-def test_outputs_may_part_only_where_two_tokens_are_as_likely() -> None:
+def test_outputs_may_differ_only_at_a_tie() -> None:
     asked: list[tuple[list[int], int, int]] = []
 
     def gap(prefix: list[int], one: int, other: int) -> float:
@@ -67,12 +66,12 @@ def test_outputs_may_part_only_where_two_tokens_are_as_likely() -> None:
     base, other = [completion(7, 8, 9), completion(7, 7, 7)], [completion(7, 5, 1), completion(7, 7, 7)]
     result = compare("cached = cold", prompts, base, other, gap, tie=0.02)
     assert result.passed and "1 identical" in result.figure and "1.0e-02 apart" in result.figure
-    assert asked == [([1, 2, 3, 7], 8, 5)], "what comes after the first difference is not compared"
+    assert asked == [([1, 2, 3, 7], 8, 5)], "tokens after the first difference are not compared"
     assert not compare("cached = cold", prompts, base, other, gap, tie=0.005).passed
     assert compare("cached = cold", prompts, base, base, gap, tie=0.0).figure == "2 identical"
 
 
-def test_every_way_looks_at_prefixes_of_the_texts(tmp_path: Path) -> None:
+def test_every_way_gives_logits_of_prefixes_of_the_texts(tmp_path: Path) -> None:
     save(tmp_path, configurations()["qwen3-tied-wide-heads"])
     ids = list(range(150))
     texts = Texts(ids[:96], ids[50:70], ids[20:60], shared=64)
@@ -85,7 +84,7 @@ def test_every_way_looks_at_prefixes_of_the_texts(tmp_path: Path) -> None:
         MiniEngine.load(tmp_path, num_pages=3).step([Span(0, 0, ids)])
 
 
-def test_texts_must_fit() -> None:
+def test_texts_must_fit_into_the_context() -> None:
     spec = resolve(EngineConfig(), "cpu")
     texts = make_texts(spec, 192)
     assert len(texts.a) == 192 and texts.shared == 144 and len({tuple(s) for s in texts.sequences}) == 4

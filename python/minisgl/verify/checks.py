@@ -1,0 +1,228 @@
+"""The checks of `minisgl verify`: logits beside transformers, and greedy tokens of the engine computed in two ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from minisgl.message import FlushCacheMsg
+from minisgl.params import SamplingParams
+from minisgl.verify.steps import Span, Stepper, engine_of, stepper_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minisgl.llm.answers import Completion
+    from minisgl.llm.llm import LLM
+    from minisgl.verify.reference import Reference
+
+FLOAT32_LIMIT: Final = 1e-4
+"""Relative to the largest logit. float32 rounds to 6e-8; the layers of 15 random models made that 1e-6 to 4e-6
+(docs/models.md), and deeper models may have more. One projection 1 % off gave 2e-3 to 5e-3 in the built-in model."""
+
+HALF_FACTOR: Final = 1.5
+"""Relative to transformers' mean error in the same dtype: both round as often, in another order. On 15 random models
+our error was 0.3 to 1.15 of theirs in every way of computing, over ten or so prefixes (docs/models.md)."""
+
+TIES: Final = {torch.float32: 2e-4, torch.float16: 6e-3, torch.bfloat16: 5e-2}
+"""Relative to the largest logit. Two ways of computing may each be off by half of this, so the order of two closer
+logits says nothing. float32: twice FLOAT32_LIMIT; bfloat16 was off by 0.01 to 0.025 on dense random models
+(docs/models.md), and float16 has three bits more."""
+
+CHUNKS: Final = (33, 1, 16, 7, 50)
+DECODED: Final = 16
+PREFIXES: Final = 10
+TOKENS: Final = 32
+
+Case = tuple[list[int], "Tensor"]
+"""A prefix and our logits [V] after it."""
+
+Gap = Callable[[list[int], int, int], float]
+"""The distance between the logits of two tokens after a prefix, relative to the largest logit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One line of the table. `passed` is None for a check that was not made; `figure` is then the reason."""
+
+    name: str
+    compared: str
+    figure: str
+    limit: str
+    passed: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Token ids of three texts, `a` the longest; `shared` is the length of the prefix that others share with `a`."""
+
+    a: list[int]
+    b: list[int]
+    c: list[int]
+    shared: int  # whole pages
+
+    @property
+    def joined(self) -> list[int]:
+        """`b` after the shared prefix of `a`."""
+        return self.a[: self.shared] + self.b
+
+    @property
+    def sequences(self) -> list[list[int]]:
+        """Every prefix in a `Case` is a prefix of one of these."""
+        return [self.a, self.b, self.c, self.joined]
+
+
+def prefill(stepper: Stepper, t: Texts) -> list[Case]:
+    """Whole prompts, one per step."""
+    lengths = [max(1, len(t.a) * (i + 1) // PREFIXES) for i in range(PREFIXES)]
+    return [(t.a[:n], stepper.step([Span(row, 0, t.a[:n])])[0]) for row, n in enumerate(lengths)]
+
+
+def chunked(stepper: Stepper, t: Texts) -> list[Case]:
+    """One prompt in chunks of odd sizes."""
+    cases: list[Case] = []
+    start = 0
+    for size in cycle(CHUNKS):
+        if start >= len(t.a):
+            break
+        ids = t.a[start : start + size]
+        start += len(ids)
+        cases.append((t.a[:start], stepper.step([Span(0, start - len(ids), ids)])[0]))
+    return cases
+
+
+def decode(stepper: Stepper, t: Texts) -> list[Case]:
+    """Token by token."""
+    begin = max(1, len(t.a) - DECODED)
+    stepper.step([Span(0, 0, t.a[:begin])])
+    return [(t.a[: i + 1], stepper.step([Span(0, i, [t.a[i]])])[0]) for i in range(begin, len(t.a))]
+
+
+def prefix_hit(stepper: Stepper, t: Texts) -> list[Case]:
+    """Prompts behind pages that another sequence has computed."""
+    stepper.step([Span(0, 0, t.a)])
+    cases: list[Case] = []
+    for row in range(1, PREFIXES + 1):
+        n = max(1, len(t.b) * row // PREFIXES)
+        stepper.share_prefix(0, row, t.shared)
+        cases.append((t.joined[: t.shared + n], stepper.step([Span(row, t.shared, t.b[:n])])[0]))
+    return cases
+
+
+def mixed(stepper: Stepper, t: Texts) -> list[Case]:
+    """One step of a decoding sequence, a prompt, a first and a last chunk of prompts; then two sequences decode."""
+    a, b, c = len(t.a) // 2, max(1, len(t.b) - 4), len(t.c) // 2
+    stepper.step([Span(0, 0, t.a[:a]), Span(1, 0, t.c[:c], samples=False)])
+    steps = [[Span(0, a, [t.a[a]]), Span(2, 0, t.b[:b]), Span(3, 0, t.a[:a], samples=False), Span(1, c, t.c[c:])]]
+    steps += [[Span(2, i, [t.b[i]]), Span(0, a + 1 + n, [t.a[a + 1 + n]])] for n, i in enumerate(range(b, len(t.b)))]
+    text = {0: t.a, 1: t.c, 2: t.b}
+    cases: list[Case] = []
+    for spans in steps:
+        sampled = [span for span in spans if span.samples]
+        cases += zip((text[s.row][: s.stop] for s in sampled), stepper.step(spans), strict=True)
+    return cases
+
+
+WAYS: Final[dict[str, Callable[[Stepper, Texts], list[Case]]]] = {
+    "prefill": prefill,
+    "chunked prefill": chunked,
+    "decode": decode,
+    "prefix hit": prefix_hit,
+    "mixed batch": mixed,
+}
+
+
+def relative_errors(logits: Tensor, want: Tensor) -> Tensor:
+    """The largest difference in each row of [N, V], relative to the row's largest expected logit."""
+    return (logits.float() - want).abs().amax(-1) / want.abs().amax(-1)
+
+
+def check_logits(name: str, cases: list[Case], exact: Reference, theirs: Reference | None) -> tuple[Result, float]:
+    """Compare our logits with `exact`, transformers' in float32; returns the result and our largest error.
+
+    Without `theirs` our dtype is float32, and every error is held to FLOAT32_LIMIT. Otherwise `theirs` are
+    transformers' logits in our dtype, and our mean error is held to HALF_FACTOR times theirs.
+    """
+    prefixes = [prefix for prefix, _ in cases]
+    want = torch.stack([exact.after(prefix) for prefix in prefixes])
+    ours = relative_errors(torch.stack([logits.cpu() for _, logits in cases]), want)
+    worst = float(ours.max())
+    if theirs is None:
+        figure, limit = worst, FLOAT32_LIMIT
+    else:
+        their_logits = torch.stack([theirs.after(prefix) for prefix in prefixes])
+        figure, limit = float(ours.mean()), HALF_FACTOR * float(relative_errors(their_logits, want).mean())
+    name = f"{name} = transformers"
+    return Result(name, f"{len(cases)} logits", f"{figure:.1e}", f"{limit:.1e}", figure <= limit), worst
+
+
+def generate(llm: LLM, prompts: list[list[int]], *, flush: bool = True) -> list[Completion]:
+    """Generate TOKENS greedy tokens for each prompt, by default with an empty prefix cache."""
+    if flush:
+        llm.scheduler.handle(FlushCacheMsg())
+    return llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True))
+
+
+def logit_gap(llm: LLM) -> Gap:
+    """A `Gap` by the engine of `llm`."""
+
+    def gap(prefix: list[int], one: int, other: int) -> float:
+        llm.scheduler.handle(FlushCacheMsg())  # the step overwrites its pages
+        logits = stepper_of(engine_of(llm)).step([Span(0, 0, prefix)])[0].float()
+        return float((logits[one] - logits[other]).abs() / logits.abs().max())
+
+    return gap
+
+
+def compare(
+    name: str, prompts: list[list[int]], base: list[Completion], other: list[Completion], gap: Gap, tie: float
+) -> Result:
+    """Compare the tokens of `other` with those of `base`.
+
+    Where two outputs first differ, their tokens must be nearly as likely: at most `tie` apart. The rest of such an
+    output is another text and is not compared.
+    """
+    gaps = []
+    for prompt, first, second in zip(prompts, base, other, strict=True):
+        pairs = enumerate(zip(first.token_ids, second.token_ids, strict=True))
+        index = next((i for i, (one, two) in pairs if one != two), None)
+        if index is not None:
+            gaps.append(gap(prompt + first.token_ids[:index], first.token_ids[index], second.token_ids[index]))
+    figure = f"{len(prompts) - len(gaps)} identical" + (f", else {max(gaps):.1e} apart" if gaps else "")
+    return Result(name, f"{len(prompts)} outputs", figure, f"{tie:.0e} apart", max(gaps, default=0.0) <= tie)
+
+
+@contextmanager
+def changed(owner: object, name: str, value: object) -> Iterator[None]:
+    """Set the attribute `name` of `owner` to `value` inside the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def check_tokens(llm: LLM, prompts: list[list[int]], tie: float, others: dict[str, list[Completion]]) -> list[Result]:
+    """Compare the engine's outputs with a filled cache, with overlap switched, without graphs, and with `others`."""
+    gap = logit_gap(llm)
+    base = generate(llm, prompts)
+    again = generate(llm, prompts, flush=False)
+    engine, depth = engine_of(llm), llm.scheduler.depth
+    if any(done.cached_tokens for done in again):
+        results = [compare("cached = cold", prompts, base, again, gap, tie)]
+    else:
+        results = [Result("cached = cold", "-", "no prefix was found in the cache (--cache naive?)", "-", None)]
+    with changed(llm.scheduler, "depth", 1 - depth):
+        results.append(compare("overlap on = off", prompts, base, generate(llm, prompts), gap, tie))
+    if len(engine.runners) > 1:
+        with changed(engine, "runners", engine.runners[-1:]):
+            results.append(compare("graph = eager", prompts, base, generate(llm, prompts), gap, tie))
+    else:
+        results.append(Result("graph = eager", "-", "no graphs on this device or with these settings", "-", None))
+    return results + [compare(name, prompts, base, outputs, gap, tie) for name, outputs in others.items()]
