@@ -1,4 +1,4 @@
-"""The real processes: killed, drained, started wrongly. The stub's tests cover the finer points."""
+"""The real processes: killed, drained, started with bad settings. The tests with the stub engine cover the details."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 from e2e.harness import PATIENCE_S, ROOT, ServerProcess, is_running
 
 STREAM = {"prompt": "Once", "stream": True, "ignore_eos": True, "temperature": 0}
-NO_LIMIT = ("--drain-timeout", "600")  # where something else must end the streams
+NO_LIMIT = ("--drain-timeout", "600")  # for tests in which something else ends the streams
 
 
 @pytest.mark.parametrize(("victim", "streams"), [("minisgl-TP0-scheduler", 4), ("minisgl-detokenizer-0", 0)])
-def test_kill_a_child(victim: str, streams: int) -> None:
+def test_killed_child_ends_all_streams_with_an_error(victim: str, streams: int) -> None:
     with ServerProcess("--num-pages", "1024", *NO_LIMIT) as server, server.client() as client:
         pids = server.info()["processes"]
         open_streams = [client.stream("POST", "/v1/completions", json=STREAM) for _ in range(streams)]
@@ -38,7 +38,7 @@ def test_kill_a_child(victim: str, streams: int) -> None:
         assert "Traceback" not in server.log
 
 
-def test_sigterm_finishes_streams() -> None:
+def test_sigterm_lets_open_streams_finish() -> None:
     with ServerProcess("--num-pages", "1024", *NO_LIMIT) as server, server.client() as client:
         body = STREAM | {"max_tokens": 100}
         with client.stream("POST", "/v1/completions", json=body) as response:
@@ -51,7 +51,7 @@ def test_sigterm_finishes_streams() -> None:
         assert "Traceback" not in server.log
 
 
-def test_start_is_quick_and_the_banner_tells() -> None:
+def test_start_is_quick_and_prints_a_banner() -> None:
     with ServerProcess() as server, server.client() as client:
         answer = client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1})
         assert answer.status_code == 200
@@ -60,8 +60,8 @@ def test_start_is_quick_and_the_banner_tells() -> None:
             assert word in server.log
 
 
-def test_settings_that_only_the_engine_can_judge() -> None:
-    """One of them: how the engine's process says it is the same for all."""
+def test_settings_refused_by_the_engine_end_the_start() -> None:
+    """One setting stands for all: the engine's process reports every refusal in the same way."""
     result = run_cli("--port", "0", "--attn", "nonsense")
     assert result.returncode == 2
     assert "unknown attention backend" in result.stderr
@@ -80,7 +80,7 @@ def run_cli(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]
     )
 
 
-def test_chat_in_a_pipe() -> None:
+def test_chat_reads_from_a_pipe() -> None:
     lines = "My name is Anna.\nWhat is my name?\n/nonsense\n/reset\nWhat is 12 + 30?\n/quit\n"
     result = run_cli("chat", "--temperature", "0", text=lines)
     assert result.returncode == 0, result.stderr
@@ -90,7 +90,7 @@ def test_chat_in_a_pipe() -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_generate_and_env() -> None:
+def test_generate_answers_and_env_lists_backends() -> None:
     result = run_cli("generate", "--chat", "What is 12 + 30?", "Who are you?")
     assert result.returncode == 0, result.stderr
     assert len(result.stdout.splitlines()) >= 2

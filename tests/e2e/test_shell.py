@@ -22,7 +22,7 @@ CTRL_C, CTRL_D, ESCAPE, UP = "\x03", "\x04", "\x1b", "\x1b[A"
 
 
 class Terminal:
-    """`minisgl chat --url` with a terminal of its own. `expect` reads on until the text has come."""
+    """`minisgl chat --url` with a terminal of its own."""
 
     def __init__(self, url: str, home: Path, *flags: str) -> None:
         self.main, child = pty.openpty()
@@ -49,12 +49,12 @@ class Terminal:
         os.write(self.main, text.encode())
 
     def say(self, text: str) -> None:
-        """At the prompt: what comes before it is there would meet a terminal in another mode."""
+        """Type at the prompt; earlier input would meet a terminal in another mode."""
         self.expect(r"(^|\n)>[^\n\w]*$")
         self.type(text)
 
     def expect(self, pattern: str) -> str:
-        """What has come up to the end of the match, without the terminal's control sequences."""
+        """Read on until the pattern matches; return the output so far without control sequences."""
         deadline = time.monotonic() + PATIENCE_S
         while (match := re.search(pattern, self._unread)) is None:
             ready, _, _ = select.select([self.main], [], [], max(0.0, deadline - time.monotonic()))
@@ -78,7 +78,7 @@ def terminal(server: ServerProcess, tmp_path: Path) -> Iterator[Terminal]:
     terminal.close()
 
 
-def test_a_session(terminal: Terminal, server: ServerProcess, tmp_path: Path) -> None:
+def test_session_with_commands_and_interrupts(terminal: Terminal, server: ServerProcess, tmp_path: Path) -> None:
     terminal.expect("/help lists")
     terminal.say("My name is Anna.\r")
     terminal.expect("\n.*Anna")
@@ -91,7 +91,7 @@ def test_a_session(terminal: Terminal, server: ServerProcess, tmp_path: Path) ->
     terminal.say("/params ignore_eos=true max_tokens=100000\r")
     terminal.expect("parameters: .*max_tokens=100000")
     terminal.say("Hello\r")
-    terminal.expect(r"max_tokens")  # a refusal is shown and costs nothing else
+    terminal.expect(r"max_tokens")  # a refusal is shown, and the session goes on
     terminal.say("/params max_tokens=\r")
     terminal.expect("parameters: .*true")
     terminal.say("Tell me a story about a fox named Lily.\r")
@@ -99,7 +99,7 @@ def test_a_session(terminal: Terminal, server: ServerProcess, tmp_path: Path) ->
     terminal.type(CTRL_C)
     terminal.expect(r"\(stopped\)")
     require_no_leak(server)
-    terminal.say("one\\\rtwo" + ESCAPE + "\rthree\r")  # a line that goes on, and Alt-Enter inside the second one
+    terminal.say("one\\\rtwo" + ESCAPE + "\rthree\r")  # a continued line, and Alt-Enter inside the second line
     terminal.expect(r"three\s*\n\w")
     terminal.type(CTRL_C)
     terminal.expect(r"\(stopped\)")

@@ -1,4 +1,4 @@
-"""`minisgl env`: what a bug report needs."""
+"""`minisgl env`: the facts that a bug report needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import minisgl
 
 
 def describe_environment() -> str:
-    """Versions, processor, devices and the backends that can run here, one fact a line. Imports torch."""
+    """List versions, processor, devices and backends, one fact a line. Imports torch."""
     facts = {
         "minisgl": minisgl.__version__,
         "python": platform.python_version(),
@@ -34,7 +34,7 @@ def _version(package: str) -> str:
 
 
 def cpu_name() -> str:
-    """The processor's name for people."""
+    """The marketing name of the processor."""
     info = Path("/proc/cpuinfo")
     for line in info.read_text().splitlines() if info.is_file() else ():
         if line.startswith("model name"):

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from operator import ge, gt, le
 from os import PathLike
 from typing import Any, Final, TypeVar, get_args, get_type_hints
 
@@ -36,6 +38,11 @@ def option(
     """Declare a configuration field that users can set; its bounds are inclusive except for `above`."""
     bounds = {"above": above, "minimum": minimum, "maximum": maximum}
     return field(default=default, metadata={"help": help, "aliases": aliases, "choices": choices, **bounds})
+
+
+def seconds(default: float, help: str) -> Any:
+    """Declare a duration in seconds."""
+    return option(default, help, above=0, maximum=1e6)
 
 
 @dataclass(frozen=True)
@@ -75,15 +82,12 @@ class Option:
             raise ConfigError(f"{given} is not of type {self.kind.__name__}")
         if self.choices and value not in self.choices:
             raise ConfigError(f"{given} is not one of {', '.join(map(str, self.choices))}")
-        bounds = []
-        if self.above is not None and not value > self.above:
-            bounds.append(f"above {self.above:g}")
-        if self.minimum is not None and not value >= self.minimum:
-            bounds.append(f"at least {self.minimum}")
-        if self.maximum is not None and not value <= self.maximum:
-            bounds.append(f"at most {self.maximum}")
-        if bounds:
-            raise ConfigError(f"{given} must be {' and '.join(bounds)}")
+        bounds = (("above", self.above, gt), ("at least", self.minimum, ge), ("at most", self.maximum, le))
+        violated = [
+            f"{words} {bound}" for words, bound, holds in bounds if bound is not None and not holds(value, bound)
+        ]
+        if violated:
+            raise ConfigError(f"{given} must be {' and '.join(violated)}")
         return value
 
 
@@ -92,8 +96,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value of the wrong type or out of range."""
-        for name, declared in options_of(type(self)).items():
-            if declared.owner is type(self):
+        cls: type = type(self)
+        for name, declared in options_of(cls).items():
+            if declared.owner is cls:
                 declared.check(getattr(self, name), f"{declared.flags[0]} ")
 
 
@@ -122,9 +127,7 @@ class EngineConfig(Settings):
         f"tokens per KV page; default = {PAGE_SIZES['cuda']} on a GPU, {PAGE_SIZES['cpu']} on a CPU",
         choices=(1, 2, 4, 8, 16, 32, 64, 128),
     )
-    num_pages: int | None = option(
-        None, "KV pages in the pool; default = from the free memory and --memory-ratio", minimum=1
-    )
+    num_pages: int | None = option(None, "KV pages in the pool; default = what --memory-ratio allows", minimum=1)
     memory_ratio: float | None = option(
         None,
         "part of the free memory (after weights) for the KV cache; "
@@ -135,7 +138,7 @@ class EngineConfig(Settings):
     max_running_requests: int = option(256, "maximum number of requests computed at the same time", minimum=1)
     max_seq_len: int | None = option(
         None,
-        "maximum length of prompt plus output in tokens; default = what the model allows",
+        "maximum tokens of prompt plus output; default = the model's",
         aliases=("max_seq_len_override",),
         minimum=2,
     )
@@ -150,9 +153,7 @@ class EngineConfig(Settings):
     )
     dummy_weight: bool = option(False, "random weights instead of the checkpoint's (needs only config.json)")
     threads: int | None = option(
-        None,
-        "CPU threads of each rank's engine; default = the cores this process may use, divided among the ranks",
-        minimum=1,
+        None, "CPU threads of each rank; default = the usable cores divided among the ranks", minimum=1
     )
     tp: int = option(
         1,
@@ -161,9 +162,7 @@ class EngineConfig(Settings):
         minimum=1,
     )
     disable_pynccl: bool = option(False, "let torch's process groups call NCCL instead of calling NCCL directly")
-    nnodes: int = option(
-        1, "hosts, each with the same number of ranks; start the same command on every host", minimum=1
-    )
+    nnodes: int = option(1, "hosts with equally many ranks; start the same command on every host", minimum=1)
     node_rank: int = option(0, "number of this host; host 0 serves", minimum=0)
     dist_init_addr: str = option("", "HOST:PORT of host 0, where the other hosts connect; use a private network")
 
@@ -203,7 +202,7 @@ class SchedulerConfig(Settings):
         True, "compute prompts and running requests in one step; off = running requests wait while there are prompts"
     )
     overlap: bool | None = option(
-        None, "plan and reply while the device computes; default = on for a GPU, off for a CPU, where nothing is gained"
+        None, "plan and reply while the device computes; default = on for a GPU, off for a CPU"
     )
     max_queued_requests: int = option(2048, "waiting requests beyond which new ones are refused (429)", minimum=0)
     sampling_seed: int = option(0, "base of the sampling noise of requests without a seed of their own")
@@ -214,26 +213,16 @@ class ServerArgs(Settings):
     """How the server listens and supervises its processes."""
 
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    host: str = option(
-        "127.0.0.1", "address to listen on; an address that other machines can reach needs --api-key or --no-auth"
-    )
+    host: str = option("127.0.0.1", "address to listen on; one that others can reach needs --api-key or --no-auth")
     port: int = option(1919, "port to listen on; 0 = any free port", minimum=0, maximum=65535)
-    num_tokenizer: int = option(
-        0, "tokenizer processes; 0 = the detokenizer's process does both", minimum=0, maximum=64
-    )
+    num_tokenizer: int = option(0, "tokenizer processes; 0 = the detokenizer does both", minimum=0, maximum=64)
     served_model_name: str | None = option(None, "name of the model in the API; default = its folder's name or hub id")
     api_key: str | None = option(None, "key that clients must send as `Authorization: Bearer KEY`")
     auth: bool = option(True, "refuse to listen on a reachable address without a key")
-    ready_timeout: float = option(600.0, "seconds that the processes may take to become ready", above=0, maximum=1e6)
-    drain_timeout: float = option(
-        30.0, "seconds that running requests may take to finish after SIGTERM", above=0, maximum=1e6
-    )
-    write_timeout: float = option(
-        30.0, "seconds after which a client that does not read is disconnected", above=0, maximum=1e6
-    )
-    heartbeat_timeout: float = option(
-        60.0, "seconds without a heartbeat from the engine until /health fails", above=0, maximum=1e6
-    )
+    ready_timeout: float = seconds(600.0, "seconds that the processes may take to become ready")
+    drain_timeout: float = seconds(30.0, "seconds that running requests may take to finish after SIGTERM")
+    write_timeout: float = seconds(30.0, "seconds after which a client that does not read is disconnected")
+    heartbeat_timeout: float = seconds(60.0, "seconds without a heartbeat from the engine until /health fails")
     max_body: int = option(4 * 1024 * 1024, "largest request body in bytes", minimum=1024, maximum=2**30)
     ui: bool = option(True, "serve the page at /: a chat and a live view of the engine")
     tool_call_parser: str = option(
@@ -293,6 +282,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+@cache
 def options_of(cls: type) -> Mapping[str, Option]:
     """The options of a configuration class and of the classes nested in it, by name."""
     found: dict[str, Option] = {}
@@ -313,14 +303,15 @@ def build_config(cls: type[T], values: Mapping[str, Any]) -> T:
 
     Raises `ConfigError` for an unknown option and for a value that cannot work.
     """
-    known = options_of(cls)
+    owner: type = cls
+    known = options_of(owner)
     for name in values:
         if name not in known:
             raise ConfigError(f"unknown option {name!r}; known: {', '.join(sorted(known))}")
-    fields_of_cls = {name: value for name, value in values.items() if known[name].owner is cls}
-    for name, hint in get_type_hints(cls).items():
-        if is_dataclass(hint):
-            assert isinstance(hint, type)
-            nested = options_of(hint)
-            fields_of_cls[name] = build_config(hint, {n: value for n, value in values.items() if n in nested})
-    return cls(**fields_of_cls)
+    arguments = {name: value for name, value in values.items() if known[name].owner is owner}
+    for name, nested in get_type_hints(owner).items():
+        if is_dataclass(nested):
+            assert isinstance(nested, type)
+            names = options_of(nested)
+            arguments[name] = build_config(nested, {n: value for n, value in values.items() if n in names})
+    return cls(**arguments)

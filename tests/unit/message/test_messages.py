@@ -1,4 +1,4 @@
-"""What travels between the processes, and what may not."""
+"""Encoding of the messages, and the refusal of everything that is not a message of the channel."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ CHANNELS: list[tuple[Any, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("union", "messages"), CHANNELS)
-def test_round_trip(union: Any, messages: list[Any]) -> None:
+def test_messages_survive_encoding(union: Any, messages: list[Any]) -> None:
     codec: Codec[Any] = Codec(union)
     assert codec.decode(codec.encode(messages)) == messages
 
@@ -111,14 +111,14 @@ def test_junk_never_passes_as_a_message(junk: bytes) -> None:
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)))
-def test_ids(ids: list[int]) -> None:
+def test_token_ids_survive_packing(ids: list[int]) -> None:
     data = ids_to_bytes(ids)
     assert len(data) == 4 * len(ids)
     assert ids_from_bytes(data).tolist() == ids
     assert ids_from_bytes(ids_to_bytes(np.array(ids, np.int32))).tolist() == ids
 
 
-def test_ids_of_odd_length() -> None:
+def test_bytes_that_are_not_whole_ids_are_refused() -> None:
     with pytest.raises(ValueError, match="multiple"):
         ids_from_bytes(b"12345")
 
@@ -132,7 +132,7 @@ LIGHT = {
 
 
 @pytest.mark.parametrize("kind", LIGHT)
-def test_light_processes_do_not_import_heavy_packages(kind: str) -> None:
+def test_processes_without_a_model_import_no_torch(kind: str) -> None:
     code = f"import sys, {LIGHT[kind]}; print([m for m in ('torch', 'transformers', 'scipy') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
