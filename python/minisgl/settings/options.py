@@ -96,9 +96,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value of the wrong type or out of range."""
-        cls: type = type(self)
-        for name, declared in options_of(cls).items():
-            if declared.owner is cls:
+        for name, declared in options_of(type(self)).items():
+            if declared.owner is type(self):
                 declared.check(getattr(self, name), f"{declared.flags[0]} ")
 
 
@@ -282,9 +281,13 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-@cache
 def options_of(cls: type) -> Mapping[str, Option]:
     """The options of a configuration class and of the classes nested in it, by name."""
+    return _declared_options(cls)
+
+
+@cache
+def _declared_options(cls: type) -> Mapping[str, Option]:
     found: dict[str, Option] = {}
     hints = get_type_hints(cls)
     for f in fields(cls):
@@ -303,13 +306,12 @@ def build_config(cls: type[T], values: Mapping[str, Any]) -> T:
 
     Raises `ConfigError` for an unknown option and for a value that cannot work.
     """
-    owner: type = cls
-    known = options_of(owner)
+    known = options_of(cls)
     for name in values:
         if name not in known:
             raise ConfigError(f"unknown option {name!r}; known: {', '.join(sorted(known))}")
-    arguments = {name: value for name, value in values.items() if known[name].owner is owner}
-    for name, nested in get_type_hints(owner).items():
+    arguments = {name: value for name, value in values.items() if known[name].owner is cls}
+    for name, nested in get_type_hints(cls).items():
         if is_dataclass(nested):
             assert isinstance(nested, type)
             names = options_of(nested)
