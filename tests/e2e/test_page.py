@@ -221,7 +221,7 @@ def test_batch_and_tree_are_shown_live(page: Browser, server: ServerProcess) -> 
         client.post("/flush_cache")
         page.evaluate("$('tab-engine').click()")
         page.wait("$('tree').textContent.startsWith('Empty')")
-        assert "Nothing runs" in page.evaluate("$('batch').textContent")
+        assert "No request is running" in page.evaluate("$('batch').textContent")
         # What is shown once both run stays, while we look at one thing after the other and they may end.
         page.evaluate(
             "const plain = showEngine; showEngine = (data) => {"
