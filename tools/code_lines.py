@@ -22,10 +22,9 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- rooms: counts are written by `make rooms` -->", "<!-- end of rooms -->"
 HEAD = "| room | what lives there | may import | code lines | files |\n|---|---|---|--:|--:|"
 # Imports inside functions that break the order on purpose: (file, room). The scheduler is a spawn target, `minisgl env`
-# lists backends, a grammar is compiled only for requests that have one.
+# lists backends.
 LAZY_IMPORTS = {
     ("launch/targets.py", "scheduler"),
-    ("scheduler/scheduler.py", "grammar"),
     ("launch/environment.py", "attention"),
     ("launch/environment.py", "ops"),
 }

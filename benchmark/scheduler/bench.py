@@ -102,16 +102,15 @@ def measure(rows: int, page_size: int, steps: int) -> tuple[list[dict[str, float
     clock = Clock()
     for name in ("plan", "launch", "collect"):
         clock.wrap(scheduler, name, name)
-    clock.wrap(scheduler.outbox, "send", "send")
-    for name in ("launch",):
-        clock.wrap(engine, name, "engine")
+    clock.wrap(scheduler.replies, "send", "send")
+    clock.wrap(engine, "launch", "engine")
     while len(scheduler.decode.running) < rows:
         scheduler.step()
     steady, paging = [], []
     gc.collect()
     gc.freeze()
     for _ in range(steps):
-        io.outbox.clear()
+        io.replies.clear()
         clock.take()
         start = time.perf_counter()
         scheduler.step()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from minisgl.params import Grammar, SamplingParams
 
 if TYPE_CHECKING:
-    from minisgl.llm.answers import Completion
+    from minisgl.llm.completions import Completion
     from minisgl.llm.llm import LLM
 
 __version__ = "0.1.0"

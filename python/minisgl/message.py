@@ -101,7 +101,7 @@ class EngineView(msgspec.Struct, tag="view", frozen=True, kw_only=True):
     pages_cached: int  # in the tree, unused: evictable
     running: int
     waiting: int
-    requests: list[RequestView]  # the oldest, at most `scheduler/view.py: MAX_REQUESTS`
+    requests: list[RequestView]  # the oldest, at most `scheduler/stats.py: MAX_VIEW_REQUESTS`
     nodes: list[NodeView]
     nodes_total: int
     nodes_hidden: int  # children of the root that are not shown

@@ -1,6 +1,7 @@
-"""What a request may ask for, and who says no: the parameters, their limits, and the one validation.
+"""What a request may ask for: the parameters, their limits, and their one validation.
 
-Shared by HTTP, `LLM` and the shell; on the wire as it stands. No torch.
+Sent between processes as it stands. `validate_sampling` is called where the parameters are made (the API process, or
+`LLM`), `validate_prompt` where token ids are known (the tokenizer); the scheduler trusts both. No torch.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ GrammarKind = Literal["json_schema", "regex", "choice", "ebnf", "calls"]
 
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an answer must look like.
+    """The form that an answer must have.
 
     `text` is a JSON Schema, a regular expression, a JSON list of strings, a grammar in Lark's or GBNF's notation, or
-    the JSON of a `ToolCalls`. It holds for what follows the first `after` in the answer (such as "</think>"). `param`
-    is the field to be named when it is refused.
+    the JSON of a `ToolCalls`. It constrains the answer from behind the first `after` (such as "</think>"). `param` is
+    the field to blame for an invalid grammar.
     """
 
     kind: GrammarKind
@@ -34,10 +35,10 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ToolCalls(msgspec.Struct, frozen=True):
-    """An answer that is tool calls: `special`, `begin`, calls with `between` in between (None: just one), `end`.
+    """An answer made of tool calls: `special`, `begin`, calls separated by `between` (None: only one call), `end`.
 
-    Each call is `open`, one of `calls` (what stands before its arguments, their JSON Schema, what stands behind them),
-    `close`. `special` is a special token where the tokenizer has such a one, else text.
+    Each call is `open`, one of `calls` (text before the arguments, JSON Schema of the arguments, text behind them),
+    `close`. `special` is a special token if the tokenizer has it, else text.
     """
 
     calls: list[tuple[str, dict[str, Any], str]]
@@ -50,20 +51,20 @@ class ToolCalls(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to choose and when to stop. `temperature` 0 means greedy; `top_k` 0, `top_p` 1 and `min_p` 0 mean off.
+    """How to sample and when to stop. `temperature` 0 means greedy; `top_k` 0, `top_p` 1 and `min_p` 0 mean off.
 
-    `max_tokens` None means: what is left of the context. `seed` makes the output a function of the prompt and the seed
-    alone, whatever else runs. `presence_penalty` and `frequency_penalty` look at the generated tokens,
-    `repetition_penalty` at the prompt too (1 = off). `logit_bias` is (token id, what to add to its logit) pairs. No EOS
-    or stop token is chosen before `min_tokens`. With `shows_stop` the stop string or stop token that ends the answer is
-    a part of it.
+    `max_tokens` None means the rest of the context, 0 generates nothing. `seed` makes the output a function of the
+    prompt and the seed alone, whatever else runs. `presence_penalty` and `frequency_penalty` count generated tokens,
+    `repetition_penalty` the prompt's, too (1 = off). `logit_bias` holds (token id, value added to its logit) pairs. No
+    EOS or stop token is sampled before `min_tokens`. With `shows_stop` the answer includes the stop string or stop
+    token that ends it.
 
-    `logprobs` asks for the log-probability of each generated token, and that many likeliest alternatives: those of the
-    model's own distribution, before temperature, penalties, biases and filters. `echo` puts the prompt in front of the
-    answer, with its log-probabilities if those are asked for; `prompt_logprobs` asks for the latter alone. `max_tokens`
-    0 generates nothing. `grammar` leaves only the tokens with which the answer can still become what it must; it ends
-    where nothing more may follow. `embed` asks for the prompt's embedding and nothing else. Only requests with the same
-    `cache_salt` share cached prefixes, so how long an answer takes tells nobody else what was asked.
+    `logprobs` asks for the log-probability of each generated token and of so many likeliest alternatives, by the
+    model's own distribution: before temperature, penalties, biases and filters. `echo` puts the prompt in front of the
+    answer, with its log-probabilities if `logprobs` asks for them; `prompt_logprobs` asks for these without the text.
+    `grammar` allows only tokens that can still lead to a valid answer, which ends where nothing more may follow.
+    `embed` asks for the prompt's embedding and nothing else. Only requests with the same `cache_salt` share cached
+    prefixes, so that response times tell other clients nothing about a prompt.
     """
 
     max_tokens: int | None = None
@@ -91,7 +92,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def is_filtered(self) -> bool:
-        """Whether top-k, top-p or min-p leave out some tokens."""
+        """Whether top-k, top-p or min-p exclude tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
@@ -101,8 +102,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return not neutral or bool(self.logit_bias) or self.min_tokens > 0
 
     @property
-    def room_field(self) -> str:
-        """The field of the request to be named when prompt and answer are too long."""
+    def length_field(self) -> str:
+        """The field of the request to blame when prompt and answer are too long."""
         return "input" if self.embed else "max_tokens" if self.max_tokens else "prompt"
 
     @property
@@ -115,7 +116,7 @@ EMBED: Final = SamplingParams(max_tokens=0, embed=True)
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request may ask for; shared by HTTP, `LLM` and the shell. With `embeds`, embeddings and no text."""
+    """Limits of a request to one model. With `embeds` the model computes embeddings and no text."""
 
     max_model_len: int
     vocab_size: int
@@ -143,7 +144,7 @@ def _refuse(param: str, message: str) -> NoReturn:
 
 
 def validate_sampling(params: SamplingParams, limits: Limits) -> None:
-    """Raises `RequestError` naming the first field whose value cannot be honoured. NaN fails every range."""
+    """Raise `RequestError` with the first field that has an invalid value. NaN fails every range."""
     p = params
     if p.embed != limits.embeds:
         does, does_not = ("computes embeddings", "generate text") if limits.embeds else ("generates text", "embed it")
@@ -181,25 +182,25 @@ def validate_sampling(params: SamplingParams, limits: Limits) -> None:
     if len(p.stop) > limits.max_stop_strings:
         _refuse("stop", f"takes at most {limits.max_stop_strings} strings")
     if not all(0 < len(s) <= limits.max_stop_length for s in p.stop):
-        _refuse("stop", f"strings must have 1 to {limits.max_stop_length} letters")
-    most = min(MAX_LOGPROBS, limits.vocab_size)
-    if p.logprobs is not None and not 0 <= p.logprobs <= most:
-        _refuse("logprobs", f"must be 0 to {most}")
+        _refuse("stop", f"strings must have 1 to {limits.max_stop_length} characters")
+    max_logprobs = min(MAX_LOGPROBS, limits.vocab_size)
+    if p.logprobs is not None and not 0 <= p.logprobs <= max_logprobs:
+        _refuse("logprobs", f"must be 0 to {max_logprobs}")
     if (grammar := p.grammar) is not None:
         is_schema = grammar.kind in ("json_schema", "calls")
-        most = limits.max_schema_chars if is_schema else limits.max_grammar_chars
-        if len(grammar.text) > most:
-            _refuse(grammar.param, f"has {len(grammar.text)} characters; the limit is {most}")
+        max_chars = limits.max_schema_chars if is_schema else limits.max_grammar_chars
+        if len(grammar.text) > max_chars:
+            _refuse(grammar.param, f"has {len(grammar.text)} characters; the limit is {max_chars}")
     if len(p.cache_salt) > limits.max_salt_chars:
-        _refuse("cache_salt", f"takes at most {limits.max_salt_chars} letters")
+        _refuse("cache_salt", f"takes at most {limits.max_salt_chars} characters")
     if len(p.stop_token_ids) > limits.max_stop_token_ids:
-        _refuse("stop_token_ids", "is too long")
+        _refuse("stop_token_ids", f"takes at most {limits.max_stop_token_ids} tokens")
     if not all(0 <= t < limits.vocab_size for t in p.stop_token_ids):
-        _refuse("stop_token_ids", f"must be 0 to {limits.vocab_size - 1}")
+        _refuse("stop_token_ids", f"token ids must be 0 to {limits.vocab_size - 1}")
 
 
 def validate_prompt(input_ids: npt.NDArray[np.int32], params: SamplingParams, limits: Limits) -> None:
-    """Raises `RequestError` for a prompt that is empty, foreign to the vocabulary, or too long with its output."""
+    """Raise `RequestError` for a prompt that is empty, outside the vocabulary, or too long with its output."""
     n = len(input_ids)
     if n == 0:
         _refuse("prompt", "is empty")
@@ -207,13 +208,13 @@ def validate_prompt(input_ids: npt.NDArray[np.int32], params: SamplingParams, li
         _refuse("prompt", f"has a token id outside 0 to {limits.vocab_size - 1}")
     wanted = params.max_tokens or 1
     if n + wanted > limits.max_model_len:
-        raise too_long(limits, f"{n} and asks for {wanted} more", params.room_field)
+        raise too_long(limits, f"{n} and asks for {wanted} more", params.length_field)
 
 
 def too_long(limits: Limits, has: str, param: str = "prompt") -> RequestError:
-    """The refusal of a prompt that does not fit, in OpenAI's words.
+    """Return the refusal of a prompt that does not fit, in OpenAI's words.
 
-    LangChain knows this error by "prompt is too long", LiteLLM by "this model's maximum context length is".
+    LangChain recognises this error by "prompt is too long", LiteLLM by "this model's maximum context length is".
     """
     return RequestError(
         f"the prompt is too long: this model's maximum context length is {limits.max_model_len} tokens, and the prompt "

@@ -121,7 +121,7 @@ class Traffic:
         for row in rows:
             ids = np.array([self.rng.randrange(VOCAB) for _ in range(self.rng.randrange(1, 9))], np.int32)
             req = Req(row, ids, self.params[row], 40, row, row * 977)
-            req.append_host(np.array([self.rng.randrange(9)] * self.rng.randrange(3), np.int32))
+            req.append_sampled(np.array([self.rng.randrange(9)] * self.rng.randrange(3), np.int32))
             p, count = req.sampling_params, len(req.ids)
             slots.append((row, 0, count, Flag.SAMPLES | sampling_flags(req)))
             tokens.append(req.ids)

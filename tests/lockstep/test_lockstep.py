@@ -52,8 +52,8 @@ def drive(llm: LLM, requests: Requests, aborts: frozenset[int] = frozenset()) ->
             io.inbox.extend(AbortBackendMsg(uid) for uid in aborts)
         scheduler.step()
         step += 1
-        while io.outbox:
-            msg = io.outbox.popleft()
+        while io.replies:
+            msg = io.replies.popleft()
             uids, tokens = np.frombuffer(msg.uids, "<i8").tolist(), ids_from_bytes(msg.tokens).tolist()
             for uid, token in zip(uids, tokens, strict=True):
                 outputs[uid].append(token)

@@ -1,4 +1,4 @@
-"""Grammars without llguidance: which tokens may follow is a function of those before, ready some steps later."""
+"""Grammars without llguidance: the allowed tokens are a function of those before, and compiling takes some steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FakeMatcher:
         self.vocab, self.may_end = vocab, may_end
         self.history: list[int] = []
         self.error: RequestError | None = None
-        self._look()
+        self._compute_mask()
 
     def allowed(self) -> list[int]:
         count, salt = len(self.history), self.seed + sum(self.history)
@@ -34,11 +34,11 @@ class FakeMatcher:
     def advance(self, token: int) -> None:
         assert token != EOS and token in self.allowed(), f"{token} after {self.history}"
         self.history.append(token)
-        self._look()
+        self._compute_mask()
 
-    def _look(self) -> None:
+    def _compute_mask(self) -> None:
         bits = np.zeros(-(-self.vocab // 32) * 32, np.uint8)
-        bits[self.allowed() or [EOS]] = 1  # a step under way when it was completed still holds its row
+        bits[self.allowed() or [EOS]] = 1  # a step in flight at its completion still holds the row
         self.mask = np.packbits(bits, bitorder="little").view(np.int32)
         self.is_complete = len(self.history) == self.length
 
@@ -52,12 +52,12 @@ class FakeCompiler:
             raise RequestError("no grammar", param=grammar.param)
         return FakeMatcher(grammar.text, self.vocab, not ignore_eos)
 
-    def look(self, matchers: Sequence[FakeMatcher]) -> list[RequestError | None]:
-        return [matcher.error for matcher in matchers]
+    def compute_masks(self, matchers: Sequence[FakeMatcher]) -> None:
+        """Matchers of this kind have theirs at once."""
 
 
 class LateExecutor(Executor):
-    """Does a job when told to: no thread, no clock."""
+    """Runs a job when told to: no thread, no clock."""
 
     def __init__(self) -> None:
         self.jobs: list[tuple[Future[Any], Any, tuple[Any, ...]]] = []
@@ -68,7 +68,7 @@ class LateExecutor(Executor):
         return future
 
     def work(self) -> None:
-        """Do the oldest job, if there is one."""
+        """Run the oldest job, if there is one."""
         if self.jobs:
             future, fn, args = self.jobs.pop(0)
             if future.set_running_or_notify_cancel():

@@ -59,8 +59,8 @@ class Harness:
         self.drain_replies()
 
     def drain_replies(self) -> None:
-        while self.io.outbox:
-            msg = self.io.outbox.popleft()
+        while self.io.replies:
+            msg = self.io.replies.popleft()
             uids = np.frombuffer(msg.uids, "<i8").tolist()
             assert len(set(uids)) == len(uids)
             for uid, token in zip(uids, ids_from_bytes(msg.tokens).tolist(), strict=True):
@@ -168,7 +168,8 @@ def run_random_trace(seed: int, depth: int) -> tuple[Harness, Counter[str]]:
             if rng.random() < 0.25:
                 text = "bad" if rng.random() < 0.1 else f"{rng.randrange(9)} {rng.choice((1, 3, 12, 99))}"
                 wanted["grammar"] = Grammar("regex", text)
-            h.add(head + tail, max_tokens, ignore_eos=rng.random() < 0.3, stop_token_ids=stops, **wanted)
+            prompt = (head + tail)[: max_len - (max_tokens or 1)] or [1]
+            h.add(prompt, max_tokens, ignore_eos=rng.random() < 0.3, stop_token_ids=stops, **wanted)
         if h.requests and rng.random() < 0.3:
             h.abort(rng.randrange(len(h.requests)))
         h.step()

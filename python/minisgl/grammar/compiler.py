@@ -1,6 +1,6 @@
-"""Grammars -> matchers that know which tokens may come next, by llguidance (Earley parser over a token trie).
+"""Grammars -> matchers that make token masks, by llguidance (an Earley parser over a token trie).
 
-Compiling is bounded: the text is short (`params.Limits`) and llguidance counts its own work ("fuel"). Measured on one
+Compiling is bounded: the text is short (`params.Limits`) and llguidance limits its own work ("fuel"). Measured on one
 core (AMD EPYC): common schemas 1 ms, the worst text found 2.3 s; a mask over 151,000 tokens 14 us in the median, 3.6 ms
 at most.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from minisgl.core import Ints
 
-# JSON as `json.dumps` writes it: a model that may put white space anywhere can go on with it for ever.
+# JSON as `json.dumps` writes it: where white space is allowed anywhere, a model may never stop writing it.
 JSON_STYLE: Final[dict[str, Any]] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -42,7 +42,7 @@ MAX_THREADS: Final = 8
 
 
 class _Vocabulary:
-    """The tokens as llguidance wants them: bytes by id, and a way to split text (bytes) into tokens."""
+    """The tokens in the form of llguidance: bytes by id, and a call that encodes text (bytes)."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
         bytes_of = TextDecoders(tokenizer).bytes_of
@@ -54,7 +54,7 @@ class _Vocabulary:
         self._tokenizer = tokenizer
 
     def special_id(self, text: str) -> int | None:
-        """The special token that is spelled so."""
+        """Return the id of the special token `text`; None if there is no such token."""
         token = self._tokenizer.token_to_id(text)
         return token if token in self.special_token_ids else None
 
@@ -83,7 +83,7 @@ class GrammarCompiler:
 
     @cached_property
     def _executor(self) -> LLExecutor | None:
-        """Threads, unless there are cores for the engine only: then they would wait for time slices."""
+        """Threads, if there are cores besides those of the engine."""
         cores = len(os.sched_getaffinity(0))
         return LLExecutor(min(cores // 2, MAX_THREADS)) if cores >= 4 else None
 
@@ -92,7 +92,7 @@ class GrammarCompiler:
         return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
     def compile(self, grammar: Grammar, ignore_eos: bool) -> TokenMatcher:
-        """Raises `RequestError` that says what is wrong with the grammar.
+        """Return a matcher at the start of `grammar`; raises `RequestError` if the grammar is invalid.
 
         With `ignore_eos` the text ends only where nothing more may follow.
         """
@@ -107,14 +107,17 @@ class GrammarCompiler:
             raise _refusal(grammar, matcher.get_error())
         return TokenMatcher(grammar, matcher, self._vocab_size, self._eos_ids, may_end=not ignore_eos)
 
-    def look(self, matchers: Sequence[TokenMatcher]) -> list[RequestError | None]:
-        """Find out what may come next for each of them, or that its grammar has become too ambiguous to follow."""
+    def compute_masks(self, matchers: Sequence[TokenMatcher]) -> None:
+        """Compute the mask of each matcher, or the error of one whose grammar has become too ambiguous to follow."""
         masks = np.zeros((len(matchers), -(-self._vocab_size // 32)), np.int32)
         if self._executor is None or len(matchers) < PARALLEL_FROM:
-            return [matcher.look(mask) for matcher, mask in zip(matchers, masks, strict=True)]
+            for matcher, mask in zip(matchers, masks, strict=True):
+                matcher.compute_mask(mask)
+            return
         jobs = [(matcher.matcher, i) for i, matcher in enumerate(matchers)]
         self._executor.unsafe_compute_mask_ptr(jobs, masks.ctypes.data, masks[0].nbytes, len(masks))
-        return [matcher.take(mask) for matcher, mask in zip(matchers, masks, strict=True)]
+        for matcher, mask in zip(matchers, masks, strict=True):
+            matcher.set_mask(mask)
 
     def _calls(self, text: str) -> str:
         calls = msgspec.json.decode(text, type=ToolCalls)
@@ -131,10 +134,11 @@ class GrammarCompiler:
 
 
 class TokenMatcher:
-    """One request's place in its grammar.
+    """The state of one request in its grammar.
 
     mask         int32 [ceil(V / 32)], bit i of word w: token 32 w + i may come next
-    is_complete  the text is whole and nothing but an end may follow
+    is_complete  the text is complete: only an EOS may follow
+    error        why the grammar cannot be followed any further
     """
 
     def __init__(
@@ -149,34 +153,36 @@ class TokenMatcher:
         self._may_end = may_end
         self.mask: Ints = np.zeros(len(self._ends), np.int32)
         self.is_complete = False
-        if (error := self.look(self.mask)) is not None:
-            raise error
+        self.error: RequestError | None = None
+        self.compute_mask(self.mask)
+        if self.error is not None:
+            raise self.error
         if self.is_complete:
             raise _refusal(grammar, "it allows nothing but the empty text")
 
     def advance(self, token: int) -> None:
-        """`token`, no end, was chosen: the mask is out of date until somebody looks."""
-        self.matcher.consume_token(token)  # what goes wrong is seen there
+        """Append a sampled `token`, which is not an EOS; the mask is out of date until it is computed again."""
+        self.matcher.consume_token(token)  # an error shows when the mask is computed
 
-    def look(self, mask: Ints) -> RequestError | None:
-        """Find out what may come next, which is kept in `mask`; what prevents it is returned."""
+    def compute_mask(self, mask: Ints) -> None:
+        """Compute the tokens that may come next into `mask`, or set `error`."""
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        return self.take(mask)
+        self.set_mask(mask)
 
-    def take(self, mask: Ints) -> RequestError | None:
-        """What may come next has been found out: it is in `mask`."""
+    def set_mask(self, mask: Ints) -> None:
+        """Take the computed `mask`, with the EOS tokens as they apply."""
         if self.matcher.is_error():
-            return _refusal(self._grammar, f"it cannot be followed: {self.matcher.get_error()}")
+            self.error = _refusal(self._grammar, f"it cannot be followed: {self.matcher.get_error()}")
+            return
         self.mask, bits = mask, mask.view(np.uint32)
         bits &= ~self._ends
         self.is_complete = not bits.any()
         if self._may_end and self.matcher.is_accepting():
             bits |= self._ends
-        return None
 
 
 def _quoted(text: str) -> str:
-    """A string of Lark's notation; nothing for an empty one."""
+    """Return `text` as a string of Lark's notation; empty for an empty text."""
     return json.dumps(text) if text else ""
 
 
@@ -189,7 +195,7 @@ def _choice(text: str) -> str:
 
 
 def _ebnf(text: str) -> str:
-    """Lark's form (a rule `start:`), or GBNF's (`root ::=`)."""
+    """Accept Lark's form (a rule `start:`) and GBNF's (`root ::=`)."""
     lines = [line.strip() for line in text.splitlines()]
     if any(line.startswith("%llguidance") or line.partition(":")[0].rstrip() == "start" for line in lines):
         return LLMatcher.grammar_from_lark(text)
@@ -208,7 +214,7 @@ _FORMS: Final = {
 
 
 def _after(text: str, source: str) -> str:
-    """The grammar that allows anything up to and including `text`, and then what `source` (one grammar) does."""
+    """Return a grammar of anything up to and including `text`, followed by the grammar `source`."""
     (body,) = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
     head = f"start: free @body\nfree[suffix={json.dumps(text)}]: /(.|\\n)*/"
     return json.dumps({"grammars": [{"name": "head", "lark_grammar": head}, body | {"name": "body"}]})

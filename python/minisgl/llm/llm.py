@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import struct
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,10 +17,10 @@ import numpy.typing as npt
 from minisgl.checkpoint.embedder import read_embedder
 from minisgl.checkpoint.hf import resolve_model
 from minisgl.errors import InvariantError, RequestError
-from minisgl.llm.answers import Answers, Completion
+from minisgl.llm.completions import Completion, Completions
 from minisgl.llm.ranks import running_ranks
 from minisgl.message import AbortBackendMsg, TokenizeMsg, UserMsg, ids_to_bytes
-from minisgl.params import EMBED, SamplingParams
+from minisgl.params import EMBED, SamplingParams, validate_sampling
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.settings.options import SchedulerConfig, build_config
@@ -37,7 +38,7 @@ class LLM:
     Raises `ConfigError` for settings that cannot work.
 
     With `tp` above 1 the other ranks are child processes (`followers`), which end with this object or at `close()`.
-    They are spawned: a script that does this needs the usual `if __name__ == "__main__":`.
+    They are spawned, so such a script needs the usual `if __name__ == "__main__":`.
     """
 
     def __init__(self, model: str = "", **options: Any) -> None:
@@ -52,14 +53,14 @@ class LLM:
             self._io = OfflineIO()
             self.scheduler = ranks.start(lambda: Scheduler.from_config(config, self._io, ranks.group))
             stack.callback(self.scheduler.engine.shutdown)
-            stack.callback(ranks.group.bus.close)  # first: some collectives end only when all ranks leave
+            stack.callback(ranks.group.bus.close)  # called first: some collectives end only when all ranks leave
             self.followers = ranks.followers
             self._close = weakref.finalize(self, stack.pop_all().close)
         self._next_uid = 0
         self._has_failed = False
 
     def close(self) -> None:
-        """End the other ranks, if there are any; nothing can be generated any more."""
+        """End the other ranks, if there are any; afterwards nothing can be generated."""
         self._has_failed = True
         self._close()
 
@@ -76,17 +77,17 @@ class LLM:
         *,
         on_token: Callable[[int, str], None] | None = None,
     ) -> list[Completion]:
-        """Complete each prompt (text or token ids); results in the order of the prompts.
+        """Complete each prompt (text or token ids); results are in the order of the prompts.
 
         `on_token(index, text)` is called with each increment of a prompt's text. Raises `RequestError` for a prompt or
-        parameter that cannot be served, before anything is computed.
+        parameter that cannot be served, before any request is computed.
         """
         return self._run(self._prompt_msgs(prompts), sampling_params, on_token)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], dimensions: int | None = None) -> npt.NDArray[np.float32]:
-        """The embedding of each prompt (text or token ids), [n, H] or [n, dimensions].
+        """Return the embedding of each prompt (text or token ids), [n, H] or [n, dimensions].
 
-        Raises `RequestError` when the model generates text, or for a prompt or `dimensions` that it cannot do.
+        Raises `RequestError` if the model generates text, or for a prompt or `dimensions` out of its range.
         """
         messages = self._prompt_msgs(prompts)
         if self._embedder is None:
@@ -103,7 +104,7 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         on_token: Callable[[int, str], None] | None = None,
     ) -> list[Completion]:
-        """The assistant's next message for one or more conversations of {"role", "content"} messages."""
+        """Generate the assistant's next message for one or more conversations of {"role", "content"} messages."""
         many = [conversations] if conversations and isinstance(conversations[0], dict) else list(conversations)
         template = TokenizeMsg(uid=0, sampling_params=SamplingParams(), tools=tools)
         messages = [msgspec.structs.replace(template, messages=list(c)) for c in many]
@@ -136,6 +137,8 @@ class LLM:
             params = list(sampling_params)
         if len(params) != len(messages):
             raise RequestError(f"{len(messages)} prompts, {len(params)} sampling parameters", param="sampling_params")
+        for p in params:
+            validate_sampling(p, self._tokenizer.limits)
         messages = [msgspec.structs.replace(m, sampling_params=p) for m, p in zip(messages, params, strict=True)]
         ids = [self._tokenizer.tokenize(m) for m in messages]
         users = [
@@ -143,36 +146,36 @@ class LLM:
             for i, (x, p) in enumerate(zip(ids, params, strict=True))
         ]
         for user in users:
-            self.scheduler.door.output_budget(user)
+            self.scheduler.admission.output_budget(user)
         self._next_uid += len(users)
-        answers = Answers(self._detokenizer, users, on_token)
+        completions = Completions(self._detokenizer, users, on_token)
         waiting = iter(users)
         try:
-            while answers.pending:
-                # The queue has a limit, a list of prompts has none: feed it as it empties.
-                room = self.scheduler.door.max_queued - self.scheduler.num_queued
-                self._io.inbox.extend(user for _, user in zip(range(room), waiting, strict=False))
+            while completions.pending:
+                # The queue has a limit, a list of prompts has none: fill the queue as it empties.
+                free = self.scheduler.admission.max_queued - self.scheduler.num_queued
+                self._io.inbox.extend(itertools.islice(waiting, max(0, free)))
                 self._step()
-                while self._io.outbox:
-                    stopped = answers.take(self._io.outbox.popleft())
+                while self._io.replies:
+                    stopped = completions.take(self._io.replies.popleft())
                     self._io.inbox.extend(AbortBackendMsg(uid) for uid in stopped)
-        except BaseException:  # an error, or Ctrl-C: leave nothing running
+        except BaseException:  # an error, or Ctrl-C: abort what is running
             self._io.inbox.extend(AbortBackendMsg(user.uid) for user in users)
             raise
         finally:
-            self._settle(answers)
-        return answers.finish()
+            self._settle(completions)
+        return completions.finish()
 
     def _step(self) -> None:
         try:
             self.scheduler.step()
         except BaseException:
-            self._has_failed = True  # half a step was done: nothing that comes after can be trusted
+            self._has_failed = True  # half a step was done: the state is not to be trusted any more
             raise
 
-    def _settle(self, answers: Answers) -> None:
-        """Step until what was aborted (also by a stop string) has given its pages back."""
+    def _settle(self, completions: Completions) -> None:
+        """Step until aborted requests (a stop string aborts, too) have given their pages back."""
         while not self._has_failed and (self.scheduler.is_busy or self._io.inbox):
             self._step()
-        while self._io.outbox:
-            answers.drop(self._io.outbox.popleft())
+        while self._io.replies:
+            completions.drop(self._io.replies.popleft())

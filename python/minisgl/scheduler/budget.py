@@ -1,41 +1,48 @@
-"""How much of prompts a step may take on, so that the streams that are running keep their pace."""
+"""How many prompt tokens a step takes on, so that running streams keep their pace, and how late it may be planned."""
 
 from __future__ import annotations
 
 import math
+import time
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from minisgl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from minisgl.core import StepCosts
+    from minisgl.core import StepCosts, StepResult
+    from minisgl.scheduler.plan import StepOutput
     from minisgl.settings.options import SchedulerConfig
 
-# Prompts always get this many tokens a step, or a slow decode step would shut them out.
+# Prompts always get this many tokens a step, or a slow decode step would starve them.
 FLOOR_TOKENS: Final = 64
-# The target when none is given. A stream then moves faster than anybody reads, and a step is long enough to spend most
-# of its time on the prompt (a quarter of it is overhead where a step costs 7 ms besides its tokens): 1,024 tokens of an
-# 8B model beside 64 streams. Steps may take 8 % more, when the device has come to its limit of power. Where decoding
-# alone takes longer than half of the target, prompts may double it: a fixed one would leave them the floor.
+# The target when none is given. A stream then moves faster than people read, and a step is long enough to spend most of
+# its time on the prompt (a quarter of it is overhead where a step costs 7 ms besides its tokens): 1,024 tokens of an 8B
+# model beside 64 streams. Steps may take 8 % more when the device has reached its power limit. Where decoding alone
+# takes more than half of the target, prompts may double the step's time: a fixed target would leave them the floor.
 AUTO_TARGET_S: Final = 0.029
 AUTO_STRETCH: Final = 2.0
-# While prompts wait, a step may take as long as all of them but the longest, and this long at most: a queue is worked
-# off at nearly the full rate, and streams that have only just begun stutter for a moment instead of the last in the
-# queue waiting twice as long. The longest does not count, since nobody waits for it: it is the last, or it is alone.
+# While prompts wait, a step may take as long as all of them but the longest, and this long at most: a queue is served
+# at nearly the full rate, and streams that have only just begun stutter for a moment instead of the last in the queue
+# waiting twice as long. The longest does not count, since no other request waits for it: it is the last, or alone.
 AUTO_RUSH_S: Final = 0.075
-# A step in which a prompt is cut has whole tiles of matrix products: half of one takes as long, and the kernels of
-# other numbers of rows may not be loaded yet (`triton/tuned_linear.py`).
+# A step in which a prompt is cut has whole GEMM tiles: half of one takes as long, and the kernels of other numbers of
+# rows may not be loaded yet (`triton/tuned_linear.py`).
 TILE_TOKENS: Final = 128
 # Where the pace allows three times this or more, the budget is a multiple of it: 8B computes 44,500 tokens/s in steps
 # of 3,072, 43,900 in those of 3,328, and 42,700 in those of 3,200.
 LARGE_TILE_TOKENS: Final = 512
 
+RECENT_STEPS: Final = 4  # the shortest of them predicts how long a step takes
+PLAN_MARGIN_S: Final = 0.0015  # for planning and launching
+LATE_S: Final = 0.0001  # a result that was there within this time may have been waiting
+
 
 class StepBudget:
-    """What is left of one step for prompts: `tokens` and, where a pace must be kept, `seconds`.
+    """The rest of one step for prompts: `tokens` and, where a pace must be kept, `seconds`.
 
-    Whatever is left, `floor` tokens are granted; chunks of more than that together take no longer than the seconds. A
-    prompt that does not fit is cut where whole tiles are left over.
+    `floor` tokens are granted in any case; chunks of more than that together take no longer than the seconds. A prompt
+    that does not fit is cut so that the step has whole tiles.
     """
 
     def __init__(
@@ -48,13 +55,13 @@ class StepBudget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether no prompt gets a token any more: the first tokens of one are the cheapest."""
+        """Whether no prompt can get a token any more; the first tokens of a prompt are the cheapest."""
         return self._affordable(0) <= 0
 
     def take(self, start: int, wanted: int) -> int:
-        """How many tokens, of `wanted` from position `start` on, a prompt gets; they are taken off the budget."""
+        """Grant a prompt some of the `wanted` tokens from position `start` on; return how many."""
         count = max(0, min(wanted, self._affordable(start)))
-        if count < wanted:  # what is left after all is a multiple of a tile, as the step's tokens then are
+        if count < wanted:  # leave a multiple of a tile, so that the step's tokens are whole tiles, too
             whole = count - (count - self._tokens) % TILE_TOKENS
             count = max(whole, min(count, self._floor), 0)
         self._tokens -= count
@@ -70,10 +77,10 @@ class StepBudget:
 
 
 class Pace:
-    """The target for the time between two tokens of a stream, as each step's budget.
+    """Turns the target for the time between two tokens of a stream into a budget for each step.
 
-    A step's time is predicted with costs that were measured when the engine started, and not corrected by what steps
-    then take: the same requests make the same plans, and under overlap the host sees queueing as much as computing.
+    A step's time is predicted with costs that were measured when the engine started, and not corrected by measured
+    steps: the same requests make the same plans, and under overlap the host sees queueing as much as computing.
     """
 
     def __init__(self, config: SchedulerConfig, costs: StepCosts | None) -> None:
@@ -88,13 +95,13 @@ class Pace:
 
     @property
     def rush_tokens(self) -> int:
-        """Waiting prompt tokens beyond which steps become no longer; 0 where a user's own target always holds."""
+        """Waiting prompt tokens beyond which steps grow no longer; 0 where a user's own target always holds."""
         if self.costs is None or not self._is_auto or self.costs.per_token == 0:
             return 0
         return int(AUTO_RUSH_S / self.costs.per_token)
 
     def budget(self, num_running: int, context: int, backlog: int = 0) -> StepBudget:
-        """For a step in which `num_running` requests decode whose K/V is `context` tokens together.
+        """Return the budget of a step in which `num_running` requests with `context` tokens of K/V in all decode.
 
         `backlog`: tokens of all waiting prompts but the longest, counted up to `rush_tokens`.
         """
@@ -106,10 +113,10 @@ class Pace:
         if self._is_auto:
             rush = min(AUTO_RUSH_S, decode + self.costs.per_token * backlog)
             seconds = max(seconds, rush, AUTO_STRETCH * decode)
-        if self.costs.per_token > 0:  # whole tiles together with the rows that decode, and so is what `take` leaves
-            room = num_running + int((seconds - decode) / self.costs.per_token)
-            tile = LARGE_TILE_TOKENS if room >= 3 * LARGE_TILE_TOKENS else TILE_TOKENS
-            tokens = min(tokens, max(self.floor, room // tile * tile - num_running))
+        if self.costs.per_token > 0:  # whole tiles together with the decoding rows
+            capacity = num_running + int((seconds - decode) / self.costs.per_token)
+            tile = LARGE_TILE_TOKENS if capacity >= 3 * LARGE_TILE_TOKENS else TILE_TOKENS
+            tokens = min(tokens, max(self.floor, capacity // tile * tile - num_running))
         return StepBudget(tokens, self.costs, seconds - decode, self.floor)
 
     def describe(self) -> dict[str, str | int | float]:
@@ -119,8 +126,45 @@ class Pace:
         return {"token_budget": self.max_tokens, "itl_target_ms": self._target * 1e3}
 
 
+class StepClock:
+    """Predicts when the device will finish the step in flight, from the last steps that only decoded.
+
+    The next step is best planned just before that: requests that arrive until then are in it and not in the one after.
+    If the plan came too late, the device has been idle and the step's time is unknown: all is forgotten, and the next
+    plan does not wait.
+    """
+
+    def __init__(self) -> None:
+        self._started = 0.0
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+
+    def launch(self, now: float, is_idle: bool) -> None:
+        """Record a launch; the step begins at once if the device is idle."""
+        if is_idle:
+            self._started = now
+
+    def wait_for(self, output: StepOutput, is_decode: bool) -> StepResult:
+        """Block until the oldest step in flight is done, and return its result."""
+        asked = time.monotonic()
+        result = output.wait()
+        self.collect(asked, time.monotonic(), is_decode)
+        return result
+
+    def collect(self, asked: float, now: float, is_decode: bool) -> None:
+        """Record that the oldest step in flight, waited for since `asked`, has ended and the next one has begun."""
+        if now - asked < LATE_S:
+            self._recent.clear()
+        elif is_decode:
+            self._recent.append(now - self._started)
+        self._started = now
+
+    def slack(self, now: float) -> float:
+        """Return the seconds until the next step must be planned, to begin when the one in flight ends."""
+        return max(0.0, self._started + min(self._recent) - PLAN_MARGIN_S - now) if self._recent else 0.0
+
+
 def _tokens_within(costs: StepCosts, seconds: float, start: int, limit: int) -> int:
-    """The most tokens, up to `limit`, of a chunk from position `start` on that takes at most `seconds`.
+    """Return the most tokens, up to `limit`, of a chunk from position `start` on that takes at most `seconds`.
 
     The larger root of pair/2 n^2 + (token + pair start) n = seconds, in the form that stays exact when pair is 0.
     """
@@ -128,7 +172,7 @@ def _tokens_within(costs: StepCosts, seconds: float, start: int, limit: int) -> 
     root = math.sqrt(linear * linear + 2 * costs.per_pair * max(seconds, 0.0))
     count = 2 * max(seconds, 0.0) / (linear + root) if linear + root > 0 else math.inf
     most = int(min(count, limit))
-    # Rounding may have made it one too many.
+    # Rounding may have added one.
     while most > 0 and costs.chunk_seconds(start, most) > seconds:
         most -= 1
     return most

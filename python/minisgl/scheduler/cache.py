@@ -1,4 +1,4 @@
-"""KV pages on the host: who owns which, and the way from a request's pages into the prefix cache and back."""
+"""KV pages on the host: their owners, and their way from a request into the prefix cache and back."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class CacheManager:
     """Every page is free, in the prefix cache, privately owned by one request, or fenced.
 
-    A request's `pages` start with those that its `cache_handle` covers: they belong to the prefix cache and the request
-    holds a lock on them; the rest are its own. Fenced pages have no owner, but a batch in flight may still read them:
-    they become free when that step is collected.
+    A request's `pages` start with those that its `cache_handle` covers: they belong to the prefix cache, and the
+    request holds a lock on them; the rest are the request's own. Fenced pages have no owner, but a batch in flight may
+    still read them: they become free when that step is collected.
     """
 
     def __init__(self, num_pages: int, page_size: int, prefix_cache: PrefixCache, rows: Rows) -> None:
@@ -28,7 +28,7 @@ class CacheManager:
         self.page_size = page_size
         self.prefix = prefix_cache
         self.rows = rows
-        self.on_free: Callable[[list[int]], None] | None = None  # told of pages that become free (tests poison them)
+        self.on_free: Callable[[list[int]], None] | None = None  # called with pages that become free; tests poison them
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: recently used pages are warm
         self._fenced: deque[tuple[int, list[int]]] = deque()
 
@@ -45,7 +45,7 @@ class CacheManager:
         return len(self._free) + self.prefix.evictable_size
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages, evicting cached prefixes if need be; None (and nothing evicted) if there are too few."""
+        """Return `count` pages, evicting cached prefixes as needed; None, without evicting, if there are too few."""
         if count > len(self._free):
             if count > self.available:
                 return None
@@ -56,12 +56,12 @@ class CacheManager:
         return pages
 
     def match(self, req: Req) -> MatchResult:
-        """The longest cached prefix of a waiting request that leaves a token to compute.
+        """Return the longest cached prefix of a waiting request that leaves a token to compute.
 
-        A prompt whose log-probabilities are wanted is computed as a whole: the cache has only its K/V.
+        A prompt with log-probabilities to report is computed as a whole: the cache has only its K/V.
         """
-        most = len(req.ids) - 1 if req.prompt_logprobs is None else 0
-        return self.prefix.match_prefix(req.ids[:most], _salt(req))
+        limit = len(req.ids) - 1 if req.prompt_logprobs is None else 0
+        return self.prefix.match_prefix(req.ids[:limit], _salt(req))
 
     def attach(self, req: Req) -> list[int]:
         """Lock the longest cached prefix of a waiting request and return its pages."""
@@ -76,10 +76,10 @@ class CacheManager:
         self.prefix.lock_handle(req.cache_handle, unlock=True)
         req.cache_handle = None
 
-    def share(self, req: Req) -> None:
-        """Enter the request's sound pages (their K/V has led to finite logits) into the prefix cache.
+    def share_prefix(self, req: Req) -> None:
+        """Insert the request's whole pages into the prefix cache, as far as their K/V has led to finite logits.
 
-        Where another request was first with the same prefix, the row is remapped to the pages in the cache and the
+        Where another request has inserted the same prefix before, the row is remapped to the cached pages and the
         request's own copies are freed, behind a fence: the newest batch that holds the row may still read them.
         """
         count = self.rows.finite_len(req) // self.page_size
@@ -89,7 +89,7 @@ class CacheManager:
         own = np.array(req.pages[:count], np.int32)
         handle, canonical = self.prefix.insert_prefix(ids, own, _salt(req))
         if handle.num_pages == 0:
-            return  # a cache that keeps nothing
+            return  # the naive cache keeps nothing
         differing = np.flatnonzero(canonical != own)
         duplicates = own[differing].tolist()
         for i, page in zip(differing.tolist(), canonical[differing].tolist(), strict=True):
@@ -109,13 +109,13 @@ class CacheManager:
         req.pages = []
 
     def lower_fences(self) -> None:
-        """Free what only steps that have been executed by now could read."""
-        # Not quite in order: a fence may stand a step longer than it must, behind that of a busier row.
+        """Free the fenced pages that no step in flight can read any more."""
+        # In order of fencing: one may stay fenced a step too long behind that of a busier row.
         while self._fenced and self._fenced[0][0] <= self.rows.retired:
             self._give(self._fenced.popleft()[1])
 
     def flush(self) -> None:
-        """Forget every cached prefix that no request holds."""
+        """Evict every cached prefix that no request holds."""
         self._give(self.prefix.reset().tolist())
 
     def _give(self, pages: list[int]) -> None:
@@ -124,7 +124,7 @@ class CacheManager:
             self.on_free(pages)
 
     def unowned_pages(self) -> tuple[list[int], list[int]]:
-        """The free pages and the fenced ones (for the invariant checks)."""
+        """Return the free pages and the fenced ones (for the invariant checks)."""
         return list(self._free), [p for _, pages in self._fenced for p in pages]
 
 

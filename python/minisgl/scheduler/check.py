@@ -1,4 +1,4 @@
-"""Does the bookkeeping add up? Fully after every step in the invariant mode (`MINISGL_CHECK=1`), cheaply when idle."""
+"""Checks of the bookkeeping: all of it after every step in the invariant mode (`MINISGL_CHECK=1`), a part when idle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_invariants(scheduler: Scheduler) -> None:
-    """Raises `InvariantError` naming the request or page that contradicts the rules of the scheduler package."""
+    """Raise `InvariantError` with the request or page that contradicts the rules of the scheduler package."""
     _check_pages(scheduler)
     _check_rows(scheduler)
     _check_requests(scheduler)
@@ -23,7 +23,7 @@ def check_invariants(scheduler: Scheduler) -> None:
 
 
 def check_idle(scheduler: Scheduler) -> None:
-    """The cheap check that always runs when there is nothing to do: whatever was lent is back."""
+    """Check cheaply, whenever the scheduler is idle, that all rows and pages have been given back."""
     cache, rows = scheduler.cache, scheduler.rows
     if cache.available != cache.num_pages or cache.prefix.protected_size or rows.available != rows.num_rows:
         raise InvariantError(
@@ -58,11 +58,11 @@ def _check_pages(scheduler: Scheduler) -> None:
                     raise InvariantError(f"request {req.uid} shares page {page}, which {owner.get(page)} owns")
     if len(owner) != cache.num_pages:
         lost = sorted(set(range(cache.num_pages)) - owner.keys())
-        raise InvariantError(f"pages {lost[:8]} belong to nobody")
+        raise InvariantError(f"pages {lost[:8]} have no owner")
 
 
 def _check_rows(scheduler: Scheduler) -> None:
-    """Each row is free or held by one request, and the arrays say of it what the request says."""
+    """Each row is free or held by one request, and the arrays agree with that request."""
     rows = scheduler.rows
     held = {r.table_idx: r for r in scheduler.live.values() if r.table_idx is not None}
     if sorted([*rows.free_rows(), *held]) != list(range(rows.num_rows)):
@@ -79,8 +79,9 @@ def _check_rows(scheduler: Scheduler) -> None:
             raise InvariantError(f"row {row} is in flight up to step {newest[row]}, not {rows.last_step[row]}: {req}")
         if req is not None:
             _check_row(scheduler, req)
-    if rows.num_constrained != sum(r.matcher is not None for r in held.values()):
-        raise InvariantError(f"{rows.num_constrained} constrained rows are not those of {held}")
+    matchers = sum(r.matcher is not None for r in scheduler.live.values() if r.status is not Status.FINISHED)
+    if scheduler.grammars.num_followed != matchers:
+        raise InvariantError(f"{scheduler.grammars.num_followed} grammars are followed, not {matchers}")
     running = scheduler.decode.running
     if scheduler.decode.index.tolist() != [r.table_idx for r in running]:
         raise InvariantError(f"decoding rows {scheduler.decode.index} are not those of {running}")
@@ -93,26 +94,26 @@ def _check_row(scheduler: Scheduler, req: Req) -> None:
     cached, confirmed, limit = int(rows.cached_len[row]), int(rows.confirmed_len[row]), int(rows.limit[row])
     where = f"{req} with {cached} tokens cached, {confirmed} confirmed, limit {limit}"
     capacity = len(req.pages) * rows.page_size
-    noted = int(rows.uid[row]), int(rows.max_len[row]), int(rows.flags[row])
-    if noted != (req.uid, req.max_len, decode_flags(req)):
-        raise InvariantError(f"the arrays say uid, most tokens, flags = {noted}: {where}")
-    if limit != min(capacity, req.max_len - 1) or bool(rows.is_wanted[row]) != (req.status is not Status.FINISHED):
-        raise InvariantError(f"limit or wish contradict the request (wanted: {rows.is_wanted[row]}): {where}")
+    stored = int(rows.uid[row]), int(rows.max_len[row]), int(rows.flags[row])
+    if stored != (req.uid, req.max_len, decode_flags(req)):
+        raise InvariantError(f"the arrays say uid, max_len, flags = {stored}: {where}")
+    if limit != min(capacity, req.max_len - 1) or bool(rows.is_live[row]) != (req.status is not Status.FINISHED):
+        raise InvariantError(f"limit or liveness ({rows.is_live[row]}) contradict the request: {where}")
     if not 0 <= cached <= min(capacity, req.max_len - 1):
-        raise InvariantError(f"more tokens than there are pages for, or than may be: {where}")
+        raise InvariantError(f"more tokens than the pages hold, or than the request allows: {where}")
     planned = cached + 1 if cached >= len(req.ids) else len(req.ids)
     if not len(req.ids) <= confirmed <= planned <= req.max_len or not 0 <= rows.finite_len(req) <= cached:
         raise InvariantError(f"lengths out of order: {where}")
-    wants_all = req.status in (Status.RUNNING, Status.RETRACTING) and not rows.is_in_flight(req)
-    if wants_all and confirmed != planned:
-        raise InvariantError(f"nothing is in flight, but not all that was planned is confirmed: {where}")
+    is_live = req.status in (Status.RUNNING, Status.PREEMPTED)
+    if is_live and not rows.is_in_flight(req) and confirmed != planned:
+        raise InvariantError(f"nothing is in flight, but not all planned tokens are confirmed: {where}")
     is_decoding = req.status is Status.RUNNING and cached >= len(req.ids)
     if is_decoding != (req in scheduler.decode.running):
-        raise InvariantError(f"prompt planned and decoding are not the same: {where}")
+        raise InvariantError(f"the prompt is planned but the request does not decode, or the other way: {where}")
 
 
 def _check_requests(scheduler: Scheduler) -> None:
-    places = {r.uid for r in (*scheduler.decode.running, *scheduler.prefill.chunked)}
+    running = {r.uid for r in (*scheduler.decode.running, *scheduler.prefill.chunked)}
     queued = {r.uid for r in scheduler.prefill.waiting}
     leaving = set()
     for uid, req in scheduler.live.items():
@@ -120,13 +121,13 @@ def _check_requests(scheduler: Scheduler) -> None:
             raise InvariantError(f"lengths out of order: {req}")
         if (req.table_idx is None) != (req.cache_handle is None):
             raise InvariantError(f"row without pages or pages without row: {req}")
-        if (req.status is Status.RUNNING) != (uid in places) or (req.status is Status.WAITING) != (uid in queued):
+        if (req.status is Status.RUNNING) != (uid in running) or (req.status is Status.WAITING) != (uid in queued):
             raise InvariantError(f"in the wrong queue: {req}")
         if (req.status in (Status.WAITING, Status.COMPILING)) != (req.table_idx is None):
             raise InvariantError(f"waiting with a row, or not waiting without one: {req}")
-        if req.status in (Status.FINISHED, Status.RETRACTING):
+        if req.status in (Status.FINISHED, Status.PREEMPTED):
             leaving.add(uid)
             if not scheduler.rows.is_in_flight(req):
                 raise InvariantError(f"has left and is not in flight, but was not released: {req}")
-    if leaving != scheduler.leaving.keys() or not places | queued | leaving <= scheduler.live.keys():
-        raise InvariantError(f"requests {leaving} are leaving, {list(scheduler.leaving)} are noted")
+    if leaving != scheduler.leaving.keys() or not running | queued | leaving <= scheduler.live.keys():
+        raise InvariantError(f"requests {leaving} are leaving, but {list(scheduler.leaving)} are listed")

@@ -1,4 +1,4 @@
-"""Running requests: one token each per step, and what happens when there is no page for it."""
+"""Running requests: one token each per step, and preemption when there is no page for the next token."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class DecodeManager:
-    """The requests whose prompt is planned completely, oldest first. They go first in every step."""
+    """The requests whose prompt is planned completely, oldest first. Every step serves them before any prompt."""
 
     def __init__(self, cache: CacheManager, rows: Rows) -> None:
         self.cache = cache
         self.rows = rows
         self.running: list[Req] = []
-        self._index: Index | None = None  # the rows of `running`; None when somebody came or went
+        self._index: Index | None = None  # the rows of `running`; None after a change
 
     def add(self, req: Req) -> None:
         bisect.insort(self.running, req, key=lambda r: r.order)
@@ -40,11 +40,11 @@ class DecodeManager:
             self._index = np.array([r.row for r in self.running], np.intp)
         return self._index
 
-    def plan(self, make_room: Callable[[Req], bool]) -> tuple[Index, bool]:
-        """The rows that decode a token in the next step, and whether pages were too few.
+    def plan(self, preempt_for: Callable[[Req], bool]) -> tuple[Index, bool]:
+        """Return the rows that decode a token in the next step, and whether pages were too few.
 
-        A request at a page boundary needs one more page. When the pool is dry, `make_room(req)` retracts the newest
-        request and says whether to try again; if not, the request sits this step out.
+        A request at a page boundary needs one more page. When the pool is dry, `preempt_for(req)` preempts the newest
+        request and says whether to try again; if not, the request skips this step.
         """
         rows = self.rows
         index = self.index
@@ -55,10 +55,10 @@ class DecodeManager:
         # The others that are not ready wait for their last token, which is in flight.
         needs_page = ~is_ready & (rows.limit[index] < rows.max_len[index] - 1)
         for req in [self.running[i] for i in np.flatnonzero(needs_page).tolist()]:
-            if req.status is Status.RUNNING:  # not retracted for an older one a moment ago
+            if req.status is Status.RUNNING:  # not preempted for an older request in this loop
                 while (page := self.cache.allocate(1)) is None:
                     is_short = True
-                    if not make_room(req):
+                    if not preempt_for(req):
                         break
                 else:
                     rows.set_pages(req, len(req.pages), page)

@@ -1,4 +1,4 @@
-"""What every rank but the first does: it replays rank 0's plans, in their order."""
+"""Every rank but the first: replays the plans of rank 0, in their order."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from minisgl.settings.sources import is_check_mode
 if TYPE_CHECKING:
     from minisgl.distributed.control import Frame, PlanFeed
     from minisgl.distributed.info import Rendezvous
-    from minisgl.scheduler.engine_protocol import StepEngine, StepOutput
+    from minisgl.scheduler.plan import StepEngine, StepOutput
     from minisgl.settings.options import SchedulerConfig
 
-OWN_SETTINGS = ("model", "node_rank", "threads")  # in which hosts may differ
+OWN_SETTINGS = ("model", "node_rank", "threads")  # may differ between hosts
 
 
 def meet_ranks(config: SchedulerConfig, rendezvous: Rendezvous, check: Callable[[], None] = lambda: None) -> Group:
-    """`meet` with the settings that must be the same everywhere: the engine's, and the model's config.json."""
+    """Meet the other ranks; all must have the same engine settings and the same config.json of the model."""
     engine = asdict(config.engine)
     settings = {name: str(value) for name, value in engine.items() if name not in OWN_SETTINGS}
     settings["max_prefill_length"] = str(config.max_prefill_length)
@@ -40,24 +40,24 @@ def meet_ranks(config: SchedulerConfig, rendezvous: Rendezvous, check: Callable[
 
 
 def run_follower(config: SchedulerConfig, rendezvous: Rendezvous, ready: Callable[[], None]) -> None:
-    """Be one rank until rank 0 ends, with which this process ends too; `ready` is called when the model is there."""
+    """Run one rank until rank 0 ends, then end this process; calls `ready` when the model is loaded."""
     from minisgl.engine.engine import Engine
 
     group = meet_ranks(config, rendezvous)
-    assert group.feed is not None, "rank 0 follows nobody"
+    assert group.feed is not None, "rank 0 follows no rank"
     engine = Engine.from_config(config.engine, config.max_prefill_length, group)
     ready()
     replay(engine, group.feed)
     engine.shutdown()
-    os._exit(0)  # nothing is left to be said, and to take torch apart takes a second
+    os._exit(0)  # nothing is left to do, and tearing torch down takes a second
 
 
 def replay(engine: StepEngine, feed: PlanFeed) -> None:
-    """Launch the plans of `feed` until it says that there are no more.
+    """Launch the plans of `feed` until the stream ends.
 
-    Raises `InvariantError` when this rank has got other tokens than rank 0, which says so in the invariant mode.
+    Raises `InvariantError` in the invariant mode if this rank has sampled other tokens than rank 0.
     """
-    outputs: deque[tuple[int, StepOutput]] = deque()
+    outputs: deque[tuple[int, StepOutput]] = deque()  # to be compared
     results = Digest()
     newest: StepOutput | None = None
     while True:
@@ -83,4 +83,4 @@ def _compare(frame: Frame, outputs: deque[tuple[int, StepOutput]], results: Dige
         step, output = outputs.popleft()
         results.add(output.wait().tokens.tobytes())
     if results.count and results.value != frame.results:
-        raise InvariantError(f"up to step {step} this rank has got other tokens than rank 0")
+        raise InvariantError(f"up to step {step} this rank has sampled other tokens than rank 0")

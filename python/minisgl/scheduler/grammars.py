@@ -1,60 +1,52 @@
-"""Grammars on their way from a request to a matcher: compiled by threads, never by the engine's loop."""
+"""Grammars of requests: compiled by threads, never by the scheduler's loop, and turned into token masks.
+
+Everything that the scheduler knows about masks is here. A mask depends on the newest token. Under overlap that token is
+still in flight when the next step is planned; then the step is launched without masks, samples only when they arrive
+(`StepOutput.sample`), and nothing is launched behind it before.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from minisgl.errors import RequestError
+from minisgl.layout import NO_MASKS, Flag
 from minisgl.scheduler.req import Status
 
 if TYPE_CHECKING:
     from minisgl.core import Ints
-    from minisgl.params import Grammar
+    from minisgl.distributed.control import PlanBus
+    from minisgl.grammar.compiler import GrammarCompiler, TokenMatcher
+    from minisgl.scheduler.plan import Launched, Step
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Index, Rows
 
 THREADS: Final = 2
-COMPILE_S: Final = 10.0  # beyond which a request is refused; the compiler's own limits end its work
-
-
-class Matcher(Protocol):
-    """One request's place in its grammar (`grammar.compiler.TokenMatcher`)."""
-
-    mask: Ints  # [ceil(V / 32)], bit i of word w: token 32 w + i may come next
-    is_complete: bool  # the text is whole and nothing but an end may follow
-
-    def advance(self, token: int) -> None:
-        """`token`, no end, was chosen; the rest is out of date until `Compiler.look`."""
-
-
-class Compiler(Protocol):
-    """Makes matchers (`grammar.compiler.GrammarCompiler`)."""
-
-    def compile(self, grammar: Grammar, ignore_eos: bool) -> Matcher:
-        """Raises `RequestError`; called by several threads at once."""
-
-    def look(self, matchers: Sequence[Any]) -> list[RequestError | None]:
-        """Find out what may come next for each of these, which it has made, or why a grammar cannot be followed."""
+COMPILE_S: Final = 10.0  # beyond which a request is refused; the compiler has limits of its own
 
 
 class Grammars:
-    """The requests whose grammar is being compiled, in order of arrival. Without a `compiler` there are none."""
+    """Compiles grammars and follows the requests that have one. Without a `compiler` grammars are refused."""
 
-    def __init__(self, compiler: Compiler | None = None, executor: Executor | None = None) -> None:
+    def __init__(self, compiler: GrammarCompiler | None = None, executor: Executor | None = None) -> None:
         self._compiler = compiler
         self._executor = executor or ThreadPoolExecutor(THREADS, "grammar")
-        self._jobs: dict[int, tuple[Req, Future[Matcher], float]] = {}
+        self._jobs: dict[int, tuple[Req, Future[TokenMatcher], float]] = {}  # in order of arrival
+        self.num_followed = 0  # requests that have a matcher and have not ended
+
+    # -- compiling
 
     def __len__(self) -> int:
+        """The number of requests whose grammar is being compiled."""
         return len(self._jobs)
 
     def submit(self, req: Req) -> None:
-        """Compile the grammar of `req`, which is COMPILING until then; raises `RequestError` if nobody can."""
+        """Start to compile the grammar of `req`, which is COMPILING until then; raises `RequestError` if it cannot."""
         params = req.sampling_params
         assert params.grammar is not None, f"has no grammar: {req}"
         if self._compiler is None:
@@ -64,56 +56,90 @@ class Grammars:
         req.status = Status.COMPILING
 
     def forget(self, req: Req) -> None:
-        """`req` has ended; a compilation that has not begun does not begin any more."""
+        """Stop to follow `req`, which has ended; a compilation that has not begun is cancelled."""
+        self.num_followed -= req.matcher is not None
         if (job := self._jobs.pop(req.uid, None)) is not None:
             job[1].cancel()
 
     def take(self) -> Iterator[tuple[Req, RequestError | None]]:
-        """The requests that have their matcher now (it is in `req.matcher`) and are WAITING, or an error instead."""
+        """Yield the requests whose grammar is compiled (WAITING, with a matcher), and those to refuse with an error."""
         for uid, (req, job, deadline) in list(self._jobs.items()):
             error: RequestError | None = None
             if not job.done():
                 if time.monotonic() < deadline:
                     continue
                 job.cancel()
-                assert req.sampling_params.grammar is not None, f"nothing is compiled for {req}"
+                assert req.sampling_params.grammar is not None, f"has no grammar: {req}"
                 param = req.sampling_params.grammar.param
                 error = RequestError(
                     f"{param} was not compiled within {COMPILE_S:g} s", param=param, code="invalid_grammar"
                 )
             elif isinstance(failure := job.exception(), RequestError):
                 error = failure
-            elif failure is not None:  # a bug of ours, or of the library on odd input, costs this request and no other
+            elif failure is not None:  # a bug, ours or the library's on odd input, costs this request and no other
                 error = RequestError(f"compiling the grammar failed: {failure}", status=500)
             else:
                 req.matcher = job.result()
                 req.status = Status.WAITING
+                self.num_followed += 1
             del self._jobs[uid]
             yield req, error
 
     def wait(self, seconds: float) -> None:
-        """Until one is done, at most so long."""
+        """Wait until a grammar is compiled, at most so long."""
         if self._jobs:
             wait([job for _, job, _ in self._jobs.values()], seconds, return_when="FIRST_COMPLETED")
 
-    def follow(self, rows: Rows, sampled: Index, tokens: Ints) -> tuple[Index, list[tuple[Req, RequestError]]]:
-        """Tell the matchers of the constrained rows among `sampled` [n] their new `tokens` [n].
+    # -- masks
 
-        Returns the indices of those whose text is complete, and the requests whose grammar cannot be followed. What
-        they may sample next is found out here, while the device computes.
+    def plan_masks(self, step: Step, rows: Rows) -> Ints:
+        """Return the masks of `step` [M, W]; none if one of them depends on a token in flight."""
+        if not self.num_followed:
+            return NO_MASKS
+        decoding = _constrained(step.running, rows)
+        if (rows.confirmed_len[decoding] <= rows.cached_len[decoding]).any():
+            return NO_MASKS
+        return _masks(step.sampled_rows(), rows)
+
+    @staticmethod
+    def hold_up(launched: Sequence[Launched]) -> bool:
+        """Return whether the newest step in flight has no masks yet, so that nothing may be launched behind it."""
+        return bool(launched) and launched[-1].output.awaits_masks
+
+    def follow(self, rows: Rows, sampled: Index, tokens: Ints) -> Index:
+        """Advance the matchers of the rows `sampled` [n] over their new `tokens` [n], while the device computes.
+
+        Returns the indices of the rows whose grammar is complete, or cannot be followed any further.
         """
-        complete, failed, advanced = [], [], []
-        for i in np.flatnonzero(rows.is_constrained[sampled]).tolist():
+        advanced: list[tuple[int, TokenMatcher]] = []
+        for i in np.flatnonzero(rows.flags[sampled] & Flag.MASKED).tolist():
             req, token = rows.requests[sampled[i]], int(tokens[i])
-            assert req is not None, f"row {sampled[i]} is nobody's"
+            assert req is not None and req.matcher is not None, f"row {sampled[i]} has no matcher: {req}"
             if token not in rows.eos_ids:
                 req.matcher.advance(token)
-                advanced.append((i, req))
+                advanced.append((i, req.matcher))
         if advanced:
-            assert self._compiler is not None, "somebody made the matchers"
-            for (i, req), error in zip(advanced, self._compiler.look([r.matcher for _, r in advanced]), strict=True):
-                if error is not None:
-                    failed.append((req, error))
-                elif req.matcher.is_complete:
-                    complete.append(i)
-        return np.array(complete, np.intp), failed
+            assert self._compiler is not None, "matchers come from a compiler"
+            self._compiler.compute_masks([matcher for _, matcher in advanced])
+        return np.array([i for i, m in advanced if m.is_complete or m.error is not None], np.intp)
+
+    @staticmethod
+    def send_masks(launched: Sequence[Launched], rows: Rows, bus: PlanBus) -> None:
+        """Give the oldest step in flight, and the other ranks, the masks that it waits for."""
+        if launched and (step := launched[0]).output.awaits_masks:
+            masks = _masks(step.sampled, rows)
+            bus.publish_masks(masks)
+            step.output.sample(masks)
+
+
+def _constrained(rows: Index, state: Rows) -> Index:
+    constrained: Index = rows[(state.flags[rows] & Flag.MASKED) != 0]
+    return constrained
+
+
+def _masks(sampled: Index, rows: Rows) -> Ints:
+    matchers = [req.matcher for req in rows.holders(_constrained(sampled, rows))]
+    if not matchers:
+        return NO_MASKS
+    masks: Ints = np.stack([matcher.mask for matcher in matchers if matcher is not None])
+    return masks

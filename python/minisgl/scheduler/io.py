@@ -1,28 +1,53 @@
-"""How the scheduler hears and speaks: over ZeroMQ in the server, through lists in the offline `LLM`."""
+"""The scheduler's messages: their channels (ZeroMQ in the server, lists in the offline `LLM`), and one reply a step."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from minisgl.message import BackendMsg, DetokenizeMsg, EngineView, FrontendMsg, StatsMsg, TokenizerMsg
+import numpy as np
+
+from minisgl.message import (
+    BackendMsg,
+    DetokenizeMsg,
+    EngineView,
+    Finished,
+    FrontendMsg,
+    LogprobColumns,
+    Started,
+    StatsMsg,
+    TokenizerMsg,
+    ids_to_bytes,
+)
+from minisgl.params import MAX_LOGPROBS
 from minisgl.process.queues import Codec, ZmqPullQueue, ZmqPushQueue
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from minisgl.core import Ints
+    from minisgl.scheduler.plan import Launched
+    from minisgl.scheduler.req import Req
+    from minisgl.scheduler.rows import Index, Rows
+
+NO_UIDS = np.empty(0, "<i8")
+NO_TOKENS = np.empty(0, np.int32)
 
 
 class SchedulerIO(Protocol):
-    """The scheduler's door to whoever asks."""
+    """The scheduler's channels to the other processes."""
 
     def receive(self, timeout: float) -> list[BackendMsg]:
-        """What has arrived; waits at most `timeout` seconds for the first message."""
+        """Return the messages that have arrived; wait at most `timeout` seconds for the first one."""
 
     def send(self, msg: DetokenizeMsg) -> None:
-        """One step's tokens and endings."""
+        """Send the tokens and endings of one step."""
 
     def send_stats(self, msg: StatsMsg) -> None:
-        """The heartbeat."""
+        """Send the heartbeat."""
 
     def send_view(self, view: EngineView) -> None:
-        """To whoever looks; by way of the detokenizer, which knows what tokens say."""
+        """Answer a `ViewMsg`, by way of the detokenizer, which adds the text of tokens."""
 
 
 class ZmqIO:
@@ -47,11 +72,11 @@ class ZmqIO:
 
 
 class OfflineIO:
-    """Lists in one process: fill `inbox`, step the scheduler, empty `outbox`."""
+    """Lists in one process: fill `inbox`, step the scheduler, empty `replies`."""
 
     def __init__(self) -> None:
         self.inbox: deque[BackendMsg] = deque()
-        self.outbox: deque[DetokenizeMsg] = deque()
+        self.replies: deque[DetokenizeMsg] = deque()
 
     def receive(self, timeout: float) -> list[BackendMsg]:
         messages = list(self.inbox)
@@ -59,10 +84,92 @@ class OfflineIO:
         return messages
 
     def send(self, msg: DetokenizeMsg) -> None:
-        self.outbox.append(msg)
+        self.replies.append(msg)
 
     def send_stats(self, msg: StatsMsg) -> None:
-        pass  # nobody watches
+        pass
 
     def send_view(self, view: EngineView) -> None:
         pass
+
+
+class Replies:
+    """Gathers beginnings and endings until the step's tokens are sent, or `flush` sends them alone."""
+
+    def __init__(self, io: SchedulerIO) -> None:
+        self._io = io
+        self._started: list[Started] = []
+        self._finished: list[Finished] = []
+        self._logprobs: list[LogprobColumns] = []
+
+    def start(self, req: Req, embedding: bytes) -> None:
+        """Announce a request whose first token, or embedding, is in the next message."""
+        p = req.sampling_params
+        needs_prompt = p.echo or p.wants_prompt_logprobs
+        prompt_logprobs = req.prompt_logprobs
+        self._started.append(
+            Started(
+                uid=req.uid,
+                prompt_tokens=req.prompt_len,
+                cached_tokens=req.prefix_hit,
+                stop=p.stop,
+                skip_special_tokens=p.skip_special_tokens,
+                queue_seconds=req.queue_seconds,
+                prefill_chunks=req.prefill_chunks,
+                prompt_ids=ids_to_bytes(req.ids[: req.prompt_len]) if needs_prompt else b"",
+                prompt_logprobs=None if prompt_logprobs is None else _logprobs(req, np.hstack(prompt_logprobs)),
+                is_silent=p.max_tokens == 0,
+                embedding=embedding,
+                echo=p.echo,
+                shows_stop=p.shows_stop,
+            )
+        )
+        req.prompt_logprobs = None
+
+    def finish(self, end: Finished) -> None:
+        """Announce the end of a request."""
+        self._finished.append(end)
+
+    def add_logprobs(self, step: Launched, columns: Ints, usable: Index, rows: Rows) -> None:
+        """Keep the log-probabilities of `step`: those of sampled tokens at the indices `usable`, and of prompts."""
+        for i, req in zip(usable.tolist(), rows.holders(step.sampled[usable]), strict=True):
+            if req.sampling_params.logprobs is not None:
+                self._logprobs.append(_logprobs(req, columns[:, i : i + 1]))
+        start = len(step.sampled)
+        for req, count in step.prompt_logprobs:
+            if req.prompt_logprobs is not None:
+                req.prompt_logprobs.append(columns[:, start : start + count])
+            start += count
+
+    def send(self, uids: npt.NDArray[np.int64], tokens: Ints) -> None:
+        """Send one token [n] to each of `uids` [n], with all that has begun and ended."""
+        msg = DetokenizeMsg(
+            uids=uids.tobytes(),
+            tokens=ids_to_bytes(tokens),
+            started=self._started,
+            finished=self._finished,
+            logprobs=self._logprobs,
+        )
+        self._started = []
+        self._finished = []
+        self._logprobs = []
+        self._io.send(msg)
+
+    def flush(self) -> None:
+        """Send the endings that came without tokens."""
+        if self._finished:
+            self.send(NO_UIDS, NO_TOKENS)
+
+
+def _logprobs(req: Req, columns: Ints) -> LogprobColumns:
+    """The part of `columns` [WIDTH, K] of a step result that `req` asks for."""
+    top = req.sampling_params.logprobs
+    assert top is not None, f"did not ask for log-probabilities: {req}"
+    ids, logprobs = columns[1 : 1 + top], columns[1 + MAX_LOGPROBS : 1 + MAX_LOGPROBS + top]
+    return LogprobColumns(
+        uid=req.uid,
+        top=top,
+        logprobs=columns[0].tobytes(),
+        top_ids=ids.T.tobytes(),
+        top_logprobs=logprobs.T.tobytes(),
+    )

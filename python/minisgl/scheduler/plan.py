@@ -1,25 +1,73 @@
-"""One step: what it computes, the same as host integers, and what is kept of it while it is in flight."""
+"""One step: what it computes, the plan that says so to the engine, and its state while in flight."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from minisgl.core import BatchPlan
-from minisgl.layout import NO_INTS, NO_MASKS, PENALTY_HEAD, SLOT, Flag, words
+from minisgl.layout import (
+    NO_INTS,
+    NO_PAGE_WRITES,
+    NO_ROW_STATES,
+    PAGE_WRITE,
+    PENALTY_HEAD,
+    ROW_STATE,
+    SLOT,
+    Flag,
+    words,
+)
 
 if TYPE_CHECKING:
-    from minisgl.core import Ints
-    from minisgl.scheduler.engine_protocol import StepOutput
+    from minisgl.core import StepCosts, StepResult
+    from minisgl.layout import Ints, Records
+    from minisgl.params import Limits
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Index, Rows
 
 
+class StepOutput(Protocol):
+    """A launched batch."""
+
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether sampling waits for masks that the plan did not have."""
+
+    def sample(self, masks: Ints) -> None:
+        """Start sampling with these masks [M, W], before the next step is launched."""
+
+    def wait(self) -> StepResult:
+        """Block until the step is done, and return its result."""
+
+
+class StepEngine(Protocol):
+    """What the scheduler needs of an engine (`engine.Engine`, or a fake one in tests)."""
+
+    num_pages: int
+    page_size: int
+    max_running_requests: int
+    limits: Limits
+    eos_token_ids: frozenset[int]
+    is_async: bool  # computes while the host plans, and may get masks after a launch
+
+    def launch(self, plan: BatchPlan) -> StepOutput:
+        """Start a step behind those launched before."""
+
+    def step_costs(self) -> StepCosts | None:
+        """Return the costs of a step measured at the start; None if they were not."""
+
+    def shutdown(self) -> None:
+        """Leave the other ranks."""
+
+    def describe(self) -> dict[str, str | int | float]:
+        """Return facts for the banner and /server_info."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Positions [start, stop) of a request's prompt. The last one `samples`: its logits choose the first token."""
+    """Positions [start, stop) of a request's prompt. The last chunk `samples` the first token."""
 
     req: Req
     start: int
@@ -28,38 +76,38 @@ class Chunk:
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Whether the log-probabilities of the tokens that follow are wanted."""
+        """Whether the request asks for log-probabilities of its prompt."""
         return self.req.prompt_logprobs is not None
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """How many tokens' log-probabilities it finds out: the last token of a prompt is followed by a sampled one."""
+        """How many log-probabilities of the prompt this chunk computes: none for the last token, which samples."""
         return self.stop - self.start - self.samples if self.has_prompt_logprobs else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step computes: a token of each of the `running` rows [D], oldest first, then chunks of prompts."""
+    """The work of one step: a token for each of the `running` rows [D], oldest first, then chunks of prompts."""
 
     running: Index
     chunks: list[Chunk]
 
     def prompts(self) -> list[Req]:
-        """The requests whose prompt it completes."""
+        """Return the requests whose prompt this step completes."""
         return [c.req for c in self.chunks if c.samples]
 
     def prompt_logprobs(self) -> list[tuple[Req, int]]:
-        """The requests of whose prompts it finds out log-probabilities, and how many, in slot order."""
+        """Return (request, number of prompt log-probabilities that this step computes), in slot order."""
         return [(c.req, c.num_prompt_logprobs) for c in self.chunks if c.has_prompt_logprobs]
 
     def sampled_rows(self) -> Index:
-        """The rows that get a token, in slot order."""
+        """Return the rows that sample a token, in slot order."""
         if not self.chunks:
             return self.running
         return np.concatenate([self.running, np.array([r.row for r in self.prompts()], np.intp)])
 
-    def make_plan(self, number: int, rows: Rows) -> BatchPlan:
-        """The step as host integers, with everything that the device must learn before."""
+    def make_plan(self, number: int, rows: Rows, masks: Ints) -> BatchPlan:
+        """Return the step as host integers, with all writes to the device's per-row state since the last plan."""
         n = len(self.running)
         slots = np.empty(n + len(self.chunks), SLOT)
         decodes, start = slots[:n], rows.cached_len[self.running]
@@ -75,13 +123,7 @@ class Step:
             tokens = np.concatenate([c.req.ids[c.start : c.stop] for c in self.chunks])
             chunks = [c for c in self.chunks if c.has_prompt_logprobs]
             ids = np.concatenate([NO_INTS, *(c.req.ids[c.start + 1 : c.stop + 1] for c in chunks)])
-        return BatchPlan(number, slots, tokens, *rows.writes.take(), self._masks(rows), ids)
-
-    def _masks(self, rows: Rows) -> Ints:
-        """What the constrained rows may sample; nothing yet if that depends on a token in flight."""
-        if not rows.num_constrained or rows.depend_on_tokens_in_flight(self.running):
-            return NO_MASKS
-        return rows.masks(self.sampled_rows())
+        return BatchPlan(number, slots, tokens, *rows.writes.take(), masks, ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,31 +131,59 @@ class Launched:
     """A step in flight. Holding it keeps its buffers alive until it is collected."""
 
     plan: BatchPlan
-    sampled: Index  # the rows that get a token, in slot order
-    prompts: list[Req]  # those of which this is the first token since they were admitted
-    prompt_logprobs: list[tuple[Req, int]]  # of whose prompts it finds out log-probabilities, and how many
+    sampled: Index  # the rows that sample a token, in slot order
+    prompts: list[Req]  # the last of them: requests that sample their first token since admission
+    prompt_logprobs: list[tuple[Req, int]]  # (request, number of prompt log-probabilities), in slot order
     output: StepOutput
 
 
-def noise_key(seed: int | None, base_seed: int, uid: int) -> int:
-    """The 64-bit key of a request's sampling noise: a function of its own seed if it has one, else of (base_seed, uid).
+class RowWrites:
+    """Collects page-table entries, sampling states and penalty records between two plans.
 
-    splitmix64's finalizer (Steele, Lea & Flood, OOPSLA 2014) spreads neighbouring seeds.
+    The host keeps each request's pages in `Req.pages`; the device keeps them in its page table. The two agree once the
+    writes taken by `take` have been applied, in plan order.
     """
-    mask = 2**64 - 1
 
-    def mix(x: int) -> int:
-        x = (x + 0x9E3779B97F4A7C15) & mask
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-        return x ^ (x >> 31)
+    def __init__(self, eos_token_ids: frozenset[int]) -> None:
+        self._eos_token_ids = eos_token_ids
+        # Keyed by row << 32 | index, so that one plan never writes an entry twice: the device applies a plan's writes
+        # in any order.
+        self._pages: dict[int, int] = {}
+        self._states: dict[int, tuple[int, float, int, float, float, int]] = {}
+        self._penalties: dict[int, Ints] = {}
 
-    key = mix(seed & mask) if seed is not None else mix(mix(base_seed & mask) ^ (uid & mask))
-    return key - 2**64 if key >= 2**63 else key
+    def fill(self, req: Req) -> None:
+        """Write the sampling state of `req`, which has just got its row."""
+        p, row = req.sampling_params, req.row
+        self._states[row] = (row, p.temperature, p.top_k, p.top_p, p.min_p, req.noise_key)
+        self._penalties.pop(row, None)
+        if p.has_penalties:
+            self._penalties[row] = penalty_record(req, row, self._eos_token_ids)
+
+    def pages(self, row: int, start: int, pages: list[int]) -> None:
+        """Write `pages` to the row's entries from index `start` on."""
+        for entry, page in enumerate(pages, row << 32 | start):
+            self._pages[entry] = page
+
+    def take(self) -> tuple[Records, Records, Ints]:
+        """Return the page writes, row states and penalty records since the last call, as in `BatchPlan`."""
+        if not self._pages and not self._states:
+            return NO_PAGE_WRITES, NO_ROW_STATES, NO_INTS
+        entries = np.fromiter(self._pages, np.int64, len(self._pages))
+        pages = np.empty(len(entries), PAGE_WRITE)
+        pages["row"] = entries >> 32
+        pages["index"] = entries & 0xFFFFFFFF
+        pages["page"] = np.fromiter(self._pages.values(), np.int32, len(entries))
+        states = np.array(list(self._states.values()), ROW_STATE)
+        penalties = np.concatenate([NO_INTS, *self._penalties.values()])
+        self._pages = {}
+        self._states = {}
+        self._penalties = {}
+        return pages, states, penalties
 
 
 def penalty_record(req: Req, row: int, eos_token_ids: frozenset[int]) -> Ints:
-    """What the engine must know to apply the penalties of a row: a PENALTY_HEAD and its lists, as int32."""
+    """Return what the engine needs to apply the penalties of a row: a PENALTY_HEAD and its lists, as int32."""
     p = req.sampling_params
     ends = [] if p.min_tokens == 0 else [*p.stop_token_ids, *(() if p.ignore_eos else sorted(eos_token_ids))]
     biases = dict.fromkeys(ends, 0.0)
@@ -136,12 +206,12 @@ def penalty_record(req: Req, row: int, eos_token_ids: frozenset[int]) -> Ints:
 
 
 def decode_flags(req: Req) -> int:
-    """The flags of a decode slot of `req` in a plan."""
+    """Return the flags of a decode slot of `req` in a plan."""
     return Flag.SAMPLES | Flag.FROM_DEVICE | sampling_flags(req)
 
 
 def sampling_flags(req: Req) -> int:
-    """How the logits of `req` are treated before a token is chosen."""
+    """Return the flags that say how `req` samples from its logits."""
     p = req.sampling_params
     flags = Flag.PENALIZED * p.has_penalties | Flag.FILTERED * p.is_filtered
     return flags | Flag.LOGPROBS * (p.logprobs is not None) | Flag.MASKED * (p.grammar is not None)

@@ -1,4 +1,4 @@
-"""Waiting requests: in which order they enter, when there is room, and how their prompts are cut into chunks."""
+"""Waiting requests: the order in which they are admitted, the pages kept free, and the chunks of their prompts."""
 
 from __future__ import annotations
 
@@ -22,45 +22,45 @@ if TYPE_CHECKING:
 
 # Ranking by cached prefix costs a tree walk a request; beyond this many it would cost more than it gains.
 LPM_MAX_WAITING = 128
-# How many tokens of prompts that came later may pass a prompt, for each of its own. With more, the mean time to the
-# first token in a rush falls further (docs/performance.md), but the bound protects less.
+# How many tokens of later prompts may pass a prompt, for each token of its own. With more, the mean time to the first
+# token in a rush falls further, but the bound protects less.
 OVERTAKING: Final = 16
 
 
 class GrowthEstimate:
-    """Which share of the tokens that running requests may still produce is kept free when a new one is admitted.
+    """The fraction of the tokens still to be generated that is kept free when a new request is admitted.
 
-    Full reservation wastes most of the pool (few requests reach their limit), none makes requests evict each other. So
-    the share falls while all goes well and jumps when a request had to be retracted. Deterministic by construction.
+    Full reservation wastes most of the pool (few requests reach their limit), none makes requests preempt each other.
+    So the fraction decays while pages suffice and jumps after a preemption. Deterministic by construction.
     """
 
     START, FLOOR, DECAY, JUMP = 0.5, 0.1, 0.999, 0.25
 
     def __init__(self) -> None:
-        self.share = self.START
+        self.fraction = self.START
 
     def relax(self) -> None:
-        self.share = max(self.FLOOR, self.share * self.DECAY)
+        self.fraction = max(self.FLOOR, self.fraction * self.DECAY)
 
     def tighten(self) -> None:
-        self.share = min(1.0, self.share + self.JUMP)
+        self.fraction = min(1.0, self.fraction + self.JUMP)
 
     def tokens(self, *reqs: Req) -> int:
-        """For requests of which nothing but the prompt is planned."""
-        return sum(int((r.max_len - len(r.ids)) * self.share) + 1 for r in reqs)
+        """Return the reservation of requests that have not begun to decode."""
+        return sum(int((r.max_len - len(r.ids)) * self.fraction) + 1 for r in reqs)
 
     def tokens_of_rows(self, rows: Rows, running: Index) -> int:
-        """For the requests that decode in the rows `running`."""
+        """Return the reservation of the requests that decode in the rows `running`."""
         remaining = rows.max_len[running] - rows.cached_len[running] - 1
-        return int((remaining * self.share).astype(np.int64).sum()) + len(running)
+        return int((remaining * self.fraction).astype(np.int64).sum()) + len(running)
 
 
 class PrefillManager:
     """Admits waiting requests and plans chunks of their prompts within a token budget.
 
-    `waiting` and `chunked`, the admitted requests whose prompt is not planned completely, are sorted by `Req.turn`:
-    the uncached prompt tokens that had arrived with the request, and OVERTAKING times its own. So a short prompt passes
-    a long one, even between its chunks, but one of n tokens is passed by less than OVERTAKING x n that came later.
+    `waiting` and `chunked` (admitted, with a part of the prompt still to be planned) are sorted by `Req.priority`: the
+    uncached prompt tokens that had arrived by then, plus OVERTAKING times the request's own. So a short prompt passes a
+    long one, even between its chunks, but a prompt of n tokens is passed by less than OVERTAKING x n later tokens.
     """
 
     def __init__(self, cache: CacheManager, rows: Rows, policy: str) -> None:
@@ -76,16 +76,16 @@ class PrefillManager:
         """Queue a new request."""
         uncached = len(req.ids) - self._cached_len(req)
         self._arrived += uncached
-        req.turn = self._arrived + OVERTAKING * uncached
+        req.priority = self._arrived + OVERTAKING * uncached
         self.put_back(req)
 
     def put_back(self, req: Req) -> None:
-        """Queue a request again, in its old place."""
-        bisect.insort(self.waiting, req, key=_place)
+        """Queue a request again with its old priority."""
+        bisect.insort(self.waiting, req, key=_priority)
 
     def remove(self, req: Req) -> None:
         if req.status is Status.WAITING:
-            del self.waiting[bisect.bisect_left(self.waiting, _place(req), key=_place)]
+            del self.waiting[bisect.bisect_left(self.waiting, _priority(req), key=_priority)]
         elif req in self.chunked:
             self.chunked.remove(req)
 
@@ -94,24 +94,22 @@ class PrefillManager:
         return bool(self.chunked or self.waiting)
 
     def backlog(self, enough: int) -> int:
-        """Tokens of the prompts that are not planned yet, those of the longest left out; counted up to `enough`."""
+        """Return the prompt tokens not planned yet, without those of the longest prompt; counted up to `enough`."""
         total = longest = 0
         for req in itertools.chain(self.chunked, self.waiting):
             if total - longest >= enough:
                 break
-            left = self._tokens_left(req)
-            total, longest = total + left, max(longest, left)
+            # A waiting request counts in full: what it will find in the prefix cache is not known.
+            left = len(req.ids) - (0 if req.table_idx is None else int(self.rows.cached_len[req.row]))
+            total += left
+            longest = max(longest, left)
         return min(total - longest, enough)
 
-    def _tokens_left(self, req: Req) -> int:
-        """Tokens of its prompt that are not planned yet; what a waiting one will find in the cache is not known."""
-        return len(req.ids) - (0 if req.table_idx is None else int(self.rows.cached_len[req.row]))
-
     def plan(self, budget: StepBudget, running: Index | None) -> list[Chunk]:
-        """Chunks of prompts within the budget, one prompt after the other.
+        """Return chunks of prompts within the budget, one prompt after the other.
 
-        `running` are the rows that will go on decoding, for whose growth room is kept; None admits nobody. While there
-        is no room for the next in turn nobody else is admitted, but prompts that were begun go on.
+        Pages are kept free for the growth of the rows `running`, which go on decoding; None admits no request. While
+        the next request does not fit, no other is admitted, but prompts already begun go on.
         """
         chunks: list[Chunk] = []
         begun = deque(self.chunked)
@@ -121,15 +119,15 @@ class PrefillManager:
         if running is not None and self.rows.available and not budget.is_spent:
             reserved += self.growth.tokens_of_rows(self.rows, running)
             waiting = iter(self._by_prefix() if by_prefix else list(self.waiting))
-        newcomer = next(waiting, None)
-        while not budget.is_spent and (begun or newcomer is not None):
-            if newcomer is None or (begun and (by_prefix or _place(begun[0]) < _place(newcomer))):
+        candidate = next(waiting, None)
+        while not budget.is_spent and (begun or candidate is not None):
+            if candidate is None or (begun and (by_prefix or _priority(begun[0]) < _priority(candidate))):
                 req = begun.popleft()
-            elif self.rows.available and self._admit(newcomer, reserved):
-                req, newcomer = newcomer, next(waiting, None)
+            elif self.rows.available and self._admit(candidate, reserved):
+                req, candidate = candidate, next(waiting, None)
                 reserved += self.growth.tokens(req)
             else:
-                newcomer = None
+                candidate = None
                 continue
             if not self._chunk(req, budget, chunks):
                 break
@@ -137,18 +135,18 @@ class PrefillManager:
 
     def _by_prefix(self) -> list[Req]:
         hits = {r.uid: self._cached_len(r) for r in self.waiting}
-        return sorted(self.waiting, key=lambda r: (-hits[r.uid], _place(r)))
+        return sorted(self.waiting, key=lambda r: (-hits[r.uid], _priority(r)))
 
     def _cached_len(self, req: Req) -> int:
-        """Tokens of a waiting request whose K/V is in the prefix cache."""
+        """Return how many tokens of a waiting request have their K/V in the prefix cache."""
         return self.cache.match(req).handle.num_pages * self.cache.page_size
 
     def _admit(self, req: Req, reserved: int) -> bool:
-        """Give `req` a row and the pages of its whole prompt, if the pool can bear it. `reserved` counts tokens."""
+        """Give `req` a row and the pages of its whole prompt, unless fewer than `reserved` tokens would stay free."""
         cache = self.cache
         shared = cache.attach(req)
         need = cache.pages_for(len(req.ids)) - len(shared)
-        # With nobody else to wait for, what fits now is enough: the request was checked at the door.
+        # Alone, a request needs no margin: `Admission` has checked that the pool can hold it to its end.
         margin = cache.pages_for(reserved + self.growth.tokens(req)) if reserved else 0
         if need + margin > cache.available or (own := cache.allocate(need)) is None:
             cache.detach(req)
@@ -157,16 +155,16 @@ class PrefillManager:
         self.rows.allocate(req, cached_len)
         self.rows.set_pages(req, 0, shared + own)
         if req.prompt_logprobs is not None:
-            req.prompt_logprobs = []  # what an earlier admission has found out is found out again
-        if len(req.ids) == req.prompt_len:  # not one that was retracted: it would find its own prompt
+            req.prompt_logprobs = []  # those computed before a preemption are computed again
+        if len(req.ids) == req.prompt_len:  # a preempted request would find its own prompt
             req.prefix_hit = cached_len
         self.remove(req)
         req.status = Status.RUNNING
-        bisect.insort(self.chunked, req, key=_place)
+        bisect.insort(self.chunked, req, key=_priority)
         return True
 
     def _chunk(self, req: Req, budget: StepBudget, chunks: list[Chunk]) -> bool:
-        """Add what the budget has for the prompt of `req`; whether that completes it."""
+        """Add the chunk of `req` that the budget allows; return whether the prompt is then complete."""
         start = int(self.rows.cached_len[req.row])
         stop = start + budget.take(start, len(req.ids) - start)
         is_complete = stop == len(req.ids)
@@ -178,5 +176,5 @@ class PrefillManager:
         return is_complete
 
 
-def _place(req: Req) -> tuple[int, int]:
-    return req.turn, req.order
+def _priority(req: Req) -> tuple[int, int]:
+    return req.priority, req.order

@@ -1,4 +1,4 @@
-"""The rows of the page table: who holds them, and what the steady state of decoding needs to know, as arrays."""
+"""The rows of the page table: their requests, and the state that steady decoding needs, as arrays."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minisgl.core import BatchPlan
-from minisgl.layout import NO_MASKS
-from minisgl.scheduler.plan import decode_flags
-from minisgl.scheduler.writes import RowWrites
+from minisgl.scheduler.plan import RowWrites, decode_flags
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -26,17 +24,16 @@ class Rows:
 
     requests       Req | None
     uid            int64
-    cached_len     int32, tokens whose K/V is in the cache once everything planned so far has run
-    confirmed_len  int32, tokens known to the host; the rest of what is planned is still in flight
+    cached_len     int32, tokens with K/V in the cache once everything planned so far has run
+    confirmed_len  int32, tokens known to the host; the other planned ones are still in flight
     max_len        int32, tokens at which the request ends
-    limit          int32, `cached_len` up to which decoding can be planned without asking: there is a page for the next
+    limit          int32, `cached_len` up to which decoding needs no look at the request: there is a page for the next
                    token, and it is not the last one
     flags          int32, flags of the row's decode slots in a plan
-    last_step      int64, newest step that holds the row; it is in flight while that is above `retired`
-    is_constrained bool, a grammar says which tokens it may sample
-    is_wanted      bool, its tokens are reported: false once the request has ended
-    tokens         int32 [rows, max tokens], sampled tokens at their position in the sequence; those before
-                   len(Req.ids) are there and not here
+    last_step      int64, newest step that holds the row; the row is in flight while that is above `retired`
+    is_live        bool, tokens are reported: false once the request has ended
+    tokens         int32 [rows, max tokens], sampled tokens at their position in the sequence; positions below
+                   len(Req.ids) are in `Req.ids` only
 
     Invariants: a free row has no request and is in no step in flight; for the others len(Req.ids) <= confirmed_len <=
     max(len(Req.ids), cached_len + 1) and 0 <= cached_len < max_len. While decoding, cached_len + 1 is the number of
@@ -47,7 +44,7 @@ class Rows:
         self.num_rows = num_rows
         self.page_size = page_size
         self.eos_ids = eos_ids
-        self.retired = 0  # newest step known to be executed; all before it are, too
+        self.retired = 0  # newest step known to be executed, and all before it
         self.writes = RowWrites(eos_ids)
         self.requests: list[Req | None] = [None] * num_rows
         self.uid = np.zeros(num_rows, "<i8")
@@ -57,12 +54,10 @@ class Rows:
         self.limit = np.zeros(num_rows, np.int32)
         self.flags = np.zeros(num_rows, np.int32)
         self.last_step = np.zeros(num_rows, np.int64)
-        self.is_wanted = np.zeros(num_rows, np.bool_)
-        self.is_constrained = np.zeros(num_rows, np.bool_)
-        self.num_constrained = 0  # rows held by such requests
-        # Memory that is never written costs nothing: of a row only what is generated is.
+        self.is_live = np.zeros(num_rows, np.bool_)
+        # Memory that is never written costs nothing: only generated tokens are.
         self.tokens = np.empty((num_rows, max_tokens), np.int32)
-        # Tokens that end some request, or once did: only where one of these is sampled does anybody look closer.
+        # Tokens that end some request, or once did: a request is only looked at when it samples one of these.
         self._may_end = np.zeros(max(vocab, *(i + 1 for i in eos_ids), 1), np.bool_)
         self._may_end[list(eos_ids)] = True
         self._free = deque(range(num_rows))
@@ -74,32 +69,31 @@ class Rows:
         return len(self._free)
 
     def allocate(self, req: Req, cached_len: int) -> None:
-        """Give `req` a row, whose pages hold its first `cached_len` tokens; the row must be there (`available`)."""
+        """Give `req` a row; its pages hold the first `cached_len` tokens. There must be a row (`available`)."""
         row = req.table_idx = self._free.popleft()
         self.requests[row] = req
         self.uid[row] = req.uid
-        self.cached_len[row], self.confirmed_len[row], self.max_len[row] = cached_len, len(req.ids), req.max_len
+        self.cached_len[row] = cached_len
+        self.confirmed_len[row] = len(req.ids)
+        self.max_len[row] = req.max_len
         self.limit[row] = 0
         self.flags[row] = decode_flags(req)
-        self.is_wanted[row] = True
-        self.is_constrained[row] = req.matcher is not None
-        self.num_constrained += req.matcher is not None
+        self.is_live[row] = True
         self._may_end[list(req.sampling_params.stop_token_ids)] = True
         self.writes.fill(req)
 
     def free(self, req: Req) -> None:
         self.requests[req.row] = None
-        self.num_constrained -= req.matcher is not None
         self._free.append(req.row)
         req.table_idx = None
 
-    def mute(self, req: Req) -> None:
-        """`req` has ended: no token of it is wanted any more."""
+    def end(self, req: Req) -> None:
+        """Record that `req` has ended: tokens in flight are not reported."""
         if req.table_idx is not None:
-            self.is_wanted[req.table_idx] = False
+            self.is_live[req.table_idx] = False
 
     def set_pages(self, req: Req, start: int, pages: list[int]) -> None:
-        """The pages of `req` from index `start` on are `pages`; it had at least `start` before and keeps any beyond."""
+        """Set the pages of `req` from index `start` on, of which it has at least `start`; pages beyond them stay."""
         req.pages[start : start + len(pages)] = pages
         self.writes.pages(req.row, start, pages)
         self.limit[req.row] = min(len(req.pages) * self.page_size, req.max_len - 1)
@@ -107,17 +101,17 @@ class Rows:
     # -- one request
 
     def is_in_flight(self, req: Req) -> bool:
-        """Whether a launched batch that is not collected yet holds the row of `req`."""
+        """Return whether a launched batch that is not collected yet holds the row of `req`."""
         return req.table_idx is not None and bool(self.last_step[req.table_idx] > self.retired)
 
     def sampled(self, req: Req) -> Ints:
-        """The tokens that were sampled since `req` got its row: a view, int32."""
+        """Return the tokens sampled since `req` got its row: a view, int32."""
         return self.tokens[req.row, len(req.ids) : self.confirmed_len[req.row]]
 
     def finite_len(self, req: Req) -> int:
-        """Tokens whose K/V is in the pages of `req` and has led to finite logits.
+        """Return how many tokens of `req` have K/V in its pages that has led to finite logits.
 
-        A finite result for the last position vouches for all before it; the newest token itself has no K/V yet.
+        Finite logits of the last position vouch for all positions before; the newest token itself has no K/V yet.
         """
         confirmed = int(self.confirmed_len[req.row])
         return confirmed - 1 if confirmed > len(req.ids) else 0
@@ -125,32 +119,23 @@ class Rows:
     # -- many at once
 
     def holders(self, rows: Index) -> list[Req]:
-        """The requests that hold `rows`."""
+        """Return the requests that hold `rows`."""
         return [req for row in rows.tolist() if (req := self.requests[row]) is not None]
 
-    def depend_on_tokens_in_flight(self, rows: Index) -> bool:
-        """Whether a grammar constrains one of the decoding `rows` whose newest token is not confirmed yet."""
-        return bool((self.is_constrained[rows] & (self.confirmed_len[rows] <= self.cached_len[rows])).any())
-
-    def masks(self, rows: Index) -> Ints:
-        """What the constrained ones of `rows` may sample next [M, W], by the tokens that are confirmed."""
-        constrained = self.holders(rows[self.is_constrained[rows]])
-        return np.stack([req.matcher.mask for req in constrained]) if constrained else NO_MASKS
-
     def advance(self, plan: BatchPlan) -> None:
-        """The plan is made: count its tokens as planned."""
+        """Count the tokens of `plan` as planned."""
         rows = plan.slots["row"].astype(np.intp)
         self.cached_len[rows] = plan.slots["stop"]
         self.last_step[rows] = plan.step
 
     def confirm(self, rows: Index, tokens: Ints) -> Index:
-        """Append a sampled token to each of `rows`; returns the indices of those that it may have ended."""
-        at = self.confirmed_len[rows]
-        self.tokens[rows, at] = tokens
-        at += 1
-        self.confirmed_len[rows] = at
-        return np.flatnonzero(self._may_end.take(tokens) | (at == self.max_len[rows]))
+        """Append a sampled token to each of `rows`; return the indices of the rows that may have ended."""
+        length = self.confirmed_len[rows]
+        self.tokens[rows, length] = tokens
+        length += 1
+        self.confirmed_len[rows] = length
+        return np.flatnonzero(self._may_end.take(tokens) | (length == self.max_len[rows]))
 
     def free_rows(self) -> list[int]:
-        """The free rows (for the invariant checks)."""
+        """Return the free rows (for the invariant checks)."""
         return list(self._free)

@@ -1,16 +1,16 @@
-"""The one brain: turns messages into plans and results into replies.
+"""Turns messages into plans and results into replies. Only rank 0 has a scheduler.
 
     handle   a message changes the queues
     plan     queues + free rows and pages -> Step (decode rows first, then chunks of prompts)
-    launch   the engine starts the batch
-    collect  results -> confirmed tokens, endings, prefix cache, replies
+    launch   the engine starts the step
+    collect  confirm tokens, end requests, share prefixes, reply
     release  the one place where a row and its pages are given back
 
-A step in which nobody begins, ends or needs a page costs a handful of array operations (`rows.py`), however many
-requests decode; only those to which something happens are looked at one by one.
+A step in which no request begins, ends or needs a page costs a handful of array operations (`rows.py`), however many
+requests decode; single requests are only looked at when something happens to them.
 
-Overlap is the length to which the queue of launched batches may grow: 1 plans the next step while the device computes
-the last one, 0 waits for it.
+Overlap is the number of launched steps that may stay in flight: with 1 the next step is planned while the device
+computes the last one, with 0 it waits for the result.
 """
 
 from __future__ import annotations
@@ -22,33 +22,31 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from minisgl.core import FinishReason
 from minisgl.distributed.control import PlanBus
 from minisgl.errors import InvariantError, RequestError
 from minisgl.kvcache import create_prefix_cache
 from minisgl.message import AbortBackendMsg, BackendMsg, ExitMsg, Finished, FlushCacheMsg, UserMsg, ViewMsg
-from minisgl.scheduler.budget import Pace
+from minisgl.scheduler import endings
+from minisgl.scheduler.budget import Pace, StepClock
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.check import check_idle, check_invariants
 from minisgl.scheduler.decode import DecodeManager
-from minisgl.scheduler.door import Door
-from minisgl.scheduler.endings import Outbox, ending, failure, non_finite
 from minisgl.scheduler.grammars import Grammars
+from minisgl.scheduler.io import Replies
 from minisgl.scheduler.plan import Launched, Step
 from minisgl.scheduler.prefill import PrefillManager
-from minisgl.scheduler.req import Req, Status
+from minisgl.scheduler.req import Admission, Req, Status
 from minisgl.scheduler.rows import Rows
-from minisgl.scheduler.stats import HEARTBEAT_S, Stats
-from minisgl.scheduler.step_clock import StepClock
-from minisgl.scheduler.view import engine_view
+from minisgl.scheduler.stats import HEARTBEAT_S, Stats, engine_view
 from minisgl.settings.sources import is_check_mode, is_overlap_disabled
 
 if TYPE_CHECKING:
+    from minisgl.core import Ints, StepResult
     from minisgl.distributed.group import Group
-    from minisgl.scheduler.engine_protocol import StepEngine
     from minisgl.scheduler.io import SchedulerIO
+    from minisgl.scheduler.plan import StepEngine
+    from minisgl.scheduler.rows import Index
     from minisgl.settings.options import SchedulerConfig
-
 
 COMPILE_POLL_S: Final = 0.005  # how long to wait for grammars when there is nothing else to do
 
@@ -64,18 +62,18 @@ class Scheduler:
         grammars: Grammars | None = None,
         bus: PlanBus | None = None,
     ) -> None:
-        """`grammars` compiles those of requests; without it they are refused. `bus` leads to the other ranks."""
+        """Without `grammars` requests that have one are refused. `bus` leads to the other ranks."""
         self.engine = engine
         self.io = io
         self.bus = PlanBus() if bus is None else bus
         self.pace = Pace(config, engine.step_costs())
         overlap = engine.is_async if config.overlap is None else config.overlap
         self.depth = int(overlap and not is_overlap_disabled())
-        pool_tokens = engine.num_pages * engine.page_size
-        self.door = Door(config, engine.limits, pool_tokens)
-        longest = min(engine.limits.max_model_len, pool_tokens + 1)
+        limits, pool_tokens = engine.limits, engine.num_pages * engine.page_size
+        self.admission = Admission(config, limits, pool_tokens)
+        max_tokens = min(limits.max_model_len, pool_tokens + 1)
         self.rows = Rows(
-            engine.max_running_requests, longest, engine.page_size, engine.limits.vocab_size, engine.eos_token_ids
+            engine.max_running_requests, max_tokens, engine.page_size, limits.vocab_size, engine.eos_token_ids
         )
         prefix_cache = create_prefix_cache(config.cache_type, engine.page_size)
         self.cache = CacheManager(engine.num_pages, engine.page_size, prefix_cache, self.rows)
@@ -83,9 +81,9 @@ class Scheduler:
         self.prefill = PrefillManager(self.cache, self.rows, config.schedule_policy)
         self.decode = DecodeManager(self.cache, self.rows)
         self.grammars = Grammars() if grammars is None else grammars
-        self.outbox = Outbox(io)
+        self.replies = Replies(io)
         self.live: dict[int, Req] = {}  # every accepted request that is not released yet
-        self.leaving: dict[int, Req] = {}  # of those, who ended or was retracted, but is held by a batch in flight
+        self.leaving: dict[int, Req] = {}  # of those, ended or preempted ones that a step in flight holds
         self.launched: deque[Launched] = deque()
         self.clock = StepClock()
         self.stats = Stats()
@@ -95,13 +93,13 @@ class Scheduler:
 
     @classmethod
     def from_config(cls, config: SchedulerConfig, io: SchedulerIO, group: Group) -> Scheduler:
-        """A scheduler with a real engine: loads the model, of which this is rank 0."""
+        """Load the model as rank 0 of `group`, and return a scheduler of that engine."""
         from minisgl.engine.engine import Engine
         from minisgl.grammar.compiler import GrammarCompiler
 
         engine = Engine.from_config(config.engine, config.max_prefill_length, group)
         if engine.spec.pooling == "mean":
-            config = replace(config, cache_type="naive")  # a prefix's K/V does not tell its hidden states
+            config = replace(config, cache_type="naive")  # a cached prefix has no hidden states to pool
         compiler = GrammarCompiler(engine.spec.folder, engine.limits.vocab_size, engine.eos_token_ids)
         return cls(config, engine, io, Grammars(compiler), group.bus)
 
@@ -109,7 +107,7 @@ class Scheduler:
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait to be computed."""
+        """The number of requests that wait to be computed."""
         return len(self.prefill.waiting) + len(self.grammars)
 
     @property
@@ -117,36 +115,36 @@ class Scheduler:
         return bool(self.live or self.launched)
 
     def run_forever(self) -> None:
-        """Serve until an ExitMsg comes; requests still alive then end with an error."""
+        """Serve until an ExitMsg arrives; requests still alive then end with an error."""
         try:
             while not self.is_exiting:
-                self.step(timeout=self._leisure() if self.is_busy else HEARTBEAT_S)
+                self.step(timeout=self._listen_seconds() if self.is_busy else HEARTBEAT_S)
         finally:
             for req in list(self.live.values()):
                 if req.status is not Status.FINISHED:
-                    self.finish(req, failure(req.uid, RequestError("the server is shutting down", status=503)))
-            self.outbox.flush()
+                    self.finish(req, endings.shut_down(req))
+            self.replies.flush()
 
-    def _leisure(self) -> float:
-        """Seconds to listen before the next step is planned: none while there are prompts for it, or nothing runs."""
+    def _listen_seconds(self) -> float:
+        """Return how long to listen before the next step is planned: 0 if prompts wait for it, or the device idles."""
         if not self.engine.is_async or len(self.launched) != 1 or len(self.grammars) or self.prefill.has_work:
             return 0.0
-        return self.clock.spare(time.monotonic())
+        return self.clock.slack(time.monotonic())
 
     def step(self, timeout: float = 0.0) -> None:
-        """Once around: hear, plan, launch, collect. Waits up to `timeout` seconds for a message."""
+        """Handle messages, plan, launch and collect, once. Waits up to `timeout` seconds for the first message."""
         for msg in self.io.receive(timeout):
             self.handle(msg)
-        self._enqueue_compiled()
-        while self.launched and self.launched[-1].output.awaits_masks:  # with more than one in flight
+        self._queue_compiled()
+        while self.grammars.hold_up(self.launched):  # only with more than one step in flight
             self.collect(self.launched.popleft())
         step = self.plan()
         if step is not None:
             self.launch(step)
-        needs_tokens = self.rows.num_constrained and not self.engine.is_async
+        needs_tokens = self.grammars.num_followed and not self.engine.is_async
         while len(self.launched) > (0 if step is None or needs_tokens else self.depth):
             self.collect(self.launched.popleft())
-        self.outbox.flush()
+        self.replies.flush()
         if step is None and not self.launched:
             self.grammars.wait(COMPILE_POLL_S)
         if self._check is not None:
@@ -164,7 +162,7 @@ class Scheduler:
                 self.accept(msg)
             case AbortBackendMsg(uid):
                 if (req := self.live.get(uid)) is not None and req.status is not Status.FINISHED:
-                    self.finish(req, Finished(uid=uid, reason=FinishReason.ABORT))
+                    self.finish(req, endings.aborted(req))
             case FlushCacheMsg():
                 self.cache.flush()
             case ViewMsg(uid):
@@ -174,42 +172,41 @@ class Scheduler:
 
     def accept(self, msg: UserMsg) -> None:
         """Queue a request, or refuse it with a terminal reply."""
+        assert msg.uid not in self.live, f"request {msg.uid} is running already"
         try:
-            if msg.uid in self.live:
-                raise RequestError(f"request {msg.uid} is running already", code="duplicate_request")
-            req = self.door.admit(msg, self.num_queued)
+            req = self.admission.admit(msg, self.num_queued)
             if msg.sampling_params.grammar is not None:
                 self.grammars.submit(req)
         except RequestError as e:
-            self.outbox.finish(failure(msg.uid, e))
+            self.replies.finish(endings.failed(msg.uid, e))
             return
         self.live[req.uid] = req
         if req.status is Status.WAITING:
             self.prefill.add(req)
         self.stats.prompt_tokens += req.prompt_len
 
-    def _enqueue_compiled(self) -> None:
-        """Queue the requests whose grammar is ready, and refuse those whose grammar is none."""
+    def _queue_compiled(self) -> None:
+        """Queue the requests whose grammar is compiled; refuse those whose grammar is invalid."""
         for req, error in self.grammars.take():
             if error is not None:
-                self.finish(req, failure(req.uid, error))
+                self.finish(req, endings.failed(req.uid, error))
             else:
                 self.prefill.add(req)
 
     # -- plan and launch
 
     def plan(self) -> Step | None:
-        """What the next step computes, if anything can be. Advances no request yet, but takes rows and pages."""
+        """Return the work of the next step, if any. Takes rows and pages, but advances no request yet."""
         self.step_number += 1
         self.cache.prefix.tick(self.step_number)
-        running, is_short = self.decode.plan(self._make_room)
+        running, is_short = self.decode.plan(self._preempt_for)
         if not is_short:
             self.prefill.growth.relax()
         chunks = []
         if self.prefill.has_work:
             context = int(self.rows.cached_len[running].sum())
             budget = self.pace.budget(len(running), context, self.prefill.backlog(self.pace.rush_tokens))
-            # While running requests lack pages, nobody new may take the last ones.
+            # While running requests lack pages, new requests must not take the last ones.
             chunks = self.prefill.plan(budget, None if is_short else running)
             if chunks and not self.is_mixed:
                 running = running[:0]
@@ -219,8 +216,8 @@ class Scheduler:
             raise InvariantError(f"no request can go on: {list(self.live.values())[:8]}")
         return None
 
-    def _make_room(self, req: Req) -> bool:
-        """Retract the newest request in favour of `req`; whether pages may have become free at once."""
+    def _preempt_for(self, req: Req) -> bool:
+        """Preempt the newest request in favour of `req`; return whether pages may have become free at once."""
         if self.leaving:
             return False
         candidates = [*self.decode.running, *self.prefill.chunked]
@@ -229,12 +226,12 @@ class Scheduler:
             return False  # alone: the pages it waits for are fenced or in flight
         self.prefill.growth.tighten()
         self.stats.preemptions += 1
-        self._leave(victim, Status.RETRACTING)
+        self._leave(victim, Status.PREEMPTED)
         return victim is not req
 
     def launch(self, step: Step) -> None:
-        """Advance the planned lengths and hand the batch to the engine."""
-        plan = step.make_plan(self.step_number, self.rows)
+        """Advance the planned lengths and start the step on every rank."""
+        plan = step.make_plan(self.step_number, self.rows, self.grammars.plan_masks(step, self.rows))
         self.rows.advance(plan)
         for req in step.prompts():
             self.decode.add(req)
@@ -247,78 +244,86 @@ class Scheduler:
     # -- results
 
     def collect(self, step: Launched) -> None:
-        """Confirm the tokens of an executed batch, end what has ended, and say so in one message."""
+        """Take in the result of the oldest step in flight, and reply in one message."""
         result = self.clock.wait_for(step.output, is_decode=not len(step.plan.tokens))
-        tokens, finite = result.tokens, result.finite
-        self.bus.note_result(tokens)
-        rows, sampled = self.rows, step.sampled
+        self.bus.note_result(result.tokens)
+        sampled, tokens, maybe_ended = self._confirm(step, result)
+        self._end(sampled, tokens, maybe_ended)
+        self._share_prefixes(step.prompts)
+        self._reply(sampled, tokens)
+        self.grammars.send_masks(self.launched, self.rows, self.bus)
+
+    def _confirm(self, step: Launched, result: StepResult) -> tuple[Index, Ints, Index]:
+        """Append the sampled tokens to their requests; a request with non-finite logits ends without one.
+
+        Returns the rows [n], their tokens [n], and the indices of those that may have ended with these.
+        """
+        rows, sampled, tokens = self.rows, step.sampled, result.tokens
         rows.retired = step.plan.step
         self.cache.lower_fences()
-        wanted = rows.is_wanted[sampled]
-        usable = wanted & (finite != 0)
+        is_live = rows.is_live[sampled]
+        usable = is_live & (result.finite != 0)
         if not usable.all():
-            for req in rows.holders(sampled[wanted & (finite == 0)]):
-                self.finish(req, failure(req.uid, non_finite(req)))
+            for req in rows.holders(sampled[is_live & ~usable]):
+                self.finish(req, endings.not_finite(req))
             sampled, tokens = sampled[usable], tokens[usable]
         if result.logprobs is not None:
-            self.outbox.note_logprobs(step, result.logprobs, np.flatnonzero(usable), rows)
-        uids = rows.uid[sampled]
-        maybe_ended = rows.confirm(sampled, tokens)
+            self.replies.add_logprobs(step, result.logprobs, np.flatnonzero(usable), rows)
         for column, req in enumerate(step.prompts, len(step.sampled) - len(step.prompts)):
             if req.status is not Status.FINISHED and len(req.ids) == req.prompt_len:
                 self.stats.cached_tokens += req.prefix_hit
-                self.outbox.start(req, result.embedding(column))
-                req.prompt_logprobs = None
-        failed: list[tuple[Req, RequestError]] = []
-        if rows.num_constrained:
-            complete, failed = self.grammars.follow(rows, sampled, tokens)
-            maybe_ended = np.union1d(maybe_ended, complete)
+                self.replies.start(req, result.embedding(column))
+        return sampled, tokens, rows.confirm(sampled, tokens)
+
+    def _end(self, sampled: Index, tokens: Ints, maybe_ended: Index) -> None:
+        """End the requests that are complete with their newest token (`endings.py`)."""
+        rows = self.rows
+        if self.grammars.num_followed:
+            maybe_ended = np.union1d(maybe_ended, self.grammars.follow(rows, sampled, tokens))
         for req, token in zip(rows.holders(sampled[maybe_ended]), tokens[maybe_ended].tolist(), strict=True):
-            if (end := ending(req, token, int(rows.confirmed_len[req.row]), rows.eos_ids)) is not None:
+            if (end := endings.ended_by(req, token, int(rows.confirmed_len[req.row]), rows.eos_ids)) is not None:
                 self.finish(req, end)
-        for req, cause in failed:
-            if req.status is not Status.FINISHED:
-                self.finish(req, failure(req.uid, cause))
-        for req in step.prompts:
+
+    def _share_prefixes(self, prompts: list[Req]) -> None:
+        """Insert computed prompts into the prefix cache, and release the requests that this step alone still held."""
+        for req in prompts:
             if req.status is Status.RUNNING:
-                # The prompt is computed: whoever comes with the same one need not wait for this request to end.
-                self.cache.share(req)
+                self.cache.share_prefix(req)  # requests with the same prompt need not wait for this one to end
         for req in list(self.leaving.values()):
             self.release(req)
-        self.stats.generation_tokens += len(uids)
-        if len(uids):
-            self.outbox.send(uids, tokens)
-        if self.launched and (following := self.launched[0]).output.awaits_masks:
-            masks = rows.masks(following.sampled)
-            self.bus.publish_masks(masks)
-            following.output.sample(masks)
+
+    def _reply(self, sampled: Index, tokens: Ints) -> None:
+        """Send the step's tokens, beginnings and endings."""
+        self.stats.generation_tokens += len(sampled)
+        if len(sampled):
+            self.replies.send(self.rows.uid[sampled], tokens)
 
     def finish(self, req: Req, end: Finished) -> None:
-        """End a request, whatever the reason: its one terminal reply, and its way out."""
+        """End a request, whatever the reason: with its one terminal reply."""
         assert req.status is not Status.FINISHED, f"ended twice: {req}"
-        self.outbox.finish(end)
+        self.replies.finish(end)
         self.grammars.forget(req)
-        self.rows.mute(req)  # what the device still computes for it is not reported
+        self.rows.end(req)
         self._leave(req, Status.FINISHED)
 
     def _leave(self, req: Req, status: Status) -> None:
-        """Take a request out of the queues, to be released: for good (FINISHED) or to wait again (RETRACTING)."""
+        """Take a request out of the queues: for good (FINISHED), or to wait again once released (PREEMPTED)."""
         self.decode.remove(req)
         self.prefill.remove(req)
         req.status = status
-        self.leaving[req.uid] = req  # it is there already if it was retracted before it finished
+        self.leaving[req.uid] = req  # already there if the request was preempted before it finished
         self.release(req)
 
     def release(self, req: Req) -> None:
-        """Give back row and pages of a request that has left, once no batch in flight holds it. The only such place."""
+        """Give back row and pages of a leaving request, once no step in flight holds it. The only such place."""
         if self.rows.is_in_flight(req):
             return
         del self.leaving[req.uid]
         if req.table_idx is not None:
-            self.cache.share(req)
+            self.cache.share_prefix(req)
             self.cache.release(req)
-            if req.status is Status.RETRACTING:
-                req.append_host(self.rows.sampled(req))  # with which it waits
+            if req.status is Status.PREEMPTED:
+                req.append_sampled(self.rows.sampled(req))
             self.rows.free(req)
         if req.status is Status.FINISHED:
             del self.live[req.uid]
@@ -327,7 +332,7 @@ class Scheduler:
             self.prefill.put_back(req)
 
     def describe(self) -> dict[str, str | int | float]:
-        """Facts for the banner and /server_info."""
+        """Return facts for the banner and /server_info."""
         return {
             **self.engine.describe(),
             "overlap": self.depth,

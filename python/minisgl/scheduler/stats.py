@@ -1,15 +1,20 @@
-"""Counters of one scheduler, and the heartbeat made of them."""
+"""Counters of the scheduler, its heartbeat, and a snapshot for the engine view."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from minisgl.message import StatsMsg
+from minisgl.message import EngineView, NodeView, RequestView, StatsMsg, ids_to_bytes
 
 if TYPE_CHECKING:
+    from minisgl.kvcache.radix_manager import RadixTreeNode
+    from minisgl.scheduler.req import Req
+    from minisgl.scheduler.rows import Rows
     from minisgl.scheduler.scheduler import Scheduler
 
-HEARTBEAT_S = 0.5
+HEARTBEAT_S: Final = 0.5
+MAX_VIEW_REQUESTS: Final = 48
+HEAD_TOKENS: Final = 32  # shown of a tree node's tokens; there may be thousands
 
 
 class Stats:
@@ -17,14 +22,14 @@ class Stats:
 
     def __init__(self) -> None:
         self.prompt_tokens = 0  # accepted
-        self.cached_tokens = 0  # of those, found in the prefix cache
-        self.computed_prompt_tokens = 0  # prompt tokens that went through the model (retraction computes some again)
+        self.cached_tokens = 0  # of the accepted ones, found in the prefix cache
+        self.computed_prompt_tokens = 0  # prompt tokens that went through the model; preemption repeats some
         self.generation_tokens = 0
         self.preemptions = 0
         self._last_beat = 0.0
 
     def heartbeat(self, scheduler: Scheduler, now: float) -> StatsMsg | None:
-        """A snapshot if the last one is HEARTBEAT_S old, else None. `now` is a monotonic clock in seconds."""
+        """Return a snapshot if the last one is HEARTBEAT_S old, else None. `now` is a monotonic clock in seconds."""
         if now - self._last_beat < HEARTBEAT_S:
             return None
         self._last_beat = now
@@ -45,3 +50,55 @@ class Stats:
             generation_tokens=self.generation_tokens,
             preemptions=self.preemptions,
         )
+
+
+def engine_view(scheduler: Scheduler, uid: int) -> EngineView:
+    """Answer the `ViewMsg` of `uid`: a snapshot of bounded size, made in about a millisecond."""
+    cache, rows = scheduler.cache, scheduler.rows
+    tree, root_hidden = cache.prefix.outline()
+    index = {outlined.node: i for i, outlined in enumerate(tree)}
+    nodes = [
+        NodeView(
+            parent=parent,
+            tokens=len(node.key),
+            pages=node.length,
+            ref_count=node.ref_count,
+            idle_steps=scheduler.step_number - node.timestamp,
+            hidden=hidden,
+            head=ids_to_bytes(node.key[:HEAD_TOKENS]),
+        )
+        for node, parent, hidden in tree
+    ]
+    in_prefill, decoding = scheduler.prefill.chunked, scheduler.decode.running
+    batch = [(req, True) for req in in_prefill] + [(req, False) for req in decoding]
+    free = cache.free_size + len(cache.unowned_pages()[1])
+    locked, cached = cache.prefix.protected_size, cache.prefix.evictable_size
+    return EngineView(
+        uid=uid,
+        step=scheduler.step_number,
+        page_size=cache.page_size,
+        pages_total=cache.num_pages,
+        pages_free=free,
+        pages_private=cache.num_pages - free - locked - cached,
+        pages_locked=locked,
+        pages_cached=cached,
+        running=len(batch),
+        waiting=len(scheduler.prefill.waiting),
+        requests=[_request(req, is_prefill, rows, index) for req, is_prefill in batch[:MAX_VIEW_REQUESTS]],
+        nodes=nodes,
+        nodes_total=cache.prefix.num_nodes,
+        nodes_hidden=root_hidden,
+    )
+
+
+def _request(req: Req, is_prefill: bool, rows: Rows, index: dict[RadixTreeNode, int]) -> RequestView:
+    return RequestView(
+        uid=req.uid,
+        is_prefill=is_prefill,
+        prompt_tokens=req.prompt_len,
+        prefix_tokens=req.prefix_hit,
+        computed_tokens=int(rows.cached_len[req.row]),
+        output_tokens=max(0, int(rows.confirmed_len[req.row]) - req.prompt_len),
+        pages=len(req.pages),
+        node=index.get(req.cache_handle.node, -1),
+    )

@@ -1,7 +1,7 @@
-"""Token ids -> text, one step at a time. No ZeroMQ here: the worker process and the offline `LLM` share it.
+"""Token ids -> replies with text, one step at a time; used by the worker process and the offline `LLM`.
 
-The increments of a request, put together, equal the decoding of all its tokens: half a character is held back until
-the rest of it comes or the request ends, and the beginning of a possible stop string until it is decided.
+The increments of a request add up to the decoding of all its tokens. Half a character is held back until it is complete
+or the request ends, the beginning of a possible stop string until the match is decided.
 """
 
 from __future__ import annotations
@@ -23,46 +23,45 @@ from minisgl.message import (
     UserReply,
     ids_from_bytes,
 )
-from minisgl.tokenizer.stop import StopMatcher
-from minisgl.tokenizer.text import TextDecoders
+from minisgl.tokenizer.text import StopMatcher, TextDecoders
 
 logger = logging.getLogger(__name__)
 
 
 class _Output:
-    """One request's text so far, as far as it is still needed."""
+    """The decoding state of one request."""
 
     def __init__(self, started: Started, decoders: TextDecoders, special_ids: frozenset[int]) -> None:
         self.completion_tokens = 0
         self._started = started
         self._decoder = decoders.new()
         self._bytes_of = decoders.bytes_of
-        self._offset = 0  # characters of what `_decoder` has given out
+        self._offset = 0  # characters that `_decoder` has returned
         self._hidden = special_ids if started.skip_special_tokens else frozenset()
         self._stops = StopMatcher(started.stop, started.shows_stop) if started.stop else None
         self._prompt, self._prompt_logprobs = self._echo(started)
 
     def _echo(self, started: Started) -> tuple[str, list[TokenLogprob]]:
-        """The prompt's text, and how likely its tokens are, as far as either is wanted."""
-        ids, scores = ids_from_bytes(started.prompt_ids).tolist(), started.prompt_logprobs
+        """Return the prompt's text and the log-probabilities of its tokens; empty if not asked for."""
+        ids, columns = ids_from_bytes(started.prompt_ids).tolist(), started.prompt_logprobs
         text, offsets = "", []
         for token in ids:
             offsets.append(self._offset)
             if started.echo:
                 text += self._decode(token)
-        if scores is None:
+        if columns is None:
             return text, []
         first = TokenLogprob(id=ids[0], data=self._bytes_of[ids[0]], logprob=None, offset=0, top=[])
-        return text, [first, *self._logprobs(ids[1:], offsets[1:], scores)]
+        return text, [first, *self._logprobs(ids[1:], offsets[1:], columns)]
 
-    def logprobs(self, token: int, scores: LogprobColumns | None) -> list[TokenLogprob]:
-        """How likely the next token to feed is, if somebody wants to know."""
-        return [] if scores is None else self._logprobs([token], [self._offset], scores)
+    def logprobs(self, token: int, columns: LogprobColumns | None) -> list[TokenLogprob]:
+        """Return the log-probability of the next `token` to decode; empty if not asked for."""
+        return [] if columns is None else self._logprobs([token], [self._offset], columns)
 
-    def _logprobs(self, tokens: list[int], offsets: list[int], scores: LogprobColumns) -> list[TokenLogprob]:
-        logprobs = np.frombuffer(scores.logprobs, "<f4").tolist()
-        ids = ids_from_bytes(scores.top_ids).reshape(len(tokens), scores.top).tolist()
-        values = np.frombuffer(scores.top_logprobs, "<f4").reshape(len(tokens), scores.top).tolist()
+    def _logprobs(self, tokens: list[int], offsets: list[int], columns: LogprobColumns) -> list[TokenLogprob]:
+        logprobs = np.frombuffer(columns.logprobs, "<f4").tolist()
+        ids = ids_from_bytes(columns.top_ids).reshape(len(tokens), columns.top).tolist()
+        values = np.frombuffer(columns.top_logprobs, "<f4").reshape(len(tokens), columns.top).tolist()
         tops = [[(i, self._bytes_of[i], v) for i, v in zip(*x, strict=True)] for x in zip(ids, values, strict=True)]
         return [
             TokenLogprob(id=token, data=self._bytes_of[token], logprob=logprob, offset=offset, top=top)
@@ -74,16 +73,16 @@ class _Output:
         self._offset += len(text)
         return text
 
-    def _watch(self, text: str) -> tuple[str, str | None]:
-        """What of `text` may be shown, and the stop string that ends the request if there is one."""
+    def _cut_at_stop(self, text: str) -> tuple[str, str | None]:
+        """Return the part of `text` to show, and the stop string that ends the request, if any."""
         return (text, None) if self._stops is None else self._stops.feed(text)
 
     def advance(self, token: int, end: Finished | None) -> UserReply:
-        """The reply to one more token; terminal when `end` says so, a stop string is found, or the token breaks us."""
+        """Return the reply to one more token; terminal by `end`, by a stop string, or if the token fails to decode."""
         self.completion_tokens += 1
         try:
-            text, stop = ("", None) if end is not None and not end.has_text else self._watch(self._decode(token))
-        except Exception as e:  # one request's trouble must not take the others' text with it
+            text, stop = ("", None) if end is not None and not end.has_text else self._cut_at_stop(self._decode(token))
+        except Exception as e:  # one request's failure must not affect the others
             logger.exception("could not decode token %d of request %d", token, self._started.uid)
             return self._reply("", FinishReason.ERROR, failure=Failure(message=f"could not decode token {token}: {e}"))
         if stop is not None:
@@ -91,8 +90,8 @@ class _Output:
         return self._reply(text) if end is None else self.end(end, text)
 
     def end(self, end: Finished, text: str = "") -> UserReply:
-        """The terminal reply that `end` calls for: `text`, and what was held back."""
-        rest, stop = self._watch(self._decoder.flush())
+        """Return the terminal reply: `text`, and the text held back."""
+        rest, stop = self._cut_at_stop(self._decoder.flush())
         if stop is not None:
             return self._reply(text + rest, FinishReason.STOP, stop)
         held = "" if self._stops is None else self._stops.flush()
@@ -118,7 +117,7 @@ class _Output:
         )
 
     def first(self, reply: UserReply) -> UserReply:
-        """`reply` to the first token, with all that only this one says."""
+        """Add to `reply`, the one to the first token, the fields that no other reply has."""
         started = self._started
         if started.is_silent and reply.failure is None:
             reply = UserReply(
@@ -138,10 +137,10 @@ class _Output:
 
 
 class DetokenizeManager:
-    """The text state of every request that is producing tokens.
+    """The decoding state of all running requests.
 
-    Invariant: a request gets exactly one terminal reply; one that a stop string ended stays in `_stopped` until the
-    scheduler's own last word on it has come (and been dropped).
+    Invariant: a request gets exactly one terminal reply. A request ended by a stop string stays in `_stopped` until the
+    scheduler's own ending arrives, which is dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -153,20 +152,20 @@ class DetokenizeManager:
 
     @property
     def entries(self) -> int:
-        """Requests that are remembered; 0 when idle, or something leaks."""
+        """The number of requests with state here; 0 when idle, else there is a leak."""
         return len(self._outputs) + len(self._stopped)
 
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
-        """The text of all tokens of a request at once: what its increments, put together, would be."""
+        """Return the text of all tokens of a request at once: the same as its increments add up to."""
         hidden = self._special_ids if skip_special_tokens else frozenset()
         shown = tokens if hidden.isdisjoint(tokens) else [t for t in tokens if t not in hidden]
         return self._decoders.decode(shown)
 
     def detokenize(self, msg: DetokenizeMsg) -> tuple[list[UserReply], list[int]]:
-        """One reply for each request of the step, and the uids whose generation must be aborted (stop strings)."""
+        """Return a reply for each request of the step, and the uids to abort because of a stop string."""
         for started in msg.started:
             self._outputs[started.uid] = _Output(started, self._decoders, self._special_ids)
-        scores = {s.uid: s for s in msg.logprobs}
+        columns = {c.uid: c for c in msg.logprobs}
         ends = {f.uid: f for f in msg.finished}
         replies: list[UserReply] = []
         aborts: list[int] = []
@@ -178,7 +177,7 @@ class DetokenizeManager:
                     logger.error("a token of request %d, which never started", uid)
                 continue
             end = ends.get(uid)
-            logprobs = output.logprobs(token, scores.get(uid))
+            logprobs = output.logprobs(token, columns.get(uid))
             reply = msgspec.structs.replace(
                 output.advance(token, end), logprobs=logprobs, output_ids=msg.tokens[4 * i : 4 * i + 4]
             )
@@ -195,7 +194,7 @@ class DetokenizeManager:
                 self._stopped.remove(uid)
             elif (output := self._outputs.pop(uid, None)) is not None:
                 replies.append(output.end(end))
-            else:  # it has no token
+            else:  # ended without a token
                 replies.append(
                     UserReply(uid=uid, finish_reason=end.reason, stop_reason=end.stop_token, failure=end.failure)
                 )

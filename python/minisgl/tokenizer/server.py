@@ -1,4 +1,4 @@
-"""The tokenizer and detokenizer processes: one loop over one inbox, nothing that a message says can end it."""
+"""The tokenizer and detokenizer processes: one loop over one inbox, which no message can end."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def tokenize_worker(
 
 
 class Worker:
-    """What the loop does with a batch of messages, without the sockets."""
+    """Handles batches of messages, without the sockets."""
 
     def __init__(self, tokenize: TokenizeManager) -> None:
         self._tokenize = tokenize
@@ -78,13 +78,13 @@ class Worker:
 
     @property
     def entries(self) -> int:
-        """Requests that are remembered."""
+        """The number of requests with decoding state."""
         return self._detokenize.entries
 
     def handle(self, messages: list[TokenizerMsg]) -> tuple[list[BackendMsg], list[FrontendMsg]]:
-        """What the messages mean for the scheduler and for the API server.
+        """Return the messages for the scheduler and those for the API server.
 
-        Running streams go first: a long prompt must not make them wait. Requests and aborts keep their order.
+        Running streams go first: they must not wait for a long prompt. Requests and aborts keep their order.
         """
         to_backend: list[BackendMsg] = []
         to_frontend: list[FrontendMsg] = []
@@ -102,7 +102,7 @@ class Worker:
                 aborted.add(msg.uid)
         for msg in messages:
             if isinstance(msg, TokenizeMsg):
-                if msg.uid in aborted:  # its abort is in this very batch: the work is not worth starting
+                if msg.uid in aborted:  # aborted in the same batch: not worth starting
                     to_frontend.append(UserReply(uid=msg.uid, finish_reason=FinishReason.ABORT))
                     aborted.discard(msg.uid)
                 else:
@@ -125,7 +125,7 @@ class Worker:
             to_backend.append(UserMsg(uid=msg.uid, input_ids=ids_to_bytes(ids), sampling_params=msg.sampling_params))
 
     def _with_texts(self, view: EngineView) -> EngineView:
-        """`view` with the words that its nodes begin with."""
+        """Return `view` with the text of the first tokens of each node."""
         heads = [ids_from_bytes(node.head).tolist() for node in view.nodes]
         texts = self._tokenize.tokenizer.decode_batch(heads, skip_special_tokens=False)
         nodes = [
@@ -143,7 +143,7 @@ class Worker:
 
 
 def _failure(uid: int, e: Exception) -> Failure:
-    """A bug of ours, or of a library on odd input, costs this request and no other."""
+    """Return the failure to reply; a bug, ours or a library's on odd input, costs this request and no other."""
     if isinstance(e, RequestError):
         return Failure.of(e)
     logger.error("could not tokenize request %d", uid, exc_info=e)

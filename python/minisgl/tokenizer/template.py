@@ -1,7 +1,7 @@
 """Chat templates as Hugging Face writes them: Jinja in a sandbox, with the conventions of transformers.
 
-The template comes from the model folder, never from a client. What a client sends only fills it in, and what comes out
-is capped in size and time.
+The template comes from the model folder, never from a client. A client's messages only fill it in, and rendering is
+limited in size and time.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def _strftime_now(format: str) -> str:
 
 
 def _sources(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """Template name -> text; a single one is called "default"."""
+    """Return template name -> text; a single template is called "default"."""
     named: dict[str, str] = {}
     value = tokenizer_config.get("chat_template")
     if isinstance(value, str):
         named["default"] = value
-    elif isinstance(value, list):  # the form with several named templates
+    elif isinstance(value, list):  # several named templates
         named = {
             str(t["name"]): str(t["template"])
             for t in value
@@ -66,7 +66,7 @@ class ChatTemplate:
     """The chat templates of one model folder; `render` turns messages into the text to be encoded."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `ConfigError` when a template does not compile. A folder without one is fine until `render`."""
+        """Raise `ConfigError` if a template does not compile. A folder without one is fine until `render`."""
         path = folder / "tokenizer_config.json"
         config = read_json(path) if path.is_file() else {}
         env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
@@ -74,7 +74,7 @@ class ChatTemplate:
         env.globals["raise_exception"] = _raise_exception
         env.globals["strftime_now"] = _strftime_now
         sources = _sources(folder, config)
-        self.source = "\n".join(sources.values())  # for whoever reads off it what the model can do
+        self.source = "\n".join(sources.values())  # the API derives the model's abilities from it
         try:
             self._templates = {name: env.from_string(text) for name, text in sources.items()}
         except TemplateError as e:
@@ -96,10 +96,10 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The conversation as one text, special tokens spelled out.
+        """Return the conversation as one text, special tokens included.
 
-        `continue_final_message` leaves the last message open, so that the model goes on with it. Raises `RequestError`
-        when there is no template or it refuses the conversation.
+        `continue_final_message` leaves the last message open for the model to continue. Raises `RequestError` if there
+        is no template, or the template refuses the conversation.
         """
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template = self._templates.get(name)
@@ -117,7 +117,7 @@ class ChatTemplate:
                 )
             final = messages[-1]["content"]
             messages[-1]["content"] = final.rstrip() + _CONTINUE_MARK
-        # The names that the conventions fix come last: template_kwargs cannot shadow them.
+        # The names fixed by convention come last, so that template_kwargs cannot override them.
         context = self._special_tokens | kwargs
         context |= {"messages": messages, "tools": tools or None, "documents": None}
         text = self._run(template.generate(**context, add_generation_prompt=add_generation_prompt))
@@ -129,7 +129,7 @@ class ChatTemplate:
         return text
 
     def _adapt(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A copy for the template; "developer" is OpenAI's newer word for "system", which few templates know."""
+        """Return a copy for the template; "developer" is OpenAI's newer role for "system", which few templates know."""
         if message.get("role") == "developer" and not self._knows_developer:
             return {**message, "role": "system"}
         return dict(message)
@@ -147,7 +147,7 @@ class ChatTemplate:
                     raise RequestError("the conversation is too large for the chat template", param="messages")
         except RequestError:
             raise
-        except Exception as e:  # a template is a program: what the conversation lacks can raise anything
+        except Exception as e:  # a template is a program: a missing field can raise anything
             raise RequestError(
                 f"the chat template refuses this conversation: {e}", param="messages", code="chat_template_error"
             ) from e

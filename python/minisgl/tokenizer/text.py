@@ -1,25 +1,26 @@
-"""Tokens -> text as they come: half a character is held back until the rest of it is there."""
+"""Incremental text: tokens -> characters, holding back half a character, and stop strings in text that streams."""
 
 from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 from tokenizers import Tokenizer, decoders
 
 _BYTE_PIECE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-MAX_WINDOW: Final = 32  # tokens that `WindowDecoder` may hold back before it shows the broken characters
+MAX_WINDOW: Final = 32  # tokens that `WindowDecoder` holds back at most before it shows broken characters
 
 
 class TextDecoder(Protocol):
     """Incremental decoding of one request's tokens."""
 
     def feed(self, token: int) -> str:
-        """The text that `token` completes."""
+        """Return the text that `token` completes."""
 
     def flush(self) -> str:
-        """What is still held back; call once, at the end."""
+        """Return the text still held back; call once, at the end."""
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -48,7 +49,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 class ByteDecoder:
-    """For byte-level BPE (GPT-2, Llama 3, Qwen): bytes through an incremental UTF-8 decoder, constant work a token."""
+    """Decodes byte-level BPE (GPT-2, Llama 3, Qwen) by an incremental UTF-8 decoder: constant work a token."""
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._bytes = token_bytes
@@ -62,7 +63,7 @@ class ByteDecoder:
 
 
 class WindowDecoder:
-    """For any other tokenizer: decode a small window of tokens with and without the new ones and show the difference.
+    """Decodes any other tokenizer's tokens: a small window with and without the new ones, to show the difference.
 
     The window starts at a token that has been shown, so that decoders which treat the first token differently (a
     stripped space) do so on both sides. Text that ends in U+FFFD may be half a character and is held back.
@@ -71,7 +72,7 @@ class WindowDecoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
-        self._shown = 0  # how many tokens of the window have been shown
+        self._shown = 0  # tokens of the window that have been shown
 
     def feed(self, token: int) -> str:
         self._window.append(token)
@@ -91,7 +92,7 @@ class WindowDecoder:
 
 
 class PieceBytes:
-    """The bytes of each token of any other vocabulary: SentencePiece's spaces and byte tokens, the rest as it is."""
+    """The bytes of each token of any other vocabulary: SentencePiece's spaces and byte tokens decoded."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -105,21 +106,77 @@ class PieceBytes:
 
 
 class TextDecoders:
-    """Makes the decoder that suits a tokenizer."""
+    """Makes the decoders of one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._token_bytes = TokenBytes(tokenizer) if isinstance(tokenizer.decoder, decoders.ByteLevel) else None
         pieces = PieceBytes(tokenizer) if self._token_bytes is None else self._token_bytes
-        self.bytes_of: TokenBytes | PieceBytes = pieces  # of each token by itself
+        self.bytes_of: TokenBytes | PieceBytes = pieces  # bytes of each token by itself
 
     def new(self) -> TextDecoder:
-        """A decoder for one request."""
+        """Return a decoder for one request."""
         return WindowDecoder(self._tokenizer) if self._token_bytes is None else ByteDecoder(self._token_bytes)
 
     def decode(self, tokens: list[int]) -> str:
-        """What a new decoder would give for all of them, one after the other; quicker where they are bytes."""
+        """Return the text that a new decoder would make of `tokens`, faster for byte-level BPE."""
         if self._token_bytes is not None:
             return b"".join(map(self._token_bytes.__getitem__, tokens)).decode("utf-8", "replace")
         decoder = self.new()
         return "".join(map(decoder.feed, tokens)) + decoder.flush()
+
+
+class StopMatcher:
+    """Finds the first of several stop strings in text that arrives in pieces.
+
+    One matcher per string (Knuth, Morris & Pratt 1977), so a character costs the same however long the strings are.
+    Only characters that may still become a stop string are held back: the longest current partial match.
+    """
+
+    def __init__(self, stops: Sequence[str], shows_stop: bool = False) -> None:
+        self._shows_stop = shows_stop
+        self._stops = [(s, _prefix_function(s)) for s in stops]
+        self._matched = [0] * len(stops)
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """Return the text to show now, and the stop string if one is complete.
+
+        Text behind the stop string is never shown, the stop string itself only with `shows_stop`.
+        """
+        for end, char in enumerate(text, start=1):
+            complete: str | None = None
+            for i, (stop, borders) in enumerate(self._stops):
+                n = self._matched[i]
+                while n and stop[n] != char:
+                    n = borders[n - 1]
+                n += stop[n] == char
+                if n == len(stop):
+                    if complete is None or n > len(complete):
+                        complete = stop
+                    n = borders[n - 1]
+                self._matched[i] = n
+            if complete is not None:
+                seen = self._held + text[:end]
+                self._held = ""
+                return seen if self._shows_stop else seen[: len(seen) - len(complete)], complete
+        seen = self._held + text
+        cut = len(seen) - max(self._matched)
+        self._held = seen[cut:]
+        return seen[:cut], None
+
+    def flush(self) -> str:
+        """Return the text held back, when no more will come."""
+        return self._held
+
+
+def _prefix_function(pattern: str) -> list[int]:
+    """Return a list: element i is the length of the longest proper prefix of pattern[:i+1] that is also its suffix."""
+    borders = [0] * len(pattern)
+    n = 0
+    for i in range(1, len(pattern)):
+        while n and pattern[i] != pattern[n]:
+            n = borders[n - 1]
+        n += pattern[i] == pattern[n]
+        borders[i] = n
+    return borders

@@ -13,7 +13,7 @@ from minisgl.checkpoint import hf
 from minisgl.checkpoint.embedder import read_embedder
 from minisgl.errors import ConfigError, RequestError
 from minisgl.message import DecodeMsg, EncodeMsg, TokenizeMsg, ids_from_bytes
-from minisgl.params import Limits, SamplingParams, too_long, validate_prompt, validate_sampling
+from minisgl.params import Limits, SamplingParams, too_long, validate_prompt
 from minisgl.tokenizer.template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The folder's tokenizer.json; raises `ConfigError` when it has none or it cannot be read."""
+    """Load the folder's tokenizer.json; raises `ConfigError` if there is none or it cannot be read."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(
@@ -32,14 +32,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as e:  # the library raises bare Exception
         raise ConfigError(f"{path} is not a readable tokenizer: {e}") from e
-    # A checkpoint's leftovers of training: a server never cuts or pads a prompt.
+    # Training leaves these in a checkpoint; a server never truncates or pads a prompt.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def model_limits(folder: Path, max_seq_len: int | None = None) -> Limits:
-    """What one request to the model in `folder` may ask for."""
+    """Read the limits of a request to the model in `folder`."""
     config = hf.load_config(folder)
     vocab_size = config.get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
@@ -56,15 +56,14 @@ class TokenizeManager:
         self.limits = limits or model_limits(folder)
         self._template = ChatTemplate(folder)
         longest = max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=1)
-        self._last: tuple[TokenizeMsg, Ints] | None = None  # the newest prompt: the choices of a request come in a row
-        self._max_chars = self.limits.max_model_len * longest  # more cannot fit, whatever it says
+        self._last: tuple[TokenizeMsg, Ints] | None = None  # the newest prompt: the choices of a request follow it
+        self._max_chars = self.limits.max_model_len * longest  # more cannot fit
 
     def tokenize(self, msg: TokenizeMsg) -> Ints:
-        """The prompt's token ids, int32 [n]; raises `RequestError` when the request cannot be served.
+        """Return the prompt's token ids, int32 [n]; raises `RequestError` for a prompt that cannot be served.
 
         A plain prompt gets the special tokens of the tokenizer (such as BOS); a chat template writes its own.
         """
-        validate_sampling(msg.sampling_params, self.limits)
         prompt = msgspec.structs.replace(msg, uid=0, sampling_params=SamplingParams())
         if self._last is None or self._last[0] != prompt:
             self._last = prompt, self._prompt_ids(prompt)
@@ -82,14 +81,14 @@ class TokenizeManager:
         raise RequestError("the request has no prompt", param="prompt")
 
     def encode(self, msg: EncodeMsg) -> Ints:
-        """The token ids of a prompt that may be longer than a request's, int32 [n]; raises `RequestError`."""
+        """Return the token ids [n] of a prompt that may exceed the context, int32; raises `RequestError`."""
         is_chat = msg.prompt.messages is not None
         text = self._render(msg.prompt) if is_chat else msg.prompt.text or ""
         add = not is_chat if msg.add_special_tokens is None else msg.add_special_tokens
         return self._encode(text, add_special_tokens=add)
 
     def decode(self, msg: DecodeMsg) -> str:
-        """The text of some tokens; bytes that are no UTF-8 become U+FFFD. Raises `RequestError` for too many."""
+        """Return the text of tokens, with U+FFFD for invalid UTF-8; raises `RequestError` for too many tokens."""
         ids = ids_from_bytes(msg.input_ids)
         if len(ids) > self.limits.max_model_len:
             raise RequestError(f"tokens has {len(ids)} ids; the limit is {self.limits.max_model_len}", param="tokens")

@@ -17,7 +17,7 @@ from minisgl.verify.steps import Span, Stepper, engine_of, stepper_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minisgl.llm.answers import Completion
+    from minisgl.llm.completions import Completion
     from minisgl.llm.llm import LLM
     from minisgl.verify.reference import Reference
 

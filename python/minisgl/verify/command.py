@@ -11,7 +11,7 @@ from minisgl.bench.report import format_table
 from minisgl.device.device import create_device
 from minisgl.engine.config import EngineSpec, resolve
 from minisgl.errors import ConfigError
-from minisgl.llm.answers import Completion
+from minisgl.llm.completions import Completion
 from minisgl.llm.llm import LLM
 from minisgl.settings.options import SchedulerConfig, build_config
 from minisgl.tokenizer.tokenize import load_tokenizer

@@ -61,7 +61,7 @@ def test_rows_of_a_mixed_batch_equal_the_reference(seed: int) -> None:
         output = [rng.randrange(VOCAB) for _ in range(rng.choice((0, 0, 4)))]
         req = Req(0, np.array(prompt, np.int32), params, 40, 0, 0)
         for token in output:
-            req.append_host(token)
+            req.append_sampled(token)
         live[row] = (params, prompt, output)
         penalties.apply(penalty_record(req, row, EOS), NO_MASKS)
         for _ in range(3):

@@ -79,8 +79,8 @@ class Embeddings:
 
     def step(self) -> None:
         self._scheduler.step()
-        while self._io.outbox:
-            msg = self._io.outbox.popleft()
+        while self._io.replies:
+            msg = self._io.replies.popleft()
             self.started |= {s.uid: s for s in msg.started}
             self.finished |= {f.uid: f for f in msg.finished}
 

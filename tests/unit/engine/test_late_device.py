@@ -101,8 +101,8 @@ def run(folder: Path, device: Device, requests: Requests, aborts: frozenset[int]
             io.inbox.extend(AbortBackendMsg(uid) for uid in aborts)
         scheduler.step()
         step += 1
-        while io.outbox:
-            msg = io.outbox.popleft()
+        while io.replies:
+            msg = io.replies.popleft()
             uids = np.frombuffer(msg.uids, "<i8").tolist()
             for uid, token in zip(uids, ids_from_bytes(msg.tokens).tolist(), strict=True):
                 outputs[uid].append(token)

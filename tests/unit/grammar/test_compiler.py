@@ -31,9 +31,9 @@ def compiled(kind: GrammarKind, text: str, *, ignore_eos: bool = False, after: s
 
 def advance(matcher: TokenMatcher, token: int) -> None:
     matcher.advance(token)
-    (error,) = COMPILER.look([matcher])
-    if error is not None:
-        raise error
+    COMPILER.compute_masks([matcher])
+    if matcher.error is not None:
+        raise matcher.error
 
 
 def allowed(matcher: TokenMatcher) -> list[int]:
@@ -231,9 +231,11 @@ def test_many_at_once_are_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None
             token = allowed(a)[len(allowed(a)) // 2]
             b.advance(token)
             advance(a, token)
-        assert COMPILER.look(together) == [None] * len(texts)
+        COMPILER.compute_masks(together)
+        assert [m.error for m in together] == [None] * len(texts)
         assert [allowed(m) for m in together] == [allowed(m) for m in alone]
     together[1].advance(TOKENIZER.encode("z").ids[0])
-    errors = COMPILER.look(together)
+    COMPILER.compute_masks(together)
+    errors = [m.error for m in together]
     assert [error is not None for error in errors] == [False, True, False, False, False]
     assert "cannot be followed" in str(errors[1])

@@ -1,4 +1,4 @@
-"""Grammars and the rest of the engine: overlap, retraction and batch mates change nothing."""
+"""Grammars and the rest of the engine: overlap, preemption and batch mates change nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_same_text_however_it_is_computed() -> None:
     overlapped = LLM(threads=1, num_pages=400, overlap=True)
     assert [c.token_ids for c in run(overlapped, list(range(6)))] == want
     tight = LLM(threads=1, num_pages=16, overlap=True, max_prefill_length=16)
-    tight.scheduler.prefill.growth.share = 0.0  # admit whoever comes
+    tight.scheduler.prefill.growth.fraction = 0.0  # admit whoever comes
     assert [c.token_ids for c in run(tight, list(range(6)))] == want
     assert tight.scheduler.stats.preemptions > 0
 

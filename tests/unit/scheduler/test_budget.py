@@ -117,7 +117,7 @@ def run_burst(target: float) -> tuple[float, float]:
 
     def step() -> None:
         h.scheduler.step()
-        for msg in h.io.outbox:
+        for msg in h.io.replies:
             for uid in np.frombuffer(msg.uids, "<i8").tolist():
                 times[uid].append(engine.seconds)
             assert len(ids_from_bytes(msg.tokens)) <= 80

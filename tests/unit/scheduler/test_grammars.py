@@ -115,7 +115,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request(monkeypatch: pytest.
         self.history.append(token)
         if len(self.history) == 3:
             self.error = RequestError("too ambiguous")
-        self._look()
+        self._compute_mask()
 
     monkeypatch.setattr(FakeMatcher, "advance", confused)
     h = Harness(FakeEngine(vocab=101), 1)

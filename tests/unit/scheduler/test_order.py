@@ -121,12 +121,12 @@ def test_a_retracted_request_returns_to_its_old_place() -> None:
     later = [h.prompt(20), h.prompt(9)]
     for _ in range(30):  # the running ones' sequences grow
         h.step()
-    h.scheduler._make_room(h.scheduler.live[running[0]])
+    h.scheduler._preempt_for(h.scheduler.live[running[0]])
     while h.scheduler.leaving:
         h.scheduler.collect(h.scheduler.launched.popleft())
-    retracted = running[2]
+    preempted = running[2]
     waiting = h.scheduler.prefill.waiting
-    assert [r.uid for r in waiting] == [later[1], retracted, later[0]]
+    assert [r.uid for r in waiting] == [later[1], preempted, later[0]]
     assert len(waiting[1].ids) > 40, "which is by now longer than all others"
     h.finish_all()
     h.check_outputs()

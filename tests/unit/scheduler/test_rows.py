@@ -120,14 +120,14 @@ def lose_page(s: Scheduler) -> None:
 
 
 def forget_leaving(s: Scheduler) -> None:
-    s.decode.running[0].status = Status.RETRACTING
+    s.decode.running[0].status = Status.PREEMPTED
 
 
 @pytest.mark.parametrize(
     "spoil",
     [
         *(spoil_row(name, 90) for name in ("uid", "cached_len", "confirmed_len", "max_len", "limit", "last_step")),
-        *(spoil_row(name, 0) for name in ("cached_len", "confirmed_len", "limit", "last_step", "is_wanted", "flags")),
+        *(spoil_row(name, 0) for name in ("cached_len", "confirmed_len", "limit", "last_step", "is_live", "flags")),
         *(swap_order, stale_index, lose_request, lose_page, forget_leaving),
     ],
 )
@@ -140,22 +140,22 @@ def test_the_checks_see_what_is_wrong(spoil: Callable[[Scheduler], None]) -> Non
 
 
 def test_sampled_tokens_are_where_the_next_prompt_finds_them() -> None:
-    """A retracted request waits with prompt and output so far, however often it is retracted."""
+    """A preempted request waits with prompt and output so far, however often it is preempted."""
     engine = FakeEngine(rows=8, num_pages=18, page_size=4, max_model_len=64, vocab=5003)
     h = Harness(engine, 1)
     for i in range(12):
         h.add([1 + i, 2, 3], 40, ignore_eos=True)
-    retracted: dict[int, int] = {}
+    preempted: dict[int, int] = {}
     for _ in range(2000):
         h.step()
         for req in h.scheduler.prefill.waiting:
             assert req.ids.dtype == np.int32
             prompt = h.requests[req.uid][0]
             assert req.ids.tolist() == prompt + h.outputs[req.uid]
-            retracted[req.uid] = max(retracted.get(req.uid, 0), len(req.ids) - len(prompt))
+            preempted[req.uid] = max(preempted.get(req.uid, 0), len(req.ids) - len(prompt))
         if not h.scheduler.is_busy:
             break
-    assert sum(n > 0 for n in retracted.values()) > 2
+    assert sum(n > 0 for n in preempted.values()) > 2
     h.finish_all()
     h.check_outputs()
 

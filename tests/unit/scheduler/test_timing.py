@@ -8,7 +8,7 @@ import pytest
 
 from minisgl.message import BackendMsg, ExitMsg, UserMsg, ids_to_bytes
 from minisgl.params import SamplingParams
-from minisgl.scheduler.step_clock import LATE_S, MARGIN_S, RECENT, StepClock
+from minisgl.scheduler.budget import LATE_S, PLAN_MARGIN_S, RECENT_STEPS, StepClock
 from support.fake_engine import FakeEngine, FakeOutput
 from support.traces import Harness
 
@@ -27,28 +27,28 @@ def clock(*seconds: float) -> tuple[StepClock, float]:
 
 
 def test_the_shortest_of_the_last_steps_tells_how_long_one_takes() -> None:
-    c, now = clock(0.001, 0.020, 0.010, 0.030, *[0.011] * (RECENT - 2))
-    assert c.spare(now) == pytest.approx(0.010 - MARGIN_S)
-    assert c.spare(now + 0.004) == pytest.approx(0.006 - MARGIN_S)
-    assert c.spare(now + 0.010) == 0.0
+    c, now = clock(0.001, 0.020, 0.010, 0.030, *[0.011] * (RECENT_STEPS - 2))
+    assert c.slack(now) == pytest.approx(0.010 - PLAN_MARGIN_S)
+    assert c.slack(now + 0.004) == pytest.approx(0.006 - PLAN_MARGIN_S)
+    assert c.slack(now + 0.010) == 0.0
 
 
 def test_steps_with_prompts_say_nothing_and_short_ones_leave_no_time() -> None:
     c, now = clock(0.010)
     c.collect(now + 0.1, now + 0.2, is_decode=False)
-    assert c.spare(now + 0.2) == pytest.approx(0.010 - MARGIN_S), "that which runs now began when the last ended"
-    c, now = clock(MARGIN_S)
-    assert c.spare(now) == 0.0
-    assert StepClock().spare(5.0) == 0.0
+    assert c.slack(now + 0.2) == pytest.approx(0.010 - PLAN_MARGIN_S), "that which runs now began when the last ended"
+    c, now = clock(PLAN_MARGIN_S)
+    assert c.slack(now) == 0.0
+    assert StepClock().slack(5.0) == 0.0
 
 
 def test_who_came_too_late_knows_nothing_until_a_step_was_waited_for() -> None:
     c, now = clock(0.010, 0.010)
     now += 0.015
     c.collect(now - LATE_S / 2, now, is_decode=True)
-    assert c.spare(now) == 0.0
+    assert c.slack(now) == 0.0
     c.collect(now + 0.002, now + 0.009, is_decode=True)
-    assert c.spare(now + 0.009) == pytest.approx(0.009 - MARGIN_S)
+    assert c.slack(now + 0.009) == pytest.approx(0.009 - PLAN_MARGIN_S)
 
 
 def test_a_scheduler_listens_while_the_device_computes_unless_prompts_wait(monkeypatch: pytest.MonkeyPatch) -> None:

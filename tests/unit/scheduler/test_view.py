@@ -11,7 +11,7 @@ from minisgl.kvcache import outline as outlines
 from minisgl.kvcache.radix_manager import RadixCacheManager
 from minisgl.message import EngineView, FrontendMsg, ids_from_bytes
 from minisgl.process.queues import Codec
-from minisgl.scheduler.view import MAX_REQUESTS, engine_view
+from minisgl.scheduler.stats import MAX_VIEW_REQUESTS, engine_view
 from support.fake_engine import FakeEngine
 from support.traces import Harness
 
@@ -71,7 +71,7 @@ def test_no_tree_and_many_requests() -> None:
         h.step()
     view = checked(h)
     assert (view.nodes, view.nodes_total) == ([], 0)
-    assert view.running > MAX_REQUESTS == len(view.requests)
+    assert view.running > MAX_VIEW_REQUESTS == len(view.requests)
 
 
 def full_tree(nodes: int, fan_out: int) -> RadixCacheManager:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from minisgl.core import FinishReason
 from minisgl.message import DetokenizeMsg, Failure, Finished, Started, UserReply, ids_from_bytes, ids_to_bytes
 from minisgl.tokenizer.detokenize import DetokenizeManager
-from minisgl.tokenizer.stop import StopMatcher
+from minisgl.tokenizer.text import StopMatcher
 
 
 def _conftest() -> ModuleType:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from minisgl.core import FinishReason
-from minisgl.message import AbortBackendMsg, AbortMsg, DetokenizeMsg, TokenizeMsg, UserMsg, UserReply
+from minisgl.message import AbortBackendMsg, AbortMsg, DetokenizeMsg, TokenizeMsg, UserMsg, UserReply, ids_to_bytes
 from minisgl.params import SamplingParams
 from minisgl.tokenizer.server import Worker
 from minisgl.tokenizer.tokenize import TokenizeManager
@@ -36,12 +36,12 @@ def test_abort_in_the_same_batch_saves_the_work(worker: Worker) -> None:
 
 
 def test_bad_request_costs_only_itself(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    bad = TokenizeMsg(uid=1, sampling_params=SamplingParams(top_p=7.0), text="x")
+    bad = TokenizeMsg(uid=1, sampling_params=SamplingParams(), input_ids=ids_to_bytes([600]))
     to_backend, to_frontend = worker.handle([bad, request(2)])
     assert [m.uid for m in to_backend] == [2]
     reply = to_frontend[0]
     assert isinstance(reply, UserReply) and reply.failure is not None
-    assert (reply.failure.status, reply.failure.param, reply.finish_reason) == (400, "top_p", FinishReason.ERROR)
+    assert (reply.failure.status, reply.failure.param, reply.finish_reason) == (400, "prompt", FinishReason.ERROR)
     monkeypatch.setattr(worker._tokenize, "tokenize", lambda msg: 1 / 0)
     reply = worker.handle([request(3)])[1][0]
     assert isinstance(reply, UserReply) and reply.failure is not None

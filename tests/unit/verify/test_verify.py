@@ -12,7 +12,7 @@ from contract.checkpoints import configurations, save
 from contract.harness import MiniEngine, Span
 from minisgl.engine.config import resolve
 from minisgl.errors import ConfigError
-from minisgl.llm.answers import Completion
+from minisgl.llm.completions import Completion
 from minisgl.settings.options import EngineConfig
 from minisgl.verify.checks import FLOAT32_LIMIT, HALF_FACTOR, WAYS, Texts, check_logits, compare
 from minisgl.verify.command import make_texts, verify

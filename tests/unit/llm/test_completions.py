@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
-from minisgl.llm.answers import Answers, Completion
+from minisgl.llm.completions import Completion, Completions
 from minisgl.message import DetokenizeMsg, Failure, Finished, Started, UserMsg, ids_to_bytes
 from minisgl.params import SamplingParams
 from minisgl.tokenizer.detokenize import DetokenizeManager
@@ -69,7 +69,7 @@ def messages(rng: random.Random, users: list[UserMsg], vocab: int) -> list[Detok
     return said
 
 
-def answers_to(
+def completions_of(
     tokenizer: Tokenizer, users: list[UserMsg], said: list[DetokenizeMsg], *, streams: bool
 ) -> list[Completion]:
     heard: dict[int, str] = {}
@@ -78,13 +78,13 @@ def answers_to(
         heard[index] = heard.get(index, "") + text
 
     detokenizer = DetokenizeManager(tokenizer)
-    answers = Answers(detokenizer, users, on_token if streams else None)
-    assert answers._streams is streams
+    completions = Completions(detokenizer, users, on_token if streams else None)
+    assert completions._streams is streams
     for msg in said:
-        assert answers.pending > 0
-        assert answers.take(msg) == []
-    assert answers.pending == 0 and detokenizer.entries == 0
-    done = answers.finish()
+        assert completions.pending > 0
+        assert completions.take(msg) == []
+    assert completions.pending == 0 and detokenizer.entries == 0
+    done = completions.finish()
     if streams:
         assert [heard.get(i, "") for i in range(len(users))] == [c.text for c in done]
     return done
@@ -103,23 +103,23 @@ def test_text_in_the_end_is_text_as_it_comes(tokenizer: Tokenizer, seed: int) ->
         for i in range(rng.randrange(1, 12))
     ]
     said = messages(rng, users, tokenizer.get_vocab_size())
-    at_end = answers_to(tokenizer, users, said, streams=False)
-    assert at_end == answers_to(tokenizer, users, said, streams=True)
+    at_end = completions_of(tokenizer, users, said, streams=False)
+    assert at_end == completions_of(tokenizer, users, said, streams=True)
     assert any(c.text for c in at_end)
 
 
 def test_a_stop_string_makes_text_come_at_once() -> None:
     detokenizer = DetokenizeManager(MADE.byte_level())
     user = UserMsg(uid=1, input_ids=ids_to_bytes([1]), sampling_params=SamplingParams(stop=("fox",)))
-    assert Answers(detokenizer, [user], None)._streams
+    assert Completions(detokenizer, [user], None)._streams
 
 
 def test_a_failed_request_fails_the_call_either_way() -> None:
     for on_token in (None, lambda index, text: None):
         users = [UserMsg(uid=1, input_ids=ids_to_bytes([1]), sampling_params=SamplingParams())]
-        answers = Answers(DetokenizeManager(MADE.byte_level()), users, on_token)
+        completions = Completions(DetokenizeManager(MADE.byte_level()), users, on_token)
         with pytest.raises(RequestError, match="NaN") as failed:
-            answers.take(
+            completions.take(
                 DetokenizeMsg(
                     uids=b"",
                     tokens=b"",
@@ -131,4 +131,4 @@ def test_a_failed_request_fails_the_call_either_way() -> None:
 
 
 def test_no_prompts_no_completions() -> None:
-    assert Answers(DetokenizeManager(MADE.byte_level()), [], None).finish() == []
+    assert Completions(DetokenizeManager(MADE.byte_level()), [], None).finish() == []

@@ -1,4 +1,4 @@
-"""What the scheduler says of the requests of one call -> their completions."""
+"""The scheduler's messages about the requests of one call -> their completions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from minisgl.tokenizer.detokenize import DetokenizeManager
 class Completion:
     """One finished request. `text` has no stop string and no special tokens; `token_ids` has every generated token.
 
-    With `echo`, `text` and `logprobs` begin with the prompt's. `embedding` is what `LLM.embed` makes vectors of.
+    With `echo`, `text` and `logprobs` begin with the prompt's. `embedding` (float32 bytes) is for `LLM.embed`.
     """
 
     prompt_tokens: int
@@ -28,11 +28,11 @@ class Completion:
     embedding: bytes = b""
 
 
-class Answers:
-    """Makes the completions of one call out of what the scheduler says; `take` its messages, `finish` in the end.
+class Completions:
+    """Gathers the completions of one call: `take` each message of the scheduler, then `finish`.
 
-    Where somebody listens, a stop string may end a request, or more than text is wanted, text is made as the tokens
-    come. Otherwise they are only noted, and text is made of all of them in the end: a step costs next to nothing then.
+    Tokens are decoded as they arrive if there is a callback, a stop string, or more than text to return. Otherwise they
+    are only stored and decoded in the end, so that a step costs next to nothing.
     """
 
     def __init__(
@@ -44,27 +44,27 @@ class Answers:
         self.pending = len(users)
         self._detokenizer = detokenizer
         self._params = [u.sampling_params for u in users]
-        self._first = users[0].uid if users else 0  # the others' numbers follow it
+        self._first = users[0].uid if users else 0  # the other uids follow
         self._on_token = on_token
         self._streams = on_token is not None or any(
             p.stop or p.echo or p.embed or p.logprobs is not None for p in self._params
         )
         self._completions = [Completion(len(ids_from_bytes(u.input_ids))) for u in users]
         self._texts: list[list[str]] = [[] for _ in users]
-        # Where to cut a request's tokens: those of its answer, and of these those with text. None = nowhere.
-        self._answer_stop: list[int | None] = [None] * len(users)
+        # Where to cut the tokens of each request, and those of them that have text; None = nowhere.
+        self._ids_stop: list[int | None] = [None] * len(users)
         self._text_stop: list[int | None] = [None] * len(users)
         self._uids: list[bytes] = []
         self._tokens: list[bytes] = []
 
     def take(self, msg: DetokenizeMsg) -> list[int]:
-        """Take in one step; returns the uids that a stop string has ended. Raises `RequestError` if one has failed."""
+        """Take in one step; return the uids that a stop string has ended. Raises `RequestError` if one has failed."""
         self._uids.append(msg.uids)
         self._tokens.append(msg.tokens)
         if self._streams:
             replies, stopped = self._detokenizer.detokenize(msg)
             for reply in replies:
-                self._hear(reply)
+                self._add(reply)
             return stopped
         for started in msg.started:
             self._completions[started.uid - self._first].cached_tokens = started.cached_tokens
@@ -76,7 +76,7 @@ class Answers:
         self.pending -= len(msg.finished)
         return []
 
-    def _hear(self, reply: UserReply) -> None:
+    def _add(self, reply: UserReply) -> None:
         index = reply.uid - self._first
         done = self._completions[index]
         done.cached_tokens = reply.cached_tokens or done.cached_tokens
@@ -90,22 +90,22 @@ class Answers:
             raise reply.failure.error()
         if reply.finish_reason is not None:
             done.finish_reason = reply.finish_reason
-            self._answer_stop[index] = reply.completion_tokens  # what was computed beyond a stop string is not
+            self._ids_stop[index] = reply.completion_tokens  # without those computed behind a stop string
             self.pending -= 1
 
     def drop(self, msg: DetokenizeMsg) -> None:
-        """Forget a message that comes after the answers were given (or given up)."""
+        """Ignore a message that arrives when the call has returned or failed."""
         if self._streams:
             self._detokenizer.detokenize(msg)
 
     def finish(self) -> list[Completion]:
-        """The completions in the order of the prompts."""
+        """Return the completions in the order of the prompts."""
         index = np.frombuffer(b"".join(self._uids), "<i8") - self._first
         order = np.argsort(index, kind="stable")
         ends = np.cumsum(np.bincount(index, minlength=len(self._completions)))
         tokens = ids_from_bytes(b"".join(self._tokens))[order]
         for i, (done, ids) in enumerate(zip(self._completions, np.split(tokens, ends[:-1]), strict=False)):
-            done.token_ids = ids[: self._answer_stop[i]].tolist()
+            done.token_ids = ids[: self._ids_stop[i]].tolist()
             if not self._streams:
                 skip = self._params[i].skip_special_tokens
                 self._texts[i].append(self._detokenizer.decode(done.token_ids[: self._text_stop[i]], skip))
