@@ -6,6 +6,7 @@ import argparse
 import sys
 from dataclasses import asdict
 
+import minisgl
 from minisgl.bench.command import add_bench, run_bench
 from minisgl.errors import ConfigError, MinisglError
 from minisgl.settings.options import SchedulerConfig
@@ -44,12 +45,12 @@ docs/models.md says why.
   minisgl verify ~/models/Qwen3-0.6B --dtype float32    the strictest comparison
   minisgl verify ~/models/Qwen3-32B --tp 4              also compare four ranks with one
 """
-COMMANDS = ("serve", "chat", "generate", "bench", "verify", "env")
 
 
 def _parser() -> Parser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="minisgl", description=DESCRIPTION, epilog=EPILOG, formatter_class=raw, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=minisgl.__version__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
@@ -91,29 +92,6 @@ def _add_sampling(parser: argparse.ArgumentParser, default_temperature: float | 
     parser.add_argument(
         "--max-tokens", type=int, metavar="INT", help="maximum length of an answer (default: the context)"
     )
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run a command; return the exit code: 0 = done, 1 = failed, 2 = the command line or the settings cannot work."""
-    argv = sys.argv[1:] if argv is None else argv
-    if not argv or (argv[0] not in COMMANDS and argv[0] not in ("-h", "--help", "--version")):
-        argv = ["serve", *argv]  # python -m minisgl --model X
-    if argv[0] == "--version":
-        import minisgl
-
-        print(minisgl.__version__)
-        return 0
-    options = _parser().parse_args(argv)
-    run = {"serve": _serve, "chat": _chat, "generate": _generate, "bench": run_bench, "verify": _verify, "env": _env}[
-        options.command
-    ]
-    try:
-        return run(options)
-    except MinisglError as e:
-        print(f"minisgl: {e}", file=sys.stderr)
-        return 2 if isinstance(e, ConfigError) else 1
-    except KeyboardInterrupt:
-        return 130
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -172,6 +150,24 @@ def _env(options: argparse.Namespace) -> int:
 
     print(describe_environment())
     return 0
+
+
+COMMANDS = {"serve": _serve, "chat": _chat, "generate": _generate, "bench": run_bench, "verify": _verify, "env": _env}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; return the exit code: 0 = done, 1 = failed, 2 = the command line or the settings cannot work."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or (argv[0] not in COMMANDS and argv[0] not in ("-h", "--help", "--version")):
+        argv = ["serve", *argv]  # python -m minisgl --model X
+    options = _parser().parse_args(argv)
+    try:
+        return COMMANDS[options.command](options)
+    except MinisglError as e:
+        print(f"minisgl: {e}", file=sys.stderr)
+        return 2 if isinstance(e, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":
