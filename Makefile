@@ -14,7 +14,7 @@ CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-c
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat demo test check rooms soak acceptance format clean
+.PHONY: help serve chat demo test quick check rooms soak acceptance format clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -24,7 +24,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(BIN)/python
-	@echo "installing minisgl into $(VENV) (once, a minute or two)"
+	@echo "installing minisgl into $(VENV) (once, two or three minutes; the CPU's step is compiled)"
 	$(PIP) -e '.[chat]'
 	@touch $@
 
@@ -44,6 +44,9 @@ demo: $(VENV)/.installed  ## start a server, ask it a few questions over HTTP, s
 
 test: $(VENV)/.installed-dev  ## run the tests (no GPU, a few minutes)
 	$(BIN)/python -m pytest -m 'not gpu and not slow' $(ARGS)
+
+quick: $(VENV)/.installed-dev  ## run the tests of the parts (under a minute on two quiet cores)
+	$(BIN)/python -m pytest -m 'not gpu and not slow' tests/unit tests/test_architecture.py $(ARGS)
 
 check: $(VENV)/.installed-dev  ## lint, format, types, import order, size
 	$(BIN)/ruff check .

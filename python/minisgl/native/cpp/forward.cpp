@@ -11,20 +11,20 @@ namespace minisgl {
 
 constexpr int64_t kSlice = 512;  // tokens that go through a layer together
 
-// K/V and an embedding of its own are T, all other weights W.
+// K/V and an untied embedding are T, all other weights W.
 template <class T, class W = T>
-class Net : public Model {
-    using X = typename Product<T>::X;
+class Decoder : public Model {
+    using X = typename Dot<T>::X;
     struct Layer {
         Matrix<W> qkv, o, gate_up, down;
         const LayerWeights* w;
     };
-    struct Piece {  // what of a slot goes through the layers together
+    struct Piece {  // tokens of a slot that go through the layers together
         int64_t row, start, stop, flags;
     };
 
   public:
-    explicit Net(const ModelSpec& spec)
+    explicit Decoder(const ModelSpec& spec)
         : s_(spec),
           pool_((int)spec.threads),
           scratch_(spec.threads, {std::max<int64_t>(kQueryRows, spec.heads / spec.kv_heads), spec.dim}) {
@@ -41,7 +41,7 @@ class Net : public Model {
         for (int64_t l = 0; l < s_.layers; ++l) layers_[l].w = &weights_[l];
         head_ = {(const W*)s_.head, s_.vocab, h, nullptr};
         q_size_ = q, qkv_size_ = all;
-        constexpr int64_t line = 64 / sizeof(X);  // rows one line apart from a power of two fall into different sets
+        constexpr int64_t line = 64 / sizeof(X);  // padding: rows a power of two apart share a cache set
         ld_hidden_ = h + line, ld_q_ = q + line, ld_inner_ = i + line;
     }
 
@@ -56,14 +56,14 @@ class Net : public Model {
             const Slot& slot = plan.slots[i];
             Piece rest{slot.row, slot.start, slot.stop, slot.flags};
             while (rest.start < rest.stop) {
-                Piece now = rest;
-                now.stop = std::min(rest.stop, rest.start + kSlice - (int64_t)ids_.size());
-                if (now.stop < rest.stop) now.flags &= ~kSamples;
-                rest.start = now.stop;
-                now_.push_back(now);
-                for (int64_t t = now.start; t < now.stop; ++t) {
-                    ids_.push_back(now.flags & kFromDevice ? s_.last_token[now.row] : *ids++);
-                    positions_.push_back(t), rows_.push_back(now.row);
+                Piece piece = rest;
+                piece.stop = std::min(rest.stop, rest.start + kSlice - (int64_t)ids_.size());
+                if (piece.stop < rest.stop) piece.flags &= ~kSamples;
+                rest.start = piece.stop;
+                slice_.push_back(piece);
+                for (int64_t t = piece.start; t < piece.stop; ++t) {
+                    ids_.push_back(piece.flags & kFromDevice ? s_.last_token[piece.row] : *ids++);
+                    positions_.push_back(t), rows_.push_back(piece.row);
                 }
                 if ((int64_t)ids_.size() == kSlice) slice(sampled);
             }
@@ -72,10 +72,10 @@ class Net : public Model {
         pool_.run((int)num_samples, [&](int i, int) {
             const Piece& piece = sampled[i];
             if (piece.flags & ~(kSamples | kFromDevice)) return;  // sampled by the caller
-            const Choice c = choose(&logits[i * s_.vocab], s_.vocab, s_.temperature[piece.row], s_.noise_key[piece.row],
-                                    (int32_t)piece.stop);
+            const Sampled c = sample_token(&logits[i * s_.vocab], s_.vocab, s_.temperature[piece.row],
+                                           s_.noise_key[piece.row], (int32_t)piece.stop);
             tokens[i] = s_.last_token[piece.row] = c.token;
-            finite[i] = c.ok;
+            finite[i] = c.is_finite;
         });
     }
 
@@ -95,7 +95,7 @@ class Net : public Model {
         }
     }
 
-    // The tokens in ids_, now_, positions_ and rows_ through all layers; logits of those that sample.
+    // Run the tokens in ids_, slice_, positions_ and rows_ through all layers, and compute the logits that are sampled.
     void slice(std::vector<Piece>& sampled) {
         int64_t m = (int64_t)ids_.size();
         grow(m);
@@ -103,23 +103,23 @@ class Net : public Model {
             const int n = pieces(m * s_.hidden);
             for (int64_t t = part(m, n, i); t < part(m, n, i + 1); ++t) embed(ids_[t], &x_[t * s_.hidden]);
         });
-        std::vector<int64_t> keep;
+        std::vector<int64_t> kept;
         const int64_t first_sample = (int64_t)sampled.size();
         int64_t token = 0;
-        for (const Piece& piece : now_) {
+        for (const Piece& piece : slice_) {
             token += piece.stop - piece.start;
-            if (piece.flags & kSamples) keep.push_back(token - 1), sampled.push_back(piece);
+            if (piece.flags & kSamples) kept.push_back(token - 1), sampled.push_back(piece);
         }
         for (const Layer& layer : layers_) {
             norm(layer.w->input_norm, m);
             linear<T>(pool_, layer.qkv, normed_.data(), ld_hidden_, m, qkv_.data(), qkv_size_, false);
             rotate_and_store(layer, m);
             attention(layer);
-            if (&layer == &layers_.back()) {  // nobody reads the others any more
-                m = (int64_t)keep.size();
+            if (&layer == &layers_.back()) {  // only tokens with logits are still needed
+                m = (int64_t)kept.size();
                 for (int64_t i = 0; i < m; ++i) {
-                    memmove(&x_[i * s_.hidden], &x_[keep[i] * s_.hidden], s_.hidden * sizeof(float));
-                    memmove(&attended_[i * ld_q_], &attended_[keep[i] * ld_q_], q_size_ * sizeof(X));
+                    memmove(&x_[i * s_.hidden], &x_[kept[i] * s_.hidden], s_.hidden * sizeof(float));
+                    memmove(&attended_[i * ld_q_], &attended_[kept[i] * ld_q_], q_size_ * sizeof(X));
                 }
             }
             linear<T>(pool_, layer.o, attended_.data(), ld_q_, m, x_.data(), s_.hidden, true);
@@ -130,13 +130,13 @@ class Net : public Model {
         norm(s_.final_norm, m);
         float* out = logits.data() + first_sample * s_.vocab;
         linear<T>(pool_, head_, normed_.data(), ld_hidden_, m, out, s_.vocab, false);
-        ids_.clear(), positions_.clear(), rows_.clear(), now_.clear();
+        ids_.clear(), positions_.clear(), rows_.clear(), slice_.clear();
     }
 
     int pieces(int64_t elements) const { return (int)std::min<int64_t>(elements / 8192 + 1, 8 * pool_.size()); }
 
     void grow(int64_t m) {
-        m = (m + kLanes - 1) / kLanes * kLanes;  // products may read up to there
+        m = (m + kLanes - 1) / kLanes * kLanes;  // GEMMs may read up to there
         if (m * s_.hidden <= (int64_t)x_.size()) return;
         x_.resize(m * s_.hidden), normed_.resize(m * ld_hidden_), qkv_.resize(m * qkv_size_);
         q_.resize(m * ld_q_), attended_.resize(m * ld_q_), inner_.resize(m * ld_inner_);
@@ -164,7 +164,7 @@ class Net : public Model {
         });
     }
 
-    // out = the head, normalised if it has a weight, with its halves rotated against each other.
+    // Normalise a head if it has a norm weight, and apply RoPE (halves rotated against each other).
     template <class Y>
     void rotate(float* head, const float* weight, const float* cos, Y* out) const {
         if (weight) rms_norm(head, weight, s_.dim, head);
@@ -213,12 +213,12 @@ class Net : public Model {
         items_.clear(), spans_.clear();
         int64_t token = 0;
         double work = 0;
-        spans_.reserve(now_.size());
-        for (const Piece& piece : now_) {
+        spans_.reserve(slice_.size());
+        for (const Piece& piece : slice_) {
             spans_.push_back({piece.row, piece.start, piece.stop, token, layer.w->window});
             token += piece.stop - piece.start;
             work += (double)(piece.stop - piece.start) * (double)piece.stop;
-            for (int64_t to = piece.stop; to > piece.start; to -= each)  // the longest first
+            for (int64_t to = piece.stop; to > piece.start; to -= each)  // items with the most keys first
                 for (int64_t h = 0; h < s_.kv_heads; ++h)
                     items_.push_back({&spans_.back(), std::max(piece.start, to - each), to, h});
         }
@@ -226,7 +226,7 @@ class Net : public Model {
         const int n = (int)std::min(most, work * (double)q_size_ / 5e4 + 1);
         pool_.run(n, [&](int piece, int thread) {
             const Item *item = &items_[part(items_.size(), n, piece)], *end = items_.data() + items_.size();
-            Walk ahead(item, end, kBlocksAhead);
+            BlockIterator ahead(item, end, kBlocksAhead);
             for (; item != &items_[0] + part(items_.size(), n, piece + 1); ++item)
                 attend<T>(cache, *item, ahead, group, s_.page_table, s_.table_width, (float)s_.scale, q_.data(),
                           attended_.data(), ld_q_, scratch_[thread]);
@@ -244,9 +244,9 @@ class Net : public Model {
     std::vector<Layer> layers_;
     Matrix<W> head_;
     int64_t q_size_, qkv_size_, ld_hidden_, ld_q_, ld_inner_;
-    // The slice at hand.
+    // The current slice.
     std::vector<int64_t> ids_, positions_, rows_;
-    std::vector<Piece> now_;
+    std::vector<Piece> slice_;
     std::vector<Item> items_;
     std::vector<Span> spans_;
     Aligned<float> x_, qkv_;
@@ -262,18 +262,19 @@ using namespace minisgl;
 extern "C" {
 int64_t minisgl_layout_version() { return kLayoutVersion; }
 
-// 0 when products and a tiny model come out right; see selftest.h.
+// 0 if GEMMs and a tiny model pass; see selftest.h.
 int minisgl_self_test() {
-    return is_sound<float>() && is_sound<bf16>() && is_sound<float, Int8>() && is_sound<bf16, Int8>() ? 0 : 1;
+    const bool passes = passes_self_test<float>() && passes_self_test<bf16>();
+    return passes && passes_self_test<float, Int8>() && passes_self_test<bf16, Int8>() ? 0 : 1;
 }
 
 void* minisgl_create(const ModelSpec* spec) {
 #if defined(__AMX_BF16__)
-    may_use_tiles();  // it may: the self-test has asked the same
+    request_amx();  // granted: the self-test has asked before
 #endif
     if (spec->is_bf16)
-        return spec->is_int8 ? static_cast<Model*>(new Net<bf16, Int8>(*spec)) : new Net<bf16>(*spec);
-    return spec->is_int8 ? static_cast<Model*>(new Net<float, Int8>(*spec)) : new Net<float>(*spec);
+        return spec->is_int8 ? static_cast<Model*>(new Decoder<bf16, Int8>(*spec)) : new Decoder<bf16>(*spec);
+    return spec->is_int8 ? static_cast<Model*>(new Decoder<float, Int8>(*spec)) : new Decoder<float>(*spec);
 }
 void minisgl_destroy(void* model) { delete static_cast<Model*>(model); }
 
@@ -292,7 +293,7 @@ void minisgl_pack(void* weight, int64_t is_bf16, int64_t rows, int64_t cols) {
 // Bytes of a quantized weight [rows, cols]; rows a multiple of 16 and cols of 32.
 int64_t minisgl_int8_size(int64_t rows, int64_t cols) { return rows / kLanes * (cols / kGroup) * sizeof(Int8); }
 
-// `weight` [rows, cols] -> `out`, as many bytes as `minisgl_int8_size` says.
+// Quantize `weight` [rows, cols] into `out`, which has `minisgl_int8_size` bytes.
 void minisgl_quantize(const void* weight, int64_t is_bf16, int64_t rows, int64_t cols, void* out) {
     if (is_bf16) return quantize((const bf16*)weight, rows, cols, (Int8*)out);
     quantize((const float*)weight, rows, cols, (Int8*)out);

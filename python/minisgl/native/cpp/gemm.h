@@ -1,16 +1,18 @@
-// y = x W^T for packed weights. Each element of y is one sum along K in one order, whatever the number of rows.
+// GEMM y = x W^T with packed weights. Each element of y is one sum along K in one order, for any number of rows.
 #pragma once
 #if defined(__AMX_BF16__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
+#include <algorithm>
+
 #include "pool.h"
 #include "simd.h"
 
 namespace minisgl {
 
-// W [rows, cols] as panels of 16 rows, each [cols / kStep][16][kStep]. A panel lies where its rows lay before.
+// W [rows, cols] as panels of 16 rows, each [cols / kStep][16][kStep]. A panel takes the memory of its rows.
 template <class T>
 struct Matrix {
     const T* data = nullptr;
@@ -20,15 +22,15 @@ struct Matrix {
     int64_t panels() const { return (rows + kLanes - 1) / kLanes; }
     const T* panel(int64_t i) const { return data + i * kLanes * cols; }
     T at(int64_t row, int64_t col) const {
-        constexpr int step = Product<T>::kStep;
+        constexpr int step = Dot<T>::kStep;
         return panel(row / kLanes)[col / step * kLanes * step + row % kLanes * step + col % step];
     }
 };
 
-// In place; rows must be a multiple of 16 and cols of kStep. Needs memory for one panel.
+// Pack in place with scratch memory for one panel. Rows must be a multiple of 16, cols a multiple of kStep.
 template <class T>
 void pack(T* w, int64_t rows, int64_t cols) {
-    constexpr int step = Product<T>::kStep;
+    constexpr int step = Dot<T>::kStep;
     std::vector<T> old(kLanes * cols);
     for (int64_t first = 0; first < rows; first += kLanes) {
         T* panel = w + first * cols;
@@ -39,39 +41,39 @@ void pack(T* w, int64_t rows, int64_t cols) {
     }
 }
 
-constexpr int64_t kAhead = 1 << 16;          // bytes
-constexpr int64_t kSpread = 4;               // blocks
-constexpr int64_t kSpreadBytes = 400 << 10;  // of a unit; two and the rows fit into the second-level cache
-constexpr int kUnit = 4;                     // panels that are computed together
-constexpr int kRowBlock = 12;                // rows that are
+constexpr int64_t kPrefetchBytes = 1 << 16;      // largest distance
+constexpr int64_t kPrefetchBlocks = 4;           // row blocks that prefetch the next unit
+constexpr int64_t kMaxSpreadBytes = 400 << 10;  // of a unit; two units and the rows fit into L2
+constexpr int kUnit = 4;                         // panels that are computed together
+constexpr int kRowBlock = 12;                    // rows that are computed together
 #if defined(__AMX_BF16__)
-constexpr int kTiledRows = 32;  // ... of bfloat16: two tiles
+constexpr int kTileRows = 32;  // rows of bfloat16 that are computed together: two AMX tiles
 template <class T>
-constexpr bool has_tiles = std::is_same_v<T, bf16>;
+constexpr bool has_amx = std::is_same_v<T, bf16>;
 #else
-constexpr int kTiledRows = kRowBlock;
+constexpr int kTileRows = kRowBlock;
 template <class T>
-constexpr bool has_tiles = false;
+constexpr bool has_amx = false;
 #endif
-// Rows whose sums with a whole unit have registers, where there are many of these.
+// Rows whose sums with a whole unit fit into registers, on machines with many registers.
 constexpr int kUnitRows = kAccumulators >= 24 ? kAccumulators / kUnit : kRowBlock;
-constexpr int64_t kFew = 20;  // rows; of more the products are bound by arithmetic
+constexpr int64_t kFew = 20;  // with more rows GEMMs are bound by arithmetic
 
 template <class T, int PANELS>
-void product_rows(int rows, const X<T>* x, int64_t ldx, const T* const* panels, int64_t steps, Ahead ahead,
+void gemm_rows(int rows, const X<T>* x, int64_t ldx, const T* const* panels, int64_t steps, Prefetch ahead,
                   float* out) {
-    constexpr int most = kAccumulators / PANELS > 0 ? (kAccumulators / PANELS < 12 ? kAccumulators / PANELS : 12) : 1;
+    constexpr int max_rows = std::clamp(kAccumulators / PANELS, 1, 12);
     for (int first = 0; first < rows;) {
-        int left = (rows - first + most - 1) / most, count = (rows - first + left - 1) / left;
-        with_rows<most>(count, [&](auto n) {
+        int passes = (rows - first + max_rows - 1) / max_rows, count = (rows - first + passes - 1) / passes;
+        with_rows<max_rows>(count, [&](auto n) {
             Vec sums[n][PANELS];
             for (auto& row : sums)
                 for (Vec& v : row) v = Vec::all(0.0f);
-            const auto ask = [&](int64_t k) INLINE_LAMBDA {
-                UNROLL for (int j = 0; j < PANELS; ++j) ahead.ask(panels[j], k);
+            const auto fetch = [&](int64_t k) INLINE_LAMBDA {
+                UNROLL for (int j = 0; j < PANELS; ++j) ahead.fetch(panels[j], k);
             };
-            accumulate<T, n, PANELS>(sums, x + first * ldx, ldx, panels, kLanes * Product<T>::kStep, steps,
-                                      first == 0 && ahead.offset, ask);
+            accumulate<T, n, PANELS>(sums, x + first * ldx, ldx, panels, kLanes * Dot<T>::kStep, steps,
+                                      first == 0 && ahead.offset, fetch);
             for (int i = 0; i < n; ++i)
                 UNROLL for (int j = 0; j < PANELS; ++j) sums[i][j].store(out + ((first + i) * kUnit + j) * kLanes);
         });
@@ -80,37 +82,37 @@ void product_rows(int rows, const X<T>* x, int64_t ldx, const T* const* panels, 
 }
 
 #if defined(__AMX_BF16__)
-// Linux lets a process use tiles when it has asked; false where it says no.
-inline bool may_use_tiles() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0; }
+// Ask Linux for permission to use AMX tiles; false if refused.
+inline bool request_amx() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0; }
 
-// Constants, not variables of a function: GCC takes no notice that more than the first 8 bytes are read.
+// Keep configurations constexpr at namespace scope: GCC assumes that only the first 8 bytes of a local are read.
 struct alignas(64) TileConfig {
     uint8_t palette, start, reserved[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
 };
-constexpr TileConfig kWholeTiles = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+constexpr TileConfig kGemmTiles = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 
-// To be around every use of tiles by a thread: other libraries may have set them up otherwise.
-struct Tiles {
+// Configures tiles for its lifetime. Each use needs its own: other libraries may configure tiles differently.
+struct AmxScope {
     const bool is_used;
 
-    explicit Tiles(const TileConfig& config, bool is_used = true) : is_used(is_used) {
+    explicit AmxScope(const TileConfig& config, bool is_used = true) : is_used(is_used) {
         if (is_used) _tile_loadconfig(&config);
     }
-    ~Tiles() {
+    ~AmxScope() {
         if (is_used) _tile_release();
     }
 };
 
-constexpr int64_t kTiledCols = 256;  // of x and of a unit's panels: they stay in the first-level cache together
+constexpr int64_t kAmxCols = 256;  // of x and of a unit's panels: both stay in L1
 
-// As `product`, on tiles of 16 x 16; reads x, and writes out, up to the next multiple of 16 rows.
-inline void product_tiles(int rows, const bf16* x, int64_t ldx, const bf16* const* panels, int count, int64_t cols,
-                          Ahead ahead, float* out) {
-    const Tiles tiles(kWholeTiles);
+// `gemm_block` with AMX tiles of 16 x 16. Reads x and writes out up to the next multiple of 16 rows.
+inline void gemm_amx(int rows, const bf16* x, int64_t ldx, const bf16* const* panels, int count, int64_t cols,
+                          Prefetch ahead, float* out) {
+    const AmxScope tiles(kGemmTiles);
     constexpr int stride = kUnit * kLanes;
-    const int64_t ask = 32 / Product<bf16>::kStep * ahead.stride;  // bytes for each 32 columns
+    const int64_t fetch = 32 / Dot<bf16>::kStep * ahead.stride;  // bytes for every 32 columns
     const bool is_tall = rows > 16;
     const auto add = [&](int i, int64_t from, int64_t to) INLINE_LAMBDA {
         const bool is_wide = i + 1 < count;
@@ -128,9 +130,9 @@ inline void product_tiles(int rows, const bf16* x, int64_t ldx, const bf16* cons
             if (is_tall && is_wide) _tile_loadd(3, sums + 16 * stride + kLanes, stride * 4);
         }
         for (int64_t k = from; k < to; k += 32) {
-            for (int64_t at = ahead.offset + k / 32 * ask; at < ahead.offset + (k / 32 + 1) * ask; at += 64) {
-                request((const char*)left + at);
-                if (is_wide) request((const char*)right + at);
+            for (int64_t at = ahead.offset + k / 32 * fetch; at < ahead.offset + (k / 32 + 1) * fetch; at += 64) {
+                prefetch((const char*)left + at);
+                if (is_wide) prefetch((const char*)right + at);
             }
             _tile_loadd(4, x + k, ldx * 2);
             _tile_loadd(6, left + k * kLanes, 64);
@@ -150,32 +152,32 @@ inline void product_tiles(int rows, const bf16* x, int64_t ldx, const bf16* cons
         if (is_tall) _tile_stored(2, sums + 16 * stride, stride * 4);
         if (is_tall && is_wide) _tile_stored(3, sums + 16 * stride + kLanes, stride * 4);
     };
-    for (int64_t k = 0; k < cols; k += kTiledCols)
-        for (int i = 0; i < count; i += 2) add(i, k, std::min(cols, k + kTiledCols));
+    for (int64_t k = 0; k < cols; k += kAmxCols)
+        for (int i = 0; i < count; i += 2) add(i, k, std::min(cols, k + kAmxCols));
 }
 #endif
 
 // out [rows][kUnit * 16] for `count` panels.
 template <class T>
-void product(int rows, const X<T>* x, int64_t ldx, const T* const* panels, int count, int64_t cols, Ahead ahead,
+void gemm_block(int rows, const X<T>* x, int64_t ldx, const T* const* panels, int count, int64_t cols, Prefetch ahead,
              float* out) {
 #if defined(__AMX_BF16__)
-    if constexpr (has_tiles<T>)
-        if (cols % 32 == 0) return product_tiles(rows, x, ldx, panels, count, cols, ahead, out);
+    if constexpr (has_amx<T>)
+        if (cols % 32 == 0) return gemm_amx(rows, x, ldx, panels, count, cols, ahead, out);
 #endif
-    const int64_t steps = cols / Product<T>::kStep;
+    const int64_t steps = cols / Dot<T>::kStep;
     if (count == kUnit && rows * kUnit <= kAccumulators)
-        return product_rows<T, kUnit>(rows, x, ldx, panels, steps, ahead, out);
+        return gemm_rows<T, kUnit>(rows, x, ldx, panels, steps, ahead, out);
     int i = 0;
     if constexpr (kAccumulators >= 6)
-        for (; i + 2 <= count; i += 2) product_rows<T, 2>(rows, x, ldx, panels + i, steps, ahead, out + i * kLanes);
-    for (; i < count; ++i) product_rows<T, 1>(rows, x, ldx, panels + i, steps, ahead, out + i * kLanes);
+        for (; i + 2 <= count; i += 2) gemm_rows<T, 2>(rows, x, ldx, panels + i, steps, ahead, out + i * kLanes);
+    for (; i < count; ++i) gemm_rows<T, 1>(rows, x, ldx, panels + i, steps, ahead, out + i * kLanes);
 }
 
-// f(first panel, panels, their addresses) in parallel for units of W's panels. With `paired`, row i of W's first half
-// stands beside row i of its second: the addresses' second half.
+// Call f(first panel, panels, their addresses) in parallel for units of W's panels. With `paired`, the second half of
+// the addresses are the panels of W's second half that belong to the first ones (gate and up).
 template <class W, class F>
-void each_unit(Pool& pool, const Matrix<W>& w, int64_t m, bool paired, const F& f) {
+void for_each_unit(Pool& pool, const Matrix<W>& w, int64_t m, bool paired, const F& f) {
     const int64_t across = paired ? w.panels() / 2 : w.panels(), each = paired ? kUnit / 2 : kUnit;
     const int64_t units = (across + each - 1) / each;
     const double work = (double)m * w.rows * w.cols;
@@ -193,57 +195,57 @@ void each_unit(Pool& pool, const Matrix<W>& w, int64_t m, bool paired, const F& 
     });
 }
 
-// What block `b` of rows asks for while it is computed with a unit of W that has `step` bytes a panel and step.
+// What row block `b` prefetches while it is multiplied with a unit of W that has `step` bytes for each panel and step.
 template <class W>
-Ahead asked_by(int64_t b, int64_t blocks, const Matrix<W>& w, bool paired, int64_t step) {
+Prefetch prefetch_of(int64_t b, int64_t blocks, const Matrix<W>& w, bool paired, int64_t step) {
     const int64_t panel = (w.panel(1) - w.panel(0)) * sizeof(W), bytes = (paired ? kUnit / 2 : kUnit) * panel;
-    // Some of the next unit by each of the last blocks, so that memory has work all the time.
-    if (1 < blocks && kSpreadBytes / 16 <= bytes && bytes <= kSpreadBytes) {
-        const int64_t askers = std::min(blocks, kSpread), i = b - (blocks - askers);
-        return i < 0 ? Ahead() : Ahead{bytes + panel * i / askers, (step + askers - 1) / askers};
+    // Each of the last row blocks prefetches a part of the next unit, so memory is busy all the time.
+    if (1 < blocks && kMaxSpreadBytes / 16 <= bytes && bytes <= kMaxSpreadBytes) {
+        const int64_t fetchers = std::min(blocks, kPrefetchBlocks), i = b - (blocks - fetchers);
+        return i < 0 ? Prefetch() : Prefetch{bytes + panel * i / fetchers, (step + fetchers - 1) / fetchers};
     }
-    // By the first block: the next unit if that is near; a panel that is longer than that goes on for long.
-    return b == 0 ? Ahead{std::min(bytes, kAhead), step} : Ahead();
+    // The first row block prefetches the next unit if it is near, else further parts of the same long panels.
+    return b == 0 ? Prefetch{std::min(bytes, kPrefetchBytes), step} : Prefetch();
 }
 
-// compute(first row, rows, panels' addresses, their number, ahead, tile) and then finish(first row, rows, first panel,
-// panels, tile) for blocks of up to `most` of m rows with each unit of W, in parallel. A tile is [rows][kUnit * 16].
-// Where `finish` writes is asked for before, to(row, panel) for each, unless memory is what the product waits for.
+// Call compute(first row, rows, panels' addresses, panels, ahead, tile), then finish(first row, rows, first panel,
+// panels, tile), for blocks of up to `max_rows` of m rows with each unit of W in parallel. Tile: [rows][kUnit * 16].
+// The output, to(row, panel), is prefetched unless the GEMM is bound by memory.
 template <class W, class C, class A, class F>
-void each_block(Pool& pool, const Matrix<W>& w, int64_t m, int64_t most, int64_t step, bool paired, const C& compute,
-                const A& to, const F& finish) {
-    const int64_t blocks = (m + most - 1) / most;
-    each_unit(pool, w, m, paired, [&](int64_t first, int count, const W* const* panels) {
-        alignas(64) float tile[kTiledRows * kUnit * kLanes];
+void for_each_block(Pool& pool, const Matrix<W>& w, int64_t m, int64_t max_rows, int64_t step, bool paired,
+                    const C& compute, const A& to, const F& finish) {
+    const int64_t blocks = (m + max_rows - 1) / max_rows;
+    for_each_unit(pool, w, m, paired, [&](int64_t first, int count, const W* const* panels) {
+        alignas(64) float tile[kTileRows * kUnit * kLanes];
         for (int64_t b = 0; b < blocks; ++b) {
             const int64_t row = m * b / blocks;
             const int rows = (int)(m * (b + 1) / blocks - row);
             for (int i = 0; i < rows && m > kFew; ++i)
-                for (int j = 0; j < count; ++j) request(to(row + i, first + j));
-            compute(row, rows, panels, paired ? 2 * count : count, asked_by(b, blocks, w, paired, step), tile);
+                for (int j = 0; j < count; ++j) prefetch(to(row + i, first + j));
+            compute(row, rows, panels, paired ? 2 * count : count, prefetch_of(b, blocks, w, paired, step), tile);
             finish(row, rows, first, count, tile);
         }
     });
 }
 
-// finish(first row, rows, first panel, panels, tile [rows][kUnit * 16]) for all of x [m, cols] W^T, in parallel; `to` as
-// in `each_block`.
+// Call finish(first row, rows, first panel, panels, tile [rows][kUnit * 16]) for all of x [m, cols] W^T, in parallel.
+// `to`: see `for_each_block`.
 template <class T, class A, class F>
 void gemm(Pool& pool, const Matrix<T>& w, const X<T>* x, int64_t ldx, int64_t m, bool paired, const A& to,
           const F& finish) {
     if (m == 0) return;
-    // Sums of few rows with a whole unit load the least; but then W comes once for each few, even if from near.
-    const int64_t most = has_tiles<T> ? kTiledRows : m > kFew ? kUnitRows : kRowBlock;
-    constexpr int64_t step = kLanes * Product<T>::kStep * sizeof(T);
-    each_block(
-        pool, w, m, most, step, paired,
-        [&](int64_t row, int rows, const T* const* panels, int count, Ahead ahead, float* tile) {
-            product<T>(rows, x + row * ldx, ldx, panels, count, w.cols, ahead, tile);
+    // Few rows with a whole unit need the fewest loads of x, but W is then read once per few rows, if only from L2.
+    const int64_t max_rows = has_amx<T> ? kTileRows : m > kFew ? kUnitRows : kRowBlock;
+    constexpr int64_t step = kLanes * Dot<T>::kStep * sizeof(T);
+    for_each_block(
+        pool, w, m, max_rows, step, paired,
+        [&](int64_t row, int rows, const T* const* panels, int count, Prefetch ahead, float* tile) {
+            gemm_block<T>(rows, x + row * ldx, ldx, panels, count, w.cols, ahead, tile);
         },
         to, finish);
 }
 
-// y [m, ldy] = x W^T + bias, or y += that.
+// y [m, ldy] = x W^T + bias; with `adds`, y += x W^T + bias.
 template <class T, class W>
 void linear(Pool& pool, const Matrix<W>& w, const X<T>* x, int64_t ldx, int64_t m, float* y, int64_t ldy, bool adds) {
     const auto to = [&](int64_t row, int64_t panel) { return y + row * ldy + panel * kLanes; };

@@ -1,7 +1,7 @@
-// Products with weights of 8 bits: w = q * scale, with a scale for every 32 weights of a row.
+// GEMM with 8-bit weights: w = q * scale, with a scale for every 32 weights of a row.
 //
-// The other factor is rounded to 8 bits, too, with a scale for the same 32. Sums of 32 products are then whole numbers,
-// exact on every instruction set.
+// Activations are quantized to 8 bits, too, with a scale for the same 32. Sums of 32 products are then integers, exact
+// on every instruction set.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -11,20 +11,20 @@
 namespace minisgl {
 
 constexpr int kGroup = 32;
-// Products that are computed together: as many as have registers for their totals, too.
-constexpr int kSums = kAccumulators >= 24 ? 10 : kAccumulators;
-constexpr int kPairRows = kAccumulators >= 24 ? kSums / 2 : kRowBlock;  // of a block of few rows, see `gemm`
+// Integer sums that are computed together: those and their float totals fit into registers.
+constexpr int kInt8Sums = kAccumulators >= 24 ? 10 : kAccumulators;
+constexpr int kPairRows = kAccumulators >= 24 ? kInt8Sums / 2 : kRowBlock;  // rows of a small block
 
 #if defined(__AVX512VNNI__)
-using Small = int8_t;
-constexpr int kOffset = 128;  // of stored weights: the instruction multiplies signed bytes with unsigned ones
+using Quant = int8_t;
+constexpr int kOffset = 128;  // added to stored weights: the instruction multiplies signed bytes with unsigned bytes
 #else
-using Small = int16_t;
+using Quant = int16_t;
 constexpr int kOffset = 0;
 #endif
-constexpr int kDepth = 4 / sizeof(Small);  // columns whose products one instruction adds
+constexpr int kDepth = 4 / sizeof(Quant);  // columns per dot-product instruction
 constexpr int kSteps = kGroup / kDepth;
-constexpr int kAsks = kSteps + 8 / kSteps;  // requests for memory: at most 64 bytes each
+constexpr int kFetches = kSteps + 8 / kSteps;  // prefetches of a block, of at most 64 bytes each
 
 // 16 rows x 32 columns.
 struct Int8 {
@@ -50,7 +50,7 @@ struct Matrix<Int8> {
     }
 };
 
-// w [rows, cols] -> out, rows / 16 * cols / 32 blocks. Rows must be a multiple of 16 and cols of 32.
+// Quantize w [rows, cols] to rows / 16 * cols / 32 blocks. Rows must be a multiple of 16, cols a multiple of 32.
 template <class T>
 void quantize(const T* w, int64_t rows, int64_t cols, Int8* out) {
     for (int64_t first = 0; first < rows; first += kLanes)
@@ -60,12 +60,12 @@ void quantize(const T* w, int64_t rows, int64_t cols, Int8* out) {
                 float most = 0.0f;
                 for (int k = 0; k < kGroup; ++k) {
                     const float x = std::fabs(to_float(from[k]));
-                    if (x > most || x != x) most = x;  // and NaN stays
+                    if (x > most || x != x) most = x;  // keeps NaN
                 }
                 uint32_t bits;
                 memcpy(&bits, &(most /= 127.0f), 4);
                 const bool is_finite = most < INFINITY;
-                out->scale[lane] = is_finite ? (bits + 0xffff) >> 16 : to_bf16(NAN);  // up: no weight beyond 127
+                out->scale[lane] = is_finite ? (bits + 0xffff) >> 16 : to_bf16(NAN);  // up: no q beyond 127
                 const float scale = to_float(out->scale[lane]);
                 for (int k = 0; k < kGroup; ++k) {
                     const float x = is_finite && scale > 0.0f ? std::nearbyint(to_float(from[k]) / scale) : 0.0f;
@@ -74,15 +74,15 @@ void quantize(const T* w, int64_t rows, int64_t cols, Int8* out) {
             }
 }
 
-// 32 numbers as x * scale.
-struct Rounded {
-    Small x[kGroup];
+// 32 activations as x * scale.
+struct QuantGroup {
+    Quant x[kGroup];
     float scale;
-    int32_t start;  // a sum begins with what the weights' offset adds to it, taken away
+    int32_t start;  // initial value of a sum, which cancels the weights' offset
 };
 
 template <class T>
-INLINE void round_group(const T* from, Rounded& to) {
+INLINE void quantize_group(const T* from, QuantGroup& to) {
     float f[kGroup], largest;
     uint32_t bits[kGroup], most = 0;
     for (int k = 0; k < kGroup; ++k) f[k] = to_float(from[k]);
@@ -90,7 +90,7 @@ INLINE void round_group(const T* from, Rounded& to) {
     for (int k = 0; k < kGroup; ++k) most = std::max(most, bits[k] & 0x7fffffff);
     memcpy(&largest, &most, 4);
     const bool is_finite = largest < INFINITY;
-    if (!is_finite || largest < 1e-30f) {  // infinite or NaN, which must not get lost; or as good as 0
+    if (!is_finite || largest < 1e-30f) {  // keep Inf and NaN visible; take denormal groups for 0
         memset(&to, 0, sizeof(to));
         to.scale = is_finite ? 0.0f : NAN;
         return;
@@ -99,14 +99,14 @@ INLINE void round_group(const T* from, Rounded& to) {
     int32_t all = 0;
     for (int k = 0; k < kGroup; ++k) {
         const int32_t nearest = (int32_t)((f[k] * factor + 12582912.0f) - 12582912.0f);
-        to.x[k] = (Small)nearest;
+        to.x[k] = (Quant)nearest;
         all += nearest;
     }
     to.scale = largest / 127.0f;
     to.start = -kOffset * all;
 }
 
-// sum + the products of `kDepth` numbers each; of 4, w is unsigned.
+// sum + the dot product of `kDepth` numbers each; with VNNI w is unsigned.
 INLINE Int reg_dot(Int sum, Int w, Int x) {
 #if defined(__AVX512VNNI__)
     return (Int)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
@@ -121,17 +121,17 @@ INLINE Int reg_dot(Int sum, Int w, Int x) {
 #endif
 }
 
-// For each of 16 rows, `kDepth` columns or a sum of products.
-struct Lanes {
+// Integers of 16 rows: `kDepth` columns each, or one sum each.
+struct IntVec {
     Int r[kRegs];
 
-    static INLINE Lanes all(int32_t x) {
-        Lanes s;
+    static INLINE IntVec all(int32_t x) {
+        IntVec s;
         UNROLL for (int i = 0; i < kRegs; ++i) s.r[i] = x - Int{};
         return s;
     }
-    static INLINE Lanes weights(const uint8_t (&q)[kLanes][kDepth]) {
-        Lanes p;
+    static INLINE IntVec weights(const uint8_t (&q)[kLanes][kDepth]) {
+        IntVec p;
 #if defined(__AVX512VNNI__)
         p.r[0] = *(const Int*)q;
 #else
@@ -148,7 +148,7 @@ struct Lanes {
 #endif
         return p;
     }
-    INLINE void add(const Lanes& w, int32_t x) {
+    INLINE void add(const IntVec& w, int32_t x) {
         UNROLL for (int i = 0; i < kRegs; ++i) r[i] = reg_dot(r[i], w.r[i], x - Int{});
     }
     INLINE Vec to_float() const {
@@ -158,18 +158,18 @@ struct Lanes {
     }
 };
 
-// totals[row][panel] += x[row] . the panel's block `g`.
+// totals[row][panel] += dot product of x[row] and block `g` of the panel.
 template <int ROWS, int PANELS>
-INLINE void add_group(Vec (&totals)[ROWS][PANELS], const Rounded* x, int64_t ldx, const Int8* const* panels, int64_t g,
-                      Ahead ahead) {
-    Lanes sums[ROWS][PANELS];
+INLINE void add_group(Vec (&totals)[ROWS][PANELS], const QuantGroup* x, int64_t ldx, const Int8* const* panels,
+                      int64_t g, Prefetch ahead) {
+    IntVec sums[ROWS][PANELS];
     UNROLL for (int i = 0; i < ROWS; ++i)
-        UNROLL for (int j = 0; j < PANELS; ++j) sums[i][j] = Lanes::all(x[i * ldx].start);
+        UNROLL for (int j = 0; j < PANELS; ++j) sums[i][j] = IntVec::all(x[i * ldx].start);
     for (int k = 0; k < kSteps; ++k) {
-        Lanes w[PANELS];
+        IntVec w[PANELS];
         UNROLL for (int j = 0; j < PANELS; ++j) {
-            w[j] = Lanes::weights(panels[j][g].q[k]);
-            ahead.ask(panels[j], g * kAsks + k);  // what is there if for nothing: cheaper than to decide
+            w[j] = IntVec::weights(panels[j][g].q[k]);
+            ahead.fetch(panels[j], g * kFetches + k);  // cheaper than a branch if there is nothing to fetch
         }
         UNROLL for (int i = 0; i < ROWS; ++i) {
             int32_t some;
@@ -181,7 +181,7 @@ INLINE void add_group(Vec (&totals)[ROWS][PANELS], const Rounded* x, int64_t ldx
         float scale[kLanes];
         for (int c = 0; c < kLanes; ++c) scale[c] = to_float(panels[j][g].scale[c]);
         const Vec weights = Vec::load(scale);
-        if (kAsks > kSteps) ahead.ask(panels[j], g * kAsks + kSteps);
+        if (kFetches > kSteps) ahead.fetch(panels[j], g * kFetches + kSteps);
         UNROLL for (int i = 0; i < ROWS; ++i)
             totals[i][j] = fma(sums[i][j].to_float(), weights * Vec::all(x[i * ldx].scale), totals[i][j]);
     }
@@ -189,17 +189,17 @@ INLINE void add_group(Vec (&totals)[ROWS][PANELS], const Rounded* x, int64_t ldx
 
 // out [rows][kUnit * 16] for PANELS panels.
 template <int PANELS>
-void product_rows(int rows, const Rounded* x, int64_t ldx, const Int8* const* panels, int64_t groups, Ahead ahead,
+void gemm_rows(int rows, const QuantGroup* x, int64_t ldx, const Int8* const* panels, int64_t groups, Prefetch ahead,
                   float* out) {
-    constexpr int most = std::clamp(kSums / PANELS, 1, 6);
+    constexpr int most = std::clamp(kInt8Sums / PANELS, 1, 6);
     for (int first = 0; first < rows;) {
-        int left = (rows - first + most - 1) / most, count = (rows - first + left - 1) / left;
+        int passes = (rows - first + most - 1) / most, count = (rows - first + passes - 1) / passes;
         with_rows<most>(count, [&](auto n) {
             Vec totals[n][PANELS];
             for (auto& row : totals)
                 for (Vec& v : row) v = Vec::all(0.0f);
             for (int64_t g = 0; g < groups; ++g)
-                add_group<n, PANELS>(totals, x + first * ldx + g, ldx, panels, g, first == 0 ? ahead : Ahead());
+                add_group<n, PANELS>(totals, x + first * ldx + g, ldx, panels, g, first == 0 ? ahead : Prefetch());
             for (int i = 0; i < n; ++i)
                 UNROLL for (int j = 0; j < PANELS; ++j) totals[i][j].store(out + ((first + i) * kUnit + j) * kLanes);
         });
@@ -207,34 +207,34 @@ void product_rows(int rows, const Rounded* x, int64_t ldx, const Int8* const* pa
     }
 }
 
-inline void product(int rows, const Rounded* x, int64_t ldx, const Int8* const* panels, int count, int64_t cols,
-                    Ahead ahead, float* out) {
+inline void gemm_block(int rows, const QuantGroup* x, int64_t ldx, const Int8* const* panels, int count, int64_t cols,
+                    Prefetch ahead, float* out) {
     const int64_t groups = cols / kGroup;
-    if (count == kUnit && rows * kUnit <= kSums) return product_rows<kUnit>(rows, x, ldx, panels, groups, ahead, out);
+    if (count == kUnit && rows * kUnit <= kInt8Sums) return gemm_rows<kUnit>(rows, x, ldx, panels, groups, ahead, out);
     int i = 0;
-    if constexpr (kSums >= 6)
-        for (; i + 2 <= count; i += 2) product_rows<2>(rows, x, ldx, panels + i, groups, ahead, out + i * kLanes);
-    for (; i < count; ++i) product_rows<1>(rows, x, ldx, panels + i, groups, ahead, out + i * kLanes);
+    if constexpr (kInt8Sums >= 6)
+        for (; i + 2 <= count; i += 2) gemm_rows<2>(rows, x, ldx, panels + i, groups, ahead, out + i * kLanes);
+    for (; i < count; ++i) gemm_rows<1>(rows, x, ldx, panels + i, groups, ahead, out + i * kLanes);
 }
 
-// As `gemm` of weights that are not quantized.
+// See `gemm` of floating-point weights.
 template <class T, class A, class F>
 void gemm(Pool& pool, const Matrix<Int8>& w, const X<T>* x, int64_t ldx, int64_t m, bool paired, const A& to,
           const F& finish) {
     if (m == 0) return;
     const int64_t groups = w.cols / kGroup;
-    const std::unique_ptr<Rounded[]> rounded(new Rounded[m * groups]);
+    const std::unique_ptr<QuantGroup[]> quantized(new QuantGroup[m * groups]);
     const int pieces = (int)std::min<int64_t>(m * w.cols / 8192 + 1, 8 * pool.size());
     pool.run(pieces, [&](int piece, int) {
         for (int64_t i = part(m * groups, pieces, piece); i < part(m * groups, pieces, piece + 1); ++i)
-            round_group(x + i / groups * ldx + i % groups * kGroup, rounded[i]);
+            quantize_group(x + i / groups * ldx + i % groups * kGroup, quantized[i]);
     });
-    // Few ask for weights evenly, pass by pass; of many, larger blocks read a pair of panels less often.
+    // Small blocks of few rows read weights evenly; larger blocks of many rows read a pair of panels less often.
     const int64_t most = m > kFew ? kRowBlock : kPairRows;
-    each_block(
-        pool, w, m, most, (sizeof(Int8) + kAsks - 1) / kAsks, paired,
-        [&](int64_t row, int rows, const Int8* const* panels, int count, Ahead ahead, float* tile) {
-            product(rows, &rounded[row * groups], groups, panels, count, w.cols, ahead, tile);
+    for_each_block(
+        pool, w, m, most, (sizeof(Int8) + kFetches - 1) / kFetches, paired,
+        [&](int64_t row, int rows, const Int8* const* panels, int count, Prefetch ahead, float* tile) {
+            gemm_block(rows, &quantized[row * groups], groups, panels, count, w.cols, ahead, tile);
         },
         to, finish);
 }

@@ -1,4 +1,4 @@
-// What a model is to its callers.
+// The interface of a model.
 #pragma once
 #include "layout.h"
 #include "memory.h"
@@ -8,7 +8,7 @@ namespace minisgl {
 class Model {
   public:
     virtual ~Model() = default;
-    virtual void step(const StepPlan& plan, int32_t* tokens, int32_t* ok) = 0;
+    virtual void step(const StepPlan& plan, int32_t* tokens, int32_t* finite) = 0;
     Aligned<float> logits;  // [S, vocab] of the last step
 };
 

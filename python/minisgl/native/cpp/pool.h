@@ -1,8 +1,7 @@
-// A pool in which each thread has a range of pieces, and helps the others from the end of theirs when it is done.
+// A thread pool with work stealing: each thread takes the front of its own range, then the end of others.
 //
-// So threads walk through neighbouring memory, and one that the system has put aside delays nobody unless it holds a
-// piece: a region is over when its pieces are done. Which thread computes a piece changes no sum. Waiting threads spin
-// for some microseconds, then sleep.
+// Threads thus walk through neighbouring memory, and a descheduled thread delays the region only while the thread holds
+// a piece. Results do not depend on which thread computes a piece. Waiting threads spin for microseconds, then sleep.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -15,7 +14,7 @@
 
 namespace minisgl {
 
-// Where piece `i` of `pieces` begins in a range of `count`.
+// The first index of piece `i` of `pieces` in a range of `count`.
 inline int64_t part(int64_t count, int pieces, int i) { return count * i / pieces; }
 
 class Pool {
@@ -34,7 +33,7 @@ class Pool {
     }
     int size() const { return (int)ranges_.size(); }
 
-    // f(piece, thread) for each piece in [0, pieces), pieces < 65,536; in any order and at once. One caller at a time.
+    // Call f(piece, thread) for each piece in [0, pieces), pieces < 65,536, in parallel. One caller at a time.
     template <class F>
     void run(int pieces, const F& f) {
         if (pieces <= 1 || size() == 1) {
@@ -50,7 +49,7 @@ class Pool {
             ranges_[i].state.store(epoch_ << 32 | end << 16 | first);
         }
         if (sleepers_.load() > 0) {
-            { std::lock_guard<std::mutex> lock(mutex_); }  // who is about to sleep has seen this region, or sleeps
+            { std::lock_guard<std::mutex> lock(mutex_); }  // each thread has seen this region, or sleeps now
             wake_.notify_all();
         }
         claim(0);
@@ -58,7 +57,7 @@ class Pool {
     }
 
   private:
-    static constexpr int kSpins = 1000;  // of some 10 ns
+    static constexpr int kSpins = 1000;  // about 10 ns each
 
     static void relax(int spins) {
         if (spins > kSpins) return std::this_thread::yield();
@@ -70,7 +69,7 @@ class Pool {
     }
     static bool is_open(uint64_t state) { return (state & 0xffff) < (state >> 16 & 0xffff); }
 
-    // Epoch, end and next piece in one word: a claim can only succeed while the region it belongs to is open.
+    // Epoch, end and next piece in one word: a claim succeeds only while its region is open.
     struct alignas(64) Range {
         std::atomic<uint64_t> state{0};
     };

@@ -1,4 +1,4 @@
-// Choosing tokens as ops/sample.py does, for rows without filters: the same noise bits, the same rules for ties.
+// Sampling for rows without filters, as in ops/sample.py: the same noise bits and the same rule for ties.
 #pragma once
 #include <algorithm>
 
@@ -44,41 +44,41 @@ INLINE Reg gumbel(Word bits) {
     const float largest = 1.0f - 0x1p-24f;
     x = x > largest ? zero + largest : x;
     Reg u = 1.0f - x, y = u - 1.0f;
-    Reg t = log_positive(u) * (zero - x) / y;  // log1p(-x) = log(u) (-x) / (u - 1) makes up for u's rounding
+    Reg t = log_positive(u) * (zero - x) / y;  // log1p(-x) = log(u) (-x) / (u - 1) corrects u's rounding
     t = y == 0.0f ? zero - x : t;
     return zero - log_positive(zero - t);
 }
 
-struct Choice {
+struct Sampled {
     int32_t token;
-    bool ok;  // false, with token 0: NaN, +Inf or nothing but -Inf
+    bool is_finite;  // false, with token 0: some logit is NaN or +Inf, or all are -Inf
 };
 
-inline Choice choose(const float* logits, int64_t vocab, float temperature, int64_t key, int32_t position) {
+inline Sampled sample_token(const float* logits, int64_t vocab, float temperature, int64_t key, int32_t position) {
     constexpr int width = kWidth / 4;
-    float peak = -INFINITY;
-    int64_t first = vocab;  // who has it
+    float max_logit = -INFINITY;
+    int64_t first = vocab;  // first index of max_logit
     bool is_nan = false;
     int64_t i = 0;
     Reg top = Reg{} - INFINITY;
-    Int strange = {}, where = {};
+    Int nan_lanes = {}, max_index = {};
     for (; i + width <= vocab; i += width) {
         Reg x = *(const Reg*)(logits + i);
-        where = x > top ? (int32_t)i - Int{} : where;
+        max_index = x > top ? (int32_t)i - Int{} : max_index;
         top = x > top ? x : top;
-        strange |= x != x;
+        nan_lanes |= x != x;
     }
     for (int lane = 0; lane < width; ++lane) {
-        peak = top[lane] > peak ? top[lane] : peak;
-        is_nan |= strange[lane] != 0;
+        max_logit = top[lane] > max_logit ? top[lane] : max_logit;
+        is_nan |= nan_lanes[lane] != 0;
     }
     for (int lane = 0; lane < width; ++lane)
-        if (top[lane] == peak) first = std::min<int64_t>(first, where[lane] + lane);
+        if (top[lane] == max_logit) first = std::min<int64_t>(first, max_index[lane] + lane);
     for (int64_t j = i; j < vocab; ++j) {
-        if (logits[j] > peak) peak = logits[j], first = j;
+        if (logits[j] > max_logit) max_logit = logits[j], first = j;
         is_nan |= logits[j] != logits[j];
     }
-    if (is_nan || !std::isfinite(peak)) return {0, false};
+    if (is_nan || !std::isfinite(max_logit)) return {0, false};
     if (!(temperature > 0)) return {(int32_t)first, true};
     const uint32_t low = (uint32_t)key, high = (uint32_t)((uint64_t)key >> 32), at = (uint32_t)position;
     const uint32_t a = mix32(mix32(low + at * 0x9E3779B9u) ^ high);
@@ -98,7 +98,7 @@ inline Choice choose(const float* logits, int64_t vocab, float temperature, int6
         x = (x ^ (x >> 16)) * 0x21F0AAADu;
         x = ((x ^ (x >> 15)) + b) * 0x735A2D97u;
         x ^= x >> 15;
-        z = (z - peak) / temperature + gumbel(x);
+        z = (z - max_logit) / temperature + gumbel(x);
         Int better = z > best;
         bool any = false;
         for (int lane = 0; lane < width; ++lane) any |= better[lane] != 0;

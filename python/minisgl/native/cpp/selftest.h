@@ -1,9 +1,9 @@
-// What a library must get right before it is used.
+// The test that a library must pass before it is used.
 #pragma once
 
 namespace minisgl {
 
-// Weights [rows, cols] as a `Matrix<W>` has them.
+// Weights [rows, cols] in the layout of `Matrix<W>`.
 template <class W, class T>
 std::vector<W> packed(std::vector<T> w, int64_t rows, int64_t cols) {
     if constexpr (std::is_same_v<T, W>) {
@@ -16,23 +16,23 @@ std::vector<W> packed(std::vector<T> w, int64_t rows, int64_t cols) {
     }
 }
 
-// x as products with W take it.
+// x as GEMMs with W read it: quantized for quantized weights.
 template <class T, class W>
-std::vector<double> factors(const std::vector<X<T>>& x) {
+std::vector<double> gemm_inputs(const std::vector<X<T>>& x) {
     std::vector<double> result(x.size());
     for (size_t i = 0; i < x.size(); ++i) result[i] = to_float(x[i]);
     if constexpr (!std::is_same_v<T, W>)
         for (size_t i = 0; i + kGroup <= x.size(); i += kGroup) {
-            Rounded r;
-            round_group(&x[i], r);
+            QuantGroup r;
+            quantize_group(&x[i], r);
             for (int k = 0; k < kGroup; ++k) result[i + k] = (double)r.x[k] * r.scale;
         }
     return result;
 }
 
-// x W^T for all numbers of rows up to 40, against sums in double precision.
+// Whether x W^T agrees with sums in double precision, for all numbers of rows up to 40.
 template <class T, class W>
-bool multiplies() {
+bool gemm_is_correct() {
     constexpr int64_t rows = 80, cols = 288, most = 40;
     std::vector<T> w(rows * cols);
     std::vector<X<T>> x((most + kLanes) * cols);
@@ -41,7 +41,7 @@ bool multiplies() {
     for (X<T>& value : x) put(&value, (float)(mix32(random++) >> 8) * 0x1p-24f - 0.5f);
     const std::vector<W> data = packed<W>(w, rows, cols);
     const Matrix<W> matrix{data.data(), rows, cols, nullptr};
-    const std::vector<double> taken = factors<T, W>(x);
+    const std::vector<double> taken = gemm_inputs<T, W>(x);
     for (int64_t i = 0; i < rows * cols; ++i)
         if (!(std::fabs(to_float(matrix.at(i / cols, i % cols)) - to_float(w[i])) <= (std::is_same_v<T, W> ? 0 : 2e-3)))
             return false;
@@ -61,9 +61,9 @@ bool multiplies() {
     return true;
 }
 
-// A tiny model through a prompt at once and token by token: the same bits, and finite.
+// Whether a tiny model gives the same finite logits, bit by bit, for a whole prompt and token by token.
 template <class T, class W>
-bool agrees_with_itself() {
+bool step_is_deterministic() {
     constexpr int64_t layers = 2, hidden = 64, inner = 96, vocab = 80, heads = 4, kv_heads = 2, dim = 96, page = 16;
     constexpr int64_t pages = 16, rows = 4, qkv = (heads + 2 * kv_heads) * dim, tokens = 90;
     uint32_t random = 1;
@@ -84,7 +84,7 @@ bool agrees_with_itself() {
     }
     const std::vector<W> head = matrix(vocab, hidden);
     std::vector<T> cache(layers * pages * 2 * kv_heads * page * dim);
-    std::vector<int32_t> table(rows * pages), last(rows), top_k(rows), tokens_in(tokens), chosen(rows), ok(rows);
+    std::vector<int32_t> table(rows * pages), last(rows), top_k(rows), tokens_in(tokens), sampled(rows), finite(rows);
     std::vector<float> temperature(rows), top_p(rows), min_p(rows);
     std::vector<int64_t> key(rows);
     for (int i = 0; i < (int)tokens; ++i) tokens_in[i] = (int32_t)(mix32(i) % vocab);
@@ -98,10 +98,10 @@ bool agrees_with_itself() {
     spec.layer_stride = pages * 2 * kv_heads * page * dim, spec.page_table = table.data(), spec.table_width = pages;
     spec.last_token = last.data(), spec.temperature = temperature.data(), spec.top_k = top_k.data();
     spec.top_p = top_p.data(), spec.min_p = min_p.data(), spec.noise_key = key.data();
-    Net<T, W> net(spec);
+    Decoder<T, W> net(spec);
     auto run = [&](const Slot& slot, int64_t first) {
         const StepPlan plan{&slot, &tokens_in[first], nullptr, nullptr, 1, 0, 0};
-        net.step(plan, chosen.data(), ok.data());
+        net.step(plan, sampled.data(), finite.data());
         return std::vector<float>(net.logits.begin(), net.logits.begin() + vocab);
     };
     const std::vector<float> whole = run({0, 0, (int32_t)tokens, kSamples}, 0);
@@ -109,15 +109,15 @@ bool agrees_with_itself() {
     for (int32_t t = 0; t < (int32_t)tokens; ++t) one_by_one = run({1, t, t + 1, kSamples}, t);
     for (float x : whole)
         if (!std::isfinite(x)) return false;
-    return whole == one_by_one && ok[0] == 1;
+    return whole == one_by_one && finite[0] == 1;
 }
 
 template <class T, class W = T>
-bool is_sound() {
+bool passes_self_test() {
 #if defined(__AMX_BF16__)
-    if (!may_use_tiles()) return false;
+    if (!request_amx()) return false;
 #endif
-    return multiplies<T, W>() && agrees_with_itself<T, W>();
+    return gemm_is_correct<T, W>() && step_is_deterministic<T, W>();
 }
 
 }  // namespace minisgl

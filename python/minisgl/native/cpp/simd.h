@@ -1,7 +1,7 @@
-// Vectors of 16 floats on every instruction set, bfloat16, and the one product that everything else is made of.
+// Vectors of 16 floats on every instruction set, bfloat16, and the dot-product loop of every GEMM and of attention.
 //
-// Each float operation is written out (the build turns contraction off), so an element's bits depend on its inputs
-// alone and not on how the compiler unrolled the loop around it.
+// Each float operation is explicit (the build turns contraction off), so the bits of an element depend on its inputs
+// only, not on how the compiler unrolls the loop.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -22,11 +22,11 @@ constexpr int kLanes = 16;
 #if defined(__AVX512F__)
 constexpr int kWidth = 64, kAccumulators = 24;  // of 32 registers
 #elif defined(__AVX2__)
-constexpr int kWidth = 32, kAccumulators = 6;  // pairs, of 16
+constexpr int kWidth = 32, kAccumulators = 6;  // pairs of 16 registers
 #elif defined(__aarch64__)
-constexpr int kWidth = 16, kAccumulators = 6;  // fours, of 32
+constexpr int kWidth = 16, kAccumulators = 6;  // groups of four of 32 registers
 #else
-constexpr int kWidth = 16, kAccumulators = 3;  // fours, of 16
+constexpr int kWidth = 16, kAccumulators = 3;  // groups of four of 16 registers
 #endif
 constexpr int kRegs = 64 / kWidth;
 typedef float Reg __attribute__((vector_size(kWidth), aligned(4), may_alias));
@@ -85,7 +85,7 @@ INLINE Vec fma(Vec a, Vec b, Vec c) {
     return v;
 }
 
-// The first n of 16 floats, zeros behind them; and back.
+// Load n of 16 floats and fill with zeros; store n of 16 floats.
 INLINE Vec load_part(const float* p, int n) {
     if (n == kLanes) return Vec::load(p);
     float x[kLanes] = {};
@@ -99,7 +99,7 @@ INLINE void store_part(float* p, Vec v, int n) {
     memcpy(p, x, n * sizeof(float));
 }
 
-// In halves, always in the same order.
+// Pairwise, always in the same order.
 INLINE float sum(Vec a) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)a.r[0]);
@@ -111,7 +111,7 @@ INLINE float sum(Vec a) {
     return x[0];
 #endif
 }
-INLINE float largest(Vec a) {
+INLINE float max_lane(Vec a) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)a.r[0]);
 #else
@@ -123,7 +123,7 @@ INLINE float largest(Vec a) {
 #endif
 }
 
-// e^x to about 2 units in the last place: exactly 1 at 0, 0 below -87, finite above 88; NaN stays. Cephes' polynomial.
+// e^x to about 2 units in the last place: exactly 1 at 0, 0 below -87, finite above 88; keeps NaN. Cephes' polynomial.
 INLINE Reg exp(Reg x) {
     const Reg zero = {};
     Reg y = x;
@@ -149,8 +149,8 @@ INLINE Vec exp(Vec a) {
 }
 INLINE float exp(float x) { return exp(x - Reg{})[0]; }
 
-// Lanes [low, high) of a, -Inf elsewhere.
-INLINE Vec only(Vec a, int low, int high) {
+// Keep lanes [low, high) of a, with -Inf elsewhere.
+INLINE Vec mask_lanes(Vec a, int low, int high) {
     UNROLL for (int i = 0; i < kRegs; ++i) {
         Int lane;
         UNROLL for (int j = 0; j < kWidth / 4; ++j) lane[j] = i * (kWidth / 4) + j;
@@ -167,7 +167,7 @@ INLINE float to_float(bf16 x) {
     memcpy(&f, &bits, 4);
     return f;
 }
-// To the nearest, ties to even; NaN stays NaN.
+// Round to nearest, ties to even; keeps NaN.
 INLINE bf16 to_bf16(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
@@ -179,7 +179,7 @@ INLINE void put(bf16* p, float x) { *p = to_bf16(x); }
 INLINE void put(float* p, Vec x) { x.store(p); }
 INLINE void put(bf16* p, Vec x) {
 #if defined(__AVX512BF16__)
-    // vcvtneps2bf16 takes denormals for 0, which a product that does so too cannot tell.
+    // vcvtneps2bf16 flushes denormals to 0, and so does the dot product that reads the result.
     _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)x.r[0]));
 #else
     float f[kLanes];
@@ -188,13 +188,13 @@ INLINE void put(bf16* p, Vec x) {
 #endif
 }
 
-// accumulators += weights * x, in steps of `kStep` along the summed dimension K. Weights of 16 columns lie as
-// [K / kStep][16][kStep]. `X` is the type in which the other factor is kept.
+// accumulators += weights * x, in steps of `kStep` along the summed dimension K. Weights of 16 columns have the layout
+// [K / kStep][16][kStep]. `X` is the type of the other operand.
 template <class T>
-struct Product;
+struct Dot;
 
 template <>
-struct Product<float> {
+struct Dot<float> {
     using X = float;
     static constexpr int kStep = 1;
     using Weights = Vec;
@@ -205,7 +205,7 @@ struct Product<float> {
 };
 
 template <>
-struct Product<bf16> {
+struct Dot<bf16> {
     static constexpr int kStep = 2;
 #if defined(__AVX512BF16__)
     using X = bf16;
@@ -245,42 +245,42 @@ struct Product<bf16> {
 };
 
 template <class T>
-using X = typename Product<T>::X;
+using X = typename Dot<T>::X;
 
-// A line of memory for the second-level cache. (Requests for the first take the places of its own misses: memory gave 24
-// instead of 38 GB/s to two cores that read here and there.)
-INLINE void request(const void* p) { __builtin_prefetch(p, 0, 2); }
+// Prefetch a cache line into L2. (Prefetches into L1 compete with its own misses: two cores with scattered reads got 24
+// instead of 38 GB/s.)
+INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// What to ask for while a panel is read: at each step what lies this far behind its begin, `stride` more than a step ago.
-struct Ahead {
-    int64_t offset = 0, stride = 0;  // bytes; nothing if both are 0
+// What to prefetch while a panel is read: at step i the line `offset` + i * `stride` bytes behind the panel's begin.
+struct Prefetch {
+    int64_t offset = 0, stride = 0;  // bytes; no prefetch if both are 0
 
-    INLINE void ask(const void* panel, int64_t step) const {
-        request((const char*)panel + offset + step * stride);
+    INLINE void fetch(const void* panel, int64_t step) const {
+        prefetch((const char*)panel + offset + step * stride);
     }
 };
 
-// sums[row][panel] += x[row, :] . panel: `steps` steps; x has `ldx` elements a row, a panel `stride` a step. If it
-// `asks`, each step calls ask(step), which requests memory for later.
-template <class T, int ROWS, int PANELS, class Ask>
+// sums[row][panel] += dot product of x[row, :] and the panel, in `steps` steps; x has `ldx` elements a row, a panel
+// `stride` a step. With `prefetches`, each step calls fetch(step).
+template <class T, int ROWS, int PANELS, class Fetch>
 INLINE void accumulate(Vec (&sums)[ROWS][PANELS], const X<T>* x, int64_t ldx, const T* const* panels, int64_t stride,
-                       int64_t steps, bool asks, const Ask& ask) {
-    using P = Product<T>;
-    const auto run = [&](auto asks) INLINE_LAMBDA {
+                       int64_t steps, bool prefetches, const Fetch& fetch) {
+    using P = Dot<T>;
+    const auto run = [&](auto prefetches) INLINE_LAMBDA {
         for (int64_t k = 0; k < steps; ++k) {
             typename P::Weights w[PANELS];
             UNROLL for (int j = 0; j < PANELS; ++j) w[j] = P::weights(panels[j] + k * stride);
-            if (asks) ask(k);
+            if (prefetches) fetch(k);
             UNROLL for (int i = 0; i < ROWS; ++i) {
                 auto factor = P::factor(x + i * ldx + k * P::kStep);
                 UNROLL for (int j = 0; j < PANELS; ++j) P::add(sums[i][j], w[j], factor);
             }
         }
     };
-    asks ? run(std::true_type{}) : run(std::false_type{});
+    prefetches ? run(std::true_type{}) : run(std::false_type{});
 }
 
-// Calls f(integral constant) for the number of rows in 1..MAX.
+// Call f(integral constant) with the number of rows, 1 to MAX.
 template <int MAX, class F>
 INLINE void with_rows(int rows, const F& f) {
     if constexpr (MAX > 1) {
