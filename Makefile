@@ -52,7 +52,7 @@ check: $(VENV)/.installed-dev  ## lint, format, types, import order, size
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_architecture.py tests/test_size.py
+	$(BIN)/python -m pytest tests/test_architecture.py tests/test_size.py tests/test_docs.py
 	@$(BIN)/python tools/code_lines.py | tail -n 1
 
 rooms:  ## rewrite the code lines and the tree of files in docs/architecture.md
