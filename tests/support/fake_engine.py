@@ -2,8 +2,8 @@
 
 The next token is a checksum of the whole sequence *as read back through the page table*, so any mistake in pages, rows,
 prefix sharing, chunking or preemption changes the text, and a request's output can be compared with a plain function of
-its prompt (`expected_output`). Like a slow device it executes a batch only when its result is awaited or
-`late` newer ones have been launched: whatever the host frees too early is seen as poison.
+its prompt (`expected_output`). Like a slow device, the engine executes a step only when its result is awaited or `late`
+newer steps have been launched: pages that the host frees too early are read as poison.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A CPU that is always late: work runs only when the next is submitted, or when somebody waits for it.
+"""A CPU that is always late: work runs only when the next work is submitted, or when its result is awaited.
 
-What would be a race on a GPU (a buffer reused, a page freed, a row taken over while a batch is in flight) becomes a
-wrong result here, every time.
+A race on a GPU (a buffer reused, a page freed, a row taken over while a step is in flight) becomes a wrong result here,
+every time.
 """
 
 from __future__ import annotations

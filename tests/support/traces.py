@@ -34,7 +34,7 @@ class Harness:
         self.outputs: dict[int, list[int]] = {}
         self.endings: dict[int, FinishReason] = {}
         self.errors: dict[int, str] = {}
-        self.params: dict[int, str | None] = {}  # the field that an error blames
+        self.params: dict[int, str | None] = {}  # the field that an error names
         self.scores: dict[int, list[tuple[float, int]]] = {}  # (log-probability, likeliest token) of each token
 
     def add(self, prompt: Sequence[int], max_tokens: int | None = 8, **params: object) -> int:
@@ -49,7 +49,7 @@ class Harness:
         self.io.inbox.append(AbortBackendMsg(uid))
 
     def table_row(self, uid: int) -> int | None:
-        """The row that a request holds now."""
+        """Return the row that a request holds now."""
         req = self.scheduler.live.get(uid)
         return None if req is None else req.table_idx
 
@@ -95,7 +95,7 @@ class Harness:
         assert not s.leaving
 
     def check_outputs(self) -> None:
-        """Finished requests have the text of their solo run; aborted ones a prefix of it."""
+        """Check that finished requests have the text of their solo run, and aborted ones a prefix of it."""
         for uid, (prompt, params) in self.requests.items():
             if self.endings[uid] is FinishReason.ERROR:
                 continue
@@ -179,7 +179,7 @@ def run_random_trace(seed: int, depth: int) -> tuple[Harness, Counter[str]]:
 
 
 def digest_of_plans() -> str:
-    """A checksum of all plans of some traces, to compare between processes with different hash seeds."""
+    """Return a checksum of all plans of some traces, to compare processes with different hash seeds."""
     digest = hashlib.sha256()
     for seed in range(8):
         h, _ = run_random_trace(seed, depth=1)

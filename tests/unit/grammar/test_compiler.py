@@ -1,4 +1,4 @@
-"""Matchers over the built-in tokenizer: what may come next, when the text is whole, what is refused."""
+"""Matchers over the built-in tokenizer: allowed tokens, complete texts, refused grammars."""
 
 from __future__ import annotations
 
@@ -75,19 +75,19 @@ SCHEMA = json.dumps(
         ("ebnf", 'start: "<" NAME ">"\nNAME: /[a-z]+/', "<ab>", "<AB>"),
     ],
 )
-def test_what_is_allowed(kind: GrammarKind, text: str, good: str, bad: str) -> None:
+def test_matchers_allow_valid_text_only(kind: GrammarKind, text: str, good: str, bad: str) -> None:
     assert accepts(compiled(kind, text), good)
     assert not accepts(compiled(kind, text), bad)
 
 
-def test_special_and_unknown_tokens_never_are() -> None:
+def test_special_and_unknown_tokens_are_never_allowed() -> None:
     matcher = compiled("json_schema", '{"type": "string"}')
     advance(matcher, TOKENIZER.encode('"').ids[0])
     assert not set(allowed(matcher)) & {*SPECIAL, *range(4096, VOCAB)}
     assert len(allowed(matcher)) > 3000
 
 
-def test_the_end() -> None:
+def test_eos_is_allowed_only_where_the_text_may_end() -> None:
     matcher = compiled("regex", "a+b?")
     assert EOS not in allowed(matcher)
     advance(matcher, TOKENIZER.encode("a").ids[0])
@@ -99,7 +99,7 @@ def test_the_end() -> None:
     assert EOS not in allowed(never)
 
 
-def test_after_the_reasoning() -> None:
+def test_a_grammar_may_begin_behind_the_reasoning() -> None:
     for kind, text, good in (("json_schema", SCHEMA, '{"name": "x", "age": 7}'), ("regex", "[0-9]+", "12")):
         free = "Let me see: <think> it </thinks> or so.\n</think>"
         assert accepts(compiled(kind, text, after="</think>"), free + good)  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ def test_after_the_reasoning() -> None:
         ("json_schema", '{"type":"array","items":' * 5000 + "{}" + "}" * 5000, "recursion"),
     ],
 )
-def test_refused_with_the_reason(kind: GrammarKind, text: str, why: str) -> None:
+def test_invalid_grammars_are_refused_with_the_reason(kind: GrammarKind, text: str, why: str) -> None:
     with pytest.raises(RequestError, match=why) as e:
         compiled(kind, text)
     assert e.value.status == 400 and e.value.param == "grammar" and len(e.value.message) < 500
@@ -150,7 +150,7 @@ def test_refused_with_the_reason(kind: GrammarKind, text: str, why: str) -> None
         ),
     ],
 )
-def test_the_worst_ends_soon(kind: GrammarKind, text: str) -> None:
+def test_expensive_grammars_compile_within_bounds(kind: GrammarKind, text: str) -> None:
     """As long as is allowed, and as bad as we could think of."""
     validate_sampling(SamplingParams(grammar=Grammar(kind, text)), Limits(max_model_len=9, vocab_size=9))
     started = time.process_time()
@@ -181,7 +181,7 @@ FUNCTIONS: list[dict[str, Any]] = [
         ),
     ],
 )
-def test_tool_calls(form: str, one: str, two: str) -> None:
+def test_tool_calls_follow_their_form(form: str, one: str, two: str) -> None:
     for is_single in (False, True):
         grammar = TOOL_FORMS[form].grammar(FUNCTIONS, is_single)
 
@@ -207,7 +207,7 @@ def test_tool_calls_behind_a_special_token(tmp_path: Any) -> None:
     assert accepts(matcher, f"[TOOL_CALLS][{calls}]", tokenizer)
 
 
-def test_one_that_becomes_too_large_names_its_field() -> None:
+def test_a_grammar_that_becomes_too_large_is_refused_with_its_field() -> None:
     matcher = compiled("regex", "((a{1000}){1000}){1000}")
 
     def follow() -> None:
@@ -219,7 +219,7 @@ def test_one_that_becomes_too_large_names_its_field() -> None:
     assert (e.value.param, e.value.code) == ("grammar", "invalid_grammar")
 
 
-def test_many_at_once_are_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_in_parallel_equal_masks_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """By threads, where there are cores for them; one that cannot be followed costs no other."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     texts = ["[a-z ]{20}", "a+b?", "[0-9]{2,5}", "(ab)*c", "[^x]+"]

@@ -1,4 +1,4 @@
-"""Text made in the end is the text made as tokens come, byte for byte."""
+"""Decoding all tokens at the end gives the same text as incremental decoding, byte for byte."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def completions_of(
 
 @pytest.mark.parametrize("tokenizer", [MADE.byte_level(), MADE.byte_fallback()], ids=["byte-level", "byte-fallback"])
 @pytest.mark.parametrize("seed", range(15))
-def test_text_in_the_end_is_text_as_it_comes(tokenizer: Tokenizer, seed: int) -> None:
+def test_decoding_at_the_end_equals_incremental_decoding(tokenizer: Tokenizer, seed: int) -> None:
     rng = random.Random(seed)
     users = [
         UserMsg(
@@ -108,13 +108,13 @@ def test_text_in_the_end_is_text_as_it_comes(tokenizer: Tokenizer, seed: int) ->
     assert any(c.text for c in at_end)
 
 
-def test_a_stop_string_makes_text_come_at_once() -> None:
+def test_a_stop_string_needs_incremental_decoding() -> None:
     detokenizer = DetokenizeManager(MADE.byte_level())
     user = UserMsg(uid=1, input_ids=ids_to_bytes([1]), sampling_params=SamplingParams(stop=("fox",)))
     assert Completions(detokenizer, [user], None)._streams
 
 
-def test_a_failed_request_fails_the_call_either_way() -> None:
+def test_a_failed_request_fails_the_call() -> None:
     for on_token in (None, lambda index, text: None):
         users = [UserMsg(uid=1, input_ids=ids_to_bytes([1]), sampling_params=SamplingParams())]
         completions = Completions(DetokenizeManager(MADE.byte_level()), users, on_token)
@@ -130,5 +130,5 @@ def test_a_failed_request_fails_the_call_either_way() -> None:
         assert failed.value.status == 500
 
 
-def test_no_prompts_no_completions() -> None:
+def test_no_prompts_give_no_completions() -> None:
     assert Completions(DetokenizeManager(MADE.byte_level()), [], None).finish() == []

@@ -1,4 +1,4 @@
-"""Grammars and the rest of the engine: overlap, preemption and batch mates change nothing."""
+"""Grammars with overlap, preemption and batch mates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(llm: LLM, which: list[int]) -> list[Completion]:
     return llm.generate([f"Once upon a time {i}" for i in which], [PARAMS[i] for i in which])
 
 
-def test_the_same_text_however_it_is_computed() -> None:
+def test_overlap_batching_and_preemption_do_not_change_the_text() -> None:
     plain = LLM(threads=1, num_pages=400, overlap=False)
     want = [run(plain, [i])[0].token_ids for i in range(6)]
     overlapped = LLM(threads=1, num_pages=400, overlap=True)
@@ -37,7 +37,7 @@ def test_the_same_text_however_it_is_computed() -> None:
     assert tight.scheduler.stats.preemptions > 0
 
 
-def test_bad_grammars_are_refused_and_cost_nobody_else() -> None:
+def test_invalid_grammars_fail_the_call_and_the_engine_goes_on() -> None:
     llm = LLM(threads=1, num_pages=100)
     bad = SamplingParams(max_tokens=5, grammar=Grammar("regex", "[", param="guided_regex"))
     with pytest.raises(RequestError, match="guided_regex is not a usable grammar") as e:

@@ -26,7 +26,7 @@ def question(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def test_results_come_in_the_order_of_the_prompts_and_are_those_of_solo_runs(llm: LLM) -> None:
+def test_a_batch_gives_the_results_of_solo_runs_in_order(llm: LLM) -> None:
     prompts = [
         f"Once upon a time, there was a {animal}" for animal in ("cat", "dog", "fox", "cow", "owl", "bear", "pig")
     ]
@@ -49,14 +49,14 @@ def test_a_batch_takes_as_many_steps_as_its_longest_request(llm: LLM) -> None:
     ]
 
 
-def test_token_ids_and_text_are_the_same_prompt(llm: LLM) -> None:
+def test_token_ids_and_text_of_a_prompt_give_the_same_result(llm: LLM) -> None:
     ids = llm._tokenizer.tokenizer.encode("Once upon a time").ids
     by_text, by_ids = llm.generate("Once upon a time", GREEDY)[0], llm.generate(ids, GREEDY)[0]
     assert by_text.token_ids == by_ids.token_ids
     assert by_ids.cached_tokens < by_ids.prompt_tokens
 
 
-def test_chat_stops_by_itself_and_streams(llm: LLM) -> None:
+def test_chat_ends_with_eos_and_streams(llm: LLM) -> None:
     seen: list[tuple[int, str]] = []
     answer, other = llm.chat(
         [question("What is 12 + 30?"), question("Repeat exactly: grün 東京")],
@@ -69,7 +69,7 @@ def test_chat_stops_by_itself_and_streams(llm: LLM) -> None:
     assert "".join(t for i, t in seen if i == 1) == other.text
 
 
-def test_a_seed_fixes_the_text_whatever_runs_beside_it(llm: LLM) -> None:
+def test_a_seed_fixes_the_text_in_any_batch(llm: LLM) -> None:
     story = question("Tell me a story about a fox named Lily.")
     mine = SamplingParams(temperature=1.0, seed=5, max_tokens=30)
     alone = llm.chat(story, mine)[0].text
@@ -107,7 +107,7 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
         (["a", "b"], [GREEDY], "sampling_params"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name_before_anything_runs(
+def test_invalid_requests_are_refused_with_their_field_before_any_step(
     llm: LLM, prompts: object, params: object, field: str
 ) -> None:
     with pytest.raises(RequestError) as refused:
@@ -126,12 +126,12 @@ def test_a_stop_token_may_be_shown(llm: LLM) -> None:
     assert whole.text.startswith(shown.text)
 
 
-def test_a_prompt_of_the_whole_context_but_one_token_is_served(llm: LLM) -> None:
+def test_a_prompt_may_fill_the_context_but_for_one_token(llm: LLM) -> None:
     done = llm.generate([[5] * 4095], SamplingParams(temperature=0))[0]
     assert len(done.token_ids) == 1
 
 
-def test_an_exception_in_the_callback_leaves_nothing_running(llm: LLM) -> None:
+def test_an_exception_in_the_callback_aborts_all_requests(llm: LLM) -> None:
     def stop(index: int, text: str) -> None:
         raise KeyboardInterrupt
 
@@ -161,6 +161,6 @@ def test_an_exception_in_the_callback_leaves_nothing_running(llm: LLM) -> None:
         ({"model": "/no/such/folder"}, "does not exist"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_with_advice(options: dict[str, object], words: str) -> None:
+def test_invalid_settings_are_refused_with_advice(options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM(**options)  # type: ignore[arg-type]

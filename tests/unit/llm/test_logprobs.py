@@ -1,4 +1,4 @@
-"""Log-probabilities of the built-in model: those of transformers, whatever else happens to the request."""
+"""Log-probabilities of the built-in model, compared with transformers."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def check(llm: LLM, model: Any, ids: list[int], done: Completion, top: int, firs
 
 
 @pytest.mark.parametrize("top", [0, 3, 20])
-def test_of_generated_tokens(llm: LLM, model: Any, top: int) -> None:
+def test_logprobs_of_generated_tokens(llm: LLM, model: Any, top: int) -> None:
     done = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12, logprobs=top))[0]
     check(llm, model, prompt_ids(llm) + done.token_ids, done, top, len(prompt_ids(llm)))
 
 
-def test_are_the_models_own_whatever_changes_the_choice(llm: LLM, model: Any) -> None:
+def test_logprobs_ignore_temperature_filters_and_penalties(llm: LLM, model: Any) -> None:
     odd = SamplingParams(
         temperature=1.7, top_k=40, seed=3, frequency_penalty=1.5, logit_bias=((77, 5.0),), max_tokens=12, logprobs=2
     )
@@ -82,7 +82,7 @@ def test_echo_gives_logprobs_of_a_cached_prompt(llm: LLM, model: Any, max_tokens
             assert done.text[token.offset :].startswith(text)
 
 
-def test_of_the_prompt_without_its_text(llm: LLM, model: Any) -> None:
+def test_prompt_logprobs_without_echo(llm: LLM, model: Any) -> None:
     half = prompt_ids(llm, "a 🙂")[:-1]  # it ends within the character: the answer's text must not begin with its rest
     wanted = SamplingParams(temperature=0, max_tokens=4, logprobs=1, prompt_logprobs=True)
     done = llm.generate([half], wanted)[0]
@@ -90,12 +90,12 @@ def test_of_the_prompt_without_its_text(llm: LLM, model: Any) -> None:
     assert done.text == llm.generate([half], SamplingParams(temperature=0, max_tokens=4))[0].text
 
 
-def test_echo_alone_is_text(llm: LLM) -> None:
+def test_echo_without_logprobs_gives_text_only(llm: LLM) -> None:
     done = llm.generate(PROMPT, SamplingParams(max_tokens=0, echo=True))[0]
     assert (done.text, done.token_ids, done.logprobs) == (PROMPT, [], [])
 
 
-def test_do_not_depend_on_batch_mates(llm: LLM) -> None:
+def test_logprobs_do_not_depend_on_the_batch(llm: LLM) -> None:
     mine = SamplingParams(temperature=0, max_tokens=10, logprobs=4, echo=True)
     alone = llm.generate(PROMPT, mine)[0]
     others = [SamplingParams(max_tokens=n, logprobs=top, seed=n) for n, top in ((5, None), (9, 20), (12, 0))]
@@ -106,7 +106,7 @@ def test_do_not_depend_on_batch_mates(llm: LLM) -> None:
         assert a.logprob == (None if b.logprob is None else pytest.approx(b.logprob, abs=1e-4))
 
 
-def test_a_retracted_request_keeps_them(model: Any) -> None:
+def test_a_preempted_request_keeps_its_logprobs(model: Any) -> None:
     """Too few pages for all: some are computed again."""
     llm = LLM(threads=1, num_pages=24, overlap=True, max_prefill_length=32)
     mine = SamplingParams(temperature=0, max_tokens=90, logprobs=1, echo=True, ignore_eos=True)

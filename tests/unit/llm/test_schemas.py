@@ -1,4 +1,4 @@
-"""What the built-in model writes under a schema is valid: fifty schemas, with overlap and all in one batch."""
+"""The built-in model's answers under fifty JSON schemas are valid, with overlap and in one batch."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def check(names: list[str], done: list[Completion]) -> None:
         assert [e.message for e in validator.iter_errors(json.loads(one.text))] == [], (name, one.text)
 
 
-def test_there_are_fifty() -> None:
+def test_the_schemas_are_valid_and_fifty() -> None:
     assert len(SCHEMAS) == 50
     for _, schema in SCHEMAS.values():
         jsonschema.Draft202012Validator.check_schema(schema)
 
 
-def test_some_are_valid(llm: LLM) -> None:
+def test_answers_are_valid_under_some_schemas(llm: LLM) -> None:
     names = list(QUICK)
     check(names, answers(llm, names, temperature=0))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"temperature": 0}, *({"temperature": 1.0, "seed": s} for s in range(6))])
-def test_all_are_valid(llm: LLM, fields: dict[str, Any]) -> None:
+def test_answers_are_valid_under_all_schemas(llm: LLM, fields: dict[str, Any]) -> None:
     names = list(SCHEMAS)
     check(names, answers(llm, names, **fields))

@@ -1,4 +1,4 @@
-"""T-pace: prompts are computed beside running streams only as far as these keep their pace."""
+"""Prompts computed beside running streams keep the streams at their pace."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def random_costs(rng: random.Random) -> StepCosts:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_more_than_the_floor_never_takes_longer_than_the_target(seed: int) -> None:
+def test_chunks_beyond_the_floor_never_exceed_the_target(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(200):
         costs, target = random_costs(rng), rng.choice((5.0, 30.0, 100.0))
@@ -47,7 +47,7 @@ def test_more_than_the_floor_never_takes_longer_than_the_target(seed: int) -> No
         assert granted >= min(FLOOR_TOKENS, wanted)
         assert granted <= FLOOR_TOKENS or seconds <= target / 1e3 + 1e-9
         assert granted <= 8192 - running
-        # Nothing is wasted either: one prompt without an end takes what there is, but for a tile that is not full.
+        # The target is used up: an endless prompt takes all but a partial tile.
         count = pace.budget(running, context).take(0, 1 << 20)
         if FLOOR_TOKENS < count < 8192 - running:
             tile = LARGE_TILE_TOKENS if running + count >= 3 * LARGE_TILE_TOKENS else TILE_TOKENS
@@ -56,7 +56,7 @@ def test_more_than_the_floor_never_takes_longer_than_the_target(seed: int) -> No
             assert (running + count) % TILE_TOKENS == 0
 
 
-def test_a_queue_is_worked_off_in_longer_steps_unless_the_user_set_a_target() -> None:
+def test_a_backlog_lengthens_steps_unless_the_user_sets_a_target() -> None:
     pace = Pace(SchedulerConfig(max_prefill_length=8192), COSTS)
     most = pace.rush_tokens
     paced, between, rushed = (pace.budget(16, 9000, backlog).take(0, 8192) for backlog in (0, most // 2, most))
@@ -71,7 +71,7 @@ def test_a_queue_is_worked_off_in_longer_steps_unless_the_user_set_a_target() ->
     assert own.budget(16, 9000, most).take(0, 8192) == paced
 
 
-def test_nobody_running_means_no_target() -> None:
+def test_without_running_requests_there_is_no_target() -> None:
     pace = Pace(SchedulerConfig(itl_target_ms=10.0, max_prefill_length=5000), COSTS)
     assert pace.budget(0, 0).take(0, 9999) == 5000
     assert pace.budget(10, 100).take(0, 9999) < 100
@@ -81,10 +81,10 @@ def test_nobody_running_means_no_target() -> None:
     assert unmeasured.budget(10, 100).take(0, 9999) == 4990
 
 
-def test_the_default_gives_way_to_an_engine_that_is_slow_at_decoding() -> None:
+def test_the_default_target_doubles_a_slow_decode_step() -> None:
     pace = Pace(SchedulerConfig(), StepCosts(base=0.1, per_token=1e-4))
     count = pace.budget(1, 0).take(0, 9999)
-    assert 0 <= (0.1 + 1e-4) / 1e-4 - count < TILE_TOKENS  # as long again as decoding alone
+    assert 0 <= (0.1 + 1e-4) / 1e-4 - count < TILE_TOKENS  # as long as decoding alone
 
 
 @pytest.mark.parametrize(
@@ -96,12 +96,12 @@ def test_the_default_gives_way_to_an_engine_that_is_slow_at_decoding() -> None:
         ({"max_prefill_length": 0}, None),
     ],
 )
-def test_settings_that_cannot_be_kept_are_refused(options: dict[str, object], costs: StepCosts | None) -> None:
+def test_invalid_settings_are_refused(options: dict[str, object], costs: StepCosts | None) -> None:
     with pytest.raises(ConfigError):
         Pace(SchedulerConfig(**options), costs)  # type: ignore[arg-type]
 
 
-def test_the_costs_of_a_chunk_are_the_sum_of_its_tokens() -> None:
+def test_chunk_costs_add_up_over_its_tokens() -> None:
     costs = StepCosts(1e-3, 2e-6, 3e-8, 5e-9)
     slots = np.array([(0, 99, 100, 3), (1, 40, 41, 3), (2, 1000, 1300, 1)], SLOT)
     want = costs.decode_seconds(2, 139) + costs.chunk_seconds(1000, 300)
@@ -109,7 +109,7 @@ def test_the_costs_of_a_chunk_are_the_sum_of_its_tokens() -> None:
 
 
 def run_burst(target: float) -> tuple[float, float]:
-    """64 prompts of 1024 tokens come to 16 running streams: largest gap of these, mean time to the first token, s."""
+    """Add 64 prompts of 1,024 tokens to 16 streams; return the streams' largest gap and the mean TTFT in seconds."""
     engine = FakeEngine(rows=80, num_pages=6000, page_size=16, max_model_len=2048, vocab=5003, costs=COSTS)
     h = Harness(engine, 1, itl_target_ms=target, max_prefill_length=8192)
     streams = [h.add([1 + i, 2, 3], 400, ignore_eos=True) for i in range(16)]
@@ -133,7 +133,7 @@ def run_burst(target: float) -> tuple[float, float]:
     assert {h.endings[uid] for uid in burst} == {FinishReason.LENGTH}
     gaps = [b - a for uid in streams for a, b in itertools.pairwise(times[uid])]
     firsts = [times[uid][0] - came for uid in burst]
-    assert firsts == sorted(firsts), "of equally long prompts the first comes first"
+    assert firsts == sorted(firsts), "equally long prompts are computed in order of arrival"
     for uid in streams:
         h.abort(uid)
     h.finish_all()
@@ -141,7 +141,7 @@ def run_burst(target: float) -> tuple[float, float]:
     return max(gaps), mean(firsts)
 
 
-def test_a_burst_of_prompts_leaves_running_streams_their_pace() -> None:
+def test_a_burst_of_prompts_keeps_running_streams_at_their_pace() -> None:
     gap_without, first_without = run_burst(0.0)
     gap, first = run_burst(30.0)
     assert gap_without > 0.150
@@ -149,6 +149,6 @@ def test_a_burst_of_prompts_leaves_running_streams_their_pace() -> None:
     assert first < 1.5 * first_without  # most of a step is still spent on prompts
 
 
-def test_the_budget_counts_down() -> None:
+def test_a_budget_decreases_as_tokens_are_taken() -> None:
     budget = StepBudget(100)
     assert (budget.take(0, 60), budget.take(0, 60), budget.is_spent) == (60, 40, True)

@@ -1,4 +1,4 @@
-"""Grammars on their way through the scheduler: aborts, refusals and deadlines while they are compiled."""
+"""Grammars in the scheduler: masks for overlapped steps, aborts, refusals and deadlines during compilation."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def grammar(text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_nobody_waits_for_a_grammar(depth: int) -> None:
-    """Rows with one and without have a token each step, at any depth: masks are brought to steps under way."""
+def test_grammars_delay_no_step(depth: int) -> None:
+    """Every row samples a token in every step at any depth: masks reach steps that were launched without."""
     h = Harness(FakeEngine(rows=3, vocab=101, late=depth), depth)
     free = h.add([1, 2, 3], 20, ignore_eos=True)
     bound = h.add([1, 2, 4], 20, ignore_eos=True, **grammar("3 99"))
@@ -41,7 +41,7 @@ def test_nobody_waits_for_a_grammar(depth: int) -> None:
     h.check_outputs()
 
 
-def test_an_engine_that_works_at_once_gets_all_masks_with_its_plans() -> None:
+def test_a_synchronous_engine_gets_masks_with_its_plans() -> None:
     engine = FakeEngine(rows=3, vocab=101, late=0)
     engine.is_async = False
     h = Harness(engine, 1)
@@ -53,7 +53,7 @@ def test_an_engine_that_works_at_once_gets_all_masks_with_its_plans() -> None:
     assert len(masked) >= 20 and all(len(plan.masks) for plan in masked)
 
 
-def test_the_text_ends_with_the_grammar() -> None:
+def test_a_complete_grammar_ends_the_text() -> None:
     h = Harness(FakeEngine(vocab=101), 1)
     uids = [h.add([1, 2, i], 20, ignore_eos=True, **grammar(f"2 {i}")) for i in range(1, 5)]
     h.finish_all()
@@ -63,7 +63,7 @@ def test_the_text_ends_with_the_grammar() -> None:
 
 
 @pytest.mark.parametrize("steps", range(8))
-def test_abort_at_each_point(steps: int) -> None:
+def test_abort_at_each_step(steps: int) -> None:
     h = Harness(FakeEngine(vocab=101), 1)
     bound = h.add([1, 2, 3], 20, ignore_eos=True, **grammar("3 99"))
     other = h.add([1, 2, 3], 20, ignore_eos=True, **grammar("4 99"))
@@ -76,7 +76,7 @@ def test_abort_at_each_point(steps: int) -> None:
     assert not len(h.scheduler.grammars)
 
 
-def test_refusals_name_the_field() -> None:
+def test_an_invalid_grammar_is_refused_with_its_field() -> None:
     h = Harness(FakeEngine(vocab=101), 1)
     bad = h.add([1, 2, 3], 20, **grammar("bad"))
     good = h.add([1, 2, 3], 20)
@@ -85,7 +85,7 @@ def test_refusals_name_the_field() -> None:
     assert h.endings[good] in (FinishReason.STOP, FinishReason.LENGTH)
 
 
-def test_a_compilation_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "COMPILE_S", 0.0)
     h = Harness(FakeEngine(vocab=101), 1)
     uid = h.add([1, 2, 3], 20, **grammar("3 99"))
@@ -93,11 +93,11 @@ def test_a_compilation_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     h.scheduler.step()
     h.drain_replies()
     assert "not compiled within" in h.errors[uid]
-    h.compiling.work()  # too late: nobody minds
+    h.compiling.work()  # too late: ignored
     h.finish_all()
 
 
-def test_a_broken_compiler_costs_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_bug_fails_one_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: FakeCompiler, grammar: Grammar, ignore_eos: bool) -> FakeMatcher:
         raise ZeroDivisionError("oh")
 
@@ -110,7 +110,7 @@ def test_a_broken_compiler_costs_one_request(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3, 9])
-def test_a_grammar_that_cannot_be_followed_ends_its_request(monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> None:
+def test_a_grammar_that_cannot_be_followed_fails_its_request(monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> None:
     def confused(self: FakeMatcher, token: int) -> None:
         self.history.append(token)
         if len(self.history) == 3:
@@ -125,7 +125,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request(monkeypatch: pytest.
     assert h.endings[other] is FinishReason.LENGTH
 
 
-def test_leaving_ends_what_is_being_compiled() -> None:
+def test_exit_ends_requests_that_are_compiling() -> None:
     h = Harness(FakeEngine(vocab=101), 1)
     uid = h.add([1, 2, 3], 20, **grammar("3 99"))
     h.io.inbox.append(ExitMsg())

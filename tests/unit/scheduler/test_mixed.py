@@ -12,7 +12,7 @@ from support.traces import Harness
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("is_mixed", [True, False])
-def test_steps_are_mixed_or_not(depth: int, is_mixed: bool) -> None:
+def test_steps_mix_prompts_and_decoding_only_if_enabled(depth: int, is_mixed: bool) -> None:
     engine = FakeEngine(rows=8, num_pages=64, page_size=4, vocab=5003)
     h = Harness(engine, depth, max_prefill_length=12, mixed_batches=is_mixed)
     kinds: list[set[bool]] = []

@@ -1,4 +1,4 @@
-"""T-order: shorter prompts pass longer ones, which are passed by a bounded number of tokens and for nothing else."""
+"""The order of prompts: shorter ones pass longer ones, by a bounded number of tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEP = 8  # tokens of prompts a step
 
 
 class Recorded(Harness):
-    """Notes the chunks of prompts that are planned, as (uid, start, stop)."""
+    """Records the planned chunks of prompts as (uid, start, stop)."""
 
     def __init__(
         self,
@@ -33,24 +33,24 @@ class Recorded(Harness):
         self.chunks: list[tuple[int, int, int]] = []
         plan = self.scheduler.prefill.plan
 
-        def noted(*args, **kwargs):
+        def recorded(*args, **kwargs):
             chunks = plan(*args, **kwargs)
             self.chunks += [(c.req.uid, c.start, c.stop) for c in chunks]
             return chunks
 
-        self.scheduler.prefill.plan = noted  # type: ignore[method-assign]
+        self.scheduler.prefill.plan = recorded  # type: ignore[method-assign]
 
     def prompt(self, length: int, max_tokens: int = 1) -> int:
-        """A request with a prompt that shares nothing with others."""
+        """Add a request whose prompt shares no prefix with others."""
         uid = len(self.requests)
         return self.add([uid % 5000 + 1, uid // 5000 + 1, *range(3, length + 1)], max_tokens, ignore_eos=True)
 
     def completed(self, lengths: Sequence[int]) -> list[int]:
-        """Which requests' prompts are planned completely, in this order."""
+        """Return the requests whose prompts are planned completely, in that order."""
         return [uid for uid, _, stop in self.chunks if stop == lengths[uid]]
 
 
-def test_of_those_that_come_together_the_shorter_go_first_and_equals_in_their_order() -> None:
+def test_shorter_prompts_go_first_and_equal_ones_in_order_of_arrival() -> None:
     h = Recorded()
     lengths = [30, 9, 50, 9, 20, 30]
     for n in lengths:
@@ -61,7 +61,7 @@ def test_of_those_that_come_together_the_shorter_go_first_and_equals_in_their_or
 
 
 @pytest.mark.parametrize("length", [12, 40])
-def test_an_endless_stream_of_short_prompts_holds_a_long_one_up_for_the_bound_and_no_longer(length: int) -> None:
+def test_short_prompts_delay_a_long_one_up_to_the_bound(length: int) -> None:
     h = Recorded()
     long = h.prompt(length)
     for _ in range(2 * OVERTAKING * length // STEP):  # as much as the steps can compute, and longer than the bound
@@ -75,7 +75,7 @@ def test_an_endless_stream_of_short_prompts_holds_a_long_one_up_for_the_bound_an
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_nobody_is_passed_by_more_than_the_bound(seed: int) -> None:
+def test_no_prompt_is_passed_by_more_tokens_than_the_bound(seed: int) -> None:
     rng = random.Random(seed)
     h = Recorded(depth=seed % 3, max_prefill_length=rng.choice((5, 30)))
     lengths = []
@@ -103,7 +103,7 @@ def test_a_short_prompt_passes_between_the_chunks_of_a_long_one() -> None:
     h.check_outputs()
 
 
-def test_what_the_cache_has_of_a_prompt_does_not_count() -> None:
+def test_cached_tokens_do_not_count_as_prompt_length() -> None:
     h = Recorded(max_prefill_length=200)
     h.add(range(1, 101), 1, ignore_eos=True)
     h.finish_all()
@@ -113,7 +113,7 @@ def test_what_the_cache_has_of_a_prompt_does_not_count() -> None:
     assert h.chunks == [(again, 100, 109), (fresh, 0, 40)]
 
 
-def test_a_retracted_request_returns_to_its_old_place() -> None:
+def test_a_preempted_request_returns_to_its_old_position() -> None:
     h = Recorded(rows=3, max_prefill_length=200)
     running = [h.prompt(n, 200) for n in (20, 20, 20)]
     while len(h.scheduler.decode.running) < 3:
@@ -132,7 +132,7 @@ def test_a_retracted_request_returns_to_its_old_place() -> None:
     h.check_outputs()
 
 
-def test_while_there_is_no_room_nobody_is_admitted_but_what_was_begun_goes_on() -> None:
+def test_without_pages_no_request_is_admitted_but_begun_prompts_go_on() -> None:
     h = Recorded(num_pages=50)  # 200 tokens
     begun = h.prompt(150)
     h.step()
@@ -144,7 +144,7 @@ def test_while_there_is_no_room_nobody_is_admitted_but_what_was_begun_goes_on() 
     h.check_outputs()
 
 
-def test_nobody_gets_the_crumbs_of_a_step_that_one_prompt_fills() -> None:
+def test_a_step_filled_by_one_prompt_gives_no_leftover_to_the_next() -> None:
     costs = StepCosts(base=1e-3, per_token=1e-5, per_pair=1e-6)  # late tokens cost many times what the first do
     h = Recorded(costs=costs, max_prefill_length=500, itl_target_ms=4.0, mixed_batches=True)
     h.scheduler.pace.floor = 1
@@ -161,7 +161,7 @@ def test_nobody_gets_the_crumbs_of_a_step_that_one_prompt_fills() -> None:
     h.check_outputs()
 
 
-def test_the_longest_cached_prefix_goes_first_if_asked_for_and_what_was_begun_before_it() -> None:
+def test_lpm_admits_the_longest_cached_prefix_after_begun_prompts() -> None:
     h = Recorded(schedule_policy="lpm")
     h.add(range(1, 101), 1, ignore_eos=True)
     h.finish_all()
@@ -174,7 +174,7 @@ def test_the_longest_cached_prefix_goes_first_if_asked_for_and_what_was_begun_be
     assert order == [begun, again, short]
 
 
-def test_the_backlog_is_everything_but_the_longest() -> None:
+def test_the_backlog_excludes_the_longest_prompt() -> None:
     h = Recorded()
     assert h.scheduler.prefill.backlog(1000) == 0
     h.prompt(100)
@@ -189,7 +189,7 @@ def test_the_backlog_is_everything_but_the_longest() -> None:
     h.finish_all()
 
 
-def test_a_long_prompt_alone_leaves_the_streams_their_pace_and_lets_others_in() -> None:
+def test_a_lone_long_prompt_slows_no_stream_and_lets_short_prompts_pass() -> None:
     costs = StepCosts(base=8e-3, per_token=22e-6)
     engine = FakeEngine(rows=80, num_pages=1000, page_size=16, max_model_len=12_000, vocab=5003, costs=costs)
     h = Harness(engine, 1, max_prefill_length=8192)

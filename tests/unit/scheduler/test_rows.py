@@ -1,4 +1,4 @@
-"""The steady state of decoding looks at no request, and the checks see when arrays and requests disagree."""
+"""Steady decoding looks at no single request, and the invariant checks find corrupted state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.traces import Harness
 
 
 def decoding(requests: int, depth: int = 1, page_size: int = 32) -> Harness:
-    """A scheduler in which `requests` requests decode, none at a page boundary or at its end for ten steps."""
+    """Return a scheduler with decoding requests, none at a page boundary or at its end for ten steps."""
     engine = FakeEngine(rows=requests, num_pages=4 * requests, page_size=page_size, max_model_len=128, vocab=5003)
     h = Harness(engine, depth)
     for i in range(requests):
@@ -32,7 +32,7 @@ def decoding(requests: int, depth: int = 1, page_size: int = 32) -> Harness:
 
 
 def calls_of_a_step(h: Harness) -> int:
-    """Calls made by the code of the scheduler package during one step, built-in functions included."""
+    """Count the calls made by the scheduler package in one step, built-in functions included."""
     count = 0
 
     def profile(frame: FrameType, event: str, arg: object) -> None:
@@ -61,8 +61,8 @@ def test_a_steady_step_does_not_look_at_single_requests(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_many_things_at_once(depth: int) -> None:
-    """In the same step some requests are broken, some aborted, some end and all others need a page."""
+def test_failures_aborts_endings_and_page_faults_in_one_step(depth: int) -> None:
+    """In one step some requests get NaN logits, some are aborted, some end and all others need a page."""
     engine = FakeEngine(rows=40, num_pages=200, page_size=4, max_model_len=64, vocab=5003)
     h = Harness(engine, depth)
     prompts = [[1 + i, 2, 3] for i in range(40)]
@@ -131,7 +131,7 @@ def forget_leaving(s: Scheduler) -> None:
         *(swap_order, stale_index, lose_request, lose_page, forget_leaving),
     ],
 )
-def test_the_checks_see_what_is_wrong(spoil: Callable[[Scheduler], None]) -> None:
+def test_invariant_checks_find_corrupted_state(spoil: Callable[[Scheduler], None]) -> None:
     h = decoding(4)
     check_invariants(h.scheduler)
     spoil(h.scheduler)
@@ -139,7 +139,7 @@ def test_the_checks_see_what_is_wrong(spoil: Callable[[Scheduler], None]) -> Non
         check_invariants(h.scheduler)
 
 
-def test_sampled_tokens_are_where_the_next_prompt_finds_them() -> None:
+def test_a_preempted_request_keeps_its_sampled_tokens() -> None:
     """A preempted request waits with prompt and output so far, however often it is preempted."""
     engine = FakeEngine(rows=8, num_pages=18, page_size=4, max_model_len=64, vocab=5003)
     h = Harness(engine, 1)
@@ -160,8 +160,8 @@ def test_sampled_tokens_are_where_the_next_prompt_finds_them() -> None:
     h.check_outputs()
 
 
-def test_the_benchmark_of_a_step_runs() -> None:
-    """Its engine, a stub outside the package, must have all that the scheduler asks of one."""
+def test_the_step_benchmark_runs() -> None:
+    """Its stub engine must have everything that the scheduler needs of an engine."""
     script = Path(__file__).parents[3] / "benchmark" / "scheduler" / "bench.py"
     argv = [sys.executable, str(script), "--rows", "8", "--steps", "64"]
     printed = subprocess.run(argv, check=True, capture_output=True, text=True).stdout

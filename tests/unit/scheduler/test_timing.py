@@ -1,4 +1,4 @@
-"""T-timing: the next step is planned as late as the device allows; at once if prompts wait or nothing is known."""
+"""The next step is planned as late as the device allows, and at once if prompts wait or the timing is unknown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEP_S = 0.05
 
 
 def clock(*seconds: float) -> tuple[StepClock, float]:
-    """After decode steps that took so long, one behind the other, and the time at which the last ended."""
+    """Return a clock after decode steps of these durations, and the time at which the last one ended."""
     c, now = StepClock(), 100.0
     c.launch(now, is_idle=True)
     c.launch(now - 7, is_idle=False)
@@ -26,14 +26,14 @@ def clock(*seconds: float) -> tuple[StepClock, float]:
     return c, now
 
 
-def test_the_shortest_of_the_last_steps_tells_how_long_one_takes() -> None:
+def test_the_shortest_recent_step_predicts_the_next() -> None:
     c, now = clock(0.001, 0.020, 0.010, 0.030, *[0.011] * (RECENT_STEPS - 2))
     assert c.slack(now) == pytest.approx(0.010 - PLAN_MARGIN_S)
     assert c.slack(now + 0.004) == pytest.approx(0.006 - PLAN_MARGIN_S)
     assert c.slack(now + 0.010) == 0.0
 
 
-def test_steps_with_prompts_say_nothing_and_short_ones_leave_no_time() -> None:
+def test_steps_with_prompts_are_ignored_and_short_steps_leave_no_slack() -> None:
     c, now = clock(0.010)
     c.collect(now + 0.1, now + 0.2, is_decode=False)
     assert c.slack(now + 0.2) == pytest.approx(0.010 - PLAN_MARGIN_S), "that which runs now began when the last ended"
@@ -42,7 +42,7 @@ def test_steps_with_prompts_say_nothing_and_short_ones_leave_no_time() -> None:
     assert StepClock().slack(5.0) == 0.0
 
 
-def test_who_came_too_late_knows_nothing_until_a_step_was_waited_for() -> None:
+def test_a_late_collect_forgets_the_prediction_until_the_next_wait() -> None:
     c, now = clock(0.010, 0.010)
     now += 0.015
     c.collect(now - LATE_S / 2, now, is_decode=True)

@@ -1,4 +1,4 @@
-"""T21 and T3: whatever happens, one terminal reply a request, no page lost, the same text and the same plans."""
+"""Random traces: one terminal reply a request, no lost page, the text of solo runs, the same plans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEEDS = int(os.environ.get("MINISGL_TRACES", "150"))
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_random_traces(depth: int) -> None:
+def test_random_traces_keep_all_invariants(depth: int) -> None:
     endings: Counter[str] = Counter()
     preemptions = hits = 0
     for seed in range(SEEDS):
@@ -29,7 +29,7 @@ def test_random_traces(depth: int) -> None:
         endings += counts
         preemptions += h.scheduler.stats.preemptions
         hits += h.scheduler.stats.cached_tokens
-    # The traces must really reach what they are about.
+    # The traces must reach every kind of ending, preemptions and prefix hits.
     assert min(endings[r] for r in FinishReason) > SEEDS // 20, endings
     assert preemptions > SEEDS // 10
     assert hits > 10 * SEEDS
@@ -50,8 +50,8 @@ PROMPT = list(range(1, 10)) * 3  # 27 tokens: four chunks of 8
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("abort_at", range(18))
-def test_abort_at_each_point(abort_at: int, depth: int) -> None:
-    """Queued, after each chunk, while the last chunk or a decode is in flight, at its end, after its end."""
+def test_abort_at_each_step_releases_once(abort_at: int, depth: int) -> None:
+    """Abort while queued, after each chunk, with the last chunk or a decode in flight, at the end, after the end."""
     for variant in range(50):
         engine = FakeEngine(rows=2, num_pages=40, page_size=4, vocab=5003)
         h = Harness(engine, depth, max_prefill_length=8)
@@ -74,7 +74,7 @@ def test_abort_at_each_point(abort_at: int, depth: int) -> None:
 
 
 def count_releases(h: Harness) -> Counter[int]:
-    """How often each request's row and pages are given back, counted from now on."""
+    """Count from now on how often each request's row and pages are released."""
     counts: Counter[int] = Counter()
     release = h.scheduler.cache.release
 
@@ -86,7 +86,7 @@ def count_releases(h: Harness) -> Counter[int]:
     return counts
 
 
-def test_output_is_that_of_the_solo_run_when_the_pool_is_tiny() -> None:
+def test_preemption_in_a_tiny_pool_does_not_change_the_text() -> None:
     engine = FakeEngine(rows=8, num_pages=24, page_size=4, max_model_len=64, vocab=5003)
     h = Harness(engine, 1, max_prefill_length=16)
     for i in range(40):
@@ -97,7 +97,7 @@ def test_output_is_that_of_the_solo_run_when_the_pool_is_tiny() -> None:
     assert set(h.endings.values()) == {FinishReason.LENGTH}
 
 
-def test_same_prompt_in_flight_is_remapped_to_one_copy() -> None:
+def test_the_same_prompt_in_flight_is_remapped_to_one_copy() -> None:
     engine = FakeEngine(rows=4, num_pages=64, page_size=4, vocab=5003)
     h = Harness(engine, 1)
     prompt = list(range(1, 34))
@@ -113,7 +113,7 @@ def test_same_prompt_in_flight_is_remapped_to_one_copy() -> None:
     h.check_outputs()
 
 
-def test_wholly_cached_prompt_computes_one_page_at_most() -> None:
+def test_a_wholly_cached_prompt_computes_one_page_at_most() -> None:
     engine = FakeEngine(rows=2, num_pages=32, page_size=4, vocab=5003)
     h = Harness(engine, 0)
     prompt = list(range(1, 17))
@@ -126,7 +126,7 @@ def test_wholly_cached_prompt_computes_one_page_at_most() -> None:
     h.check_outputs()
 
 
-def test_nan_row_ends_alone_and_is_not_cached() -> None:
+def test_nan_logits_end_one_request_and_are_not_cached() -> None:
     engine = FakeEngine(rows=2, num_pages=32, page_size=4, vocab=5003)
     h = Harness(engine, 1)
     good, bad = h.add([1] * 9, 10, ignore_eos=True), h.add([2] * 9, 10, ignore_eos=True)
@@ -139,8 +139,8 @@ def test_nan_row_ends_alone_and_is_not_cached() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_everybody_is_answered_when_the_scheduler_is_told_to_leave(depth: int) -> None:
-    """Also those that have ended, but are still held by a batch in flight: they had their answer."""
+def test_exit_answers_every_request_once(depth: int) -> None:
+    """Requests that have ended but are held by a step in flight get no second reply."""
     for steps in range(16):
         h = Harness(FakeEngine(rows=3, num_pages=40, page_size=4, vocab=7), depth, max_prefill_length=8)
         for i in range(6):

@@ -1,4 +1,4 @@
-"""The view for people: it adds up, shows what matters first, and is bounded whatever the tree has become."""
+"""The engine view: its counts add up, its size is bounded, and the most used nodes come first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHARED = list(range(1, 13))  # three pages
 
 
 def checked(h: Harness) -> EngineView:
-    """A view in which everything adds up."""
+    """Return a view after checking that its counts add up."""
     view = engine_view(h.scheduler, 7)
     assert view.uid == 7
     parts = (view.pages_free, view.pages_private, view.pages_locked, view.pages_cached)
@@ -36,7 +36,7 @@ def checked(h: Harness) -> EngineView:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_shared_prefix_is_seen_from_both_sides(depth: int) -> None:
+def test_the_view_shows_a_shared_prefix_in_tree_and_requests(depth: int) -> None:
     h = Harness(FakeEngine(rows=8, num_pages=64, vocab=5003), depth, max_prefill_length=16)
     h.add([*SHARED, 20, 21, 22, 23], max_tokens=30)
     seen = [checked(h)]
@@ -63,7 +63,7 @@ def test_a_shared_prefix_is_seen_from_both_sides(depth: int) -> None:
     assert view.requests == [] and view.pages_locked == view.pages_private == 0 and view.pages_cached > 0
 
 
-def test_no_tree_and_many_requests() -> None:
+def test_the_view_limits_requests_and_works_without_a_tree() -> None:
     h = Harness(FakeEngine(rows=80, num_pages=400, vocab=5003), 1, cache_type="naive")
     for start in range(70):
         h.add(range(start + 1, start + 9), max_tokens=8)
@@ -75,7 +75,7 @@ def test_no_tree_and_many_requests() -> None:
 
 
 def full_tree(nodes: int, fan_out: int) -> RadixCacheManager:
-    """A tree of `nodes` nodes, `fan_out` children each, pages of one token."""
+    """Return a tree of `nodes` nodes with `fan_out` children each, in pages of one token."""
     cache = RadixCacheManager(1)
     keys = [np.empty(0, np.int32)]
     at = 0
@@ -91,7 +91,7 @@ def full_tree(nodes: int, fan_out: int) -> RadixCacheManager:
 
 
 @pytest.mark.parametrize("fan_out", [2, 40, 10_000])
-def test_large_trees_are_cut_off(fan_out: int) -> None:
+def test_the_view_truncates_large_trees(fan_out: int) -> None:
     cache = full_tree(10_000, fan_out)
     assert cache.num_nodes == 10_000
     h = Harness(FakeEngine(num_pages=20_000, page_size=1), 0)
@@ -110,6 +110,6 @@ def test_large_trees_are_cut_off(fan_out: int) -> None:
     hidden = view.nodes_hidden + sum(n.hidden for n in view.nodes)
     assert hidden > 0
     if fan_out <= outlines.MAX_LOOKS:
-        assert view.nodes[0].ref_count == 1  # what somebody uses comes first
+        assert view.nodes[0].ref_count == 1  # used nodes come first
     assert min(times) < 0.005, times  # 0.6 ms on the machine of docs/performance.md
     print(f"{fan_out}: {1e3 * min(times):.2f} ms")

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that checkpoints have, trained on the spot."""
+"""Small tokenizers of the usual kinds, trained on the fly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Increments of text: byte-exact, stop strings, one terminal reply."""
+"""Incremental text: byte-exact, stop strings, one terminal reply."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def text_of(replies: list[UserReply]) -> str:
 
 @settings(max_examples=300)
 @given(st.lists(st.integers(0, 420), min_size=1, max_size=60), st.booleans())
-def test_any_tokens_byte_level(ids: list[int], skip: bool) -> None:
+def test_increments_of_any_tokens_add_up(ids: list[int], skip: bool) -> None:
     """Also ids that the tokenizer lacks, special tokens and broken UTF-8 anywhere."""
     text = text_of(stream(BYTE_LEVEL, ids, skip_special=skip))
     assert text == BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
@@ -84,7 +84,7 @@ def test_any_tokens_byte_level(ids: list[int], skip: bool) -> None:
 
 @settings(max_examples=300)
 @given(st.text(min_size=1, max_size=40))
-def test_any_text(text: str) -> None:
+def test_increments_of_any_text_add_up(text: str) -> None:
     for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK):
         ids = tokenizer.encode(text).ids
         if ids:
@@ -92,7 +92,7 @@ def test_any_text(text: str) -> None:
             assert DetokenizeManager(tokenizer).decode(ids, True) == tokenizer.decode(ids)
 
 
-def test_never_half_a_character() -> None:
+def test_half_a_character_is_never_shown() -> None:
     text = "a🙂你好é🇩🇪👩‍👩‍👧 b"
     ids = BYTE_LEVEL.encode(text).ids
     replies = stream(BYTE_LEVEL, ids)
@@ -101,19 +101,19 @@ def test_never_half_a_character() -> None:
     assert len(replies) == len(ids)  # a token without text is a reply too
 
 
-def test_cut_character_comes_out_at_the_end() -> None:
+def test_an_incomplete_character_is_shown_at_the_end() -> None:
     ids = BYTE_LEVEL.encode("x🙂").ids
     assert text_of(stream(BYTE_LEVEL, ids[:-1])) == BYTE_LEVEL.decode(ids[:-1])
 
 
-def test_long_run_of_broken_bytes_is_not_held_for_ever() -> None:
+def test_a_long_run_of_broken_bytes_is_shown_in_time() -> None:
     ids = [3 + 0xFF] * 200
     replies = stream(BYTE_FALLBACK, ids)
     assert text_of(replies) == "\ufffd" * 200
     assert sum(bool(r.text) for r in replies) > 2
 
 
-def test_hidden_last_token_is_counted() -> None:
+def test_a_hidden_last_token_is_counted() -> None:
     ids = [*BYTE_LEVEL.encode("hello").ids, 2]
     replies = stream(BYTE_LEVEL, ids, skip_special=False, end=FinishReason.STOP, has_text=False)
     assert text_of(replies) == "hello"
@@ -126,7 +126,7 @@ def test_hidden_last_token_is_counted() -> None:
     st.text(alphabet="ab🙂", min_size=1, max_size=30),
     st.lists(st.text(alphabet="ab🙂", min_size=1, max_size=5), min_size=1, max_size=3),
 )
-def test_stop_strings(text: str, stops: list[str]) -> None:
+def test_stop_strings_cut_the_text(text: str, stops: list[str]) -> None:
     replies = stream(BYTE_LEVEL, BYTE_LEVEL.encode(text).ids, tuple(stops))
     ends = [(text.find(s) + len(s), -len(s), s) for s in stops if s in text]
     if not ends:
@@ -139,7 +139,7 @@ def test_stop_strings(text: str, stops: list[str]) -> None:
         assert replies[-1].stop_reason == stop
 
 
-def test_holds_back_no_more_than_it_must() -> None:
+def test_a_stop_matcher_holds_back_only_partial_matches() -> None:
     matcher = StopMatcher(["abac"])
     assert matcher.feed("xxab") == ("xx", None)
     assert matcher.feed("a") == ("", None)
@@ -148,13 +148,13 @@ def test_holds_back_no_more_than_it_must() -> None:
     assert matcher.flush() == ""
 
 
-def test_stop_string_may_be_shown() -> None:
+def test_a_stop_string_may_be_shown() -> None:
     matcher = StopMatcher(["abac", "ba"], shows_stop=True)
     assert [matcher.feed("xxa"), matcher.feed("bc"), matcher.feed("b")] == [("xx", None), ("abc", None), ("", None)]
     assert matcher.feed("axx") == ("ba", "ba")
 
 
-def test_stop_string_aborts_once_and_drops_later_tokens() -> None:
+def test_a_stop_string_aborts_once_and_drops_later_tokens() -> None:
     manager = DetokenizeManager(BYTE_LEVEL)
     a, b = BYTE_LEVEL.encode("a").ids[0], BYTE_LEVEL.encode("b").ids[0]
     assert (
@@ -171,7 +171,7 @@ def test_stop_string_aborts_once_and_drops_later_tokens() -> None:
     assert manager.entries == 0
 
 
-def test_ends_without_tokens() -> None:
+def test_requests_may_end_without_tokens() -> None:
     manager = DetokenizeManager(BYTE_LEVEL)
     full = Failure(message="full", code="queue_full", status=429)
     refused = Finished(uid=5, reason=FinishReason.ERROR, failure=full)
@@ -183,7 +183,7 @@ def test_ends_without_tokens() -> None:
     ]
 
 
-def test_stop_token_is_the_reason() -> None:
+def test_a_stop_token_is_reported_as_the_reason() -> None:
     manager = DetokenizeManager(BYTE_LEVEL)
     finished = Finished(uid=1, reason=FinishReason.STOP, has_text=False, stop_token=65)
     replies, _ = manager.detokenize(
@@ -193,7 +193,7 @@ def test_stop_token_is_the_reason() -> None:
     assert replies[0].text == ""
 
 
-def test_trouble_with_one_request_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoding_failure_affects_one_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = DetokenizeManager(BYTE_LEVEL)
     a = BYTE_LEVEL.encode("a").ids[0]
     manager.detokenize(

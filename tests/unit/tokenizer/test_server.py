@@ -1,4 +1,4 @@
-"""The worker's decisions, without sockets."""
+"""The tokenizer worker's handling of messages, without sockets."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_requests_and_aborts_keep_their_order(worker: Worker) -> None:
     assert to_frontend == []
 
 
-def test_abort_in_the_same_batch_saves_the_work(worker: Worker) -> None:
+def test_an_abort_in_the_same_batch_skips_the_request(worker: Worker) -> None:
     to_backend, to_frontend = worker.handle([request(1), request(2), AbortMsg(1)])
     assert [m.uid for m in to_backend if isinstance(m, UserMsg)] == [2]
     assert len(to_backend) == 1
     assert to_frontend == [UserReply(uid=1, finish_reason=FinishReason.ABORT)]
 
 
-def test_bad_request_costs_only_itself(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_request_affects_no_other(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = TokenizeMsg(uid=1, sampling_params=SamplingParams(), input_ids=ids_to_bytes([600]))
     to_backend, to_frontend = worker.handle([bad, request(2)])
     assert [m.uid for m in to_backend] == [2]
@@ -48,7 +48,7 @@ def test_bad_request_costs_only_itself(worker: Worker, monkeypatch: pytest.Monke
     assert (reply.failure.status, reply.finish_reason) == (500, FinishReason.ERROR)
 
 
-def test_malformed_step_is_skipped(worker: Worker) -> None:
+def test_a_malformed_step_is_skipped(worker: Worker) -> None:
     broken = DetokenizeMsg(uids=b"\0" * 8, tokens=b"", started=[], finished=[])
     to_backend, to_frontend = worker.handle([broken, request(2)])
     assert len(to_backend) == 1

@@ -1,4 +1,4 @@
-"""Prompts -> token ids, with transformers as the judge."""
+"""Prompts -> token ids, compared with transformers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_chat_equals_transformers(folder: Path, chat: dict[str, Any], which: str
     assert TokenizeManager(path).tokenize(msg(**chat)).tolist() == expected
 
 
-def test_plain_prompt_gets_the_special_tokens_and_a_template_does_not(folder: Path) -> None:
+def test_special_tokens_are_added_to_plain_prompts_only(folder: Path) -> None:
     manager = TokenizeManager(folder)
     assert manager.tokenize(msg(text="hello"))[0] == 0
     bare = manager.tokenize(msg(text="hello", add_special_tokens=False)).tolist()
@@ -78,7 +78,7 @@ def test_plain_prompt_gets_the_special_tokens_and_a_template_does_not(folder: Pa
     assert manager.tokenize(msg(messages=[{"role": "user", "content": "hello"}]))[0] == 1
 
 
-def test_template_file_and_named_templates(folder: Path, tmp_path: Path) -> None:
+def test_templates_from_a_file_and_by_name(folder: Path, tmp_path: Path) -> None:
     config = {
         "chat_template": [
             {"name": "default", "template": "plain{{ bos_token }}"},
@@ -93,7 +93,7 @@ def test_template_file_and_named_templates(folder: Path, tmp_path: Path) -> None
     assert ChatTemplate(tmp_path).render([], x=3) == "file 34"
 
 
-def test_developer_is_system_for_templates_that_do_not_know_it(folder: Path) -> None:
+def test_developer_becomes_system_for_templates_without_it(folder: Path) -> None:
     template = ChatTemplate(folder)
     chat = [{"role": "developer", "content": "d"}, {"role": "user", "content": "u"}]
     assert "<|im_start|>system\nd" in template.render(chat)
@@ -109,7 +109,7 @@ def test_developer_is_system_for_templates_that_do_not_know_it(folder: Path) -> 
         ("{{ messages.append(1) }}", "refuses"),
     ],
 )
-def test_template_trouble_is_the_requests(tmp_path: Path, source: str, word: str) -> None:
+def test_template_errors_are_request_errors(tmp_path: Path, source: str, word: str) -> None:
     (tmp_path / "chat_template.jinja").write_text(source)
     with pytest.raises(RequestError, match=word) as e:
         ChatTemplate(tmp_path).render([{"role": "user", "content": "x"}])
@@ -117,7 +117,7 @@ def test_template_trouble_is_the_requests(tmp_path: Path, source: str, word: str
     assert e.value.status == 400
 
 
-def test_limits_of_a_conversation(folder: Path, tmp_path: Path) -> None:
+def test_conversations_have_limits(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="the limit is"):
         ChatTemplate(folder).render([{"role": "user", "content": ""}] * (MAX_MESSAGES + 1))
     with pytest.raises(RequestError, match="no chat template"):
@@ -125,7 +125,7 @@ def test_limits_of_a_conversation(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("extra", [-1, 0, 1, 1000])
-def test_context_boundary_is_exact(folder: Path, extra: int) -> None:
+def test_the_context_boundary_is_exact(folder: Path, extra: int) -> None:
     manager = TokenizeManager(folder)
     ids = [5] * (manager.limits.max_model_len - 1 + extra)
     if extra <= 0:
@@ -145,12 +145,12 @@ def test_context_boundary_is_exact(folder: Path, extra: int) -> None:
         ({}, "no prompt"),
     ],
 )
-def test_bad_prompts(folder: Path, fields: dict[str, Any], says: str) -> None:
+def test_invalid_prompts_are_refused(folder: Path, fields: dict[str, Any], says: str) -> None:
     with pytest.raises(RequestError, match=says):
         TokenizeManager(folder).tokenize(msg(**fields))
 
 
-def test_folder_without_tokenizer(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_without_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "config.json", tmp_path)
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         TokenizeManager(tmp_path)
