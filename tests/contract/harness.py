@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,20 +23,11 @@ from minisgl.models.weight import load_model
 from minisgl.ops.table import load_ops
 from minisgl.verify.steps import Span, Stepper, span_plan
 
-__all__ = ["CPU", "DEVICE", "MiniEngine", "Shape", "Span", "make_batch"]
+__all__ = ["CPU", "DEVICE", "MiniEngine", "Span", "make_batch"]
 
 CPU = torch.device("cpu")
 DEVICE = CpuDevice(1)
 ROWS = 16
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What attention asks of a model's configuration."""
-
-    num_heads: int
-    windows: tuple[int | None, ...] = (None,)
-    attention_scale: float | None = None
 
 
 def make_batch(spans: list[Span]) -> Batch:
@@ -81,7 +71,9 @@ class MiniEngine(Stepper):
         state = RowState(ROWS, -(-config.max_position_embeddings // page_size), CPU)
         # Entries that nobody has mapped point at a page that is nobody's: reading them would show up as NaN.
         state.page_table.fill_(num_pages - 1)
-        backend = resolve_attention(attention, pool, replace(config, num_heads=heads), table)
+        backend = resolve_attention(
+            attention, pool, table, num_heads=heads, windows=config.windows, score_scale=config.attention_scale
+        )
         penalties = LogitPenalties(ROWS, config.vocab_size, 8, DEVICE)
         vocab = VocabParallel(comm, config.vocab_size)
         parts = Parts(DEVICE, table, model, pool, backend, state, penalties, comm, vocab)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from contract.harness import CPU, Shape, Span, make_batch
+from contract.harness import CPU, Span, make_batch
 from minisgl.attention.backend import AttentionSpec
 from minisgl.attention.selection import ATTENTION, resolve_attention
 from minisgl.core import Context
@@ -61,7 +61,9 @@ def run(
     scale: float | None = None,
 ) -> torch.Tensor:
     """The output of a layer for each window, one below the other."""
-    attention = resolve_attention(backend, pool, Shape(q.shape[1], windows, scale), resolve_ops("cpu"))
+    attention = resolve_attention(
+        backend, pool, resolve_ops("cpu"), num_heads=q.shape[1], windows=windows, score_scale=scale
+    )
     batch = make_batch(spans)
     metadata = attention.prepare(batch, table)
     ctx = Context(batch, table, pool, attention, metadata, torch.empty(0, dtype=torch.int64))

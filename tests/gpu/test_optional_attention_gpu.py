@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from contract.harness import Shape, make_batch
+from contract.harness import make_batch
 from contract.test_attention import MIXES, setting
 from minisgl.attention.backend import AttentionBackend, AttentionSpec, HeadTransform
 from minisgl.attention.hybrid import HybridAttention
@@ -53,7 +53,7 @@ def backend(
         if reason is not None:
             pytest.skip(f"{name}: {reason}")
     pool = MHAKVPool(1, 1, KV_HEADS, page_size, dim, BF16, torch.device(CUDA))
-    attention = resolve_attention(names, pool, Shape(spec.num_heads, windows), OpTable())
+    attention = resolve_attention(names, pool, OpTable(), num_heads=spec.num_heads, windows=windows)
     parts = (attention.prefill, attention.decode) if isinstance(attention, HybridAttention) else (attention,)
     assert ",".join(part.name for part in parts) == names, "a backend was replaced"
     return attention

@@ -1,4 +1,4 @@
-"""Contract of the attention backends."""
+"""The contract of the attention backends, and the reference backend as the smallest example."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from minisgl.ops.table import OpTable
 
 Window = int | None
-"""How many positions a query sees, its own and those right before it; None: all of them."""
+"""The number of positions that a query attends to, its own included; None means all."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What a model and a pool ask of a backend. `dtype` is that of queries and cache.
+    """What a model and a KV pool need from a backend; `dtype` is that of queries and cache.
 
-    `max_rows` bounds the sequences of a step: the most requests that run at once, and one for padding. `windows` are
-    those that the layers have, each once. Scores are multiplied by `scale`, 1 / sqrt(head_dim) unless `score_scale` is
-    given.
+    `max_rows` bounds the sequences of a step: the largest number of running requests, and one row for padding.
+    `windows` lists the distinct windows of the layers. Scores are multiplied by `scale`, which is 1 / sqrt(head_dim)
+    unless `score_scale` is given.
     """
 
     device_type: str
@@ -48,7 +48,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What a backend can do; None means anything. Lives beside the registration, so asking imports no kernels."""
+    """What a backend supports; None means everything. Declared at registration, so that checking imports no kernels."""
 
     device_types: tuple[str, ...] | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
@@ -57,7 +57,7 @@ class Requirements:
     windows: bool = True
 
     def refusal(self, spec: AttentionSpec) -> str | None:
-        """Why `spec` cannot be served; None when it can."""
+        """Return the reason why the backend does not support `spec`; None if it does."""
         for word, value, allowed in (
             ("device", spec.device_type, self.device_types),
             ("dtype", spec.dtype, self.dtypes),
@@ -67,15 +67,15 @@ class Requirements:
             if allowed is not None and value not in allowed:
                 return f"{word} {value} is not one of {', '.join(str(a) for a in allowed)}"
         if not self.windows and spec.windows != (None,):
-            return "layers that see a window only are not supported"
+            return "sliding windows are not supported"
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class HeadTransform:
-    """What one layer does to the heads of q and k before attention: a norm with these weights [D], or none, and RoPE.
+    """What one layer does to the heads of q and k before attention: an optional norm with weights [D], then RoPE.
 
-    `cos_sin` is [max positions, D] float32, see `ops/reference.py: rope`. `window` is what the layer's queries see.
+    `cos_sin` is [max positions, D] float32, see `ops/reference.py: rope`. `window` is that of the layer.
     """
 
     q_weight: Tensor | None
@@ -88,16 +88,16 @@ class HeadTransform:
 class AttentionBackend(ABC):
     """Causal attention of a mixed batch over the paged cache.
 
-    `attend` is what a layer calls; `forward` finds the K/V of this step's tokens in the pages already. Slots at or
-    beyond a sequence's kv_len, and pages of nobody, may hold anything, NaN included. The result of one sequence
-    depends on the others at most in how its sums are split, that is in the last bits. `prepare` runs once per step, in
-    step order and after the step's page-table writes; `attend` once per layer.
+    `prepare` runs once per step, in step order and after the step's page-table writes; layers then call `attend` once
+    each. When `forward` runs, the pages contain the K/V of this step's tokens. Slots at or beyond a sequence's kv_len
+    and unowned pages may hold anything, NaN included. Other sequences of the batch affect the result of a sequence at
+    most by the split of its sums, that is in the last bits.
     """
 
     name: ClassVar[str]
-    # Whether pure decode steps use device data alone (never the layout's host copies), so that a graph can replay them.
+    # Whether pure decode steps read device data only (never the layout's host copies), so that a graph can replay them.
     is_capturable: bool = False
-    captures_prompts: bool = False  # the same of steps with prompts; of lengths on the host only "> 1" is true then
+    captures_prompts: bool = False  # the same for steps with prompts, whose host lengths only tell "> 1" in a graph
 
     def __init__(self, spec: AttentionSpec, ops: OpTable) -> None:
         self.spec = spec
@@ -105,15 +105,15 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def prepare(self, batch: Batch, page_table: Tensor) -> Any:
-        """What all layers of this step share, to be handed over as `ctx.attn_metadata`; None if nothing.
+        """Return what all layers of this step share, passed to them as `ctx.attn_metadata`.
 
         page_table is [rows, pages per row] int32.
         """
 
     def attend(self, qkv: Tensor, heads: HeadTransform, layer_pages: Tensor, ctx: Context) -> Tensor:
-        """Transform and store this step's keys and values, then attend: qkv [T, (Hq + 2 Hk) D] -> [T, Hq, D].
+        """Normalise and rotate q and k, store k and v, then attend: qkv [T, (Hq + 2 Hk) D] -> [T, Hq, D].
 
-        May overwrite qkv.
+        qkv may be overwritten.
         """
         q = self.ops.norm_rope_store(
             qkv,
@@ -129,11 +129,14 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward(self, q: Tensor, layer_pages: Tensor, ctx: Context, window: Window = None) -> Tensor:
-        """q [T, Hq, D], layer_pages [P, 2, Hk, page, D] -> contiguous [T, Hq, D]; `window` is one of the spec's."""
+        """Attend: q [T, Hq, D], layer_pages [P, 2, Hk, page, D] -> contiguous [T, Hq, D].
+
+        `window` is one of the spec's windows.
+        """
 
 
 class ReferenceAttention(AttentionBackend):
-    """`paged_attention` of the op table."""
+    """The op table's `paged_attention`: slow, and right on every device."""
 
     name = "reference"
 
@@ -145,7 +148,7 @@ class ReferenceAttention(AttentionBackend):
 
 
 def build_layout(rows: Ints, query_lens: Ints, kv_lens: Ints, upload: Callable[..., list[Tensor]]) -> SeqLayout:
-    """The layout of B sequences; all arrays are int32 [B], 1 <= query_lens <= kv_lens.
+    """Return the layout of B sequences from int32 [B] arrays with 1 <= query_lens <= kv_lens.
 
     `upload` copies int32 arrays to the device.
     """

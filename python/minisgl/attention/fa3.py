@@ -18,34 +18,34 @@ if TYPE_CHECKING:
     from minisgl.core import Batch, Context, Ints, SeqLayout
     from minisgl.ops.table import OpTable
 
-TILE: Final = 128  # keys that the kernel loads at once; pages hold a multiple
-# The wheel has the kernels that load pages by TMA only, and these are chosen where the bound on the queries of a
-# sequence times the group exceeds a tile of queries (192 for head dimension 64). A larger bound costs nothing.
+TILE: Final = 128  # keys per tile; page sizes are multiples
+# The wheel only has kernels that load pages by TMA. They are selected if the bound on a sequence's queries times the
+# group size exceeds a tile of queries (192 for head dimension 64). A larger bound costs nothing.
 MIN_QUERY_BOUND: Final = 256
-# Up to so many rows (tokens times query heads, 128 to a tile) there are fewer tiles than processors, so that splitting
-# the keys pays; it also bounds the memory of the partial results, MAX_SPLITS * SPLIT_ROWS * D float32.
+# Up to this many rows (tokens times query heads, 128 per tile) there are fewer tiles than SMs, so that splitting the
+# keys pays. The limit also bounds the memory of partial results, MAX_SPLITS * SPLIT_ROWS * D float32.
 SPLIT_ROWS: Final = 16384
 MAX_SPLITS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What the layers of a step share."""
+    """The arguments that all layers of a step share."""
 
     page_table: Tensor  # [B, pages of the longest], int32
     kv_lens: Tensor
     cu_query_lens: Tensor
     query_bound: int
     num_splits: int
-    tails: tuple[Tensor, Tensor] | None  # pages [B', 1] and slots in them [B', TILE - 1]
+    tails: tuple[Tensor, Tensor] | None  # pages [B', 1] and offsets in them [B', TILE - 1]
 
 
 class FA3Attention(AttentionBackend):
-    """One kernel for decode, prompts and mixtures, on Hopper. The fastest at prompts; for decode take another.
+    """One kernel for decode, prompts and mixed batches on Hopper; the fastest for prompts, slow for decode.
 
-    The kernel multiplies the values behind a sequence's end, up to the end of the tile, by weights of zero, so that NaN
-    there would spread: `forward` writes zeros to them first. No one else's data is there, as sequences share
-    whole pages only. Not capturable: which slots these are, and the bounds that choose the kernel, come from the host.
+    The kernel multiplies the values between a sequence's end and the end of the tile by zero, so NaN would spread from
+    there: `forward` zeroes these values first. They belong to this sequence, because sequences share whole pages only.
+    Not capturable: the slots to zero and the bounds that select the kernel come from the host.
     """
 
     name = "fa3"
@@ -77,7 +77,7 @@ class FA3Attention(AttentionBackend):
         )
 
     def _tails(self, layout: SeqLayout, page_table: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The slots between each sequence's end and that of its last tile; those of a short tail are named twice."""
+        """Return the slots between each sequence's end and the end of its last tile; short tails repeat slots."""
         has_tail = layout.kv_lens_host % TILE != 0
         if not has_tail.any():
             return None
@@ -93,7 +93,7 @@ class FA3Attention(AttentionBackend):
         if plan.tails is not None:
             v.index_put_(plan.tails, self._zero)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        # The op itself: its Python wrapper would be gone through once a layer.
+        # The op itself, without the overhead of the Python wrapper in every layer.
         torch.ops.fa3_fwd.fwd(
             q,
             k,
@@ -110,7 +110,7 @@ class FA3Attention(AttentionBackend):
         return out
 
     def _try(self) -> None:
-        """One step of a decode and a prompt, so that a wheel that does not fit shows now and not under load."""
+        """Run a decode and a prompt once, so that an incompatible wheel fails now and not under load."""
         s, device = self.spec, self._device
 
         def upload(*arrays: Ints) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Attention by FlashInfer, the extra `fi`; it compiles its kernels when they are first needed (nvcc, minutes)."""
+"""Attention by FlashInfer, the extra `fi`, which compiles kernels on first use (nvcc, minutes)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ if TYPE_CHECKING:
     from minisgl.core import Batch, Context, Ints, SeqLayout
     from minisgl.ops.table import OpTable
 
-WORKSPACE_BYTES: Final = 256 << 20  # for partial results; FlashInfer asks for 128 MB, which many heads exceed
-TENSOR_CORE_GROUP: Final = 4  # from so many query heads a KV head the products are worth a matrix unit
+WORKSPACE_BYTES: Final = 256 << 20  # for partial results; FlashInfer recommends 128 MB, which many heads exceed
+TENSOR_CORE_GROUP: Final = 4  # from this many query heads per KV head on, tensor cores pay
 
 
 class FlashInferAttention(AttentionBackend):
     """Pure decode steps by FlashInfer's decode kernels, all others by its prefill kernels; a wrapper for each window.
 
-    Our pages are its paged cache in layout "HND" as they are. Not capturable: every step is planned on the host from
-    the layout's host copies, and the plan chooses the grid. A plan stands until the next one, as `prepare` and the
-    calls of its step alternate.
+    Our pages are FlashInfer's paged cache in layout "HND". Not capturable: every step is planned on the host from the
+    layout's host copies, and the plan determines the grid. A plan is valid until the next `prepare`.
     """
 
     name = "fi"
@@ -37,7 +36,7 @@ class FlashInferAttention(AttentionBackend):
         self._device = torch.device(spec.device_type, torch.cuda.current_device())
         group = spec.num_heads // spec.num_kv_heads
         self._planned = torch.cuda.Event()
-        # Plans write to the wrappers' buffers, those of `_build` from other threads: no tensors of an inference mode.
+        # Plans write to the wrappers' buffers, also from the threads of `_build`: these must not be inference tensors.
         with torch.inference_mode(False):
             workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
             self._prefill = {
@@ -52,8 +51,8 @@ class FlashInferAttention(AttentionBackend):
             self._build()
 
     def prepare(self, batch: Batch, page_table: Tensor) -> dict[Window, Any]:
-        """The wrappers that are planned for this step."""
-        # A plan travels from one pinned buffer, which may be written again once the copy of the last plan is through.
+        """Plan this step; return the wrappers by window."""
+        # Plans are copied from one pinned buffer, which is free once the copy of the last plan is done.
         self._planned.synchronize()
         wrappers = self._plan(batch.layout, page_table)
         self._planned.record()
@@ -66,7 +65,7 @@ class FlashInferAttention(AttentionBackend):
         s = self.spec
         num_pages = -(-layout.kv_lens_host // s.page_size)
         indptr = _offsets(num_pages)
-        # Entry j of sequence b stands at index[indptr[b] + j] of the flat table: one gather on the device.
+        # Entry j of sequence b is at index[indptr[b] + j] of the flat table: one gather on the device.
         first = layout.rows_host.astype(np.int64) * page_table.shape[1] - indptr[:-1]
         index = np.arange(indptr[-1]) + np.repeat(first, num_pages)
         indices = page_table.view(-1).index_select(0, torch.from_numpy(index).to(self._device, non_blocking=True))
@@ -91,7 +90,7 @@ class FlashInferAttention(AttentionBackend):
         return out
 
     def _build(self) -> None:
-        """Compile what either kind of step needs, side by side, so that a failure shows now and not under load."""
+        """Compile the kernels of both kinds of steps in parallel, so that a failure shows now and not under load."""
         s, device = self.spec, self._device
         pages = torch.zeros(2, 2, s.num_kv_heads, s.page_size, s.head_dim, dtype=s.dtype, device=device)
         table = torch.arange(2, dtype=torch.int32, device=device).view(1, 2)
@@ -113,7 +112,7 @@ class FlashInferAttention(AttentionBackend):
 
 
 def _offsets(lens: Ints) -> Ints:
-    """[0, lens[0], lens[0] + lens[1], ...], int32 [B + 1]."""
+    """Return [0, lens[0], lens[0] + lens[1], ...], int32 [B + 1]."""
     offsets = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=offsets[1:])
     return offsets

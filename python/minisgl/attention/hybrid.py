@@ -1,4 +1,4 @@
-"""Two backends: one for prompts, one for the sequences that decode."""
+"""Two backends in one: the first for prompts, the second for decoding sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A run of sequences of the step, which one backend computes."""
+    """A run of sequences of the step for one of the backends."""
 
     backend: AttentionBackend
     batch: Batch
@@ -29,7 +29,7 @@ class _Part:
 
 
 class HybridAttention(AttentionBackend):
-    """Both backends read the same cache. A mixed step is cut in two: plans put the decoding sequences first."""
+    """Splits a mixed step between two backends on the same cache; plans put the decoding sequences first."""
 
     name = "hybrid"
 
@@ -52,7 +52,7 @@ class HybridAttention(AttentionBackend):
 
     def attend(self, qkv: Tensor, heads: HeadTransform, layer_pages: Tensor, ctx: Context) -> Tensor:
         parts: list[_Part] = ctx.attn_metadata
-        if len(parts) == 1:  # the backend may do all of it in one kernel
+        if len(parts) == 1:  # the backend may fuse all of it into one kernel
             return parts[0].backend.attend(qkv, heads, layer_pages, parts[0].context(ctx))
         return super().attend(qkv, heads, layer_pages, ctx)
 
@@ -64,7 +64,7 @@ class HybridAttention(AttentionBackend):
 
 
 def _sequences(batch: Batch, first: int, last: int) -> Batch:
-    """The sequences [first, last) of a step, as far as attention looks at them."""
+    """Return the sequences [first, last) of a step, with the fields that attention reads."""
     layout = batch.layout
     lens = layout.query_lens_host
     start, stop = int(lens[:first].sum()), int(lens[:last].sum())

@@ -1,8 +1,8 @@
-"""Paged attention on a CPU in pure torch: gather each sequence's pages, then `scaled_dot_product_attention` on them.
+"""Paged attention on a CPU in pure torch: gather the pages of a sequence, then `scaled_dot_product_attention`.
 
 Sequences are computed one by one: padding them to a common length costs 2 to 26 times as much (measured on the
-prototype), and each comes out the same whatever runs beside it. All that does not depend on the layer but for its
-window (which rows to gather, the views into the gathered buffer, the masks) is worked out once per step.
+prototype), and the result of a sequence does not depend on the batch. What depends on the layer by its window only
+(the rows to gather, views into the gathered buffer, masks) is computed once per step.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from minisgl.core import Batch, Context
     from minisgl.ops.table import OpTable
 
-GATHER_BYTES: Final = 8 << 20  # K/V gathered at once; more would only fall out of the cache again
-QUERY_BLOCK: Final = 256  # queries per call where a mask is needed
+GATHER_BYTES: Final = 8 << 20  # K/V gathered at once; more would not stay in the CPU's cache
+QUERY_BLOCK: Final = 256  # queries per masked call
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Queries [start, stop) of the batch, all of one sequence, against the keys and values that the last one sees."""
+    """Queries [start, stop) of the batch, all of one sequence, and the K/V that the last of them attends to."""
 
     start: int
     stop: int
     k: Tensor  # [1, Hk, L, D], a view into the gathered buffer
     v: Tensor
     mask: Tensor | None  # [queries, L], added to the scores
-    is_causal: bool  # query i sees keys 0..i
+    is_causal: bool  # query i attends to keys 0..i
 
     @property
     def is_decode(self) -> bool:
@@ -47,13 +47,13 @@ class _Block:
 class _Group:
     """Sequences whose pages are gathered together."""
 
-    index: Tensor  # [n] int64, rows of the layer's pages seen as [P * 2 * Hk, page * D]
+    index: Tensor  # [n] int64, rows of the layer's pages viewed as [P * 2 * Hk, page * D]
     gathered: Tensor  # [n, page * D]
     blocks: list[_Block]
 
 
 class CpuAttention(AttentionBackend):
-    """Float types only. `_scratch` is reused by every layer of every step and keeps nothing between them."""
+    """Attention in float dtypes; every layer of every step reuses the same scratch memory."""
 
     name = "cpu"
 
@@ -71,7 +71,7 @@ class CpuAttention(AttentionBackend):
         table = page_table.numpy()
         starts = (np.cumsum(layout.query_lens_host) - layout.query_lens_host).tolist()
         kv_lens, query_lens = layout.kv_lens_host.tolist(), layout.query_lens_host.tolist()
-        first_page = [_first_seen(q, kv, window) // page_size for q, kv in zip(query_lens, kv_lens, strict=True)]
+        first_page = [_first_visible(q, kv, window) // page_size for q, kv in zip(query_lens, kv_lens, strict=True)]
         num_pages = [-(-kv // page_size) - first for kv, first in zip(kv_lens, first_page, strict=True)]
         row_bytes = page_size * self.spec.head_dim * self.spec.dtype.itemsize
         groups = _split([n * heads for n in num_pages], GATHER_BYTES // row_bytes)
@@ -114,7 +114,7 @@ class CpuAttention(AttentionBackend):
         )
 
     def _half_decode(self, q: Tensor, b: _Block) -> Tensor:
-        """As `_attend` for one query, [1, Hq, 1, D]: the query heads of a KV head are made rows of one matrix.
+        """Compute `_attend` for one query [1, Hq, 1, D], with the query heads of a KV head as rows of one matrix.
 
         With a single row torch's bfloat16 kernel takes five times as long (114 instead of 21 us for 200 tokens).
         """
@@ -132,7 +132,7 @@ class CpuAttention(AttentionBackend):
             self._scratch = torch.empty(rows, width, dtype=self.spec.dtype)
 
     def _mask_band(self, query_lens: list[int], kv_lens: list[int], window: Window) -> Tensor | None:
-        """[r, c + r] of 0 and -inf where row i ends at column c + i: every mask of a window is a slice of it.
+        """Return [r, c + r] of 0 and -inf, in which row i ends at column c + i: every mask is a slice of it.
 
         r is the longest query block that needs a mask, c the longest context before such a block.
         """
@@ -145,27 +145,27 @@ class CpuAttention(AttentionBackend):
         return band if window is None else band + torch.full_like(band, float("-inf")).tril_(context - window)
 
 
-def _first_seen(query_len: int, kv_len: int, window: Window) -> int:
-    """The first position that any of a sequence's last `query_len` positions sees."""
+def _first_visible(query_len: int, kv_len: int, window: Window) -> int:
+    """Return the first position that any of a sequence's last `query_len` queries attends to."""
     return 0 if window is None else max(kv_len - query_len + 1 - window, 0)
 
 
 def _is_plain(query_len: int, kv_len: int, window: Window) -> bool:
-    """A whole prompt within the window."""
+    """Whether this is a whole prompt within the window."""
     return query_len == kv_len and (window is None or kv_len <= window)
 
 
 def _blocks(kv: Tensor, start: int, query_len: int, kv_len: int, window: Window, band: Tensor | None) -> list[_Block]:
-    """The calls that compute one sequence: its queries begin at `start` of the batch; kv [2, 1, Hk, >= kv_len, D]."""
+    """Return the blocks of one sequence, whose queries begin at `start` of the batch; kv [2, 1, Hk, >= kv_len, D]."""
     if query_len == 1 or _is_plain(query_len, kv_len, window):
-        k, v = kv[:, :, :, _first_seen(query_len, kv_len, window) : kv_len]
+        k, v = kv[:, :, :, _first_visible(query_len, kv_len, window) : kv_len]
         return [_Block(start, start + query_len, k, v, None, query_len > 1)]
-    assert band is not None, "queries that see different keys need the mask band"
+    assert band is not None, "queries that attend to different keys need the mask band"
     blocks = []
     for offset in range(0, query_len, len(band)):
         size = min(len(band), query_len - offset)
         stop = kv_len - query_len + offset + size
-        first = _first_seen(size, stop, window)
+        first = _first_visible(size, stop, window)
         k, v = kv[:, :, :, first:stop]
         context = band.shape[1] - len(band)
         mask = band[:size, context + size - (stop - first) : context + size]
@@ -174,7 +174,7 @@ def _blocks(kv: Tensor, start: int, query_len: int, kv_len: int, window: Window,
 
 
 def _split(sizes: list[int], limit: int) -> list[list[int]]:
-    """Indices of `sizes` in order, in runs whose sum is within `limit` where more than one is in a run."""
+    """Split the indices of `sizes` into runs, each of one index or with a sum within `limit`."""
     runs: list[list[int]] = [[]]
     total = 0
     for i, size in enumerate(sizes):

@@ -1,11 +1,11 @@
-"""The attention backends in order of preference, and how a user's choice becomes one."""
+"""The attention backends in order of preference, and the selection of one."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -25,7 +25,7 @@ _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 def _needs(
     module: str, extra: str, requirements: Requirements, capability: tuple[int, int] | None = None
 ) -> Callable[[AttentionSpec], str | None]:
-    """The `supports` of a backend whose kernels come with an optional package, perhaps for one kind of GPU only."""
+    """Return the `supports` of a backend that needs an optional package, and perhaps one compute capability."""
 
     def refusal(spec: AttentionSpec) -> str | None:
         reason = requirements.refusal(spec)
@@ -46,9 +46,9 @@ ATTENTION: Final[Registry[type[AttentionBackend]]] = Registry("attention backend
 ATTENTION.add(
     "cpu", "minisgl.attention.sdpa:CpuAttention", supports=Requirements(device_types=("cpu",), dtypes=_FLOATS).refusal
 )
-# Before fi and fa3, which need a package each, because it decodes fastest: on an H200 in 0.8 to 0.93 of the time of
-# fi and a third of that of fa3, with no plan on the host (0.1 to 0.8 ms in fi) and steps that a graph replays. Prompts
-# alone take fa3 0.68 to 0.8 of its time: `--attn fa3,triton`, pages of 128 (benchmark/kernels/backends.py).
+# triton comes before fi and fa3, which need a package each, because it decodes fastest: on an H200 in 0.8 to 0.93 of
+# fi's time and a third of fa3's, with no plan on the host (0.1 to 0.8 ms in fi) and captured in graphs. For prompts
+# alone fa3 takes 0.68 to 0.8 of its time: `--attn fa3,triton`, pages of 128 (benchmark/kernels/backends.py).
 ATTENTION.add(
     "triton",
     "minisgl.attention.triton:TritonAttention",
@@ -69,7 +69,7 @@ ATTENTION.add(
     supports=_needs(
         "fa3_fwd",
         "fa3",
-        # What the wheel was built with: no float16, no windows, whole tiles of 128 keys a page (80 for dimension 256).
+        # The limits of the wheel: no float16, no windows, whole tiles of 128 keys per page (80 for head dimension 256).
         Requirements(
             device_types=("cuda",),
             dtypes=(torch.bfloat16,),
@@ -83,35 +83,32 @@ ATTENTION.add(
 ATTENTION.add("reference", "minisgl.attention.backend:ReferenceAttention")
 
 
-class AttentionShape(Protocol):
-    """The part of a model's configuration that attention depends on."""
-
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def windows(self) -> tuple[Window, ...]: ...  # of each layer
-    @property
-    def attention_scale(self) -> float | None: ...  # None: 1 / sqrt(head_dim)
-
-
 def resolve_attention(
-    choice: str, pool: MHAKVPool, model: AttentionShape, ops: OpTable, max_rows: int = 257
+    choice: str,
+    pool: MHAKVPool,
+    ops: OpTable,
+    *,
+    num_heads: int,
+    windows: Sequence[Window] = (None,),
+    score_scale: float | None = None,
+    max_rows: int = 257,
 ) -> AttentionBackend:
-    """The backend for "auto", a name, or "PREFILL,DECODE" (two of these: the second takes the pure decode steps).
+    """Return the backend for "auto", a name, or "PREFILL,DECODE" (two names; the second is for decoding sequences).
 
-    A named backend that cannot serve this model or machine, or cannot be built, is replaced by the first that can, with
-    a warning that says why. Raises `ConfigError` for an unknown name, or with the reasons when none can.
+    `windows` are those of the layers; see `AttentionSpec`. A named backend that does not support this model or machine,
+    or fails to build, is replaced by the first one that works, with a warning. Raise `ConfigError` for an unknown name,
+    or with all reasons if no backend works.
     """
     spec = AttentionSpec(
         device_type=pool.device.type,
         dtype=pool.dtype,
-        num_heads=model.num_heads,
+        num_heads=num_heads,
         num_kv_heads=pool.num_kv_heads,
         head_dim=pool.head_dim,
         page_size=pool.page_size,
         max_rows=max_rows,
-        windows=tuple(dict.fromkeys(model.windows)),
-        score_scale=model.attention_scale,
+        windows=tuple(dict.fromkeys(windows)),
+        score_scale=score_scale,
     )
     choices = [part.strip() for part in choice.split(",")]
     if len(choices) > 2:
@@ -129,32 +126,32 @@ def resolve_attention(
 
 
 def _build(choice: str, spec: AttentionSpec, ops: OpTable, built: dict[str, AttentionBackend]) -> AttentionBackend:
-    """The backend `choice`, or the first other one that works; one that is in `built` already is used again."""
+    """Return the backend `choice`, or the first other one that works; backends in `built` are reused."""
     candidates = [choice] if choice != "auto" else []
     candidates += [name for name in ATTENTION.names if name != choice]
-    reasons, surprises = [], []
+    reasons, warnings = [], []
     for name in candidates:
         reason = ATTENTION.refusal(name, spec)
         if reason is None:
             try:
                 backend = built.get(name) or ATTENTION.load(name)(spec, ops)
-            except Exception as error:  # a library that does not load, a failed compilation: whatever it is, say so
+            except Exception as error:  # such as a library that does not load or a failed compilation
                 logger.debug("attention backend %s", name, exc_info=True)
                 reason = _first_error(error)
-                surprises.append(f"{name}: {reason}")
+                warnings.append(f"{name}: {reason}")
             else:
-                if surprises:
-                    logger.warning("using attention backend %s instead of %s", name, "; ".join(surprises))
+                if warnings:
+                    logger.warning("using attention backend %s instead of %s", name, "; ".join(warnings))
                 built[name] = backend
                 return backend
         elif name == choice:
-            surprises.append(f"{name}: {reason}")
+            warnings.append(f"{name}: {reason}")
         reasons.append(f"{name}: {reason}")
     raise ConfigError(f"no attention backend fits ({'; '.join(reasons)})")
 
 
 def _first_error(error: Exception) -> str:
-    """The kind of `error` and one line of its text: of a compiler's output the first that speaks of an error."""
+    """Return the type of `error` and one line of its text, preferably one with "error:" (compilers)."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     telling = next((line for line in lines if "error:" in line), lines[0])
     return f"{type(error).__name__}: {telling[:300]}"

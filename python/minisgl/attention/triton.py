@@ -1,4 +1,4 @@
-"""Paged attention on an NVIDIA GPU in Triton; the kernels and their ideas stand in `triton/attention_*`."""
+"""Paged attention on an NVIDIA GPU in Triton; the kernels and their ideas are in `triton/attention_*`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minisgl.attention.backend import AttentionBackend
 from minisgl.triton.attention_decode import decode_attention
 from minisgl.triton.attention_plan import BEGINS, PART, PLAN_ROWS, plan_decode
 from minisgl.triton.attention_prefill import COUNTERS, TILE, plan_prefill, prefill_attention
-from minisgl.triton.launch import chained
+from minisgl.triton.launch import INTERPRETED, chained
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,31 +22,31 @@ if TYPE_CHECKING:
     from minisgl.ops.table import OpTable
 
 LOG2_E: Final = log2(2.718281828459045)
-FUSED_ROWS: Final = 64  # up to so many sequences a decode step norms, rotates and stores inside the attention kernel
-LONG_CONTEXT: Final = 8192  # keys from which reading them once for more queries is worth more than many programs
-INTERPRETER_SMS: Final = 4  # on a CPU, where tests run the kernels in Triton's interpreter
+FUSED_ROWS: Final = 64  # up to this many sequences, a decode step fuses norm, RoPE and K/V storage into attention
+LONG_CONTEXT: Final = 8192  # keys from which on reading them once for more queries pays more than many programs
+INTERPRETER_SMS: Final = 4  # tests run the kernels in Triton's interpreter on a CPU
 
 
 @dataclass(slots=True)
 class _Plan:
-    """One step's work; the first `num_decode` sequences have one query each, the others are chunks of prompts."""
+    """The work of a step: `num_decode` sequences with one query each, then chunks of prompts."""
 
     num_decode: int
-    chunks: dict[Window, _Tiles]  # empty if there are none
+    chunks: dict[Window, _Tiles]  # empty without prompts
 
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """The chunks of prompts for layers of one window."""
+    """The tiles of the prompt chunks, for layers with one window."""
 
     tiling: _Tiling
-    work: Tensor  # of `plan_prefill`
-    grid: int  # programs that cover the tiles, however they are split
+    work: Tensor  # the output of `plan_prefill`
+    grid: int  # enough programs for any split of the tiles
 
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """A size of tile, with the options of the kernels for it."""
+    """A tile size and its kernel options."""
 
     queries: int
     plan: dict[str, int]
@@ -56,10 +56,10 @@ class _Tiling:
 class TritonAttention(AttentionBackend):
     """Decode by `decode_attention`, prompt chunks by `prefill_attention`, mixed batches by both without copies.
 
-    In a pure decode step only device tensors are looked at, so it can be captured in a CUDA graph. The buffers of
-    decode are allocated once, as such graphs keep their addresses, and serve all layers and steps: these must run in
-    one stream. How a sequence is split over programs depends on the whole batch, so its result does too in the last
-    bits; for the same batch it is the same bits every time.
+    A pure decode step reads device tensors only, so it can be captured in a CUDA graph. The buffers of decode are
+    allocated once, because graphs keep their addresses, and serve all layers and steps, which must run in one stream.
+    The split of a sequence over programs depends on the whole batch, and so do the last bits of its result; the same
+    batch gives the same bits every time.
     """
 
     name = "triton"
@@ -71,16 +71,16 @@ class TritonAttention(AttentionBackend):
         device = torch.device(spec.device_type)
         heads, dim = spec.num_kv_heads, spec.head_dim
         group = spec.num_heads // heads
-        self._multiprocessors = INTERPRETER_SMS
-        if device.type == "cuda":
-            self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        parts = 2 * self._multiprocessors
+        self._num_sms = (
+            INTERPRETER_SMS if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+        )
+        parts = 2 * self._num_sms
         self._scale = spec.scale * LOG2_E
         shared = {"HK": heads, "G": group, "D": dim, "PAGE": spec.page_size}
 
-        # Programs of two warps are resident four at a time (each thread with 255 registers) if tiles are not too large.
+        # Four programs of two warps (255 registers a thread) are resident on an SM if tiles are not too large.
         resident = 4 if dim <= 128 else 2
-        shares = max(1, resident * self._multiprocessors // heads)
+        shares = max(1, resident * self._num_sms // heads)
         slots = (spec.max_rows + shares) * heads * group
         int32, float32 = torch.int32, torch.float32
         size = BEGINS.value + (shares + spec.max_rows) * PART.value
@@ -92,24 +92,24 @@ class TritonAttention(AttentionBackend):
         self._programs = shares * heads
         self._decode = {
             **shared,
-            "GROUP": _power_of_two(group),
-            "R": max(16, _power_of_two(group)),
+            "GROUP": _next_power_of_two(group),
+            "R": max(16, _next_power_of_two(group)),
             "STAGES": 3 if spec.dtype is torch.float32 else 5,
             "SHARES": shares,
             "num_warps": 2,
         }
 
-        # Large tiles read the keys half as often (at 64 rows 400 TFLOP/s would take all that the L2 gives); 128
-        # registers let two of their programs be resident, of which one computes while the other waits. Small ones are
-        # for chunks that would not make enough large ones.
+        # Large tiles read the keys half as often (with 64 rows, 400 TFLOP/s would take all of the L2's bandwidth). With
+        # 128 registers two of their programs are resident: one computes while the other one waits. Small tiles are for
+        # chunks that make too few large ones.
         small = {"BM": 64, "BN": 64 if dim <= 128 else 32, "STAGES": 2, "num_warps": 4}
         large = {"BM": 128, "BN": 64, "STAGES": 2, "num_warps": 8} | ({"maxnreg": 128} if dim <= 128 else {})
-        if spec.dtype is torch.float32:  # no matrix units, so whatever fits into the registers
+        if spec.dtype is torch.float32:  # without tensor cores: limited by registers
             small = large = {"BM": 32, "BN": 16, "STAGES": 2, "num_warps": 8}
 
         def tiling(options: dict[str, int]) -> _Tiling:
-            options["BM"] = max(options["BM"], _power_of_two(group))
-            queries, bound = options["BM"] // group, {"MAX_PARTS": _power_of_two(parts)}
+            options["BM"] = max(options["BM"], _next_power_of_two(group))
+            queries, bound = options["BM"] // group, {"MAX_PARTS": _next_power_of_two(parts)}
             return _Tiling(queries, {"HK": heads, "TQ": queries, "PROGRAMS": parts, **bound}, shared | options | bound)
 
         self._small, self._large = tiling(small), tiling(large)
@@ -120,7 +120,7 @@ class TritonAttention(AttentionBackend):
         layout, num_seqs = batch.layout, len(batch.layout.rows)
         is_chunk = layout.query_lens_host > 1
         num_decode = int(is_chunk.argmax()) if is_chunk.any() else num_seqs
-        assert num_decode <= self.spec.max_rows, f"{num_decode} sequences decode, but room for {self.spec.max_rows}"
+        assert num_decode <= self.spec.max_rows, f"{num_decode} sequences decode, of at most {self.spec.max_rows}"
         plan = _Plan(num_decode, {})
         for window in self.spec.windows:
             if num_decode:
@@ -160,9 +160,9 @@ class TritonAttention(AttentionBackend):
         return _Tiles(tiling, work, max_items * self.spec.num_kv_heads)
 
     def _tiling(self, num_tokens: int, num_chunks: int, longest: int) -> _Tiling:
-        """Large tiles where they keep every multiprocessor busy, or are split because of a long context anyway."""
+        """Select large tiles if they occupy every SM, or if a long context splits them anyway."""
         num_large = num_tokens // self._large.queries
-        fills = num_large * self.spec.num_kv_heads >= self._multiprocessors
+        fills = num_large * self.spec.num_kv_heads >= self._num_sms
         return self._large if fills or (longest >= LONG_CONTEXT and num_large >= num_chunks) else self._small
 
     def attend(self, qkv: Tensor, heads: HeadTransform, layer_pages: Tensor, ctx: Context) -> Tensor:
@@ -207,7 +207,8 @@ class TritonAttention(AttentionBackend):
         window: Window,
         heads: HeadTransform | None = None,
     ) -> None:
-        """Of the first sequences of the step into the first rows of `out`; with `heads` q still has k and v behind."""
+        """Write the output of the decoding sequences to the first rows of `out`; with `heads`, q is still followed by k
+        and v."""
         plan: _Plan = ctx.attn_metadata
         options = chained(q.device) if heads is not None and plan.num_decode == 1 else {"PDL": False}
         has_norm = heads is not None and heads.q_weight is not None
@@ -236,6 +237,6 @@ class TritonAttention(AttentionBackend):
         )
 
 
-def _power_of_two(n: int) -> int:
-    """The smallest one that is at least n."""
+def _next_power_of_two(n: int) -> int:
+    """Return the smallest power of two >= n."""
     return 1 << (n - 1).bit_length()

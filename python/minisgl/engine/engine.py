@@ -54,8 +54,15 @@ class Engine:
         pool = self._pool(0)
         # One row more than requests: padding of captured steps, never a request's.
         state = RowState(rows + 1, spec.pages_per_row, device.torch_device)
-        own_heads = replace(m, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads)
-        attention = resolve_attention(spec.attention_backend, pool, own_heads, ops, max_rows=rows + 1)
+        attention = resolve_attention(
+            spec.attention_backend,
+            pool,
+            ops,
+            num_heads=spec.num_heads,
+            windows=m.windows,
+            score_scale=m.attention_scale,
+            max_rows=rows + 1,
+        )
         embeds = spec.pooling is not None
         limits = self.limits = Limits(max_model_len=spec.max_seq_len, vocab_size=m.vocab_size, embeds=embeds)
         max_biases = limits.max_logit_bias + limits.max_stop_token_ids + len(spec.eos_token_ids)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from contract.harness import Shape
 from minisgl.attention.backend import AttentionBackend, AttentionSpec, Requirements
 from minisgl.attention.selection import ATTENTION, _needs, resolve_attention
 from minisgl.errors import ConfigError
@@ -47,7 +46,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry[type[AttentionBackend]
 
 
 def resolve(choice: str) -> AttentionBackend:
-    return resolve_attention(choice, POOL, Shape(num_heads=4), resolve_ops("cpu"))
+    return resolve_attention(choice, POOL, resolve_ops("cpu"), num_heads=4)
 
 
 @pytest.mark.parametrize(
@@ -121,4 +120,4 @@ def test_optional_backends_say_what_they_need(monkeypatch: pytest.MonkeyPatch):
     assert ATTENTION.refusal("fa3", small) == "page size 64 is not one of 128, 256, 512, 1024"
     windowed = replace(SPEC, windows=(None, 512))
     assert ATTENTION.refusal("fi", windowed) is None
-    assert ATTENTION.refusal("fa3", windowed) == "layers that see a window only are not supported"
+    assert ATTENTION.refusal("fa3", windowed) == "sliding windows are not supported"

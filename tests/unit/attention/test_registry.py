@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from contract.harness import Shape
 from minisgl.attention.backend import AttentionSpec, Requirements, build_layout
 from minisgl.attention.selection import resolve_attention
 from minisgl.errors import ConfigError
@@ -17,7 +16,7 @@ POOL = MHAKVPool(2, 3, 2, 4, 8, torch.float32, torch.device("cpu"))
 
 
 def resolve(choice: str) -> str:
-    return resolve_attention(choice, POOL, Shape(num_heads=4), resolve_ops("cpu")).name
+    return resolve_attention(choice, POOL, resolve_ops("cpu"), num_heads=4).name
 
 
 def test_choices():
