@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from minisgl.ops import reference
 from minisgl.ops.table import OPS, OpTable, load_ops, resolve_ops
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # see tests/unit/ops/test_interpreter.py
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # see tests/test_interpreter.py
 TABLES = ["triton"] if INTERPRETED else [name for name in OPS.names if OPS.refusal(name, "cpu") is None]
 DTYPES = [torch.float32, torch.float16 if INTERPRETED else torch.bfloat16]  # Triton's interpreter has no bfloat16 dot
 EPS = 1e-6

@@ -144,13 +144,13 @@ class Echo:
 
     def launch(self, plan: BatchPlan) -> Echo.Output:
         self.steps.append(plan.step)
-        return Echo.Output(int(plan.slots[0, 2]) + self.error)
+        return Echo.Output(int(plan.slots["stop"][0]) + self.error)
 
     class Output:
         def __init__(self, token: int) -> None:
             self.token = token
 
-        def choose(self, masks: np.ndarray) -> None:
+        def sample(self, masks: np.ndarray) -> None:
             assert masks.shape == (1, 2)
             self.token += int(masks.sum())
 

@@ -13,7 +13,7 @@ from minisgl.bench.shapes import SHAPES
 from minisgl.checkpoint.hf import weight_files
 from minisgl.distributed.info import DistributedInfo
 
-SCRIPTS = Path(__file__).parents[3] / "benchmark"
+SCRIPTS = Path(__file__).parents[2] / "benchmark"
 TINY_RUN = ("--num-prompts=3", "--input-len=24", "--output-len=20", "--num-pages=200", "--threads=1")
 TINY: dict[str, Any] = SHAPES["qwen3-8b"] | {
     "vocab_size": 96,
