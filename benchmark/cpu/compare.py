@@ -41,9 +41,6 @@ from minisgl.bench.shapes import SHAPES
 from minisgl.bench.traffic import OnlineArgs
 from minisgl.errors import MinisglError
 
-sys.path.append(str(Path(__file__).parents[1]))
-from checkpoint import write_checkpoint
-
 PROMPT = 64
 MIXED = 48
 LONG = 512
@@ -65,8 +62,10 @@ class Case:
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Run all cases, print each row when it is measured, and return everything measured, ready for JSON."""
-    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # before the libraries that read it are loaded
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # before libgomp is loaded, with torch
+    sys.path.append(str(Path(__file__).parents[1]))
     import torch
+    from checkpoint import write_checkpoint
 
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as base, ExitStack() as stack:

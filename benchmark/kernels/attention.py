@@ -2,8 +2,8 @@
 
 Parts: decode, fused, prefill; all without arguments.
 Every figure is the median of graph replays, per layer, over K/V that together exceed the L2, after a comparison with
-the reference. Decode is given in us and as a share of the time that reading the K/V at 4.55 TB/s takes; prefill in
-TFLOP/s of the products that the causal mask leaves.
+the reference. Decode is given in us and in percent of the time that reading the K/V at 4.55 TB/s takes; prefill in
+TFLOP/s of the multiplications inside the causal mask.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def forward_us(s: Setting, plan: float, fused: bool = False) -> float:
 
 
 def decode() -> None:
-    print(f"{'decode':14}{'floor':>7} plan   us (share of {READ / 1e12} TB/s), err", flush=True)
+    print(f"{'decode':14}{'floor':>7} plan   us (fraction of {READ / 1e12} TB/s), err", flush=True)
     for model, num_heads in MODELS.items():
         for name, mix in DECODE.items():
             s = Setting.make(mix, num_heads)

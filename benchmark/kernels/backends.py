@@ -49,7 +49,7 @@ def host_us(call: Callable[[], Any], times: int = 20) -> float:
 
 
 def rate(mix: Mix, num_heads: int, us: float) -> str:
-    """Of reading the K/V for decode, of the products that the causal mask leaves for prefill."""
+    """Bandwidth of the K/V for decode, TFLOP/s inside the causal mask for prefill."""
     if all(n == 1 for n, _ in mix):
         floor = sum(kv for _, kv in mix) * 2 * KV_HEADS * DIM * 2 / READ * 1e6
         return f"{100 * floor / us:3.0f} %"

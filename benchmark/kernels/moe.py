@@ -3,7 +3,7 @@
     PYTHONPATH=python python benchmark/kernels/moe.py [SHAPE ...] [--sizes 1 16 256] [--limit SECONDS] [--own]
 
 Every result is checked against float32 first, with fresh inputs. Times are of nodes of a CUDA graph, over inputs that
-choose different experts. The floor is the larger of the bytes (weights of the distinct experts that were chosen, x,
+are routed to different experts. The floor is the larger of the bytes (weights of the distinct selected experts, x,
 logits, output) over 4,550 GB/s, the most that reading weights reached on an H200, and the operations over 742 TFLOP/s.
 The first run compiles in several processes. A product's tile is given as pairs, s where the weights are the M side,
 then rows of weights, inputs, stages, warps; a pair's as outputs, inputs, warps.

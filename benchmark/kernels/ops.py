@@ -2,7 +2,7 @@
 
     PYTHONPATH=python python benchmark/kernels/ops.py [linear] [tuned] [chain] [small] [sample]
 
-Every cell is checked against float32 first. Inputs rotate beyond the second-level cache. Bandwidth shares are of 4,550
+Every cell is checked against float32 first. Inputs rotate beyond the L2. Bandwidth is given in percent of 4,550
 GB/s, the most that reading weights reached on an H200. The first run compiles in several processes.
 """
 
@@ -170,7 +170,7 @@ def product_shapes() -> Iterator[tuple[tuple[str, str, int, int], int]]:
 def other_configurations(
     row: str, rows: int, x: torch.Tensor, ws: list[torch.Tensor], gated: bool, exact: Callable[[], torch.Tensor]
 ) -> Iterator[Cell]:
-    """What the tables in `gemv.py` and `gemm.py` were chosen from."""
+    """The measurements behind the tables in `gemv.py` and `gemm.py`."""
     n_out, n_in = ws[0].shape
     if rows == 1:
         for bn in (2, 4):

@@ -1,4 +1,4 @@
-"""Times decode steps by how their tokens are chosen: plain, filtered, penalized, biased, masked, scored.
+"""Times decode steps by how their tokens are sampled: plain, filtered, penalized, biased, masked, with logprobs.
 
     PYTHONPATH=python python benchmark/kernels/tails.py --shape qwen3-8b --rows 1,64,256
 
@@ -130,7 +130,7 @@ def main() -> None:
         spec = resolve(config, args.device)
         engine = Engine(spec, create_device(args.device), Group(spec.info))
         print(f"{args.shape}: the engine started in {time.perf_counter() - start:.1f} s")
-    engine.parts.kv_cache.data.zero_()  # keys that nobody has written
+    engine.parts.kv_cache.data.zero_()  # keys were never written
     for count in counts:
         kinds = [name for name in KINDS if count > 1 or "one of" not in name]
         figures: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
@@ -146,7 +146,7 @@ def main() -> None:
             for name, ms in step_ms.items()
         ]
         print(f"\n{count} rows at context {args.context}")
-        print(format_table(["tokens chosen", "step ms", "more", "host us"], table))
+        print(format_table(["sampling", "step ms", "more", "host us"], table))
 
 
 if __name__ == "__main__":

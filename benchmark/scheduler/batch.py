@@ -1,8 +1,8 @@
 """What the host adds to an offline batch: `python benchmark/scheduler/batch.py --shape qwen3-0.6b a batch64 prefill`.
 
-The real `LLM` with its scheduler and detokenizer, on a device that is pretended: steps take as long as `StepCosts` say,
-one after the other, and all tokens are the same. Wall time is then that of the device, and in milliseconds what passes
-before the first step is launched, between steps while the device waits, and after the last has ended.
+The real `LLM` with its scheduler and detokenizer on a simulated device: steps take as long as `StepCosts` predict, one
+after the other, and all tokens are the same. Prints milliseconds: the wall time, the device's busy time, and the idle
+time of the device before the first step, between steps and after the last one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from minisgl.layout import Flag
 from minisgl.params import Limits
 from minisgl.scheduler.scheduler import Scheduler
 
-# Of an H200, from docs/performance.md: a step of one row, a token at the rate of long prompts, a token of K/V.
+# Seconds on an H200: a step of one row, a token of a long prompt, a token of K/V.
 COSTS = {
     "qwen3-0.6b": StepCosts(0.71e-3, 2.0e-6, 25e-9),
     "qwen3-8b": StepCosts(3.9e-3, 21e-6, 33e-9),
@@ -45,7 +45,7 @@ class Output:
         return StepResult(np.full(self._count, 7, np.int32), np.ones(self._count, np.int32))
 
 
-class PretendedEngine:
+class SimulatedEngine:
     is_async = True
     eos_token_ids = frozenset({1})
     limits = Limits(max_model_len=16_384, vocab_size=150_000)
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=COSTS, default="qwen3-0.6b")
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
-    engine = PretendedEngine(COSTS[args.shape])
+    engine = SimulatedEngine(COSTS[args.shape])
     with patch.object(Scheduler, "from_config", lambda config, io, group: Scheduler(config, engine, io)):
         llm = LLM()
     for workload in make_workloads(OfflineArgs(workload=",".join(args.workloads or ["a"])), 4000):

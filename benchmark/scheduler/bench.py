@@ -31,7 +31,7 @@ PHASES = ("plan", "launch", "collect", "send")
 
 
 class Clock:
-    """Seconds spent in wrapped functions since the last `take`, those of inner ones not counted in outer ones."""
+    """Seconds spent in wrapped functions since the last `take`; the time of inner ones does not count in outer ones."""
 
     def __init__(self) -> None:
         self._spent: dict[str, float] = defaultdict(float)
@@ -68,7 +68,7 @@ class InstantOutput:
 
 
 class InstantEngine:
-    """Knows the answer (7, for ever) before it is asked."""
+    """Answers at once; every token is 7."""
 
     is_async = True
     eos_token_ids = frozenset({1, 2})
