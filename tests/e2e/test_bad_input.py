@@ -52,7 +52,7 @@ def post(server: ServerProcess, http: httpx.Client, path: str, body: str | bytes
 
 
 @pytest.mark.parametrize("messages", MESSAGES)
-def test_messages(server: ServerProcess, http: httpx.Client, messages: Any) -> None:
+def test_bad_messages_are_refused(server: ServerProcess, http: httpx.Client, messages: Any) -> None:
     response = post(server, http, "/v1/chat/completions", json.dumps({"messages": messages, "max_tokens": 2}))
     assert response.status_code in (200, 400), response.text
 
@@ -85,7 +85,7 @@ PROMPTS: list[tuple[str, bool]] = [
 
 
 @pytest.mark.parametrize(("prompt", "is_good"), PROMPTS, ids=[p[:30] for p, _ in PROMPTS])
-def test_prompts(server: ServerProcess, http: httpx.Client, prompt: str, is_good: bool) -> None:
+def test_bad_prompts_are_refused(server: ServerProcess, http: httpx.Client, prompt: str, is_good: bool) -> None:
     response = post(server, http, "/v1/completions", f'{{"prompt": {prompt}, "max_tokens": 2}}')
     assert response.status_code == (200 if is_good else 400), response.text
 
@@ -105,14 +105,16 @@ TOKENS = [-1, VOCABULARY, 2**31 - 1, 2**31, -(2**31) - 1, 2**63, 2**64, 10**30, 
         ("/v1/completions", "logit_bias", '{"prompt": "x", "logit_bias": {"%s": 1}, "max_tokens": 2}'),
     ],
 )
-def test_bad_token_ids(server: ServerProcess, http: httpx.Client, path: str, param: str, body: str, token: str) -> None:
+def test_bad_token_ids_are_refused(
+    server: ServerProcess, http: httpx.Client, path: str, param: str, body: str, token: str
+) -> None:
     response = post(server, http, path, body % token)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/detokenize"])
-def test_bodies_that_are_no_request(server: ServerProcess, http: httpx.Client, path: str) -> None:
+def test_bodies_that_are_not_requests_are_refused(server: ServerProcess, http: httpx.Client, path: str) -> None:
     for body in (b"", b"null", b"[]", b"5", b'"x"', b"{", b"\xff\xfe", b'{"prompt": "\xff"}', b"{}}", DEEP.encode()):
         assert post(server, http, path, body).status_code == 400, body[:50]
 
@@ -142,7 +144,7 @@ def test_bodies_that_are_no_request(server: ServerProcess, http: httpx.Client, p
         {"logit_bias": {"1e3": 1}},
     ],
 )
-def test_refused_by_name(http: httpx.Client, extra: dict[str, Any]) -> None:
+def test_refusals_name_the_field(http: httpx.Client, extra: dict[str, Any]) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **extra}
     response = http.post("/v1/chat/completions", json=body)
     assert response.status_code == 400
@@ -169,7 +171,7 @@ def test_neutral_values_are_accepted(http: httpx.Client) -> None:
     assert http.post("/v1/chat/completions", json=body).status_code == 200
 
 
-def test_alive_and_clean(server: ServerProcess, http: httpx.Client) -> None:
+def test_server_is_alive_and_leaks_nothing(server: ServerProcess, http: httpx.Client) -> None:
     body = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "temperature": 0}
     assert "42" in http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
     require_no_leak(server)

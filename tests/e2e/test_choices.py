@@ -29,7 +29,7 @@ def post_events(http: httpx.Client, path: str, body: dict[str, Any]) -> list[Any
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def test_seeded_choices_are_theirs_alone(client: openai.OpenAI) -> None:
+def test_seeded_choices_do_not_depend_on_other_requests(client: openai.OpenAI) -> None:
     def draw(**fields: Any) -> list[str]:
         answer = client.chat.completions.create(
             model=MODEL, messages=USER, temperature=1.5, max_tokens=16, seed=7, **fields
@@ -54,7 +54,7 @@ def test_greedy_choices_are_equal(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_the_stop_string_may_be_shown(http: httpx.Client) -> None:
+def test_stop_string_is_shown_on_request(http: httpx.Client) -> None:
     body: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 40, "stop": STOPS}
     hidden = http.post("/v1/completions", json=body).json()["choices"][0]
     body["include_stop_str_in_output"] = True
@@ -63,7 +63,7 @@ def test_the_stop_string_may_be_shown(http: httpx.Client) -> None:
     assert "".join(e["choices"][0]["text"] for e in post_events(http, "/v1/completions", body)) == shown["text"]
 
 
-def test_prompts_with_another_salt_are_not_shared(client: openai.OpenAI) -> None:
+def test_requests_with_another_salt_share_no_prefix(client: openai.OpenAI) -> None:
     def cached(**fields: Any) -> int:
         story: Any = [
             {"role": "user", "content": "Tell me a story about a fox named Salina, who lived by the salt lake."}
@@ -78,7 +78,7 @@ def test_prompts_with_another_salt_are_not_shared(client: openai.OpenAI) -> None
 
 
 @pytest.mark.parametrize("stop", [None, STOPS])
-def test_streamed_choices_equal_those_in_one_piece(client: openai.OpenAI, stop: list[str] | None) -> None:
+def test_streamed_choices_equal_the_body(client: openai.OpenAI, stop: list[str] | None) -> None:
     fields: dict[str, Any] = {"temperature": 1.2, "seed": 3, "n": 4, "stop": stop, "max_tokens": 40}
     whole = client.chat.completions.create(model=MODEL, messages=USER, **fields)
     stream = client.chat.completions.create(
@@ -122,7 +122,7 @@ def test_choices_of_many_prompts_are_ordered_by_prompt(client: openai.OpenAI, ht
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("n", [0, -1, 1000, 2**70, "a", 1.5, True, [2]])
 @pytest.mark.parametrize("stream", [False, True])
-def test_bad_n(http: httpx.Client, path: str, n: Any, stream: bool) -> None:
+def test_bad_n_is_refused(http: httpx.Client, path: str, n: Any, stream: bool) -> None:
     body = {"prompt": "x"} if path == "/v1/completions" else {"messages": USER}
     response = http.post(path, json=body | {"n": n, "stream": stream})
     assert response.status_code == 400
@@ -133,7 +133,7 @@ def test_bad_n(http: httpx.Client, path: str, n: Any, stream: bool) -> None:
     assert error["message"]
 
 
-def test_a_refused_prompt_refuses_all(http: httpx.Client) -> None:
+def test_refused_prompt_refuses_the_request(http: httpx.Client) -> None:
     for stream in (False, True):
         response = http.post("/v1/completions", json={"prompt": "word " * 8000, "n": 4, "stream": stream})
         assert response.status_code == 400
@@ -155,7 +155,7 @@ def test_disconnect_aborts_every_choice(server: ServerProcess, stream: bool) -> 
     assert server.metrics()["generation_tokens_total"] - before < 4 * 3000
 
 
-def test_receipt_in_one_piece(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_body_has_timing(client: openai.OpenAI, http: httpx.Client) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=USER, temperature=0, max_tokens=20, extra_body={"return_timing": True}
     )
@@ -173,7 +173,7 @@ def test_receipt_in_one_piece(client: openai.OpenAI, http: httpx.Client) -> None
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("with_usage", [False, True])
-def test_receipt_ends_a_stream(http: httpx.Client, n: int, with_usage: bool) -> None:
+def test_stream_ends_with_timing(http: httpx.Client, n: int, with_usage: bool) -> None:
     body = {"messages": USER, "max_tokens": 5, "n": n, "return_timing": True}
     chunks = post_events(http, "/v1/chat/completions", body | {"stream_options": {"include_usage": with_usage}})
     assert all("timing" not in chunk for chunk in chunks[:-1])
@@ -191,8 +191,8 @@ def test_queue_time_is_measured(server: ServerProcess, http: httpx.Client) -> No
     assert after["request_queue_time_seconds_sum"] > before["request_queue_time_seconds_sum"]
 
 
-def test_the_prompt_is_computed_once(server: ServerProcess, http: httpx.Client) -> None:
-    """Also one that nobody has asked before."""
+def test_choices_compute_the_prompt_once(server: ServerProcess, http: httpx.Client) -> None:
+    """Also a prompt that is not cached."""
     before = server.metrics()
     response = http.post("/v1/completions", json={"prompt": list(range(100, 700)), "n": 8, "max_tokens": 4})
     assert response.json()["usage"]["prompt_tokens"] == 600
@@ -217,7 +217,7 @@ def narrow() -> Iterator[ServerProcess]:
         yield server
 
 
-def test_receipt_counts_chunks_and_the_wait(narrow: ServerProcess) -> None:
+def test_timing_counts_prefill_chunks_and_queue_time(narrow: ServerProcess) -> None:
     """With one row a request waits for the one before it."""
     body = {"prompt": [100 + i % 50 for i in range(300)], "max_tokens": 5, "ignore_eos": True, "return_timing": True}
     endless = {"prompt": "Once", "ignore_eos": True, "stream": True}
@@ -225,7 +225,7 @@ def test_receipt_counts_chunks_and_the_wait(narrow: ServerProcess) -> None:
         first = http.post("/v1/completions", json=body).json()["timing"]
         second = http.post("/v1/completions", json=body).json()["timing"]
         with http.stream("POST", "/v1/completions", json=endless) as before:
-            lines = before.iter_lines()  # which closes the stream when nobody holds it
+            lines = before.iter_lines()  # dropping this iterator closes the stream
             next(lines)
             third = pool.submit(http.post, "/v1/completions", json=body | {"n": 2})
             assert eventually(lambda: narrow.metrics()["num_requests_waiting"] == 1)

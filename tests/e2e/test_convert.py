@@ -7,7 +7,7 @@ import httpx
 from e2e.harness import ServerProcess, eventually, require_no_leak
 
 
-def test_tokens_are_those_that_the_engine_sees(http: httpx.Client) -> None:
+def test_tokenize_counts_the_tokens_of_the_engine(http: httpx.Client) -> None:
     messages = [{"role": "user", "content": "Repeat exactly: grün 🙂 你好"}]
     tokens = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
     body = {"messages": messages, "temperature": 0}
@@ -18,7 +18,7 @@ def test_tokens_are_those_that_the_engine_sees(http: httpx.Client) -> None:
     assert "你好" in http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
 
 
-def test_probe_leaves_nothing_behind(server: ServerProcess, http: httpx.Client) -> None:
+def test_probe_leaks_nothing(server: ServerProcess, http: httpx.Client) -> None:
     before = server.metrics()["generation_tokens_total"]
     assert http.get("/health_generate").status_code == 200
     assert eventually(lambda: server.metrics()["generation_tokens_total"] > before)

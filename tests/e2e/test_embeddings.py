@@ -54,7 +54,7 @@ def assert_close(ours: Any, want: torch.Tensor) -> None:
     assert np.abs(np.array(ours) - want.numpy()).max() < 1e-4
 
 
-def test_texts(client: openai.OpenAI, model: EmbeddingModel, server: ServerProcess) -> None:
+def test_embeddings_equal_the_reference(client: openai.OpenAI, model: EmbeddingModel, server: ServerProcess) -> None:
     """The client asks for base64 by itself; the second text is computed in chunks."""
     answer = client.embeddings.create(model="tiny", input=TEXTS)
     prompts = [ids_of(model, text) for text in TEXTS]
@@ -65,7 +65,7 @@ def test_texts(client: openai.OpenAI, model: EmbeddingModel, server: ServerProce
     require_no_leak(server)
 
 
-def test_one_text_and_its_tokens_are_the_same(client: openai.OpenAI, model: EmbeddingModel) -> None:
+def test_text_and_its_tokens_have_the_same_embedding(client: openai.OpenAI, model: EmbeddingModel) -> None:
     ids = ids_of(model, TEXTS[1])
     inputs: list[Any] = [TEXTS[1], ids, [ids], [TEXTS[1]]]
     vectors = [client.embeddings.create(model="tiny", input=x).data[0].embedding for x in inputs]
@@ -85,7 +85,7 @@ def test_encodings(http: httpx.Client) -> None:
     assert np.frombuffer(base64.b64decode(found["base64"]), "<f4").tolist() == found["float"]
 
 
-def test_dimensions_are_cut_and_normalised_again(client: openai.OpenAI, model: EmbeddingModel) -> None:
+def test_dimensions_cuts_and_normalises(client: openai.OpenAI, model: EmbeddingModel) -> None:
     vector = client.embeddings.create(model="tiny", input=TEXTS[0], dimensions=16).data[0].embedding
     assert len(vector) == 16
     assert_close(vector, model.embedding(ids_of(model, TEXTS[0]), 16))
@@ -94,7 +94,7 @@ def test_dimensions_are_cut_and_normalised_again(client: openai.OpenAI, model: E
     assert caught.value.param == "dimensions"
 
 
-def test_as_many_inputs_as_clients_send(client: openai.OpenAI) -> None:
+def test_2048_inputs(client: openai.OpenAI) -> None:
     data = client.embeddings.create(model="tiny", input=[f"number {i}" for i in range(600)]).data
     assert len({tuple(d.embedding) for d in data}) == 600
 
@@ -115,7 +115,7 @@ def test_as_many_inputs_as_clients_send(client: openai.OpenAI) -> None:
         ({}, "input"),
     ],
 )
-def test_bad_requests(http: httpx.Client, server: ServerProcess, body: dict[str, Any], param: str) -> None:
+def test_bad_requests_are_refused(http: httpx.Client, server: ServerProcess, body: dict[str, Any], param: str) -> None:
     response = http.post("/v1/embeddings", json=body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
@@ -123,7 +123,7 @@ def test_bad_requests(http: httpx.Client, server: ServerProcess, body: dict[str,
 
 
 @pytest.mark.parametrize("field", EmbeddingRequest.__struct_fields__)
-def test_any_value(http: httpx.Client, server: ServerProcess, field: str) -> None:
+def test_any_value_gets_an_answer_or_a_refusal(http: httpx.Client, server: ServerProcess, field: str) -> None:
     """Every kind of wrong value in each field: an answer or a refusal."""
     allowed = (200, 400, 404) if field == "model" else (200, 400)
     for body in bodies(Place("/v1/embeddings", EmbeddingRequest, {"input": "x"}), field):
@@ -133,7 +133,7 @@ def test_any_value(http: httpx.Client, server: ServerProcess, field: str) -> Non
     assert "Traceback" not in server.log
 
 
-def test_it_generates_no_text(http: httpx.Client) -> None:
+def test_embedding_model_generates_no_text(http: httpx.Client) -> None:
     chat = {"messages": [{"role": "user", "content": "Hello"}]}
     for path, body in (
         ("/v1/chat/completions", chat),

@@ -89,7 +89,9 @@ def connection(server: ServerProcess) -> Iterator[HTTPConnection]:
 
 
 @pytest.mark.parametrize(("place", "field"), CASES, ids=[f"{p.kind.__name__}-{f}" for p, f in CASES])
-def test_any_value(server: ServerProcess, connection: HTTPConnection, place: Place, field: str) -> None:
+def test_any_value_gets_an_answer_or_a_quick_refusal(
+    server: ServerProcess, connection: HTTPConnection, place: Place, field: str
+) -> None:
     allowed = (200, 400, 404) if field == "model" else (200, 400)
     for body in bodies(place, field):
         before = server.cpu_seconds()
@@ -104,7 +106,7 @@ def test_any_value(server: ServerProcess, connection: HTTPConnection, place: Pla
             assert seconds < REFUSED_S, (body[:200], seconds)
 
 
-def test_alive_and_clean(server: ServerProcess, http: httpx.Client) -> None:
+def test_server_is_alive_and_leaks_nothing(server: ServerProcess, http: httpx.Client) -> None:
     body = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "temperature": 0}
     assert "42" in http.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
     require_no_leak(server)

@@ -29,7 +29,7 @@ def text_of(http: httpx.Client, tokens: list[int]) -> str:
     return str(http.post("/detokenize", json={"tokens": tokens}).json()["prompt"])
 
 
-def test_are_those_of_text_completions(http: httpx.Client, prompt: list[int]) -> None:
+def test_logprobs_equal_those_of_text_completions(http: httpx.Client, prompt: list[int]) -> None:
     meta = generate(http, logprob_start_len=0, top_logprobs_num=3, return_text_in_logprobs=True)["meta_info"]
     body = {"prompt": PROMPT, "echo": True, "logprobs": 3, "max_tokens": 6, "temperature": 0}
     theirs = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
@@ -47,7 +47,9 @@ def test_are_those_of_text_completions(http: httpx.Client, prompt: list[int]) ->
 
 
 @pytest.mark.parametrize(("start", "shown"), [(None, 0), (-1, 0), (3, -3), (10_000, 0)])
-def test_begin_where_asked(http: httpx.Client, prompt: list[int], start: int | None, shown: int) -> None:
+def test_prompt_logprobs_begin_at_logprob_start_len(
+    http: httpx.Client, prompt: list[int], start: int | None, shown: int
+) -> None:
     answer = generate(http, logprob_start_len=start)
     plain = generate(http, return_logprob=False)
     meta = answer["meta_info"]
@@ -72,7 +74,7 @@ def test_prompt_logprobs_without_generation(http: httpx.Client, prompt: list[int
     assert (first["text"], first["meta_info"]["completion_tokens"]) == ("", 0)
 
 
-def test_the_stream_says_all_so_far(http: httpx.Client) -> None:
+def test_stream_is_cumulative(http: httpx.Client) -> None:
     body = {"text": [PROMPT, "The"], "sampling_params": GREEDY | {"n": 2}, "return_logprob": True}
     body |= {"logprob_start_len": 1, "top_logprobs_num": 1}
     whole = http.post("/generate", json=body).json()

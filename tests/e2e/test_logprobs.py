@@ -16,7 +16,7 @@ MODEL = "minisgl-demo"
 USER: Any = [{"role": "user", "content": "Repeat exactly: grün 🙂"}]
 
 
-def test_chat(client: openai.OpenAI) -> None:
+def test_chat_logprobs(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=USER, temperature=0, logprobs=True, top_logprobs=3, max_tokens=40
     )
@@ -35,7 +35,7 @@ def test_chat(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f", "parameters": {}}}]])
-def test_streamed_chat_equals_the_one_in_one_piece(client: openai.OpenAI, tools: Any) -> None:
+def test_streamed_chat_equals_the_body(client: openai.OpenAI, tools: Any) -> None:
     fields: dict[str, Any] = {"temperature": 1.0, "seed": 4, "logprobs": True, "top_logprobs": 1, "n": 2}
     fields |= {"max_tokens": 25, **({"tools": tools} if tools else {})}
     whole = client.chat.completions.create(model=MODEL, messages=USER, **fields)
@@ -54,7 +54,7 @@ def test_streamed_chat_equals_the_one_in_one_piece(client: openai.OpenAI, tools:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_loglikelihood_as_evaluations_ask_for_it(http: httpx.Client, max_tokens: int) -> None:
+def test_loglikelihood_of_evaluations(http: httpx.Client, max_tokens: int) -> None:
     """The sum over the tokens behind the context, and whether each is the likeliest, as lm-eval reads them."""
     tokenize = {"model": MODEL, "prompt": "Once upon a time, there was a little"}
     ids = http.post("/tokenize", json=tokenize).json()["tokens"]
@@ -77,7 +77,7 @@ def test_loglikelihood_as_evaluations_ask_for_it(http: httpx.Client, max_tokens:
         assert choice["finish_reason"] == "length"
 
 
-def test_streamed_completion_equals_the_one_in_one_piece(http: httpx.Client) -> None:
+def test_streamed_completion_equals_the_body(http: httpx.Client) -> None:
     body = {"prompt": ["Once upon", "The"], "n": 2, "echo": True, "logprobs": 2, "max_tokens": 6, "seed": 1}
     whole = http.post("/v1/completions", json=body).json()["choices"]
     texts, offsets, tokens = [""] * 4, [[] for _ in range(4)], [[] for _ in range(4)]  # type: ignore[var-annotated]
@@ -111,7 +111,7 @@ def test_streamed_completion_equals_the_one_in_one_piece(http: httpx.Client) -> 
         ("/generate", {"logprob_start_len": -2}, "logprob_start_len"),
     ],
 )
-def test_refused_by_name(http: httpx.Client, path: str, extra: dict[str, Any], param: str) -> None:
+def test_refusals_name_the_field(http: httpx.Client, path: str, extra: dict[str, Any], param: str) -> None:
     prompt = {"messages": USER} if "chat" in path else {"prompt": "x"}
     response = http.post(path, json=prompt | extra)
     assert response.status_code == 400

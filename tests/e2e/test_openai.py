@@ -32,7 +32,7 @@ def ask(client: openai.OpenAI, messages: list[dict[str, str]], **fields: Any) ->
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_stream_equals_answer_in_one_piece(client: openai.OpenAI, question: str) -> None:
+def test_stream_equals_the_body(client: openai.OpenAI, question: str) -> None:
     messages: Any = [{"role": "user", "content": question}]
     whole = client.chat.completions.create(model=MODEL, messages=messages, temperature=0)
     stream = client.chat.completions.create(
@@ -48,7 +48,7 @@ def test_stream_equals_answer_in_one_piece(client: openai.OpenAI, question: str)
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
-def test_it_answers(client: openai.OpenAI) -> None:
+def test_answer_is_right(client: openai.OpenAI) -> None:
     assert "42" in ask(client, [{"role": "user", "content": "What is 12 + 30?"}])
 
 
@@ -66,7 +66,7 @@ def test_completions_and_models(client: openai.OpenAI) -> None:
     assert answer.usage is not None and answer.usage.completion_tokens <= 10
 
 
-def test_seed_decides(client: openai.OpenAI) -> None:
+def test_seed_determines_the_text(client: openai.OpenAI) -> None:
     def draw(seed: int) -> str:
         answer = client.completions.create(model=MODEL, prompt="The", max_tokens=30, temperature=1.5, seed=seed)
         return answer.choices[0].text
@@ -75,7 +75,7 @@ def test_seed_decides(client: openai.OpenAI) -> None:
     assert len({draw(seed) for seed in range(4)}) > 1
 
 
-def test_stop_and_length_are_true(client: openai.OpenAI) -> None:
+def test_finish_reasons_stop_and_length(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "What is 12 + 30?"}]
     stopped = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, stop=["30"]).choices[0]
     assert stopped.finish_reason == "stop"
@@ -93,7 +93,7 @@ def test_prefix_is_reused(client: openai.OpenAI) -> None:
     assert (answer.usage.prompt_tokens_details.cached_tokens or 0) > 100
 
 
-def test_errors_have_their_types(client: openai.OpenAI) -> None:
+def test_errors_have_the_client_types(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="other", prompt="x")
     with pytest.raises(openai.BadRequestError, match="best_of is only supported equal to n"):
@@ -127,7 +127,7 @@ def test_context_boundary(http: httpx.Client, server: ServerProcess) -> None:
 
 
 def test_refusals_are_quick(http: httpx.Client) -> None:
-    """The best of several: one alone says how busy the machine is."""
+    """Take the best of several: a single one measures how busy the machine is."""
 
     def seconds() -> float:
         started = time.monotonic()

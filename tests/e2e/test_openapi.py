@@ -1,4 +1,4 @@
-"""/openapi.json says what is true: real answers and refusals have the documented shapes and codes."""
+"""/openapi.json is true: real responses and refusals have the documented shapes and status codes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def document(http: httpx.Client) -> dict[str, Any]:
     return result
 
 
-def test_document_is_whole(document: dict[str, Any]) -> None:
+def test_document_describes_every_endpoint(document: dict[str, Any]) -> None:
     operations = {(method, path) for path, methods in document["paths"].items() for method in methods}
     assert operations == set(ENDPOINTS)
     text = str(document)
@@ -46,7 +46,7 @@ def test_document_is_whole(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("method", "path", "body"), REQUESTS)
-def test_answers_have_the_documented_shape(http: httpx.Client, method: str, path: str, body: dict[str, Any]) -> None:
+def test_responses_have_the_documented_shape(http: httpx.Client, method: str, path: str, body: dict[str, Any]) -> None:
     url = path.replace("{name}", "minisgl-demo")
     response = http.post(url, json=body) if method == "post" else http.get(url)
     assert response.status_code == 200, response.text

@@ -49,7 +49,7 @@ def ask(page: Browser, text: str) -> str:
 
 
 def save(page: Browser, name: str) -> None:
-    """A screenshot, if somebody wants to look: MINISGL_SCREENSHOTS is the folder for them."""
+    """Save a screenshot in the folder MINISGL_SCREENSHOTS, if set."""
     if folder := os.environ.get("MINISGL_SCREENSHOTS"):
         page.screenshot(Path(folder) / f"{name}.png")
 
@@ -59,7 +59,7 @@ def foot(page: Browser) -> str:
     return result
 
 
-def test_chat_remembers_and_counts(page: Browser, server: ServerProcess) -> None:
+def test_chat_keeps_the_conversation_and_shows_usage(page: Browser, server: ServerProcess) -> None:
     # A clock that moves although all chunks come at once.
     page.evaluate("let ticks = 0; performance.now = () => ++ticks")
     assert "Anna" not in ask(page, "What is 12 + 30?")
@@ -76,7 +76,7 @@ def test_chat_remembers_and_counts(page: Browser, server: ServerProcess) -> None
     require_no_leak(server)
 
 
-def test_end_is_kept_in_view_for_whoever_reads_there(page: Browser) -> None:
+def test_log_follows_the_end_if_it_is_in_view(page: Browser) -> None:
     page.look(1180, 420)
     for question in ("Who are you?", "Tell me a story about a fox named Lily.", "Who are you?"):
         ask(page, question)
@@ -132,10 +132,10 @@ def test_stop_aborts_the_request(page: Browser, server: ServerProcess, stop: str
     assert eventually(lambda: server.metrics()["generation_tokens_total"] > before)
     require_no_leak(server)
     assert server.metrics()["generation_tokens_total"] - before < whole
-    assert page.evaluate("turns.length") == 2  # what was said stays part of the conversation
+    assert page.evaluate("turns.length") == 2  # the partial answer stays in the conversation
 
 
-def test_knobs_reach_the_request(page: Browser) -> None:
+def test_settings_reach_the_request(page: Browser) -> None:
     page.evaluate(
         "$('max_tokens').value = '4'; $('seed').value = '7'; $('top_k').value = '-1'; $('top_p').value = '0.9'"
     )
@@ -156,7 +156,7 @@ def test_knobs_reach_the_request(page: Browser) -> None:
     assert "cut at the token limit" in foot(page)
 
 
-def test_keys(page: Browser) -> None:
+def test_keyboard(page: Browser) -> None:
     page.type("one")
     page.press("Enter", SHIFT)
     page.type("two")
@@ -169,7 +169,7 @@ def test_keys(page: Browser) -> None:
     assert page.evaluate("document.activeElement.id + $('tab-engine').ariaSelected") == "tab-enginetrue"
 
 
-def test_refusal_is_shown_and_the_question_given_back(page: Browser) -> None:
+def test_refusal_is_shown_and_the_question_restored(page: Browser) -> None:
     page.evaluate("$('prompt').value = 'word '.repeat(200000)")
     page.evaluate("$('composer').requestSubmit()")
     page.wait("!running && document.querySelector('.foot .error')")
@@ -181,7 +181,7 @@ def test_refusal_is_shown_and_the_question_given_back(page: Browser) -> None:
     page.problems.clear()
 
 
-def test_engine_is_polled_only_while_somebody_looks(page: Browser, server: ServerProcess) -> None:
+def test_engine_is_polled_only_while_visible(page: Browser, server: ServerProcess) -> None:
     polls = "performance.getEntriesByName(location.origin + '/engine_view').length"
     ask(page, "What is 12 + 30?")
     assert page.evaluate(polls) == 0
@@ -227,7 +227,7 @@ def test_batch_and_tree_are_shown_live(page: Browser, server: ServerProcess) -> 
             "const plain = showEngine; showEngine = (data) => {"
             " if (document.querySelectorAll('#batch .row, #tree i').length !== 4) plain(data); }"
         )
-        lines: list[Iterator[str]] = []  # an iterator that nobody holds closes its stream
+        lines: list[Iterator[str]] = []  # dropping an iterator closes its stream
         for letter in letters:
             messages = [{"role": "system", "content": system}, {"role": "user", "content": letter}]
             body = {"messages": messages, "stream": True, "ignore_eos": True}
@@ -256,7 +256,7 @@ def test_batch_and_tree_are_shown_live(page: Browser, server: ServerProcess) -> 
 
 
 @pytest.mark.parametrize("width", [320, 390, 768, 1180])
-def test_nothing_is_cut_off(page: Browser, width: int) -> None:
+def test_page_fits_the_window(page: Browser, width: int) -> None:
     page.look(width, 700)
     ask(page, "Repeat exactly: " + "x" * 120)
     for tab in ("chat", "engine"):
@@ -280,7 +280,7 @@ def test_key_is_asked_for_and_kept_in_memory_only(chromium: Browser) -> None:
     assert not [p for p in chromium.problems if "401" not in p]
 
 
-def test_copy(page: Browser) -> None:
+def test_copy_button(page: Browser) -> None:
     page.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
     answer = ask(page, "Who are you?")
     said = page.evaluate(  # for a short while

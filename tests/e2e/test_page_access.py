@@ -1,4 +1,4 @@
-"""The page at `/`: who may have it, and what its policy allows."""
+"""The page at `/`: access without a key, and its Content-Security-Policy."""
 
 from __future__ import annotations
 

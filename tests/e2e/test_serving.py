@@ -104,7 +104,7 @@ def test_generate_is_cumulative(client: httpx.Client) -> None:
     assert chunks[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
     ids = client.post("/generate", json={"input_ids": [[70, 71], [72]]}).json()
     assert [r["meta_info"]["completion_tokens"] for r in ids] == [2, 1]
-    assert [r["output_ids"] for r in ids] == [[70, 71], [72]]  # the stub says what it was told
+    assert [r["output_ids"] for r in ids] == [[70, 71], [72]]  # the stub echoes the prompt
     said = [c["output_ids"] for c in chunks]
     assert all(a == b[: len(a)] for a, b in itertools.pairwise(said))
     assert [len(ids) for ids in said] == [c["meta_info"]["completion_tokens"] for c in chunks]

@@ -34,7 +34,7 @@ def is_person(text: str) -> bool:
     return jsonschema.Draft202012Validator(PERSON).is_valid(json.loads(text))
 
 
-def test_response_format(client: openai.OpenAI) -> None:
+def test_response_format_is_followed(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**COMMON, response_format=FORMAT, temperature=1.2, seed=1, n=4)
     assert [c.finish_reason for c in answer.choices] == ["stop"] * 4
     assert all(is_person(c.message.content or "") for c in answer.choices)
@@ -75,7 +75,7 @@ def test_every_field_in_every_api(http: httpx.Client, name: str) -> None:
     check(http.post("/generate", json={"text": "Hello", "sampling_params": fields}).json()["text"])
 
 
-def test_beside_everything_else(http: httpx.Client) -> None:
+def test_grammar_with_other_sampling_fields(http: httpx.Client) -> None:
     """Other parameters keep their meaning, as far as the grammar leaves them one."""
 
     def ask(**fields: Any) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def test_beside_everything_else(http: httpx.Client) -> None:
     assert len(scored["tokens"]) == 4 and all(len(t) in (2, 3) for t in scored["top_logprobs"])
 
 
-def test_a_heavy_grammar_does_not_stall_the_streams(http: httpx.Client) -> None:
+def test_heavy_grammar_does_not_stall_streams(http: httpx.Client) -> None:
     """It takes seconds to compile; meanwhile another stream goes on, and the client may leave."""
     heavy = {"type": "object", "properties": {f"p{i}": {"pattern": "^(a|b){1,50}$"} for i in range(2000)}}
     slow = {"prompt": "x", "max_tokens": 3, "guided_json": heavy}

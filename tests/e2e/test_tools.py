@@ -30,7 +30,7 @@ def require_weather_call(choice: Any) -> None:
     assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})
 
 
-def test_a_call_and_its_result(client: openai.OpenAI) -> None:
+def test_call_and_its_result(client: openai.OpenAI) -> None:
     choice = ask(client, QUESTION, tools=TOOLS)
     require_weather_call(choice)
     (call,) = choice.message.tool_calls
@@ -41,7 +41,7 @@ def test_a_call_and_its_result(client: openai.OpenAI) -> None:
     assert "sunny" in answer.message.content and "21" in answer.message.content
 
 
-def test_the_stream_adds_up_to_the_same(client: openai.OpenAI) -> None:
+def test_stream_equals_the_body(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(messages=[QUESTION], tools=TOOLS, **COMMON) as stream:
         for _ in stream:
             pass
@@ -60,7 +60,7 @@ def test_each_choice_has_its_call(client: openai.OpenAI) -> None:
             require_weather_call(final)
 
 
-def test_the_name_comes_first(client: openai.OpenAI) -> None:
+def test_streamed_call_begins_with_the_name(client: openai.OpenAI) -> None:
     chunks = list(client.chat.completions.create(messages=[QUESTION], tools=TOOLS, stream=True, **COMMON))  # type: ignore[call-overload]
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == ""
     first, *rest = [call for c in chunks for call in c.choices[0].delta.tool_calls or ()]
@@ -75,7 +75,7 @@ def test_the_name_comes_first(client: openai.OpenAI) -> None:
     assert [c.choices[0].finish_reason for c in chunks][-1] == "tool_calls"
 
 
-def test_what_is_asked_for(client: openai.OpenAI) -> None:
+def test_tool_choice_and_parallel_tool_calls(client: openai.OpenAI) -> None:
     require_weather_call(ask(client, QUESTION, tools=TOOLS, parallel_tool_calls=False))
     require_weather_call(ask(client, QUESTION, tools=TOOLS, tool_choice="auto"))
     silent = ask(client, QUESTION, tools=TOOLS, tool_choice="none")
@@ -106,7 +106,7 @@ TIMER: dict[str, Any] = {
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
 @pytest.mark.parametrize("question", ["What is the weather in Paris?", "Hello!", "Tell me a story."])
-def test_a_call_that_must_come(client: openai.OpenAI, choice: Any, question: str) -> None:
+def test_forced_call(client: openai.OpenAI, choice: Any, question: str) -> None:
     """Whatever is asked; whole and streamed."""
     tools = [TIMER] if choice == "required" else [*TOOLS, TIMER]
     fields: dict[str, Any] = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
@@ -122,7 +122,7 @@ def test_a_call_that_must_come(client: openai.OpenAI, choice: Any, question: str
     assert final.message.tool_calls[0].function.arguments == call.function.arguments
 
 
-def test_several_calls_may_come(client: openai.OpenAI) -> None:
+def test_several_forced_calls(client: openai.OpenAI) -> None:
     """With a call, the text may end: EOS is forbidden before, and after each another call is possible."""
     done = ask(client, QUESTION, tools=TOOLS, tool_choice="required")
     require_weather_call(done)
@@ -149,7 +149,7 @@ def test_several_calls_may_come(client: openai.OpenAI) -> None:
         ({"tool_choice": "required", "tools": TOOLS, "response_format": {"type": "json_object"}}, "tool_choice"),
     ],
 )
-def test_choices_that_there_are_not(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
+def test_bad_tool_choice_is_refused(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as e:
         ask(client, QUESTION, **fields)
     assert e.value.param == param
@@ -177,8 +177,8 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]
         yield client
 
 
-def test_reasoning_is_set_apart(thinker: openai.OpenAI) -> None:
-    """The model never closes what the template has opened, so all that it says is reasoning."""
+def test_reasoning_is_separated(thinker: openai.OpenAI) -> None:
+    """The model never closes the reasoning that the template has opened, so its whole output is reasoning."""
     question = {"role": "user", "content": "What is 12 + 30?"}
     fields: dict[str, Any] = {"extra_body": {"chat_template_kwargs": {"thinking": True}}, "max_tokens": 20}
     whole = ask(thinker, question, **fields).message
@@ -190,7 +190,7 @@ def test_reasoning_is_set_apart(thinker: openai.OpenAI) -> None:
     assert "42" in ask(thinker, question).message.content
 
 
-def test_the_parser_can_be_turned_off(thinker: openai.OpenAI) -> None:
+def test_parser_can_be_disabled(thinker: openai.OpenAI) -> None:
     choice = ask(thinker, QUESTION, tools=TOOLS)
     assert choice.finish_reason == "stop" and choice.message.tool_calls is None
     assert choice.message.content.startswith("<tool_call>")

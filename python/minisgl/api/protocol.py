@@ -47,11 +47,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of chat completions, text completions and /generate.
-
-    From `cache_salt` on, fields are known but, unless `docs/api.md` says otherwise, supported at their neutral value
-    only.
-    """
+    """Fields of chat completions, text completions and /generate."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -70,9 +66,19 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-
     logprobs: bool | int | None = None  # a switch for chat, a number for completions
     cache_salt: str | None = None
+    # Structured output (`api/structured.py`), under OpenAI's, vLLM's and SGLang's names.
+    response_format: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    json_schema: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    # Supported at their neutral value only, see `_NEUTRAL`.
     priority: int | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
@@ -86,16 +92,6 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     stop_regex: Any = None
     structural_tag: Any = None
     truncate_prompt_tokens: int | None = None
-    # Structured output (`api/structured.py`), under OpenAI's, vLLM's and SGLang's names.
-    response_format: dict[str, Any] | None = None
-    guided_json: dict[str, Any] | bool | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    structured_outputs: dict[str, Any] | None = None
-    json_schema: dict[str, Any] | bool | str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
 
 
 class OpenAIFields(SamplingFields, frozen=True, kw_only=True):

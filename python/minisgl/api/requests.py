@@ -1,4 +1,4 @@
-"""Request bodies -> validated `TokenizeMsg`, whose uids the `FrontendManager` assigns later."""
+"""Request bodies -> validated `TokenizeMsg`. The `FrontendManager` assigns their uids later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/api.md says of every route and request field what is done with it; here it is compared with the code."""
+"""docs/api.md has a row for every route and request field; compare its tables with the code."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_every_field_has_one_row() -> None:
     assert table == code
 
 
-def test_all_of_them_are_tried_with_wrong_values() -> None:
+def test_every_type_is_tried_with_wrong_values() -> None:
     tried = {place.kind.__name__ for place in PLACES}
     assert tried | {base.__name__ for place in PLACES for base in place.kind.__mro__} >= KINDS.keys() >= tried
 
@@ -98,7 +98,7 @@ def test_every_route_has_one_row() -> None:
 
 
 def refusals(kind: type[msgspec.Struct], field: str) -> Iterator[RequestError | None]:
-    """What is said to each odd value that has the field's type; None = taken."""
+    """The refusal of each odd value that has the field's type; None if accepted."""
     needed = {name: value for name, value in NEEDED.items() if name in kind.__struct_fields__}
     for value in ODD:
         try:
@@ -114,26 +114,26 @@ def refusals(kind: type[msgspec.Struct], field: str) -> Iterator[RequestError | 
 
 
 @pytest.mark.parametrize(("kind", "field", "action"), FIELDS, ids=[f"{k.__name__}-{f}" for k, f, _ in FIELDS])
-def test_what_is_called_refused_is_refused(kind: type[msgspec.Struct], field: str, action: str) -> None:
+def test_exactly_the_documented_fields_are_refused(kind: type[msgspec.Struct], field: str, action: str) -> None:
     """And nothing else is, as far as the field alone is looked at."""
-    said = list(refusals(kind, field))
+    found = list(refusals(kind, field))
     if action.startswith("refused"):
-        assert said
-        for error in said:
+        assert found
+        for error in found:
             assert error is not None and (error.status, error.param, error.code) == (400, field, "unsupported_value")
     else:
-        assert not any(said)
+        assert not any(found)
 
 
-def test_the_named_tests_are_there() -> None:
+def test_named_tests_exist_and_mention_the_field() -> None:
     for heading, names, _, tests in rows():
         assert tests, (heading, names)
-        said = []
+        mentions = []
         for test in tests:
             file = TESTS / f"{test}.py"
             assert file.is_file(), (heading, names, test)
             words = [name.partition(" ")[2].partition("{")[0] or name for name in names]
             found = any(re.search(rf"(?<![\w/]){re.escape(word)}(?!\w)", file.read_text()) for word in words)
-            said.append(found or test in GENERIC)
-        # A client says a path by what it calls, but a field by its name.
-        assert any(said) if heading == "Endpoints" else all(said), (heading, names, tests, said)
+            mentions.append(found or test in GENERIC)
+        # Client tests mention a path by the method they call, and a field by its name.
+        assert any(mentions) if heading == "Endpoints" else all(mentions), (heading, names, tests, mentions)

@@ -1,4 +1,4 @@
-"""`n`, whose prompt counts once, and the receipt."""
+"""Several choices of one prompt (`n`), their usage, and the timing of a request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def asked(**fields: Any) -> int:
     return num_choices(CompletionRequest(prompt="x", **fields))
 
 
-def test_number_of_choices() -> None:
+def test_n_and_best_of() -> None:
     assert asked() == 1
     assert asked(n=MAX_CHOICES) == MAX_CHOICES
     assert asked(n=3, best_of=3) == 3
@@ -37,7 +37,7 @@ def test_number_of_choices() -> None:
         assert (e.value.param, e.value.status) == (param, 400)
 
 
-def test_choices_of_a_prompt_are_in_a_row_with_their_seeds() -> None:
+def test_choices_of_a_prompt_are_adjacent_with_seeds_of_their_own() -> None:
     prompts = [TokenizeMsg(uid=0, sampling_params=SamplingParams(seed=7), text=t) for t in ("a", "b")]
     messages = with_choices(prompts, 3)
     assert [m.text for m in messages] == ["a", "a", "a", "b", "b", "b"]
@@ -50,7 +50,7 @@ def test_choices_of_a_prompt_are_in_a_row_with_their_seeds() -> None:
         with_choices([unseeded] * 9, 128)
 
 
-def test_seeds_of_neighbours_differ() -> None:
+def test_neighbouring_seeds_share_no_choices() -> None:
     bound = 2**63
     seeds = [choice_seed(seed, i) for seed in (-bound, -1, 0, 1, bound - 1) for i in range(MAX_CHOICES)]
     assert len(set(seeds)) == len(seeds)
@@ -87,7 +87,7 @@ def receipt() -> Receipt:
 TIMING = {"queue_ms": 750.0, "ttft_ms": 1000.0, "cached_tokens": 4, "prefill_chunks": 8, "tokens_per_s": 1.0}
 
 
-def test_prompts_count_once() -> None:
+def test_usage_counts_each_prompt_once() -> None:
     body = json.loads(OpenAIRenderer("m", False, None, n=2, with_timing=True).body(replies(), receipt()))
     assert [c["index"] for c in body["choices"]] == [0, 1, 2, 3]
     usage = body["usage"]
@@ -98,7 +98,7 @@ def test_prompts_count_once() -> None:
 
 @pytest.mark.parametrize("with_usage", [False, True])
 @pytest.mark.parametrize("with_timing", [False, True])
-def test_last_chunk(with_usage: bool, with_timing: bool) -> None:
+def test_last_chunk_has_usage_and_timing_on_request(with_usage: bool, with_timing: bool) -> None:
     renderer = OpenAIRenderer("m", True, StreamOptions(include_usage=with_usage), n=2, with_timing=with_timing)
     events = list(renderer.last_events(replies(), receipt()))
     assert len(events) == (with_usage or with_timing)
@@ -109,12 +109,12 @@ def test_last_chunk(with_usage: bool, with_timing: bool) -> None:
         assert chunk.get("timing", TIMING) == TIMING
 
 
-def test_receipt_of_nothing() -> None:
+def test_timing_without_tokens() -> None:
     timing = msgspec.to_builtins(Receipt(1.0).timing(0, 0))
     assert timing == {"queue_ms": 0.0, "ttft_ms": None, "cached_tokens": 0, "prefill_chunks": 0, "tokens_per_s": None}
 
 
-def test_time_in_the_queue_ends_with_the_first_chunk() -> None:
+def test_queue_time_ends_with_the_first_chunk() -> None:
     req = Req(1, np.arange(8, dtype=np.int32), SamplingParams(), 1, 1, 0)
     req.accepted_at = 10.0
     req.note_chunk(11.0)

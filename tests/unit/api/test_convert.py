@@ -31,7 +31,7 @@ from minisgl.tokenizer.tokenize import TokenizeManager
 LIMITS = Limits(max_model_len=100, vocab_size=50)
 
 
-def test_messages_take_what_a_chat_takes() -> None:
+def test_tokenize_messages_equal_a_chat_completion() -> None:
     messages = [ChatMessage(role="assistant", content="Hi")]
     tools = [{"type": "function", "function": {"name": "f"}}]
     kwargs: dict[str, str | int | float | bool | None] = {"enable_thinking": False}
@@ -47,7 +47,7 @@ class TestWorker:
     def encode(self, uid: int, **prompt: Any) -> EncodeMsg:
         return EncodeMsg(uid=uid, prompt=TokenizeMsg(uid=0, sampling_params=SamplingParams(), **prompt))
 
-    def test_bad_messages_among_good_ones(self) -> None:
+    def test_bad_messages_fail_alone(self) -> None:
         worker = Worker(TokenizeManager(BUILTIN_MODEL))
         batch: list[TokenizerMsg] = [
             self.encode(1, text="one"),
@@ -66,7 +66,7 @@ class TestWorker:
         assert failures == {2: (400, "messages"), 3: (500, None), 4: (500, None)}
         assert by_uid[6].text
 
-    def test_length_is_bounded(self) -> None:
+    def test_too_long_input_is_refused(self) -> None:
         worker = Worker(TokenizeManager(BUILTIN_MODEL, Limits(max_model_len=8, vocab_size=4096)))
         _, (reply,) = worker.handle([DecodeMsg(uid=1, input_ids=ids_to_bytes([5] * 9))])
         assert isinstance(reply, ConversionReply) and reply.failure is not None
@@ -82,7 +82,7 @@ def test_failure_reaches_every_waiting_question() -> None:
         first, second = [asyncio.create_task(questions.ask(uid, asyncio.sleep(0))) for uid in (1, 2)]
         await asyncio.sleep(0)
         questions.answer(ConversionReply(uid=1, text="early"))
-        questions.answer(ConversionReply(uid=7))  # nobody asked
+        questions.answer(ConversionReply(uid=7))  # no question waits
         questions.fail(Failure(message="the engine died", status=503))
         assert await first == ConversionReply(uid=1, text="early")
         with pytest.raises(RequestError, match="the engine died") as failed:

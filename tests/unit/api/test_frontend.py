@@ -95,7 +95,7 @@ def take(queue: ZmqPullQueue[TokenizerMsg], count: int) -> list[TokenizerMsg]:
     return got
 
 
-def test_abandoned_call_aborts_its_requests(args: ServerArgs, tokenizer: ZmqPullQueue[TokenizerMsg]) -> None:
+def test_abandoned_submission_aborts_its_requests(args: ServerArgs, tokenizer: ZmqPullQueue[TokenizerMsg]) -> None:
     async def run() -> None:
         frontend = make_frontend(args)
         submission = await frontend.submit([request(), request()])

@@ -22,7 +22,7 @@ class Tags(HTMLParser):
         self.tags.append((tag, dict(attrs)))
 
 
-def test_page_fetches_nothing_and_makes_no_markup_of_text() -> None:
+def test_page_fetches_nothing_and_never_makes_markup_of_text() -> None:
     parser = Tags()
     parser.feed(PAGE)
     for tag, attributes in parser.tags:

@@ -134,7 +134,7 @@ ALL = CASES + [(form, text, text, []) for form, text in CONTENT]
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), ALL)
-def test_forms(form: str | None, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+def test_tool_call_forms(form: str | None, text: str, content: str, calls: list[tuple[str, str]]) -> None:
     random = Random(text)
     for parts in ([text], list(text), *(cut(text, random) for _ in range(20))):
         assert parse(new_parser(form), parts) == (content, "", calls)
@@ -176,7 +176,9 @@ FRAGMENTS = st.sampled_from(
     st.randoms(use_true_random=False),
 )
 @example("[TOOL_CALLS]" + "x" * 250 + "[TOOL_CALLS]f{}", "mistral", False, False, Random(1))
-def test_boundaries_do_not_matter(text: str, form: str | None, reasoning: bool, opened: bool, random: Random) -> None:
+def test_result_does_not_depend_on_the_cuts(
+    text: str, form: str | None, reasoning: bool, opened: bool, random: Random
+) -> None:
     whole = parse(new_parser(form, reasoning, opened), [text])
     assert parse(new_parser(form, reasoning, opened), cut(text, random)) == whole
     assert parse(new_parser(form, reasoning, opened), text) == whole
@@ -204,12 +206,12 @@ def test_reasoning(text: str, opened: bool, content: str, reasoning: str) -> Non
         assert parse(new_parser(None, True, opened), parts) == (content, reasoning, [])
 
 
-def test_a_call_inside_the_reasoning_is_none() -> None:
+def test_call_inside_the_reasoning_is_reasoning() -> None:
     text = f"<think>I could {call('f', '{}')}</think>\n{call('get_weather', PARIS[1])}"
     assert parse(new_parser("hermes", True), text) == ("", f"I could {call('f', '{}')}", [PARIS])
 
 
-def test_only_the_first_call() -> None:
+def test_only_first_drops_later_calls() -> None:
     text = f"{call('f', '{}')}\n{call('get_weather', PARIS[1])}"
     assert parse(new_parser("hermes", only_first=True), text) == ("", "", [("f", "{}")])
     assert parse(new_parser("mistral", only_first=True), [f"[TOOL_CALLS][{WEATHER}, {WEATHER}]"]) == ("", "", [PARIS])
@@ -238,8 +240,8 @@ def test_text_is_not_held_back_for_long() -> None:
         *("<|python_tag|>{", "<|python_tag|>{}", "<think>", "\n", "{", '{"name": ', "\\", "</think>", "; "),
     ],
 )
-def test_the_work_is_linear(form: str, unit: str) -> None:
-    """Many characters made to be read again and again, in one piece and in small ones."""
+def test_work_is_linear(form: str, unit: str) -> None:
+    """Texts that a naive parser would read again and again, whole and in small increments."""
     text = unit * (200_000 // len(unit))
     for parts in ([text], (text[i : i + 16] for i in range(0, len(text), 16))):
         started = time.process_time()
@@ -252,7 +254,7 @@ def reply(text: str, reason: FinishReason | None = None) -> UserReply:
 
 
 def render(new: Callable[[], OutputParser], parts: list[str], reason: FinishReason) -> tuple[Any, list[Any]]:
-    """(the choice of the response in one piece, the choices of the stream)"""
+    """(the choice of the body, the choices of the stream)"""
     replies = [*(reply(p) for p in parts[:-1]), reply(parts[-1], reason)]
     whole = json.loads(OpenAIRenderer("m", True, None, new).body([joined(replies)], Receipt(0.0)))["choices"][0]
     stream = OpenAIRenderer("m", True, None, new)
@@ -261,7 +263,7 @@ def render(new: Callable[[], OutputParser], parts: list[str], reason: FinishReas
     return whole, [json.loads(e[6:])["choices"][0] for e in events]
 
 
-def test_responses_with_calls() -> None:
+def test_body_and_stream_have_the_same_calls() -> None:
     text = f"<think>hm</think>Look: {call('f', '{}')}\n{call('get_weather', PARIS[1])}"
     whole, chunks = render(lambda: new_parser("hermes", True), cut(text, Random(1)), FinishReason.STOP)
     message = whole["message"]
@@ -281,7 +283,7 @@ def test_responses_with_calls() -> None:
     assert [c["finish_reason"] for c in chunks if c["finish_reason"]] == ["tool_calls"]
 
 
-def test_finish_reasons_are_true() -> None:
+def test_finish_reason_is_tool_calls_only_after_a_complete_call() -> None:
     new = lambda: new_parser("hermes")  # noqa: E731
     complete, unfinished = call("f", "{}"), call("f", "{}")[:-20]
     for text, reason, expected in [
@@ -313,7 +315,9 @@ def folder_with(template: str, path: Path) -> Path:
         ("Environment: ipython", "llama3", None),
     ],
 )
-def test_the_template_shows_the_forms(tmp_path: Path, template: str, tools: str | None, reasoning: str | None) -> None:
+def test_forms_are_read_off_the_template(
+    tmp_path: Path, template: str, tools: str | None, reasoning: str | None
+) -> None:
     folder = folder_with(template, tmp_path)
     forms = OutputForms.of_model(folder, "auto", "auto")
     assert forms.tools is (tools and TOOL_FORMS[tools])
@@ -328,7 +332,7 @@ def test_flags_name_every_form() -> None:
     assert choices["reasoning_parser"] == ("auto", "none", *REASONING_FORMS)
 
 
-def test_the_built_in_model() -> None:
+def test_forms_of_the_built_in_model() -> None:
     assert OutputForms.of_model(BUILTIN_MODEL, "auto", "auto") == OutputForms(TOOL_FORMS["hermes"])
 
 
@@ -342,7 +346,7 @@ assistant: {% if enable_thinking is defined and enable_thinking is false -%}
 <think></think>{%- else -%}<think>{%- endif -%}{%- endif -%}"""
 
 
-def test_whether_the_prompt_opens_the_reasoning(tmp_path: Path) -> None:
+def test_thinking_switch_decides_whether_the_prompt_opens_the_reasoning(tmp_path: Path) -> None:
     forms = OutputForms.of_model(folder_with(SWITCHED, tmp_path), "auto", "auto")
     for fields, expected in [
         ({}, ("b", "a")),
@@ -356,7 +360,7 @@ def test_whether_the_prompt_opens_the_reasoning(tmp_path: Path) -> None:
         assert parse(new(), ["a</think>b"])[:2] == expected
 
 
-def test_a_grammar_begins_behind_an_opened_reasoning(tmp_path: Path) -> None:
+def test_grammar_applies_after_an_opened_reasoning(tmp_path: Path) -> None:
     forms = OutputForms.of_model(folder_with(SWITCHED, tmp_path), "auto", "auto")
     grammar = Grammar("regex", "[0-9]+")
     for opens, kwargs in ((True, {}), (False, {"enable_thinking": False})):

@@ -53,7 +53,7 @@ def test_defaults_come_from_the_model_unless_given() -> None:
     assert (params.temperature, params.top_k, params.stop, params.max_tokens) == (0.0, 0, ("s",), 4)
 
 
-def test_chat_options() -> None:
+def test_chat_fields_reach_the_message() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     assert chat(tools=[tool]).tools == [tool]
     assert chat(tools=[tool], tool_choice="none").tools is None
@@ -101,7 +101,7 @@ def test_generate_forms() -> None:
         generate(text="a", prompt="b")
 
 
-def test_log_probabilities_in_the_words_of_generate() -> None:
+def test_logprob_fields_of_generate() -> None:
     def asked(**fields: Any) -> tuple[int | None, bool]:
         params = generate(text="a", **fields)[0].sampling_params
         return params.logprobs, params.wants_prompt_logprobs
@@ -112,7 +112,7 @@ def test_log_probabilities_in_the_words_of_generate() -> None:
 
 
 @pytest.mark.parametrize("field", ["max_new_tokens", "max_tokens"])
-def test_an_answer_may_be_empty_but_not_negative(field: str) -> None:
+def test_max_tokens_may_be_zero_but_not_negative(field: str) -> None:
     assert generate(text="a", sampling_params={field: 0})[0].sampling_params.max_tokens == 0
     assert complete(prompt="a", max_tokens=0)[0].sampling_params.max_tokens == 0
     with pytest.raises(RequestError) as e:
@@ -120,7 +120,7 @@ def test_an_answer_may_be_empty_but_not_negative(field: str) -> None:
     assert e.value.param == field
 
 
-def test_special_tokens_of_a_text() -> None:
+def test_add_special_tokens_of_a_completion() -> None:
     assert complete(prompt="a", add_special_tokens=True) == complete(prompt="a")
     assert [m.add_special_tokens for m in complete(prompt=["a", [1]], add_special_tokens=False)] == [False, False]
 
@@ -199,13 +199,13 @@ def test_refusals_name_the_field(field: str, value: Any) -> None:
     assert e.value.status == 400
 
 
-def test_a_number_that_is_none_names_its_field() -> None:
+def test_number_out_of_range_names_its_field() -> None:
     with pytest.raises(RequestError, match="out of range") as e:
         parse_body(b'{"messages": [], "temperature": 1e400}', ChatCompletionRequest)
     assert e.value.param == "temperature"
 
 
-def test_unknown_fields_are_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_fields_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "minisgl"):
         chat(some_future_field=1)
     assert "some_future_field" in caplog.text

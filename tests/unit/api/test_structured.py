@@ -37,13 +37,13 @@ def request(**fields: Any) -> ChatCompletionRequest:
         ({"structured_outputs": {"grammar": "[0-9]"}}, "ebnf", None),
     ],
 )
-def test_each_field(fields: dict[str, Any], kind: Any, text: Any) -> None:
+def test_each_field_gives_its_grammar(fields: dict[str, Any], kind: Any, text: Any) -> None:
     grammar = requested_grammar(request(**fields))
     assert grammar is not None and grammar.kind == kind and grammar.param in fields
     assert grammar.text == "[0-9]" if text is None else json.loads(grammar.text) == text
 
 
-def test_none() -> None:
+def test_no_constraint_gives_no_grammar() -> None:
     for fields in ({}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"guided_json": None}):
         assert requested_grammar(request(**fields)) is None
 
@@ -66,7 +66,7 @@ def test_none() -> None:
         ({"ebnf": ""}, "ebnf"),
     ],
 )
-def test_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as e:
         requested_grammar(request(**fields))
     assert (e.value.param, e.value.status) == (param, 400)
