@@ -50,7 +50,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     from minisgl.distributed.pynccl import PyNcclCommunicator
     from minisgl.ops import reference
     from minisgl.triton import norm
-    from minisgl.triton.peer import EMPTY, all_reduce
+    from minisgl.triton.all_reduce import EMPTY, all_reduce
 
     torch.cuda.set_device(rank)
     device, dtype = torch.device("cuda", rank), torch.bfloat16

@@ -25,7 +25,7 @@ from minisgl.attention.backend import AttentionBackend, AttentionSpec, HeadTrans
 from minisgl.attention.triton import TritonAttention
 from minisgl.ops import reference
 from minisgl.ops.table import load_ops
-from minisgl.triton.gemv import gemv
+from minisgl.triton.linear import gemv
 
 READ = 4.55e12  # bytes per second
 KV_HEADS, DIM, PAGE = 8, 128, 64

@@ -41,7 +41,7 @@ from minisgl.engine.graphs.decode import GraphRunner
 from minisgl.engine.trial import largest_prefill
 from minisgl.layout import Flag
 from minisgl.settings.options import EngineConfig
-from minisgl.triton.tuned_linear import tuned_linear
+from minisgl.triton.cublas import cublas_linear
 
 PREFILL_TOKENS, PROMPT_TOKENS, CONTEXT = 8192, 1024, 600
 REPLAYS = 20
@@ -61,7 +61,7 @@ KINDS.setdefault("log-probabilities, one of them", KINDS["log-probabilities"])
 
 
 def apply_penalties(
-    logits: Tensor, flags: Tensor, mask_places: Tensor, rows: Tensor, positions: Tensor, tables: Any
+    logits: Tensor, flags: Tensor, mask_index: Tensor, rows: Tensor, positions: Tensor, tables: Any
 ) -> Tensor:
     """As the op of this name, for all rows; factors that change nothing stand for flags that are not set."""
     x = logits.to(torch.float32, copy=True)
@@ -80,7 +80,7 @@ def apply_penalties(
     x = torch.where(x > 0, x / repetition, x * repetition)
     counts = (seen >> 1).float()
     x -= frequency * counts + presence * (counts > 0)
-    masks = tables.masks[mask_places.clamp(min=0).long()]
+    masks = tables.masks[mask_index.clamp(min=0).long()]
     bits = masks.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=masks.device)
     is_allowed = (bits & 1).bool().flatten(1)[:, : x.shape[1]]
     is_masked = (flags & Flag.MASKED).bool().unsqueeze(1)
@@ -111,12 +111,12 @@ TORCH_OPS = {"apply_penalties": apply_penalties, "count_tokens": count_tokens, "
 @contextmanager
 def without_search() -> Iterator[None]:
     """Within, linear layers are `F.linear`'s, as if no search had found anything."""
-    found = tuned_linear.chosen, tuned_linear._buckets, tuned_linear.search
-    tuned_linear.chosen, tuned_linear._buckets, tuned_linear.search = {}, {}, False
+    found = cublas_linear.chosen, cublas_linear._buckets, cublas_linear.search
+    cublas_linear.chosen, cublas_linear._buckets, cublas_linear.search = {}, {}, False
     try:
         yield
     finally:
-        tuned_linear.chosen, tuned_linear._buckets, tuned_linear.search = found
+        cublas_linear.chosen, cublas_linear._buckets, cublas_linear.search = found
 
 
 # -- measuring
@@ -264,14 +264,14 @@ def decide(shape: str, counts: list[int], repeats: int, device: str, clock: Cloc
     """Both decisions for one model."""
     clock.say(f"{shape}: starting")
     engine = start_engine(shape, max(counts), device)
-    clock.say(f"{shape}: engine started; searching took {tuned_linear.seconds:.1f} s")
+    clock.say(f"{shape}: engine started; searching took {cublas_linear.seconds:.1f} s")
     parts, eager = engine.parts, engine.general
     torch_parts = replace(parts, ops=replace(parts.ops, **TORCH_OPS))
     with Capture() as capture:
         searched = GraphRunner(parts, counts, capture)
         prefill = prefill_runner(engine, capture)
-        found = [product is not None for product in tuned_linear.chosen.values()]
-        text = f"{sum(found)} of {len(found)} GEMMs have a faster algorithm, found in {tuned_linear.seconds:.1f} s"
+        found = [product is not None for product in cublas_linear.chosen.values()]
+        text = f"{sum(found)} of {len(found)} GEMMs have a faster algorithm, found in {cublas_linear.seconds:.1f} s"
         clock.say(f"{shape}: captured; {text}")
         with without_search():
             default = GraphRunner(parts, counts, capture)
@@ -291,7 +291,7 @@ def decide(shape: str, counts: list[int], repeats: int, device: str, clock: Cloc
         print(f"\n(a) {shape}: Triton against torch ops in the graph that samples")
         compare_tails(engine, {"Triton": searched, "torch": torch_tails}, counts, repeats, clock)
     engine.runners = []
-    tuned_linear.chosen, tuned_linear._buckets, tuned_linear.seconds = {}, {}, 0.0
+    cublas_linear.chosen, cublas_linear._buckets, cublas_linear.seconds = {}, {}, 0.0
 
 
 def main() -> None:

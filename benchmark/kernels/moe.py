@@ -25,10 +25,8 @@ import torch
 from ops import CEILING, GPU, randn, relative, time_us
 
 from minisgl.ops import reference
-from minisgl.triton.moe import moe
-from minisgl.triton.moe_gemm import CONFIGS, Tile, combine, grouped
-from minisgl.triton.moe_gemv import PairTile, pair_down, pair_gate_up
-from minisgl.triton.moe_route import route, route_and_list
+from minisgl.triton.moe import CONFIGS, GemmTile, GemvTile, combine, grouped_gemm, moe, pair_down, pair_gate_up
+from minisgl.triton.moe_routing import route, route_and_list
 
 OPERATIONS = 742e6  # per us
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384)
@@ -126,7 +124,7 @@ def best(times: dict[str, float], count: int = 4) -> str:
     return " ".join(f"{name}={us:.1f}" for name, us in sorted(times.items(), key=lambda t: t[1])[:count])
 
 
-def name(lists_rows: int, swap: bool, tile: Tile) -> str:
+def name(lists_rows: int, swap: bool, tile: GemmTile) -> str:
     return f"{lists_rows}{'s' if swap else ''}:" + ",".join(map(str, tile))
 
 
@@ -154,12 +152,12 @@ def parts(shape: Shape, sets: list[Inputs], weights: Weights, floor: float) -> I
         hidden = [pair_gate_up(s.x, e, weights.gate_up) for s, (e, _) in zip(sets, chosen, strict=True)]
         routing = timed([partial(route, s.logits, top_k, True) for s in sets], 3)
         up, down = {}, {}
-        for tile in map(PairTile._make, PAIR_UP):
+        for tile in map(GemvTile._make, PAIR_UP):
             calls = [
                 partial(pair_gate_up, s.x, e, weights.gate_up, tile) for s, (e, _) in zip(sets, chosen, strict=True)
             ]
             up[",".join(map(str, tile))] = timed(calls, floor)
-        for tile in map(PairTile._make, PAIR_DOWN):
+        for tile in map(GemvTile._make, PAIR_DOWN):
             calls = [partial(pair_down, h, *c, weights.down, tile) for h, c in zip(hidden, chosen, strict=True)]
             down[",".join(map(str, tile))] = timed(calls, floor)
         total = routing + min(up.values()) + min(down.values())
@@ -170,8 +168,8 @@ def parts(shape: Shape, sets: list[Inputs], weights: Weights, floor: float) -> I
         up, down = {}, {}
         made: list[tuple[torch.Tensor, torch.Tensor]] = []
         for key in (key for key in TILES if key[0] == rows):
-            for tile in map(Tile._make, TILES[key]):
-                product = partial(grouped, top_k=top_k, tile=tile, swap=key[1])
+            for tile in map(GemmTile._make, TILES[key]):
+                product = partial(grouped_gemm, top_k=top_k, tile=tile, swap_ab=key[1])
                 ups = [
                     partial(product, s.x, weights.gate_up, li, is_gated=True)
                     for s, (_, li) in zip(sets, lists, strict=True)
@@ -197,30 +195,30 @@ def parts(shape: Shape, sets: list[Inputs], weights: Weights, floor: float) -> I
 
 def compile_jobs(shapes: list[str], sizes: list[int], everything: bool) -> Iterator[Callable[[], object]]:
     """One call for each kernel that the measurement will need, on inputs as small as give the same kernel."""
-    configs = [(c.rows, c.swap, c.up, c.down) for _, c in CONFIGS]
+    configs = [(c.block_m, c.swap_ab, c.up, c.down) for _, c in CONFIGS]
     if everything:
         configs += [
-            (rows, swap, tile, tile) for (rows, swap), tiles in TILES.items() for tile in map(Tile._make, tiles)
+            (rows, swap, tile, tile) for (rows, swap), tiles in TILES.items() for tile in map(GemmTile._make, tiles)
         ]
     products = set()
     for shape in (SHAPES[s] for s in shapes):
         for rows, swap, up, down in configs:
-            products.add((shape.top_k, rows, swap, up, True, shape.hidden % up.bk == 0))
-            products.add((shape.top_k, rows, swap, down, False, shape.size % down.bk == 0))
+            products.add((shape.top_k, rows, swap, up, True, shape.hidden % up.block_k == 0))
+            products.add((shape.top_k, rows, swap, down, False, shape.size % down.block_k == 0))
         for tokens in sizes:
             for rows in {c[0] for c in configs}:
                 yield partial(
                     lambda s, t, r: route_and_list(randn(t, s.experts), s.top_k, True, r), shape, tokens, rows
                 )
-        for tile in map(PairTile._make, PAIR_UP) if everything else [None]:
+        for tile in map(GemvTile._make, PAIR_UP) if everything else [None]:
             yield partial(pair, shape, tile, None)
-        for tile in map(PairTile._make, PAIR_DOWN) if everything else []:
+        for tile in map(GemvTile._make, PAIR_DOWN) if everything else []:
             yield partial(pair, shape, None, tile)
     for item in sorted(products, key=str):
         yield partial(one_product, *item)
 
 
-def pair(shape: Shape, up: PairTile | None, down: PairTile | None) -> None:
+def pair(shape: Shape, up: GemvTile | None, down: GemvTile | None) -> None:
     few = shape._replace(experts=shape.top_k)
     weights, inputs = Weights.make(few), Inputs.make(few, 2)
     experts, probabilities = route(inputs.logits, few.top_k, True)
@@ -228,11 +226,11 @@ def pair(shape: Shape, up: PairTile | None, down: PairTile | None) -> None:
     pair_down(hidden, experts, probabilities, weights.down, down)
 
 
-def one_product(top_k: int, rows: int, swap: bool, tile: Tile, is_gated: bool, is_even: bool) -> None:
-    n_in, tokens = tile.bk * 2 if is_even else tile.bk + 16, 3
+def one_product(top_k: int, rows: int, swap: bool, tile: GemmTile, is_gated: bool, is_even: bool) -> None:
+    n_in, tokens = tile.block_k * 2 if is_even else tile.block_k + 16, 3
     _, lists = route_and_list(randn(tokens, 8), top_k, True, rows)
     x = randn(tokens if is_gated else tokens * top_k, n_in)
-    parts_of = grouped(x, randn(8, tile.bn * 2, n_in), lists, top_k, tile, swap=swap, is_gated=is_gated)
+    parts_of = grouped_gemm(x, randn(8, tile.block_n * 2, n_in), lists, top_k, tile, swap_ab=swap, is_gated=is_gated)
     combine(parts_of, torch.ones(tokens, top_k, device=GPU))
 
 

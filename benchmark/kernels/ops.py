@@ -22,9 +22,8 @@ import torch
 from torch.nn import functional as F
 
 from minisgl.ops import reference
-from minisgl.triton import filter as filters
-from minisgl.triton import gemm, gemv, norm, ops, sample
-from minisgl.triton.tuned_linear import LtLinear
+from minisgl.triton import linear, norm, ops, sample, top_k_top_p
+from minisgl.triton.cublas import CublasLinear
 
 BF16, GPU, VOCAB = torch.bfloat16, torch.device("cuda", 0), 151936
 CEILING = 4.55e6  # bytes per us
@@ -138,7 +137,7 @@ def linear_cells(everything: bool) -> Iterator[Cell]:
 
 def tuned_cells(everything: bool) -> Iterator[Cell]:
     """More rows than the own kernels take: cuBLAS's choice, and what a search finds."""
-    flat, tuned = randn(1 << 29, scale=0.03), LtLinear()
+    flat, tuned = randn(1 << 29, scale=0.03), CublasLinear()
     for model in MODELS:
         for name, (n_out, n_in) in linears(model).items():
             if name == "lm_head":
@@ -147,7 +146,7 @@ def tuned_cells(everything: bool) -> Iterator[Cell]:
             count = max(2, min(flat.numel() // size, 150_000_000 // size))
             ws = [flat[i * size : (i + 1) * size].view(n_out, n_in) for i in range(count)]
             before = tuned.seconds
-            with tuned.tuning():
+            with tuned.autotuning():
                 for rows in TUNED_ROWS:
                     tuned(randn(rows, n_in), ws[0])
             print(f"{model} {name}: searched {tuned.seconds - before:.2f} s", flush=True)
@@ -170,22 +169,22 @@ def product_shapes() -> Iterator[tuple[tuple[str, str, int, int], int]]:
 def other_configurations(
     row: str, rows: int, x: torch.Tensor, ws: list[torch.Tensor], gated: bool, exact: Callable[[], torch.Tensor]
 ) -> Iterator[Cell]:
-    """The measurements behind the tables in `gemv.py` and `gemm.py`."""
+    """The measurements behind the tables in `triton/linear.py`."""
     n_out, n_in = ws[0].shape
     if rows == 1:
         for bn in (2, 4):
-            config = gemv.GemvConfig(bn, 1024, 4)
-            yield product(row, f"bn{bn}", x, ws, lambda x, w, c=config: gemv.gemv(x, w, None, config=c)[0], exact)
+            config = linear.GemvConfig(bn, 1024, 4)
+            yield product(row, f"bn{bn}", x, ws, lambda x, w, c=config: linear.gemv(x, w, None, config=c)[0], exact)
     elif rows <= 4 and n_out * n_in < 30_000_000:
         for bn in (1, 2, 4):
-            yield product(row, f"rows bn{bn}", x, ws, lambda x, w, bn=bn: gemv.gemv_rows(x, w, None, bn), exact)
+            yield product(row, f"rows bn{bn}", x, ws, lambda x, w, bn=bn: linear.gemv_rows(x, w, None, bn), exact)
     for c in SKINNY if rows in (4, 16) else ():
-        config = gemm.SkinnyConfig(*c)
-        if n_in % (config.bk * config.splits) or (config.splits > 1 and n_out > 100_000):
+        config = linear.SkinnyConfig(*c)
+        if n_in % (config.block_k * config.split_k) or (config.split_k > 1 and n_out > 100_000):
             continue
-        yield product(row, f"skinny {c}", x, ws, lambda x, w, c=config: gemm.skinny(x, w, None, c), exact)
-        if gated and config.splits == 1:
-            gated_op = partial(gemm.skinny, bias=None, config=config, gate="silu")
+        yield product(row, f"skinny {c}", x, ws, lambda x, w, c=config: linear.skinny_gemm(x, w, None, c), exact)
+        if gated and config.split_k == 1:
+            gated_op = partial(linear.skinny_gemm, bias=None, config=config, gate="silu")
             yield product(row, f"gated {c}", x, ws, gated_op, lambda: reference.silu_and_mul(exact()))
 
 
@@ -199,10 +198,10 @@ def patched(run: Callable[[], None], module: object, name: str, value: object) -
     return call
 
 
-def only_for(n_out: int, n_in: int, bn: int) -> Callable[[int, int], gemv.GemvConfig]:
+def only_for(n_out: int, n_in: int, bn: int) -> Callable[[int, int], linear.GemvConfig]:
     """`gemv_config`, but with tiles of `bn` outputs for one shape."""
-    usual = gemv.gemv_config
-    return lambda a, b: gemv.GemvConfig(bn, 1024, 4) if (a, b) == (n_out, n_in) else usual(a, b)
+    usual = linear.gemv_config
+    return lambda a, b: linear.GemvConfig(bn, 1024, 4) if (a, b) == (n_out, n_in) else usual(a, b)
 
 
 def chain_cells(everything: bool) -> Iterator[Cell]:
@@ -237,12 +236,12 @@ def chain_cells(everything: bool) -> Iterator[Cell]:
         title = f"{model} chain of {layers} layers x1"
         yield Cell(title, "norms fused", [patched(run, ops, "MAX_FUSED_INPUTS", 1 << 30)], moved)
         yield Cell(title, "norms apart", [patched(run, ops, "MAX_FUSED_INPUTS", 0)], moved)
-        yield Cell(title, "gemv without PDL", [patched(run, gemv, "chained", lambda device: {"PDL": False})], moved)
+        yield Cell(title, "gemv without PDL", [patched(run, linear, "pdl_options", lambda *_: {"PDL": False})], moved)
         for name in ("qkv", "o", "gate_up", "down"):
             n_out, n_in = shapes[name]
             for bn in (1, 2, 4):
                 config = only_for(n_out // 2 if name == "gate_up" else n_out, n_in, bn)
-                yield Cell(title, f"{name} bn{bn}", [patched(run, gemv, "gemv_config", config)], moved)
+                yield Cell(title, f"{name} bn{bn}", [patched(run, linear, "gemv_config", config)], moved)
 
 
 def small_cells(everything: bool) -> Iterator[Cell]:
@@ -298,7 +297,7 @@ def sample_cells(everything: bool) -> Iterator[Cell]:
                 old = {}
                 for name, value in patch.items():
                     module, attribute = name.split("__")
-                    module = {"sample": sample, "filters": filters}[module]
+                    module = {"sample": sample, "top_k_top_p": top_k_top_p}[module]
                     old[module, attribute] = getattr(module, attribute)
                     setattr(module, attribute, value)
                 out = sample.sample_rows(x, rows, positions, state, k > 0 or p < 1 or m > 0)
@@ -328,7 +327,7 @@ def sample_cells(everything: bool) -> Iterator[Cell]:
         variants = {"ours": {}}
         if everything:
             variants |= {
-                f"b{b}w{w}r{r}": {"filters__BLOCK": b, "filters__WARPS": w, "filters__REGISTERS": r}
+                f"b{b}w{w}r{r}": {"top_k_top_p__BLOCK": b, "top_k_top_p__NUM_WARPS": w, "top_k_top_p__MAX_REGISTERS": r}
                 for b, w, r in ((4096, 16, 128), (2048, 16, 64), (2048, 8, 128), (8192, 32, 64))
             }
         for column, patch in variants.items():
@@ -340,7 +339,7 @@ def sample_cells(everything: bool) -> Iterator[Cell]:
 
 
 def reference_sample(*args: object) -> torch.Tensor:
-    from minisgl.ops.sample import sample_rows
+    from minisgl.ops.sampling import sample_rows
 
     return sample_rows(*args)
 

@@ -13,15 +13,14 @@ from torch import Tensor
 from minisgl.core import StepResult
 from minisgl.distributed.tensor_parallel import winners
 from minisgl.layout import Flag
-from minisgl.ops import penalties
-from minisgl.ops.logprobs import TOP
-from minisgl.ops.sample import noise_bits
+from minisgl.ops import sampling
+from minisgl.ops.sampling import TOP, noise_bits
 from minisgl.ops.table import OpTable, load_ops
 
 
 @dataclass
 class State:
-    """The parameters of some rows; see `ops/sample.py: SamplingState`."""
+    """The parameters of some rows; see `ops/sampling.py: SamplingState`."""
 
     last_token: Tensor
     temperature: Tensor
@@ -168,7 +167,7 @@ def check_penalties(device: str, vocab: int) -> None:
     batch = [x.to(device) for x in (flags, mask_index, rows, positions)]
     for dtype in (torch.float32, torch.float16):
         logits = (torch.randn(len(rows), vocab, generator=g) * 3).to(dtype)
-        want = penalties.apply_penalties(logits, flags, mask_index, rows, positions, tables)
+        want = sampling.apply_penalties(logits, flags, mask_index, rows, positions, tables)
         before = logits.to(device)
         got = load_ops("triton").apply_penalties(before, *batch, on_device)
         assert got.dtype is torch.float32 and torch.equal(before.cpu(), logits)
@@ -179,7 +178,7 @@ def check_penalties(device: str, vocab: int) -> None:
             one = load_ops("triton").apply_penalties(before[i : i + 1], *(x[i : i + 1] for x in batch), on_device)
             assert torch.equal(one[0], got[i])
     tokens = torch.randint(0, vocab, (len(rows),), generator=g, dtype=torch.int32)
-    penalties.count_tokens(tokens, flags, rows, tables)
+    sampling.count_tokens(tokens, flags, rows, tables)
     load_ops("triton").count_tokens(tokens.to(device), batch[0], batch[2], on_device)
     assert torch.equal(on_device.seen.cpu(), tables.seen)
 

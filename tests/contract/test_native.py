@@ -204,7 +204,7 @@ def test_tokens_are_those_of_the_torch_path(isa: str):
 
 
 def test_drawn_tokens_have_the_noise_of_the_reference(tmp_path: Path, isa: str):
-    from minisgl.ops.sample import sample
+    from minisgl.ops.sampling import sample
 
     engine = NativeEngine.load(save(tmp_path, SHAPES["wide-heads-odd-vocabulary"]).folder)
     keys = [0, -1, 2**63 - 1, -(2**63), 123456789012345]

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.triton.ahead import compiled_ahead
+from minisgl.triton.launch import compile_ahead
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +20,7 @@ def _add(x, n, N: tl.constexpr, BY: tl.constexpr):
 
 def test_kernels_are_noted_then_compiled_and_launched_as_usual():
     x, seen = torch.zeros(100, device="cuda"), []
-    with compiled_ahead(lambda done, total: seen.append((done, total))):
+    with compile_ahead(lambda done, total: seen.append((done, total))):
         for _ in range(3):
             _add[(1,)](x, 100, N=128, BY=1)
             _add[(1,)](x, 100, N=128, BY=2)
@@ -31,7 +31,7 @@ def test_kernels_are_noted_then_compiled_and_launched_as_usual():
     _add[(1,)](x, 100, N=128, BY=1)
     _add[(1,)](x, 100, N=128, BY=2)
     assert bool((x == 3).all()) and len(cache) == 2
-    with compiled_ahead():
+    with compile_ahead():
         _add[(1,)](x, 100, N=128, BY=1)
     assert bool((x == 3).all()), "a kernel that was compiled before was launched"
     _add[(1,)](x, 100, N=128, BY=1)
@@ -42,7 +42,7 @@ def test_a_failure_within_leaves_no_placeholder():
     x = torch.zeros(100, device="cuda")
 
     def fail() -> None:
-        with compiled_ahead():
+        with compile_ahead():
             _add[(1,)](x, 100, N=256, BY=5)
             raise ZeroDivisionError
 

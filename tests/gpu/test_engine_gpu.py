@@ -253,9 +253,9 @@ def test_every_kind_of_row_is_captured_and_gives_what_the_cpu_gives(
 def test_no_kernel_that_chooses_tokens_is_compiled_after_the_start(monkeypatch: pytest.MonkeyPatch):
     from triton import JITFunction, knobs
 
-    from minisgl.triton import filter, logprobs, penalties, sample, step
+    from minisgl.triton import decode_io, logprobs, penalties, sample, top_k_top_p
 
-    modules, later = (penalties, filter, logprobs, sample, step), set()
+    modules, later = (penalties, top_k_top_p, logprobs, sample, decode_io), set()
     for module in modules:  # as in a new process
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):

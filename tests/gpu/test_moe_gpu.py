@@ -11,8 +11,8 @@ from minisgl.ops.table import load_ops
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 if torch.cuda.is_available():
     from minisgl.triton import moe as kernels
-    from minisgl.triton.moe_gemm import CONFIGS, MoeConfig
-    from minisgl.triton.moe_route import route, route_and_list
+    from minisgl.triton.moe import CONFIGS, MoeConfig
+    from minisgl.triton.moe_routing import route, route_and_list
 
     OPS = load_ops("triton")
 
@@ -73,7 +73,7 @@ def test_moe(shape: str, dtype: torch.dtype):
 @pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "tails"])
 def test_every_configuration_at_every_load(shape: str, monkeypatch: pytest.MonkeyPatch):
     """All tokens at the same experts, and evenly spread ones; also kernels that a number of tokens does not choose."""
-    monkeypatch.setattr(kernels, "PAIRS_OF_EXPERTS", 10**6)
+    monkeypatch.setattr(kernels, "MIN_EXPERTS_PER_PAIR", 10**6)
     for tokens in (1, 40, 600):
         (x, logits), weights, top_k = make(tokens, shape, torch.bfloat16)
         crowded = torch.zeros_like(logits).index_fill_(1, torch.arange(top_k, device="cuda") * 3, 4.0)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from minisgl.ops import reference
-from minisgl.ops.sample import noise_bits
+from minisgl.ops.sampling import noise_bits
 from minisgl.ops.table import load_ops
-from minisgl.triton.tuned_linear import MIN_BUCKET, LtLinear
+from minisgl.triton.cublas import MIN_BUCKET, CublasLinear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 if torch.cuda.is_available():
@@ -26,8 +26,7 @@ if torch.cuda.is_available():
         mixed_state,
         noise64,
     )
-    from minisgl.triton import filter as filters
-    from minisgl.triton import gemv, sample
+    from minisgl.triton import linear, sample, top_k_top_p
     from minisgl.triton.launch import counters
 
     OPS = load_ops("triton")
@@ -81,28 +80,28 @@ def test_linear(n_out: int, n_in: int, dtype: torch.dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("n_out", "n_in"), [(6144, 4096), (1024, 3072), (333, 1000), (101, 72), (48, 16)])
 def test_every_candidate_of_a_search(n_out: int, n_in: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("minisgl.triton.tuned_linear.MIN_GAIN", 0.0)  # even a slower one is taken
+    monkeypatch.setattr("minisgl.triton.cublas.MIN_GAIN", 0.0)  # even a slower one is taken
     w = randn(n_out, n_in, dtype=dtype)
     for rows in (17, 24, 192, 700, MIN_BUCKET):
-        tuned, x = LtLinear(), randn(rows, n_in, dtype=dtype)
+        tuned, x = CublasLinear(), randn(rows, n_in, dtype=dtype)
         want = reference.linear(x.double(), w.double())
-        with tuned.tuning():
+        with tuned.autotuning():
             near(tuned(x, w), want)
-        products = [product for shape, product in tuned.chosen.items() if shape.rows == rows and product]
-        assert products or n_in % 8 or n_out % 8
-        for product in products:
-            for result in product.candidates(24):
-                product.use(result)
+        gemms = [gemm for shape, gemm in tuned.chosen.items() if shape.rows == rows and gemm]
+        assert gemms or n_in % 8 or n_out % 8
+        for gemm in gemms:
+            for result in gemm.candidates(24):
+                gemm.use(result)
                 out = torch.full_like(want, float("nan"), dtype=dtype)
-                if product.resize(rows) and product.run(x, w, out):
+                if gemm.resize(rows) and gemm.run(x, w, out):
                     near(out, want)
 
 
 def test_a_search_serves_graphs_and_other_sizes_of_its_bucket(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("minisgl.triton.tuned_linear.MIN_GAIN", 0.0)
-    monkeypatch.setattr("minisgl.triton.tuned_linear.MIN_GAIN_BUCKET", 0.0)  # and asked whether it serves fewer rows
-    tuned, weights = LtLinear(), [randn(1024, 2048) for _ in range(2)]
-    with tuned.tuning():
+    monkeypatch.setattr("minisgl.triton.cublas.MIN_GAIN", 0.0)
+    monkeypatch.setattr("minisgl.triton.cublas.MIN_GAIN_BUCKET", 0.0)  # and asked whether it serves fewer rows
+    tuned, weights = CublasLinear(), [randn(1024, 2048) for _ in range(2)]
+    with tuned.autotuning():
         for rows in (40, 2 * MIN_BUCKET):
             tuned(randn(rows, 2048), weights[0])
     assert sorted(shape.rows for shape in tuned.chosen) == [40, MIN_BUCKET, 2 * MIN_BUCKET]
@@ -113,7 +112,7 @@ def test_a_search_serves_graphs_and_other_sizes_of_its_bucket(monkeypatch: pytes
             x = randn(rows, 2048)
             near(tuned(x, w), reference.linear(x.double(), w.double()))
     x, graph = randn(40, 2048), torch.cuda.CUDAGraph()
-    with tuned.tuning(), torch.cuda.graph(graph):  # no search in here: 41 rows are F.linear's
+    with tuned.autotuning(), torch.cuda.graph(graph):  # no search in here: 41 rows are F.linear's
         outs = [tuned(x, w) for w in weights] + [tuned(torch.cat([x, x[:1]]), weights[0])[:40]]
     for _ in range(3):
         x.normal_()
@@ -124,15 +123,15 @@ def test_a_search_serves_graphs_and_other_sizes_of_its_bucket(monkeypatch: pytes
 
 
 def test_what_is_not_searched():
-    tuned, w = LtLinear(search=False), randn(64, 128)
-    for product in (tuned, LtLinear()):
-        with tuned.tuning():
+    tuned, w = CublasLinear(search=False), randn(64, 128)
+    for product in (tuned, CublasLinear()):
+        with tuned.autotuning():
             for rows in (0, 20):
                 x = randn(rows, 128)
                 assert torch.equal(product(x, w), torch.nn.functional.linear(x, w))
         assert not product.chosen
-    tuned = LtLinear()
-    with tuned.tuning():
+    tuned = CublasLinear()
+    with tuned.autotuning():
         x = randn(20, 128, dtype=torch.float32)
         assert torch.equal(tuned(x, w.float()), torch.nn.functional.linear(x, w.float()))
     assert not tuned.chosen
@@ -144,7 +143,7 @@ def test_gemv_of_some_rows(n_out: int, n_in: int):
     for rows in (2, 3, 4, 8):
         x = randn(rows, n_in)
         for bn in (1, 2, 4):
-            near(gemv.gemv_rows(x, w, b, bn), reference.linear(x.double(), w.double(), b.double()))
+            near(linear.gemv_rows(x, w, b, bn), reference.linear(x.double(), w.double(), b.double()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -269,7 +268,7 @@ def test_cuts(dtype: torch.dtype):
         state = mixed_state(len(logits), "cuda", seed=vocab)
         state.top_k[:5] = torch.tensor([1500, vocab - 1, vocab, 1023, 5000])
         state.temperature.clamp_(min=0.3)
-        check_cuts(*filters.find_cuts(logits, torch.arange(len(logits), device="cuda"), state), logits, state)
+        check_cuts(*top_k_top_p.find_cuts(logits, torch.arange(len(logits), device="cuda"), state), logits, state)
 
 
 @pytest.mark.parametrize("hidden", [1024, 4096])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.triton.attention_plan import BEGINS, GAP, PART, PLAN_ROWS, TILE_KEYS, plan_decode
+from minisgl.triton.attention_decode import BEGINS, GAP, PART, PLAN_ROWS, TILE_KEYS, plan_decode
 
 HEADS, FIRST_ROW = 2, 100
 TILE = TILE_KEYS.value

@@ -32,7 +32,7 @@ from minisgl.ops.table import load_ops
 from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.plan import decode_flags, penalty_record, sampling_flags
 from minisgl.scheduler.req import Req
-from minisgl.triton import step
+from minisgl.triton import decode_io
 
 CPU = torch.device("cpu")
 VOCAB, ROWS, PAGE, WIDTH = 90, 9, 4, 20
@@ -158,9 +158,9 @@ class Traffic:
 @pytest.fixture
 def runners(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[EagerRunner, list[Any]]]:
     """An eager runner with its own state, and the runners of another that has graphs."""
-    rings = {name: getattr(step, name) for name in ("input_ring", "output_ring")}
+    rings = {name: getattr(decode_io, name) for name in ("input_ring", "output_ring")}
     for name, ring in rings.items():
-        monkeypatch.setattr(step, name, lambda *args, ring=ring: ring(*args, pin=False))
+        monkeypatch.setattr(decode_io, name, lambda *args, ring=ring: ring(*args, pin=False))
     monkeypatch.setattr(torch.cuda, "Event", Event)
 
     def made() -> tuple[EagerRunner, list[Any]]:

@@ -1,165 +1,82 @@
-"""What a search for matrix products decides, with a pretended cuBLASLt and pretended times."""
+"""GEMV and GEMM of few rows: every shape of tile, tails in both dimensions, and counters left at zero."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
-
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+import triton
+from torch.testing import assert_close
 
-from minisgl.triton import tuned_linear as linear
-from minisgl.triton.cublaslt import Shape
-
-Pace = Callable[[str, int], float]
-"""Time of "default" or of an algorithm with a number of rows."""
-
-
-class FakeProduct:
-    """Algorithms are names; "wrong" computes nothing, "refused" does not start, "small" takes no odd sizes."""
-
-    def __init__(self, library: object, shape: Shape) -> None:
-        self.rows, self.name, self.calls = shape.rows, "", 0
-
-    def candidates(self, count: int) -> list[str]:
-        return ["first", "refused", "wrong", "small"]
-
-    def use(self, name: str) -> None:
-        self.name = name
-
-    def resize(self, rows: int) -> bool:
-        self.rows = rows
-        return self.name != "small" or rows % 16 == 0
-
-    def run(self, x: Tensor, weight: Tensor, out: Tensor) -> bool:
-        assert len(x) == self.rows
-        self.calls += 1
-        if self.name in ("first", "small"):
-            torch.mm(x, weight.T, out=out)
-        return self.name != "refused"
+from minisgl.ops import reference
+from minisgl.triton import ops
+from minisgl.triton.launch import COUNTERS, counters
+from minisgl.triton.linear import GemvConfig, SkinnyConfig, gemv, gemv_rows, skinny_config, skinny_gemm
 
 
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Pace], linear.LtLinear]:
-    """A tuner that finds the times that it is given."""
-    current: list[FakeProduct] = []
-
-    def product(library: object, shape: Shape) -> FakeProduct:
-        current.append(FakeProduct(library, shape))
-        return current[-1]
-
-    monkeypatch.setattr(linear, "Library", lambda device: None)
-    monkeypatch.setattr(linear, "Product", product)
-    monkeypatch.setattr(linear, "_can_search", lambda shape, weight: True)
-    monkeypatch.setattr(linear, "COLD_BYTES", 64)
-
-    def made(pace: Pace) -> linear.LtLinear:
-        class Paced(linear.LtLinear):
-            def _times(self, calls: list[linear.Call], count: int, repeats: int) -> list[float]:
-                found = []
-                for call in calls:
-                    before, rows = current[-1].calls, current[-1].rows
-                    call(0)
-                    found.append(pace(current[-1].name if current[-1].calls > before else "default", rows))
-                return found
-
-        return Paced()
-
-    return made
+def inputs(rows: int, n_out: int, n_in: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(rows + n_out)
+    return tuple(torch.randn(*s).to(dtype) for s in ((rows, n_in), (n_out, n_in), (n_out,)))
 
 
-def tune(tuned: linear.LtLinear, *sizes: int) -> Tensor:
-    torch.manual_seed(0)
-    weight = torch.randn(24, 16)
-    with tuned.tuning():
-        for rows in sizes:
-            tuned(torch.randn(rows, 16), weight)
-    return weight
+@pytest.mark.parametrize("config", [GemvConfig(2, 64, 4), GemvConfig(4, 256, 4)])
+@pytest.mark.parametrize(("n_out", "n_in"), [(6, 192), (13, 200)])
+def test_gemv(config: GemvConfig, n_out: int, n_in: int):
+    x, w, b = inputs(1, 2 * n_out, n_in, torch.float32)
+    residual, norm = torch.randn(1, n_in), torch.rand(n_in)
+    for bias in (None, b):
+        plain, _ = gemv(x, w, bias, config=config)
+        assert_close(plain, reference.linear(x, w, bias), rtol=1e-4, atol=1e-4)
+        for gate in reference.GATES:
+            got = gemv(x, w, bias, residual=residual, norm_weight=norm, eps=1e-6, gate=gate, config=config)
+            for a, want in zip(got, reference.add_norm_gated(x, residual, norm, 1e-6, w, bias, gate), strict=True):
+                assert_close(a, want, rtol=1e-4, atol=1e-4)
 
 
-def algorithms(tuned: linear.LtLinear) -> dict[int, str | None]:
-    return {shape.rows: product and product.name for shape, product in tuned.chosen.items()}
+@pytest.mark.parametrize("fused", [0, 2048])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_one_row_with_a_separate_norm_and_a_fused_one(fused: int, has_residual: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ops, "MAX_FUSED_INPUTS", fused)
+    x, w, b = inputs(1, 26, 200, torch.float32)
+    residual, norm = torch.randn(1, 200) if has_residual else None, torch.rand(200)
+    for name in ("add_norm_linear", "add_norm_gated"):
+        want = getattr(reference, name)(x, residual, norm, 1e-6, w, b)
+        given = None if residual is None else residual.clone()
+        for got, expected in zip(getattr(ops, name)(x, given, norm, 1e-6, w, b), want, strict=True):
+            assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_fastest_right_one_is_taken_if_it_is_clearly_faster(make):
-    times = {"default": 1.0, "wrong": 0.1, "first": 0.9, "small": 0.8}
-    tuned = make(lambda name, rows: times[name])
-    weight = tune(tuned, 32, 40)
-    assert algorithms(tuned) == {32: "small", 40: "small"}
-    x = torch.randn(32, 16)
-    torch.testing.assert_close(tuned(x, weight), F.linear(x, weight))
-    times |= {"small": 0.97, "first": 0.98}
-    tune(tuned, 48)
-    assert algorithms(tuned)[48] is None
+@pytest.mark.parametrize("rows", [2, 3])
+def test_gemv_of_a_few_rows(rows: int):
+    x, w, b = inputs(rows, 13, 200, torch.float32)
+    for bias in (None, b):
+        assert_close(gemv_rows(x, w, bias), reference.linear(x, w, bias), rtol=1e-4, atol=1e-4)
 
 
-def test_without_tuning_and_without_search_nothing_is_tried(make):
-    tuned = make(lambda name, rows: {"default": 1.0}.get(name, 0.5))
-    tuned(torch.randn(32, 16), torch.randn(24, 16))
-    tuned.search = False
-    tune(tuned, 32)
-    assert not tuned.chosen and not tuned._is_tuning
+@pytest.mark.parametrize("config", [SkinnyConfig(32, 64, 1, 2, 4), SkinnyConfig(64, 32, 2, 2, 4)])
+@pytest.mark.parametrize("rows", [2, 16])
+def test_skinny_gemm(config: SkinnyConfig, rows: int):
+    x, w, b = inputs(rows, 102, 128, torch.float16)
+    for bias in (None, b):
+        assert_close(skinny_gemm(x, w, bias, config), reference.linear(x, w, bias), rtol=1e-2, atol=1e-1)
+        for gate, gate_and_mul in reference.GATES.items() if config.split_k == 1 else ():
+            want = gate_and_mul(reference.linear(x, w, bias))
+            assert_close(skinny_gemm(x, w, bias, config, gate=gate), want, rtol=1e-2, atol=2e-1)
+    assert not counters(x.device).any()
 
 
-def test_a_prefill_size_serves_a_few_fewer_rows(make):
-    slow_at = {4096 * 26 // 32}
-    tuned = make(lambda name, rows: 1.0 if name == "default" else 2.0 if rows in slow_at else 0.5)
-    weight = tune(tuned, 4096)
-    assert algorithms(tuned) == {2048: "first", 4096: "first"}
-    assert {shape.rows: bool(product) for shape, product in tuned._buckets.items()} == {2048: True, 4096: False}
-    for rows, is_ours in ((2047, True), (1536, True), (1535, False), (4095, False), (4096, True), (500, False)):
-        before = sum(product.calls for product in tuned.chosen.values())
-        x = torch.randn(rows, 16)
-        torch.testing.assert_close(tuned(x, weight), F.linear(x, weight))
-        assert sum(product.calls for product in tuned.chosen.values()) == before + is_ours, rows
-    assert sorted(algorithms(tuned)) == [2048, 4096]
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_configurations_fit_or_are_refused(is_gated: bool):
+    def config(rows: int, n_out: int, n_in: int, dtype: torch.dtype = torch.bfloat16) -> SkinnyConfig | None:
+        return skinny_config(rows, n_out, n_in, dtype, is_gated)
 
-
-def test_other_sizes_of_a_bucket_are_not_searched_again(make):
-    tuned = make(lambda name, rows: 1.0 if name == "default" else 0.5)
-    weight = tune(tuned, 4096, 3584, 2048, 1536, 2304)
-    assert algorithms(tuned) == {2048: "first", 4096: "first", 1536: "first"}
-    for rows, is_ours in ((3584, True), (2304, False)):
-        before = sum(product.calls for product in tuned.chosen.values())
-        x = torch.randn(rows, 16)
-        torch.testing.assert_close(tuned(x, weight), F.linear(x, weight))
-        assert sum(product.calls for product in tuned.chosen.values()) == before + is_ours, rows
-
-
-def test_a_search_without_memory_is_none(make, monkeypatch: pytest.MonkeyPatch):
-    def full(*args: object, **kwargs: object) -> Tensor:
-        raise torch.OutOfMemoryError("full")
-
-    tuned = make(lambda name, rows: 0.5)
-    x, weight = torch.randn(32, 16), torch.randn(24, 16)
-    monkeypatch.setattr(linear.torch, "empty_like", full)
-    with tuned.tuning():
-        torch.testing.assert_close(tuned(x, weight), F.linear(x, weight))
-    assert algorithms(tuned) == {32: None}
-
-
-def test_kernels_for_fewer_rows_are_loaded_once(make, monkeypatch: pytest.MonkeyPatch):
-    launched: list[tuple[int, bool]] = []
-
-    def recorded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        launched.append((len(x), bias is not None))
-        return torch.nn.functional.linear(x, weight, bias)
-
-    tuned = make(lambda name, rows: 1.0)
-    monkeypatch.setattr(linear, "_can_try", lambda weight: True)
-    monkeypatch.setattr(linear, "F", SimpleNamespace(linear=recorded))
-    weight, bias = torch.randn(24, 16), torch.randn(24)
-    tuned(torch.randn(90, 16), weight, bias)
-    assert launched == [(90, True)], "while serving nothing is loaded"
-    launched.clear()
-    with tuned.tuning():
-        for rows in (40, 30, 90):
-            tuned(torch.randn(rows, 16), weight, bias)
-    assert [rows for rows, _ in launched] == [*range(2, 41), 30, *range(41, 91)]
-    assert all(is_biased for _, is_biased in launched) and not tuned.chosen
-    launched.clear()
-    with tuned.tuning():
-        tuned(torch.randn(20, 16), weight)
-    assert [rows for rows, _ in launched][:18] == [*range(2, 20)], "without a bias they are other kernels"
+    assert config(1, 4096, 4096) is None and config(17, 4096, 4096) is None
+    assert config(2, 4096, 4096, torch.float32) is None
+    for n_out in (48, 1024, 2048, 3072, 4096, 5120, 6144, 12288, 17408, 151936):
+        assert config(2, n_out, 96) is None
+        for n_in in (1024, 3072, 4096, 5120, 17408):
+            found = config(2, n_out, n_in)
+            if found is not None:
+                assert n_in % (found.block_k * found.split_k) == 0
+                assert found.split_k == 1 or not is_gated
+                assert found.split_k == 1 or triton.cdiv(n_out, found.block_n) <= COUNTERS
+    assert config(16, 3072 if is_gated else 4096, 1024) is not None

@@ -1,4 +1,4 @@
-"""The kernels of the mixture of experts: choices and lists exactly, products in every kind of tile, rows alone."""
+"""The kernels of the mixture of experts: exact routing and lists, GEMMs in every kind of tile, independent rows."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ from torch.testing import assert_close
 
 from minisgl.ops import reference
 from minisgl.triton import moe
-from minisgl.triton.moe_gemm import CONFIGS, FLOAT32, Tile, combine, grouped, moe_config
-from minisgl.triton.moe_gemv import PairTile, pair_down, pair_gate_up
-from minisgl.triton.moe_route import Lists, route, route_and_list
+from minisgl.triton.moe import (
+    CONFIGS,
+    FLOAT32,
+    GemmTile,
+    GemvTile,
+    combine,
+    grouped_gemm,
+    moe_config,
+    pair_down,
+    pair_gate_up,
+)
+from minisgl.triton.moe_routing import Lists, route, route_and_list
 
-HALF = torch.float16  # the interpreter gets products of bfloat16 wrong
+HALF = torch.float16  # the interpreter computes bfloat16 GEMMs wrong
 
 
 def chosen(logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,14 +31,14 @@ def chosen(logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Ten
 
 
 def check_lists(lists: Lists, experts: torch.Tensor) -> None:
-    """Sorted by expert, then token; the tiles are all of it, once, none of them of two experts or too long."""
+    """Pairs are sorted by expert, then token; tiles cover all pairs once, and none has two experts or is too long."""
     pairs = experts.flatten().long()
     assert lists.order.tolist() == pairs.argsort(stable=True).tolist()
     count = int(lists.tiles[0, 0])
     assert count <= lists.max_tiles
     starts = [0]
     for expert, start, end, _ in lists.tiles[1 : 1 + count].tolist():
-        last = min(end, start + lists.rows)
+        last = min(end, start + lists.block_m)
         assert start == starts[-1] < last
         assert set(pairs[lists.order[start:last].long()].tolist()) == {expert}
         assert end == int((pairs <= expert).sum())
@@ -39,7 +48,7 @@ def check_lists(lists: Lists, experts: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(("num_experts", "top_k", "normalise"), [(5, 5, False), (40, 3, True), (128, 8, True)])
 @pytest.mark.parametrize("tokens", [1, 3, 33, 70])
-def test_choices_and_lists(tokens: int, num_experts: int, top_k: int, normalise: bool):
+def test_routing_and_lists(tokens: int, num_experts: int, top_k: int, normalise: bool):
     torch.manual_seed(tokens)
     logits = torch.randn(tokens, num_experts).to(torch.bfloat16)  # with equals among them
     want = chosen(logits, top_k, normalise)
@@ -53,7 +62,7 @@ def test_choices_and_lists(tokens: int, num_experts: int, top_k: int, normalise:
 
 
 @pytest.mark.parametrize("tokens", [20, 70])
-def test_one_expert_for_all_and_the_most_tiles_there_can_be(tokens: int):
+def test_lists_if_all_tokens_choose_one_expert_and_with_the_most_tiles(tokens: int):
     logits = torch.zeros(tokens, 6)
     for rows in (8, 32):
         _, lists = route_and_list(logits, 2, True, rows)
@@ -64,8 +73,8 @@ def test_one_expert_for_all_and_the_most_tiles_there_can_be(tokens: int):
     assert int(lists.tiles[0, 0]) == lists.max_tiles == 7
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of what a GPU computes without a word
-def test_tokens_without_a_softmax_choose_different_experts_all_the_same():
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of NaN, a GPU does not
+def test_non_finite_logits_still_choose_different_experts():
     nan, inf = float("nan"), float("inf")
     logits = torch.tensor([[nan] * 3, [0, nan, 0], [inf, inf, 1], [-inf] * 3, [-inf, -inf, 1], [-3.4e38, -inf, -0.0]])
     experts, weights = route(logits, 2, True)
@@ -75,9 +84,9 @@ def test_tokens_without_a_softmax_choose_different_experts_all_the_same():
     check_lists(lists, experts)
 
 
-@pytest.mark.parametrize("tile", [Tile(16, 16, 2, 4), Tile(32, 32, 3, 4)])
+@pytest.mark.parametrize("tile", [GemmTile(16, 16, 2, 4), GemmTile(32, 32, 3, 4)])
 @pytest.mark.parametrize(("rows", "swap"), [(16, True), (16, False), (32, True)])
-def test_products(rows: int, swap: bool, tile: Tile):
+def test_grouped_gemm(rows: int, swap: bool, tile: GemmTile):
     """With tails in all dimensions, experts without tokens and experts of several tiles."""
     torch.manual_seed(0)
     tokens, hidden, size, num_experts, top_k = 45, 40, 21, 6, 2
@@ -90,11 +99,11 @@ def test_products(rows: int, swap: bool, tile: Tile):
     _, lists = route_and_list(logits, top_k, True, rows)
     order = lists.order.long()
     sorted_experts = experts.flatten()[order].long()
-    got = grouped(x, gate_up, lists, top_k, tile, swap=swap, is_gated=True)
+    got = grouped_gemm(x, gate_up, lists, top_k, tile, swap_ab=swap, is_gated=True)
     want = torch.einsum("pnk,pk->pn", gate_up[sorted_experts].double(), x[order // top_k].double())
     want = reference.silu_and_mul(want)
     assert_close(got.double(), want, rtol=2e-3, atol=2e-3)
-    parts = grouped(got, down, lists, top_k, tile, swap=swap, is_gated=False)
+    parts = grouped_gemm(got, down, lists, top_k, tile, swap_ab=swap, is_gated=False)
     want = torch.empty(tokens * top_k, 24, dtype=torch.float64)
     want[order] = torch.einsum("pnk,pk->pn", down[sorted_experts].double(), got.double())
     assert_close(parts.double(), want, rtol=2e-3, atol=2e-3)
@@ -102,8 +111,8 @@ def test_products(rows: int, swap: bool, tile: Tile):
     assert_close(combine(parts, weights).double(), total, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("tile", [None, PairTile(1, 64, 1), PairTile(4, 32, 1)])
-def test_pairs(tile: PairTile | None):
+@pytest.mark.parametrize("tile", [None, GemvTile(1, 64, 1), GemvTile(4, 32, 1)])
+def test_gemv_for_each_pair(tile: GemvTile | None):
     torch.manual_seed(0)
     tokens, hidden, size, top_k = 2, 72, 21, 3
     x, gate_up, down = torch.randn(tokens, hidden), torch.randn(5, 2 * size, hidden), torch.randn(5, hidden, size)
@@ -132,7 +141,7 @@ def test_every_number_of_pairs_has_tiles():
         config = moe_config(pairs, 128, torch.bfloat16)
         assert config in [c for _, c in CONFIGS] and moe_config(pairs, 128, torch.float32) is FLOAT32
         for tile in (config.up, config.down):
-            staged = 2 * tile.stages * tile.bk * (config.rows + tile.bn)
+            staged = 2 * tile.num_stages * tile.block_k * (config.block_m + tile.block_n)
             assert staged <= 227 * 1024, "more shared memory than a block can have"
-            assert not config.swap or tile.bn % 64 == 0, "the least rows that wgmma takes"
+            assert not config.swap_ab or tile.block_n % 64 == 0, "wgmma takes at least 64 rows"
     assert list(CONFIGS) == sorted(CONFIGS)

@@ -17,14 +17,13 @@ from contract.sampling import (
     make_state,
     mixed_state,
 )
-from minisgl.ops.sample import gumbel_noise, noise_bits
+from minisgl.ops.sampling import gumbel_noise, noise_bits
 from minisgl.ops.table import load_ops
-from minisgl.triton import filter as filters
-from minisgl.triton import sample
+from minisgl.triton import sample, top_k_top_p
 from minisgl.triton.launch import counters
 
 OPS = load_ops("triton")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of what a GPU computes without a word
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of NaN, a GPU does not
 
 
 @triton.jit
@@ -84,15 +83,15 @@ def test_no_rows():
 @pytest.mark.parametrize(("block", "dtype"), [(64, torch.float32), (512, torch.float16)])
 def test_cuts(dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch):
     """With tiles of 64, many rows have more candidates than fit, or too few."""
-    monkeypatch.setattr(filters, "BLOCK", block)
-    monkeypatch.setattr(filters, "WANTED", block // 4)
-    monkeypatch.setattr(filters, "MOST_WANTED", block // 2)
+    monkeypatch.setattr(top_k_top_p, "BLOCK", block)
+    monkeypatch.setattr(top_k_top_p, "WANTED", block // 4)
+    monkeypatch.setattr(top_k_top_p, "MAX_WANTED", block // 2)
     torch.manual_seed(1)
     rows = torch.cat([adversarial_logits(260, torch.float32), torch.randn(4, 260), torch.randn(4, 260) * 5])
     logits = rows[torch.arange(36) % 18].to(torch.float16).to(dtype)
     state = mixed_state(36, "cpu", seed=block)
     state.temperature.clamp_(min=0.3)
-    cuts, lasts = filters.find_cuts(logits, torch.arange(36), state)
+    cuts, lasts = top_k_top_p.find_cuts(logits, torch.arange(36), state)
     check_cuts(cuts, lasts, logits, state)
 
 

@@ -18,7 +18,7 @@ from minisgl.distributed.info import DistributedInfo
 from minisgl.distributed.peer import PeerAllReduce
 from minisgl.errors import ConfigError
 from minisgl.ops import reference
-from minisgl.triton.peer import EMPTY, all_reduce
+from minisgl.triton.all_reduce import EMPTY, all_reduce
 
 PATIENCE = 1 << 24  # polls, some ten seconds (estimated)
 BF16 = torch.bfloat16

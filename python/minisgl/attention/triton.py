@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from minisgl.attention.backend import AttentionBackend
-from minisgl.triton.attention_decode import decode_attention
-from minisgl.triton.attention_plan import BEGINS, PART, PLAN_ROWS, plan_decode
+from minisgl.triton.attention_decode import BEGINS, PART, PLAN_ROWS, decode_attention, plan_decode
 from minisgl.triton.attention_prefill import COUNTERS, TILE, plan_prefill, prefill_attention
-from minisgl.triton.launch import INTERPRETED, chained
+from minisgl.triton.launch import INTERPRETED, pdl_options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,45 +75,48 @@ class TritonAttention(AttentionBackend):
         )
         parts = 2 * self._num_sms
         self._scale = spec.scale * LOG2_E
-        shared = {"HK": heads, "G": group, "D": dim, "PAGE": spec.page_size}
+        shared = {"NUM_KV_HEADS": heads, "GROUP_SIZE": group, "HEAD_DIM": dim, "PAGE_SIZE": spec.page_size}
 
         # Four programs of two warps (255 registers a thread) are resident on an SM if tiles are not too large.
         resident = 4 if dim <= 128 else 2
-        shares = max(1, resident * self._num_sms // heads)
-        slots = (spec.max_rows + shares) * heads * group
+        splits = max(1, resident * self._num_sms // heads)
+        slots = (spec.max_rows + splits) * heads * group
         int32, float32 = torch.int32, torch.float32
-        size = BEGINS.value + (shares + spec.max_rows) * PART.value
+        size = BEGINS.value + (splits + spec.max_rows) * PART.value
         self._work = {window: torch.empty(size, dtype=int32, device=device) for window in spec.windows}
         self._counters = torch.empty(spec.max_rows * heads, dtype=int32, device=device)
         self._part = torch.empty(slots, dim, dtype=float32, device=device)
         self._lse = torch.empty(slots, dtype=float32, device=device)
-        self._plan_decode = {"SHARES": shares, "HK": heads}
-        self._programs = shares * heads
+        self._plan_decode = {"NUM_SPLITS": splits, "NUM_KV_HEADS": heads}
+        self._programs = splits * heads
         self._decode = {
             **shared,
-            "GROUP": _next_power_of_two(group),
-            "R": max(16, _next_power_of_two(group)),
-            "STAGES": 3 if spec.dtype is torch.float32 else 5,
-            "SHARES": shares,
+            "BLOCK_G": _next_power_of_two(group),
+            "BLOCK_M": max(16, _next_power_of_two(group)),
+            "NUM_STAGES": 3 if spec.dtype is torch.float32 else 5,
+            "NUM_SPLITS": splits,
             "num_warps": 2,
         }
 
         # Large tiles read the keys half as often (with 64 rows, 400 TFLOP/s would take all of the L2's bandwidth). With
         # 128 registers two of their programs are resident: one computes while the other one waits. Small tiles are for
         # chunks that make too few large ones.
-        small = {"BM": 64, "BN": 64 if dim <= 128 else 32, "STAGES": 2, "num_warps": 4}
-        large = {"BM": 128, "BN": 64, "STAGES": 2, "num_warps": 8} | ({"maxnreg": 128} if dim <= 128 else {})
+        small = {"BLOCK_M": 64, "BLOCK_N": 64 if dim <= 128 else 32, "NUM_STAGES": 2, "num_warps": 4}
+        large = {"BLOCK_M": 128, "BLOCK_N": 64, "NUM_STAGES": 2, "num_warps": 8}
+        if dim <= 128:
+            large["maxnreg"] = 128
         if spec.dtype is torch.float32:  # without tensor cores: limited by registers
-            small = large = {"BM": 32, "BN": 16, "STAGES": 2, "num_warps": 8}
+            small = large = {"BLOCK_M": 32, "BLOCK_N": 16, "NUM_STAGES": 2, "num_warps": 8}
 
         def tiling(options: dict[str, int]) -> _Tiling:
-            options["BM"] = max(options["BM"], _next_power_of_two(group))
-            queries, bound = options["BM"] // group, {"MAX_PARTS": _next_power_of_two(parts)}
-            return _Tiling(queries, {"HK": heads, "TQ": queries, "PROGRAMS": parts, **bound}, shared | options | bound)
+            options["BLOCK_M"] = max(options["BLOCK_M"], _next_power_of_two(group))
+            queries, bound = options["BLOCK_M"] // group, {"MAX_PARTS": _next_power_of_two(parts)}
+            plan = {"NUM_KV_HEADS": heads, "BLOCK_Q": queries, "NUM_PROGRAMS": parts}
+            return _Tiling(queries, plan | bound, shared | options | bound)
 
         self._small, self._large = tiling(small), tiling(large)
-        self._tile_part = torch.empty(parts * large["BM"], dim, dtype=float32, device=device)
-        self._tile_lse = torch.empty(parts * large["BM"], dtype=float32, device=device)
+        self._tile_part = torch.empty(parts * large["BLOCK_M"], dim, dtype=float32, device=device)
+        self._tile_lse = torch.empty(parts * large["BLOCK_M"], dtype=float32, device=device)
 
     def prepare(self, batch: Batch, page_table: Tensor) -> _Plan:
         layout, num_seqs = batch.layout, len(batch.layout.rows)
@@ -144,7 +146,9 @@ class TritonAttention(AttentionBackend):
         num_tokens = int(layout.query_lens_host[num_decode:].sum())
         num_chunks, longest = len(layout.rows) - num_decode, int(layout.kv_lens_host[num_decode:].max())
         tiling = self._tiling(num_tokens, num_chunks, longest if window is None else min(longest, window))
-        max_items = max(num_tokens // tiling.queries + num_chunks, tiling.plan["PROGRAMS"] // self.spec.num_kv_heads)
+        max_items = max(
+            num_tokens // tiling.queries + num_chunks, tiling.plan["NUM_PROGRAMS"] // self.spec.num_kv_heads
+        )
         size = COUNTERS.value + tiling.plan["MAX_PARTS"] + TILE.value * max_items
         work = torch.empty(size, dtype=torch.int32, device=layout.kv_lens.device)
         plan_prefill[(num_chunks,)](
@@ -210,7 +214,7 @@ class TritonAttention(AttentionBackend):
         """Write the output of the decoding sequences to the first rows of `out`; with `heads`, q is still followed by k
         and v."""
         plan: _Plan = ctx.attn_metadata
-        options = chained(q.device) if heads is not None and plan.num_decode == 1 else {"PDL": False}
+        is_chained = heads is not None and plan.num_decode == 1
         has_norm = heads is not None and heads.q_weight is not None
         decode_attention[(self._programs,)](
             q,
@@ -231,8 +235,8 @@ class TritonAttention(AttentionBackend):
             ctx.page_table.stride(0),
             WINDOW=window or 0,
             FUSED=heads is not None,
-            NORM=has_norm,
-            **options,
+            HAS_NORM=has_norm,
+            **pdl_options(q.device, is_chained),
             **self._decode,
         )
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from minisgl.distributed.communicator import AddNorm, Communicator
 from minisgl.errors import ConfigError
-from minisgl.triton.peer import DTYPES, MAX_RANKS, PATIENCE, Inbox, all_reduce
+from minisgl.triton.all_reduce import DTYPES, MAX_RANKS, PATIENCE, Inbox, all_reduce
 
 if TYPE_CHECKING:
     from minisgl.ops.table import OpTable

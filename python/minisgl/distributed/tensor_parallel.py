@@ -82,7 +82,7 @@ class VocabParallel:
 
 
 def winners(candidates: Tensor) -> Tensor:
-    """Return the best candidate of each sequence; candidates [ranks, 2, S] int32 as from `ops/sample.py: candidates`.
+    """Return the best candidate of each sequence; candidates [ranks, 2, S] int32 as from `ops/sampling.py: candidates`.
 
     The result [2, S] int32 is that of `sample_rows`: token ids, and 1 where the logits are finite. Of equal scores the
     lowest token id wins.

@@ -12,7 +12,7 @@ from minisgl.engine.trial import decode_plan, largest_prefill
 from minisgl.errors import ConfigError
 from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.process.log import Progress
-from minisgl.triton.tuned_linear import tuned_linear
+from minisgl.triton.cublas import cublas_linear
 
 if TYPE_CHECKING:
     from minisgl.core import BatchPlan
@@ -62,7 +62,7 @@ def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
     comm.all_gather_int(0)  # wait until the other ranks, which may use the same memory, have their weights too
     free = device.free_memory()
     trials = (largest_prefill(spec), *(decode_plan(rows, m.vocab_size, flags) for flags in (0, TAILS[-1])))
-    with tuned_linear.tuning():
+    with cublas_linear.autotuning():
         step_bytes = sum(device.peak_memory(partial(_run, runner, plan)) for plan in trials)
     if spec.num_pages is not None:
         return MemoryPlan(spec.num_pages, page_bytes, weight_bytes, step_bytes, free)
@@ -79,13 +79,13 @@ def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
 
 def compile_kernels(parts: Parts, spec: EngineSpec) -> None:
     """Compile what the steps of a GPU need, or load it from Triton's cache, before the first of them runs."""
-    from minisgl.triton.ahead import compiled_ahead
+    from minisgl.triton.launch import compile_ahead
 
     rows = spec.max_running_requests
     plans = [largest_prefill(spec), *(largest_prefill(replace(spec, max_step_tokens=n)) for n in SMALL_STEPS)]
     plans += [decode_plan(n, spec.model.vocab_size, 0) for n in sorted({rows, *SMALL_STEPS}) if n <= rows]
     plans += [decode_plan(rows, spec.model.vocab_size, flags) for flags in TAILS[1:]]  # the same for any number of rows
-    with compiled_ahead(Progress("compiling kernels", "kernels", spec.info.rank == 0).update):
+    with compile_ahead(Progress("compiling kernels", "kernels", spec.info.rank == 0).update):
         for plan in plans:
             _run(base_runner(parts, spec), plan)
 

@@ -12,7 +12,7 @@ from minisgl.core import Batch, BatchPlan, Context, StepResult
 from minisgl.engine.batch import make_batch
 from minisgl.engine.graphs.capture import TAILS
 from minisgl.layout import Flag
-from minisgl.ops.logprobs import rows_per_pass
+from minisgl.ops.sampling import rows_per_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable

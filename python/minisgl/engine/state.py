@@ -50,7 +50,7 @@ class RowState:
 
 
 class LogitPenalties:
-    """Penalties, biases and forbidden ends of the rows, and the masks of the newest step; `ops.penalties` applies them.
+    """Penalties, biases and forbidden ends of the rows, and the masks of the newest step; `ops.sampling` applies them.
 
     The tables are as large as they will ever be, so captured steps may read them. A row's result does not depend on the
     other rows of its batch.

@@ -18,7 +18,7 @@ from minisgl.models.families import FAMILIES
 from minisgl.native.abi import LayerWeights, ModelSpec, StepPlan
 from minisgl.native.library import NativeLibrary
 from minisgl.native.packing import LANES, pack_weights
-from minisgl.ops.logprobs import rows_per_pass
+from minisgl.ops.sampling import rows_per_pass
 
 if TYPE_CHECKING:
     import numpy.typing as npt

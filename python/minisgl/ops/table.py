@@ -8,13 +8,13 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from minisgl.ops import logprobs, penalties, reference, sample
+from minisgl.ops import reference, sampling
 from minisgl.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
 class OpTable:
-    """Every op by name; shapes and formulas stand in `reference` and `sample`, which are also the defaults."""
+    """Every op by name; shapes and formulas stand in `reference` and `sampling`, which are also the defaults."""
 
     name: str = "reference"
     all_reduce: Callable[[Tensor], Tensor] = reference.all_reduce
@@ -32,11 +32,11 @@ class OpTable:
     store_kv: Callable[[Tensor, Tensor, Tensor, Tensor], None] = reference.store_kv
     norm_rope_store: Callable[..., Tensor] = reference.norm_rope_store
     paged_attention: Callable[..., Tensor] = reference.paged_attention
-    apply_penalties: Callable[..., Tensor] = penalties.apply_penalties
-    count_tokens: Callable[..., None] = penalties.count_tokens
-    sample_rows: Callable[..., Tensor] = sample.sample_rows
-    candidates: Callable[..., Tensor] = sample.candidates
-    token_logprobs: Callable[[Tensor, Tensor, Tensor], Tensor] = logprobs.token_logprobs
+    apply_penalties: Callable[..., Tensor] = sampling.apply_penalties
+    count_tokens: Callable[..., None] = sampling.count_tokens
+    sample_rows: Callable[..., Tensor] = sampling.sample_rows
+    candidates: Callable[..., Tensor] = sampling.candidates
+    token_logprobs: Callable[[Tensor, Tensor, Tensor], Tensor] = sampling.token_logprobs
 
 
 def _on(device_type: str) -> Callable[[str], str | None]:

@@ -27,7 +27,7 @@ AUTO_STRETCH: Final = 2.0
 # waiting twice as long. The longest does not count, since no other request waits for it: it is the last, or alone.
 AUTO_RUSH_S: Final = 0.075
 # A step in which a prompt is cut has whole GEMM tiles: half of one takes as long, and the kernels of other numbers of
-# rows may not be loaded yet (`triton/tuned_linear.py`).
+# rows may not be loaded yet (`triton/cublas.py`).
 TILE_TOKENS: Final = 128
 # Where the pace allows three times this or more, the budget is a multiple of it: 8B computes 44,500 tokens/s in steps
 # of 3,072, 43,900 in those of 3,328, and 42,700 in those of 3,200.

@@ -1,11 +1,11 @@
 """Decode attention over the paged cache: one query per sequence, split over the KV length (flash decoding).
 
-The keys of all sequences are laid end to end and cut into equal shares, one for each program of a KV head, so that all
-end together however long the sequences are (stream-K, arXiv:2301.03598; for attention arXiv:2405.10480). A program goes
-through the parts of sequences that make up its share, and the last to finish a sequence of several parts merges them in
-order. `attention_plan.py` finds the shares on the device. Nothing is read back and no size depends on lengths that the
-host knows, so a step can be captured in a CUDA graph once per number of sequences. Layers that see a window only have a
-plan of their own, in which a sequence is as long as what they see of it.
+The keys of all sequences are laid end to end and cut into equal splits, one for each program of a KV head, so that all
+programs end together however long the sequences are (stream-K, arXiv:2301.03598; for attention arXiv:2405.10480). A
+program computes the parts of sequences in its split; the last program to finish a sequence of several parts merges them
+in order. `plan_decode` computes the splits on the device. The host reads nothing and no size depends on lengths that
+the host knows, so one CUDA graph serves all steps with the same number of sequences. Layers with a sliding window have
+a plan of their own, in which a sequence is as long as the window that its last position sees.
 
 Letters in shapes: B sequences, T tokens, Hq/Hk query/KV heads, G = Hq / Hk, D head dimension, P pages.
 """
@@ -16,153 +16,305 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minisgl.triton.attention_plan import BEGINS, PART, TILE_KEYS, load_part
-
 NEGATIVE = tl.constexpr(-1e30)  # instead of -inf, whose differences are NaN
+
+# The `work` buffer, int32: [0] number of splits, [1] number of sequences if splits may have parts of several, else 0,
+# [2] gap: tiles that the beginning of a sequence counts for, [3] tickets drawn; from BEGINS on, the first part of each
+# split, then the first part of each sequence. A part is: sequence, row of the page table, first key, length of the
+# sequence, its first split, its number of parts, tiles that remain to the split (if the split begins here). If there
+# are more than NUM_SPLITS splits, each is a whole sequence, and their parts also fill the entries of the sequences.
+BEGINS = tl.constexpr(8)
+PART = tl.constexpr(8)  # numbers per part, one of them unused
+TILE_KEYS = tl.constexpr(32)  # keys that `decode_attention` reads at once, aligned to TILE_KEYS
+MIN_TILES = tl.constexpr(2)  # of a split
+GAP = tl.constexpr(1)  # what the beginning of a sequence costs a program, in tiles
+PLAN_ROWS = tl.constexpr(8)  # sequences per program of `plan_decode`
 
 
 @triton.jit
-def _norm_rope(x, weight, cos_sin, position, mask, eps, D: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr):
-    """RMS norm (or none) and RoPE of R adjacent heads at `x`, rounded as the reference rounds -> [R, D] float32."""
-    dtype = x.dtype.element_ty
-    r = tl.arange(0, R)
-    d = tl.arange(0, D)
-    pair = (d + D // 2) % D
-    a = tl.load(x + r[:, None] * D + d[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
-    b = tl.load(x + r[:, None] * D + pair[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
-    if NORM:
-        inverse = tl.rsqrt(tl.sum(a * a, 1) / D + eps)[:, None]
-        wa = tl.load(weight + d).to(tl.float32)[None, :]
-        wb = tl.load(weight + pair).to(tl.float32)[None, :]
-        a = ((a * inverse).to(weight.dtype.element_ty).to(tl.float32) * wa).to(dtype).to(tl.float32)
-        b = ((b * inverse).to(weight.dtype.element_ty).to(tl.float32) * wb).to(dtype).to(tl.float32)
-    cos = tl.load(cos_sin + position * D + d % (D // 2))
-    sin = tl.load(cos_sin + position * D + D // 2 + d % (D // 2))
-    sin = tl.where(d < D // 2, -sin, sin)
+def _first_key(length, WINDOW: tl.constexpr):
+    """The first key of the first tile: at or before the first key that the last position sees."""
+    if WINDOW == 0:
+        return tl.zeros_like(length)
+    return tl.maximum(length - WINDOW, 0) // TILE_KEYS * TILE_KEYS
+
+
+@triton.jit
+def _tiles(kv_lens_ptr, seqs, num_seqs, WINDOW: tl.constexpr):
+    """The number of tiles of each sequence, 0 beyond the last sequence."""
+    length = tl.load(kv_lens_ptr + seqs, mask=seqs < num_seqs, other=0)
+    return tl.cdiv(length - _first_key(length, WINDOW), TILE_KEYS)
+
+
+@triton.jit
+def _store_part(part_ptr, seq, row, lo, length, first_split, parts, remaining, mask):
+    tl.store(part_ptr, seq, mask=mask)
+    tl.store(part_ptr + 1, row, mask=mask)
+    tl.store(part_ptr + 2, lo, mask=mask)
+    tl.store(part_ptr + 3, length, mask=mask)
+    tl.store(part_ptr + 4, first_split, mask=mask)
+    tl.store(part_ptr + 5, parts, mask=mask)
+    tl.store(part_ptr + 6, remaining, mask=mask)
+
+
+@triton.jit
+def _load_part(part_ptr):
+    """A part as stored: sequence, row, first key, length, first split, number of parts, remaining tiles."""
+    seq = tl.load(part_ptr)
+    row = tl.load(part_ptr + 1)
+    lo = tl.load(part_ptr + 2)
+    length = tl.load(part_ptr + 3)
+    first_split = tl.load(part_ptr + 4)
+    parts = tl.load(part_ptr + 5)
+    remaining = tl.load(part_ptr + 6)
+    return seq, row, lo, length, first_split, parts, remaining
+
+
+@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["rows_ptr", "kv_lens_ptr"])
+def plan_decode(
+    rows_ptr, kv_lens_ptr, work_ptr, counters_ptr, num_seqs,
+    NUM_SPLITS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Plan a step for layers with this window (0: none) into `work`; grid (B / PLAN_ROWS).
+
+    NUM_SPLITS is the number of programs per KV head that run at the same time. The tiles of all sequences are laid end
+    to end and cut into as many equal splits, except in two cases, found by timing whole steps on an H200:
+    - Many sequences, none longer than a fair split: each is a split, the longest first, and programs draw tickets. With
+      many sequences that is as even, and merges nothing.
+    - Few sequences, so that splits are short and a second beginning is expensive: a split keeps to one sequence, if it
+      grows by no more than half.
+    Sequences without keys, which pad a graph, come last. Also zeroes the merge counters [B, Hk].
+    """
+    BLOCK: tl.constexpr = 256
+    LANES: tl.constexpr = 16
+    seqs = tl.program_id(0) * PLAN_ROWS + tl.arange(0, PLAN_ROWS)
+    is_seq = seqs < num_seqs
+    length = tl.load(kv_lens_ptr + seqs, mask=is_seq, other=0)
+    row = tl.load(rows_ptr + seqs, mask=is_seq, other=0)
+    begin = _first_key(length, WINDOW)
+    tiles = tl.cdiv(length - begin, TILE_KEYS)
+    offs_b = tl.arange(0, BLOCK)
+    lane_tiles = tl.zeros([BLOCK], tl.int32)
+    lane_seqs = tl.zeros([BLOCK], tl.int32)
+    lane_longest = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_seqs, BLOCK):
+        block_tiles = _tiles(kv_lens_ptr, start + offs_b, num_seqs, WINDOW)
+        lane_tiles += block_tiles
+        lane_seqs += (block_tiles > 0).to(tl.int32)
+        lane_longest = tl.maximum(lane_longest, block_tiles)
+    total_tiles = tl.sum(lane_tiles, 0)
+    total_seqs = tl.sum(lane_seqs, 0)
+    longest = tl.max(lane_longest, 0)
+    fair_size = tl.maximum(tl.cdiv(total_tiles, NUM_SPLITS), MIN_TILES)
+    are_many = (2 * total_seqs >= 5 * NUM_SPLITS) & (longest <= fair_size)
+    split_size = tl.where(are_many, longest, fair_size)
+    are_whole = are_many
+    if (num_seqs <= BLOCK) & (not are_many):
+        while (2 * split_size <= 3 * fair_size) & (tl.sum(tl.cdiv(lane_tiles, split_size), 0) > NUM_SPLITS):
+            split_size += 1 + split_size // 16
+        are_whole = 2 * split_size <= 3 * fair_size
+    gap = tl.where(are_whole, 0, GAP)
+    if not are_whole:
+        split_size = tl.maximum(tl.cdiv(total_tiles + total_seqs * GAP, NUM_SPLITS), MIN_TILES)
+
+    # A sequence begins behind all before it, laid end to end with their gaps, or each rounded up to whole splits.
+    before = tl.zeros([PLAN_ROWS], tl.int32)
+    total = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_seqs, BLOCK):
+        block_tiles = _tiles(kv_lens_ptr, start + offs_b, num_seqs, WINDOW)
+        rounded = tl.cdiv(block_tiles, split_size) * split_size
+        taken = tl.where(are_whole, rounded, block_tiles + tl.where(block_tiles > 0, gap, 0))
+        total += taken
+        is_before = (start + offs_b)[None, :] < seqs[:, None]
+        if are_many:
+            is_equal = block_tiles[None, :] == tiles[:, None]
+            is_before = (block_tiles[None, :] > tiles[:, None]) | (is_equal & is_before)
+        before += tl.sum(tl.where(is_before, taken[None, :], 0), 1)
+    begin_tile = before + gap
+    first_split = begin_tile // split_size
+    parts = tl.where(tiles > 0, (begin_tile + tiles - 1) // split_size - first_split + 1, 0)
+    parts_ptr = work_ptr + BEGINS
+    if not are_many:
+        part_ptr = parts_ptr + (NUM_SPLITS + seqs) * PART
+        _store_part(part_ptr, seqs, row, begin, length, first_split, parts, split_size, tiles > 0)
+    for start in range(0, tl.max(parts, 0), LANES):
+        i = start + tl.arange(0, LANES)[None, :]
+        split = first_split[:, None] + i
+        tile = split * split_size - begin_tile[:, None]  # of the sequence; negative in the gap before
+        is_begun = (i < parts[:, None]) & (split * split_size >= before[:, None])
+        remaining = split_size + tl.minimum(tile, 0)
+        lo = begin[:, None] + tl.maximum(tile, 0) * TILE_KEYS
+        _store_part(
+            parts_ptr + split * PART,
+            seqs[:, None], row[:, None], lo, length[:, None], first_split[:, None], parts[:, None], remaining, is_begun,
+        )  # fmt: skip
+    for head in range(NUM_KV_HEADS):
+        tl.store(counters_ptr + seqs * NUM_KV_HEADS + head, 0, mask=is_seq)
+    if tl.program_id(0) == 0:
+        tl.store(work_ptr, tl.cdiv(tl.sum(total, 0), split_size))
+        tl.store(work_ptr + 1, tl.where(are_whole, 0, total_seqs))
+        tl.store(work_ptr + 2, gap)
+        tl.store(work_ptr + 3, 0)
+
+
+@triton.jit
+def _norm_rope(
+    x_ptr, weight_ptr, cos_sin_ptr, position, mask, eps,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """RMS norm (or none) and RoPE of BLOCK_M adjacent heads, rounded as in the reference -> [BLOCK_M, D] float32."""
+    dtype = x_ptr.dtype.element_ty
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM)
+    offs_pair = (offs_d + HEAD_DIM // 2) % HEAD_DIM
+    a = tl.load(x_ptr + offs_m[:, None] * HEAD_DIM + offs_d[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
+    b = tl.load(x_ptr + offs_m[:, None] * HEAD_DIM + offs_pair[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
+    if HAS_NORM:
+        inverse = tl.rsqrt(tl.sum(a * a, 1) / HEAD_DIM + eps)[:, None]
+        wa = tl.load(weight_ptr + offs_d).to(tl.float32)[None, :]
+        wb = tl.load(weight_ptr + offs_pair).to(tl.float32)[None, :]
+        a = ((a * inverse).to(weight_ptr.dtype.element_ty).to(tl.float32) * wa).to(dtype).to(tl.float32)
+        b = ((b * inverse).to(weight_ptr.dtype.element_ty).to(tl.float32) * wb).to(dtype).to(tl.float32)
+    cos = tl.load(cos_sin_ptr + position * HEAD_DIM + offs_d % (HEAD_DIM // 2))
+    sin = tl.load(cos_sin_ptr + position * HEAD_DIM + HEAD_DIM // 2 + offs_d % (HEAD_DIM // 2))
+    sin = tl.where(offs_d < HEAD_DIM // 2, -sin, sin)
     return (a * cos[None, :] + b * sin[None, :]).to(dtype).to(tl.float32)
 
 
 @triton.jit
 def _merge(
-    part, lse, out, first, num_chunks, head, HK: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr
-):
-    """Weigh the parts of one sequence and KV head by their exponential sums; `out` is its first query head.
+    part_ptr, lse_ptr, out_ptr, first_slot, num_parts, head,
+    NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of one sequence and KV head, weighted by their exponential sums; `out` is its first query head.
 
-    The largest is looked up first, so that the loads of the second loop do not wait for each other.
+    The largest log-sum is found first, so that the loads of the second loop do not wait for each other.
     """
-    LANES: tl.constexpr = 4096 // (R * D) if R * D < 4096 else 1  # 64 registers a thread
-    g = tl.arange(0, R)
-    d = tl.arange(0, D)
+    LANES: tl.constexpr = 4096 // (BLOCK_G * HEAD_DIM) if BLOCK_G * HEAD_DIM < 4096 else 1  # 64 registers a thread
+    offs_g = tl.arange(0, BLOCK_G)
+    offs_d = tl.arange(0, HEAD_DIM)
     wide = tl.arange(0, 32)
     lane = tl.arange(0, LANES)
-    row = (first * HK + head) * G + g  # of the first part; that of the next is HK * G further
-    m = tl.full([R], NEGATIVE, tl.float32)
-    for j in range(0, num_chunks, 32):
-        c = j + wide[None, :]
-        is_part = (c < num_chunks) & (g < G)[:, None]
-        m = tl.maximum(m, tl.max(tl.load(lse + row[:, None] + c * (HK * G), mask=is_part, other=NEGATIVE), 1))
-    total = tl.zeros([R, LANES], tl.float32)
-    acc = tl.zeros([R, LANES, D], tl.float32)
-    for j in range(0, num_chunks, LANES):
-        c = j + lane[None, :]
-        is_part = (c < num_chunks) & (g < G)[:, None]
-        slot = row[:, None] + c * (HK * G)
-        x = tl.load(part + slot[:, :, None].to(tl.int64) * D + d[None, None, :], mask=is_part[:, :, None], other=0.0)
-        p = tl.exp2(tl.load(lse + slot, mask=is_part, other=NEGATIVE) - m[:, None])
+    row = (first_slot * NUM_KV_HEADS + head) * GROUP_SIZE + offs_g  # of the first part; the next is stride_part further
+    stride_part = NUM_KV_HEADS * GROUP_SIZE
+    m = tl.full([BLOCK_G], NEGATIVE, tl.float32)
+    for j in range(0, num_parts, 32):
+        offs_p = j + wide[None, :]
+        is_part = (offs_p < num_parts) & (offs_g < GROUP_SIZE)[:, None]
+        lse = tl.load(lse_ptr + row[:, None] + offs_p * stride_part, mask=is_part, other=NEGATIVE)
+        m = tl.maximum(m, tl.max(lse, 1))
+    total = tl.zeros([BLOCK_G, LANES], tl.float32)
+    acc = tl.zeros([BLOCK_G, LANES, HEAD_DIM], tl.float32)
+    for j in range(0, num_parts, LANES):
+        offs_p = j + lane[None, :]
+        is_part = (offs_p < num_parts) & (offs_g < GROUP_SIZE)[:, None]
+        slot = row[:, None] + offs_p * stride_part
+        part_ptrs = part_ptr + slot[:, :, None].to(tl.int64) * HEAD_DIM + offs_d[None, None, :]
+        x = tl.load(part_ptrs, mask=is_part[:, :, None], other=0.0)
+        p = tl.exp2(tl.load(lse_ptr + slot, mask=is_part, other=NEGATIVE) - m[:, None])
         total += p
         acc += x * p[:, :, None]
     result = tl.sum(acc, 1) / tl.sum(total, 1)[:, None]
-    tl.store(out + g[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=g[:, None] < G)
+    out_ptrs = out_ptr + offs_g[:, None] * HEAD_DIM + offs_d[None, :]
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=offs_g[:, None] < GROUP_SIZE)
 
 
 @triton.jit(
     do_not_specialize=["stride_table"],
-    do_not_specialize_on_alignment=["page_table", "out_loc"],
+    do_not_specialize_on_alignment=["page_table_ptr", "out_loc_ptr"],
 )
 def decode_attention(
-    q, pages, page_table, work, counters, part, lse, out,
-    q_weight, k_weight, cos_sin, out_loc,
+    q_ptr, pages_ptr, page_table_ptr, work_ptr, counters_ptr, part_ptr, lse_ptr, out_ptr,
+    q_weight_ptr, k_weight_ptr, cos_sin_ptr, out_loc_ptr,
     scale, eps, stride_q, stride_table,
-    HK: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    STAGES: tl.constexpr, SHARES: tl.constexpr,
-    WINDOW: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, FUSED: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [B, Hq, D] = softmax(q K^T / sqrt(D)) V of each sequence; grid (SHARES * Hk).
+    """out [B, Hq, D] = softmax(q K^T / sqrt(D)) V of each sequence; grid (NUM_SPLITS * Hk).
 
-    q [B, >= Hq, D] has token stride `stride_q`; pages [P, 2, Hk, PAGE, D]; `scale` includes log2(e). What share i makes
-    of sequence j, if that has several parts, lies at j + i in part [B + SHARES, Hk, G, D] and lse [B + SHARES, Hk, G],
-    float32. GROUP is the power of two at or above G, R at least what the matrix units take.
+    q [B, >= Hq, D] has token stride `stride_q`; pages [P, 2, Hk, page, D]; `scale` includes log2(e). The part of
+    sequence j in split i, if j has several parts, is at index j + i of part [B + NUM_SPLITS, Hk, G, D] and
+    lse [B + NUM_SPLITS, Hk, G], float32. BLOCK_G is the smallest power of two >= G, BLOCK_M at least the smallest tile
+    of the tensor cores.
 
     FUSED: q is followed by the new keys and values, as the projection left them; each is the last of its sequence. Norm
-    and RoPE are done here, and the program that has a sequence's last part stores its key and value at `out_loc`; the
-    others need not see them.
-    PDL: the start overlaps with the kernel before, so all that depends on that one comes after `gdc_wait`; the work
-    list and the step's inputs must be older (an ordinary launch after `plan_decode` sees to it).
+    and RoPE are computed here, and the program with a sequence's last part stores its key and value at `out_loc`; the
+    other programs do not need them.
+    PDL: the start overlaps with the kernel before, so all reads of its results come after `gdc_wait`; the work list and
+    the step's inputs must be older (an ordinary launch between `plan_decode` and this kernel ensures that).
     """
     if PDL:
         gdc_launch_dependents()
-    g = tl.arange(0, R)
-    d = tl.arange(0, D)
-    share = tl.program_id(0) // HK
-    head = tl.program_id(0) % HK
-    begins = work + BEGINS
-    num_shares = tl.load(work)
-    num_seqs = tl.load(work + 1)
-    gap = tl.load(work + 2)
-    by_ticket = num_shares > SHARES
+    offs_g = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM)
+    split = tl.program_id(0) // NUM_KV_HEADS
+    head = tl.program_id(0) % NUM_KV_HEADS
+    stride_kv = NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
+    parts_ptr = work_ptr + BEGINS
+    num_splits = tl.load(work_ptr)
+    num_seqs = tl.load(work_ptr + 1)
+    gap = tl.load(work_ptr + 2)
+    by_ticket = num_splits > NUM_SPLITS
     ticket = 0
-    seq, row, lo, length, first_share, parts, left = load_part(begins + share * PART)
-    left = tl.where(share < num_shares, left, 0)
-    while left > 0:
-        hi = tl.minimum(lo + left * TILE_KEYS, length)
-        left -= tl.cdiv(hi - lo, TILE_KEYS) + gap
-        left = tl.where(seq + 1 < num_seqs, left, 0)
-        following = load_part(begins + (SHARES + tl.where(left > 0, seq + 1, seq)) * PART)
+    seq, row, start_key, length, first_split, num_parts, remaining = _load_part(parts_ptr + split * PART)
+    remaining = tl.where(split < num_splits, remaining, 0)
+    while remaining > 0:
+        stop = tl.minimum(start_key + remaining * TILE_KEYS, length)
+        remaining -= tl.cdiv(stop - start_key, TILE_KEYS) + gap
+        remaining = tl.where(seq + 1 < num_seqs, remaining, 0)
+        following = _load_part(parts_ptr + (NUM_SPLITS + tl.where(remaining > 0, seq + 1, seq)) * PART)
         if by_ticket:
-            ticket = tl.atomic_add(work + 3, 1, sem="relaxed")
-        table = page_table + row.to(tl.int64) * stride_table
-        q_seq = q + seq.to(tl.int64) * stride_q
-        out_seq = out + (seq.to(tl.int64) * HK + head) * G * D
+            ticket = tl.atomic_add(work_ptr + 3, 1, sem="relaxed")
+        table_ptr = page_table_ptr + row.to(tl.int64) * stride_table
+        q_seq_ptr = q_ptr + seq.to(tl.int64) * stride_q
+        out_seq_ptr = out_ptr + (seq.to(tl.int64) * NUM_KV_HEADS + head) * GROUP_SIZE * HEAD_DIM
         if FUSED:
-            slot = tl.load(out_loc + seq)
+            slot = tl.load(out_loc_ptr + seq)
         if PDL:
             gdc_wait()
         if FUSED:
-            query = _norm_rope(q_seq + head * G * D, q_weight, cos_sin, length - 1, g < G, eps, D, R, NORM)
-            query = query.to(q.dtype.element_ty)
-            new = q_seq + (HK * G + head) * D
+            query = _norm_rope(
+                q_seq_ptr + head * GROUP_SIZE * HEAD_DIM, q_weight_ptr, cos_sin_ptr, length - 1, offs_g < GROUP_SIZE,
+                eps, HEAD_DIM, BLOCK_M, HAS_NORM,
+            )  # fmt: skip
+            query = query.to(q_ptr.dtype.element_ty)
+            new_ptr = q_seq_ptr + (NUM_KV_HEADS * GROUP_SIZE + head) * HEAD_DIM
             one = tl.arange(0, 1)
-            new_k = _norm_rope(new, k_weight, cos_sin, length - 1, one < 1, eps, D, 1, NORM)
-            new_v = tl.load(new + HK * D + d)
-            # The softmax begins with the new key in one program per sequence and head, with nothing in the others.
-            is_last = hi == length
-            hi = tl.minimum(hi, length - 1)
-            kv_ptr = pages + ((slot // PAGE * 2 * HK + head) * PAGE + slot % PAGE) * D + d
-            tl.store(kv_ptr, tl.reshape(new_k, [D]).to(pages.dtype.element_ty), mask=is_last & (d < D))
-            tl.store(kv_ptr + HK * PAGE * D, new_v, mask=is_last & (d < D))
+            new_k = _norm_rope(new_ptr, k_weight_ptr, cos_sin_ptr, length - 1, one < 1, eps, HEAD_DIM, 1, HAS_NORM)
+            new_v = tl.load(new_ptr + NUM_KV_HEADS * HEAD_DIM + offs_d)
+            # The softmax begins with the new key in one program per sequence and head, without keys in the others.
+            is_last = stop == length
+            stop = tl.minimum(stop, length - 1)
+            index = (slot // PAGE_SIZE * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + slot % PAGE_SIZE
+            k_ptrs, mask = pages_ptr + index * HEAD_DIM + offs_d, is_last & (offs_d < HEAD_DIM)
+            tl.store(k_ptrs, tl.reshape(new_k, [HEAD_DIM]).to(pages_ptr.dtype.element_ty), mask=mask)
+            tl.store(k_ptrs + stride_kv, new_v, mask=mask)
             m = tl.where(is_last, tl.sum(query.to(tl.float32) * new_k, 1) * scale, NEGATIVE)
-            total = tl.where(is_last, tl.full([R], 1.0, tl.float32), 0.0)
-            acc = tl.where(is_last, tl.broadcast_to(new_v.to(tl.float32)[None, :], [R, D]), 0.0)
+            total = tl.where(is_last, tl.full([BLOCK_M], 1.0, tl.float32), 0.0)
+            acc = tl.where(is_last, tl.broadcast_to(new_v.to(tl.float32)[None, :], [BLOCK_M, HEAD_DIM]), 0.0)
         else:
-            query = tl.load(q_seq + (head * G + g[:, None]) * D + d[None, :], mask=g[:, None] < G, other=0.0)
-            m = tl.full([R], NEGATIVE, tl.float32)
-            total = tl.zeros([R], tl.float32)
-            acc = tl.zeros([R, D], tl.float32)
-        for start in tl.range(lo, hi, TILE_KEYS, num_stages=STAGES):
-            o = start + tl.arange(0, TILE_KEYS)
-            is_key = o < hi
+            q_ptrs = q_seq_ptr + (head * GROUP_SIZE + offs_g[:, None]) * HEAD_DIM + offs_d[None, :]
+            query = tl.load(q_ptrs, mask=offs_g[:, None] < GROUP_SIZE, other=0.0)
+            m = tl.full([BLOCK_M], NEGATIVE, tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+        for start in tl.range(start_key, stop, TILE_KEYS, num_stages=NUM_STAGES):
+            offs_n = start + tl.arange(0, TILE_KEYS)
+            is_key = offs_n < stop
             if WINDOW > 0:
-                is_key = is_key & (o >= length - WINDOW)
-            if PAGE >= TILE_KEYS:
-                page = tl.load(table + start // PAGE).to(tl.int64)
-                offset = (page * 2 * HK + head) * PAGE * D + (start % PAGE + tl.arange(0, TILE_KEYS)) * D
+                is_key = is_key & (offs_n >= length - WINDOW)
+            if PAGE_SIZE >= TILE_KEYS:
+                page = tl.load(table_ptr + start // PAGE_SIZE).to(tl.int64)
+                offset = (page * 2 * NUM_KV_HEADS + head) * PAGE_SIZE * HEAD_DIM
+                offset += (start % PAGE_SIZE + tl.arange(0, TILE_KEYS)) * HEAD_DIM
             else:
-                page = tl.load(table + o // PAGE, mask=is_key, other=0).to(tl.int64)
-                offset = (page * 2 * HK + head) * PAGE * D + (o % PAGE) * D
-            k_ptr = pages + offset[:, None] + d[None, :]
-            # Masked loads, not masked products: beyond the last key there may be NaN.
-            k = tl.load(k_ptr, mask=is_key[:, None], other=0.0)
-            v = tl.load(k_ptr + HK * PAGE * D, mask=is_key[:, None], other=0.0)
+                page = tl.load(table_ptr + offs_n // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
+                offset = (page * 2 * NUM_KV_HEADS + head) * PAGE_SIZE * HEAD_DIM + (offs_n % PAGE_SIZE) * HEAD_DIM
+            k_ptrs = pages_ptr + offset[:, None] + offs_d[None, :]
+            # Masked loads, since masking the scores does not remove NaN beyond the last key.
+            k = tl.load(k_ptrs, mask=is_key[:, None], other=0.0)
+            v = tl.load(k_ptrs + stride_kv, mask=is_key[:, None], other=0.0)
             x = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
             x = tl.where(is_key[None, :], x, NEGATIVE)
             new_m = tl.maximum(m, tl.max(x, 1))
@@ -172,22 +324,27 @@ def decode_attention(
             acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
             m = new_m
         acc = acc / total[:, None]
-        if parts == 1:
-            tl.store(out_seq + g[:, None] * D + d[None, :], acc.to(out.dtype.element_ty), mask=g[:, None] < G)
+        if num_parts == 1:
+            out_ptrs = out_seq_ptr + offs_g[:, None] * HEAD_DIM + offs_d[None, :]
+            tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=offs_g[:, None] < GROUP_SIZE)
         else:
-            slots = ((seq + share) * HK + head) * G + g
-            tl.store(part + slots[:, None].to(tl.int64) * D + d[None, :], acc, mask=g[:, None] < G)
-            tl.store(lse + slots, m + tl.log2(total), mask=g < G)
+            offs_part = ((seq + split) * NUM_KV_HEADS + head) * GROUP_SIZE + offs_g
+            part_ptrs = part_ptr + offs_part[:, None].to(tl.int64) * HEAD_DIM + offs_d[None, :]
+            tl.store(part_ptrs, acc, mask=offs_g[:, None] < GROUP_SIZE)
+            tl.store(lse_ptr + offs_part, m + tl.log2(total), mask=offs_g < GROUP_SIZE)
             tl.debug_barrier()  # the whole program's parts, before one thread announces them
-            done = tl.atomic_add(counters + seq * HK + head, 1, sem="acq_rel")
-            if done == parts - 1:
-                tl.store(counters + seq * HK + head, 0)
-                _merge(part, lse, out_seq, seq + first_share, parts, head, HK, G, GROUP, D)
-        seq, row, lo, length, first_share, parts, _ = following
-        if by_ticket:  # as many are drawn in each layer as there are shares
-            ticket = SHARES * HK + ticket % (num_shares * HK)
-            share = ticket // HK
-            head = ticket % HK
-            place = begins + tl.minimum(share, num_shares - 1) * PART
-            seq, row, lo, length, first_share, parts, left = load_part(place)
-            left = tl.where(share < num_shares, left, 0)
+            done = tl.atomic_add(counters_ptr + seq * NUM_KV_HEADS + head, 1, sem="acq_rel")
+            if done == num_parts - 1:
+                tl.store(counters_ptr + seq * NUM_KV_HEADS + head, 0)
+                _merge(
+                    part_ptr, lse_ptr, out_seq_ptr, seq + first_split, num_parts, head,
+                    NUM_KV_HEADS, GROUP_SIZE, BLOCK_G, HEAD_DIM,
+                )  # fmt: skip
+        seq, row, start_key, length, first_split, num_parts, _ = following
+        if by_ticket:  # every layer draws one ticket per split and KV head
+            ticket = NUM_SPLITS * NUM_KV_HEADS + ticket % (num_splits * NUM_KV_HEADS)
+            split = ticket // NUM_KV_HEADS
+            head = ticket % NUM_KV_HEADS
+            split_ptr = parts_ptr + tl.minimum(split, num_splits - 1) * PART
+            seq, row, start_key, length, first_split, num_parts, remaining = _load_part(split_ptr)
+            remaining = tl.where(split < num_splits, remaining, 0)

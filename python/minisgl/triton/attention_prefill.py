@@ -1,10 +1,10 @@
 """Causal attention of prompt chunks over the paged cache (FlashAttention-2, arXiv:2307.08691).
 
-A tile is TQ consecutive queries of one sequence with all G query heads of one KV head: BM = TQ * G rows (or a few
-less, for odd G) that share every key they read. `plan_prefill` lists the tiles on the device, longest first. When
-there are too few to fill the GPU (a short chunk after a long context), the keys of every tile are split into equal
-parts, and the last to finish a tile merges its parts in index order. Layers that see a window only have a list of
-their own, since that splits less.
+A tile is BLOCK_Q consecutive queries of one sequence with all G query heads of one KV head: BLOCK_M = BLOCK_Q * G rows
+(or a few less, for odd G) that share every key they read. `plan_prefill` lists the tiles on the device, longest first.
+If there are too few tiles to fill the GPU (a short chunk after a long context), the keys of every tile are split into
+equal parts, and the last program to finish a tile merges its parts in index order. Layers with a sliding window have a
+list of their own, which splits less.
 
 Letters in shapes: T tokens, B sequences, Hq/Hk query/KV heads, G = Hq / Hk, D head dimension, P pages.
 """
@@ -14,121 +14,122 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The `work` buffer, int32: [0] number of items, [1] parts per tile, then a merge counter per tile and KV head (used
-# only where tiles are split), then the items, which are parts of tiles: row of the page table, first position, first
-# token, number of queries.
+# The `work` buffer, int32: [0] number of items, [1] parts per tile; from COUNTERS on a merge counter per tile and KV
+# head (used only if tiles are split), then the items, which are parts of tiles: row of the page table, first position,
+# first token, number of queries.
 COUNTERS = tl.constexpr(2)
 TILE = tl.constexpr(4)  # numbers per item
-MIN_PART = tl.constexpr(256)  # keys
+MIN_PART = tl.constexpr(256)  # keys of a part
 NEGATIVE = tl.constexpr(-1e30)  # instead of -inf, whose differences are NaN
 
 
 @triton.jit(
-    do_not_specialize=["first", "num_seqs"],
-    do_not_specialize_on_alignment=["rows", "kv_lens", "cu_query_lens", "work"],
+    do_not_specialize=["first_seq", "num_seqs"],
+    do_not_specialize_on_alignment=["rows_ptr", "kv_lens_ptr", "cu_query_lens_ptr", "work_ptr"],
 )
 def plan_prefill(
-    rows, kv_lens, cu_query_lens, work, first, num_seqs,
-    HK: tl.constexpr, TQ: tl.constexpr, PROGRAMS: tl.constexpr, MAX_PARTS: tl.constexpr, WINDOW: tl.constexpr,
+    rows_ptr, kv_lens_ptr, cu_query_lens_ptr, work_ptr, first_seq, num_seqs,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, NUM_PROGRAMS: tl.constexpr, MAX_PARTS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The items of sequences first .. first + num_seqs, for layers with this window (0: without); grid (num_seqs).
+    """List the items of sequences from `first_seq` on, for layers with this window (0: none); grid (num_seqs).
 
-    A tile's place is the number of tiles that begin at a later position, which can be counted per sequence without
-    looking at the tiles one by one. MAX_PARTS is at least PROGRAMS, a bound of tiles * Hk * parts if parts > 1.
+    A tile's rank is the number of tiles that begin at a later position, which can be counted per sequence without
+    looking at every tile. MAX_PARTS is at least NUM_PROGRAMS, a bound of tiles * Hk * parts if parts > 1.
     """
     BLOCK: tl.constexpr = 64
     TILES: tl.constexpr = 32
-    s = tl.program_id(0)
-    rows += first
-    kv_lens += first
-    cu_query_lens += first
-    b = tl.arange(0, BLOCK)
+    seq = tl.program_id(0)
+    rows_ptr += first_seq
+    kv_lens_ptr += first_seq
+    cu_query_lens_ptr += first_seq
+    offs_b = tl.arange(0, BLOCK)
     tile_counts = tl.zeros([BLOCK], tl.int32)
     longest = tl.zeros([BLOCK], tl.int32)
     for block in range(0, num_seqs, BLOCK):
-        length, queries = _load_lengths(kv_lens, cu_query_lens, block + b, num_seqs)
-        tile_counts += (queries + TQ - 1) // TQ
+        length, queries = _load_lengths(kv_lens_ptr, cu_query_lens_ptr, block + offs_b, num_seqs)
+        tile_counts += (queries + BLOCK_Q - 1) // BLOCK_Q
         longest = tl.maximum(longest, length)
     all_tiles = tl.sum(tile_counts, 0)
     most_keys = tl.max(longest, 0)
     if WINDOW > 0:
-        most_keys = tl.minimum(most_keys, WINDOW + TQ)
-    parts = tl.minimum(PROGRAMS // (all_tiles * HK), most_keys // MIN_PART)
+        most_keys = tl.minimum(most_keys, WINDOW + BLOCK_Q)
+    parts = tl.minimum(NUM_PROGRAMS // (all_tiles * NUM_KV_HEADS), most_keys // MIN_PART)
     parts = tl.maximum(parts, 1)
-    if s == 0:
-        tl.store(work, all_tiles * parts)
-        tl.store(work + 1, parts)
-        tl.store(work + COUNTERS + tl.arange(0, MAX_PARTS), tl.zeros([MAX_PARTS], tl.int32))
+    if seq == 0:
+        tl.store(work_ptr, all_tiles * parts)
+        tl.store(work_ptr + 1, parts)
+        tl.store(work_ptr + COUNTERS + tl.arange(0, MAX_PARTS), tl.zeros([MAX_PARTS], tl.int32))
 
-    row = tl.load(rows + s)
-    token = tl.load(cu_query_lens + s)
-    num_queries = tl.load(cu_query_lens + s + 1) - token
-    begin = tl.load(kv_lens + s) - num_queries
-    for start in range(0, tl.cdiv(num_queries, TQ), TILES):
+    row = tl.load(rows_ptr + seq)
+    token = tl.load(cu_query_lens_ptr + seq)
+    num_queries = tl.load(cu_query_lens_ptr + seq + 1) - token
+    begin = tl.load(kv_lens_ptr + seq) - num_queries
+    for start in range(0, tl.cdiv(num_queries, BLOCK_Q), TILES):
         i = start + tl.arange(0, TILES)
-        position = begin + i * TQ
+        position = begin + i * BLOCK_Q
         rank = tl.zeros([TILES], tl.int32)
         for block in range(0, num_seqs, BLOCK):
-            length, queries = _load_lengths(kv_lens, cu_query_lens, block + b, num_seqs)
-            tiles = ((queries + TQ - 1) // TQ)[None, :]
+            length, queries = _load_lengths(kv_lens_ptr, cu_query_lens_ptr, block + offs_b, num_seqs)
+            tiles = ((queries + BLOCK_Q - 1) // BLOCK_Q)[None, :]
             distance = position[:, None] - (length - queries)[None, :]
-            not_later = tl.where(distance >= 0, tl.minimum(distance // TQ + 1, tiles), 0)
-            is_equal = (distance >= 0) & (distance % TQ == 0) & (distance // TQ < tiles)
-            is_equal = is_equal & ((block + b)[None, :] < s)
+            not_later = tl.where(distance >= 0, tl.minimum(distance // BLOCK_Q + 1, tiles), 0)
+            is_equal = (distance >= 0) & (distance % BLOCK_Q == 0) & (distance // BLOCK_Q < tiles)
+            is_equal = is_equal & ((block + offs_b)[None, :] < seq)
             rank += tl.sum(tiles - not_later + is_equal.to(tl.int32), 1)
-        is_tile = i * TQ < num_queries
+        is_tile = i * BLOCK_Q < num_queries
         for part in range(parts):
-            item = work + COUNTERS + MAX_PARTS + (rank * parts + part) * TILE
-            tl.store(item, tl.zeros([TILES], tl.int32) + row, mask=is_tile)
-            tl.store(item + 1, position, mask=is_tile)
-            tl.store(item + 2, token + i * TQ, mask=is_tile)
-            tl.store(item + 3, tl.minimum(num_queries - i * TQ, TQ), mask=is_tile)
+            item_ptrs = work_ptr + COUNTERS + MAX_PARTS + (rank * parts + part) * TILE
+            tl.store(item_ptrs, tl.zeros([TILES], tl.int32) + row, mask=is_tile)
+            tl.store(item_ptrs + 1, position, mask=is_tile)
+            tl.store(item_ptrs + 2, token + i * BLOCK_Q, mask=is_tile)
+            tl.store(item_ptrs + 3, tl.minimum(num_queries - i * BLOCK_Q, BLOCK_Q), mask=is_tile)
 
 
 @triton.jit
-def _load_lengths(kv_lens, cu_query_lens, seqs, num_seqs):
+def _load_lengths(kv_lens_ptr, cu_query_lens_ptr, seqs, num_seqs):
     """KV and query lengths, 0 beyond the last sequence."""
     mask = seqs < num_seqs
-    begin = tl.load(cu_query_lens + seqs, mask=mask, other=0)
-    end = tl.load(cu_query_lens + seqs + 1, mask=mask, other=0)
-    return tl.load(kv_lens + seqs, mask=mask, other=0), end - begin
+    begin = tl.load(cu_query_lens_ptr + seqs, mask=mask, other=0)
+    end = tl.load(cu_query_lens_ptr + seqs + 1, mask=mask, other=0)
+    return tl.load(kv_lens_ptr + seqs, mask=mask, other=0), end - begin
 
 
 @triton.jit
 def _add_keys(
-    acc, m, total, query, position, pages, table, head, lo, hi, scale,
-    HK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    acc, m, total, query, position, pages_ptr, table_ptr, head, lo, hi, scale,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over keys [lo, hi); not MASKED: whole tiles of keys that every query sees.
+    """Add keys [lo, hi) to the online softmax; without MASKED, whole tiles of keys that every query sees.
 
-    A query that has seen none yet sums up the values of those it must not see; the first that it does see, here or when
-    parts are merged, weighs infinitely more.
+    A query that has seen no key yet adds up the values of masked keys. The first key that it does see, here or when
+    parts are merged, outweighs them completely.
     """
-    d = tl.arange(0, D)
-    for start in tl.range(lo, hi, BN, num_stages=STAGES):
-        o = start + tl.arange(0, BN)
-        if PAGE >= BN:
-            page = tl.load(table + start // PAGE).to(tl.int64)
-            offset = (page * 2 * HK + head) * PAGE * D + (start % PAGE + tl.arange(0, BN)) * D
+    offs_d = tl.arange(0, HEAD_DIM)
+    for start in tl.range(lo, hi, BLOCK_N, num_stages=NUM_STAGES):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        if PAGE_SIZE >= BLOCK_N:
+            page = tl.load(table_ptr + start // PAGE_SIZE).to(tl.int64)
+            offset = (page * 2 * NUM_KV_HEADS + head) * PAGE_SIZE * HEAD_DIM
+            offset += (start % PAGE_SIZE + tl.arange(0, BLOCK_N)) * HEAD_DIM
         else:
-            page = tl.load(table + o // PAGE, mask=o < hi, other=0).to(tl.int64)
-            offset = (page * 2 * HK + head) * PAGE * D + (o % PAGE) * D
-        k_ptr = pages + offset[:, None] + d[None, :]
-        v_ptr = k_ptr + HK * PAGE * D
-        if MASKED:  # by masked loads, not products: beyond the last key there may be NaN
-            k = tl.load(k_ptr, mask=o[:, None] < hi, other=0.0)
-            v = tl.load(v_ptr, mask=o[:, None] < hi, other=0.0)
+            page = tl.load(table_ptr + offs_n // PAGE_SIZE, mask=offs_n < hi, other=0).to(tl.int64)
+            offset = (page * 2 * NUM_KV_HEADS + head) * PAGE_SIZE * HEAD_DIM + (offs_n % PAGE_SIZE) * HEAD_DIM
+        k_ptrs = pages_ptr + offset[:, None] + offs_d[None, :]
+        v_ptrs = k_ptrs + NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
+        if MASKED:  # masked loads, since masking the scores does not remove NaN beyond the last key
+            k = tl.load(k_ptrs, mask=offs_n[:, None] < hi, other=0.0)
+            v = tl.load(v_ptrs, mask=offs_n[:, None] < hi, other=0.0)
         else:
-            k = tl.load(k_ptr)
-            v = tl.load(v_ptr)
+            k = tl.load(k_ptrs)
+            v = tl.load(v_ptrs)
         x = tl.dot(query, tl.trans(k), input_precision="ieee")
         if MASKED:
-            is_seen = o[None, :] <= position[:, None]
+            is_seen = offs_n[None, :] <= position[:, None]
             if WINDOW > 0:
-                is_seen = is_seen & (o[None, :] > position[:, None] - WINDOW)
-            # Scaled first: fused with the subtraction below, the product of NEGATIVE would leave a remainder, and
-            # that may be large.
+                is_seen = is_seen & (offs_n[None, :] > position[:, None] - WINDOW)
+            # Scaled first: an FMA of NEGATIVE * scale with the subtraction below would leave a large remainder.
             x = tl.where(is_seen, x * scale, NEGATIVE)
             new_m = tl.maximum(m, tl.max(x, 1))
             p = tl.exp2(x - new_m[:, None])
@@ -144,92 +145,97 @@ def _add_keys(
 
 @triton.jit(
     do_not_specialize=["stride_table"],
-    do_not_specialize_on_alignment=["page_table", "work"],
+    do_not_specialize_on_alignment=["page_table_ptr", "work_ptr"],
 )
 def prefill_attention(
-    q, pages, page_table, work, part, lse, out, scale, stride_q, stride_table,
-    HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, MAX_PARTS: tl.constexpr, WINDOW: tl.constexpr,
+    q_ptr, pages_ptr, page_table_ptr, work_ptr, part_ptr, lse_ptr, out_ptr, scale, stride_q, stride_table,
+    NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, MAX_PARTS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """out [T, Hq, D] = causal attention of the listed tiles; grid (at least items * Hk).
+    """out [T, Hq, D] = softmax(scale q K^T) V of the listed tiles, causal; grid (at least items * Hk).
 
-    q [T, >= Hq, D] has token stride `stride_q`; pages [P, 2, Hk, PAGE, D]; `scale` includes log2(e); part [MAX_PARTS *
-    BM, D] and lse [MAX_PARTS * BM] float32.
+    q [T, >= Hq, D] has token stride `stride_q`; pages [P, 2, Hk, page, D]; `scale` includes log2(e);
+    part [MAX_PARTS * BLOCK_M, D] and lse [MAX_PARTS * BLOCK_M] float32.
     """
-    head = tl.program_id(0) % HK
-    index = tl.program_id(0) // HK
-    num_items = tl.load(work)
-    parts = tl.load(work + 1)
-    item = work + COUNTERS + MAX_PARTS + index * TILE
+    head = tl.program_id(0) % NUM_KV_HEADS
+    index = tl.program_id(0) // NUM_KV_HEADS
+    num_items = tl.load(work_ptr)
+    parts = tl.load(work_ptr + 1)
+    item_ptr = work_ptr + COUNTERS + MAX_PARTS + index * TILE
     is_item = index < num_items
-    row = tl.load(item, mask=is_item, other=0)
-    lowest = tl.load(item + 1, mask=is_item, other=0)
-    token = tl.load(item + 2, mask=is_item, other=0)
-    num_queries = tl.load(item + 3, mask=is_item, other=0)
+    row = tl.load(item_ptr, mask=is_item, other=0)
+    first_position = tl.load(item_ptr + 1, mask=is_item, other=0)
+    token = tl.load(item_ptr + 2, mask=is_item, other=0)
+    num_queries = tl.load(item_ptr + 3, mask=is_item, other=0)
     if index >= num_items:
         return
-    table = page_table + row.to(tl.int64) * stride_table
-    r = tl.arange(0, BM)
-    d = tl.arange(0, D)
-    t = r // G
-    is_row = t < num_queries
-    position = lowest + t
-    q_ptr = q + (token + t).to(tl.int64)[:, None] * stride_q + (head * G + r % G)[:, None] * D + d[None, :]
-    query = tl.load(q_ptr, mask=is_row[:, None], other=0.0)
+    table_ptr = page_table_ptr + row.to(tl.int64) * stride_table
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM)
+    offs_q = offs_m // GROUP_SIZE
+    is_row = offs_q < num_queries
+    position = first_position + offs_q
+    q_ptrs = q_ptr + (token + offs_q).to(tl.int64)[:, None] * stride_q
+    q_ptrs = q_ptrs + (head * GROUP_SIZE + offs_m % GROUP_SIZE)[:, None] * HEAD_DIM + offs_d[None, :]
+    query = tl.load(q_ptrs, mask=is_row[:, None], other=0.0)
 
-    end = lowest + num_queries
+    end = first_position + num_queries
     first_key = 0
     if WINDOW > 0:
-        first_key = tl.maximum(lowest + 1 - WINDOW, 0) // BN * BN
-    span = tl.cdiv(tl.cdiv(end - first_key, parts), BN) * BN
-    lo = tl.minimum(first_key + index % parts * span, end)  # a part may have no keys: rounding leaves fewer to the last
+        first_key = tl.maximum(first_position + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+    span = tl.cdiv(tl.cdiv(end - first_key, parts), BLOCK_N) * BLOCK_N
+    lo = tl.minimum(first_key + index % parts * span, end)  # by rounding up, the last parts may have no keys
     hi = tl.minimum(lo + span, end)
-    seen_by_all = tl.maximum(tl.minimum((lowest + 1) // BN * BN, hi), lo)
-    m = tl.full([BM], NEGATIVE, tl.float32)
-    total = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, D], tl.float32)
+    unmasked_end = tl.maximum(tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, hi), lo)
+    m = tl.full([BLOCK_M], NEGATIVE, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     if WINDOW > 0:
-        # Keys that the tile's last query does not see any more.
-        passed = tl.minimum(tl.maximum(tl.cdiv(end - WINDOW, BN) * BN, lo), hi)
+        # Keys that have left the window of the tile's last query.
+        left_window = tl.minimum(tl.maximum(tl.cdiv(end - WINDOW, BLOCK_N) * BLOCK_N, lo), hi)
         acc, m, total = _add_keys(
-            acc, m, total, query, position, pages, table, head, lo, passed, scale, HK, D, PAGE, BN, 2, WINDOW, True
+            acc, m, total, query, position, pages_ptr, table_ptr, head, lo, left_window, scale,
+            NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, 2, WINDOW, True,
         )  # fmt: skip
-        lo = passed
-        seen_by_all = tl.maximum(seen_by_all, lo)
+        lo = left_window
+        unmasked_end = tl.maximum(unmasked_end, lo)
     acc, m, total = _add_keys(
-        acc, m, total, query, position, pages, table, head, lo, seen_by_all, scale, HK, D, PAGE, BN, STAGES, WINDOW,
-        False,
+        acc, m, total, query, position, pages_ptr, table_ptr, head, lo, unmasked_end, scale,
+        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, NUM_STAGES, WINDOW, False,
     )  # fmt: skip
     acc, m, total = _add_keys(
-        acc, m, total, query, position, pages, table, head, seen_by_all, hi, scale, HK, D, PAGE, BN, 2, WINDOW, True
+        acc, m, total, query, position, pages_ptr, table_ptr, head, unmasked_end, hi, scale,
+        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, 2, WINDOW, True,
     )  # fmt: skip
 
-    out_ptr = out + ((token + t).to(tl.int64) * HK + head)[:, None] * (G * D) + (r % G)[:, None] * D + d[None, :]
+    out_ptrs = out_ptr + ((token + offs_q).to(tl.int64) * NUM_KV_HEADS + head)[:, None] * (GROUP_SIZE * HEAD_DIM)
+    out_ptrs = out_ptrs + (offs_m % GROUP_SIZE)[:, None] * HEAD_DIM + offs_d[None, :]
     if parts == 1:
-        tl.store(out_ptr, (acc / total[:, None]).to(out.dtype.element_ty), mask=is_row[:, None])
+        tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_row[:, None])
     else:
-        # A part without keys counts nothing in the merge.
-        lines = tl.program_id(0) * BM + r
+        # A part without keys has no weight in the merge.
+        offs_part = tl.program_id(0) * BLOCK_M + offs_m
         has_keys = total > 0
         total = tl.where(has_keys, total, 1.0)
-        tl.store(part + lines[:, None] * D + d[None, :], acc / total[:, None])
-        tl.store(lse + lines, tl.where(has_keys, m + tl.log2(total), NEGATIVE))
+        tl.store(part_ptr + offs_part[:, None] * HEAD_DIM + offs_d[None, :], acc / total[:, None])
+        tl.store(lse_ptr + offs_part, tl.where(has_keys, m + tl.log2(total), NEGATIVE))
         tl.debug_barrier()  # the whole program's part, before one thread announces it
         tile = index // parts
-        done = tl.atomic_add(work + COUNTERS + tile * HK + head, 1, sem="acq_rel")
+        done = tl.atomic_add(work_ptr + COUNTERS + tile * NUM_KV_HEADS + head, 1, sem="acq_rel")
         if done == parts - 1:
-            tl.store(work + COUNTERS + tile * HK + head, 0)  # the next layer counts again
-            m = tl.full([BM], NEGATIVE, tl.float32)
-            total = tl.zeros([BM], tl.float32)
-            acc = tl.zeros([BM, D], tl.float32)
+            tl.store(work_ptr + COUNTERS + tile * NUM_KV_HEADS + head, 0)  # the next layer counts again
+            m = tl.full([BLOCK_M], NEGATIVE, tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
             for j in range(parts):
-                lines = ((tile * parts + j) * HK + head) * BM + r
-                e = tl.load(lse + lines)
-                x = tl.load(part + lines[:, None] * D + d[None, :])
-                new_m = tl.maximum(m, e)
+                offs_part = ((tile * parts + j) * NUM_KV_HEADS + head) * BLOCK_M + offs_m
+                lse = tl.load(lse_ptr + offs_part)
+                x = tl.load(part_ptr + offs_part[:, None] * HEAD_DIM + offs_d[None, :])
+                new_m = tl.maximum(m, lse)
                 correction = tl.exp2(m - new_m)
-                p = tl.exp2(e - new_m)
+                p = tl.exp2(lse - new_m)
                 total = total * correction + p
                 acc = acc * correction[:, None] + x * p[:, None]
                 m = new_m
-            tl.store(out_ptr, (acc / total[:, None]).to(out.dtype.element_ty), mask=is_row[:, None])
+            tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_row[:, None])

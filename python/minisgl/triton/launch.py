@@ -1,19 +1,25 @@
-"""What all launchers share: whether kernels run for real, programmatic dependent launch, counters."""
+"""What all launchers share: programmatic dependent launch (PDL), counters, and compiling kernels ahead of their use."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from triton import knobs
+from triton.compiler import CompiledKernel
 
 INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it when it is first imported
 COUNTERS: Final = 1 << 14
+MAX_COMPILE_THREADS: Final = 16
 
-_PLAIN: Final[dict[str, Any]] = {"PDL": False}
-_CHAINED: Final[dict[str, Any]] = {"PDL": True, "launch_pdl": True}
+_WITHOUT_PDL: Final[dict[str, Any]] = {"PDL": False}
+_WITH_PDL: Final[dict[str, Any]] = {"PDL": True, "launch_pdl": True}
 _counters: dict[tuple[torch.device, int, int], Tensor] = {}
 
 
@@ -23,26 +29,77 @@ def has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def chained(device: torch.device) -> dict[str, Any]:
-    """Launch options of a kernel in the chain of a one-row step, or of one op; it takes `PDL: tl.constexpr`.
+def pdl_options(device: torch.device, is_chained: bool = True) -> dict[str, Any]:
+    """Launch options of a kernel with the parameter `PDL: tl.constexpr`; PDL is on if the kernel `is_chained`.
 
-    With PDL such a kernel first calls `gdc_launch_dependents`, may then read what no kernel of the step writes
-    (weights), and calls `gdc_wait` before anything else. All of them must wait: a kernel's end stands for the end of
-    all before it only when it has itself waited for its predecessor.
+    Chained are the kernels of a one-row step and those of one op. With PDL a kernel first calls
+    `gdc_launch_dependents`, may then read what no kernel of the step writes (weights), and calls `gdc_wait` before
+    anything else. Every kernel of a chain must wait: its end stands for the end of all kernels before only if it has
+    itself waited for its predecessor.
     """
-    return _CHAINED if has_pdl(device) else _PLAIN
+    return _WITH_PDL if is_chained and has_pdl(device) else _WITHOUT_PDL
 
 
 def counters(device: torch.device, idle: int = 0, stride: int = 1) -> Tensor:
     """COUNTERS int32, every `stride`-th of them in use, that hold `idle` between kernels.
 
-    For kernels whose last program to arrive does the rest; it restores them. All such kernels share them, which is
-    sound in one stream.
+    For kernels whose last program to arrive does the rest and restores the counters. All such kernels share them, so
+    they must run in one stream.
     """
-    found = _counters.get((device, idle, stride))
-    if found is None:
+    tensor = _counters.get((device, idle, stride))
+    if tensor is None:
         # Made during a capture, they would be filled at replay only and live in the graph's memory.
         assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run once before capturing"
-        found = torch.full((COUNTERS * stride,), idle, dtype=torch.int32, device=device)
-        _counters[device, idle, stride] = found
-    return found
+        tensor = torch.full((COUNTERS * stride,), idle, dtype=torch.int32, device=device)
+        _counters[device, idle, stride] = tensor
+    return tensor
+
+
+def _launch_nothing(*_: Any) -> None:
+    pass
+
+
+class _Uncompiled:
+    """Stands for a kernel that is yet to be compiled."""
+
+    function = packed_metadata = None
+    launch_metadata = run = staticmethod(_launch_nothing)
+
+
+@contextmanager
+def compile_ahead(progress: Callable[[int, int], None] | None = None) -> Iterator[None]:
+    """Within, note kernels instead of launching them; at the end, compile or load all of them at once in threads.
+
+    One after the other they took 7 s of a cold start. What runs within computes garbage, and ranks whose kernels wait
+    for each other need not have launched the same ones before. `progress` is called with (kernels done, all kernels).
+    """
+    noted: dict[tuple[Any, str], Callable[[], object]] = {}
+
+    def note(key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        kernel = fn.jit_function
+        data = compile["specialization_data"]
+        cache = kernel.device_caches[compile["device"]][0]
+        cache[key] = _Uncompiled()
+
+        def load() -> object:
+            return kernel.preload(data)
+
+        noted[kernel, key] = load
+        return True  # do not compile it now
+
+    hook, run = knobs.runtime.jit_cache_hook, CompiledKernel.run
+    knobs.runtime.jit_cache_hook = note
+    CompiledKernel.run = property(lambda kernel: _launch_nothing)
+    try:
+        yield
+    finally:
+        knobs.runtime.jit_cache_hook, CompiledKernel.run = hook, run
+        for kernel, key in noted:
+            for caches in kernel.device_caches.values():
+                caches[0].pop(key, None)
+    with ThreadPoolExecutor(min(MAX_COMPILE_THREADS, os.cpu_count() or 1)) as pool:
+        jobs = [pool.submit(load) for load in noted.values()]
+        for done, job in enumerate(as_completed(jobs), 1):
+            job.result()
+            if progress is not None:
+                progress(done, len(jobs))

@@ -1,7 +1,7 @@
-"""Log-probabilities of chosen tokens and of the likeliest ones: the best of each tile of a row, then the best of these.
+"""Log-probabilities of sampled tokens and of the likeliest ones: the TOP of each tile of a row, then the TOP of these.
 
-A logit and its token are one int64, which orders them as they are to be listed: the larger logit first, the lower token
-first among equals. So each is the largest once, and taking it away leaves the next.
+A logit and its token are packed into one int64 key, which orders them: the larger logit first, the lower token first
+among equals. Keys are distinct, so removing the largest leaves the next.
 """
 
 from __future__ import annotations
@@ -21,77 +21,78 @@ LOGPROBS = tl.constexpr(Flag.LOGPROBS)
 TOP = tl.constexpr(StepResult.TOP)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
-NO_INTS = tl.constexpr(-(2**63))  # below any logit's
-LOW = tl.constexpr(0x7FFFFFFF)
+NO_KEY = tl.constexpr(-(2**63))  # below all keys
+LOW_BITS = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def _listed(x, token):
+def _pack(x, token):
     i = x.to(tl.int32, bitcast=True)
-    return ((i ^ ((i >> 31) & LOW)).to(tl.int64) << 32) | (token ^ LOW).to(tl.int64)
+    return ((i ^ ((i >> 31) & LOW_BITS)).to(tl.int64) << 32) | (token ^ LOW_BITS).to(tl.int64)
 
 
 @triton.jit
-def _logit(listed):
-    i = (listed >> 32).to(tl.int32)
-    return (i ^ ((i >> 31) & LOW)).to(tl.float32, bitcast=True)
+def _logit(key):
+    i = (key >> 32).to(tl.int32)
+    return (i ^ ((i >> 31) & LOW_BITS)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _token(listed):
-    return (listed & LOW).to(tl.int32) ^ LOW
+def _token(key):
+    return (key & LOW_BITS).to(tl.int32) ^ LOW_BITS
 
 
-@triton.jit(do_not_specialize=["tiles"])
-def _tile_tops(logits, flags, tops, peaks, masses, vocab, tiles, BLOCK: tl.constexpr):
-    """Program (sequence, tile): its TOP best, its largest logit, and its mass where that is 1."""
+@triton.jit(do_not_specialize=["num_tiles"])
+def _tile_tops(logits_ptr, flags_ptr, tops_ptr, peaks_ptr, masses_ptr, vocab_size, num_tiles, BLOCK: tl.constexpr):
+    """Of a tile: its TOP keys, its largest logit, and its sum of exp(logit - largest); grid (S, V / BLOCK)."""
     seq, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if (tl.load(flags + seq) & LOGPROBS) != 0:
-        e = tile * BLOCK + tl.arange(0, BLOCK)
-        here = e < vocab
-        x = tl.load(logits + seq * vocab + e, mask=here, other=float("-inf")).to(tl.float32)
+    if (tl.load(flags_ptr + seq) & LOGPROBS) != 0:
+        offs = tile * BLOCK + tl.arange(0, BLOCK)
+        mask = offs < vocab_size
+        x = tl.load(logits_ptr + seq * vocab_size + offs, mask=mask, other=float("-inf")).to(tl.float32)
         peak = tl.max(x, 0)
-        mass = tl.sum(tl.where(here & (x > float("-inf")), tl.exp2((x - peak) * LOG2_E), 0.0), 0)
-        part = seq * tiles + tile
-        tl.store(peaks + part, peak)
-        tl.store(masses + part, mass)
-        left = tl.where(here, _listed(x, e), NO_INTS)
+        mass = tl.sum(tl.where(mask & (x > float("-inf")), tl.exp2((x - peak) * LOG2_E), 0.0), 0)
+        part = seq * num_tiles + tile
+        tl.store(peaks_ptr + part, peak)
+        tl.store(masses_ptr + part, mass)
+        remaining = tl.where(mask, _pack(x, offs), NO_KEY)
         for k in range(TOP):
-            best = tl.max(left, 0)
-            tl.store(tops + part * TOP + k, best)
-            left = tl.where(left == best, NO_INTS, left)
+            best = tl.max(remaining, 0)
+            tl.store(tops_ptr + part * TOP + k, best)
+            remaining = tl.where(remaining == best, NO_KEY, remaining)
 
 
-@triton.jit(do_not_specialize=["tiles", "count"])
+@triton.jit(do_not_specialize=["num_tiles", "num_seqs"])
 def _logprobs(
-    logits, flags, tokens, tops, peaks, masses, out, vocab, tiles, count, TILES: tl.constexpr, BEST: tl.constexpr
-):
-    """Program (sequence): its column of `out` [StepResult.WIDTH, count]."""
+    logits_ptr, flags_ptr, tokens_ptr, tops_ptr, peaks_ptr, masses_ptr, out_ptr, vocab_size, num_tiles, num_seqs,
+    BLOCK_TILES: tl.constexpr, BLOCK_TOPS: tl.constexpr,
+):  # fmt: skip
+    """A sequence's column of out [StepResult.WIDTH, S]; grid (S)."""
     seq = tl.program_id(0).to(tl.int64)
-    is_wanted = (tl.load(flags + seq) & LOGPROBS) != 0
-    own, logarithm = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
-    left = tl.full([BEST], NO_INTS, tl.int64)
+    is_wanted = (tl.load(flags_ptr + seq) & LOGPROBS) != 0
+    logprob, log_sum = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+    remaining = tl.full([BLOCK_TOPS], NO_KEY, tl.int64)
     if is_wanted:
-        i, j = tl.arange(0, TILES), tl.arange(0, BEST)
-        peak = tl.load(peaks + seq * tiles + i, mask=i < tiles, other=float("-inf"))
-        mass = tl.load(masses + seq * tiles + i, mask=i < tiles, other=0.0)
+        offs_t, offs_b = tl.arange(0, BLOCK_TILES), tl.arange(0, BLOCK_TOPS)
+        peak = tl.load(peaks_ptr + seq * num_tiles + offs_t, mask=offs_t < num_tiles, other=float("-inf"))
+        mass = tl.load(masses_ptr + seq * num_tiles + offs_t, mask=offs_t < num_tiles, other=0.0)
         highest = tl.max(peak, 0)
         total = tl.sum(tl.where(peak > float("-inf"), mass * tl.exp2((peak - highest) * LOG2_E), 0.0), 0)
-        logarithm = highest + tl.log2(total) * LN_2
-        own = tl.load(logits + seq * vocab + tl.load(tokens + seq)).to(tl.float32) - logarithm
-        left = tl.load(tops + seq * tiles * TOP + j, mask=j < tiles * TOP, other=NO_INTS)
-    tl.store(out + seq, own.to(tl.int32, bitcast=True))
+        log_sum = highest + tl.log2(total) * LN_2
+        logprob = tl.load(logits_ptr + seq * vocab_size + tl.load(tokens_ptr + seq)).to(tl.float32) - log_sum
+        remaining = tl.load(tops_ptr + seq * num_tiles * TOP + offs_b, mask=offs_b < num_tiles * TOP, other=NO_KEY)
+    tl.store(out_ptr + seq, logprob.to(tl.int32, bitcast=True))
     for k in range(TOP):
-        best = tl.max(left, 0)
-        is_one = best > NO_INTS
-        logprob = (_logit(best) - logarithm).to(tl.int32, bitcast=True)
-        tl.store(out + (1 + k) * count + seq, tl.where(is_one, _token(best), 0))
-        tl.store(out + (1 + TOP + k) * count + seq, tl.where(is_one, logprob, 0))
-        left = tl.where(left == best, NO_INTS, left)
+        best = tl.max(remaining, 0)
+        is_token = best > NO_KEY
+        top_logprob = (_logit(best) - log_sum).to(tl.int32, bitcast=True)
+        tl.store(out_ptr + (1 + k) * num_seqs + seq, tl.where(is_token, _token(best), 0))
+        tl.store(out_ptr + (1 + TOP + k) * num_seqs + seq, tl.where(is_token, top_logprob, 0))
+        remaining = tl.where(remaining == best, NO_KEY, remaining)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, flags: Tensor) -> Tensor:
-    """As `ops/logprobs.py` says; the lowest of equally likely tokens comes first."""
+    """As `ops.sampling.token_logprobs`; the lowest of equally likely tokens comes first."""
     logits = logits.contiguous()
     count, vocab = logits.shape
     device, tiles = logits.device, triton.cdiv(vocab, BLOCK)
@@ -101,6 +102,6 @@ def token_logprobs(logits: Tensor, tokens: Tensor, flags: Tensor) -> Tensor:
     _tile_tops[(count, tiles)](logits, flags, tops, peaks, masses, vocab, tiles, BLOCK=BLOCK)
     _logprobs[(count,)](
         logits, flags, tokens, tops, peaks, masses, out, vocab, tiles, count,
-        TILES=triton.next_power_of_2(tiles), BEST=triton.next_power_of_2(tiles * TOP.value),
+        BLOCK_TILES=triton.next_power_of_2(tiles), BLOCK_TOPS=triton.next_power_of_2(tiles * TOP.value),
     )  # fmt: skip
     return out

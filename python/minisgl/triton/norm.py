@@ -1,4 +1,4 @@
-"""Embedding, norms, activation, and the transform between QKV projection and attention: one kernel each.
+"""Embedding, norms, activations, and the transform between QKV projection and attention: one kernel each.
 
 All arithmetic is in float32; values are rounded to the activations' dtype where `ops/reference.py` rounds them.
 """
@@ -12,48 +12,51 @@ import triton.language as tl
 from torch import Tensor, empty, empty_like
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minisgl.triton.launch import chained
+from minisgl.triton.launch import pdl_options
 
 
 @triton.jit
-def _embedding(ids, weight, out, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _embedding(ids_ptr, weight_ptr, out_ptr, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out[t] = weight[ids[t]]; grid (T)."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK)
-    row = tl.load(ids + token).to(tl.int64)
-    tl.store(out + token * n + k, tl.load(weight + row * n + k, mask=k < n), mask=k < n)
+    offs = tl.arange(0, BLOCK)
+    row = tl.load(ids_ptr + token).to(tl.int64)
+    tl.store(out_ptr + token * n + offs, tl.load(weight_ptr + row * n + offs, mask=offs < n), mask=offs < n)
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """As `reference.embedding`; the first kernel of a one-row step."""
     tokens, n = len(ids), weight.shape[1]
     out = empty((tokens, n), dtype=weight.dtype, device=weight.device)
-    options = chained(weight.device) if tokens == 1 else {"PDL": False}
+    options = pdl_options(weight.device, tokens == 1)
     _embedding[(tokens,)](ids, weight, out, n, BLOCK=triton.next_power_of_2(n), **options)
     return out
 
 
 @triton.jit
-def _rms_norm(x, residual, weight, out, n, eps, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One row a program. ADD: residual += x first."""
+def _rms_norm(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, n, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """out = x / sqrt(mean(x^2) + eps) * weight, one row a program. HAS_RESIDUAL: residual += x first."""
     row = tl.program_id(0).to(tl.int64) * n
-    k = tl.arange(0, BLOCK)
-    here = k < n
+    offs = tl.arange(0, BLOCK)
+    mask = offs < n
     if PDL:
         gdc_launch_dependents()
-    w = tl.load(weight + k, mask=here, other=0.0).to(tl.float32)
+    w = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    total = tl.load(x + row + k, mask=here, other=0.0)
-    if ADD:
-        r = tl.load(residual + row + k, mask=here, other=0.0)
-        total = (total.to(tl.float32) + r.to(tl.float32)).to(total.dtype)
-        tl.store(residual + row + k, total, mask=here)
-    v = total.to(tl.float32)
-    v *= tl.rsqrt(tl.sum(v * v, 0) / n + eps)
-    tl.store(out + row + k, (v.to(weight.dtype.element_ty).to(tl.float32) * w).to(total.dtype), mask=here)
+    total = tl.load(x_ptr + row + offs, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row + offs, mask=mask, other=0.0)
+        total = (total.to(tl.float32) + residual.to(tl.float32)).to(total.dtype)
+        tl.store(residual_ptr + row + offs, total, mask=mask)
+    x = total.to(tl.float32)
+    x *= tl.rsqrt(tl.sum(x * x, 0) / n + eps)
+    tl.store(out_ptr + row + offs, (x.to(weight_ptr.dtype.element_ty).to(tl.float32) * w).to(total.dtype), mask=mask)
 
 
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -61,10 +64,9 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Ten
     n = x.shape[-1]
     rows, block = x.numel() // n, triton.next_power_of_2(n)
     out = empty_like(x)
-    options = chained(x.device) if rows == 1 else {"PDL": False}
     _rms_norm[(rows,)](
-        x, x if residual is None else residual, weight, out, n, eps,
-        ADD=residual is not None, BLOCK=block, num_warps=min(8, max(1, block // 256)), **options,
+        x, x if residual is None else residual, weight, out, n, eps, HAS_RESIDUAL=residual is not None, BLOCK=block,
+        num_warps=min(8, max(1, block // 256)), **pdl_options(x.device, rows == 1),
     )  # fmt: skip
     return out
 
@@ -90,12 +92,13 @@ def gated(gate, up, GATE: tl.constexpr):
 
 
 @triton.jit
-def _gate_and_mul(x, out, n, GATE: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_and_mul(x_ptr, out_ptr, n, GATE: tl.constexpr, BLOCK: tl.constexpr):
+    """out[t] = gate(x[t, :n]) * x[t, n:]; grid (T, n / BLOCK)."""
     row = tl.program_id(0).to(tl.int64)
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(x + row * 2 * n + k, mask=k < n, other=0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * n + n + k, mask=k < n, other=0.0).to(tl.float32)
-    tl.store(out + row * n + k, gated(gate, up, GATE).to(out.dtype.element_ty), mask=k < n)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(x_ptr + row * 2 * n + offs, mask=offs < n, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * n + n + offs, mask=offs < n, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * n + offs, gated(gate, up, GATE).to(out_ptr.dtype.element_ty), mask=offs < n)
 
 
 def gate_and_mul(x: Tensor, gate: str) -> Tensor:
@@ -112,59 +115,63 @@ gelu_and_mul = partial(gate_and_mul, gate="gelu_tanh")
 
 
 @triton.jit
-def _turned(x1, x2, weight, cos, sin, eps, DIM: tl.constexpr, NORM: tl.constexpr):
-    """Normalise heads, given as halves [heads, D / 2], and turn the pairs (x1, x2)."""
-    d = tl.arange(0, DIM // 2)
+def _rotated(x1, x2, weight_ptr, cos, sin, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr):
+    """RMS norm (or none) and RoPE of heads given as halves [heads, D / 2]."""
+    offs_d = tl.arange(0, HEAD_DIM // 2)
     f1, f2 = x1.to(tl.float32), x2.to(tl.float32)
-    if NORM:
-        w1 = tl.load(weight + d)[None, :].to(tl.float32)
-        w2 = tl.load(weight + DIM // 2 + d)[None, :].to(tl.float32)
-        scale = tl.rsqrt(tl.sum(f1 * f1 + f2 * f2, 1) / DIM + eps)[:, None]
-        f1 = ((f1 * scale).to(weight.dtype.element_ty).to(tl.float32) * w1).to(x1.dtype).to(tl.float32)
-        f2 = ((f2 * scale).to(weight.dtype.element_ty).to(tl.float32) * w2).to(x1.dtype).to(tl.float32)
+    if HAS_NORM:
+        w1 = tl.load(weight_ptr + offs_d)[None, :].to(tl.float32)
+        w2 = tl.load(weight_ptr + HEAD_DIM // 2 + offs_d)[None, :].to(tl.float32)
+        scale = tl.rsqrt(tl.sum(f1 * f1 + f2 * f2, 1) / HEAD_DIM + eps)[:, None]
+        f1 = ((f1 * scale).to(weight_ptr.dtype.element_ty).to(tl.float32) * w1).to(x1.dtype).to(tl.float32)
+        f2 = ((f2 * scale).to(weight_ptr.dtype.element_ty).to(tl.float32) * w2).to(x1.dtype).to(tl.float32)
     return (f1 * cos - f2 * sin).to(x1.dtype), (f2 * cos + f1 * sin).to(x1.dtype)
 
 
 @triton.jit
 def _norm_rope_store(
-    qkv, q_weight, k_weight, cos_sin, positions, pages, out_loc, page_stride, kv_stride, head_stride, slot_stride, eps,
-    Q: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr, pages_ptr, out_loc_ptr,
+    stride_page, stride_kv, stride_head, stride_slot, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    HAS_NORM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, group of HEADS query heads or of KV_HEADS KV heads). q is rotated in place, rotated k and v go to
-    the pages.
+    """Program (token, group of BLOCK_HEADS query heads or of BLOCK_KV_HEADS KV heads).
 
-    The halves of the heads are separate tiles, so each thread turns its pairs by itself, all of them by the same cos
-    and sin.
+    q is rotated in place; rotated k and v go to the pages. The halves of the heads are separate tiles, so each thread
+    rotates its pairs by itself, all of them by the same cos and sin.
     """
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    QUERY_GROUPS: tl.constexpr = (Q + HEADS - 1) // HEADS
-    d = tl.arange(0, DIM // 2)[None, :]
-    table = cos_sin + tl.load(positions + token).to(tl.int64) * DIM + d
-    row = qkv + token * ((Q + 2 * KV) * DIM)
+    QUERY_GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    offs_d = tl.arange(0, HEAD_DIM // 2)[None, :]
+    cos_ptrs = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * HEAD_DIM + offs_d
+    row_ptr = qkv_ptr + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
     if group < QUERY_GROUPS:
-        head = group * HEADS + tl.arange(0, HEADS)[:, None]
-        at, here = row + head * DIM + d, head < Q
-        x1 = tl.load(at, mask=here, other=0.0)
-        x2 = tl.load(at + DIM // 2, mask=here, other=0.0)
-        x1, x2 = _turned(x1, x2, q_weight, tl.load(table), tl.load(table + DIM // 2), eps, DIM, NORM)
+        head = group * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+        q_ptrs, mask = row_ptr + head * HEAD_DIM + offs_d, head < NUM_HEADS
+        x1 = tl.load(q_ptrs, mask=mask, other=0.0)
+        x2 = tl.load(q_ptrs + HEAD_DIM // 2, mask=mask, other=0.0)
+        cos, sin = tl.load(cos_ptrs), tl.load(cos_ptrs + HEAD_DIM // 2)
+        x1, x2 = _rotated(x1, x2, q_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
         tl.debug_barrier()  # all have read their part of q
-        tl.store(at, x1, mask=here)
-        tl.store(at + DIM // 2, x2, mask=here)
+        tl.store(q_ptrs, x1, mask=mask)
+        tl.store(q_ptrs + HEAD_DIM // 2, x2, mask=mask)
     else:
-        slot = tl.load(out_loc + token)
-        kv = (group - QUERY_GROUPS) * KV_HEADS + tl.arange(0, KV_HEADS)[:, None]
-        source, is_kv = row + (Q + kv) * DIM + d, kv < KV
-        k1 = tl.load(source, mask=is_kv, other=0.0)
-        k2 = tl.load(source + DIM // 2, mask=is_kv, other=0.0)
-        v1 = tl.load(source + KV * DIM, mask=is_kv, other=0.0)
-        v2 = tl.load(source + KV * DIM + DIM // 2, mask=is_kv, other=0.0)
-        to = pages + (slot // PAGE) * page_stride + (slot % PAGE) * slot_stride + kv * head_stride + d
-        tl.store(to + kv_stride, v1, mask=is_kv)
-        tl.store(to + kv_stride + DIM // 2, v2, mask=is_kv)
-        k1, k2 = _turned(k1, k2, k_weight, tl.load(table), tl.load(table + DIM // 2), eps, DIM, NORM)
-        tl.store(to, k1, mask=is_kv)
-        tl.store(to + DIM // 2, k2, mask=is_kv)
+        slot = tl.load(out_loc_ptr + token)
+        kv_head = (group - QUERY_GROUPS) * BLOCK_KV_HEADS + tl.arange(0, BLOCK_KV_HEADS)[:, None]
+        k_ptrs, mask = row_ptr + (NUM_HEADS + kv_head) * HEAD_DIM + offs_d, kv_head < NUM_KV_HEADS
+        k1 = tl.load(k_ptrs, mask=mask, other=0.0)
+        k2 = tl.load(k_ptrs + HEAD_DIM // 2, mask=mask, other=0.0)
+        v_ptrs = k_ptrs + NUM_KV_HEADS * HEAD_DIM
+        v1 = tl.load(v_ptrs, mask=mask, other=0.0)
+        v2 = tl.load(v_ptrs + HEAD_DIM // 2, mask=mask, other=0.0)
+        page_ptrs = pages_ptr + (slot // PAGE_SIZE) * stride_page + (slot % PAGE_SIZE) * stride_slot
+        page_ptrs = page_ptrs + kv_head * stride_head + offs_d
+        tl.store(page_ptrs + stride_kv, v1, mask=mask)
+        tl.store(page_ptrs + stride_kv + HEAD_DIM // 2, v2, mask=mask)
+        cos, sin = tl.load(cos_ptrs), tl.load(cos_ptrs + HEAD_DIM // 2)
+        k1, k2 = _rotated(k1, k2, k_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
+        tl.store(page_ptrs, k1, mask=mask)
+        tl.store(page_ptrs + HEAD_DIM // 2, k2, mask=mask)
 
 
 def norm_rope_store(
@@ -183,13 +190,14 @@ def norm_rope_store(
     2.2 / 38 / 75 us on an H200; fewer warps and more heads a program are within 2 us of that (`benchmark/kernels/ops.py
     small`).
     """
-    tokens, kv_heads, page, dim = len(qkv), *pages.shape[2:]
-    heads = qkv.shape[1] // dim - kv_heads * 2
+    tokens, num_kv_heads, page_size, dim = len(qkv), *pages.shape[2:]
+    num_heads = qkv.shape[1] // dim - num_kv_heads * 2
     has_norm = q_weight is not None and k_weight is not None
-    group, kv_group = (min(triton.next_power_of_2(count), max(1, 1024 // dim)) for count in (heads, kv_heads))
-    _norm_rope_store[(tokens, triton.cdiv(heads, group) + triton.cdiv(kv_heads, kv_group))](
+    block, kv_block = (min(triton.next_power_of_2(n), max(1, 1024 // dim)) for n in (num_heads, num_kv_heads))
+    _norm_rope_store[(tokens, triton.cdiv(num_heads, block) + triton.cdiv(num_kv_heads, kv_block))](
         qkv, q_weight if has_norm else qkv, k_weight if has_norm else qkv, cos_sin, positions, pages, out_loc,
         *pages.stride()[:4], eps,
-        Q=heads, KV=kv_heads, DIM=dim, PAGE=page, NORM=has_norm, HEADS=group, KV_HEADS=kv_group,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=dim, PAGE_SIZE=page_size, HAS_NORM=has_norm,
+        BLOCK_HEADS=block, BLOCK_KV_HEADS=kv_block,
     )  # fmt: skip
-    return qkv.view(tokens, heads + 2 * kv_heads, dim)[:, :heads]
+    return qkv.view(tokens, num_heads + 2 * num_kv_heads, dim)[:, :num_heads]

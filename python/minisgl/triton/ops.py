@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from minisgl.triton.gemm import skinny, skinny_config
-from minisgl.triton.gemv import gemv, gemv_rows, prefers_gemv_rows
+from minisgl.triton.cublas import cublas_linear
+from minisgl.triton.linear import gemv, gemv_rows, prefers_gemv_rows, skinny_config, skinny_gemm
 from minisgl.triton.logprobs import token_logprobs
 from minisgl.triton.moe import moe
 from minisgl.triton.norm import (
@@ -22,13 +22,12 @@ from minisgl.triton.norm import (
 )
 from minisgl.triton.penalties import apply_penalties, count_tokens
 from minisgl.triton.sample import candidates, sample_rows
-from minisgl.triton.tuned_linear import tuned_linear
 
 MAX_FUSED_INPUTS: Final = 2048
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `reference.linear`: own kernels up to 16 rows, cuBLAS for more, its algorithm chosen by trying if it was."""
+    """As `reference.linear`: our GEMV or GEMM for up to 16 rows where they are faster, else cuBLAS."""
     rows, (n_out, n_in) = len(x), weight.shape
     x = x.contiguous()
     if rows == 1:
@@ -37,8 +36,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return gemv_rows(x, weight, bias)
     config = skinny_config(rows, n_out, n_in, x.dtype)
     if config is not None:
-        return skinny(x, weight, bias, config)
-    return tuned_linear(x, weight, bias)
+        return skinny_gemm(x, weight, bias, config)
+    return cublas_linear(x, weight, bias)
 
 
 def _norm(x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -46,10 +45,10 @@ def _norm(x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float) -
 
 
 def _is_fused(x: Tensor) -> bool:
-    """One row goes through norm and projection in one kernel while K is small.
+    """Whether norm and projection are one kernel: for one row, while K is small.
 
-    Beyond, loading the residual and the norm's weight in every program costs more than a kernel of its own, which
-    takes 1.5 to 1.9 us. With and without norm, N x K: 151936 x 1024 70.8 / 69.6; 6144 x 4096 15.9 / 13.1 (11.9 in
+    For a larger K, loading the residual and the norm's weight in every program costs more than a separate kernel, which
+    takes 1.5 to 1.9 us. With and without the norm, N x K: 151936 x 1024 70.8 / 69.6; 6144 x 4096 15.9 / 13.1 (11.9 in
     tiles of 2); 24576 x 4096 51.8 / 45.3; 34816 x 5120 97.7 / 79.2; 151936 x 5120 388 / 334.
     """
     return len(x) == 1 and x.shape[1] <= MAX_FUSED_INPUTS
@@ -58,7 +57,7 @@ def _is_fused(x: Tensor) -> bool:
 def add_norm_linear(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.add_norm_linear`; overwrites `residual` unless it is one kernel."""
+    """As `reference.add_norm_linear`; overwrites `residual` unless one kernel does all."""
     if _is_fused(x):
         return gemv(x, weight, bias, residual=residual, norm_weight=norm_weight, eps=eps)
     normed, total = _norm(x, residual, norm_weight, eps)
@@ -66,14 +65,14 @@ def add_norm_linear(
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: str = "silu") -> Tensor:
-    """As `reference.gated_linear`: one kernel up to 16 rows where that is faster."""
+    """As `reference.gated_linear`: one kernel for up to 16 rows where that is faster."""
     rows, n_out, n_in = len(x), len(weight) // 2, weight.shape[1]
     x = x.contiguous()
     if rows == 1:
         return gemv(x, weight, bias, gate=gate)[0]
     config = skinny_config(rows, n_out, n_in, x.dtype, is_gated=True)
     if config is not None:
-        return skinny(x, weight, bias, config, gate=gate)
+        return skinny_gemm(x, weight, bias, config, gate=gate)
     return gate_and_mul(linear(x, weight, bias), gate)
 
 
@@ -86,7 +85,7 @@ def add_norm_gated(
     bias: Tensor | None = None,
     gate: str = "silu",
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.add_norm_gated`; overwrites `residual` unless it is one kernel."""
+    """As `reference.add_norm_gated`; overwrites `residual` unless one kernel does all."""
     if _is_fused(x):
         return gemv(x, weight, bias, residual=residual, norm_weight=norm_weight, eps=eps, gate=gate)
     normed, total = _norm(x, residual, norm_weight, eps)

@@ -1,4 +1,4 @@
-"""Penalties, biases, forbidden endings and masks in one launch, without asking the device or the host for anything."""
+"""Penalties, logit bias, forbidden end tokens and token masks in one launch, with no synchronisation."""
 
 from __future__ import annotations
 
@@ -12,93 +12,99 @@ from torch import Tensor
 from minisgl.layout import Flag
 
 if TYPE_CHECKING:
-    from minisgl.ops.penalties import PenaltyTables
+    from minisgl.ops.sampling import PenaltyTables
 
 BLOCK: Final = 2048
-BIASES: Final = 128  # worked on at once
-ADJUSTED = tl.constexpr(Flag.PENALIZED)
+BLOCK_BIASES: Final = 128
+PENALIZED = tl.constexpr(Flag.PENALIZED)
 MASKED = tl.constexpr(Flag.MASKED)
 
 
 @triton.jit
-def _penalized(x, seen, penalties):
-    presence, frequency, repetition = tl.load(penalties), tl.load(penalties + 1), tl.load(penalties + 2)
+def _penalize(x, seen, penalties_ptr):
+    """Repetition, frequency and presence penalty; `seen` is 2 x the count of a token, + 1 if it is in the prompt."""
+    presence, frequency = tl.load(penalties_ptr), tl.load(penalties_ptr + 1)
+    repetition = tl.load(penalties_ptr + 2)
     count = seen >> 1
     x = tl.where(seen > 0, tl.where(x > 0, x / repetition, x * repetition), x)
     return x - (frequency * count.to(tl.float32) + tl.where(count > 0, presence, 0.0))
 
 
 @triton.jit
-def _masked(x, token, mask, here):
-    word = tl.load(mask + token // 32, mask=here, other=0)
+def _apply_mask(x, token, mask_ptr, mask):
+    """-inf for tokens whose bit in the token mask is 0."""
+    word = tl.load(mask_ptr + token // 32, mask=mask, other=0)
     return tl.where(((word >> (token % 32)) & 1) != 0, x, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["words", "width"])
-def _penalize(
-    logits, out, flags, mask_index, rows, positions,
-    seen, penalties, first_end, num_biases, bias_ids, biases, masks,
-    vocab, words, width, BLOCK: tl.constexpr, BIASES: tl.constexpr,
+@triton.jit(do_not_specialize=["stride_masks", "stride_biases"])
+def _apply_penalties(
+    logits_ptr, out_ptr, flags_ptr, mask_index_ptr, rows_ptr, positions_ptr,
+    seen_ptr, penalties_ptr, first_end_ptr, num_biases_ptr, bias_ids_ptr, biases_ptr, masks_ptr,
+    vocab_size, stride_masks, stride_biases, BLOCK: tl.constexpr, BLOCK_BIASES: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, tile of logits). Logits with a bias are worked out once more, from the start."""
+    """A tile of BLOCK logits of a sequence; grid (S, V / BLOCK). Logits with a bias are computed twice."""
     seq, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
-    flag, row = tl.load(flags + seq), tl.load(rows + seq)
-    e = start + tl.arange(0, BLOCK)
-    here = e < vocab
-    x = tl.load(logits + seq * vocab + e, mask=here, other=0.0).to(tl.float32)
-    has_penalties, is_masked = (flag & ADJUSTED) != 0, (flag & MASKED) != 0
-    seen += row * vocab
-    penalties += row * 3
-    mask = masks
+    flags, row = tl.load(flags_ptr + seq), tl.load(rows_ptr + seq)
+    offs = start + tl.arange(0, BLOCK)
+    mask = offs < vocab_size
+    x = tl.load(logits_ptr + seq * vocab_size + offs, mask=mask, other=0.0).to(tl.float32)
+    is_penalized, is_masked = (flags & PENALIZED) != 0, (flags & MASKED) != 0
+    seen_ptr += row * vocab_size
+    penalties_ptr += row * 3
+    mask_ptr = masks_ptr
     if is_masked:
-        mask += tl.load(mask_index + seq).to(tl.int64) * words
-    if has_penalties:
-        x = _penalized(x, tl.load(seen + e, mask=here, other=0), penalties)
+        mask_ptr += tl.load(mask_index_ptr + seq).to(tl.int64) * stride_masks
+    if is_penalized:
+        x = _penalize(x, tl.load(seen_ptr + offs, mask=mask, other=0), penalties_ptr)
     if is_masked:
-        x = _masked(x, e, mask, here)
-    tl.store(out + seq * vocab + e, x, mask=here)
-    if has_penalties:
-        count = tl.load(num_biases + row)
-        is_early = tl.load(positions + seq) < tl.load(first_end + row)
+        x = _apply_mask(x, offs, mask_ptr, mask)
+    tl.store(out_ptr + seq * vocab_size + offs, x, mask=mask)
+    if is_penalized:
+        count = tl.load(num_biases_ptr + row)
+        is_early = tl.load(positions_ptr + seq) < tl.load(first_end_ptr + row)
         tl.debug_barrier()  # other threads have stored what is overwritten below
-        for first in range(0, count, BIASES):
-            i = first + tl.arange(0, BIASES)
-            code = tl.load(bias_ids + row * width + i, mask=i < count, other=0)
+        for first in range(0, count, BLOCK_BIASES):
+            offs_b = first + tl.arange(0, BLOCK_BIASES)
+            code = tl.load(bias_ids_ptr + row * stride_biases + offs_b, mask=offs_b < count, other=0)
             token = tl.where(code < 0, ~code, code)
-            hit = (i < count) & (token >= start) & (token < start + BLOCK)
-            y = tl.load(logits + seq * vocab + token, mask=hit, other=0.0).to(tl.float32)
-            y += tl.load(biases + row * width + i, mask=hit, other=0.0)
+            hit = (offs_b < count) & (token >= start) & (token < start + BLOCK)
+            y = tl.load(logits_ptr + seq * vocab_size + token, mask=hit, other=0.0).to(tl.float32)
+            y += tl.load(biases_ptr + row * stride_biases + offs_b, mask=hit, other=0.0)
             y = tl.where((code < 0) & is_early, float("-inf"), y)
-            y = _penalized(y, tl.load(seen + token, mask=hit, other=0), penalties)
+            y = _penalize(y, tl.load(seen_ptr + token, mask=hit, other=0), penalties_ptr)
             if is_masked:
-                y = _masked(y, token, mask, hit)
-            tl.store(out + seq * vocab + token, y, mask=hit)
+                y = _apply_mask(y, token, mask_ptr, hit)
+            tl.store(out_ptr + seq * vocab_size + token, y, mask=hit)
 
 
 def apply_penalties(
     logits: Tensor, flags: Tensor, mask_index: Tensor, rows: Tensor, positions: Tensor, tables: PenaltyTables
 ) -> Tensor:
-    """As `ops/penalties.py` says."""
+    """As `ops.sampling.apply_penalties`."""
     logits = logits.contiguous()
     sampled, vocab = logits.shape
     out = torch.empty_like(logits, dtype=torch.float32)
-    _penalize[(sampled, triton.cdiv(vocab, BLOCK))](
+    _apply_penalties[(sampled, triton.cdiv(vocab, BLOCK))](
         logits, out, flags, mask_index, rows, positions,
         tables.seen, tables.penalties, tables.first_end, tables.num_biases, tables.bias_ids, tables.biases,
-        tables.masks, vocab, tables.masks.shape[1], tables.biases.shape[1], BLOCK=BLOCK, BIASES=BIASES,
+        tables.masks, vocab, tables.masks.shape[1], tables.biases.shape[1], BLOCK=BLOCK, BLOCK_BIASES=BLOCK_BIASES,
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["sampled"])
-def _count(tokens, flags, rows, seen, vocab, sampled, N: tl.constexpr):
-    i = tl.program_id(0) * N + tl.arange(0, N)
-    here = (i < sampled) & ((tl.load(flags + i, mask=i < sampled, other=0) & ADJUSTED) != 0)
-    own = seen + tl.load(rows + i, mask=here, other=0) * vocab + tl.load(tokens + i, mask=here, other=0)
-    tl.store(own, tl.load(own, mask=here, other=0) + 2, mask=here)
+@triton.jit(do_not_specialize=["num_seqs"])
+def _count_tokens(tokens_ptr, flags_ptr, rows_ptr, seen_ptr, vocab_size, num_seqs, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = (offs < num_seqs) & ((tl.load(flags_ptr + offs, mask=offs < num_seqs, other=0) & PENALIZED) != 0)
+    row = tl.load(rows_ptr + offs, mask=mask, other=0)
+    seen_ptrs = seen_ptr + row * vocab_size + tl.load(tokens_ptr + offs, mask=mask, other=0)
+    tl.store(seen_ptrs, tl.load(seen_ptrs, mask=mask, other=0) + 2, mask=mask)
 
 
 def count_tokens(tokens: Tensor, flags: Tensor, rows: Tensor, tables: PenaltyTables) -> None:
-    """As `ops/penalties.py` says; no row may be there twice."""
+    """As `ops.sampling.count_tokens`; no row may be there twice."""
     sampled = len(rows)
-    _count[(triton.cdiv(sampled, 128),)](tokens, flags, rows, tables.seen, tables.seen.shape[1], sampled, N=128)
+    _count_tokens[(triton.cdiv(sampled, 128),)](
+        tokens, flags, rows, tables.seen, tables.seen.shape[1], sampled, BLOCK=128
+    )

@@ -14,7 +14,7 @@ from minisgl.errors import ConfigError
 from minisgl.layers.builder import Builder, Source
 from minisgl.layers.linear import Linear
 from minisgl.models.weight import fill_dummy
-from minisgl.ops.sample import gumbel_noise
+from minisgl.ops.sampling import gumbel_noise
 from minisgl.ops.table import load_ops
 from support.ranks import run_ranks
 

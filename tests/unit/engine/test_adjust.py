@@ -12,7 +12,7 @@ from minisgl import LLM, SamplingParams
 from minisgl.device.device import CpuDevice
 from minisgl.engine.state import LogitPenalties
 from minisgl.layout import NO_MASKS, Flag
-from minisgl.ops.penalties import apply_penalties, count_tokens
+from minisgl.ops.sampling import apply_penalties, count_tokens
 from minisgl.scheduler.plan import penalty_record
 from minisgl.scheduler.req import Req
 

@@ -8,7 +8,7 @@ import torch
 
 from minisgl.core import StepResult
 from minisgl.layout import Flag
-from minisgl.ops import logprobs
+from minisgl.ops import sampling
 
 TOP = StepResult.TOP
 
@@ -20,7 +20,7 @@ def reference(row: np.ndarray) -> np.ndarray:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, wanted: bool = True) -> torch.Tensor:
-    return logprobs.token_logprobs(logits, tokens, torch.full_like(tokens, Flag.LOGPROBS if wanted else 0))
+    return sampling.token_logprobs(logits, tokens, torch.full_like(tokens, Flag.LOGPROBS if wanted else 0))
 
 
 def unpacked(scores: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -32,7 +32,7 @@ def unpacked(scores: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pass_logits", [1 << 24, 700])
 def test_equals_the_reference(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, pass_logits: int) -> None:
-    monkeypatch.setattr(logprobs, "PASS_LOGITS", pass_logits)  # 700 = two rows at once
+    monkeypatch.setattr(sampling, "LOGPROBS_CHUNK", pass_logits)  # 700 = two rows at once
     g = torch.Generator().manual_seed(1)
     logits = (torch.randn(7, 300, generator=g) * 5).to(dtype)
     tokens = torch.randint(0, 300, (7,), generator=g, dtype=torch.int32)

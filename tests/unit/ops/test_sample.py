@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.ops.sample import gumbel_noise, mask_top_k_top_p, mix32, noise_bits, sample
+from minisgl.ops.sampling import gumbel_noise, mask_top_k_top_p, mix32, noise_bits, sample
 
 INT32 = torch.int32
 

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 import torch
 
 from minisgl.layout import Flag
-from minisgl.triton.tuned_linear import tuned_linear
+from minisgl.triton.cublas import cublas_linear
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class Capture:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             # Once for real: compiles kernels, chooses algorithms, and lets libraries allocate what they keep.
-            with tuned_linear.tuning():
+            with cublas_linear.autotuning():
                 work()
             self._stream.synchronize()
             # Of this thread only: torch's NCCL asks for the state of events in another one, whenever it likes.

@@ -15,7 +15,7 @@ from minisgl.core import Batch, BatchPlan, Sampling, SeqLayout
 from minisgl.engine.graphs.capture import TAILS, tail_of
 from minisgl.engine.runner import ForwardOutput
 from minisgl.layout import Flag
-from minisgl.triton import step
+from minisgl.triton import decode_io
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,7 @@ class _Captured:
 class GraphRunner:
     """Pure decode steps of rows that the device knows already.
 
-    The graphs read the plan from a ring in pinned memory and write their tokens into another (`triton/step.py`),
+    The graphs read the plan from a ring in pinned memory and write their tokens into another (`triton/decode_io.py`),
     so a step is a few numpy copies and two graph launches. Padding rows are the page table's last row, whose pages are
     nobody's. Masks change with every step and are large: they alone are copied.
     """
@@ -58,9 +58,9 @@ class GraphRunner:
     ) -> None:
         self.parts = parts
         capacity = self.capacity = max(sizes)
-        self._in, self._out = step.input_ring(capacity, MAX_PAGE_WRITES), step.output_ring(capacity)
+        self._in, self._out = decode_io.input_ring(capacity, MAX_PAGE_WRITES), decode_io.output_ring(capacity)
         self._in_host, self._out_host = self._in.numpy(), self._out.numpy()
-        self._events = [torch.cuda.Event() for _ in range(step.RING)]
+        self._events = [torch.cuda.Event() for _ in range(decode_io.RING)]
         self._turn = 0
         device = parts.device.torch_device
         self._turn_on_device = torch.zeros(1, dtype=torch.int32, device=device)
@@ -97,7 +97,7 @@ class GraphRunner:
         self._turn += 1
         event, count = self._events[index], len(plan.slots)
         event.synchronize()  # the step that used this slot of the rings last has been executed
-        step.write_input(self._in_host[index], plan, self.capacity)
+        decode_io.write_input(self._in_host[index], plan, self.capacity)
         flags = int(np.bitwise_or.reduce(plan.slots["flags"]))
         captured = self._graphs[self._sizes[self._size_of[count]]]
         captured.forward.replay()
@@ -121,7 +121,7 @@ class GraphRunner:
 
     def _forward(self, batch: Batch) -> Tensor:
         size, state = len(batch.input_ids), self.parts.state
-        step.begin_decode(
+        decode_io.begin_decode(
             self._in,
             self._turn_on_device,
             state.page_table,
@@ -141,7 +141,7 @@ class GraphRunner:
 
     def _sample(self, logits: Tensor, sampling: Sampling) -> int:
         out = self.parts.sample(logits, sampling)
-        step.publish(out, self._out, self._turn_on_device, self.capacity)
+        decode_io.publish(out, self._out, self._turn_on_device, self.capacity)
         return len(out)
 
     def _batch(self, size: int) -> Batch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from minisgl.triton import step
+from minisgl.triton import decode_io
 
 CAPACITY, PAGE, ROWS, WIDTH = 6, 4, 7, 5
 FLAGS, PLACES = [2, 70, 6], [8, 0, 0]
@@ -16,7 +16,7 @@ def test_begin_derives_what_a_step_needs_and_pads_with_the_idle_row():
     expected_table = table.clone()
     last_token = torch.arange(ROWS, dtype=torch.int32) * 11
     turn = torch.tensor([5], dtype=torch.int32)  # slot 1 of the ring
-    ring = step.input_ring(CAPACITY, 40, pin=False)
+    ring = decode_io.input_ring(CAPACITY, 40, pin=False)
     rows, stops = [3, 0, 5], [9, 1, 17]
     writes = [(3, 2, 901), (5, 4, 902), *((0, i % WIDTH, 903) for i in range(1, 4)), *((2, 0, 904) for _ in range(20))]
     slot = ring[1].numpy()
@@ -31,7 +31,7 @@ def test_begin_derives_what_a_step_needs_and_pads_with_the_idle_row():
     out_rows, out_loc = (torch.full((size,), -7, dtype=torch.int64) for _ in range(2))
     ints = [torch.full((size,), -7, dtype=torch.int32) for _ in range(6)]
     rows32, kv_lens, positions, ids, flags, places = ints
-    step.begin_decode(ring, turn, table, last_token, out_rows, *ints[:4], out_loc, flags, places, PAGE, CAPACITY)
+    decode_io.begin_decode(ring, turn, table, last_token, out_rows, *ints[:4], out_loc, flags, places, PAGE, CAPACITY)
     idle = ROWS - 1
     assert out_rows.tolist() == rows32.tolist() == [*rows, idle, idle]
     assert kv_lens.tolist() == [*stops, 1, 1]
@@ -45,9 +45,9 @@ def test_begin_derives_what_a_step_needs_and_pads_with_the_idle_row():
 
 
 def test_publish_fills_the_slot_of_the_step_that_began_last():
-    ring, turn = step.output_ring(CAPACITY, pin=False), torch.tensor([6], dtype=torch.int32)
+    ring, turn = decode_io.output_ring(CAPACITY, pin=False), torch.tensor([6], dtype=torch.int32)
     for lines in (2, ring.shape[1]):
         out = torch.randint(1, 99, (lines, 3), dtype=torch.int32)
-        step.publish(out, ring, turn, CAPACITY)
+        decode_io.publish(out, ring, turn, CAPACITY)
         assert torch.equal(ring[1, :lines, :3], out) and not ring[1, lines:].any()
     assert not ring[[0, 2, 3]].any() and not ring[1, :, 3:].any()

@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 from minisgl.ops import reference
-from minisgl.triton import peer
+from minisgl.triton import all_reduce as peer
 from support.processes import PATIENCE_S
 
 HIDDEN, PART_ROWS, MAX_ROWS, EPS = 48, 4, 7, 1e-5
