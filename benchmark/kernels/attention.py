@@ -62,17 +62,17 @@ FUSED = ((1, 256), (1, 600), (1, 4096), (2, 600), (4, 600), (8, 600), (16, 600),
 # Besides the backend's own choice, changes of its kernels' options.
 DECODE_VARIANTS: dict[str, dict[str, int]] = {
     "own": {},
-    "4 stages": {"STAGES": 4},
-    "7 stages": {"STAGES": 7},
+    "4 stages": {"NUM_STAGES": 4},
+    "7 stages": {"NUM_STAGES": 7},
     "4 warps": {"num_warps": 4},
 }
 FUSED_VARIANTS: dict[str, dict[str, int]] = {"own": {}, "4 warps": {"num_warps": 4}}
 PREFILL_VARIANTS: dict[str, dict[str, int]] = {
     "own": {},
-    "large": {"BM": 128},
-    "large, 255 registers": {"BM": 128, "maxnreg": 255},
-    "small": {"BM": 64, "num_warps": 4, "maxnreg": 255},
-    "small, 32 keys": {"BM": 64, "BN": 32, "num_warps": 4},
+    "large": {"BLOCK_M": 128},
+    "large, 255 registers": {"BLOCK_M": 128, "maxnreg": 255},
+    "small": {"BLOCK_M": 64, "num_warps": 4, "maxnreg": 255},
+    "small, 32 keys": {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4},
 }
 
 
@@ -138,9 +138,9 @@ class Setting:
         attention = TritonAttention(self.attention.spec, load_ops("triton"))
         if kind == "prefill" and changes:
             kernel = {**attention._large.kernel, **changes}
-            queries = kernel["BM"] // (self.num_heads // KV_HEADS)
+            queries = kernel["BLOCK_M"] // (self.num_heads // KV_HEADS)
             tiling = replace(attention._large, queries=queries, kernel=kernel)
-            attention._small = attention._large = replace(tiling, plan={**tiling.plan, "TQ": queries})
+            attention._small = attention._large = replace(tiling, plan={**tiling.plan, "BLOCK_Q": queries})
         elif kind != "prefill":
             attention._decode.update(changes)
         fields = {**vars(self), "attention": attention}

@@ -43,7 +43,7 @@ def plan(lens: list[int], shares: int, window: int = 0) -> Shares:
     rows = torch.arange(FIRST_ROW, FIRST_ROW + len(lens), dtype=torch.int32)
     grid = (-(-len(lens) // PLAN_ROWS.value),)
     kv_lens = torch.tensor(lens, dtype=torch.int32)
-    plan_decode[grid](rows, kv_lens, work, counters, len(lens), SHARES=shares, HK=HEADS, WINDOW=window)
+    plan_decode[grid](rows, kv_lens, work, counters, len(lens), NUM_SPLITS=shares, NUM_KV_HEADS=HEADS, WINDOW=window)
     assert not counters.any()
     count, num_seqs, gap, tickets = work[:4].tolist()
     assert tickets == 0

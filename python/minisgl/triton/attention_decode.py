@@ -287,9 +287,9 @@ def decode_attention(
             is_last = stop == length
             stop = tl.minimum(stop, length - 1)
             index = (slot // PAGE_SIZE * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + slot % PAGE_SIZE
-            k_ptrs, mask = pages_ptr + index * HEAD_DIM + offs_d, is_last & (offs_d < HEAD_DIM)
-            tl.store(k_ptrs, tl.reshape(new_k, [HEAD_DIM]).to(pages_ptr.dtype.element_ty), mask=mask)
-            tl.store(k_ptrs + stride_kv, new_v, mask=mask)
+            new_k_ptrs, mask = pages_ptr + index * HEAD_DIM + offs_d, is_last & (offs_d < HEAD_DIM)
+            tl.store(new_k_ptrs, tl.reshape(new_k, [HEAD_DIM]).to(pages_ptr.dtype.element_ty), mask=mask)
+            tl.store(new_k_ptrs + stride_kv, new_v, mask=mask)
             m = tl.where(is_last, tl.sum(query.to(tl.float32) * new_k, 1) * scale, NEGATIVE)
             total = tl.where(is_last, tl.full([BLOCK_M], 1.0, tl.float32), 0.0)
             acc = tl.where(is_last, tl.broadcast_to(new_v.to(tl.float32)[None, :], [BLOCK_M, HEAD_DIM]), 0.0)
