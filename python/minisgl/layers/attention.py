@@ -1,4 +1,4 @@
-"""Self-attention: projections around the backend of the day."""
+"""Self-attention: projections around the attention backend."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Attention:
     """Grouped-query attention of layer `index`, with optional biases and per-head norms of q and k.
 
-    `name` is the checkpoint's module name; `cos_sin` [max positions, head_dim] float32 is shared between layers;
-    `norm_offset` is that of the norms of q and k.
+    `name` is the checkpoint's module name; layers share `cos_sin` [max positions, head_dim] float32; `norm_offset` is
+    that of the norms of q and k; `fused` means that q, k and v are one tensor of the checkpoint.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class Attention:
         self.heads = HeadTransform(q_norm, k_norm, eps, cos_sin, window)
 
     def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm, ctx: Context) -> tuple[Tensor, Tensor]:
-        """x, residual [T, H] -> (the block's output for the normalised sum, the sum).
+        """Return (the block's output for the normalised x + residual, x + residual), each [T, H].
 
-        Stores this step's keys and values at ctx.out_loc; `residual` may be overwritten.
+        This step's keys and values are stored at ctx.out_loc; `residual` may be overwritten.
         """
         qkv, total = self.qkv_proj.after_norm(x, residual, norm)
         out: Tensor = ctx.attention.attend(qkv, self.heads, ctx.kv_cache.layer(self.index), ctx)

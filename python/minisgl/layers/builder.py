@@ -1,4 +1,4 @@
-"""What every layer is built with, and what it leaves behind for the weight loader."""
+"""The builder that creates the weights of layers, and the record of these weights for the loader."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Init(Enum):
-    """What a parameter holds when there is no checkpoint (`--dummy-weight`)."""
+    """The values of a parameter without a checkpoint (`--dummy-weight`)."""
 
     NORMAL = "normal"  # standard deviation 0.02
     ONES = "ones"
@@ -25,7 +25,7 @@ class Init(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One tensor of the checkpoint and what becomes of it: its part `take` fills a parameter from row `start` on."""
+    """A tensor of the checkpoint whose part `take` fills the rows of a parameter from `start` on."""
 
     name: str
     shape: tuple[int, ...]  # in the checkpoint
@@ -34,13 +34,13 @@ class Source:
 
     @property
     def rows(self) -> int:
-        """Rows of the parameter that it fills."""
+        """The number of the parameter's rows that are filled."""
         return int(self.take[0].stop - self.take[0].start)
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A tensor on the device and the checkpoint tensors that together fill it, each plus `offset`."""
+    """A tensor on the device, and the checkpoint tensors that fill it, with `offset` added."""
 
     tensor: Tensor
     sources: tuple[Source, ...]
@@ -50,7 +50,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Of a dimension with `size` elements in the checkpoint, those from `start` to `stop` are this rank's."""
+    """This rank's elements [start, stop) of a dimension with `size` elements in the checkpoint."""
 
     size: int
     start: int
@@ -68,9 +68,9 @@ Rows = Size | Sequence[Size]
 
 
 class Builder:
-    """The one argument that carries ops, dtype, device and rank to every layer of a model under construction.
+    """Carries ops, dtype, device and rank to the layers of a model under construction, and creates their weights.
 
-    Layers ask it for their weights; what they asked for is in `parameters`, in order.
+    `parameters` lists the created weights in order.
     """
 
     def __init__(self, ops: OpTable, dtype: torch.dtype, device: torch.device, info: DistributedInfo = ALONE) -> None:
@@ -81,18 +81,18 @@ class Builder:
         self.parameters: list[Parameter] = []
 
     def shard(self, count: int, what: str, *, unit: int = 1) -> Shard:
-        """A dimension of `count` times `unit` elements, of which each rank has as many whole units.
+        """Return this rank's shard of `count` units with `unit` elements each, the same number of units on each rank.
 
-        Raises `ConfigError`, in which `what` names the units, when they do not divide.
+        Raise `ConfigError`, which names the units by `what`, if the units do not divide evenly.
         """
         return _shard(count, self.info.shard(count, what), unit)
 
     def shard_or_replicate(self, count: int, what: str, *, unit: int = 1) -> Shard:
-        """As `share`, but where there are fewer units than ranks, neighbouring ranks have the same one."""
+        """Return the shard as `shard` does; with fewer units than ranks, neighbouring ranks hold the same unit."""
         return _shard(count, self.info.shard_or_replicate(count, what), unit)
 
     def balanced_shard(self, count: int) -> Shard:
-        """A dimension whose `count` elements need not divide."""
+        """Return this rank's shard of `count` elements that need not divide evenly."""
         return _shard(count, self.info.balanced_shard(count), 1)
 
     def parameter(

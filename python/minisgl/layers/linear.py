@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class RMSNorm:
-    """weight [size]; `name` is the checkpoint's module name.
+    """RMSNorm with weight [size]; `name` is the checkpoint's module name.
 
-    With an `offset` the weight is what the checkpoint holds plus that, in float32, in which such norms are computed.
+    An `offset` is added to the checkpoint's weight in float32, and such norms are computed in float32.
     """
 
     def __init__(self, builder: Builder, name: str, size: int, eps: float, offset: float = 0.0) -> None:
@@ -29,20 +29,19 @@ class RMSNorm:
         self._add_rms_norm = builder.ops.add_rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
-        """What a block has computed, [..., size], normalised; with several ranks it is summed over them first."""
+        """Normalise the output [..., size] of a block, after summing it over the ranks."""
         return self._rms_norm(self._all_reduce(x), self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x + residual [S, size] normalised; may overwrite `residual`."""
+        """Normalise x + residual [S, size]; `residual` may be overwritten."""
         return self._add_rms_norm(x, residual, self.weight, self.eps)[0]
 
 
 class Linear:
-    """x W^T + b; weight [sum of parts, in_features], bias [sum of parts] or None.
+    """x W^T + b with weight [sum of parts, in_features] and bias [sum of parts] or None.
 
-    `parts` maps the checkpoint's module names to their output features: one for a plain projection, q, k, v for the
-    QKV projection, gate and up for the first half of an MLP. With a share of them a rank has a part of the output; with
-    a share of the inputs a part of the sum that the output is, to which rank 0 adds the bias.
+    `parts` maps the checkpoint's module names to output features: one for a plain projection; q, k, v; gate and up.
+    Sharded outputs are a shard of the result. Sharded inputs give a partial sum, to which rank 0 adds the bias.
     """
 
     def __init__(self, builder: Builder, parts: Mapping[str, Rows], in_features: Size, *, bias: bool) -> None:
@@ -58,14 +57,14 @@ class Linear:
         return self._linear(x, self.weight, self.bias)
 
     def after_norm(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """(projection of the normalised x + residual, x + residual); `residual` may be overwritten."""
+        """Return (the projection of the normalised x + residual, x + residual); `residual` may be overwritten."""
         return self._add_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)
 
 
 class Embedding:
-    """weight [V, H], of which each rank has a run of tokens.
+    """Token embedding with weight [V, H], sharded by token ids.
 
-    Rows are multiplied by `scale`, rounded to the model's dtype, unless that is 1.
+    Rows are multiplied by `scale`, rounded to the model's dtype.
     """
 
     def __init__(self, builder: Builder, name: str, vocab_size: int, hidden_size: int, scale: float = 1.0) -> None:
@@ -75,7 +74,7 @@ class Embedding:
         self._all_reduce, self._embedding = builder.ops.all_reduce, builder.ops.embedding
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[T] int32 -> [T, H]."""
+        """Look up [T] int32 -> [T, H], whole on every rank."""
         own = self._own
         if own.count == own.size:
             x = self._embedding(ids, self.weight)
@@ -87,7 +86,7 @@ class Embedding:
 
 
 class LMHead:
-    """weight [V, H]: its own, or the embedding's when `tied`; each rank has the same run of tokens as there."""
+    """The LM head with weight [V, H], its own or that of the embedding `tied`; sharded like the embedding."""
 
     def __init__(self, builder: Builder, name: str, vocab_size: int, hidden_size: int, tied: Embedding | None) -> None:
         if tied is None:
@@ -97,8 +96,8 @@ class LMHead:
         self._add_norm_linear = builder.ops.add_norm_linear
 
     def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> Tensor:
-        """Final hidden states [S, H], as x + residual and before their norm -> logits [S, V] in the model's dtype.
+        """Compute logits [S, V] in the model's dtype from final hidden states x + residual [S, H] before their norm.
 
-        With several ranks those of this rank's tokens only.
+        With several ranks, V is this rank's shard.
         """
         return self._add_norm_linear(x, residual, norm.weight, norm.eps, self.weight, None)[0]

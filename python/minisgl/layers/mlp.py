@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class GatedMLP:
-    """down(f(gate x) * up x); `name` is the checkpoint's module name, `activation` f, one of `reference.GATES`."""
+    """down(f(gate x) * up x); `name` is the checkpoint's module name, f is the `activation` (`reference.GATES`).
+
+    `fused` means that gate and up are one tensor of the checkpoint.
+    """
 
     def __init__(
         self,
@@ -37,18 +40,20 @@ class GatedMLP:
         self._add_norm_gated = builder.ops.add_norm_gated
 
     def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """x, residual [T, H] -> (the block's output for the normalised sum, the sum); `residual` may be overwritten."""
+        """Return (the block's output for the normalised x + residual, x + residual), each [T, H].
+
+        `residual` may be overwritten.
+        """
         w = self.gate_up_proj
         gated, total = self._add_norm_gated(x, residual, norm.weight, norm.eps, w.weight, w.bias, self.activation)
         return self.down_proj.forward(gated), total
 
 
 class SparseMLP:
-    """`top_k` of `num_experts` gated MLPs for each token, weighted by the router; see `ops/reference.py: moe`.
+    """The `top_k` of `num_experts` gated MLPs that the router selects for a token; see `ops/reference.py: moe`.
 
-    router [E, H], gate_up [E, 2I, H], down [E, H, I]; of I each rank has a share, of all experts. `name` is the
-    checkpoint's module name and `parts` what it calls an expert's gate, up and down projections; the checkpoint has one
-    tensor for each expert and part.
+    router [E, H], gate_up [E, 2I, H], down [E, H, I]; each rank holds a shard of I of all experts. `name` is the
+    checkpoint's module name, `parts` are its names of an expert's gate, up and down projections.
     """
 
     def __init__(
@@ -75,7 +80,10 @@ class SparseMLP:
         self._add_rms_norm, self._linear, self._moe = builder.ops.add_rms_norm, builder.ops.linear, builder.ops.moe
 
     def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """x, residual [T, H] -> (the block's output for the normalised sum, the sum); `residual` may be overwritten."""
+        """Return (the block's output for the normalised x + residual, x + residual), each [T, H].
+
+        `residual` may be overwritten.
+        """
         normed, total = self._add_rms_norm(x, residual, norm.weight, norm.eps)
         router_logits = self._linear(normed, self.router, None)
         return self._moe(normed, router_logits, self.gate_up, self.down, self.top_k, self.normalise), total

@@ -1,4 +1,4 @@
-"""The angles of rotary position embeddings, and the ways in which checkpoints stretch them to longer contexts."""
+"""The angles of rotary position embeddings, and their scalings to longer contexts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn", "longrope", "dynamic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """How position p turns frequency i; `type` is one of ROPE_TYPES, each of which reads the fields it needs."""
+    """The parameters of a rotary embedding; each `type` of ROPE_TYPES reads the fields that it needs."""
 
     theta: float = 10000.0
     type: str = "default"
@@ -30,14 +30,15 @@ class RopeConfig:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position [head_dim / 2] float32: theta^(-2i / head_dim), then scaled.
+    """Return radians per position [head_dim / 2] float32: theta^(-2i / head_dim), then scaled.
 
-    linear (position interpolation, arXiv:2306.15595) divides all by `factor`. llama3 (Llama 3.1's model card) divides
-    only wavelengths above original / low_freq_factor, leaves those below original / high_freq_factor, and blends
-    between the two. yarn (arXiv:2309.00071) leaves frequencies that turn more than `beta_fast` times in the original
-    context, divides those that turn less than `beta_slow` times, and blends by index between, with `truncate` from
-    whole indices. dynamic (NTK-aware) raises theta only for a sequence longer than the model's max_position_embeddings,
-    which is more than is ever served, so it changes nothing here.
+    - linear (position interpolation, arXiv:2306.15595) divides all frequencies by `factor`.
+    - llama3 (Llama 3.1's model card) divides frequencies with wavelengths above original / low_freq_factor, keeps those
+      below original / high_freq_factor, and blends in between.
+    - yarn (arXiv:2309.00071) keeps frequencies with more than `beta_fast` rotations in the original context, divides
+      those with fewer than `beta_slow`, and blends by index in between; `truncate` rounds the bounds to whole indices.
+    - longrope (arXiv:2402.13753) divides frequency i by short_factors[i]; the context ends at the original length.
+    - dynamic (NTK-aware) changes theta only beyond max_position_embeddings, where no sequence gets here.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     powers = rope.theta**exponents
@@ -60,7 +61,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _yarn_range(rope: RopeConfig, head_dim: int) -> tuple[float, float]:
-    """The indices of frequencies between which yarn blends; they differ."""
+    """Return the two different indices of frequencies between which yarn blends."""
 
     def index(turns: float) -> float:
         wavelength = rope.original_max_position_embeddings / turns
@@ -74,9 +75,9 @@ def _yarn_range(rope: RopeConfig, head_dim: int) -> tuple[float, float]:
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_positions: int, device: torch.device) -> Tensor:
-    """[max_positions, head_dim] float32: cosines of the head_dim / 2 angles, then their sines.
+    """Return [max_positions, head_dim] float32: the cosines of the head_dim / 2 angles, then their sines.
 
-    Both are multiplied by `attention_factor`, so that yarn's softmax temperature costs nothing where they are used.
+    Both are multiplied by `attention_factor`, which applies yarn's softmax temperature at no cost per step.
     """
     angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(rope, head_dim))
     return (torch.cat([angles.cos(), angles.sin()], dim=-1) * rope.attention_factor).to(device)

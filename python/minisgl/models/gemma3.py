@@ -1,4 +1,4 @@
-"""Gemma 3 (arXiv:2503.19786), text only: Llama's parts, put together with two more norms in each layer."""
+"""Gemma 3 (arXiv:2503.19786), text only: Llama's parts, with two more norms in each layer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from minisgl.layers.builder import Builder
     from minisgl.models.model_config import ModelConfig
 
-NORM_OFFSET: Final = 1.0  # a norm multiplies by 1 + what the checkpoint holds
+NORM_OFFSET: Final = 1.0  # norms multiply by 1 + the checkpoint's weight
 
 
 class Gemma3DecoderLayer:
-    """Attention and MLP, each between two norms: the second is applied before adding to the residual stream."""
+    """Attention and MLP, each between two norms; the second norm precedes the addition to the residual."""
 
     def __init__(self, builder: Builder, config: ModelConfig, index: int, cos_sin: Tensor) -> None:
         c, name = config, f"model.layers.{index}"
@@ -44,7 +44,7 @@ class Gemma3DecoderLayer:
 
 
 class Gemma3ForCausalLM(LlamaForCausalLM):
-    """Embeddings are multiplied by sqrt(hidden_size); layers with a window turn by another RoPE than the others."""
+    """Gemma 3: embeddings times sqrt(hidden_size), and a separate RoPE for layers with a window."""
 
     has_post_norms = True
 

@@ -1,4 +1,4 @@
-"""One Llama-shaped decoder; the flags in `ModelConfig` make it Llama, Mistral, Qwen2, Qwen3 or one with experts."""
+"""The Llama-shaped decoder, which the flags in `ModelConfig` turn into Mistral, Qwen, Phi-3 or Mixtral."""
 
 from __future__ import annotations
 
@@ -21,19 +21,17 @@ if TYPE_CHECKING:
 
 
 class DecoderLayer(Protocol):
-    """One layer of any family."""
+    """A decoder layer of any family."""
 
     def forward(self, x: Tensor, residual: Tensor | None, ctx: Context, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(x, residual) [T, H] -> the same of the next layer.
+        """Return the (x, residual) [T, H] for the next layer.
 
-        `residual` is None in the first layer. `keep` [S] int64 names the tokens that anything after attention is
-        needed for; None means all.
+        `residual` is None in the first layer. `keep` [S] int64 selects the tokens that are needed after attention.
         """
 
 
 class LlamaDecoderLayer:
-    """Attention and MLP, each behind a norm. The residual stream travels beside the activations, so that adding to it,
-    normalising and the projection that follows are one op."""
+    """Attention and MLP, each behind a norm; addition to the residual, norm and projection are one op."""
 
     def __init__(self, builder: Builder, config: ModelConfig, index: int, cos_sin: Tensor) -> None:
         c, name = config, f"model.layers.{index}"
@@ -54,7 +52,7 @@ class LlamaDecoderLayer:
 def self_attention(
     builder: Builder, config: ModelConfig, index: int, cos_sin: Tensor, norm_offset: float = 0.0
 ) -> Attention:
-    """That of layer `index`."""
+    """Build the attention of layer `index`."""
     c = config
     return Attention(
         builder,
@@ -76,7 +74,7 @@ def self_attention(
 
 
 def rope_tables(builder: Builder, config: ModelConfig) -> list[Tensor]:
-    """`cos_sin_table` of each layer; layers that turn alike share one."""
+    """Return the `cos_sin_table` of each layer; layers with the same RoPE share a table."""
     ropes = [config.rope if window is None else config.window_rope for window in config.windows]
     tables = {
         rope: cos_sin_table(rope, config.head_dim, config.max_position_embeddings, builder.device)
@@ -110,7 +108,7 @@ def _mlp(builder: Builder, config: ModelConfig, index: int) -> GatedMLP | Sparse
 
 
 class LlamaModel:
-    """The decoder without its head; of the last norm it has only the weight."""
+    """The decoder without its head; callers apply the last norm."""
 
     def __init__(self, embed_tokens: Embedding, layers: Sequence[DecoderLayer], norm: RMSNorm) -> None:
         self.embed_tokens = embed_tokens
@@ -118,10 +116,10 @@ class LlamaModel:
         self.norm = norm
 
     def forward(self, input_ids: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """[T] int32 -> (x, residual) [S, H] of `ctx.batch.logit_tokens`, whose sum are the final hidden states."""
+        """Compute (x, residual) [S, H] of `ctx.batch.logit_tokens`, which add up to the final hidden states."""
         x, residual = self.embed_tokens.forward(input_ids), None
         logit_tokens = ctx.batch.logit_tokens
-        # They ascend, so as many as there are tokens means all of them.
+        # Ascending, so equal lengths mean all tokens.
         keep = logit_tokens if len(logit_tokens) != len(input_ids) else None
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
@@ -133,7 +131,7 @@ class LlamaModel:
 class LlamaForCausalLM:
     """The whole model; weights are filled by `models.weight`."""
 
-    has_post_norms: ClassVar[bool] = False  # what a block computes is normalised before it is added to the residual
+    has_post_norms: ClassVar[bool] = False  # a norm between a block and the residual
 
     def __init__(self, builder: Builder, config: ModelConfig) -> None:
         self.config = config
@@ -143,7 +141,7 @@ class LlamaForCausalLM:
         self.parameters = tuple(builder.parameters)
 
     def _decoder(self, builder: Builder, config: ModelConfig) -> LlamaModel:
-        """What another family puts together from other parts."""
+        """Build the decoder; other families override this."""
         return LlamaModel(
             Embedding(builder, "model.embed_tokens", config.vocab_size, config.hidden_size),
             [LlamaDecoderLayer(builder, config, i, table) for i, table in enumerate(rope_tables(builder, config))],
@@ -157,21 +155,20 @@ class LlamaForCausalLM:
         return sum(map(math.prod, shapes.values()))
 
     def forward(self, input_ids: Tensor, ctx: Context) -> Tensor:
-        """Token ids [T] int32 -> logits [S, V] of `ctx.batch.logit_tokens`, in the model's dtype.
+        """Compute logits [S, V] of `ctx.batch.logit_tokens` in the model's dtype from token ids [T] int32.
 
-        With several ranks [S, this rank's part of V].
+        With several ranks, V is this rank's shard.
         """
         return self.logits(*self.hidden(input_ids, ctx))
 
     def hidden(self, input_ids: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """Token ids [T] int32 -> (x, residual) [S, H] of `ctx.batch.logit_tokens`: what `logits` takes."""
+        """Compute (x, residual) [S, H] of `ctx.batch.logit_tokens`, the input of `logits`, from token ids [T] int32."""
         return self.model.forward(input_ids, ctx)
 
     def normed(self, x: Tensor, residual: Tensor) -> Tensor:
-        """(x, residual) [S, H] of `hidden` -> final hidden states [S, H] behind the last norm, whole on every rank; may
-        overwrite `residual`."""
+        """Apply the last norm to the (x, residual) [S, H] of `hidden`; `residual` may be overwritten."""
         return self.model.norm.add(x, residual)
 
     def logits(self, x: Tensor, residual: Tensor) -> Tensor:
-        """(x, residual) [S, H] of `hidden` -> logits as `forward`'s; may overwrite `residual`."""
+        """Compute logits as `forward` does from (x, residual) [S, H] of `hidden`; `residual` may be overwritten."""
         return self.lm_head.forward(x, residual, self.model.norm)

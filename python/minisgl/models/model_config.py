@@ -1,4 +1,4 @@
-"""What config.json says about a model, checked: whatever would change the results is either honoured or refused."""
+"""The model's configuration from config.json: every field that changes results is either honoured or refused."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from minisgl.models.positions import number, read_ropes, read_windows, size
 if TYPE_CHECKING:
     from minisgl.layers.rotary import RopeConfig
 
-DEFAULTS: Final = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}  # transformers', unless the architecture has its own
+DEFAULTS: Final = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}  # transformers' defaults, unless a family has its own
 ACTIVATIONS: Final = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-"""transformers' names -> ours, which are those of `ops/reference.py: GATES`."""
+"""transformers' names -> names in `ops/reference.py: GATES`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """`top_k` of `count` experts of `intermediate_size` for each token, in all layers but `dense_layers`.
+    """A mixture of `count` experts, `top_k` for each token, in all layers but `dense_layers`.
 
-    `normalise`: the chosen experts' probabilities are divided by their sum.
+    With `normalise` the probabilities of the selected experts are divided by their sum.
     """
 
     count: int
@@ -35,10 +35,10 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A Llama-shaped decoder. Sizes count elements; `dtype` is the checkpoint's ("bfloat16", ...).
+    """A Llama-shaped decoder. Sizes count elements; `dtype` is that of the checkpoint ("bfloat16", ...).
 
-    `windows` has an entry for each layer: how many positions it sees, None for all. `window_rope` is for those with a
-    window, `rope` for the others. Scores are multiplied by `attention_scale`, None for 1 / sqrt(head_dim).
+    `windows` has the window of each layer, None for no window. Layers with a window use `window_rope`, the others
+    `rope`. Scores are multiplied by `attention_scale`; None means 1 / sqrt(head_dim).
     """
 
     architecture: str
@@ -67,7 +67,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> ModelConfig:
-        """From the contents of config.json, as transformers 4 or 5 writes it; raises `ConfigError` otherwise."""
+        """Read config.json's object as transformers 4 or 5 writes it; raise `ConfigError` for unsupported values."""
         architecture = _architecture(config)
         family = FAMILIES[architecture]
         config = {**DEFAULTS, **family.defaults, **config}
@@ -89,7 +89,7 @@ class ModelConfig:
         bias = bool(config.get("attention_bias", False))
         rope, window_rope = read_ropes(config, head_dim)
         windows = read_windows(config, num_layers, family.slides, family.has_window_switch)
-        if rope == window_rope:  # then a window that hides nothing makes no difference
+        if rope == window_rope:  # a window as long as the context changes nothing
             windows = tuple(None if window is None or window >= max_positions else window for window in windows)
         scale = number(config, "query_pre_attn_scalar") ** -0.5 if "query_pre_attn_scalar" in config else None
         return cls(
@@ -149,20 +149,20 @@ def _activation(config: dict[str, Any], family: Family) -> str:
 
 
 def _experts(config: dict[str, Any], num_layers: int, flags: ExpertFlags) -> ExpertsConfig:
-    """transformers 4 writes Qwen3's number of experts as num_experts, transformers 5 as num_local_experts."""
+    """Read the mixture of experts, whose count is num_experts in transformers 4 and num_local_experts in 5."""
     old, new = config.get("num_experts"), config.get("num_local_experts")
     if old is not None and new is not None and old != new:
         raise ConfigError(f"config.json has num_experts={old!r} but num_local_experts={new!r}")
     count = size(config, "num_local_experts" if old is None else "num_experts")
     top_k = size(config, "num_experts_per_tok")
     if top_k > count:
-        raise ConfigError(f"num_experts_per_tok {top_k} is more than the {count} experts there are")
+        raise ConfigError(f"num_experts_per_tok {top_k} is more than the {count} experts")
     normalise, dense = True, frozenset[int]()
     if flags.has_options:
         normalise = bool(config.get("norm_topk_prob", False))
         only, step = config.get("mlp_only_layers") or [], size(config, "decoder_sparse_step", default=1)
         if not isinstance(only, list) or not all(isinstance(i, int) for i in only):
-            raise ConfigError(f"config.json has mlp_only_layers={only!r}; a list of layers is needed")
+            raise ConfigError(f"config.json has mlp_only_layers={only!r}; a list of layer indices is needed")
         dense = frozenset(i for i in range(num_layers) if i in only or (i + 1) % step)
     return ExpertsConfig(
         count=count,

@@ -20,12 +20,12 @@ def _is_last(config: dict[str, Any], i: int) -> bool:
     return i >= first
 
 
-# Whether layer i has the window, by `Family.slides`.
+# Whether layer i has a window, by `Family.slides`.
 SLIDES: Final[Mapping[str, Callable[[dict[str, Any], int], bool]]] = MappingProxyType(
     {
         "all": lambda config, i: True,
         "last": _is_last,
-        "pattern": lambda config, i: (i + 1) % size(config, "sliding_window_pattern") != 0,  # all but every n-th
+        "pattern": lambda config, i: (i + 1) % size(config, "sliding_window_pattern") != 0,  # all but every n-th layer
     }
 )
 
@@ -33,9 +33,9 @@ SLIDES: Final[Mapping[str, Callable[[dict[str, Any], int], bool]]] = MappingProx
 def read_windows(
     config: dict[str, Any], num_layers: int, slides: str | None, has_switch: bool
 ) -> tuple[int | None, ...]:
-    """The window of each layer, None where it sees everything; raises `ConfigError`.
+    """Return the window of each layer, None for no window; raise `ConfigError` for contradictory fields.
 
-    `layer_types` goes before the family's rule, except in families whose layers are all alike: there it must agree.
+    `layer_types` overrides the family's rule, except in families with equal layers, where both must agree.
     """
     kinds = config.get("layer_types")
     if kinds is not None and (len(kinds) != num_layers or not {*kinds} <= {FULL, SLIDING}):
@@ -46,7 +46,7 @@ def read_windows(
     if has_switch:
         is_on = is_on and bool(config.get("use_sliding_window", False))
     if slides is None and is_on and size(config, "sliding_window") < size(config, "max_position_embeddings"):
-        raise ConfigError(f"sliding_window={config['sliding_window']} is nothing that this architecture has")
+        raise ConfigError(f"sliding_window={config['sliding_window']} is not supported for this architecture")
     if slides is None or not is_on:
         rule = [False] * num_layers
     elif kinds is not None and slides != "all":
@@ -60,11 +60,11 @@ def read_windows(
 
 
 def read_ropes(config: dict[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig]:
-    """Of the layers that see everything, and of those with a window; raises `ConfigError`.
+    """Return the RoPE of layers without and with a window; raise `ConfigError` for unsupported parameters.
 
-    From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4). The layers with a window have
-    their own only where the family has `rope_local_base_freq`, which transformers 5 writes as parameters of either kind
-    of layer; `rope_scaling` is not theirs.
+    Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4). Layers with a window have a RoPE of
+    their own only in families with `rope_local_base_freq`, which transformers 5 writes as parameters for each kind of
+    layer; `rope_scaling` does not apply to them.
     """
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
@@ -94,7 +94,7 @@ def _rope(config: dict[str, Any], scaling: dict[str, Any], head_dim: int) -> Rop
     theta = number(scaling if "rope_theta" in scaling else config, "rope_theta")
     if kind == "default":
         return RopeConfig(theta=theta)
-    # Where both are given, transformers prefers the one outside.
+    # transformers prefers the field outside the rope parameters.
     outside = config.get("original_max_position_embeddings") is not None
     original = size(config if outside else scaling, "original_max_position_embeddings", default=max_positions)
     if kind == "yarn":
@@ -118,8 +118,8 @@ def _rope(config: dict[str, Any], scaling: dict[str, Any], head_dim: int) -> Rop
 
 
 def _yarn(scaling: dict[str, Any], theta: float, original: int, max_positions: int) -> RopeConfig:
-    """The attention factor is 0.1 ln(factor) + 1 (arXiv:2309.00071, equation 22), or the ratio of two such values."""
-    # To transformers null is the same as absent, and so is 0 where a default takes its place.
+    """Read yarn, whose attention factor is 0.1 ln(factor) + 1 (arXiv:2309.00071, equation 22) or a ratio of such."""
+    # transformers treats null as absent, and also 0 where a default exists.
     given = {key: value for key, value in scaling.items() if value or (value is not None and key.endswith("factor"))}
     if theta <= 1:
         raise ConfigError(f"rope type 'yarn' needs a rope_theta above 1, not {theta}")
@@ -147,7 +147,7 @@ def _yarn(scaling: dict[str, Any], theta: float, original: int, max_positions: i
 
 
 def _longrope(scaling: dict[str, Any], theta: float, original: int, max_positions: int, head_dim: int) -> RopeConfig:
-    """The attention factor is sqrt(1 + ln(factor) / ln(original)) (arXiv:2402.13753, in transformers' reading)."""
+    """Read longrope, whose attention factor is sqrt(1 + ln(factor) / ln(original)) (arXiv:2402.13753)."""
     short = scaling.get("short_factor")
     if not isinstance(short, list) or len(short) != head_dim // 2:
         raise ConfigError(f"config.json has short_factor={short!r}; a list of {head_dim // 2} numbers is needed")
@@ -164,7 +164,7 @@ def _longrope(scaling: dict[str, Any], theta: float, original: int, max_position
 
 
 def size(config: dict[str, Any], key: str, default: int | None = None) -> int:
-    """A positive integer; `default` stands for null or nothing. Raises `ConfigError`."""
+    """Return a positive integer field, or `default` if it is null or absent; raise `ConfigError` otherwise."""
     value = config.get(key)
     if value is None and default is not None:
         return default
@@ -174,7 +174,7 @@ def size(config: dict[str, Any], key: str, default: int | None = None) -> int:
 
 
 def number(config: dict[str, Any], key: str, default: float | None = None) -> float:
-    """A positive, finite number; `default` stands for nothing. Raises `ConfigError`."""
+    """Return a positive, finite number field, or `default` if it is absent; raise `ConfigError` otherwise."""
     value = config.get(key, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
         raise ConfigError(f"config.json has {key}={value!r}; a positive number is needed")

@@ -101,7 +101,7 @@ REFUSED = {
     "no architecture": ({"architectures": None}, "must name one of"),
     "quantized": ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
     "activation": ({"hidden_act": "gelu"}, "'gelu'"),
-    "window": ({"sliding_window": 32}, "sliding_window=32 is nothing"),
+    "window": ({"sliding_window": 32}, "sliding_window=32 is not supported"),
     "softcapping of logits": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
     "softcapping of scores": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
     "both directions": ({"use_bidirectional_attention": True}, "only causal"),
