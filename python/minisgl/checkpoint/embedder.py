@@ -1,4 +1,4 @@
-"""Checkpoints that make one vector of a text, as sentence-transformers' files say. Imports no torch."""
+"""Embedding checkpoints, described by sentence-transformers' files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ POOLINGS: Final[dict[str, Pooling]] = {"lasttoken": "last", "mean_tokens": "mean
 
 @dataclass(frozen=True, slots=True)
 class Embedder:
-    """How an embedding [H] is made of the final hidden states [n, H] of a text of n tokens.
+    """How to compute an embedding [H] from the final hidden states [n, H] of a text of n tokens.
 
-    It is the last one or their mean; then, with `normalises`, divided by its length. `dimensions` are the numbers of
-    leading elements that are embeddings by themselves (Kusupati et al. 2022, arXiv:2205.13147): H alone unless
+    The embedding is the last state or the mean, divided by its length if `normalises`. `dimensions` are the numbers of
+    leading elements that are embeddings on their own (Kusupati et al. 2022, arXiv:2205.13147): H alone unless
     config.json has `is_matryoshka` or `matryoshka_dimensions`.
     """
 
@@ -34,7 +34,7 @@ class Embedder:
     dimensions: Sequence[int]
 
     def length(self, wanted: int | None) -> int:
-        """How many elements to give out: all, or as `wanted`; raises `RequestError` unless so many are an embedding."""
+        """Return the number of elements for a request, all by default; raise `RequestError` for an invalid number."""
         known = self.dimensions
         if wanted is None or wanted in known:
             return wanted or known[-1]
@@ -45,16 +45,16 @@ class Embedder:
         )
 
     def vector(self, pooled: bytes, length: int) -> Vector:
-        """The embedding [length] that the engine's float32 bytes are."""
+        """Return the embedding [length] from the engine's float32 bytes."""
         vector = np.frombuffer(pooled, "<f4")[:length]
         norm = np.linalg.norm(vector)
         return vector / norm if self.normalises and norm > 0 else vector
 
 
 def read_embedder(folder: Path) -> Embedder | None:
-    """What modules.json of `folder` says; None without such a file: the checkpoint generates text.
+    """Read modules.json of `folder`; return None without one, since the checkpoint then generates text.
 
-    Raises `ConfigError` for modules and poolings that are not known here.
+    Raise `ConfigError` for unsupported modules and poolings.
     """
     path = folder / "modules.json"
     if not path.is_file():
@@ -71,9 +71,9 @@ def read_embedder(folder: Path) -> Embedder | None:
 
 
 def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json of an embedding checkpoint as that of the text generator whose decoder it has.
+    """Return the config.json of the text generator with the decoder of an embedding checkpoint.
 
-    Such checkpoints may name the decoder alone (`Qwen3Model`), and their heads, if there are any, are not used.
+    Embedding checkpoints may name the decoder alone (`Qwen3Model`); a head is not used.
     """
     names = config.get("architectures")
     if isinstance(names, list):
@@ -82,7 +82,7 @@ def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pooling(path: Path) -> Pooling:
-    """Old files have a switch for each pooling, new ones a name."""
+    """Read the pooling, which is a switch for each pooling in old files and a name in new ones."""
     config = hf.read_json(path)
     prefix = "pooling_mode_"
     switches = [

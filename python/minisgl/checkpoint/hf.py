@@ -1,4 +1,4 @@
-"""Model folders in Hugging Face's layout: where they are and what their small files say. Imports no torch."""
+"""Model folders in Hugging Face's layout: finding them and reading their small files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minisgl.errors import ConfigError
 
 BUILTIN_MODEL: Final = Path(__file__).resolve().parent.parent / "demo" / "model"
 BUILTIN_NAME: Final = "minisgl-demo"
-# Where models come from: the module with `snapshot_download(id, allow_patterns=...)`, and what to install for it.
+# The hubs: the module with `snapshot_download(id, allow_patterns=...)`, and what to install for it.
 HUBS: Final = {
     "huggingface": ("huggingface_hub", "huggingface_hub"),
     "modelscope": ("modelscope", "'minisgl[modelscope]'"),
@@ -22,9 +22,9 @@ _HUB_FILES: Final = ["*.json", "*.jinja", "*.safetensors"]
 
 
 def resolve_model(model: str, source: str = "huggingface") -> Path:
-    """The folder of `model`: "" is the built-in demo model, else a local folder or an id of the hub `source`.
+    """Return the folder of `model`: "" for the built-in model, else a local folder or an id of the hub `source`.
 
-    What comes from a hub is downloaded once. Raises `ConfigError` when there is no such model.
+    Models of a hub are downloaded once. Raise `ConfigError` if there is no such model.
     """
     if not model:
         if not (BUILTIN_MODEL / "config.json").is_file():
@@ -50,7 +50,7 @@ def _download(hub_id: str, source: str) -> Path:
         download = import_module(module).snapshot_download
     except ImportError:
         raise ConfigError(
-            f"there is no folder {hub_id}, and to download it from {source} `pip install {package}` is needed; "
+            f"there is no folder {hub_id}; to download the model from {source}, `pip install {package}`, "
             "or give the path of a local model folder"
         ) from None
     try:
@@ -64,7 +64,7 @@ def _download(hub_id: str, source: str) -> Path:
 
 
 def model_name(model: str) -> str:
-    """The name under which `model` is served."""
+    """Return the name under which `model` is served."""
     if not model:
         return BUILTIN_NAME
     path = Path(model).expanduser()
@@ -72,7 +72,7 @@ def model_name(model: str) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; raises `ConfigError` when it cannot be read."""
+    """Read the JSON object in `path`; raise `ConfigError` if that fails."""
     value = read_json_value(path)
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is not a JSON object")
@@ -80,7 +80,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_value(path: Path) -> Any:
-    """The JSON value in `path`; raises `ConfigError` when it cannot be read."""
+    """Read the JSON value in `path`; raise `ConfigError` if that fails."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
@@ -90,18 +90,18 @@ def read_json_value(path: Path) -> Any:
 
 
 def load_config(folder: Path) -> dict[str, Any]:
-    """config.json."""
+    """Read config.json."""
     return read_json(folder / "config.json")
 
 
 def load_generation_config(folder: Path) -> dict[str, Any]:
-    """generation_config.json; empty when the folder has none."""
+    """Read generation_config.json; empty if the folder has none."""
     path = folder / "generation_config.json"
     return read_json(path) if path.is_file() else {}
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Every id that ends a request by default: those of config.json and generation_config.json, ascending."""
+    """Return all token ids that end a request by default, of config.json and generation_config.json, ascending."""
     ids: set[int] = set()
     for config in (load_config(folder), load_generation_config(folder)):
         value = config.get("eos_token_id")
@@ -131,12 +131,12 @@ def max_model_len(config: dict[str, Any]) -> int:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The checkpoint's safetensors files: those its index names, else all of them, in name order."""
+    """Return the checkpoint's safetensors files in name order: those in its index, else all in the folder."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            raise ConfigError(f"{folder} has no *.safetensors weights (other formats are not read: they can run code)")
+            raise ConfigError(f"{folder} has no *.safetensors weights (other formats can run code: not supported)")
         return files
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

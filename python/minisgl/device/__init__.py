@@ -1,1 +1,1 @@
-"""The devices: the CPU, CUDA GPUs, and the driver check that needs no torch."""
+"""The devices: CPU and CUDA GPUs, and the check for a driver without torch."""

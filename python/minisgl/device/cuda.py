@@ -1,4 +1,4 @@
-"""An NVIDIA GPU as a device: everything runs in order in one stream; numbers travel through pinned buffers."""
+"""An NVIDIA GPU: all work runs in order in one stream, and integers travel through pinned buffers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 
 from minisgl.device.device import Device, Pending, Uploader
 
-RING: Final = 4  # buffers a side: more than the steps that can be under way at once
+RING: Final = 4  # buffers for each direction: more than the steps in flight
 UPLOADER_RING: Final = 2  # one buffer is written while the other one is copied
-FIRST_INTS: Final = 1 << 15  # of a buffer: a step of 8,192 tokens fits, since to get more waits for the device
-ALIGN: Final = 4  # ints; kernels load 16 bytes at a time
+FIRST_INTS: Final = 1 << 15  # initial size of a buffer, enough for 8,192 tokens: to grow a buffer waits for the device
+ALIGN: Final = 4  # ints, because kernels load 16 bytes at a time
 
 
 class CudaDevice(Device):
-    """One GPU; this thread's current stream carries all its work.
+    """One GPU, whose work runs in this thread's current stream.
 
-    An asynchronous copy reads a pinned buffer after the call returns, so each buffer carries the event that says when
-    it may be written again.
+    An asynchronous copy reads a pinned buffer after the call returns, so each buffer has an event that marks when the
+    buffer may be written again.
     """
 
     is_async = True
@@ -32,7 +32,7 @@ class CudaDevice(Device):
         self._up, self._down = _Ring(), _Ring()
 
     def upload(self, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
-        """One copy for all of them."""
+        """Upload all arrays by one copy."""
         starts, total = [], 0
         for array in arrays:
             starts.append(total)
@@ -70,12 +70,12 @@ class CudaDevice(Device):
         pass
 
     def free_memory(self) -> int:
-        """What the driver calls free and what torch's allocator holds without using it."""
+        """Return the driver's free memory plus the unused memory of torch's allocator."""
         free: int = torch.cuda.mem_get_info(self.torch_device)[0]
         return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
     def peak_memory(self, work: Callable[[], object]) -> int:
-        work()  # the first time, libraries take memory that they keep
+        work()  # on first use, libraries allocate memory that they keep
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -117,7 +117,7 @@ class _CudaUploader:
 
 
 class _Pinned:
-    """Page-locked host memory, int32, and the event after its last use."""
+    """Page-locked int32 host memory, and the event after its last use."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event()
@@ -147,5 +147,5 @@ class _Copied:
 
     def wait(self) -> npt.NDArray[np.int32]:
         self._event.synchronize()
-        result: npt.NDArray[np.int32] = self._host.numpy().copy()  # the buffer is used again RING results later
+        result: npt.NDArray[np.int32] = self._host.numpy().copy()  # the buffer is reused after RING results
         return result

@@ -1,4 +1,4 @@
-"""The only place that tells one kind of device from another."""
+"""The contract of a device, and the CPU: the only room that tells kinds of devices apart."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from minisgl.errors import ConfigError
 
 
 class Pending(Protocol):
-    """Work handed to a device."""
+    """Submitted work."""
 
     def wait(self) -> npt.NDArray[np.int32]:
-        """Block until it is done; its result on the host."""
+        """Block until the work is done; return its result on the host."""
 
 
 class Uploader(Protocol):
@@ -34,10 +34,10 @@ class Uploader(Protocol):
 
 
 class Device(ABC):
-    """Where tensors live and work runs. Work runs in the order of `submit`, and `submit` does not wait for it."""
+    """Holds tensors and runs work, in the order of `submit`, which does not wait for the work."""
 
     torch_device: torch.device
-    is_async: bool  # whether the host gains anything by planning ahead
+    is_async: bool  # whether planning ahead on the host saves time
 
     @property
     def type(self) -> str:
@@ -45,13 +45,13 @@ class Device(ABC):
 
     @abstractmethod
     def upload(self, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
-        """Copies on the device, in order; the arrays may be changed afterwards."""
+        """Return copies on the device, in order; the arrays may be changed afterwards."""
 
     @abstractmethod
     def submit(self, work: Callable[[], torch.Tensor], flops: float) -> Pending:
-        """Run `work` after everything submitted before; its int32 result will be on the host.
+        """Run `work` after all work submitted before, and copy its int32 result to the host.
 
-        `flops` is a rough count of its floating-point operations, for devices that choose by size.
+        `flops` is a rough count of floating-point operations, for devices that select threads by size.
         """
 
     @abstractmethod
@@ -60,19 +60,19 @@ class Device(ABC):
 
     @abstractmethod
     def use_large_pages(self, tensor: torch.Tensor) -> None:
-        """A hint that `tensor`, new and empty, is worth large memory pages."""
+        """Ask for large memory pages for the new, empty `tensor`."""
 
     @abstractmethod
     def free_memory(self) -> int:
-        """Bytes that could still be allocated."""
+        """Return the bytes that can still be allocated."""
 
     @abstractmethod
     def peak_memory(self, work: Callable[[], object]) -> int:
-        """Bytes that `work` needs while it runs; 0, without running it, where that cannot be measured."""
+        """Return the peak bytes of `work`; 0, without running it, on devices that cannot measure them."""
 
     @abstractmethod
     def describe(self) -> str:
-        """Its name for people."""
+        """Return a name for people."""
 
 
 # With two threads on two free cores, a step of 16 rows of the built-in model (0.2 GFLOP) is 1.3 x as fast as with one,
@@ -99,15 +99,15 @@ class _CpuUploader:
 
 
 class CpuDevice(Device):
-    """The host itself: work is done when `submit` returns."""
+    """The host: work is done when `submit` returns."""
 
     is_async = False
 
-    def __init__(self, threads: int | None = None, sharers: int = 1) -> None:
-        """`sharers` processes share the cores and the memory evenly."""
+    def __init__(self, threads: int | None = None, num_processes: int = 1) -> None:
+        """Use an equal part of cores and memory of each of `num_processes` processes."""
         self.torch_device = torch.device("cpu")
-        self.sharers = sharers
-        self.threads = threads or max(1, len(os.sched_getaffinity(0)) // sharers)
+        self.num_processes = num_processes
+        self.threads = threads or max(1, len(os.sched_getaffinity(0)) // num_processes)
         torch.set_num_threads(self.threads)
 
     def upload(self, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
@@ -118,8 +118,10 @@ class CpuDevice(Device):
         return _Done(work())
 
     def use_threads_for(self, flops: float) -> None:
-        """All threads for large work, one for small: a step of a tiny model is hundreds of parallel regions of some
-        microseconds each, and with a busy neighbour on the cores each one may wait a time slice for the other thread.
+        """Use all threads for large work and one for small work.
+
+        A step of a tiny model has hundreds of parallel regions of some microseconds. With other work on the cores, each
+        region may wait a time slice for the other thread.
         """
         threads = self.threads if flops > SMALL_WORK_FLOPS else 1
         if threads != torch.get_num_threads():
@@ -129,21 +131,21 @@ class CpuDevice(Device):
         return _CpuUploader()
 
     def use_large_pages(self, tensor: torch.Tensor) -> None:
-        """Where they are left to be asked for: writing fresh memory was 2.5 x as fast with them, reading K/V 1.3 x."""
+        """Ask the kernel by madvise: writing fresh memory was 2.5 x as fast with large pages, reading K/V 1.3 x."""
         start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         size = tensor.data_ptr() + tensor.nbytes - start
         if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             libc = ctypes.CDLL(None)
-            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)  # refusing it is no error
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)  # a refusal is harmless
 
     def free_memory(self) -> int:
-        """Its share of what the kernel calls available, within the limit of its control group if it has one."""
+        """Return this process's part of the available memory, within the limit of its control group."""
         available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         with open("/proc/meminfo") as f:
             for line in f:
                 if line.startswith("MemAvailable:"):
                     available = int(line.split()[1]) * 1024
-        return min(available, _cgroup_free()) // self.sharers
+        return min(available, _cgroup_free()) // self.num_processes
 
     def peak_memory(self, work: Callable[[], object]) -> int:
         return 0
@@ -153,7 +155,7 @@ class CpuDevice(Device):
 
 
 def _cgroup_free() -> int:
-    """Bytes left under the control group's limit (version 2); a huge number without one."""
+    """Return the bytes left under the control group's limit (version 2); a huge number without a limit."""
     try:
         with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
             text = limit.read().strip()
@@ -163,9 +165,9 @@ def _cgroup_free() -> int:
 
 
 def create_device(name: str, threads: int | None = None, index: int = 0, count: int = 1) -> Device:
-    """The device called `name` (auto, cpu, cuda), for process `index` of `count` on this machine: a GPU for each.
+    """Create the device `name` (auto, cpu, cuda) for process `index` of `count` on this machine, with a GPU for each.
 
-    Raises `ConfigError` for one that this machine does not have.
+    Raise `ConfigError` if this machine does not have the device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -178,6 +180,6 @@ def create_device(name: str, threads: int | None = None, index: int = 0, count: 
         raise ConfigError(f"--device cuda needs an NVIDIA GPU: {built}; use --device cpu")
     from minisgl.device.cuda import CudaDevice
 
-    if (there := torch.cuda.device_count()) < count:
-        raise ConfigError(f"{count} ranks need as many GPUs on this host, which has {there}; give another --tp")
+    if (found := torch.cuda.device_count()) < count:
+        raise ConfigError(f"{count} ranks need as many GPUs on this host, which has {found}; give another --tp")
     return CudaDevice(torch.cuda.current_device() if count == 1 else index)

@@ -1,4 +1,4 @@
-"""Whether there can be a GPU at all, for processes that do not import torch."""
+"""The check for a GPU driver, for processes that do not import torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from minisgl.errors import ConfigError
 
 
 def has_driver() -> bool:
-    """Whether NVIDIA's driver is installed; it says nothing of GPUs, which `device/device.py` finds out."""
+    """Return whether NVIDIA's driver is installed; `device/device.py` finds the GPUs."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -17,8 +17,6 @@ def has_driver() -> bool:
 
 
 def check_driver(device: str) -> None:
-    """Raises `ConfigError` when `device` (auto, cpu, cuda) surely cannot be had, before anything heavy starts."""
+    """Raise `ConfigError` if `device` (auto, cpu, cuda) needs a missing driver, before anything heavy starts."""
     if device == "cuda" and not has_driver():
-        raise ConfigError(
-            "--device cuda needs an NVIDIA GPU: there is no driver for one (libcuda.so.1); use --device cpu"
-        )
+        raise ConfigError("--device cuda needs an NVIDIA GPU, but there is no driver (libcuda.so.1); use --device cpu")

@@ -14,5 +14,5 @@ PREFIX_CACHES.add("naive", "minisgl.kvcache.naive_manager:NaiveCacheManager")
 
 
 def create_prefix_cache(name: str, page_size: int) -> PrefixCache:
-    """A fresh prefix cache; raises `ConfigError` for an unknown name."""
+    """Create an empty prefix cache; raise `ConfigError` for an unknown name."""
     return PREFIX_CACHES.load(name)(page_size)

@@ -1,4 +1,4 @@
-"""Where the keys and values live: one tensor, cut into pages."""
+"""The K/V storage: one tensor, cut into pages."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 class MHAKVPool:
-    """K/V pages of all layers; who owns which page is the scheduler's business.
+    """The K/V pages of all layers; the scheduler manages their ownership.
 
     `data` is [layers, pages, 2 (K, V), kv_heads, page_size, head_dim]: within a page each head is contiguous, so a
-    kernel that works on one head reads one run of memory. A slot is page id * page_size + offset, the same in all
-    layers. Allocated without writing: on a CPU a page takes physical memory when it is first used, and what it holds
-    before is arbitrary.
+    kernel for one head reads consecutive memory. A slot is page id * page_size + offset, the same in all layers. Memory
+    is allocated without writing: on a CPU a page takes physical memory on first use, and its initial contents are
+    arbitrary.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class MHAKVPool:
 
     @staticmethod
     def bytes_per_page(num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes that one page takes in all layers together."""
+        """Return the bytes of one page in all layers together."""
         return num_layers * 2 * num_kv_heads * page_size * head_dim * dtype.itemsize
 
     def layer(self, index: int) -> Tensor:
-        """Layer `index`'s pages [pages, 2, kv_heads, page_size, head_dim], a view."""
+        """Return a view of the pages of layer `index`, [pages, 2, kv_heads, page_size, head_dim]."""
         return self._layers[index]
 
     def poison(self, pages: Sequence[int]) -> None:
-        """Fill pages with NaN, so that a test notices when they are read before they are written again."""
+        """Fill pages with NaN, so that tests detect reads before the next write."""
         self.data[:, torch.as_tensor(pages, dtype=torch.int64, device=self.device)] = float("nan")

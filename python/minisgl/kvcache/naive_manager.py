@@ -1,4 +1,4 @@
-"""No prefix sharing: keeps nothing, finds nothing. The ablation, and the smallest example of the contract."""
+"""No prefix sharing: the ablation, and the smallest example of the contract."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class NaiveCacheManager(PrefixCache):
-    """A cache that owns no page."""
+    """A cache that never keeps a page."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size

@@ -1,4 +1,4 @@
-"""A bounded look at the radix tree, for people: its most interesting nodes, whatever its size."""
+"""A bounded view of the radix tree for people: its most interesting nodes, for a tree of any size."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ if TYPE_CHECKING:
 
 MAX_NODES: Final = 160
 MAX_CHILDREN: Final = 16  # of one node
-MAX_LOOKS: Final = 2000  # children that are looked at in all, which bounds the time
+MAX_LOOKS: Final = 2000  # examined children in all, which bounds the time
 
 
 class OutlinedNode(NamedTuple):
-    """`parent` is the index of the parent in the outline, -1 below the root; `hidden` counts children that are not in
-    it."""
+    """A node, its parent's index in the outline (-1 below the root), and the number of children not shown."""
 
     node: RadixTreeNode
     parent: int
@@ -24,9 +23,9 @@ class OutlinedNode(NamedTuple):
 
 
 def outline(root: RadixTreeNode) -> tuple[list[OutlinedNode], int]:
-    """Locked nodes and then those that were used last, parents before children; and the root's hidden children.
+    """Return locked nodes, then the most recently used ones, parents first; and the root's number of hidden children.
 
-    A parent is locked when a child is, and was used when a child was, so the best nodes of all are found from the top.
+    A parent is locked if a child is, and was used when a child was, so the best nodes are found from the root down.
     """
     found: list[tuple[RadixTreeNode, int]] = [(root, -1)]
     shown: dict[RadixTreeNode, int] = {root: 0}  # children

@@ -14,11 +14,11 @@ from minisgl.kvcache.outline import OutlinedNode, outline
 if TYPE_CHECKING:
     from minisgl.core import Ints
 
-COMPARE_BLOCK: Final = 4096  # tokens compared at once, so that an early difference in a long key ends the scan
+COMPARE_BLOCK: Final = 4096  # tokens per comparison, so that an early difference in a long key ends the scan
 
 
 def common_prefix_len(a: Ints, b: Ints) -> int:
-    """The largest n with a[:n] == b[:n], for int32 arrays of any stride and length, 0 included."""
+    """Return the largest n with a[:n] == b[:n], for int32 arrays of any stride and length."""
     n = min(len(a), len(b))
     for start in range(0, n, COMPARE_BLOCK):
         stop = min(start + COMPARE_BLOCK, n)
@@ -30,14 +30,14 @@ def common_prefix_len(a: Ints, b: Ints) -> int:
 
 
 class RadixTreeNode:
-    """An edge and what hangs below it.
+    """An edge of the tree and the subtree below.
 
     key         tokens of this edge, int32 [len(pages) * page_size]
     pages       page ids of this edge, int32
-    name        first page of the key (its bytes), behind the salt if the parent is the root
+    name        bytes of the first page of the key, prefixed by the salt if the parent is the root
     children    name of the child -> child
     ref_count   locks on this node or below
-    timestamp   step of the last use of this node or of one below
+    timestamp   step of the last use of this node or of a node below
     depth       pages from the root up to and including this edge
     """
 
@@ -81,8 +81,8 @@ class RadixCacheManager(PrefixCache):
         none = np.empty(0, np.int32)
         self.root = RadixTreeNode(b"", none, none, None, 0)
         self.root.ref_count = 1  # never evicted
-        # Eviction queue of (timestamp, serial, node): at most one entry a node, pushed when it becomes an unlocked leaf
-        # and judged anew when popped, so an entry may be stale (locked again, grown, used since) but never missing.
+        # Eviction queue of (timestamp, serial, node): at most one entry per node, pushed when the node becomes an
+        # unlocked leaf and rechecked when popped. Entries may be stale (locked, extended, used) but not missing.
         self._candidates: list[tuple[int, int, RadixTreeNode]] = []
         self._serial = 0
 
@@ -101,7 +101,7 @@ class RadixCacheManager(PrefixCache):
         assert len(ids) == len(pages) * size, f"{len(pages)} pages offered for {len(ids)} tokens"
         node, matched = self._walk(ids, salt)
         if matched < len(pages):
-            # Copies, so that a node never keeps a request's whole token buffer alive.
+            # Copies, so that a node does not keep a request's whole token buffer alive.
             new_pages, new_key = np.array(pages[matched:], np.int32), ids[matched * size :].copy()
             child = RadixTreeNode(self._name(new_key, node, salt), new_key, new_pages, node, self._now)
             node.children[child.name] = child
@@ -128,7 +128,7 @@ class RadixCacheManager(PrefixCache):
                 node.ref_count += 1
             node = node.parent
 
-    # -- giving pages back
+    # -- eviction
 
     def evict(self, num_pages: int) -> Ints:
         freed: list[Ints] = []
@@ -163,12 +163,12 @@ class RadixCacheManager(PrefixCache):
     # -- internals
 
     def _name(self, ids: Ints, parent: RadixTreeNode, salt: bytes) -> bytes:
-        """How `parent` finds the edge for `ids`. With a page of a fixed size, two salts never make the same name."""
+        """Return the key of the edge for `ids` in `parent`; pages have one size, so different salts never collide."""
         page = ids[: self.page_size].tobytes()
         return salt + page if parent is self.root else page
 
     def _walk(self, input_ids: Ints, salt: bytes) -> tuple[RadixTreeNode, int]:
-        """The node that ends the longest cached prefix (split off if need be) and the prefix's length in pages."""
+        """Return the last node of the longest cached prefix, split off if needed, and the prefix's length in pages."""
         size = self.page_size
         ids = np.ascontiguousarray(input_ids, dtype=np.int32)
         node, matched = self.root, 0
@@ -187,7 +187,7 @@ class RadixCacheManager(PrefixCache):
         return node, matched
 
     def _split(self, node: RadixTreeNode, at: int) -> RadixTreeNode:
-        """Cut an edge after `at` pages; returns the new upper part. Handles on `node` keep their meaning."""
+        """Split an edge after `at` pages and return the new upper part; handles on `node` stay valid."""
         parent = node.parent
         assert parent is not None and 0 < at < node.length
         cut = at * self.page_size
