@@ -97,7 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def has_penalties(self) -> bool:
-        """Whether logits must be changed before a token is chosen (penalties, bias, min_tokens)."""
+        """Whether penalties, a bias or `min_tokens` change logits before sampling."""
         neutral = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0.0, 0.0, 1.0)
         return not neutral or bool(self.logit_bias) or self.min_tokens > 0
 
@@ -108,7 +108,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether the log-probabilities of the prompt's tokens are wanted."""
+        """Whether the request asks for the log-probabilities of its prompt's tokens."""
         return self.logprobs is not None and (self.echo or self.prompt_logprobs)
 
 

@@ -24,12 +24,12 @@ POISON = -7
 
 
 def next_token(ids: np.ndarray, vocab: int, allowed: Sequence[int] | None = None) -> int:
-    """The "model": a checksum of the sequence, which chooses among the allowed tokens."""
+    """The "model": a checksum of the sequence, which samples one of the allowed tokens."""
     allowed = range(vocab) if allowed is None else allowed
     return allowed[zlib.crc32(np.ascontiguousarray(ids, np.int32).tobytes()) % len(allowed)]
 
 
-def score(position: int, token: int) -> list[int]:
+def logprob_column(position: int, token: int) -> list[int]:
     """A column of `StepResult.logprobs`: the position as "log-probability", the token itself as likeliest."""
     return [*np.array([position], np.float32).view(np.int32).tolist(), token, *([0] * (StepResult.WIDTH - 2))]
 
@@ -143,9 +143,9 @@ class FakeEngine:
             self.page_table[row, index] = page
         if self.costs is not None:
             self.seconds += step_seconds(self.costs, plan)
-        tokens, targets = plan.tokens.tolist(), plan.prompt_logprob_ids.tolist()
+        tokens, prompt_ids = plan.tokens.tolist(), plan.prompt_logprob_ids.tolist()
         masks = [np.flatnonzero(np.unpackbits(m.view(np.uint8), bitorder="little")).tolist() for m in plan.masks]
-        sampled, finite, scores, prompt_logprobs = [], [], [], []
+        sampled, finite, logprobs, prompt_logprobs = [], [], [], []
         for row, start, stop, flags in plan.slots.tolist():
             if flags & Flag.FROM_DEVICE:
                 ids = [int(self.last_token[row])]
@@ -163,14 +163,14 @@ class FakeEngine:
                 self.last_token[row] = next_token(sequence, self.vocab, allowed)
                 sampled.append(int(self.last_token[row]))
                 finite.append(row not in self.nan_rows)
-                scores.append(score(stop, sampled[-1]) if flags & Flag.LOGPROBS else score(0, 0))
+                logprobs.append(logprob_column(stop, sampled[-1]) if flags & Flag.LOGPROBS else logprob_column(0, 0))
             if flags & Flag.PROMPT_LOGPROBS:
                 count = stop - start - bool(flags & Flag.SAMPLES)
-                chosen, targets = targets[:count], targets[count:]
-                prompt_logprobs += [score(p, t) for p, t in zip(range(start + 1, stop + 1), chosen, strict=False)]
+                ids, prompt_ids = prompt_ids[:count], prompt_ids[count:]
+                prompt_logprobs += [logprob_column(p, t) for p, t in zip(range(start + 1, stop + 1), ids, strict=False)]
         assert not tokens, "the plan has tokens that no slot takes"
         assert not masks, "the plan has masks that no slot takes"
-        assert not targets, "the plan has targets that no slot takes"
+        assert not prompt_ids, "the plan has prompt token ids that no slot takes"
         has_logprobs = bool((plan.slots["flags"] & (Flag.LOGPROBS | Flag.PROMPT_LOGPROBS)).any())
-        columns = np.array(scores + prompt_logprobs, np.int32).reshape(-1, StepResult.WIDTH).T
+        columns = np.array(logprobs + prompt_logprobs, np.int32).reshape(-1, StepResult.WIDTH).T
         return StepResult(np.array(sampled, np.int32), np.array(finite, np.int32), columns if has_logprobs else None)

@@ -35,7 +35,7 @@ class Harness:
         self.endings: dict[int, FinishReason] = {}
         self.errors: dict[int, str] = {}
         self.params: dict[int, str | None] = {}  # the field that an error names
-        self.scores: dict[int, list[tuple[float, int]]] = {}  # (log-probability, likeliest token) of each token
+        self.logprobs: dict[int, list[tuple[float, int]]] = {}  # (log-probability, likeliest token) of each token
 
     def add(self, prompt: Sequence[int], max_tokens: int | None = 8, **params: object) -> int:
         uid = len(self.requests)
@@ -66,11 +66,11 @@ class Harness:
             for uid, token in zip(uids, ids_from_bytes(msg.tokens).tolist(), strict=True):
                 assert uid not in self.endings, f"token for {uid} after its end"
                 self.outputs[uid].append(token)
-            scored = [s for s in (*(b.prompt_logprobs for b in msg.started), *msg.logprobs) if s is not None]
-            for s in scored:
+            logprobs = [s for s in (*(b.prompt_logprobs for b in msg.started), *msg.logprobs) if s is not None]
+            for s in logprobs:
                 assert self.requests[s.uid][1].logprobs == s.top == 1
                 values, tokens = np.frombuffer(s.logprobs, "<f4").tolist(), ids_from_bytes(s.top_ids).tolist()
-                self.scores.setdefault(s.uid, []).extend(zip(values, tokens, strict=True))
+                self.logprobs.setdefault(s.uid, []).extend(zip(values, tokens, strict=True))
             for end in msg.finished:
                 assert end.uid not in self.endings, f"{end.uid} ended twice"
                 self.endings[end.uid] = end.reason
@@ -120,8 +120,8 @@ class Harness:
             got = self.outputs[uid]
             if params.logprobs is not None and got:
                 ids = list(enumerate([*prompt, *got]))[1 if params.echo else len(prompt) :]
-                assert self.scores[uid] == ids, f"request {uid}"
-            assert params.logprobs is not None or uid not in self.scores
+                assert self.logprobs[uid] == ids, f"request {uid}"
+            assert params.logprobs is not None or uid not in self.logprobs
             if self.endings[uid] is FinishReason.ABORT:
                 assert got == want[: len(got)]
             else:

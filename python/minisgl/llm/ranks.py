@@ -31,7 +31,7 @@ class Ranks:
     followers: Processes
 
     def start(self, build: Callable[[], T]) -> T:
-        """What `build` makes of rank 0, while the others do the same. Raises their errors too."""
+        """Run `build` on rank 0 while the other ranks do the same; return its result. Raises their errors, too."""
         try:
             result = build()
         except RankError:
@@ -44,7 +44,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def running_ranks(config: SchedulerConfig) -> Iterator[Ranks]:
-    """The ranks of `config`; none is left afterwards."""
+    """Start the ranks of `config`; end all of them on leaving the block."""
     if config.engine.node_rank:
         raise ConfigError("the offline engine is on host 0; start `minisgl serve` with the same settings on the others")
     if config.engine.tp == 1:

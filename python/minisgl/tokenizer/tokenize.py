@@ -1,4 +1,4 @@
-"""Requests -> token ids. No ZeroMQ here: the worker process and the offline `LLM` share it."""
+"""Requests -> token ids; used by the worker process and the offline `LLM`."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_overlap_batching_and_preemption_do_not_change_the_text() -> None:
     overlapped = LLM(threads=1, num_pages=400, overlap=True)
     assert [c.token_ids for c in run(overlapped, list(range(6)))] == want
     tight = LLM(threads=1, num_pages=16, overlap=True, max_prefill_length=16)
-    tight.scheduler.prefill.growth.fraction = 0.0  # admit whoever comes
+    tight.scheduler.prefill.growth.fraction = 0.0  # admit every request
     assert [c.token_ids for c in run(tight, list(range(6)))] == want
     assert tight.scheduler.stats.preemptions > 0
 
