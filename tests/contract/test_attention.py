@@ -109,7 +109,7 @@ def test_half_precision(backend: str, group: int, dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", NAMES)
-def test_a_sequence_does_not_depend_on_its_mates(backend: str, dtype: torch.dtype):
+def test_result_of_a_sequence_is_independent_of_the_batch(backend: str, dtype: torch.dtype):
     pool, table, q, spans = setting(MIXES["mixed"] + MIXES["decode"], 16, 2, 64, dtype)
     together = run(backend, pool, table, q, spans)
     start = 0
@@ -138,7 +138,7 @@ def test_reference_agrees_with_plain_softmax():
             assert_close(out[i, head], weights @ v[head, : 3 + i], rtol=1e-4, atol=1e-5)
 
 
-def test_a_window_is_the_last_positions():
+def test_window_masks_older_positions():
     """Of the sequence that begins where the window does, which has the same keys at other positions."""
     pool, table, q, spans = setting([(1, 90)], 1, 2, 64)
     out = reference.paged_attention(q, pool.layer(0), table, make_batch(spans).layout, 0.125, 40)

@@ -32,7 +32,7 @@ def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e
     assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
-def test_every_architecture_is_here():
+def test_every_architecture_has_a_checkpoint():
     assert {architecture(c) for c in configurations().values()} == set(MODELS.names)
 
 
@@ -96,7 +96,7 @@ def test_several_ranks(checkpoint: Checkpoint, size: int):
             assert_equal(ours, torch.cat([checkpoint.logits(ids)[-1:] for ids in prompts]))
 
 
-def test_a_vocabulary_that_does_not_divide(tmp_path: Path):
+def test_uneven_vocabulary_shards(tmp_path: Path):
     config = Qwen3Config(**COMMON | {"vocab_size": 163}, num_attention_heads=4, num_key_value_heads=2)
     checkpoint = save(tmp_path, config)
     for ours in run_ranks(4, lambda comm: MiniEngine.load(tmp_path, comm=comm).step([Span(0, 0, A)])):
@@ -115,7 +115,7 @@ def test_past_the_original_context(tmp_path: Path, name: str):
         assert_equal(engine.step([Span(0, start, ids[start:stop])]), want[stop - 1 : stop])
 
 
-def test_a_step_may_sample_nothing(checkpoint: Checkpoint):
+def test_step_without_sampling(checkpoint: Checkpoint):
     engine = MiniEngine.load(checkpoint.folder)
     assert engine.step([Span(0, 0, A, samples=False)]).shape == (0, 160)
 

@@ -47,7 +47,7 @@ def test_text_is_that_of_one_gpu(options: dict[str, Any], on_one_gpu: list[list[
     assert texts(**{"tp": 2} | options) == on_one_gpu
 
 
-def test_a_rank_that_dies_is_an_error_and_no_hang() -> None:
+def test_lost_rank_raises_rank_error_without_hanging() -> None:
     with LLM(**OPTIONS, tp=2) as llm:
         (pid,) = llm.followers.pids.values()
         threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()

@@ -72,9 +72,7 @@ def requests_and_tokens() -> tuple[Requests, dict[int, list[int]]]:
 
 
 @pytest.mark.parametrize(("tp", "count"), [(2, 11), (4, 7)])
-def test_text_is_that_of_one_rank(
-    tp: int, count: int, requests_and_tokens: tuple[Requests, dict[int, list[int]]]
-) -> None:
+def test_text_equals_one_rank(tp: int, count: int, requests_and_tokens: tuple[Requests, dict[int, list[int]]]) -> None:
     requests, alone = requests_and_tokens[0][:count], {uid: requests_and_tokens[1][uid] for uid in range(count)}
     with LLM(tp=tp, **OPTIONS) as llm:
         together = drive(llm, requests, ABORTED)
@@ -109,7 +107,7 @@ def test_masks_follow_a_step_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(sent) >= 10 and max(sent) > 1
 
 
-def test_a_rank_that_dies_is_an_error() -> None:
+def test_lost_rank_raises_rank_error() -> None:
     with LLM(tp=2, **OPTIONS) as llm:
         (pid,) = llm.followers.pids.values()
         os.kill(pid, signal.SIGKILL)

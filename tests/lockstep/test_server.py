@@ -32,7 +32,7 @@ def ask(client: httpx.Client) -> str:
 @pytest.mark.parametrize(
     "victim", ["minisgl-TP1-scheduler", pytest.param("minisgl-TP0-scheduler", marks=pytest.mark.slow)]
 )
-def test_a_killed_rank_ends_the_server(victim: str) -> None:
+def test_server_ends_when_a_rank_is_killed(victim: str) -> None:
     with ServerProcess("--tp", "2", "--drain-timeout", "600", *SMALL) as server, server.client() as client:
         assert "TP 2 (gloo)" in server.log
         assert "42" in ask(client)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("minisgl.distributed")
 
+DEVICE_TYPES: Final = ("cuda",)
 MAX_TOKENS: Final = 2048  # beyond, NCCL is as fast or faster on 2 and 4 H200s
 ONE_SHOT_ROWS: Final = 512  # capacity of an inbox for one shot, even where two shots would need less
 UNMEASURED_ONE_SHOT_ROWS: Final = 64
@@ -106,7 +107,7 @@ class PeerAllReduce:
             return f"needs bfloat16 or float16, not {self.dtype}"
         if self.hidden % 8:
             return f"needs rows of whole 16 bytes, not {self.hidden} numbers"
-        return None if self.device.type == "cuda" else f"needs NVIDIA GPUs, not {self.device.type}"
+        return None if self.device.type in DEVICE_TYPES else f"needs NVIDIA GPUs, not {self.device.type}"
 
     def _agree(self, refusals: list[str | None]) -> None:
         for rank, refusal in enumerate(refusals):

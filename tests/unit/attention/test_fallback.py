@@ -64,7 +64,7 @@ def resolve(choice: str) -> AttentionBackend:
         ("missing,fi", "cpu", ["missing: ", "fi: "]),
     ],
 )
-def test_what_a_choice_becomes(
+def test_unusable_backends_fall_back_with_a_warning(
     choice: str,
     name: str,
     warnings: list[str],
@@ -83,30 +83,30 @@ def test_what_a_choice_becomes(
         assert message.startswith("using attention backend cpu instead of ") and warning in message
 
 
-def test_both_reasons_are_told_when_the_next_fails_too(caplog: pytest.LogCaptureFixture):
+def test_warning_names_each_failed_backend(caplog: pytest.LogCaptureFixture):
     assert resolve("missing").name == "cpu"
     (record,) = caplog.records
     assert "missing: no_such_module" in record.getMessage() and "broken: RuntimeError" in record.getMessage()
 
 
-def test_a_replacement_that_was_asked_for_anyway_is_built_once():
+def test_fallback_and_named_backend_are_built_once():
     assert resolve("cpu,missing") is not None and not hasattr(resolve("cpu,missing"), "decode")
 
 
-def test_an_unknown_name_is_an_error_before_anything_is_built(caplog: pytest.LogCaptureFixture):
+def test_unknown_name_is_refused_before_any_backend_is_built(caplog: pytest.LogCaptureFixture):
     with pytest.raises(ConfigError, match="unknown attention backend 'fancy'"):
         resolve("broken,fancy")
     assert not caplog.records
 
 
-def test_nothing_fits(registry: Registry[type[AttentionBackend]]):
+def test_error_lists_all_reasons_if_no_backend_works(registry: Registry[type[AttentionBackend]]):
     for name in ("cpu", "reference"):
         del registry._entries[name]
     with pytest.raises(ConfigError, match=r"broken: RuntimeError: .*; missing: no_such_module .*; triton: device cpu"):
         resolve("auto")
 
 
-def test_optional_backends_say_what_they_need(monkeypatch: pytest.MonkeyPatch):
+def test_optional_backends_name_their_requirements(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("minisgl.attention.selection.find_spec", lambda module: None)
     assert ATTENTION.refusal("fi", SPEC) == "flashinfer is not installed; pip install 'minisgl[fi]'"
     assert ATTENTION.refusal("fa3", SPEC) == "fa3_fwd is not installed; pip install 'minisgl[fa3]'"

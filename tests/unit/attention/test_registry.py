@@ -37,7 +37,7 @@ def test_bad_choices(choice: str, word: str):
         resolve(choice)
 
 
-def test_requirements_name_what_does_not_fit():
+def test_refusal_names_the_unmet_requirement():
     spec = AttentionSpec("cpu", torch.float32, 4, 2, 80, 16)
     assert Requirements().refusal(spec) is None
     assert Requirements(head_dims=(64, 128)).refusal(spec) == "head dimension 80 is not one of 64, 128"

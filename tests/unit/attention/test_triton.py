@@ -1,4 +1,4 @@
-"""When the Triton backend is chosen."""
+"""The requirements of the Triton backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def spec(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, head_dim: in
     return AttentionSpec(device, dtype, 16, 8, head_dim, 64)
 
 
-def test_it_is_the_choice_on_a_gpu_for_the_shapes_it_knows():
+def test_auto_selects_triton_for_supported_head_dims():
     assert ATTENTION.choose("auto", spec()) == "triton"
     assert ATTENTION.choose("auto", spec(head_dim=96)) == "reference"
     assert ATTENTION.choose("auto", spec("cpu")) == "cpu"

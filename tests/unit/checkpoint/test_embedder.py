@@ -25,7 +25,7 @@ def write(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value))
 
 
-def test_a_generator_has_no_such_files() -> None:
+def test_generator_has_no_embedder() -> None:
     assert read_embedder(BUILTIN_MODEL) is None
 
 
@@ -75,13 +75,13 @@ def module(name: str, path: str = "") -> dict[str, str]:
         ("config.json", {}, "hidden_size"),
     ],
 )
-def test_what_is_not_understood_is_refused(folder: Path, file: str, value: Any, message: str) -> None:
+def test_unsupported_modules_are_refused(folder: Path, file: str, value: Any, message: str) -> None:
     write(folder / file, value)
     with pytest.raises(ConfigError, match=message):
         read_embedder(folder)
 
 
-def test_a_decoder_is_that_of_a_generator() -> None:
+def test_decoder_config_adds_a_tied_head() -> None:
     config = decoder_config({"architectures": ["Qwen3Model"], "vocab_size": 5})
     assert config == {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 5, "tie_word_embeddings": True}
     assert decoder_config({"architectures": ["Qwen2ForCausalLM"]})["architectures"] == ["Qwen2ForCausalLM"]

@@ -47,7 +47,7 @@ def free_address() -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("kind", ["path", "address"])
-def test_plans_arrive_whole_and_in_order(tmp_path: Path, kind: str) -> None:
+def test_plans_arrive_complete_and_in_order(tmp_path: Path, kind: str) -> None:
     places = rendezvous(3, tmp_path if kind == "path" else free_address())
     first, *others = [done.result() for done in meet_all(places, [{"a": "1"}] * 3)]
     plans = [plan(step) for step in (1, 2, 9, 40_000)]
@@ -75,13 +75,13 @@ def check_plans(group: Group, plans: list[BatchPlan]) -> None:
         group.feed.receive()
 
 
-def test_other_settings_are_refused_on_both_sides(tmp_path: Path) -> None:
+def test_different_settings_are_refused_on_both_ranks(tmp_path: Path) -> None:
     for done in meet_all(rendezvous(2, tmp_path), [{"page_size": "16", "b": "2"}, {"page_size": "8", "b": "2"}]):
         with pytest.raises(ConfigError, match="rank 1 has page_size=8, rank 0 has 16"):
             done.result()
 
 
-def test_strangers_are_not_let_in() -> None:
+def test_unexpected_connections_are_dropped() -> None:
     address = free_address()
     places = rendezvous(2, address)
     with ThreadPoolExecutor(2) as pool:
@@ -110,7 +110,7 @@ def connect(address: tuple[str, int], words: bytes) -> None:
     assert eventually(is_said)
 
 
-def test_a_rank_that_cannot_come_is_an_error(tmp_path: Path) -> None:
+def test_failed_rank_ends_the_meeting(tmp_path: Path) -> None:
     def check() -> None:
         raise ConfigError("it has failed")
 
@@ -118,7 +118,7 @@ def test_a_rank_that_cannot_come_is_an_error(tmp_path: Path) -> None:
         meet(rendezvous(2, tmp_path)[0], {}, False, check)
 
 
-def test_the_loss_of_a_rank_is_noticed(tmp_path: Path) -> None:
+def test_loss_of_a_rank_is_detected(tmp_path: Path) -> None:
     first, second = [done.result() for done in meet_all(rendezvous(2, tmp_path), [{}, {}])]
     lost: list[int] = []
     first.bus.watch(lost.append)
@@ -175,16 +175,16 @@ def run_steps(tmp_path: Path, error: int, tamper: Callable[[Group], None] = lamb
     return engine
 
 
-def test_a_follower_replays_and_compares(tmp_path: Path) -> None:
+def test_follower_replays_plans(tmp_path: Path) -> None:
     assert run_steps(tmp_path, error=0).steps == [1, 2, 3]
 
 
-def test_a_follower_with_other_tokens_says_so(tmp_path: Path) -> None:
+def test_follower_detects_different_tokens(tmp_path: Path) -> None:
     with pytest.raises(InvariantError, match="up to step 1 this rank has got other tokens"):
         run_steps(tmp_path, error=1)
 
 
-def test_a_follower_with_other_plans_says_so(tmp_path: Path) -> None:
+def test_follower_detects_different_plans(tmp_path: Path) -> None:
     with pytest.raises(InvariantError, match="is not the one that rank 0 has made"):
         run_steps(tmp_path, 0, lambda group: group.bus._plans.add(b"one that never came"))
 
@@ -201,12 +201,12 @@ def test_a_follower_with_other_plans_says_so(tmp_path: Path) -> None:
         ({"tp": 2, "nnodes": 2, "dist_init_addr": "h:1", "node_rank": 2}, "--node-rank 2"),
     ],
 )
-def test_settings_that_cannot_work(settings: dict[str, object], message: str) -> None:
+def test_impossible_rank_settings_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Rendezvous.of_local_ranks(EngineConfig(**settings), "")
 
 
-def test_ranks_of_a_host() -> None:
+def test_ranks_of_the_second_host() -> None:
     config = EngineConfig(tp=4, nnodes=2, node_rank=1, dist_init_addr="[::1]:77")
     ranks = Rendezvous.of_local_ranks(config, "")
     assert [(r.info.rank, r.info.local_rank) for r in ranks] == [(2, 0), (3, 1)]

@@ -13,7 +13,7 @@ from minisgl.distributed.peer import Choice, PeerAllReduce, choices
 from minisgl.errors import ConfigError
 
 
-def test_each_size_goes_the_way_that_was_fastest():
+def test_fastest_algorithm_is_chosen_for_each_size():
     found = choices(
         {
             64: {"one shot": 9.0, "two shots": 8.0, "other": 8.0},
@@ -28,7 +28,7 @@ def test_each_size_goes_the_way_that_was_fastest():
     )
 
 
-def test_refused_in_one_sentence():
+def test_peer_all_reduce_refuses_unsupported_ranks():
     comm = SoloCommunicator(ALONE, torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"rank 0 needs 2 to 8 ranks, not 1$"):
         PeerAllReduce(comm, 8, 1024, torch.bfloat16)

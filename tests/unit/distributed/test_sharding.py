@@ -1,4 +1,4 @@
-"""Who has what: shares of heads, features and tokens, memory, and the noise that must not depend on them."""
+"""Shards of heads, features and vocabulary, even memory, and noise that does not depend on the shards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ranks(size: int) -> list[DistributedInfo]:
     return [DistributedInfo(rank, size, size) for rank in range(size)]
 
 
-def test_shares_are_everything_once() -> None:
+def test_shards_partition_the_dimension() -> None:
     for size in (1, 2, 3, 4, 8):
         for count in (size, 3 * size, 8 * size):
             assert [i for info in ranks(size) for i in info.shard(count, "x")] == list(range(count))
@@ -35,7 +35,7 @@ def test_shares_are_everything_once() -> None:
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_fewer_kv_heads_than_ranks_are_copied() -> None:
+def test_kv_heads_are_replicated_if_fewer_than_ranks() -> None:
     assert [list(info.shard_or_replicate(2, "KV heads")) for info in ranks(4)] == [[0], [0], [1], [1]]
     assert [list(info.shard_or_replicate(1, "KV heads")) for info in ranks(3)] == [[0], [0], [0]]
     assert [list(info.shard_or_replicate(4, "KV heads")) for info in ranks(2)] == [[0, 1], [2, 3]]
@@ -44,7 +44,7 @@ def test_fewer_kv_heads_than_ranks_are_copied() -> None:
             ranks(size)[0].shard_or_replicate(count, "KV heads")
 
 
-def test_a_weight_takes_its_share_of_each_tensor() -> None:
+def test_weight_loads_its_shard_of_each_tensor() -> None:
     builder = Builder(load_ops("cpu"), torch.float32, CPU, ranks(2)[1])
     q, kv = builder.shard(4, "heads", unit=3), builder.shard_or_replicate(1, "KV heads", unit=3)
     layer = Linear(builder, {"q": q, "k": kv}, 5, bias=True)
@@ -74,14 +74,14 @@ def test_dummy_weights_do_not_depend_on_the_ranks() -> None:
     assert whole[0].std() > 0 and not torch.equal(whole[:2], whole[6:])
 
 
-def test_noise_belongs_to_the_token() -> None:
+def test_noise_of_a_token_is_independent_of_shards() -> None:
     keys, positions = torch.tensor([5, -9]), torch.tensor([3, 4], dtype=torch.int32)
     whole = gumbel_noise(keys, positions, 100)
     assert torch.equal(gumbel_noise(keys, positions, 30, 70), whole[:, 70:])
 
 
 @pytest.mark.parametrize("parts", [1, 2, 5])
-def test_the_best_candidate_is_the_choice_from_all(parts: int) -> None:
+def test_best_candidate_equals_sampling_from_all_logits(parts: int) -> None:
     torch.manual_seed(0)
     logits = torch.randn(64, 1201) * 4
     logits[3, 7], logits[4, 0], logits[5] = float("nan"), float("inf"), float("-inf")
@@ -106,7 +106,7 @@ def test_logits_are_gathered_in_order() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_are_the_same_bits_everywhere(dtype: torch.dtype) -> None:
+def test_all_reduce_is_bit_equal_on_all_ranks(dtype: torch.dtype) -> None:
     def work(comm: Communicator) -> torch.Tensor:
         x = torch.randn(7, 33, generator=torch.Generator().manual_seed(comm.info.rank)).to(dtype)
         return torch.cat([comm.all_reduce(x.t()).t(), comm.all_reduce(x[:0])])
@@ -123,6 +123,6 @@ def test_uneven_memory_names_the_ranks() -> None:
         require_even([100 << 30, 30 << 30])
 
 
-def test_ranks_tell_each_other_any_value() -> None:
+def test_all_gather_object() -> None:
     told = run_ranks(3, lambda comm: comm.all_gather_object((comm.info.rank, b"x" * comm.info.rank, {"why": None})))
     assert told == [[[rank, b"x" * rank, {"why": None}] for rank in range(3)]] * 3

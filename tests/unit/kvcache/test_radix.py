@@ -113,7 +113,7 @@ def test_tree_equals_a_set_of_prefixes(sequences: list[list[int]], page_size: in
 
 
 @pytest.mark.parametrize("page_size", [1, 2])
-def test_salts_are_trees_of_their_own(page_size: int) -> None:
+def test_prefixes_with_different_salts_are_separate(page_size: int) -> None:
     rng = random.Random(page_size)
     salts = [b"", b"a", b"a" * 4, (1).to_bytes(4, "little")]  # the last two are as long as a token, or are one
     shared, alone = RadixCacheManager(page_size), {salt: RadixCacheManager(page_size) for salt in salts}

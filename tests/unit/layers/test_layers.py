@@ -35,7 +35,7 @@ ROPES: dict[str, dict] = {
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_angles_are_those_of_transformers(name: str):
+def test_rope_angles_equal_transformers(name: str):
     """At every position that is served, most of them past the original context."""
     theirs = LlamaConfig(**COMMON, num_attention_heads=1, rope_parameters=dict(ROPES[name]))
     rope = ModelConfig.from_hf(
@@ -53,7 +53,7 @@ def whole(name, *shape, start=0):
     return Source(name, shape, tuple(slice(0, n) for n in shape), start)
 
 
-def test_experts_are_filled_one_by_one_and_chosen_per_token():
+def test_moe_routes_each_token_to_its_experts():
     b = builder()
     names = ("g", "u", "d")
     layer = SparseMLP(b, "m", 4, 3, num_experts=3, top_k=1, normalise=True, parts=names)
@@ -79,7 +79,7 @@ def test_experts_are_filled_one_by_one_and_chosen_per_token():
         torch.testing.assert_close(y, layer.down[e] @ (torch.nn.functional.silu(gate) * up))
 
 
-def test_merged_linear_is_its_parts_side_by_side():
+def test_merged_linear_equals_its_parts():
     b = builder()
     layer = Linear(b, {"m.q": 5, "m.k": 2, "m.v": 2}, 4, bias=True)
     weight, bias = b.parameters
@@ -108,7 +108,7 @@ def test_a_norm_with_an_offset_rounds_once_at_the_end(dtype: torch.dtype):
     torch.testing.assert_close(ours.forward(x), theirs(x), rtol=1e-6 if dtype is torch.float32 else 0, atol=0)
 
 
-def test_embeddings_are_scaled_by_what_the_dtype_has():
+def test_embedding_scale_is_rounded_to_the_dtype():
     b = builder(torch.bfloat16)
     embedding = Embedding(b, "e", 11, 4, scale=640**0.5)
     torch.nn.init.normal_(embedding.weight)
@@ -116,7 +116,7 @@ def test_embeddings_are_scaled_by_what_the_dtype_has():
     assert torch.equal(embedding.forward(ids), embedding.weight[[3, 0]] * torch.tensor(25.25, dtype=torch.bfloat16))
 
 
-def test_a_tied_head_reads_the_embedding_behind_its_norm():
+def test_tied_head_multiplies_normed_states_by_the_embedding():
     b = builder()
     embedding = Embedding(b, "e", 11, 4)
     head, norm = LMHead(b, "h", 11, 4, tied=embedding), RMSNorm(b, "n", 4, 0.0)

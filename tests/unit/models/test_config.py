@@ -36,7 +36,7 @@ def test_families_differ_by_flags():
     assert make(mlp_bias=True).mlp_bias and not make("Qwen3", mlp_bias=True).mlp_bias
 
 
-def test_old_and_new_rope_are_the_same():
+def test_rope_parameters_and_rope_scaling_are_equivalent():
     scaling = {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}
     old = make(rope_theta=5e5, rope_scaling=scaling, torch_dtype="bfloat16")
     new = make(rope_parameters={**LLAMA3_ROPE, "rope_theta": 5e5}, dtype="bfloat16")
@@ -47,7 +47,7 @@ def test_old_and_new_rope_are_the_same():
 
 
 @pytest.mark.parametrize("name", configurations())
-def test_what_transformers_writes_is_read(name: str):
+def test_configs_written_by_transformers_are_read(name: str):
     theirs = configurations()[name]
     raw = {**theirs.to_dict(), "architectures": [architecture(theirs)]}
     assert make().rope is not None and ModelConfig.from_hf(raw).num_layers == theirs.num_hidden_layers
@@ -91,7 +91,7 @@ def test_experts():
         ({"hidden_act": "gelu_pytorch_tanh"}, "'gelu_pytorch_tanh' is not supported; supported: silu, swish$"),
     ],
 )
-def test_refusals_of_experts(changes: dict, message: str):
+def test_unsupported_experts_are_refused(changes: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         make("Qwen3Moe", **{**QWEN3_MOE, **changes})
 
@@ -180,7 +180,7 @@ def test_windows(architecture: str, changes: dict, windows: tuple[int | None, ..
         ("Gemma3", {"rope_parameters": {"full_attention": {"factor": {}}}}, "differ between layers"),
     ],
 )
-def test_windows_that_make_no_sense(architecture: str, changes: dict, message: str):
+def test_contradictory_windows_are_refused(architecture: str, changes: dict, message: str):
     with pytest.raises(ConfigError, match=message) as error:
         make(architecture, **changes)
     assert "\n" not in str(error.value)

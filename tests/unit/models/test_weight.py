@@ -40,7 +40,7 @@ def rewrite(folder: Path, change) -> None:
 
 
 @pytest.mark.parametrize("name", [UNTIED, TIED])
-def test_merged_parameters_hold_the_checkpoints_rows(tmp_path: Path, name: str):
+def test_merged_parameters_stack_the_checkpoint_tensors(tmp_path: Path, name: str):
     save(tmp_path, configurations()[name])
     tensors = load_file(tmp_path / "model.safetensors")
     model = load(tmp_path)
@@ -61,7 +61,7 @@ def test_merged_parameters_hold_the_checkpoints_rows(tmp_path: Path, name: str):
         ("mixtral", "block_sparse_moe", ("w1", "w3", "w2")),
     ],
 )
-def test_stacked_experts_hold_the_checkpoints_tensors(tmp_path: Path, name: str, module: str, parts: tuple[str, ...]):
+def test_experts_stack_the_checkpoint_tensors(tmp_path: Path, name: str, module: str, parts: tuple[str, ...]):
     save(tmp_path, configurations()[name])
     tensors = load_file(tmp_path / "model.safetensors")
     model = load(tmp_path)
@@ -94,7 +94,7 @@ def test_sharded_index(tmp_path: Path):
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float64])
-def test_any_stored_float_type(tmp_path: Path, stored: torch.dtype):
+def test_any_stored_float_dtype_is_converted(tmp_path: Path, stored: torch.dtype):
     save(tmp_path, configurations()[TIED])
     rewrite(tmp_path, lambda t: t.update({k: v.to(stored) for k, v in t.items()}))
     expected = load_file(tmp_path / "model.safetensors")["model.norm.weight"]
@@ -102,7 +102,7 @@ def test_any_stored_float_type(tmp_path: Path, stored: torch.dtype):
     assert load(tmp_path, torch.bfloat16).model.norm.weight.dtype is torch.bfloat16
 
 
-def test_what_may_be_in_the_file_without_being_needed(tmp_path: Path):
+def test_tied_head_and_rotary_constants_are_ignored(tmp_path: Path):
     save(tmp_path, configurations()[TIED])
     rewrite(
         tmp_path,
@@ -131,7 +131,7 @@ DEFECTS = {
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_defects_are_named(tmp_path: Path, defect: str):
+def test_misfitting_tensors_are_named(tmp_path: Path, defect: str):
     change, message = DEFECTS[defect]
     save(tmp_path, configurations()[UNTIED])
     rewrite(tmp_path, change)
@@ -195,7 +195,7 @@ def part(name: str, whole: tuple[int, ...], start: int, **bounds: tuple[int, int
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("piece", [1, 100, weight.PIECE_BYTES])
-def test_parts_of_rows_and_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, piece: int):
+def test_row_and_column_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, piece: int):
     monkeypatch.setattr(weight, "PIECE_BYTES", piece)
     wide, tall, bias = (torch.randn(*shape).to(stored) for shape in ((6, 10), (8, 10), (8,)))
     path = tmp_path / "x.safetensors"
@@ -218,7 +218,7 @@ def test_parts_of_rows_and_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert done[-1] == (wanted, wanted) and (len(done) == 10 or piece > 1)
 
 
-def test_loading_leaves_the_number_of_threads_alone(tmp_path: Path):
+def test_loading_restores_the_number_of_threads(tmp_path: Path):
     save(tmp_path, configurations()[TIED])
     before = torch.get_num_threads()
     torch.set_num_threads(2)
