@@ -46,3 +46,28 @@ def test_the_table_of_figures_is_that_of_the_chart() -> None:
     spec.loader.exec_module(chart)
     page = (ROOT / "docs" / "performance.md").read_text()
     assert "\n".join(chart.table(json.loads(chart.FIGURES.read_text()))) in page, "print it: python benchmark/chart.py"
+
+
+PATH = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|cpp|h|md|json|html)|(?:[\w.-]+/)+)(?::[^`]*)?`")
+NAMES = ("architecture", "tour", "names", "glossary", "extending", "adding_a_model")
+CODE_PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
+
+
+@pytest.mark.parametrize("page", CODE_PAGES)
+def test_named_files_exist(page: str) -> None:
+    bases = (ROOT, ROOT / "tests", ROOT / "python" / "minisgl", ROOT / "python" / "minisgl" / "native" / "cpp")
+    missing = {name for name in PATH.findall(prose(ROOT / page)) if not any((b / name).exists() for b in bases)}
+    assert not missing
+
+
+def test_names_stand_in_their_files() -> None:
+    """A row of docs/names.md: | there | here | file | what differs |."""
+    package = ROOT / "python" / "minisgl"
+    missing = []
+    for line in (ROOT / "docs" / "names.md").read_text().splitlines():
+        there, here, files, *_ = [*line.strip("| ").split(" | "), "", "", ""]
+        paths = re.findall(r"`([\w/]+\.py)`", files)
+        text = "".join((package / path).read_text() for path in paths)
+        names = re.findall(r"`([\w.]+)`", there if here == "the same" else here)
+        missing += [name for name in names if paths and not all(part in text for part in name.split("."))]
+    assert not missing

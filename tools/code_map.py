@@ -16,7 +16,16 @@ from tools.code_lines import PACKAGE, ROOT, count_rooms
 KINDS = {".py", ".cpp", ".h", ".html"}
 GENERATED = {"prebuilt", "__pycache__"}
 PARTS: dict[str, tuple[str, ...]] = {
-    "**core**: plans, steps, pages, models": ("core", "params", "scheduler", "engine", "kvcache", "layers", "models"),
+    "**core**: plans, steps, pages, models": (
+        "core",
+        "layout",
+        "params",
+        "scheduler",
+        "engine",
+        "kvcache",
+        "layers",
+        "models",
+    ),
     "attention backends and ops": ("attention", "ops"),
     "kernels for NVIDIA GPUs": ("triton",),
     "the CPU's step, called from Python": ("native",),
