@@ -144,7 +144,7 @@ class PlanFeed:
         if data := frame.plan or frame.masks:
             self._plans.add(data)
         if frame.digest and frame.digest != self._plans.value:
-            raise InvariantError(f"plan {self._plans.count} is not the one that rank 0 has made")
+            raise InvariantError(f"plan {self._plans.count} differs from rank 0's")
         return frame
 
     def close(self) -> None:

@@ -77,7 +77,7 @@ def test_download(source: str, module: str, tmp_path: Path, monkeypatch: pytest.
 def test_a_missing_hub_library_is_named(source: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("huggingface_hub", "modelscope"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=f"from {source} `pip install {package}` is needed"):
+    with pytest.raises(ConfigError, match=f"from {source}, `pip install {package}`"):
         hf.resolve_model("owner/name", source)
     with pytest.raises(ConfigError, match="--download-source 'elsewhere' is not one of"):
         hf.resolve_model("owner/name", "elsewhere")

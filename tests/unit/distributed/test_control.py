@@ -180,12 +180,12 @@ def test_follower_replays_plans(tmp_path: Path) -> None:
 
 
 def test_follower_detects_different_tokens(tmp_path: Path) -> None:
-    with pytest.raises(InvariantError, match="up to step 1 this rank has got other tokens"):
+    with pytest.raises(InvariantError, match="up to step 1 this rank has sampled other tokens"):
         run_steps(tmp_path, error=1)
 
 
 def test_follower_detects_different_plans(tmp_path: Path) -> None:
-    with pytest.raises(InvariantError, match="is not the one that rank 0 has made"):
+    with pytest.raises(InvariantError, match="differs from rank 0's"):
         run_steps(tmp_path, 0, lambda group: group.bus._plans.add(b"one that never came"))
 
 
