@@ -158,7 +158,7 @@ def prefill_runner(engine: Engine, capture: Capture) -> list[Any]:
     sizes = mixed.token_sizes
     mixed.token_sizes = lambda *_: [PREFILL_TOKENS]
     try:
-        return [mixed.TokenGraphRunner(engine.parts, capture, PREFILL_TOKENS, engine.max_running_requests)]
+        return [mixed.MixedGraphRunner(engine.parts, capture, PREFILL_TOKENS, engine.max_running_requests)]
     finally:
         mixed.token_sizes = sizes
 

@@ -167,7 +167,7 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[EagerRunner, 
         captured = parts()
         eager: Any = EagerRunner(captured)
         decode = graph.GraphRunner(captured, [1, 2, 4, ROWS], capture)  # type: ignore[arg-type]
-        tokens = token_graph.TokenGraphRunner(captured, capture, 48, ROWS)  # type: ignore[arg-type]
+        tokens = token_graph.MixedGraphRunner(captured, capture, 48, ROWS)  # type: ignore[arg-type]
         captured.state.page_table.fill_(ROWS * WIDTH)
         return EagerRunner(parts()), [decode, tokens, eager]
 
@@ -214,7 +214,7 @@ def test_graphs_give_what_the_eager_runner_gives(runners: Any, is_late: bool) ->
             compare(traffic.mixed(rows[2:], rows[:2]))
         else:
             compare(traffic.decode({4: [0, 1], 5: [2, 0]}.get(i % 9, rows)))
-    assert used == {(name, tail) for name in ("cuda graph", "cuda graph of tokens") for tail in TAILS}
+    assert used == {(name, tail) for name in ("cuda graph", "cuda graph with prompts") for tail in TAILS}
 
 
 def test_rows_without_changes_have_the_same_bits_beside_those_with(runners: Any) -> None:

@@ -20,6 +20,7 @@ from minisgl.registry import Registry
 
 if TYPE_CHECKING:
     from minisgl.distributed.info import DistributedInfo
+    from minisgl.ops.table import OpTable
 
 AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """The signature of `reference.add_rms_norm`."""
@@ -44,11 +45,20 @@ class Communicator(ABC):
     """
 
     name: str
+    is_nccl: ClassVar[bool] = False
     needs_abort: ClassVar[bool] = False  # collectives hang when a rank is lost, until `close` is called in a thread
 
     def __init__(self, info: DistributedInfo, device: torch.device) -> None:
         self.info = info
         self.device = device
+
+    def with_peers(self, max_tokens: int, hidden: int, dtype: torch.dtype, ops: OpTable) -> Communicator:
+        """This communicator, or one that sums [tokens, hidden] through peer memory where that is faster."""
+        if not self.is_nccl:
+            return self
+        from minisgl.distributed.peer import with_peers
+
+        return with_peers(self, max_tokens, hidden, dtype, ops)
 
     @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -157,6 +167,7 @@ class NcclCommunicator(TorchCommunicator):
     """NCCL through torch, for ranks on GPUs."""
 
     name = "nccl"
+    is_nccl = True
 
     def _join(self, store: Store, host: str) -> Any:
         from torch import distributed as dist

@@ -81,6 +81,7 @@ class PyNcclCommunicator(Communicator):
     """NCCL on the current stream, with one GPU for each rank."""
 
     name = "pynccl"
+    is_nccl = True
     needs_abort = True
 
     def __init__(self, info: DistributedInfo, device: torch.device, store: Store, host: str) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import torch
 
 from minisgl.checkpoint import hf
 from minisgl.checkpoint.embedder import Pooling, decoder_config, read_embedder
 from minisgl.distributed.info import ALONE, DistributedInfo
-from minisgl.errors import ConfigError, NativeError
+from minisgl.engine.runner import RUNNERS
+from minisgl.errors import ConfigError
 from minisgl.models.model_config import ModelConfig
-from minisgl.native import runner as native
-from minisgl.native.library import load_native
 from minisgl.settings.options import MEMORY_RATIOS, PAGE_SIZES, EngineConfig
 
 
@@ -28,7 +26,6 @@ class Defaults:
 
 DEFAULTS = {"cpu": Defaults(dtype="float32", cuda_graph=False), "cuda": Defaults(dtype=None, cuda_graph=True)}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LARGE: Final = 2**26  # weights; float32 is 256 MB of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,22 +106,4 @@ def resolve(
         use_pynccl=not config.disable_pynccl,
         pooling=None if embedder is None else embedder.pooling,
     )
-    return spec if config.dtype != "auto" or device_type != "cpu" else _halved(spec)
-
-
-def _halved(spec: EngineSpec) -> EngineSpec:
-    """In bfloat16 a large checkpoint of that type whose steps will be native: they are faster then.
-
-    Torch's are not always, and a small model may as well keep float32's digits (docs/performance.md).
-    """
-    m, halved = spec.model, replace(spec, dtype=torch.bfloat16)
-    layer = m.hidden_size * (2 * m.head_dim * (m.num_heads + m.num_kv_heads) + 3 * m.intermediate_size)
-    is_large = layer * m.num_layers + m.vocab_size * m.hidden_size >= LARGE
-    runs_native = m.dtype == "bfloat16" and spec.pooling is None and native.refusal(halved) is None
-    if not (is_large and runs_native):
-        return spec
-    try:
-        load_native()
-    except NativeError:
-        return spec
-    return halved
+    return spec if config.dtype != "auto" else RUNNERS.load(device_type).choose_dtype(spec)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import gc
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minisgl.attention import resolve_attention
-from minisgl.device.device import CpuDevice, Device, create_device
+from minisgl.device.device import Device, create_device
 from minisgl.distributed.group import Group
 from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.config import EngineSpec, resolve
 from minisgl.engine.costs import measure_costs
-from minisgl.engine.memory import compile_kernels, plan_memory
-from minisgl.engine.pooling import PoolingRunner, base_runner
-from minisgl.engine.runner import EagerRunner, ForwardOutput, Parts, Runner
+from minisgl.engine.memory import plan_memory
+from minisgl.engine.runner import RUNNERS, ForwardOutput, Parts, Runner
 from minisgl.engine.state import LogitPenalties, RowState
-from minisgl.errors import ConfigError, NativeError
 from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.models import load_model
 from minisgl.ops.table import resolve_ops
@@ -26,8 +24,6 @@ from minisgl.process.log import Progress
 
 if TYPE_CHECKING:
     from minisgl.core import BatchPlan, StepCosts
-    from minisgl.native.library import NativeLibrary
-    from minisgl.native.runner import NativeRunner
     from minisgl.settings.options import EngineConfig
 
 _log = logging.getLogger("minisgl.engine")
@@ -40,19 +36,16 @@ class Engine:
         """With a `group`, one rank of several: all must do this at the same time."""
         self.spec = spec
         self.device = device
-        library = self._native_library()
+        factory = RUNNERS.load(device.type)(spec, device)
         group = group or Group(spec.info)
         comm = group.communicator(device.torch_device, spec.use_pynccl)
         m, rows = spec.model, spec.max_running_requests
         ops = resolve_ops(device.type)
-        if comm.info.size > 1 and device.type == "cuda":
-            from minisgl.distributed.peer import with_peers
-
-            comm = with_peers(comm, spec.max_step_tokens, m.hidden_size, spec.dtype, ops)
+        comm = comm.with_peers(spec.max_step_tokens, m.hidden_size, spec.dtype, ops)
         progress = Progress("loading weights", "B", spec.info.rank == 0).update
         model = load_model(spec.folder, m, spec.dtype, device, ops, spec.dummy_weight, progress, comm)
         pool = self._pool(0)
-        # One row more than requests: padding of captured steps, never a request's.
+        # One row more than requests: the dummy row pads captured steps.
         state = RowState(rows + 1, spec.pages_per_row, device.torch_device)
         attention = resolve_attention(
             spec.attention_backend,
@@ -68,25 +61,14 @@ class Engine:
         max_biases = limits.max_logit_bias + limits.max_stop_token_ids + len(spec.eos_token_ids)
         penalties = LogitPenalties(0 if embeds else rows + 1, m.vocab_size, max_biases, device)
         parts = Parts(device, ops, model, pool, attention, state, penalties, comm, VocabParallel(comm, m.vocab_size))
-        if device.type == "cuda":
-            compile_kernels(parts, spec)
+        factory.warm_up(parts)
         self.memory = plan_memory(parts, spec)
         self.num_pages = self.memory.num_pages
         self.parts = replace(parts, kv_cache=self._pool(self.num_pages))
         device.use_large_pages(self.parts.kv_cache.data)
         state.page_table.fill_(self.num_pages)
-        eager = base_runner(self.parts, spec)
-        self.general: EagerRunner | NativeRunner | PoolingRunner = eager  # runs any plan
-        self.runners: list[Runner] = [eager]
-        if spec.graph_rows and not attention.is_capturable:
-            _log.warning(
-                "decode steps run op by op: attention backend %s cannot be captured as a CUDA graph", attention.name
-            )
-        elif spec.graph_rows:
-            self.runners = [*self._graph_runners(), eager]
-        elif library is not None:
-            self.general = self._native_runner(library)
-            self.runners = [self.general]
+        self.runners: list[Runner] = factory.make(self.parts)
+        self.memory = self.memory.with_weights(sum(p.tensor.nbytes for p in model.parameters))  # they may be packed
         self._costs = None
         if device.is_async:
             self._costs = measure_costs(lambda plan: self.launch(plan).wait, spec, self.num_pages)
@@ -113,6 +95,11 @@ class Engine:
         gc.collect()
         self.parts.comm.close()
 
+    @property
+    def general(self) -> Any:
+        """The runner that fits any plan; `logits_of` and `parts` are for checks."""
+        return self.runners[-1]
+
     def launch(self, plan: BatchPlan) -> ForwardOutput:
         """Start a step behind those launched before, with the first runner that fits."""
         return next(r for r in self.runners if r.fits(plan)).launch(plan)
@@ -121,48 +108,8 @@ class Engine:
         """Measured at the start on a device that works while the host plans, else None."""
         return self._costs
 
-    def _graph_runners(self) -> list[Runner]:
-        from minisgl.engine.graphs.capture import Capture
-        from minisgl.engine.graphs.decode import GraphRunner, graph_sizes
-        from minisgl.engine.graphs.mixed import TokenGraphRunner
-
-        progress = Progress("capturing CUDA graphs", "batch sizes", self.spec.info.rank == 0)
-        with Capture() as capture:
-            decode = GraphRunner(self.parts, graph_sizes(self.spec.graph_rows), capture, progress.update)
-            if not self.parts.attention.captures_prompts:
-                return [decode]
-            longest = min(self.spec.max_step_tokens, self.spec.max_seq_len)
-            return [decode, TokenGraphRunner(self.parts, capture, longest, self.spec.graph_rows)]
-
-    def _native_library(self) -> NativeLibrary | None:
-        """What the C++ step of a CPU needs, if it can run this model; raises `ConfigError` if it cannot and has to."""
-        from minisgl.native.library import load_native
-        from minisgl.native.runner import refusal
-
-        spec, device_type = self.spec, self.device.type
-        reason = refusal(spec) if device_type == "cpu" else f"the device is {device_type}"
-        if reason is None:
-            try:
-                return load_native()
-            except NativeError as e:
-                reason = str(e)
-        if spec.quantization is not None:
-            raise ConfigError(f"--quantization {spec.quantization} needs the C++ step of a CPU: {reason}")
-        if device_type == "cpu" and spec.pooling is None:
-            _log.warning("steps run op by op, several times slower than the C++ step: %s", reason)
-        return None
-
-    def _native_runner(self, library: NativeLibrary) -> NativeRunner:
-        """Takes the weights and the pool over."""
-        from minisgl.native.runner import NativeRunner
-
-        assert isinstance(self.device, CpuDevice), "the native step runs on a CPU"
-        runner = NativeRunner(self.parts, self.spec, library, self.device)
-        self.memory = self.memory.with_weights(runner.weight_bytes)
-        return runner
-
     def _pool(self, num_pages: int) -> MHAKVPool:
-        """A pool of `num_pages` and one more that is nobody's: idle rows of a captured step write there."""
+        """A pool of `num_pages` and a dummy page, where the unused rows of a captured step write."""
         s, m = self.spec, self.spec.model
         return MHAKVPool(
             m.num_layers, num_pages + 1, s.num_kv_heads, s.page_size, m.head_dim, s.dtype, self.device.torch_device

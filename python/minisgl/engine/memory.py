@@ -11,7 +11,6 @@ from minisgl.engine.pooling import base_runner
 from minisgl.engine.trial import decode_plan, largest_prefill
 from minisgl.errors import ConfigError
 from minisgl.kvcache.mha_pool import MHAKVPool
-from minisgl.process.log import Progress
 from minisgl.triton.cublas import cublas_linear
 
 if TYPE_CHECKING:
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.runner import Parts, Runner
 
-# Rows or tokens: with the largest steps they use all kernels but those for unusual sizes.
-SMALL_STEPS: Final = (1, 2, 3, 16, 64)
 MIN_EVENNESS: Final = 0.75  # of the free memory, the rank with the least to the one with the most
 
 
@@ -75,19 +72,6 @@ def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
             f"{page_bytes} bytes; raise --memory-ratio, or use a smaller --page-size, --max-prefill-length or model"
         )
     return MemoryPlan(pages, page_bytes, weight_bytes, step_bytes, free)
-
-
-def compile_kernels(parts: Parts, spec: EngineSpec) -> None:
-    """Compile what the steps of a GPU need, or load it from Triton's cache, before the first of them runs."""
-    from minisgl.triton.launch import compile_ahead
-
-    rows = spec.max_running_requests
-    plans = [largest_prefill(spec), *(largest_prefill(replace(spec, max_step_tokens=n)) for n in SMALL_STEPS)]
-    plans += [decode_plan(n, spec.model.vocab_size, 0) for n in sorted({rows, *SMALL_STEPS}) if n <= rows]
-    plans += [decode_plan(rows, spec.model.vocab_size, flags) for flags in TAILS[1:]]  # the same for any number of rows
-    with compile_ahead(Progress("compiling kernels", "kernels", spec.info.rank == 0).update):
-        for plan in plans:
-            _run(base_runner(parts, spec), plan)
 
 
 def require_even(free: list[int]) -> None:

@@ -13,6 +13,7 @@ from minisgl.engine.batch import make_batch
 from minisgl.engine.graphs.capture import TAILS
 from minisgl.layout import Flag
 from minisgl.ops.sampling import rows_per_pass
+from minisgl.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from minisgl.device.device import Device, Pending
     from minisgl.distributed.communicator import Communicator
     from minisgl.distributed.tensor_parallel import VocabParallel
+    from minisgl.engine.config import EngineSpec
     from minisgl.engine.state import LogitPenalties, RowState
     from minisgl.kvcache.mha_pool import MHAKVPool
     from minisgl.models.llama import LlamaForCausalLM
@@ -76,6 +78,28 @@ class Runner(Protocol):
 
     def launch(self, plan: BatchPlan) -> ForwardOutput:
         """Start the step behind those launched before."""
+
+
+class RunnerFactory(Protocol):
+    """Makes the runners of one kind of device."""
+
+    def __init__(self, spec: EngineSpec, device: Device) -> None:
+        """Raises `ConfigError` for settings that the device cannot honour, before anything is loaded."""
+
+    @staticmethod
+    def choose_dtype(spec: EngineSpec) -> EngineSpec:
+        """`spec` with the best dtype of the runners, for a user who has not chosen one."""
+
+    def warm_up(self, parts: Parts) -> None:
+        """Do what makes the first steps as fast as later ones."""
+
+    def make(self, parts: Parts) -> list[Runner]:
+        """The runners in order of preference; the last one fits any plan."""
+
+
+RUNNERS: Final[Registry[type[RunnerFactory]]] = Registry("runner factory")
+RUNNERS.add("cuda", "minisgl.engine.graphs.runners:CudaRunners")
+RUNNERS.add("cpu", "minisgl.native.runner:CpuRunners")
 
 
 @dataclass(frozen=True, slots=True)

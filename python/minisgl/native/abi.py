@@ -7,6 +7,7 @@ file; a library that was compiled from another one is refused when it is loaded.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,9 +82,7 @@ def _header() -> Iterator[str]:
     yield "namespace minisgl {"
     yield ""
     flags = {name: value for name, value in vars(Flag).items() if name.isupper()}
-    yield "enum Flag : int32_t {"
-    yield from (f"    k{_camel(name)} = {value}," for name, value in flags.items())
-    yield "};"
+    yield f"enum Flag : int32_t {{ {', '.join(f'k{_camel(name)} = {value}' for name, value in flags.items())} }};"
     yield ""
     yield "// Records of a plan: 32-bit words, without padding."
     yield "#pragma pack(push, 4)"
@@ -93,16 +92,22 @@ def _header() -> Iterator[str]:
     yield ""
     for name, fields in (("LayerWeights", LAYER_WEIGHTS), ("ModelSpec", MODEL_SPEC), ("StepPlan", STEP_PLAN)):
         yield f"struct {name} {{"
-        yield from (f"    {kind} {field};" for kind, names in fields for field in names.split())
+        yield from (f"    {_declaration(kind, names.split())};" for kind, names in fields)
         yield "};"
     yield ""
     yield "}  // namespace minisgl"
 
 
+def _declaration(kind: str, names: list[str]) -> str:
+    star = "*" if kind.endswith("*") else ""
+    return f"{kind.removesuffix('*')} " + ", ".join(star + name for name in names)
+
+
 def _record(name: str, record: np.dtype[Any]) -> Iterator[str]:
     assert record.fields is not None, f"has no fields: {record}"
     yield f"struct {name} {{"
-    yield from (f"    {_CPP_TYPES[kind.str[1:]]} {field};" for field, (kind, *_) in record.fields.items())
+    by_type = itertools.groupby(record.fields.items(), lambda item: _CPP_TYPES[item[1][0].str[1:]])
+    yield from (f"    {kind} {', '.join(field for field, _ in fields)};" for kind, fields in by_type)
     yield "};"
     yield f"static_assert(sizeof({name}) == {record.itemsize});"
 

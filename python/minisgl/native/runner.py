@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from ctypes import addressof, byref, c_float
 from dataclasses import replace
@@ -12,11 +13,13 @@ import torch
 
 from minisgl.core import BatchPlan, StepResult
 from minisgl.engine.batch import make_sampling
+from minisgl.engine.pooling import base_runner
 from minisgl.engine.runner import ForwardOutput
+from minisgl.errors import ConfigError, NativeError
 from minisgl.layout import NO_MASKS, NO_PAGE_WRITES, NO_ROW_STATES, SLOT, Flag
 from minisgl.models.families import FAMILIES
 from minisgl.native.abi import LayerWeights, ModelSpec, StepPlan
-from minisgl.native.library import NativeLibrary
+from minisgl.native.library import NativeLibrary, load_native
 from minisgl.native.packing import LANES, pack_weights
 from minisgl.ops.sampling import rows_per_pass
 
@@ -27,8 +30,11 @@ if TYPE_CHECKING:
     from minisgl.core import Ints, Records
     from minisgl.device.device import CpuDevice
     from minisgl.engine.config import EngineSpec
-    from minisgl.engine.runner import Parts
+    from minisgl.engine.runner import Parts, Runner
 
+_log = logging.getLogger("minisgl.native")
+
+LARGE: Final = 2**26  # weights; in float32 256 MB
 DTYPES: Final = (torch.float32, torch.bfloat16)
 GROUP: Final = 32  # columns that share a scale in quantized ones
 SAMPLING_FLOPS: Final = 50.0  # roughly, for each logit of a token that the ops in torch sample
@@ -79,7 +85,6 @@ class NativeRunner:
         self._vocab_size = spec.model.vocab_size
         self._kept: list[Tensor] = []  # what the library has addresses of, besides the weights
         pack_weights(parts.model, library, spec.quantization is not None)
-        self.weight_bytes = sum(p.tensor.nbytes for p in parts.model.parameters)
         self._device = device
         model = self._model_spec(spec, device.threads)
         self._model = library.create(byref(model))
@@ -236,3 +241,49 @@ def _token_by_token(slots: Records) -> Records:
         result += [(row, t, t + 1, wanted) for t in range(start, stop - 1)]
         result.append((row, stop - 1, stop, flags & ~Flag.PROMPT_LOGPROBS if flags & Flag.SAMPLES else wanted))
     return np.array(result, SLOT)
+
+
+class CpuRunners:
+    """The `RunnerFactory` of CPUs: the C++ step where it can run the model, else the ops in torch."""
+
+    def __init__(self, spec: EngineSpec, device: CpuDevice) -> None:
+        self._spec = spec
+        self._device = device
+        self._library: NativeLibrary | None = None
+        reason = refusal(spec)
+        if reason is None:
+            try:
+                self._library = load_native()
+                return
+            except NativeError as e:
+                reason = str(e)
+        if spec.quantization is not None:
+            raise ConfigError(f"--quantization {spec.quantization} needs the C++ step of a CPU: {reason}")
+        if spec.pooling is None:
+            _log.warning("steps run op by op, several times slower than the C++ step: %s", reason)
+
+    @staticmethod
+    def choose_dtype(spec: EngineSpec) -> EngineSpec:
+        """Choose bfloat16 for a large checkpoint of that type if the C++ step can run it: such steps are faster.
+
+        Steps in torch are not always faster in bfloat16, and a small model may keep the digits of float32.
+        """
+        m, halved = spec.model, replace(spec, dtype=torch.bfloat16)
+        layer = m.hidden_size * (2 * m.head_dim * (m.num_heads + m.num_kv_heads) + 3 * m.intermediate_size)
+        is_large = layer * m.num_layers + m.vocab_size * m.hidden_size >= LARGE
+        if not is_large or m.dtype != "bfloat16" or refusal(halved) is not None:
+            return spec
+        try:
+            load_native()
+        except NativeError:
+            return spec
+        return halved
+
+    def warm_up(self, parts: Parts) -> None:
+        """Nothing is compiled for single steps."""
+
+    def make(self, parts: Parts) -> list[Runner]:
+        """One runner for any plan. The C++ step takes over the weights and the K/V pool."""
+        if self._library is None:
+            return [base_runner(parts, self._spec)]
+        return [NativeRunner(parts, self._spec, self._library, self._device)]

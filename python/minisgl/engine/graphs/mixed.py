@@ -53,7 +53,7 @@ def token_sizes(max_tokens: int, flops_per_token: float, num_layers: int) -> lis
     return [t for t in (*TOKEN_SIZES, *(t for t in LARGE_SIZES if t <= large)) if t <= max_tokens]
 
 
-class TokenGraphRunner:
+class MixedGraphRunner:
     """Steps with prompts and sequences that decode in them, padded to one of `token_sizes`.
 
     How they are padded stands in `TokenInputs`. Choosing tokens is captured by the number of those, for all sizes
@@ -63,7 +63,7 @@ class TokenGraphRunner:
     30 ms (36 layers, other processes beside), in which the scheduler hears nobody and hands out no tokens.
     """
 
-    name = "cuda graph of tokens"
+    name = "cuda graph with prompts"
 
     def __init__(self, parts: Parts, capture: Capture, max_tokens: int, max_decodes: int) -> None:
         self.parts = parts

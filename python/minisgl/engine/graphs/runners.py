@@ -1,0 +1,68 @@
+"""The runners of a GPU: captured steps where a graph fits, eager ones for the rest."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from minisgl.engine.graphs.capture import TAILS, Capture
+from minisgl.engine.graphs.decode import GraphRunner, graph_sizes
+from minisgl.engine.graphs.mixed import MixedGraphRunner
+from minisgl.engine.pooling import base_runner
+from minisgl.engine.trial import decode_plan, largest_prefill
+from minisgl.errors import ConfigError
+from minisgl.process.log import Progress
+from minisgl.triton.launch import compile_ahead
+
+if TYPE_CHECKING:
+    from minisgl.device.device import Device
+    from minisgl.engine.config import EngineSpec
+    from minisgl.engine.runner import Parts, Runner
+
+_log = logging.getLogger("minisgl.engine")
+
+# Rows or tokens: with the largest steps they use all kernels but those for unusual sizes.
+SMALL_STEPS: Final = (1, 2, 3, 16, 64)
+
+
+class CudaRunners:
+    """The `RunnerFactory` of NVIDIA GPUs."""
+
+    def __init__(self, spec: EngineSpec, device: Device) -> None:
+        if spec.quantization is not None:
+            raise ConfigError(f"--quantization {spec.quantization} needs the C++ step of a CPU: the device is cuda")
+        self._spec = spec
+
+    @staticmethod
+    def choose_dtype(spec: EngineSpec) -> EngineSpec:
+        return spec
+
+    def warm_up(self, parts: Parts) -> None:
+        """Compile the kernels of all steps in parallel, or load them from Triton's cache."""
+        spec, rows = self._spec, self._spec.max_running_requests
+        plans = [largest_prefill(spec), *(largest_prefill(replace(spec, max_step_tokens=n)) for n in SMALL_STEPS)]
+        plans += [decode_plan(n, spec.model.vocab_size, 0) for n in sorted({rows, *SMALL_STEPS}) if n <= rows]
+        # The kernels of the other tails are the same for any number of rows.
+        plans += [decode_plan(rows, spec.model.vocab_size, flags) for flags in TAILS[1:]]
+        runner = base_runner(parts, spec)
+        with compile_ahead(Progress("compiling kernels", "kernels", spec.info.rank == 0).update):
+            for plan in plans:
+                runner.launch(plan).wait()
+
+    def make(self, parts: Parts) -> list[Runner]:
+        """Capture the graphs."""
+        spec, eager = self._spec, base_runner(parts, self._spec)
+        if not spec.graph_rows:
+            return [eager]
+        if not parts.attention.is_capturable:
+            name = parts.attention.name
+            _log.warning("decode steps run op by op: attention backend %s cannot be captured as a CUDA graph", name)
+            return [eager]
+        progress = Progress("capturing CUDA graphs", "batch sizes", spec.info.rank == 0)
+        with Capture() as capture:
+            decode = GraphRunner(parts, graph_sizes(spec.graph_rows), capture, progress.update)
+            if not parts.attention.captures_prompts:
+                return [decode, eager]
+            longest = min(spec.max_step_tokens, spec.max_seq_len)
+            return [decode, MixedGraphRunner(parts, capture, longest, spec.graph_rows), eager]
