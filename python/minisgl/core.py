@@ -1,4 +1,4 @@
-"""The data that everything else passes around; no behaviour beyond derived properties, no torch at run time.
+"""The data that the rooms pass to each other. It has no behaviour beyond derived properties and imports no torch.
 
 Data flows down and results flow up: each hop makes a new frozen value. (What mutates is `scheduler.req.Req`.)
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended; the first two are OpenAI's words."""
+    """Why a request ended. The first two are OpenAI's words."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -127,39 +127,39 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """A model of how long a step takes, in seconds, with coefficients that the engine measured when it started."""
+    """Predicts the seconds that a step takes, by coefficients that the engine measures at its start."""
 
     base: float  # of any step
     per_token: float  # for each token computed, of prompts or of decoding requests
     per_context: float = 0.0  # for each token of K/V that decoding requests read
-    per_pair: float = 0.0  # for each pair of a prompt token and one that it attends to
+    per_pair: float = 0.0  # for each pair of a prompt token and a token that it attends to
 
     def decode_seconds(self, num_rows: int, context: int) -> float:
-        """A step in which `num_rows` requests decode, whose K/V is `context` tokens together."""
+        """Seconds of a step in which `num_rows` requests decode, with `context` tokens of K/V in all."""
         return self.base + self.per_token * num_rows + self.per_context * context
 
     def chunk_seconds(self, start: int, count: int) -> float:
-        """What `count` tokens of a prompt from position `start` on add to a step."""
+        """Seconds that `count` tokens of a prompt, from position `start` on, add to a step."""
         return self.per_token * count + self.per_pair * count * (start + count / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class SeqLayout:
-    """Shape of a mixed batch, once for all attention backends. B sequences, T tokens in total, grouped by sequence.
+    """The shape of a mixed batch for all attention backends: B sequences with T tokens in all, grouped by sequence.
 
-    The host copies are plain numpy so that a backend can plan without asking the device.
+    A backend plans with the host's copies, so it need not wait for the device.
     """
 
     rows_host: Ints  # [B] row of each sequence
     query_lens_host: Ints  # [B] tokens computed in this step
-    kv_lens_host: Ints  # [B] tokens in the cache once this step's are stored
+    kv_lens_host: Ints  # [B] tokens in the cache once the step's tokens are stored
     rows: torch.Tensor  # [B] int32, as above on the device
     kv_lens: torch.Tensor  # [B] int32
     cu_query_lens: torch.Tensor  # [B + 1] int32, offsets of each sequence's tokens
 
     @property
     def is_decode(self) -> bool:
-        """Every sequence computes exactly one token."""
+        """Whether every sequence computes exactly one token."""
         return bool((self.query_lens_host == 1).all())
 
 
@@ -209,7 +209,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a forward pass needs besides its inputs; an argument, never a global.
+    """What a forward pass needs besides its inputs. It is an argument, never a global.
 
     `kv_cache.layer(i)` gives layer i's pages; `attn_metadata` is what `attention.prepare` made of this batch; `out_loc`
     [T] int64 is the slot (page * page_size + offset) where each token's K/V goes; `page_table` is [rows, pages per row]

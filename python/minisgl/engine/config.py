@@ -1,4 +1,4 @@
-"""From what the user asked for to what will be done: one pure function, its result frozen."""
+"""Turns the settings that a user asked for into what one checkpoint and device will do, by one pure function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minisgl.settings.options import MEMORY_RATIOS, PAGE_SIZES, EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What "auto" means on one kind of device. `dtype` None is the checkpoint's own."""
+    """What "auto" means on one kind of device. `dtype` None is the checkpoint's."""
 
     dtype: str | None
     cuda_graph: bool
@@ -34,7 +34,7 @@ class EngineSpec:
 
     folder: Path
     model: ModelConfig
-    dtype: torch.dtype  # of what is computed, of the KV cache, and of weights that are not quantized
+    dtype: torch.dtype  # of activations, K/V cache and weights that are not quantized
     quantization: str | None  # None or int8
     max_seq_len: int
     page_size: int
@@ -43,7 +43,7 @@ class EngineSpec:
     memory_ratio: float
     num_pages: int | None
     dummy_weight: bool
-    graph_rows: int  # the largest batch to capture as a graph, 0 = none
+    graph_rows: int  # the largest decode batch to capture, 0 = none
     max_step_tokens: int
     eos_token_ids: frozenset[int]
     info: DistributedInfo
@@ -68,7 +68,7 @@ class EngineSpec:
 def resolve(
     config: EngineConfig, device_type: str, max_step_tokens: int = 8192, info: DistributedInfo = ALONE
 ) -> EngineSpec:
-    """Complete `config` for rank `info`; raises `ConfigError` with advice for whatever cannot work."""
+    """Complete `config` for rank `info`. Raises `ConfigError` with advice for settings that cannot work."""
     folder = hf.resolve_model(config.model, config.download_source)
     raw = hf.load_config(folder)
     embedder = read_embedder(folder)
@@ -80,7 +80,7 @@ def resolve(
     dtype = config.dtype if config.dtype != "auto" else (defaults.dtype or model.dtype)
     if dtype not in DTYPES:
         raise ConfigError(f"the checkpoint's dtype {dtype!r} is not one of {', '.join(DTYPES)}; give --dtype")
-    has_graphs = defaults.cuda_graph and embedder is None  # they are for steps that choose tokens
+    has_graphs = defaults.cuda_graph and embedder is None  # graphs are for steps that sample
     if config.cuda_graph_max_bs and not defaults.cuda_graph:
         raise ConfigError(f"--cuda-graph-max-bs needs an NVIDIA GPU, and the device is {device_type}")
     if config.cuda_graph_max_bs and embedder is not None:

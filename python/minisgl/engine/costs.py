@@ -1,4 +1,4 @@
-"""What a step costs on this device: timed once at the start, for the scheduler's pace."""
+"""Times a few steps at the start, so that the scheduler can predict what a step costs on this device."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from minisgl.engine.trial import Slot, spread_plan
 from minisgl.layout import NO_PAGE_WRITES, Flag
 
 REPEATS = 3
-PIPELINED = 3  # steps in a row, as under load: launching one overlaps with computing the one before
+PIPELINED = 3  # steps in a row, as under load: each is launched while the one before is computed
 SMALL_CHUNK, LARGE_CHUNK, CHUNK_CONTEXT = 256, 2048, 8192
 DECODE_ROWS, DECODE_CONTEXT = 64, 2048
 
 Run = Callable[[BatchPlan], Callable[[], object]]
-"""Launches a plan; the result waits for it."""
+"""Launches a plan and returns a function that waits for its result."""
 
 
 def measure_costs(run: Run, spec: EngineSpec, num_pages: int) -> StepCosts:
-    """Fit `StepCosts` to a few timed steps. Pages are written at random: nobody may own any yet."""
+    """Fit `StepCosts` to a few timed steps. The steps overwrite pages, so no page may be in use yet."""
     longest = min(spec.max_seq_len, num_pages * spec.page_size) - 1
     small = min(SMALL_CHUNK, longest // 2, spec.max_step_tokens // 2)
     large = min(LARGE_CHUNK, longest, spec.max_step_tokens)
@@ -48,13 +48,13 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int) -> StepCosts:
         return seconds([(row, context, context + 1, flags) for row in range(rows)])
 
     few, many = chunk(0, small), chunk(0, large)
-    # The keys that the large chunk's tokens see add to its time, so what they cost comes first.
+    # The large chunk's time includes the keys that its tokens attend to, so the cost per pair comes first.
     context = min(CHUNK_CONTEXT, longest - large)
     per_pair = max(0.0, (chunk(context, large) - many) / (large * context)) if context > 0 else 0.0
     pairs = (large * large - small * small) / 2
     per_token = max(0.0, (many - few - per_pair * pairs) / (large - small))
     base = max(0.0, few - per_token * small)
-    # Matrix products are less efficient in between than a straight line says: let it be an upper bound.
+    # GEMMs of medium size are less efficient than the line through both ends: raise the line to an upper bound.
     middle = (small + large) // 2
     base += max(0.0, chunk(0, middle) - base - per_token * middle - per_pair * middle * middle / 2)
     context = min(DECODE_CONTEXT, longest)

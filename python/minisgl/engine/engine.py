@@ -30,10 +30,10 @@ _log = logging.getLogger("minisgl.engine")
 
 
 class Engine:
-    """Runs batches in the order in which they are launched; knows nothing of requests, queues or ownership."""
+    """Runs plans in the order in which they are launched. It knows no requests, queues or owners of pages."""
 
     def __init__(self, spec: EngineSpec, device: Device, group: Group | None = None) -> None:
-        """With a `group`, one rank of several: all must do this at the same time."""
+        """Load the model, size the K/V pool and make the runners. All ranks of a `group` do so at the same time."""
         self.spec = spec
         self.device = device
         factory = RUNNERS.load(device.type)(spec, device)
@@ -68,7 +68,9 @@ class Engine:
         device.use_large_pages(self.parts.kv_cache.data)
         state.page_table.fill_(self.num_pages)
         self.runners: list[Runner] = factory.make(self.parts)
-        self.memory = self.memory.with_weights(sum(p.tensor.nbytes for p in model.parameters))  # they may be packed
+        self.memory = self.memory.with_weights(
+            sum(p.tensor.nbytes for p in model.parameters)
+        )  # the C++ step packs them
         self._costs = None
         if device.is_async:
             self._costs = measure_costs(lambda plan: self.launch(plan).wait, spec, self.num_pages)
@@ -81,17 +83,17 @@ class Engine:
 
     @classmethod
     def from_config(cls, config: EngineConfig, max_step_tokens: int, group: Group) -> Engine:
-        """Resolve the settings and load this rank's part of the model; raises `ConfigError` when they cannot work.
+        """Resolve the settings and load this rank's shard of the model.
 
-        No step will compute more than `max_step_tokens` tokens.
+        No step will compute more than `max_step_tokens` tokens. Raises `ConfigError` for settings that cannot work.
         """
         info = group.info
         device = create_device(config.device, config.threads, info.local_rank, info.local_size)
         return cls(resolve(config, device.type, max_step_tokens, info), device, group)
 
     def shutdown(self) -> None:
-        """Leave the other ranks; the engine cannot be used any more."""
-        self.runners = []  # NCCL waits for the end of graphs that it is part of
+        """Leave the other ranks. The engine cannot be used afterwards."""
+        self.runners = []  # NCCL waits until the graphs that contain its kernels are gone
         gc.collect()
         self.parts.comm.close()
 
@@ -105,7 +107,7 @@ class Engine:
         return next(r for r in self.runners if r.fits(plan)).launch(plan)
 
     def step_costs(self) -> StepCosts | None:
-        """Measured at the start on a device that works while the host plans, else None."""
+        """The cost model measured at the start; None on a device that does not work while the host plans."""
         return self._costs
 
     def _pool(self, num_pages: int) -> MHAKVPool:

@@ -1,4 +1,4 @@
-"""How many KV pages: from the memory that weights and the largest steps leave."""
+"""Sizes the K/V pool from the memory that the weights and the largest steps leave."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.runner import Parts, Runner
 
-MIN_EVENNESS: Final = 0.75  # of the free memory, the rank with the least to the one with the most
+MIN_EVENNESS: Final = 0.75  # least free memory of a rank over most
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes on the device; `step_bytes` is what the largest steps needed when tried, 0 where that is not measured."""
+    """Bytes on the device. `step_bytes` is the measured peak of the largest steps, 0 where it is not measured."""
 
     num_pages: int
     page_bytes: int
@@ -32,7 +32,7 @@ class MemoryPlan:
     free_bytes: int
 
     def with_weights(self, size: int) -> MemoryPlan:
-        """When the weights have come to take another `size`."""
+        """The plan with weights of another size."""
         return replace(self, weight_bytes=size, free_bytes=self.free_bytes + self.weight_bytes - size)
 
     def describe(self) -> str:
@@ -46,17 +46,16 @@ class MemoryPlan:
 
 
 def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
-    """Pages of the pool: what was asked for, else what fits, but no more than all rows could ever fill.
+    """Count the pages of the pool: `--num-pages`, else what fits, but no more than all rows can fill.
 
-    The same on all ranks: what fits where least does. `parts.kv_cache` may be as small as one page: the trial steps map
-    every position to page 0. Raises `ConfigError` when not even one page fits, or when the ranks' memory differs so
-    much that something must be wrong.
+    All ranks take the count of the rank with the least memory. `parts.kv_cache` may be a single page: trial steps map
+    every position to page 0. Raises `ConfigError` when no page fits, or when the ranks' free memory is too uneven.
     """
     m, device, comm = spec.model, parts.device, parts.comm
     page_bytes = MHAKVPool.bytes_per_page(m.num_layers, spec.num_kv_heads, spec.page_size, m.head_dim, spec.dtype)
     weight_bytes = sum(p.tensor.nbytes for p in parts.model.parameters)
     runner, rows = base_runner(parts, spec), spec.max_running_requests
-    comm.all_gather_int(0)  # wait until the other ranks, which may use the same memory, have their weights too
+    comm.all_gather_int(0)  # ranks may share memory: wait until all have loaded their weights
     free = device.free_memory()
     trials = (largest_prefill(spec), *(decode_plan(rows, m.vocab_size, flags) for flags in (0, TAILS[-1])))
     with cublas_linear.autotuning():
@@ -75,7 +74,7 @@ def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
 
 
 def require_even(free: list[int]) -> None:
-    """Raises `ConfigError` when some rank has much less memory than another: the least decides for all."""
+    """Raise `ConfigError` when one rank has much less free memory than another, since the least decides for all."""
     if min(free) < MIN_EVENNESS * max(free):
         each = ", ".join(f"rank {rank} {size / 2**30:.2f} GiB" for rank, size in enumerate(free))
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Steps of an embedding model: hidden states pooled, instead of tokens chosen."""
+"""Steps of an embedding model: hidden states are pooled, no token is sampled."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 class LastToken:
-    """The hidden state of the last token, which has seen all."""
+    """Takes the hidden state of the last token, which attends to all tokens."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
     def __call__(self, batch: Batch) -> Tensor:
-        """float32 [S, H]."""
+        """The pooled hidden states of the sequences that sample, float32 [S, H]."""
         return self._parts.model.normed(*self._parts.hidden(*self._parts.begin(batch))).float()
 
 
 class MeanOfTokens:
-    """The mean over all tokens of a prompt, whose chunks add to a sum of their row's; the first one begins it."""
+    """Takes the mean over all tokens of a prompt. Each chunk adds to the sum of its row; the first one starts it."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -40,12 +40,12 @@ class MeanOfTokens:
         self._sums = torch.zeros(len(state), parts.model.config.hidden_size, device=state.device)
 
     def __call__(self, batch: Batch) -> Tensor:
-        """float32 [S, H]."""
+        """The pooled hidden states of the sequences that sample, float32 [S, H]."""
         parts, layout = self._parts, batch.layout
         every = torch.arange(batch.num_tokens, device=batch.positions.device)
         x, residual = parts.hidden(*parts.begin(replace(batch, logit_tokens=every)))
         hidden = parts.model.normed(x, residual)
-        # One sum a sequence rather than a scattered one, whose order of adding would change from run to run.
+        # A sum for each sequence: a scattered sum would add in a different order in every run.
         sums = torch.stack([h.float().sum(0) for h in hidden.split_with_sizes(layout.query_lens_host.tolist())])
         is_first = layout.kv_lens == layout.cu_query_lens.diff()
         rows = layout.rows.long()
@@ -57,7 +57,7 @@ POOLERS: Final[dict[Pooling, Callable[[Parts], Callable[[Batch], Tensor]]]] = {"
 
 
 class PoolingRunner:
-    """Any step, op by op. Its result has `StepResult.embeddings` below the tokens, which are all 0."""
+    """Runs any plan, op by op. All sampled tokens are 0."""
 
     name = "pooling"
 
@@ -82,5 +82,5 @@ class PoolingRunner:
 
 
 def base_runner(parts: Parts, spec: EngineSpec) -> EagerRunner | PoolingRunner:
-    """The one that takes any step of the model."""
+    """The eager runner of the model, which fits any plan."""
     return EagerRunner(parts) if spec.pooling is None else PoolingRunner(parts, spec.pooling)

@@ -1,4 +1,4 @@
-"""The weights of a model as the C++ step of a CPU wants them."""
+"""Packs the weights of a model for the C++ step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LANES: Final = 16  # rows of a panel of packed weights
 
 
 def pack_weights(model: LlamaForCausalLM, library: NativeLibrary, quantizes: bool) -> None:
-    """Pack, or quantize, all matrices but an untied embedding, and move them into one place.
+    """Pack or quantize all matrices except an untied embedding, and move them into one block of memory.
 
     Their tensors have what the library reads afterwards; quantized, it is bytes of no use to anybody else.
     """
@@ -41,14 +41,14 @@ def pack_weights(model: LlamaForCausalLM, library: NativeLibrary, quantizes: boo
             packed = packed.view(rows, cols)[: len(weight)]
             packed.copy_(weight)
             library.pack(packed.data_ptr(), is_bf16, rows, cols)
-        weight.set_(packed)  # type: ignore[call-overload]  # frees what it had
+        weight.set_(packed)  # type: ignore[call-overload]  # frees the old memory
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(ctypes.c_size_t(0))  # glibc keeps freed matrices below 32 MB for itself otherwise
+        libc.malloc_trim(ctypes.c_size_t(0))  # else glibc keeps freed blocks below 32 MB
 
 
 def _zeros(sizes: list[int]) -> tuple[Tensor, ...]:
-    """Bytes side by side, in large memory pages where Linux has them: of small ones a step would look up thousands."""
+    """Zeroed bytes side by side, in huge pages where Linux has them: a step would touch thousands of small pages."""
     memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,4 +1,4 @@
-"""The runner of a CPU: a whole step, from plan to tokens, in one C++ call (`native/library.py`)."""
+"""Runs a whole step of a CPU, from plan to tokens, in one C++ call."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _log = logging.getLogger("minisgl.native")
 
 LARGE: Final = 2**26  # weights; in float32 256 MB
 DTYPES: Final = (torch.float32, torch.bfloat16)
-GROUP: Final = 32  # columns that share a scale in quantized ones
+GROUP: Final = 32  # columns of a quantized weight that share a scale
 SAMPLING_FLOPS: Final = 50.0  # roughly, for each logit of a token that the ops in torch sample
 PLAIN: Final = Flag.SAMPLES | Flag.FROM_DEVICE
 
 
 def refusal(spec: EngineSpec) -> str | None:
-    """Why the native step cannot run this model as asked; None when it can."""
+    """Why the C++ step cannot run a model with these settings; None if it can."""
     m = spec.model
     if spec.info.size > 1:
-        return "several ranks share the model"
+        return "the model is sharded over several ranks"
     if spec.attention_backend != "auto":
         return f"attention backend {spec.attention_backend} was asked for"
     if not FAMILIES[m.architecture].on_cpu_step or m.activation != "silu":
@@ -53,7 +53,7 @@ def refusal(spec: EngineSpec) -> str | None:
     if spec.dtype not in DTYPES:
         return f"dtype {spec.dtype}"
     if spec.pooling is not None:
-        return "it makes embeddings"
+        return "the model makes embeddings"
     sizes = {"head_dim": (m.head_dim, LANES)}
     step = GROUP if spec.quantization else LANES
     sizes |= {"hidden_size": (m.hidden_size, step), "intermediate_size": (m.intermediate_size, step)}
@@ -73,9 +73,9 @@ class _Result:
 
 
 class NativeRunner:
-    """Any step. Takes over the weights, whose tensors are packed or quantized afterwards: no other runner can use them.
+    """Runs any plan. It takes over weights and K/V pages: no other runner can use them afterwards.
 
-    Also the K/V pages hold what only it can read, see `native/cpp/cache.h`.
+    The weights' tensors are packed or quantized in place. The layout of the pages is that of `native/cpp/cache.h`.
     """
 
     def __init__(self, parts: Parts, spec: EngineSpec, library: NativeLibrary, device: CpuDevice) -> None:
@@ -83,7 +83,7 @@ class NativeRunner:
         self.parts = parts
         self._library = library
         self._vocab_size = spec.model.vocab_size
-        self._kept: list[Tensor] = []  # what the library has addresses of, besides the weights
+        self._kept: list[Tensor] = []  # tensors whose addresses the library has, besides the weights
         pack_weights(parts.model, library, spec.quantization is not None)
         self._device = device
         model = self._model_spec(spec, device.threads)
@@ -179,7 +179,7 @@ class NativeRunner:
         return torch.from_numpy(np.ctypeslib.as_array(kind.from_address(address))).view(count, self._vocab_size)
 
     def _float(self, tensor: Tensor | None) -> int | None:
-        """The address of a float32 copy that lives as long as this."""
+        """The address of a float32 copy that lives as long as this runner."""
         if tensor is None:
             return None
         self._kept.append(tensor.float().contiguous())

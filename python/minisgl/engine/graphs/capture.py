@@ -1,4 +1,4 @@
-"""Recording work on the device as CUDA graphs that share their memory, and choosing tokens that way."""
+"""Captures work as CUDA graphs that share one memory pool, and names the tails: the graphs that sample."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from minisgl.triton.cublas import cublas_linear
 
 T = TypeVar("T")
 
-# What graphs that choose tokens do, by flags of `BatchPlan`. Each does more than the one before, and a step takes the
-# first that is enough: so few are captured, and most steps take the cheapest.
+# What the graphs that sample can do, as flags. Each can do all that the one before can, and a step takes the first that
+# is enough: few graphs are captured, and most steps take the cheapest.
 TAILS: Final = (
     0,
     Flag.FILTERED,
@@ -25,25 +25,27 @@ TAILS: Final = (
 
 
 def tail_of(flags: int) -> int:
-    """The first of `TAILS` that is enough for sequences with any of `flags`."""
+    """The first of `TAILS` that is enough for sequences with `flags`."""
     wanted = flags & TAILS[-1]
     return next(tail for tail in TAILS if not wanted & ~tail)
 
 
 class Capture:
-    """`with Capture() as capture: graph, result = capture(work)`, as often as wanted.
+    """Captures graphs: `with Capture() as capture: graph, result = capture(work)`, any number of times.
 
-    All graphs draw on one pool, so they may only be replayed in turn, never at the same time; what a graph computes
-    is lost when another is replayed, except for the results that somebody still holds.
+    All graphs allocate from one pool, so they must be replayed one after the other. Replaying a graph overwrites what
+    another one computed, except for results that are still referenced.
     """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # captures cannot use the default one; cuBLAS keeps a workspace for each
+        self._stream = (
+            torch.cuda.Stream()
+        )  # the default stream cannot be captured; cuBLAS keeps a workspace for each stream
 
     def __enter__(self) -> Capture:
         gc.collect()
-        gc.disable()  # what a collection during a capture frees would be freed by calls that are forbidden then
+        gc.disable()  # a collection during a capture could free memory by calls that are forbidden there
         return self
 
     def __exit__(
@@ -52,15 +54,15 @@ class Capture:
         gc.enable()
 
     def __call__(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """A graph of what `work` does, and what it returned while it was recorded."""
+        """Capture `work`; the graph, and what `work` returned while it was captured."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            # Once for real: compiles kernels, chooses algorithms, and lets libraries allocate what they keep.
+            # Run once first: this compiles kernels, chooses algorithms, and lets libraries allocate their workspaces.
             with cublas_linear.autotuning():
                 work()
             self._stream.synchronize()
-            # Of this thread only: torch's NCCL asks for the state of events in another one, whenever it likes.
+            # Check this thread only: torch's NCCL queries events in a thread of its own at any time.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             result = work()
             graph.capture_end()

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one launch instead of hundreds, one graph for each batch size worth having."""
+"""Captures decode steps as CUDA graphs: one launch instead of hundreds, and a graph for each useful batch size."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_PAGE_WRITES: Final = 1024  # of one captured step; a step with more runs eag
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """Batch sizes to capture: fine where a padded row costs most of a step, coarse where it costs little."""
+    """Batch sizes to capture: closely spaced where a padded row costs much of a step, widely where it costs little."""
     sizes = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64]
     sizes += [*range(80, 129, 16), *range(160, 257, 32), *range(320, 513, 64), *range(640, 4097, 128)]
     return sorted({min(size, max_rows) for size in sizes})
@@ -37,18 +37,18 @@ def graph_sizes(max_rows: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """One batch size: the forward pass, and choosing tokens in all `TAILS`, each with how many numbers a token has."""
+    """One batch size: the graph of the forward pass, and for each of `TAILS` its graph and the height of its result."""
 
     forward: torch.cuda.CUDAGraph
     tails: dict[int, tuple[torch.cuda.CUDAGraph, int]]
 
 
 class GraphRunner:
-    """Pure decode steps of rows that the device knows already.
+    """Runs steps that only decode, with rows that the device knows already.
 
-    The graphs read the plan from a ring in pinned memory and write their tokens into another (`triton/decode_io.py`),
-    so a step is a few numpy copies and two graph launches. Padding rows are the page table's last row, whose pages are
-    nobody's. Masks change with every step and are large: they alone are copied.
+    The graphs read the plan from a ring in pinned memory and write their tokens to another (`triton/decode_io.py`), so
+    a step is a few numpy copies and two graph launches. The page table's last row, the dummy row, pads a batch. Masks
+    change in every step and are large: only masks are copied.
     """
 
     name = "cuda graph"
@@ -80,7 +80,7 @@ class GraphRunner:
             self._graphs[size] = self._capture(size, capture)
             if progress is not None:
                 progress(done, len(sizes))
-        self._turn_on_device.zero_()  # the trials before each capture have moved it
+        self._turn_on_device.zero_()  # the run before each capture advances it
 
     def fits(self, plan: BatchPlan) -> bool:
         is_known = (plan.slots["flags"] & Flag.FROM_DEVICE).all()

@@ -1,4 +1,4 @@
-"""Steps with prompts in them as CUDA graphs, where launching them op by op takes longer than computing them."""
+"""Captures steps with prompts as CUDA graphs, where launching op by op takes longer than computing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from minisgl.core import BatchPlan
 from minisgl.engine.batch import Expanded, expand
 from minisgl.engine.graphs.capture import TAILS, tail_of
-from minisgl.engine.graphs.mixed_inputs import MAX_CHUNKS, MAX_PAGE_WRITES, TokenInputs
+from minisgl.engine.graphs.mixed_inputs import MAX_CHUNKS, MAX_PAGE_WRITES, MixedInputs
 from minisgl.engine.runner import ForwardOutput
 from minisgl.engine.trial import trial_plan
 from minisgl.layout import Flag
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
     from minisgl.engine.graphs.capture import Capture
     from minisgl.engine.runner import Parts
 
-# From 256 on all whole tiles of matrix products, so that padding costs little: the scheduler fills them where it may
-# (`scheduler/budget.py`), and a product takes as long for half of one.
+# From 256 on, every whole tile of a GEMM. Padding then costs little: the scheduler fills tiles where it can
+# (`scheduler/budget.py`), and a GEMM takes as long for half a tile as for a whole one.
 TOKEN_SIZES: Final = (32, 48, 64, 96, 128, 192, *range(256, 1409, 128))
 LARGE_SIZES: Final = (*range(1536, 4097, 256), *range(4608, 8193, 512))  # for models with small layers
-LAUNCH_FLOPS: Final = 3.6e11  # of an H200 in 0.6 ms; launching a layer op by op takes a host 0.4 to 0.8
-TAIL_SIZES: Final = (8, 32, 64, 128, 192, 256)  # sequences that get a token; and as many as there can be
-MAX_CONTEXT: Final = 8192  # of prompts, whose tiles are chosen for short ones
+LAUNCH_FLOPS: Final = 3.6e11  # of an H200 in 0.6 ms; a host takes 0.4 to 0.8 ms to launch a layer op by op
+TAIL_SIZES: Final = (8, 32, 64, 128, 192, 256)  # sequences that sample; the largest possible number is added
+MAX_CONTEXT: Final = 8192  # of prompts: the tiles of attention are chosen for short contexts
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """One number of tokens: a graph that leaves the hidden states of those by which tokens are chosen."""
+    """One number of tokens: a graph that leaves the hidden states from which tokens are sampled."""
 
     forward: torch.cuda.CUDAGraph
     chunks: int  # of prompts, one of them for padding
-    samples: int  # fewer than tokens, since a model takes as many to be all of them
+    samples: int  # fewer than the tokens: for an equal number the model would not select hidden states
 
 
 def token_sizes(max_tokens: int, flops_per_token: float, num_layers: int) -> list[int]:
-    """Numbers of tokens to capture: `TOKEN_SIZES`, and `LARGE_SIZES` while these take longer to launch than to compute.
+    """Numbers of tokens to capture: `TOKEN_SIZES`, and `LARGE_SIZES` that take longer to launch than to compute.
 
     Each costs the start one launch, one capture and its arithmetic.
     """
@@ -54,13 +54,13 @@ def token_sizes(max_tokens: int, flops_per_token: float, num_layers: int) -> lis
 
 
 class MixedGraphRunner:
-    """Steps with prompts and sequences that decode in them, padded to one of `token_sizes`.
+    """Runs steps with prompts and decoding sequences, padded to one of `token_sizes` as `MixedInputs` says.
 
-    How they are padded stands in `TokenInputs`. Choosing tokens is captured by the number of those, for all sizes
-    together, since it takes the hidden states from one place. Log-probabilities of prompts run eagerly.
+    Sampling is captured by the number of sequences that sample, once for all sizes, since it reads the hidden states
+    from one place. Prompt logprobs run eagerly.
 
-    Padding is worth it even where the device would be done a little sooner without: launching op by op takes 13 to
-    30 ms (36 layers, other processes beside), in which the scheduler hears nobody and hands out no tokens.
+    A graph pays even where the device would finish sooner without padding: launching a step op by op takes 13 to 30 ms
+    (36 layers, with other processes running), in which the scheduler neither receives nor replies.
     """
 
     name = "cuda graph with prompts"
@@ -69,7 +69,7 @@ class MixedGraphRunner:
         self.parts = parts
         self.device: CudaDevice = parts.device  # type: ignore[assignment]
         sizes = token_sizes(max_tokens, parts.flops_per_token, parts.model.config.num_layers)
-        self._inputs = TokenInputs(max(sizes, default=0), max_decodes, parts)
+        self._inputs = MixedInputs(max(sizes, default=0), max_decodes, parts)
         self._hidden: tuple[Tensor, Tensor] | None = None
         self._graphs: dict[int, _Captured] = {}
         for size in reversed(sizes):
@@ -92,7 +92,7 @@ class MixedGraphRunner:
         )
 
     def _size(self, plan: BatchPlan) -> int | None:
-        """The size for a plan, if a graph has room for it."""
+        """The smallest captured size that fits a plan, if any."""
         flags = plan.slots["flags"]
         tokens = int((plan.slots["stop"] - plan.slots["start"]).sum())
         decodes = int(np.count_nonzero(flags & Flag.FROM_DEVICE))
@@ -135,7 +135,7 @@ class MixedGraphRunner:
 
         def work() -> None:
             hidden = self.parts.hidden(*self.parts.begin(self._inputs.batch(size, chunks, samples)))
-            if self._hidden is None:  # the first of all, which has the most, and before its capture
+            if self._hidden is None:  # the run before the first capture, which has the most sequences
                 self._hidden = hidden[0].clone(), hidden[1].clone()
             for own, shared in zip(hidden, self._hidden, strict=True):
                 shared[:samples].copy_(own)

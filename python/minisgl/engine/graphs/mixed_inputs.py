@@ -1,4 +1,4 @@
-"""What captured steps with prompts read: one buffer for all sizes, filled from a plan."""
+"""The inputs of captured steps with prompts: one buffer for all sizes, filled from a plan."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MAX_CHUNKS: Final = 64
 MAX_PAGE_WRITES: Final = 512
 
 
-class TokenInputs:
-    """An int32 buffer and its parts by name, the same on host and device.
+class MixedInputs:
+    """An int32 buffer and its named parts, equal on host and device.
 
-    Sequences are the `decodes` that decode, in the first places and the first tokens, then chunks of prompts. Places
-    that a plan leaves over are the page table's last row, nobody's: without keys if they decode, while the chunk behind
-    the last takes the tokens that are too many. The arrays of tokens come last, so that a small step is a small upload.
+    The `decodes` decoding sequences come first and have the first tokens; chunks of prompts follow. Unused slots point
+    at the dummy row, the page table's last: unused decode slots have `kv_len` 0, and the chunk behind the last one
+    takes the padding tokens. The arrays of tokens come last, so that a small step is a small upload.
     """
 
     def __init__(self, max_tokens: int, max_decodes: int, parts: Parts) -> None:
@@ -45,7 +45,7 @@ class TokenInputs:
         self.on_device = torch.zeros(len(self.on_host), dtype=torch.int32, device=parts.device.torch_device)
 
     def fill(self, size: int, plan: BatchPlan, x: Expanded) -> int:
-        """Put a plan and its expansion into the host's buffer, for `size` tokens; how much of it is to be uploaded."""
+        """Write a plan and its expansion to the host's buffer, padded to `size` tokens; the ints to upload."""
         host = {name: self.on_host[place] for name, place in self._places.items()}
         end = self._tokens_at + 3 * size
         tokens = self.on_host[self._tokens_at : end].reshape(3, size)
@@ -109,6 +109,6 @@ class TokenInputs:
 
 
 def _put(into: Ints, values: Ints, rest: int) -> None:
-    """`values`, then `rest` to the end."""
+    """Write `values`, then `rest` up to the end."""
     into[: len(values)] = values
     into[len(values) :] = rest
