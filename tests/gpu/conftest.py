@@ -1,4 +1,4 @@
-"""Everything here needs an NVIDIA GPU: `pytest -m gpu tests/gpu`. docs/performance.md says where it last passed."""
+"""Everything here needs an NVIDIA GPU: `pytest -m gpu tests/gpu`. docs/notebook says where it last passed."""
 
 from __future__ import annotations
 

@@ -76,7 +76,8 @@ class Device(ABC):
 
 
 # With two threads on two free cores, a step of 16 rows of the built-in model (0.2 GFLOP) is 1.3 x as fast as with one,
-# a chunk of 500 tokens (7 GFLOP) 1.9 x; beside one busy process the former is up to 100 x slower (docs/performance.md).
+# a chunk of 500 tokens (7 GFLOP) 1.9 x; beside one busy process the former is up to 100 x slower
+# (docs/notebook/2026-11-21.md).
 SMALL_WORK_FLOPS = 1e9
 HUGE_PAGE = 2 << 20
 

@@ -188,7 +188,7 @@ def running_children(args: ServerArgs, checked: Checked, scheduler: SchedulerTar
 def _children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) -> list[Child]:
     # OpenMP's threads wait for each other by spinning for milliseconds: when the API server or a client wants the same
     # core, every step of the engine waits for the spinning thread. A short spin costs nothing on idle cores; the
-    # figures are in docs/performance.md.
+    # figures are in docs/notebook/2026-11-21.md.
     scheduler_env = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000")}
     if (threads := args.scheduler.engine.threads) is not None:
         scheduler_env["OMP_NUM_THREADS"] = str(threads)
