@@ -1,6 +1,6 @@
-"""Ops in eager torch for a CPU: the reference's results in fewer calls, since a call costs about as much as its work.
+"""Ops in eager torch for a CPU: as the reference, in fewer calls, since a call costs about as much as its arithmetic.
 
-Per-call figures that led here are in microseconds for T=16, H=256 float32, two threads (AMD EPYC, torch 2.13).
+Figures are microseconds a call for T=16, H=256 float32, two threads (AMD EPYC, torch 2.13).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SKINNY_ROWS: Final = 16
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `reference.linear`; few float32 rows go through the transposed product, for which MKL has better kernels.
+    """As `reference.linear`; few float32 rows take the transposed GEMM, for which MKL has better kernels.
 
     Milliseconds for all 25 projections of the demo model's shapes, read from memory: rows 1: 3.3 -> 1.0 (as two
     equal rows), 4: 4.7 -> 1.4, 16: 5.0 -> 3.4, 32: 7.1 -> 6.9. bfloat16 does not gain.
@@ -57,7 +57,7 @@ def gelu_and_mul(x: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
-# Those made of the ops above.
+# Composed of the ops above.
 add_norm_linear = partial(reference.add_norm_linear, rms_norm=rms_norm, add_rms_norm=add_rms_norm, linear=linear)
 gates = {"silu": silu_and_mul, "gelu_tanh": gelu_and_mul}
 gated_linear = partial(reference.gated_linear, linear=linear, gates=gates)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def all_reduce(x: Tensor) -> Tensor:
-    """The sum over the ranks that compute a layer together, of which there is one here; `x` may be overwritten."""
+    """The sum of `x` over all ranks; here there is one. `x` may be overwritten."""
     return x
 
 
@@ -83,9 +83,8 @@ def add_norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """(linear(rms_norm(total)), total) with total = x + residual, or x where there is no residual yet.
 
-    x, residual [T, H]; norm_weight [H]; weight [N, H]; bias [N] -> [T, N], [T, H]. One op, since with one row it is one
-    kernel. An implementation may overwrite `residual`, not `x`. The ops after the star are what a table puts in the
-    place of those here.
+    x, residual [T, H]; norm_weight [H]; weight [N, H]; bias [N] -> [T, N], [T, H]. One op, since for one row it is one
+    kernel. An implementation may overwrite `residual`, not `x`. A table passes its own ops after the star.
     """
     if residual is None:
         return linear(rms_norm(x, norm_weight, eps), weight, bias), x
@@ -102,7 +101,7 @@ def gated_linear(
     linear: Callable[..., Tensor] = linear,
     gates: Mapping[str, Callable[[Tensor], Tensor]] = GATES,
 ) -> Tensor:
-    """`linear` with one of `GATES` behind it: x [T, H], weight [2I, H] (gate above up) -> [T, I]."""
+    """`linear` followed by one of `GATES`: x [T, H], weight [2I, H] (gate above up) -> [T, I]."""
     return gates[gate](linear(x, weight, bias))
 
 
@@ -118,7 +117,7 @@ def add_norm_gated(
     add_norm_linear: Callable[..., tuple[Tensor, Tensor]] = add_norm_linear,
     gated_linear: Callable[..., Tensor] = gated_linear,
 ) -> tuple[Tensor, Tensor]:
-    """`add_norm_linear` with `gated_linear` in the place of `linear`: -> [T, I], [T, H]."""
+    """`add_norm_linear` with `gated_linear` instead of `linear` -> [T, I], [T, H]."""
     linear = partial(gated_linear, gate=gate)
     return add_norm_linear(x, residual, norm_weight, eps, weight, bias, linear=linear)
 
@@ -139,14 +138,13 @@ def moe(
     x [T, H], router_logits [T, E], gate_up [E, 2I, H] (gate above up), down [E, H, I] -> [T, H]. p is the softmax over
     all experts in float32; with `normalise` the chosen ones are divided by their sum. Of equal logits the lowest expert
     is chosen. The sum is taken in float32, the most probable expert first, so a token's result depends on the rest of
-    the batch only as far as a product's does on its number of rows. `linear` and `silu_and_mul` are what a table puts
-    in the place of those here.
+    the batch only as far as a GEMM's does on its number of rows. A table passes its own ops after the star.
     """
     experts = router_logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = router_logits.softmax(-1, dtype=torch.float32).gather(-1, experts)  # [T, top_k]
     if normalise:
         weights = weights / weights.sum(-1, keepdim=True)
-    # Pair i is choice i % top_k of token i // top_k; sorted by expert, the pairs of one expert are one product.
+    # Pair i is choice i % top_k of token i // top_k; sorted by expert, the pairs of one expert are one GEMM.
     pairs = experts.flatten()
     order = pairs.argsort(stable=True)
     rows = x[order // top_k]  # of the pairs in this order: first the inputs, then the outputs
@@ -196,7 +194,7 @@ def norm_rope_store(
     pages: Tensor,
     out_loc: Tensor,
 ) -> Tensor:
-    """All that stands between the QKV projection and attention: per-head norm, rotary embedding, K/V storage.
+    """All between the QKV projection and attention: per-head norm, rotary embedding, K/V storage.
 
     qkv [T, (Hq + 2 Hk) D] holds q, k and v heads in this order. With `q_weight` and `k_weight` [D] each head of q and
     k first goes through `rms_norm`. k and v are stored as in `store_kv`; the result is q [T, Hq, D]. An
@@ -219,8 +217,8 @@ def paged_attention(
     """softmax(scale q K^T) V of each sequence over its own pages, in float32 -> [T, Hq, D] in q's dtype.
 
     q [T, Hq, D] grouped by sequence as `layout` says; pages [P, 2, Hk, page, D]; page_table [rows, W] int32. Query i of
-    a sequence stands at position kv_len - query_len + i and sees the positions up to its own, of which only the last
-    `window` where that is given (arXiv:2004.05150). Query head h reads KV head h // (Hq / Hk). Slots from kv_len on may
+    a sequence has position kv_len - query_len + i and sees the positions up to its own, with `window` only the last
+    `window` of them (arXiv:2004.05150). Query head h reads KV head h // (Hq / Hk). Slots from kv_len on may
     hold anything, NaN included.
     """
     num_kv_heads, page_size = pages.shape[2], pages.shape[3]
@@ -242,4 +240,4 @@ def paged_attention(
     return out
 
 
-OPS: Final[Mapping[str, Callable[..., Any]]] = {}  # as an alternative of `ops.OPS`: it brings nothing of its own
+OPS: Final[Mapping[str, Callable[..., Any]]] = {}  # the entry of `table.OPS`: `OpTable` has these ops as defaults

@@ -165,10 +165,11 @@ def _sample(
         tl.store(counter_ptr + seq, 0)
         tl.store(own_leader_ptr, IDLE)
         offs_s = tl.arange(0, MAX_SPLITS)
+        mask = offs_s < splits
         score_ptrs = scores_ptr + seq * MAX_SPLITS + offs_s
-        scores = tl.load(score_ptrs, mask=offs_s < splits, other=float("-inf"), cache_modifier=".cg")
+        scores = tl.load(score_ptrs, mask=mask, other=float("-inf"), cache_modifier=".cg")
         token_ptrs = tokens_ptr + seq * MAX_SPLITS + offs_s
-        tokens = tl.load(token_ptrs, mask=offs_s < splits, other=0, cache_modifier=".cg")
+        tokens = tl.load(token_ptrs, mask=mask, other=0, cache_modifier=".cg")
         best = tl.max(scores, 0)
         token = tl.min(tl.where(scores == best, tokens, vocab_size), 0)
         if PARTIAL:
