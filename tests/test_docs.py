@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.code_map import blocks
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "python").rglob("*.md")])
 LINK = re.compile(r"\]\(([^()\s]+)\)")
@@ -71,3 +73,8 @@ def test_names_stand_in_their_files() -> None:
         names = re.findall(r"`([\w.]+)`", there if here == "the same" else here)
         missing += [name for name in names if paths and not all(part in text for part in name.split("."))]
     assert not missing
+
+
+def test_the_maps_of_the_code_are_up_to_date() -> None:
+    for page, (begin, text, end) in blocks().items():
+        assert f"{begin}\n{text}\n{end}" in page.read_text(), f"{page.name}: run `make rooms`"
