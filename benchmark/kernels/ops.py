@@ -1,6 +1,6 @@
 """Times the Triton ops on a GPU, as nodes of a CUDA graph, beside what they could be: cuBLAS, and the bytes they move.
 
-    PYTHONPATH=python python benchmark/kernels/ops.py [linear] [tuned] [chain] [small] [sample]
+    PYTHONPATH=python python benchmark/kernels/ops.py [linear] [chain] [small] [sample]
 
 Every cell is checked against float32 first. Inputs rotate beyond the L2. Bandwidth is given in percent of 4,550
 GB/s, the most that reading weights reached on an H200. The first run compiles in several processes.
@@ -23,7 +23,6 @@ from torch.nn import functional as F
 
 from minisgl.ops import reference
 from minisgl.triton import linear, norm, ops, sample, top_k_top_p
-from minisgl.triton.cublas import CublasLinear
 
 BF16, GPU, VOCAB = torch.bfloat16, torch.device("cuda", 0), 151936
 CEILING = 4.55e6  # bytes per us
@@ -86,7 +85,6 @@ def linears(model: str) -> dict[str, tuple[int, int]]:
     }
 
 
-TUNED_ROWS = (24, 32, 48, 64, 96, 128, 192, 256, 2048, 8192)
 SKINNY = [(64, 128, 1, 4, 4), (64, 128, 2, 4, 4), (64, 128, 4, 4, 4), (64, 64, 8, 4, 4), (128, 128, 1, 3, 8)]
 
 
@@ -133,30 +131,6 @@ def linear_cells(everything: bool) -> Iterator[Cell]:
             yield product(row, "fused", x, ws, behind_norm(op, r, weight), norm_exact)
         if everything:
             yield from other_configurations(row, rows, x, ws, gated, exact)
-
-
-def tuned_cells(everything: bool) -> Iterator[Cell]:
-    """More rows than the own kernels take: cuBLAS's choice, and what a search finds."""
-    flat, tuned = randn(1 << 29, scale=0.03), CublasLinear()
-    for model in MODELS:
-        for name, (n_out, n_in) in linears(model).items():
-            if name == "lm_head":
-                continue
-            size = n_out * n_in
-            count = max(2, min(flat.numel() // size, 150_000_000 // size))
-            ws = [flat[i * size : (i + 1) * size].view(n_out, n_in) for i in range(count)]
-            before = tuned.seconds
-            with tuned.autotuning():
-                for rows in TUNED_ROWS:
-                    tuned(randn(rows, n_in), ws[0])
-            print(f"{model} {name}: searched {tuned.seconds - before:.2f} s", flush=True)
-            for rows in TUNED_ROWS:
-                x = randn(rows, n_in)
-                exact = cache(lambda x=x, w=ws[0]: x.float() @ w.float().T)
-                for column, op in (("cublas", F.linear), ("ours", tuned)):
-                    cell = product(f"{model} {name} x{rows}", column, x, ws, op, exact)
-                    cell.bytes += 2.0 * rows * (n_in + n_out)
-                    yield cell
 
 
 def product_shapes() -> Iterator[tuple[tuple[str, str, int, int], int]]:
@@ -346,7 +320,6 @@ def reference_sample(*args: object) -> torch.Tensor:
 
 SECTIONS = {
     "linear": linear_cells,
-    "tuned": tuned_cells,
     "chain": chain_cells,
     "small": small_cells,
     "sample": sample_cells,
@@ -363,7 +336,7 @@ def main() -> None:
     names = args.sections or list(SECTIONS)
     started = time.time()
     if args.share is None:
-        compiled = [name for name in names if name != "tuned"] or ["small"]
+        compiled = names or ["small"]
         command = [sys.executable, __file__, *compiled, *(["--all"] if args.all else []), "--share"]
         workers = [subprocess.Popen([*command, str(i)]) for i in range(PROCESSES)]
         print("compiled:", [w.wait() for w in workers], f"{time.time() - started:.0f} s", flush=True)

@@ -9,7 +9,6 @@ import torch
 from minisgl.ops import reference
 from minisgl.ops.sampling import noise_bits
 from minisgl.ops.table import load_ops
-from minisgl.triton.cublas import MIN_BUCKET, CublasLinear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 if torch.cuda.is_available():
@@ -75,66 +74,6 @@ def test_linear(n_out: int, n_in: int, dtype: torch.dtype):
         for bias in (None, b):
             out = OPS.linear(x, w, bias)
             near(out, reference.linear(x.double(), w.double(), None if bias is None else bias.double()))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("n_out", "n_in"), [(6144, 4096), (1024, 3072), (333, 1000), (101, 72), (48, 16)])
-def test_every_candidate_of_a_search(n_out: int, n_in: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("minisgl.triton.cublas.MIN_GAIN", 0.0)  # even a slower one is taken
-    w = randn(n_out, n_in, dtype=dtype)
-    for rows in (17, 24, 192, 700, MIN_BUCKET):
-        tuned, x = CublasLinear(), randn(rows, n_in, dtype=dtype)
-        want = reference.linear(x.double(), w.double())
-        with tuned.autotuning():
-            near(tuned(x, w), want)
-        gemms = [gemm for shape, gemm in tuned.chosen.items() if shape.rows == rows and gemm]
-        assert gemms or n_in % 8 or n_out % 8
-        for gemm in gemms:
-            for result in gemm.candidates(24):
-                gemm.use(result)
-                out = torch.full_like(want, float("nan"), dtype=dtype)
-                if gemm.resize(rows) and gemm.run(x, w, out):
-                    near(out, want)
-
-
-def test_a_search_serves_graphs_and_other_sizes_of_its_bucket(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("minisgl.triton.cublas.MIN_GAIN", 0.0)
-    monkeypatch.setattr("minisgl.triton.cublas.MIN_GAIN_BUCKET", 0.0)  # and asked whether it serves fewer rows
-    tuned, weights = CublasLinear(), [randn(1024, 2048) for _ in range(2)]
-    with tuned.autotuning():
-        for rows in (40, 2 * MIN_BUCKET):
-            tuned(randn(rows, 2048), weights[0])
-    assert sorted(shape.rows for shape in tuned.chosen) == [40, MIN_BUCKET, 2 * MIN_BUCKET]
-    tuned._buckets = {shape: product for shape, product in tuned.chosen.items() if shape.rows > 40}
-    assert all(tuned._buckets.values())
-    for rows in (MIN_BUCKET, MIN_BUCKET - 1, MIN_BUCKET * 3 // 2, 4095, 4096, 33, 2500, 4097):  # the last 3: F.linear
-        for w in weights:
-            x = randn(rows, 2048)
-            near(tuned(x, w), reference.linear(x.double(), w.double()))
-    x, graph = randn(40, 2048), torch.cuda.CUDAGraph()
-    with tuned.autotuning(), torch.cuda.graph(graph):  # no search in here: 41 rows are F.linear's
-        outs = [tuned(x, w) for w in weights] + [tuned(torch.cat([x, x[:1]]), weights[0])[:40]]
-    for _ in range(3):
-        x.normal_()
-        graph.replay()
-        for out, w in zip(outs, [*weights, weights[0]], strict=True):
-            near(out, reference.linear(x.double(), w.double()))
-    assert len(tuned.chosen) == 3
-
-
-def test_what_is_not_searched():
-    tuned, w = CublasLinear(search=False), randn(64, 128)
-    for product in (tuned, CublasLinear()):
-        with tuned.autotuning():
-            for rows in (0, 20):
-                x = randn(rows, 128)
-                assert torch.equal(product(x, w), torch.nn.functional.linear(x, w))
-        assert not product.chosen
-    tuned = CublasLinear()
-    with tuned.autotuning():
-        x = randn(20, 128, dtype=torch.float32)
-        assert torch.equal(tuned(x, w.float()), torch.nn.functional.linear(x, w.float()))
-    assert not tuned.chosen
 
 
 @pytest.mark.parametrize(("n_out", "n_in"), [(1024, 2048), (101, 72), (4097, 1000)])

@@ -58,7 +58,7 @@ def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
     comm.all_gather_int(0)  # ranks may share memory: wait until all have loaded their weights
     free = device.free_memory()
     trials = (largest_prefill(spec), *(decode_plan(rows, m.vocab_size, flags) for flags in (0, TAILS[-1])))
-    with cublas_linear.autotuning():
+    with cublas_linear.loading():
         step_bytes = sum(device.peak_memory(partial(_run, runner, plan)) for plan in trials)
     if spec.num_pages is not None:
         return MemoryPlan(spec.num_pages, page_bytes, weight_bytes, step_bytes, free)

@@ -59,7 +59,7 @@ class Capture:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             # Run once first: this compiles kernels, chooses algorithms, and lets libraries allocate their workspaces.
-            with cublas_linear.autotuning():
+            with cublas_linear.loading():
                 work()
             self._stream.synchronize()
             # Check this thread only: torch's NCCL queries events in a thread of its own at any time.
