@@ -14,7 +14,7 @@ CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-c
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat demo test quick check rooms soak acceptance format clean
+.PHONY: help serve chat demo test quick quick-engine quick-server check rooms soak acceptance format clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -45,8 +45,14 @@ demo: $(VENV)/.installed  ## start a server, ask it a few questions over HTTP, s
 test: $(VENV)/.installed-dev  ## run the tests (no GPU, a few minutes)
 	$(BIN)/python -m pytest -m 'not gpu and not slow' $(ARGS)
 
-quick: $(VENV)/.installed-dev  ## run the tests of the parts (under a minute on two quiet cores)
-	$(BIN)/python -m pytest -m 'not gpu and not slow' tests/unit tests/test_architecture.py $(ARGS)
+quick: $(VENV)/.installed-dev  ## the parts without engines, grammars and random traces (a minute on two quiet cores)
+	@$(MAKE) --no-print-directory -j2 -Otarget quick-engine quick-server
+
+QUICK := $(BIN)/python -m pytest -p no:cacheprovider -m 'not gpu and not slow'
+quick-engine:
+	$(QUICK) --ignore tests/unit/scheduler/test_traces.py $(addprefix tests/unit/,scheduler kvcache attention layers models)
+quick-server:
+	$(QUICK) tests/test_architecture.py $(addprefix tests/unit/,api chat checkpoint distributed message ops process settings tokenizer)
 
 check: $(VENV)/.installed-dev  ## lint, format, types, import order, size
 	$(BIN)/ruff check .
