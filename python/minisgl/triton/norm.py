@@ -158,20 +158,20 @@ def _norm_rope_store(
     else:
         slot = tl.load(out_loc_ptr + token)
         kv_head = (group - QUERY_GROUPS) * BLOCK_KV_HEADS + tl.arange(0, BLOCK_KV_HEADS)[:, None]
-        k_ptrs, mask = row_ptr + (NUM_HEADS + kv_head) * HEAD_DIM + offs_d, kv_head < NUM_KV_HEADS
-        k1 = tl.load(k_ptrs, mask=mask, other=0.0)
-        k2 = tl.load(k_ptrs + HEAD_DIM // 2, mask=mask, other=0.0)
+        k_ptrs, kv_mask = row_ptr + (NUM_HEADS + kv_head) * HEAD_DIM + offs_d, kv_head < NUM_KV_HEADS
+        k1 = tl.load(k_ptrs, mask=kv_mask, other=0.0)
+        k2 = tl.load(k_ptrs + HEAD_DIM // 2, mask=kv_mask, other=0.0)
         v_ptrs = k_ptrs + NUM_KV_HEADS * HEAD_DIM
-        v1 = tl.load(v_ptrs, mask=mask, other=0.0)
-        v2 = tl.load(v_ptrs + HEAD_DIM // 2, mask=mask, other=0.0)
+        v1 = tl.load(v_ptrs, mask=kv_mask, other=0.0)
+        v2 = tl.load(v_ptrs + HEAD_DIM // 2, mask=kv_mask, other=0.0)
         page_ptrs = pages_ptr + (slot // PAGE_SIZE) * stride_page + (slot % PAGE_SIZE) * stride_slot
         page_ptrs = page_ptrs + kv_head * stride_head + offs_d
-        tl.store(page_ptrs + stride_kv, v1, mask=mask)
-        tl.store(page_ptrs + stride_kv + HEAD_DIM // 2, v2, mask=mask)
+        tl.store(page_ptrs + stride_kv, v1, mask=kv_mask)
+        tl.store(page_ptrs + stride_kv + HEAD_DIM // 2, v2, mask=kv_mask)
         cos, sin = tl.load(cos_ptrs), tl.load(cos_ptrs + HEAD_DIM // 2)
         k1, k2 = _rotated(k1, k2, k_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
-        tl.store(page_ptrs, k1, mask=mask)
-        tl.store(page_ptrs + HEAD_DIM // 2, k2, mask=mask)
+        tl.store(page_ptrs, k1, mask=kv_mask)
+        tl.store(page_ptrs + HEAD_DIM // 2, k2, mask=kv_mask)
 
 
 def norm_rope_store(
