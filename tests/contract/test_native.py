@@ -24,6 +24,7 @@ from minisgl.distributed.info import ALONE
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
 from minisgl.engine.runner import EagerRunner
+from minisgl.layout import ROW_STATE
 from minisgl.models.families import FAMILIES
 from minisgl.models.positions import SLIDING
 from minisgl.native import build
@@ -208,10 +209,8 @@ def test_drawn_tokens_have_the_noise_of_the_reference(tmp_path: Path, isa: str):
 
     engine = NativeEngine.load(save(tmp_path, SHAPES["wide-heads-odd-vocabulary"]).folder)
     keys = [0, -1, 2**63 - 1, -(2**63), 123456789012345]
-    rows = np.zeros((len(keys), 7), np.int32)
-    for i, key in enumerate(keys):
-        rows[i, 0], rows[i, 1] = i, np.float32(0.5 + i).view(np.int32)
-        rows[i, 5:] = np.array([key], np.int64).view(np.int32)
+    rows = np.zeros(len(keys), ROW_STATE)
+    rows["row"], rows["temperature"], rows["noise_key"] = range(len(keys)), np.arange(len(keys)) + 0.5, keys
     for step in range(20):
         spans = [Span(i, step, [step + i]) for i in range(len(keys))]
         logits = engine.step(spans, rows=rows if step == 0 else None)

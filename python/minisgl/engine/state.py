@@ -40,6 +40,10 @@ class RowState:
         if len(page_writes):
             at = (page_writes[:, _PAGE["row"]].long(), page_writes[:, _PAGE["index"]].long())
             self.page_table[at] = page_writes[:, _PAGE["page"]]
+        self.fill(row_states)
+
+    def fill(self, row_states: torch.Tensor) -> None:
+        """Write sampling states [R, 7], int32 with the columns of their records."""
         if len(row_states):
             rows = row_states[:, _ROW["row"]].long()
             self.top_k[rows] = row_states[:, _ROW["top_k"]]

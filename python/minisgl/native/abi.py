@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from minisgl.layout import PAGE_WRITE, ROW_STATE, SLOT, Flag
+from minisgl.layout import PAGE_WRITE, SLOT, Flag
 
 HEADER: Final = Path(__file__).parent / "cpp" / "layout.h"
 
@@ -39,16 +39,15 @@ MODEL_SPEC: Final[_Fields] = (
     ("int64_t", "layer_stride"),  # elements
     ("int32_t*", "page_table"),  # [rows, table_width]
     ("int64_t", "table_width"),
-    ("int32_t*", "last_token top_k"),  # [rows], as are the following
-    ("float*", "temperature top_p min_p"),
+    ("int32_t*", "last_token"),  # [rows], as are the following
+    ("float*", "temperature"),
     ("int64_t*", "noise_key"),
 )
 STEP_PLAN: Final[_Fields] = (  # the arrays of a `core.BatchPlan`
     ("const Slot*", "slots"),
     ("const int32_t*", "tokens"),
     ("const PageWrite*", "page_writes"),
-    ("const RowState*", "row_states"),
-    ("int64_t", "num_slots num_page_writes num_row_states"),
+    ("int64_t", "num_slots num_page_writes"),
 )
 
 _CTYPES: Final[dict[str, Any]] = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}  # all others are pointers
@@ -86,7 +85,7 @@ def _header() -> Iterator[str]:
     yield ""
     yield "// Records of a plan: 32-bit words, without padding."
     yield "#pragma pack(push, 4)"
-    for name, record in (("Slot", SLOT), ("PageWrite", PAGE_WRITE), ("RowState", ROW_STATE)):
+    for name, record in (("Slot", SLOT), ("PageWrite", PAGE_WRITE)):
         yield from _record(name, record)
     yield "#pragma pack(pop)"
     yield ""

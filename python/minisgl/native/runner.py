@@ -16,7 +16,7 @@ from minisgl.engine.batch import make_sampling
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.runner import ForwardOutput
 from minisgl.errors import ConfigError, NativeError
-from minisgl.layout import NO_MASKS, NO_PAGE_WRITES, NO_ROW_STATES, SLOT, Flag
+from minisgl.layout import NO_MASKS, NO_PAGE_WRITES, NO_ROW_STATES, SLOT, Flag, as_words
 from minisgl.models.families import FAMILIES
 from minisgl.native.abi import LayerWeights, ModelSpec, StepPlan
 from minisgl.native.library import NativeLibrary, load_native
@@ -113,8 +113,9 @@ class NativeRunner:
 
     def _call(self, plan: BatchPlan) -> Ints:
         """Run a plan in the library -> [2, S] tokens and whether they are finite; zeros for slots sampled elsewhere."""
-        arrays = [np.ascontiguousarray(a) for a in (plan.slots, plan.tokens, plan.page_writes, plan.row_states)]
-        call = StepPlan(*(a.ctypes.data for a in arrays), len(plan.slots), len(plan.page_writes), len(plan.row_states))
+        arrays = [np.ascontiguousarray(a) for a in (plan.slots, plan.tokens, plan.page_writes)]
+        call = StepPlan(*(a.ctypes.data for a in arrays), len(plan.slots), len(plan.page_writes))
+        self.parts.state.fill(torch.from_numpy(as_words(plan.row_states)))
         out = np.zeros((2, len(plan.sampled_flags)), np.int32)
         self._library.step(self._model, byref(call), out[0].ctypes.data, out[1].ctypes.data)
         return out
@@ -224,9 +225,7 @@ class NativeRunner:
             layer_stride=pool.data.stride(0),
             page_table=state.page_table.data_ptr(),
             table_width=state.page_table.stride(0),
-            **{name: getattr(state, name).data_ptr() for name in ("last_token", "temperature", "top_k", "top_p")},
-            min_p=state.min_p.data_ptr(),
-            noise_key=state.noise_key.data_ptr(),
+            **{name: getattr(state, name).data_ptr() for name in ("last_token", "temperature", "noise_key")},
         )
 
 

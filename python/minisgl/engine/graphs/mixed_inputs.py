@@ -68,7 +68,8 @@ class MixedInputs:
         pages[: len(plan.page_writes)] = plan.page_writes
         pages[len(plan.page_writes) :] = (self._dummy_row, 0, self._dummy_page)
         states[: len(plan.row_states)] = plan.row_states
-        states[len(plan.row_states) :] = (self._dummy_row, 0, 0, 0, 0, 0)
+        states[len(plan.row_states) :] = 0
+        states["row"][len(plan.row_states) :] = self._dummy_row
         return end
 
     def batch(self, size: int, chunks: int, samples: int) -> Batch:

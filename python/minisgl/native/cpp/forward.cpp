@@ -85,14 +85,6 @@ class Decoder : public Model {
             const PageWrite& w = plan.page_writes[i];
             s_.page_table[w.row * s_.table_width + w.index] = w.page;
         }
-        for (int64_t i = 0; i < plan.num_row_states; ++i) {
-            const RowState& state = plan.row_states[i];
-            s_.temperature[state.row] = state.temperature;
-            s_.top_k[state.row] = state.top_k;
-            s_.top_p[state.row] = state.top_p;
-            s_.min_p[state.row] = state.min_p;
-            s_.noise_key[state.row] = state.noise_key;
-        }
     }
 
     // Run the tokens in ids_, slice_, positions_ and rows_ through all layers, and compute the logits that are sampled.

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-constexpr int64_t kLayoutVersion = 3746831378;
+constexpr int64_t kLayoutVersion = 2349628687;
 
 namespace minisgl {
 
@@ -18,14 +18,6 @@ struct PageWrite {
     int32_t row, index, page;
 };
 static_assert(sizeof(PageWrite) == 12);
-struct RowState {
-    int32_t row;
-    float temperature;
-    int32_t top_k;
-    float top_p, min_p;
-    int64_t noise_key;
-};
-static_assert(sizeof(RowState) == 28);
 #pragma pack(pop)
 
 struct LayerWeights {
@@ -45,16 +37,15 @@ struct ModelSpec {
     int64_t layer_stride;
     int32_t *page_table;
     int64_t table_width;
-    int32_t *last_token, *top_k;
-    float *temperature, *top_p, *min_p;
+    int32_t *last_token;
+    float *temperature;
     int64_t *noise_key;
 };
 struct StepPlan {
     const Slot *slots;
     const int32_t *tokens;
     const PageWrite *page_writes;
-    const RowState *row_states;
-    int64_t num_slots, num_page_writes, num_row_states;
+    int64_t num_slots, num_page_writes;
 };
 
 }  // namespace minisgl

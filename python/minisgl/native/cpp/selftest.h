@@ -84,8 +84,8 @@ bool step_is_deterministic() {
     }
     const std::vector<W> head = matrix(vocab, hidden);
     std::vector<T> cache(layers * pages * 2 * kv_heads * page * dim);
-    std::vector<int32_t> table(rows * pages), last(rows), top_k(rows), tokens_in(tokens), sampled(rows), finite(rows);
-    std::vector<float> temperature(rows), top_p(rows), min_p(rows);
+    std::vector<int32_t> table(rows * pages), last(rows), tokens_in(tokens), sampled(rows), finite(rows);
+    std::vector<float> temperature(rows);
     std::vector<int64_t> key(rows);
     for (int i = 0; i < (int)tokens; ++i) tokens_in[i] = (int32_t)(mix32(i) % vocab);
     for (int64_t r = 0; r < 2; ++r)
@@ -96,11 +96,11 @@ bool step_is_deterministic() {
     spec.threads = 2, spec.is_tied = 1, spec.eps = 1e-6, spec.scale = 0.18, spec.weights = weights;
     spec.head = head.data(), spec.final_norm = ones.data(), spec.cache = cache.data();
     spec.layer_stride = pages * 2 * kv_heads * page * dim, spec.page_table = table.data(), spec.table_width = pages;
-    spec.last_token = last.data(), spec.temperature = temperature.data(), spec.top_k = top_k.data();
-    spec.top_p = top_p.data(), spec.min_p = min_p.data(), spec.noise_key = key.data();
+    spec.last_token = last.data(), spec.temperature = temperature.data();
+    spec.noise_key = key.data();
     Decoder<T, W> net(spec);
     auto run = [&](const Slot& slot, int64_t first) {
-        const StepPlan plan{&slot, &tokens_in[first], nullptr, nullptr, 1, 0, 0};
+        const StepPlan plan{&slot, &tokens_in[first], nullptr, 1, 0};
         net.step(plan, sampled.data(), finite.data());
         return std::vector<float>(net.logits.begin(), net.logits.begin() + vocab);
     };
