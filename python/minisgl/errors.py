@@ -1,4 +1,4 @@
-"""The exception tree. Whoever catches one of these knows whose fault it was.
+"""The exception tree. The type of an exception says who can fix its cause.
 
     MinisglError
       ConfigError      the start-up settings are wrong: one sentence of advice, exit code 2

@@ -69,7 +69,7 @@ class MiniEngine(Stepper):
         pool = MHAKVPool(config.num_layers, num_pages, kv_heads, page_size, config.head_dim, dtype, CPU)
         pool.data.fill_(float("nan"))
         state = RowState(ROWS, -(-config.max_position_embeddings // page_size), CPU)
-        # Entries that nobody has mapped point at a page that is nobody's: reading them would show up as NaN.
+        # Unmapped entries point at an unowned page: reading them would show up as NaN.
         state.page_table.fill_(num_pages - 1)
         backend = resolve_attention(
             attention, pool, table, num_heads=heads, windows=config.windows, score_scale=config.attention_scale

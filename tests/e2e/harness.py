@@ -151,7 +151,7 @@ def stopped(*pids: int) -> Iterator[None]:
 
 
 def require_no_leak(server: ServerProcess) -> None:
-    """LEAK0: after the last request every page is free or evictable and nobody remembers a request."""
+    """LEAK0: after the last request every page is free or evictable and no request is remembered."""
     seen: dict[str, float] = {}
 
     def is_clean() -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from minisgl.attention.backend import AttentionBackend, build_layout
+from minisgl.rounding import ceil_div, round_up
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +66,7 @@ class FA3Attention(AttentionBackend):
 
     def _plan(self, layout: SeqLayout, page_table: Tensor) -> _Plan:
         s = self.spec
-        longest = -(-int(layout.kv_lens_host.max()) // s.page_size)
+        longest = ceil_div(int(layout.kv_lens_host.max()), s.page_size)
         rows = int(layout.query_lens_host.sum()) * s.num_heads
         return _Plan(
             page_table=page_table[:, :longest].index_select(0, layout.rows),
@@ -83,7 +84,7 @@ class FA3Attention(AttentionBackend):
             return None
         rows, kv_lens = layout.rows_host[has_tail].astype(np.int64), layout.kv_lens_host[has_tail].astype(np.int64)
         begin = kv_lens % self.spec.page_size
-        where = np.stack([rows * page_table.shape[1] + kv_lens // self.spec.page_size, begin, -(-begin // TILE) * TILE])
+        where = np.stack([rows * page_table.shape[1] + kv_lens // self.spec.page_size, begin, round_up(begin, TILE)])
         entries, begins, ends = torch.from_numpy(where).to(self._device, non_blocking=True)
         pages = page_table.view(-1).index_select(0, entries).long()
         return pages[:, None], torch.minimum(begins[:, None] + self._steps, ends[:, None] - 1)

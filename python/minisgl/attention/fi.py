@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from minisgl.attention.backend import AttentionBackend, build_layout
+from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +64,7 @@ class FlashInferAttention(AttentionBackend):
 
     def _plan(self, layout: SeqLayout, page_table: Tensor) -> dict[Window, Any]:
         s = self.spec
-        num_pages = -(-layout.kv_lens_host // s.page_size)
+        num_pages = ceil_div(layout.kv_lens_host, s.page_size)
         indptr = _offsets(num_pages)
         # Entry j of sequence b is at index[indptr[b] + j] of the flat table: one gather on the device.
         first = layout.rows_host.astype(np.int64) * page_table.shape[1] - indptr[:-1]

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from minisgl.attention.backend import AttentionBackend
+from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,7 +73,7 @@ class CpuAttention(AttentionBackend):
         starts = (np.cumsum(layout.query_lens_host) - layout.query_lens_host).tolist()
         kv_lens, query_lens = layout.kv_lens_host.tolist(), layout.query_lens_host.tolist()
         first_page = [_first_visible(q, kv, window) // page_size for q, kv in zip(query_lens, kv_lens, strict=True)]
-        num_pages = [-(-kv // page_size) - first for kv, first in zip(kv_lens, first_page, strict=True)]
+        num_pages = [ceil_div(kv, page_size) - first for kv, first in zip(kv_lens, first_page, strict=True)]
         row_bytes = page_size * self.spec.head_dim * self.spec.dtype.itemsize
         groups = _split([n * heads for n in num_pages], GATHER_BYTES // row_bytes)
         band = self._mask_band(query_lens, kv_lens, window)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from minisgl.attention.backend import AttentionBackend
+from minisgl.rounding import ceil_div
 from minisgl.triton.attention_decode import BEGINS, PART, PLAN_ROWS, decode_attention, plan_decode
 from minisgl.triton.attention_prefill import COUNTERS, TILE, plan_prefill, prefill_attention
 from minisgl.triton.launch import INTERPRETED, pdl_options
@@ -132,7 +133,7 @@ class TritonAttention(AttentionBackend):
         return plan
 
     def _list_decode(self, layout: SeqLayout, num_decode: int, window: Window) -> None:
-        plan_decode[(-(-num_decode // PLAN_ROWS.value),)](
+        plan_decode[(ceil_div(num_decode, PLAN_ROWS.value),)](
             layout.rows,
             layout.kv_lens,
             self._work[window],

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 
 from minisgl.bench.shapes import SHAPE_HELP
 from minisgl.errors import ConfigError
+from minisgl.rounding import ceil_div
 from minisgl.settings.options import Settings, option
 
 N = TypeVar("N", int, float)
@@ -263,7 +264,7 @@ def _trace_row(line: str, where: str) -> TraceRow:
         raise ConfigError(f"{where} has timestamp {at}, input_length {n}, output_length {out}")
     if len(hash_ids) * BLOCK < n:
         raise ConfigError(
-            f"{where} has {len(hash_ids)} hash_ids, but {n} tokens are {-(-n // BLOCK)} blocks of {BLOCK}"
+            f"{where} has {len(hash_ids)} hash_ids, but {n} tokens are {ceil_div(n, BLOCK)} blocks of {BLOCK}"
         )
     return at, n, out, hash_ids
 
@@ -271,7 +272,7 @@ def _trace_row(line: str, where: str) -> TraceRow:
 def block_prompt(hash_ids: list[int], length: int, vocab: int) -> list[int]:
     """A prompt in which each block is a function of its hash id alone: equal ids give equal blocks, others never do."""
     prompt: list[int] = []
-    for hash_id in hash_ids[: -(-length // BLOCK)]:
+    for hash_id in hash_ids[: ceil_div(length, BLOCK)]:
         prompt += _block(hash_id, vocab)
     return prompt[:length]
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from minisgl.device.device import Device, Pending, Uploader
+from minisgl.rounding import ceil_div, round_up
 
 RING: Final = 4  # buffers for each direction: more than the steps in flight
 UPLOADER_RING: Final = 2  # one buffer is written while the other one is copied
@@ -36,7 +37,7 @@ class CudaDevice(Device):
         starts, total = [], 0
         for array in arrays:
             starts.append(total)
-            total += -(-array.size // ALIGN) * ALIGN
+            total += round_up(array.size, ALIGN)
         buffer = self._up.next()
         host = buffer.reserve(total)
         for array, start in zip(arrays, starts, strict=True):
@@ -105,7 +106,7 @@ class _CudaUploader:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(self._stream):  # also makes the stream's device the current one of this thread
             buffer = self._ring.next()
-            host = buffer.reserve(-(-source.nbytes // 4)).view(torch.uint8)[: source.nbytes]
+            host = buffer.reserve(ceil_div(source.nbytes, 4)).view(torch.uint8)[: source.nbytes]
             host = host.view(source.dtype).view(source.shape)
             host.copy_(source)
             on_device = host if target.dtype is source.dtype else host.to(self._device, non_blocking=True)

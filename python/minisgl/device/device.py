@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from minisgl.errors import ConfigError
+from minisgl.rounding import round_up
 
 
 class Pending(Protocol):
@@ -133,7 +134,7 @@ class CpuDevice(Device):
 
     def use_large_pages(self, tensor: torch.Tensor) -> None:
         """Ask the kernel by madvise: writing fresh memory was 2.5 x as fast with large pages, reading K/V 1.3 x."""
-        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        start = round_up(tensor.data_ptr(), mmap.PAGESIZE)
         size = tensor.data_ptr() + tensor.nbytes - start
         if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             libc = ctypes.CDLL(None)

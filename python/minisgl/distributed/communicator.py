@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minisgl.errors import RankError
 from minisgl.registry import Registry
+from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
     from minisgl.distributed.info import DistributedInfo
@@ -85,7 +86,7 @@ class Communicator(ABC):
         """Return the `value` of every rank, in rank order, of types that msgpack has; block until all ranks call."""
         data = msgspec.msgpack.encode(value)
         sizes = self.all_gather_int(len(data))
-        words = torch.zeros(-(-max(sizes) // 8), dtype=torch.int64)
+        words = torch.zeros(ceil_div(max(sizes), 8), dtype=torch.int64)
         words.view(torch.uint8)[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         rows = self.all_gather(words.to(self.device)).cpu().view(torch.uint8)
         return [msgspec.msgpack.decode(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from minisgl.distributed.communicator import AddNorm, Communicator
 from minisgl.errors import ConfigError
+from minisgl.rounding import ceil_div
 from minisgl.triton.all_reduce import DTYPES, MAX_RANKS, PATIENCE, Inbox, all_reduce
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class PeerAllReduce:
         self.comm, self.ranks, self.rank, device = comm, comm.info.size, comm.info.rank, comm.device
         self.max_tokens, self.hidden, self.dtype, self.device = max_tokens, hidden, dtype, device
         self._patience = patience
-        one_shot_rows = max(-(-max_tokens // self.ranks), min(max_tokens, ONE_SHOT_ROWS))
+        one_shot_rows = max(ceil_div(max_tokens, self.ranks), min(max_tokens, ONE_SHOT_ROWS))
         self._peers: list[torch.UntypedStorage] = []  # keeps the other ranks' inboxes mapped
         refusal = self._refusal()
         words, handles = torch.empty(0, dtype=torch.int32), []

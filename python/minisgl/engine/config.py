@@ -13,6 +13,7 @@ from minisgl.distributed.info import ALONE, DistributedInfo
 from minisgl.engine.runner import RUNNERS
 from minisgl.errors import ConfigError
 from minisgl.models.model_config import ModelConfig
+from minisgl.rounding import ceil_div
 from minisgl.settings.options import MEMORY_RATIOS, PAGE_SIZES, EngineConfig
 
 
@@ -52,7 +53,7 @@ class EngineSpec:
 
     @property
     def pages_per_row(self) -> int:
-        return -(-self.max_seq_len // self.page_size)
+        return ceil_div(self.max_seq_len, self.page_size)
 
     @property
     def num_heads(self) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from minisgl.layout import PAGE_WRITE, PENALTY_HEAD, ROW_STATE, columns, words
+from minisgl.ops.sampling import PenaltyTables, SamplingState
 
 if TYPE_CHECKING:
     from minisgl.core import Ints
@@ -18,22 +19,12 @@ _PAGE: Final = columns(PAGE_WRITE)
 _ROW: Final = columns(ROW_STATE)
 
 
-class RowState:
-    """Page table, newest token and sampling state, indexed by row.
-
-    page_table   [rows, pages per row] int32
-    last_token   [rows] int32, the newest sampled token
-    temperature, top_p, min_p [rows] float32; top_k [rows] int32; noise_key [rows] int64
-    """
+class RowState(SamplingState):
+    """The sampling state of the rows, and their `page_table` [rows, pages per row] int32."""
 
     def __init__(self, rows: int, pages_per_row: int, device: torch.device) -> None:
+        super().__init__(rows, device)
         self.page_table = torch.zeros(rows, pages_per_row, dtype=torch.int32, device=device)
-        self.last_token = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
-        self.top_k = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
-        self.min_p = torch.zeros(rows, dtype=torch.float32, device=device)
-        self.noise_key = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def apply(self, page_writes: torch.Tensor, row_states: torch.Tensor) -> None:
         """Write page-table entries [P, 3] and sampling states [R, 7], int32 with the columns of their records."""
@@ -53,36 +44,12 @@ class RowState:
             self.noise_key[rows] = (high.long() << 32) | (low.long() & 0xFFFFFFFF)
 
 
-class LogitPenalties:
-    """Penalties, biases and forbidden ends of the rows, and the masks of the newest step; `ops.sampling` applies them.
-
-    The tables are as large as they will ever be, so captured steps may read them. A row's result does not depend on the
-    other rows of its batch.
-
-    seen         [rows, V] int32, 2 x how often a token was generated, + 1 if it is in the prompt
-    penalties    [rows, 3] float32: presence, frequency, repetition
-    first_end    [rows] int32, first position at which the request may end
-    num_biases   [rows] int32, how many of the following a row has
-    bias_ids     [rows, N] int32, distinct tokens; ~token for one that ends the request
-    biases       [rows, N] float32
-    masks        [rows, ceil(V / 32)] int32 in the order of the MASKED sequences, not by row: bit i of word w is token
-                 32 w + i, 1 = allowed
-    """
+class LogitPenalties(PenaltyTables):
+    """The penalty tables, filled from the records of plans."""
 
     def __init__(self, rows: int, vocab_size: int, max_biases: int, device: Device) -> None:
+        super().__init__(rows, vocab_size, max_biases, device.torch_device)
         self._device = device
-
-        def table(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device.torch_device)
-
-        # A row is cleared when it is filled. On a CPU, memory that was never written costs nothing.
-        self.seen = torch.empty(rows, vocab_size, dtype=torch.int32, device=device.torch_device)
-        self.penalties = table(rows, 3, dtype=torch.float32)
-        self.first_end = table(rows)
-        self.num_biases = table(rows)
-        self.bias_ids = table(rows, max_biases)
-        self.biases = table(rows, max_biases, dtype=torch.float32)
-        self.masks = table(rows, -(-vocab_size // 32))
 
     def apply(self, records: Ints, masks: Ints) -> None:
         """Take over the penalty records of newly filled rows, and the masks [M, W] of the coming step."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from minisgl.core import BatchPlan
 from minisgl.layout import NO_MASKS, PAGE_WRITE, SLOT, Flag
+from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
     from minisgl.core import Ints
@@ -44,12 +45,12 @@ def largest_prefill(spec: EngineSpec) -> BatchPlan:
 
 def decode_plan(rows: int, vocab_size: int, flags: int) -> BatchPlan:
     """The first token of each of `rows` rows, sampled with `flags`; masks allow all tokens."""
-    masks = np.full((rows, -(-vocab_size // 32)), -1, np.int32) if flags & Flag.MASKED else NO_MASKS
+    masks = np.full((rows, ceil_div(vocab_size, 32)), -1, np.int32) if flags & Flag.MASKED else NO_MASKS
     flags |= Flag.SAMPLES | Flag.FROM_DEVICE
     return trial_plan([(row, 0, 1, flags) for row in range(rows)], masks=masks)
 
 
 def spread_plan(slots: Sequence[Slot], page_size: int, num_pages: int) -> BatchPlan:
     """A step of `slots` whose rows are spread over as many different pages as the pool has."""
-    pages = [(row, index) for row, _, stop, _ in slots for index in range(-(-stop // page_size))]
+    pages = [(row, index) for row, _, stop, _ in slots for index in range(ceil_div(stop, page_size))]
     return trial_plan(slots, page_writes=[(row, index, i % num_pages) for i, (row, index) in enumerate(pages)])

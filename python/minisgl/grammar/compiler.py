@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 
 from minisgl.errors import RequestError
 from minisgl.params import Grammar, ToolCalls
+from minisgl.rounding import ceil_div
 from minisgl.tokenizer.text import TextDecoders
 from minisgl.tokenizer.tokenize import load_tokenizer
 
@@ -109,7 +110,7 @@ class GrammarCompiler:
 
     def compute_masks(self, matchers: Sequence[TokenMatcher]) -> None:
         """Compute the mask of each matcher, or the error of one whose grammar has become too ambiguous to follow."""
-        masks = np.zeros((len(matchers), -(-self._vocab_size // 32)), np.int32)
+        masks = np.zeros((len(matchers), ceil_div(self._vocab_size, 32)), np.int32)
         if self._executor is None or len(matchers) < PARALLEL_FROM:
             for matcher, mask in zip(matchers, masks, strict=True):
                 matcher.compute_mask(mask)
@@ -147,7 +148,7 @@ class TokenMatcher:
         """Raises `RequestError` when the `grammar` has no first token."""
         self.matcher = matcher
         self._grammar = grammar
-        self._ends = np.zeros(-(-vocab_size // 32), np.uint32)
+        self._ends = np.zeros(ceil_div(vocab_size, 32), np.uint32)
         for token in eos_ids:
             self._ends[token // 32] |= np.uint32(1 << token % 32)
         self._may_end = may_end

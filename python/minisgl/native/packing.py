@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch.nn import functional as F
 
+from minisgl.rounding import round_up
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -23,13 +25,13 @@ LANES: Final = 16  # rows of a panel of packed weights
 def pack_weights(model: LlamaForCausalLM, library: NativeLibrary, quantizes: bool) -> None:
     """Pack or quantize all matrices except an untied embedding, and move them into one block of memory.
 
-    Their tensors have what the library reads afterwards; quantized, it is bytes of no use to anybody else.
+    The tensors then hold what the library reads; quantized weights are bytes that no op in torch can use.
     """
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
     matrices = [
         p.tensor for p in model.parameters if p.tensor.dim() == 2 and (p.tensor is not embedding or head is embedding)
     ]
-    shapes = [(-(-len(weight) // LANES) * LANES, weight.shape[1]) for weight in matrices]
+    shapes = [(round_up(len(weight), LANES), weight.shape[1]) for weight in matrices]
     item = embedding.itemsize
     places = _zeros([library.int8_size(*shape) if quantizes else math.prod(shape) * item for shape in shapes])
     for (rows, cols), weight, place in zip(shapes, matrices, places, strict=True):

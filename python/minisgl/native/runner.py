@@ -115,7 +115,8 @@ class NativeRunner:
         """Run a plan in the library -> [2, S] tokens and whether they are finite; zeros for slots sampled elsewhere."""
         arrays = [np.ascontiguousarray(a) for a in (plan.slots, plan.tokens, plan.page_writes)]
         call = StepPlan(*(a.ctypes.data for a in arrays), len(plan.slots), len(plan.page_writes))
-        self.parts.state.fill(torch.from_numpy(as_words(plan.row_states)))
+        if len(plan.row_states):
+            self.parts.state.fill(torch.from_numpy(as_words(plan.row_states)))
         out = np.zeros((2, len(plan.sampled_flags)), np.int32)
         self._library.step(self._model, byref(call), out[0].ctypes.data, out[1].ctypes.data)
         return out

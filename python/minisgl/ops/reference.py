@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from minisgl.rounding import ceil_div
+
 if TYPE_CHECKING:
     from minisgl.core import SeqLayout
 
@@ -227,7 +229,7 @@ def paged_attention(
     start = 0
     lengths = zip(layout.rows_host.tolist(), layout.query_lens_host.tolist(), layout.kv_lens_host.tolist(), strict=True)
     for row, query_len, kv_len in lengths:
-        ids = page_table[row, : -(-kv_len // page_size)].long()
+        ids = page_table[row, : ceil_div(kv_len, page_size)].long()
         kv = pages[ids].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len].float()  # [2, Hk, kv_len, D]
         k, v = kv.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,hkd->hqk", q[start : start + query_len].float(), k) * scale

@@ -8,13 +8,14 @@ the batch. Elementwise float ops are the same for every shape; the sums are sequ
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from minisgl.core import StepResult
 from minisgl.layout import Flag
+from minisgl.rounding import ceil_div
 
 MASK32: Final = 0xFFFFFFFF
 NOISE_CHUNK: Final = 1 << 17  # logits per pass: the int64 noise of one pass stays in L2
@@ -27,16 +28,34 @@ TOP: Final = StepResult.TOP
 # -- penalties, biases and masks
 
 
-class PenaltyTables(Protocol):
-    """What changes the logits of each row; `engine.state.LogitPenalties` says what each tensor holds."""
+class PenaltyTables:
+    """Penalties, biases and forbidden ends of the rows, and the masks of a step.
 
-    seen: Tensor
-    penalties: Tensor
-    first_end: Tensor
-    num_biases: Tensor
-    bias_ids: Tensor
-    biases: Tensor
-    masks: Tensor
+    The tables are as large as they will ever be, so captured steps may read them. A row's result does not depend on the
+    other rows of its batch.
+
+    seen         [rows, V] int32, 2 x how often a token was generated, + 1 if it is in the prompt
+    penalties    [rows, 3] float32: presence, frequency, repetition
+    first_end    [rows] int32, first position at which the request may end
+    num_biases   [rows] int32, how many of the following a row has
+    bias_ids     [rows, N] int32, distinct tokens; ~token for one that ends the request
+    biases       [rows, N] float32
+    masks        [rows, ceil(V / 32)] int32 in the order of the MASKED sequences, not by row: bit i of word w is token
+                 32 w + i, 1 = allowed
+    """
+
+    def __init__(self, rows: int, vocab_size: int, max_biases: int, device: torch.device) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        # A row is cleared when it is filled. On a CPU, memory that was never written costs nothing.
+        self.seen = torch.empty(rows, vocab_size, dtype=torch.int32, device=device)
+        self.penalties = zeros(rows, 3, dtype=torch.float32)
+        self.first_end = zeros(rows)
+        self.num_biases = zeros(rows)
+        self.bias_ids = zeros(rows, max_biases)
+        self.biases = zeros(rows, max_biases, dtype=torch.float32)
+        self.masks = zeros(rows, ceil_div(vocab_size, 32))
 
 
 def apply_penalties(
@@ -95,18 +114,20 @@ def _penalized(x: Tensor, rows: Tensor, positions: Tensor, tables: PenaltyTables
 # -- the sampled token
 
 
-class SamplingState(Protocol):
-    """The tensors [rows] that sampling reads and writes; `engine.state.RowState` is the implementation.
+class SamplingState:
+    """What sampling reads and writes of each row.
 
-    last_token int32; temperature, top_p, min_p float32; top_k int32; noise_key int64.
+    last_token   [rows] int32, the newest sampled token
+    temperature, top_p, min_p [rows] float32; top_k [rows] int32; noise_key [rows] int64
     """
 
-    last_token: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    noise_key: Tensor
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.last_token = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.top_k = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
+        self.min_p = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.noise_key = torch.zeros(rows, dtype=torch.int64, device=device)
 
 
 def sample_rows(logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, is_filtered: bool) -> Tensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minisgl.kvcache.base import MatchResult, PrefixCache
+from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
     from minisgl.scheduler.req import Req
@@ -33,7 +34,7 @@ class CacheManager:
         self._fenced: deque[tuple[int, list[int]]] = deque()
 
     def pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
+        return ceil_div(num_tokens, self.page_size)
 
     @property
     def free_size(self) -> int:

@@ -17,6 +17,7 @@ from minisgl.core import BatchPlan
 from minisgl.distributed.control import Digest
 from minisgl.distributed.group import Group, meet
 from minisgl.errors import InvariantError
+from minisgl.rounding import ceil_div
 from minisgl.settings.sources import is_check_mode
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def replay(engine: StepEngine, feed: PlanFeed) -> None:
             _compare(frame, outputs, results)
         if frame.masks:
             assert newest is not None, "masks before the first plan"
-            words = -(-engine.limits.vocab_size // 32)
+            words = ceil_div(engine.limits.vocab_size, 32)
             newest.sample(np.frombuffer(frame.masks, np.int32).reshape(-1, words))
             continue
         if frame.plan is None:

@@ -111,7 +111,7 @@ def check_forward(
 
 
 def check_padded(mix: Mix, group: int, dim: int, dtype: torch.dtype, device: str, window: int | None = None) -> None:
-    """A step as graphs have it: sequences without keys among those that decode, and a chunk nobody asked for."""
+    """A step as graphs have it: unused decode slots without keys, and a chunk that only pads."""
     case = Case(mix, 64, group, dim, dtype, device, window=window)
     layout, used, extra = case.batch.layout, len(case.q), 5
     decodes = next((i for i, (queries, _) in enumerate(mix) if queries > 1), len(mix))

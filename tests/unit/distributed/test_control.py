@@ -92,12 +92,12 @@ def test_unexpected_connections_are_dropped() -> None:
         first.result().bus.publish(plan(3).pack)
         feed = second.result().feed
         assert feed is not None and feed.receive().plan == plan(3).pack().tobytes()
-    with pytest.raises(ConnectionRefusedError):  # all are there, so nobody listens any more
+    with pytest.raises(ConnectionRefusedError):  # all ranks have joined, so rank 0 has stopped listening
         socket.create_connection(address, timeout=PATIENCE_S)
 
 
 def connect(address: tuple[str, int], words: bytes) -> None:
-    """And leave, as soon as somebody listens there."""
+    """Connect and leave as soon as rank 0 listens."""
 
     def is_said() -> bool:
         try:

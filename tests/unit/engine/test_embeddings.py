@@ -159,7 +159,7 @@ def test_no_graphs_are_captured(model: EmbeddingModel) -> None:
 
 
 def test_it_says_no(model: EmbeddingModel) -> None:
-    """To whoever wants text, and where the hidden states are no numbers."""
+    """Refused: a request for text. An error: hidden states that are not finite."""
     with LLM(str(model.folder), threads=1, num_pages=64) as llm:
         with pytest.raises(RequestError, match="computes embeddings; it does not generate text"):
             llm.generate([PROMPTS[1]])

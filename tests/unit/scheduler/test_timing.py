@@ -36,7 +36,7 @@ def test_the_shortest_recent_step_predicts_the_next() -> None:
 def test_steps_with_prompts_are_ignored_and_short_steps_leave_no_slack() -> None:
     c, now = clock(0.010)
     c.collect(now + 0.1, now + 0.2, is_decode=False)
-    assert c.slack(now + 0.2) == pytest.approx(0.010 - PLAN_MARGIN_S), "that which runs now began when the last ended"
+    assert c.slack(now + 0.2) == pytest.approx(0.010 - PLAN_MARGIN_S), "the running step began when the last one ended"
     c, now = clock(PLAN_MARGIN_S)
     assert c.slack(now) == 0.0
     assert StepClock().slack(5.0) == 0.0

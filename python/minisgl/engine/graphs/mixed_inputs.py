@@ -9,6 +9,7 @@ import torch
 
 from minisgl.core import Batch, BatchPlan, Sampling, SeqLayout
 from minisgl.layout import PAGE_WRITE, ROW_STATE, Flag, words
+from minisgl.rounding import round_up
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +39,7 @@ class MixedInputs:
         widths = dict.fromkeys(("logit_tokens", "sample_rows", "sample_positions", "sample_flags", "mask_index"), seqs)
         widths |= {"rows": seqs, "kv_lens": seqs, "cu_query_lens": seqs + 1}
         widths |= {"page_writes": words(PAGE_WRITE) * MAX_PAGE_WRITES, "row_states": words(ROW_STATE) * chunks}
-        ends: list[int] = np.cumsum([0, *(-(-w // 4) * 4 for w in widths.values())]).tolist()
+        ends: list[int] = np.cumsum([0, *(round_up(w, 4) for w in widths.values())]).tolist()
         self._places = {name: slice(lo, lo + widths[name]) for name, lo in zip(widths, ends[:-1], strict=True)}
         self._tokens_at = ends[-1]
         self.on_host = np.zeros(ends[-1] + 3 * max_tokens, np.int32)
