@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
     from minisgl.layout import Ints as Ints
     from minisgl.layout import Records as Records
+
+
+# Rows of a GEMM tile on a GPU. Half a tile takes as long as a whole one, so steps with prompts have whole tiles.
+TILE_TOKENS: Final = 128
 
 
 class FinishReason(enum.StrEnum):

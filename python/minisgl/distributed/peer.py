@@ -67,8 +67,14 @@ class PeerAllReduce:
     def __init__(
         self, comm: Communicator, max_tokens: int, hidden: int, dtype: torch.dtype, *, patience: int = PATIENCE
     ) -> None:
-        self.comm, self.ranks, self.rank, device = comm, comm.info.size, comm.info.rank, comm.device
-        self.max_tokens, self.hidden, self.dtype, self.device = max_tokens, hidden, dtype, device
+        device = comm.device
+        self.comm = comm
+        self.ranks = comm.info.size
+        self.rank = comm.info.rank
+        self.device = device
+        self.max_tokens = max_tokens
+        self.hidden = hidden
+        self.dtype = dtype
         self._patience = patience
         one_shot_rows = max(ceil_div(max_tokens, self.ranks), min(max_tokens, ONE_SHOT_ROWS))
         self._peers: list[torch.UntypedStorage] = []  # keeps the other ranks' inboxes mapped

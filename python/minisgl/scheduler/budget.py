@@ -7,6 +7,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from minisgl.core import TILE_TOKENS
 from minisgl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,11 +27,9 @@ AUTO_STRETCH: Final = 2.0
 # at nearly the full rate, and streams that have only just begun stutter for a moment instead of the last in the queue
 # waiting twice as long. The longest does not count, since no other request waits for it: it is the last, or alone.
 AUTO_RUSH_S: Final = 0.075
-# A step in which a prompt is cut has whole GEMM tiles: half of one takes as long, and the kernels of other numbers of
-# rows may not be loaded yet (`triton/cublas.py`).
-TILE_TOKENS: Final = 128
-# Where the pace allows three times this or more, the budget is a multiple of it: 8B computes 44,500 tokens/s in steps
-# of 3,072, 43,900 in those of 3,328, and 42,700 in those of 3,200.
+# A step in which a prompt is cut has whole tiles of TILE_TOKENS, since the kernels for other numbers of rows may not be
+# loaded yet (`triton/cublas.py`). Where the pace allows three times this number, the budget is a multiple of it: 8B
+# computes 44,500 tokens/s in steps of 3,072, 43,900 in steps of 3,328, and 42,700 in steps of 3,200.
 LARGE_TILE_TOKENS: Final = 512
 
 RECENT_STEPS: Final = 4  # the shortest of them predicts how long a step takes

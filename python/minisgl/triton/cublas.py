@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from minisgl.core import TILE_TOKENS
+
 # cuBLAS may take another kernel for every number of rows. Among these are all numbers of sequences that sample, and
 # whole tiles of tokens, to which the scheduler cuts prompts (`scheduler/budget.py`).
-LOADED_ROWS: Final = (*range(2, 257), *range(288, 4096, 32), *range(4096, 16385, 128))
+LOADED_ROWS: Final = (*range(2, 257), *range(288, 4096, 32), *range(4096, 16385, TILE_TOKENS))
 
 
 class CublasLinear:

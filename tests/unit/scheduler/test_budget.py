@@ -10,11 +10,11 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from minisgl.core import BatchPlan, FinishReason, StepCosts
+from minisgl.core import TILE_TOKENS, BatchPlan, FinishReason, StepCosts
 from minisgl.errors import ConfigError
 from minisgl.layout import SLOT
 from minisgl.message import ids_from_bytes
-from minisgl.scheduler.budget import AUTO_RUSH_S, FLOOR_TOKENS, LARGE_TILE_TOKENS, TILE_TOKENS, Pace, StepBudget
+from minisgl.scheduler.budget import AUTO_RUSH_S, FLOOR_TOKENS, LARGE_TILE_TOKENS, Pace, StepBudget
 from minisgl.settings.options import SchedulerConfig
 from support.fake_engine import FakeEngine, step_seconds
 from support.traces import Harness

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from minisgl.core import BatchPlan
+from minisgl.core import TILE_TOKENS, BatchPlan
 from minisgl.engine.batch import Expanded, expand
 from minisgl.engine.graphs.capture import TAILS, tail_of
 from minisgl.engine.graphs.mixed_inputs import MAX_CHUNKS, MAX_PAGE_WRITES, MixedInputs
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # From 256 on, every whole tile of a GEMM. Padding then costs little: the scheduler fills tiles where it can
 # (`scheduler/budget.py`), and a GEMM takes as long for half a tile as for a whole one.
-TOKEN_SIZES: Final = (32, 48, 64, 96, 128, 192, *range(256, 1409, 128))
+TOKEN_SIZES: Final = (32, 48, 64, 96, 128, 192, *range(2 * TILE_TOKENS, 11 * TILE_TOKENS + 1, TILE_TOKENS))
 LARGE_SIZES: Final = (*range(1536, 4097, 256), *range(4608, 8193, 512))  # for models with small layers
 LAUNCH_FLOPS: Final = 3.6e11  # of an H200 in 0.6 ms; a host takes 0.4 to 0.8 ms to launch a layer op by op
 TAIL_SIZES: Final = (8, 32, 64, 128, 192, 256)  # sequences that sample; the largest possible number is added
