@@ -3,6 +3,7 @@
     STUB_DELAY   seconds for each step (all running requests advance by one token)
     STUB_START   ok | raise | exit | hang | config: what happens at the start
     STUB_QUEUE   requests beyond which new ones are refused with 429
+    STUB_SNDBUF  bytes of the kernel's send buffer of each connection, which else grows to megabytes
 
 A prompt that contains a trigger text makes the request fail: "!error-first" before, "!error-later" after some tokens.
 After the first token of one with "!hold" nothing comes until there is a file `go` in the folder XDG_RUNTIME_DIR.
@@ -11,6 +12,7 @@ After the first token of one with "!hold" nothing comes until there is a file `g
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -19,7 +21,8 @@ from pathlib import Path
 from minisgl.checkpoint import hf
 from minisgl.core import FinishReason
 from minisgl.errors import ConfigError, MinisglError
-from minisgl.launch.launch import launch_server
+from minisgl.launch import launch
+from minisgl.launch.launch import bind_socket, launch_server
 from minisgl.message import (
     AbortBackendMsg,
     BackendMsg,
@@ -130,9 +133,18 @@ def run(args: ServerArgs, ready: Ready) -> None:
             time.sleep(delay)
 
 
+def bind_small(host: str, port: int) -> socket.socket:
+    """A listening socket whose connections inherit a small send buffer."""
+    sock = bind_socket(host, port)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, int(os.environ["STUB_SNDBUF"]))
+    return sock
+
+
 if __name__ == "__main__":
     import stub_server  # by name, so that the spawned child finds the function
 
+    if "STUB_SNDBUF" in os.environ:
+        launch.bind_socket = bind_small
     try:
         sys.exit(launch_server(parse_args(), stub_server.run))
     except MinisglError as e:
