@@ -88,7 +88,7 @@ class RunnerFactory(Protocol):
 
     @staticmethod
     def choose_dtype(spec: EngineSpec) -> EngineSpec:
-        """`spec` with the best dtype of the runners, for a user who has not chosen one."""
+        """`spec` with the dtype that suits the runners best; called when the user gave none."""
 
     def warm_up(self, parts: Parts) -> None:
         """Do what makes the first steps as fast as later ones."""
