@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
@@ -39,7 +40,7 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BatchPlan:
     """One step as host integers; packs into one int32 buffer. `minisgl.layout` has the records and flags.
 
@@ -63,7 +64,7 @@ class BatchPlan:
     masks: Ints = field(default_factory=lambda: NO_MASKS)
     prompt_logprob_ids: Ints = field(default_factory=lambda: NO_INTS)
 
-    @property
+    @cached_property
     def sampled_flags(self) -> Ints:
         """The flags [S] of the slots that sample, in slot order."""
         flags: Ints = self.slots["flags"]
