@@ -165,24 +165,19 @@ class Started(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
     `queue_seconds` is the time from acceptance to the first step that computes a part of the prompt, `prefill_chunks`
     the number of such parts. `prompt_ids` (int32 bytes) is the prompt if its text (`echo`) or its log-probabilities are
-    wanted; `prompt_logprobs` are those of the prompt's tokens except the first. `is_silent`: no token is shown.
-    `embedding` (float32 bytes) is the result of an embedding model. `shows_stop`: the stop string that ends the answer
-    is shown.
+    wanted; `prompt_logprobs` are those of the prompt's tokens except the first. `embedding` (float32 bytes) is the
+    result of an embedding model.
     """
 
     uid: int
     prompt_tokens: int
     cached_tokens: int
-    stop: tuple[str, ...]
-    skip_special_tokens: bool
+    sampling_params: SamplingParams
     queue_seconds: float = 0.0
     prefill_chunks: int = 0
     prompt_ids: bytes = b""
     prompt_logprobs: LogprobColumns | None = None
-    is_silent: bool = False
     embedding: bytes = b""
-    echo: bool = False
-    shows_stop: bool = False
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -191,7 +186,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     uid: int
     reason: FinishReason
     has_text: bool = True
-    stop_token: int | None = None  # the stop token id that ended the request
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended the request
     failure: Failure | None = None  # the error that ended the request
 
 

@@ -56,8 +56,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `max_tokens` None means the rest of the context, 0 generates nothing. `seed` makes the output a function of the
     prompt and the seed alone, whatever else runs. `presence_penalty` and `frequency_penalty` count generated tokens,
     `repetition_penalty` the prompt's, too (1 = off). `logit_bias` holds (token id, value added to its logit) pairs. No
-    EOS or stop token is sampled before `min_tokens`. With `shows_stop` the answer includes the stop string or stop
-    token that ends it.
+    EOS or stop token is sampled before `min_tokens`. With `include_stop_str_in_output` the answer
+    includes the stop string or stop token that ends it.
 
     `logprobs` asks for the log-probability of each generated token and of so many likeliest alternatives, by the
     model's own distribution: before temperature, penalties, biases and filters. `echo` puts the prompt in front of the
@@ -80,7 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    shows_stop: bool = False
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None

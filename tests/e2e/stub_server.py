@@ -108,14 +108,12 @@ def run(args: ServerArgs, ready: Ready) -> None:
                 del running[uid]
                 continue
             if stub.done == 0:
-                p = stub.msg.sampling_params
                 started.append(
                     Started(
                         uid=uid,
                         prompt_tokens=len(stub.tokens),
                         cached_tokens=0,
-                        stop=p.stop,
-                        skip_special_tokens=p.skip_special_tokens,
+                        sampling_params=stub.msg.sampling_params,
                     )
                 )
             uids.append(uid)

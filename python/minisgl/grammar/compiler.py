@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from minisgl.errors import RequestError
 from minisgl.params import Grammar, ToolCalls
 from minisgl.rounding import ceil_div
-from minisgl.tokenizer.text import TextDecoders
+from minisgl.tokenizer.text import TokenBytes
 from minisgl.tokenizer.tokenize import load_tokenizer
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class _Vocabulary:
     """The tokens in the form of llguidance: bytes by id, and a call that encodes text (bytes)."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
-        bytes_of = TextDecoders(tokenizer).bytes_of
+        bytes_of = TokenBytes(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self.tokens = [bytes_of[i] for i in range(vocab_size)]
         self.special_token_ids = [i for i, token in added.items() if token.special]

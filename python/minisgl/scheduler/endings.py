@@ -21,7 +21,8 @@ def ended_by(req: Req, token: int, length: int, eos_ids: frozenset[int]) -> Fini
     if token in eos_ids and not params.ignore_eos:
         return Finished(uid=req.uid, reason=FinishReason.STOP, has_text=False)
     if token in params.stop_token_ids:
-        return Finished(uid=req.uid, reason=FinishReason.STOP, has_text=params.shows_stop, stop_token=token)
+        has_text = params.include_stop_str_in_output
+        return Finished(uid=req.uid, reason=FinishReason.STOP, has_text=has_text, stop_reason=token)
     if matcher is not None and matcher.is_complete:
         return Finished(uid=req.uid, reason=FinishReason.STOP)
     if length == req.max_len:

@@ -112,16 +112,12 @@ class Replies:
                 uid=req.uid,
                 prompt_tokens=req.prompt_len,
                 cached_tokens=req.prefix_hit,
-                stop=p.stop,
-                skip_special_tokens=p.skip_special_tokens,
+                sampling_params=p,
                 queue_seconds=req.queue_seconds,
                 prefill_chunks=req.prefill_chunks,
                 prompt_ids=ids_to_bytes(req.ids[: req.prompt_len]) if needs_prompt else b"",
                 prompt_logprobs=None if prompt_logprobs is None else _logprobs(req, np.hstack(prompt_logprobs)),
-                is_silent=p.max_tokens == 0,
                 embedding=embedding,
-                echo=p.echo,
-                shows_stop=p.shows_stop,
             )
         )
         req.prompt_logprobs = None

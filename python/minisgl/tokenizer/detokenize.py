@@ -22,6 +22,7 @@ from minisgl.message import (
     TokenLogprob,
     UserReply,
     ids_from_bytes,
+    ids_to_bytes,
 )
 from minisgl.tokenizer.text import StopMatcher, TextDecoders
 
@@ -32,13 +33,14 @@ class _Output:
     """The decoding state of one request."""
 
     def __init__(self, started: Started, decoders: TextDecoders, special_ids: frozenset[int]) -> None:
-        self.completion_tokens = 0
+        params = started.sampling_params
+        self._completion_tokens = 0
         self._started = started
         self._decoder = decoders.new()
         self._bytes_of = decoders.bytes_of
         self._offset = 0  # characters that `_decoder` has returned
-        self._hidden = special_ids if started.skip_special_tokens else frozenset()
-        self._stops = StopMatcher(started.stop, started.shows_stop) if started.stop else None
+        self._hidden = special_ids if params.skip_special_tokens else frozenset()
+        self._stops = StopMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._prompt, self._prompt_logprobs = self._echo(started)
 
     def _echo(self, started: Started) -> tuple[str, list[TokenLogprob]]:
@@ -47,16 +49,12 @@ class _Output:
         text, offsets = "", []
         for token in ids:
             offsets.append(self._offset)
-            if started.echo:
+            if started.sampling_params.echo:
                 text += self._decode(token)
         if columns is None:
             return text, []
         first = TokenLogprob(id=ids[0], data=self._bytes_of[ids[0]], logprob=None, offset=0, top=[])
         return text, [first, *self._logprobs(ids[1:], offsets[1:], columns)]
-
-    def logprobs(self, token: int, columns: LogprobColumns | None) -> list[TokenLogprob]:
-        """Return the log-probability of the next `token` to decode; empty if not asked for."""
-        return [] if columns is None else self._logprobs([token], [self._offset], columns)
 
     def _logprobs(self, tokens: list[int], offsets: list[int], columns: LogprobColumns) -> list[TokenLogprob]:
         logprobs = np.frombuffer(columns.logprobs, "<f4").tolist()
@@ -73,53 +71,58 @@ class _Output:
         self._offset += len(text)
         return text
 
-    def _cut_at_stop(self, text: str) -> tuple[str, str | None]:
-        """Return the part of `text` to show, and the stop string that ends the request, if any."""
-        return (text, None) if self._stops is None else self._stops.feed(text)
-
-    def advance(self, token: int, end: Finished | None) -> UserReply:
+    def advance(self, token: int, columns: LogprobColumns | None, end: Finished | None) -> UserReply:
         """Return the reply to one more token; terminal by `end`, by a stop string, or if the token fails to decode."""
-        self.completion_tokens += 1
+        self._completion_tokens += 1
+        logprobs = [] if columns is None else self._logprobs([token], [self._offset], columns)
         try:
-            text, stop = ("", None) if end is not None and not end.has_text else self._cut_at_stop(self._decode(token))
+            text, end = self._show("" if end is not None and not end.has_text else self._decode(token), end)
         except Exception as e:  # one request's failure must not affect the others
-            logger.exception("could not decode token %d of request %d", token, self._started.uid)
-            return self._reply("", FinishReason.ERROR, failure=Failure(message=f"could not decode token {token}: {e}"))
-        if stop is not None:
-            return self._reply(text, FinishReason.STOP, stop)
-        return self._reply(text) if end is None else self.end(end, text)
+            uid = self._started.uid
+            logger.exception("could not decode token %d of request %d", token, uid)
+            failure = Failure(message=f"could not decode token {token}: {e}")
+            text, end = "", Finished(uid=uid, reason=FinishReason.ERROR, failure=failure)
+        reply = self._reply(text, end, logprobs, ids_to_bytes([token]))
+        return self._with_first_fields(reply) if self._completion_tokens == 1 else reply
 
-    def end(self, end: Finished, text: str = "") -> UserReply:
-        """Return the terminal reply: `text`, and the text held back."""
-        rest, stop = self._cut_at_stop(self._decoder.flush())
-        if stop is not None:
-            return self._reply(text + rest, FinishReason.STOP, stop)
-        held = "" if self._stops is None else self._stops.flush()
-        return self._reply(text + rest + held, end.reason, end.stop_token, end.failure)
+    def end(self, end: Finished) -> UserReply:
+        """Return the terminal reply of a request that ends without a new token: the text held back."""
+        text, ended = self._show("", end)
+        return self._reply(text, ended, [], b"")
 
-    def _reply(
-        self,
-        text: str,
-        reason: FinishReason | None = None,
-        stop: str | int | None = None,
-        failure: Failure | None = None,
-    ) -> UserReply:
-        s = self._started
+    def _show(self, text: str, end: Finished | None) -> tuple[str, Finished | None]:
+        """Return the part of `text` to show, with the text held back if this is the `end`, and the end, if any.
+
+        A stop string in the text ends the request.
+        """
+        if end is not None:
+            text += self._decoder.flush()
+        if self._stops is None:
+            return text, end
+        shown, stop = self._stops.feed(text)
+        if stop is not None:
+            return shown, Finished(uid=self._started.uid, reason=FinishReason.STOP, stop_reason=stop)
+        return (shown if end is None else shown + self._stops.flush()), end
+
+    def _reply(self, text: str, end: Finished | None, logprobs: list[TokenLogprob], output_ids: bytes) -> UserReply:
+        started = self._started
         return UserReply(
-            uid=s.uid,
+            uid=started.uid,
             text=text,
-            completion_tokens=self.completion_tokens,
-            prompt_tokens=s.prompt_tokens,
-            cached_tokens=s.cached_tokens,
-            finish_reason=reason,
-            stop_reason=stop,
-            failure=failure,
+            completion_tokens=self._completion_tokens,
+            prompt_tokens=started.prompt_tokens,
+            cached_tokens=started.cached_tokens,
+            finish_reason=None if end is None else end.reason,
+            stop_reason=None if end is None else end.stop_reason,
+            failure=None if end is None else end.failure,
+            logprobs=logprobs,
+            output_ids=output_ids,
         )
 
-    def first(self, reply: UserReply) -> UserReply:
+    def _with_first_fields(self, reply: UserReply) -> UserReply:
         """Add to `reply`, the one to the first token, the fields that no other reply has."""
         started = self._started
-        if started.is_silent and reply.failure is None:
+        if started.sampling_params.max_tokens == 0 and reply.failure is None:  # the sampled token is not a result
             reply = UserReply(
                 uid=reply.uid,
                 prompt_tokens=reply.prompt_tokens,
@@ -170,19 +173,14 @@ class DetokenizeManager:
         replies: list[UserReply] = []
         aborts: list[int] = []
         uids = np.frombuffer(msg.uids, dtype="<i8").tolist()
-        for i, (uid, token) in enumerate(zip(uids, ids_from_bytes(msg.tokens).tolist(), strict=True)):
+        for uid, token in zip(uids, ids_from_bytes(msg.tokens).tolist(), strict=True):
             output = self._outputs.get(uid)
             if output is None:
                 if uid not in self._stopped:
                     logger.error("a token of request %d, which never started", uid)
                 continue
             end = ends.get(uid)
-            logprobs = output.logprobs(token, columns.get(uid))
-            reply = msgspec.structs.replace(
-                output.advance(token, end), logprobs=logprobs, output_ids=msg.tokens[4 * i : 4 * i + 4]
-            )
-            if output.completion_tokens == 1:
-                reply = output.first(reply)
+            reply = output.advance(token, columns.get(uid), end)
             replies.append(reply)
             if reply.finish_reason is not None:
                 del self._outputs[uid]
@@ -196,6 +194,6 @@ class DetokenizeManager:
                 replies.append(output.end(end))
             else:  # ended without a token
                 replies.append(
-                    UserReply(uid=uid, finish_reason=end.reason, stop_reason=end.stop_token, failure=end.failure)
+                    UserReply(uid=uid, finish_reason=end.reason, stop_reason=end.stop_reason, failure=end.failure)
                 )
         return replies, aborts

@@ -31,21 +31,30 @@ def _byte_of_char() -> dict[str, int]:
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of each token of a byte-level BPE, looked up on first use."""
+    """The bytes of each token by itself, looked up on first use."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self.is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
         self._tokenizer = tokenizer
         self._alphabet = _byte_of_char()
 
     def __missing__(self, token: int) -> bytes:
         """Empty for an id that the tokenizer does not have (models pad their vocabulary)."""
         text = self._tokenizer.id_to_token(token) or ""
-        try:
-            data = bytes([self._alphabet[c] for c in text])
-        except KeyError:
-            data = text.encode()  # an added token, which is not spelled in the byte alphabet
-        self[token] = data
+        data = self[token] = self._byte_level(text) if self.is_byte_level else self._sentence_piece(text)
         return data
+
+    def _byte_level(self, text: str) -> bytes:
+        try:
+            return bytes([self._alphabet[c] for c in text])
+        except KeyError:
+            return text.encode()  # an added token, which is not spelled in the byte alphabet
+
+    @staticmethod
+    def _sentence_piece(text: str) -> bytes:
+        if (byte := _BYTE_PIECE.fullmatch(text)) is not None:
+            return bytes([int(byte[1], 16)])
+        return text.replace("\u2581", " ").encode()
 
 
 class ByteDecoder:
@@ -91,37 +100,21 @@ class WindowDecoder:
         return self._tokenizer.decode(self._window, skip_special_tokens=False)[len(shown) :]
 
 
-class PieceBytes:
-    """The bytes of each token of any other vocabulary: SentencePiece's spaces and byte tokens decoded."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def __getitem__(self, token: int) -> bytes:
-        """Empty for an id that the tokenizer does not have."""
-        text = self._tokenizer.id_to_token(token) or ""
-        if (byte := _BYTE_PIECE.fullmatch(text)) is not None:
-            return bytes([int(byte[1], 16)])
-        return text.replace("\u2581", " ").encode()
-
-
 class TextDecoders:
     """Makes the decoders of one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self.bytes_of = TokenBytes(tokenizer)
         self._tokenizer = tokenizer
-        self._token_bytes = TokenBytes(tokenizer) if isinstance(tokenizer.decoder, decoders.ByteLevel) else None
-        pieces = PieceBytes(tokenizer) if self._token_bytes is None else self._token_bytes
-        self.bytes_of: TokenBytes | PieceBytes = pieces  # bytes of each token by itself
 
     def new(self) -> TextDecoder:
         """Return a decoder for one request."""
-        return WindowDecoder(self._tokenizer) if self._token_bytes is None else ByteDecoder(self._token_bytes)
+        return ByteDecoder(self.bytes_of) if self.bytes_of.is_byte_level else WindowDecoder(self._tokenizer)
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text that a new decoder would make of `tokens`, faster for byte-level BPE."""
-        if self._token_bytes is not None:
-            return b"".join(map(self._token_bytes.__getitem__, tokens)).decode("utf-8", "replace")
+        if self.bytes_of.is_byte_level:
+            return b"".join(map(self.bytes_of.__getitem__, tokens)).decode("utf-8", "replace")
         decoder = self.new()
         return "".join(map(decoder.feed, tokens)) + decoder.flush()
 
@@ -133,8 +126,8 @@ class StopMatcher:
     Only characters that may still become a stop string are held back: the longest current partial match.
     """
 
-    def __init__(self, stops: Sequence[str], shows_stop: bool = False) -> None:
-        self._shows_stop = shows_stop
+    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
+        self._include_stop = include_stop
         self._stops = [(s, _prefix_function(s)) for s in stops]
         self._matched = [0] * len(stops)
         self._held = ""
@@ -142,7 +135,7 @@ class StopMatcher:
     def feed(self, text: str) -> tuple[str, str | None]:
         """Return the text to show now, and the stop string if one is complete.
 
-        Text behind the stop string is never shown, the stop string itself only with `shows_stop`.
+        Text behind the stop string is never shown, the stop string itself only with `include_stop`.
         """
         for end, char in enumerate(text, start=1):
             complete: str | None = None
@@ -159,7 +152,7 @@ class StopMatcher:
             if complete is not None:
                 seen = self._held + text[:end]
                 self._held = ""
-                return seen if self._shows_stop else seen[: len(seen) - len(complete)], complete
+                return seen if self._include_stop else seen[: len(seen) - len(complete)], complete
         seen = self._held + text
         cut = len(seen) - max(self._matched)
         self._held = seen[cut:]

@@ -140,10 +140,8 @@ def test_every_sampling_field_arrives() -> None:
     assert {n: getattr(params, n) for n in fields if n != "logit_bias"} == {
         n: v for n, v in fields.items() if n != "logit_bias"
     }
-    assert [chat(**{f: True}).sampling_params.shows_stop for f in ("include_stop_str_in_output", "no_stop_trim")] == [
-        True,
-        True,
-    ]
+    for name in ("include_stop_str_in_output", "no_stop_trim"):
+        assert chat(**{name: True}).sampling_params.include_stop_str_in_output
     assert chat(cache_salt="anna").sampling_params.cache_salt == "anna"
     assert params.has_penalties and not chat(**dict.fromkeys(fields)).sampling_params.has_penalties
 

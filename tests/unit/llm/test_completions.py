@@ -38,14 +38,12 @@ def messages(rng: random.Random, users: list[UserMsg], vocab: int) -> list[Detok
     for step in range(max(stop for _, stop in spans.values())):
         now = [u for u in users if spans[u.uid][0] <= step < spans[u.uid][1]]
         rng.shuffle(now)
-        p = {u.uid: u.sampling_params for u in users}
         started = [
             Started(
                 uid=u.uid,
                 prompt_tokens=3,
                 cached_tokens=u.uid % 3,
-                stop=p[u.uid].stop,
-                skip_special_tokens=p[u.uid].skip_special_tokens,
+                sampling_params=u.sampling_params,
             )
             for u in now
             if spans[u.uid][0] == step

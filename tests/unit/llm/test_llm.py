@@ -120,7 +120,7 @@ def test_a_stop_token_may_be_shown(llm: LLM) -> None:
     whole = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=8))[0]
     stop = SamplingParams(temperature=0, max_tokens=8, stop_token_ids=(whole.token_ids[5],))
     hidden = llm.generate("Once upon a time", stop)[0]
-    shown = llm.generate("Once upon a time", msgspec.structs.replace(stop, shows_stop=True))[0]
+    shown = llm.generate("Once upon a time", msgspec.structs.replace(stop, include_stop_str_in_output=True))[0]
     assert hidden.token_ids == shown.token_ids == whole.token_ids[:6]
     assert shown.text.startswith(hidden.text) and len(shown.text) > len(hidden.text)
     assert whole.text.startswith(shown.text)

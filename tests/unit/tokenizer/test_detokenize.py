@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from minisgl.core import FinishReason
 from minisgl.message import DetokenizeMsg, Failure, Finished, Started, UserReply, ids_from_bytes, ids_to_bytes
+from minisgl.params import SamplingParams
 from minisgl.tokenizer.detokenize import DetokenizeManager
 from minisgl.tokenizer.text import StopMatcher
 
@@ -51,13 +52,10 @@ def stream(
 ) -> list[UserReply]:
     """The replies to a request that produces `ids`, as a scheduler would say it; checks the one-terminal rule."""
     manager = DetokenizeManager(tokenizer)
+    params = SamplingParams(stop=stop, skip_special_tokens=skip_special)
     replies: list[UserReply] = []
     for i, token in enumerate(ids):
-        started = (
-            [Started(uid=7, prompt_tokens=3, cached_tokens=1, stop=stop, skip_special_tokens=skip_special)]
-            if i == 0
-            else []
-        )
+        started = [Started(uid=7, prompt_tokens=3, cached_tokens=1, sampling_params=params)] if i == 0 else []
         finished = [Finished(uid=7, reason=end, has_text=has_text)] if i == len(ids) - 1 else []
         new, aborts = manager.detokenize(step({7: token}, started, finished))
         replies += new
@@ -149,7 +147,7 @@ def test_a_stop_matcher_holds_back_only_partial_matches() -> None:
 
 
 def test_a_stop_string_may_be_shown() -> None:
-    matcher = StopMatcher(["abac", "ba"], shows_stop=True)
+    matcher = StopMatcher(["abac", "ba"], include_stop=True)
     assert [matcher.feed("xxa"), matcher.feed("bc"), matcher.feed("b")] == [("xx", None), ("abc", None), ("", None)]
     assert matcher.feed("axx") == ("ba", "ba")
 
@@ -159,7 +157,11 @@ def test_a_stop_string_aborts_once_and_drops_later_tokens() -> None:
     a, b = BYTE_LEVEL.encode("a").ids[0], BYTE_LEVEL.encode("b").ids[0]
     assert (
         manager.detokenize(
-            step({1: a}, [Started(uid=1, prompt_tokens=1, cached_tokens=0, stop=("b",), skip_special_tokens=True)], [])
+            step(
+                {1: a},
+                [Started(uid=1, prompt_tokens=1, cached_tokens=0, sampling_params=SamplingParams(stop=("b",)))],
+                [],
+            )
         )[1]
         == []
     )
@@ -185,9 +187,9 @@ def test_requests_may_end_without_tokens() -> None:
 
 def test_a_stop_token_is_reported_as_the_reason() -> None:
     manager = DetokenizeManager(BYTE_LEVEL)
-    finished = Finished(uid=1, reason=FinishReason.STOP, has_text=False, stop_token=65)
+    finished = Finished(uid=1, reason=FinishReason.STOP, has_text=False, stop_reason=65)
     replies, _ = manager.detokenize(
-        step({1: 65}, [Started(uid=1, prompt_tokens=1, cached_tokens=0, stop=(), skip_special_tokens=True)], [finished])
+        step({1: 65}, [Started(uid=1, prompt_tokens=1, cached_tokens=0, sampling_params=SamplingParams())], [finished])
     )
     assert replies[0].stop_reason == 65
     assert replies[0].text == ""
@@ -200,8 +202,8 @@ def test_a_decoding_failure_affects_one_request_only(monkeypatch: pytest.MonkeyP
         step(
             {1: a, 2: a},
             [
-                Started(uid=1, prompt_tokens=1, cached_tokens=0, stop=(), skip_special_tokens=True),
-                Started(uid=2, prompt_tokens=1, cached_tokens=0, stop=(), skip_special_tokens=True),
+                Started(uid=1, prompt_tokens=1, cached_tokens=0, sampling_params=SamplingParams()),
+                Started(uid=2, prompt_tokens=1, cached_tokens=0, sampling_params=SamplingParams()),
             ],
             [],
         )
