@@ -56,7 +56,7 @@ def result(pieces: Iterable[Piece]) -> Result:
 
 def parse(parser: OutputParser, parts: Iterable[str]) -> Result:
     pieces = [piece for part in parts for piece in parser.feed(part)]
-    return result(pieces + parser.flush())
+    return result(pieces + parser.feed("", is_last=True))
 
 
 def cut(text: str, random: Random) -> list[str]:

@@ -17,6 +17,7 @@ from minisgl.api.structured import forced_functions
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg
+from minisgl.params import Grammar
 from minisgl.tokenizer.template import ChatTemplate
 
 TOOL_CALLS: Final = "tool_calls"  # the finish reason
@@ -38,17 +39,16 @@ class OutputParser:
         self._parsers: list[Parser] = [p for p in (reasoning, tools) if p is not None]
         self._calls = 0
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str, is_last: bool = False) -> list[Piece]:
+        """The pieces that are certain after `text`; with `is_last`, all that remain."""
         pieces: list[Piece] = [Content(text)] if text else []
         for parser in self._parsers:
-            pieces = _through(parser, pieces)
-        return self._count(pieces)
-
-    def flush(self) -> list[Piece]:
-        pieces: list[Piece] = []
-        for parser in self._parsers:
-            pieces = _through(parser, pieces) + parser.flush()
-        return self._count(pieces)
+            parsed: list[Piece] = []
+            for piece in pieces:
+                parsed += parser.feed(piece.text) if isinstance(piece, Content) else [piece]
+            pieces = parsed + (parser.flush() if is_last else [])
+        self._calls += sum(isinstance(p, ParsedCall) for p in pieces)
+        return pieces
 
     def finish_reason(self, reason: FinishReason) -> str:
         """The reason for the client: a model that stopped after a call waits for its result."""
@@ -56,7 +56,7 @@ class OutputParser:
 
     def message(self, text: str) -> AssistantMessage:
         """The message for the whole `text` of an answer. Ends the parser."""
-        pieces = [*self.feed(text), *self.flush()]
+        pieces = self.feed(text, is_last=True)
         content = "".join(p.text for p in pieces if isinstance(p, Content))
         reasoning = "".join(p.text for p in pieces if isinstance(p, Reasoning))
         calls = [_call(p, p.arguments) for p in pieces if isinstance(p, ParsedCall)]
@@ -66,8 +66,7 @@ class OutputParser:
     def deltas(self, text: str, is_last: bool) -> Iterator[bytes]:
         """The stream deltas for `text` and, if `is_last`, the end. A call is two: its name, then its arguments."""
         index = self._calls
-        pieces = self.feed(text) + (self.flush() if is_last else [])
-        for piece in _merged(pieces):
+        for piece in _merged(self.feed(text, is_last)):
             match piece:
                 case Content(shown):
                     yield b'{"content":' + _to_json(shown) + b"}"
@@ -79,17 +78,6 @@ class OutputParser:
                     yield head + _to_json(_call(piece, ""))[1:] + b"]}"
                     yield head + b'"function":' + _to_json(arguments) + b"}]}"
                     index += 1
-
-    def _count(self, pieces: list[Piece]) -> list[Piece]:
-        self._calls += sum(isinstance(p, ParsedCall) for p in pieces)
-        return pieces
-
-
-def _through(parser: Parser, pieces: Iterable[Piece]) -> list[Piece]:
-    result: list[Piece] = []
-    for piece in pieces:
-        result += parser.feed(piece.text) if isinstance(piece, Content) else [piece]
-    return result
 
 
 def _merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -147,17 +135,20 @@ class OutputForms:
 
         Raises `RequestError` for a `tool_choice` that cannot be honoured.
         """
-        message = self._constrain(request, message)
         tools = self.tools if message.tools else None
         reasoning = self.reasoning
+        is_opened = reasoning is not None and self._is_opened(reasoning, message)
+        params = message.sampling_params
+        grammar = self._grammar(request, params.grammar)
+        if grammar is not None and reasoning is not None and is_opened:
+            grammar = msgspec.structs.replace(grammar, after=reasoning.close)
+        skips_special = params.skip_special_tokens and not (tools is not None and tools.shows_special)
+        params = msgspec.structs.replace(params, grammar=grammar, skip_special_tokens=skips_special)
+        message = msgspec.structs.replace(message, sampling_params=params)
         if tools is None and reasoning is None:
             return message, None
-        if tools is not None and tools.shows_special:
-            params = msgspec.structs.replace(message.sampling_params, skip_special_tokens=False)
-            message = msgspec.structs.replace(message, sampling_params=params)
         names = frozenset(str(tool["function"].get("name")) for tool in message.tools or ())
         only_first = request.parallel_tool_calls is False
-        is_opened = reasoning is not None and self._is_opened(reasoning, message)
 
         def new() -> OutputParser:
             return OutputParser(
@@ -167,22 +158,18 @@ class OutputForms:
 
         return message, new
 
-    def _constrain(self, request: ChatCompletionRequest, message: TokenizeMsg) -> TokenizeMsg:
-        """`message` with a grammar for a forced call. Any grammar applies after the reasoning."""
-        grammar = message.sampling_params.grammar
+    def _grammar(self, request: ChatCompletionRequest, requested: Grammar | None) -> Grammar | None:
+        """The grammar of a forced call, else the `requested` one."""
         functions = forced_functions(request)
-        if functions is not None:
-            if self.tools is None:
-                error = "tool_choice needs a model whose form of tool calls is known (--tool-call-parser)"
-                raise RequestError(error, param="tool_choice", code="unsupported_value")
-            if grammar is not None:
-                raise RequestError(f"tool_choice and {grammar.param} exclude each other", param="tool_choice")
-            is_single = request.parallel_tool_calls is False or isinstance(request.tool_choice, dict)
-            grammar = self.tools.grammar(functions, is_single)
-        if grammar is not None and self.reasoning is not None and self._is_opened(self.reasoning, message):
-            grammar = msgspec.structs.replace(grammar, after=self.reasoning.close)
-        params = msgspec.structs.replace(message.sampling_params, grammar=grammar)
-        return msgspec.structs.replace(message, sampling_params=params)
+        if functions is None:
+            return requested
+        if self.tools is None:
+            error = "tool_choice needs a model whose form of tool calls is known (--tool-call-parser)"
+            raise RequestError(error, param="tool_choice", code="unsupported_value")
+        if requested is not None:
+            raise RequestError(f"tool_choice and {requested.param} exclude each other", param="tool_choice")
+        is_single = request.parallel_tool_calls is False or isinstance(request.tool_choice, dict)
+        return self.tools.grammar(functions, is_single)
 
     def _is_opened(self, form: ReasoningForm, message: TokenizeMsg) -> bool:
         """Whether the prompt ends inside the reasoning."""

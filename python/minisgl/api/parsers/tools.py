@@ -8,7 +8,6 @@ import secrets
 import string
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Any, Final
 
 import msgspec
@@ -111,18 +110,15 @@ def read_calls(text: str, name: str | None = None) -> list[tuple[str, str]]:
         return []
 
 
-class _State(Enum):
-    TEXT = auto()  # before a marker
-    HEAD = auto()  # between the marker and the JSON
-    VALUE = auto()  # inside the JSON
-    TAIL = auto()  # between the JSON and the closing marker
-
-
 class ToolParser:
     """Text -> `Content` and `ParsedCall`.
 
     A call is emitted when it is complete and valid; text that turns out not to be a call stays content. White space
     between and around the calls belongs to them.
+
+    The state is the method that reads on: `_in_text` before a marker, `_in_head` between the marker and the JSON,
+    `_in_value` inside the JSON, `_in_tail` between the JSON and the closing marker. Each consumes its part of a text
+    and returns the rest.
     """
 
     def __init__(self, form: ToolForm, tools: frozenset[str], only_first: bool = False) -> None:
@@ -130,7 +126,7 @@ class ToolParser:
         self._form = form
         self._tools = tools
         self._only_first = only_first
-        self._state = _State.TEXT
+        self._state = self._in_text
         self._may_be_bare = form.is_bare
         self._held = ""  # possibly the beginning of a marker
         self._space: list[str] = []  # white space after the last text; shown if more text follows
@@ -147,28 +143,16 @@ class ToolParser:
         for i in range(0, len(text), STRIDE):
             rest, self._held = self._held + text[i : i + STRIDE], ""
             while rest:
-                rest = self._step(rest, pieces)
+                rest = self._state(rest, pieces)
         return pieces
-
-    def _step(self, text: str, pieces: list[Piece]) -> str:
-        """Consume the part of `text` that belongs to one state and return the rest."""
-        match self._state:
-            case _State.TEXT:
-                return self._in_text(text, pieces)
-            case _State.HEAD:
-                return self._in_head(text, pieces)
-            case _State.VALUE:
-                return self._in_value(text, pieces)
-            case _State.TAIL:
-                return self._in_tail(text, pieces)
 
     def flush(self) -> list[Piece]:
         pieces: list[Piece] = []
-        # A complete value may lack its closing marker: the model or a stop string has left it out.
-        if self._state is not _State.TAIL or not self._accept(pieces):
+        if self._state == self._in_tail:  # the model or a stop string has left the closing marker out
+            self._end_call(pieces)
+        else:
             self._reject(pieces)
-            if self._held:
-                self._show(self._held, pieces)
+        self._show(self._held, pieces)
         if self._space and not self._calls:
             pieces.append(Content("".join(self._space)))
         return pieces
@@ -197,37 +181,35 @@ class ToolParser:
         self._value = []
         self._name = None
         self._scanner = JsonScanner()
-        self._state = _State.HEAD if is_marked else _State.VALUE
+        self._state = self._in_head if is_marked else self._in_value
         self._is_marked = is_marked
         return rest
 
     def _in_head(self, text: str, pieces: list[Piece]) -> str:
-        """Consume white space, and a name if the form has one, up to the bracket that opens the JSON."""
+        """Consume white space, and a name if the form has one, up to the bracket that opens the JSON.
+
+        Without these, the marker is content, and `text` is read again; it is short, so the work stays linear.
+        """
         form = self._form
         start = end = first_not_space(text)
         if start < len(text) and text[start] not in ("{[" if form.has_name_before else "{"):
             end = text.find("{", start) if form.has_name_before else -1
             if end < 0 and not form.has_name_before:
-                return self._leave_head(text, pieces)
+                return self._reject(pieces, text)
             end = len(text) if end < 0 else end
         if end > MAX_HEAD_CHARS:
-            return self._leave_head(text, pieces)
+            return self._reject(pieces, text)
         if end == len(text):
             self._held = text
             return ""
         if start < end:
             name, bracket, _ = text[start:end].partition("[")
             if not _NAME.fullmatch(name) or (bracket and not text.endswith("[ARGS]", start, end)):
-                return self._leave_head(text, pieces)
+                return self._reject(pieces, text)
             self._name = name
         self._raw.append(text[:end])
-        self._state = _State.VALUE
+        self._state = self._in_value
         return text[end:]
-
-    def _leave_head(self, text: str, pieces: list[Piece]) -> str:
-        """Treat the marker as content and read `text` after it again; it is short, so the work stays linear."""
-        self._reject(pieces)
-        return text
 
     def _in_value(self, text: str, pieces: list[Piece]) -> str:
         end = self._scanner.feed(text)
@@ -235,9 +217,9 @@ class ToolParser:
         self._raw.append(text[:end])
         if end is None:
             return ""
-        self._state = _State.TAIL
-        if not self._form.close and not self._accept(pieces):
-            self._reject(pieces)
+        self._state = self._in_tail
+        if not self._form.close:
+            self._end_call(pieces)
         return text[end:]
 
     def _in_tail(self, text: str, pieces: list[Piece]) -> str:
@@ -245,8 +227,7 @@ class ToolParser:
         close = self._form.close
         if text.startswith(close, start):
             self._raw.append(text[: start + len(close)])
-            if not self._accept(pieces):
-                self._reject(pieces)
+            self._end_call(pieces)
             return text[start + len(close) :]
         if start == len(text):
             self._raw.append(text)
@@ -254,30 +235,31 @@ class ToolParser:
             self._raw.append(text[:start])
             self._held = text[start:]
         else:
-            self._reject(pieces)
-            return text
+            return self._reject(pieces, text)
         return ""
 
-    def _accept(self, pieces: list[Piece]) -> bool:
-        """Emit the calls in the value; False if it has none."""
+    def _end_call(self, pieces: list[Piece]) -> None:
+        """Emit the calls in the value; without any, everything since the marker is content."""
         calls = read_calls("".join(self._value), self._name)
         if not calls or (not self._is_marked and any(name not in self._tools for name, _ in calls)):
-            return False
+            self._reject(pieces)
+            return
         for name, arguments in calls:
             if not (self._only_first and self._calls):
                 pieces.append(ParsedCall(self._form.new_id(), name, arguments))
             self._calls += 1
-        self._state = _State.TEXT
+        self._state = self._in_text
         self._raw = []
-        return True
+        self._held = ""
 
-    def _reject(self, pieces: list[Piece]) -> None:
-        """Emit everything since the marker as content."""
+    def _reject(self, pieces: list[Piece], rest: str = "") -> str:
+        """Emit everything since the marker as content; return the `rest`, which was not consumed."""
         raw, self._raw = "".join(self._raw), []
-        self._state = _State.TEXT
+        self._state = self._in_text
         if raw:
             self._may_be_bare = False
             self._show(raw, pieces)
+        return rest
 
     def _show(self, text: str, pieces: list[Piece]) -> None:
         """Emit `text` as content, except the white space at its end, which waits for the next text."""
