@@ -107,7 +107,7 @@ def _add_openai_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> No
             with_logprobs=messages[0].sampling_params.logprobs is not None,
         )
         messages = with_choices(messages, n)
-        return response_to(app.state.frontend, messages, renderer, body.stream, n, args.write_timeout)
+        return response_to(app.state.frontend, messages, renderer, body.stream, n)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:

@@ -14,7 +14,7 @@ from minisgl.api.http import read_request, require_model, to_json
 from minisgl.api.protocol import Embedding, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage
 from minisgl.api.requests import ServedModel, prompt_messages
 from minisgl.api.responses import BodyResponse
-from minisgl.checkpoint.embedder import Embedder, Vector
+from minisgl.checkpoint.embedder import Vector
 from minisgl.errors import RequestError
 from minisgl.message import UserReply
 from minisgl.params import EMBED
@@ -28,26 +28,6 @@ def _base64(vector: Vector) -> str:
 
 
 ENCODINGS: Final[dict[str, Callable[[Vector], str | list[float]]]] = {"float": np.ndarray.tolist, "base64": _base64}
-
-
-class EmbeddingRenderer:
-    """Writes OpenAI's list of embeddings."""
-
-    def __init__(self, model: str, embedder: Embedder, encoding: str, length: int) -> None:
-        """`encoding` is one of `ENCODINGS`, `length` one of the embedder's `dimensions`."""
-        self._model = model
-        self._embedder = embedder
-        self._encode = ENCODINGS[encoding]
-        self._length = length
-
-    def body(self, replies: list[UserReply], receipt: Receipt) -> bytes:
-        data = [Embedding(i, self._encode(self._vector(reply))) for i, reply in enumerate(replies)]
-        tokens = sum(reply.prompt_tokens for reply in replies)
-        return to_json(EmbeddingResponse(data, self._model, EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)))
-
-    def _vector(self, reply: UserReply) -> Vector:
-        assert reply.embedding, "a reply without an embedding"
-        return self._embedder.vector(reply.embedding, self._length)
 
 
 def add_embeddings_route(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
@@ -71,6 +51,13 @@ def add_embeddings_route(app: FastAPI, args: ServerArgs, model: ServedModel) -> 
                 f"encoding_format {encoding[:40]!r} is not one of {', '.join(ENCODINGS)}",
                 param="encoding_format",
             )
-        renderer = EmbeddingRenderer(model.name, embedder, encoding, embedder.length(body.dimensions))
+        encode, length = ENCODINGS[encoding], embedder.length(body.dimensions)
+
+        def render(replies: list[UserReply], receipt: Receipt) -> bytes:
+            vectors = [embedder.vector(reply.embedding, length) for reply in replies]
+            data = [Embedding(i, encode(vector)) for i, vector in enumerate(vectors)]
+            tokens = sum(reply.prompt_tokens for reply in replies)
+            return to_json(EmbeddingResponse(data, model.name, EmbeddingUsage(tokens, tokens)))
+
         messages = prompt_messages(body.input, "input", EMBED, model.limits, MAX_INPUTS)
-        return BodyResponse(app.state.frontend, messages, renderer)
+        return BodyResponse(app.state.frontend, messages, render)

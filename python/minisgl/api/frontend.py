@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-import logging
 import time
 from collections.abc import Awaitable, Sequence
 from types import TracebackType
@@ -37,8 +37,6 @@ from minisgl.params import Limits
 from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqAsyncPushQueue
 from minisgl.settings.options import ServerArgs
 
-logger = logging.getLogger(__name__)
-
 RETRY_AFTER_S: Final = 1
 VIEW_TIMEOUT_S: Final = 5.0
 _ENCODE_ERRORS: Final = (OverflowError, ValueError, TypeError, RecursionError)  # of the codec, for odd values
@@ -68,7 +66,7 @@ class Receipt:
     """
 
     def __init__(self, created: float) -> None:
-        self._created = created
+        self.created = created
         self._first: float | None = None  # time of the first token of any generation
         self._last = created
         self._queue_seconds = 0.0
@@ -94,7 +92,7 @@ class Receipt:
         seconds = self._last - first
         return Timing(
             queue_ms=round(1e3 * self._queue_seconds, 3),
-            ttft_ms=None if self._first is None else round(1e3 * (first - self._created), 3),
+            ttft_ms=None if self._first is None else round(1e3 * (first - self.created), 3),
             cached_tokens=cached_tokens,
             prefill_chunks=self._chunks,
             tokens_per_s=round(decoded / seconds, 2) if decoded > 0 and seconds > 0 else None,
@@ -113,8 +111,7 @@ class Submission:
     def __init__(self, frontend: FrontendManager, messages: Sequence[TokenizeMsg], n: int) -> None:
         """`messages` have their uids; each `n` adjacent ones are choices for one prompt."""
         uids = [m.uid for m in messages]
-        self.created = time.monotonic()
-        self.receipt = Receipt(self.created)
+        self.receipt = Receipt(time.monotonic())
         self.uids = tuple(uids)
         self._frontend = frontend
         self._index = {uid: i for i, uid in enumerate(uids)}
@@ -158,14 +155,14 @@ class Submission:
         metrics = self._frontend.metrics
         last = self._last_token.get(reply.uid)
         if last is None and reply.completion_tokens:
-            metrics.time_to_first_token.observe(now - self.created)
+            metrics.time_to_first_token.observe(now - self.receipt.created)
             metrics.queue_time.observe(reply.queue_seconds)
             self.receipt.start(reply, now)
         elif last is not None:
             metrics.inter_token_latency.observe(now - last)
         self._last_token[reply.uid] = now
         if reply.finish_reason is not None:
-            metrics.observe_end(reply.finish_reason, now - self.created)
+            metrics.observe_end(reply.finish_reason, now - self.receipt.created)
             self.receipt.end(now)
 
     def abandon(self) -> None:
@@ -243,6 +240,7 @@ class FrontendManager:
         self.failure = ""  # the reason why no request can be served any more
         self.is_draining = False
         self._max_entries = args.scheduler.max_queued_requests + args.scheduler.engine.max_running_requests
+        self.write_timeout = args.write_timeout
         self._heartbeat_timeout = args.heartbeat_timeout
         self._last_heartbeat = time.monotonic()
         self._uids = itertools.count(1)
@@ -338,7 +336,7 @@ class FrontendManager:
         """Drop a submission and abort its unfinished generations."""
         for uid in submission.unfinished:
             await self._tokenizer(uid).put([AbortMsg(uid=uid)])
-            self.metrics.observe_end(FinishReason.ABORT, time.monotonic() - submission.created)
+            self.metrics.observe_end(FinishReason.ABORT, time.monotonic() - submission.receipt.created)
         for uid in submission.uids:
             self._submissions.pop(uid, None)
         if not self._submissions:
@@ -352,11 +350,7 @@ class FrontendManager:
     async def drain(self, timeout: float) -> None:
         """Accept no new work and wait for the open requests; fail the remaining ones after `timeout` seconds."""
         self.is_draining = True
-        if self._idle.is_set():
-            return
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout)
-        except TimeoutError:
+        if not await self.wait_idle(timeout):
             self.fail(f"the server is shutting down; the request did not finish within {timeout:g} s")
 
     def fail(self, cause: str) -> None:
@@ -367,12 +361,11 @@ class FrontendManager:
         for uid, submission in self._submissions.items():
             submission.push(UserReply(uid=uid, finish_reason=FinishReason.ERROR, failure=failure))
 
-    async def wait_idle(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds until every submission has been answered."""
-        try:
+    async def wait_idle(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds until every submission has been answered; whether they have."""
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout)
-        except TimeoutError:
-            logger.warning("%d requests are still open", len(self._submissions))
+        return self._idle.is_set()
 
     async def close(self) -> None:
         """Close the sockets."""

@@ -61,6 +61,14 @@ class LogprobForm:
             return None
         return cls(None if start < 0 else start, top > 0, bool(request.return_text_in_logprobs))
 
+    def entry(self, token: int, data: bytes, logprob: float | None) -> LogprobEntry:
+        """A token in SGLang's form."""
+        return finite(logprob), token, data.decode(errors="replace") if self.has_text else None
+
+    def alternatives(self, token: TokenLogprob) -> list[LogprobEntry]:
+        """The likeliest tokens at the position of `token`."""
+        return [self.entry(*alternative) for alternative in token.top]
+
 
 def _requested_prompt(request: GenerateRequest) -> tuple[str, str | list[Any]]:
     """(name of the field, prompt). Raises `RequestError` unless there is exactly one."""
@@ -122,63 +130,42 @@ class _GrowingArray:
         return msgspec.Raw(b"[" + self._elements + b"]")
 
 
-class _LogprobArrays:
-    """The log-probabilities of one generation so far."""
-
-    def __init__(self, form: LogprobForm) -> None:
-        self._form = form
-        self._has_begun = False
-        self._input = _GrowingArray()
-        self._input_top = _GrowingArray()
-        self._output = _GrowingArray()
-        self._output_top = _GrowingArray()
-
-    def add(self, tokens: list[TokenLogprob], prompt_tokens: int) -> None:
-        """Add the next tokens. The first call begins with the `prompt_tokens` of the prompt if those are requested."""
-        if not self._has_begun and self._form.start is not None:
-            prompt, tokens = tokens[:prompt_tokens], tokens[prompt_tokens:]
-            for i, token in enumerate(prompt[self._form.start :]):
-                # SGLang gives no value for the first token that it looks at, wherever that token is.
-                self._input.append(self._entry(token.id, token.data, token.logprob if i else None))
-                self._input_top.append(self._alternatives(token) if i else None)
-        self._has_begun = True
-        for token in tokens:
-            self._output.append(self._entry(token.id, token.data, token.logprob))
-            self._output_top.append(self._alternatives(token))
-
-    def fields(self) -> dict[str, msgspec.Raw]:
-        """The fields of `meta_info`."""
-        arrays = {"input_token_logprobs": self._input, "output_token_logprobs": self._output}
-        if self._form.has_top:
-            arrays |= {"input_top_logprobs": self._input_top, "output_top_logprobs": self._output_top}
-        return {name: array.json() for name, array in arrays.items()}
-
-    def _entry(self, token: int, data: bytes, logprob: float | None) -> LogprobEntry:
-        return finite(logprob), token, data.decode(errors="replace") if self._form.has_text else None
-
-    def _alternatives(self, token: TokenLogprob) -> list[LogprobEntry]:
-        return [self._entry(*alternative) for alternative in token.top]
-
-
 class _Generation:
     """The text, tokens and log-probabilities of one generation so far."""
 
     def __init__(self, form: LogprobForm | None) -> None:
+        self._form = form
+        self._has_begun = False
         self._text = ""
         self._ids = _GrowingArray()
-        self._logprobs = None if form is None else _LogprobArrays(form)
+        self._logprobs = {"input": _GrowingArray(), "output": _GrowingArray()}
+        self._top_logprobs = {"input": _GrowingArray(), "output": _GrowingArray()}
 
     def add(self, reply: UserReply) -> None:
+        """Add an increment. The first one begins with the prompt's log-probabilities if those are requested."""
         self._text += reply.text
-        for token in ids_from_bytes(reply.output_ids).tolist():
-            self._ids.append(token)
-        if self._logprobs is not None:
-            self._logprobs.add(reply.logprobs, reply.prompt_tokens)
+        for token_id in ids_from_bytes(reply.output_ids).tolist():
+            self._ids.append(token_id)
+        if self._form is None:
+            return
+        tokens = reply.logprobs
+        if not self._has_begun and self._form.start is not None:
+            prompt, tokens = tokens[: reply.prompt_tokens], tokens[reply.prompt_tokens :]
+            for i, token in enumerate(prompt[self._form.start :]):
+                # SGLang gives no value for the first token that it looks at, wherever that token is.
+                self._logprobs["input"].append(self._form.entry(token.id, token.data, token.logprob if i else None))
+                self._top_logprobs["input"].append(self._form.alternatives(token) if i else None)
+        self._has_begun = True
+        for token in tokens:
+            self._logprobs["output"].append(self._form.entry(token.id, token.data, token.logprob))
+            self._top_logprobs["output"].append(self._form.alternatives(token))
 
     def result(self, meta: dict[str, Any]) -> dict[str, Any]:
         """The body of the response, with `meta` in its `meta_info`."""
-        if self._logprobs is not None:
-            meta = meta | self._logprobs.fields()
+        if self._form is not None:
+            meta |= {f"{side}_token_logprobs": array.json() for side, array in self._logprobs.items()}
+            if self._form.has_top:
+                meta |= {f"{side}_top_logprobs": array.json() for side, array in self._top_logprobs.items()}
         return {"text": self._text, "output_ids": self._ids.json(), "meta_info": meta}
 
 
@@ -239,4 +226,4 @@ def add_generate_route(app: FastAPI, args: ServerArgs, model: ServedModel) -> No
         messages = with_choices(generate_messages(body, model.defaults, model.limits), n)
         is_list = n > 1 or is_batch(_requested_prompt(body)[1])
         renderer = GenerateRenderer(is_list, generation_ids(body.rid, len(messages), n, is_list), LogprobForm.of(body))
-        return response_to(app.state.frontend, messages, renderer, body.stream, n, args.write_timeout)
+        return response_to(app.state.frontend, messages, renderer, body.stream, n)

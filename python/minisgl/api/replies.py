@@ -37,15 +37,11 @@ def event(body: bytes) -> bytes:
     return b"data: " + body + b"\n\n"
 
 
-class BodyRenderer(Protocol):
-    """Writes the response of one API in one piece."""
+class Renderer(Protocol):
+    """Writes the responses of one API, in one piece or as a stream."""
 
     def body(self, replies: list[UserReply], receipt: Receipt) -> bytes:
-        """The response as JSON, from the whole reply to each generation."""
-
-
-class Renderer(BodyRenderer, Protocol):
-    """Writes the responses of one API, in one piece or as a stream."""
+        """The response in one piece as JSON, from the whole reply to each generation."""
 
     def first_events(self, n: int) -> Iterator[bytes]:
         """The events at the start of a stream of `n` generations."""

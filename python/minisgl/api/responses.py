@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from minisgl.api.frontend import ClientGoneError, FrontendManager, Submission, joined
+from minisgl.api.frontend import ClientGoneError, FrontendManager, Receipt, Submission, joined
 from minisgl.api.http import RAW_SEND, error_body, to_json
-from minisgl.api.replies import DONE, BodyRenderer, Renderer, event
+from minisgl.api.replies import DONE, Renderer, event
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg, UserReply
 
@@ -77,14 +77,18 @@ class BodyResponse(Response):
     """Submits the messages and responds in one piece. When the client leaves, its generations are aborted."""
 
     def __init__(
-        self, frontend: FrontendManager, messages: Sequence[TokenizeMsg], renderer: BodyRenderer, n: int = 1
+        self,
+        frontend: FrontendManager,
+        messages: Sequence[TokenizeMsg],
+        render: Callable[[list[UserReply], Receipt], bytes],
+        n: int = 1,
     ) -> None:
-        """Each `n` adjacent messages are choices for one prompt."""
+        """`render` makes the body; each `n` adjacent messages are choices for one prompt."""
         super().__init__()
         self._frontend = frontend
         self._messages = messages
         self._n = n
-        self._body_renderer = renderer
+        self._render = render
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises `RequestError` when refused before the first byte."""
@@ -104,7 +108,7 @@ class BodyResponse(Response):
             for index, reply in await submission.take():
                 _raise_if_failed(reply)
                 replies[index].append(reply)
-        body = self._body_renderer.body([joined(parts) for parts in replies], submission.receipt)
+        body = self._render([joined(parts) for parts in replies], submission.receipt)
         await Response(body, media_type="application/json")(scope, receive, send)
 
 
@@ -112,27 +116,19 @@ class StreamResponse(BodyResponse):
     """The same with server-sent events.
 
     The first reply is awaited before the first byte, so that a refusal has its HTTP status; a later failure is an event
-    in the stream. A client that does not read for `write_timeout` seconds is treated like one that has left.
+    in the stream. A client that does not read for `--write-timeout` seconds is treated like one that has left.
     """
 
-    def __init__(
-        self,
-        frontend: FrontendManager,
-        messages: Sequence[TokenizeMsg],
-        renderer: Renderer,
-        n: int,
-        write_timeout: float,
-    ) -> None:
-        super().__init__(frontend, messages, renderer, n)
+    def __init__(self, frontend: FrontendManager, messages: Sequence[TokenizeMsg], renderer: Renderer, n: int) -> None:
+        super().__init__(frontend, messages, renderer.body, n)
         self._renderer = renderer
-        self._write_timeout = write_timeout
 
     async def _respond(self, submission: Submission, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             # A separate task is woken for each token without passing through the framework's layers.
             await asyncio.create_task(self._stream(submission, scope[RAW_SEND]))
         except TimeoutError:
-            logger.warning("a client did not read for %g s; its request is aborted", self._write_timeout)
+            logger.warning("a client did not read for %g s; its request is aborted", self._frontend.write_timeout)
 
     async def _stream(self, submission: Submission, send: Send) -> None:
         replies = await submission.take()
@@ -141,7 +137,7 @@ class StreamResponse(BodyResponse):
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         chunks = list(self._renderer.first_events(len(self._messages)))
         last: dict[int, UserReply] = {}
-        async with WriteTimeout(self._write_timeout) as limit:
+        async with WriteTimeout(self._frontend.write_timeout) as limit:
             try:
                 while True:
                     for index, reply in replies:
@@ -170,14 +166,9 @@ async def _watch(receive: Receive, submission: Submission) -> None:
 
 
 def response_to(
-    frontend: FrontendManager,
-    messages: Sequence[TokenizeMsg],
-    renderer: Renderer,
-    is_stream: bool | None,
-    n: int,
-    write_timeout: float,
+    frontend: FrontendManager, messages: Sequence[TokenizeMsg], renderer: Renderer, is_stream: bool | None, n: int
 ) -> Response:
     """A streamed response or one in one piece, as requested."""
     if is_stream:
-        return StreamResponse(frontend, messages, renderer, n, write_timeout)
-    return BodyResponse(frontend, messages, renderer, n)
+        return StreamResponse(frontend, messages, renderer, n)
+    return BodyResponse(frontend, messages, renderer.body, n)

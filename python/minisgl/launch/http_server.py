@@ -135,7 +135,8 @@ class HttpServer:
     async def _drain(self, timeout: float) -> None:
         """Take no new work; wait up to `timeout` seconds for open requests and end the remaining ones with an error."""
         await self._frontend.drain(timeout)
-        await self._frontend.wait_idle(LAST_WORDS_S)
+        if not await self._frontend.wait_idle(LAST_WORDS_S):
+            logger.warning("%d requests are still open", self._frontend.entries)
         self._uvicorn.should_exit = True
 
     async def _fail(self, cause: str) -> None:
