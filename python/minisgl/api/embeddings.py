@@ -54,6 +54,7 @@ def add_embeddings_route(app: FastAPI, args: ServerArgs, model: ServedModel) -> 
         encode, length = ENCODINGS[encoding], embedder.length(body.dimensions)
 
         def render(replies: list[UserReply], receipt: Receipt) -> bytes:
+            assert all(reply.embedding for reply in replies), "a reply without an embedding"
             vectors = [embedder.vector(reply.embedding, length) for reply in replies]
             data = [Embedding(i, encode(vector)) for i, vector in enumerate(vectors)]
             tokens = sum(reply.prompt_tokens for reply in replies)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import Any, Final, TypeVar
+from functools import cache
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -19,6 +20,11 @@ from minisgl.message import EngineView, StatsMsg
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+
+def _only(value: Any = None) -> msgspec.Meta:
+    """Mark a field that has no effect here: null and `value` are the only values that are not refused."""
+    return msgspec.Meta(extra={"only": value})
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -78,20 +84,19 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     json_schema: dict[str, Any] | bool | str | None = None
     regex: str | None = None
     ebnf: str | None = None
-    # Supported at their neutral value only, see `_NEUTRAL`.
-    priority: int | None = None
-    use_beam_search: bool | None = None
-    length_penalty: float | None = None
-    allowed_token_ids: Any = None
-    bad_words: list[str] | None = None
-    custom_logit_processor: Any = None
-    logits_processors: Any = None
-    prompt_logprobs: int | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    stop_regex: Any = None
-    structural_tag: Any = None
-    truncate_prompt_tokens: int | None = None
+    priority: Annotated[int | None, _only(0)] = None
+    use_beam_search: Annotated[bool | None, _only(False)] = None
+    length_penalty: Annotated[float | None, _only(1)] = None
+    allowed_token_ids: Annotated[Any, _only()] = None
+    bad_words: Annotated[list[str] | None, _only([])] = None
+    custom_logit_processor: Annotated[Any, _only()] = None
+    logits_processors: Annotated[Any, _only()] = None
+    prompt_logprobs: Annotated[int | None, _only()] = None
+    return_token_ids: Annotated[bool | None, _only(False)] = None
+    return_tokens_as_token_ids: Annotated[bool | None, _only(False)] = None
+    stop_regex: Annotated[Any, _only()] = None
+    structural_tag: Annotated[Any, _only()] = None
+    truncate_prompt_tokens: Annotated[int | None, _only()] = None
 
 
 class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
@@ -118,15 +123,15 @@ class ChatCompletionRequest(OpenAIFields, frozen=True, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: Any = None
+    chat_template: Annotated[Any, _only()] = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: list[str] | None = None
-    audio: Any = None
-    prediction: Any = None
-    documents: list[Any] | None = None
-    web_search_options: Any = None
+    functions: Annotated[Any, _only()] = None
+    function_call: Annotated[Any, _only()] = None
+    modalities: Annotated[list[str] | None, _only(["text"])] = None
+    audio: Annotated[Any, _only()] = None
+    prediction: Annotated[Any, _only()] = None
+    documents: Annotated[list[Any] | None, _only([])] = None
+    web_search_options: Annotated[Any, _only()] = None
 
 
 class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
@@ -134,9 +139,9 @@ class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
 
     prompt: str | list[Any]
     echo: bool | None = None
-    suffix: str | None = None
+    suffix: Annotated[str | None, _only("")] = None
     add_special_tokens: bool | None = None
-    prompt_embeds: Any = None
+    prompt_embeds: Annotated[Any, _only()] = None
 
 
 class GenerateSampling(SamplingFields, frozen=True, kw_only=True):
@@ -161,12 +166,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = None
     return_text_in_logprobs: bool | None = None
-    token_ids_logprob: Any = None
-    return_hidden_states: bool | None = None
-    input_embeds: Any = None
-    session_params: Any = None
-    lora_path: Any = None
-    image_data: Any = None
+    token_ids_logprob: Annotated[Any, _only()] = None
+    return_hidden_states: Annotated[bool | None, _only(False)] = None
+    input_embeds: Annotated[Any, _only()] = None
+    session_params: Annotated[Any, _only()] = None
+    lora_path: Annotated[Any, _only()] = None
+    image_data: Annotated[Any, _only()] = None
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -346,28 +351,6 @@ class EngineViewResponse(msgspec.Struct, frozen=True):
     stats: StatsMsg
 
 
-# The only supported value of fields that have no effect here, besides null. None: no value is supported.
-_NEUTRAL: Final[dict[str, Any]] = {
-    "length_penalty": 1,
-    "priority": 0,
-    "use_beam_search": False,
-    "modalities": ["text"],
-    "suffix": "",
-    "bad_words": [],
-    "documents": [],
-    "return_token_ids": False,
-    "return_tokens_as_token_ids": False,
-    "return_hidden_states": False,
-} | dict.fromkeys(
-    (
-        *("chat_template", "functions", "function_call", "audio", "prediction", "web_search_options"),
-        *("allowed_token_ids", "custom_logit_processor", "logits_processors", "prompt_logprobs", "prompt_embeds"),
-        *("stop_regex", "structural_tag", "truncate_prompt_tokens"),
-        *("token_ids_logprob", "input_embeds", "session_params", "lora_path", "image_data"),
-    )
-)
-
-
 def parse_body(body: bytes, kind: type[T]) -> T:
     """Decode the JSON `body` as a `kind`. Raises `RequestError` (400) naming the invalid field."""
     try:
@@ -384,19 +367,22 @@ def parse_body(body: bytes, kind: type[T]) -> T:
     return request
 
 
-def refuse_unsupported(request: Any) -> None:
+def refuse_unsupported(request: msgspec.Struct) -> None:
     """Raises `RequestError` for the first field whose value is not supported."""
+    supported = _only_values(type(request))
     for name in request.__struct_fields__:
         value = getattr(request, name)
         if isinstance(value, SamplingFields):
             refuse_unsupported(value)
-        if value is not None and name in _NEUTRAL and value != _NEUTRAL[name]:
-            raise RequestError(f"{name}={_short(value)} is not supported", param=name, code="unsupported_value")
+        if value is not None and name in supported and value != supported[name]:
+            raise RequestError(f"{name}={value!r:.60} is not supported", param=name, code="unsupported_value")
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+@cache
+def _only_values(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Field -> the value of its `_only` mark, if it has one."""
+    marks = {f.name: getattr(f.type, "__metadata__", ()) for f in msgspec.structs.fields(kind)}
+    return {name: meta[0].extra["only"] for name, meta in marks.items() if meta}
 
 
 def _field_of(error: str) -> str | None:

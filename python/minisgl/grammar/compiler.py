@@ -88,20 +88,17 @@ class GrammarCompiler:
         cores = len(os.sched_getaffinity(0))
         return LLExecutor(min(cores // 2, MAX_THREADS)) if cores >= 4 else None
 
-    @cached_property
-    def _limits(self) -> LLParserLimits:
-        return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-
     def compile(self, grammar: Grammar, ignore_eos: bool) -> TokenMatcher:
         """Return a matcher at the start of `grammar`; raises `RequestError` if the grammar is invalid.
 
         With `ignore_eos` the text ends only where nothing more may follow.
         """
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         try:
             source = self._calls(grammar.text) if grammar.kind == "calls" else _FORMS[grammar.kind](grammar.text)
             if grammar.after:
                 source = _after(grammar.after, source)
-            matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+            matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
         except (ValueError, msgspec.MsgspecError, RecursionError) as e:
             raise _refusal(grammar, str(e)) from e
         if matcher.is_error():
