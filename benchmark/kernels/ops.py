@@ -121,11 +121,8 @@ def linear_cells(everything: bool) -> Iterator[Cell]:
         yield product(row, "ours", x, ws, ops.linear, exact)
         gated = name == "gate_up"
         if name in FUSED:
-            op, ref = (
-                (ops.add_norm_gated, reference.add_norm_gated)
-                if gated
-                else (ops.add_norm_linear, reference.add_norm_linear)
-            )
+            gate = "silu" if gated else ""
+            op, ref = (partial(f, gate=gate) for f in (ops.add_norm_linear, reference.add_norm_linear))
             r, weight = randn(rows, n_in, scale=0.0), randn(n_in, scale=0.3)
             norm_exact = partial(behind_norm(ref, r.float(), weight.float()), x.float(), ws[0].float())
             yield product(row, "fused", x, ws, behind_norm(op, r, weight), norm_exact)
@@ -159,7 +156,7 @@ def other_configurations(
         yield product(row, f"skinny {c}", x, ws, lambda x, w, c=config: linear.skinny_gemm(x, w, None, c), exact)
         if gated and config.split_k == 1:
             gated_op = partial(linear.skinny_gemm, bias=None, config=config, gate="silu")
-            yield product(row, f"gated {c}", x, ws, gated_op, lambda: reference.silu_and_mul(exact()))
+            yield product(row, f"gated {c}", x, ws, gated_op, lambda: reference.gate_and_mul(exact(), "silu"))
 
 
 def patched(run: Callable[[], None], module: object, name: str, value: object) -> Callable[[], None]:
@@ -199,7 +196,7 @@ def chain_cells(everything: bool) -> Iterator[Cell]:
             for layer in w:
                 _, r = table.add_norm_linear(x, r, weight, 1e-6, layer["qkv"])
                 x = table.linear(attended, layer["o"])
-                x, r = table.add_norm_gated(x, r, weight, 1e-6, layer["gate_up"])
+                x, r = table.add_norm_linear(x, r, weight, 1e-6, layer["gate_up"], gate="silu")
                 x = table.linear(x, layer["down"])
 
         moved = 2.0 * start
@@ -229,8 +226,8 @@ def small_cells(everything: bool) -> Iterator[Cell]:
                 calls = [lambda i=i, xs=xs, rs=rs, w=w: norm.add_rms_norm(xs[i], rs[i], w, 1e-6) for i in range(sets)]
                 yield Cell(f"{model} add_rms_norm x{tokens}", "ours", calls, 8 * xs[0].numel())
                 gs = randn(min(sets, 4), tokens, 2 * size)
-                calls = [lambda i=i, gs=gs: norm.silu_and_mul(gs[i]) for i in range(len(gs))]
-                yield Cell(f"{model} silu_and_mul x{tokens}", "ours", calls, 3 * gs[0].numel())
+                calls = [lambda i=i, gs=gs: norm.gate_and_mul(gs[i], "silu") for i in range(len(gs))]
+                yield Cell(f"{model} gate_and_mul x{tokens}", "ours", calls, 3 * gs[0].numel())
             width = (heads + 16) * 128
             qkv, w = randn(min(sets, 4), tokens, width), randn(128)
             pages = torch.zeros(tokens // 64 * 2 + 4, 2, 8, 64, 128, device=GPU, dtype=BF16)

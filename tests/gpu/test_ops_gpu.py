@@ -27,6 +27,7 @@ if torch.cuda.is_available():
     )
     from minisgl.triton import linear, sample, top_k_top_p
     from minisgl.triton.launch import counters
+    from minisgl.triton.norm import gate_and_mul
 
     OPS = load_ops("triton")
 
@@ -91,14 +92,14 @@ def test_projections_behind_a_norm(size: int, hidden: int, dtype: torch.dtype):
     w, b, norm = randn(size, hidden, dtype=dtype), randn(size, dtype=dtype), (randn(hidden) / 4 + 1).to(dtype)
     for rows in ROWS if dtype is torch.bfloat16 else (1, 2):
         x, r = randn(rows, hidden, dtype=dtype), randn(rows, hidden, dtype=dtype)
-        for name, args in (("add_norm_linear", ()), *(("add_norm_gated", (gate,)) for gate in reference.GATES)):
+        for gate in ("", *reference.GATES):
             for residual in (None, r):
                 for bias in (None, b):
                     given = None if residual is None else r.clone()
-                    out, total = getattr(OPS, name)(x, given, norm, 1e-6, w, bias, *args)
+                    out, total = OPS.add_norm_linear(x, given, norm, 1e-6, w, bias, gate)
                     want_total = x if residual is None else x + r
                     exact = (want_total.double(), None, norm.double(), 1e-6, w.double())
-                    want = getattr(reference, name)(*exact, None if bias is None else bias.double(), *args)[0]
+                    want = reference.add_norm_linear(*exact, None if bias is None else bias.double(), gate)[0]
                     near(out, want)
                     assert torch.equal(total, want_total)
 
@@ -113,8 +114,8 @@ def test_elementwise(size: int, dtype: torch.dtype):
         normed, total = OPS.add_rms_norm(x, r.clone(), w, 1e-6)
         assert torch.equal(total, x + r)
         near(normed, reference.rms_norm((x + r).double(), w.double(), 1e-6))
-        near(OPS.silu_and_mul(x), reference.silu_and_mul(x.double()))
-        near(OPS.gelu_and_mul(x), reference.gelu_and_mul(x.double()))
+        for gate in reference.GATES:
+            near(gate_and_mul(x, gate), reference.gate_and_mul(x.double(), gate))
         near(OPS.rms_norm(x, w.float(), 1e-6), reference.rms_norm(x.double(), w.double(), 1e-6))
         ids = torch.randint(0, rows, (rows,), device="cuda", dtype=torch.int32)
         assert torch.equal(OPS.embedding(ids, x), x[ids.long()])
@@ -230,7 +231,7 @@ def test_a_captured_chain_of_one_row(hidden: int):
         for _ in range(8):
             x, residual = ops.add_norm_linear(x, residual, norm, 1e-6, weights[0])
             x = ops.linear(x, weights[0], None)
-            x, residual = ops.add_norm_gated(x, residual, norm, 1e-6, weights[1])
+            x, residual = ops.add_norm_linear(x, residual, norm, 1e-6, weights[1], gate="silu")
             x = ops.linear(x, weights[2], None)
         logits = ops.add_norm_linear(x, residual, norm, 1e-6, head)[0]
         return logits, ops.sample_rows(logits, row, ids, state, False)

@@ -17,7 +17,7 @@ def parallel_ops(ops: OpTable, comm: Communicator, has_post_norms: bool) -> OpTa
     """Return `ops` for the layers of one rank, with all-reduces where partial sums become whole.
 
     A block (attention, MLP) returns this rank's partial sum. Without post-norms every partial sum x [T, H] is consumed
-    by one of three ops that add x to the residual and normalise the total. The all-reduce is in these ops: one kernel
+    by one of two ops that add x to the residual and normalise the total. The all-reduce is in these ops: one kernel
     can do all three steps, and only tokens that are still needed are summed. Without a residual, x is the output of the
     embedding, which is already whole. A model with post-norms sums in front of the norm, by `all_reduce`.
     """
@@ -37,19 +37,7 @@ def parallel_ops(ops: OpTable, comm: Communicator, has_post_norms: bool) -> OpTa
         normed, total = add_rms_norm(x, residual, norm_weight, eps)
         return ops.linear(normed, *linear), total
 
-    def add_norm_gated(
-        x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, *linear: Any
-    ) -> tuple[Tensor, Tensor]:
-        normed, total = add_rms_norm(x, residual, norm_weight, eps)
-        return ops.gated_linear(normed, *linear), total
-
-    return replace(
-        ops,
-        all_reduce=comm.all_reduce,
-        add_rms_norm=add_rms_norm,
-        add_norm_linear=add_norm_linear,
-        add_norm_gated=add_norm_gated,
-    )
+    return replace(ops, all_reduce=comm.all_reduce, add_rms_norm=add_rms_norm, add_norm_linear=add_norm_linear)
 
 
 class VocabParallel:

@@ -1,4 +1,4 @@
-"""Projections, the norms in front of them, the embedding and the LM head."""
+"""Projections, the norms in front of them, and the embedding."""
 
 from __future__ import annotations
 
@@ -32,20 +32,31 @@ class RMSNorm:
         """Normalise the output [..., size] of a block, after summing it over the ranks."""
         return self._rms_norm(self._all_reduce(x), self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Normalise x + residual [S, size]; `residual` may be overwritten."""
-        return self._add_rms_norm(x, residual, self.weight, self.eps)[0]
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (the normalised x + residual, x + residual), each [T, size]; `residual` may be overwritten."""
+        return self._add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Linear:
     """x W^T + b with weight [sum of parts, in_features] and bias [sum of parts] or None.
 
     `parts` maps the checkpoint's module names to output features: one for a plain projection; q, k, v; gate and up.
-    Sharded outputs are a shard of the result. Sharded inputs give a partial sum, to which rank 0 adds the bias.
+    Sharded outputs are a shard of the result. Sharded inputs give a partial sum, to which rank 0 adds the bias. `tied`
+    is the weight of another layer, taken instead of one of its own.
     """
 
-    def __init__(self, builder: Builder, parts: Mapping[str, Rows], in_features: Size, *, bias: bool) -> None:
-        self.weight = builder.parameter({f"{name}.weight": rows for name, rows in parts.items()}, in_features)
+    def __init__(
+        self,
+        builder: Builder,
+        parts: Mapping[str, Rows],
+        in_features: Size,
+        *,
+        bias: bool,
+        tied: Tensor | None = None,
+    ) -> None:
+        if tied is None:
+            tied = builder.parameter({f"{name}.weight": rows for name, rows in parts.items()}, in_features)
+        self.weight = tied
         self.bias = builder.parameter({f"{name}.bias": rows for name, rows in parts.items()}) if bias else None
         if isinstance(in_features, Shard) and builder.info.rank != 0:
             self.bias = None
@@ -56,9 +67,12 @@ class Linear:
         """[T, in_features] -> [T, sum of parts]."""
         return self._linear(x, self.weight, self.bias)
 
-    def after_norm(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Return (the projection of the normalised x + residual, x + residual); `residual` may be overwritten."""
-        return self._add_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)
+    def after_norm(self, x: Tensor, residual: Tensor | None, norm: RMSNorm, gate: str = "") -> tuple[Tensor, Tensor]:
+        """Return (the projection of the normalised x + residual, x + residual); `residual` may be overwritten.
+
+        With a `gate` of `reference.GATES`, the projection is gate and up, and the activation follows.
+        """
+        return self._add_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, gate)
 
 
 class Embedding:
@@ -83,21 +97,3 @@ class Embedding:
             x = self._embedding((ids - own.start).clamp(0, own.count - 1), self.weight)
             x = self._all_reduce(x.masked_fill_(~is_own.unsqueeze(1), 0.0))
         return x if self.scale == 1.0 else x.mul_(self.scale)
-
-
-class LMHead:
-    """The LM head with weight [V, H], its own or that of the embedding `tied`; sharded like the embedding."""
-
-    def __init__(self, builder: Builder, name: str, vocab_size: int, hidden_size: int, tied: Embedding | None) -> None:
-        if tied is None:
-            self.weight = builder.parameter({f"{name}.weight": builder.balanced_shard(vocab_size)}, hidden_size)
-        else:
-            self.weight = tied.weight
-        self._add_norm_linear = builder.ops.add_norm_linear
-
-    def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> Tensor:
-        """Compute logits [S, V] in the model's dtype from final hidden states x + residual [S, H] before their norm.
-
-        With several ranks, V is this rank's shard.
-        """
-        return self._add_norm_linear(x, residual, norm.weight, norm.eps, self.weight, None)[0]

@@ -6,8 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from minisgl.layers.linear import Embedding, RMSNorm
-from minisgl.layers.mlp import GatedMLP
-from minisgl.models.llama import LlamaForCausalLM, LlamaModel, rope_tables, self_attention
+from minisgl.models.attention import Attention
+from minisgl.models.llama import LlamaForCausalLM, LlamaModel, rope_tables
+from minisgl.models.mlp import GatedMLP
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,12 +27,10 @@ class Gemma3DecoderLayer:
         c, name = config, f"model.layers.{index}"
         norm = partial(RMSNorm, builder, size=c.hidden_size, eps=c.rms_norm_eps, offset=NORM_OFFSET)
         self.input_layernorm = norm(f"{name}.input_layernorm")
-        self.self_attn = self_attention(builder, c, index, cos_sin, NORM_OFFSET)
+        self.self_attn = Attention(builder, c, index, cos_sin, NORM_OFFSET)
         self.post_attention_layernorm = norm(f"{name}.post_attention_layernorm")
         self.pre_feedforward_layernorm = norm(f"{name}.pre_feedforward_layernorm")
-        self.mlp = GatedMLP(
-            builder, f"{name}.mlp", c.hidden_size, c.intermediate_size, bias=c.mlp_bias, activation=c.activation
-        )
+        self.mlp = GatedMLP(builder, c, index)
         self.post_feedforward_layernorm = norm(f"{name}.post_feedforward_layernorm")
 
     def forward(self, x: Tensor, residual: Tensor | None, ctx: Context, keep: Tensor | None) -> tuple[Tensor, Tensor]:

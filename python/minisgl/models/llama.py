@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from minisgl.layers.attention import Attention
-from minisgl.layers.linear import Embedding, LMHead, RMSNorm
-from minisgl.layers.mlp import GatedMLP, SparseMLP
+from minisgl.layers.linear import Embedding, Linear, RMSNorm
 from minisgl.layers.rotary import cos_sin_table
+from minisgl.models.attention import Attention
+from minisgl.models.mlp import GatedMLP, SparseMLP
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,41 +36,18 @@ class LlamaDecoderLayer:
     def __init__(self, builder: Builder, config: ModelConfig, index: int, cos_sin: Tensor) -> None:
         c, name = config, f"model.layers.{index}"
         self.input_layernorm = RMSNorm(builder, f"{name}.input_layernorm", c.hidden_size, c.rms_norm_eps)
-        self.self_attn = self_attention(builder, c, index, cos_sin)
+        self.self_attn = Attention(builder, c, index, cos_sin)
         self.post_attention_layernorm = RMSNorm(
             builder, f"{name}.post_attention_layernorm", c.hidden_size, c.rms_norm_eps
         )
-        self.mlp = _mlp(builder, c, index)
+        is_dense = c.experts is None or index in c.experts.dense_layers
+        self.mlp = GatedMLP(builder, c, index) if is_dense else SparseMLP(builder, c, index)
 
     def forward(self, x: Tensor, residual: Tensor | None, ctx: Context, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         x, residual = self.self_attn.forward(x, residual, self.input_layernorm, ctx)
         if keep is not None:
             x, residual = x.index_select(0, keep), residual.index_select(0, keep)
         return self.mlp.forward(x, residual, self.post_attention_layernorm)
-
-
-def self_attention(
-    builder: Builder, config: ModelConfig, index: int, cos_sin: Tensor, norm_offset: float = 0.0
-) -> Attention:
-    """Build the attention of layer `index`."""
-    c = config
-    return Attention(
-        builder,
-        f"model.layers.{index}.self_attn",
-        index,
-        hidden_size=c.hidden_size,
-        num_heads=c.num_heads,
-        num_kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        qkv_bias=c.qkv_bias,
-        o_bias=c.o_bias,
-        qk_norm=c.qk_norm,
-        eps=c.rms_norm_eps,
-        cos_sin=cos_sin,
-        window=c.windows[index],
-        norm_offset=norm_offset,
-        fused=c.fused_projections,
-    )
 
 
 def rope_tables(builder: Builder, config: ModelConfig) -> list[Tensor]:
@@ -81,30 +58,6 @@ def rope_tables(builder: Builder, config: ModelConfig) -> list[Tensor]:
         for rope in dict.fromkeys(ropes)
     }
     return [tables[rope] for rope in ropes]
-
-
-def _mlp(builder: Builder, config: ModelConfig, index: int) -> GatedMLP | SparseMLP:
-    c, name = config, f"model.layers.{index}"
-    if c.experts is None or index in c.experts.dense_layers:
-        return GatedMLP(
-            builder,
-            f"{name}.mlp",
-            c.hidden_size,
-            c.intermediate_size,
-            bias=c.mlp_bias,
-            activation=c.activation,
-            fused=c.fused_projections,
-        )
-    return SparseMLP(
-        builder,
-        f"{name}.{c.experts.flags.module}",
-        c.hidden_size,
-        c.experts.intermediate_size,
-        num_experts=c.experts.count,
-        top_k=c.experts.top_k,
-        normalise=c.experts.normalise,
-        parts=c.experts.flags.parts,
-    )
 
 
 class LlamaModel:
@@ -136,8 +89,9 @@ class LlamaForCausalLM:
     def __init__(self, builder: Builder, config: ModelConfig) -> None:
         self.config = config
         self.model = self._decoder(builder, config)
-        tied = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = LMHead(builder, "lm_head", config.vocab_size, config.hidden_size, tied)
+        tied = self.model.embed_tokens.weight if config.tie_word_embeddings else None
+        shard = builder.balanced_shard(config.vocab_size)  # as the embedding's
+        self.lm_head = Linear(builder, {"lm_head": shard}, config.hidden_size, bias=False, tied=tied)
         self.parameters = tuple(builder.parameters)
 
     def _decoder(self, builder: Builder, config: ModelConfig) -> LlamaModel:
@@ -167,8 +121,8 @@ class LlamaForCausalLM:
 
     def normed(self, x: Tensor, residual: Tensor) -> Tensor:
         """Apply the last norm to the (x, residual) [S, H] of `hidden`; `residual` may be overwritten."""
-        return self.model.norm.add(x, residual)
+        return self.model.norm.add(x, residual)[0]
 
     def logits(self, x: Tensor, residual: Tensor) -> Tensor:
         """Compute logits as `forward` does from (x, residual) [S, H] of `hidden`; `residual` may be overwritten."""
-        return self.lm_head.forward(x, residual, self.model.norm)
+        return self.lm_head.after_norm(x, residual, self.model.norm)[0]

@@ -18,12 +18,15 @@ from minisgl.ops import reference
 SKINNY_ROWS: Final = 16
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: str = "") -> Tensor:
     """As `reference.linear`; few float32 rows take the transposed GEMM, for which MKL has better kernels.
 
     Milliseconds for all 25 projections of the demo model's shapes, read from memory: rows 1: 3.3 -> 1.0 (as two
     equal rows), 4: 4.7 -> 1.4, 16: 5.0 -> 3.4, 32: 7.1 -> 6.9. bfloat16 does not gain.
     """
+    if gate:
+        g, up = linear(x, weight, bias).chunk(2, dim=-1)
+        return reference.GATES[gate](g).mul_(up)  # without a third buffer
     rows = len(x)
     if x.dtype is not torch.float32 or not 0 < rows <= SKINNY_ROWS:
         return F.linear(x, weight, bias)
@@ -45,24 +48,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(residual, weight, eps), residual
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
-    """As `reference.silu_and_mul`, without a third buffer."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
-
-
-def gelu_and_mul(x: Tensor) -> Tensor:
-    """As `reference.gelu_and_mul`, without a third buffer."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh").mul_(up)
-
-
 # Composed of the ops above.
 add_norm_linear = partial(reference.add_norm_linear, rms_norm=rms_norm, add_rms_norm=add_rms_norm, linear=linear)
-gates = {"silu": silu_and_mul, "gelu_tanh": gelu_and_mul}
-gated_linear = partial(reference.gated_linear, linear=linear, gates=gates)
-add_norm_gated = partial(reference.add_norm_gated, add_norm_linear=add_norm_linear, gated_linear=gated_linear)
-moe = partial(reference.moe, linear=linear, silu_and_mul=silu_and_mul)  # most experts have few rows
+moe = partial(reference.moe, linear=linear)  # most experts have few rows
 
 
 def norm_rope_store(
@@ -109,10 +97,6 @@ OPS: Final[Mapping[str, Callable[..., Any]]] = {
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
     "add_norm_linear": add_norm_linear,
-    "add_norm_gated": add_norm_gated,
-    "gated_linear": gated_linear,
-    "silu_and_mul": silu_and_mul,
-    "gelu_and_mul": gelu_and_mul,
     "moe": moe,
     "norm_rope_store": norm_rope_store,
 }

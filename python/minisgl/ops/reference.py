@@ -31,11 +31,6 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(ids, weight)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x weight^T + bias: x [T, in], weight [out, in], bias [out] -> [T, out]."""
-    return F.linear(x, weight, bias)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
 
@@ -53,22 +48,26 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
-    """silu(gate) * up, where x [T, 2I] is gate and up side by side -> [T, I] (SwiGLU, arXiv:2002.05202)."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+GATES: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),  # g / 2 (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3)))
+}
+"""The activations of gated MLPs: SwiGLU and GeGLU (arXiv:2002.05202), gelu by its approximation (arXiv:1606.08415)."""
 
 
-def gelu_and_mul(x: Tensor) -> Tensor:
-    """gelu(gate) * up, shapes as in `silu_and_mul` (GeGLU, arXiv:2002.05202).
+def gate_and_mul(x: Tensor, gate: str) -> Tensor:
+    """f(g) * up, where x [T, 2I] is g and up side by side and f is `GATES[gate]` -> [T, I]."""
+    g, up = x.chunk(2, dim=-1)
+    return GATES[gate](g) * up
 
-    gelu by its approximation, g / 2 (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))) (arXiv:1606.08415).
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: str = "") -> Tensor:
+    """x weight^T + bias: x [T, in], weight [out, in], bias [out] -> [T, out].
+
+    With `gate`, `gate_and_mul` follows: weight [2I, in] is gate above up, the result is [T, I].
     """
-    gate, up = x.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
-
-
-GATES: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {"silu": silu_and_mul, "gelu_tanh": gelu_and_mul}
+    out = F.linear(x, weight, bias)
+    return gate_and_mul(out, gate) if gate else out
 
 
 def add_norm_linear(
@@ -78,50 +77,21 @@ def add_norm_linear(
     eps: float,
     weight: Tensor,
     bias: Tensor | None = None,
+    gate: str = "",
     *,
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = add_rms_norm,
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear,
+    linear: Callable[..., Tensor] = linear,
 ) -> tuple[Tensor, Tensor]:
     """(linear(rms_norm(total)), total) with total = x + residual, or x where there is no residual yet.
 
-    x, residual [T, H]; norm_weight [H]; weight [N, H]; bias [N] -> [T, N], [T, H]. One op, since for one row it is one
-    kernel. An implementation may overwrite `residual`, not `x`. A table passes its own ops after the star.
+    x, residual [T, H]; norm_weight [H]; weight, bias and `gate` as in `linear` -> [T, N], [T, H]. One op, since for one
+    row it is one kernel. An implementation may overwrite `residual`, not `x`. A table passes its own ops by keyword.
     """
     if residual is None:
-        return linear(rms_norm(x, norm_weight, eps), weight, bias), x
+        return linear(rms_norm(x, norm_weight, eps), weight, bias, gate), x
     normed, total = add_rms_norm(x, residual, norm_weight, eps)
-    return linear(normed, weight, bias), total
-
-
-def gated_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    gate: str = "silu",
-    *,
-    linear: Callable[..., Tensor] = linear,
-    gates: Mapping[str, Callable[[Tensor], Tensor]] = GATES,
-) -> Tensor:
-    """`linear` followed by one of `GATES`: x [T, H], weight [2I, H] (gate above up) -> [T, I]."""
-    return gates[gate](linear(x, weight, bias))
-
-
-def add_norm_gated(
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    gate: str = "silu",
-    *,
-    add_norm_linear: Callable[..., tuple[Tensor, Tensor]] = add_norm_linear,
-    gated_linear: Callable[..., Tensor] = gated_linear,
-) -> tuple[Tensor, Tensor]:
-    """`add_norm_linear` with `gated_linear` instead of `linear` -> [T, I], [T, H]."""
-    linear = partial(gated_linear, gate=gate)
-    return add_norm_linear(x, residual, norm_weight, eps, weight, bias, linear=linear)
+    return linear(normed, weight, bias, gate), total
 
 
 def moe(
@@ -132,15 +102,14 @@ def moe(
     top_k: int,
     normalise: bool,
     *,
-    linear: Callable[[Tensor, Tensor], Tensor] = linear,
-    silu_and_mul: Callable[[Tensor], Tensor] = silu_and_mul,
+    linear: Callable[..., Tensor] = linear,
 ) -> Tensor:
-    """Mixture of experts (arXiv:2401.04088): sum over the `top_k` experts e of p_e down_e silu_and_mul(gate_up_e x).
+    """Mixture of experts (arXiv:2401.04088): sum over the `top_k` experts e of p_e down_e (silu(gate_e x) * up_e x).
 
     x [T, H], router_logits [T, E], gate_up [E, 2I, H] (gate above up), down [E, H, I] -> [T, H]. p is the softmax over
     all experts in float32; with `normalise` the chosen ones are divided by their sum. Of equal logits the lowest expert
     is chosen. The sum is taken in float32, the most probable expert first, so a token's result depends on the rest of
-    the batch only as far as a GEMM's does on its number of rows. A table passes its own ops after the star.
+    the batch only as far as a GEMM's does on its number of rows. A table passes its own `linear`.
     """
     experts = router_logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = router_logits.softmax(-1, dtype=torch.float32).gather(-1, experts)  # [T, top_k]
@@ -154,7 +123,7 @@ def moe(
     for e, count in enumerate(pairs.bincount(minlength=len(gate_up)).tolist()):
         if count:
             group = rows[start : start + count]
-            group.copy_(linear(silu_and_mul(linear(group, gate_up[e])), down[e]))
+            group.copy_(linear(linear(group, gate_up[e], gate="silu"), down[e]))
             start += count
     place = order.argsort()
     total = torch.zeros_like(x, dtype=torch.float32)

@@ -5,8 +5,6 @@ All arithmetic is in float32; values are rounded to the activations' dtype where
 
 from __future__ import annotations
 
-from functools import partial
-
 import triton
 import triton.language as tl
 from torch import Tensor, empty, empty_like
@@ -102,16 +100,12 @@ def _gate_and_mul(x_ptr, out_ptr, n, GATE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def gate_and_mul(x: Tensor, gate: str) -> Tensor:
-    """As `reference.GATES[gate]`, rounded once."""
+    """As `reference.gate_and_mul`, rounded once."""
     rows, n = x.shape[0], x.shape[1] // 2
     out = empty((rows, n), dtype=x.dtype, device=x.device)
     block = min(1024, triton.next_power_of_2(n))
     _gate_and_mul[(rows, triton.cdiv(n, block))](x, out, n, GATE=gate, BLOCK=block)
     return out
-
-
-silu_and_mul = partial(gate_and_mul, gate="silu")
-gelu_and_mul = partial(gate_and_mul, gate="gelu_tanh")
 
 
 @triton.jit

@@ -11,37 +11,25 @@ from minisgl.triton.cublas import cublas_linear
 from minisgl.triton.linear import gemv, gemv_rows, prefers_gemv_rows, skinny_config, skinny_gemm
 from minisgl.triton.logprobs import token_logprobs
 from minisgl.triton.moe import moe
-from minisgl.triton.norm import (
-    add_rms_norm,
-    embedding,
-    gate_and_mul,
-    gelu_and_mul,
-    norm_rope_store,
-    rms_norm,
-    silu_and_mul,
-)
+from minisgl.triton.norm import add_rms_norm, embedding, gate_and_mul, norm_rope_store, rms_norm
 from minisgl.triton.penalties import apply_penalties, count_tokens
 from minisgl.triton.sample import candidates, sample_rows
 
 MAX_FUSED_INPUTS: Final = 2048
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `reference.linear`: our GEMV or GEMM for up to 16 rows where they are faster, else cuBLAS."""
-    rows, (n_out, n_in) = len(x), weight.shape
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: str = "") -> Tensor:
+    """As `reference.linear`: one of our kernels for up to 16 rows where it is faster, else cuBLAS."""
+    rows, n_out, n_in = len(x), len(weight) // (2 if gate else 1), weight.shape[1]
     x = x.contiguous()
     if rows == 1:
-        return gemv(x, weight, bias)[0]
-    if prefers_gemv_rows(rows, n_out, n_in):
+        return gemv(x, weight, bias, gate=gate)[0]
+    if not gate and prefers_gemv_rows(rows, n_out, n_in):
         return gemv_rows(x, weight, bias)
-    config = skinny_config(rows, n_out, n_in, x.dtype)
+    config = skinny_config(rows, n_out, n_in, x.dtype, is_gated=bool(gate))
     if config is not None:
-        return skinny_gemm(x, weight, bias, config)
-    return cublas_linear(x, weight, bias)
-
-
-def _norm(x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return (rms_norm(x, norm_weight, eps), x) if residual is None else add_rms_norm(x, residual, norm_weight, eps)
+        return skinny_gemm(x, weight, bias, config, gate=gate)
+    return gate_and_mul(linear(x, weight, bias), gate) if gate else cublas_linear(x, weight, bias)
 
 
 def _is_fused(x: Tensor) -> bool:
@@ -55,41 +43,21 @@ def _is_fused(x: Tensor) -> bool:
 
 
 def add_norm_linear(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """As `reference.add_norm_linear`; overwrites `residual` unless one kernel does all."""
-    if _is_fused(x):
-        return gemv(x, weight, bias, residual=residual, norm_weight=norm_weight, eps=eps)
-    normed, total = _norm(x, residual, norm_weight, eps)
-    return linear(normed, weight, bias), total
-
-
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: str = "silu") -> Tensor:
-    """As `reference.gated_linear`: one kernel for up to 16 rows where that is faster."""
-    rows, n_out, n_in = len(x), len(weight) // 2, weight.shape[1]
-    x = x.contiguous()
-    if rows == 1:
-        return gemv(x, weight, bias, gate=gate)[0]
-    config = skinny_config(rows, n_out, n_in, x.dtype, is_gated=True)
-    if config is not None:
-        return skinny_gemm(x, weight, bias, config, gate=gate)
-    return gate_and_mul(linear(x, weight, bias), gate)
-
-
-def add_norm_gated(
     x: Tensor,
     residual: Tensor | None,
     norm_weight: Tensor,
     eps: float,
     weight: Tensor,
     bias: Tensor | None = None,
-    gate: str = "silu",
+    gate: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.add_norm_gated`; overwrites `residual` unless one kernel does all."""
+    """As `reference.add_norm_linear`; overwrites `residual` unless one kernel does all."""
     if _is_fused(x):
         return gemv(x, weight, bias, residual=residual, norm_weight=norm_weight, eps=eps, gate=gate)
-    normed, total = _norm(x, residual, norm_weight, eps)
-    return gated_linear(normed, weight, bias, gate), total
+    if residual is None:
+        return linear(rms_norm(x, norm_weight, eps), weight, bias, gate), x
+    normed, total = add_rms_norm(x, residual, norm_weight, eps)
+    return linear(normed, weight, bias, gate), total
 
 
 OPS: Final[Mapping[str, Callable[..., Any]]] = {
@@ -98,10 +66,6 @@ OPS: Final[Mapping[str, Callable[..., Any]]] = {
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
     "add_norm_linear": add_norm_linear,
-    "add_norm_gated": add_norm_gated,
-    "gated_linear": gated_linear,
-    "silu_and_mul": silu_and_mul,
-    "gelu_and_mul": gelu_and_mul,
     "moe": moe,
     "norm_rope_store": norm_rope_store,
     "apply_penalties": apply_penalties,

@@ -10,9 +10,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from contract.checkpoints import COMMON, SCALED_ROPES, YARN_OPTIONS, YARN_ROPE
 from minisgl.layers.builder import Builder, Source
-from minisgl.layers.linear import Embedding, Linear, LMHead, RMSNorm
-from minisgl.layers.mlp import SparseMLP
+from minisgl.layers.linear import Embedding, Linear, RMSNorm
 from minisgl.layers.rotary import cos_sin_table, inverse_frequencies
+from minisgl.models.mlp import SparseMLP
 from minisgl.models.model_config import ModelConfig
 from minisgl.ops.table import load_ops
 
@@ -55,15 +55,18 @@ def whole(name, *shape, start=0):
 
 def test_moe_routes_each_token_to_its_experts():
     b = builder()
-    names = ("g", "u", "d")
-    layer = SparseMLP(b, "m", 4, 3, num_experts=3, top_k=1, normalise=True, parts=names)
+    sizes = {"hidden_size": 4, "intermediate_size": 3, "num_attention_heads": 2, "num_hidden_layers": 1}
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 1}
+    other = {"architectures": ["MixtralForCausalLM"], "vocab_size": 8, "max_position_embeddings": 64}
+    layer = SparseMLP(b, ModelConfig.from_hf(sizes | experts | other), 0)
+    name = "model.layers.0.block_sparse_moe"
     router, gate_up, down = b.parameters
-    assert router.sources == (whole("m.gate.weight", 3, 4),)
+    assert router.sources == (whole(f"{name}.gate.weight", 3, 4),)
     assert gate_up.sources[1:3] == (
-        whole("m.experts.0.u.weight", 3, 4, start=3),
-        whole("m.experts.1.g.weight", 3, 4, start=6),
+        whole(f"{name}.experts.0.w3.weight", 3, 4, start=3),
+        whole(f"{name}.experts.1.w1.weight", 3, 4, start=6),
     )
-    assert down.sources[2] == whole("m.experts.2.d.weight", 4, 3, start=8)
+    assert down.sources[2] == whole(f"{name}.experts.2.w2.weight", 4, 3, start=8)
     assert layer.gate_up.shape == (3, 6, 4) and layer.down.shape == (3, 4, 3)
     for parameter in b.parameters:
         torch.nn.init.normal_(parameter.tensor)
@@ -74,7 +77,7 @@ def test_moe_routes_each_token_to_its_experts():
     torch.testing.assert_close(total, x + residual)
     normed = torch.nn.functional.rms_norm(total, (4,))
     for y, row in zip(out, normed, strict=True):
-        e = int((layer.router @ row).argmax())
+        e = int((layer.router.weight @ row).argmax())
         gate, up = (layer.gate_up[e] @ row).chunk(2)
         torch.testing.assert_close(y, layer.down[e] @ (torch.nn.functional.silu(gate) * up))
 
@@ -119,9 +122,9 @@ def test_embedding_scale_is_rounded_to_the_dtype():
 def test_tied_head_multiplies_normed_states_by_the_embedding():
     b = builder()
     embedding = Embedding(b, "e", 11, 4)
-    head, norm = LMHead(b, "h", 11, 4, tied=embedding), RMSNorm(b, "n", 4, 0.0)
+    head, norm = Linear(b, {"h": 11}, 4, bias=False, tied=embedding.weight), RMSNorm(b, "n", 4, 0.0)
     assert len(b.parameters) == 2 and head.weight is embedding.weight
     torch.nn.init.normal_(embedding.weight), torch.nn.init.ones_(norm.weight)
     x = embedding.forward(torch.tensor([3], dtype=torch.int32))
-    logits = head.forward(x, x.clone(), norm)
+    logits = head.after_norm(x, x.clone(), norm)[0]
     torch.testing.assert_close(logits, torch.nn.functional.rms_norm(2 * x, (4,)) @ embedding.weight.T)

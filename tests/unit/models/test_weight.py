@@ -17,9 +17,9 @@ from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import DistributedInfo
 from minisgl.errors import ConfigError
 from minisgl.layers.builder import Init, Parameter, Source
-from minisgl.layers.mlp import GatedMLP, SparseMLP
 from minisgl.models import load_model, weight
 from minisgl.models.llama import LlamaForCausalLM
+from minisgl.models.mlp import GatedMLP, SparseMLP
 from minisgl.models.model_config import ModelConfig
 from minisgl.models.weight import load_weights
 from minisgl.ops.table import load_ops

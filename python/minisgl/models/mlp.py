@@ -1,0 +1,66 @@
+"""Feed-forward blocks: one gated MLP, or many small ones of which a router selects a few per token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from minisgl.layers.linear import Linear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minisgl.layers.builder import Builder, Rows
+    from minisgl.layers.linear import RMSNorm
+    from minisgl.models.model_config import ModelConfig
+
+
+class GatedMLP:
+    """down(f(gate x) * up x) of layer `index`; f is the model's activation (`reference.GATES`)."""
+
+    def __init__(self, builder: Builder, config: ModelConfig, index: int) -> None:
+        c, name = config, f"model.layers.{index}.mlp"
+        self.activation = c.activation
+        own = builder.shard(c.intermediate_size, "intermediate features")
+        gate_up: dict[str, Rows] = {f"{name}.gate_proj": own, f"{name}.up_proj": own}
+        if c.fused_projections:
+            gate_up = {f"{name}.gate_up_proj": (own, own)}
+        self.gate_up_proj = Linear(builder, gate_up, c.hidden_size, bias=c.mlp_bias)
+        self.down_proj = Linear(builder, {f"{name}.down_proj": c.hidden_size}, own, bias=c.mlp_bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """Return (the block's output for the normalised x + residual, x + residual), each [T, H].
+
+        `residual` may be overwritten.
+        """
+        gated, total = self.gate_up_proj.after_norm(x, residual, norm, self.activation)
+        return self.down_proj.forward(gated), total
+
+
+class SparseMLP:
+    """The gated MLPs of layer `index` that the router selects for a token; see `ops/reference.py: moe`.
+
+    router [E, H], gate_up [E, 2I, H], down [E, H, I]; each rank holds a shard of I of all experts.
+    """
+
+    def __init__(self, builder: Builder, config: ModelConfig, index: int) -> None:
+        assert config.experts is not None, "the model has no experts"
+        self.experts, hidden_size = config.experts, config.hidden_size
+        count, name = self.experts.count, f"model.layers.{index}.{self.experts.flags.module}"
+        gate, up, down = self.experts.flags.parts
+        experts = [f"{name}.experts.{e}" for e in range(count)]
+        self.router = Linear(builder, {f"{name}.gate": count}, hidden_size, bias=False)
+        own = builder.shard(self.experts.intermediate_size, "intermediate features of an expert")
+        gate_up_parts = {f"{e}.{part}.weight": own for e in experts for part in (gate, up)}
+        down_parts = {f"{e}.{down}.weight": hidden_size for e in experts}
+        self.gate_up = builder.parameter(gate_up_parts, hidden_size).view(count, -1, hidden_size)
+        self.down = builder.parameter(down_parts, own).view(count, hidden_size, -1)
+        self._moe = builder.ops.moe
+
+    def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """Return (the block's output for the normalised x + residual, x + residual), each [T, H].
+
+        `residual` may be overwritten.
+        """
+        normed, total = norm.add(x, residual)
+        router_logits, experts = self.router.forward(normed), self.experts
+        return self._moe(normed, router_logits, self.gate_up, self.down, experts.top_k, experts.normalise), total
