@@ -21,9 +21,10 @@ import numpy as np
 import torch
 
 from minisgl.attention import triton as backend
-from minisgl.attention.backend import AttentionBackend, AttentionSpec, HeadTransform, build_layout
+from minisgl.attention.backend import AttentionBackend, AttentionSpec, build_layout
 from minisgl.attention.triton import TritonAttention
 from minisgl.ops import reference
+from minisgl.ops.reference import HeadTransform
 from minisgl.ops.table import load_ops
 from minisgl.triton.linear import gemv
 

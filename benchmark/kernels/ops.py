@@ -236,10 +236,8 @@ def small_cells(everything: bool) -> Iterator[Cell]:
                 loc = torch.arange(tokens, device=GPU)
             positions = torch.arange(tokens, device=GPU, dtype=torch.int32)
             table = torch.rand(16384, 128, device=GPU)
-            calls = [
-                lambda i=i, a=(w, w, 1e-6, table, positions, pages, loc), qkv=qkv: norm.norm_rope_store(qkv[i], *a)
-                for i in range(len(qkv))
-            ]
+            args = reference.HeadTransform(w, w, 1e-6, table), positions, pages, loc
+            calls = [lambda i=i, args=args, qkv=qkv: norm.norm_rope_store(qkv[i], *args) for i in range(len(qkv))]
             moved = tokens * (2 * 2 * width + 512)
             yield Cell(f"{model} norm_rope_store x{tokens}", "ours", calls, moved)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from minisgl.attention.backend import AttentionSpec
 from minisgl.attention.selection import resolve_attention
 from minisgl.checkpoint import hf
 from minisgl.core import Batch
@@ -71,9 +72,11 @@ class MiniEngine(Stepper):
         state = RowState(ROWS, -(-config.max_position_embeddings // page_size), CPU)
         # Unmapped entries point at an unowned page: reading them would show up as NaN.
         state.page_table.fill_(num_pages - 1)
-        backend = resolve_attention(
-            attention, pool, table, num_heads=heads, windows=config.windows, score_scale=config.attention_scale
+        windows = tuple(dict.fromkeys(config.windows))
+        spec = AttentionSpec(
+            "cpu", dtype, heads, kv_heads, config.head_dim, page_size, ROWS, windows, config.attention_scale
         )
+        backend = resolve_attention(attention, spec, table)
         penalties = LogitPenalties(ROWS, config.vocab_size, 8, DEVICE)
         vocab = VocabParallel(comm, config.vocab_size)
         parts = Parts(DEVICE, table, model, pool, backend, state, penalties, comm, vocab)

@@ -61,9 +61,9 @@ def run(
     scale: float | None = None,
 ) -> torch.Tensor:
     """The output of a layer for each window, one below the other."""
-    attention = resolve_attention(
-        backend, pool, resolve_ops("cpu"), num_heads=q.shape[1], windows=windows, score_scale=scale
-    )
+    shape = q.shape[1], pool.num_kv_heads, pool.head_dim, pool.page_size
+    spec = AttentionSpec("cpu", pool.dtype, *shape, windows=windows, score_scale=scale)
+    attention = resolve_attention(backend, spec, resolve_ops("cpu"))
     batch = make_batch(spans)
     metadata = attention.prepare(batch, table)
     ctx = Context(batch, table, pool, attention, metadata, torch.empty(0, dtype=torch.int64))

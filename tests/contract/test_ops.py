@@ -73,7 +73,7 @@ def test_norms_whose_weight_is_float32_round_once(ops: OpTable, dtype: torch.dty
     qkv, pages = torch.randn(rows, 4 * 64).to(dtype), torch.zeros(rows, 2, 1, 1, 64, dtype=dtype)
     cos_sin = torch.cat([torch.ones(1, 32), torch.zeros(1, 32)], -1)
     at = torch.zeros(rows, dtype=torch.int32), pages, torch.arange(rows)
-    q = ops.norm_rope_store(qkv.clone(), w, w, EPS, cos_sin, *at)
+    q = ops.norm_rope_store(qkv.clone(), reference.HeadTransform(w, w, EPS, cos_sin), *at)
     exact = torch.nn.functional.rms_norm(qkv.view(rows, 4, 64)[:, :3].float(), (64,), w, EPS).to(dtype)
     for got, want in ((q, exact[:, :2]), (pages[:, 0, 0, 0], exact[:, 2])):
         assert int(((got - want).abs() > 1e-6 * want.abs()).sum()) <= 0.01 * want.numel()
@@ -156,8 +156,9 @@ def test_norm_rope_store(ops: OpTable, dtype: torch.dtype, page_size: int, with_
     positions = torch.randint(0, 100, (tokens,), dtype=torch.int32)
     out_loc = torch.randperm(pages * page_size)[:tokens]
     stored = [torch.full((pages, 2, kv_heads, page_size, dim), 7.0, dtype=dtype) for _ in range(2)]
-    q = ops.norm_rope_store(qkv.clone(), *weights, EPS, cos_sin, positions, stored[0], out_loc)
-    want = reference.norm_rope_store(qkv.clone(), *weights, EPS, cos_sin, positions, stored[1], out_loc)
+    transform = reference.HeadTransform(*weights, EPS, cos_sin)
+    q = ops.norm_rope_store(qkv.clone(), transform, positions, stored[0], out_loc)
+    want = reference.norm_rope_store(qkv.clone(), transform, positions, stored[1], out_loc)
     close(q, want)
     close(stored[0], stored[1])
     untouched = torch.ones(pages * page_size, dtype=torch.bool)

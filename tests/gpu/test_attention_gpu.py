@@ -92,9 +92,8 @@ def test_a_captured_step_follows_its_inputs(is_fused: bool, window: int | None):
 
     if is_fused:
         pages = case.pages.clone()
-        q = reference.norm_rope_store(
-            case.qkv.flatten(1).clone(), *case.weights, 1e-6, case.cos_sin, case.batch.positions, pages, case.out_loc
-        )
+        qkv = case.qkv.flatten(1).clone()
+        q = reference.norm_rope_store(qkv, heads, case.batch.positions, pages, case.out_loc)
         expected = case.expected(q, pages)
     case.batch.layout.kv_lens.copy_(torch.tensor([1, 2, 1, 1], dtype=torch.int32))
     stream = torch.cuda.Stream()

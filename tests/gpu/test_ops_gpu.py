@@ -139,8 +139,10 @@ def test_norm_rope_store(heads: int, kv_heads: int, dim: int, page: int, has_nor
         layers = torch.full((2, pages, 2, kv_heads, page, dim), 7.0, dtype=dtype, device="cuda")
         want_pages = layers[1].double()
         exact = [None if w is None else w.double() for w in weights]
-        want = reference.norm_rope_store(qkv.double(), *exact, 1e-6, cos_sin.double(), positions, want_pages, out_loc)
-        q = OPS.norm_rope_store(qkv, *weights, 1e-6, cos_sin, positions, layers[1], out_loc)
+        transform = reference.HeadTransform(*exact, 1e-6, cos_sin.double())
+        want = reference.norm_rope_store(qkv.double(), transform, positions, want_pages, out_loc)
+        transform = reference.HeadTransform(*weights, 1e-6, cos_sin)
+        q = OPS.norm_rope_store(qkv, transform, positions, layers[1], out_loc)
         near(q, want)
         near(layers[1], want_pages)
         assert bool((layers[0] == 7).all()) and int((layers[1] != 7).any(-1).sum()) == tokens * 2 * kv_heads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -10,12 +11,12 @@ import torch
 
 from contract.harness import make_batch
 from contract.test_attention import MIXES, setting
-from minisgl.attention.backend import AttentionBackend, AttentionSpec, HeadTransform
+from minisgl.attention.backend import AttentionBackend, AttentionSpec
 from minisgl.attention.hybrid import HybridAttention
 from minisgl.attention.selection import ATTENTION, resolve_attention
 from minisgl.core import Batch, Context
-from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.ops import reference
+from minisgl.ops.reference import HeadTransform
 from minisgl.ops.table import OpTable
 from unit.attention.triton_cases import EPS, assert_near, on, poison
 
@@ -52,8 +53,7 @@ def backend(
         reason = ATTENTION.refusal(name, spec)
         if reason is not None:
             pytest.skip(f"{name}: {reason}")
-    pool = MHAKVPool(1, 1, KV_HEADS, page_size, dim, BF16, torch.device(CUDA))
-    attention = resolve_attention(names, pool, OpTable(), num_heads=spec.num_heads, windows=windows)
+    attention = resolve_attention(names, replace(spec, windows=windows), OpTable())
     parts = (attention.prefill, attention.decode) if isinstance(attention, HybridAttention) else (attention,)
     assert ",".join(part.name for part in parts) == names, "a backend was replaced"
     return attention
@@ -126,9 +126,7 @@ def test_attend_stores_what_it_reads(names: str, page_size: int, mix: str):
     heads = HeadTransform(weights[0], weights[1], EPS, torch.cat([angle.cos(), angle.sin()], -1))
     pages, qkv, positions = step.pages.clone(), step.qkv.flatten(1), step.batch.positions
     out = attention.attend(qkv.clone(), heads, step.pages, step.context(attention))
-    q = reference.norm_rope_store(
-        qkv, heads.q_weight, heads.k_weight, EPS, heads.cos_sin, positions, pages, step.out_loc
-    )
+    q = reference.norm_rope_store(qkv, heads, positions, pages, step.out_loc)
     assert_near(out, reference.paged_attention(q, pages, step.table, step.batch.layout, step.scale), step.spans)
     is_valid = ~pages.isnan()
     assert float((step.pages - pages)[is_valid].abs().max()) <= 0.05  # a rounding apart

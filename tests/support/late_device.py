@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from minisgl.device.device import CpuDevice
+from minisgl.device.device import CpuDevice, Pending
 
 
 class LateWork:
@@ -35,8 +35,8 @@ class LateDevice(CpuDevice):
         super().__init__(threads)
         self.pending: list[LateWork] = []
 
-    def submit(self, work: Callable[[], torch.Tensor], flops: float) -> LateWork:
+    def submit(self, work: Callable[[], torch.Tensor], flops: float) -> Pending:
         while self.pending:
             self.pending.pop(0).run()
         self.pending.append(LateWork(self, work))
-        return self.pending[-1]
+        return self.pending[-1].wait

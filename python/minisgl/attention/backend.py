@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from minisgl.core import Batch, Context, Ints
+    from minisgl.ops.reference import HeadTransform
     from minisgl.ops.table import OpTable
 
 Window = int | None
@@ -44,45 +45,6 @@ class AttentionSpec:
     @property
     def scale(self) -> float:
         return float(self.head_dim**-0.5) if self.score_scale is None else self.score_scale
-
-
-@dataclass(frozen=True, slots=True)
-class Requirements:
-    """What a backend supports; None means everything. Declared at registration, so that checking imports no kernels."""
-
-    device_types: tuple[str, ...] | None = None
-    dtypes: tuple[torch.dtype, ...] | None = None
-    head_dims: tuple[int, ...] | None = None
-    page_sizes: tuple[int, ...] | None = None
-    windows: bool = True
-
-    def refusal(self, spec: AttentionSpec) -> str | None:
-        """Return the reason why the backend does not support `spec`; None if it does."""
-        for word, value, allowed in (
-            ("device", spec.device_type, self.device_types),
-            ("dtype", spec.dtype, self.dtypes),
-            ("head dimension", spec.head_dim, self.head_dims),
-            ("page size", spec.page_size, self.page_sizes),
-        ):
-            if allowed is not None and value not in allowed:
-                return f"{word} {value} is not one of {', '.join(str(a) for a in allowed)}"
-        if not self.windows and spec.windows != (None,):
-            return "sliding windows are not supported"
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class HeadTransform:
-    """What one layer does to the heads of q and k before attention: an optional norm with weights [D], then RoPE.
-
-    `cos_sin` is [max positions, D] float32, see `ops/reference.py: rope`. `window` is that of the layer.
-    """
-
-    q_weight: Tensor | None
-    k_weight: Tensor | None
-    eps: float
-    cos_sin: Tensor
-    window: Window = None
 
 
 class AttentionBackend(ABC):
@@ -115,16 +77,7 @@ class AttentionBackend(ABC):
 
         qkv may be overwritten.
         """
-        q = self.ops.norm_rope_store(
-            qkv,
-            heads.q_weight,
-            heads.k_weight,
-            heads.eps,
-            heads.cos_sin,
-            ctx.batch.positions,
-            layer_pages,
-            ctx.out_loc,
-        )
+        q = self.ops.norm_rope_store(qkv, heads, ctx.batch.positions, layer_pages, ctx.out_loc)
         return self.forward(q, layer_pages, ctx, heads.window)
 
     @abstractmethod

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from minisgl.attention.backend import AttentionBackend, HeadTransform, Window
+from minisgl.attention.backend import AttentionBackend, Window
 from minisgl.core import SeqLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from minisgl.core import Batch, Context
+    from minisgl.ops.reference import HeadTransform
 
 
 @dataclass(frozen=True, slots=True)

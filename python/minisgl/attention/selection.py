@@ -3,113 +3,93 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 import torch
 
-from minisgl.attention.backend import AttentionBackend, AttentionSpec, Requirements, Window
+from minisgl.attention.backend import AttentionBackend, AttentionSpec
 from minisgl.errors import ConfigError
 from minisgl.registry import Registry
 
 if TYPE_CHECKING:
-    from minisgl.kvcache.mha_pool import MHAKVPool
     from minisgl.ops.table import OpTable
 
 logger = logging.getLogger(__name__)
 
-_FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """What a backend supports and needs; None means everything. Checking imports no kernels."""
 
-def _needs(
-    module: str, extra: str, requirements: Requirements, capability: tuple[int, int] | None = None
-) -> Callable[[AttentionSpec], str | None]:
-    """Return the `supports` of a backend that needs an optional package, and perhaps one compute capability."""
+    device_types: tuple[str, ...] | None = None
+    dtypes: tuple[torch.dtype, ...] | None = None
+    head_dims: tuple[int, ...] | None = None
+    page_sizes: tuple[int, ...] | None = None
+    windows: bool = True
+    module: str = ""  # of an optional package, which `extra` installs
+    extra: str = ""
+    capability: tuple[int, int] | None = None
 
-    def refusal(spec: AttentionSpec) -> str | None:
-        reason = requirements.refusal(spec)
-        if reason is not None:
-            return reason
-        if find_spec(module) is None:
-            return f"{module} is not installed; pip install 'minisgl[{extra}]'"
-        if capability is not None and torch.cuda.get_device_capability() != capability:
-            return "compute capability {}.{} is needed, this GPU has {}.{}".format(
-                *capability, *torch.cuda.get_device_capability()
-            )
+    def refusal(self, spec: AttentionSpec) -> str | None:
+        """Return the reason why the backend does not support `spec` on this machine; None if it does."""
+        for word, value, allowed in (
+            ("device", spec.device_type, self.device_types),
+            ("dtype", spec.dtype, self.dtypes),
+            ("head dimension", spec.head_dim, self.head_dims),
+            ("page size", spec.page_size, self.page_sizes),
+        ):
+            if allowed is not None and value not in allowed:
+                return f"{word} {value} is not one of {', '.join(str(a) for a in allowed)}"
+        if not self.windows and spec.windows != (None,):
+            return "sliding windows are not supported"
+        if self.module and find_spec(self.module) is None:
+            return f"{self.module} is not installed; pip install 'minisgl[{self.extra}]'"
+        if self.capability is not None and (found := torch.cuda.get_device_capability()) != self.capability:
+            return "compute capability {}.{} is needed, this GPU has {}.{}".format(*self.capability, *found)
         return None
 
-    return refusal
 
-
-ATTENTION: Final[Registry[type[AttentionBackend]]] = Registry("attention backend")
-ATTENTION.add(
-    "cpu", "minisgl.attention.sdpa:CpuAttention", supports=Requirements(device_types=("cpu",), dtypes=_FLOATS).refusal
-)
+HALVES: Final = (torch.bfloat16, torch.float16)
+FLOATS: Final = (torch.float32, *HALVES)
 # triton comes before fi and fa3, which need a package each, because it decodes fastest: on an H200 in 0.8 to 0.93 of
 # fi's time and a third of fa3's, with no plan on the host (0.1 to 0.8 ms in fi) and captured in graphs. For prompts
 # alone fa3 takes 0.68 to 0.8 of its time: `--attn fa3,triton`, pages of 128 (benchmark/kernels/backends.py).
+ATTENTION: Final[Registry[type[AttentionBackend]]] = Registry("attention backend")
+ATTENTION.add("cpu", "minisgl.attention.sdpa:CpuAttention", Requirements(("cpu",), FLOATS).refusal)
 ATTENTION.add(
-    "triton",
-    "minisgl.attention.triton:TritonAttention",
-    supports=Requirements(device_types=("cuda",), dtypes=_FLOATS, head_dims=(64, 128, 256)).refusal,
+    "triton", "minisgl.attention.triton:TritonAttention", Requirements(("cuda",), FLOATS, (64, 128, 256)).refusal
 )
 ATTENTION.add(
     "fi",
     "minisgl.attention.fi:FlashInferAttention",
-    supports=_needs(
-        "flashinfer",
-        "fi",
-        Requirements(device_types=("cuda",), dtypes=(torch.bfloat16, torch.float16), head_dims=(64, 128, 256)),
-    ),
+    Requirements(("cuda",), HALVES, (64, 128, 256), module="flashinfer", extra="fi").refusal,
 )
+# The limits of fa3's wheel: no float16, no windows, whole tiles of 128 keys per page (80 for head dimension 256).
 ATTENTION.add(
     "fa3",
     "minisgl.attention.fa3:FA3Attention",
-    supports=_needs(
-        "fa3_fwd",
-        "fa3",
-        # The limits of the wheel: no float16, no windows, whole tiles of 128 keys per page (80 for head dimension 256).
-        Requirements(
-            device_types=("cuda",),
-            dtypes=(torch.bfloat16,),
-            head_dims=(64, 128),
-            page_sizes=(128, 256, 512, 1024),
-            windows=False,
-        ),
+    Requirements(
+        device_types=("cuda",),
+        dtypes=(torch.bfloat16,),
+        head_dims=(64, 128),
+        page_sizes=(128, 256, 512, 1024),
+        windows=False,
+        module="fa3_fwd",
+        extra="fa3",
         capability=(9, 0),
-    ),
+    ).refusal,
 )
 ATTENTION.add("reference", "minisgl.attention.backend:ReferenceAttention")
 
 
-def resolve_attention(
-    choice: str,
-    pool: MHAKVPool,
-    ops: OpTable,
-    *,
-    num_heads: int,
-    windows: Sequence[Window] = (None,),
-    score_scale: float | None = None,
-    max_rows: int = 257,
-) -> AttentionBackend:
+def resolve_attention(choice: str, spec: AttentionSpec, ops: OpTable) -> AttentionBackend:
     """Return the backend for "auto", a name, or "PREFILL,DECODE" (two names; the second is for decoding sequences).
 
-    `windows` are those of the layers; see `AttentionSpec`. A named backend that does not support this model or machine,
-    or fails to build, is replaced by the first one that works, with a warning. Raise `ConfigError` for an unknown name,
-    or with all reasons if no backend works.
+    A named backend that does not support this model or machine, or fails to build, is replaced by the first one that
+    works, with a warning. Raise `ConfigError` for an unknown name, or with all reasons if no backend works.
     """
-    spec = AttentionSpec(
-        device_type=pool.device.type,
-        dtype=pool.dtype,
-        num_heads=num_heads,
-        num_kv_heads=pool.num_kv_heads,
-        head_dim=pool.head_dim,
-        page_size=pool.page_size,
-        max_rows=max_rows,
-        windows=tuple(dict.fromkeys(windows)),
-        score_scale=score_scale,
-    )
     choices = [part.strip() for part in choice.split(",")]
     if len(choices) > 2:
         raise ConfigError(f"--attn {choice} names {len(choices)} backends; give one, or PREFILL,DECODE")

@@ -17,8 +17,9 @@ from minisgl.triton.launch import INTERPRETED, pdl_options
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minisgl.attention.backend import AttentionSpec, HeadTransform, Window
+    from minisgl.attention.backend import AttentionSpec, Window
     from minisgl.core import Batch, Context, SeqLayout
+    from minisgl.ops.reference import HeadTransform
     from minisgl.ops.table import OpTable
 
 LOG2_E: Final = log2(2.718281828459045)

@@ -59,10 +59,16 @@ class CudaDevice(Device):
     def submit(self, work: Callable[[], torch.Tensor], flops: float) -> Pending:
         result = work()
         buffer = self._down.next()
-        host = buffer.reserve(result.numel())
-        host.copy_(result.view(-1), non_blocking=True)
+        host = buffer.reserve(result.numel()).view(result.shape)
+        host.copy_(result, non_blocking=True)
         buffer.event.record()
-        return _Copied(host.view(result.shape), buffer.event)
+
+        def wait() -> npt.NDArray[np.int32]:
+            buffer.event.synchronize()
+            array: npt.NDArray[np.int32] = host.numpy().copy()  # the buffer is reused after RING results
+            return array
+
+        return wait
 
     def uploader(self) -> Uploader:
         return _CudaUploader(self.torch_device)
@@ -140,13 +146,3 @@ class _Ring:
         buffer = self._buffers[self._turn]
         buffer.event.synchronize()
         return buffer
-
-
-class _Copied:
-    def __init__(self, host: torch.Tensor, event: torch.cuda.Event) -> None:
-        self._host, self._event = host, event
-
-    def wait(self) -> npt.NDArray[np.int32]:
-        self._event.synchronize()
-        result: npt.NDArray[np.int32] = self._host.numpy().copy()  # the buffer is reused after RING results
-        return result

@@ -16,12 +16,8 @@ import torch
 from minisgl.errors import ConfigError
 from minisgl.rounding import round_up
 
-
-class Pending(Protocol):
-    """Submitted work."""
-
-    def wait(self) -> npt.NDArray[np.int32]:
-        """Block until the work is done; return its result on the host."""
+Pending = Callable[[], npt.NDArray[np.int32]]
+"""Submitted work: a call blocks until the work is done, and returns its result on the host."""
 
 
 class Uploader(Protocol):
@@ -83,15 +79,6 @@ SMALL_WORK_FLOPS = 1e9
 HUGE_PAGE = 2 << 20
 
 
-class _Done:
-    def __init__(self, result: torch.Tensor) -> None:
-        self._result = result
-
-    def wait(self) -> npt.NDArray[np.int32]:
-        array: npt.NDArray[np.int32] = self._result.numpy()
-        return array
-
-
 class _CpuUploader:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
@@ -117,7 +104,7 @@ class CpuDevice(Device):
 
     def submit(self, work: Callable[[], torch.Tensor], flops: float) -> Pending:
         self.use_threads_for(flops)
-        return _Done(work())
+        return work().numpy
 
     def use_threads_for(self, flops: float) -> None:
         """Use all threads for large work and one for small work.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from minisgl.attention import resolve_attention
+from minisgl.attention.backend import AttentionSpec
 from minisgl.device.device import Device, create_device
 from minisgl.distributed.group import Group
 from minisgl.distributed.tensor_parallel import VocabParallel
@@ -49,12 +50,18 @@ class Engine:
         state = RowState(rows + 1, spec.pages_per_row, device.torch_device)
         attention = resolve_attention(
             spec.attention_backend,
-            pool,
+            AttentionSpec(
+                device_type=device.type,
+                dtype=spec.dtype,
+                num_heads=spec.num_heads,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=m.head_dim,
+                page_size=spec.page_size,
+                max_rows=rows + 1,
+                windows=tuple(dict.fromkeys(m.windows)),
+                score_scale=m.attention_scale,
+            ),
             ops,
-            num_heads=spec.num_heads,
-            windows=m.windows,
-            score_scale=m.attention_scale,
-            max_rows=rows + 1,
         )
         embeds = spec.pooling is not None
         limits = self.limits = Limits(max_model_len=spec.max_seq_len, vocab_size=m.vocab_size, embeds=embeds)

@@ -10,7 +10,6 @@ from minisgl.engine.graphs.capture import TAILS
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.trial import decode_plan, largest_prefill
 from minisgl.errors import ConfigError
-from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.triton.cublas import cublas_linear
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
     every position to page 0. Raises `ConfigError` when no page fits, or when the ranks' free memory is too uneven.
     """
     m, device, comm = spec.model, parts.device, parts.comm
-    page_bytes = MHAKVPool.bytes_per_page(m.num_layers, spec.num_kv_heads, spec.page_size, m.head_dim, spec.dtype)
+    page_bytes = parts.kv_cache.page_bytes
     weight_bytes = sum(p.tensor.nbytes for p in parts.model.parameters)
     runner, rows = base_runner(parts, spec), spec.max_running_requests
     comm.all_gather_int(0)  # ranks may share memory: wait until all have loaded their weights

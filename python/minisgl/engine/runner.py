@@ -61,7 +61,7 @@ class ForwardOutput:
     def wait(self) -> StepResult:
         """The step's result; blocks until the step is done."""
         assert self._pending is not None, "the step still awaits its masks"
-        columns = self._pending.wait()
+        columns = self._pending()
         sampled = columns.shape[1] - self._num_prompt_logprobs
         rest = columns[2:] if len(columns) > 2 else None
         logprobs, embeddings = (None, rest) if self._embeds else (rest, None)

@@ -34,15 +34,14 @@ class MHAKVPool:
         self.head_dim = head_dim
         self.dtype = dtype
         self.device = device
-        self.page_bytes = self.bytes_per_page(num_layers, num_kv_heads, page_size, head_dim, dtype)
         shape = (num_layers, num_pages, 2, num_kv_heads, page_size, head_dim)
         self.data = torch.empty(shape, dtype=dtype, device=device)
         self._layers = self.data.unbind(0)
 
-    @staticmethod
-    def bytes_per_page(num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Return the bytes of one page in all layers together."""
-        return num_layers * 2 * num_kv_heads * page_size * head_dim * dtype.itemsize
+    @property
+    def page_bytes(self) -> int:
+        """The bytes of one page in all layers together."""
+        return self.data[:, 0].nbytes
 
     def layer(self, index: int) -> Tensor:
         """Return a view of the pages of layer `index`, [pages, 2, kv_heads, page_size, head_dim]."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from minisgl.attention.backend import HeadTransform
 from minisgl.layers.linear import Linear, RMSNorm
+from minisgl.ops.reference import HeadTransform
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from minisgl.core import Ints, Records
-    from minisgl.device.device import CpuDevice
+    from minisgl.device.device import CpuDevice, Pending
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.runner import Parts, Runner
 
@@ -64,14 +64,6 @@ def refusal(spec: EngineSpec) -> str | None:
     return None
 
 
-class _Result:
-    def __init__(self, tokens: Ints) -> None:
-        self._tokens = tokens
-
-    def wait(self) -> Ints:
-        return self._tokens
-
-
 class NativeRunner:
     """Runs any plan. It takes over weights and K/V pages: no other runner can use them afterwards.
 
@@ -94,7 +86,11 @@ class NativeRunner:
         return True
 
     def launch(self, plan: BatchPlan) -> ForwardOutput:
-        return ForwardOutput(plan, lambda masks: _Result(self._run(plan, masks)))
+        def sample(masks: Ints) -> Pending:
+            columns = self._run(plan, masks)
+            return lambda: columns
+
+        return ForwardOutput(plan, sample)
 
     @torch.inference_mode()
     def _run(self, plan: BatchPlan, masks: Ints) -> Ints:

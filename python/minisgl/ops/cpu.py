@@ -54,14 +54,7 @@ moe = partial(reference.moe, linear=linear)  # most experts have few rows
 
 
 def norm_rope_store(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    cos_sin: Tensor,
-    positions: Tensor,
-    pages: Tensor,
-    out_loc: Tensor,
+    qkv: Tensor, heads: reference.HeadTransform, positions: Tensor, pages: Tensor, out_loc: Tensor
 ) -> Tensor:
     """As `reference.norm_rope_store`: q and k are rotated in one pass, k and v stored in one copy.
 
@@ -69,24 +62,24 @@ def norm_rope_store(
     """
     num_kv_heads, page_size, head_dim = pages.shape[2:]
     num_tokens = len(qkv)
-    heads = qkv.view(num_tokens, qkv.shape[1] // head_dim, head_dim)
-    num_heads = heads.shape[1] - 2 * num_kv_heads
-    qk = heads[:, :-num_kv_heads]
-    if q_weight is not None and k_weight is not None:
-        qk = F.rms_norm(qk.float(), (head_dim,), None, eps).to(q_weight.dtype)
-        qk[:, :num_heads].mul_(q_weight)
-        qk[:, num_heads:].mul_(k_weight)
+    qkv_heads = qkv.view(num_tokens, qkv.shape[1] // head_dim, head_dim)
+    num_heads = qkv_heads.shape[1] - 2 * num_kv_heads
+    qk = qkv_heads[:, :-num_kv_heads]
+    if heads.q_weight is not None and heads.k_weight is not None:
+        qk = F.rms_norm(qk.float(), (head_dim,), None, heads.eps).to(heads.q_weight.dtype)
+        qk[:, :num_heads].mul_(heads.q_weight)
+        qk[:, num_heads:].mul_(heads.k_weight)
         qk = qk.to(qkv.dtype)
     halves = qk.view(num_tokens, -1, 2, head_dim // 2)
-    angles = cos_sin.index_select(0, positions).view(num_tokens, 1, 2, head_dim // 2)
+    angles = heads.cos_sin.index_select(0, positions).view(num_tokens, 1, 2, head_dim // 2)
     cos, sin = angles[:, :, 0], angles[:, :, 1]
     rotated = halves * cos.unsqueeze(2)  # float32, as the angles are, whatever qkv is
     rotated[:, :, 0].addcmul_(halves[:, :, 1], sin, value=-1)
     rotated[:, :, 1].addcmul_(halves[:, :, 0], sin)
     rotated = rotated.view(num_tokens, -1, head_dim)
-    heads[:, num_heads:-num_kv_heads] = rotated[:, num_heads:]
+    qkv_heads[:, num_heads:-num_kv_heads] = rotated[:, num_heads:]
     slots = pages.permute(0, 3, 1, 2, 4)  # [P, page, 2, Hk, D]
-    kv = heads[:, num_heads:].view(num_tokens, 2, num_kv_heads, head_dim)
+    kv = qkv_heads[:, num_heads:].view(num_tokens, 2, num_kv_heads, head_dim)
     slots.index_put_((out_loc // page_size, out_loc % page_size), kv)
     q = rotated[:, :num_heads]
     return q if q.dtype is qkv.dtype else q.to(qkv.dtype)

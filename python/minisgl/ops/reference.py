@@ -8,6 +8,7 @@ said.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -155,29 +156,33 @@ def store_kv(k: Tensor, v: Tensor, pages: Tensor, out_loc: Tensor) -> None:
     pages[page, 1, :, offset] = v
 
 
-def norm_rope_store(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    cos_sin: Tensor,
-    positions: Tensor,
-    pages: Tensor,
-    out_loc: Tensor,
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class HeadTransform:
+    """What one layer does to the heads of q and k before attention: an optional norm with weights [D], then RoPE.
+
+    q and k both have a weight or neither has; `cos_sin` is that of `rope`; `window` is the layer's, which attention
+    reads.
+    """
+
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    cos_sin: Tensor
+    window: int | None = None
+
+
+def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages: Tensor, out_loc: Tensor) -> Tensor:
     """All between the QKV projection and attention: per-head norm, rotary embedding, K/V storage.
 
-    qkv [T, (Hq + 2 Hk) D] holds q, k and v heads in this order. With `q_weight` and `k_weight` [D] each head of q and
-    k first goes through `rms_norm`. k and v are stored as in `store_kv`; the result is q [T, Hq, D]. An
-    implementation may overwrite `qkv`.
+    qkv [T, (Hq + 2 Hk) D] holds q, k and v heads in this order. With weights each head of q and k first goes through
+    `rms_norm`. k and v are stored as in `store_kv`; the result is q [T, Hq, D]. An implementation may overwrite `qkv`.
     """
     num_kv_heads, head_dim = pages.shape[2], pages.shape[4]
-    heads = qkv.view(len(qkv), qkv.shape[1] // head_dim, head_dim)
-    num_heads = heads.shape[1] - 2 * num_kv_heads
-    q, k, v = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
-    if q_weight is not None and k_weight is not None:
-        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
-    q, k = rope(q, k, cos_sin, positions)
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    q, k, v = torch.split(qkv.view(len(qkv), -1, head_dim), [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if heads.q_weight is not None and heads.k_weight is not None:
+        q, k = rms_norm(q, heads.q_weight, heads.eps), rms_norm(k, heads.k_weight, heads.eps)
+    q, k = rope(q, k, heads.cos_sin, positions)
     store_kv(k, v, pages, out_loc)
     return q
 

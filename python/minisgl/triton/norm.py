@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor, empty, empty_like
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.ops.reference import HeadTransform
 from minisgl.triton.launch import pdl_options
 
 
@@ -168,16 +169,7 @@ def _norm_rope_store(
         tl.store(page_ptrs + HEAD_DIM // 2, k2, mask=kv_mask)
 
 
-def norm_rope_store(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    cos_sin: Tensor,
-    positions: Tensor,
-    pages: Tensor,
-    out_loc: Tensor,
-) -> Tensor:
+def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages: Tensor, out_loc: Tensor) -> Tensor:
     """As `reference.norm_rope_store`; the queries returned are a view of `qkv`. D is a power of two.
 
     Programs of 1,024 elements: with 16 query and 8 KV heads of 128, 1 / 64 / 256 / 8192 / 16384 tokens take 1.7 / 1.8 /
@@ -186,11 +178,11 @@ def norm_rope_store(
     """
     tokens, num_kv_heads, page_size, dim = len(qkv), *pages.shape[2:]
     num_heads = qkv.shape[1] // dim - num_kv_heads * 2
-    has_norm = q_weight is not None and k_weight is not None
+    has_norm = heads.q_weight is not None
     block, kv_block = (min(triton.next_power_of_2(n), max(1, 1024 // dim)) for n in (num_heads, num_kv_heads))
     _norm_rope_store[(tokens, triton.cdiv(num_heads, block) + triton.cdiv(num_kv_heads, kv_block))](
-        qkv, q_weight if has_norm else qkv, k_weight if has_norm else qkv, cos_sin, positions, pages, out_loc,
-        *pages.stride()[:4], eps,
+        qkv, heads.q_weight if has_norm else qkv, heads.k_weight if has_norm else qkv, heads.cos_sin, positions, pages,
+        out_loc, *pages.stride()[:4], heads.eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=dim, PAGE_SIZE=page_size, HAS_NORM=has_norm,
         BLOCK_HEADS=block, BLOCK_KV_HEADS=kv_block,
     )  # fmt: skip

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.attention.backend import AttentionBackend, AttentionSpec, Requirements
-from minisgl.attention.selection import ATTENTION, _needs, resolve_attention
+from minisgl.attention.backend import AttentionBackend, AttentionSpec
+from minisgl.attention.selection import ATTENTION, Requirements, resolve_attention
 from minisgl.errors import ConfigError
-from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.ops.table import resolve_ops
 from minisgl.registry import Registry
 
-POOL = MHAKVPool(2, 3, 2, 4, 8, torch.float32, torch.device("cpu"))
 SPEC = AttentionSpec("cuda", torch.bfloat16, 16, 8, 128, 128)
 NINJA = "Ninja build failed. Ninja output:\n[1/9] nvcc x.cu\nx.cu(7): error: no such thing\nninja: build stopped"
 
@@ -40,13 +38,13 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry[type[AttentionBackend]
     known = ATTENTION._entries
     monkeypatch.setattr(ATTENTION, "_entries", {})
     ATTENTION.add("broken", f"{__name__}:Broken")
-    ATTENTION.add("missing", "no.such.module:Backend", supports=_needs("no_such_module", "none", Requirements()))
+    ATTENTION.add("missing", "no.such.module:Backend", Requirements(module="no_such_module", extra="none").refusal)
     ATTENTION._entries.update(known)
     return ATTENTION
 
 
 def resolve(choice: str) -> AttentionBackend:
-    return resolve_attention(choice, POOL, resolve_ops("cpu"), num_heads=4)
+    return resolve_attention(choice, AttentionSpec("cpu", torch.float32, 4, 2, 8, 4), resolve_ops("cpu"))
 
 
 @pytest.mark.parametrize(

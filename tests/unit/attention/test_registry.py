@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.attention.backend import AttentionSpec, Requirements, build_layout
-from minisgl.attention.selection import resolve_attention
+from minisgl.attention.backend import AttentionSpec, build_layout
+from minisgl.attention.selection import Requirements, resolve_attention
 from minisgl.errors import ConfigError
 from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.ops.table import resolve_ops
@@ -16,7 +16,7 @@ POOL = MHAKVPool(2, 3, 2, 4, 8, torch.float32, torch.device("cpu"))
 
 
 def resolve(choice: str) -> str:
-    return resolve_attention(choice, POOL, resolve_ops("cpu"), num_heads=4).name
+    return resolve_attention(choice, AttentionSpec("cpu", torch.float32, 4, 2, 8, 4), resolve_ops("cpu")).name
 
 
 def test_choices():
@@ -58,7 +58,7 @@ def test_layout_offsets():
 
 def test_pool():
     assert POOL.data.shape == (2, 3, 2, 2, 4, 8)
-    assert POOL.page_bytes == POOL.data[:, 0].numel() * 4 == MHAKVPool.bytes_per_page(2, 2, 4, 8, torch.float32)
+    assert POOL.page_bytes == POOL.data[:, 0].numel() * 4
     POOL.data.zero_()
     POOL.layer(1)[2] = 5
     assert POOL.data[1, 2].eq(5).all() and POOL.data[0].eq(0).all()

@@ -9,10 +9,11 @@ import torch
 
 from contract.harness import Span, make_batch
 from contract.test_attention import setting
-from minisgl.attention.backend import AttentionSpec, HeadTransform
+from minisgl.attention.backend import AttentionSpec
 from minisgl.attention.triton import TritonAttention
 from minisgl.core import Batch, Context, SeqLayout
 from minisgl.ops import reference
+from minisgl.ops.reference import HeadTransform
 from minisgl.ops.table import OpTable
 
 Mix = list[tuple[int, int]]
@@ -152,9 +153,7 @@ def check_attend(
     heads, pages, qkv = case.heads(with_norm), case.pages.clone(), case.qkv.flatten(1)
     poison(case.q)
     out = case.attention.attend(qkv.clone(), heads, case.pages, case.context())
-    q = reference.norm_rope_store(
-        qkv, heads.q_weight, heads.k_weight, EPS, case.cos_sin, case.batch.positions, pages, case.out_loc
-    )
+    q = reference.norm_rope_store(qkv, heads, case.batch.positions, pages, case.out_loc)
     assert_near(out, case.expected(q, pages), case.spans)
     assert torch.equal(case.pages.isnan(), pages.isnan())
     stored, wanted = case.pages.nan_to_num(0.0), pages.nan_to_num(0.0)

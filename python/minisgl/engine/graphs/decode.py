@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -107,7 +106,12 @@ class GraphRunner:
             tail, lines = captured.tails[tail_of(flags)]
             tail.replay()
             event.record()
-            return _Published(self._out_host[index, :lines, :count], event)
+
+            def wait() -> Ints:
+                event.synchronize()
+                return self._out_host[index, :lines, :count].copy()
+
+            return wait
 
         return ForwardOutput(plan, sample)
 
@@ -162,12 +166,3 @@ class GraphRunner:
             page_writes=nothing,
             row_states=nothing,
         )
-
-
-class _Published:
-    def __init__(self, slot: Ints, event: torch.cuda.Event) -> None:
-        self._slot, self._event = slot, event
-
-    def wait(self) -> npt.NDArray[np.int32]:
-        self._event.synchronize()
-        return self._slot.copy()

@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -119,7 +118,8 @@ class MixedGraphRunner:
                 graph.replay()
                 return out
 
-            return _First(self.device.submit(work, 0.0), count)
+            padded = self.device.submit(work, 0.0)
+            return lambda: padded()[:, :count]
 
         return ForwardOutput(plan, sample)
 
@@ -146,13 +146,3 @@ class MixedGraphRunner:
         assert self._hidden is not None
         x, residual = (t[:rows] for t in self._hidden)
         return self.parts.sample(self.parts.model.logits(x, residual), self._inputs.sampling(rows, tail))
-
-
-class _First:
-    """The first `count` columns of a padded result."""
-
-    def __init__(self, pending: Pending, count: int) -> None:
-        self._pending, self._count = pending, count
-
-    def wait(self) -> npt.NDArray[np.int32]:
-        return self._pending.wait()[:, : self._count]
