@@ -61,7 +61,7 @@ def run(
     scale: float | None = None,
 ) -> torch.Tensor:
     """The output of a layer for each window, one below the other."""
-    shape = q.shape[1], pool.num_kv_heads, pool.head_dim, pool.page_size
+    shape = q.shape[1], pool.num_kv_heads, q.shape[2], pool.page_size
     spec = AttentionSpec("cpu", pool.dtype, *shape, windows=windows, score_scale=scale)
     attention = resolve_attention(backend, spec, resolve_ops("cpu"))
     batch = make_batch(spans)

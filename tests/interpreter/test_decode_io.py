@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from minisgl.core import Batch, Sampling, SeqLayout
 from minisgl.triton import decode_io
 
 CAPACITY, PAGE, ROWS, WIDTH = 6, 4, 7, 5
@@ -31,7 +32,17 @@ def test_begin_derives_what_a_step_needs_and_pads_with_the_idle_row():
     out_rows, out_loc = (torch.full((size,), -7, dtype=torch.int64) for _ in range(2))
     ints = [torch.full((size,), -7, dtype=torch.int32) for _ in range(6)]
     rows32, kv_lens, positions, ids, flags, places = ints
-    decode_io.begin_decode(ring, turn, table, last_token, out_rows, *ints[:4], out_loc, flags, places, PAGE, CAPACITY)
+    batch = Batch(
+        layout=SeqLayout(*[np.ones(size, np.int32)] * 3, rows32, kv_lens, torch.arange(size + 1)),
+        input_ids=ids,
+        positions=positions,
+        token_rows=rows32,
+        logit_tokens=torch.arange(size),
+        sampling=Sampling(out_rows, kv_lens, flags, places, flags=0),
+        page_writes=rows32[:0],
+        row_states=rows32[:0],
+    )
+    decode_io.begin_decode(ring, turn, table, last_token, batch, out_loc, PAGE, CAPACITY)
     idle = ROWS - 1
     assert out_rows.tolist() == rows32.tolist() == [*rows, idle, idle]
     assert kv_lens.tolist() == [*stops, 1, 1]

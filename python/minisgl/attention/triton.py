@@ -7,6 +7,7 @@ from math import log2
 from typing import TYPE_CHECKING, Final
 
 import torch
+from triton import next_power_of_2
 
 from minisgl.attention.backend import AttentionBackend
 from minisgl.rounding import ceil_div
@@ -93,8 +94,8 @@ class TritonAttention(AttentionBackend):
         self._programs = splits * heads
         self._decode = {
             **shared,
-            "BLOCK_G": _next_power_of_two(group),
-            "BLOCK_M": max(16, _next_power_of_two(group)),
+            "BLOCK_G": next_power_of_2(group),
+            "BLOCK_M": max(16, next_power_of_2(group)),
             "NUM_STAGES": 3 if spec.dtype is torch.float32 else 5,
             "NUM_SPLITS": splits,
             "num_warps": 2,
@@ -111,8 +112,8 @@ class TritonAttention(AttentionBackend):
             small = large = {"BLOCK_M": 32, "BLOCK_N": 16, "NUM_STAGES": 2, "num_warps": 8}
 
         def tiling(options: dict[str, int]) -> _Tiling:
-            options["BLOCK_M"] = max(options["BLOCK_M"], _next_power_of_two(group))
-            queries, bound = options["BLOCK_M"] // group, {"MAX_PARTS": _next_power_of_two(parts)}
+            options["BLOCK_M"] = max(options["BLOCK_M"], next_power_of_2(group))
+            queries, bound = options["BLOCK_M"] // group, {"MAX_PARTS": next_power_of_2(parts)}
             plan = {"NUM_KV_HEADS": heads, "BLOCK_Q": queries, "NUM_PROGRAMS": parts}
             return _Tiling(queries, plan | bound, shared | options | bound)
 
@@ -241,8 +242,3 @@ class TritonAttention(AttentionBackend):
             **pdl_options(q.device, is_chained),
             **self._decode,
         )
-
-
-def _next_power_of_two(n: int) -> int:
-    """Return the smallest power of two >= n."""
-    return 1 << (n - 1).bit_length()

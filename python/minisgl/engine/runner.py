@@ -123,10 +123,10 @@ class Parts:
 
     def run(self, batch: Batch) -> Tensor:
         """Logits [S, this rank's part of V] of a step, its page writes and sampling states applied first."""
-        return self.forward(*self.begin(batch))
+        return self.model.logits(*self.hidden(*self.begin(batch)))
 
     def begin(self, batch: Batch) -> tuple[Tensor, Batch, Tensor]:
-        """Apply a step's page writes and sampling states; what `forward` and `hidden` take."""
+        """Apply a step's page writes and sampling states; what `hidden` takes."""
         state, page_size = self.state, self.kv_cache.page_size
         state.apply(batch.page_writes, batch.row_states)
         rows = batch.token_rows.long()
@@ -135,18 +135,11 @@ class Parts:
         out_loc = pages.long() * page_size + batch.positions % page_size
         return input_ids, batch, out_loc
 
-    def forward(self, input_ids: Tensor, batch: Batch, out_loc: Tensor) -> Tensor:
-        """Logits [S, this rank's part of V] of a step whose page writes have been applied; out_loc [T] int64."""
-        return self.model.forward(input_ids, self._context(batch, out_loc))
-
     def hidden(self, input_ids: Tensor, batch: Batch, out_loc: Tensor) -> tuple[Tensor, Tensor]:
-        """What `forward` makes its logits of: (x, residual) [S, H]."""
-        return self.model.hidden(input_ids, self._context(batch, out_loc))
-
-    def _context(self, batch: Batch, out_loc: Tensor) -> Context:
+        """What the model makes logits of: (x, residual) [S, H] of a step after `begin`; out_loc [T] int64."""
         table = self.state.page_table
         metadata = self.attention.prepare(batch, table)
-        return Context(batch, table, self.kv_cache, self.attention, metadata, out_loc)
+        return self.model.hidden(input_ids, Context(batch, table, self.kv_cache, self.attention, metadata, out_loc))
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Tensor:
         """Sample and commit tokens -> int32 [2, S], or [2 + StepResult.WIDTH, S] if log-probabilities are wanted.

@@ -27,11 +27,9 @@ class MHAKVPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.num_layers = num_layers
         self.num_pages = num_pages
         self.num_kv_heads = num_kv_heads
         self.page_size = page_size
-        self.head_dim = head_dim
         self.dtype = dtype
         self.device = device
         shape = (num_layers, num_pages, 2, num_kv_heads, page_size, head_dim)

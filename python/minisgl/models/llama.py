@@ -108,13 +108,6 @@ class LlamaForCausalLM:
         shapes = {source.name: source.shape for p in self.parameters for source in p.sources}
         return sum(map(math.prod, shapes.values()))
 
-    def forward(self, input_ids: Tensor, ctx: Context) -> Tensor:
-        """Compute logits [S, V] of `ctx.batch.logit_tokens` in the model's dtype from token ids [T] int32.
-
-        With several ranks, V is this rank's shard.
-        """
-        return self.logits(*self.hidden(input_ids, ctx))
-
     def hidden(self, input_ids: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         """Compute (x, residual) [S, H] of `ctx.batch.logit_tokens`, the input of `logits`, from token ids [T] int32."""
         return self.model.forward(input_ids, ctx)
@@ -124,5 +117,8 @@ class LlamaForCausalLM:
         return self.model.norm.add(x, residual)[0]
 
     def logits(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Compute logits as `forward` does from (x, residual) [S, H] of `hidden`; `residual` may be overwritten."""
+        """Compute logits [S, V] in the model's dtype from (x, residual) [S, H] of `hidden`.
+
+        `residual` may be overwritten. With several ranks, V is this rank's shard.
+        """
         return self.lm_head.after_norm(x, residual, self.model.norm)[0]

@@ -23,7 +23,7 @@ from minisgl.core import StepResult
 from minisgl.layout import PAGE_WRITE, Flag, words
 
 if TYPE_CHECKING:
-    from minisgl.core import BatchPlan, Ints
+    from minisgl.core import Batch, BatchPlan, Ints
 
 RING: Final = 4
 HEAD: Final = 2
@@ -88,26 +88,21 @@ def begin_decode(
     step: Tensor,
     page_table: Tensor,
     last_token: Tensor,
-    rows: Tensor,
-    rows32: Tensor,
-    kv_lens: Tensor,
-    positions: Tensor,
-    input_ids: Tensor,
+    batch: Batch,
     out_loc: Tensor,
-    flags: Tensor,
-    mask_index: Tensor,
     page_size: int,
     capacity: int,
 ) -> None:
     """Apply the page writes of this step's slot, derive the inputs of a decode step of B rows, and count the step.
 
     ring [RING, n] int32 on the host, pinned; step [1] int32; page_table [rows, W] int32, whose last row is the dummy
-    row that pads the batch; last_token [rows] int32. Written: rows [B] int64 and rows32 [B] int32; kv_lens, positions,
-    input_ids [B] int32; out_loc [B] int64; flags (0 for padding) and mask_index [B] int32.
+    row that pads the batch; last_token [rows] int32. Written: out_loc [B] int64, and of `batch` the rows, lengths,
+    positions, input ids, flags (0 for padding) and mask indices.
     """
-    size = len(rows)
+    size, layout, sampling = batch.num_tokens, batch.layout, batch.sampling
     _begin_decode[(1,)](
-        ring, step, page_table, last_token, rows, rows32, kv_lens, positions, input_ids, out_loc, flags, mask_index,
+        ring, step, page_table, last_token, sampling.rows, layout.rows, layout.kv_lens, batch.positions,
+        batch.input_ids, out_loc, sampling.row_flags, sampling.mask_index,
         ring.stride(0), capacity, page_table.stride(0), len(page_table) - 1, size,
         BLOCK=_block(size), PAGE_SIZE=page_size, RING=RING,
     )  # fmt: skip

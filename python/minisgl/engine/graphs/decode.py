@@ -124,24 +124,12 @@ class GraphRunner:
         return _Captured(forward, tails)
 
     def _forward(self, batch: Batch) -> Tensor:
-        size, state = len(batch.input_ids), self.parts.state
+        parts, out_loc = self.parts, self._out_loc[: batch.num_tokens]
+        page_table, last_token, page_size = parts.state.page_table, parts.state.last_token, parts.kv_cache.page_size
         decode_io.begin_decode(
-            self._in,
-            self._turn_on_device,
-            state.page_table,
-            state.last_token,
-            batch.sampling.rows,
-            batch.layout.rows,
-            batch.layout.kv_lens,
-            batch.positions,
-            batch.input_ids,
-            self._out_loc[:size],
-            batch.sampling.row_flags,
-            batch.sampling.mask_index,
-            self.parts.kv_cache.page_size,
-            self.capacity,
+            self._in, self._turn_on_device, page_table, last_token, batch, out_loc, page_size, self.capacity
         )
-        return self.parts.forward(batch.input_ids, batch, self._out_loc[:size])
+        return parts.model.logits(*parts.hidden(batch.input_ids, batch, out_loc))
 
     def _sample(self, logits: Tensor, sampling: Sampling) -> int:
         out = self.parts.sample(logits, sampling)
