@@ -106,8 +106,7 @@ class OpenAIRenderer:
         if self._new_parser is None:
             return ChatChoice(message=AssistantMessage(reply.text), finish_reason=reason, **rest)
         parser = self._new_parser()
-        message = parser.message(reply.text)
-        return ChatChoice(message=message, finish_reason=parser.finish_reason(reason), **rest)
+        return ChatChoice(message=parser.message(reply.text), finish_reason=parser.finish_reason(reason), **rest)
 
     def _logprobs(self, tokens: list[TokenLogprob]) -> dict[str, Any] | None:
         if not self._with_logprobs:

@@ -7,9 +7,11 @@ number of times, so the work is linear in any text.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
+STRIDE: Final = 512  # characters read at once, so that a long text is not copied at every marker
 _NOT_SPACE: Final = re.compile(r"\S")
 _JSON_SIGNS: Final = re.compile(r'["{}\[\]]')
 _STRING_SIGNS: Final = re.compile(r'["\\]')
@@ -41,14 +43,29 @@ class ParsedCall:
 Piece = Content | Reasoning | ParsedCall
 
 
-class Parser(Protocol):
-    """An incremental parser: `feed` it the increments, `flush` it at the end."""
+class Parser:
+    """An incremental parser: `feed` it the increments, `flush` it at the end.
+
+    The state is the method that reads on: it consumes a part of the text, adds the pieces that are certain, and returns
+    the rest. `_held` is text that may be the beginning of a marker; it is read again in front of the next text.
+    """
+
+    def __init__(self, state: Callable[[str, list[Piece]], str]) -> None:
+        self._state = state
+        self._held = ""
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that are certain after `text`."""
+        pieces: list[Piece] = []
+        for i in range(0, len(text), STRIDE):
+            rest, self._held = self._held + text[i : i + STRIDE], ""
+            while rest:
+                rest = self._state(rest, pieces)
+        return pieces
 
     def flush(self) -> list[Piece]:
         """The pieces that were held back. Nothing may be fed afterwards."""
+        raise NotImplementedError
 
 
 def split_at(text: str, marker: str) -> tuple[str, str, bool]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Final
 
-from minisgl.api.parsers.pieces import Content, Piece, Reasoning, first_not_space, split_at
+from minisgl.api.parsers.pieces import Content, Parser, Piece, Reasoning, first_not_space, split_at
 
 
 @dataclass(frozen=True)
@@ -24,83 +23,67 @@ class ReasoningForm:
 REASONING_FORMS: Final = {"think": ReasoningForm("<think>", "</think>")}
 
 
-class _State(Enum):
-    START = auto()  # only white space so far
-    OPENED = auto()  # inside, only white space so far
-    INSIDE = auto()
-    CLOSED = auto()  # after the closing tag, only white space so far
-    ANSWER = auto()
-
-
-class ReasoningParser:
+class ReasoningParser(Parser):
     """Text -> `Reasoning`, then `Content`.
 
     Only an opening tag at the very beginning counts. White space next to the tags belongs to them. `is_opened`: the
     prompt ends inside the reasoning; an opening tag at the start is then redundant.
+
+    The states: `_at_start`, `_inside`, `_after_close`, `_in_answer`.
     """
 
     def __init__(self, form: ReasoningForm, is_opened: bool) -> None:
+        super().__init__(self._at_start)
         self._form = form
         self._is_opened = is_opened
-        self._state = _State.START
-        self._held = ""
+        self._has_reasoning = False  # more than white space
         self._space: list[str] = []  # white space that is dropped if a tag follows
 
-    def feed(self, text: str) -> list[Piece]:
-        pieces: list[Piece] = []
-        if self._state is _State.START:
-            text = self._start(self._take(text))
-        if self._state in (_State.OPENED, _State.INSIDE):
-            text = self._inside(self._take(text), pieces)
-        if self._state is _State.CLOSED and (start := first_not_space(text)) < len(text):
-            self._state = _State.ANSWER
-            text = text[start:]
-        if self._state is _State.ANSWER and text:
-            pieces.append(Content(text))
-        return pieces
-
     def flush(self) -> list[Piece]:
-        held, self._held = self._held, ""
-        text = "".join([*self._space, held])
-        if self._state is _State.START and not self._is_opened:
+        text = "".join([*self._space, self._held])
+        if self._state == self._at_start and not self._is_opened:
             return [Content(text)] if text else []
-        return [Reasoning(text)] if held else []
+        return [Reasoning(text)] if self._held else []
 
-    def _take(self, text: str) -> str:
-        text, self._held = self._held + text, ""
-        return text
-
-    def _start(self, text: str) -> str:
-        """The rest after an opening tag, or the text itself without one; empty while undecided (the text is held)."""
+    def _at_start(self, text: str, pieces: list[Piece]) -> str:
         start = first_not_space(text)
         tag = self._form.open
         if text.startswith(tag, start):
             self._space = []
-            self._state = _State.OPENED
+            self._state = self._inside
             return text[start + len(tag) :]
         self._space.append(text[:start])
         if tag.startswith(text[start:]):  # also when only white space is there
             self._held = text[start:]
             return ""
         space, self._space = "".join(self._space), []
-        self._state = _State.OPENED if self._is_opened else _State.ANSWER
+        self._state = self._inside if self._is_opened else self._in_answer
         return space + text[start:]
 
     def _inside(self, text: str, pieces: list[Piece]) -> str:
-        """Emit the reasoning in `text` to `pieces` and return the text after the closing tag."""
         certain, rest, is_closed = split_at(text, self._form.close)
-        if self._state is _State.OPENED:
+        if not self._has_reasoning:
             certain = certain[first_not_space(certain) :]
         shown = certain.rstrip()
         if shown:
             pieces.append(Reasoning("".join([*self._space, shown])))
             self._space = []
-            self._state = _State.INSIDE
-        if self._state is _State.INSIDE:
-            self._space.append(certain[len(shown) :])
+            self._has_reasoning = True
         if is_closed:
-            self._state = _State.CLOSED
             self._space = []
+            self._state = self._after_close
             return rest
+        if self._has_reasoning:
+            self._space.append(certain[len(shown) :])
         self._held = rest
+        return ""
+
+    def _after_close(self, text: str, pieces: list[Piece]) -> str:
+        start = first_not_space(text)
+        if start < len(text):
+            self._state = self._in_answer
+        return text[start:]
+
+    def _in_answer(self, text: str, pieces: list[Piece]) -> str:
+        pieces.append(Content(text))
         return ""

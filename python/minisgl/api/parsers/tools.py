@@ -12,12 +12,11 @@ from typing import Any, Final
 
 import msgspec
 
-from minisgl.api.parsers.pieces import Content, JsonScanner, ParsedCall, Piece, first_not_space, split_at
+from minisgl.api.parsers.pieces import Content, JsonScanner, ParsedCall, Parser, Piece, first_not_space, split_at
 from minisgl.api.structured import json_text
 from minisgl.params import Grammar, ToolCalls
 
 MAX_HEAD_CHARS: Final = 256  # between a marker and the JSON
-STRIDE: Final = 512  # characters read at once, so that a long text is not copied at every marker
 _NAME: Final = re.compile(r"[\w.-]+")
 
 
@@ -110,25 +109,23 @@ def read_calls(text: str, name: str | None = None) -> list[tuple[str, str]]:
         return []
 
 
-class ToolParser:
+class ToolParser(Parser):
     """Text -> `Content` and `ParsedCall`.
 
     A call is emitted when it is complete and valid; text that turns out not to be a call stays content. White space
     between and around the calls belongs to them.
 
-    The state is the method that reads on: `_in_text` before a marker, `_in_head` between the marker and the JSON,
-    `_in_value` inside the JSON, `_in_tail` between the JSON and the closing marker. Each consumes its part of a text
-    and returns the rest.
+    The states: `_in_text` before a marker, `_in_head` between the marker and the JSON, `_in_value` inside the JSON,
+    `_in_tail` between the JSON and the closing marker.
     """
 
     def __init__(self, form: ToolForm, tools: frozenset[str], only_first: bool = False) -> None:
         """`tools` are the offered names; `only_first` drops the calls after the first."""
+        super().__init__(self._in_text)
         self._form = form
         self._tools = tools
         self._only_first = only_first
-        self._state = self._in_text
         self._may_be_bare = form.is_bare
-        self._held = ""  # possibly the beginning of a marker
         self._space: list[str] = []  # white space after the last text; shown if more text follows
         self._raw: list[str] = []  # everything since the marker; content if it is not a call
         self._value: list[str] = []
@@ -137,14 +134,6 @@ class ToolParser:
         self._scanner = JsonScanner()
         self._calls = 0
         self._has_content = False
-
-    def feed(self, text: str) -> list[Piece]:
-        pieces: list[Piece] = []
-        for i in range(0, len(text), STRIDE):
-            rest, self._held = self._held + text[i : i + STRIDE], ""
-            while rest:
-                rest = self._state(rest, pieces)
-        return pieces
 
     def flush(self) -> list[Piece]:
         pieces: list[Piece] = []
