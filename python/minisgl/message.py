@@ -142,7 +142,10 @@ class DecodeMsg(msgspec.Struct, tag="decode", frozen=True, kw_only=True):
 
 
 class AbortMsg(msgspec.Struct, tag="abort", frozen=True):
-    """Stop working on `uid`: the client is gone, or a stop string was found."""
+    """Stop working on `uid`: the client is gone, or a stop string was found.
+
+    The tokenizer passes this on to the scheduler, which ignores an unknown uid: the request has ended already.
+    """
 
     uid: int
 
@@ -220,12 +223,6 @@ class UserMsg(msgspec.Struct, tag="user", frozen=True, kw_only=True):
     sampling_params: SamplingParams
 
 
-class AbortBackendMsg(msgspec.Struct, tag="abort", frozen=True):
-    """Stop working on `uid`; an unknown uid is ignored, because the request has ended already."""
-
-    uid: int
-
-
 class FlushCacheMsg(msgspec.Struct, tag="flush", frozen=True):
     """Drop every cached prefix that no running request locks."""
 
@@ -240,7 +237,7 @@ class ExitMsg(msgspec.Struct, tag="exit", frozen=True):
     """Leave the loop; requests that are still running end with an error reply."""
 
 
-BackendMsg = UserMsg | AbortBackendMsg | FlushCacheMsg | ViewMsg | ExitMsg
+BackendMsg = UserMsg | AbortMsg | FlushCacheMsg | ViewMsg | ExitMsg
 
 
 # -- to the API server

@@ -24,7 +24,7 @@ from minisgl.errors import ConfigError, MinisglError
 from minisgl.launch import launch
 from minisgl.launch.launch import bind_socket, launch_server
 from minisgl.message import (
-    AbortBackendMsg,
+    AbortMsg,
     BackendMsg,
     DetokenizeMsg,
     ExitMsg,
@@ -91,7 +91,7 @@ def run(args: ServerArgs, ready: Ready) -> None:
                     stub.fails_at = 0 if "!error-first" in text else 3 if "!error-later" in text else None
                     stub.is_held = "!hold" in text
                     running[msg.uid] = stub
-                case AbortBackendMsg(uid):
+                case AbortMsg(uid):
                     if running.pop(uid, None) is not None:
                         finished.append(Finished(uid=uid, reason=FinishReason.ABORT))
                 case ExitMsg():

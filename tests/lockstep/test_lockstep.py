@@ -12,7 +12,7 @@ import pytest
 from minisgl import LLM, SamplingParams
 from minisgl.core import FinishReason
 from minisgl.errors import InvariantError, RankError
-from minisgl.message import AbortBackendMsg, UserMsg, ids_from_bytes, ids_to_bytes
+from minisgl.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.params import Grammar
 
 ABORTED = frozenset({2, 5})
@@ -49,7 +49,7 @@ def drive(llm: LLM, requests: Requests, aborts: frozenset[int] = frozenset()) ->
             io.inbox.append(UserMsg(uid=uid, input_ids=ids_to_bytes(prompt), sampling_params=params))
         del todo[:2]
         if step == 5:
-            io.inbox.extend(AbortBackendMsg(uid) for uid in aborts)
+            io.inbox.extend(AbortMsg(uid) for uid in aborts)
         scheduler.step()
         step += 1
         while io.replies:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from minisgl.core import FinishReason, StepCosts
-from minisgl.message import AbortBackendMsg, UserMsg, ids_from_bytes, ids_to_bytes
+from minisgl.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import OfflineIO
@@ -46,7 +46,7 @@ class Harness:
         return uid
 
     def abort(self, uid: int) -> None:
-        self.io.inbox.append(AbortBackendMsg(uid))
+        self.io.inbox.append(AbortMsg(uid))
 
     def table_row(self, uid: int) -> int | None:
         """Return the row that a request holds now."""

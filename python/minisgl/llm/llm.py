@@ -19,7 +19,7 @@ from minisgl.checkpoint.hf import resolve_model
 from minisgl.errors import InvariantError, RequestError
 from minisgl.llm.completions import Completion, Completions
 from minisgl.llm.ranks import running_ranks
-from minisgl.message import AbortBackendMsg, TokenizeMsg, UserMsg, ids_to_bytes
+from minisgl.message import AbortMsg, TokenizeMsg, UserMsg, ids_to_bytes
 from minisgl.params import EMBED, SamplingParams, validate_sampling
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
@@ -158,9 +158,9 @@ class LLM:
                 self._step()
                 while self._io.replies:
                     stopped = completions.take(self._io.replies.popleft())
-                    self._io.inbox.extend(AbortBackendMsg(uid) for uid in stopped)
+                    self._io.inbox.extend(AbortMsg(uid) for uid in stopped)
         except BaseException:  # an error, or Ctrl-C: abort what is running
-            self._io.inbox.extend(AbortBackendMsg(user.uid) for user in users)
+            self._io.inbox.extend(AbortMsg(user.uid) for user in users)
             raise
         finally:
             self._settle(completions)

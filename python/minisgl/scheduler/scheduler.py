@@ -25,7 +25,7 @@ import numpy as np
 from minisgl.distributed.control import PlanBus
 from minisgl.errors import InvariantError, RequestError
 from minisgl.kvcache import create_prefix_cache
-from minisgl.message import AbortBackendMsg, BackendMsg, ExitMsg, Finished, FlushCacheMsg, UserMsg, ViewMsg
+from minisgl.message import AbortMsg, BackendMsg, ExitMsg, Finished, FlushCacheMsg, UserMsg, ViewMsg
 from minisgl.scheduler import endings
 from minisgl.scheduler.budget import Pace, StepClock
 from minisgl.scheduler.cache import CacheManager
@@ -160,7 +160,7 @@ class Scheduler:
         match msg:
             case UserMsg():
                 self.accept(msg)
-            case AbortBackendMsg(uid):
+            case AbortMsg(uid):
                 if (req := self.live.get(uid)) is not None and req.status is not Status.FINISHED:
                     self.finish(req, endings.aborted(req))
             case FlushCacheMsg():

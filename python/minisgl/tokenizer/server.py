@@ -13,7 +13,6 @@ import msgspec
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
 from minisgl.message import (
-    AbortBackendMsg,
     AbortMsg,
     BackendMsg,
     ConversionReply,
@@ -97,7 +96,7 @@ class Worker:
                     logger.exception("skipped a malformed DetokenizeMsg")
                     continue
                 to_frontend += replies
-                to_backend += [AbortBackendMsg(uid) for uid in stopped]
+                to_backend += [AbortMsg(uid) for uid in stopped]
             elif isinstance(msg, AbortMsg):
                 aborted.add(msg.uid)
         for msg in messages:
@@ -112,7 +111,7 @@ class Worker:
             elif isinstance(msg, EngineView):
                 to_frontend.append(self._with_texts(msg))
             elif isinstance(msg, AbortMsg) and msg.uid in aborted:
-                to_backend.append(AbortBackendMsg(msg.uid))
+                to_backend.append(msg)
         return to_backend, to_frontend
 
     def _accept(self, msg: TokenizeMsg, to_backend: list[BackendMsg], to_frontend: list[FrontendMsg]) -> None:

@@ -21,7 +21,7 @@ from minisgl.distributed.communicator import Communicator
 from minisgl.engine.config import resolve
 from minisgl.engine.pooling import PoolingRunner
 from minisgl.errors import ConfigError, RequestError
-from minisgl.message import AbortBackendMsg, Finished, Started, UserMsg, ids_to_bytes
+from minisgl.message import AbortMsg, Finished, Started, UserMsg, ids_to_bytes
 from minisgl.models.model_config import ModelConfig
 from minisgl.params import EMBED
 from minisgl.settings.options import EngineConfig
@@ -128,7 +128,7 @@ def test_rows_are_used_again_after_an_abort(model: EmbeddingModel) -> None:
         (uid,) = answers.ask(PROMPTS[3])
         answers.step()
         answers.step()
-        llm._io.inbox.append(AbortBackendMsg(uid))
+        llm._io.inbox.append(AbortMsg(uid))
         assert_equal(answers.of(PROMPTS[1]), model, [PROMPTS[1]])
         assert answers.finished[uid].reason is FinishReason.ABORT and uid not in answers.started
 

@@ -14,7 +14,7 @@ from minisgl.core import FinishReason
 from minisgl.device.device import CpuDevice, Device
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
-from minisgl.message import AbortBackendMsg, UserMsg, ids_from_bytes, ids_to_bytes
+from minisgl.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import OfflineIO
@@ -98,7 +98,7 @@ def run(folder: Path, device: Device, requests: Requests, aborts: frozenset[int]
                 io.inbox.append(UserMsg(uid=uid, input_ids=ids_to_bytes(prompt), sampling_params=params))
             del todo[:3]
         if step in (9, 15, 21):
-            io.inbox.extend(AbortBackendMsg(uid) for uid in aborts)
+            io.inbox.extend(AbortMsg(uid) for uid in aborts)
         scheduler.step()
         step += 1
         while io.replies:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from minisgl.core import FinishReason
 from minisgl.message import (
-    AbortBackendMsg,
     AbortMsg,
     BackendMsg,
     DetokenizeMsg,
@@ -70,7 +69,7 @@ CHANNELS: list[tuple[Any, list[Any]]] = [
     ),
     (
         BackendMsg,
-        [UserMsg(uid=1, input_ids=b"1234", sampling_params=PARAMS), AbortBackendMsg(1), FlushCacheMsg(), ExitMsg()],
+        [UserMsg(uid=1, input_ids=b"1234", sampling_params=PARAMS), AbortMsg(1), FlushCacheMsg(), ExitMsg()],
     ),
     (
         FrontendMsg,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from minisgl.core import FinishReason
-from minisgl.message import AbortBackendMsg, AbortMsg, DetokenizeMsg, TokenizeMsg, UserMsg, UserReply, ids_to_bytes
+from minisgl.message import AbortMsg, DetokenizeMsg, TokenizeMsg, UserMsg, UserReply, ids_to_bytes
 from minisgl.params import SamplingParams
 from minisgl.tokenizer.server import Worker
 from minisgl.tokenizer.tokenize import TokenizeManager
@@ -24,7 +24,7 @@ def request(uid: int, text: str = "hello") -> TokenizeMsg:
 
 def test_requests_and_aborts_keep_their_order(worker: Worker) -> None:
     to_backend, to_frontend = worker.handle([request(1), AbortMsg(9), request(2)])
-    assert [type(m) for m in to_backend] == [UserMsg, AbortBackendMsg, UserMsg]
+    assert [type(m) for m in to_backend] == [UserMsg, AbortMsg, UserMsg]
     assert to_frontend == []
 
 
