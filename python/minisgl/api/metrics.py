@@ -99,14 +99,11 @@ class Metrics:
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache", stats.cached_tokens),
             "num_preemptions": ("Requests preempted for lack of KV pages", stats.preemptions),
         }
-        for name, (help, value) in gauges.items():
-            gauge = GaugeMetricFamily("minisgl:" + name, help, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
-        for name, (help, value) in counters.items():
-            counter = CounterMetricFamily("minisgl:" + name, help, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
+        for family, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (help, value) in values.items():
+                metric = family("minisgl:" + name, help, labels=["model_name"])
+                metric.add_metric([self._model], value)
+                yield metric
         for histogram in (self.time_to_first_token, self.inter_token_latency, self.queue_time, self._latency):
             yield histogram.family(self._model)
         ends = CounterMetricFamily(

@@ -22,7 +22,6 @@ from minisgl.message import (
     TokenLogprob,
     UserReply,
     ids_from_bytes,
-    ids_to_bytes,
 )
 from minisgl.tokenizer.text import StopMatcher, TextDecoders
 
@@ -71,8 +70,11 @@ class _Output:
         self._offset += len(text)
         return text
 
-    def advance(self, token: int, columns: LogprobColumns | None, end: Finished | None) -> UserReply:
-        """Return the reply to one more token; terminal by `end`, by a stop string, or if the token fails to decode."""
+    def advance(self, token: int, output_ids: bytes, columns: LogprobColumns | None, end: Finished | None) -> UserReply:
+        """Return the reply to one more token; terminal by `end`, by a stop string, or if the token fails to decode.
+
+        `output_ids` are the bytes of `token`.
+        """
         self._completion_tokens += 1
         logprobs = [] if columns is None else self._logprobs([token], [self._offset], columns)
         try:
@@ -82,7 +84,7 @@ class _Output:
             logger.exception("could not decode token %d of request %d", token, uid)
             failure = Failure(message=f"could not decode token {token}: {e}")
             text, end = "", Finished(uid=uid, reason=FinishReason.ERROR, failure=failure)
-        reply = self._reply(text, end, logprobs, ids_to_bytes([token]))
+        reply = self._reply(text, end, logprobs, output_ids)
         return self._with_first_fields(reply) if self._completion_tokens == 1 else reply
 
     def end(self, end: Finished) -> UserReply:
@@ -173,14 +175,14 @@ class DetokenizeManager:
         replies: list[UserReply] = []
         aborts: list[int] = []
         uids = np.frombuffer(msg.uids, dtype="<i8").tolist()
-        for uid, token in zip(uids, ids_from_bytes(msg.tokens).tolist(), strict=True):
+        for i, (uid, token) in enumerate(zip(uids, ids_from_bytes(msg.tokens).tolist(), strict=True)):
             output = self._outputs.get(uid)
             if output is None:
                 if uid not in self._stopped:
                     logger.error("a token of request %d, which never started", uid)
                 continue
             end = ends.get(uid)
-            reply = output.advance(token, columns.get(uid), end)
+            reply = output.advance(token, msg.tokens[4 * i : 4 * i + 4], columns.get(uid), end)
             replies.append(reply)
             if reply.finish_reason is not None:
                 del self._outputs[uid]
