@@ -16,14 +16,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 
 from minisgl.bench.command import add_offline, bench_args
-from minisgl.bench.offline import generate, replaced, start_engine
+from minisgl.bench.offline import generate, start_engine
 from minisgl.bench.report import provenance, shown, write_json
 from minisgl.bench.shapes import shape_options
-from minisgl.bench.workloads import Item, OfflineArgs, Workload
+from minisgl.bench.traffic import Request
+from minisgl.bench.workloads import OfflineArgs, Workload
 from minisgl.core import BatchPlan
 from minisgl.layout import Flag
 from minisgl.settings.sources import engine_options, take_options
@@ -43,7 +45,7 @@ def is_steady(plan: BatchPlan) -> bool:
 
 def truncated(workload: Workload, output_len: int) -> Workload:
     """The same prompts with at most `output_len` tokens each."""
-    return replace(workload, items=[Item(i.prompt, min(i.output_len, output_len)) for i in workload.items])
+    return replace(workload, requests=[Request(i.prompt, min(i.output_len, output_len)) for i in workload.requests])
 
 
 class TimedOutput:
@@ -93,9 +95,9 @@ class HostProbe:
 
         with ExitStack() as stack:
             for name in ("plan", "launch", "collect"):
-                stack.enter_context(replaced(scheduler, name, self._timed(name, getattr(scheduler, name))))
-            stack.enter_context(replaced(engine, "launch", noted_launch))
-            stack.enter_context(replaced(scheduler, "step", noted_step))
+                stack.enter_context(patch.object(scheduler, name, self._timed(name, getattr(scheduler, name))))
+            stack.enter_context(patch.object(engine, "launch", noted_launch))
+            stack.enter_context(patch.object(scheduler, "step", noted_step))
             yield
 
     def _add(self, part: str, seconds: float) -> None:

@@ -14,12 +14,13 @@ import importlib.util
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from host_steps import SKIPPED_STEPS, SLACK, is_steady, truncated
 
 from minisgl.bench.command import add_offline, bench_args
-from minisgl.bench.offline import generate, replaced, start_engine
+from minisgl.bench.offline import generate, start_engine
 from minisgl.bench.report import check_writable, new_figure
 from minisgl.bench.shapes import shape_options
 from minisgl.bench.workloads import OfflineArgs, Workload
@@ -66,7 +67,10 @@ def record(llm: LLM, workload: Workload, path: Path) -> None:
             if recorded == STEPS:
                 profiler.stop()
 
-    with replaced(llm.scheduler.engine, "launch", counted_launch), replaced(llm.scheduler, "step", profiled_step):
+    with (
+        patch.object(llm.scheduler.engine, "launch", counted_launch),
+        patch.object(llm.scheduler, "step", profiled_step),
+    ):
         generate(llm, workload, 0.6)
     assert recorded == STEPS, f"the workload has only {seen} steps that only decode"
     profiler.export_chrome_trace(str(path))

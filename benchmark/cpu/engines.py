@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import numpy as np
 
-from minisgl.bench.offline import replaced
 from minisgl.errors import MinisglError, StartupError
 from minisgl.message import DetokenizeMsg, FlushCacheMsg
 from minisgl.params import SamplingParams
@@ -65,7 +65,7 @@ class Minisgl:
                 first = time.perf_counter()
             send(msg)
 
-        with replaced(self.llm.scheduler.io, "send", timed_send):
+        with patch.object(self.llm.scheduler.io, "send", timed_send):
             start = time.perf_counter()
             done = self.llm.generate(prompts, params)
             end = time.perf_counter()

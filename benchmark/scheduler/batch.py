@@ -91,12 +91,12 @@ def main() -> None:
     with patch.object(Scheduler, "from_config", lambda config, io, group: Scheduler(config, engine, io)):
         llm = LLM()
     for workload in make_workloads(OfflineArgs(workload=",".join(args.workloads or ["a"])), 4000):
-        params = [SamplingParams(ignore_eos=True, max_tokens=item.output_len) for item in workload.items]
+        params = [SamplingParams(ignore_eos=True, max_tokens=item.output_len) for item in workload.requests]
         for _ in range(args.repeat):
             llm.scheduler.cache.flush()
             engine.reset()
             start = time.perf_counter()
-            llm.generate([item.prompt for item in workload.items], params)
+            llm.generate([item.prompt for item in workload.requests], params)
             stop = time.perf_counter()
             assert engine.first is not None
             parts = engine.first - start, engine.idle, stop - engine.end

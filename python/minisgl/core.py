@@ -50,7 +50,7 @@ class BatchPlan:
     row_states         ROW_STATE [R]   sampling state of newly filled rows
     penalties          int32 [A]       penalty records of newly filled rows, one behind the other
     masks              int32 [M, W]    what the MASKED slots that sample may sample, in slot order: bit i of word w
-                                       allows token 32 w + i; empty where the masks come later (`StepOutput.choose`)
+                                       allows token 32 w + i; empty where the masks come later (`StepOutput.sample`)
     prompt_logprob_ids int32 [N]       the token after each token of the PROMPT_LOGPROBS slots, in slot order, without
                                        the tokens whose logits are sampled
     """

@@ -40,7 +40,7 @@ def test_the_builtin_model_passes(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_two_ranks_are_compared_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "has_transformers", lambda: False)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
     code, checks = run(tmp_path / "table.json", "--tp", "2")
     assert code == 0 and checks["tp 2 = tp 1"]["figure"] == "6 identical"
 
@@ -67,7 +67,7 @@ def test_one_wrong_matrix_fails(
 
 
 def test_without_transformers_the_rest_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "has_transformers", lambda: False)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
     code, checks = run(tmp_path / "table.json")
     assert code == 0 and checks["cached = cold"]["passed"]
     assert (

@@ -18,7 +18,7 @@ from typing import Any, Final, cast
 
 import httptools
 
-from minisgl.bench.report import percentiles
+from minisgl.bench.report import percentiles_ms
 from minisgl.bench.traffic import Request
 from minisgl.chat.client import ChatClient, ServerAddress
 from minisgl.errors import StartupError
@@ -318,17 +318,17 @@ def summarize(records: list[Record], window: Window | None = None) -> tuple[dict
         "tokens_per_event": tokens / events if events else None,
         "request_s": len(done) / wall if wall else None,
         "output_tok_s": tokens / wall if wall else None,
-        "ttft_ms": percentiles(samples.ttft, scale=1e3),
-        "itl_ms": percentiles(samples.itl, scale=1e3),
-        "tpot_ms": percentiles([(r.times[-1] - r.times[0]) / (r.tokens - 1) for r in done if r.tokens > 1], scale=1e3),
-        "e2e_ms": percentiles([r.end - r.sent for r in done], scale=1e3),
-        "late_ms": percentiles(late, scale=1e3),
+        "ttft_ms": percentiles_ms(samples.ttft),
+        "itl_ms": percentiles_ms(samples.itl),
+        "tpot_ms": percentiles_ms([(r.times[-1] - r.times[0]) / (r.tokens - 1) for r in done if r.tokens > 1]),
+        "e2e_ms": percentiles_ms([r.end - r.sent for r in done]),
+        "late_ms": percentiles_ms(late),
     }
     if window is not None:
-        figures["own_itl_ms"] = percentiles(own, scale=1e3)
+        figures["own_itl_ms"] = percentiles_ms(own)
         figures["background"] = {
             "requests": len(window.background),
             "tokens": sum(window.start <= t <= window.end for r in window.background for t in r.times),
-            "itl_ms": percentiles(beside, scale=1e3),
+            "itl_ms": percentiles_ms(beside),
         }
     return figures, samples

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 
-from minisgl.bench.report import format_table, percentiles, provenance, spread, spread_percent
+from minisgl.bench.report import format_table, percentiles_ms, provenance, spread, spread_percent
 from minisgl.bench.workloads import OfflineArgs, Workload, make_workloads
 from minisgl.checkpoint.hf import resolve_model
 from minisgl.errors import ConfigError, MinisglError
@@ -50,9 +49,9 @@ class TokenClock:
         gaps = np.diff(times)[~is_first[1:]]
         return {
             "steps": len(self._times),
-            "ttft_ms": percentiles(times[firsts] - start, scale=1e3),
-            "itl_ms": percentiles(gaps, scale=1e3),
-            "ms_per_token": percentiles(tpot, scale=1e3)["p50"],
+            "ttft_ms": percentiles_ms(times[firsts] - start),
+            "itl_ms": percentiles_ms(gaps),
+            "ms_per_token": percentiles_ms(tpot)["p50"],
         }
 
 
@@ -107,7 +106,7 @@ def _run_workload(llm: LLM, workload: Workload, args: OfflineArgs) -> dict[str, 
     return {
         "workload": workload.name,
         "headline": workload.headline,
-        "requests": len(workload.items),
+        "requests": len(workload.requests),
         "prompt_tokens": workload.prompt_tokens,
         "output_tokens": workload.output_tokens,
         "repeats": repeats,
@@ -121,28 +120,16 @@ def generate(llm: LLM, workload: Workload, temperature: float) -> int:
     Raises `MinisglError` for a request with another number of tokens than asked for.
     """
     llm.scheduler.handle(FlushCacheMsg())
-    params = [
-        SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=item.output_len) for item in workload.items
-    ]
-    completions = llm.generate([item.prompt for item in workload.items], params)
-    for item, done in zip(workload.items, completions, strict=True):
-        if (len(item.prompt), item.output_len) != (done.prompt_tokens, len(done.token_ids)):
+    requests = workload.requests
+    params = [SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=r.output_len) for r in requests]
+    completions = llm.generate([r.prompt for r in requests], params)
+    for r, done in zip(requests, completions, strict=True):
+        if (len(r.prompt), r.output_len) != (done.prompt_tokens, len(done.token_ids)):
             raise MinisglError(
-                f"{workload.name}: asked for {len(item.prompt)} tokens in and {item.output_len} out, "
+                f"{workload.name}: asked for {len(r.prompt)} tokens in and {r.output_len} out, "
                 f"but the engine says {done.prompt_tokens} and {len(done.token_ids)}"
             )
     return sum(done.cached_tokens for done in completions)
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Hide the method `name` of `owner` behind `value` inside the block."""
-    assert name not in vars(owner), f"{name} is hidden already"
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name)
 
 
 def _measure(llm: LLM, workload: Workload, temperature: float) -> dict[str, Any]:
@@ -156,7 +143,7 @@ def _measure(llm: LLM, workload: Workload, temperature: float) -> dict[str, Any]
         send(msg)
 
     gc.collect()  # the last run's garbage is not this run's time
-    with replaced(llm.scheduler.io, "send", timed_send):
+    with patch.object(llm.scheduler.io, "send", timed_send):
         start = time.perf_counter()
         cached = generate(llm, workload, temperature)
         wall = time.perf_counter() - start

@@ -19,7 +19,7 @@ import uvloop
 
 from minisgl.bench.load import LoadGenerator, Samples, Window, served_model, summarize
 from minisgl.bench.report import format_table, plot_distribution, plot_throughput, provenance, shown
-from minisgl.bench.traffic import BACKGROUND, OnlineArgs, Point, Range, Request, make_points, uniform_requests
+from minisgl.bench.traffic import BACKGROUND, OnlineArgs, Point, Range, Request, make_points, random_requests
 from minisgl.errors import ConfigError, StartupError
 from minisgl.settings.sources import args_from_options
 
@@ -45,7 +45,7 @@ def run_online(args: OnlineArgs, options: dict[str, Any]) -> tuple[dict[str, Any
             ignore_eos=args.ignore_eos,
             timeout=args.timeout,
         )
-        warm_up = uniform_requests(args.warm_up, Range(64, 64), Range(8, 8), args.vocab, "warm-up")
+        warm_up = random_requests(args.warm_up, Range(64, 64), Range(8, 8), args.vocab, "warm-up")
         uvloop.run(generator.closed(map(generator.job, warm_up), max(1, args.warm_up)))
         results = []
         samples = {}
@@ -65,7 +65,7 @@ def run_online(args: OnlineArgs, options: dict[str, Any]) -> tuple[dict[str, Any
 
 def _measure(point: Point, args: OnlineArgs, generator: LoadGenerator) -> tuple[dict[str, Any], Samples]:
     def background(number: int) -> Request:
-        return uniform_requests(1, *BACKGROUND, args.vocab, f"{args.seed} background {number}")[0]
+        return random_requests(1, *BACKGROUND, args.vocab, f"{args.seed} background {number}")[0]
 
     jobs = list(map(generator.job, point.requests))
     gc.collect()

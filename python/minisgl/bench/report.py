@@ -21,16 +21,14 @@ import numpy.typing as npt
 from minisgl.errors import ConfigError
 from minisgl.launch.environment import cpu_name
 
-Numbers = Sequence[float] | npt.NDArray[np.float64]
 
-
-def percentiles(values: Numbers, qs: Sequence[int] = (50, 90, 99), scale: float = 1.0) -> dict[str, float | None]:
-    """{"p50": ..., "mean": ...} of `values` times `scale`, linear between neighbours; None without values."""
-    if not len(values):
-        return dict.fromkeys([*(f"p{q}" for q in qs), "mean"])
-    scaled = np.asarray(values, np.float64) * scale
-    figures: dict[str, float | None] = {f"p{q}": float(np.percentile(scaled, q)) for q in qs}
-    return figures | {"mean": float(scaled.mean())}
+def percentiles_ms(seconds: Sequence[float] | npt.NDArray[np.float64]) -> dict[str, float | None]:
+    """Return p50, p90, p99 (linear between neighbours) and mean in milliseconds; None without values."""
+    if not len(seconds):
+        return dict.fromkeys(("p50", "p90", "p99", "mean"))
+    ms = np.asarray(seconds, np.float64) * 1e3
+    p50, p90, p99 = np.percentile(ms, (50, 90, 99)).tolist()
+    return {"p50": p50, "p90": p90, "p99": p99, "mean": float(ms.mean())}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -51,11 +53,28 @@ class Range:
         return lengths
 
     def draw(self, rng: random.Random) -> int:
+        """Draw a uniform length."""
         return rng.randint(self.low, self.high)
 
     def clip(self, n: float) -> int:
         return int(min(max(n, self.low), self.high))
 
+
+@dataclass(frozen=True)
+class LogNormal:
+    """Log-normal lengths with this mean and standard deviation, clipped to `limits`."""
+
+    mean: float
+    deviation: float
+    limits: Range
+
+    def draw(self, rng: random.Random) -> int:
+        # sigma^2 = ln(1 + (deviation / mean)^2) and mu = ln(mean) - sigma^2 / 2
+        variance = math.log1p((self.deviation / self.mean) ** 2)
+        return self.limits.clip(rng.lognormvariate(math.log(self.mean) - variance / 2, math.sqrt(variance)))
+
+
+Lengths = Range | LogNormal
 
 BACKGROUND: Final = (Range(128, 128), Range(1024, 1024))  # long outputs, so that a stream outlasts the burst
 
@@ -146,14 +165,16 @@ def make_points(args: OnlineArgs) -> list[Point]:
     assert n is not None, "a pattern without a number of requests"
     if args.pattern == "closed":
         return [
-            Point(f"{s} streams", uniform_requests(n, inputs, outputs, vocab, f"{args.seed} closed {s}"), streams=s)
+            Point(f"{s} streams", random_requests(n, inputs, outputs, vocab, f"{args.seed} closed {s}"), streams=s)
             for s in _positive(args.streams, int, "--streams")
         ]
     if args.pattern == "burst":
-        return [Point(f"{n} at once", uniform_requests(n, inputs, outputs, vocab, f"{args.seed} burst"))]
-    make = sharegpt_requests if args.pattern == "sharegpt" else uniform_requests
+        return [Point(f"{n} at once", random_requests(n, inputs, outputs, vocab, f"{args.seed} burst"))]
+    drawn: tuple[Lengths, Lengths] = inputs, outputs
+    if args.pattern == "sharegpt":
+        drawn = LogNormal(*SHAREGPT_IN, inputs), LogNormal(*SHAREGPT_OUT, outputs)
     return [
-        Point(f"{rate:g}/s", make(n, inputs, outputs, vocab, f"{args.seed} {rate}", rate), offered=rate)
+        Point(f"{rate:g}/s", random_requests(n, *drawn, vocab, f"{args.seed} {rate}", rate), offered=rate)
         for rate in _positive(args.rates or own.rates, float, "--rates")
     ]
 
@@ -173,45 +194,21 @@ def random_prompt(rng: random.Random, length: int, vocab: int) -> list[int]:
     return rng.choices(range(vocab), k=length)
 
 
-def uniform_requests(
-    n: int, inputs: Range, outputs: Range, vocab: int, seed: str, rate: float | None = None
+def random_requests(
+    n: int, inputs: Lengths, outputs: Lengths, vocab: int, seed: str, rate: float | None = None
 ) -> list[Request]:
-    """`n` requests with uniform lengths; with a `rate` (requests per second), arrivals are a Poisson process."""
+    """`n` requests with random lengths; with a `rate` (requests per second), arrivals are a Poisson process."""
     rng = random.Random(seed)
     times = poisson_times(rng, n, rate)
     return [Request(random_prompt(rng, inputs.draw(rng), vocab), outputs.draw(rng), at) for at in times]
 
 
-def sharegpt_requests(n: int, inputs: Range, outputs: Range, vocab: int, seed: str, rate: float) -> list[Request]:
-    """`n` requests with log-normal lengths as in ShareGPT, clipped to the ranges; arrivals are a Poisson process."""
-    rng = random.Random(seed)
-    times = poisson_times(rng, n, rate)
-    return [
-        Request(
-            random_prompt(rng, inputs.clip(_log_normal(rng, *SHAREGPT_IN)), vocab),
-            outputs.clip(_log_normal(rng, *SHAREGPT_OUT)),
-            at,
-        )
-        for at in times
-    ]
-
-
-def poisson_times(rng: random.Random, n: int, rate: float | None) -> list[float | None]:
+def poisson_times(rng: random.Random, n: int, rate: float | None) -> Sequence[float | None]:
     """Arrival times with exponential gaps of mean 1/`rate` seconds, the first at 0; all None without a rate."""
     if rate is None:
         return [None] * n
-    times: list[float | None] = []
-    at = 0.0
-    for _ in range(n):
-        times.append(at)
-        at += rng.expovariate(rate)
-    return times
-
-
-def _log_normal(rng: random.Random, mean: float, deviation: float) -> float:
-    # sigma^2 = ln(1 + (deviation / mean)^2) and mu = ln(mean) - sigma^2 / 2
-    variance = math.log1p((deviation / mean) ** 2)
-    return rng.lognormvariate(math.log(mean) - variance / 2, math.sqrt(variance))
+    gaps = [rng.expovariate(rate) for _ in range(n)]
+    return list(itertools.accumulate(gaps, initial=0.0))[:n]
 
 
 def trace_requests(
@@ -254,7 +251,9 @@ def read_trace(path: str, limit: int | None) -> list[TraceRow]:
 def _trace_row(line: str, where: str) -> TraceRow:
     try:
         row: dict[str, Any] = json.loads(line)
-        at, n, out = float(row["timestamp"]), int(row["input_length"]), int(row["output_length"])
+        at = float(row["timestamp"])
+        n = int(row["input_length"])
+        out = int(row["output_length"])
         hash_ids = [int(h) for h in row.get("hash_ids", ())]
     except (ValueError, TypeError, KeyError, AttributeError) as e:
         raise ConfigError(

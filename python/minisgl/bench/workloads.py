@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from minisgl.bench.shapes import SHAPE_HELP
+from minisgl.bench.traffic import Request
 from minisgl.errors import ConfigError
 from minisgl.settings.options import Settings, option
 
@@ -15,14 +16,6 @@ ID_RANGE: Final = 10_000  # prompts are made of ids 0 to this, as in the public 
 MIN_LEN: Final = 100  # shortest prompt and output of workload A
 WARM_UP_OUT: Final = 16
 WARM_UP_SHIFT: Final = 7
-
-
-@dataclass(frozen=True)
-class Item:
-    """One request: token ids and the exact number of tokens to generate."""
-
-    prompt: list[int]
-    output_len: int
 
 
 @dataclass(frozen=True)
@@ -40,28 +33,28 @@ class Workload:
 
     name: str
     headline: str
-    items: list[Item]
+    requests: list[Request]
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(item.prompt) for item in self.items)
+        return sum(len(r.prompt) for r in self.requests)
 
     @property
     def output_tokens(self) -> int:
-        return sum(item.output_len for item in self.items)
+        return sum(r.output_len for r in self.requests)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest request, prompt and output together."""
-        return max(len(item.prompt) + item.output_len for item in self.items)
+        return max(len(r.prompt) + r.output_len for r in self.requests)
 
     def warm_up(self, vocab_size: int) -> Workload:
         """The same batch sizes with other token ids, so that the prefix cache does not help, and short outputs."""
-        items = [
-            Item([(i + WARM_UP_SHIFT) % vocab_size for i in item.prompt], min(item.output_len, WARM_UP_OUT))
-            for item in self.items
+        requests = [
+            Request([(i + WARM_UP_SHIFT) % vocab_size for i in r.prompt], min(r.output_len, WARM_UP_OUT))
+            for r in self.requests
         ]
-        return replace(self, items=items)
+        return replace(self, requests=requests)
 
 
 def _random_ids(rng: random.Random, n: int, vocab_size: int) -> list[int]:
@@ -69,35 +62,35 @@ def _random_ids(rng: random.Random, n: int, vocab_size: int) -> list[int]:
     return [rng.randint(0, ID_RANGE) % vocab_size for _ in range(n)]
 
 
-def _public(size: Size, vocab_size: int) -> list[Item]:
+def _public(size: Size, vocab_size: int) -> list[Request]:
     """The benchmark of nano-vllm and mini-sglang: first every prompt (its length, then its ids), then every output."""
     rng = random.Random(0)
     low = min(MIN_LEN, size.input_len)
     prompts = [_random_ids(rng, rng.randint(low, size.input_len), vocab_size) for _ in range(size.num_prompts)]
     low = min(MIN_LEN, size.output_len)
-    return [Item(prompt, rng.randint(low, size.output_len)) for prompt in prompts]
+    return [Request(prompt, rng.randint(low, size.output_len)) for prompt in prompts]
 
 
-def _fixed(size: Size, vocab_size: int) -> list[Item]:
+def _fixed(size: Size, vocab_size: int, common_len: int = 0) -> list[Request]:
+    """Requests of one size, whose prompts begin with the same `common_len` tokens."""
     rng = random.Random(0)
-    return [Item(_random_ids(rng, size.input_len, vocab_size), size.output_len) for _ in range(size.num_prompts)]
-
-
-def _shared(size: Size, vocab_size: int) -> list[Item]:
-    """Prompts with a common prefix of seven eighths of their length."""
-    rng = random.Random(0)
-    common = _random_ids(rng, size.input_len * 7 // 8, vocab_size)
+    common = _random_ids(rng, common_len, vocab_size)
     return [
-        Item(common + _random_ids(rng, size.input_len - len(common), vocab_size), size.output_len)
+        Request(common + _random_ids(rng, size.input_len - common_len, vocab_size), size.output_len)
         for _ in range(size.num_prompts)
     ]
+
+
+def _shared(size: Size, vocab_size: int) -> list[Request]:
+    """Prompts with a common prefix of seven eighths of their length."""
+    return _fixed(size, vocab_size, size.input_len * 7 // 8)
 
 
 @dataclass(frozen=True)
 class Kind:
     """How to make a workload: `size` holds unless flags say otherwise."""
 
-    make: Callable[[Size, int], list[Item]]
+    make: Callable[[Size, int], list[Request]]
     size: Size
     headline: str
     help: str

@@ -13,7 +13,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping
-from ctypes import POINTER, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -54,24 +54,17 @@ class NativeLibrary:
         self.path = path
         self.isa = isa
         library = ctypes.CDLL(str(path))
-        version = library.minisgl_layout_version
-        version.argtypes, version.restype = [], c_int64
-        if version() != LAYOUT_VERSION:
-            raise InvariantError(f"{path.name} reads plans of layout {version()}, and this is layout {LAYOUT_VERSION}")
-        self.create = library.minisgl_create
-        self.create.argtypes, self.create.restype = [POINTER(ModelSpec)], c_void_p
-        self.destroy = library.minisgl_destroy
-        self.destroy.argtypes, self.destroy.restype = [c_void_p], None
-        self.step = library.minisgl_step
-        self.step.argtypes, self.step.restype = [c_void_p, POINTER(StepPlan), c_void_p, c_void_p], None
-        self.logits = library.minisgl_logits
-        self.logits.argtypes, self.logits.restype = [c_void_p], c_void_p
-        self.pack = library.minisgl_pack
-        self.pack.argtypes, self.pack.restype = [c_void_p, c_int64, c_int64, c_int64], None
-        self.int8_size = library.minisgl_int8_size
-        self.int8_size.argtypes, self.int8_size.restype = [c_int64, c_int64], c_int64
-        self.quantize = library.minisgl_quantize
-        self.quantize.argtypes, self.quantize.restype = [c_void_p, c_int64, c_int64, c_int64, c_void_p], None
+        version = CFUNCTYPE(c_int64)(("minisgl_layout_version", library))()
+        if version != LAYOUT_VERSION:
+            raise InvariantError(f"{path.name} reads plans of layout {version}, and this is layout {LAYOUT_VERSION}")
+        # The first type is the result's.
+        self.create = CFUNCTYPE(c_void_p, POINTER(ModelSpec))(("minisgl_create", library))
+        self.destroy = CFUNCTYPE(None, c_void_p)(("minisgl_destroy", library))
+        self.step = CFUNCTYPE(None, c_void_p, POINTER(StepPlan), c_void_p, c_void_p)(("minisgl_step", library))
+        self.logits = CFUNCTYPE(c_void_p, c_void_p)(("minisgl_logits", library))
+        self.pack = CFUNCTYPE(None, c_void_p, c_int64, c_int64, c_int64)(("minisgl_pack", library))
+        self.int8_size = CFUNCTYPE(c_int64, c_int64, c_int64)(("minisgl_int8_size", library))
+        self.quantize = CFUNCTYPE(None, c_void_p, c_int64, c_int64, c_int64, c_void_p)(("minisgl_quantize", library))
 
 
 def load_native() -> NativeLibrary:

@@ -35,9 +35,10 @@ def pack_weights(model: LlamaForCausalLM, library: NativeLibrary, quantizes: boo
     item = embedding.itemsize
     places = _zeros([library.int8_size(*shape) if quantizes else math.prod(shape) * item for shape in shapes])
     for (rows, cols), weight, place in zip(shapes, matrices, places, strict=True):
-        packed, is_bf16, missing = place.view(weight.dtype), weight.dtype is torch.bfloat16, rows - len(weight)
+        packed = place.view(weight.dtype)
+        is_bf16 = weight.dtype is torch.bfloat16
         if quantizes:
-            whole = F.pad(weight, (0, 0, 0, missing)) if missing else weight
+            whole = F.pad(weight, (0, 0, 0, rows - len(weight))) if rows > len(weight) else weight
             library.quantize(whole.data_ptr(), is_bf16, rows, cols, packed.data_ptr())
         else:
             packed = packed.view(rows, cols)[: len(weight)]

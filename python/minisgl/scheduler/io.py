@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
+from minisgl.layout import NO_INTS
 from minisgl.message import (
     BackendMsg,
     DetokenizeMsg,
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Index, Rows
 
-NO_UIDS = np.empty(0, "<i8")
-NO_TOKENS = np.empty(0, np.int32)
+NO_UIDS: Final = np.empty(0, "<i8")
 
 
 class SchedulerIO(Protocol):
@@ -154,7 +154,7 @@ class Replies:
     def flush(self) -> None:
         """Send the endings that came without tokens."""
         if self._finished:
-            self.send(NO_UIDS, NO_TOKENS)
+            self.send(NO_UIDS, NO_INTS)
 
 
 def _logprobs(req: Req, columns: Ints) -> LogprobColumns:

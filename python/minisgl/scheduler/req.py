@@ -96,7 +96,7 @@ class Admission:
         self.max_queued = config.max_queued_requests
         self._sampling_seed = config.sampling_seed
         self._pool_tokens = pool_tokens + 1  # the last token needs no K/V
-        self._max_tokens = min(limits.max_model_len, self._pool_tokens)
+        self.max_tokens = min(limits.max_model_len, self._pool_tokens)  # of a request, prompt and output together
         self._arrivals = 0
 
     def output_budget(self, msg: UserMsg) -> int:
@@ -110,7 +110,7 @@ class Admission:
                 param=params.length_field,
                 code="context_length_exceeded",
             )
-        return self._max_tokens - prompt_len if params.max_tokens is None else wanted
+        return self.max_tokens - prompt_len if params.max_tokens is None else wanted
 
     def admit(self, msg: UserMsg, num_queued: int) -> Req:
         """Make the request that `msg` asks for; raises `RequestError` if it can never fit or the queue is full."""

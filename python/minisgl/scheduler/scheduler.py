@@ -71,7 +71,7 @@ class Scheduler:
         self.depth = int(overlap and not is_overlap_disabled())
         limits, pool_tokens = engine.limits, engine.num_pages * engine.page_size
         self.admission = Admission(config, limits, pool_tokens)
-        max_tokens = min(limits.max_model_len, pool_tokens + 1)
+        max_tokens = self.admission.max_tokens
         self.rows = Rows(
             engine.max_running_requests, max_tokens, engine.page_size, limits.vocab_size, engine.eos_token_ids
         )

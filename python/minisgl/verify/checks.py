@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import gc
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+from unittest.mock import patch
 
 import torch
 
+from minisgl.errors import ConfigError
 from minisgl.message import FlushCacheMsg
 from minisgl.params import SamplingParams
 from minisgl.verify.steps import Span, Stepper, engine_of, stepper_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
     from minisgl.llm.completions import Completion
     from minisgl.llm.llm import LLM
-    from minisgl.verify.reference import Reference
 
 FLOAT32_LIMIT: Final = 1e-4
 """Relative to the largest logit. float32 rounds to 6e-8; the layers of 15 random models made that 1e-6 to 4e-6
@@ -77,6 +80,49 @@ class Texts:
         return [self.a, self.b, self.c, self.joined]
 
 
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Logits [length, V] float32 on the host of some sequences, each computed as one prompt."""
+
+    sequences: list[list[int]]
+    logits: list[Tensor]
+
+    def after(self, prefix: list[int]) -> Tensor:
+        """Logits [V] float32 after `prefix`, with which one of the sequences must begin."""
+        index = next(i for i, s in enumerate(self.sequences) if s[: len(prefix)] == prefix)
+        return self.logits[index][len(prefix) - 1]
+
+
+@torch.inference_mode()
+def reference(folder: Path, sequences: list[list[int]], dtype: torch.dtype, device: torch.device) -> Reference:
+    """Compute the logits with transformers, weights and computation in `dtype`; the model is freed afterwards.
+
+    Raises `ConfigError` when transformers cannot load the checkpoint.
+    """
+    model = _load(folder, dtype).to(device).eval()
+    logits = [model(torch.tensor([ids], device=device)).logits[0].float().cpu() for ids in sequences]
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()  # without effect on a CPU
+    return Reference(sequences, logits)
+
+
+def _load(folder: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        # In `dtype` from the start: converting the model later would round its rotary frequencies, too.
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="eager", local_files_only=True, use_safetensors=True
+        )
+    except Exception as e:  # of many kinds: an unknown architecture, a missing package, a broken file
+        cause = str(e).strip().partition("\n")[0]
+        raise ConfigError(f"transformers cannot load {folder} ({type(e).__name__}: {cause})") from e
+
+
 def prefill(stepper: Stepper, t: Texts) -> list[Case]:
     """Whole prompts, one per step."""
     lengths = [max(1, len(t.a) * (i + 1) // PREFIXES) for i in range(PREFIXES)]
@@ -116,7 +162,9 @@ def prefix_hit(stepper: Stepper, t: Texts) -> list[Case]:
 
 def mixed(stepper: Stepper, t: Texts) -> list[Case]:
     """One step of a decoding sequence, a prompt, a first and a last chunk of prompts; then two sequences decode."""
-    a, b, c = len(t.a) // 2, max(1, len(t.b) - 4), len(t.c) // 2
+    a = len(t.a) // 2
+    b = max(1, len(t.b) - 4)
+    c = len(t.c) // 2
     stepper.step([Span(0, 0, t.a[:a]), Span(1, 0, t.c[:c], samples=False)])
     steps = [[Span(0, a, [t.a[a]]), Span(2, 0, t.b[:b]), Span(3, 0, t.a[:a], samples=False), Span(1, c, t.c[c:])]]
     steps += [[Span(2, i, [t.b[i]]), Span(0, a + 1 + n, [t.a[a + 1 + n]])] for n, i in enumerate(range(b, len(t.b)))]
@@ -197,17 +245,6 @@ def compare(
     return Result(name, f"{len(prompts)} outputs", figure, f"{tie:.0e} apart", max(gaps, default=0.0) <= tie)
 
 
-@contextmanager
-def changed(owner: object, name: str, value: object) -> Iterator[None]:
-    """Set the attribute `name` of `owner` to `value` inside the block."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 def check_tokens(llm: LLM, prompts: list[list[int]], tie: float, others: dict[str, list[Completion]]) -> list[Result]:
     """Compare the engine's outputs with a filled cache, with overlap switched, without graphs, and with `others`."""
     gap = logit_gap(llm)
@@ -218,10 +255,10 @@ def check_tokens(llm: LLM, prompts: list[list[int]], tie: float, others: dict[st
         results = [compare("cached = cold", prompts, base, again, gap, tie)]
     else:
         results = [Result("cached = cold", "-", "no prefix was found in the cache (--cache naive?)", "-", None)]
-    with changed(llm.scheduler, "depth", 1 - depth):
+    with patch.object(llm.scheduler, "depth", 1 - depth):
         results.append(compare("overlap on = off", prompts, base, generate(llm, prompts), gap, tie))
     if len(engine.runners) > 1:
-        with changed(engine, "runners", engine.runners[-1:]):
+        with patch.object(engine, "runners", engine.runners[-1:]):
             results.append(compare("graph = eager", prompts, base, generate(llm, prompts), gap, tie))
     else:
         results.append(Result("graph = eager", "-", "no graphs on this device or with these settings", "-", None))

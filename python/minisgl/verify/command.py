@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
@@ -15,8 +16,18 @@ from minisgl.llm.completions import Completion
 from minisgl.llm.llm import LLM
 from minisgl.settings.options import SchedulerConfig, build_config
 from minisgl.tokenizer.tokenize import load_tokenizer
-from minisgl.verify.checks import TIES, TOKENS, WAYS, Result, Texts, check_logits, check_tokens, generate
-from minisgl.verify.reference import Reference, has_transformers, reference
+from minisgl.verify.checks import (
+    TIES,
+    TOKENS,
+    WAYS,
+    Reference,
+    Result,
+    Texts,
+    check_logits,
+    check_tokens,
+    generate,
+    reference,
+)
 from minisgl.verify.steps import engine_of, stepper_of
 
 ROWS: Final = 16
@@ -100,7 +111,7 @@ def _by_ranks(options: dict[str, Any], prompts: list[list[int]]) -> list[Complet
 
 def _references(spec: EngineSpec, texts: Texts, device: torch.device) -> tuple[Reference | None, Reference | None]:
     """transformers' logits in float32, and in our dtype if that is another; None without transformers."""
-    if not has_transformers():
+    if find_spec("transformers") is None:
         return None, None
     exact = reference(spec.folder, texts.sequences, torch.float32, device)
     if spec.dtype is torch.float32:

@@ -10,14 +10,16 @@ import pytest
 
 from minisgl.bench.traffic import (
     BLOCK,
+    SHAREGPT_IN,
+    SHAREGPT_OUT,
+    LogNormal,
     OnlineArgs,
     Range,
     block_prompt,
     make_points,
+    random_requests,
     read_trace,
-    sharegpt_requests,
     trace_requests,
-    uniform_requests,
 )
 from minisgl.errors import ConfigError
 
@@ -82,17 +84,17 @@ def test_broken_traces_are_refused(tmp_path: Path, text: str, message: str) -> N
 
 
 def test_lengths_and_arrivals() -> None:
-    requests = uniform_requests(2000, Range(100, 1024), Range(100, 512), 50, "x", rate=10.0)
+    requests = random_requests(2000, Range(100, 1024), Range(100, 512), 50, "x", rate=10.0)
     assert {len(r.prompt) for r in requests} <= set(range(100, 1025))
     assert max(r.output_len for r in requests) == 512 and max(max(r.prompt) for r in requests) < 50
     times = [r.at or 0.0 for r in requests]
     assert times == sorted(times) and times[0] == 0 and times[-1] == pytest.approx(200, rel=0.1)
-    assert uniform_requests(3, ANY, ANY, 50, "x")[0].at is None
-    assert requests == uniform_requests(2000, Range(100, 1024), Range(100, 512), 50, "x", rate=10.0)
+    assert random_requests(3, ANY, ANY, 50, "x")[0].at is None
+    assert requests == random_requests(2000, Range(100, 1024), Range(100, 512), 50, "x", rate=10.0)
 
 
 def test_sharegpt_lengths_have_the_published_means() -> None:
-    requests = sharegpt_requests(4000, ANY, ANY, 50, "x", rate=1.0)
+    requests = random_requests(4000, LogNormal(*SHAREGPT_IN, ANY), LogNormal(*SHAREGPT_OUT, ANY), 50, "x", rate=1.0)
     inputs, outputs = [len(r.prompt) for r in requests], [r.output_len for r in requests]
     assert sum(inputs) / 4000 == pytest.approx(246, rel=0.1) and sum(outputs) / 4000 == pytest.approx(322, rel=0.1)
     assert sorted(inputs)[2000] == pytest.approx(101, rel=0.1)  # the median of a skewed distribution is far below

@@ -21,12 +21,14 @@ def make_workload(name: str, vocab_size: int, **sizes: int) -> Workload:
 
 def test_workload_a_is_the_public_benchmark() -> None:
     a = make_workload("a", 151936)
-    assert (len(a.items), a.prompt_tokens, a.output_tokens) == (256, 142_827, 133_966)
-    assert max(item.output_len for item in a.items) == 1024  # so 1,023 decode steps
-    assert max(max(item.prompt) for item in a.items) == 10_000
+    assert (len(a.requests), a.prompt_tokens, a.output_tokens) == (256, 142_827, 133_966)
+    assert max(item.output_len for item in a.requests) == 1024  # so 1,023 decode steps
+    assert max(max(item.prompt) for item in a.requests) == 10_000
     small = make_workload("a", 4096)
-    assert [(len(i.prompt), i.output_len) for i in small.items] == [(len(i.prompt), i.output_len) for i in a.items]
-    assert max(max(item.prompt) for item in small.items) < 4096
+    assert [(len(i.prompt), i.output_len) for i in small.requests] == [
+        (len(i.prompt), i.output_len) for i in a.requests
+    ]
+    assert max(max(item.prompt) for item in small.requests) < 4096
 
 
 @pytest.mark.parametrize(
@@ -35,21 +37,21 @@ def test_workload_a_is_the_public_benchmark() -> None:
 )
 def test_sizes(name: str, requests: int, tokens_in: int, tokens_out: int) -> None:
     workload = make_workload(name, 4096)
-    assert (len(workload.items), workload.prompt_tokens, workload.output_tokens) == (requests, tokens_in, tokens_out)
+    assert (len(workload.requests), workload.prompt_tokens, workload.output_tokens) == (requests, tokens_in, tokens_out)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_sizes_scale_and_warm_up_is_different(name: str) -> None:
     workload = make_workload(name, 100, num_prompts=3, input_len=20, output_len=18)
-    assert len(workload.items) == 3 and workload.longest == 38
+    assert len(workload.requests) == 3 and workload.longest == 38
     warm = workload.warm_up(100)
-    for item, other in zip(workload.items, warm.items, strict=True):
+    for item, other in zip(workload.requests, warm.requests, strict=True):
         assert len(item.prompt) == len(other.prompt) and other.output_len == 16
         assert all(a != b for a, b in zip(item.prompt, other.prompt, strict=True))
 
 
 def test_the_shared_workload_shares() -> None:
-    first, second, *_ = make_workload("shared", 4096).items
+    first, second, *_ = make_workload("shared", 4096).requests
     assert first.prompt[:896] == second.prompt[:896] and first.prompt[896:] != second.prompt[896:]
 
 

@@ -14,9 +14,8 @@ from minisgl.engine.config import resolve
 from minisgl.errors import ConfigError
 from minisgl.llm.completions import Completion
 from minisgl.settings.options import EngineConfig
-from minisgl.verify.checks import FLOAT32_LIMIT, HALF_FACTOR, WAYS, Texts, check_logits, compare
+from minisgl.verify.checks import FLOAT32_LIMIT, HALF_FACTOR, WAYS, Reference, Texts, check_logits, compare
 from minisgl.verify.command import make_texts, verify
-from minisgl.verify.reference import Reference
 
 
 def exact_and_off(*relative: float) -> tuple[list[tuple[list[int], torch.Tensor]], Reference]:
