@@ -1,6 +1,6 @@
 """Times NCCL through ctypes (PyNCCL) beside NCCL through torch: all-reduce and all-gather, captured and eager.
 
-    PYTHONPATH=python python benchmark/nccl.py [--ranks 2] [--hidden 5120] [--rows 1 64 256 2048] [--json FILE]
+    PYTHONPATH=python python benchmark/nccl.py [--ranks N] [--hidden 5120] [--rows 1 64 256 2048] [--json FILE]
 
 Starts its own ranks, one for each GPU. Tensors are [rows, hidden] bfloat16, the output of an all-gather is
 [ranks, rows, hidden]. `graph` is one of 20 calls captured in a CUDA graph, `eager` one of 20 calls in a loop, timed on
@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing as mp
-import os
 import statistics
 import sys
-import tempfile
 import time
-import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ranks import parse_args, run_ranks, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +33,7 @@ WAYS = ("pynccl", "torch")
 
 
 def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
-    """Check, then time; rank 0 writes its figures to `folder`."""
+    """Check, then time; rank 0 saves its figures."""
     import torch
     from torch.distributed import FileStore, PrefixStore
 
@@ -83,7 +80,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
                 del graph
             figures[f"capture {name}"] = {"ms": statistics.median(times)}
     if rank == 0:
-        (Path(folder) / "state").write_text(json.dumps(state))
+        save(folder, state)
     torch.cuda.synchronize()
     comms["torch"].all_gather_int(0)
 
@@ -170,37 +167,6 @@ def time_calls(
     return {name: {kind: statistics.median(v) for kind, v in kinds.items()} for name, kinds in times.items()}
 
 
-def guarded(rank: int, args: argparse.Namespace, folder: str) -> None:
-    try:
-        run_rank(rank, args, folder)
-    except BaseException:
-        print(f"rank {rank}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        os._exit(1)  # do not wait for collectives that never end
-    os._exit(0)
-
-
-def run(args: argparse.Namespace, folder: str) -> str | None:
-    """Start the ranks and wait for their end; return a description of the failure, if any."""
-    context, end = mp.get_context("spawn"), time.monotonic() + args.seconds
-    ranks = [context.Process(target=guarded, args=(rank, args, folder)) for rank in range(args.ranks)]
-    try:
-        for process in ranks:
-            process.start()
-        while any(process.is_alive() for process in ranks):
-            time.sleep(0.1)
-            if any(process.exitcode for process in ranks):
-                time.sleep(3)  # the other ranks may still report
-                break
-            if time.monotonic() > end:
-                return f"not done after {args.seconds} s"
-        failed = {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode}
-        return f"ranks ended with codes {failed}" if failed else None
-    finally:
-        for process in ranks:
-            if process.pid is not None:
-                process.kill()
-
-
 def report(state: dict[str, Any], args: argparse.Namespace) -> None:
     print(
         f"{state['machine']} x{args.ranks}, torch {state['torch']}, NCCL {state['nccl']}, "
@@ -219,31 +185,18 @@ def report(state: dict[str, Any], args: argparse.Namespace) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=5120)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256, 2048])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=150, help="kill everything after this long")
-    parser.add_argument("--json", type=Path, default=None, help="write all figures to this file")
-    args = parser.parse_args()
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast can harm a host whose GPUs are shared
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    import torch
-
-    if not 2 <= args.ranks <= torch.cuda.device_count():
-        print(f"needs 2 to {torch.cuda.device_count()} ranks on the GPUs of this host, not {args.ranks}")
-        return 2
-    with tempfile.TemporaryDirectory() as folder:
-        error = run(args, folder)
-        found = Path(folder) / "state"
-        if found.exists():
-            state = json.loads(found.read_text())
-            report(state, args)
-            if args.json is not None:
-                args.json.write_text(json.dumps(state, indent=1))
-        if error is not None:
-            print(f"failed: {error}")
-            return 1
+    args = parse_args(parser, seconds=150)
+    state, failure = run_ranks(run_rank, args)
+    if state is not None:
+        report(state, args)
+        if args.json is not None:
+            args.json.write_text(json.dumps(state, indent=1))
+    if failure is not None:
+        print(f"failed: {failure}")
+        return 1
     return 0
 
 

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing as mp
-import os
 import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
+
+from ranks import parse_args, run_ranks, save
 
 LINK = 450e3  # bytes per us that leave a GPU (the vendor's figure)
 ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096]
@@ -41,7 +38,7 @@ VARIANTS: dict[str, tuple[bool, int, int | None]] = {
 
 
 def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
-    """Check, then time; rank 0 writes what it has to `folder` after every size."""
+    """Check, then time; rank 0 saves its figures after every size."""
     import torch
     from torch.distributed import FileStore
 
@@ -72,10 +69,9 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     def nccl_add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         norm.add_rms_norm(comm.all_reduce(x), residual, weight, eps)
 
-    def save() -> None:
+    def save_figures() -> None:
         if rank == 0:
-            (Path(folder) / "new").write_text(json.dumps(state))
-            (Path(folder) / "new").rename(Path(folder) / "state")
+            save(folder, state)
 
     for rows in CHECKED_ROWS:
         parts = []
@@ -102,7 +98,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     torch.cuda.synchronize()
     comm.all_gather_int(0)
     assert (peer.inbox.words == EMPTY).all(), "the inbox is not empty after use"
-    save()
+    save_figures()
 
     for is_own in (True, False):  # own ones first, so that they are known whatever NCCL does
         for rows in args.rows:
@@ -122,51 +118,19 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
             for name, call in calls.items():
                 residual.zero_()
                 times[name] = graph_us(call, comm)
-                save()
+                save_figures()
 
     began = time.perf_counter()
     peer.measure(nccl_add_norm)
     state["measure_s"] = time.perf_counter() - began
     state["choices"] = [(choice.rows, choice.two_shot, choice.is_own) for choice in peer.choices]
-    save()
+    save_figures()
     torch.cuda.synchronize()
     comm.all_gather_int(0)
 
 
-def guarded(rank: int, args: argparse.Namespace, folder: str) -> None:
-    try:
-        run_rank(rank, args, folder)
-    except BaseException:
-        print(f"rank {rank}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        os._exit(1)  # do not wait for collectives that will never end
-    os._exit(0)
-
-
-def run(args: argparse.Namespace, folder: str) -> str | None:
-    """Start the ranks and see them end; what went wrong, if something did."""
-    context, end = mp.get_context("spawn"), time.monotonic() + args.seconds
-    ranks = [context.Process(target=guarded, args=(rank, args, folder)) for rank in range(args.ranks)]
-    try:
-        for process in ranks:
-            process.start()
-        while any(process.is_alive() for process in ranks):
-            time.sleep(0.1)
-            failed = {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode}
-            if failed:
-                time.sleep(3)  # the others may still say something
-                return f"ranks ended with codes {failed}"
-            if time.monotonic() > end:
-                return f"not done after {args.seconds} s"
-        failed = {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode}
-        return f"ranks ended with codes {failed}" if failed else None
-    finally:
-        for process in ranks:
-            if process.pid is not None:
-                process.kill()
-
-
 def report(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Print the table; one record a figure."""
+    """Print the table; return one record for each figure."""
     ranks, row_bytes = state["ranks"], state["hidden"] * 2
     widths = {name: max(9, len(name)) for name in [*VARIANTS, "sum only", "norm", "NCCL", "NCCL + norm"]}
     print(f"{state['machine']} x{ranks}, torch {state['torch']}, hidden {state['hidden']}, bfloat16; us a call")
@@ -196,33 +160,17 @@ def report(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=None, help="default: all GPUs")
     parser.add_argument("--hidden", type=int, default=5120)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--seconds", type=float, default=110, help="kill everything after this long")
-    parser.add_argument("--json", type=Path, default=None, help="write all figures here")
-    args = parser.parse_args()
-    # Not used here, and able to harm the host where several share its GPUs.
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    import torch
-
-    args.ranks = args.ranks or torch.cuda.device_count()
-    if not 2 <= args.ranks <= torch.cuda.device_count():
-        print(f"needs 2 to {torch.cuda.device_count()} ranks on the GPUs of this host, not {args.ranks}")
-        return 2
-    with tempfile.TemporaryDirectory() as folder:
-        error = run(args, folder)
-        found = Path(folder) / "state"
-        if found.exists():
-            state = json.loads(found.read_text())
-            records = report(state)
-            if args.json is not None:
-                args.json.write_text(json.dumps({**state, "error": error, "figures": records}, indent=1))
-        if error is not None:
-            print(f"failed: {error}")
-            return 1
+    args = parse_args(parser, seconds=110)
+    state, failure = run_ranks(run_rank, args)
+    if state is not None:
+        records = report(state)
+        if args.json is not None:
+            args.json.write_text(json.dumps({**state, "error": failure, "figures": records}, indent=1))
+    if failure is not None:
+        print(f"failed: {failure}")
+        return 1
     return 0
 
 

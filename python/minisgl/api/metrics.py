@@ -119,7 +119,9 @@ class Metrics:
         seconds = now - self._logged_at
         if seconds < LOG_INTERVAL_S:
             return
-        old, self._logged, self._logged_at = self._logged, stats, now
+        old = self._logged
+        self._logged = stats
+        self._logged_at = now
         prefill = stats.computed_prompt_tokens - old.computed_prompt_tokens
         decode = stats.generation_tokens - old.generation_tokens
         if not prefill and not decode:

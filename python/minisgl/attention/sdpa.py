@@ -81,7 +81,9 @@ class CpuAttention(AttentionBackend):
         head = np.arange(heads)[:, None]
         result = []
         for group in groups:
-            index, blocks, first = [], [], 0
+            index = []
+            blocks = []
+            first = 0
             for s in group:
                 pages = table[layout.rows_host[s], first_page[s] : first_page[s] + num_pages[s]]
                 index.append((pages * np.int64(heads) + head).reshape(-1))

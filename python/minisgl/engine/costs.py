@@ -14,7 +14,9 @@ from minisgl.layout import NO_PAGE_WRITES, Flag
 
 REPEATS = 3
 PIPELINED = 3  # steps in a row, as under load: each is launched while the one before is computed
-SMALL_CHUNK, LARGE_CHUNK, CHUNK_CONTEXT = 256, 2048, 8192
+SMALL_CHUNK = 256
+LARGE_CHUNK = 2048
+CHUNK_CONTEXT = 8192
 DECODE_ROWS, DECODE_CONTEXT = 64, 2048
 
 Run = Callable[[BatchPlan], Callable[[], object]]

@@ -50,7 +50,9 @@ def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
     All ranks take the count of the rank with the least memory. `parts.kv_cache` may be a single page: trial steps map
     every position to page 0. Raises `ConfigError` when no page fits, or when the ranks' free memory is too uneven.
     """
-    m, device, comm = spec.model, parts.device, parts.comm
+    m = spec.model
+    device = parts.device
+    comm = parts.comm
     page_bytes = parts.kv_cache.page_bytes
     weight_bytes = sum(p.tensor.nbytes for p in parts.model.parameters)
     runner, rows = base_runner(parts, spec), spec.max_running_requests

@@ -59,7 +59,10 @@ class LogitPenalties(PenaltyTables):
             self.masks[: len(masks)] = self._device.upload(masks)[0]
 
     def _fill(self, records: Ints) -> None:
-        heads, biases, prompts, outputs = [], [], [], []
+        heads = []
+        biases = []
+        prompts = []
+        outputs = []
         for head, (ids, bits, prompt, output) in _split(records):
             index = np.arange(len(ids), dtype=np.int32)
             heads.append(head)

@@ -195,7 +195,9 @@ class RadixCacheManager(PrefixCache):
         upper.ref_count = node.ref_count  # every lock at or below `node` passes through the upper part
         self._num_nodes += 1
         parent.children[upper.name] = upper
-        node.key, node.pages, node.parent = node.key[cut:].copy(), node.pages[at:].copy(), upper
+        node.key = node.key[cut:].copy()
+        node.pages = node.pages[at:].copy()
+        node.parent = upper
         node.name = self._name(node.key, upper, b"")
         upper.children[node.name] = node
         return upper

@@ -123,7 +123,10 @@ class NativeRunner:
         slots = _token_by_token(plan.slots)
         samples = np.cumsum((slots["flags"] & Flag.SAMPLES) != 0) - 1
         pass_of_slot = np.maximum(samples, 0) // rows_per_pass(self._vocab_size)
-        outs, special, special_logits, logprobs = [], [], [], []
+        outs = []
+        special = []
+        special_logits = []
+        logprobs = []
         rest = replace(plan, masks=NO_MASKS)
         for part in np.split(slots, np.flatnonzero(np.diff(pass_of_slot)) + 1):
             from_host = part[(part["flags"] & Flag.FROM_DEVICE) == 0]
@@ -184,7 +187,10 @@ class NativeRunner:
         return self._kept[-1].data_ptr()
 
     def _model_spec(self, spec: EngineSpec, threads: int) -> ModelSpec:
-        m, model, pool, state = spec.model, self.parts.model, self.parts.kv_cache, self.parts.state
+        m = spec.model
+        model = self.parts.model
+        pool = self.parts.kv_cache
+        state = self.parts.state
 
         decoder: Any = model.model  # of LlamaDecoderLayers with a GatedMLP, see `refusal`
         layers = self._layers = (LayerWeights * m.num_layers)()

@@ -216,7 +216,8 @@ def row_words(keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
     Positions of one key never share the first word, since each step that computes it is a bijection.
     """
-    low, high, position = keys & MASK32, (keys >> 32) & MASK32, positions.long() & MASK32
+    low, high = keys & MASK32, (keys >> 32) & MASK32
+    position = positions.long() & MASK32
     first = mix32(mix32((low + position * 0x9E3779B9) & MASK32) ^ high)
     second = mix32(mix32((high + position * 0x85EBCA6B) & MASK32) ^ low ^ 0x6A09E667)
     return first, second

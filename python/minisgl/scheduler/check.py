@@ -91,7 +91,9 @@ def _check_rows(scheduler: Scheduler) -> None:
 
 def _check_row(scheduler: Scheduler, req: Req) -> None:
     rows, row = scheduler.rows, req.row
-    cached, confirmed, limit = int(rows.cached_len[row]), int(rows.confirmed_len[row]), int(rows.limit[row])
+    cached = int(rows.cached_len[row])
+    confirmed = int(rows.confirmed_len[row])
+    limit = int(rows.limit[row])
     where = f"{req} with {cached} tokens cached, {confirmed} confirmed, limit {limit}"
     capacity = len(req.pages) * rows.page_size
     stored = int(rows.uid[row]), int(rows.max_len[row]), int(rows.flags[row])

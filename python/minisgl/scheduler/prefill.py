@@ -34,7 +34,10 @@ class GrowthEstimate:
     So the fraction decays while pages suffice and jumps after a preemption. Deterministic by construction.
     """
 
-    START, FLOOR, DECAY, JUMP = 0.5, 0.1, 0.999, 0.25
+    START = 0.5
+    FLOOR = 0.1
+    DECAY = 0.999
+    JUMP = 0.25
 
     def __init__(self) -> None:
         self.fraction = self.START

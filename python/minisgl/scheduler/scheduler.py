@@ -258,7 +258,8 @@ class Scheduler:
 
         Returns the rows [n], their tokens [n], and the indices of those that may have ended with these.
         """
-        rows, sampled, tokens = self.rows, step.sampled, result.tokens
+        rows = self.rows
+        sampled, tokens = step.sampled, result.tokens
         rows.retired = step.plan.step
         self.cache.lower_fences()
         is_live = rows.is_live[sampled]

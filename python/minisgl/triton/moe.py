@@ -269,7 +269,9 @@ DOWN_TILES: Final = (
 
 def pair_gate_up(x: Tensor, experts: Tensor, gate_up: Tensor, tile: GemvTile | None = None) -> Tensor:
     """x [T, H], experts [T, k], gate_up [E, 2I, H] -> [P, I]."""
-    top_k, n_out, n_in = experts.shape[1], gate_up.shape[1] // 2, x.shape[1]
+    top_k = experts.shape[1]
+    n_out = gate_up.shape[1] // 2
+    n_in = x.shape[1]
     pairs = experts.numel()
     out = empty((pairs, n_out), dtype=x.dtype, device=x.device)
     block_n, block_k, num_warps = tile or UP_TILE
@@ -283,7 +285,8 @@ def pair_gate_up(x: Tensor, experts: Tensor, gate_up: Tensor, tile: GemvTile | N
 
 def pair_down(hidden: Tensor, experts: Tensor, weights: Tensor, down: Tensor, tile: GemvTile | None = None) -> Tensor:
     """hidden [P, I], weights [T, k], down [E, H, I] -> [T, H]."""
-    (tokens, top_k), n_out, n_in = experts.shape, down.shape[1], down.shape[2]
+    tokens, top_k = experts.shape
+    n_out, n_in = down.shape[1:]
     out = empty((tokens, n_out), dtype=hidden.dtype, device=hidden.device)
     block_n, block_k, num_warps = tile or next(tile for max_inputs, tile in DOWN_TILES if n_in <= max_inputs)
     _down_gemv[(triton.cdiv(n_out, block_n), tokens)](

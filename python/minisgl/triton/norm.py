@@ -176,7 +176,8 @@ def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages:
     2.2 / 38 / 75 us on an H200; fewer warps and more heads a program are within 2 us of that (`benchmark/kernels/ops.py
     small`).
     """
-    tokens, num_kv_heads, page_size, dim = len(qkv), *pages.shape[2:]
+    tokens = len(qkv)
+    num_kv_heads, page_size, dim = pages.shape[2:]
     num_heads = qkv.shape[1] // dim - num_kv_heads * 2
     has_norm = heads.q_weight is not None
     block, kv_block = (min(triton.next_power_of_2(n), max(1, 1024 // dim)) for n in (num_heads, num_kv_heads))

@@ -44,7 +44,8 @@ def _mix(x):
 @triton.jit
 def row_words(key, position):
     """`ops.sampling.row_words` for one int64 key and one int32 position, in uint32."""
-    low, high, step = key.to(tl.uint32), (key >> 32).to(tl.uint32), position.to(tl.uint32)
+    low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    step = position.to(tl.uint32)
     a = _mix(_mix(low + step * 0x9E3779B9) ^ high)
     b = _mix(_mix(high + step * 0x85EBCA6B) ^ low ^ 0x6A09E667)
     return a, b

@@ -163,7 +163,9 @@ def _find_cuts(
     """One row a program. values and indices [S, 2, BLOCK] are scratch; counters are left at zero."""
     seq = tl.program_id(0)
     row = tl.load(rows_ptr + seq)
-    temperature, top_p, min_p = tl.load(temperature_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    temperature = tl.load(temperature_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
     top_k = tl.load(top_k_ptr + row)
     has_top_k = (top_k > 0) & (top_k < vocab_size)
     has_top_p = top_p < 1
