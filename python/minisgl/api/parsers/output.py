@@ -142,7 +142,7 @@ class OutputForms:
         grammar = self._grammar(request, params.grammar)
         if grammar is not None and reasoning is not None and is_opened:
             grammar = msgspec.structs.replace(grammar, after=reasoning.close)
-        skips_special = params.skip_special_tokens and not (tools is not None and tools.shows_special)
+        skips_special = params.skip_special_tokens and not (tools is not None and tools.is_special)
         params = msgspec.structs.replace(params, grammar=grammar, skip_special_tokens=skips_special)
         message = msgspec.structs.replace(message, sampling_params=params)
         if tools is None and reasoning is None:

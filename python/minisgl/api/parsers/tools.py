@@ -34,7 +34,7 @@ class ToolForm:
     """The form of a model family's calls: `open`, then JSON, then `close` (which may be empty).
 
     `is_bare`: JSON at the start of the answer is a call without a marker, if it names an offered tool; more calls may
-    follow after semicolons. `has_name_before`: the marker may be followed by `name[ARGS]{arguments}`. `shows_special`:
+    follow after semicolons. `has_name_before`: the marker may be followed by `name[ARGS]{arguments}`. `is_special`:
     the marker is a special token, which the detokenizer would hide. `forced` is the grammar of forced calls, with empty
     `calls` and the separator for several calls in `between`.
     """
@@ -43,7 +43,7 @@ class ToolForm:
     close: str = ""
     is_bare: bool = False
     has_name_before: bool = False
-    shows_special: bool = False
+    is_special: bool = False
     new_id: Callable[[], str] = _openai_id
     forced: ToolCalls = field(default_factory=lambda: ToolCalls([]))
     arguments: str = "arguments"
@@ -68,7 +68,7 @@ TOOL_FORMS: Final = {
     "mistral": ToolForm(
         "[TOOL_CALLS]",
         has_name_before=True,
-        shows_special=True,
+        is_special=True,
         new_id=_mistral_id,
         forced=ToolCalls([], special="[TOOL_CALLS]", begin="[", between=", ", end="]"),
     ),
