@@ -60,16 +60,16 @@ PREFILL: dict[str, Mix] = {
     "7 tokens@1000": [(7, 1000)],
 }
 FUSED = ((1, 256), (1, 600), (1, 4096), (2, 600), (4, 600), (8, 600), (16, 600), (32, 600), (64, 600))
-# Besides the backend's own choice, changes of its kernels' options.
+# Changes of the kernels' options beside the backend's default.
 DECODE_VARIANTS: dict[str, dict[str, int]] = {
-    "own": {},
+    "default": {},
     "4 stages": {"NUM_STAGES": 4},
     "7 stages": {"NUM_STAGES": 7},
     "4 warps": {"num_warps": 4},
 }
-FUSED_VARIANTS: dict[str, dict[str, int]] = {"own": {}, "4 warps": {"num_warps": 4}}
+FUSED_VARIANTS: dict[str, dict[str, int]] = {"default": {}, "4 warps": {"num_warps": 4}}
 PREFILL_VARIANTS: dict[str, dict[str, int]] = {
-    "own": {},
+    "default": {},
     "large": {"BLOCK_M": 128},
     "large, 255 registers": {"BLOCK_M": 128, "maxnreg": 255},
     "small": {"BLOCK_M": 64, "num_warps": 4, "maxnreg": 255},
@@ -135,7 +135,7 @@ class Setting:
         return SimpleNamespace(batch=self.batch, page_table=self.table, attn_metadata=plan, out_loc=self.out_loc)
 
     def with_changes(self, changes: dict[str, int], kind: str) -> Setting:
-        """The same inputs for a backend with another configuration."""
+        """Return the same inputs with a backend of another configuration."""
         attention = TritonAttention(self.attention.spec, load_ops("triton"))
         if kind == "prefill" and changes:
             kernel = {**attention._large.kernel, **changes}
@@ -148,7 +148,7 @@ class Setting:
         return Setting(**fields)
 
     def error(self) -> float:
-        """Relative to the reference, over all queries (of 64 sequences at most)."""
+        """Return the error relative to the reference, over the queries of up to 64 sequences."""
         out = self.attention.forward(self.q, self.pages[0], self.prepare())
         few = self.batch.layout.query_lens_host[:64].sum()
         layout = SimpleNamespace(
@@ -161,7 +161,7 @@ class Setting:
 
 
 def graph_us(step: Any, reps: int = 7) -> float:
-    """Median time of one captured `step`, warmed up."""
+    """Return the median time of a replay of `step`, after a warm-up."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -186,7 +186,7 @@ def plan_us(s: Setting) -> float:
 
 
 def forward_us(s: Setting, plan: float, fused: bool = False) -> float:
-    """One layer's attention, without the plan."""
+    """Time one layer's attention, without the plan."""
     times = max(1, -(-24 // len(s.pages)))
 
     def step() -> None:
@@ -224,7 +224,7 @@ def decode() -> None:
 
 
 def separate_us(s: Setting, plan: float) -> float:
-    """As `forward_us` with norm, RoPE and storage in a kernel of their own."""
+    """As `forward_us`, with norm, RoPE and K/V store in a kernel of their own."""
 
     def step() -> None:
         ctx = s.prepare()
@@ -235,7 +235,7 @@ def separate_us(s: Setting, plan: float) -> float:
 
 
 def chain_us(s: Setting, plan: float, weights: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """One row through the projections around attention too: all of them overlap by programmatic dependent launch."""
+    """Time one row with the projections around attention; all kernels overlap by programmatic dependent launch."""
 
     def step() -> None:
         ctx = s.prepare()
@@ -249,7 +249,7 @@ def chain_us(s: Setting, plan: float, weights: list[tuple[torch.Tensor, torch.Te
 
 
 def fused() -> None:
-    """Small decode batches: norm, RoPE and storage inside the attention kernel, or before it."""
+    """Time small decode batches with norm, RoPE and K/V store inside the attention kernel, or before it."""
     backend.FUSED_ROWS = 1000
     for model, num_heads in MODELS.items():
         hidden = {16: 1024, 32: 4096}[num_heads]
@@ -272,7 +272,7 @@ def prefill() -> None:
     for model, num_heads in MODELS.items():
         for name, mix in PREFILL.items():
             s = Setting.make(mix, num_heads)
-            products = sum(n * kv - n * (n - 1) // 2 for n, kv in mix) * 4 * DIM * num_heads
+            flops = sum(n * kv - n * (n - 1) // 2 for n, kv in mix) * 4 * DIM * num_heads
             plan, cells = plan_us(s), []
             for label, changes in PREFILL_VARIANTS.items():
                 v = s.with_changes(changes, "prefill")
@@ -280,7 +280,7 @@ def prefill() -> None:
                 us = forward_us(v, plan)
                 cells.append((us, f"{label} {us:.1f}" + ("" if error < 6e-3 else f" WRONG {error:.4f}")))
                 if not changes:
-                    own = f"{us:7.1f} us {products / us / 1e6:4.0f} TFLOP/s {error:.4f}"
+                    own = f"{us:7.1f} us {flops / us / 1e6:4.0f} TFLOP/s {error:.4f}"
             print(f"{model:5}{name:16} plan {plan:4.1f} {own} | " + ", ".join(c for _, c in sorted(cells)), flush=True)
             del s
             torch.cuda.empty_cache()
@@ -290,7 +290,7 @@ PARTS = {"decode": decode, "fused": fused, "prefill": prefill}
 
 
 def compile_some(index: int, count: int) -> None:
-    """Every count-th kernel of all variants, by a call on tiny inputs: fills Triton's cache on disk."""
+    """Compile every count-th kernel of all variants by a call on tiny inputs; the results stay in Triton's cache."""
     jobs = [
         (num_heads, kind, changes)
         for num_heads in MODELS.values()

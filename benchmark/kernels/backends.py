@@ -1,8 +1,8 @@
 """Times the attention backends side by side on a GPU: `python benchmark/kernels/backends.py [CELL ...]`.
 
 Needs the extras `fi` and `fa3`; what is missing is left out. One layer's attention is the median of graph replays over
-K/V that together exceed the L2, without the plan of the step. Behind it stands what the host spends: on the plan of a
-step, and on one layer where the calls are not captured in a graph (as those of fi and fa3 never are).
+K/V that together exceed the L2, without the plan of the step. Next to it is the host's time for the plan of a step, and
+for one layer outside a graph (calls of fi and fa3 are never captured).
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def host_us(call: Callable[[], Any], times: int = 20) -> float:
 
 
 def rate(mix: Mix, num_heads: int, us: float) -> str:
-    """Bandwidth of the K/V for decode, TFLOP/s inside the causal mask for prefill."""
+    """Return the K/V bandwidth of a decode step, or the TFLOP/s inside the causal mask of a prefill."""
     if all(n == 1 for n, _ in mix):
         floor = sum(kv for _, kv in mix) * 2 * KV_HEADS * DIM * 2 / READ * 1e6
         return f"{100 * floor / us:3.0f} %"
-    products = sum(n * kv - n * (n - 1) // 2 for n, kv in mix) * 4 * DIM * num_heads
-    return f"{products / us / 1e6:3.0f} TFLOP/s"
+    flops = sum(n * kv - n * (n - 1) // 2 for n, kv in mix) * 4 * DIM * num_heads
+    return f"{flops / us / 1e6:3.0f} TFLOP/s"
 
 
 def cell(backend: Any, own: Setting, name: str) -> str:

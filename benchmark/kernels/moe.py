@@ -1,12 +1,12 @@
-"""Times the mixture of experts on a GPU, whole and by kernel, beside its floor, and tries other tiles.
+"""Times the MoE op on a GPU, as a whole and by kernel, beside its floor, and tries other tiles.
 
     PYTHONPATH=python python benchmark/kernels/moe.py [SHAPE ...] [--sizes 1 16 256] [--limit SECONDS] [--own]
 
 Every result is checked against float32 first, with fresh inputs. Times are of nodes of a CUDA graph, over inputs that
 are routed to different experts. The floor is the larger of the bytes (weights of the distinct selected experts, x,
 logits, output) over 4,550 GB/s, the most that reading weights reached on an H200, and the operations over 742 TFLOP/s.
-The first run compiles in several processes. A product's tile is given as pairs, s where the weights are the M side,
-then rows of weights, inputs, stages, warps; a pair's as outputs, inputs, warps.
+The first run compiles in several processes. A GEMM's tile is given as BLOCK_M (s: the weights are the M side), then
+BLOCK_N, BLOCK_K, stages, warps; a GEMV's as BLOCK_N, BLOCK_K, warps.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SHAPES = {
 
 PAIR_UP = ((1, 1024, 4), (2, 1024, 4), (4, 1024, 4), (1, 512, 2), (2, 512, 2), (2, 256, 1))
 PAIR_DOWN = ((1, 256, 1), (2, 256, 1), (4, 256, 1), (1, 512, 2), (2, 512, 2), (1, 1024, 4))
-# By pairs of a tile and whether the weights are the M side: tiles to try for both products.
+# By pairs of a tile and whether the weights are the M side: tiles to try for both GEMMs.
 SMALL = ((64, 128, 4, 4), (64, 128, 3, 4), (64, 64, 4, 4), (128, 64, 4, 4), (128, 128, 3, 8))
 TILES: dict[tuple[int, bool], tuple[tuple[int, int, int, int], ...]] = {
     (16, True): (*SMALL, (64, 128, 2, 4), (64, 64, 6, 4), (128, 128, 3, 4)),
@@ -68,7 +68,7 @@ TILES: dict[tuple[int, bool], tuple[tuple[int, int, int, int], ...]] = {
 
 
 def layouts(pairs_per_expert: float) -> list[tuple[int, bool]]:
-    """Those keys of `TILES` that may suit a mean number of pairs."""
+    """Return the keys of `TILES` that may suit a mean number of pairs."""
     limits = [(4, [16]), (12, [16, 32]), (40, [16, 32, 64]), (200, [32, 64, 128]), (1e9, [64, 128])]
     rows = next(rows for most, rows in limits if pairs_per_expert <= most)
     return [key for key in TILES if key[0] in rows]
@@ -94,7 +94,7 @@ class Inputs(NamedTuple):
 
 
 def error(shape: Shape, inputs: Inputs, weights: Weights) -> float:
-    """Of the op, against the reference in float32 on the experts of the logits as they are."""
+    """Return the relative error of the op against the reference in float32, with the same routing."""
     got = moe(*inputs, *weights, shape.top_k, True)
     want = reference.moe(inputs.x.float(), inputs.logits, *exact(weights), shape.top_k, True)
     return relative(got, want)
@@ -105,7 +105,7 @@ def exact(weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def floor_us(shape: Shape, sets: list[Inputs]) -> tuple[float, float, float]:
-    """(floor, bytes, operations) of one call, the mean over the sets."""
+    """Return (floor, bytes, operations) of one call, the mean over the sets."""
     hidden, size, experts, top_k = shape
     tokens = len(sets[0].x)
     distinct = sum(len(s.logits.float().topk(top_k).indices.unique()) for s in sets) / len(sets)
@@ -115,7 +115,7 @@ def floor_us(shape: Shape, sets: list[Inputs]) -> tuple[float, float, float]:
 
 
 def timed(calls: list[Callable[[], object]], guess: float) -> float:
-    """About 4 ms of device time a replay."""
+    """Return us a call, with about 4 ms of device time a replay."""
     nodes = max(len(calls), min(48, int(4000 / guess)))
     return time_us(calls, nodes, repeats=5)
 
@@ -145,20 +145,20 @@ def measure(title: str, shape: Shape, tokens: int, weights: Weights, everything:
 
 
 def parts(shape: Shape, sets: list[Inputs], weights: Weights, floor: float) -> Iterator[str]:
-    """The kernels one by one, in all tiles to try."""
+    """Time the kernels one by one, with all tiles to try."""
     top_k, tokens = shape.top_k, len(sets[0].x)
     if tokens <= PAIR_SIZES:
-        chosen = [route(s.logits, top_k, True) for s in sets]
-        hidden = [pair_gate_up(s.x, e, weights.gate_up) for s, (e, _) in zip(sets, chosen, strict=True)]
+        routed = [route(s.logits, top_k, True) for s in sets]
+        hidden = [pair_gate_up(s.x, e, weights.gate_up) for s, (e, _) in zip(sets, routed, strict=True)]
         routing = timed([partial(route, s.logits, top_k, True) for s in sets], 3)
         up, down = {}, {}
         for tile in map(GemvTile._make, PAIR_UP):
             calls = [
-                partial(pair_gate_up, s.x, e, weights.gate_up, tile) for s, (e, _) in zip(sets, chosen, strict=True)
+                partial(pair_gate_up, s.x, e, weights.gate_up, tile) for s, (e, _) in zip(sets, routed, strict=True)
             ]
             up[",".join(map(str, tile))] = timed(calls, floor)
         for tile in map(GemvTile._make, PAIR_DOWN):
-            calls = [partial(pair_down, h, *c, weights.down, tile) for h, c in zip(hidden, chosen, strict=True)]
+            calls = [partial(pair_down, h, *c, weights.down, tile) for h, c in zip(hidden, routed, strict=True)]
             down[",".join(map(str, tile))] = timed(calls, floor)
         total = routing + min(up.values()) + min(down.values())
         yield f"pairs  best {total:8.1f} | route {routing:.1f} | up {best(up)} | down {best(down)}"
@@ -169,15 +169,14 @@ def parts(shape: Shape, sets: list[Inputs], weights: Weights, floor: float) -> I
         made: list[tuple[torch.Tensor, torch.Tensor]] = []
         for key in (key for key in TILES if key[0] == rows):
             for tile in map(GemmTile._make, TILES[key]):
-                product = partial(grouped_gemm, top_k=top_k, tile=tile, swap_ab=key[1])
+                gemm = partial(grouped_gemm, top_k=top_k, tile=tile, swap_ab=key[1])
                 ups = [
-                    partial(product, s.x, weights.gate_up, li, is_gated=True)
+                    partial(gemm, s.x, weights.gate_up, li, is_gated=True)
                     for s, (_, li) in zip(sets, lists, strict=True)
                 ]
                 hidden = [call() for call in ups]
                 downs = [
-                    partial(product, h, weights.down, li, is_gated=False)
-                    for h, (_, li) in zip(hidden, lists, strict=True)
+                    partial(gemm, h, weights.down, li, is_gated=False) for h, (_, li) in zip(hidden, lists, strict=True)
                 ]
                 made.append((hidden[0], downs[0]()))
                 up[name(rows, key[1], tile)] = timed(ups, floor)
@@ -200,25 +199,25 @@ def compile_jobs(shapes: list[str], sizes: list[int], everything: bool) -> Itera
         configs += [
             (rows, swap, tile, tile) for (rows, swap), tiles in TILES.items() for tile in map(GemmTile._make, tiles)
         ]
-    products = set()
+    gemm_keys = set()
     for shape in (SHAPES[s] for s in shapes):
         for rows, swap, up, down in configs:
-            products.add((shape.top_k, rows, swap, up, True, shape.hidden % up.block_k == 0))
-            products.add((shape.top_k, rows, swap, down, False, shape.size % down.block_k == 0))
+            gemm_keys.add((shape.top_k, rows, swap, up, True, shape.hidden % up.block_k == 0))
+            gemm_keys.add((shape.top_k, rows, swap, down, False, shape.size % down.block_k == 0))
         for tokens in sizes:
             for rows in {c[0] for c in configs}:
                 yield partial(
                     lambda s, t, r: route_and_list(randn(t, s.experts), s.top_k, True, r), shape, tokens, rows
                 )
         for tile in map(GemvTile._make, PAIR_UP) if everything else [None]:
-            yield partial(pair, shape, tile, None)
+            yield partial(compile_gemvs, shape, tile, None)
         for tile in map(GemvTile._make, PAIR_DOWN) if everything else []:
-            yield partial(pair, shape, None, tile)
-    for item in sorted(products, key=str):
-        yield partial(one_product, *item)
+            yield partial(compile_gemvs, shape, None, tile)
+    for item in sorted(gemm_keys, key=str):
+        yield partial(compile_gemms, *item)
 
 
-def pair(shape: Shape, up: GemvTile | None, down: GemvTile | None) -> None:
+def compile_gemvs(shape: Shape, up: GemvTile | None, down: GemvTile | None) -> None:
     few = shape._replace(experts=shape.top_k)
     weights, inputs = Weights.make(few), Inputs.make(few, 2)
     experts, probabilities = route(inputs.logits, few.top_k, True)
@@ -226,7 +225,7 @@ def pair(shape: Shape, up: GemvTile | None, down: GemvTile | None) -> None:
     pair_down(hidden, experts, probabilities, weights.down, down)
 
 
-def one_product(top_k: int, rows: int, swap: bool, tile: GemmTile, is_gated: bool, is_even: bool) -> None:
+def compile_gemms(top_k: int, rows: int, swap: bool, tile: GemmTile, is_gated: bool, is_even: bool) -> None:
     n_in, tokens = tile.block_k * 2 if is_even else tile.block_k + 16, 3
     _, lists = route_and_list(randn(tokens, 8), top_k, True, rows)
     x = randn(tokens if is_gated else tokens * top_k, n_in)
@@ -238,7 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", help=", ".join(SHAPES))
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
-    parser.add_argument("--own", action="store_true", help="only the op as it is")
+    parser.add_argument("--own", action="store_true", help="time only the op, with its own tiles")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further size starts")
     parser.add_argument("--share", type=int, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()

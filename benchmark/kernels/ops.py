@@ -1,4 +1,4 @@
-"""Times the Triton ops on a GPU, as nodes of a CUDA graph, beside what they could be: cuBLAS, and the bytes they move.
+"""Times the Triton ops on a GPU, as nodes of a CUDA graph, beside cuBLAS and the time that moving their bytes takes.
 
     PYTHONPATH=python python benchmark/kernels/ops.py [linear] [chain] [small] [sample]
 
@@ -27,7 +27,7 @@ from minisgl.triton import linear, norm, ops, sample, top_k_top_p
 BF16, GPU, VOCAB = torch.bfloat16, torch.device("cuda", 0), 151936
 CEILING = 4.55e6  # bytes per us
 MODELS = {"0.6B": (1024, 3072, 16), "8B": (4096, 12288, 32), "14B": (5120, 17408, 40)}  # H, I, Hq; Hk 8, D 128
-FUSED = {"qkv", "gate_up", "lm_head"}  # behind a norm
+FUSED = {"qkv", "gate_up", "lm_head"}  # after a norm
 PROCESSES = 5
 
 
@@ -88,7 +88,7 @@ def linears(model: str) -> dict[str, tuple[int, int]]:
 SKINNY = [(64, 128, 1, 4, 4), (64, 128, 2, 4, 4), (64, 128, 4, 4, 4), (64, 64, 8, 4, 4), (128, 128, 1, 3, 8)]
 
 
-def product(
+def projection(
     row: str,
     column: str,
     x: torch.Tensor,
@@ -96,41 +96,41 @@ def product(
     op: Callable[..., torch.Tensor],
     want: Callable[[], torch.Tensor],
 ) -> Cell:
-    """op(x, w) for each of the weights; `want` gives the exact result with the first."""
+    """Return the cell of op(x, w) with each of the weights; `want` returns the exact result with the first."""
     calls = [partial(op, x, w) for w in ws]
     return Cell(row, column, calls, 2.0 * ws[0].numel(), lambda: relative(op(x, ws[0]), want()))
 
 
-def behind_norm(op: Callable[..., tuple[torch.Tensor, torch.Tensor]], r: torch.Tensor, norm_weight: torch.Tensor):
-    """The projection that `op` makes with a residual and a norm, as a function of x and w."""
+def after_norm(op: Callable[..., tuple[torch.Tensor, torch.Tensor]], r: torch.Tensor, norm_weight: torch.Tensor):
+    """Return the projection of `op`, with a residual and a norm, as a function of x and w."""
     return lambda x, w: op(x, r.clone() if r.dtype is torch.float32 else r, norm_weight, 1e-6, w)[0]
 
 
 def linear_cells(everything: bool) -> Iterator[Cell]:
     """Every projection of every model; `fused` is the op that the model calls, with norm and activation."""
     flat = randn(1 << 31, scale=0.03)
-    for (model, name, n_out, n_in), rows in product_shapes():
+    for (model, name, n_out, n_in), rows in projection_shapes():
         size = n_out * n_in
         count = max(2, min(flat.numel() // size, 150_000_000 // size))
         ws = [flat[i * size : (i + 1) * size].view(n_out, n_in) for i in range(count)]
         x, row = randn(rows, n_in), f"{model} {name} x{rows}"
         exact = cache(lambda x=x, w=ws[0]: x.float() @ w.float().T)
-        yield product(row, "cublas", x, ws, F.linear, exact)
+        yield projection(row, "cublas", x, ws, F.linear, exact)
         if rows > 16:
             continue
-        yield product(row, "ours", x, ws, ops.linear, exact)
+        yield projection(row, "ours", x, ws, ops.linear, exact)
         gated = name == "gate_up"
         if name in FUSED:
             gate = "silu" if gated else ""
             op, ref = (partial(f, gate=gate) for f in (ops.add_norm_linear, reference.add_norm_linear))
             r, weight = randn(rows, n_in, scale=0.0), randn(n_in, scale=0.3)
-            norm_exact = partial(behind_norm(ref, r.float(), weight.float()), x.float(), ws[0].float())
-            yield product(row, "fused", x, ws, behind_norm(op, r, weight), norm_exact)
+            norm_exact = partial(after_norm(ref, r.float(), weight.float()), x.float(), ws[0].float())
+            yield projection(row, "fused", x, ws, after_norm(op, r, weight), norm_exact)
         if everything:
             yield from other_configurations(row, rows, x, ws, gated, exact)
 
 
-def product_shapes() -> Iterator[tuple[tuple[str, str, int, int], int]]:
+def projection_shapes() -> Iterator[tuple[tuple[str, str, int, int], int]]:
     for model in MODELS:
         for name, (n_out, n_in) in linears(model).items():
             for rows in (1, 2, 4, 8, 16, 32, 64):
@@ -145,18 +145,18 @@ def other_configurations(
     if rows == 1:
         for bn in (2, 4):
             config = linear.GemvConfig(bn, 1024, 4)
-            yield product(row, f"bn{bn}", x, ws, lambda x, w, c=config: linear.gemv(x, w, None, config=c)[0], exact)
+            yield projection(row, f"bn{bn}", x, ws, lambda x, w, c=config: linear.gemv(x, w, None, config=c)[0], exact)
     elif rows <= 4 and n_out * n_in < 30_000_000:
         for bn in (1, 2, 4):
-            yield product(row, f"rows bn{bn}", x, ws, lambda x, w, bn=bn: linear.gemv_rows(x, w, None, bn), exact)
+            yield projection(row, f"rows bn{bn}", x, ws, lambda x, w, bn=bn: linear.gemv_rows(x, w, None, bn), exact)
     for c in SKINNY if rows in (4, 16) else ():
         config = linear.SkinnyConfig(*c)
         if n_in % (config.block_k * config.split_k) or (config.split_k > 1 and n_out > 100_000):
             continue
-        yield product(row, f"skinny {c}", x, ws, lambda x, w, c=config: linear.skinny_gemm(x, w, None, c), exact)
+        yield projection(row, f"skinny {c}", x, ws, lambda x, w, c=config: linear.skinny_gemm(x, w, None, c), exact)
         if gated and config.split_k == 1:
             gated_op = partial(linear.skinny_gemm, bias=None, config=config, gate="silu")
-            yield product(row, f"gated {c}", x, ws, gated_op, lambda: reference.gate_and_mul(exact(), "silu"))
+            yield projection(row, f"gated {c}", x, ws, gated_op, lambda: reference.gate_and_mul(exact(), "silu"))
 
 
 def patched(run: Callable[[], None], module: object, name: str, value: object) -> Callable[[], None]:
@@ -176,7 +176,7 @@ def only_for(n_out: int, n_in: int, bn: int) -> Callable[[int, int], linear.Gemv
 
 
 def chain_cells(everything: bool) -> Iterator[Cell]:
-    """All projections of 8 layers with one row, in order: what PDL makes of the sum."""
+    """Yield chains of all projections of 8 layers with one row, in order: with PDL they overlap."""
     flat = randn(1 << 31, scale=0.03)
     for model, (hidden, _, heads) in MODELS.items():
         shapes = linears(model)

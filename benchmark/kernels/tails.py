@@ -3,8 +3,8 @@
     PYTHONPATH=python python benchmark/kernels/tails.py --shape qwen3-8b --rows 1,64,256
 
 Random weights, all rows at one context. The kinds take turns in one process. `step` is the median time of a step with
-two more under way, as under load; `more` compares it with the plain one; `host` is what the host works to launch one on
-an idle device. `one of them` penalizes one row only.
+two more in flight, as under load; `more` compares it with the plain one; `host` is the host's time to launch one on an
+idle device. `one of them` penalizes one row only.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Rows:
             self.masks = bits.astype(np.int32)
 
     def fill(self) -> BatchPlan:
-        """Their prompts, with everything that the device must know of them."""
+        """Return the plan of all prompts, with their page writes, sampling states and penalties."""
         pages_per_row = -(-(self.context + STEPS * 2) // self.engine.page_size)
         total = self.engine.num_pages
         pages = [(r.order, i, (r.order * pages_per_row + i) % total) for r in self.reqs for i in range(pages_per_row)]
@@ -81,9 +81,9 @@ class Rows:
         return self._plan(slots, tokens, pages, states, np.concatenate(penalties))
 
     def decode(self, i: int) -> BatchPlan:
-        """Step `i`."""
-        at = self.context + i
-        slots = [(r.order, at, at + 1, decode_flags(r)) for r in self.reqs]
+        """Return the plan of decode step `i`."""
+        start = self.context + i
+        slots = [(r.order, start, start + 1, decode_flags(r)) for r in self.reqs]
         return self._plan(slots, np.empty(0, np.int32), [], [], np.empty(0, np.int32))
 
     def _plan(self, slots: Any, tokens: Any, pages: Any, states: Any, penalties: Any) -> BatchPlan:
@@ -92,7 +92,7 @@ class Rows:
 
 
 def measure(engine: Engine, rows: Rows) -> tuple[float, float]:
-    """(ms a step, us of host work to launch one), the rows filled anew."""
+    """Fill the rows again; return (ms a step, us of host time to launch one)."""
     engine.launch(rows.fill()).wait()
     plans = [rows.decode(i) for i in range(STEPS)]
     waits = []
@@ -137,7 +137,7 @@ def main() -> None:
         for repeat in range(REPEATS + 1):
             for name in kinds:
                 figure = measure(engine, Rows(engine, name, count, args.context))
-                if repeat:  # the first meets kernels that are not loaded yet
+                if repeat:  # in the first repeat kernels are loaded
                     figures[name].append(figure)
         step_ms = {name: statistics.median(step for step, _ in rows) for name, rows in figures.items()}
         host_us = {name: statistics.median(host for _, host in rows) for name, rows in figures.items()}

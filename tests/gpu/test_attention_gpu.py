@@ -1,4 +1,4 @@
-"""The Triton backend on a GPU, where the order of programs and the rounding are the real ones."""
+"""The Triton attention backend on a GPU, with its real program order and rounding, against the reference."""
 
 from __future__ import annotations
 
@@ -24,59 +24,59 @@ LONG = {
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 @pytest.mark.parametrize(("group", "dim"), [(1, 64), (2, 128), (3, 64), (4, 128), (5, 128), (7, 64), (16, 128)])
 @pytest.mark.parametrize("mix", MIXES)
-def test_forward(mix: str, group: int, dim: int, page_size: int):
+def test_forward_matches_reference(mix: str, group: int, dim: int, page_size: int):
     check_forward(MIXES[mix], page_size, group, dim, BF16, CUDA)
 
 
 @pytest.mark.parametrize("page_size", [1, 64])
 @pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float16), (256, BF16), (128, torch.float32)], ids=str)
 @pytest.mark.parametrize("mix", MIXES)
-def test_other_types_and_dimensions(mix: str, dim: int, dtype: torch.dtype, page_size: int):
+def test_forward_with_other_dtypes_and_head_dims(mix: str, dim: int, dtype: torch.dtype, page_size: int):
     check_forward(MIXES[mix], page_size, 2, dim, dtype, CUDA)
 
 
 @pytest.mark.parametrize("mix", LONG)
 @pytest.mark.parametrize("group", [2, 5])
-def test_long_and_many(mix: str, group: int):
+def test_long_sequences_and_large_batches(mix: str, group: int):
     check_forward(LONG[mix], 64, group, 128, BF16, CUDA)
 
 
 @pytest.mark.parametrize("mix", [[(1, 1)], [(1, 700)], MIXES["decode"], [(1, 30 * i + 1) for i in range(40)]], ids=len)
 @pytest.mark.parametrize("group", [2, 5])
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_attend(mix: list[tuple[int, int]], group: int, with_norm: bool):
+def test_attend_matches_reference(mix: list[tuple[int, int]], group: int, with_norm: bool):
     check_attend(mix, 64, group, 128, BF16, CUDA, with_norm)
 
 
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("mix", [*MIXES, *LONG])
-def test_steps_padded_as_graphs_are(mix: str, window: int | None):
+def test_padded_steps_match_reference(mix: str, window: int | None):
     check_padded((MIXES | LONG)[mix], 4, 128, BF16, CUDA, window)
 
 
 @pytest.mark.parametrize("window", [1, 50, 512, 4096])
 @pytest.mark.parametrize(("page_size", "group", "dim"), [(64, 4, 256), (64, 4, 128), (16, 3, 64), (1, 2, 128)])
 @pytest.mark.parametrize("mix", [*MIXES, *LONG])
-def test_windows(mix: str, page_size: int, group: int, dim: int, window: int):
+def test_sliding_windows(mix: str, page_size: int, group: int, dim: int, window: int):
     check_forward((MIXES | LONG)[mix], page_size, group, dim, BF16, CUDA, window=window)
 
 
 @pytest.mark.parametrize("window", [1, 33, 64, 500])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_attend_with_a_window(dim: int, window: int):
+def test_attend_with_sliding_window(dim: int, window: int):
     for mix in ([(1, 1)], [(1, 700)], MIXES["decode"], [(1, 30 * i + 1) for i in range(40)]):
         check_attend(mix, 64, 4, dim, BF16, CUDA, True, window=window)
 
 
 @pytest.mark.parametrize("mix", LONG)
-def test_the_same_batch_gives_the_same_bits(mix: str):
+def test_same_batch_gives_same_bits(mix: str):
     check_repeats(LONG[mix], 2, BF16, CUDA)
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("window", [None, 300])
-def test_a_captured_step_follows_its_inputs(is_fused: bool, window: int | None):
-    """A graph made with short sequences serves long ones, and every layer its own tickets."""
+def test_captured_step_reads_new_sequence_lengths(is_fused: bool, window: int | None):
+    """A graph captured with short sequences replays long ones; each layer draws tickets of its own."""
     case = Case([(1, 5000), (1, 900), (1, 64), (1, 3)], 64, 2, 128, BF16, CUDA, window=window)
     lens, heads = case.batch.layout.kv_lens.clone(), case.heads(True)
     expected = case.expected(case.q, case.pages)

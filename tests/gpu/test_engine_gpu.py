@@ -1,4 +1,4 @@
-"""The built-in model on a GPU against the CPU engine, and every way to run a step against every other."""
+"""The built-in model on a GPU against the CPU engine, and all runners against each other."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-def test_the_same_tokens_as_on_the_cpu(on_cpu: tuple[list[list[int]], list[list[int]]], options: dict[str, Any]):
+def test_tokens_match_cpu(on_cpu: tuple[list[list[int]], list[list[int]]], options: dict[str, Any]):
     greedy, sampled = on_cpu
     with engine(**options) as llm:
         for _ in range(2):  # cold, then with a warm prefix cache
@@ -116,7 +116,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_experts_give_the_same_tokens_as_on_the_cpu(experts: Path):
+def test_moe_tokens_match_cpu(experts: Path):
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     want = texts(LLM(str(experts), device="cpu", dtype="float32", num_pages=2000), params)
     assert len({tuple(tokens) for tokens in want}) == len(CHATS)
@@ -126,15 +126,15 @@ def test_experts_give_the_same_tokens_as_on_the_cpu(experts: Path):
                 assert texts(llm, params) == want
 
 
-def test_bfloat16_is_deterministic_and_independent_of_batch_mates_in_noise():
+def test_bfloat16_tokens_are_deterministic():
     with engine(dtype="bfloat16") as llm:
         first = texts(llm, SAMPLED)
         assert texts(llm, SAMPLED) == first
 
 
 @pytest.mark.parametrize("graphs", [0, 8])
-def test_log_probabilities_are_those_of_the_cpu(graphs: int):
-    """Of prompts and of generated tokens, with penalties beside them, in captured and in eager steps."""
+def test_logprobs_match_cpu(graphs: int):
+    """Logprobs of prompts and generated tokens, with a penalized request in the batch, in captured and eager steps."""
     params = [
         SamplingParams(temperature=0, max_tokens=12, logprobs=5, echo=True),
         SamplingParams(temperature=0, max_tokens=12, logprobs=0, frequency_penalty=1.0),
@@ -151,8 +151,8 @@ def test_log_probabilities_are_those_of_the_cpu(graphs: int):
 
 
 @pytest.mark.parametrize("graphs", [0, 8])
-def test_grammars_give_the_text_of_the_cpu(graphs: int):
-    """Masked rows beside free ones, in captured and in eager steps, with overlap."""
+def test_grammar_tokens_match_cpu(graphs: int):
+    """Masked and unmasked rows in one batch, in captured and eager steps, with overlap."""
     schema = (
         '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer"}}}'
     )
@@ -187,14 +187,14 @@ KIND_GROUPS = {
     "all": range(7),
     "plain": (0, 1),
     "filtered": (0, 2),
-    "changed": (1, 3, 4),
+    "penalized": (1, 3, 4),
     "masked": (5,),
-    "scored": (6,),
+    "logprobs": (6,),
 }
 
 
 def by_kind(llm: LLM) -> dict[str, list[tuple[list[int], list[float]]]]:
-    """Tokens and their log-probabilities of the `KINDS` together and in groups."""
+    """Return the tokens and log-probabilities of the `KINDS`, together and in groups."""
     result = {}
     for name, group in KIND_GROUPS.items():
         chats = [[{"role": "user", "content": CHATS[i]}] for i in group]
@@ -205,7 +205,7 @@ def by_kind(llm: LLM) -> dict[str, list[tuple[list[int], list[float]]]]:
 
 @contextmanager
 def watched(llm: LLM) -> Iterator[set[tuple[str, int]]]:
-    """(runner, tail) of all steps that only decode."""
+    """Collect (runner, tail) of all steps that only decode."""
     watched_engine, seen = llm.scheduler.engine, set()
     launch = watched_engine.launch
 
@@ -222,8 +222,8 @@ def watched(llm: LLM) -> Iterator[set[tuple[str, int]]]:
 
 
 @pytest.fixture(scope="module")
-def kinds_elsewhere() -> list[dict[str, list[tuple[list[int], list[float]]]]]:
-    """On the CPU, and on a GPU op by op."""
+def expected_kinds() -> list[dict[str, list[tuple[list[int], list[float]]]]]:
+    """Return the results on the CPU, and on a GPU op by op."""
     want = by_kind(LLM(device="cpu", dtype="float32", num_pages=2000))
     with engine(cuda_graph_max_bs=0) as llm:
         return [want, by_kind(llm)]
@@ -232,13 +232,13 @@ def kinds_elsewhere() -> list[dict[str, list[tuple[list[int], list[float]]]]]:
 @pytest.mark.parametrize(
     "options", [{}, {"overlap": False}, {"cuda_graph_max_bs": 3}, {"page_size": 128, "max_prefill_length": 96}], ids=str
 )
-def test_every_kind_of_row_is_captured_and_gives_what_the_cpu_gives(
-    options: dict[str, Any], kinds_elsewhere: list[dict[str, list[tuple[list[int], list[float]]]]]
+def test_every_tail_is_captured_and_matches_cpu(
+    options: dict[str, Any], expected_kinds: list[dict[str, list[tuple[list[int], list[float]]]]]
 ):
     with engine(**options) as llm, watched(llm) as seen:
-        for _ in range(2):  # the second time in rows that were of other kinds before
+        for _ in range(2):  # the second run reuses rows that had other kinds of requests
             got = by_kind(llm)
-            for want in kinds_elsewhere:
+            for want in expected_kinds:
                 for name in KIND_GROUPS:
                     for (tokens, logprobs), (their_tokens, theirs) in zip(got[name], want[name], strict=True):
                         assert tokens == their_tokens, name
@@ -250,7 +250,7 @@ def test_every_kind_of_row_is_captured_and_gives_what_the_cpu_gives(
         assert seen == captured
 
 
-def test_no_kernel_that_chooses_tokens_is_compiled_after_the_start(monkeypatch: pytest.MonkeyPatch):
+def test_no_sampling_kernel_is_compiled_after_start(monkeypatch: pytest.MonkeyPatch):
     from triton import JITFunction, knobs
 
     from minisgl.triton import decode_io, logprobs, penalties, sample, top_k_top_p
@@ -271,8 +271,8 @@ def test_no_kernel_that_chooses_tokens_is_compiled_after_the_start(monkeypatch: 
     assert not [name for module, name in later if module in {m.__name__ for m in modules}]
 
 
-def test_rows_without_changes_have_the_same_bits_beside_those_with():
-    """In bfloat16: the rows beside them are plain, then penalized, biased and scored; the shapes are the same."""
+def test_plain_rows_keep_their_bits_beside_penalized_rows():
+    """In bfloat16: the other rows are plain, then have penalties, biases and logprobs; the shapes are equal."""
     mates = [
         SamplingParams(temperature=1.0, seed=9, ignore_eos=True, max_tokens=64),
         SamplingParams(
@@ -297,7 +297,7 @@ def test_rows_without_changes_have_the_same_bits_beside_those_with():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_logits_are_near_those_of_the_cpu(dtype: str):
+def test_logits_are_close_to_cpu(dtype: str):
     """Relative error of a prompt's last logits: float32 1e-5 (measured on an H200: see docs), half precisions 2e-2."""
     ids = np.arange(40, 240, dtype=np.int32)
     plan = trial_plan([(0, 0, len(ids), Flag.SAMPLES)], ids, [(0, i, i) for i in range(16)])
@@ -328,7 +328,7 @@ def _model_with_windows(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"cuda_graph_max_bs": 0, "max_prefill_length": 96}], ids=["graphs", "eager"])
 @pytest.mark.parametrize("name", ["built-in", "gemma3"])
-def test_models_with_windows(tmp_path: Path, name: str, options: dict[str, Any]):
+def test_sliding_window_models_match_cpu(tmp_path: Path, name: str, options: dict[str, Any]):
     _model_with_windows(tmp_path, name)
     params = SamplingParams(temperature=0, max_tokens=40)
     greedy = texts(LLM(str(tmp_path), device="cpu", dtype="float32", num_pages=2000), params)

@@ -1,4 +1,4 @@
-"""The mixture of experts on a GPU: every choice of kernels, at real shapes and odd ones, against float64; graphs."""
+"""The MoE kernels on a GPU against float64, at model shapes and odd ones, eager and captured."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ERROR = {torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 1.5e-3}
 # hidden, size of an expert, experts, experts of a token
 SHAPES = {
     "qwen3-30b-a3b": (2048, 768, 128, 8),
-    "its half": (2048, 384, 128, 8),
-    "its quarter": (2048, 192, 128, 8),
-    "a slice of mixtral": (4096, 1792, 8, 2),
+    "qwen3-30b-a3b/2": (2048, 384, 128, 8),
+    "qwen3-30b-a3b/4": (2048, 192, 128, 8),
+    "mixtral-8x7b/8": (4096, 1792, 8, 2),
     "odd": (136, 40, 5, 3),
     "tails": (100, 21, 60, 4),
 }
@@ -47,21 +47,21 @@ def make(tokens: int, shape: str, dtype: torch.dtype) -> tuple[Tensors, Tensors,
 
 
 def near(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Relative error of each row."""
+    """Assert that the relative error of each row is small."""
     assert got.shape == want.shape
     error = ((got.double() - want).norm(dim=-1) / want.norm(dim=-1)).max().item()
     assert error < ERROR[got.dtype], error
 
 
 def poison(like: torch.Tensor) -> None:
-    """What `empty` will give next is full of NaN."""
+    """Fill freed memory with NaN, so that the next `empty` returns NaN."""
     filled = [torch.full_like(like, float("nan")).repeat(8, 1) for _ in range(8)]
     del filled
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_moe(shape: str, dtype: torch.dtype):
+def test_moe_matches_reference(shape: str, dtype: torch.dtype):
     for tokens in TOKENS if dtype is torch.bfloat16 else (1, 5, 40, 700):
         (x, logits), weights, top_k = make(tokens, shape, dtype)
         for normalise in (True, False):
@@ -71,27 +71,27 @@ def test_moe(shape: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "tails"])
-def test_every_configuration_at_every_load(shape: str, monkeypatch: pytest.MonkeyPatch):
-    """All tokens at the same experts, and evenly spread ones; also kernels that a number of tokens does not choose."""
+def test_every_configuration_with_even_and_skewed_routing(shape: str, monkeypatch: pytest.MonkeyPatch):
+    """Every configuration is forced, also where the number of tokens would select another one."""
     monkeypatch.setattr(kernels, "MIN_EXPERTS_PER_PAIR", 10**6)
     for tokens in (1, 40, 600):
         (x, logits), weights, top_k = make(tokens, shape, torch.bfloat16)
-        crowded = torch.zeros_like(logits).index_fill_(1, torch.arange(top_k, device="cuda") * 3, 4.0)
-        for chosen in (logits, crowded):
-            want = reference.moe(x.double(), chosen, *(w.double() for w in weights), top_k, True)
+        skewed = torch.zeros_like(logits).index_fill_(1, torch.arange(top_k, device="cuda") * 3, 4.0)
+        for router_logits in (logits, skewed):
+            want = reference.moe(x.double(), router_logits, *(w.double() for w in weights), top_k, True)
             for _, config in CONFIGS:
 
                 def fixed(*args: object, config: MoeConfig = config) -> MoeConfig:
                     return config
 
                 monkeypatch.setattr(kernels, "moe_config", fixed)
-                near(OPS.moe(x, chosen, *weights, top_k, True), want)
+                near(OPS.moe(x, router_logits, *weights, top_k, True), want)
 
 
 @pytest.mark.parametrize("experts", [8, 60, 128, 256])
-def test_choices_and_lists_are_exact(experts: int):
+def test_routing_is_exact(experts: int):
     for tokens in (1, 31, 32, 33, 500, 5000):
-        logits = torch.randn(tokens, experts, device="cuda").to(torch.bfloat16)  # with equals among them
+        logits = torch.randn(tokens, experts, device="cuda").to(torch.bfloat16)  # with ties
         want = logits.sort(dim=-1, descending=True, stable=True).indices[:, :4]
         got, _ = route(logits, 4, True)
         assert torch.equal(got.long(), want)
@@ -108,9 +108,9 @@ def test_choices_and_lists_are_exact(experts: int):
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 64, 300])
-def test_a_graph_follows_its_inputs(tokens: int):
-    """Twice the op in a row, as in two layers; every replay routes anew and gives the bits of eager calls."""
-    (x, logits), weights, top_k = make(tokens, "its quarter", torch.bfloat16)
+def test_captured_moe_reads_new_inputs(tokens: int):
+    """Run the op twice, as two layers do: every replay routes again and gives the bits of eager calls."""
+    (x, logits), weights, top_k = make(tokens, "qwen3-30b-a3b/4", torch.bfloat16)
 
     def step() -> torch.Tensor:
         first = OPS.moe(x, logits, *weights, top_k, True)
@@ -130,12 +130,12 @@ def test_a_graph_follows_its_inputs(tokens: int):
 
 
 @pytest.mark.parametrize("tokens", [2, 8, 64, 300, 3000])
-def test_a_row_does_not_depend_on_its_batch(tokens: int):
+def test_row_does_not_depend_on_batch(tokens: int):
     (x, logits), weights, top_k = make(tokens, "qwen3-30b-a3b", torch.bfloat16)
     before = OPS.moe(x, logits, *weights, top_k, True)[tokens // 2].clone()
     row, row_logits = x[tokens // 2].clone(), logits[tokens // 2].clone()
-    for at in (0, tokens - 1):
+    for index in (0, tokens - 1):
         x.normal_()
         logits.normal_()
-        x[at], logits[at] = row, row_logits
-        assert torch.equal(OPS.moe(x, logits, *weights, top_k, True)[at], before)
+        x[index], logits[index] = row, row_logits
+        assert torch.equal(OPS.moe(x, logits, *weights, top_k, True)[index], before)

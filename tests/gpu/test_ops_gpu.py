@@ -32,12 +32,12 @@ if torch.cuda.is_available():
     OPS = load_ops("triton")
 
     @triton.jit
-    def _noise(keys, positions, bits, noise, vocab, BLOCK: tl.constexpr):
+    def _noise(keys_ptr, positions_ptr, bits_ptr, noise_ptr, vocab, BLOCK: tl.constexpr):
         row, e = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        a, b = sample.row_words(tl.load(keys + row), tl.load(positions + row))
+        a, b = sample.row_words(tl.load(keys_ptr + row), tl.load(positions_ptr + row))
         x = sample.noise_bits(e, a, b)
-        tl.store(bits + row * vocab + e, x.to(tl.int64), mask=e < vocab)
-        tl.store(noise + row * vocab + e, sample.noise_log2(x), mask=e < vocab)
+        tl.store(bits_ptr + row * vocab + e, x.to(tl.int64), mask=e < vocab)
+        tl.store(noise_ptr + row * vocab + e, sample.noise_log2(x), mask=e < vocab)
 
 
 ROWS = [1, 2, 3, 8, 16, 17, 64, 256, 1000]
@@ -55,7 +55,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def near(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Relative error of the whole tensor, and no element far off."""
+    """Assert that the relative error of the whole tensor is small, and no element is far off."""
     assert got.shape == want.shape
     got64, want64 = got.double(), want.double()
     error = ((got64 - want64).norm() / want64.norm().clamp(min=1e-30)).item()
@@ -78,17 +78,17 @@ def test_linear(n_out: int, n_in: int, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize(("n_out", "n_in"), [(1024, 2048), (101, 72), (4097, 1000)])
-def test_gemv_of_some_rows(n_out: int, n_in: int):
+def test_gemv_of_several_rows(n_out: int, n_in: int):
     w, b = randn(n_out, n_in), randn(n_out)
     for rows in (2, 3, 4, 8):
         x = randn(rows, n_in)
-        for bn in (1, 2, 4):
-            near(linear.gemv_rows(x, w, b, bn), reference.linear(x.double(), w.double(), b.double()))
+        for block_n in (1, 2, 4):
+            near(linear.gemv_rows(x, w, b, block_n), reference.linear(x.double(), w.double(), b.double()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("size", "hidden"), [(6144, 1024), (1536, 4096), (130, 896), (96, 64)])
-def test_projections_behind_a_norm(size: int, hidden: int, dtype: torch.dtype):
+def test_projections_after_norm(size: int, hidden: int, dtype: torch.dtype):
     w, b, norm = randn(size, hidden, dtype=dtype), randn(size, dtype=dtype), (randn(hidden) / 4 + 1).to(dtype)
     for rows in ROWS if dtype is torch.bfloat16 else (1, 2):
         x, r = randn(rows, hidden, dtype=dtype), randn(rows, hidden, dtype=dtype)
@@ -163,7 +163,7 @@ def test_noise_bits_are_exact_and_noise_is_accurate():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("is_filtered", [False, True])
-def test_tokens(is_filtered: bool, dtype: torch.dtype):
+def test_sampled_tokens_match_reference(is_filtered: bool, dtype: torch.dtype):
     for sampled, vocab in ((1, VOCAB), (40, VOCAB), (300, 1003), (33, 50257)):
         logits = randn(sampled, vocab, dtype=torch.float32).mul(3).to(dtype)
         if sampled > 9:
@@ -173,7 +173,7 @@ def test_tokens(is_filtered: bool, dtype: torch.dtype):
         rows = torch.randperm(sampled + 7, device="cuda")[:sampled]
         positions = torch.randint(0, 9999, (sampled,), device="cuda", dtype=torch.int32)
         tokens = check_samples(OPS, logits, state, positions, rows, is_filtered)
-        for i in (0, sampled // 2, sampled - 1):  # alone, and therefore split in another way
+        for i in (0, sampled // 2, sampled - 1):  # alone, so split over programs in another way
             alone = OPS.sample_rows(logits[i : i + 1], rows[i : i + 1], positions[i : i + 1], state, is_filtered)
             assert alone[0].item() == tokens[i].item()
     assert not counters(torch.device("cuda", 0)).any()
@@ -181,7 +181,7 @@ def test_tokens(is_filtered: bool, dtype: torch.dtype):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize("is_filtered", [False, True])
-def test_distribution(temperature: float, is_filtered: bool):
+def test_sampled_tokens_follow_the_distribution(temperature: float, is_filtered: bool):
     """Pearson's chi-square of 50,000 draws, as standard deviations (Wilson and Hilferty 1931)."""
     draws, row = 10_000, torch.randn(40, device="cuda")
     counts = np.zeros(40)
@@ -203,7 +203,7 @@ def test_distribution(temperature: float, is_filtered: bool):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
-def test_cuts(dtype: torch.dtype):
+def test_top_k_top_p_cuts(dtype: torch.dtype):
     for vocab in (100, 10_000, 60_001):
         logits = torch.cat([adversarial_logits(vocab, torch.float32), torch.randn(6, vocab), torch.randn(6, vocab) * 5])
         logits = logits.repeat(3, 1).to(dtype).cuda()
@@ -214,16 +214,14 @@ def test_cuts(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("hidden", [1024, 4096])
-def test_a_captured_chain_of_one_row(hidden: int):
-    """Every kernel of a one-row step but attention, replayed: with PDL each must wait for the one before.
+def test_captured_one_row_chain_matches_eager(hidden: int):
+    """Replay every kernel of a one-row step but attention: with PDL each must wait for its predecessor.
 
-    At 1,024 the norms are fused into the projections, at 4,096 they are kernels of the chain.
+    At 1,024 the norms are fused into the projections, at 4,096 they are kernels of their own.
     """
     size = 3072
-    table, weights = (
-        randn(500, hidden),
-        [randn(hidden, hidden) / hidden**0.5, randn(2 * size, hidden) / hidden**0.5, randn(hidden, size) / 55],
-    )
+    table = randn(500, hidden)
+    weights = [randn(hidden, hidden) / hidden**0.5, randn(2 * size, hidden) / hidden**0.5, randn(hidden, size) / 55]
     norm, head = torch.ones(hidden, device="cuda", dtype=torch.bfloat16), randn(5000, hidden)
     state = make_state(1, "cuda", temperature=0.7)
     ids, row = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
@@ -258,5 +256,5 @@ def test_penalties_match_their_formula(vocab: int):
 
 
 @pytest.mark.parametrize("vocab", [7, 50257, VOCAB, 262_144])
-def test_log_probabilities(vocab: int):
+def test_logprobs_match_their_formula(vocab: int):
     check_logprobs("cuda", vocab)

@@ -1,4 +1,4 @@
-"""The attention backends that come with extras, and their mixtures with ours, against the reference in bfloat16."""
+"""The optional attention backends, alone and mixed with ours, against the reference in bfloat16."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from minisgl.ops.reference import HeadTransform
 from minisgl.ops.table import OpTable
 from unit.attention.triton_cases import EPS, assert_near, on, poison
 
-# Warnings of other people's packages are theirs.
+# The packages of these backends raise warnings of their own.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 BF16, CUDA, KV_HEADS = torch.bfloat16, "cuda", 2
 Mix = list[tuple[int, int]]
@@ -44,9 +44,9 @@ CASES = [
 def backend(
     names: str, page_size: int, group: int, dim: int, windows: tuple[int | None, ...] = (None,)
 ) -> AttentionBackend:
-    """By the way that users take, but a replacement for what cannot be had would be no test: skipped, with the reason.
+    """Resolve the backend as users do. Skip the test if one of `names` is refused: a replacement would test nothing.
 
-    A failed build is no reason to skip.
+    A failed build fails the test.
     """
     spec = AttentionSpec(CUDA, BF16, KV_HEADS * group, KV_HEADS, dim, page_size)
     for name in names.split(","):
@@ -60,7 +60,7 @@ def backend(
 
 
 class Step:
-    """A step of `mix` with its queries between other heads, as they lie behind the projection."""
+    """A step of `mix` whose queries lie between other heads, as in the output of the projection."""
 
     def __init__(self, mix: Mix, page_size: int, group: int, dim: int, seed: int = 0) -> None:
         pool, table, q, self.spans = setting(mix, page_size, group, dim, BF16, seed)
@@ -86,7 +86,7 @@ class Step:
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize(("names", "page_size", "group", "dim"), CASES)
-def test_equals_the_reference(names: str, page_size: int, group: int, dim: int, mix: str):
+def test_forward_matches_reference(names: str, page_size: int, group: int, dim: int, mix: str):
     step = Step(MIXES[mix], page_size, group, dim)
     expected = step.expected()
     assert_near(step.forward(backend(names, page_size, group, dim)), expected, step.spans)
@@ -95,7 +95,7 @@ def test_equals_the_reference(names: str, page_size: int, group: int, dim: int, 
 @pytest.mark.parametrize("mix", LONG)
 @pytest.mark.parametrize("group", [2, 5])
 @pytest.mark.parametrize(("names", "page_size"), [("fi", 64), ("fa3", 128)])
-def test_long_and_many(names: str, page_size: int, group: int, mix: str):
+def test_long_sequences_and_large_batches(names: str, page_size: int, group: int, mix: str):
     step = Step(LONG[mix], page_size, group, 128)
     expected = step.expected()
     assert_near(step.forward(backend(names, page_size, group, 128)), expected, step.spans)
@@ -103,7 +103,7 @@ def test_long_and_many(names: str, page_size: int, group: int, mix: str):
 
 @pytest.mark.parametrize("mix", [*MIXES, *LONG])
 @pytest.mark.parametrize("names", ["fi", "triton,fi"])
-def test_layers_with_windows(names: str, mix: str):
+def test_layers_with_different_windows(names: str, mix: str):
     """Layers with different windows in one step."""
     windows = (None, 1, 100, 512)
     step, attention = Step((MIXES | LONG)[mix], 64, 2, 128), backend(names, 64, 2, 128, windows)
@@ -117,7 +117,7 @@ def test_layers_with_windows(names: str, mix: str):
 @pytest.mark.parametrize(("names", "page_size"), [("fi", 64), ("fa3", 128), ("fa3,triton", 128), ("triton,fi", 64)])
 @pytest.mark.parametrize("mix", ["decode", "mixed"])
 def test_attend_stores_what_it_reads(names: str, page_size: int, mix: str):
-    """The slots of the step's tokens are NaN at the start; afterwards those of all sequences hold what they should."""
+    """The slots of the step's tokens are NaN before the call; afterwards all pages match the reference's."""
     step = Step(MIXES[mix], page_size, 2, 128)
     attention = backend(names, page_size, 2, 128)
     step.pages[step.out_loc // page_size, :, :, step.out_loc % page_size] = float("nan")
@@ -133,7 +133,7 @@ def test_attend_stores_what_it_reads(names: str, page_size: int, mix: str):
 
 
 @pytest.mark.parametrize(("names", "page_size"), [("fi", 64), ("fa3", 128)])
-def test_the_same_batch_gives_the_same_bits(names: str, page_size: int):
+def test_same_batch_gives_same_bits(names: str, page_size: int):
     for mix in (MIXES["mixed"], LONG["long decode"], LONG["long and short"]):
         step, attention = Step(mix, page_size, 2, 128), backend(names, page_size, 2, 128)
         first = step.forward(attention)
@@ -170,8 +170,8 @@ def test_inference_mode_does_not_matter(names: str, page_size: int, built_in: bo
             assert_near(step.forward(attention), step.expected(), step.spans)
 
 
-def test_fa3_writes_behind_the_ends_only():
-    """Zeros stand from the end of each sequence to that of its tile; every other slot, NaN or not, is as before."""
+def test_fa3_zeroes_only_the_rest_of_each_last_tile():
+    """Slots from the end of each sequence to the end of its tile become zero; all others stay, NaN included."""
     mix: Mix = [(1, 1), (1, 127), (1, 128), (1, 129), (200, 300), (64, 256), (5, 500)]
     step, attention = Step(mix, 256, 2, 128), backend("fa3", 256, 2, 128)
     before = step.pages.clone()

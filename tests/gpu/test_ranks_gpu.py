@@ -63,8 +63,8 @@ def test_one_process_can_lead_ranks_again() -> None:
             assert llm.generate(PROMPTS[0], PARAMS[0])[0].token_ids
 
 
-def test_sums_go_through_the_ranks_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16; in the invariant mode the ranks compare their tokens."""
+def test_all_reduce_uses_peer_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, with the invariant mode, in which the ranks compare their tokens."""
     monkeypatch.setenv("MINISGL_CHECK", "1")
     questions = [[{"role": "user", "content": f"What is {a} + 30?"}] for a in range(10, 42)]
     with LLM(device="cuda", dtype="bfloat16", num_pages=400, tp=min(4, torch.cuda.device_count())) as llm:

@@ -1,4 +1,4 @@
-"""Minutes of traffic on a GPU with a third of the clients leaving, every step checked: nothing leaks, answers stay."""
+"""Minutes of traffic on a GPU while clients disconnect. Every step is checked: no page leaks, no answer changes."""
 
 from __future__ import annotations
 

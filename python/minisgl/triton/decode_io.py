@@ -99,7 +99,9 @@ def begin_decode(
     row that pads the batch; last_token [rows] int32. Written: out_loc [B] int64, and of `batch` the rows, lengths,
     positions, input ids, flags (0 for padding) and mask indices.
     """
-    size, layout, sampling = batch.num_tokens, batch.layout, batch.sampling
+    size = batch.num_tokens
+    layout = batch.layout
+    sampling = batch.sampling
     _begin_decode[(1,)](
         ring, step, page_table, last_token, sampling.rows, layout.rows, layout.kv_lens, batch.positions,
         batch.input_ids, out_loc, sampling.row_flags, sampling.mask_index,

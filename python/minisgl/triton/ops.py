@@ -20,7 +20,9 @@ MAX_FUSED_INPUTS: Final = 2048
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: str = "") -> Tensor:
     """As `reference.linear`: one of our kernels for up to 16 rows where it is faster, else cuBLAS."""
-    rows, n_out, n_in = len(x), len(weight) // (2 if gate else 1), weight.shape[1]
+    rows = len(x)
+    n_out = len(weight) // (2 if gate else 1)
+    n_in = weight.shape[1]
     x = x.contiguous()
     if rows == 1:
         return gemv(x, weight, bias, gate=gate)[0]
