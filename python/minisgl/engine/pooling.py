@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
+from minisgl.core import Batch
 from minisgl.engine.batch import make_batch
 from minisgl.engine.runner import EagerRunner, ForwardOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from minisgl.checkpoint.embedder import Pooling
-    from minisgl.core import Batch, BatchPlan
+    from minisgl.core import BatchPlan
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.runner import Parts
 
 
-class LastToken:
-    """Takes the hidden state of the last token, which attends to all tokens."""
+Pooler = Callable[[Batch], Tensor]
+"""Computes a step and returns the pooled hidden states of the sequences that sample, float32 [S, H]."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
 
-    def __call__(self, batch: Batch) -> Tensor:
-        """The pooled hidden states of the sequences that sample, float32 [S, H]."""
-        return self._parts.model.normed(*self._parts.hidden(*self._parts.begin(batch))).float()
+def last_token(parts: Parts) -> Pooler:
+    """Take the hidden state of the last token, which attends to all tokens."""
+    return lambda batch: parts.model.normed(*parts.hidden(*parts.begin(batch))).float()
 
 
 class MeanOfTokens:
@@ -40,7 +38,6 @@ class MeanOfTokens:
         self._sums = torch.zeros(len(state), parts.model.config.hidden_size, device=state.device)
 
     def __call__(self, batch: Batch) -> Tensor:
-        """The pooled hidden states of the sequences that sample, float32 [S, H]."""
         parts, layout = self._parts, batch.layout
         every = torch.arange(batch.num_tokens, device=batch.positions.device)
         x, residual = parts.hidden(*parts.begin(replace(batch, logit_tokens=every)))
@@ -53,7 +50,7 @@ class MeanOfTokens:
         return self._sums[batch.sampling.rows] / batch.sampling.positions.unsqueeze(1)
 
 
-POOLERS: Final[dict[Pooling, Callable[[Parts], Callable[[Batch], Tensor]]]] = {"last": LastToken, "mean": MeanOfTokens}
+POOLERS: Final[dict[Pooling, Callable[[Parts], Pooler]]] = {"last": last_token, "mean": MeanOfTokens}
 
 
 class PoolingRunner:
