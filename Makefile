@@ -14,7 +14,7 @@ CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-c
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat demo test quick quick-engine quick-server check rooms soak acceptance format clean
+.PHONY: help serve chat demo test test-parts test-servers quick quick-engine quick-server check rooms soak acceptance format clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -42,13 +42,19 @@ chat: $(VENV)/.installed  ## talk to the built-in model in this terminal
 demo: $(VENV)/.installed  ## start a server, ask it a few questions over HTTP, stop it
 	$(BIN)/python examples/demo.py $(if $(MODEL),--model '$(MODEL)') $(FLAGS)
 
-test: $(VENV)/.installed-dev  ## run the tests (no GPU, a few minutes)
-	$(BIN)/python -m pytest -m 'not gpu and not slow' $(ARGS)
+PYTEST := $(BIN)/python -m pytest -m 'not gpu and not slow'
+SERVERS := tests/e2e tests/lockstep tests/benchmark
+test: $(VENV)/.installed-dev  ## run the tests (no GPU; a quarter of an hour on two cores)
+	@$(if $(ARGS),$(PYTEST) $(ARGS),$(MAKE) --no-print-directory -j2 -Oline -otest test-parts test-servers)
+test-parts:
+	$(PYTEST) -p no:cacheprovider tests $(addprefix --ignore ,$(SERVERS))
+test-servers:
+	$(PYTEST) -p no:cacheprovider $(SERVERS)
 
 quick: $(VENV)/.installed-dev  ## the parts without engines, grammars and random traces (a minute on two quiet cores)
 	@$(MAKE) --no-print-directory -j2 -Otarget quick-engine quick-server
 
-QUICK := $(BIN)/python -m pytest -p no:cacheprovider -m 'not gpu and not slow'
+QUICK := $(PYTEST) -p no:cacheprovider
 quick-engine:
 	$(QUICK) --ignore tests/unit/scheduler/test_traces.py $(addprefix tests/unit/,scheduler kvcache attention layers models)
 quick-server:
