@@ -23,6 +23,8 @@ MAX_REQUEST_ID: Final = 128
 OPEN_PATHS: Final = frozenset({"/health", "/"})
 # Scope key of the `send` that the framework has not wrapped: several layers cheaper for each event of a stream.
 RAW_SEND: Final = "minisgl.send"
+# Scope key of a call that ends the connection at once, with everything in its buffers.
+DROP: Final = "minisgl.drop"
 
 to_json: Final = msgspec.json.Encoder().encode
 

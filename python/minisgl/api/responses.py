@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from minisgl.api.frontend import ClientGoneError, FrontendManager, Receipt, Submission, joined
-from minisgl.api.http import RAW_SEND, error_body, to_json
+from minisgl.api.http import DROP, RAW_SEND, error_body, to_json
 from minisgl.api.replies import DONE, Renderer, event
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg, UserReply
@@ -129,6 +129,7 @@ class StreamResponse(BodyResponse):
             await asyncio.create_task(self._stream(submission, scope[RAW_SEND]))
         except TimeoutError:
             logger.warning("a client did not read for %g s; its request is aborted", self._frontend.write_timeout)
+            scope[DROP]()
 
     async def _stream(self, submission: Submission, send: Send) -> None:
         replies = await submission.take()

@@ -9,46 +9,21 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Generator
+from functools import partial
 from typing import Any, Final
 
-import httptools
 import uvicorn
 import uvloop
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from minisgl.api.frontend import FrontendManager
 from minisgl.errors import StartupError
+from minisgl.launch.http_protocol import BoundedHttpProtocol, Connections, connection_limit
 from minisgl.process.processes import Processes
 
-MAX_HEAD_BYTES: Final = 64 * 1024
 LAST_WORDS_S: Final = 1.0  # for error events to reach their clients before the connections are closed
 
 logger = logging.getLogger(__name__)
-
-
-class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP parser with a limit on the length of the request line and headers."""
-
-    _head_bytes = 0
-    _is_head = True
-
-    def data_received(self, data: bytes) -> None:
-        if self._is_head:
-            self._head_bytes += len(data)
-        super().data_received(data)
-        if self._is_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response("The request's headers are too large.")
-
-    def on_message_begin(self) -> None:
-        self._is_head = True
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
-            raise httptools.HttpParserError("headers too large")
-        self._is_head, self._head_bytes = False, 0
-        super().on_headers_complete()
 
 
 class _Uvicorn(uvicorn.Server):
@@ -70,7 +45,7 @@ class HttpServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         config = uvicorn.Config(
             app,
-            http=BoundedHttpProtocol,
+            http=partial(BoundedHttpProtocol, Connections(connection_limit())),  # type: ignore[arg-type]
             ws="none",
             lifespan="on",
             log_config=None,

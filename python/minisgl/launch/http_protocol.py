@@ -1,0 +1,249 @@
+"""HTTP/1.1 connections with limits on bytes, time and number, around uvicorn's protocol.
+
+Every limit applies before the API key is checked: a stranger can hold a connection, and this file says for how long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+import struct
+from http import HTTPStatus
+from typing import Any, Final
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from minisgl.api.http import DROP, error_body, to_json
+
+HEAD_BYTES: Final = 64 * 1024  # of request line, headers and trailers together; of requests sent ahead of their turn
+HEAD_S: Final = 10.0  # from the first byte of a request (or from connecting) to the end of its headers
+IDLE_S: Final = 30.0  # from an answer to the next request
+LINGER_S: Final = 2.0  # for a client that is answered early to read that answer
+SWEEP_S: Final = 0.5
+OTHER_FILES: Final = 128  # descriptors for everything but connections
+MAX_CONNECTIONS: Final = 16_384
+LOG_EVERY_S: Final = 60.0
+
+logger = logging.getLogger(__name__)
+
+
+def connection_limit() -> int:
+    """Raise the soft limit on open files as far as allowed, and return how many connections fit below it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + OTHER_FILES
+    best = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    if soft != resource.RLIM_INFINITY and soft < best:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (best, hard))
+        soft = best
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(soft, wanted) - OTHER_FILES)
+
+
+class Connections:
+    """The connections that wait for a complete head, the oldest first, and what happens when there are too many."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._deadlines: dict[BoundedHttpProtocol, float] = {}
+        self._is_sweeping = False
+        self._logged = -LOG_EVERY_S
+
+    def wait(self, connection: BoundedHttpProtocol, seconds: float) -> None:
+        """Let `connection` wait so long, behind all others."""
+        loop = asyncio.get_running_loop()
+        self._deadlines.pop(connection, None)
+        self._deadlines[connection] = loop.time() + seconds
+        if not self._is_sweeping:
+            self._is_sweeping = True
+            loop.call_later(SWEEP_S, self._sweep)
+
+    def done(self, connection: BoundedHttpProtocol) -> None:
+        """`connection` waits no longer."""
+        self._deadlines.pop(connection, None)
+
+    def admit(self, connection: BoundedHttpProtocol, total: int) -> None:
+        """Make room for `connection`, the last of `total`, by closing the one that has waited longest."""
+        if total > self._most:
+            now = asyncio.get_running_loop().time()
+            if now - self._logged >= LOG_EVERY_S:
+                self._logged = now
+                logger.warning("%d connections are open, the most that fit: idle ones are closed", self._most)
+            if (oldest := next(iter(self._deadlines), None)) is None:
+                connection.refuse(503, "too many connections")
+                return
+            self.done(oldest)
+            oldest.expire()
+        self.wait(connection, HEAD_S)
+
+    def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for connection, deadline in list(self._deadlines.items()):
+            if deadline <= now:
+                del self._deadlines[connection]
+                connection.expire()
+        self._is_sweeping = bool(self._deadlines)
+        if self._is_sweeping:
+            loop.call_later(SWEEP_S, self._sweep)
+
+
+class _EarlyAnswer:
+    """The transport of a response: closing it lets the client read the response before the connection ends."""
+
+    def __init__(self, connection: BoundedHttpProtocol) -> None:
+        self._connection = connection
+        self.write = connection.transport.write
+        self.is_closing = connection.transport.is_closing
+
+    def close(self) -> None:
+        self._connection.finish()
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """One connection.
+
+    A request that is answered before it has arrived whole is the connection's last: what follows is read and dropped
+    for `LINGER_S`. Requests sent ahead of their turn never stop the reading, so a client that leaves is always seen.
+    """
+
+    def __init__(self, connections: Connections, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self._connections = connections
+        self._running: RequestResponseCycle | None = None
+        self._in_head = True
+        self._is_whole = True  # no request has arrived in part
+        self._is_lingering = False
+        self._keeps_alive = False
+        self._line_bytes = 0  # since the last byte of a body
+        self._head_bytes = 0
+        self._bytes_ahead = 0
+
+    # -- the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._connections.admit(self, len(self.connections))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.done(self)
+        self.pipeline.clear()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+        super().connection_lost(exc)
+
+    def expire(self) -> None:
+        """End a connection that has waited for too long."""
+        if self._is_lingering:
+            self.drop()
+        elif self._line_bytes:
+            self.refuse(408, "the request's headers did not arrive in time")
+        else:
+            self.transport.close()
+
+    def drop(self) -> None:
+        """End the connection at once, with everything that is in its buffers."""
+        sock = self.transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
+
+    def finish(self) -> None:
+        """End the connection after a response: now, or when the client has had time to read it."""
+        if self._is_whole:
+            self.transport.close()
+        else:
+            self._is_lingering = True
+            self.flow.resume_reading()
+            self._connections.wait(self, LINGER_S)
+
+    def refuse(self, status: int, message: str) -> None:
+        """Answer a request that cannot be read, unless another answer has begun, and end the connection."""
+        running = self._running
+        if running is not None and not running.response_complete:
+            if running.response_started or not running.more_body:
+                self.drop()
+                return
+            running.disconnected = True
+            running.message_event.set()
+        body = to_json(error_body(message, status))
+        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+        self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+        self._is_whole = False
+        self.finish()
+
+    # -- bytes
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_lingering:
+            return
+        if self._is_answering:
+            self._bytes_ahead += len(data)
+            if self._bytes_ahead > HEAD_BYTES:
+                self.drop()
+                return
+        elif self._is_whole and not self._line_bytes:
+            self._connections.wait(self, HEAD_S)
+        self._line_bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing() or self._is_lingering:
+            return
+        if max(self._line_bytes, self._head_bytes) > HEAD_BYTES:
+            self.refuse(431, "the request's headers are too large")
+        elif self._is_answering:
+            self.flow.resume_reading()
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether a request that has arrived whole waits for the end of its response."""
+        running = self._running
+        return running is not None and not running.response_complete and not running.more_body
+
+    def send_400_response(self, msg: str) -> None:
+        self.refuse(400, "the request is not valid HTTP/1.1")
+
+    # -- the parser's events
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        self._is_whole = False
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value) + 4
+        if self._in_head:  # a trailer must not change the request that is being answered
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if len(self.url) + self._head_bytes > HEAD_BYTES:
+            raise httptools.HttpParserError("headers too large")
+        self._in_head = False
+        self._connections.done(self)
+        super().on_headers_complete()
+        self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
+        self.cycle.transport = _EarlyAnswer(self)  # type: ignore[assignment]
+
+    def on_body(self, body: bytes) -> None:
+        self._line_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_whole = True
+        self._line_bytes = 0
+        self.cycle.keep_alive = self._keeps_alive
+        super().on_message_complete()
+
+    # -- responses
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        cycle.scope[DROP] = self.drop  # type: ignore[typeddict-unknown-key]
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        self._bytes_ahead = 0
+        super().on_response_complete()
+        if not (self._is_answering or self._is_lingering or self.transport.is_closing()):
+            self._connections.wait(self, IDLE_S if self._is_whole else HEAD_S)
