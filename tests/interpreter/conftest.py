@@ -6,11 +6,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore_glob = ["test_*.py"]
 else:
+    import inspect
+    import math
+    from functools import cache
+
+    from triton.language import core
     from triton.runtime import interpreter
 
     _patch = interpreter._patch_lang_tensor
@@ -33,3 +38,49 @@ else:
     _builder = interpreter.InterpreterBuilder
     _builder.create_masked_load = _with_bool_mask(_builder.create_masked_load, 1)
     _builder.create_masked_store = _with_bool_mask(_builder.create_masked_store, 2)
+
+    # The rest is for speed alone: the tests of attention take a third of their time with it.
+    _members: dict[object, list[tuple[str, object]]] = {}
+
+    def _patch_builtin(package: object, builder: object, scope: object) -> None:
+        """Patch what is not patched yet; the list of a package's functions is made once, not at every call."""
+        if package not in _members:
+            _members[package] = [(k, v) for k, v in inspect.getmembers(package) if core.is_builtin(v)]
+        for name, member in _members[package]:
+            if getattr(package, name) is member:
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    _np_dtype = interpreter._get_np_dtype
+    _np_dtypes: dict[str, object] = {}
+
+    def _get_np_dtype(of: core.dtype) -> object:
+        scalar = of.scalar
+        if scalar.name not in _np_dtypes:
+            _np_dtypes[scalar.name] = _np_dtype(scalar)
+        return _np_dtypes[scalar.name]
+
+    class _Shape:
+        """What types and tensors of one shape have in common."""
+
+        def __init__(self, sizes: tuple[int, ...]) -> None:
+            self.of_type, self.of_tensor = core.tuple(sizes), core.tuple([core.constexpr(size) for size in sizes])
+            self.numel = core.constexpr(math.prod(sizes))
+            if sizes:
+                core.validate_block_shape(sizes)
+
+    _shape = cache(_Shape)
+
+    def _init_block_type(self: core.block_type, element: core.dtype, shape: Iterable[int | core.constexpr]) -> None:
+        self.sizes = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
+        common = _shape(self.sizes)
+        self.element_ty, self.shape, self.numel = element, common.of_type, common.numel.value
+        self.name = f"<{self.sizes}, {element}>"
+
+    def _init_tensor(self: core.tensor, handle: object, of: core.dtype) -> None:
+        self.handle, self.type, self.dtype = handle, of, of.scalar
+        common = _shape(of.sizes if of.is_block() else ())
+        self.numel, self.shape = common.numel, common.of_tensor
+
+    interpreter._patch_builtin = _patch_builtin
+    interpreter._get_np_dtype = _get_np_dtype
+    core.block_type.__init__, core.tensor.__init__ = _init_block_type, _init_tensor
