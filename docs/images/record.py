@@ -51,7 +51,7 @@ def record(path: Path) -> None:
     with ServerProcess(*flags, env={"MINISGL_CHECK": "0"}) as server, Browser() as browser:
         server.wait_ready()
         chat(server.url, "Sun")
-        httpx.post(f"{server.url}/flush_cache")
+        httpx.post(f"{server.url}/flush_cache", json={})
         browser.look(*SIZE)
         browser.open(server.url)
         browser.evaluate(FASTER)

@@ -218,7 +218,7 @@ def test_batch_and_tree_are_shown_live(page: Browser, server: ServerProcess) -> 
     system = "You are the keeper of a small lighthouse on a rocky coast, and you answer letters from children.\n"
     letters = ["Who lives in the lighthouse <b>with</b> you?", "How tall is the lighthouse, and is it cold there?"]
     with server.client() as client, contextlib.ExitStack() as streams:
-        client.post("/flush_cache")
+        client.post("/flush_cache", json={})
         page.evaluate("$('tab-engine').click()")
         page.wait("$('tree').textContent.startsWith('Empty')")
         assert "No request is running" in page.evaluate("$('batch').textContent")

@@ -170,7 +170,7 @@ def test_request_id_and_routes(client: httpx.Client) -> None:
     assert client.get("/ready").status_code == 200
     assert client.get("/get_server_info").json()["model"] == card["id"]
     assert client.get("/version").json() == {"version": minisgl.__version__}
-    assert client.post("/flush_cache").status_code == 200
+    assert client.post("/flush_cache", json={}).status_code == 200
     assert client.get("/missing").json()["error"]["type"] == "not_found_error"
     assert client.get("/generate").status_code == client.head("/generate").status_code == 405
     assert "access-control-allow-origin" not in response.headers

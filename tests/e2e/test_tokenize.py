@@ -86,7 +86,11 @@ def test_model_info_and_aliases(client: httpx.Client) -> None:
     assert info == client.get("/get_model_info").json()
     assert info["model"] == "minisgl-demo"
     assert info["vocab_size"] > 0
-    assert client.post("/reset_prefix_cache").json() == client.post("/flush_cache").json() == {"status": "ok"}
+    assert (
+        client.post("/reset_prefix_cache", json={}).json()
+        == client.post("/flush_cache", json={}).json()
+        == {"status": "ok"}
+    )
 
 
 def test_health_generate(server: ServerProcess, client: httpx.Client) -> None:

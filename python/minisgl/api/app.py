@@ -8,13 +8,15 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 import minisgl
 from minisgl.api.embeddings import add_embeddings_route
 from minisgl.api.frontend import RETRY_AFTER_S, FrontendManager
+from minisgl.api.gate import ANY, Access, Gate
 from minisgl.api.generate import add_generate_route
-from minisgl.api.http import Gate, error_body, json_response, read_request, require_model
+from minisgl.api.http import error_body, json_response, read_request, require_model
 from minisgl.api.metrics import Metrics
 from minisgl.api.openapi import openapi_schema
 from minisgl.api.operations import add_information_routes, add_status_routes, add_tokenizer_routes, add_view_route
@@ -42,7 +44,11 @@ def create_app(args: ServerArgs, model: ServedModel) -> FastAPI:
             await frontend.close()
 
     app = FastAPI(title="minisgl", version=minisgl.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, api_key=args.api_key)
+    access = Access.of(args)
+    app.add_middleware(Gate, access=access)
+    if access.origins:
+        origins = {"allow_origin_regex": ".*"} if ANY in access.origins else {"allow_origins": access.origins}
+        app.add_middleware(CORSMiddleware, **origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     _add_error_handlers(app)
     _add_openai_routes(app, args, model)
     add_generate_route(app, args, model)

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 
 import minisgl
 from minisgl.api.frontend import FrontendManager
-from minisgl.api.http import json_response, read_request, require_model
+from minisgl.api.http import json_response, read_request, require_json, require_model
 from minisgl.api.protocol import (
     ChatCompletionRequest,
     DetokenizeRequest,
@@ -84,7 +84,8 @@ def add_status_routes(app: FastAPI) -> None:
 
     @app.post("/flush_cache")
     @app.post("/reset_prefix_cache", include_in_schema=False)
-    async def flush_cache() -> Response:
+    async def flush_cache(request: Request) -> Response:
+        require_json(request)
         await app.state.frontend.flush_cache()
         return json_response(StatusResponse("ok"))
 

@@ -36,7 +36,7 @@ def content_security_policy(page: str) -> str:
 
 
 def add_page(app: FastAPI) -> None:
-    """Serve the page at `/`. It holds no secret and needs no key (see `http.OPEN_PATHS`); its requests do."""
+    """Serve the page at `/`. It holds no secret and needs no key (see `gate.OPEN_PATHS`); its requests do."""
     page = _PAGE.read_text(encoding="utf-8")
     headers = {
         "content-security-policy": content_security_policy(page),

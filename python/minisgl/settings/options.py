@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from operator import ge, gt, le
 from os import PathLike
+from pathlib import Path
 from typing import Any, Final, TypeVar, get_args, get_type_hints
 
 from minisgl.errors import ConfigError
@@ -217,6 +218,14 @@ class ServerArgs(Settings):
     num_tokenizer: int = option(0, "tokenizer processes; 0 = the detokenizer does both", minimum=0, maximum=64)
     served_model_name: str | None = option(None, "name of the model in the API; default = its folder's name or hub id")
     api_key: str | None = option(None, "key that clients must send as `Authorization: Bearer KEY`")
+    api_key_file: str | None = option(None, "file with the key, which keeps it out of the list of processes")
+    allowed_hosts: str | None = option(
+        None, "comma-separated names under which clients reach this server, * = any; default = this machine's, or any"
+    )
+    allowed_origins: str | None = option(
+        None, "comma-separated web pages that may use this server (https://example.com), * = any; default = none (CORS)"
+    )
+    open_metrics: bool = option(False, "serve /metrics without the key")
     auth: bool = option(True, "refuse to listen on a reachable address without a key")
     ready_timeout: float = seconds(600.0, "seconds that the processes may take to become ready")
     drain_timeout: float = seconds(30.0, "seconds that running requests may take to finish after SIGTERM")
@@ -239,12 +248,25 @@ class ServerArgs(Settings):
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that cannot work."""
         super().__post_init__()
-        if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
-            raise ConfigError("--api-key must be printable ASCII and not empty")
-        if self.auth and self.api_key is None and not is_loopback(self.host):
+        key = self.load_key()
+        if key is not None and not (key and key.isascii() and key.isprintable()):
+            raise ConfigError("the API key must be printable ASCII and not empty")
+        if self.auth and key is None and not is_loopback(self.host):
             raise ConfigError(
-                f"--host {self.host} lets others use this server; give --api-key KEY, or --no-auth to allow everybody"
+                f"--host {self.host} lets others use this server; give --api-key-file FILE or --api-key KEY, "
+                "or --no-auth to allow everybody"
             )
+
+    def load_key(self) -> str | None:
+        """The API key: the value of `--api-key`, or the content of `--api-key-file`. Raises `ConfigError`."""
+        if self.api_key_file is None:
+            return self.api_key
+        if self.api_key is not None:
+            raise ConfigError("--api-key and --api-key-file exclude each other")
+        try:
+            return Path(self.api_key_file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeError) as e:
+            raise ConfigError(f"--api-key-file {self.api_key_file} cannot be read: {e}") from e
 
     def _addr(self, name: str) -> str:
         assert self.run_dir, "the run directory is not made yet"

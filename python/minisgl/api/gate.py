@@ -1,0 +1,103 @@
+"""Who may send a request: the API key, the names of this server, and the web pages that may use it."""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass
+from typing import Final
+
+from fastapi import Response
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minisgl.api.http import RAW_SEND, error_body, json_response
+from minisgl.settings.options import ServerArgs, is_loopback
+
+MAX_REQUEST_ID: Final = 128
+# Paths that need no key: the probes, and the page, which is static and holds no secret. A browser cannot send a key
+# with an address that a user types, so the page asks for the key and sends it with its requests.
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/"})
+ANY: Final = "*"
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a request needs.
+
+    hosts    the values of the Host header that are served, without ports; `ANY` for all. A web page whose own name
+             resolves to this machine (DNS rebinding) sends its name there
+    origins  the web pages of other hosts that may use the server, such as https://example.com; `ANY` for all
+    """
+
+    api_key: str | None
+    hosts: frozenset[str]
+    origins: frozenset[str]
+    open_paths: frozenset[str] = OPEN_PATHS
+
+    @classmethod
+    def of(cls, args: ServerArgs) -> Access:
+        """The access that the options give. Without `--allowed-hosts` a loopback server serves this machine's names."""
+        hosts = _names(args.allowed_hosts)
+        if not hosts:
+            hosts = {"localhost", "127.0.0.1", "[::1]", args.host} if is_loopback(args.host) else {ANY}
+        paths = OPEN_PATHS | {"/metrics"} if args.open_metrics else OPEN_PATHS
+        return cls(args.load_key(), frozenset(hosts), frozenset(_names(args.allowed_origins)), paths)
+
+    def refusal(self, path: str, headers: Headers) -> Response | None:
+        """The response to a request that is not allowed."""
+        host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()
+        if ANY not in self.hosts and host and _without_port(host) not in self.hosts:
+            return _refusal(403, f"host {host[:100]!r} is not served here; see --allowed-hosts", "host_not_allowed")
+        is_foreign = bool(origin) and origin.partition("://")[2] != host
+        if is_foreign and not self.origins & {ANY, origin}:
+            message = f"pages of {origin[:100]!r} may not use this server; see --allowed-origins"
+            return _refusal(403, message, "origin_not_allowed")
+        if self.api_key is None or path in self.open_paths:
+            return None
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        is_key = hmac.compare_digest(key.strip().encode("latin-1"), self.api_key.encode())
+        if is_key and scheme.lower() == "bearer":
+            return None
+        return _refusal(401, "a valid key is needed: `Authorization: Bearer KEY`", "invalid_api_key")
+
+
+def _names(text: str | None) -> set[str]:
+    return {name.strip().lower() for name in (text or "").split(",") if name.strip()}
+
+
+def _without_port(host: str) -> str:
+    name, colon, port = host.rpartition(":")
+    return name if colon and port.isdigit() else host
+
+
+def _refusal(status: int, message: str, code: str) -> Response:
+    headers = {"www-authenticate": "Bearer"} if status == 401 else None
+    return json_response(error_body(message, status, code=code), status, headers)
+
+
+class Gate:
+    """Middleware that lets allowed requests pass and echoes `x-request-id`."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = headers.get("x-request-id", "")
+        if request_id and len(request_id) <= MAX_REQUEST_ID and request_id.isprintable() and request_id.isascii():
+            send = self._with_id(send, request_id)
+        scope[RAW_SEND] = send
+        await (self._access.refusal(scope["path"], headers) or self._app)(scope, receive, send)
+
+    @staticmethod
+    def _with_id(send: Send, request_id: str) -> Send:
+        async def wrapped(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        return wrapped
