@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -38,6 +39,13 @@ JSON_STYLE: Final[dict[str, Any]] = {
 }
 MAX_LEXER_STATES: Final = 20_000  # 1 to 2 kB each
 MAX_ERROR_CHARS: Final = 300
+INVALID: Final = "invalid_grammar"
+MAX_SCHEMA_DEPTH: Final = 200  # levels of JSON
+MAX_EXACT: Final = 2**53
+_NUMERIC: Final = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+# A mask is computed in the engine's loop. It may take MASK_S on average, and MASK_BURST_S more now and then.
+MASK_S: Final = 0.002
+MASK_BURST_S: Final = 0.04
 PARALLEL_FROM: Final = 4  # masks; waking threads costs about as much as one
 MAX_THREADS: Final = 8
 
@@ -82,6 +90,10 @@ class GrammarCompiler:
             TokenizerWrapper(self._vocabulary), n_vocab=self._vocab_size, eos_token=self._eos_ids or None
         )
 
+    def load(self) -> None:
+        """Read the tokenizer now instead of with the first grammar."""
+        assert self._tokenizer is not None, "a cached property"
+
     @cached_property
     def _executor(self) -> LLExecutor | None:
         """Threads, if there are cores besides those of the engine."""
@@ -100,9 +112,9 @@ class GrammarCompiler:
                 source = _after(grammar.after, source)
             matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
         except (ValueError, msgspec.MsgspecError, RecursionError) as e:
-            raise _refusal(grammar, str(e)) from e
+            raise refusal(grammar, str(e)) from e
         if matcher.is_error():
-            raise _refusal(grammar, matcher.get_error())
+            raise refusal(grammar, matcher.get_error())
         return TokenMatcher(grammar, matcher, self._vocab_size, self._eos_ids, may_end=not ignore_eos)
 
     def compute_masks(self, matchers: Sequence[TokenMatcher]) -> None:
@@ -126,6 +138,7 @@ class GrammarCompiler:
         names = " | ".join(f"call_{i}" for i in range(len(calls.calls)))
         lines.append(f"call: {_quoted(calls.open)} ({names}) {_quoted(calls.close)}")
         for i, (before, schema, behind) in enumerate(calls.calls):
+            _require_exact(schema)
             schema = schema | {"x-guidance": JSON_STYLE}
             lines.append(f"call_{i}: {_quoted(before)} %json {json.dumps(schema)} {_quoted(behind)}")
         return LLMatcher.grammar_from_lark("\n".join(lines))
@@ -152,11 +165,19 @@ class TokenMatcher:
         self.mask: Ints = np.zeros(len(self._ends), np.int32)
         self.is_complete = False
         self.error: RequestError | None = None
-        self.compute_mask(self.mask)
+        self._overdraft = 0.0  # seconds that the masks have taken beyond MASK_S each
+        matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes)  # builds tables, off the engine's loop
+        self.set_mask(self.mask)
         if self.error is not None:
             raise self.error
         if self.is_complete:
-            raise _refusal(grammar, "it allows nothing but the empty text")
+            raise refusal(grammar, "it allows nothing but the empty text")
+
+    @property
+    def continuations(self) -> Ints:
+        """`mask` without the EOS tokens."""
+        continuations: Ints = self.mask & ~self._ends.view(np.int32)
+        return continuations
 
     def advance(self, token: int) -> None:
         """Append a sampled `token`, which is not an EOS; the mask is out of date until it is computed again."""
@@ -164,13 +185,18 @@ class TokenMatcher:
 
     def compute_mask(self, mask: Ints) -> None:
         """Compute the tokens that may come next into `mask`, or set `error`."""
+        began = time.thread_time()
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._overdraft = max(0.0, self._overdraft + time.thread_time() - began - MASK_S)
         self.set_mask(mask)
 
     def set_mask(self, mask: Ints) -> None:
         """Take the computed `mask`, with the EOS tokens as they apply."""
         if self.matcher.is_error():
-            self.error = _refusal(self._grammar, f"it cannot be followed: {self.matcher.get_error()}")
+            self.error = refusal(self._grammar, f"it cannot be followed: {self.matcher.get_error()}")
+            return
+        if self._overdraft > MASK_BURST_S:
+            self.error = refusal(self._grammar, f"its masks take more than {MASK_S * 1e3:g} ms a token")
             return
         self.mask, bits = mask, mask.view(np.uint32)
         bits &= ~self._ends
@@ -184,7 +210,29 @@ def _quoted(text: str) -> str:
     return json.dumps(text) if text else ""
 
 
+def _require_exact(schema: Any) -> None:
+    """Raises `ValueError` for nesting or numbers that the library does not handle."""
+    level, depth = [schema], 0
+    while level:
+        depth += 1
+        if depth > MAX_SCHEMA_DEPTH:
+            raise ValueError(f"the schema is nested more than {MAX_SCHEMA_DEPTH} levels deep")
+        for part in level:
+            for keyword in _NUMERIC & part.keys() if isinstance(part, dict) else ():
+                value = part[keyword]
+                if isinstance(value, int | float) and abs(value) > MAX_EXACT:
+                    raise ValueError(f"{keyword} {value} cannot be held exactly: its magnitude is above 2**53")
+        level = [child for part in level for child in _children(part)]
+
+
+def _children(part: Any) -> Iterable[Any]:
+    if isinstance(part, dict):
+        return part.values()
+    return part if isinstance(part, list) else ()
+
+
 def _json_schema(text: str) -> str:
+    _require_exact(msgspec.json.decode(text))
     return LLMatcher.grammar_from_json_schema(text, overrides=JSON_STYLE)  # type: ignore[arg-type]
 
 
@@ -222,7 +270,7 @@ def _one_line(error: str) -> str:
     return " ".join(error.split())[:MAX_ERROR_CHARS] or "unknown error"
 
 
-def _refusal(grammar: Grammar, error: str) -> RequestError:
+def refusal(grammar: Grammar, error: str) -> RequestError:
     return RequestError(
-        f"{grammar.param} is not a usable grammar: {_one_line(error)}", param=grammar.param, code="invalid_grammar"
+        f"{grammar.param} is not a usable grammar: {_one_line(error)}", param=grammar.param, code=INVALID
     )

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Index, Rows
 
-THREADS: Final = 2
-COMPILE_S: Final = 10.0  # beyond which a request is refused; the compiler has limits of its own
+THREADS: Final = 16  # which wait for trials
+COMPILE_S: Final = 10.0  # beyond which a request is refused: a trial ends sooner, unless others are queued before it
 
 
 class Grammars:
@@ -71,9 +71,8 @@ class Grammars:
                 job.cancel()
                 assert req.sampling_params.grammar is not None, f"has no grammar: {req}"
                 param = req.sampling_params.grammar.param
-                error = RequestError(
-                    f"{param} was not compiled within {COMPILE_S:g} s", param=param, code="invalid_grammar"
-                )
+                message = f"{param} was not compiled within {COMPILE_S:g} s: too many grammars are being compiled"
+                error = RequestError(message, param=param, code="overloaded", status=503)
             elif isinstance(failure := job.exception(), RequestError):
                 error = failure
             elif failure is not None:  # a bug, ours or the library's on odd input, costs this request and no other

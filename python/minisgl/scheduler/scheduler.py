@@ -95,12 +95,12 @@ class Scheduler:
     def from_config(cls, config: SchedulerConfig, io: SchedulerIO, group: Group) -> Scheduler:
         """Load the model as rank 0 of `group`, and return a scheduler of that engine."""
         from minisgl.engine.engine import Engine
-        from minisgl.grammar.compiler import GrammarCompiler
+        from minisgl.grammar.trial import TriedCompiler
 
         engine = Engine.from_config(config.engine, config.max_prefill_length, group)
         if engine.spec.pooling == "mean":
             config = replace(config, cache_type="naive")  # a cached prefix has no hidden states to pool
-        compiler = GrammarCompiler(engine.spec.folder, engine.limits.vocab_size, engine.eos_token_ids)
+        compiler = TriedCompiler(engine.spec.folder, engine.limits.vocab_size, engine.eos_token_ids)
         return cls(config, engine, io, Grammars(compiler), group.bus)
 
     # -- the cycle

@@ -114,7 +114,7 @@ def test_a_grammar_may_begin_behind_the_reasoning() -> None:
         ("regex", "", "empty text"),
         ("ebnf", "root ::= ((((", "Expected"),
         ("ebnf", "start: unknown", "unknown"),
-        ("json_schema", "{", "EOF"),
+        ("json_schema", "{", "truncated"),
         ("json_schema", '{"type": "objekt"}', "objekt"),
         ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
         ("json_schema", '{"$ref": "https://example.com/schema"}', "not present"),
@@ -214,7 +214,7 @@ def test_a_grammar_that_becomes_too_large_is_refused_with_its_field() -> None:
         for _ in range(1000):
             advance(matcher, allowed(matcher)[-1])
 
-    with pytest.raises(RequestError, match="cannot be followed") as e:
+    with pytest.raises(RequestError, match=r"cannot be followed|masks take") as e:
         follow()
     assert (e.value.param, e.value.code) == ("grammar", "invalid_grammar")
 
@@ -239,3 +239,18 @@ def test_masks_in_parallel_equal_masks_one_by_one(monkeypatch: pytest.MonkeyPatc
     errors = [m.error for m in together]
     assert [error is not None for error in errors] == [False, True, False, False, False]
     assert "cannot be followed" in str(errors[1])
+
+
+@pytest.mark.parametrize("keyword", ["minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "multipleOf"])
+@pytest.mark.parametrize("value", [1e30, -(2**63), 2**53 + 1])
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_numbers_that_cannot_be_held_exactly_are_refused_by_keyword(keyword: str, value: float, kind: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": kind, keyword: value}}}
+    with pytest.raises(RequestError, match=f"{keyword} .* cannot be held exactly"):
+        compiled("json_schema", json.dumps(schema))
+
+
+def test_nesting_is_bounded() -> None:
+    compiled("json_schema", '{"items":' * 99 + '{"type": "integer"}' + "}" * 99)
+    with pytest.raises(RequestError, match="more than 200 levels"):
+        compiled("json_schema", '{"items":' * 300 + "{}" + "}" * 300)

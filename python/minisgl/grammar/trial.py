@@ -1,0 +1,272 @@
+"""Grammars tried in processes that can be killed, before the scheduler's process compiles them.
+
+The grammar library does all its work natively: a hostile text can make it crash, loop, or take gigabytes, and no thread
+can be stopped. So one small process has the tokenizer loaded and forks for every grammar. The fork compiles the grammar
+and follows it over some tokens, within limits on time, memory and stack, and only what has passed there is compiled for
+the request. The library is deterministic, so what has passed once passes again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict, deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO, Final
+
+import msgspec
+import numpy as np
+
+import minisgl
+from minisgl.errors import RequestError
+from minisgl.grammar.compiler import INVALID, GrammarCompiler, TokenMatcher, refusal
+from minisgl.params import Grammar
+
+CPU_S: Final = 1  # to compile a grammar and follow it; common ones take a millisecond
+WALL_S: Final = 4.0  # the same on a busy machine
+MEMORY: Final = 256 << 20  # bytes beyond those of the tokenizer
+STACK: Final = 4 << 20  # bytes, half of what the threads have that compile for the request
+TOKENS: Final = 32  # to follow the grammar over, chosen at random
+AT_ONCE: Final = 16
+VERDICTS: Final = 1024  # to remember
+DIED: Final = "the grammar library cannot compile it (too deeply nested, too large, or a number out of its range)"
+TOO_SLOW: Final = f"it takes more than {CPU_S} s to compile"
+
+
+class _Job(msgspec.Struct, array_like=True):
+    id: int
+    grammar: Grammar
+    ignore_eos: bool
+
+
+class _Verdict(msgspec.Struct, array_like=True):
+    """`error`: the message of the refusal; empty for a usable grammar."""
+
+    id: int
+    error: str = ""
+
+
+def _write(file: IO[bytes], message: msgspec.Struct) -> None:
+    data = msgspec.msgpack.encode(message)
+    file.write(len(data).to_bytes(4, "little") + data)
+    file.flush()
+
+
+def _read(file: IO[bytes]) -> bytes:
+    """The next message; empty at the end."""
+    head = file.read(4)
+    return file.read(int.from_bytes(head, "little")) if len(head) == 4 else b""
+
+
+class Trials:
+    """Tries grammars for the tokenizer in `folder`; the arguments are those of `GrammarCompiler`."""
+
+    def __init__(self, folder: Path, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._arguments = [str(folder), str(vocab_size), *map(str, sorted(eos_ids))]
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pending: dict[int, Future[str]] = {}
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
+        self._count = 0
+
+    def require(self, grammar: Grammar, ignore_eos: bool) -> None:
+        """Return when `grammar` has passed; raises `RequestError` if it has not. Blocks: call it from a thread."""
+        key = blake2b(msgspec.msgpack.encode((grammar, ignore_eos))).digest()
+        with self._lock:
+            error = self._verdicts.get(key)
+        if error is None:
+            try:
+                error = self._submit(grammar, ignore_eos).result()
+            except OSError:  # the process has been killed from outside
+                error = self._submit(grammar, ignore_eos).result()
+            with self._lock:
+                self._verdicts[key] = error
+                if len(self._verdicts) > VERDICTS:
+                    self._verdicts.popitem(last=False)
+        if error:
+            raise RequestError(error, param=grammar.param, code=INVALID)
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            process = self._process
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def _submit(self, grammar: Grammar, ignore_eos: bool) -> Future[str]:
+        future: Future[str] = Future()
+        with self._lock:
+            self._count += 1
+            self._pending[self._count] = future
+            if self._process is None:
+                self._process = self._start()
+            assert self._process.stdin is not None, "a pipe"
+            try:
+                _write(self._process.stdin, _Job(self._count, grammar, ignore_eos))
+            except OSError as e:  # it has been killed; the reader starts anew
+                del self._pending[self._count]
+                future.set_exception(e)
+        return future
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        paths = [str(Path(minisgl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TOKENIZERS_PARALLELISM": "false"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "minisgl.grammar.trial", *self._arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | variables,
+            process_group=0,  # a terminal's Ctrl-C is for the parent, whose end is the end of standard input
+        )
+        threading.Thread(target=self._collect, args=(process,), name="grammar-trials", daemon=True).start()
+        return process
+
+    def _collect(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None and process.stdout is not None, "pipes"
+        while data := _read(process.stdout):
+            verdict = msgspec.msgpack.decode(data, type=_Verdict)
+            with self._lock:
+                future = self._pending.pop(verdict.id)
+            future.set_result(verdict.error)
+        process.stdout.close()
+        with contextlib.suppress(OSError):  # what it has not read
+            process.stdin.close()
+        process.wait()
+        with self._lock:
+            if self._process is process:
+                self._process = None
+            pending, self._pending = self._pending, {}
+        for future in pending.values():
+            future.set_exception(OSError(f"the process that tries grammars ended with {process.returncode}"))
+
+
+class TriedCompiler(GrammarCompiler):
+    """Compiles grammars that have passed their trial; raises `RequestError` for the others."""
+
+    def __init__(self, folder: Path, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        super().__init__(folder, vocab_size, eos_ids)
+        self._trials = Trials(folder, vocab_size, eos_ids)
+
+    def compile(self, grammar: Grammar, ignore_eos: bool) -> TokenMatcher:
+        self._trials.require(grammar, ignore_eos)
+        return super().compile(grammar, ignore_eos)
+
+
+# -- the process
+
+
+@dataclass
+class _Trial:
+    """A running fork."""
+
+    job: _Job
+    pid: int
+    deadline: float
+    output: bytearray = field(default_factory=bytearray)
+
+
+def main(folder: str, vocab_size: str, *eos_ids: str) -> None:
+    """Try what comes on standard input until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    compiler = GrammarCompiler(Path(folder), int(vocab_size), frozenset(map(int, eos_ids)))
+    compiler.load()
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    waiting: deque[_Job] = deque()
+    running: dict[int, _Trial] = {}  # by file descriptor
+    selector = selectors.DefaultSelector()
+    selector.register(requests, selectors.EVENT_READ)
+    while True:
+        now = time.monotonic()
+        for trial in running.values():
+            if trial.deadline <= now:
+                os.kill(trial.pid, signal.SIGXCPU)
+                trial.deadline = float("inf")
+        for key, _ in selector.select(0.1 if running else None):
+            if key.fd == requests.fileno():
+                if not (data := _read(requests)):
+                    return
+                waiting.append(msgspec.msgpack.decode(data, type=_Job))
+            elif part := os.read(key.fd, 4096):
+                running[key.fd].output += part
+            else:
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                _write(answers, _finish(running.pop(key.fd)))
+        while waiting and len(running) < AT_ONCE:
+            fd, trial = _fork(compiler, waiting.popleft())
+            running[fd] = trial
+            selector.register(fd, selectors.EVENT_READ)
+
+
+def _fork(compiler: GrammarCompiler, job: _Job) -> tuple[int, _Trial]:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writer)
+        return reader, _Trial(job, pid, time.monotonic() + WALL_S)
+    try:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for fd in range(3):
+            os.dup2(nothing, fd)
+        _limit()
+        os.write(writer, (_try(compiler, job) or " ").encode())
+    finally:
+        os._exit(0)
+
+
+def _limit() -> None:
+    os.nice(5)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limits = {
+        resource.RLIMIT_CPU: CPU_S,
+        resource.RLIMIT_AS: pages * resource.getpagesize() + MEMORY,
+        resource.RLIMIT_STACK: STACK,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, most in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _try(compiler: GrammarCompiler, job: _Job) -> str:
+    """The reason to refuse the grammar; empty if there is none."""
+    try:
+        matcher = compiler.compile(job.grammar, job.ignore_eos)
+        rng = random.Random(0)
+        for _ in range(TOKENS):
+            allowed = np.flatnonzero(np.unpackbits(matcher.continuations.view(np.uint8), bitorder="little"))
+            matcher.advance(int(rng.choice(allowed)))
+            compiler.compute_masks([matcher])
+            if matcher.error is not None:
+                raise matcher.error
+            if matcher.is_complete:
+                break
+    except RequestError as e:
+        return e.message
+    except MemoryError:
+        return refusal(job.grammar, DIED).message
+    return ""
+
+
+def _finish(trial: _Trial) -> _Verdict:
+    _, status = os.waitpid(trial.pid, 0)
+    if trial.output:
+        return _Verdict(trial.job.id, trial.output.decode().strip())
+    is_slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU
+    return _Verdict(trial.job.id, refusal(trial.job.grammar, TOO_SLOW if is_slow else DIED).message)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,107 @@
+"""Grammars that make the library crash, loop or grow are refused, and cost nobody else anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from minisgl.checkpoint.hf import BUILTIN_MODEL
+from minisgl.errors import RequestError
+from minisgl.grammar.trial import AT_ONCE, WALL_S, TriedCompiler
+from minisgl.params import Grammar, GrammarKind
+from support.processes import PATIENCE_S, eventually
+
+LOW = -(2**63)
+GOOD = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}', param="schema")
+
+
+def chain(count: int) -> str:
+    """A schema of `count` references, each to the next."""
+    defs: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
+    return json.dumps({"$ref": "#/$defs/d0", "$defs": defs | {f"d{count}": {"type": "integer"}}})
+
+
+HOSTILE: list[tuple[GrammarKind, str]] = [
+    ("json_schema", json.dumps({"type": "integer", "minimum": LOW, "maximum": LOW})),
+    ("json_schema", chain(3000)),
+    ("json_schema", '{"type":"array","items":' * 3000 + "{}" + "}" * 3000),
+    ("json_schema", '{"type": "integer", "multipleOf": 1000003}'),
+    ("regex", "x{100000}"),
+    ("regex", "(" * 20000 + "a" + ")" * 20000),
+    ("ebnf", "start: " + "(" * 20000 + '"a"' + ")" * 20000),
+]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[TriedCompiler]:
+    tried = TriedCompiler(BUILTIN_MODEL, vocab_size=4096, eos_ids=frozenset({1}))
+    yield tried
+    tried._trials.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), HOSTILE, ids=["bounds", "refs", "items", "multiple", "repeats", "groups", "rules"]
+)
+def test_hostile_grammars_are_refused(compiler: TriedCompiler, kind: GrammarKind, text: str) -> None:
+    with pytest.raises(RequestError, match=r"^the_field is not a usable grammar: ") as refused:
+        compiler.compile(Grammar(kind, text, param="the_field"), False)
+    assert (refused.value.status, refused.value.param) == (400, "the_field")
+    assert compiler.compile(GOOD, False).continuations.any()
+
+
+def test_hostile_grammars_delay_no_other(compiler: TriedCompiler) -> None:
+    def refuse(i: int) -> None:
+        with pytest.raises(RequestError):
+            compiler.compile(Grammar("json_schema", f'{{"multipleOf": {1000003 + 2 * i}, "type": "integer"}}'), False)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        hostile = [pool.submit(refuse, i) for i in range(AT_ONCE - 1)]
+        time.sleep(0.1)
+        began = time.monotonic()
+        compiler.compile(Grammar("regex", "[a-z]{3}"), False)
+        assert time.monotonic() - began < WALL_S
+        for job in hostile:
+            job.result()
+
+
+def test_verdicts_are_remembered(compiler: TriedCompiler) -> None:
+    grammar = Grammar("regex", "x{90000}", param="regex")
+    for _ in range(2):
+        began = time.monotonic()
+        with pytest.raises(RequestError):
+            compiler.compile(grammar, False)
+    assert time.monotonic() - began < 0.05
+
+
+def test_killed_process_is_replaced(compiler: TriedCompiler) -> None:
+    compiler.compile(Grammar("regex", "[a-c]"), False)
+    process = compiler._trials._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    compiler.compile(Grammar("regex", "[a-d]"), False)
+    assert eventually(lambda: process.returncode == -signal.SIGKILL)
+
+
+def test_processes_end_with_their_parent() -> None:
+    compiler = TriedCompiler(BUILTIN_MODEL, vocab_size=4096, eos_ids=frozenset({1}))
+    compiler.compile(GOOD, False)
+    process = compiler._trials._process
+    assert process is not None and process.stdin is not None
+    process.stdin.close()
+    assert process.wait(PATIENCE_S) == 0
+
+
+def test_expensive_masks_end_the_request() -> None:
+    from minisgl.grammar.compiler import GrammarCompiler
+
+    matcher = GrammarCompiler(BUILTIN_MODEL, 4096, frozenset({1})).compile(GOOD, False)
+    matcher._overdraft = 10.0
+    matcher.compute_mask(matcher.mask)
+    assert matcher.error is not None and "masks take more than" in matcher.error.message
