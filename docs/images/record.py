@@ -47,7 +47,7 @@ def chat(url: str, name: str) -> None:
 
 def record(path: Path) -> None:
     frames: list[Image.Image] = []
-    flags = ("--num-pages", "600", "--page-size", "16", "--threads", "1")  # slow enough to watch
+    flags = ("--view-texts", "--num-pages", "600", "--page-size", "16", "--threads", "1")  # slow enough to watch
     with ServerProcess(*flags, env={"MINISGL_CHECK": "0"}) as server, Browser() as browser:
         server.wait_ready()
         chat(server.url, "Sun")

@@ -81,7 +81,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     ref_count: int  # running requests that lock this node or a node below
     idle_steps: int  # steps since the last use
     hidden: int  # children that are not shown
-    head: bytes = b""  # the first tokens, int32; the detokenizer turns them into `text`
+    head: bytes = b""  # the first tokens, int32; the detokenizer turns them into `text`; empty without `--view-texts`
     text: str = ""
 
 

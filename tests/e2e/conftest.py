@@ -16,7 +16,7 @@ from minisgl.checkpoint.hf import BUILTIN_MODEL
 def server() -> Iterator[ServerProcess]:
     if not (BUILTIN_MODEL / "model.safetensors").is_file():
         pytest.skip("the built-in model is not there yet")
-    with ServerProcess("--num-pages", "1024") as server:
+    with ServerProcess("--num-pages", "1024", "--view-texts") as server:
         yield server
 
 

@@ -188,7 +188,7 @@ def tree_lines(view: dict[str, Any]) -> list[str]:
     def walk(parent: int, depth: int, hidden: int) -> None:
         for i, node in enumerate(nodes):
             if node["parent"] == parent:
-                text = node["text"].replace("\n", "↵")
+                text = node["text"].replace("\n", "↵") or "·" * min(node["tokens"], 40)
                 used = f", used by {node['ref_count']}" if node["ref_count"] else ""
                 size = f"{node['tokens']} tokens, {node['pages']} page{'s' * (node['pages'] != 1)}"
                 lines.append(f"{'  ' * depth}{text[:60]}  [{size}{used}]{requests.get(i, '')}")

@@ -60,6 +60,14 @@ class RadixTreeNode:
         return len(self.pages)
 
     @property
+    def is_salted(self) -> bool:
+        """Whether the prefix was inserted with a salt. Not for the root."""
+        node = self
+        while node.parent is not None and node.parent.parent is not None:
+            node = node.parent
+        return len(node.name) * len(node.pages) > node.key.nbytes
+
+    @property
     def is_leaf(self) -> bool:
         return not self.children
 

@@ -37,7 +37,7 @@ def checked(h: Harness) -> EngineView:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_the_view_shows_a_shared_prefix_in_tree_and_requests(depth: int) -> None:
-    h = Harness(FakeEngine(rows=8, num_pages=64, vocab=5003), depth, max_prefill_length=16)
+    h = Harness(FakeEngine(rows=8, num_pages=64, vocab=5003), depth, max_prefill_length=16, view_texts=True)
     h.add([*SHARED, 20, 21, 22, 23], max_tokens=30)
     seen = [checked(h)]
     for _ in range(4):
@@ -64,7 +64,7 @@ def test_the_view_shows_a_shared_prefix_in_tree_and_requests(depth: int) -> None
 
 
 def test_the_view_limits_requests_and_works_without_a_tree() -> None:
-    h = Harness(FakeEngine(rows=80, num_pages=400, vocab=5003), 1, cache_type="naive")
+    h = Harness(FakeEngine(rows=80, num_pages=400, vocab=5003), 1, cache_type="naive", view_texts=True)
     for start in range(70):
         h.add(range(start + 1, start + 9), max_tokens=8)
     for _ in range(4):
@@ -94,7 +94,7 @@ def full_tree(nodes: int, fan_out: int) -> RadixCacheManager:
 def test_the_view_truncates_large_trees(fan_out: int) -> None:
     cache = full_tree(10_000, fan_out)
     assert cache.num_nodes == 10_000
-    h = Harness(FakeEngine(num_pages=20_000, page_size=1), 0)
+    h = Harness(FakeEngine(num_pages=20_000, page_size=1), 0, view_texts=True)
     h.scheduler.cache.prefix = cache
     locked = next(iter(cache.root.children.values()))
     handle = cache.match_prefix(locked.key).handle
@@ -113,3 +113,20 @@ def test_the_view_truncates_large_trees(fan_out: int) -> None:
         assert view.nodes[0].ref_count == 1  # used nodes come first
     assert min(times) < 0.005, times  # 0.6 ms on the machine of docs/notebook/2026-11-21.md
     print(f"{fan_out}: {1e3 * min(times):.2f} ms")
+
+
+@pytest.mark.parametrize(
+    ("options", "salt", "is_shown"),
+    [({"view_texts": True}, "", True), ({"view_texts": True}, "s", False), ({}, "", False)],
+)
+def test_the_view_shows_texts_only_if_told_to_and_of_salted_prompts_never(
+    options: dict[str, bool], salt: str, is_shown: bool
+) -> None:
+    h = Harness(FakeEngine(rows=8, num_pages=64, vocab=5003), 0, **options)
+    for last in (20, 30):  # the second prompt splits the edge of the first
+        h.add([*SHARED, last, 21, 22, 23], max_tokens=2, cache_salt=salt)
+        while h.scheduler.is_busy or h.io.inbox:
+            h.step()
+    nodes = engine_view(h.scheduler, 1).nodes
+    assert len(nodes) == 3
+    assert all(bool(node.head) == is_shown for node in nodes)
