@@ -117,13 +117,13 @@ def _add_openai_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> No
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        body = await read_request(request, ChatCompletionRequest, args.max_body)
+        body = await read_request(request, ChatCompletionRequest, args)
         require_model(body.model, model.name)
         message, new_parser = model.forms.prepare(body, chat_message(body, model.defaults, model.limits))
         return respond(request, body, [message], new_parser)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = await read_request(request, CompletionRequest, args.max_body)
+        body = await read_request(request, CompletionRequest, args)
         require_model(body.model, model.name)
         return respond(request, body, completion_messages(body, model.defaults, model.limits))

@@ -35,7 +35,7 @@ def add_embeddings_route(app: FastAPI, args: ServerArgs, model: ServedModel) -> 
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
-        body = await read_request(request, EmbeddingRequest, args.max_body)
+        body = await read_request(request, EmbeddingRequest, args)
         require_model(body.model, model.name)
         embedder = model.embedder
         if embedder is None:

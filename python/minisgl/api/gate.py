@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from fastapi import Response
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl.api.http import RAW_SEND, error_body, json_response
+from minisgl.api.http import HEADERS, RAW_SEND, error_body, json_response
 from minisgl.settings.options import ServerArgs, is_loopback
 
 MAX_REQUEST_ID: Final = 128
@@ -87,17 +87,15 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        extra: list[tuple[bytes, bytes]] = []
         request_id = headers.get("x-request-id", "")
         if request_id and len(request_id) <= MAX_REQUEST_ID and request_id.isprintable() and request_id.isascii():
-            send = self._with_id(send, request_id)
-        scope[RAW_SEND] = send
-        await (self._access.refusal(scope["path"], headers) or self._app)(scope, receive, send)
+            extra.append((b"x-request-id", request_id.encode()))
 
-    @staticmethod
-    def _with_id(send: Send, request_id: str) -> Send:
-        async def wrapped(message: Message) -> None:
+        async def send_with_extra(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                message["headers"] = [*message.get("headers", ()), *extra]
             await send(message)
 
-        return wrapped
+        scope[HEADERS], scope[RAW_SEND] = extra, send
+        await (self._access.refusal(scope["path"], headers) or self._app)(scope, receive, send_with_extra)

@@ -78,10 +78,21 @@ def _requested_prompt(request: GenerateRequest) -> tuple[str, str | list[Any]]:
     return given[0]
 
 
+def _sampling_fields(request: GenerateRequest) -> GenerateSampling:
+    """`sampling_params`, or mini-sglang's fields beside the prompt. Raises `RequestError` for both."""
+    beside = {name: v for name in ("max_tokens", "ignore_eos") if (v := getattr(request, name)) is not None}
+    fields = request.sampling_params or GenerateSampling()
+    if beside and request.sampling_params is not None:
+        raise RequestError(f"{next(iter(beside))} and sampling_params exclude each other", param=next(iter(beside)))
+    if fields.min_new_tokens is not None:
+        beside["min_tokens"] = fields.min_new_tokens
+    return msgspec.structs.replace(fields, **beside)
+
+
 def generate_messages(request: GenerateRequest, defaults: SamplingDefaults, limits: Limits) -> list[TokenizeMsg]:
     """One message for each prompt of /generate. Raises `RequestError`."""
     name, prompt = _requested_prompt(request)
-    fields = request.sampling_params or GenerateSampling()
+    fields = _sampling_fields(request)
     if fields.logprobs not in (None, False):
         raise RequestError(
             "logprobs is not supported here, only return_logprob beside sampling_params",
@@ -221,8 +232,8 @@ def add_generate_route(app: FastAPI, args: ServerArgs, model: ServedModel) -> No
 
     @app.post("/generate")
     async def generate(request: Request) -> Response:
-        body = await read_request(request, GenerateRequest, args.max_body)
-        n = num_choices(body.sampling_params or GenerateSampling())
+        body = await read_request(request, GenerateRequest, args)
+        n = num_choices(_sampling_fields(body))
         messages = with_choices(generate_messages(body, model.defaults, model.limits), n)
         is_list = n > 1 or is_batch(_requested_prompt(body)[1])
         renderer = GenerateRenderer(is_list, generation_ids(body.rid, len(messages), n, is_list), LogprobForm.of(body))

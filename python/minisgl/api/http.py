@@ -8,8 +8,10 @@ from typing import Any, Final, TypeVar
 import msgspec
 from fastapi import Request, Response
 
+from minisgl.api.fields import ignored_fields
 from minisgl.api.protocol import ErrorDetail, ErrorResponse, parse_body
 from minisgl.errors import RequestError
+from minisgl.settings.options import ServerArgs
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -18,6 +20,9 @@ BODY_TIMEOUT_S: Final = 60.0
 RAW_SEND: Final = "minisgl.send"
 # Scope key of a call that ends the connection at once, with everything in its buffers.
 DROP: Final = "minisgl.drop"
+
+# Scope key of a list of headers, (name, value) in bytes, that the response gets besides its own.
+HEADERS: Final = "minisgl.headers"
 
 to_json: Final = msgspec.json.Encoder().encode
 
@@ -41,9 +46,10 @@ def require_json(request: Request) -> None:
         raise RequestError("the content type must be application/json", code="unsupported_media_type", status=415)
 
 
-async def read_request(request: Request, kind: type[T], max_body: int) -> T:
+async def read_request(request: Request, kind: type[T], args: ServerArgs) -> T:
     """Read the body as a `kind`. Raises `RequestError` (400, 408, 413, 415)."""
     require_json(request)
+    max_body = args.max_body
     too_large = RequestError(f"the body has more than {max_body} bytes", code="body_too_large", status=413)
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_body:
@@ -57,7 +63,10 @@ async def read_request(request: Request, kind: type[T], max_body: int) -> T:
                     raise too_large
     except TimeoutError:
         raise RequestError("the body did not arrive in time", code="timeout", status=408) from None
-    return parse_body(bytes(body), kind)
+    parsed = parse_body(bytes(body), kind)
+    if ignored := ignored_fields(bytes(body), kind, args.unknown_fields == "refuse"):
+        request.scope[HEADERS].append((b"x-ignored-fields", ", ".join(ignored).encode()))
+    return parsed
 
 
 def require_model(requested: str | None, served: str) -> None:

@@ -200,7 +200,7 @@ def add_tokenizer_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> 
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = await read_request(request, TokenizeRequest, args.max_body)
+        body = await read_request(request, TokenizeRequest, args)
         require_model(body.model, model.name)
         reply = await app.state.frontend.convert(encode_message(body, model.limits))
         tokens = ids_from_bytes(reply.input_ids).tolist()
@@ -208,7 +208,7 @@ def add_tokenizer_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> 
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        body = await read_request(request, DetokenizeRequest, args.max_body)
+        body = await read_request(request, DetokenizeRequest, args)
         require_model(body.model, model.name)
         ids = packed_ids(body.tokens, "tokens", model.limits)
         msg = DecodeMsg(uid=0, input_ids=ids, skip_special_tokens=bool(body.skip_special_tokens))

@@ -1,13 +1,12 @@
 """The types of all request and response bodies, and the one way to read a request.
 
-Every optional field may be null. A known field with an unsupported value is refused by name; an unknown field is
-accepted and logged at debug level. Responses are encoded from the types below, except stream events and the growing
-arrays of /generate, which are assembled from bytes; `tests/e2e/test_openapi.py` checks real responses against them.
+Every optional field may be null. A known field with an unsupported value is refused by name; unknown fields are judged
+in `api/fields.py`. Responses are encoded from the types below, except stream events and the growing arrays of
+/generate, which are assembled from bytes; `tests/e2e/test_openapi.py` checks real responses against them.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from functools import cache
 from typing import Annotated, Any, TypeVar
@@ -16,8 +15,6 @@ import msgspec
 
 from minisgl.errors import RequestError
 from minisgl.message import EngineView, StatsMsg
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -141,7 +138,6 @@ class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
     echo: bool | None = None
     suffix: Annotated[str | None, _only("")] = None
     add_special_tokens: bool | None = None
-    prompt_embeds: Annotated[Any, _only()] = None
 
 
 class GenerateSampling(SamplingFields, frozen=True, kw_only=True):
@@ -149,6 +145,7 @@ class GenerateSampling(SamplingFields, frozen=True, kw_only=True):
 
     max_new_tokens: int | None = None
     max_tokens: int | None = None
+    min_new_tokens: int | None = None
     sampling_seed: int | None = None
     seed: int | None = None
 
@@ -161,17 +158,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     input_ids: list[Any] | None = None
     sampling_params: GenerateSampling | None = None
     stream: bool | None = None
+    max_tokens: int | None = None  # mini-sglang's place for these two
+    ignore_eos: bool | None = None
     rid: str | list[str] | None = None
     return_logprob: bool | None = None
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = None
     return_text_in_logprobs: bool | None = None
-    token_ids_logprob: Annotated[Any, _only()] = None
-    return_hidden_states: Annotated[bool | None, _only(False)] = None
-    input_embeds: Annotated[Any, _only()] = None
-    session_params: Annotated[Any, _only()] = None
-    lora_path: Annotated[Any, _only()] = None
-    image_data: Annotated[Any, _only()] = None
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -359,10 +352,6 @@ def parse_body(body: bytes, kind: type[T]) -> T:
         raise RequestError(_readable(str(e)), param=_field_of(str(e)), code="invalid_type") from e
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise RequestError(f"the body is not valid JSON: {e}", code="invalid_json") from e
-    if logger.isEnabledFor(logging.DEBUG):
-        given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        if unknown := given.keys() - {f.name for f in msgspec.structs.fields(kind)}:
-            logger.debug("ignored unknown fields: %s", ", ".join(sorted(unknown)))
     refuse_unsupported(request)
     return request
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from minisgl.api.frontend import ClientGoneError, FrontendManager, Receipt, Submission, joined
-from minisgl.api.http import DROP, RAW_SEND, error_body, to_json
+from minisgl.api.http import DROP, HEADERS, RAW_SEND, error_body, to_json
 from minisgl.api.replies import DONE, Renderer, event
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg, UserReply
@@ -126,16 +126,18 @@ class StreamResponse(BodyResponse):
     async def _respond(self, submission: Submission, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             # A separate task is woken for each token without passing through the framework's layers.
-            await asyncio.create_task(self._stream(submission, scope[RAW_SEND]))
+            await asyncio.create_task(self._stream(submission, scope))
         except TimeoutError:
             logger.warning("a client did not read for %g s; its request is aborted", self._frontend.write_timeout)
             scope[DROP]()
 
-    async def _stream(self, submission: Submission, send: Send) -> None:
+    async def _stream(self, submission: Submission, scope: Scope) -> None:
+        send: Send = scope[RAW_SEND]
+        headers = [*_STREAM_HEADERS, *scope[HEADERS]]
         replies = await submission.take()
         for _, reply in replies:
             _raise_if_failed(reply)
-        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         chunks = list(self._renderer.first_events(len(self._messages)))
         last: dict[int, UserReply] = {}
         async with WriteTimeout(self._frontend.write_timeout) as limit:

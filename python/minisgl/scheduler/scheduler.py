@@ -89,6 +89,7 @@ class Scheduler:
         self.stats = Stats()
         self.step_number = 0
         self.is_exiting = False
+        self.shows_texts = config.view_texts
         self._check = check_invariants if is_check_mode() else None
 
     @classmethod

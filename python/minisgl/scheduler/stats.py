@@ -56,7 +56,6 @@ def engine_view(scheduler: Scheduler, uid: int) -> EngineView:
     """Answer the `ViewMsg` of `uid`: a snapshot of bounded size, made in about a millisecond."""
     cache, rows = scheduler.cache, scheduler.rows
     tree, root_hidden = cache.prefix.outline()
-    shows_texts = scheduler.config.view_texts
     index = {outlined.node: i for i, outlined in enumerate(tree)}
     nodes = [
         NodeView(
@@ -66,7 +65,7 @@ def engine_view(scheduler: Scheduler, uid: int) -> EngineView:
             ref_count=node.ref_count,
             idle_steps=scheduler.step_number - node.timestamp,
             hidden=hidden,
-            head=ids_to_bytes(node.key[:HEAD_TOKENS]) if shows_texts and not node.is_salted else b"",
+            head=ids_to_bytes(node.key[:HEAD_TOKENS]) if scheduler.shows_texts and not node.is_salted else b"",
         )
         for node, parent, hidden in tree
     ]
