@@ -101,7 +101,7 @@ def _add_openai_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> No
         messages: list[TokenizeMsg],
         new_parser: Callable[[], OutputParser] | None = None,
     ) -> Response:
-        n = num_choices(body)
+        n = num_choices(body, args.max_choices)
         renderer = OpenAIRenderer(
             model.name,
             isinstance(body, ChatCompletionRequest),

@@ -19,8 +19,10 @@ from minisgl.params import MAX_LOGPROBS, Limits, SamplingParams, validate_sampli
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 MAX_PROMPTS: Final = 1024
-MAX_CHOICES: Final = 128  # for each prompt
 MAX_GENERATIONS: Final = 1024  # in one request: prompts times choices
+MAX_ANSWER_BYTES: Final = 64 << 20
+TOKEN_BYTES: Final = 8  # of a token's text in an answer
+LOGPROB_BYTES: Final = 120  # of one log-probability with its token and bytes
 MAX_ID_DIGITS: Final = 10
 MAX_TEMPLATE_KWARGS: Final = 32
 _RESERVED_KWARGS: Final = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
@@ -280,11 +282,11 @@ def packed_ids(ids: list[int], param: str, limits: Limits) -> bytes:
     return ids_to_bytes(ids)
 
 
-def num_choices(fields: SamplingFields) -> int:
-    """The number of choices for each prompt (`n`). Raises `RequestError`."""
+def num_choices(fields: SamplingFields, most: int) -> int:
+    """The number of choices for each prompt (`n`), at most `most`. Raises `RequestError`."""
     n = 1 if fields.n is None else fields.n
-    if not 1 <= n <= MAX_CHOICES:
-        raise RequestError(f"n must be 1 to {MAX_CHOICES}", param="n")
+    if not 1 <= n <= most:
+        raise RequestError(f"n must be 1 to {most} (--max-choices)", param="n")
     if fields.best_of is not None and fields.best_of != n:
         raise RequestError("best_of is only supported equal to n", param="best_of", code="unsupported_value")
     return n
@@ -298,6 +300,27 @@ def with_choices(messages: Sequence[TokenizeMsg], n: int) -> list[TokenizeMsg]:
     if len(messages) * n > MAX_GENERATIONS:
         raise RequestError(f"n={n} for {len(messages)} prompts is more than {MAX_GENERATIONS} choices", param="n")
     return [_choice(message, i) for message in messages for i in range(n)]
+
+
+def require_answer_fits(messages: Sequence[TokenizeMsg], limits: Limits) -> None:
+    """Raises `RequestError` if the answer to `messages`, in one piece, might have more than `MAX_ANSWER_BYTES`.
+
+    Such an answer is collected in memory, and encoding it holds up all other requests for a moment.
+    """
+    size = 0
+    for message in messages:
+        params = message.sampling_params
+        tokens = limits.max_model_len if params.max_tokens is None else params.max_tokens
+        if params.echo or params.prompt_logprobs:
+            tokens += len(message.input_ids or b"") // 4 + min(len(message.text or ""), limits.max_model_len)
+        shown = 0 if params.logprobs is None else 1 + params.logprobs
+        size += tokens * (TOKEN_BYTES + shown * LOGPROB_BYTES)
+    if size > MAX_ANSWER_BYTES:
+        raise RequestError(
+            f"the answer may have {size >> 20} MB, and at most {MAX_ANSWER_BYTES >> 20} are sent in one piece: ask for "
+            "less (max_tokens, n, prompts, log-probabilities) or for a stream",
+            param="max_tokens",
+        )
 
 
 def _choice(message: TokenizeMsg, index: int) -> TokenizeMsg:

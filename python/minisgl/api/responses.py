@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from minisgl.api.frontend import ClientGoneError, FrontendManager, Receipt, Submission, joined
 from minisgl.api.http import DROP, HEADERS, RAW_SEND, error_body, to_json
 from minisgl.api.replies import DONE, Renderer, event
+from minisgl.api.requests import require_answer_fits
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg, UserReply
 
@@ -171,7 +172,8 @@ async def _watch(receive: Receive, submission: Submission) -> None:
 def response_to(
     frontend: FrontendManager, messages: Sequence[TokenizeMsg], renderer: Renderer, is_stream: bool | None, n: int
 ) -> Response:
-    """A streamed response or one in one piece, as requested."""
+    """A streamed response or one in one piece, as requested. Raises `RequestError` if that piece might be too large."""
     if is_stream:
         return StreamResponse(frontend, messages, renderer, n)
+    require_answer_fits(messages, frontend.limits)
     return BodyResponse(frontend, messages, renderer.body, n)

@@ -235,6 +235,7 @@ class ServerArgs(Settings):
     write_timeout: float = seconds(30.0, "seconds after which a client that does not read is disconnected")
     heartbeat_timeout: float = seconds(60.0, "seconds without a heartbeat from the engine until /health fails")
     max_body: int = option(4 * 1024 * 1024, "largest request body in bytes", minimum=1024, maximum=2**30)
+    max_choices: int = option(16, "largest n, the number of choices for a prompt", minimum=1, maximum=1024)
     unknown_fields: str = option(
         "accept",
         "request fields that no API defines: accept = answer, and name them in the header x-ignored-fields; "

@@ -12,16 +12,18 @@ import pytest
 from minisgl.api.frontend import Receipt
 from minisgl.api.protocol import CompletionRequest, StreamOptions
 from minisgl.api.replies import OpenAIRenderer
-from minisgl.api.requests import MAX_CHOICES, choice_seed, num_choices, with_choices
+from minisgl.api.requests import MAX_ANSWER_BYTES, choice_seed, num_choices, require_answer_fits, with_choices
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg, UserReply
-from minisgl.params import SamplingParams
+from minisgl.params import Limits, SamplingParams
 from minisgl.scheduler.req import Req
+
+MAX_CHOICES = 128
 
 
 def asked(**fields: Any) -> int:
-    return num_choices(CompletionRequest(prompt="x", **fields))
+    return num_choices(CompletionRequest(prompt="x", **fields), MAX_CHOICES)
 
 
 def test_n_and_best_of() -> None:
@@ -120,3 +122,26 @@ def test_queue_time_ends_with_the_first_chunk() -> None:
     req.note_chunk(11.0)
     req.note_chunk(12.0)
     assert (req.queue_seconds, req.prefill_chunks) == (1.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("params", "count", "fits"),
+    [
+        ({"max_tokens": 100}, 1024, True),
+        ({"max_tokens": None}, 128, True),
+        ({"max_tokens": None}, 1024, False),
+        ({"max_tokens": 100, "logprobs": 5}, 128, True),
+        ({"max_tokens": 100, "logprobs": 20}, 1024, False),
+        ({"max_tokens": 0, "logprobs": 20, "echo": True}, 1, True),
+        ({"max_tokens": 0, "logprobs": 20, "echo": True}, 16, False),
+    ],
+)
+def test_answers_in_one_piece_are_bounded(params: dict[str, Any], count: int, fits: bool) -> None:
+    limits = Limits(max_model_len=32_768, vocab_size=1000)
+    message = TokenizeMsg(uid=0, sampling_params=SamplingParams(**params), text="word " * 5000)
+    if fits:
+        require_answer_fits([message] * count, limits)
+        return
+    with pytest.raises(RequestError, match=f"at most {MAX_ANSWER_BYTES >> 20} are sent in one piece") as e:
+        require_answer_fits([message] * count, limits)
+    assert (e.value.status, e.value.param) == (400, "max_tokens")
