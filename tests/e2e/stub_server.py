@@ -7,6 +7,7 @@
 
 A prompt that contains a trigger text makes the request fail: "!error-first" before, "!error-later" after some tokens.
 After the first token of one with "!hold" nothing comes until there is a file `go` in the folder XDG_RUNTIME_DIR.
+One with "!hang" blocks the scheduler.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ def run(args: ServerArgs, ready: Ready) -> None:
                     stub = Stub(msg, ids[: msg.sampling_params.max_tokens])
                     stub.fails_at = 0 if "!error-first" in text else 3 if "!error-later" in text else None
                     stub.is_held = "!hold" in text
+                    if "!hang" in text:
+                        time.sleep(600)
                     running[msg.uid] = stub
                 case AbortMsg(uid):
                     if running.pop(uid, None) is not None:

@@ -48,6 +48,38 @@ def test_death_of_a_child(victim: str) -> None:
         assert server.run_dirs == []
 
 
+@pytest.mark.parametrize("victim", ["minisgl-TP0-scheduler", "minisgl-detokenizer-0", "minisgl-tokenizer-0"])
+def test_frozen_child_is_told_by_the_probes_and_then_ends_the_server(victim: str) -> None:
+    flags = ("--heartbeat-timeout", "12", "--num-tokenizer", "1")
+    with ServerProcess(*flags, stub=True) as server, server.client() as client:
+        pids = server.info()["processes"]
+        with stopped(pids[victim]):
+            began = time.monotonic()
+            assert eventually(lambda: client.get("/health").status_code == 503)
+            assert time.monotonic() - began < 10
+            assert victim in client.get("/health").json()["cause"]
+            assert client.get("/ready").status_code == 503
+        assert eventually(lambda: client.get("/ready").status_code == 200)
+        assert client.post("/v1/completions", json={"prompt": "hi"}).status_code == 200
+        os.kill(pids[victim], signal.SIGSTOP)
+        assert server.wait() == 1
+        assert f"{victim} hangs for" in server.log
+        assert not any(is_running(pid) for pid in pids.values())
+        assert server.run_dirs == []
+
+
+def test_step_that_hangs_ends_the_server_with_its_stack() -> None:
+    with ServerProcess("--heartbeat-timeout", "3", stub=True) as server, server.client() as client:
+        pids = server.info()["processes"]
+        body = {"prompt": "a few words !hang", "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 503 or b"error" in response.read()
+        assert server.wait() == 1
+        assert "minisgl-TP0-scheduler hangs for" in server.log
+        assert "stub_server.py" in server.log and "Current thread" in server.log
+        assert not any(is_running(pid) for pid in pids.values())
+
+
 def test_death_of_the_parent() -> None:
     with ServerProcess("--num-tokenizer", "1", stub=True) as server:
         pids = server.info()["processes"]

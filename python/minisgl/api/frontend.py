@@ -238,6 +238,7 @@ class FrontendManager:
         self.stats = StatsMsg()
         self.detokenizer_entries = 0
         self.failure = ""  # the reason why no request can be served any more
+        self.stalled = ""  # which process gives no sign of life
         self.is_draining = False
         self._max_entries = args.scheduler.max_queued_requests + args.scheduler.engine.max_running_requests
         self.write_timeout = args.write_timeout
@@ -269,10 +270,14 @@ class FrontendManager:
         """The reason why the server is unhealthy; empty when it is healthy."""
         if self.failure:
             return self.failure
-        silence = time.monotonic() - self._last_heartbeat
-        if silence > self._heartbeat_timeout:
-            return f"no sign of life from the scheduler for {silence:.0f} s"
-        return ""
+        if self.scheduler_silence > self._heartbeat_timeout:
+            return f"no sign of life from the scheduler for {self.scheduler_silence:.0f} s"
+        return self.stalled
+
+    @property
+    def scheduler_silence(self) -> float:
+        """Seconds since the scheduler's last heartbeat, which it sends between two steps."""
+        return time.monotonic() - self._last_heartbeat
 
     async def submit(self, messages: Sequence[TokenizeMsg], n: int = 1) -> Submission:
         """Assign uids, send the requests and return their submission, to be used with `async with`.
@@ -329,6 +334,8 @@ class FrontendManager:
         """Raises `RequestError` (503) when the server accepts no new work."""
         if self.failure:
             raise RequestError(self.failure, code="server_failed", status=503)
+        if self.health_problem:
+            raise RequestError(self.health_problem, code="not_healthy", status=503)
         if self.is_draining:
             raise RequestError("the server is shutting down", code="shutting_down", status=503)
 

@@ -21,6 +21,8 @@ from minisgl.errors import StartupError
 from minisgl.launch.http_protocol import BoundedHttpProtocol, Connections, connection_limit
 from minisgl.process.processes import Processes
 
+WATCH_S: Final = 1.0
+SILENT_S: Final = 4.0  # a busy machine may keep a process from running for a moment
 LAST_WORDS_S: Final = 1.0  # for error events to reach their clients before the connections are closed
 
 logger = logging.getLogger(__name__)
@@ -36,8 +38,9 @@ class _Uvicorn(uvicorn.Server):
 class HttpServer:
     """Serves `app` and watches the child processes; `exit_code` is 1 after a child has ended by itself."""
 
-    def __init__(self, app: FastAPI, children: Processes, drain_timeout: float) -> None:
+    def __init__(self, app: FastAPI, children: Processes, drain_timeout: float, hang_timeout: float) -> None:
         self.exit_code = 0
+        self._hang_timeout = hang_timeout
         self._app = app
         self._children = children
         self._drain_timeout = drain_timeout
@@ -74,7 +77,22 @@ class HttpServer:
         for name, sentinel in self._children.sentinels.items():
             loop.add_reader(sentinel, self._child_ended, name, sentinel)
         on_ready()
+        watching = asyncio.create_task(self._watch())
         await serving
+        watching.cancel()
+
+    async def _watch(self) -> None:
+        """Say which process gives no sign of life, and end the server when a process stays silent or in one step."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            name, silent = max(self._children.silence().items(), key=lambda item: item[1])
+            self._frontend.stalled = f"no sign of life from {name} for {silent:.0f} s" if silent > SILENT_S else ""
+            if silent <= self._hang_timeout and self._frontend.scheduler_silence > self._hang_timeout:
+                name, silent = next(iter(self._children.pids)), self._frontend.scheduler_silence
+            if silent > self._hang_timeout and not self._uvicorn.should_exit:
+                logger.error("%s hangs for %.0f s (--heartbeat-timeout); it is killed", name, silent)
+                await asyncio.get_running_loop().run_in_executor(None, self._children.give_up, name)
+                return
 
     @property
     def _frontend(self) -> FrontendManager:

@@ -227,7 +227,7 @@ def http_server(children: Running, checked: Checked) -> Iterator[HttpServer]:
     embedder = read_embedder(checked.folder)
     model = ServedModel(checked.name, checked.limits, defaults, forms, children.facts, processes.pids, embedder)
     try:
-        yield HttpServer(create_app(args, model), processes, args.drain_timeout)
+        yield HttpServer(create_app(args, model), processes, args.drain_timeout, args.heartbeat_timeout)
     finally:
         backend: ZmqPushQueue[BackendMsg] = ZmqPushQueue(args.zmq_backend_addr, Codec(BackendMsg))
         backend.put([ExitMsg()])

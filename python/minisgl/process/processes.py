@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import fcntl
 import logging
 import multiprocessing
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 EXIT_S: Final = 2.0  # for a child that an ExitMsg told to leave
 KILL_S: Final = 1.0  # for a child whose death pipe was closed
+PULSE_S: Final = 1.0  # between two signs of life of a child
+DUMP_S: Final = 0.5  # for the stacks of a child to be written before it is killed
 PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 PR_SET_NAME: Final = 15
 DIR_PREFIX: Final = "minisgl-"
@@ -61,6 +64,7 @@ class Processes:
         self._running: dict[str, SpawnProcess] = {}
         self._reports: dict[str, Connection] = {}  # of the children that have not reported yet
         self._death_pipes: list[Connection] = []
+        self._pulses: dict[str, tuple[Connection, float]] = {}  # and when the last one was seen
         self._facts: Facts = {}
 
     @property
@@ -78,15 +82,35 @@ class Processes:
         for child in self._children:
             death_end, death = context.Pipe(duplex=False)
             report, report_end = context.Pipe(duplex=False)
-            arguments = (child.name, os.getpid(), death_end, report_end, child.target, child.args)
+            pulse, pulse_end = context.Pipe(duplex=False)
+            arguments = (child.name, os.getpid(), death_end, report_end, pulse_end, child.target, child.args)
             process = context.Process(target=_child_main, args=arguments, name=child.name, daemon=True)
             self._death_pipes.append(death)
             self._reports[child.name] = report
+            self._pulses[child.name] = pulse, time.monotonic()
             with _environment(child.env), _held_interrupt():
                 process.start()
             self._running[child.name] = process
             death_end.close()
             report_end.close()
+            pulse_end.close()
+
+    def silence(self) -> dict[str, float]:
+        """Seconds since the last sign of life of each child, which a busy process gives and a stopped one does not."""
+        now = time.monotonic()
+        for name, (pulse, _) in self._pulses.items():
+            with contextlib.suppress(EOFError, OSError):
+                while pulse.poll():
+                    pulse.recv_bytes()
+                    self._pulses[name] = pulse, now
+        return {name: now - seen for name, (_, seen) in self._pulses.items()}
+
+    def give_up(self, name: str) -> None:
+        """Kill a child that hangs, after the stacks of its threads are in the log."""
+        if (pid := self.pids.get(name)) is not None and self.exit_code(name) is None:
+            os.kill(pid, signal.SIGUSR1)
+            time.sleep(DUMP_S)
+            os.kill(pid, signal.SIGKILL)
 
     def wait_ready(self, timeout: float) -> Facts:
         """Wait until every child has reported ready; return the facts of all of them.
@@ -159,8 +183,8 @@ class Processes:
                 logger.warning("%s does not end; killing it", name)
                 process.kill()
                 process.join()
-        for report in self._reports.values():
-            report.close()
+        for connection in (*self._reports.values(), *(pulse for pulse, _ in self._pulses.values())):
+            connection.close()
 
     def _join(self, names: list[str], seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -216,6 +240,7 @@ def _child_main(
     parent_pid: int,
     death: Connection,
     report: Connection,
+    pulse: Connection,
     target: Callable[..., None],
     args: tuple[Any, ...],
 ) -> None:
@@ -223,8 +248,10 @@ def _child_main(
     # The parent decides when a child ends: a Ctrl-C or SIGTERM to the whole group must not cut its streams.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     _end_with_parent(name, parent_pid, death)
     configure_logging(name)
+    threading.Thread(target=_show_life, args=(pulse,), name="pulse", daemon=True).start()
 
     try:
         target(*args, report.send)
@@ -257,6 +284,13 @@ def _end_with_parent(name: str, parent_pid: int, death: Connection) -> None:
         os._exit(0)
 
     threading.Thread(target=watch, name="death-pipe", daemon=True).start()
+
+
+def _show_life(pulse: Connection) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            pulse.send_bytes(b"")
+            time.sleep(PULSE_S)
 
 
 # -- the private folder

@@ -233,7 +233,9 @@ class ServerArgs(Settings):
     ready_timeout: float = seconds(600.0, "seconds that the processes may take to become ready")
     drain_timeout: float = seconds(30.0, "seconds that running requests may take to finish after SIGTERM")
     write_timeout: float = seconds(30.0, "seconds after which a client that does not read is disconnected")
-    heartbeat_timeout: float = seconds(60.0, "seconds without a heartbeat from the engine until /health fails")
+    heartbeat_timeout: float = seconds(
+        60.0, "seconds that a process may be frozen, or the engine be in one step, until the server ends with an error"
+    )
     max_body: int = option(4 * 1024 * 1024, "largest request body in bytes", minimum=1024, maximum=2**30)
     max_choices: int = option(16, "largest n, the number of choices for a prompt", minimum=1, maximum=1024)
     unknown_fields: str = option(
