@@ -147,7 +147,7 @@ def test_disconnect_aborts_every_choice(server: ServerProcess, stream: bool) -> 
     before = server.metrics()["generation_tokens_total"]
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as sock:
-        head = ["POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json"]
+        head = ["POST /v1/completions HTTP/1.1", "host: localhost", "content-type: application/json"]
         head += [f"content-length: {len(body)}", "", ""]
         sock.sendall("\r\n".join(head).encode() + body)
         assert eventually(lambda: server.metrics()["num_requests_running"] == 4)

