@@ -29,7 +29,12 @@ def client(server: ServerProcess) -> Iterator[httpx.Client]:
 
 
 def post_head(length: int) -> bytes:
-    head = ["POST /v1/completions HTTP/1.1", "host: localhost", "content-type: application/json", f"content-length: {length}"]
+    head = [
+        "POST /v1/completions HTTP/1.1",
+        "host: localhost",
+        "content-type: application/json",
+        f"content-length: {length}",
+    ]
     return "\r\n".join([*head, "", ""]).encode()
 
 

@@ -218,7 +218,12 @@ class ServerArgs(Settings):
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     host: str = option("127.0.0.1", "address to listen on; one that others can reach needs --api-key or --no-auth")
     port: int = option(1919, "port to listen on; 0 = any free port", minimum=0, maximum=65535)
-    num_tokenizer: int = option(0, "tokenizer processes; 0 = the detokenizer does both", minimum=0, maximum=64)
+    num_tokenizer: int = option(
+        1,
+        "tokenizer processes; 0 = the detokenizer does both: streams wait for long prompts",
+        minimum=0,
+        maximum=64,
+    )
     served_model_name: str | None = option(None, "name of the model in the API; default = its folder's name or hub id")
     api_key: str | None = option(None, "key that clients must send as `Authorization: Bearer KEY`")
     api_key_file: str | None = option(None, "file with the key, which keeps it out of the list of processes")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
@@ -18,6 +18,11 @@ from minisgl.tokenizer.template import ChatTemplate
 
 if TYPE_CHECKING:
     from minisgl.core import Ints
+
+EXACT_CHARS: Final = 256 * 1024  # up to here a prompt that is too long is counted to its end
+PIECE_CHARS: Final = 64 * 1024
+CUT_TOKENS: Final = 16
+MAX_CONTEXTS: Final = 4  # of a text that is only tokenized
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -85,7 +90,7 @@ class TokenizeManager:
         is_chat = msg.prompt.messages is not None
         text = self._render(msg.prompt) if is_chat else msg.prompt.text or ""
         add = not is_chat if msg.add_special_tokens is None else msg.add_special_tokens
-        return self._encode(text, add_special_tokens=add)
+        return self._encode(text, add_special_tokens=add, contexts=MAX_CONTEXTS)
 
     def decode(self, msg: DecodeMsg) -> str:
         """Return the text of tokens, with U+FFFD for invalid UTF-8; raises `RequestError` for too many tokens."""
@@ -104,9 +109,23 @@ class TokenizeManager:
             **msg.template_kwargs,
         )
 
-    def _encode(self, text: str, add_special_tokens: bool) -> Ints:
+    def _encode(self, text: str, add_special_tokens: bool, contexts: int = 1) -> Ints:
         if len(text) > self._max_chars:
             raise too_long(self.limits, f"{len(text)} characters")
+        if len(text) > EXACT_CHARS:
+            self._require_plausible(text, contexts * self.limits.max_model_len)
         # The batch form without offsets is the tokenizers library's fast path.
         encoding = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         return np.array(encoding.ids, dtype=np.int32)
+
+    def _require_plausible(self, text: str, most: int) -> None:
+        """Raise `RequestError` as soon as pieces of a long `text` have more than `most` tokens.
+
+        So the work depends on the context and not on the text. A cut may add some tokens, which are not counted.
+        """
+        count = 0
+        for start in range(0, len(text), PIECE_CHARS):
+            piece = self.tokenizer.encode_batch_fast([text[start : start + PIECE_CHARS]], add_special_tokens=False)[0]
+            count += max(0, len(piece.ids) - CUT_TOKENS)
+            if count > most:
+                raise too_long(self.limits, f"at least {count} tokens in {len(text)} characters")

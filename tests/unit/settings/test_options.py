@@ -82,4 +82,4 @@ def test_addresses_are_distinct() -> None:
     args = ServerArgs(run_dir="/r", num_tokenizer=2)
     addrs = [args.zmq_backend_addr, args.zmq_frontend_addr, args.zmq_detokenizer_addr, *args.zmq_tokenizer_addrs]
     assert len(set(addrs)) == 5
-    assert ServerArgs(run_dir="/r").zmq_tokenizer_addrs == ["ipc:///r/detokenizer"]
+    assert ServerArgs(run_dir="/r", num_tokenizer=0).zmq_tokenizer_addrs == ["ipc:///r/detokenizer"]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.errors import ConfigError, RequestError
-from minisgl.message import TokenizeMsg, ids_to_bytes
-from minisgl.params import SamplingParams
+from minisgl.message import EncodeMsg, TokenizeMsg, ids_to_bytes
+from minisgl.params import Limits, SamplingParams
+from minisgl.tokenizer import tokenize as tokenize_module
 from minisgl.tokenizer.template import MAX_MESSAGES, ChatTemplate
 from minisgl.tokenizer.tokenize import TokenizeManager
 
@@ -157,3 +159,27 @@ def test_a_folder_without_tokenizer_is_refused(folder: Path, tmp_path: Path) -> 
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="not a readable tokenizer"):
         TokenizeManager(tmp_path)
+
+
+def test_long_texts_cost_no_more_than_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = TokenizeManager(BUILTIN_MODEL, Limits(max_model_len=2048, vocab_size=4096))
+    text = "Once upon a time there was a fox. " * 1000
+    monkeypatch.setattr(tokenize_module, "EXACT_CHARS", 10_000)
+    monkeypatch.setattr(tokenize_module, "PIECE_CHARS", 4096)
+    pieces: list[str] = []
+    encode = manager.tokenizer.encode_batch_fast
+
+    def counted(texts: list[str], **options: Any) -> Any:
+        pieces.extend(texts)
+        return encode(texts, **options)
+
+    monkeypatch.setattr(manager, "tokenizer", SimpleNamespace(encode_batch_fast=counted))
+    with pytest.raises(RequestError, match=r"at least \d+ tokens in 34000 characters") as e:
+        manager.tokenize(TokenizeMsg(uid=1, sampling_params=SamplingParams(), text=text))
+    assert (e.value.status, e.value.code) == (400, "context_length_exceeded")
+    assert 2 <= len(pieces) <= 4 and set(map(len, pieces)) == {4096}
+    pieces.clear()
+    monkeypatch.setattr(tokenize_module, "MAX_CONTEXTS", 2)
+    with pytest.raises(RequestError, match="at least"):
+        manager.encode(EncodeMsg(uid=1, prompt=TokenizeMsg(uid=1, sampling_params=SamplingParams(), text=text)))
+    assert 4 <= len(pieces) < 8
