@@ -12,7 +12,7 @@ from fastapi import FastAPI
 import minisgl
 from minisgl.api import protocol as p
 
-_COMMON: Final = (401, 500, 503)  # of every endpoint; 503: starting, draining or failed
+_COMMON: Final = (401, 403, 500, 503)  # of every endpoint; 503: starting, draining or failed
 _BODY: Final = (400, 408, 413, 415)  # of endpoints with a request body
 _GENERATION: Final = (*_BODY, 404, 429)
 _SSE: Final = "text/event-stream"
@@ -57,7 +57,9 @@ ENDPOINTS: Final[dict[tuple[str, str], Endpoint]] = {
     ("get", "/server_info"): Endpoint("Settings and figures", dict[str, Any]),
     ("get", "/model_info"): Endpoint("The model", p.ModelInfoResponse),
     ("get", "/engine_view"): Endpoint("Batch, pages and radix tree", p.EngineViewResponse),
-    ("post", "/flush_cache"): Endpoint("Drop all cached prefixes that no request uses", p.StatusResponse),
+    ("post", "/flush_cache"): Endpoint(
+        "Drop all cached prefixes that no request uses", p.StatusResponse, errors=(415,)
+    ),
     ("get", "/version"): Endpoint("Version of the server", p.VersionResponse),
 }
 _REF: Final = "#/components/schemas/{name}"
