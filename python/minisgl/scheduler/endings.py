@@ -49,6 +49,12 @@ def not_finite(req: Req) -> Finished:
     return failed(req.uid, RequestError("the model's output is not a number (NaN or Inf)", status=500))
 
 
+def too_late(req: Req, seconds: float) -> Finished:
+    """End a request that no step has reached in time."""
+    message = f"the request has waited for {seconds:g} s (--max-queue-time); try again later"
+    return failed(req.uid, RequestError(message, code="queue_timeout", status=503))
+
+
 def shut_down(req: Req) -> Finished:
     """End a request that outlives the scheduler."""
     return failed(req.uid, RequestError("the server is shutting down", status=503))

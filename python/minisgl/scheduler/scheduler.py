@@ -90,6 +90,8 @@ class Scheduler:
         self.step_number = 0
         self.is_exiting = False
         self.shows_texts = config.view_texts
+        self._max_queue_time = config.max_queue_time
+        self._arrivals: deque[tuple[float, int]] = deque()  # the latest time to begin, uid; in order
         self._check = check_invariants if is_check_mode() else None
 
     @classmethod
@@ -137,6 +139,7 @@ class Scheduler:
         for msg in self.io.receive(timeout):
             self.handle(msg)
         self._queue_compiled()
+        self._refuse_late()
         while self.grammars.hold_up(self.launched):  # only with more than one step in flight
             self.collect(self.launched.popleft())
         step = self.plan()
@@ -184,7 +187,17 @@ class Scheduler:
         self.live[req.uid] = req
         if req.status is Status.WAITING:
             self.prefill.add(req)
+        self._arrivals.append((time.monotonic() + self._max_queue_time, req.uid))
         self.stats.prompt_tokens += req.prompt_len
+
+    def _refuse_late(self) -> None:
+        """Refuse the requests that have waited too long. Those that have begun, or ended, just leave the list."""
+        while self._arrivals and self._arrivals[0][0] <= time.monotonic():
+            req = self.live.get(self._arrivals.popleft()[1])
+            if req is None or req.status not in (Status.WAITING, Status.COMPILING):
+                continue
+            if len(req.ids) == req.prompt_len:  # not preempted
+                self.finish(req, endings.too_late(req, self._max_queue_time))
 
     def _queue_compiled(self) -> None:
         """Queue the requests whose grammar is compiled; refuse those whose grammar is invalid."""
