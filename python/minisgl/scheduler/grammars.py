@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from minisgl.scheduler.rows import Index, Rows
 
 THREADS: Final = 16  # which wait for trials
-COMPILE_S: Final = 10.0  # beyond which a request is refused: a trial ends sooner, unless others are queued before it
+COMPILE_S: Final = 60.0  # beyond which a request is refused: a trial ends sooner, unless others are queued before it
 
 
 class Grammars:

@@ -45,7 +45,7 @@ def request() -> TokenizeMsg:
 
 @pytest.fixture
 def args(tmp_path: Path) -> ServerArgs:
-    return ServerArgs(run_dir=str(tmp_path))
+    return ServerArgs(run_dir=str(tmp_path), num_tokenizer=0)
 
 
 @pytest.fixture
