@@ -8,10 +8,11 @@ the request. The library is deterministic, so what has passed once passes again.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import random
 import resource
+import select
 import selectors
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -33,8 +34,11 @@ from minisgl.errors import RequestError
 from minisgl.grammar.compiler import INVALID, GrammarCompiler, TokenMatcher, refusal
 from minisgl.params import Grammar
 
+logger = logging.getLogger(__name__)
 CPU_S: Final = 1  # to compile a grammar and follow it; common ones take a millisecond
 WALL_S: Final = 4.0  # the same on a busy machine
+FROZEN_S: Final = 4 * WALL_S  # without a verdict: the process itself hangs, since no more than AT_ONCE wait for it
+TRIES: Final = 3
 MEMORY: Final = 256 << 20  # bytes beyond those of the tokenizer
 STACK: Final = 4 << 20  # bytes, half of what the threads have that compile for the request
 TOKENS: Final = 32  # to follow the grammar over, chosen at random
@@ -57,16 +61,28 @@ class _Verdict(msgspec.Struct, array_like=True):
     error: str = ""
 
 
-def _write(file: IO[bytes], message: msgspec.Struct) -> None:
+def _write(fd: int, message: msgspec.Struct) -> None:
+    """Raises `OSError` if the reader is gone, or does not read for `FROZEN_S`."""
     data = msgspec.msgpack.encode(message)
-    file.write(len(data).to_bytes(4, "little") + data)
-    file.flush()
+    rest = memoryview(len(data).to_bytes(4, "little") + data)
+    writable = select.poll()
+    writable.register(fd, select.POLLOUT)
+    while rest:
+        if not writable.poll(1000 * FROZEN_S):
+            raise TimeoutError("the other side does not read")
+        rest = rest[os.write(fd, rest[: select.PIPE_BUF]) :]
 
 
-def _read(file: IO[bytes]) -> bytes:
-    """The next message; empty at the end."""
-    head = file.read(4)
-    return file.read(int.from_bytes(head, "little")) if len(head) == 4 else b""
+def _read(fd: int) -> bytes:
+    """The next message; empty at the end. Reads no further, so that `fd` is ready as long as there are messages."""
+    return _read_exactly(fd, int.from_bytes(_read_exactly(fd, 4), "little"))
+
+
+def _read_exactly(fd: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size and (part := os.read(fd, size - len(data))):
+        data += part
+    return data
 
 
 class Trials:
@@ -86,10 +102,7 @@ class Trials:
         with self._lock:
             error = self._verdicts.get(key)
         if error is None:
-            try:
-                error = self._submit(grammar, ignore_eos).result()
-            except OSError:  # the process has been killed from outside
-                error = self._submit(grammar, ignore_eos).result()
+            error = self._try(grammar, ignore_eos)
             with self._lock:
                 self._verdicts[key] = error
                 if len(self._verdicts) > VERDICTS:
@@ -98,27 +111,38 @@ class Trials:
             raise RequestError(error, param=grammar.param, code=INVALID)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; the next grammar starts another."""
         with self._lock:
-            process = self._process
-        if process is not None:
-            process.kill()
-            process.wait()
+            self._kill()
+
+    def _try(self, grammar: Grammar, ignore_eos: bool) -> str:
+        for _ in range(TRIES):
+            try:
+                return self._submit(grammar, ignore_eos).result(FROZEN_S)
+            except TimeoutError:
+                self.close()
+            except OSError as e:
+                logger.warning("%s", e)
+        raise OSError("no process answers that tries grammars")
 
     def _submit(self, grammar: Grammar, ignore_eos: bool) -> Future[str]:
         future: Future[str] = Future()
         with self._lock:
-            self._count += 1
-            self._pending[self._count] = future
             if self._process is None:
                 self._process = self._start()
+            self._count += 1
+            self._pending[self._count] = future
             assert self._process.stdin is not None, "a pipe"
             try:
-                _write(self._process.stdin, _Job(self._count, grammar, ignore_eos))
-            except OSError as e:  # it has been killed; the reader starts anew
-                del self._pending[self._count]
-                future.set_exception(e)
+                _write(self._process.stdin.fileno(), _Job(self._count, grammar, ignore_eos))
+            except OSError:
+                self._kill()
         return future
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
 
     def _start(self) -> subprocess.Popen[bytes]:
         paths = [str(Path(minisgl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
@@ -130,24 +154,24 @@ class Trials:
             env=os.environ | variables,
             process_group=0,  # a terminal's Ctrl-C is for the parent, whose end is the end of standard input
         )
-        threading.Thread(target=self._collect, args=(process,), name="grammar-trials", daemon=True).start()
+        self._pending = {}
+        arguments = process, self._pending
+        threading.Thread(target=self._collect, args=arguments, name="grammar-trials", daemon=True).start()
         return process
 
-    def _collect(self, process: subprocess.Popen[bytes]) -> None:
+    def _collect(self, process: subprocess.Popen[bytes], pending: dict[int, Future[str]]) -> None:
         assert process.stdin is not None and process.stdout is not None, "pipes"
-        while data := _read(process.stdout):
+        while data := _read(process.stdout.fileno()):
             verdict = msgspec.msgpack.decode(data, type=_Verdict)
             with self._lock:
-                future = self._pending.pop(verdict.id)
+                future = pending.pop(verdict.id)
             future.set_result(verdict.error)
-        process.stdout.close()
-        with contextlib.suppress(OSError):  # what it has not read
-            process.stdin.close()
-        process.wait()
         with self._lock:
             if self._process is process:
                 self._process = None
-            pending, self._pending = self._pending, {}
+        process.stdin.close()
+        process.stdout.close()
+        process.wait()
         for future in pending.values():
             future.set_exception(OSError(f"the process that tries grammars ended with {process.returncode}"))
 
@@ -182,7 +206,7 @@ def main(folder: str, vocab_size: str, *eos_ids: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     compiler = GrammarCompiler(Path(folder), int(vocab_size), frozenset(map(int, eos_ids)))
     compiler.load()
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    requests, answers = sys.stdin.fileno(), sys.stdout.fileno()
     waiting: deque[_Job] = deque()
     running: dict[int, _Trial] = {}  # by file descriptor
     selector = selectors.DefaultSelector()
@@ -194,7 +218,7 @@ def main(folder: str, vocab_size: str, *eos_ids: str) -> None:
                 os.kill(trial.pid, signal.SIGXCPU)
                 trial.deadline = float("inf")
         for key, _ in selector.select(0.1 if running else None):
-            if key.fd == requests.fileno():
+            if key.fd == requests:
                 if not (data := _read(requests)):
                     return
                 waiting.append(msgspec.msgpack.decode(data, type=_Job))

@@ -14,6 +14,7 @@ import pytest
 
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.errors import RequestError
+from minisgl.grammar import trial
 from minisgl.grammar.trial import AT_ONCE, WALL_S, TriedCompiler
 from minisgl.params import Grammar, GrammarKind
 from support.processes import PATIENCE_S, eventually
@@ -87,6 +88,22 @@ def test_killed_process_is_replaced(compiler: TriedCompiler) -> None:
     os.kill(process.pid, signal.SIGKILL)
     compiler.compile(Grammar("regex", "[a-d]"), False)
     assert eventually(lambda: process.returncode == -signal.SIGKILL)
+
+
+def test_frozen_process_is_replaced(compiler: TriedCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler.compile(GOOD, False)
+    assert compiler._trials._process is not None
+    frozen = compiler._trials._process.pid
+    monkeypatch.setattr(trial, "FROZEN_S", 2.0)
+    os.kill(frozen, signal.SIGSTOP)
+    compiler.compile(Grammar("regex", "frozen", param="regex"), False)
+    assert compiler._trials._process.pid != frozen
+
+
+def test_grammars_that_come_at_once_are_all_tried(compiler: TriedCompiler) -> None:
+    grammars = [Grammar("regex", f"at once {i}", param="regex") for i in range(3 * AT_ONCE)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        assert all(pool.map(lambda grammar: compiler.compile(grammar, False).continuations.any(), grammars))
 
 
 def test_processes_end_with_their_parent() -> None:
