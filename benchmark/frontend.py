@@ -251,7 +251,7 @@ class Encoded(Codec[Any]):
 
 def run(name: str, steps: int, report: Connection) -> None:
     with tempfile.TemporaryDirectory(prefix="minisgl-") as folder:
-        report.send(uvloop.run(cpu_per_event(name, ServerArgs(run_dir=folder), steps)))
+        report.send(uvloop.run(cpu_per_event(name, ServerArgs(run_dir=folder, num_tokenizer=0), steps)))
 
 
 def measure_frontend(steps: int, repeats: int = REPEATS) -> dict[str, list[float]]:
