@@ -43,7 +43,7 @@ demo: $(VENV)/.installed  ## start a server, ask it a few questions over HTTP, s
 	$(BIN)/python examples/demo.py $(if $(MODEL),--model '$(MODEL)') $(FLAGS)
 
 PYTEST := $(BIN)/python -m pytest -m 'not gpu and not slow'
-SERVERS := tests/e2e tests/lockstep tests/benchmark tests/test_interpreter.py  # about half of the time
+SERVERS := tests/e2e tests/benchmark tests/test_interpreter.py  # about half of the time
 test: $(VENV)/.installed-dev  ## run the tests (no GPU; a quarter of an hour on two cores)
 	@$(if $(ARGS),$(PYTEST) $(ARGS),$(MAKE) --no-print-directory -j2 test-parts test-servers)
 test-parts:

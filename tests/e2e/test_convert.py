@@ -28,5 +28,5 @@ def test_probe_leaks_nothing(server: ServerProcess, http: httpx.Client) -> None:
 def test_reset_prefix_cache(server: ServerProcess, http: httpx.Client) -> None:
     http.post("/v1/completions", json={"prompt": "Once upon a time " * 20, "max_tokens": 4})
     assert eventually(lambda: server.metrics()["kv_pages_evictable"] > 0)
-    assert http.post("/reset_prefix_cache").status_code == 200
+    assert http.post("/reset_prefix_cache", json={}).status_code == 200
     assert eventually(lambda: server.metrics()["kv_pages_evictable"] == 0)

@@ -268,7 +268,7 @@ class ServerArgs(Settings):
         super().__post_init__()
         key = self.load_key()
         if key is not None and not (key and key.isascii() and key.isprintable()):
-            raise ConfigError("the API key must be printable ASCII and not empty")
+            raise ConfigError("--api-key or the file of --api-key-file must be printable ASCII and not empty")
         if self.auth and key is None and not is_loopback(self.host):
             raise ConfigError(
                 f"--host {self.host} lets others use this server; give --api-key-file FILE or --api-key KEY, "
