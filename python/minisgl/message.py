@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
@@ -18,6 +18,8 @@ import numpy as np
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
 from minisgl.params import SamplingParams
+
+CONTEXT_TOKENS: Final = 16  # of the prompt: enough to decode the text behind them as if behind all of it
 
 if TYPE_CHECKING:
     from minisgl.core import Ints
@@ -168,8 +170,8 @@ class Started(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
     `queue_seconds` is the time from acceptance to the first step that computes a part of the prompt, `prefill_chunks`
     the number of such parts. `prompt_ids` (int32 bytes) is the prompt if its text (`echo`) or its log-probabilities are
-    wanted; `prompt_logprobs` are those of the prompt's tokens except the first. `embedding` (float32 bytes) is the
-    result of an embedding model.
+    wanted, else its last CONTEXT_TOKENS, behind which the text goes on; `prompt_logprobs` are those of the prompt's
+    tokens except the first. `embedding` (float32 bytes) is the result of an embedding model.
     """
 
     uid: int

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,8 +14,11 @@ from minisgl.distributed.info import ALONE, DistributedInfo
 from minisgl.engine.runner import RUNNERS
 from minisgl.errors import ConfigError
 from minisgl.models.model_config import ModelConfig
+from minisgl.models.weight import has_own_head
 from minisgl.rounding import ceil_div
 from minisgl.settings.options import MEMORY_RATIOS, PAGE_SIZES, EngineConfig
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,10 @@ def resolve(
     raw = hf.load_config(folder)
     embedder = read_embedder(folder)
     model = ModelConfig.from_hf(raw if embedder is None else decoder_config(raw))
+    if embedder is None and model.tie_word_embeddings and not config.dummy_weight and has_own_head(folder):
+        if info.rank == 0:
+            _log.warning("config.json ties lm_head.weight to the embedding, but it differs in the checkpoint: not tied")
+        model = replace(model, tie_word_embeddings=False)
     defaults = DEFAULTS[device_type]
     longest = hf.max_model_len(raw)
     if config.max_seq_len is not None and config.max_seq_len > longest:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minisgl.core import FinishReason
-from minisgl.message import DetokenizeMsg, TokenLogprob, UserMsg, UserReply, ids_from_bytes
+from minisgl.message import CONTEXT_TOKENS, DetokenizeMsg, TokenLogprob, UserMsg, UserReply, ids_from_bytes
 from minisgl.tokenizer.detokenize import DetokenizeManager
 
 
@@ -49,7 +49,9 @@ class Completions:
         self._streams = on_token is not None or any(
             p.stop or p.echo or p.embed or p.logprobs is not None for p in self._params
         )
-        self._completions = [Completion(len(ids_from_bytes(u.input_ids))) for u in users]
+        prompts = [ids_from_bytes(u.input_ids) for u in users]
+        self._contexts = [ids[-CONTEXT_TOKENS:].tolist() for ids in prompts]
+        self._completions = [Completion(len(ids)) for ids in prompts]
         self._texts: list[list[str]] = [[] for _ in users]
         # Where to cut the tokens of each request, and those of them that have text; None = nowhere.
         self._ids_stop: list[int | None] = [None] * len(users)
@@ -107,7 +109,7 @@ class Completions:
         for i, (done, ids) in enumerate(zip(self._completions, np.split(tokens, ends[:-1]), strict=False)):
             done.token_ids = ids[: self._ids_stop[i]].tolist()
             if not self._streams:
-                skip = self._params[i].skip_special_tokens
-                self._texts[i].append(self._detokenizer.decode(done.token_ids[: self._text_stop[i]], skip))
+                shown, skip = done.token_ids[: self._text_stop[i]], self._params[i].skip_special_tokens
+                self._texts[i].append(self._detokenizer.decode(shown, skip, self._contexts[i]))
             done.text = "".join(self._texts[i])
         return self._completions

@@ -7,6 +7,7 @@ buffers (`device/device.py: Uploader`). So the peak memory is the parameters and
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import zlib
@@ -41,6 +42,7 @@ Progress = Callable[[int, int], None]
 
 FLOATS: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, by the file format's name of a dtype
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PIECE_BYTES: Final = 8 << 20  # small enough to spread over threads and to overlap, large enough to hide Python's time
 MAX_THREADS: Final = 8
 DUMMY_STD: Final = 0.02
@@ -66,7 +68,7 @@ def load_model(
     if dummy:
         fill_dummy(model.parameters)
     else:
-        ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
+        ignored = {HEAD} if config.tie_word_embeddings else set()
         load_weights(hf.weight_files(folder), model.parameters, ignored, device, progress)
     return model
 
@@ -85,14 +87,11 @@ def load_weights(
     naming an unreadable file, or tensors that are missing, unexpected, repeated, misshapen or not floating point.
     """
     with ExitStack() as stack:
-        stored: dict[str, _Stored] = {}
-        for path in files:
-            tensors = _open(path, stack)
-            if repeated := stored.keys() & tensors.keys():
-                raise ConfigError(f"tensor {min(repeated)} is in more than one file of {path.parent}")
-            stored |= tensors
+        stored = _open_all(files, stack)
         if "embed_tokens.weight" in stored:  # a decoder saved without its head lacks the prefix
             stored = {f"model.{name}": tensor for name, tensor in stored.items()}
+        if HEAD in ignored and HEAD in stored:  # of a tied pair, the one that is stored
+            stored.setdefault(EMBEDDING, stored[HEAD])
         wanted = [(parameter, source) for parameter in parameters for source in parameter.sources]
         _check(wanted, stored, ignored, files[0].parent)
         order = {name: index for index, name in enumerate(stored)}
@@ -104,6 +103,23 @@ def load_weights(
     for parameter in parameters:
         if parameter.offset:
             parameter.tensor.add_(parameter.offset)
+
+
+def has_own_head(folder: Path) -> bool:
+    """Return whether the checkpoint stores a head that differs from its embedding.
+
+    transformers 5 does not tie the two then, whatever config.json says.
+    """
+    with ExitStack() as stack:
+        stored = _open_all(hf.weight_files(folder), stack)
+        head, embedding = stored.get(HEAD), stored.get(EMBEDDING)
+        if head is None or embedding is None:
+            return False
+        if (head.shape, head.dtype) != (embedding.shape, embedding.dtype) or head.dtype not in FLOATS:
+            return True
+        rows = max(1, PIECE_BYTES // (FLOATS[head.dtype] * math.prod(head.shape[1:])))
+        pieces = (slice(start, start + rows) for start in range(0, head.shape[0], rows))
+        return not all(torch.equal(head.data[piece], embedding.data[piece]) for piece in pieces)
 
 
 def default_threads() -> int:
@@ -139,6 +155,17 @@ class _Stored:
     data: Any
     shape: tuple[int, ...]
     dtype: str  # the file format's name
+
+
+def _open_all(files: list[Path], stack: ExitStack) -> dict[str, _Stored]:
+    """Map all files until `stack` is closed; return their tensors in file order."""
+    stored: dict[str, _Stored] = {}
+    for path in files:
+        tensors = _open(path, stack)
+        if repeated := stored.keys() & tensors.keys():
+            raise ConfigError(f"tensor {min(repeated)} is in more than one file of {path.parent}")
+        stored |= tensors
+    return stored
 
 
 def _open(path: Path, stack: ExitStack) -> dict[str, _Stored]:

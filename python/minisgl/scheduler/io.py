@@ -9,6 +9,7 @@ import numpy as np
 
 from minisgl.layout import NO_INTS
 from minisgl.message import (
+    CONTEXT_TOKENS,
     BackendMsg,
     DetokenizeMsg,
     EngineView,
@@ -105,7 +106,7 @@ class Replies:
     def start(self, req: Req, embedding: bytes) -> None:
         """Announce a request whose first token, or embedding, is in the next message."""
         p = req.sampling_params
-        needs_prompt = p.echo or p.wants_prompt_logprobs
+        needed = req.prompt_len if p.echo or p.wants_prompt_logprobs else min(req.prompt_len, CONTEXT_TOKENS)
         prompt_logprobs = req.prompt_logprobs
         self._started.append(
             Started(
@@ -115,7 +116,7 @@ class Replies:
                 sampling_params=p,
                 queue_seconds=req.queue_seconds,
                 prefill_chunks=req.prefill_chunks,
-                prompt_ids=ids_to_bytes(req.ids[: req.prompt_len]) if needs_prompt else b"",
+                prompt_ids=ids_to_bytes(req.ids[req.prompt_len - needed : req.prompt_len]),
                 prompt_logprobs=None if prompt_logprobs is None else _logprobs(req, np.hstack(prompt_logprobs)),
                 embedding=embedding,
             )

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from minisgl.core import FinishReason
 from minisgl.message import (
+    CONTEXT_TOKENS,
     DetokenizeMsg,
     Failure,
     Finished,
@@ -28,6 +29,15 @@ from minisgl.tokenizer.text import StopMatcher, TextDecoders
 logger = logging.getLogger(__name__)
 
 
+def _visible(tokens: list[int], hidden: frozenset[int]) -> list[int]:
+    return tokens if hidden.isdisjoint(tokens) else [t for t in tokens if t not in hidden]
+
+
+def _context(prompt: list[int], hidden: frozenset[int]) -> list[int]:
+    """Return the tokens of `prompt` that the decoder of a completion starts behind."""
+    return _visible(prompt, hidden)[-CONTEXT_TOKENS:]
+
+
 class _Output:
     """The decoding state of one request."""
 
@@ -35,10 +45,11 @@ class _Output:
         params = started.sampling_params
         self._completion_tokens = 0
         self._started = started
-        self._decoder = decoders.new()
         self._bytes_of = decoders.bytes_of
         self._offset = 0  # characters that `_decoder` has returned
         self._hidden = special_ids if params.skip_special_tokens else frozenset()
+        prompt = [] if params.echo else ids_from_bytes(started.prompt_ids).tolist()
+        self._decoder = decoders.new(_context(prompt, self._hidden))
         self._stops = StopMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._prompt, self._prompt_logprobs = self._echo(started)
 
@@ -98,7 +109,7 @@ class _Output:
         A stop string in the text ends the request.
         """
         if end is not None:
-            text += self._decoder.flush()
+            text += self._decoder.finish()
         if self._stops is None:
             return text, end
         shown, stop = self._stops.feed(text)
@@ -160,11 +171,13 @@ class DetokenizeManager:
         """The number of requests with state here; 0 when idle, else there is a leak."""
         return len(self._outputs) + len(self._stopped)
 
-    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
-        """Return the text of all tokens of a request at once: the same as its increments add up to."""
+    def decode(self, tokens: list[int], skip_special_tokens: bool, prompt: list[int]) -> str:
+        """Return the text of all tokens of a request at once: the same as its increments add up to.
+
+        Of `prompt`, the last CONTEXT_TOKENS are enough.
+        """
         hidden = self._special_ids if skip_special_tokens else frozenset()
-        shown = tokens if hidden.isdisjoint(tokens) else [t for t in tokens if t not in hidden]
-        return self._decoders.decode(shown)
+        return self._decoders.new(_context(prompt, hidden)).finish(_visible(tokens, hidden))
 
     def detokenize(self, msg: DetokenizeMsg) -> tuple[list[UserReply], list[int]]:
         """Return a reply for each request of the step, and the uids to abort because of a stop string."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Final, Protocol
@@ -10,7 +11,9 @@ from typing import Final, Protocol
 from tokenizers import Tokenizer, decoders
 
 _BYTE_PIECE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_CONTINUATIONS: Final = frozenset(bytes([b]) for b in range(0x80, 0xC0))  # bytes inside a character
 MAX_WINDOW: Final = 32  # tokens that `WindowDecoder` holds back at most before it shows broken characters
+MAX_CHAR_TOKENS: Final = 4
 
 
 class TextDecoder(Protocol):
@@ -19,8 +22,8 @@ class TextDecoder(Protocol):
     def feed(self, token: int) -> str:
         """Return the text that `token` completes."""
 
-    def flush(self) -> str:
-        """Return the text still held back; call once, at the end."""
+    def finish(self, tokens: Sequence[int] = ()) -> str:
+        """Return the text held back and that of the last `tokens`; call once, at the end."""
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -60,28 +63,36 @@ class TokenBytes(dict[int, bytes]):
 class ByteDecoder:
     """Decodes byte-level BPE (GPT-2, Llama 3, Qwen) by an incremental UTF-8 decoder: constant work a token."""
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
+    def __init__(self, token_bytes: TokenBytes, context: Sequence[int] = ()) -> None:
         self._bytes = token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decode(context)
 
     def feed(self, token: int) -> str:
         return self._utf8.decode(self._bytes[token])
 
-    def flush(self) -> str:
-        return self._utf8.decode(b"", final=True)
+    def finish(self, tokens: Sequence[int] = ()) -> str:
+        return self._decode(tokens, final=True)
+
+    def _decode(self, tokens: Sequence[int], final: bool = False) -> str:
+        return self._utf8.decode(b"".join(map(self._bytes.__getitem__, tokens)), final)
 
 
 class WindowDecoder:
     """Decodes any other tokenizer's tokens: a small window with and without the new ones, to show the difference.
 
-    The window starts at a token that has been shown, so that decoders which treat the first token differently (a
-    stripped space) do so on both sides. Text that ends in U+FFFD may be half a character and is held back.
+    The window starts at a token that has been shown or is in the context, so that decoders which treat the first token
+    differently (a stripped space) do so on both sides. Text that ends in U+FFFD may be half a character and is held
+    back.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._window: list[int] = []
-        self._shown = 0  # tokens of the window that have been shown
+        self._window = list(context)
+        whole = len(self._window)
+        ends = range(whole, max(whole - MAX_CHAR_TOKENS, -1), -1)
+        # The tokens of the window whose text is known already. The context may end with a part of a character.
+        self._shown = next((end for end in ends if not self._text(end).endswith("\ufffd")), whole)
 
     def feed(self, token: int) -> str:
         self._window.append(token)
@@ -92,12 +103,14 @@ class WindowDecoder:
         self._shown = len(self._window)
         return text
 
-    def flush(self) -> str:
-        return self._new_text()
+    def finish(self, tokens: Sequence[int] = ()) -> str:
+        return "".join(map(self.feed, tokens)) + self._new_text()
 
     def _new_text(self) -> str:
-        shown = self._tokenizer.decode(self._window[: self._shown], skip_special_tokens=False)
-        return self._tokenizer.decode(self._window, skip_special_tokens=False)[len(shown) :]
+        return self._text(len(self._window))[len(self._text(self._shown)) :]
+
+    def _text(self, end: int) -> str:
+        return self._tokenizer.decode(self._window[:end], skip_special_tokens=False)
 
 
 class TextDecoders:
@@ -107,16 +120,12 @@ class TextDecoders:
         self.bytes_of = TokenBytes(tokenizer)
         self._tokenizer = tokenizer
 
-    def new(self) -> TextDecoder:
-        """Return a decoder for one request."""
-        return ByteDecoder(self.bytes_of) if self.bytes_of.is_byte_level else WindowDecoder(self._tokenizer)
-
-    def decode(self, tokens: list[int]) -> str:
-        """Return the text that a new decoder would make of `tokens`, faster for byte-level BPE."""
+    def new(self, context: Sequence[int] = ()) -> TextDecoder:
+        """Return a decoder for the text behind the tokens `context`."""
         if self.bytes_of.is_byte_level:
-            return b"".join(map(self.bytes_of.__getitem__, tokens)).decode("utf-8", "replace")
-        decoder = self.new()
-        return "".join(map(decoder.feed, tokens)) + decoder.flush()
+            return ByteDecoder(self.bytes_of, context)
+        inside = itertools.takewhile(lambda token: self.bytes_of[token][:1] in _CONTINUATIONS, context)
+        return WindowDecoder(self._tokenizer, context[len(list(inside)) :])
 
 
 class StopMatcher:

@@ -44,6 +44,7 @@ def messages(rng: random.Random, users: list[UserMsg], vocab: int) -> list[Detok
                 prompt_tokens=3,
                 cached_tokens=u.uid % 3,
                 sampling_params=u.sampling_params,
+                prompt_ids=u.input_ids,
             )
             for u in now
             if spans[u.uid][0] == step
@@ -95,7 +96,7 @@ def test_decoding_at_the_end_equals_incremental_decoding(tokenizer: Tokenizer, s
     users = [
         UserMsg(
             uid=70 + i,
-            input_ids=ids_to_bytes([1, 2, 3]),
+            input_ids=ids_to_bytes([rng.randrange(tokenizer.get_vocab_size()) for _ in range(rng.randrange(1, 9))]),
             sampling_params=SamplingParams(skip_special_tokens=rng.random() < 0.5),
         )
         for i in range(rng.randrange(1, 12))

@@ -13,10 +13,19 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from minisgl.core import FinishReason
-from minisgl.message import DetokenizeMsg, Failure, Finished, Started, UserReply, ids_from_bytes, ids_to_bytes
+from minisgl.message import (
+    CONTEXT_TOKENS,
+    DetokenizeMsg,
+    Failure,
+    Finished,
+    Started,
+    UserReply,
+    ids_from_bytes,
+    ids_to_bytes,
+)
 from minisgl.params import SamplingParams
 from minisgl.tokenizer.detokenize import DetokenizeManager
-from minisgl.tokenizer.text import StopMatcher
+from minisgl.tokenizer.text import StopMatcher, TextDecoders
 
 
 def _conftest() -> ModuleType:
@@ -46,16 +55,20 @@ def stream(
     ids: list[int],
     stop: tuple[str, ...] = (),
     *,
+    prompt: list[int] | None = None,
+    echo: bool = False,
     skip_special: bool = True,
     end: FinishReason = FinishReason.LENGTH,
     has_text: bool = True,
 ) -> list[UserReply]:
     """The replies to a request that produces `ids`, as a scheduler would say it; checks the one-terminal rule."""
     manager = DetokenizeManager(tokenizer)
-    params = SamplingParams(stop=stop, skip_special_tokens=skip_special)
+    params = SamplingParams(stop=stop, skip_special_tokens=skip_special, echo=echo)
+    context = ids_to_bytes(prompt or [])
     replies: list[UserReply] = []
     for i, token in enumerate(ids):
-        started = [Started(uid=7, prompt_tokens=3, cached_tokens=1, sampling_params=params)] if i == 0 else []
+        start = Started(uid=7, prompt_tokens=3, cached_tokens=1, sampling_params=params, prompt_ids=context)
+        started = [start] if i == 0 else []
         finished = [Finished(uid=7, reason=end, has_text=has_text)] if i == len(ids) - 1 else []
         new, aborts = manager.detokenize(step({7: token}, started, finished))
         replies += new
@@ -77,7 +90,7 @@ def test_increments_of_any_tokens_add_up(ids: list[int], skip: bool) -> None:
     """Also ids that the tokenizer lacks, special tokens and broken UTF-8 anywhere."""
     text = text_of(stream(BYTE_LEVEL, ids, skip_special=skip))
     assert text == BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
-    assert text == DetokenizeManager(BYTE_LEVEL).decode(ids, skip)
+    assert text == DetokenizeManager(BYTE_LEVEL).decode(ids, skip, [])
 
 
 @settings(max_examples=300)
@@ -87,7 +100,32 @@ def test_increments_of_any_text_add_up(text: str) -> None:
         ids = tokenizer.encode(text).ids
         if ids:
             assert text_of(stream(tokenizer, ids)) == tokenizer.decode(ids)
-            assert DetokenizeManager(tokenizer).decode(ids, True) == tokenizer.decode(ids)
+            assert DetokenizeManager(tokenizer).decode(ids, True, []) == tokenizer.decode(ids)
+
+
+@settings(max_examples=300)
+@given(st.text(min_size=1, max_size=40), st.integers(0, 80), st.booleans())
+def test_a_completion_continues_its_prompt(text: str, cut: int, skip: bool) -> None:
+    """Wherever the tokens are cut, inside a character too; the stream, the whole text and `echo` agree."""
+    for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK):
+        bos = [tokenizer.token_to_id("<s>")] if tokenizer is BYTE_FALLBACK else []
+        ids = bos + tokenizer.encode(text).ids
+        prompt, completion = ids[:cut], ids[cut:]
+        if not completion:
+            continue
+        whole = tokenizer.decode(ids, skip_special_tokens=skip)
+        echoed = text_of(stream(tokenizer, completion, prompt=prompt, echo=True, skip_special=skip))
+        alone = text_of(stream(tokenizer, completion, prompt=prompt[-CONTEXT_TOKENS:], skip_special=skip))
+        decoder = TextDecoders(tokenizer).new()
+        shown = "".join(decoder.feed(token) for token in prompt if not (skip and token in (1, 2)))
+        assert echoed == whole == shown + alone
+        assert alone == DetokenizeManager(tokenizer).decode(completion, skip, prompt)
+
+
+def test_the_first_space_of_a_completion_is_kept() -> None:
+    the, world = BYTE_FALLBACK.encode("the world").ids[:1], BYTE_FALLBACK.encode("world").ids
+    assert text_of(stream(BYTE_FALLBACK, world, prompt=[1, *the])) == " world"
+    assert text_of(stream(BYTE_FALLBACK, world, prompt=[1])) == "world"  # at the start of a text
 
 
 def test_half_a_character_is_never_shown() -> None:
