@@ -20,7 +20,7 @@ from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
 from minisgl.errors import ConfigError
 from minisgl.settings.options import EngineConfig
-from minisgl.tokenizer.tokenize import load_tokenizer
+from minisgl.tokenizer.folder import load_tokenizer
 from support.embedding_models import save_embedding_model
 
 MODELS: dict[str, Any] = {

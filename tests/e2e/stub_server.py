@@ -43,7 +43,7 @@ from minisgl.process.processes import Ready
 from minisgl.process.queues import Codec, ZmqPullQueue, ZmqPushQueue
 from minisgl.settings.options import ServerArgs
 from minisgl.settings.sources import parse_args
-from minisgl.tokenizer.tokenize import load_tokenizer
+from minisgl.tokenizer.folder import load_tokenizer
 
 
 @dataclass

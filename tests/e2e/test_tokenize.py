@@ -37,6 +37,15 @@ def test_text_to_tokens_and_back(server: ServerProcess, client: httpx.Client) ->
     require_no_leak(server)
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
+def test_names_that_the_template_does_not_read_are_told(client: httpx.Client, path: str) -> None:
+    kwargs = {"self": 1, "template": 2, "environment": "x"}
+    answer = client.post(path, json={"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": kwargs})
+    assert answer.status_code == 200
+    told = answer.headers["x-ignored-fields"]
+    assert told == ", ".join(f"chat_template_kwargs.{name}" for name in sorted(kwargs))
+
+
 def test_messages_have_the_tokens_of_a_chat(client: httpx.Client) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     counted = client.post("/tokenize", json={"messages": messages}).json()["count"]

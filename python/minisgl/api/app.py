@@ -13,10 +13,11 @@ from starlette.requests import ClientDisconnect
 
 import minisgl
 from minisgl.api.embeddings import add_embeddings_route
+from minisgl.api.fields import unread_kwargs
 from minisgl.api.frontend import RETRY_AFTER_S, FrontendManager
 from minisgl.api.gate import ANY, Access, Gate
 from minisgl.api.generate import add_generate_route
-from minisgl.api.http import error_body, json_response, read_request, require_model
+from minisgl.api.http import error_body, json_response, read_request, require_model, tell_ignored
 from minisgl.api.metrics import Metrics
 from minisgl.api.openapi import openapi_schema
 from minisgl.api.operations import add_information_routes, add_status_routes, add_tokenizer_routes, add_view_route
@@ -119,6 +120,8 @@ def _add_openai_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> No
     async def chat_completions(request: Request) -> Response:
         body = await read_request(request, ChatCompletionRequest, args)
         require_model(body.model, model.name)
+        refuses = args.unknown_fields == "refuse"
+        tell_ignored(request, unread_kwargs(body.chat_template_kwargs, model.template_variables, refuses))
         message, new_parser = model.forms.prepare(body, chat_message(body, model.defaults, model.limits))
         return respond(request, body, [message], new_parser)
 

@@ -88,6 +88,25 @@ def ignored_fields(body: bytes, kind: type[msgspec.Struct], refuses: bool) -> li
     return ignored
 
 
+def unread_kwargs(kwargs: dict[str, Any] | None, variables: frozenset[str], refuses: bool) -> list[str]:
+    """The names in `chat_template_kwargs` that are not among the `variables` which the template reads.
+
+    Raises `RequestError` (400) for a name that misspells a variable, or, with `refuses`, for any such name.
+    """
+    unread = sorted((kwargs or {}).keys() - variables)[:MAX_TOLD]
+    for name in unread:
+        close = get_close_matches(name[:MAX_NAME], variables, 1, CLOSE)
+        if close or refuses:
+            hint = f"; did you mean {close[0]}?" if close else " (--unknown-fields refuse)"
+            error = f"{name[:MAX_NAME]} is not a variable of the chat template{hint}"
+            raise RequestError(error, param="chat_template_kwargs", code="unsupported_value")
+    return [f"chat_template_kwargs.{_printable(name)}" for name in unread]
+
+
+def _printable(name: str) -> str:
+    return "".join(c if c.isascii() and c.isprintable() else "?" for c in name[:MAX_NAME])
+
+
 def _ignored(given: dict[str, msgspec.Raw], kind: type[msgspec.Struct], refuses: bool) -> list[str]:
     known = kind.__struct_fields__
     ignored = []
@@ -105,7 +124,7 @@ def _ignored(given: dict[str, msgspec.Raw], kind: type[msgspec.Struct], refuses:
             raise _refusal(name, f"is not a field; did you mean {close[0]}?")
         if refuses:
             raise _refusal(name, "is not a field (--unknown-fields refuse)")
-        ignored.append("".join(c if c.isascii() and c.isprintable() else "?" for c in name[:MAX_NAME]))
+        ignored.append(_printable(name))
     return sorted(ignored)[:MAX_TOLD]
 
 

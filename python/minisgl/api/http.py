@@ -64,9 +64,14 @@ async def read_request(request: Request, kind: type[T], args: ServerArgs) -> T:
     except TimeoutError:
         raise RequestError("the body did not arrive in time", code="timeout", status=408) from None
     parsed = parse_body(bytes(body), kind)
-    if ignored := ignored_fields(bytes(body), kind, args.unknown_fields == "refuse"):
-        request.scope[HEADERS].append((b"x-ignored-fields", ", ".join(ignored).encode()))
+    tell_ignored(request, ignored_fields(bytes(body), kind, args.unknown_fields == "refuse"))
     return parsed
+
+
+def tell_ignored(request: Request, names: list[str]) -> None:
+    """Name fields without an effect in the header of the answer."""
+    if names:
+        request.scope[HEADERS].append((b"x-ignored-fields", ", ".join(names).encode()))
 
 
 def require_model(requested: str | None, served: str) -> None:

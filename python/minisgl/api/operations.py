@@ -12,8 +12,9 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 import minisgl
+from minisgl.api.fields import unread_kwargs
 from minisgl.api.frontend import FrontendManager
-from minisgl.api.http import json_response, read_request, require_json, require_model
+from minisgl.api.http import json_response, read_request, require_json, require_model, tell_ignored
 from minisgl.api.protocol import (
     ChatCompletionRequest,
     DetokenizeRequest,
@@ -202,6 +203,8 @@ def add_tokenizer_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> 
     async def tokenize(request: Request) -> Response:
         body = await read_request(request, TokenizeRequest, args)
         require_model(body.model, model.name)
+        refuses = args.unknown_fields == "refuse"
+        tell_ignored(request, unread_kwargs(body.chat_template_kwargs, model.template_variables, refuses))
         reply = await app.state.frontend.convert(encode_message(body, model.limits))
         tokens = ids_from_bytes(reply.input_ids).tolist()
         return json_response(TokenizeResponse(tokens, len(tokens), model.limits.max_model_len))

@@ -58,6 +58,7 @@ class ServedModel:
     facts: dict[str, str | int | float] = field(default_factory=dict)  # from the scheduler
     pids: dict[str, int] = field(default_factory=dict)  # without the API process
     embedder: Embedder | None = None
+    template_variables: frozenset[str] = frozenset()  # the names that the chat template reads
 
 
 def sampling_params(

@@ -85,7 +85,7 @@ def read_json_value(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise ConfigError(f"cannot read {path}: {e.strerror or e}") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ConfigError(f"{path} is not valid JSON ({e}); is the download complete?") from e
 
 

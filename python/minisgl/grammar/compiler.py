@@ -23,8 +23,8 @@ from tokenizers import Tokenizer
 from minisgl.errors import RequestError
 from minisgl.params import Grammar, ToolCalls
 from minisgl.rounding import ceil_div
+from minisgl.tokenizer.folder import load_tokenizer
 from minisgl.tokenizer.text import TokenBytes
-from minisgl.tokenizer.tokenize import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import resource
 import select
 import selectors
 import signal
@@ -29,10 +28,10 @@ from typing import Final
 import msgspec
 import numpy as np
 
-import minisgl
 from minisgl.errors import RequestError
 from minisgl.grammar.compiler import INVALID, GrammarCompiler, TokenMatcher, refusal
 from minisgl.params import Grammar
+from minisgl.process.limits import limit_resources, module_environment
 
 logger = logging.getLogger(__name__)
 CPU_S: Final = 1  # to compile a grammar and follow it; common ones take a millisecond
@@ -145,13 +144,11 @@ class Trials:
             self._process = None
 
     def _start(self) -> subprocess.Popen[bytes]:
-        paths = [str(Path(minisgl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TOKENIZERS_PARALLELISM": "false"}
         process = subprocess.Popen(
             [sys.executable, "-m", "minisgl.grammar.trial", *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | variables,
+            env=module_environment(),
             process_group=0,  # a terminal's Ctrl-C is for the parent, whose end is the end of standard input
         )
         self._pending = {}
@@ -244,24 +241,10 @@ def _fork(compiler: GrammarCompiler, job: _Job) -> tuple[int, _Trial]:
         nothing = os.open(os.devnull, os.O_RDWR)
         for fd in range(3):
             os.dup2(nothing, fd)
-        _limit()
+        limit_resources(CPU_S, MEMORY, STACK)
         os.write(writer, (_try(compiler, job) or " ").encode())
     finally:
         os._exit(0)
-
-
-def _limit() -> None:
-    os.nice(5)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limits = {
-        resource.RLIMIT_CPU: CPU_S,
-        resource.RLIMIT_AS: pages * resource.getpagesize() + MEMORY,
-        resource.RLIMIT_STACK: STACK,
-        resource.RLIMIT_CORE: 0,
-    }
-    for kind, most in limits.items():
-        hard = resource.getrlimit(kind)[1]
-        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _try(compiler: GrammarCompiler, job: _Job) -> str:

@@ -31,6 +31,7 @@ from minisgl.settings.options import ServerArgs
 
 if TYPE_CHECKING:
     from minisgl.launch.http_server import HttpServer
+    from minisgl.tokenizer.template import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ class Checked:
     limits: Limits
     name: str
     generation_config: dict[str, Any]
+    template: ChatTemplate
 
 
 def check_args(args: ServerArgs) -> Checked:
@@ -125,9 +127,11 @@ def check_args(args: ServerArgs) -> Checked:
     if not engine.dummy_weight:
         hf.weight_files(folder)
     limits = model_limits(folder, engine.max_seq_len)
-    TokenizeManager(folder, limits)
+    template = TokenizeManager(folder, limits).template
+    for name, problem in template.problems.items():
+        logger.warning("the chat template %r cannot be used: %s; requests that need it are refused", name, problem)
     name = args.served_model_name or hf.model_name(engine.model)
-    return Checked(folder, limits, name, hf.load_generation_config(folder))
+    return Checked(folder, limits, name, hf.load_generation_config(folder), template)
 
 
 # -- bind
@@ -204,7 +208,7 @@ def _children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) ->
     if args.num_tokenizer:
         addrs |= {f"minisgl-tokenizer-{i}": addr for i, addr in enumerate(args.zmq_tokenizer_addrs)}
     children += [
-        Child(name, run_tokenizer, (args, checked.folder, checked.limits, addr), worker_env)
+        Child(name, run_tokenizer, (args, checked.folder, checked.limits, checked.template, addr), worker_env)
         for name, addr in addrs.items()
     ]
     return children
@@ -223,9 +227,18 @@ def http_server(children: Running, checked: Checked) -> Iterator[HttpServer]:
 
     args, processes = children.args, children.processes
     defaults = SamplingDefaults.from_generation_config(checked.generation_config)
-    forms = OutputForms.of_model(checked.folder, args.tool_call_parser, args.reasoning_parser)
+    forms = OutputForms.of_model(checked.template, args.tool_call_parser, args.reasoning_parser)
     embedder = read_embedder(checked.folder)
-    model = ServedModel(checked.name, checked.limits, defaults, forms, children.facts, processes.pids, embedder)
+    model = ServedModel(
+        checked.name,
+        checked.limits,
+        defaults,
+        forms,
+        children.facts,
+        processes.pids,
+        embedder,
+        checked.template.variables,
+    )
     try:
         yield HttpServer(create_app(args, model), processes, args.drain_timeout, args.heartbeat_timeout)
     finally:

@@ -7,13 +7,16 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from minisgl.distributed.info import Rendezvous
 from minisgl.errors import RankError
 from minisgl.params import Limits
 from minisgl.process.processes import Ready
 from minisgl.settings.options import ServerArgs
+
+if TYPE_CHECKING:
+    from minisgl.tokenizer.template import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +70,10 @@ def local_ranks(args: ServerArgs) -> list[Rendezvous]:
     return Rendezvous.of_local_ranks(args.scheduler.engine, args.run_dir)
 
 
-def run_tokenizer(args: ServerArgs, folder: Path, limits: Limits, addr: str, ready: Ready) -> None:
+def run_tokenizer(
+    args: ServerArgs, folder: Path, limits: Limits, template: ChatTemplate, addr: str, ready: Ready
+) -> None:
     """Run a tokenizer or the detokenizer, which receives at `addr`."""
     from minisgl.tokenizer.server import tokenize_worker
 
-    tokenize_worker(folder, limits, addr, args.zmq_backend_addr, args.zmq_frontend_addr, lambda: ready({}))
+    tokenize_worker(folder, limits, template, addr, args.zmq_backend_addr, args.zmq_frontend_addr, lambda: ready({}))

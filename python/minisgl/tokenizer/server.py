@@ -33,6 +33,7 @@ from minisgl.message import (
 from minisgl.params import Limits
 from minisgl.process.queues import Codec, ZmqPullQueue, ZmqPushQueue
 from minisgl.tokenizer.detokenize import DetokenizeManager
+from minisgl.tokenizer.template import ChatTemplate
 from minisgl.tokenizer.tokenize import TokenizeManager
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ REPORT_S: Final = 0.25
 def tokenize_worker(
     folder: Path,
     limits: Limits,
+    template: ChatTemplate,
     inbox_addr: str,
     backend_addr: str,
     frontend_addr: str,
@@ -52,7 +54,7 @@ def tokenize_worker(
     inbox: ZmqPullQueue[TokenizerMsg] = ZmqPullQueue(inbox_addr, Codec(TokenizerMsg))
     backend: ZmqPushQueue[BackendMsg] = ZmqPushQueue(backend_addr, Codec(BackendMsg))
     frontend: ZmqPushQueue[FrontendMsg] = ZmqPushQueue(frontend_addr, Codec(FrontendMsg))
-    worker = Worker(TokenizeManager(folder, limits))
+    worker = Worker(TokenizeManager(folder, limits, template))
     on_ready()
     reported, reported_at = 0, 0.0
     while True:

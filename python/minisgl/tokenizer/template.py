@@ -1,29 +1,53 @@
 """Chat templates as Hugging Face writes them: Jinja in a sandbox, with the conventions of transformers.
 
 The template comes from the model folder, never from a client. A client's messages only fill it in, and rendering is
-limited in size and time.
+limited in size and time. A template can also hang the compiler or take all memory, so each is first tried in a process
+with limits: this module, run as a program.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minisgl.checkpoint.hf import read_json
-from minisgl.errors import ConfigError, RequestError
+from minisgl.errors import RequestError
+from minisgl.process.limits import limit_resources, module_environment
+from minisgl.tokenizer.folder import read_settings, special_names
 
 MAX_MESSAGES: Final = 2048  # templates may loop over messages within messages
 MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
 MAX_RENDER_SECONDS: Final = 5.0
+TRIAL_CPU_S: Final = 2  # to compile a template and fill it in; common ones take 20 ms
+TRIAL_WALL_S: Final = 20.0  # the same on a busy machine
+TRIAL_MEMORY: Final = 256 << 20
+TRIAL_STACK: Final = 8 << 20
+TRIAL_DEPTH: Final = 400  # of Python calls, of which the server's threads have 1,000
+TOO_MUCH: Final = f"trying it takes more than {TRIAL_CPU_S} s or {TRIAL_MEMORY >> 20} MB"
 _CONTINUE_MARK: Final = "\ue000continue-here\ue000"  # private-use characters: no template strips or escapes them
-_SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class _Generation(Extension):
+    """`{% generation %}`, by which trainers find the assistant's tokens: a scope of its own, and no text."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's declaration)
+
+    def parse(self, parser: Parser) -> nodes.Scope:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def _raise_exception(message: str) -> None:
@@ -44,69 +68,81 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-def _sources(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """Return template name -> text; a single template is called "default"."""
-    named: dict[str, str] = {}
-    value = tokenizer_config.get("chat_template")
+@lru_cache
+def _compile(source: str) -> tuple[Template, frozenset[str]]:
+    """Return the template, and the names of the variables that it reads."""
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    env.filters["tojson"] = _to_json
+    env.globals["raise_exception"] = _raise_exception
+    env.globals["strftime_now"] = _strftime_now
+    return env.from_string(source), frozenset(find_undeclared_variables(env.parse(source)))
+
+
+def _sources(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Return template name -> text; a single template is called "default". Files replace tokenizer_config.json's."""
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if named := {n: f.read_text(encoding="utf-8", errors="replace") for n, f in files.items() if f.is_file()}:
+        return named
+    value = settings.get("chat_template")
     if isinstance(value, str):
-        named["default"] = value
-    elif isinstance(value, list):  # several named templates
-        named = {
-            str(t["name"]): str(t["template"])
-            for t in value
-            if isinstance(t, dict) and {"name", "template"} <= t.keys()
-        }
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        named["default"] = file.read_text(encoding="utf-8")
-    return named
+        return {"default": value}
+    if not isinstance(value, list):
+        return {}
+    listed = (t for t in value if isinstance(t, dict) and {"name", "template"} <= t.keys())
+    return {str(t["name"]): str(t["template"]) for t in listed}
 
 
+@dataclass(frozen=True)
 class ChatTemplate:
-    """The chat templates of one model folder; `render` turns messages into the text to be encoded."""
+    """The chat templates of one model folder by name, as text; `render` turns messages into the text to be encoded.
 
-    def __init__(self, folder: Path) -> None:
-        """Raise `ConfigError` if a template does not compile. A folder without one is fine until `render`."""
-        path = folder / "tokenizer_config.json"
-        config = read_json(path) if path.is_file() else {}
-        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        env.filters["tojson"] = _to_json
-        env.globals["raise_exception"] = _raise_exception
-        env.globals["strftime_now"] = _strftime_now
-        sources = _sources(folder, config)
-        self.source = "\n".join(sources.values())  # the API derives the model's abilities from it
-        try:
-            self._templates = {name: env.from_string(text) for name, text in sources.items()}
-        except TemplateError as e:
-            raise ConfigError(f"the chat template of {folder} does not compile: {e}") from e
-        self._knows_developer = any("developer" in text for text in sources.values())
-        self._special_tokens: dict[str, str] = {}
-        for name in _SPECIAL_TOKENS:
-            token = config.get(name)
-            text = token.get("content") if isinstance(token, dict) else token
-            if isinstance(text, str):
-                self._special_tokens[name] = text
+    `problems` says of each template that cannot be used why not.
+    """
+
+    sources: dict[str, str]
+    special_tokens: dict[str, str]
+    problems: dict[str, str]
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> ChatTemplate:
+        """Read the templates and try each; raises `ConfigError` for unreadable JSON. A folder may have none."""
+        settings = read_settings(folder)
+        sources = _sources(folder, settings)
+        problems = {name: problem for name, text in sources.items() if (problem := _try(text))}
+        return cls(sources, special_names(settings), problems)
+
+    @property
+    def source(self) -> str:
+        """The text of all templates, which tells the model's abilities."""
+        return "\n".join(self.sources.values())
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The names of variables that the templates read."""
+        usable = (text for name, text in self.sources.items() if name not in self.problems)
+        return frozenset().union(*(_compile(text)[1] for text in usable))
 
     def render(
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **kwargs: Any,
     ) -> str:
         """Return the conversation as one text, special tokens included.
 
         `continue_final_message` leaves the last message open for the model to continue. Raises `RequestError` if there
-        is no template, or the template refuses the conversation.
+        is no usable template, or the template refuses the conversation.
         """
-        name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        template = self._templates.get(name)
-        if template is None:
-            raise RequestError(
-                "this model has no chat template; use /v1/completions", param="messages", code="no_chat_template"
-            )
+        name = "tool_use" if tools and "tool_use" in self.sources else "default"
+        problem = self.problems.get(name)
+        if problem is not None or name not in self.sources:
+            why = "no chat template" if problem is None else f"a chat template that cannot be used ({problem})"
+            raise RequestError(f"this model has {why}; use /v1/completions", param="messages", code="no_chat_template")
+        template, known = _compile(self.sources[name])
         if len(messages) > MAX_MESSAGES:
             raise RequestError(f"messages has {len(messages)} entries; the limit is {MAX_MESSAGES}", param="messages")
         messages = [self._adapt(m) for m in messages]
@@ -117,10 +153,9 @@ class ChatTemplate:
                 )
             final = messages[-1]["content"]
             messages[-1]["content"] = final.rstrip() + _CONTINUE_MARK
-        # The names fixed by convention come last, so that template_kwargs cannot override them.
-        context = self._special_tokens | kwargs
-        context |= {"messages": messages, "tools": tools or None, "documents": None}
-        text = self._run(template.generate(**context, add_generation_prompt=add_generation_prompt))
+        # The names fixed by convention come last, so that `variables` cannot override them.
+        context = self.special_tokens | {k: v for k, v in (variables or {}).items() if k in known}
+        text = _fill_in(template, context, messages, tools, add_generation_prompt)
         if continue_final_message:
             head, mark, _ = text.rpartition(_CONTINUE_MARK)
             if not mark:
@@ -130,25 +165,65 @@ class ChatTemplate:
 
     def _adapt(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a copy for the template; "developer" is OpenAI's newer role for "system", which few templates know."""
-        if message.get("role") == "developer" and not self._knows_developer:
+        if message.get("role") == "developer" and "developer" not in self.source:
             return {**message, "role": "system"}
         return dict(message)
 
-    @staticmethod
-    def _run(pieces: Any) -> str:
-        deadline = time.monotonic() + MAX_RENDER_SECONDS
-        parts: list[str] = []
-        size = 0
-        try:
-            for piece in pieces:
-                parts.append(piece)
-                size += len(piece)
-                if size > MAX_RENDERED_CHARS or time.monotonic() > deadline:
-                    raise RequestError("the conversation is too large for the chat template", param="messages")
-        except RequestError:
-            raise
-        except Exception as e:  # a template is a program: a missing field can raise anything
-            raise RequestError(
-                f"the chat template refuses this conversation: {e}", param="messages", code="chat_template_error"
-            ) from e
-        return "".join(parts)
+
+def _fill_in(
+    template: Template,
+    context: dict[str, Any],
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    add_generation_prompt: bool,
+) -> str:
+    context |= {"messages": messages, "tools": tools or None, "documents": None}
+    context["add_generation_prompt"] = add_generation_prompt
+    deadline = time.monotonic() + MAX_RENDER_SECONDS
+    parts: list[str] = []
+    size = 0
+    try:
+        for piece in template.generate(context):
+            parts.append(piece)
+            size += len(piece)
+            if size > MAX_RENDERED_CHARS or time.monotonic() > deadline:
+                raise RequestError("the conversation is too large for the chat template", param="messages")
+    except RequestError:
+        raise
+    except Exception as e:  # a template is a program: a missing field can raise anything
+        raise RequestError(
+            f"the chat template refuses this conversation: {e}", param="messages", code="chat_template_error"
+        ) from e
+    return "".join(parts)
+
+
+@lru_cache
+def _try(source: str) -> str:
+    """Return why a template cannot be used, empty if it can, by compiling it and filling it in with one message."""
+    command = [sys.executable, "-m", "minisgl.tokenizer.template"]
+    limits: dict[str, Any] = {"timeout": TRIAL_WALL_S, "env": module_environment(), "process_group": 0}
+    try:
+        done = subprocess.run(command, input=source.encode(errors="replace"), capture_output=True, **limits)
+    except subprocess.TimeoutExpired:
+        return TOO_MUCH
+    return TOO_MUCH if done.returncode else done.stdout.decode()
+
+
+def _trial(source: str) -> str:
+    try:
+        template, _ = _compile(source)
+    except Exception as e:  # a compiler of two languages: any error of either
+        cause = str(e).partition("\n")[0]
+        return f"it does not compile: {cause or type(e).__name__}"
+    try:
+        _fill_in(template, {}, [{"role": "user", "content": "x"}], None, True)
+    except RequestError as e:
+        is_too_large = e.__cause__ is None or isinstance(e.__cause__, MemoryError)
+        return TOO_MUCH if is_too_large else ""  # another error is about this conversation
+    return ""
+
+
+if __name__ == "__main__":
+    limit_resources(TRIAL_CPU_S, TRIAL_MEMORY, TRIAL_STACK)
+    sys.setrecursionlimit(TRIAL_DEPTH)
+    sys.stdout.buffer.write(_trial(sys.stdin.buffer.read().decode()).encode())

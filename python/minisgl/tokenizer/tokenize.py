@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
-from tokenizers import Tokenizer
 
 from minisgl.checkpoint import hf
 from minisgl.checkpoint.embedder import read_embedder
 from minisgl.errors import ConfigError, RequestError
 from minisgl.message import DecodeMsg, EncodeMsg, TokenizeMsg, ids_from_bytes
 from minisgl.params import Limits, SamplingParams, too_long, validate_prompt
+from minisgl.tokenizer.folder import load_tokenizer
 from minisgl.tokenizer.template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -23,24 +23,6 @@ EXACT_CHARS: Final = 256 * 1024  # up to here a prompt that is too long is count
 PIECE_CHARS: Final = 64 * 1024
 CUT_TOKENS: Final = 16
 MAX_CONTEXTS: Final = 4  # of a text that is only tokenized
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load the folder's tokenizer.json; raises `ConfigError` if there is none or it cannot be read."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(
-            f"{folder} has no tokenizer.json; make one with transformers: "
-            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-        )
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as e:  # the library raises bare Exception
-        raise ConfigError(f"{path} is not a readable tokenizer: {e}") from e
-    # Training leaves these in a checkpoint; a server never truncates or pads a prompt.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def model_limits(folder: Path, max_seq_len: int | None = None) -> Limits:
@@ -56,10 +38,10 @@ def model_limits(folder: Path, max_seq_len: int | None = None) -> Limits:
 class TokenizeManager:
     """The tokenizer and chat template of one model."""
 
-    def __init__(self, folder: Path, limits: Limits | None = None) -> None:
+    def __init__(self, folder: Path, limits: Limits | None = None, template: ChatTemplate | None = None) -> None:
         self.tokenizer = load_tokenizer(folder)
         self.limits = limits or model_limits(folder)
-        self._template = ChatTemplate(folder)
+        self.template = template or ChatTemplate.of_folder(folder)
         longest = max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=1)
         self._last: tuple[TokenizeMsg, Ints] | None = None  # the newest prompt: the choices of a request follow it
         self._max_chars = self.limits.max_model_len * longest  # more cannot fit
@@ -101,12 +83,12 @@ class TokenizeManager:
 
     def _render(self, msg: TokenizeMsg) -> str:
         assert msg.messages is not None
-        return self._template.render(
+        return self.template.render(
             msg.messages,
             msg.tools,
+            msg.template_kwargs,
             add_generation_prompt=msg.add_generation_prompt,
             continue_final_message=msg.continue_final_message,
-            **msg.template_kwargs,
         )
 
     def _encode(self, text: str, add_special_tokens: bool, contexts: int = 1) -> Ints:

@@ -15,7 +15,7 @@ from minisgl.errors import ConfigError
 from minisgl.llm.completions import Completion
 from minisgl.llm.llm import LLM
 from minisgl.settings.options import SchedulerConfig, build_config
-from minisgl.tokenizer.tokenize import load_tokenizer
+from minisgl.tokenizer.folder import load_tokenizer
 from minisgl.verify.checks import (
     TIES,
     TOKENS,

@@ -13,7 +13,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.completion_create_params import CompletionCreateParamsBase as TextParams
 
 from minisgl.api import fields
-from minisgl.api.fields import FOREIGN, HARMLESS, ignored_fields
+from minisgl.api.fields import FOREIGN, HARMLESS, ignored_fields, unread_kwargs
 from minisgl.api.generate import generate_messages
 from minisgl.api.protocol import (
     ChatCompletionRequest,
@@ -121,3 +121,17 @@ def test_generate_takes_the_body_of_mini_sglang() -> None:
     assert params(sampling_params={"min_new_tokens": 3}).min_tokens == 3
     with pytest.raises(RequestError, match="max_tokens and sampling_params exclude each other"):
         params(max_tokens=8, sampling_params={"max_new_tokens": 9})
+
+
+def test_names_that_the_template_does_not_read_are_told_or_refused() -> None:
+    variables = frozenset({"enable_thinking", "bos_token"})
+    assert unread_kwargs(None, variables, True) == unread_kwargs({"enable_thinking": True}, variables, True) == []
+    told = [f"chat_template_kwargs.{name}" for name in ("other", "self", "sp?t")]
+    assert unread_kwargs({"self": 1, "other": 2, "sp\u00e4t": 3}, variables, False) == told
+    for kwargs, refuses, says in (
+        ({"enable_thinkin": 1}, False, "mean enable_thinking"),
+        ({"self": 1}, True, "refuse"),
+    ):
+        with pytest.raises(RequestError, match=f"is not a variable of the chat template.*{says}") as e:
+            unread_kwargs(kwargs, variables, refuses)
+        assert (e.value.status, e.value.param) == (400, "chat_template_kwargs")

@@ -26,6 +26,7 @@ from minisgl.core import FinishReason
 from minisgl.message import TokenizeMsg, UserReply
 from minisgl.params import Grammar, SamplingParams
 from minisgl.settings.options import ServerArgs
+from minisgl.tokenizer.template import ChatTemplate
 
 Result = tuple[str, str, list[tuple[str, str]]]
 TOOLS = frozenset({"f", "get_weather"})
@@ -319,11 +320,11 @@ def test_forms_are_read_off_the_template(
     tmp_path: Path, template: str, tools: str | None, reasoning: str | None
 ) -> None:
     folder = folder_with(template, tmp_path)
-    forms = OutputForms.of_model(folder, "auto", "auto")
+    forms = OutputForms.of_model(ChatTemplate.of_folder(folder), "auto", "auto")
     assert forms.tools is (tools and TOOL_FORMS[tools])
     assert forms.reasoning is (reasoning and REASONING_FORMS[reasoning])
-    assert OutputForms.of_model(folder, "none", "none") == OutputForms()
-    assert OutputForms.of_model(folder, "mistral", "none").tools is TOOL_FORMS["mistral"]
+    assert OutputForms.of_model(ChatTemplate.of_folder(folder), "none", "none") == OutputForms()
+    assert OutputForms.of_model(ChatTemplate.of_folder(folder), "mistral", "none").tools is TOOL_FORMS["mistral"]
 
 
 def test_flags_name_every_form() -> None:
@@ -333,7 +334,9 @@ def test_flags_name_every_form() -> None:
 
 
 def test_forms_of_the_built_in_model() -> None:
-    assert OutputForms.of_model(BUILTIN_MODEL, "auto", "auto") == OutputForms(TOOL_FORMS["hermes"])
+    assert OutputForms.of_model(ChatTemplate.of_folder(BUILTIN_MODEL), "auto", "auto") == OutputForms(
+        TOOL_FORMS["hermes"]
+    )
 
 
 def message(**fields: Any) -> TokenizeMsg:
@@ -347,7 +350,7 @@ assistant: {% if enable_thinking is defined and enable_thinking is false -%}
 
 
 def test_thinking_switch_decides_whether_the_prompt_opens_the_reasoning(tmp_path: Path) -> None:
-    forms = OutputForms.of_model(folder_with(SWITCHED, tmp_path), "auto", "auto")
+    forms = OutputForms.of_model(ChatTemplate.of_folder(folder_with(SWITCHED, tmp_path)), "auto", "auto")
     for fields, expected in [
         ({}, ("b", "a")),
         ({"template_kwargs": {"enable_thinking": False}}, ("a</think>b", "")),
@@ -361,7 +364,7 @@ def test_thinking_switch_decides_whether_the_prompt_opens_the_reasoning(tmp_path
 
 
 def test_grammar_applies_after_an_opened_reasoning(tmp_path: Path) -> None:
-    forms = OutputForms.of_model(folder_with(SWITCHED, tmp_path), "auto", "auto")
+    forms = OutputForms.of_model(ChatTemplate.of_folder(folder_with(SWITCHED, tmp_path)), "auto", "auto")
     grammar = Grammar("regex", "[0-9]+")
     for opens, kwargs in ((True, {}), (False, {"enable_thinking": False})):
         asked = msgspec.structs.replace(
@@ -372,7 +375,7 @@ def test_grammar_applies_after_an_opened_reasoning(tmp_path: Path) -> None:
 
 
 def test_only_offered_tools_are_parsed(tmp_path: Path) -> None:
-    forms = OutputForms.of_model(folder_with("[TOOL_CALLS]", tmp_path), "auto", "auto")
+    forms = OutputForms.of_model(ChatTemplate.of_folder(folder_with("[TOOL_CALLS]", tmp_path)), "auto", "auto")
     plain = message()
     assert forms.prepare(REQUEST, plain) == (plain, None)
     shown, new = forms.prepare(REQUEST, message(tools=[{"type": "function", "function": {"name": "f"}}]))

@@ -17,7 +17,7 @@ from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.errors import RequestError
 from minisgl.grammar.compiler import GrammarCompiler, TokenMatcher
 from minisgl.params import Grammar, GrammarKind, Limits, SamplingParams, validate_sampling
-from minisgl.tokenizer.tokenize import load_tokenizer
+from minisgl.tokenizer.folder import load_tokenizer
 
 VOCAB, EOS = 4100, 2  # four tokens that the tokenizer does not have: models pad their vocabulary
 TOKENIZER = load_tokenizer(BUILTIN_MODEL)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from minisgl.api.parsers.output import OutputForms
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.errors import ConfigError, RequestError
 from minisgl.message import EncodeMsg, TokenizeMsg, ids_to_bytes
@@ -80,23 +81,98 @@ def test_special_tokens_are_added_to_plain_prompts_only(folder: Path) -> None:
     assert manager.tokenize(msg(messages=[{"role": "user", "content": "hello"}]))[0] == 1
 
 
-def test_templates_from_a_file_and_by_name(folder: Path, tmp_path: Path) -> None:
-    config = {
-        "chat_template": [
-            {"name": "default", "template": "plain{{ bos_token }}"},
-            {"name": "tool_use", "template": "{% generate %}"[:0] + "tools {{ tools | length }}"},
-        ],
-        "bos_token": {"content": "<b>"},
-    }
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert ChatTemplate(tmp_path).render([]) == "plain<b>"
-    assert ChatTemplate(tmp_path).render([], [TOOL]) == "tools 1"
-    (tmp_path / "chat_template.jinja").write_text("file {{ x }}{{ strftime_now('%Y') | length }}")
-    assert ChatTemplate(tmp_path).render([], x=3) == "file 34"
+def write_templates(folder: Path, files: dict[str, str], listed: dict[str, str] | None = None) -> None:
+    """Chat templates as files and in tokenizer_config.json."""
+    config: dict[str, Any] = {"bos_token": "<b>"}
+    if listed is not None:
+        config["chat_template"] = [{"name": name, "template": text} for name, text in listed.items()]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("files", "listed"),
+    [
+        ({}, {"default": "plain{{ bos_token }}", "tool_use": "tools {{ tools | length }}"}),
+        ({"chat_template.jinja": "file {{ x }}"}, {"default": "plain", "tool_use": "tools"}),
+        ({"chat_template.jinja": "file", "additional_chat_templates/tool_use.jinja": "more {{ tools }}"}, None),
+        ({"additional_chat_templates/default.jinja": "more"}, {"default": "plain"}),
+    ],
+)
+def test_templates_are_found_where_transformers_finds_them(
+    folder: Path, tmp_path: Path, files: dict[str, str], listed: dict[str, str] | None
+) -> None:
+    from transformers import AutoTokenizer
+
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(folder / name, tmp_path)
+    write_templates(tmp_path, files, listed)
+    judge, ours = AutoTokenizer.from_pretrained(tmp_path), ChatTemplate.of_folder(tmp_path)
+    chat = [{"role": "user", "content": "u"}]
+    for tools in (None, [TOOL]):
+        assert ours.render(chat, tools, {"x": 3}) == judge.apply_chat_template(chat, tools=tools, x=3, tokenize=False)
+
+
+GENERATION = (
+    "{% set y = 'out' %}{% for m in messages %}{% if m.role == 'assistant' %}\n  {%- generation -%}\n"
+    "{% set y = m.content %}{{ loop.index }}{{ m.content }}{{ y }}\n{% endgeneration %}\n{% else %}{{ m.content }}\n"
+    "{% endif %}{{ y }}{% endfor %}{% generation %} {% if add_generation_prompt %}ok{% endif %}{% endgeneration %}"
+)
+
+
+@pytest.mark.filterwarnings("default")
+def test_generation_blocks_are_text(folder: Path, tmp_path: Path) -> None:
+    """Trainers' marks in published templates."""
+    from transformers import AutoTokenizer
+
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(folder / name, tmp_path)
+    write_templates(tmp_path, {"chat_template.jinja": GENERATION})
+    chat = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user", "assistant")]
+    want = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert ChatTemplate.of_folder(tmp_path).render(chat) == want
+    assert "2aa" in want and want.endswith("ok")
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("{% foo %}", "it does not compile: Encountered unknown tag 'foo'"),
+        ("{% if x %}" * 3000 + "{% endif %}" * 3000, "it does not compile: maximum recursion depth"),
+        ("{% for x in messages %}" * 30 + "{% endfor %}" * 30, "it does not compile: too many"),
+        ("{{ 'a' * 10**10 }}", "trying it takes more than"),
+        ("{{ 'a' | center(10**10) }}", "trying it takes more than"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "trying it takes more than"),
+        ("{% for a in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "trying it takes more than"),
+    ],
+)
+def test_an_unusable_template_costs_only_chats(folder: Path, tmp_path: Path, source: str, says: str) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(folder / name, tmp_path)
+    write_templates(tmp_path, {"chat_template.jinja": source, "additional_chat_templates/tool_use.jinja": "ok"})
+    manager = TokenizeManager(tmp_path)
+    assert says in manager.template.problems["default"]
+    assert len(manager.tokenize(msg(text="hello"))) > 0
+    with pytest.raises(RequestError, match="cannot be used") as e:
+        manager.tokenize(msg(messages=[{"role": "user", "content": "u"}]))
+    assert (e.value.status, e.value.code) == (400, "no_chat_template") and says in e.value.message
+    assert manager.template.render([{"role": "user", "content": "u"}], [TOOL]) == "ok"
+    assert OutputForms.of_model(manager.template, "auto", "auto") == OutputForms()
+
+
+def test_variables_reach_the_template_that_reads_them(tmp_path: Path) -> None:
+    write_templates(tmp_path, {"chat_template.jinja": "{% set a = a | default(1) %}{{ a }}{{ self is defined }}"})
+    template = ChatTemplate.of_folder(tmp_path)
+    assert template.variables == {"a"}
+    assert template.render([], variables={"a": 2, "self": 1, "messages": 1, "template": 1}) == "2True"
 
 
 def test_developer_becomes_system_for_templates_without_it(folder: Path) -> None:
-    template = ChatTemplate(folder)
+    template = ChatTemplate.of_folder(folder)
     chat = [{"role": "developer", "content": "d"}, {"role": "user", "content": "u"}]
     assert "<|im_start|>system\nd" in template.render(chat)
 
@@ -107,23 +183,23 @@ def test_developer_becomes_system_for_templates_without_it(folder: Path) -> None
         ("{{ raise_exception('no system please') }}", "no system please"),
         ("{{ messages[0].content + 1 }}", "refuses"),
         ("{{ ''.__class__.__mro__ }}", "refuses"),
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{{ 'x' * 1000 }}{% endfor %}{% endfor %}", "too large"),
+        ("{% for a in range(99999) %}{{ messages[0].content * 100 }}{% endfor %}", "too large"),
         ("{{ messages.append(1) }}", "refuses"),
     ],
 )
 def test_template_errors_are_request_errors(tmp_path: Path, source: str, word: str) -> None:
     (tmp_path / "chat_template.jinja").write_text(source)
     with pytest.raises(RequestError, match=word) as e:
-        ChatTemplate(tmp_path).render([{"role": "user", "content": "x"}])
+        ChatTemplate.of_folder(tmp_path).render([{"role": "user", "content": "long"}])
     assert e.value.param == "messages"
     assert e.value.status == 400
 
 
 def test_conversations_have_limits(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="the limit is"):
-        ChatTemplate(folder).render([{"role": "user", "content": ""}] * (MAX_MESSAGES + 1))
+        ChatTemplate.of_folder(folder).render([{"role": "user", "content": ""}] * (MAX_MESSAGES + 1))
     with pytest.raises(RequestError, match="no chat template"):
-        ChatTemplate(tmp_path).render([])
+        ChatTemplate.of_folder(tmp_path).render([])
 
 
 @pytest.mark.parametrize("extra", [-1, 0, 1, 1000])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -114,9 +113,8 @@ class OutputForms:
     opened: dict[tuple[str, bool] | None, bool] = field(default_factory=dict)
 
     @classmethod
-    def of_model(cls, folder: Path, tool_parser: str, reasoning_parser: str) -> OutputForms:
-        """The forms by name; "auto" reads them off the chat template in `folder`, "none" is None."""
-        template = ChatTemplate(folder)
+    def of_model(cls, template: ChatTemplate, tool_parser: str, reasoning_parser: str) -> OutputForms:
+        """The forms by name; "auto" reads them off `template`, "none" is None."""
         if tool_parser == "auto":
             found = (n for n, signs in _TOOL_SIGNS.items() if any(sign in template.source for sign in signs))
             tool_parser = next(found, "none")
@@ -182,8 +180,8 @@ class OutputForms:
 
 def _opens(template: ChatTemplate, form: ReasoningForm, switch: tuple[str, bool] | None) -> bool:
     """Whether a prompt ends inside the reasoning, by rendering one."""
-    kwargs: dict[str, Any] = dict([switch]) if switch else {}
     try:
-        return form.is_open(template.render([{"role": "user", "content": "x"}], **kwargs))
+        prompt = template.render([{"role": "user", "content": "x"}], variables=dict([switch] if switch else ()))
+        return form.is_open(prompt)
     except RequestError:
         return False  # no template, or one that needs another conversation: nothing is known about its prompts
