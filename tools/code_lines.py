@@ -21,12 +21,12 @@ PACKAGE = ROOT / "python" / "minisgl"
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- rooms: counts are written by `make rooms` -->", "<!-- end of rooms -->"
 HEAD = "| room | what lives there | may import | code lines | files |\n|---|---|---|--:|--:|"
-# Imports inside functions that break the order on purpose: (file, room). The scheduler is a spawn target, `minisgl env`
-# lists backends.
+# Imports inside functions that break the order on purpose: (file, room). The scheduler is a spawn target, `minisgl
+# doctor` looks at everything.
 LAZY_IMPORTS = {
     ("launch/targets.py", "scheduler"),
-    ("launch/environment.py", "attention"),
-    ("launch/environment.py", "ops"),
+    ("launch/doctor.py", "attention"),
+    ("launch/doctor.py", "native"),
 }
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 _LAYOUT |= {tokenize.ENCODING, tokenize.ENDMARKER}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import minisgl
 from minisgl.bench.command import add_bench, run_bench
@@ -28,7 +29,7 @@ Serve a language model, or talk to one. Without MODEL the small demo model of th
   minisgl generate "Once upon a time"   answer prompts and exit; no server
   minisgl bench offline                 measure the engine; `minisgl bench online` measures any server
   minisgl verify ~/models/Qwen3-0.6B    check the numbers of a checkpoint on this machine
-  minisgl env                           versions, CPU, GPU, available backends (for bug reports)
+  minisgl doctor ~/models/Qwen3-0.6B    what this machine can run, what not and why; for bug reports, too
 """
 EPILOG = """\
 `minisgl COMMAND --help` explains the options; each option can also be set by an environment variable, for example
@@ -81,7 +82,10 @@ def _parser() -> Parser:
     )
     verify.add_argument("--json", metavar="FILE", help="write the table to this file as well")
     add_options(verify, SchedulerConfig)
-    commands.add_parser("env", help="print versions, devices and available backends", allow_abbrev=False)
+    help = "what this machine can run, what not and why, and what a model leaves free; also called env"
+    doctor = commands.add_parser("doctor", aliases=["env"], help=help, allow_abbrev=False)
+    add_model_argument(doctor)
+    add_options(doctor)
     return parser
 
 
@@ -145,21 +149,33 @@ def _verify(options: argparse.Namespace) -> int:
     return int(any(result.passed is False for result in results))
 
 
-def _env(options: argparse.Namespace) -> int:
-    from minisgl.launch.environment import describe_environment
+def _doctor(options: argparse.Namespace) -> int:
+    from minisgl.launch.doctor import examine
 
-    print(describe_environment())
-    return 0
+    return examine(args_from_options(take_options(options)))
 
 
-COMMANDS = {"serve": _serve, "chat": _chat, "generate": _generate, "bench": run_bench, "verify": _verify, "env": _env}
+COMMANDS = {
+    "serve": _serve,
+    "chat": _chat,
+    "generate": _generate,
+    "bench": run_bench,
+    "verify": _verify,
+    "doctor": _doctor,
+    "env": _doctor,
+}
+
+
+def _is_flag_or_model(word: str) -> bool:
+    return word.startswith("-") or "/" in word or Path(word).is_dir()
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; return the exit code: 0 = done, 1 = failed, 2 = the command line or the settings cannot work."""
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or (argv[0] not in COMMANDS and argv[0] not in ("-h", "--help", "--version")):
-        argv = ["serve", *argv]  # python -m minisgl --model X
+    # `python -m minisgl --model X` serves, and so does a model that is named alone, but not a mistyped command.
+    if not argv or (argv[0] not in (*COMMANDS, "-h", "--help", "--version") and _is_flag_or_model(argv[0])):
+        argv = ["serve", *argv]
     options = _parser().parse_args(argv)
     try:
         return COMMANDS[options.command](options)

@@ -7,16 +7,18 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from e2e.harness import HELD, PATIENCE_S, ROOT, ServerProcess, eventually, is_running, release, stopped
-from minisgl.device.driver import has_driver
+from e2e.harness import HELD, PATIENCE_S, ROOT, STUB, ServerProcess, eventually, is_running, release, stopped
+from minisgl.device.machine import choose_device
 from minisgl.launch.http_server import LAST_WORDS_S
 
 NO_LIMIT = ("--drain-timeout", "600")  # where something else must end the answers
@@ -190,10 +192,14 @@ def test_interrupted_start() -> None:
         (["--nonsense"], "unrecognized arguments"),
         (["--cache", "none"], "invalid choice"),
         (["--api-key", ""], "--api-key"),
+        (["--tp", "3"], "cannot be divided among 3 ranks"),
+        (["--tp", "512"], "--tp 512"),
+        (["--threads", "100000"], "--threads 100000"),
+        (["--num-pages", "100000000"], "--num-pages 100000000"),
         pytest.param(
             ["--device", "cuda", "--tp", "9"],
             "needs an NVIDIA GPU",
-            marks=pytest.mark.skipif(has_driver(), reason="there is a driver"),
+            marks=pytest.mark.skipif(choose_device("auto") == "cuda", reason="there is a GPU"),
         ),
     ],
 )
@@ -208,6 +214,44 @@ def test_bad_settings(flags: list[str], message: str) -> None:
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+    return port
+
+
+@pytest.mark.parametrize("stream", ["stdout", "both"])
+def test_full_disk_does_not_end_the_server(tmp_path: Path, stream: str) -> None:
+    log = tmp_path / "log"
+    port = free_port()
+    env = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "python")}
+    with open("/dev/full", "w") as full, log.open("w") as err, httpx.Client(trust_env=False) as client:
+        process = subprocess.Popen(
+            [sys.executable, str(STUB), "--port", str(port)],
+            stdout=full,
+            stderr=full if stream == "both" else err,
+            env=env,
+        )
+
+        def answers() -> bool:
+            assert process.poll() is None, log.read_text()
+            try:
+                return client.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        try:
+            assert eventually(answers)
+            answer = client.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "hi", "max_tokens": 2})
+            assert answer.status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE_S) == 0
+        finally:
+            process.kill()
+    if stream == "stdout":
+        assert "stdout cannot be written (No space left on device)" in log.read_text()
 
 
 def test_port_in_use() -> None:

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from minisgl.device.machine import cpu_name
 from minisgl.errors import ConfigError
-from minisgl.launch.environment import cpu_name
 
 
 def percentiles_ms(seconds: Sequence[float] | npt.NDArray[np.float64]) -> dict[str, float | None]:

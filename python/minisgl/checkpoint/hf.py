@@ -17,6 +17,7 @@ HUBS: Final = {
     "huggingface": ("huggingface_hub", "huggingface_hub"),
     "modelscope": ("modelscope", "'minisgl[modelscope]'"),
 }
+MAX_HEADER: Final = 100_000_000  # bytes, as the format says
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES: Final = ["*.json", "*.jinja", "*.safetensors"]
 
@@ -128,6 +129,23 @@ def max_model_len(config: dict[str, Any]) -> int:
         original = config.get(key) or rope.get(key)
         return min(longest, original) if isinstance(original, int) else longest
     return longest
+
+
+def require_complete(path: Path) -> None:
+    """Raise `ConfigError` unless the safetensors file `path` has all the bytes that its header promises."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            length = path.stat().st_size
+            if size > MAX_HEADER:
+                raise ValueError(f"a header of {size} bytes")
+            tensors = json.loads(file.read(size))
+            ends = (t["data_offsets"][1] for name, t in tensors.items() if name != "__metadata__")
+            promised = 8 + size + max(ends, default=0)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:
+        raise ConfigError(f"{path} cannot be read ({e}); is the download complete?") from None
+    if length < promised:
+        raise ConfigError(f"{path} has {length} bytes, and its header promises {promised}: download it again")
 
 
 def weight_files(folder: Path) -> list[Path]:

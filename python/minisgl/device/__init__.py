@@ -1,1 +1,1 @@
-"""The devices: CPU and CUDA GPUs, and the check for a driver without torch."""
+"""The devices: CPU and CUDA GPUs, and what the machine has, without torch."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from minisgl.device.machine import available_memory, usable_cores
 from minisgl.errors import ConfigError
 from minisgl.rounding import round_up
 
@@ -96,7 +96,7 @@ class CpuDevice(Device):
         """Use an equal part of cores and memory of each of `num_processes` processes."""
         self.torch_device = torch.device("cpu")
         self.num_processes = num_processes
-        self.threads = threads or max(1, len(os.sched_getaffinity(0)) // num_processes)
+        self.threads = threads or max(1, usable_cores() // num_processes)
         torch.set_num_threads(self.threads)
 
     def upload(self, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
@@ -129,28 +129,13 @@ class CpuDevice(Device):
 
     def free_memory(self) -> int:
         """Return this process's part of the available memory, within the limit of its control group."""
-        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        with open("/proc/meminfo") as f:
-            for line in f:
-                if line.startswith("MemAvailable:"):
-                    available = int(line.split()[1]) * 1024
-        return min(available, _cgroup_free()) // self.num_processes
+        return available_memory() // self.num_processes
 
     def peak_memory(self, work: Callable[[], object]) -> int:
         return 0
 
     def describe(self) -> str:
         return f"cpu ({self.threads} threads)"
-
-
-def _cgroup_free() -> int:
-    """Return the bytes left under the control group's limit (version 2); a huge number without a limit."""
-    try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            text = limit.read().strip()
-            return 2**62 if text == "max" else max(0, int(text) - int(used.read()))
-    except OSError:
-        return 2**62
 
 
 def create_device(name: str, threads: int | None = None, index: int = 0, count: int = 1) -> Device:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from minisgl.attention import resolve_attention
-from minisgl.attention.backend import AttentionSpec
 from minisgl.device.device import Device, create_device
 from minisgl.distributed.group import Group
 from minisgl.distributed.tensor_parallel import VocabParallel
@@ -18,7 +17,7 @@ from minisgl.engine.memory import plan_memory
 from minisgl.engine.runner import RUNNERS, ForwardOutput, Parts, Runner
 from minisgl.engine.state import LogitPenalties, RowState
 from minisgl.kvcache.mha_pool import MHAKVPool
-from minisgl.models import load_model
+from minisgl.models.weight import load_model
 from minisgl.ops.table import resolve_ops
 from minisgl.params import Limits
 from minisgl.process.log import Progress
@@ -48,21 +47,7 @@ class Engine:
         pool = self._pool(0)
         # One row more than requests: the dummy row pads captured steps.
         state = RowState(rows + 1, spec.pages_per_row, device.torch_device)
-        attention = resolve_attention(
-            spec.attention_backend,
-            AttentionSpec(
-                device_type=device.type,
-                dtype=spec.dtype,
-                num_heads=spec.num_heads,
-                num_kv_heads=spec.num_kv_heads,
-                head_dim=m.head_dim,
-                page_size=spec.page_size,
-                max_rows=rows + 1,
-                windows=tuple(dict.fromkeys(m.windows)),
-                score_scale=m.attention_scale,
-            ),
-            ops,
-        )
+        attention = resolve_attention(spec.attention_backend, spec.attention_spec(device.type), ops)
         embeds = spec.pooling is not None
         limits = self.limits = Limits(max_model_len=spec.max_seq_len, vocab_size=m.vocab_size, embeds=embeds)
         max_biases = limits.max_logit_bias + limits.max_stop_token_ids + len(spec.eos_token_ids)

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import minisgl
 from minisgl.checkpoint import hf
 from minisgl.checkpoint.embedder import read_embedder
-from minisgl.device.driver import check_driver
 from minisgl.distributed.info import Rendezvous
+from minisgl.engine.fit import check_fit
 from minisgl.errors import ConfigError, StartupError
 from minisgl.launch.targets import local_ranks, run_follower_rank, run_scheduler, run_tokenizer
 from minisgl.message import BackendMsg, ExitMsg
 from minisgl.params import Limits
-from minisgl.process.log import configure_logging, log_level
+from minisgl.process.log import announce, configure_logging, log_level
 from minisgl.process.processes import Child, Facts, Processes, Ready, run_dir
 from minisgl.process.queues import Codec, ZmqPushQueue
 from minisgl.settings.options import ServerArgs
@@ -54,7 +54,7 @@ def launch_server(args: ServerArgs, scheduler: SchedulerTarget = run_scheduler) 
             running_children(args, checked, scheduler) as children,
             http_server(children, checked) as server,
         ):
-            server.run(sock, lambda: print(banner(checked, children.facts, _url(sock)), flush=True))
+            server.run(sock, lambda: announce(banner(checked, children.facts, _url(sock))))
             return server.exit_code
     except KeyboardInterrupt:
         return 130
@@ -91,7 +91,7 @@ def _run_other_host(args: ServerArgs, checked: Checked, scheduler: SchedulerTarg
     """Run the ranks of a host that does not serve until one of them ends; all ranks end when rank 0 does."""
     with running_children(args, checked, scheduler) as children:
         processes = children.processes
-        print(f"ready: {', '.join(processes.pids)}", flush=True)
+        announce(f"ready: {', '.join(processes.pids)}")
         name = processes.wait_end()
         cause = processes.describe_end(name)
         if processes.exit_code(name) == 0:
@@ -115,17 +115,16 @@ class Checked:
 
 
 def check_args(args: ServerArgs) -> Checked:
-    """Raises `ConfigError` for a missing or broken model; imports no torch and takes well under a second."""
+    """Raises `ConfigError` for a model that is missing, broken or too large; imports no torch, takes under a second."""
     from minisgl.tokenizer.tokenize import TokenizeManager, model_limits
 
     log_level()
     engine = args.scheduler.engine
     Rendezvous.of_local_ranks(engine, "")
-    check_driver(engine.device)
-    folder = hf.resolve_model(engine.model, engine.download_source)
+    folder = check_fit(engine).folder
     hf.eos_token_ids(folder)
-    if not engine.dummy_weight:
-        hf.weight_files(folder)
+    for path in [] if engine.dummy_weight else hf.weight_files(folder):
+        hf.require_complete(path)
     limits = model_limits(folder, engine.max_seq_len)
     template = TokenizeManager(folder, limits).template
     for name, problem in template.problems.items():

@@ -3,30 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
 
-ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """The parameters of a rotary embedding; each `type` of ROPE_TYPES reads the fields that it needs."""
-
-    theta: float = 10000.0
-    type: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    short_factors: tuple[float, ...] = ()
-    attention_factor: float = 1.0
+from minisgl.layers.rope import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

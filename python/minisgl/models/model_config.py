@@ -11,9 +11,10 @@ from minisgl.models.families import FAMILIES, MODELS, ExpertFlags, Family
 from minisgl.models.positions import number, read_ropes, read_windows, size
 
 if TYPE_CHECKING:
-    from minisgl.layers.rotary import RopeConfig
+    from minisgl.layers.rope import RopeConfig
 
 DEFAULTS: Final = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}  # transformers' defaults, unless a family has its own
+LARGE: Final = 2**26  # weights; in float32 256 MB
 ACTIVATIONS: Final = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """transformers' names -> names in `ops/reference.py: GATES`."""
 
@@ -64,6 +65,22 @@ class ModelConfig:
     fused_projections: bool
     experts: ExpertsConfig | None
     dtype: str
+
+    @property
+    def num_weights(self) -> int:
+        """The elements of all matrices; norms and biases are negligible."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        dense = 3 * self.hidden_size * self.intermediate_size
+        layers = self.num_layers * (attention + dense)
+        if (e := self.experts) is not None:
+            sparse = e.count * 3 * self.hidden_size * e.intermediate_size + e.count * self.hidden_size
+            layers += (self.num_layers - len(e.dense_layers)) * (sparse - dense)
+        return layers + (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
+
+    @property
+    def is_large_bfloat16(self) -> bool:
+        """Whether a CPU may take less time with the checkpoint's bfloat16 than with float32."""
+        return self.dtype == "bfloat16" and self.num_weights >= LARGE
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> ModelConfig:

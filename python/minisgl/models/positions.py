@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from minisgl.errors import ConfigError
-from minisgl.layers.rotary import ROPE_TYPES, RopeConfig
+from minisgl.layers.rope import ROPE_TYPES, RopeConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

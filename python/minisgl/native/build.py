@@ -71,8 +71,8 @@ def build_library(target: Target) -> Path:
 def build_libraries(targets: Sequence[Target]) -> list[Future[Path]]:
     """Find or compile libraries, as many at once as there are cores. The futures are done.
 
-    Prefer the prebuilt library if its digest matches, else the cached one. Processes that want the same library wait
-    for the first of them. No compiler outlives this call, whatever ends it. A future that failed has
+    Prefer the prebuilt library if its digest matches, else the cached one if it is intact. Processes that want the same
+    library wait for the first of them. No compiler outlives this call, whatever ends it. A future that failed has
     `NativeError` with the reason.
     """
     alive, lifeline = os.pipe()
@@ -88,15 +88,33 @@ def _find_or_compile(target: Target, alive: int) -> Path:
     try:
         folder = _private_folder(cache_dir())
         library = folder / target.file_name
-        if not library.exists():
+        if not _is_intact(library):
             with library.with_suffix(".lock").open("w") as lock:
                 with contextlib.suppress(OSError):  # not every file system has locks; then both compile
                     fcntl.flock(lock, fcntl.LOCK_EX)
-                if not library.exists():
+                if not _is_intact(library):
+                    if library.exists():
+                        logger.warning("%s is damaged and is compiled anew", library)
                     _compile(target, library, alive)
         return library
     except OSError as e:
         raise NativeError(f"{target.name} cannot be compiled: {e}") from e
+
+
+def _is_intact(library: Path) -> bool:
+    """Whether a library of the cache is as it was compiled: a crash or a full disk may leave half a file."""
+    try:
+        return _checksum_file(library).read_text(encoding="ascii") == _checksum(library)
+    except (OSError, UnicodeError):
+        return False
+
+
+def _checksum(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()
+
+
+def _checksum_file(library: Path) -> Path:
+    return library.with_suffix(".sha256")
 
 
 def _private_folder(folder: Path) -> Path:
@@ -108,11 +126,17 @@ def _private_folder(folder: Path) -> Path:
     return folder
 
 
-def _compile(target: Target, library: Path, alive: int) -> None:
-    """Raises `NativeError` with what the compiler says. `alive`: the pipe whose end kills the compiler."""
+def find_compiler() -> str:
+    """Return the path of a C++ compiler. Raises `NativeError` without one."""
     compiler = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
     if compiler is None:
         raise NativeError("no C++ compiler (g++, c++ or clang++) is on the PATH")
+    return compiler
+
+
+def _compile(target: Target, library: Path, alive: int) -> None:
+    """Raises `NativeError` with what the compiler says. `alive`: the pipe whose end kills the compiler."""
+    compiler = find_compiler()
     logger.info("compiling %s with %s (once, some 40 s of CPU time)", target.name, compiler)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
@@ -129,5 +153,6 @@ def _compile(target: Target, library: Path, alive: int) -> None:
         if result.returncode:
             errors = [line for line in result.stderr.splitlines() if "error" in line]
             raise NativeError(f"{target.name} cannot be compiled: {[*errors, f'exit code {result.returncode}'][0]}")
+        _checksum_file(library).write_text(_checksum(output), encoding="ascii")
         os.replace(output, library)
     logger.info("compiled %s in %.0f s", target.name, time.monotonic() - start)

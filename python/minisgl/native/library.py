@@ -94,8 +94,13 @@ def load_native() -> NativeLibrary:
 
 def usable_isas() -> list[str]:
     """Names of `ISAS` that this machine has, best first."""
+    return [isa for isa in ISAS if not missing_features(isa)]
+
+
+def missing_features(isa: str) -> list[str]:
+    """What a name of `ISAS` needs and this processor lacks."""
     features = _cpu_features()
-    return [isa for isa, needs in ISAS.items() if features.issuperset(needs)]
+    return [feature for feature in ISAS[isa] if feature not in features]
 
 
 def isas_of(machine: str) -> list[str]:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("minisgl.native")
 
-LARGE: Final = 2**26  # weights; in float32 256 MB
 DTYPES: Final = (torch.float32, torch.bfloat16)
 GROUP: Final = 32  # columns of a quantized weight that share a scale
 SAMPLING_FLOPS: Final = 50.0  # roughly, for each logit of a token that the ops in torch sample
@@ -270,10 +269,8 @@ class CpuRunners:
 
         Steps in torch are not always faster in bfloat16, and a small model may keep the digits of float32.
         """
-        m, halved = spec.model, replace(spec, dtype=torch.bfloat16)
-        layer = m.hidden_size * (2 * m.head_dim * (m.num_heads + m.num_kv_heads) + 3 * m.intermediate_size)
-        is_large = layer * m.num_layers + m.vocab_size * m.hidden_size >= LARGE
-        if not is_large or m.dtype != "bfloat16" or refusal(halved) is not None:
+        halved = replace(spec, dtype=torch.bfloat16)
+        if not spec.model.is_large_bfloat16 or refusal(halved) is not None:
             return spec
         try:
             load_native()

@@ -36,6 +36,15 @@ def configure_logging(process: str, level: str | None = None) -> None:
     package.propagate = False
 
 
+def announce(text: str) -> None:
+    """Print `text`. A full disk or a closed pipe costs only the text, also of what is still to be printed."""
+    try:
+        print(text, flush=True)
+    except OSError as e:
+        logger.warning("stdout cannot be written (%s)", e.strerror)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Progress:
     """One line on a terminal that follows long work; one log line at the end without a terminal.
 

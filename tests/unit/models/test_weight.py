@@ -17,11 +17,11 @@ from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import DistributedInfo
 from minisgl.errors import ConfigError
 from minisgl.layers.builder import Init, Parameter, Source
-from minisgl.models import load_model, weight
+from minisgl.models import weight
 from minisgl.models.llama import LlamaForCausalLM
 from minisgl.models.mlp import GatedMLP, SparseMLP
 from minisgl.models.model_config import ModelConfig
-from minisgl.models.weight import load_weights
+from minisgl.models.weight import load_model, load_weights
 from minisgl.ops.table import load_ops
 
 UNTIED, TIED = "llama-gqa-llama3-untied", "qwen3-tied-wide-heads"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import shutil
@@ -97,6 +98,21 @@ def test_the_prebuilt_library_is_preferred_until_its_sources_change(target: Targ
         with pytest.raises(NativeError):
             build_library(target)
     assert build_library(target).parent == cached.parent
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["empty", "half", "flipped"])
+def test_a_damaged_library_is_compiled_anew(target: Target, damage: str, caplog):
+    library = build_library(target)
+    content = library.read_bytes()
+    flipped = content[:100] + bytes([content[100] ^ 1]) + content[101:]
+    library.write_bytes({"empty": b"", "half": content[: len(content) // 2], "flipped": flipped}[damage])
+    with caplog.at_level(logging.INFO, logger=build.__name__):
+        assert build_library(target) == library
+        assert build_library(target) == library
+    assert ctypes.CDLL(str(library)).answer() == 42
+    assert [r.getMessage().split(" ")[-1] for r in caplog.records if r.levelno == logging.WARNING] == ["anew"]
+    assert len(caplog.records) == 3
 
 
 @needs_compiler

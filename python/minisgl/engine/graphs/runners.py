@@ -11,7 +11,6 @@ from minisgl.engine.graphs.decode import GraphRunner, graph_sizes
 from minisgl.engine.graphs.mixed import MixedGraphRunner
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.trial import decode_plan, largest_prefill
-from minisgl.errors import ConfigError
 from minisgl.process.log import Progress
 from minisgl.triton.launch import compile_ahead
 
@@ -30,8 +29,6 @@ class CudaRunners:
     """The `RunnerFactory` of NVIDIA GPUs."""
 
     def __init__(self, spec: EngineSpec, device: Device) -> None:
-        if spec.quantization is not None:
-            raise ConfigError(f"--quantization {spec.quantization} needs the C++ step of a CPU: the device is cuda")
         self._spec = spec
 
     @staticmethod

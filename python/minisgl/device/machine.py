@@ -1,0 +1,84 @@
+"""What this machine has, for processes that do not import torch: cores, memory and GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from minisgl.errors import ConfigError
+
+
+def cpu_name() -> str:
+    """Return the marketing name of the processor."""
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.is_file() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def available_memory() -> int:
+    """Return the bytes of memory that can still be used, within the limit of this process's control group."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with open("/proc/meminfo") as f:
+        for line in f:
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    return min(available, _cgroup_free())
+
+
+def _cgroup_free() -> int:
+    """Return the bytes left under the control group's limit (version 2); a huge number without a limit."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return 2**62
+    cached = int(stat["active_file"]) + int(stat["inactive_file"])  # a new file leaves its pages here: they are free
+    return 2**62 if limit == "max" else max(0, int(limit) - used + cached)
+
+
+@cache
+def gpu_memory() -> tuple[int, ...]:
+    """Return the bytes of each GPU, by NVIDIA's driver. Raises `OSError` with the reason if torch can use none."""
+    if version("torch").endswith("+cpu"):
+        raise OSError("this torch is a CPU build")
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        raise OSError("there is no NVIDIA driver (libcuda.so.1)") from None
+    count, device, size = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
+    if error := driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        raise OSError(f"NVIDIA's driver answers with error {error}")
+    sizes = []
+    for index in range(count.value):
+        driver.cuDeviceGet(ctypes.byref(device), index)
+        driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+        sizes.append(size.value)
+    if not sizes:
+        raise OSError(f"NVIDIA's driver shows none (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')})")
+    return tuple(sizes)
+
+
+def choose_device(name: str) -> str:
+    """Return the type of the device `name` (auto, cpu, cuda); raise `ConfigError` if this machine does not have it."""
+    if name == "cpu":
+        return name
+    try:
+        gpu_memory()
+    except OSError as e:
+        if name == "cuda":
+            raise ConfigError(f"--device cuda needs an NVIDIA GPU: {e}; use --device cpu") from None
+        return "cpu"
+    return "cuda"

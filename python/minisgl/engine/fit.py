@@ -1,0 +1,140 @@
+"""Whether settings and model go together and fit this machine, from config.json alone.
+
+Imports no torch: a server asks before it starts anything heavy. What needs measuring (the largest step, CUDA graphs) is
+left to `engine/memory.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from minisgl.checkpoint import hf
+from minisgl.checkpoint.embedder import Embedder, decoder_config, read_embedder
+from minisgl.device.machine import available_memory, choose_device, gpu_memory, usable_cores
+from minisgl.distributed.info import DistributedInfo
+from minisgl.errors import ConfigError
+from minisgl.models.model_config import ModelConfig
+from minisgl.rounding import ceil_div
+from minisgl.settings.options import PAGE_SIZES, EngineConfig
+
+ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+MAX_THREADS_PER_CORE: Final = 4  # more only wait for each other
+GB: Final = 1e9
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model folder, and what its configuration says."""
+
+    folder: Path
+    model: ModelConfig
+    embedder: Embedder | None
+    max_model_len: int
+
+    @classmethod
+    def read(cls, config: EngineConfig) -> Checkpoint:
+        """Find and read the model. Raises `ConfigError` for one that cannot be served."""
+        folder = hf.resolve_model(config.model, config.download_source)
+        raw = hf.load_config(folder)
+        embedder = read_embedder(folder)
+        model = ModelConfig.from_hf(raw if embedder is None else decoder_config(raw))
+        return cls(folder, model, embedder, hf.max_model_len(raw))
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that a rank needs at least: of its weights, of what it keeps for each row, of a page and of a token."""
+
+    weights: int
+    rows: int
+    page: int
+    page_size: int
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, config: EngineConfig, device: str, item: int) -> Footprint:
+        """The footprint with elements of `item` bytes. Raises `ConfigError` if the model cannot be split so."""
+        m, info = checkpoint.model, DistributedInfo(0, config.tp)
+        info.shard(m.num_heads, "attention heads")
+        kv_heads = len(info.shard_or_replicate(m.num_kv_heads, "KV heads"))
+        if m.experts is None or m.experts.dense_layers:
+            info.shard(m.intermediate_size, "intermediate features")
+        if m.experts is not None:
+            info.shard(m.experts.intermediate_size, "intermediate features of an expert")
+        page_size = config.page_size or PAGE_SIZES[device]
+        pages = ceil_div(config.max_seq_len or checkpoint.max_model_len, page_size)
+        row = 4 * (pages + (m.vocab_size if checkpoint.embedder is None else 0))  # page table, counts of tokens
+        page = m.num_layers * 2 * kv_heads * page_size * m.head_dim * item
+        return cls(m.num_weights * item // config.tp, config.max_running_requests * row, page, page_size)
+
+
+def estimate_step(model: ModelConfig, config: EngineConfig, max_tokens: int, item: int) -> int:
+    """Roughly the bytes that the largest step of a rank takes besides weights and K/V; the engine measures them."""
+    m, ranks = model, config.tp
+    mlp = m.experts.top_k * m.experts.intermediate_size if m.experts is not None else m.intermediate_size
+    attention = (2 * m.num_heads + 2 * m.num_kv_heads) * m.head_dim // ranks
+    hidden = max_tokens * item * (3 * m.hidden_size + max(attention, 3 * mlp // ranks))
+    return hidden + config.max_running_requests * m.vocab_size * 3 * 4 // ranks
+
+
+def least_dtype(model: ModelConfig, config: EngineConfig, device: str) -> str:
+    """The type with the fewest bytes that `--dtype` may lead to."""
+    if config.dtype != "auto":
+        return config.dtype
+    return model.dtype if device == "cuda" or model.is_large_bfloat16 else "float32"
+
+
+def check_settings(checkpoint: Checkpoint, config: EngineConfig, device: str) -> None:
+    """Raise `ConfigError` for settings that do not go with this model or kind of device."""
+    if config.max_seq_len is not None and config.max_seq_len > checkpoint.max_model_len:
+        raise ConfigError(f"--max-seq-len {config.max_seq_len} is more than the model's {checkpoint.max_model_len}")
+    if (dtype := least_dtype(checkpoint.model, config, device)) not in ITEM_BYTES:
+        raise ConfigError(f"the checkpoint's dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}; give --dtype")
+    if config.cuda_graph_max_bs and device != "cuda":
+        raise ConfigError(f"--cuda-graph-max-bs needs an NVIDIA GPU, and the device is {device}")
+    if config.cuda_graph_max_bs and checkpoint.embedder is not None:
+        raise ConfigError("--cuda-graph-max-bs is not for an embedding model: its steps are not captured")
+    if config.quantization and device == "cuda":
+        raise ConfigError(f"--quantization {config.quantization} needs the C++ step of a CPU: the device is cuda")
+
+
+def check_fit(config: EngineConfig) -> Checkpoint:
+    """Read the model's configuration. Raises `ConfigError` if it cannot be served, or not on this machine."""
+    device = choose_device(config.device)
+    checkpoint = Checkpoint.read(config)
+    check_settings(checkpoint, config, device)
+    ranks = config.tp // config.nnodes
+    _check_cores(config, ranks)
+    dtype = least_dtype(checkpoint.model, config, device)
+    needs = Footprint.of(checkpoint, config, device, ITEM_BYTES[dtype])
+    if device == "cuda":
+        gpus = gpu_memory()
+        if len(gpus) < ranks:
+            raise ConfigError(f"--tp needs {ranks} GPUs on this host, which has {len(gpus)}")
+        _check_memory(config, needs, dtype, 1, min(gpus[:ranks]), "a GPU")
+    else:
+        _check_memory(config, needs, dtype, ranks, available_memory(), "the available memory")
+    return checkpoint
+
+
+def _check_cores(config: EngineConfig, ranks: int) -> None:
+    cores, threads = usable_cores(), config.threads or 1
+    if ranks * threads > MAX_THREADS_PER_CORE * cores:
+        asked = f"--tp {ranks}" if threads == 1 else f"--threads {threads}" + (f" --tp {ranks}" if ranks > 1 else "")
+        raise ConfigError(
+            f"{asked} is too much for a machine of {cores} cores, which runs at most "
+            f"{MAX_THREADS_PER_CORE * cores} threads in all"
+        )
+
+
+def _check_memory(config: EngineConfig, needs: Footprint, dtype: str, ranks: int, memory: int, where: str) -> None:
+    """Raise `ConfigError` unless `ranks` ranks fit in `memory` bytes."""
+    parts = [
+        (ranks * needs.weights, f"weights in {dtype}", "take a smaller model, or more GPUs (--tp)"),
+        (ranks * needs.rows, f"--max-running-requests {config.max_running_requests}", "give a smaller number"),
+        (ranks * needs.page * (config.num_pages or 0), f"--num-pages {config.num_pages}", "give a smaller number"),
+    ]
+    if sum(size for size, *_ in parts) > memory:
+        listed = ", ".join(f"{name} {size / GB:.1f} GB" for size, name, _ in parts if size >= 0.1 * GB)
+        raise ConfigError(f"the model does not fit into {where} of {memory / GB:.1f} GB: {listed}; {max(parts)[2]}")
