@@ -1,4 +1,4 @@
-"""The exception tree. The type of an exception says who can fix its cause.
+"""The exception tree, and the hint at a misspelt name. The type of an exception says who can fix its cause.
 
     MinisglError
       ConfigError      the start-up settings are wrong: one sentence of advice, exit code 2
@@ -12,6 +12,20 @@ Asserts with a message mean "our bug" too; nothing a client sends may reach one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def near_miss(name: str, known: Iterable[str], similarity: float = 0.7) -> str | None:
+    """Return the name in `known` that `name` probably misspells; `similarity` is `difflib`'s ratio, 0 to 1."""
+    return next(iter(get_close_matches(name, known, 1, similarity)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error message about an unknown name: a question, or nothing."""
+    close = near_miss(name, known)
+    return f"; did you mean {close}?" if close else ""
 
 
 class MinisglError(Exception):

@@ -6,6 +6,8 @@ Sent between processes as it stands. `validate_sampling` is called where the par
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 import msgspec
@@ -90,6 +92,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     embed: bool = False
     cache_salt: str = ""
 
+    def __post_init__(self) -> None:
+        """Convert each value to the type of its field. Raises `RequestError` with the field where that is impossible.
+
+        A single string is a list of one, `top_k` -1 (vLLM's and SGLang's "off") is 0, `logit_bias` may be a mapping.
+        """
+        for field in _fields():
+            value = getattr(self, field.name)
+            if value is not field.default:
+                msgspec.structs.force_setattr(self, field.name, _converted(field, value))
+
     @property
     def is_filtered(self) -> bool:
         """Whether top-k, top-p or min-p exclude tokens."""
@@ -110,6 +122,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def wants_prompt_logprobs(self) -> bool:
         """Whether the request asks for the log-probabilities of its prompt's tokens."""
         return self.logprobs is not None and (self.echo or self.prompt_logprobs)
+
+
+@cache
+def _fields() -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(SamplingParams)
+
+
+def _converted(field: msgspec.structs.FieldInfo, value: Any) -> Any:
+    if field.name == "top_k" and value == -1:
+        return 0
+    given = value
+    if field.name in ("stop", "stop_token_ids") and isinstance(value, str | int):
+        given = (value,)
+    elif isinstance(value, Mapping):
+        given = tuple(value.items())
+    elif hasattr(value, "tolist"):  # an array or a number of numpy's
+        given = value.tolist()
+    try:
+        return msgspec.convert(given, field.type)
+    except msgspec.ValidationError as e:
+        raise RequestError(f"{field.name}={value!r:.100}: {e}", param=field.name) from None
 
 
 EMBED: Final = SamplingParams(max_tokens=0, embed=True)

@@ -6,13 +6,12 @@ The names are those of OpenAI, vLLM, SGLang, mini-sglang, llama.cpp and TGI; doc
 from __future__ import annotations
 
 import logging
-from difflib import get_close_matches
 from typing import Any, Final
 
 import msgspec
 
 from minisgl.api.protocol import GenerateRequest, GenerateSampling
-from minisgl.errors import RequestError
+from minisgl.errors import RequestError, near_miss
 
 logger = logging.getLogger(__name__)
 
@@ -120,8 +119,8 @@ def _ignored(given: dict[str, msgspec.Raw], kind: type[msgspec.Struct], refuses:
             if msgspec.json.decode(value) != FOREIGN[name]:
                 raise _refusal(name, "is not supported")
             continue
-        if close := get_close_matches(name[:MAX_NAME], known, 1, CLOSE):
-            raise _refusal(name, f"is not a field; did you mean {close[0]}?")
+        if close := near_miss(name[:MAX_NAME], known, CLOSE):
+            raise _refusal(name, f"is not a field; did you mean {close}?")
         if refuses:
             raise _refusal(name, "is not a field (--unknown-fields refuse)")
         ignored.append(_printable(name))

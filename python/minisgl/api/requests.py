@@ -73,12 +73,11 @@ def sampling_params(
     prompt_logprobs: bool = False,
 ) -> SamplingParams:
     """The validated `SamplingParams`. Raises `RequestError` naming the first field that cannot be honoured."""
-    top_k = defaults.top_k if fields.top_k is None else fields.top_k
     stop = fields.stop or ()
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=defaults.temperature if fields.temperature is None else fields.temperature,
-        top_k=0 if top_k == -1 else top_k,  # vLLM and SGLang write -1 for "off"
+        top_k=defaults.top_k if fields.top_k is None else fields.top_k,
         top_p=defaults.top_p if fields.top_p is None else fields.top_p,
         min_p=fields.min_p or 0.0,
         presence_penalty=fields.presence_penalty or 0.0,

@@ -34,7 +34,7 @@ Message = dict[str, Any]
 class LLM:
     """Owns a scheduler and steps it until its requests are done.
 
-    `options` are the fields of `SchedulerConfig` and `EngineConfig`, e.g. `LLM(model, page_size=1, dtype="bfloat16")`.
+    `options` are those of `minisgl generate --help`, e.g. `LLM(model, page_size=1, dtype="bfloat16", tp_size=2)`.
     Raises `ConfigError` for settings that cannot work.
 
     With `tp` above 1 the other ranks are child processes (`followers`), which end with this object or at `close()`.
@@ -43,8 +43,9 @@ class LLM:
 
     def __init__(self, model: str = "", **options: Any) -> None:
         # No stream has a pace to keep in a batch job: steps as large as the token budget finish it soonest.
-        config = build_config(SchedulerConfig, {"model": model, "itl_target_ms": 0.0, **options})
-        folder: Path = resolve_model(model, config.engine.download_source)
+        given = {"model": model, **options} if model else options
+        config = build_config(SchedulerConfig, {"itl_target_ms": 0.0, **given})
+        folder: Path = resolve_model(config.engine.model, config.engine.download_source)
         self._tokenizer = TokenizeManager(folder)
         self._embedder = read_embedder(folder)
         self._detokenizer = DetokenizeManager(self._tokenizer.tokenizer)
@@ -135,6 +136,8 @@ class LLM:
             params = [sampling_params or SamplingParams()] * len(messages)
         else:
             params = list(sampling_params)
+        if not all(isinstance(p, SamplingParams) for p in params):
+            raise RequestError("give a SamplingParams, or one for each prompt", param="sampling_params")
         if len(params) != len(messages):
             raise RequestError(f"{len(messages)} prompts, {len(params)} sampling parameters", param="sampling_params")
         for p in params:

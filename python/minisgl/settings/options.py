@@ -8,7 +8,7 @@ user *asked for*. `engine/config.py: resolve` computes what follows for one mode
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from operator import ge, gt, le
@@ -16,10 +16,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args, get_type_hints
 
-from minisgl.errors import ConfigError
+from minisgl.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 
+TRUE: Final = {"1", "true", "yes", "on"}
+FALSE: Final = {"", "0", "false", "no", "off"}
 
 # What the options that depend on the kind of device default to.
 PAGE_SIZES: Final = {"cpu": 16, "cuda": 64}  # larger pages read faster on a GPU, smaller pages share more
@@ -67,6 +69,14 @@ class Option:
         """The spellings of the command-line flag, the main one first."""
         return ["--" + name.replace("_", "-") for name in (self.name, *self.aliases)]
 
+    def parse(self, text: str, source: str) -> Any:
+        """The value that `text` means. Raises `ConfigError` as `check` does."""
+        try:
+            value = parse_bool(text) if self.kind is bool else self.kind(text)
+        except ValueError:
+            raise ConfigError(f"{source}{text!r} is not of type {self.kind.__name__}") from None
+        return self.check(value, source)
+
     def check(self, value: Any, source: str) -> Any:
         """Return `value`, an integer as a float where the option is a float.
 
@@ -90,6 +100,14 @@ class Option:
         if violated:
             raise ConfigError(f"{given} must be {' and '.join(violated)}")
         return value
+
+
+def parse_bool(text: str) -> bool:
+    """True for 1, true, yes and on, False for their opposites and for nothing; raises `ValueError` for other texts."""
+    word = text.strip().lower()
+    if word not in TRUE | FALSE:
+        raise ValueError(text)
+    return word in TRUE
 
 
 class Settings:
@@ -143,7 +161,7 @@ class EngineConfig(Settings):
         minimum=2,
     )
     attention_backend: str = option(
-        "auto", "attention backend, or PREFILL,DECODE; `minisgl env` lists the names", aliases=("attn",)
+        "auto", "attention backend, or PREFILL,DECODE; `minisgl doctor` lists the names", aliases=("attn",)
     )
     cuda_graph_max_bs: int | None = option(
         None,
@@ -341,19 +359,46 @@ def _declared_options(cls: type) -> Mapping[str, Option]:
     return found
 
 
+@cache
+def spellings_of(cls: type) -> Mapping[str, str]:
+    """Every spelling of the options of `cls`, with underscores -> the option's name; no_X is `False` for a boolean."""
+    options = options_of(cls).values()
+    negations = {f"no_{option.name}": option.name for option in options if option.kind is bool}
+    return {name: option.name for option in options for name in (option.name, *option.aliases)} | negations
+
+
+def named_values(given: Iterable[tuple[Any, Any, str]], cls: type) -> dict[str, Any]:
+    """The values by option name from (spelling, value, where it was found), as all of `--help`'s spellings allow.
+
+    Raises `ConfigError` for a spelling that is unknown or the second of its option.
+    """
+    spellings = spellings_of(cls)
+    found: dict[str, Any] = {}
+    for spelling, value, where in given:
+        words = str(spelling).replace("-", "_")
+        if (name := spellings.get(words)) is None:
+            hint = did_you_mean(words, spellings) or "; `minisgl serve --help` lists them"
+            raise ConfigError(f"{where}there is no option {spelling!r}{hint}")
+        if name in found:
+            raise ConfigError(f"{where}{spelling} is set twice")
+        found[name] = not value if words == f"no_{name}" and type(value) is bool else value
+    return found
+
+
 def build_config(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Build the configuration class `cls` and the classes nested in it from flat `values`, by option name.
+    """Build the configuration class `cls` and the classes nested in it from flat `values`, by any spelling.
 
     Raises `ConfigError` for an unknown option and for a value that cannot work.
     """
+    return _build(cls, named_values(((name, value, "") for name, value in values.items()), cls))
+
+
+def _build(cls: type[T], values: Mapping[str, Any]) -> T:
     known = options_of(cls)
-    for name in values:
-        if name not in known:
-            raise ConfigError(f"unknown option {name!r}; known: {', '.join(sorted(known))}")
     arguments = {name: value for name, value in values.items() if known[name].owner is cls}
     for name, nested in get_type_hints(cls).items():
         if is_dataclass(nested):
             assert isinstance(nested, type)
             names = options_of(nested)
-            arguments[name] = build_config(nested, {n: value for n, value in values.items() if n in names})
+            arguments[name] = _build(nested, {n: value for n, value in values.items() if n in names})
     return cls(**arguments)

@@ -14,21 +14,43 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from minisgl.errors import ConfigError
-from minisgl.settings.options import Option, SchedulerConfig, ServerArgs, build_config, options_of
+from minisgl.errors import ConfigError, did_you_mean, near_miss
+from minisgl.settings.options import (
+    SchedulerConfig,
+    ServerArgs,
+    build_config,
+    named_values,
+    options_of,
+    parse_bool,
+    spellings_of,
+)
 
 ENV_PREFIX: Final = "MINISGL_"
 CONFIG_HELP: Final = "YAML file of options, named like the flags; flags and the environment override the file"
-TRUE: Final = {"1", "true", "yes", "on"}
-FALSE: Final = {"", "0", "false", "no", "off"}
+# Variables that are not options: for checks, experiments and the tests.
+OTHER_VARIABLES: Final = frozenset(
+    ["config", "check", "disable_overlap_scheduling", "cpu_isa", "traces", "screenshots", "soak_seconds"]
+)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one sentence."""
+    """An argument parser whose errors are one sentence, with the flag or command that a misspelt one may mean."""
+
+    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+        parsed, unknown = super().parse_known_args(*args, **options)
+        if unknown:
+            hint = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return parsed, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            self.error(f"there is no command {value!r}{did_you_mean(value, action.choices)}")
+        super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
@@ -101,11 +123,10 @@ def engine_options(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merge_sources(given: dict[str, Any], cls: type) -> dict[str, Any]:
-    """The options of `cls` from all sources; the file may also set options that only a server has."""
+    """The options of `cls` from all sources; file and environment may also set options that only a server has."""
     path = given.get("config", os.environ.get(f"{ENV_PREFIX}CONFIG"))
     from_file = {} if path is None else _read_file(Path(path).expanduser(), path)
-    wanted = options_of(cls)
-    options = {name: value for name, value in from_file.items() if name in wanted} | _read_environment(wanted)
+    options = {name: value for name, value in (from_file | _read_environment()).items() if name in options_of(cls)}
     return options | {name: value for name, value in given.items() if name != "config"}
 
 
@@ -114,10 +135,11 @@ def _merge_sources(given: dict[str, Any], cls: type) -> dict[str, Any]:
 
 def read_flag(name: str) -> bool:
     """The boolean environment variable `name`; unset means False. Raises `ConfigError` for any other value."""
-    value = os.environ.get(name, "").strip().lower()
-    if value not in TRUE | FALSE:
-        raise ConfigError(f"{name}={value!r} is not a boolean; use 1 or 0")
-    return value in TRUE
+    value = os.environ.get(name, "")
+    try:
+        return parse_bool(value)
+    except ValueError:
+        raise ConfigError(f"{name}={value!r} is not a boolean; use 1 or 0") from None
 
 
 def is_check_mode() -> bool:
@@ -130,19 +152,22 @@ def is_overlap_disabled() -> bool:
     return read_flag("MINISGL_DISABLE_OVERLAP_SCHEDULING")
 
 
-def _read_environment(wanted: Mapping[str, Option]) -> dict[str, Any]:
-    """The options that MINISGL_<NAME> variables set."""
-    options = {}
-    for name, option in wanted.items():
-        variable = ENV_PREFIX + name.upper()
-        if (text := os.environ.get(variable)) is None:
+def _read_environment() -> dict[str, Any]:
+    """The options that MINISGL_<NAME> variables set. A variable that is like no option is ignored, with a warning."""
+    spellings = spellings_of(ServerArgs)
+    given = []
+    for variable, text in sorted(os.environ.items()):
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if not variable.startswith(ENV_PREFIX) or name in OTHER_VARIABLES:
             continue
-        try:
-            value = read_flag(variable) if option.kind is bool else option.kind(text)
-        except ValueError:
-            raise ConfigError(f"{variable}={text!r} is not of type {option.kind.__name__}") from None
-        options[name] = option.check(value, f"{variable}=")
-    return options
+        if name not in spellings:
+            if close := near_miss(name, {*spellings, *OTHER_VARIABLES}):
+                raise ConfigError(f"{variable} is not an option; did you mean {ENV_PREFIX}{close.upper()}?")
+            print(f"minisgl: the environment variable {variable} is not an option and is ignored", file=sys.stderr)
+            continue
+        value = options_of(ServerArgs)[spellings[name]].parse(text, f"{variable}=")
+        given.append((name, value, f"{variable}: "))
+    return named_values(given, ServerArgs)
 
 
 # -- the file
@@ -150,18 +175,13 @@ def _read_environment(wanted: Mapping[str, Option]) -> dict[str, Any]:
 
 def _read_file(path: Path, shown: str) -> dict[str, Any]:
     """The options that the file sets; a null counts as a missing key. Errors name the file, the line and the key."""
-    known = options_of(ServerArgs)
-    options: dict[str, Any] = {}
-    for key, value, line in _pairs(path):
-        where = f"{shown}, line {line}"
-        name = key.replace("-", "_") if isinstance(key, str) else ""
-        if name not in known:
-            raise ConfigError(f"{where}: there is no option {key!r}; `minisgl serve --help` lists them")
-        if name in options:
-            raise ConfigError(f"{where}: {key} is set twice")
+    known, spellings = options_of(ServerArgs), spellings_of(ServerArgs)
+    pairs = [(key, value, f"{shown}, line {line}: ") for key, value, line in _pairs(path)]
+    values = named_values(pairs, ServerArgs)
+    for key, value, where in pairs:
         if value is not None:
-            options[name] = known[name].check(value, f"{where}: {key}=")
-    return options
+            known[spellings[key.replace("-", "_")]].check(value, f"{where}{key}=")
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _pairs(path: Path) -> Iterator[tuple[Any, Any, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import msgspec
@@ -20,6 +21,17 @@ def llm() -> Iterator[LLM]:
     engine = LLM(threads=1, num_pages=600, max_queued_requests=5)
     yield engine
     assert engine.scheduler.cache.available == 600, "pages are held after the last request"
+
+
+def test_debug_level_prints_one_line_a_step(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    before = llm.scheduler.step_number
+    with caplog.at_level(logging.DEBUG, logger="minisgl"):
+        llm.generate([[5] * 40, [6] * 7], SamplingParams(max_tokens=4, ignore_eos=True))
+    lines = [r.getMessage() for r in caplog.records if r.name == "minisgl.scheduler.scheduler"]
+    assert lines[0].startswith(f"step {before + 1}: 47 prompt tokens of 2 requests, 0 requests decode, 0 wait; ")
+    assert [line.partition(":")[2].partition(";")[0] for line in lines[1:]] == [
+        " 0 prompt tokens of 0 requests, 2 requests decode, 0 wait"
+    ] * 3
 
 
 def question(text: str) -> list[dict[str, str]]:
@@ -157,8 +169,12 @@ def test_an_exception_in_the_callback_aborts_all_requests(llm: LLM) -> None:
         ({"cache_type": "magic"}, "radix"),
         ({"attention_backend": "magic"}, "reference"),
         ({"device": "tpu"}, "device"),
-        ({"no_such_option": 1}, "unknown option"),
+        ({"no_such_option": 1}, "there is no option"),
         ({"model": "/no/such/folder"}, "does not exist"),
+        ({"model_path": "/no/such/folder"}, "does not exist"),
+        ({"tp_siz": 2}, "did you mean tp_size"),
+        ({"tp-size": 512}, "512 ranks|--tp 512"),
+        ({"num_pages": 10**8}, "--num-pages 100000000"),
     ],
 )
 def test_invalid_settings_are_refused_with_advice(options: dict[str, object], words: str) -> None:

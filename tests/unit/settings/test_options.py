@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,8 +59,40 @@ def test_page_size_is_a_power_of_two_up_to_128(page_size: Any) -> None:
 
 
 def test_unknown_option_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"unknown option 'run_dir'; known: allowed_hosts, "):
+    with pytest.raises(ConfigError, match=r"there is no option 'run_dir'; `minisgl serve --help` lists them"):
         build_config(ServerArgs, {"run_dir": "/x"})
+
+
+@pytest.mark.parametrize("wrong", ["prot", "max-sequence-len", "attention_backnd", "num-tokeniser"])
+def test_misspelt_option_is_recognised(wrong: str) -> None:
+    with pytest.raises(ConfigError, match=f"there is no option '{wrong}'; did you mean [a-z_]+\\?"):
+        build_config(ServerArgs, {wrong: 1})
+
+
+@pytest.mark.parametrize("option", options_of(ServerArgs).values(), ids=lambda option: option.name)
+def test_every_spelling_of_the_help_is_understood(option: Any, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("k")
+    value: Any = (
+        option.choices[-1]
+        if option.choices
+        else {str: str(tmp_path / "key"), bool: not option.default}.get(option.kind)
+    )
+    if value is None:
+        value = option.kind(option.minimum or 1)
+    given = {} if option.name == "auth" else {"auth": False}
+    for flag in option.flags:
+        spellings = {flag[2:]: value, flag[2:].replace("-", "_"): value}
+        if option.kind is bool:
+            spellings["no-" + flag[2:]] = not value
+        for spelling, written in spellings.items():
+            config = build_config(ServerArgs, given | {spelling: written})
+            owner = next(c for c in (config, config.scheduler, config.scheduler.engine) if type(c) is option.owner)
+            assert getattr(owner, option.name) == value
+
+
+def test_option_given_in_two_spellings_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tp_size is set twice"):
+        build_config(SchedulerConfig, {"tp": 1, "tp_size": 2})
 
 
 def test_reachable_host_needs_a_key() -> None:

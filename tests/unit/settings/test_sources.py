@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from minisgl.__main__ import COMMANDS, main
 from minisgl.errors import ConfigError
 from minisgl.settings.options import ServerArgs, options_of
 from minisgl.settings.sources import engine_options, parse_args
@@ -54,6 +55,29 @@ def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.delenv(f"MINISGL_{name}")
 
 
+def test_environment_takes_every_spelling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINISGL_TP_SIZE", "2")
+    monkeypatch.setenv("MINISGL_NO_UI", "1")
+    args = parse_args([])
+    assert (args.scheduler.engine.tp, args.ui) == (2, False)
+    monkeypatch.setenv("MINISGL_TP", "4")
+    with pytest.raises(ConfigError, match="MINISGL_TP_SIZE: tp_size is set twice"):
+        parse_args([])
+
+
+def test_misspelt_variable_is_an_error_and_a_strange_one_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MINISGL_FAVOURITE_COLOUR", "blue")
+    monkeypatch.setenv("MINISGL_CPU_ISA", "none")
+    assert parse_args([]) == ServerArgs()
+    warning = "minisgl: the environment variable MINISGL_FAVOURITE_COLOUR is not an option and is ignored\n"
+    assert capsys.readouterr().err == warning
+    monkeypatch.setenv("MINISGL_PROT", "9")
+    with pytest.raises(ConfigError, match=r"MINISGL_PROT is not an option; did you mean MINISGL_PORT\?"):
+        parse_args([])
+
+
 def test_environment_and_flags_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "server.yaml"
     path.write_text(
@@ -84,7 +108,10 @@ def test_environment_and_flags_override_the_file(tmp_path: Path, monkeypatch: py
         ("overlap: 1", r"overlap=1 is not of type bool"),
         ("model: [a]", r"model=\['a'\] is not of type str"),
         ("dtype: int4", r"dtype='int4' is not one of auto, "),
-        ("prot: 1", r"no option 'prot'"),
+        ("prot: 1", r"line 1: there is no option 'prot'; did you mean port\?"),
+        ("port: 1\ntp-sise: 2", r"line 2: there is no option 'tp-sise'; did you mean tp_size\?"),
+        ("tp: 1\ntp-size: 2", r"line 2: tp-size is set twice"),
+        ("tp-size: two", r"tp-size='two' is not of type int"),
         ("run-dir: /x", r"no option 'run-dir'"),
         ("config: x", r"no option 'config'"),
         ("1: 1", r"no option 1"),
@@ -118,6 +145,39 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     for name in options_of(ServerArgs):
         assert "--" + name.replace("_", "-") in text
     assert "default: 1919" in text
+
+
+def test_file_takes_every_spelling(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text("tensor-parallel-size: 2\nmodel_path: x\nno-overlap: true\ncache: naive\n")
+    scheduler = parse_args(["--config", str(path)]).scheduler
+    assert (scheduler.engine.tp, scheduler.engine.model) == (2, "x")
+    assert (scheduler.overlap, scheduler.cache_type) == (False, "naive")
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("doctro", "there is no command 'doctro'; did you mean doctor?"),
+        ("serv", "did you mean serve?"),
+        ("qwertz", "there is no command 'qwertz' (see minisgl --help)"),
+        ("serve --prot 9", "unrecognized arguments: --prot; did you mean --port?"),
+        ("bench onlin", "there is no command 'onlin'; did you mean online?"),
+        ("verify --lenght=3", "did you mean --length?"),
+    ],
+)
+def test_misspelt_commands_and_flags_are_recognised(words: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as e:
+        main(words.split())
+    assert e.value.code == 2
+    assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["./nowhere", "owner/name", "--port 3"])
+def test_model_or_flag_without_a_command_is_served(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[object] = []
+    monkeypatch.setitem(COMMANDS, "serve", lambda options: served.append(options) or 0)
+    assert (main(words.split()), len(served)) == (0, 1)
 
 
 @pytest.mark.parametrize("flags", ["--port x", "--unknown", "--dtype int4", "--por 3"])
