@@ -308,6 +308,7 @@ class StatsMsg(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     page_size: int = 1
     prompt_tokens: int = 0
     computed_prompt_tokens: int = 0
+    looked_up_tokens: int = 0
     cached_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0

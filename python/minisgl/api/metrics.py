@@ -95,7 +95,7 @@ class Metrics:
             "prompt_tokens": ("Prompt tokens accepted", stats.prompt_tokens),
             "computed_prompt_tokens": ("Prompt tokens computed by the model", stats.computed_prompt_tokens),
             "generation_tokens": ("Tokens generated", stats.generation_tokens),
-            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", stats.prompt_tokens),
+            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", stats.looked_up_tokens),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache", stats.cached_tokens),
             "num_preemptions": ("Requests preempted for lack of KV pages", stats.preemptions),
         }
@@ -126,13 +126,14 @@ class Metrics:
         decode = stats.generation_tokens - old.generation_tokens
         if not prefill and not decode:
             return
-        asked, hit = stats.prompt_tokens - old.prompt_tokens, stats.cached_tokens - old.cached_tokens
+        asked, hit = stats.looked_up_tokens - old.looked_up_tokens, stats.cached_tokens - old.cached_tokens
         logger.info(
-            "prefill %.0f tok/s, decode %.0f tok/s, running %d, queued %d, KV %.0f %%, cache hits %.0f %%",
+            "in %.0f s: prefill %.0f tok/s, decode %.0f tok/s, cache hits %s; now: running %d, queued %d, KV %.0f %%",
+            seconds,
             prefill / seconds,
             decode / seconds,
+            f"{100 * hit / asked:.0f} %" if asked else "none looked up",
             stats.running,
             stats.waiting,
             100 * stats.pages_held / max(1, stats.pages_total),
-            100 * hit / max(1, asked),
         )

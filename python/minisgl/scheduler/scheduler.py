@@ -15,6 +15,7 @@ computes the last one, with 0 it waits for the result.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from dataclasses import replace
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from minisgl.scheduler.plan import StepEngine
     from minisgl.scheduler.rows import Index
     from minisgl.settings.options import SchedulerConfig
+
+logger = logging.getLogger(__name__)
 
 COMPILE_POLL_S: Final = 0.005  # how long to wait for grammars when there is nothing else to do
 
@@ -253,6 +256,17 @@ class Scheduler:
         self.bus.publish(plan.pack)
         self.clock.launch(time.monotonic(), is_idle=not self.launched)
         output = self.engine.launch(plan)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "step %d: %d prompt tokens of %d requests, %d requests decode, %d wait; %d of %d pages are free",
+                plan.step,
+                len(plan.tokens),
+                len(step.chunks),
+                len(step.running),
+                self.num_queued,
+                self.cache.free_size,
+                self.cache.num_pages,
+            )
         self.launched.append(Launched(plan, step.sampled_rows(), step.prompts(), step.prompt_logprobs(), output))
 
     # -- results
@@ -286,6 +300,7 @@ class Scheduler:
             self.replies.add_logprobs(step, result.logprobs, np.flatnonzero(usable), rows)
         for column, req in enumerate(step.prompts, len(step.sampled) - len(step.prompts)):
             if req.status is not Status.FINISHED and len(req.ids) == req.prompt_len:
+                self.stats.looked_up_tokens += req.prompt_len
                 self.stats.cached_tokens += req.prefix_hit
                 self.replies.start(req, result.embedding(column))
         return sampled, tokens, rows.confirm(sampled, tokens)

@@ -22,7 +22,8 @@ class Stats:
 
     def __init__(self) -> None:
         self.prompt_tokens = 0  # accepted
-        self.cached_tokens = 0  # of the accepted ones, found in the prefix cache
+        self.looked_up_tokens = 0  # prompt tokens of the requests that have begun
+        self.cached_tokens = 0  # of these, found in the prefix cache
         self.computed_prompt_tokens = 0  # prompt tokens that went through the model; preemption repeats some
         self.generation_tokens = 0
         self.preemptions = 0
@@ -46,6 +47,7 @@ class Stats:
             page_size=cache.page_size,
             prompt_tokens=self.prompt_tokens,
             computed_prompt_tokens=self.computed_prompt_tokens,
+            looked_up_tokens=self.looked_up_tokens,
             cached_tokens=self.cached_tokens,
             generation_tokens=self.generation_tokens,
             preemptions=self.preemptions,

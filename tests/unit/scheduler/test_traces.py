@@ -28,7 +28,9 @@ def test_random_traces_keep_all_invariants(depth: int) -> None:
         h, counts = run_random_trace(seed, depth)
         endings += counts
         preemptions += h.scheduler.stats.preemptions
-        hits += h.scheduler.stats.cached_tokens
+        stats = h.scheduler.stats
+        hits += stats.cached_tokens
+        assert stats.cached_tokens <= stats.looked_up_tokens <= stats.prompt_tokens
     # The traces must reach every kind of ending, preemptions and prefix hits.
     assert min(endings[r] for r in FinishReason) > SEEDS // 20, endings
     assert preemptions > SEEDS // 10
