@@ -94,9 +94,9 @@ def unread_kwargs(kwargs: dict[str, Any] | None, variables: frozenset[str], refu
     """
     unread = sorted((kwargs or {}).keys() - variables)[:MAX_TOLD]
     for name in unread:
-        close = get_close_matches(name[:MAX_NAME], variables, 1, CLOSE)
+        close = near_miss(name[:MAX_NAME], variables, CLOSE)
         if close or refuses:
-            hint = f"; did you mean {close[0]}?" if close else " (--unknown-fields refuse)"
+            hint = f"; did you mean {close}?" if close else " (--unknown-fields refuse)"
             error = f"{name[:MAX_NAME]} is not a variable of the chat template{hint}"
             raise RequestError(error, param="chat_template_kwargs", code="unsupported_value")
     return [f"chat_template_kwargs.{_printable(name)}" for name in unread]

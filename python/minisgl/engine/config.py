@@ -21,7 +21,6 @@ from minisgl.settings.options import MEMORY_RATIOS, PAGE_SIZES, EngineConfig
 
 _log = logging.getLogger(__name__)
 
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
