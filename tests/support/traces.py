@@ -155,6 +155,7 @@ def run_random_trace(seed: int, depth: int) -> tuple[Harness, Counter[str]]:
         itl_target_ms=None if costs is None else rng.choice((0.5, 2.0, 4.0, None)),
     )
     h.scheduler.pace.floor = rng.choice((1, 5))
+    h.scheduler.prefill.patience = rng.choice((1, 3, 1000))
     prefixes = [[rng.randrange(vocab) for _ in range(rng.choice((5, 16, 40)))] for _ in range(3)]
     for _ in range(60):
         for _ in range(rng.choice((0, 0, 1, 2, 3))):

@@ -1,4 +1,8 @@
-"""Times a few steps at the start, so that the scheduler can predict what a step costs on this device."""
+"""Times a few steps at the start, so that the scheduler can predict what a step costs on this device.
+
+On a GPU the whole takes a fraction of a second. A CPU may need a second for 64 tokens, so there the sizes follow from
+a first chunk's time, and each step is timed once.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ from minisgl.engine.trial import Slot, spread_plan
 from minisgl.layout import NO_PAGE_WRITES, Flag
 
 REPEATS = 3
+FIRST_CHUNK = 16  # tokens, on a CPU
+CHUNK_S = 0.1  # how long its largest chunk may take
 PIPELINED = 3  # steps in a row, as under load: each is launched while the one before is computed
 SMALL_CHUNK = 256
 LARGE_CHUNK = 2048
@@ -23,23 +29,21 @@ Run = Callable[[BatchPlan], Callable[[], object]]
 """Launches a plan and returns a function that waits for its result."""
 
 
-def measure_costs(run: Run, spec: EngineSpec, num_pages: int) -> StepCosts:
+def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) -> StepCosts:
     """Fit `StepCosts` to a few timed steps. The steps overwrite pages, so no page may be in use yet."""
     longest = min(spec.max_seq_len, num_pages * spec.page_size) - 1
-    small = min(SMALL_CHUNK, longest // 2, spec.max_step_tokens // 2)
-    large = min(LARGE_CHUNK, longest, spec.max_step_tokens)
-    rows = min(DECODE_ROWS, spec.max_running_requests)
+    repeats, pipelined = (REPEATS, PIPELINED) if is_async else (1, 1)
 
     def seconds(slots: list[Slot]) -> float:
         plan = spread_plan(slots, spec.page_size, num_pages)
         run(plan)()
         plan, times = replace(plan, page_writes=NO_PAGE_WRITES), []
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             started = time.perf_counter()
-            waits = [run(plan) for _ in range(PIPELINED)]
+            waits = [run(plan) for _ in range(pipelined)]
             for wait in waits:
                 wait()
-            times.append((time.perf_counter() - started) / PIPELINED)
+            times.append((time.perf_counter() - started) / pipelined)
         return statistics.median(times)
 
     def chunk(start: int, count: int) -> float:
@@ -49,9 +53,17 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int) -> StepCosts:
         flags = Flag.SAMPLES | Flag.FROM_DEVICE
         return seconds([(row, context, context + 1, flags) for row in range(rows)])
 
+    large, rows = LARGE_CHUNK, DECODE_ROWS
+    if not is_async:
+        first = min(FIRST_CHUNK, longest, spec.max_step_tokens)
+        large = min(large, max(2 * first, int(first * CHUNK_S / chunk(0, first))))
+        rows = min(rows, large // 2)
+    large = min(large, longest, spec.max_step_tokens)
+    small = min(SMALL_CHUNK, large // 2)
+    rows = min(rows, spec.max_running_requests)
     few, many = chunk(0, small), chunk(0, large)
     # The large chunk's time includes the keys that its tokens attend to, so the cost per pair comes first.
-    context = min(CHUNK_CONTEXT, longest - large)
+    context = min(CHUNK_CONTEXT if is_async else 4 * large, longest - large)
     per_pair = max(0.0, (chunk(context, large) - many) / (large * context)) if context > 0 else 0.0
     pairs = (large * large - small * small) / 2
     per_token = max(0.0, (many - few - per_pair * pairs) / (large - small))
@@ -59,6 +71,6 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int) -> StepCosts:
     # GEMMs of medium size are less efficient than the line through both ends: raise the line to an upper bound.
     middle = (small + large) // 2
     base += max(0.0, chunk(0, middle) - base - per_token * middle - per_pair * middle * middle / 2)
-    context = min(DECODE_CONTEXT, longest)
+    context = min(DECODE_CONTEXT if is_async else 4 * large, longest)
     per_context = max(0.0, (decode(context) - decode(context // 16)) / (rows * (context - context // 16)))
     return StepCosts(base, per_token, per_context, per_pair)

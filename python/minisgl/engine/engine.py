@@ -63,11 +63,9 @@ class Engine:
         self.memory = self.memory.with_weights(
             sum(p.tensor.nbytes for p in model.parameters)
         )  # the C++ step packs them
-        self._costs = None
-        if device.is_async:
-            self._costs = measure_costs(lambda plan: self.launch(plan).wait, spec, self.num_pages)
-            state.page_table.fill_(self.num_pages)
-            _log.info("a step costs %s", self._costs)
+        self._costs = measure_costs(lambda plan: self.launch(plan).wait, spec, self.num_pages, device.is_async)
+        state.page_table.fill_(self.num_pages)
+        _log.info("a step costs %s", self._costs)
         self.page_size = spec.page_size
         self.max_running_requests = rows
         self.eos_token_ids = spec.eos_token_ids
@@ -98,8 +96,8 @@ class Engine:
         """Start a step behind those launched before, with the first runner that fits."""
         return next(r for r in self.runners if r.fits(plan)).launch(plan)
 
-    def step_costs(self) -> StepCosts | None:
-        """The cost model measured at the start; None on a device that does not work while the host plans."""
+    def step_costs(self) -> StepCosts:
+        """The cost model measured at the start."""
         return self._costs
 
     def _pool(self, num_pages: int) -> MHAKVPool:

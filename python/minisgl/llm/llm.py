@@ -8,7 +8,7 @@ import struct
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -31,6 +31,11 @@ Prompt = str | Sequence[int]
 Message = dict[str, Any]
 
 
+# In a batch job no stream has a pace to keep: steps as large as the token budget finish it soonest. Its queue may be as
+# long as the job.
+BATCH: Final = {"itl_target_ms": 0.0, "max_queue_time": 1e6, "max_queued_tokens": 1 << 62}
+
+
 class LLM:
     """Owns a scheduler and steps it until its requests are done.
 
@@ -42,9 +47,8 @@ class LLM:
     """
 
     def __init__(self, model: str = "", **options: Any) -> None:
-        # No stream has a pace to keep in a batch job: steps as large as the token budget finish it soonest.
         given = {"model": model, **options} if model else options
-        config = build_config(SchedulerConfig, {"itl_target_ms": 0.0, **given})
+        config = build_config(SchedulerConfig, {**BATCH, **given})
         folder: Path = resolve_model(config.engine.model, config.engine.download_source)
         self._tokenizer = TokenizeManager(folder)
         self._embedder = read_embedder(folder)

@@ -27,6 +27,10 @@ AUTO_STRETCH: Final = 2.0
 # at nearly the full rate, and streams that have only just begun stutter for a moment instead of the last in the queue
 # waiting twice as long. The longest does not count, since no other request waits for it: it is the last, or alone.
 AUTO_RUSH_S: Final = 0.075
+# Where no stream runs, a step ends after this time for the sake of requests that come meanwhile, but not before it has
+# LARGE_TILE_TOKENS: 8B computes prompts at nearly the full rate in such steps. With the user's own target the
+# same holds; 0 is for batch jobs.
+ALONE_S: Final = 0.1
 # A step in which a prompt is cut has whole tiles of TILE_TOKENS, since the kernels for other numbers of rows may not be
 # loaded yet (`triton/cublas.py`). Where the pace allows three times this number, the budget is a multiple of it: 8B
 # computes 44,500 tokens/s in steps of 3,072, 43,900 in steps of 3,328, and 42,700 in steps of 3,200.
@@ -105,8 +109,10 @@ class Pace:
         `backlog`: tokens of all waiting prompts but the longest, counted up to `rush_tokens`.
         """
         tokens = self.max_tokens - num_running
-        if self.costs is None or num_running == 0:
+        if self.costs is None:
             return StepBudget(tokens)
+        if num_running == 0:
+            return StepBudget(tokens, self.costs, ALONE_S - self.costs.base, LARGE_TILE_TOKENS)
         decode = self.costs.decode_seconds(num_running, context)
         seconds = self._target
         if self._is_auto:

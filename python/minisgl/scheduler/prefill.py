@@ -25,6 +25,10 @@ LPM_MAX_WAITING = 128
 # How many tokens of later prompts may pass a prompt, for each token of its own. With more, the mean time to the first
 # token in a rush falls further, but the bound protects less.
 OVERTAKING: Final = 16
+# After so many steps at the head of the queue a request takes the place of a running one that has MUCH_LONGER times as
+# many tokens still to come. What the other has computed stays in the prefix cache, so it loses a page at most.
+PATIENCE_STEPS: Final = 32
+MUCH_LONGER: Final = 4
 
 
 class GrowthEstimate:
@@ -74,6 +78,9 @@ class PrefillManager:
         self.waiting: list[Req] = []
         self.chunked: list[Req] = []
         self._arrived = 0  # uncached prompt tokens since the start
+        self._waiting_tokens = 0
+        self.patience = PATIENCE_STEPS
+        self._head: tuple[Req | None, int] = None, 0  # the first of the waiting requests, and since which step
 
     def add(self, req: Req) -> None:
         """Queue a new request."""
@@ -85,10 +92,12 @@ class PrefillManager:
     def put_back(self, req: Req) -> None:
         """Queue a request again with its old priority."""
         bisect.insort(self.waiting, req, key=_priority)
+        self._waiting_tokens += len(req.ids)
 
     def remove(self, req: Req) -> None:
         if req.status is Status.WAITING:
             del self.waiting[bisect.bisect_left(self.waiting, _priority(req), key=_priority)]
+            self._waiting_tokens -= len(req.ids)
         elif req in self.chunked:
             self.chunked.remove(req)
 
@@ -107,6 +116,21 @@ class PrefillManager:
             total += left
             longest = max(longest, left)
         return min(total - longest, enough)
+
+    def is_full(self, length: int, limit: int) -> bool:
+        """Whether a new prompt of `length` tokens would wait for more than `limit` others, that it does not pass."""
+        if self._waiting_tokens <= limit:
+            return False
+        priority = self._arrived + (1 + OVERTAKING) * length
+        before = itertools.takewhile(lambda req: req.priority <= priority, self.waiting)
+        return sum(len(req.ids) for req in before) > limit
+
+    def impatient(self, step: int) -> Req | None:
+        """Return the head of the queue if it has been that for `patience` steps; call it once in each step."""
+        head = self.waiting[0] if self.waiting else None
+        if head is not self._head[0]:
+            self._head = head, step
+        return head if step - self._head[1] >= self.patience else None
 
     def plan(self, budget: StepBudget, running: Index | None) -> list[Chunk]:
         """Return chunks of prompts within the budget, one prompt after the other.

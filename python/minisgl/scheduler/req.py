@@ -12,6 +12,8 @@ from minisgl.errors import RequestError
 from minisgl.message import UserMsg, ids_from_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from minisgl.core import Ints
     from minisgl.grammar.compiler import TokenMatcher
     from minisgl.params import Limits, SamplingParams
@@ -94,6 +96,7 @@ class Admission:
 
     def __init__(self, config: SchedulerConfig, limits: Limits, pool_tokens: int) -> None:
         self.max_queued = config.max_queued_requests
+        self._max_queued_tokens = config.max_queued_tokens
         self._sampling_seed = config.sampling_seed
         self._pool_tokens = pool_tokens + 1  # the last token needs no K/V
         self.max_tokens = min(limits.max_model_len, self._pool_tokens)  # of a request, prompt and output together
@@ -112,16 +115,23 @@ class Admission:
             )
         return self.max_tokens - prompt_len if params.max_tokens is None else wanted
 
-    def admit(self, msg: UserMsg, num_queued: int) -> Req:
-        """Make the request that `msg` asks for; raises `RequestError` if it can never fit or the queue is full."""
+    def admit(self, msg: UserMsg, num_queued: int, is_full: Callable[[int, int], bool]) -> Req:
+        """Make the request that `msg` asks for; raises `RequestError` if it can never fit or the queue is full.
+
+        `is_full(length, limit)`: whether a prompt of that length would wait for more than `limit` prompt tokens.
+        """
         max_tokens = self.output_budget(msg)
+        prompt, most = ids_from_bytes(msg.input_ids), self._max_queued_tokens
+        if is_full(len(prompt), most):
+            message = f"more than {most} prompt tokens are waiting before this request; try again later"
+            raise RequestError(message, code="queue_full", status=429)
         if num_queued >= self.max_queued:
             raise RequestError(
                 f"{self.max_queued} requests are waiting already; try again later", code="queue_full", status=429
             )
         self._arrivals += 1
         key = noise_key(msg.sampling_params.seed, self._sampling_seed, msg.uid)
-        return Req(msg.uid, ids_from_bytes(msg.input_ids), msg.sampling_params, max_tokens, self._arrivals, key)
+        return Req(msg.uid, prompt, msg.sampling_params, max_tokens, self._arrivals, key)
 
 
 def noise_key(seed: int | None, base_seed: int, uid: int) -> int:

@@ -35,7 +35,7 @@ from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import Replies
 from minisgl.scheduler.plan import Launched, Step
-from minisgl.scheduler.prefill import PrefillManager
+from minisgl.scheduler.prefill import MUCH_LONGER, PrefillManager
 from minisgl.scheduler.req import Admission, Req, Status
 from minisgl.scheduler.rows import Rows
 from minisgl.scheduler.stats import HEARTBEAT_S, Stats, engine_view
@@ -181,7 +181,7 @@ class Scheduler:
         """Queue a request, or refuse it with a terminal reply."""
         assert msg.uid not in self.live, f"request {msg.uid} is running already"
         try:
-            req = self.admission.admit(msg, self.num_queued)
+            req = self.admission.admit(msg, self.num_queued, self.prefill.is_full)
             if msg.sampling_params.grammar is not None:
                 self.grammars.submit(req)
         except RequestError as e:
@@ -216,6 +216,8 @@ class Scheduler:
         """Return the work of the next step, if any. Takes rows and pages, but advances no request yet."""
         self.step_number += 1
         self.cache.prefix.tick(self.step_number)
+        if (req := self.prefill.impatient(self.step_number)) is not None and not self.leaving:
+            self._make_room(req)
         running, is_short = self.decode.plan(self._preempt_for)
         if not is_short:
             self.prefill.growth.relax()
@@ -245,6 +247,16 @@ class Scheduler:
         self.stats.preemptions += 1
         self._leave(victim, Status.PREEMPTED)
         return victim is not req
+
+    def _make_room(self, req: Req) -> None:
+        """Preempt the newest request that is much longer than `req`, which waits in vain, and put it behind."""
+        for victim in reversed(self.decode.running):
+            left = victim.max_len - int(self.rows.confirmed_len[victim.row])
+            if left > MUCH_LONGER * req.max_len:
+                victim.priority = max(victim.priority, req.priority + 1)
+                self.stats.preemptions += 1
+                self._leave(victim, Status.PREEMPTED)
+                return
 
     def launch(self, step: Step) -> None:
         """Advance the planned lengths and start the step on every rank."""

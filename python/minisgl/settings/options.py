@@ -223,6 +223,11 @@ class SchedulerConfig(Settings):
         None, "plan and reply while the device computes; default = on for a GPU, off for a CPU"
     )
     max_queued_requests: int = option(2048, "waiting requests beyond which new ones are refused (429)", minimum=0)
+    max_queued_tokens: int = option(
+        1 << 20,
+        "waiting prompt tokens beyond which a new prompt is refused (429); those that it would pass do not count",
+        minimum=0,
+    )
     max_queue_time: float = seconds(300.0, "seconds after which a request that still waits is refused (503)")
     view_texts: bool = option(
         False, "show the beginnings of cached prompts in the Engine view, but of salted ones: for a server of your own"

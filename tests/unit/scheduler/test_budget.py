@@ -14,7 +14,7 @@ from minisgl.core import TILE_TOKENS, BatchPlan, FinishReason, StepCosts
 from minisgl.errors import ConfigError
 from minisgl.layout import SLOT
 from minisgl.message import ids_from_bytes
-from minisgl.scheduler.budget import AUTO_RUSH_S, FLOOR_TOKENS, LARGE_TILE_TOKENS, Pace, StepBudget
+from minisgl.scheduler.budget import ALONE_S, AUTO_RUSH_S, FLOOR_TOKENS, LARGE_TILE_TOKENS, Pace, StepBudget
 from minisgl.settings.options import SchedulerConfig
 from support.fake_engine import FakeEngine, step_seconds
 from support.traces import Harness
@@ -71,11 +71,14 @@ def test_a_backlog_lengthens_steps_unless_the_user_sets_a_target() -> None:
     assert own.budget(16, 9000, most).take(0, 8192) == paced
 
 
-def test_without_running_requests_there_is_no_target() -> None:
+def test_without_running_requests_a_step_stays_short() -> None:
     pace = Pace(SchedulerConfig(itl_target_ms=10.0, max_prefill_length=5000), COSTS)
-    assert pace.budget(0, 0).take(0, 9999) == 5000
+    assert 0.08 < COSTS.decode_seconds(0, 0) + COSTS.chunk_seconds(0, pace.budget(0, 0).take(0, 9999)) < ALONE_S
+    slow = Pace(SchedulerConfig(max_prefill_length=5000), StepCosts(base=0.2, per_token=1e-3))
+    assert slow.budget(0, 0).take(0, 9999) == LARGE_TILE_TOKENS
     assert pace.budget(10, 100).take(0, 9999) < 100
     off = Pace(SchedulerConfig(itl_target_ms=0, max_prefill_length=5000), COSTS)
+    assert off.budget(0, 0).take(0, 9999) == 5000
     assert off.budget(10, 100).take(0, 9999) == 4990
     unmeasured = Pace(SchedulerConfig(max_prefill_length=5000), None)
     assert unmeasured.budget(10, 100).take(0, 9999) == 4990
