@@ -125,6 +125,34 @@ def tokenize(server: Server, stop: threading.Event) -> None:
         post(server, "/tokenize", {"prompt": "lorem ipsum " * 325_000}, 60)
 
 
+def prompts(server: Server, stop: threading.Event) -> None:
+    """Prompts of nearly the whole context, each another."""
+    count = 0
+    while not stop.is_set():
+        count += 1
+        text = f"{threading.get_ident()} {count} " + "Once upon a time there was a fox. " * 400
+        post(server, "/v1/completions", {"prompt": text, "max_tokens": 8}, 60)
+
+
+def long_requests(server: Server, stop: threading.Event) -> None:
+    """200 requests at once with prompts of 1,000 tokens and answers of 2,000, as long as it takes."""
+
+    def run(i: int) -> None:
+        text = f"{i} " + "Once upon a time there was a fox. " * 110
+        with contextlib.suppress(httpx.HTTPError), httpx.Client(base_url=server.url, timeout=5) as client:
+            body = {"prompt": text, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                for _ in response.iter_lines():
+                    if stop.is_set():
+                        return
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(200)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 ATTACKS: dict[str, tuple[int, Callable[[Server, threading.Event], None]]] = {
     "none": (0, silent),
     "trailers": (1, trailers),
@@ -138,6 +166,8 @@ ATTACKS: dict[str, tuple[int, Callable[[Server, threading.Event], None]]] = {
         ),
     ),
     "tokenize": (1, tokenize),
+    "prompts": (4, prompts),
+    "requests": (1, long_requests),
 }
 
 

@@ -35,7 +35,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "settings, checkpoints, devices": ("settings", "checkpoint", "device", "registry", "rounding", "errors", "demo"),
     "grammars": ("grammar",),
     "Python API, terminal chat, command line": ("llm", "chat", "__init__", "__main__"),
-    "benchmarks and verification": ("bench", "verify"),
+    "benchmarks, verification, replay": ("bench", "verify", "replay"),
 }
 
 

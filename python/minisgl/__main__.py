@@ -29,6 +29,7 @@ Serve a language model, or talk to one. Without MODEL the small demo model of th
   minisgl generate "Once upon a time"   answer prompts and exit; no server
   minisgl bench offline                 measure the engine; `minisgl bench online` measures any server
   minisgl verify ~/models/Qwen3-0.6B    check the numbers of a checkpoint on this machine
+  minisgl replay FILE                   run a scheduler again that `minisgl serve --record FILE` has recorded
   minisgl doctor ~/models/Qwen3-0.6B    what this machine can run, what not and why; for bug reports, too
 """
 EPILOG = """\
@@ -45,6 +46,11 @@ docs/models.md says why.
   minisgl verify ~/models/Qwen3-0.6B                    the same computation as `minisgl serve`
   minisgl verify ~/models/Qwen3-0.6B --dtype float32    the strictest comparison
   minisgl verify ~/models/Qwen3-32B --tp 4              also compare four ranks with one
+"""
+
+REPLAY = """\
+Run the scheduler of a record again, without model or GPU, and exit with 1 if it makes another plan than the recorded
+one. With --port the page's Engine view shows each step.
 """
 
 
@@ -82,6 +88,11 @@ def _parser() -> Parser:
     )
     verify.add_argument("--json", metavar="FILE", help="write the table to this file as well")
     add_options(verify, SchedulerConfig)
+    replay = commands.add_parser(
+        "replay", help="run a recorded scheduler again", description=REPLAY, allow_abbrev=False
+    )
+    replay.add_argument("file", metavar="FILE", help="what `minisgl serve --record FILE` has written")
+    replay.add_argument("--port", type=int, metavar="INT", help="then show each step in a browser, at this port")
     help = "what this machine can run, what not and why, and what a model leaves free; also called env"
     doctor = commands.add_parser("doctor", aliases=["env"], help=help, allow_abbrev=False)
     add_model_argument(doctor)
@@ -149,6 +160,17 @@ def _verify(options: argparse.Namespace) -> int:
     return int(any(result.passed is False for result in results))
 
 
+def _replay(options: argparse.Namespace) -> int:
+    from minisgl.replay import check, serve
+
+    steps = check(options.file)
+    print(f"{steps:,} steps, and the same plans")
+    if options.port is not None:
+        print(f"the Engine view of each step: http://127.0.0.1:{options.port}", flush=True)
+        serve(options.file, steps, options.port)
+    return 0
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from minisgl.launch.doctor import examine
 
@@ -161,6 +183,7 @@ COMMANDS = {
     "generate": _generate,
     "bench": run_bench,
     "verify": _verify,
+    "replay": _replay,
     "doctor": _doctor,
     "env": _doctor,
 }

@@ -1,7 +1,7 @@
 """Times a few steps at the start, so that the scheduler can predict what a step costs on this device.
 
 On a GPU the whole takes a fraction of a second. A CPU may need a second for 64 tokens, so there the sizes follow from
-a first chunk's time, and each step is timed once.
+a first chunk's time. Other processes delay a CPU's steps, so there the shortest time counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from minisgl.layout import NO_PAGE_WRITES, Flag
 
 REPEATS = 3
 FIRST_CHUNK = 16  # tokens, on a CPU
-CHUNK_S = 0.1  # how long its largest chunk may take
+CHUNK_S = 0.04  # how long its largest chunk may take
 PIPELINED = 3  # steps in a row, as under load: each is launched while the one before is computed
 SMALL_CHUNK = 256
 LARGE_CHUNK = 2048
@@ -32,19 +32,19 @@ Run = Callable[[BatchPlan], Callable[[], object]]
 def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) -> StepCosts:
     """Fit `StepCosts` to a few timed steps. The steps overwrite pages, so no page may be in use yet."""
     longest = min(spec.max_seq_len, num_pages * spec.page_size) - 1
-    repeats, pipelined = (REPEATS, PIPELINED) if is_async else (1, 1)
+    pipelined = PIPELINED if is_async else 1
 
     def seconds(slots: list[Slot]) -> float:
         plan = spread_plan(slots, spec.page_size, num_pages)
         run(plan)()
         plan, times = replace(plan, page_writes=NO_PAGE_WRITES), []
-        for _ in range(repeats):
+        for _ in range(REPEATS):
             started = time.perf_counter()
             waits = [run(plan) for _ in range(pipelined)]
             for wait in waits:
                 wait()
             times.append((time.perf_counter() - started) / pipelined)
-        return statistics.median(times)
+        return statistics.median(times) if is_async else min(times)
 
     def chunk(start: int, count: int) -> float:
         return seconds([(0, start, start + count, Flag.SAMPLES)])
@@ -66,7 +66,8 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
     context = min(CHUNK_CONTEXT if is_async else 4 * large, longest - large)
     per_pair = max(0.0, (chunk(context, large) - many) / (large * context)) if context > 0 else 0.0
     pairs = (large * large - small * small) / 2
-    per_token = max(0.0, (many - few - per_pair * pairs) / (large - small))
+    # At least half of the large chunk's rate: a base that is measured too high must not make tokens free.
+    per_token = max(many / large / 2, (many - few - per_pair * pairs) / (large - small))
     base = max(0.0, few - per_token * small)
     # GEMMs of medium size are less efficient than the line through both ends: raise the line to an upper bound.
     middle = (small + large) // 2

@@ -134,7 +134,8 @@ class Rows:
         self.tokens[rows, length] = tokens
         length += 1
         self.confirmed_len[rows] = length
-        return np.flatnonzero(self._may_end.take(tokens) | (length == self.max_len[rows]))
+        # Clipped, since the hashed tokens of a record are no ids; what is flagged in vain is only looked at.
+        return np.flatnonzero(self._may_end.take(tokens, mode="clip") | (length == self.max_len[rows]))
 
     def free_rows(self) -> list[int]:
         """Return the free rows (for the invariant checks)."""

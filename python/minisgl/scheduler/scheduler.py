@@ -42,6 +42,8 @@ from minisgl.scheduler.stats import HEARTBEAT_S, Stats, engine_view
 from minisgl.settings.sources import is_check_mode, is_overlap_disabled
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from minisgl.core import Ints, StepResult
     from minisgl.distributed.group import Group
     from minisgl.scheduler.io import SchedulerIO
@@ -64,8 +66,12 @@ class Scheduler:
         io: SchedulerIO,
         grammars: Grammars | None = None,
         bus: PlanBus | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without `grammars` requests that have one are refused. `bus` leads to the other ranks."""
+        """Without `grammars` requests that have one are refused. `bus` leads to the other ranks.
+
+        `clock`: in seconds, read once a step.
+        """
         self.engine = engine
         self.io = io
         self.bus = PlanBus() if bus is None else bus
@@ -89,6 +95,8 @@ class Scheduler:
         self.leaving: dict[int, Req] = {}  # of those, ended or preempted ones that a step in flight holds
         self.launched: deque[Launched] = deque()
         self.clock = StepClock()
+        self._clock = clock
+        self.now = clock()
         self.stats = Stats()
         self.step_number = 0
         self.is_exiting = False
@@ -107,7 +115,12 @@ class Scheduler:
         if engine.spec.pooling == "mean":
             config = replace(config, cache_type="naive")  # a cached prefix has no hidden states to pool
         compiler = TriedCompiler(engine.spec.folder, engine.limits.vocab_size, engine.eos_token_ids)
-        return cls(config, engine, io, Grammars(compiler), group.bus)
+        arguments = config, engine, io, Grammars(compiler), group.bus
+        if config.record is None:
+            return cls(*arguments)
+        from minisgl.scheduler.record import RecordingScheduler
+
+        return RecordingScheduler(*arguments)
 
     # -- the cycle
 
@@ -139,9 +152,12 @@ class Scheduler:
 
     def step(self, timeout: float = 0.0) -> None:
         """Handle messages, plan, launch and collect, once. Waits up to `timeout` seconds for the first message."""
-        for msg in self.io.receive(timeout):
+        messages = self.io.receive(timeout)
+        self.now = self._clock()
+        for msg in messages:
             self.handle(msg)
-        self._queue_compiled()
+        for req, error in self.grammars.take():
+            self._queue_compiled(req, error)
         self._refuse_late()
         while self.grammars.hold_up(self.launched):  # only with more than one step in flight
             self.collect(self.launched.popleft())
@@ -190,25 +206,24 @@ class Scheduler:
         self.live[req.uid] = req
         if req.status is Status.WAITING:
             self.prefill.add(req)
-        self._arrivals.append((time.monotonic() + self._max_queue_time, req.uid))
+        self._arrivals.append((self.now + self._max_queue_time, req.uid))
         self.stats.prompt_tokens += req.prompt_len
 
     def _refuse_late(self) -> None:
         """Refuse the requests that have waited too long. Those that have begun, or ended, just leave the list."""
-        while self._arrivals and self._arrivals[0][0] <= time.monotonic():
+        while self._arrivals and self._arrivals[0][0] <= self.now:
             req = self.live.get(self._arrivals.popleft()[1])
             if req is None or req.status not in (Status.WAITING, Status.COMPILING):
                 continue
             if len(req.ids) == req.prompt_len:  # not preempted
                 self.finish(req, endings.too_late(req, self._max_queue_time))
 
-    def _queue_compiled(self) -> None:
-        """Queue the requests whose grammar is compiled; refuse those whose grammar is invalid."""
-        for req, error in self.grammars.take():
-            if error is not None:
-                self.finish(req, endings.failed(req.uid, error))
-            else:
-                self.prefill.add(req)
+    def _queue_compiled(self, req: Req, error: RequestError | None) -> None:
+        """Queue a request whose grammar is compiled, or refuse it with `error`."""
+        if error is not None:
+            self.finish(req, endings.failed(req.uid, error))
+        else:
+            self.prefill.add(req)
 
     # -- plan and launch
 
@@ -321,10 +336,14 @@ class Scheduler:
         """End the requests that are complete with their newest token (`endings.py`)."""
         rows = self.rows
         if self.grammars.num_followed:
-            maybe_ended = np.union1d(maybe_ended, self.grammars.follow(rows, sampled, tokens))
+            maybe_ended = np.union1d(maybe_ended, self._follow(sampled, tokens))
         for req, token in zip(rows.holders(sampled[maybe_ended]), tokens[maybe_ended].tolist(), strict=True):
             if (end := endings.ended_by(req, token, int(rows.confirmed_len[req.row]), rows.eos_ids)) is not None:
                 self.finish(req, end)
+
+    def _follow(self, sampled: Index, tokens: Ints) -> Index:
+        """Return the indices of the rows `sampled` [n] whose grammar ends with their new token."""
+        return self.grammars.follow(self.rows, sampled, tokens)
 
     def _share_prefixes(self, prompts: list[Req]) -> None:
         """Insert computed prompts into the prefix cache, and release the requests that this step alone still held."""

@@ -34,6 +34,10 @@ class Stats:
         if now - self._last_beat < HEARTBEAT_S:
             return None
         self._last_beat = now
+        return self.snapshot(scheduler)
+
+    def snapshot(self, scheduler: Scheduler) -> StatsMsg:
+        """Return the totals, and the queues and pages of now."""
         cache = scheduler.cache
         free, evictable = cache.free_size, cache.prefix.evictable_size
         return StatsMsg(

@@ -232,6 +232,8 @@ class SchedulerConfig(Settings):
     view_texts: bool = option(
         False, "show the beginnings of cached prompts in the Engine view, but of salted ones: for a server of your own"
     )
+    record: str | None = option(None, "file to write messages and sampled tokens to, hashed, for `minisgl replay`")
+    record_texts: bool = option(False, "record the tokens themselves")
     sampling_seed: int = option(0, "base of the sampling noise of requests without a seed of their own")
 
 

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import time
-from types import SimpleNamespace
-
 import pytest
 
-from minisgl.scheduler import scheduler as scheduler_module
 from support.fake_engine import FakeEngine
 from support.traces import Harness
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    fake = SimpleNamespace(now=1000.0, perf_counter=time.perf_counter)
-    fake.monotonic = lambda: fake.now
-    monkeypatch.setattr(scheduler_module, "time", fake)
-    return fake
+class Clock:
+    """A clock that is moved by hand."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_requests_that_wait_too_long_are_refused(clock: SimpleNamespace, depth: int) -> None:
+def test_requests_that_wait_too_long_are_refused(depth: int) -> None:
     h = Harness(FakeEngine(rows=2, vocab=101), depth, max_queue_time=5.0)
+    h.scheduler._clock = clock = Clock()
     running = [h.add([1, 2, i], max_tokens=30) for i in range(2)]
     h.step()
     late = [h.add([1, 3, i], max_tokens=2) for i in range(3)]
@@ -41,8 +39,9 @@ def test_requests_that_wait_too_long_are_refused(clock: SimpleNamespace, depth: 
     assert not any(h.errors[uid] for uid in (*running, newer))
 
 
-def test_preempted_requests_are_not_refused(clock: SimpleNamespace) -> None:
+def test_preempted_requests_are_not_refused() -> None:
     h = Harness(FakeEngine(rows=8, num_pages=14, vocab=101), 1, max_queue_time=5.0)
+    h.scheduler._clock = clock = Clock()
     for i in range(6):
         h.add([i, 2, 3, 4], max_tokens=20, ignore_eos=True)
     h.step()

@@ -1,0 +1,228 @@
+"""`minisgl replay`: runs a scheduler again on the inputs of a record (`scheduler/record.py`), without model or device.
+
+It must make the same plans. Then any step can be looked at in the Engine view of the page.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+import numpy as np
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+import minisgl
+from minisgl.api.gate import Access, Gate
+from minisgl.api.page import add_page
+from minisgl.core import BatchPlan, StepResult
+from minisgl.errors import ConfigError, MinisglError
+from minisgl.layout import NO_INTS
+from minisgl.message import ids_from_bytes
+from minisgl.scheduler.grammars import Grammars
+from minisgl.scheduler.io import OfflineIO
+from minisgl.scheduler.record import Entry, Header, Result, checksum
+from minisgl.scheduler.req import Req, Status
+from minisgl.scheduler.scheduler import Scheduler
+from minisgl.scheduler.stats import engine_view
+from minisgl.settings.options import ServerArgs
+
+if TYPE_CHECKING:
+    from minisgl.core import Ints, StepCosts
+    from minisgl.errors import RequestError
+    from minisgl.scheduler.plan import Step
+    from minisgl.scheduler.rows import Index, Rows
+
+
+class ReplayError(MinisglError):
+    """The scheduler of this version plans otherwise than the recorded one."""
+
+
+class Replay:
+    """A scheduler on the way through a record. `step` is the number of the entries that have been replayed.
+
+    Raises `ConfigError` for a file that is no record.
+    """
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._data = memoryview(Path(path).read_bytes())
+        except OSError as e:
+            raise ConfigError(f"{path} cannot be read: {e.strerror}") from e
+        try:
+            self.header = msgspec.msgpack.decode(self._frame() or b"", type=Header)
+        except msgspec.MsgspecError as e:
+            raise ConfigError(f"{path} is no record of minisgl {minisgl.__version__}: {e}") from e
+        self.scheduler = _ReplayingScheduler(self.header)
+        self.step = 0
+
+    def _frame(self) -> memoryview | None:
+        """The next of the file's frames; None at the end, or where the last one was cut off."""
+        end = 4 + int.from_bytes(self._data[:4], "little")
+        if not self._data or len(self._data) < end:
+            return None
+        frame, self._data = self._data[4:end], self._data[end:]
+        return frame
+
+    def advance(self, steps: int | None = None) -> bool:
+        """Replay so many steps, or all; return whether there were so many. Raises `ReplayError` at the first
+        step with another plan."""
+        while steps is None or self.step < steps:
+            if (frame := self._frame()) is None:
+                return False
+            self.scheduler.replay(msgspec.msgpack.decode(frame, type=Entry))
+            self.step += 1
+        return True
+
+
+class _Output:
+    """A launched step, whose result the record has."""
+
+    def __init__(self, plan: BatchPlan, results: deque[Result]) -> None:
+        self._plan = plan
+        self._results = results
+        self.awaits_masks = plan.awaits_masks
+
+    def sample(self, masks: Ints) -> None:
+        self.awaits_masks = False
+
+    def wait(self) -> StepResult:
+        if not self._results:
+            raise ReplayError("a step waits for a result that it did not wait for in the record")
+        result = self._results.popleft()
+        tokens = ids_from_bytes(result.tokens)
+        finite = ids_from_bytes(result.finite) if result.finite else np.ones(len(tokens), np.int32)
+        columns = len(tokens) + len(self._plan.prompt_logprob_ids)
+        return StepResult(tokens, finite, np.zeros((StepResult.WIDTH, columns), np.int32))
+
+
+class _Engine:
+    """Launches nothing."""
+
+    def __init__(self, header: Header) -> None:
+        self.num_pages = header.num_pages
+        self.page_size = header.page_size
+        self.max_running_requests = header.max_running_requests
+        self.limits = header.limits
+        self.eos_token_ids = header.eos_token_ids
+        self.is_async = header.is_async
+        self._costs = header.costs
+        self.results: deque[Result] = deque()
+
+    def launch(self, plan: BatchPlan) -> _Output:
+        return _Output(plan, self.results)
+
+    def step_costs(self) -> StepCosts | None:
+        return self._costs
+
+    def shutdown(self) -> None:
+        pass
+
+    def describe(self) -> dict[str, str | int | float]:
+        return {}
+
+
+class _Matcher:
+    """What is known of a grammar: how it ended."""
+
+    mask = NO_INTS
+    is_complete = False
+    error: RequestError | None = None
+
+
+class _Grammars(Grammars):
+    """Grammars that are ready, and end, when they did in the record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = Entry()
+
+    def submit(self, req: Req) -> None:
+        self._jobs[req.uid] = req, Future(), 0.0
+        req.status = Status.COMPILING
+
+    def take(self) -> Iterator[tuple[Req, RequestError | None]]:
+        for uid, failure in self.entry.compiled:
+            req = self._jobs.pop(uid)[0]
+            if failure is None:
+                req.matcher = _Matcher()  # type: ignore[assignment]
+                req.status = Status.WAITING
+                self.num_followed += 1
+            yield req, failure.error() if failure else None
+
+    def wait(self, seconds: float) -> None:
+        pass
+
+    def follow(self, rows: Rows, sampled: Index, tokens: Ints) -> Index:
+        ended = self.entry.ended.pop(0)
+        for (_, failure), req in zip(ended, rows.holders(sampled[[i for i, _ in ended]]), strict=True):
+            matcher = cast("_Matcher", req.matcher)
+            matcher.is_complete, matcher.error = failure is None, failure.error() if failure else None
+        return np.array([i for i, _ in ended], np.intp)
+
+
+class _ReplayingScheduler(Scheduler):
+    def __init__(self, header: Header) -> None:
+        self._device = _Engine(header)
+        self._channels = OfflineIO()
+        self._answers = _Grammars()
+        clock = lambda: self._answers.entry.now  # noqa: E731
+        super().__init__(header.config, self._device, self._channels, self._answers, clock=clock)
+
+    def replay(self, entry: Entry) -> None:
+        """Take one step; raises `ReplayError` if its plan is another one."""
+        self._answers.entry = entry
+        self._channels.inbox.extend(entry.messages)
+        self._device.results.extend(entry.results)
+        self.step_number = entry.step - 1
+        self.step()
+        self._channels.replies.clear()
+        if entry.plan or self._device.results:
+            raise ReplayError(f"step {entry.step} has no plan, or waits for less than in the record")
+
+    def launch(self, step: Step) -> None:
+        super().launch(step)
+        plan, entry = self.launched[-1].plan, self._answers.entry
+        if checksum(plan) != entry.plan:
+            raise ReplayError(f"step {entry.step} is planned otherwise than in the record: {plan.slots}")
+        entry.plan = 0
+
+
+# -- the command
+
+
+def check(path: str) -> int:
+    """Replay a whole record; return the number of its steps. Raises `ReplayError`."""
+    replay = Replay(path)
+    replay.advance()
+    return replay.step
+
+
+def serve(path: str, steps: int, port: int) -> None:
+    """Serve the page with the Engine view of each of the `steps`, until Ctrl-C."""
+    at = Replay(path)
+
+    async def models(_: Request) -> Response:
+        return JSONResponse({"data": [{"id": Path(path).name}], "replay": True})
+
+    async def view(request: Request) -> Response:
+        nonlocal at
+        wanted = min(steps, int(request.query_params.get("step", steps)))
+        if wanted < at.step:
+            at = Replay(path)
+        at.advance(wanted)
+        shown, stats = engine_view(at.scheduler, 0), at.scheduler.stats.snapshot(at.scheduler)
+        body = {"view": shown, "stats": stats, "replay": {"step": at.step, "steps": steps}}
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    app = FastAPI(openapi_url=None)
+    add_page(app)
+    app.add_api_route("/v1/models", models)
+    app.add_api_route("/engine_view", view)
+    app.add_middleware(Gate, access=Access.of(ServerArgs()))
+    uvicorn.run(app, port=port, log_level="warning")
