@@ -92,7 +92,7 @@ def _parser() -> Parser:
         "replay", help="run a recorded scheduler again", description=REPLAY, allow_abbrev=False
     )
     replay.add_argument("file", metavar="FILE", help="what `minisgl serve --record FILE` has written")
-    replay.add_argument("--port", type=int, metavar="INT", help="then show each step in a browser, at this port")
+    replay.add_argument("--port", type=int, metavar="INT", help="then show each step in a browser (0: any port)")
     help = "what this machine can run, what not and why, and what a model leaves free; also called env"
     doctor = commands.add_parser("doctor", aliases=["env"], help=help, allow_abbrev=False)
     add_model_argument(doctor)
@@ -166,7 +166,6 @@ def _replay(options: argparse.Namespace) -> int:
     steps = check(options.file)
     print(f"{steps:,} steps, and the same plans")
     if options.port is not None:
-        print(f"the Engine view of each step: http://127.0.0.1:{options.port}", flush=True)
         serve(options.file, steps, options.port)
     return 0
 

@@ -5,6 +5,7 @@ It must make the same plans. Then any step can be looked at in the Engine view o
 
 from __future__ import annotations
 
+import socket
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -204,7 +205,7 @@ def check(path: str) -> int:
 
 
 def serve(path: str, steps: int, port: int) -> None:
-    """Serve the page with the Engine view of each of the `steps`, until Ctrl-C."""
+    """Serve the page with the Engine view of each of the `steps`, until Ctrl-C. Port 0 is any free one."""
     at = Replay(path)
 
     async def models(_: Request) -> Response:
@@ -225,4 +226,6 @@ def serve(path: str, steps: int, port: int) -> None:
     app.add_api_route("/v1/models", models)
     app.add_api_route("/engine_view", view)
     app.add_middleware(Gate, access=Access.of(ServerArgs()))
-    uvicorn.run(app, port=port, log_level="warning")
+    with socket.create_server(("127.0.0.1", port)) as sock:
+        print(f"the Engine view of each step: http://127.0.0.1:{sock.getsockname()[1]}", flush=True)
+        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([sock])

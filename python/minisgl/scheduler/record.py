@@ -1,4 +1,4 @@
-"""Writes down what a scheduler was told and what it planned, for `minisgl replay` (`scheduler/replay.py`).
+"""Writes down what a scheduler was told and what it planned, for `minisgl replay` (`replay.py`).
 
 A file is a `Header` and an `Entry` for each step, as msgpack frames. Plans follow from messages, results and the time
 alone, so a plan is kept as a checksum. The scheduler's loop only puts references in a queue; a thread encodes them.
