@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 import numpy as np
@@ -220,7 +220,7 @@ TokenizerMsg = TokenizeMsg | EncodeMsg | DecodeMsg | AbortMsg | DetokenizeMsg | 
 class UserMsg(msgspec.Struct, tag="user", frozen=True, kw_only=True):
     """A tokenized request; `input_ids` are int32 bytes."""
 
-    uid: int
+    uid: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     input_ids: bytes
     sampling_params: SamplingParams
 
@@ -312,12 +312,14 @@ class StatsMsg(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     cached_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
+    dropped: int = 0  # messages that contradict themselves or earlier ones
 
 
 class DetokenizerStatsMsg(msgspec.Struct, tag="detokenizer", frozen=True):
-    """The number of requests that the detokenizer tracks; sent when the number has changed."""
+    """By how much the counts of a detokenizer or tokenizer have changed: tracked requests, and dropped messages."""
 
     entries: int
+    dropped: int = 0
 
 
 FrontendMsg = UserReply | ConversionReply | EngineView | StatsMsg | DetokenizerStatsMsg

@@ -1,7 +1,8 @@
 """What a request may ask for: the parameters, their limits, and their one validation.
 
 Sent between processes as it stands. `validate_sampling` is called where the parameters are made (the API process, or
-`LLM`), `validate_prompt` where token ids are known (the tokenizer); the scheduler trusts both. No torch.
+`LLM`), `validate_prompt` where token ids are known (the tokenizer). The scheduler repeats both: the engine never sees
+invalid ones. No torch.
 """
 
 from __future__ import annotations

@@ -237,6 +237,7 @@ class FrontendManager:
         self.metrics = metrics
         self.stats = StatsMsg()
         self.detokenizer_entries = 0
+        self._dropped = 0  # messages that tokenizers and detokenizer have dropped
         self.failure = ""  # the reason why no request can be served any more
         self.stalled = ""  # which process gives no sign of life
         self.is_draining = False
@@ -263,7 +264,8 @@ class FrontendManager:
 
     def render_metrics(self) -> bytes:
         """The text of `/metrics`."""
-        return self.metrics.render(self.stats, self.entries, self.detokenizer_entries)
+        dropped = self.stats.dropped + self._dropped
+        return self.metrics.render(self.stats, self.entries, self.detokenizer_entries, dropped)
 
     @property
     def health_problem(self) -> str:
@@ -307,7 +309,7 @@ class FrontendManager:
         self._require_capacity(1)
         uid = next(self._uids)
         try:
-            reply = await self._questions.ask(uid, self._tokenizer(uid).put([msgspec.structs.replace(msg, uid=uid)]))
+            reply = await self._ask(uid, self._tokenizer(uid).put([msgspec.structs.replace(msg, uid=uid)]))
         except _ENCODE_ERRORS as e:
             raise _unrepresentable(e) from e
         assert isinstance(reply, ConversionReply), f"a {type(reply).__name__} is not a conversion"
@@ -319,11 +321,22 @@ class FrontendManager:
         uid = next(self._uids)
         try:
             async with asyncio.timeout(VIEW_TIMEOUT_S):
-                reply = await self._questions.ask(uid, self._backend.put([ViewMsg(uid=uid)]))
+                reply = await self._ask(uid, self._backend.put([ViewMsg(uid=uid)]))
         except TimeoutError:
             raise RequestError("the engine is too busy to show itself", code="no_view", status=503) from None
         assert isinstance(reply, EngineView), f"a {type(reply).__name__} is not a view"
         return reply
+
+    async def _ask(self, uid: int, sending: Awaitable[None]) -> ConversionReply | EngineView:
+        self._idle.clear()
+        try:
+            return await self._questions.ask(uid, sending)
+        finally:
+            self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self.entries:
+            self._idle.set()
 
     def _require_capacity(self, n: int) -> None:
         self.require_ready()
@@ -346,8 +359,7 @@ class FrontendManager:
             self.metrics.observe_end(FinishReason.ABORT, time.monotonic() - submission.receipt.created)
         for uid in submission.uids:
             self._submissions.pop(uid, None)
-        if not self._submissions:
-            self._idle.set()
+        self._note_idle()
 
     async def flush_cache(self) -> None:
         """Ask the scheduler to drop all cached prefixes that no request uses."""
@@ -369,7 +381,7 @@ class FrontendManager:
             submission.push(UserReply(uid=uid, finish_reason=FinishReason.ERROR, failure=failure))
 
     async def wait_idle(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds until every submission has been answered; whether they have."""
+        """Wait up to `timeout` seconds until every submission and question has been answered; whether they have."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout)
         return self._idle.is_set()
@@ -399,5 +411,6 @@ class FrontendManager:
                     self.stats = msg
                     self.metrics.log_throughput(msg)
                 elif isinstance(msg, DetokenizerStatsMsg):
-                    self.detokenizer_entries = msg.entries
+                    self.detokenizer_entries += msg.entries
+                    self._dropped += msg.dropped
             await asyncio.sleep(0)  # a flood of replies must not keep the writers from writing

@@ -74,11 +74,11 @@ class Metrics:
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._latency.observe(seconds)
 
-    def render(self, stats: StatsMsg, entries: int, detokenizer_entries: int) -> bytes:
+    def render(self, stats: StatsMsg, entries: int, detokenizer_entries: int, dropped: int) -> bytes:
         """The metrics in Prometheus' text format: the last heartbeat and what this process has measured."""
-        return generate_latest(_Families(self._families(stats, entries, detokenizer_entries)))
+        return generate_latest(_Families(self._families(stats, entries, detokenizer_entries, dropped)))
 
-    def _families(self, stats: StatsMsg, entries: int, detokenizer_entries: int) -> Iterator[Metric]:
+    def _families(self, stats: StatsMsg, entries: int, detokenizer_entries: int, dropped: int) -> Iterator[Metric]:
         held = stats.pages_held / stats.pages_total if stats.pages_total else 0.0
         gauges = {
             "num_requests_running": ("Requests in the running batch", stats.running),
@@ -98,6 +98,7 @@ class Metrics:
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", stats.looked_up_tokens),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache", stats.cached_tokens),
             "num_preemptions": ("Requests preempted for lack of KV pages", stats.preemptions),
+            "dropped_messages": ("Messages between processes that contradicted themselves or earlier ones", dropped),
         }
         for family, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (help, value) in values.items():

@@ -152,8 +152,8 @@ class LLM:
             UserMsg(uid=self._next_uid + i, input_ids=ids_to_bytes(x), sampling_params=p)
             for i, (x, p) in enumerate(zip(ids, params, strict=True))
         ]
-        for user in users:
-            self.scheduler.admission.output_budget(user)
+        for x, p in zip(ids, params, strict=True):
+            self.scheduler.admission.output_budget(len(x), p)
         self._next_uid += len(users)
         completions = Completions(self._detokenizer, users, on_token)
         waiting = iter(users)

@@ -10,6 +10,7 @@ import numpy as np
 
 from minisgl.errors import RequestError
 from minisgl.message import UserMsg, ids_from_bytes
+from minisgl.params import validate_prompt, validate_sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,21 +91,22 @@ class Req:
 class Admission:
     """Turns messages into requests, in order of arrival, or refuses them.
 
-    Sampling parameters and prompts were validated before (`params.py`). Only two limits are known here: the queue's,
-    and `pool_tokens`, the capacity of the whole KV pool, which a single request must not exceed.
+    Sampling parameters and prompts were validated before, and are again, since the engine must never see others
+    (`params.py`). Two limits are known here only: the queue's, and `pool_tokens`, the capacity of the whole KV pool,
+    which a single request must not exceed.
     """
 
     def __init__(self, config: SchedulerConfig, limits: Limits, pool_tokens: int) -> None:
         self.max_queued = config.max_queued_requests
         self._max_queued_tokens = config.max_queued_tokens
         self._sampling_seed = config.sampling_seed
+        self._limits = limits
         self._pool_tokens = pool_tokens + 1  # the last token needs no K/V
         self.max_tokens = min(limits.max_model_len, self._pool_tokens)  # of a request, prompt and output together
         self._arrivals = 0
 
-    def output_budget(self, msg: UserMsg) -> int:
+    def output_budget(self, prompt_len: int, params: SamplingParams) -> int:
         """Return how many tokens a request may generate; raises `RequestError` if the KV pool cannot hold them."""
-        prompt_len, params = len(ids_from_bytes(msg.input_ids)), msg.sampling_params
         wanted = params.max_tokens or 1  # a request for no tokens generates one and does not show it
         if prompt_len + wanted > self._pool_tokens:
             raise RequestError(
@@ -116,12 +118,15 @@ class Admission:
         return self.max_tokens - prompt_len if params.max_tokens is None else wanted
 
     def admit(self, msg: UserMsg, num_queued: int, is_full: Callable[[int, int], bool]) -> Req:
-        """Make the request that `msg` asks for; raises `RequestError` if it can never fit or the queue is full.
+        """Make the request that `msg` asks for.
 
         `is_full(length, limit)`: whether a prompt of that length would wait for more than `limit` prompt tokens.
+        Raises `RequestError` if it is invalid, can never fit, or the queue is full, and `ValueError` for half a token.
         """
-        max_tokens = self.output_budget(msg)
         prompt, most = ids_from_bytes(msg.input_ids), self._max_queued_tokens
+        validate_sampling(msg.sampling_params, self._limits)
+        validate_prompt(prompt, msg.sampling_params, self._limits)
+        max_tokens = self.output_budget(len(prompt), msg.sampling_params)
         if is_full(len(prompt), most):
             message = f"more than {most} prompt tokens are waiting before this request; try again later"
             raise RequestError(message, code="queue_full", status=429)

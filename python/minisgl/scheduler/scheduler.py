@@ -194,14 +194,19 @@ class Scheduler:
                 self.is_exiting = True
 
     def accept(self, msg: UserMsg) -> None:
-        """Queue a request, or refuse it with a terminal reply."""
-        assert msg.uid not in self.live, f"request {msg.uid} is running already"
+        """Queue a request, or refuse it with a terminal reply. A message that contradicts itself is dropped."""
         try:
+            if msg.uid in self.live:
+                raise ValueError(f"request {msg.uid} is running already")
             req = self.admission.admit(msg, self.num_queued, self.prefill.is_full)
             if msg.sampling_params.grammar is not None:
                 self.grammars.submit(req)
         except RequestError as e:
             self.replies.finish(endings.failed(msg.uid, e))
+            return
+        except ValueError as e:
+            self.stats.dropped += 1
+            logger.error("dropped a UserMsg: %s", e)
             return
         self.live[req.uid] = req
         if req.status is Status.WAITING:

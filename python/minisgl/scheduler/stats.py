@@ -27,6 +27,7 @@ class Stats:
         self.computed_prompt_tokens = 0  # prompt tokens that went through the model; preemption repeats some
         self.generation_tokens = 0
         self.preemptions = 0
+        self.dropped = 0  # messages
         self._last_beat = 0.0
 
     def heartbeat(self, scheduler: Scheduler, now: float) -> StatsMsg | None:
@@ -55,6 +56,7 @@ class Stats:
             cached_tokens=self.cached_tokens,
             generation_tokens=self.generation_tokens,
             preemptions=self.preemptions,
+            dropped=self.dropped,
         )
 
 

@@ -48,14 +48,20 @@ class _Output:
         self._bytes_of = decoders.bytes_of
         self._offset = 0  # characters that `_decoder` has returned
         self._hidden = special_ids if params.skip_special_tokens else frozenset()
-        prompt = [] if params.echo else ids_from_bytes(started.prompt_ids).tolist()
-        self._decoder = decoders.new(_context(prompt, self._hidden))
+        self._decoders = decoders
+        self._decoder = decoders.new()
         self._stops = StopMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
-        self._prompt, self._prompt_logprobs = self._echo(started)
+        self._prompt = ""
+        self._prompt_logprobs: list[TokenLogprob] = []
 
-    def _echo(self, started: Started) -> tuple[str, list[TokenLogprob]]:
-        """Return the prompt's text and the log-probabilities of its tokens; empty if not asked for."""
+    def _begin(self, started: Started) -> tuple[str, list[TokenLogprob]]:
+        """Decode behind the prompt from now on.
+
+        Return the prompt's text and the log-probabilities of its tokens; empty if not asked for.
+        """
         ids, columns = ids_from_bytes(started.prompt_ids).tolist(), started.prompt_logprobs
+        prompt = [] if started.sampling_params.echo else ids
+        self._decoder = self._decoders.new(_context(prompt, self._hidden))
         text, offsets = "", []
         for token in ids:
             offsets.append(self._offset)
@@ -87,8 +93,12 @@ class _Output:
         `output_ids` are the bytes of `token`.
         """
         self._completion_tokens += 1
-        logprobs = [] if columns is None else self._logprobs([token], [self._offset], columns)
+        logprobs: list[TokenLogprob] = []
         try:
+            if self._completion_tokens == 1:
+                self._prompt, self._prompt_logprobs = self._begin(self._started)
+            if columns is not None:
+                logprobs = self._logprobs([token], [self._offset], columns)
             text, end = self._show("" if end is not None and not end.has_text else self._decode(token), end)
         except Exception as e:  # one request's failure must not affect the others
             uid = self._started.uid
@@ -165,6 +175,7 @@ class DetokenizeManager:
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._outputs: dict[int, _Output] = {}
         self._stopped: set[int] = set()
+        self.dropped = 0  # tokens and beginnings that contradict what is known
 
     @property
     def entries(self) -> int:
@@ -179,20 +190,32 @@ class DetokenizeManager:
         hidden = self._special_ids if skip_special_tokens else frozenset()
         return self._decoders.new(_context(prompt, hidden)).finish(_visible(tokens, hidden))
 
+    def _drop(self, what: str, uid: int) -> None:
+        self.dropped += 1
+        logger.error("dropped: " + what, uid)
+
     def detokenize(self, msg: DetokenizeMsg) -> tuple[list[UserReply], list[int]]:
-        """Return a reply for each request of the step, and the uids to abort because of a stop string."""
+        """Return a reply for each request of the step, and the uids to abort because of a stop string.
+
+        Raises `ValueError`, before anything has changed, if the arrays contradict each other.
+        """
+        uids, tokens = np.frombuffer(msg.uids, dtype="<i8").tolist(), ids_from_bytes(msg.tokens).tolist()
+        if len(uids) != len(tokens) or len(set(uids)) != len(uids):
+            raise ValueError(f"{len(tokens)} tokens for the requests {uids[:8]}")
         for started in msg.started:
-            self._outputs[started.uid] = _Output(started, self._decoders, self._special_ids)
+            if started.uid in self._outputs or started.uid in self._stopped:
+                self._drop("request %d began twice", started.uid)
+            else:
+                self._outputs[started.uid] = _Output(started, self._decoders, self._special_ids)
         columns = {c.uid: c for c in msg.logprobs}
         ends = {f.uid: f for f in msg.finished}
         replies: list[UserReply] = []
         aborts: list[int] = []
-        uids = np.frombuffer(msg.uids, dtype="<i8").tolist()
-        for i, (uid, token) in enumerate(zip(uids, ids_from_bytes(msg.tokens).tolist(), strict=True)):
+        for i, (uid, token) in enumerate(zip(uids, tokens, strict=True)):
             output = self._outputs.get(uid)
             if output is None:
                 if uid not in self._stopped:
-                    logger.error("a token of request %d, which never started", uid)
+                    self._drop("a token of request %d, which never began", uid)
                 continue
             end = ends.get(uid)
             reply = output.advance(token, msg.tokens[4 * i : 4 * i + 4], columns.get(uid), end)

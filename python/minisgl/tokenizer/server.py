@@ -56,14 +56,8 @@ def tokenize_worker(
     frontend: ZmqPushQueue[FrontendMsg] = ZmqPushQueue(frontend_addr, Codec(FrontendMsg))
     worker = Worker(TokenizeManager(folder, limits, template))
     on_ready()
-    reported, reported_at = 0, 0.0
     while True:
-        messages = inbox.get(timeout=REPORT_S)
-        to_backend, to_frontend = worker.handle(messages)
-        now = time.monotonic()
-        if worker.entries != reported and (not messages or now - reported_at > REPORT_S):
-            reported, reported_at = worker.entries, now
-            to_frontend.append(DetokenizerStatsMsg(reported))
+        to_backend, to_frontend = worker.handle(inbox.get(timeout=REPORT_S))
         if to_backend:
             backend.put(to_backend)
         if to_frontend:
@@ -76,6 +70,8 @@ class Worker:
     def __init__(self, tokenize: TokenizeManager) -> None:
         self._tokenize = tokenize
         self._detokenize = DetokenizeManager(tokenize.tokenizer)
+        self._dropped = 0  # messages that contradict themselves
+        self._reported, self._reported_at = (0, 0), 0.0
 
     @property
     def entries(self) -> int:
@@ -85,36 +81,49 @@ class Worker:
     def handle(self, messages: list[TokenizerMsg]) -> tuple[list[BackendMsg], list[FrontendMsg]]:
         """Return the messages for the scheduler and those for the API server.
 
-        Running streams go first: they must not wait for a long prompt. Requests and aborts keep their order.
+        Running streams go first: they must not wait for a long prompt. Requests and aborts keep their order. A message
+        that contradicts itself is dropped, counted and logged.
         """
         to_backend: list[BackendMsg] = []
         to_frontend: list[FrontendMsg] = []
-        aborted: set[int] = set()
-        for msg in messages:
-            if isinstance(msg, DetokenizeMsg):
-                try:
-                    replies, stopped = self._detokenize.detokenize(msg)
-                except ValueError:  # parallel arrays of different lengths: a bug of the sender
-                    logger.exception("skipped a malformed DetokenizeMsg")
-                    continue
+        aborted = {msg.uid for msg in messages if isinstance(msg, AbortMsg)}
+        for msg in sorted(messages, key=lambda m: not isinstance(m, DetokenizeMsg)):
+            try:
+                self._handle(msg, aborted, to_backend, to_frontend)
+            except Exception:
+                self._dropped += 1
+                logger.exception("dropped a %s that contradicts itself", type(msg).__name__)
+        self._report(not messages, to_frontend)
+        return to_backend, to_frontend
+
+    def _handle(
+        self, msg: TokenizerMsg, aborted: set[int], to_backend: list[BackendMsg], to_frontend: list[FrontendMsg]
+    ) -> None:
+        match msg:
+            case DetokenizeMsg():
+                replies, stopped = self._detokenize.detokenize(msg)
                 to_frontend += replies
                 to_backend += [AbortMsg(uid) for uid in stopped]
-            elif isinstance(msg, AbortMsg):
-                aborted.add(msg.uid)
-        for msg in messages:
-            if isinstance(msg, TokenizeMsg):
-                if msg.uid in aborted:  # aborted in the same batch: not worth starting
-                    to_frontend.append(UserReply(uid=msg.uid, finish_reason=FinishReason.ABORT))
-                    aborted.discard(msg.uid)
-                else:
-                    self._accept(msg, to_backend, to_frontend)
-            elif isinstance(msg, EncodeMsg | DecodeMsg):
+            case TokenizeMsg(uid=uid) if uid in aborted:  # in the same batch: not worth starting
+                to_frontend.append(UserReply(uid=uid, finish_reason=FinishReason.ABORT))
+                aborted.discard(uid)
+            case TokenizeMsg():
+                self._accept(msg, to_backend, to_frontend)
+            case EncodeMsg() | DecodeMsg():
                 to_frontend.append(self._convert(msg))
-            elif isinstance(msg, EngineView):
+            case EngineView():
                 to_frontend.append(self._with_texts(msg))
-            elif isinstance(msg, AbortMsg) and msg.uid in aborted:
+            case AbortMsg(uid) if uid in aborted:
                 to_backend.append(msg)
-        return to_backend, to_frontend
+
+    def _report(self, is_idle: bool, to_frontend: list[FrontendMsg]) -> None:
+        """Tell the API server how the counts have changed, at most every `REPORT_S` while there is work."""
+        now = time.monotonic()
+        entries, dropped = self._reported
+        counts = self.entries, self._dropped + self._detokenize.dropped
+        if counts != self._reported and (is_idle or now - self._reported_at > REPORT_S):
+            self._reported, self._reported_at = counts, now
+            to_frontend.append(DetokenizerStatsMsg(counts[0] - entries, counts[1] - dropped))
 
     def _accept(self, msg: TokenizeMsg, to_backend: list[BackendMsg], to_frontend: list[FrontendMsg]) -> None:
         try:

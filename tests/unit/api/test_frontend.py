@@ -17,7 +17,9 @@ from minisgl.core import FinishReason
 from minisgl.errors import RequestError
 from minisgl.message import (
     AbortMsg,
+    ConversionReply,
     DetokenizerStatsMsg,
+    EncodeMsg,
     Failure,
     FrontendMsg,
     StatsMsg,
@@ -154,6 +156,25 @@ def test_unencodable_request_is_refused(args: ServerArgs) -> None:
     asyncio.run(run())
 
 
+def test_drain_waits_for_questions_too(args: ServerArgs, tokenizer: ZmqPullQueue[TokenizerMsg]) -> None:
+    async def run() -> None:
+        frontend = make_frontend(args)
+        replies: ZmqPushQueue[FrontendMsg] = ZmqPushQueue(args.zmq_frontend_addr, Codec(FrontendMsg))
+        question = asyncio.create_task(frontend.convert(EncodeMsg(uid=0, prompt=request())))
+        (asked,) = await asyncio.to_thread(take, tokenizer, 1)
+        assert isinstance(asked, EncodeMsg)
+        assert not await frontend.wait_idle(0.05)
+        draining = asyncio.create_task(frontend.drain(PATIENCE_S))
+        replies.put([ConversionReply(uid=asked.uid, input_ids=ids_to_bytes([7]))])
+        assert ids_from_bytes((await question).input_ids).tolist() == [7]
+        await draining
+        assert frontend.failure == ""
+        replies.close()
+        await frontend.close()
+
+    asyncio.run(run())
+
+
 def test_missing_heartbeat_is_unhealthy(args: ServerArgs, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(frontend_module, "time", SimpleNamespace(monotonic=lambda: now))
@@ -165,11 +186,13 @@ def test_missing_heartbeat_is_unhealthy(args: ServerArgs, monkeypatch: pytest.Mo
         assert frontend.health_problem == ""
         now += args.heartbeat_timeout + 1
         assert "no sign of life" in frontend.health_problem
-        scheduler.put([StatsMsg(step=7), DetokenizerStatsMsg(3), UserReply(uid=99, text="of a forgotten request")])
+        scheduler.put([DetokenizerStatsMsg(5), DetokenizerStatsMsg(-2, 4)])  # of the detokenizer, and of a tokenizer
+        scheduler.put([StatsMsg(step=7, dropped=2), UserReply(uid=99, text="of a forgotten request")])
         async with asyncio.timeout(PATIENCE_S):
-            while frontend.detokenizer_entries != 3:
+            while frontend.stats.step != 7:
                 await asyncio.sleep(0.001)
-        assert (frontend.health_problem, frontend.stats.step, frontend.detokenizer_entries) == ("", 7, 3)
+        assert (frontend.health_problem, frontend.detokenizer_entries) == ("", 3)
+        assert b'minisgl:dropped_messages_total{model_name="m"} 6.0' in frontend.render_metrics()
         scheduler.close()
         await frontend.close()
 
