@@ -8,8 +8,11 @@ import platform
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Final
 
 from minisgl.errors import ConfigError
+
+NO_DEVICE: Final = 100  # CUDA_ERROR_NO_DEVICE
 
 
 def cpu_name() -> str:
@@ -59,7 +62,8 @@ def gpu_memory() -> tuple[int, ...]:
     except OSError:
         raise OSError("there is no NVIDIA driver (libcuda.so.1)") from None
     count, device, size = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
-    if error := driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+    error = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if error not in (0, NO_DEVICE):
         raise OSError(f"NVIDIA's driver answers with error {error}")
     sizes = []
     for index in range(count.value):
