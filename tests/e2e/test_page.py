@@ -289,3 +289,13 @@ def test_copy_button(page: Browser) -> None:
     )
     assert said == "Copied"
     assert page.evaluate("navigator.clipboard.readText()") == answer
+
+
+def test_nothing_is_generating_when_nothing_runs(page: Browser) -> None:
+    figures = "{waiting: 0, cached_tokens: 240, looked_up_tokens: 1000, prompt_tokens: 1}"
+    page.evaluate(f"samples = []; showFigures({{...{figures}, running: 1, generation_tokens: 0}})")
+    page.evaluate(f"showFigures({{...{figures}, running: 1, generation_tokens: 500}})")
+    assert int(page.evaluate("$('rate').textContent")) > 0
+    page.evaluate(f"showFigures({{...{figures}, running: 0, generation_tokens: 500}})")
+    assert page.evaluate("$('rate').textContent") == "0"
+    assert page.evaluate("$('hits').textContent") == "24 %"
