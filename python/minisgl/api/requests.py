@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -35,15 +35,17 @@ class SamplingDefaults:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     @classmethod
     def from_generation_config(cls, config: dict[str, Any]) -> SamplingDefaults:
-        """The temperature, top_p and top_k of `config`, where they are numbers."""
+        """The parameters in `config` that are numbers."""
         values: dict[str, Any] = {}
-        for name, kind in (("temperature", float), ("top_p", float), ("top_k", int)):
+        for name, usual in asdict(cls()).items():
             value = config.get(name)
             if isinstance(value, int | float) and not isinstance(value, bool):
-                values[name] = kind(value)
+                values[name] = type(usual)(value)
         return cls(**values)
 
 
@@ -73,16 +75,13 @@ def sampling_params(
     prompt_logprobs: bool = False,
 ) -> SamplingParams:
     """The validated `SamplingParams`. Raises `RequestError` naming the first field that cannot be honoured."""
+    chosen = {name: usual if (v := getattr(fields, name)) is None else v for name, usual in asdict(defaults).items()}
     stop = fields.stop or ()
     params = SamplingParams(
         max_tokens=max_tokens,
-        temperature=defaults.temperature if fields.temperature is None else fields.temperature,
-        top_k=defaults.top_k if fields.top_k is None else fields.top_k,
-        top_p=defaults.top_p if fields.top_p is None else fields.top_p,
-        min_p=fields.min_p or 0.0,
+        **chosen,
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
         logit_bias=_logit_bias(fields.logit_bias or {}),
         min_tokens=fields.min_tokens or 0,
         seed=seed,

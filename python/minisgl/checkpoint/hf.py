@@ -19,6 +19,12 @@ HUBS: Final = {
 }
 MAX_HEADER: Final = 100_000_000  # bytes, as the format says
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_OTHER_FORMATS: Final = {
+    "*.gguf": "GGUF weights",
+    "adapter_config.json": "a LoRA adapter",
+    "*.bin": "PyTorch's pickled weights",
+    "*.npz": "MLX weights",
+}
 _HUB_FILES: Final = ["*.json", "*.jinja", "*.safetensors"]
 
 
@@ -33,14 +39,28 @@ def resolve_model(model: str, source: str = "huggingface") -> Path:
         return BUILTIN_MODEL
     path = Path(model).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"{path} has no config.json; --model takes a folder in Hugging Face's layout")
+        _require_config(path, str(path))
         return path
     if path.exists():
-        raise ConfigError(f"{path} is a file; --model takes the folder that contains config.json")
+        kind = "GGUF file, which is not supported" if path.suffix.lower() == ".gguf" else "file"
+        raise ConfigError(f"{path} is a {kind}; --model takes a folder with config.json and safetensors")
     if not _HUB_ID.fullmatch(model):
         raise ConfigError(f"model folder {model} does not exist; give an existing folder or a hub id like owner/name")
     return _download(model, source)
+
+
+def _require_config(folder: Path, name: str) -> None:
+    if not (folder / "config.json").is_file():
+        found = _other_formats(folder, name)
+        raise ConfigError(f"{name} has no config.json{found}; --model takes a folder in Hugging Face's layout")
+
+
+def _other_formats(folder: Path, name: str) -> str:
+    """Name what the folder has instead of safetensors."""
+    found = [what for pattern, what in _OTHER_FORMATS.items() if any(folder.glob(pattern))]
+    if "gguf" in name.lower() and not found:  # of a hub's model, such files are not downloaded
+        found = ["GGUF weights"]
+    return f", but {' and '.join(found)}, which cannot be served" if found else ""
 
 
 def _download(hub_id: str, source: str) -> Path:
@@ -55,13 +75,15 @@ def _download(hub_id: str, source: str) -> Path:
             "or give the path of a local model folder"
         ) from None
     try:
-        return Path(download(hub_id, allow_patterns=_HUB_FILES))
+        folder = Path(download(hub_id, allow_patterns=_HUB_FILES))
     except Exception as e:  # its errors have many unrelated bases: HTTP, file system, missing repository, offline mode
         cause = str(e).strip().partition("\n")[0]
         raise ConfigError(
             f"could not download {hub_id} from {source} ({type(e).__name__}: {cause}); "
             "download it elsewhere and give --model its local path"
         ) from e
+    _require_config(folder, hub_id)
+    return folder
 
 
 def model_name(model: str) -> str:
@@ -121,8 +143,8 @@ def max_model_len(config: dict[str, Any]) -> int:
     With longrope the context ends at the original length: beyond, the frequencies of all positions would change.
     """
     longest = config.get("max_position_embeddings")
-    if not isinstance(longest, int) or longest < 2:
-        raise ConfigError(f"config.json has max_position_embeddings={longest!r}; a number of tokens is needed")
+    if not isinstance(longest, int) or not 2 <= longest < 2**31:
+        raise ConfigError(f"config.json has max_position_embeddings={longest!r:.60}; a number of tokens is needed")
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if isinstance(rope, dict) and "short_factor" in rope:
         key = "original_max_position_embeddings"
@@ -149,12 +171,17 @@ def require_complete(path: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the checkpoint's safetensors files in name order: those in its index, else all in the folder."""
+    """Return the checkpoint's safetensors files in name order, without other sets of files beside it.
+
+    As transformers does, take model.safetensors, else the files of the index; else all files, model* if there are any.
+    """
+    if (whole := folder / "model.safetensors").is_file():
+        return [whole]
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        files = sorted(folder.glob("*.safetensors"))
+        files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
         if not files:
-            raise ConfigError(f"{folder} has no *.safetensors weights (other formats can run code: not supported)")
+            raise ConfigError(f"{folder} has no *.safetensors weights{_other_formats(folder, folder.name)}")
         return files
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

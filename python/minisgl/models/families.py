@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from minisgl.models.llama import LlamaForCausalLM
 
 LLAMA: Final = "minisgl.models.llama:LlamaForCausalLM"
+WINDOW: Final = {"sliding_window": 4096}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +64,17 @@ class Family:
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
         "LlamaForCausalLM": Family(on_cpu_step=True, has_mlp_bias_option=True),
-        "MistralForCausalLM": Family(on_cpu_step=True, qkv_bias=False, o_bias=False, slides="all"),
+        "MistralForCausalLM": Family(on_cpu_step=True, qkv_bias=False, o_bias=False, slides="all", defaults=WINDOW),
         "Qwen2ForCausalLM": Family(
-            on_cpu_step=True, qkv_bias=True, o_bias=False, slides="last", has_window_switch=True
+            on_cpu_step=True, qkv_bias=True, o_bias=False, slides="last", has_window_switch=True, defaults=WINDOW
         ),
-        "Qwen3ForCausalLM": Family(on_cpu_step=True, qk_norm=True, slides="last", has_window_switch=True),
+        "Qwen3ForCausalLM": Family(
+            on_cpu_step=True,
+            qk_norm=True,
+            slides="last",
+            has_window_switch=True,
+            defaults=WINDOW | {"head_dim": 128},
+        ),
         "Phi3ForCausalLM": Family(
             on_cpu_step=True,
             qkv_bias=False,
@@ -81,6 +88,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             qk_norm=True,
             slides="all",
             has_window_switch=True,
+            defaults=WINDOW,
             experts=ExpertFlags(
                 "mlp", ("gate_proj", "up_proj", "down_proj"), "moe_intermediate_size", has_options=True
             ),
@@ -105,7 +113,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 "query_pre_attn_scalar": 256,
                 "rope_local_base_freq": 10000.0,
                 "rope_theta": 1e6,
-                "sliding_window": 4096,
+                **WINDOW,
                 "sliding_window_pattern": 6,
                 "tie_word_embeddings": True,
             },

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 DEFAULTS: Final = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}  # transformers' defaults, unless a family has its own
 LARGE: Final = 2**26  # weights; in float32 256 MB
+MAX_LAYERS: Final = 4096  # more are a mistake, or an attempt to take all memory
 ACTIVATIONS: Final = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """transformers' names -> names in `ops/reference.py: GATES`."""
 
@@ -102,7 +103,7 @@ class ModelConfig:
         if head_dim % 2:
             raise ConfigError(f"head_dim {head_dim} is odd, so rotary embeddings cannot halve it")
         max_positions = hf.max_model_len(config)
-        num_layers = size(config, "num_hidden_layers")
+        num_layers = size(config, "num_hidden_layers", most=MAX_LAYERS)
         bias = bool(config.get("attention_bias", False))
         rope, window_rope = read_ropes(config, head_dim)
         windows = read_windows(config, num_layers, family.slides, family.has_window_switch)
@@ -139,15 +140,19 @@ class ModelConfig:
 def _architecture(config: dict[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise ConfigError(f"config.json has architectures={names!r}; it must name one of {', '.join(MODELS.names)}")
+        raise ConfigError(f"config.json has architectures={names!r:.60}; it must name one of {', '.join(MODELS.names)}")
     if names[0] not in FAMILIES:
-        raise ConfigError(f"model architecture {names[0]} is not supported; supported: {', '.join(MODELS.names)}")
+        raise ConfigError(f"model architecture {names[0]:.60} is not supported; supported: {', '.join(MODELS.names)}")
     return names[0]
 
 
 def _refuse_unsupported(config: dict[str, Any]) -> None:
-    if config.get("quantization_config") is not None:
-        raise ConfigError("quantized checkpoints are not supported yet; use the model's float16 or bfloat16 version")
+    if (quantization := config.get("quantization_config")) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise ConfigError(
+            f"this checkpoint is quantized ({method or 'method not named'!s:.40}), which is not supported yet; "
+            "use the model's float16 or bfloat16 version"
+        )
     for field in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.get(field) is not None:
             raise ConfigError(f"{field}={config[field]} is not supported; only models without softcapping are")

@@ -38,9 +38,11 @@ def read_windows(
     `layer_types` overrides the family's rule, except in families with equal layers, where both must agree.
     """
     kinds = config.get("layer_types")
-    if kinds is not None and (len(kinds) != num_layers or not {*kinds} <= {FULL, SLIDING}):
+    is_list = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
+    if kinds is not None and not (is_list and len(kinds) == num_layers):
         raise ConfigError(
-            f"config.json has layer_types={kinds}; for {num_layers} layers as many of {FULL} and {SLIDING} are needed"
+            f"config.json has layer_types={kinds!r:.60}; "
+            f"for {num_layers} layers as many of {FULL} and {SLIDING} are needed"
         )
     is_on = config.get("sliding_window") is not None
     if has_switch:
@@ -77,7 +79,8 @@ def read_ropes(config: dict[str, Any], head_dim: int) -> tuple[RopeConfig, RopeC
     local: dict[str, Any] = {}
     if scaling.keys() & {FULL, SLIDING}:
         full, local = scaling.get(FULL) or {}, scaling.get(SLIDING) or {}
-    return _rope(config, full, head_dim), _rope(config, {**local_theta, **local}, head_dim)
+    is_dict = isinstance(local, dict)
+    return _rope(config, full, head_dim), _rope(config, local_theta | local if is_dict else local, head_dim)
 
 
 def _rope(config: dict[str, Any], scaling: dict[str, Any], head_dim: int) -> RopeConfig:
@@ -163,19 +166,19 @@ def _longrope(scaling: dict[str, Any], theta: float, original: int, max_position
     )
 
 
-def size(config: dict[str, Any], key: str, default: int | None = None) -> int:
-    """Return a positive integer field, or `default` if it is null or absent; raise `ConfigError` otherwise."""
+def size(config: dict[str, Any], key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
+    """Return an integer field of 1 to `most`, or `default` if it is null or absent; raise `ConfigError` otherwise."""
     value = config.get(key)
     if value is None and default is not None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"config.json has {key}={value!r}; a positive integer is needed")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ConfigError(f"config.json has {key}={value!r:.60}; an integer from 1 to {most} is needed")
     return value
 
 
 def number(config: dict[str, Any], key: str, default: float | None = None) -> float:
     """Return a positive, finite number field, or `default` if it is absent; raise `ConfigError` otherwise."""
     value = config.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise ConfigError(f"config.json has {key}={value!r}; a positive number is needed")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1e308:
+        raise ConfigError(f"config.json has {key}={value!r:.60}; a positive number is needed")
     return float(value)

@@ -45,8 +45,13 @@ def test_null_is_legal_everywhere() -> None:
 
 def test_defaults_come_from_the_model_unless_given() -> None:
     assert chat().sampling_params.temperature == 1.0
-    model = SamplingDefaults.from_generation_config({"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True})
-    assert model == SamplingDefaults(temperature=0.6, top_k=20)
+    config = {"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True, "min_p": 0.1, "repetition_penalty": 2}
+    model = SamplingDefaults.from_generation_config(config)
+    assert model == SamplingDefaults(temperature=0.6, top_k=20, min_p=0.1, repetition_penalty=2.0)
+    params = chat(model).sampling_params
+    assert (params.min_p, params.repetition_penalty) == (0.1, 2)
+    own = chat(model, min_p=0, repetition_penalty=1).sampling_params
+    assert (own.min_p, own.repetition_penalty) == (0, 1)
     assert chat(model).sampling_params.top_k == 20
     params = chat(model, temperature=0, top_k=-1, stop="s", max_tokens=3, max_completion_tokens=4).sampling_params
     assert (params.temperature, params.top_k, params.stop, params.max_tokens) == (0.0, 0, ("s",), 4)

@@ -33,13 +33,40 @@ def test_builtin_and_local(tmp_path: Path) -> None:
         ("/no/such/folder", "does not exist"),
         ("nofolder", "does not exist"),
         ("a/b/c", "does not exist"),
-        (".", "no config.json"),
+        (".", "no config.json; --model takes"),
     ],
 )
 def test_no_model(model: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
         hf.resolve_model(model)
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("m.Q4_K.gguf", "GGUF weights"),
+        ("adapter_config.json", "a LoRA adapter"),
+        ("pytorch_model.bin", "pickled"),
+    ],
+)
+def test_other_formats_are_named(tmp_path: Path, file: str, says: str) -> None:
+    (tmp_path / file).touch()
+    with pytest.raises(ConfigError, match=rf"has no config\.json, but .*{says}.*, which cannot be served; --model"):
+        hf.resolve_model(str(tmp_path))
+    write(tmp_path, "config.json", {})
+    with pytest.raises(ConfigError, match=rf"has no \*\.safetensors weights, but .*{says}.*, which cannot be served"):
+        hf.weight_files(tmp_path)
+    if file.endswith("gguf"):
+        with pytest.raises(ConfigError, match=r"is a GGUF file, which is not supported; --model takes a folder"):
+            hf.resolve_model(str(tmp_path / file))
+
+
+def test_a_hub_model_without_config_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = SimpleNamespace(snapshot_download=lambda *_, **__: str(tmp_path))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    with pytest.raises(ConfigError, match=r"owner/name-GGUF has no config\.json, but GGUF weights"):
+        hf.resolve_model("owner/name-GGUF")
 
 
 def test_failed_download_advises_a_local_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +85,7 @@ def test_failed_download_advises_a_local_path(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("source", "module"), [("huggingface", "huggingface_hub"), ("modelscope", "modelscope")])
 def test_download(source: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the hub that was asked for is imported, and only its call is faked."""
+    write(tmp_path, "config.json", {})
     asked: list[tuple[str, list[str]]] = []
 
     def snapshot_download(hub_id: str, *, allow_patterns: list[str]) -> str:
@@ -107,7 +135,7 @@ def test_bad_eos(tmp_path: Path, value: Any) -> None:
 
 
 def test_unreadable_config(tmp_path: Path) -> None:
-    for text in ("{", "[]", "\xff"):
+    for text in ("{", "[]", "\xff", '{"a":' * 100_000, '{"a": ' + "1" * 10_000 + "}"):
         (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
         with pytest.raises(ConfigError, match=r"config\.json"):
             hf.load_config(tmp_path)
@@ -127,9 +155,13 @@ def test_weight_files(tmp_path: Path) -> None:
     for name in ("b.safetensors", "a.safetensors"):
         (tmp_path / name).touch()
     assert [f.name for f in hf.weight_files(tmp_path)] == ["a.safetensors", "b.safetensors"]
+    (tmp_path / "model-1.safetensors").touch()
+    assert [f.name for f in hf.weight_files(tmp_path)] == ["model-1.safetensors"]
     write(tmp_path, "model.safetensors.index.json", {"weight_map": {"x": "b.safetensors", "y": "b.safetensors"}})
     assert [f.name for f in hf.weight_files(tmp_path)] == ["b.safetensors"]
     for bad in ({"x": "missing.safetensors"}, {"x": "../b.safetensors"}, {}):
         write(tmp_path, "model.safetensors.index.json", {"weight_map": bad})
         with pytest.raises(ConfigError):
             hf.weight_files(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    assert [f.name for f in hf.weight_files(tmp_path)] == ["model.safetensors"]

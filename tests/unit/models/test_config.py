@@ -53,6 +53,48 @@ def test_configs_written_by_transformers_are_read(name: str):
     assert make().rope is not None and ModelConfig.from_hf(raw).num_layers == theirs.num_hidden_layers
 
 
+@pytest.mark.parametrize("name", configurations())
+def test_absent_fields_mean_what_transformers_assumes(name: str):
+    theirs = configurations()[name]
+    raw = {**theirs.to_dict(), "architectures": [architecture(theirs)], "max_position_embeddings": 32768}
+    if "use_sliding_window" in raw:
+        raw |= {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 77}
+        raw.pop("layer_types", None)
+    # A wrong number of KV heads is seen in the weights. Phi-3's original context has a default that few models have.
+    for key in raw.keys() - {"num_key_value_heads", "original_max_position_embeddings"}:
+        less = {k: v for k, v in raw.items() if k != key}
+        try:
+            ours = ModelConfig.from_hf(less)
+        except ConfigError:
+            continue  # not assumed here
+        full = type(theirs).from_dict(less).to_dict()
+        assert ours == ModelConfig.from_hf({**full, "architectures": raw["architectures"]}), key
+
+
+def refusal(config: dict) -> str:
+    try:
+        ModelConfig.from_hf(config)
+    except ConfigError as e:
+        return str(e)
+    return ""
+
+
+ODD = [None, -1, 0, 1.5, "x", "", [], {}, [None], [[]], {"a": 1}, True, float("inf"), float("nan"), 10**30, 10**400]
+
+
+@pytest.mark.parametrize("name", configurations())
+def test_odd_values_are_read_or_refused(name: str):
+    theirs = configurations()[name]
+    raw = {**theirs.to_dict(), "architectures": [architecture(theirs)]}
+    raw |= dict.fromkeys(("rope_scaling", "quantization_config", "rope_theta", "attn_logit_softcapping"))
+    ropes = raw["rope_parameters"]
+    cases = [{key: odd} for key in raw for odd in ODD]
+    cases += [{"rope_parameters": {**ropes, key: odd}} for key in ropes for odd in ODD]
+    for changes in cases:
+        said = refusal({**raw, **changes})
+        assert "\n" not in said and len(said) < 1000, changes
+
+
 def test_yarn():
     rope = make(rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}).rope
     assert (rope.type, rope.original_max_position_embeddings, rope.beta_fast, rope.truncate) == ("yarn", 32, 32.0, True)
@@ -99,7 +141,13 @@ def test_unsupported_experts_are_refused(changes: dict, message: str):
 REFUSED = {
     "architecture": ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: Llama"),
     "no architecture": ({"architectures": None}, "must name one of"),
-    "quantized": ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
+    "quantized": ({"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\)"),
+    "quantized, somehow": ({"quantization_config": []}, r"quantized \(method not named\)"),
+    "images": (
+        {"architectures": ["LlavaForConditionalGeneration"], "vocab_size": None},
+        "LlavaForConditionalGeneration is not supported",
+    ),
+    "too many layers": ({"num_hidden_layers": 10**30}, "from 1 to 4096"),
     "activation": ({"hidden_act": "gelu"}, "'gelu'"),
     "window": ({"sliding_window": 32}, "sliding_window=32 is not supported"),
     "softcapping of logits": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
@@ -156,6 +204,7 @@ ON = {"sliding_window": 32, "use_sliding_window": True}
         ("Qwen3Moe", {**QWEN3_MOE, "sliding_window": 32}, (None, None)),
         ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 9}, (9, 9)),
         ("Mistral", {"sliding_window": None}, (None, None)),
+        ("Mistral", {"max_position_embeddings": 32768}, (4096, 4096)),
         ("Mistral", {"sliding_window": 4096}, (None, None)),
         ("Mistral", {"sliding_window": 64}, (64, 64)),
         ("Phi3", {"sliding_window": None}, (None, None)),

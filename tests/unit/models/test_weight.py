@@ -141,9 +141,18 @@ def test_misfitting_tensors_are_named(tmp_path: Path, defect: str):
 
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path):
     save(tmp_path, configurations()[UNTIED])
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
     save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "extra.safetensors")
     with pytest.raises(ConfigError, match=r"model\.norm\.weight is in more than one file"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["consolidated.safetensors", "adapter_model.safetensors", "model.fp16.safetensors"])
+def test_other_sets_of_tensors_are_not_read(tmp_path: Path, name: str):
+    save(tmp_path, configurations()[UNTIED])
+    whole = load_file(tmp_path / "model.safetensors")
+    save_file({key: tensor + 1 for key, tensor in whole.items()}, tmp_path / name)
+    assert torch.equal(load(tmp_path).model.embed_tokens.weight, whole["model.embed_tokens.weight"])
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path):
