@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from minisgl.checkpoint.hf import BUILTIN_MODEL
+from minisgl.errors import ConfigError
 from minisgl.launch.launch import check_args
 from minisgl.settings.options import EngineConfig, SchedulerConfig, ServerArgs
 
@@ -28,3 +31,28 @@ def test_an_unusable_template_is_told_once(folder: Path, caplog: pytest.LogCaptu
         template = check_args(args_of(folder)).template
     assert [*template.problems] == ["default"]
     assert caplog.text.count("the chat template 'default' cannot be used: it does not compile: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"vocab_size": 5}, "vision_config": {}},
+            "architecture LlavaForConditionalGeneration is not supported",
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8\)"),
+        ('{"a":' * 100_000, r"config\.json is not valid JSON"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000; an integer from 1 to 4096"),
+    ],
+)
+def test_the_first_thing_that_is_wrong_is_named(folder: Path, config: dict[str, Any] | str, says: str) -> None:
+    file = folder / "config.json"
+    if isinstance(config, dict):
+        whole = json.loads(file.read_text()) | config
+        if "text_config" in config:
+            del whole["vocab_size"]
+        config = json.dumps(whole)
+    file.write_text(config)
+    with pytest.raises(ConfigError, match=says) as e:
+        check_args(args_of(folder))
+    assert "\n" not in str(e.value)
