@@ -75,6 +75,18 @@ def test_names_stand_in_their_files() -> None:
     assert not missing
 
 
+def test_troubleshooting_quotes_messages_of_the_code() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "python").rglob("*.py"))
+    code = re.sub(r'"\n\s*f?"', "", sources)  # a message over two lines is one
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    table = page.partition("| you see | go to |")[2].partition("\n## ")[0]
+    phrases = [
+        part.strip() for quoted in re.findall(r'"([^"]+)"', table) for part in re.split(r"\.\.\.| N\b|\d+ s", quoted)
+    ]
+    assert len(phrases) > 12
+    assert [phrase for phrase in phrases if phrase not in code] == []
+
+
 def test_the_maps_of_the_code_are_up_to_date() -> None:
     for page, (begin, text, end) in blocks().items():
         assert f"{begin}\n{text}\n{end}" in page.read_text(), f"{page.name}: run `make rooms`"

@@ -141,9 +141,8 @@ def test_weights_take_eight_and_a_half_bits():
 
 
 def refusal_of(device: str = "cpu", **options: Any) -> str:
-    spec = resolve(EngineConfig(quantization="int8", **options), device)
     with pytest.raises(ConfigError, match=r"--quantization int8 needs the C\+\+ step of a CPU: ") as error:
-        Engine(spec, SimpleNamespace(type=device))
+        Engine(resolve(EngineConfig(quantization="int8", **options), device), SimpleNamespace(type=device))
     return str(error.value)
 
 

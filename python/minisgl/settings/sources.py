@@ -31,10 +31,7 @@ from minisgl.settings.options import (
 
 ENV_PREFIX: Final = "MINISGL_"
 CONFIG_HELP: Final = "YAML file of options, named like the flags; flags and the environment override the file"
-# Variables that are not options: for checks, experiments and the tests.
-OTHER_VARIABLES: Final = frozenset(
-    ["config", "check", "disable_overlap_scheduling", "cpu_isa", "traces", "screenshots", "soak_seconds"]
-)
+OTHER_VARIABLES: Final = frozenset({"config", "check", "disable_overlap_scheduling", "cpu_isa"})  # are no options
 
 
 class Parser(argparse.ArgumentParser):
