@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import tomllib
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tools.code_lines import PACKAGE, imported_rooms, imports, read_table, room_of
 
@@ -24,3 +29,19 @@ def test_imports_follow_the_order(path: Path) -> None:
     if room in TORCH_FREE or where in TORCH_FREE_FILES:
         eager = {module.partition(".")[0] for module, is_eager in imports(path) if is_eager}
         assert "torch" not in eager, f"{where} must not need torch"
+
+
+def test_dependencies_are_declared() -> None:
+    """What the package imports is a dependency of its own, not of a dependency, in the version that is tested here."""
+    project = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text())["project"]
+    declared = {canonicalize_name(r.name): r for r in map(Requirement, project["dependencies"])}
+    extras = [spec for name, specs in project["optional-dependencies"].items() if name != "dev" for spec in specs]
+    names = declared.keys() | {canonicalize_name(Requirement(spec).name) for spec in extras}
+    eager = {module.partition(".")[0] for f in PACKAGE.rglob("*.py") for module, is_eager in imports(f) if is_eager}
+    outside = eager - sys.stdlib_module_names - {"minisgl", "triton"}  # torch brings triton where it works
+    owners = {module: set(map(canonicalize_name, found)) for module, found in packages_distributions().items()}
+    assert not {module for module in outside & owners.keys() if not names & owners[module]}
+    assert declared["jinja2"].specifier.contains("3.1.6") and not declared["jinja2"].specifier.contains("3.1.5")
+    assert {"huggingface-hub", "starlette"} <= declared.keys() and not declared["uvicorn"].specifier.contains("1.0")
+    for name, requirement in declared.items():
+        assert requirement.specifier.contains(version(name).partition("+")[0]), name

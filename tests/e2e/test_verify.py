@@ -28,7 +28,8 @@ def test_the_builtin_model_passes(tmp_path: Path, capsys: pytest.CaptureFixture[
     code, checks = run(tmp_path / "table.json", "--dtype", dtype)
     assert code == 0
     ways = ("prefill", "chunked prefill", "decode", "prefix hit", "mixed batch")
-    assert list(checks) == [f"{way} = transformers" for way in ways] + [
+    texts = ("tokens", "text", "chats")
+    assert list(checks) == [f"{what} = transformers" for what in (*texts, *ways)] + [
         "cached = cold",
         "overlap on = off",
         "graph = eager",
@@ -36,7 +37,7 @@ def test_the_builtin_model_passes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert all(check["passed"] for name, check in checks.items() if name != "graph = eager")
     assert checks["graph = eager"]["passed"] is None, "a CPU has no graphs"
     out = capsys.readouterr().out
-    assert out.count("pass") == 7 and "skipped" in out
+    assert out.count("pass") == 10 and "skipped" in out
 
 
 def test_two_ranks_are_compared_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +63,7 @@ def test_one_wrong_matrix_fails(
 
     monkeypatch.setattr(command, "reference", of_other)
     code, checks = run(tmp_path / "table.json")
-    assert code == 1 and not any(check["passed"] for name, check in checks.items() if "transformers" in name)
+    assert code == 1 and not any(check["passed"] for check in checks.values() if "logits" in check["compared"])
     assert capsys.readouterr().out.count("FAIL") == 5
 
 

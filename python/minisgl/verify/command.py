@@ -29,6 +29,7 @@ from minisgl.verify.checks import (
     reference,
 )
 from minisgl.verify.steps import engine_of, stepper_of
+from minisgl.verify.texts import check_texts
 
 ROWS: Final = 16
 TEXTS: Final = (
@@ -85,12 +86,13 @@ def verify(options: dict[str, Any], length: int) -> list[Result]:
     ranks = asked.engine.tp
     others = {f"tp {ranks} = tp 1": _by_ranks(options, prompts)} if ranks > 1 else {}
     llm = LLM(**alone)
-    results, tie = [], TIES[spec.dtype]
+    tie = TIES[spec.dtype]
     engine = engine_of(llm)
     if exact is None:
         missing = "needs `pip install 'minisgl[verify]'`"
-        results = [Result(f"{name} = transformers", "-", missing, "-", None) for name in WAYS]
+        results = [Result(f"{name} = transformers", "-", missing, "-", None) for name in ("texts", *WAYS)]
     else:
+        results = check_texts(spec.folder)
         for name, way in WAYS.items():
             cases = way(stepper_of(engine), texts)
             result, worst = check_logits(name, cases, exact, theirs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +11,14 @@ import torch
 
 from contract.checkpoints import configurations, save
 from contract.harness import MiniEngine, Span
+from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.engine.config import resolve
 from minisgl.errors import ConfigError
 from minisgl.llm.completions import Completion
 from minisgl.settings.options import EngineConfig
 from minisgl.verify.checks import FLOAT32_LIMIT, HALF_FACTOR, WAYS, Reference, Texts, check_logits, compare
 from minisgl.verify.command import make_texts, verify
+from minisgl.verify.texts import check_texts
 
 
 def exact_and_off(*relative: float) -> tuple[list[tuple[list[int], torch.Tensor]], Reference]:
@@ -48,6 +51,37 @@ def test_other_dtypes_are_held_to_the_error_of_transformers(ours: float, passed:
 def test_nan_logits_fail() -> None:
     cases, exact = exact_and_off(0, float("nan"))
     assert not check_logits("decode", cases, exact, None)[0].passed
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "wrong"),
+    [
+        ("tokenizer.json", "", "", set()),
+        ("tokenizer.json", '"add_prefix_space": false', '"add_prefix_space": true', {"tokens"}),
+        ("tokenizer.json", '"special": true', '"special": false', {"text"}),
+        ("chat_template.jinja", "<|im_end|>", "<|im_end|> ", {"chats"}),
+        ("chat_template.jinja", "<|im_end|>", "{% foo %}", {"chats"}),
+    ],
+)
+@pytest.mark.filterwarnings("default")
+def test_texts_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, old: str, new: str, wrong: set[str]
+) -> None:
+    """transformers reads the built-in model; we read it with a change."""
+    from transformers import AutoTokenizer
+
+    judge = AutoTokenizer.from_pretrained(BUILTIN_MODEL)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda folder, **_: judge)
+    folder = Path(shutil.copytree(BUILTIN_MODEL, tmp_path / "model"))
+    text = (folder / file).read_text()
+    assert old in text
+    (folder / file).write_text(text.replace(old, new))
+    results = check_texts(folder)
+    assert {r.name.removesuffix(" = transformers") for r in results if not r.passed} == wrong
+
+
+def test_tokenizers_that_transformers_cannot_load_are_not_compared(tmp_path: Path) -> None:
+    assert {result.passed for result in check_texts(tmp_path)} == {None}
 
 
 def completion(*tokens: int) -> Completion:
