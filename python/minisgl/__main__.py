@@ -6,11 +6,13 @@ import argparse
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import minisgl
 from minisgl.bench.command import add_bench, run_bench
+from minisgl.engine.fit import check_fit
 from minisgl.errors import ConfigError, MinisglError
-from minisgl.settings.options import SchedulerConfig
+from minisgl.settings.options import SchedulerConfig, build_config
 from minisgl.settings.sources import (
     Parser,
     add_model_argument,
@@ -133,10 +135,17 @@ def _chat(options: argparse.Namespace) -> int:
     return chat_with_own_server(args_from_options({"port": 0} | given), sampling, options.system)
 
 
+def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of the engine. Raises `ConfigError` before torch is imported if they do not fit this machine."""
+    given = engine_options(take_options(options))
+    check_fit(build_config(SchedulerConfig, given).engine)
+    return given
+
+
 def _generate(options: argparse.Namespace) -> int:
+    given = _engine_options(options)
     from minisgl import LLM, SamplingParams
 
-    given = engine_options(take_options(options))
     params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
     llm = LLM(given.pop("model", ""), **given)
     if options.chat:
@@ -150,10 +159,12 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from minisgl.bench.report import check_writable, write_json
-    from minisgl.verify.command import verify, verify_table
 
     check_writable(options.json, "--json")
-    results = verify(engine_options(take_options(options)), options.length)
+    given = _engine_options(options)
+    from minisgl.verify.command import verify, verify_table
+
+    results = verify(given, options.length)
     print(verify_table(results))
     if options.json is not None:
         write_json(options.json, {"checks": [asdict(result) for result in results]})

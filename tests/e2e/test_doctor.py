@@ -30,6 +30,7 @@ def test_facts_of_a_machine_that_can_serve() -> None:
     assert code == 0, facts
     assert facts["start"].startswith("nothing is in the way")
     assert re.search(r"\w+, a step of the built-in model takes \d+\.\d\d ms|none, so steps .*: \w+", facts["CPU step"])
+    assert facts["its steps"].startswith("in C++")
     backends = dict(part.split(": ", 1) for part in facts["attention"].split("; "))
     assert backends["cpu"] == backends["reference"] == "usable"
     assert backends["fi"] == backends["triton"] == "device cpu is not one of cuda"

@@ -216,6 +216,16 @@ def test_bad_settings(flags: list[str], message: str) -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
 
 
+@pytest.mark.parametrize("command", ["generate x", "verify"])
+def test_other_commands_refuse_as_early(command: str) -> None:
+    code = "import sys; from minisgl.__main__ import main;print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    words = [sys.executable, "-c", code, *command.split(), "--tp", "3"]
+    env = os.environ | {"PYTHONPATH": str(ROOT / "python")}
+    result = subprocess.run(words, capture_output=True, text=True, env=env, timeout=PATIENCE_S)
+    assert result.stdout == "2 False\n"
+    assert "cannot be divided among 3 ranks" in result.stderr
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port: int = sock.getsockname()[1]

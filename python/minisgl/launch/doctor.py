@@ -18,6 +18,7 @@ from minisgl.device.machine import available_memory, choose_device, cpu_name, gp
 from minisgl.engine.fit import GB, Footprint, check_fit, estimate_step
 from minisgl.errors import ConfigError, MinisglError, NativeError
 from minisgl.launch.launch import bind_socket, check_args
+from minisgl.process.log import announce
 from minisgl.rounding import ceil_div
 from minisgl.settings.options import EngineConfig, ServerArgs
 
@@ -40,8 +41,8 @@ def examine(args: ServerArgs) -> int:
     except ConfigError as e:
         problems.append(str(e))
     for name, fact in chain(_machine(), _cpu_step(), _model(args)):
-        print(f"{name:<18}{fact}", flush=True)
-    print(f"{'start':<18}" + ("; ".join(problems) or f"nothing is in the way; {args.host} port {args.port} is free"))
+        announce(f"{name:<18}{fact}")
+    announce(f"{'start':<18}" + ("; ".join(problems) or f"nothing is in the way; {args.host} port {args.port} is free"))
     return int(bool(problems))
 
 
@@ -58,6 +59,11 @@ def _machine() -> Facts:
         return
     import torch
 
+    try:
+        torch.cuda.init()
+    except RuntimeError as e:
+        yield "GPU", f"torch cannot use it: {str(e).partition('.')[0]}"
+        return
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
         yield f"GPU {i}", f"{p.name}, {p.total_memory / GB:.0f} GB, compute capability {p.major}.{p.minor}"
@@ -120,6 +126,7 @@ def _model(args: ServerArgs) -> Facts:
     from minisgl.attention.selection import ATTENTION
     from minisgl.device.device import create_device
     from minisgl.engine.config import resolve
+    from minisgl.native.runner import refusal
 
     device = choose_device(config.device)
     spec = resolve(replace(config, dummy_weight=True), device, args.scheduler.max_prefill_length)
@@ -128,6 +135,8 @@ def _model(args: ServerArgs) -> Facts:
         "model",
         f"{model_name(config.model)}: {m.architecture}, {m.num_weights / GB:.2f} billion weights in {m.dtype}",
     )
+    if device == "cpu":
+        yield "its steps", f"op by op: {reason}" if (reason := refusal(spec)) else "in C++, if this machine has them"
     wanted = spec.attention_spec(device)
     yield "attention", "; ".join(f"{name}: {ATTENTION.refusal(name, wanted) or 'usable'}" for name in ATTENTION.names)
 
