@@ -39,6 +39,6 @@ def test_throughput_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
         assert lines == ["in 10 s: prefill 0 tok/s, decode 5 tok/s, cache hits 24 %; now: running 3, queued 0, KV 50 %"]
         after_10_s(second)
         assert lines == []
-    text = counted.render(second, 0, 0).decode()
+    text = counted.render(second, 0, 0, 0).decode()
     assert 'minisgl:prefix_cache_queries_total{model_name="m"} 1000.0' in text
     assert 'minisgl:prefix_cache_hits_total{model_name="m"} 240.0' in text
