@@ -39,6 +39,7 @@ from simulation.server import (
     BYTES,
     EOS,
     LETTERS,
+    SCHEDULER,
     STEP_S,
     TURN_S,
     SimulatedServer,
@@ -387,10 +388,11 @@ class History:
 
     def _check_aborts(self) -> None:
         """Work stops soon after the client has left or its answer has ended."""
+        over = self.server.processes[SCHEDULER].ended_at or self.ended_at
         bound = 2 * (self.world.max_delay + TURN_S) + 3 * STEP_S
         gone = {uid: c.left_at for c in self.clients if c.left_at is not None and not c.is_complete for uid in c.uids}
         for uid, at in [*self.ended.items(), *gone.items(), *self.aborted.items()]:
-            if uid in self.accepted and (end := self.scheduler_ended.get(uid, self.ended_at)) > at + bound:
+            if uid in self.accepted and (end := self.scheduler_ended.get(uid, over)) > at + bound:
                 seconds = f"{at - self.began:.3f} to {end - self.began:.3f} s"
                 self.problems.append(f"request {uid} is computed for nobody from {seconds}")
 
