@@ -215,6 +215,9 @@ def main(argv: list[str] | None = None) -> int:
     except MinisglError as e:
         print(f"minisgl: {e}", file=sys.stderr)
         return 2 if isinstance(e, ConfigError) else 1
+    except OSError as e:  # a full disk, or no more files or processes
+        print(f"minisgl: {e}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 

@@ -64,7 +64,10 @@ def cache_dir() -> Path:
 
 def build_library(target: Target) -> Path:
     """Find or compile one library, see `build_libraries`. Raises `NativeError` with the reason."""
-    (future,) = build_libraries([target])
+    try:
+        (future,) = build_libraries([target])
+    except OSError as e:  # no pipe
+        raise NativeError(f"{target.name} cannot be compiled: {e}") from e
     return future.result()
 
 
@@ -83,9 +86,9 @@ def build_libraries(targets: Sequence[Target]) -> list[Future[Path]]:
 
 
 def _find_or_compile(target: Target, alive: int) -> Path:
-    if (prebuilt := PREBUILT / target.file_name).exists():
-        return prebuilt
     try:
+        if (prebuilt := PREBUILT / target.file_name).exists():
+            return prebuilt
         folder = _private_folder(cache_dir())
         library = folder / target.file_name
         if not _is_intact(library):

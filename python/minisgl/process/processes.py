@@ -174,7 +174,7 @@ class Processes:
     def stop(self) -> None:
         """End every child: wait for those that were told to leave, then close the death pipes, then send SIGKILL."""
         if not self._reports:
-            self._join([c.name for c in self._children if c.leaves_when_told], EXIT_S)
+            self._join([c.name for c in self._children if c.leaves_when_told and c.name in self._running], EXIT_S)
         for pipe in self._death_pipes:
             pipe.close()
         self._join(list(self._running), KILL_S)
@@ -307,15 +307,14 @@ def run_dir() -> Iterator[Path]:
     base = _run_dir_base()
     _remove_stale_dirs(base)
     path = Path(tempfile.mkdtemp(prefix=DIR_PREFIX, dir=base))
-    # Lock first, then rename: no other server ever sees an unlocked "lock".
-    lock = os.open(path / "lock.new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    os.rename(path / "lock.new", path / "lock")
     try:
-        yield path
+        # Lock first, then rename: no other server ever sees an unlocked "lock".
+        with open(path / "lock.new", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            os.rename(path / "lock.new", path / "lock")
+            yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
 
 
 def _run_dir_base() -> Path:
