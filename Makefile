@@ -71,8 +71,9 @@ rooms:  ## rewrite the code lines and the tree of files in docs/architecture.md
 	$(PYTHON) tools/code_lines.py --write
 	$(PYTHON) tools/code_map.py --write
 
-soak: $(VENV)/.installed-dev  ## the long tests: 2,000 requests with disconnects, and their kind
+soak: $(VENV)/.installed-dev  ## the long tests: 2,000 requests with disconnects, simulated histories, random input
 	$(BIN)/python -m pytest -m slow $(ARGS)
+	MINISGL_FUZZ=2000 $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
 acceptance: $(VENV)/.installed-dev  ## real clients, each in its own environment, against a real server (URL=, ARGS=CLIENT)
 	$(BIN)/python tests/acceptance/run.py $(if $(URL),--url $(URL)) $(ARGS)
