@@ -7,7 +7,7 @@
 
 A prompt that contains a trigger text makes the request fail: "!error-first" before, "!error-later" after some tokens.
 After the first token of one with "!hold" nothing comes until there is a file `go` in the folder XDG_RUNTIME_DIR.
-One with "!hang" blocks the scheduler.
+One with "!hang" blocks the scheduler, one with "!raise" is an error of ours in it.
 """
 
 from __future__ import annotations
@@ -93,6 +93,8 @@ def run(args: ServerArgs, ready: Ready) -> None:
                     stub.is_held = "!hold" in text
                     if "!hang" in text:
                         time.sleep(600)
+                    if "!raise" in text:
+                        raise RuntimeError("the stub was told to fail in a step")
                     running[msg.uid] = stub
                 case AbortMsg(uid):
                     if running.pop(uid, None) is not None:

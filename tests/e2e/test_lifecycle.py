@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -82,6 +83,18 @@ def test_step_that_hangs_ends_the_server_with_its_stack() -> None:
         assert "minisgl-TP0-scheduler hangs for" in server.log
         assert "stub_server.py" in server.log and "Current thread" in server.log
         assert not any(is_running(pid) for pid in pids.values())
+
+
+def test_step_that_raises_ends_the_server_with_its_cause() -> None:
+    with ServerProcess(*NO_LIMIT, stub=True) as server, server.client() as client:
+        with client.stream("POST", "/v1/completions", json=HELD) as response:
+            lines = response.iter_lines()
+            next(lines)
+            with contextlib.suppress(httpx.TransportError):
+                client.post("/v1/completions", json={"prompt": "a few words !raise"})
+            assert "error" in [line for line in lines if line][-2]
+        assert server.wait() == 1
+        assert "the stub was told to fail in a step" in server.log
 
 
 def test_death_of_the_parent() -> None:

@@ -28,8 +28,7 @@ AUTO_STRETCH: Final = 2.0
 # waiting twice as long. The longest does not count, since no other request waits for it: it is the last, or alone.
 AUTO_RUSH_S: Final = 0.075
 # Where no stream runs, a step ends after this time for the sake of requests that come meanwhile, but not before it has
-# LARGE_TILE_TOKENS: 8B computes prompts at nearly the full rate in such steps. With the user's own target the
-# same holds; 0 is for batch jobs.
+# TILE_TOKENS. 8B on a GPU computes prompts at nearly the full rate in such steps, and a CPU does with 128 tokens.
 ALONE_S: Final = 0.1
 # A step in which a prompt is cut has whole tiles of TILE_TOKENS, since the kernels for other numbers of rows may not be
 # loaded yet (`triton/cublas.py`). Where the pace allows three times this number, the budget is a multiple of it: 8B
@@ -112,7 +111,7 @@ class Pace:
         if self.costs is None:
             return StepBudget(tokens)
         if num_running == 0:
-            return StepBudget(tokens, self.costs, ALONE_S - self.costs.base, LARGE_TILE_TOKENS)
+            return StepBudget(tokens, self.costs, ALONE_S - self.costs.base, TILE_TOKENS)
         decode = self.costs.decode_seconds(num_running, context)
         seconds = self._target
         if self._is_auto:

@@ -75,7 +75,7 @@ def test_without_running_requests_a_step_stays_short() -> None:
     pace = Pace(SchedulerConfig(itl_target_ms=10.0, max_prefill_length=5000), COSTS)
     assert 0.08 < COSTS.decode_seconds(0, 0) + COSTS.chunk_seconds(0, pace.budget(0, 0).take(0, 9999)) < ALONE_S
     slow = Pace(SchedulerConfig(max_prefill_length=5000), StepCosts(base=0.2, per_token=1e-3))
-    assert slow.budget(0, 0).take(0, 9999) == LARGE_TILE_TOKENS
+    assert slow.budget(0, 0).take(0, 9999) == TILE_TOKENS
     assert pace.budget(10, 100).take(0, 9999) < 100
     off = Pace(SchedulerConfig(itl_target_ms=0, max_prefill_length=5000), COSTS)
     assert off.budget(0, 0).take(0, 9999) == 5000

@@ -1,0 +1,45 @@
+"""The costs of a step are recovered from timed steps, in a time that a start can afford."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from minisgl import LLM
+from minisgl.core import BatchPlan, StepCosts
+from minisgl.engine import costs as measured
+from minisgl.engine.costs import measure_costs
+from support.fake_engine import step_seconds
+
+SPEC = SimpleNamespace(max_seq_len=40_960, page_size=16, max_step_tokens=8192, max_running_requests=256)
+CASES = {
+    "10M on a laptop": (StepCosts(2e-3, 2e-4, 1e-6, 2e-7), 1.5),
+    "8B on a laptop": (StepCosts(0.4, 2e-2, 1e-5, 1e-6), 8.0),
+    "8B on a GPU": (StepCosts(4e-3, 2.2e-5, 2e-9, 1e-9), 2.0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_costs_are_recovered(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    true, most = CASES[case]
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(measured, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def run(plan: BatchPlan) -> Callable[[], object]:
+        clock.now += step_seconds(true, plan)
+        return lambda: None
+
+    found = measure_costs(run, SPEC, 10_000, is_async="GPU" in case)  # type: ignore[arg-type]
+    assert found.per_token == pytest.approx(true.per_token, rel=0.3)
+    assert found.per_context == pytest.approx(true.per_context, rel=0.05, abs=1e-12)
+    assert found.per_pair == pytest.approx(true.per_pair, rel=0.3)
+    assert found.base == pytest.approx(true.base, rel=0.5)
+    assert clock.now < most, "a start would take too long"
+
+
+def test_a_cpu_has_costs() -> None:
+    with LLM(threads=1, num_pages=300) as llm:
+        costs = llm.scheduler.engine.step_costs()
+    assert costs is not None and 1e-6 < costs.per_token < 0.05 and costs.base < 5
