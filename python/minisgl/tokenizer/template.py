@@ -206,7 +206,10 @@ def _try(source: str) -> str:
         done = subprocess.run(command, input=source.encode(errors="replace"), capture_output=True, **limits)
     except subprocess.TimeoutExpired:
         return TOO_MUCH
-    return TOO_MUCH if done.returncode else done.stdout.decode()
+    if done.returncode > 0:
+        lines = done.stderr.decode().splitlines() or ["no reason given"]
+        return f"trying it failed: {lines[-1]}"
+    return TOO_MUCH if done.returncode else done.stdout.decode()  # below 0: killed at a limit
 
 
 def _trial(source: str) -> str:
