@@ -128,6 +128,50 @@ def test_sigterm_drains() -> None:
         assert server.run_dirs == []
 
 
+@pytest.mark.parametrize("victim", ["minisgl-TP0-scheduler", "minisgl-detokenizer-0"])
+def test_death_of_a_child_while_draining(victim: str) -> None:
+    with ServerProcess(*NO_LIMIT, stub=True) as server, server.client() as client:
+        pids = server.info()["processes"]
+        with client.stream("POST", "/v1/completions", json=HELD) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            assert eventually(lambda: client.get("/ready").status_code == 503)
+            os.kill(pids[victim], signal.SIGKILL)
+            rest = [line for line in lines if line]
+        assert victim in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
+        assert server.wait() == 1
+        assert not any(is_running(pid) for pid in pids.values())
+        assert server.run_dirs == []
+
+
+def test_death_of_a_child_while_starting() -> None:
+    server = ServerProcess(stub=True, env={"STUB_START": "hang"})
+    try:
+        assert eventually(lambda: "hanging" in server.log)
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        names = {Path(f"/proc/{pid}/comm").read_text().strip(): int(pid) for pid in children}
+        os.kill(names["minisgl-TP0-scheduler"[:15]], signal.SIGKILL)
+        assert server.wait() == 1
+        assert "minisgl-TP0-scheduler was killed by signal 9 (SIGKILL)" in server.log.splitlines()[-1]
+        assert eventually(lambda: not any(is_running(int(pid)) for pid in children))
+        assert server.run_dirs == []
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("files", [12, 16, 24])
+def test_start_with_too_few_open_files_is_told(files: int, tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(ROOT / "python"), "XDG_RUNTIME_DIR": str(tmp_path)}
+    limited = ["/bin/sh", "-c", 'ulimit -n "$0"; exec "$@"', str(files)]
+    command = [*limited, sys.executable, "-m", "minisgl", "serve", "--port", "0"]
+    result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=PATIENCE_S)
+    assert result.returncode == 1
+    assert "Too many open files" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize("how", ["timeout", "second signal"])
 def test_drain_ends(how: str) -> None:
     flags = ("--drain-timeout", "0.5") if how == "timeout" else NO_LIMIT
