@@ -28,7 +28,7 @@ from minisgl.message import ids_from_bytes
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.record import Entry, Header, Result, checksum
-from minisgl.scheduler.req import Req, Status
+from minisgl.scheduler.req import Admission, Req, Status
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.stats import engine_view
 from minisgl.settings.options import ServerArgs
@@ -174,6 +174,8 @@ class _ReplayingScheduler(Scheduler):
         self._answers = _Grammars()
         clock = lambda: self._answers.entry.now  # noqa: E731
         super().__init__(header.config, self._device, self._channels, self._answers, clock=clock)
+        limits = msgspec.structs.replace(header.limits, vocab_size=2**31)  # hashed tokens are no ids
+        self.admission = Admission(header.config, limits, header.num_pages * header.page_size)
 
     def replay(self, entry: Entry) -> None:
         """Take one step; raises `ReplayError` if its plan is another one."""
