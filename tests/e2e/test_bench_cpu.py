@@ -29,6 +29,7 @@ def run(path: Path, *argv: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--repeat", "1", "--steps", "2", "--cases", "decode,prefill", "--against", "minisgl,transformers")
     argv += ("--quantization", "int8", "--threads", "1")

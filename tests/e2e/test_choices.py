@@ -218,9 +218,9 @@ def narrow() -> Iterator[ServerProcess]:
 
 
 def test_timing_counts_prefill_chunks_and_queue_time(narrow: ServerProcess) -> None:
-    """With one row a request waits for the one before it."""
+    """With one row a request waits for the one before it, which is not long enough to be preempted."""
     body = {"prompt": [100 + i % 50 for i in range(300)], "max_tokens": 5, "ignore_eos": True, "return_timing": True}
-    endless = {"prompt": "Once", "ignore_eos": True, "stream": True}
+    endless = {"prompt": "Once", "ignore_eos": True, "stream": True, "max_tokens": 1200}
     with narrow.client() as http, ThreadPoolExecutor(1) as pool:
         first = http.post("/v1/completions", json=body).json()["timing"]
         second = http.post("/v1/completions", json=body).json()["timing"]
@@ -235,6 +235,6 @@ def test_timing_counts_prefill_chunks_and_queue_time(narrow: ServerProcess) -> N
     assert first["cached_tokens"] == 0
     assert second["prefill_chunks"] == 1
     assert second["cached_tokens"] >= 256
-    assert two["ttft_ms"] >= two["queue_ms"] >= 100
+    assert two["queue_ms"] >= 20
     assert two["prefill_chunks"] == 2
     require_no_leak(narrow)

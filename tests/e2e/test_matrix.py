@@ -28,7 +28,7 @@ TOOLS = [
     }
 ]
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-NEEDLE = FILLER * 60 + "The secret code of the castle is 7305982. " + FILLER * 60
+NEEDLE = FILLER * 25 + "The secret code of the castle is 7305982. " + FILLER * 25
 
 
 def user(text: str) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Times a few steps at the start, so that the scheduler can predict what a step costs on this device.
 
 On a GPU the whole takes a fraction of a second. A CPU may need a second for 64 tokens, so there the sizes follow from
-a first chunk's time. Other processes delay a CPU's steps, so there the shortest time counts.
+a first chunk's time, but for several ranks, which must take the same steps. Other processes delay a CPU's steps, so
+there the shortest time counts.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
     """Fit `StepCosts` to a few timed steps. The steps overwrite pages, so no page may be in use yet."""
     longest = min(spec.max_seq_len, num_pages * spec.page_size) - 1
     pipelined = PIPELINED if is_async else 1
+    adapts = not is_async and spec.info.size == 1
 
     def seconds(slots: list[Slot]) -> float:
         plan = spread_plan(slots, spec.page_size, num_pages)
         times: list[float] = []
-        while len(times) <= REPEATS and (is_async or sum(times) < CHUNK_S):
+        while len(times) <= REPEATS and (not adapts or sum(times) < CHUNK_S):
             count = pipelined if times else 1  # the first warms up
             started = time.perf_counter()
             waits = [run(plan) for _ in range(count)]
@@ -54,11 +56,11 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
         flags = Flag.SAMPLES | Flag.FROM_DEVICE
         return seconds([(row, context, context + 1, flags) for row in range(rows)])
 
-    large, rows = LARGE_CHUNK, DECODE_ROWS
-    if not is_async:
+    large = LARGE_CHUNK if is_async else 4 * FIRST_CHUNK
+    if adapts:
         first = min(FIRST_CHUNK, longest, spec.max_step_tokens)
-        large = min(large, max(2 * first, int(first * CHUNK_S / chunk(0, first))))
-        rows = min(rows, large // 2)
+        large = min(LARGE_CHUNK, max(2 * first, int(first * CHUNK_S / chunk(0, first))))
+    rows = min(DECODE_ROWS, large // 2)
     large = min(large, longest, spec.max_step_tokens)
     small = min(SMALL_CHUNK, large // 2)
     rows = min(rows, spec.max_running_requests)

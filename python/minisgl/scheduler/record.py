@@ -10,6 +10,7 @@ stay as they are, since requests end there. Grammars and stop strings are left o
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -146,7 +147,7 @@ class RecordingScheduler(Scheduler):
 
 
 class Writer:
-    """Encodes `entries` and writes them, in a thread of its own. A full disk ends the record, not the server."""
+    """Encodes `entries` and writes them, in a thread of its own."""
 
     def __init__(self, path: str, header: Header) -> None:
         try:
@@ -174,11 +175,12 @@ class Writer:
                 self._write(entry)
                 if self.entries.empty():
                     self._file.flush()
-            self._file.close()
-        except OSError as e:
+        except Exception as e:  # a full disk, or a bug of ours, costs the record and not the server
             logger.error("the record %s ends here: %s", self._path, e)
             while self.entries.get() is not None:
                 pass
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def _write(self, item: Header | Entry) -> None:
         data = msgspec.msgpack.encode(item)

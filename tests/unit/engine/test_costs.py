@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,9 @@ from minisgl.engine import costs as measured
 from minisgl.engine.costs import measure_costs
 from support.fake_engine import step_seconds
 
-SPEC = SimpleNamespace(max_seq_len=40_960, page_size=16, max_step_tokens=8192, max_running_requests=256)
+SPEC = SimpleNamespace(
+    max_seq_len=40_960, page_size=16, max_step_tokens=8192, max_running_requests=256, info=SimpleNamespace(size=1)
+)
 CASES = {
     "10M on a laptop": (StepCosts(2e-3, 2e-4, 1e-6, 2e-7), 1.5),
     "8B on a laptop": (StepCosts(0.4, 2e-2, 1e-5, 1e-6), 8.0),
@@ -43,3 +46,20 @@ def test_a_cpu_has_costs() -> None:
     with LLM(threads=1, num_pages=300) as llm:
         costs = llm.scheduler.engine.step_costs()
     assert costs is not None and 1e-6 < costs.per_token < 0.05 and costs.base < 5
+
+
+def test_ranks_take_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However different their speed is: each step has collectives."""
+    monkeypatch.setattr(SPEC, "info", SimpleNamespace(size=2))
+    plans: list[list[bytes]] = [[], []]
+    for per_token, seen in zip((1e-5, 1e-2), plans, strict=True):
+        clock = SimpleNamespace(now=0.0)
+        monkeypatch.setattr(measured, "time", SimpleNamespace(perf_counter=lambda c=clock: c.now))
+
+        def run(plan: BatchPlan, per_token: float = per_token, seen: list[bytes] = seen, c: Any = clock) -> Any:
+            c.now += step_seconds(StepCosts(1e-3, per_token), plan)
+            seen.append(plan.slots.tobytes())
+            return lambda: None
+
+        measure_costs(run, SPEC, 10_000, is_async=False)  # type: ignore[arg-type]
+    assert plans[0] == plans[1]

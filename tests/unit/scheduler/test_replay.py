@@ -14,6 +14,7 @@ from minisgl.errors import ConfigError
 from minisgl.message import UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.params import SamplingParams
 from minisgl.replay import Replay, ReplayError, check
+from minisgl.scheduler import record
 from minisgl.scheduler.record import Entry, RecordingScheduler, Result, Veil
 from support import traces
 from support.fake_engine import FakeEngine
@@ -53,7 +54,7 @@ def replay_of(h: Harness, path: str) -> Replay:
 def test_random_traces_are_planned_alike(depth: int, has_texts: bool, options: dict[str, Any], path: str) -> None:
     """With prefix hits, preemption, grammars, aborts, log-probabilities and small pools."""
     options["record_texts"] = has_texts
-    for seed in range(4):
+    for seed in range(2):
         h, _ = run_random_trace(100 * depth + seed, depth)
         replay = replay_of(h, path)
         replay.advance()
@@ -139,6 +140,17 @@ def test_hidden_outputs_are_the_hidden_prompts_that_repeat_them() -> None:
     assert first[4] == 2
     assert prompt(2, [5, 6, 7, 8, 2, 9, 10])[:6] == first
     assert not {*prompt(3, [6, 5, 7, 8, 2, 9])} & {*first} - {2}
+
+
+def test_a_full_disk_ends_the_record_only(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(record.logger, "error", lambda text, *values: said.append(text % values))
+    options["record"] = "/dev/full"
+    h = Harness(FakeEngine(vocab=101), 0)
+    run(h)
+    h.scheduler._close()  # type: ignore[attr-defined]
+    h.check_outputs()
+    assert [text[:42] for text in said] == ["the record /dev/full ends here: [Errno 28]"]
 
 
 def test_what_is_no_record_is_refused(path: str) -> None:
