@@ -101,7 +101,7 @@ def test_the_answers_are_right(expected: dict[str, tuple[str, int, str | None]],
     assert QUESTIONS[name][2] in text
     assert reason == {"story": "length", "tool": "tool_calls"}.get(name, "stop")
     if name == "needle":
-        assert prompt_tokens > 2900
+        assert prompt_tokens > 1200  # many chunks of 64
     if name == "tool":
         ((function, arguments),) = json.loads(text)  # a call and nothing said besides
         assert (function, json.loads(arguments)) == ("get_weather", {"city": "Paris"})
