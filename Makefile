@@ -14,7 +14,7 @@ CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-c
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat demo test test-parts test-servers quick quick-engine quick-server check rooms soak acceptance format clean
+.PHONY: help serve chat demo test test-parts test-servers test-kernels quick quick-engine quick-server check rooms soak acceptance format clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -43,13 +43,16 @@ demo: $(VENV)/.installed  ## start a server, ask it a few questions over HTTP, s
 	$(BIN)/python examples/demo.py $(if $(MODEL),--model '$(MODEL)') $(FLAGS)
 
 PYTEST := $(BIN)/python -m pytest -m 'not gpu and not slow'
-SERVERS := tests/e2e tests/benchmark tests/test_interpreter.py  # about half of the time
-test: $(VENV)/.installed-dev  ## run the tests (no GPU; a quarter of an hour on two cores)
-	@$(if $(ARGS),$(PYTEST) $(ARGS),$(MAKE) --no-print-directory -j2 test-parts test-servers)
+SERVERS := tests/e2e tests/benchmark
+KERNELS := tests/test_interpreter.py
+test: $(VENV)/.installed-dev  ## run the tests (no GPU; ten minutes on two cores)
+	@$(if $(ARGS),$(PYTEST) $(ARGS),$(MAKE) --no-print-directory -j3 test-parts test-servers test-kernels)
 test-parts:
-	$(PYTEST) -p no:cacheprovider tests $(addprefix --ignore ,$(SERVERS))
-test-servers:
+	$(PYTEST) -p no:cacheprovider tests $(addprefix --ignore ,$(SERVERS) $(KERNELS))
+test-servers:  # which mostly wait
 	$(PYTEST) -p no:cacheprovider $(SERVERS)
+test-kernels:
+	$(PYTEST) -p no:cacheprovider $(KERNELS)
 
 quick: $(VENV)/.installed-dev  ## the parts without engines, grammars and random traces (a minute on two quiet cores)
 	@$(MAKE) --no-print-directory -j2 -Otarget quick-engine quick-server

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # Ranking by cached prefix costs a tree walk a request; beyond this many it would cost more than it gains.
 LPM_MAX_WAITING = 128
-# How many tokens of later prompts may pass a prompt, for each token of its own. With more, the mean time to the first
-# token in a rush falls further, but the bound protects less.
+# How many tokens of other prompts a prompt lets pass for each token of its own, beyond those that arrived before it.
+# With more, the mean time to the first token in a rush falls further, but the bound protects less.
 OVERTAKING: Final = 16
 # After so many steps at the head of the queue a request takes the place of a running one that has MUCH_LONGER times as
 # many tokens still to come. What the other has computed stays in the prefix cache, so it loses a page at most.
@@ -65,9 +65,10 @@ class GrowthEstimate:
 class PrefillManager:
     """Admits waiting requests and plans chunks of their prompts within a token budget.
 
-    `waiting` and `chunked` (admitted, with a part of the prompt still to be planned) are sorted by `Req.priority`: the
-    uncached prompt tokens that had arrived by then, plus OVERTAKING times the request's own. So a short prompt passes a
-    long one, even between its chunks, but a prompt of n tokens is passed by less than OVERTAKING x n later tokens.
+    The shortest prompt is next, even between the chunks of a longer one that is `chunked` (admitted, with a part of the
+    prompt still to be planned). But a request goes before all that are not due once it is due: when as many prompt
+    tokens have been admitted as had arrived with it, and OVERTAKING times its own. So a prompt of n tokens waits at
+    most for twice the tokens that waited before it, and 2 x OVERTAKING x n.
     """
 
     def __init__(self, cache: CacheManager, rows: Rows, policy: str) -> None:
@@ -75,31 +76,45 @@ class PrefillManager:
         self.rows = rows
         self.policy = policy
         self.growth = GrowthEstimate()
-        self.waiting: list[Req] = []
+        self.waiting: list[Req] = []  # by length
+        self._by_deadline: list[Req] = []  # the same requests
         self.chunked: list[Req] = []
         self._arrived = 0  # uncached prompt tokens since the start
-        self._waiting_tokens = 0
+        self._waiting_tokens = 0  # those of the waiting requests
         self.patience = PATIENCE_STEPS
         self._head: tuple[Req | None, int] = None, 0  # the first of the waiting requests, and since which step
 
     def add(self, req: Req) -> None:
         """Queue a new request."""
-        uncached = len(req.ids) - self._cached_len(req)
-        self._arrived += uncached
-        req.priority = self._arrived + OVERTAKING * uncached
+        req.new_tokens = len(req.ids) - self._cached_len(req)
+        self._arrived += req.new_tokens
+        req.deadline = self._arrived + OVERTAKING * req.new_tokens
         self.put_back(req)
 
     def put_back(self, req: Req) -> None:
-        """Queue a request again with its old priority."""
-        bisect.insort(self.waiting, req, key=_priority)
-        self._waiting_tokens += len(req.ids)
+        """Queue a request again in its old position."""
+        bisect.insort(self.waiting, req, key=_length)
+        bisect.insort(self._by_deadline, req, key=_deadline)
+        self._waiting_tokens += req.new_tokens
 
     def remove(self, req: Req) -> None:
         if req.status is Status.WAITING:
-            del self.waiting[bisect.bisect_left(self.waiting, _priority(req), key=_priority)]
-            self._waiting_tokens -= len(req.ids)
+            for queue, key in ((self.waiting, _length), (self._by_deadline, _deadline)):
+                del queue[bisect.bisect_left(queue, key(req), key=key)]
+            self._waiting_tokens -= req.new_tokens
         elif req in self.chunked:
             self.chunked.remove(req)
+
+    @property
+    def _admitted(self) -> int:
+        """The prompt tokens admitted since the start, and those of requests that left the queue otherwise."""
+        return self._arrived - self._waiting_tokens
+
+    def _in_order(self) -> Iterator[Req]:
+        """Return the waiting requests in order; the queue may change meanwhile."""
+        now = self._admitted
+        due = list(itertools.takewhile(lambda req: req.deadline <= now, self._by_deadline))
+        return itertools.chain(due, (req for req in list(self.waiting) if req.deadline > now))
 
     @property
     def has_work(self) -> bool:
@@ -121,13 +136,12 @@ class PrefillManager:
         """Whether a new prompt of `length` tokens would wait for more than `limit` others, that it does not pass."""
         if self._waiting_tokens <= limit:
             return False
-        priority = self._arrived + (1 + OVERTAKING) * length
-        before = itertools.takewhile(lambda req: req.priority <= priority, self.waiting)
-        return sum(len(req.ids) for req in before) > limit
+        now = self._admitted
+        return sum(r.new_tokens for r in self.waiting if r.new_tokens <= length or r.deadline <= now) > limit
 
     def impatient(self, step: int) -> Req | None:
         """Return the head of the queue if it has been that for `patience` steps; call it once in each step."""
-        head = self.waiting[0] if self.waiting else None
+        head = next(self._in_order(), None)
         if head is not self._head[0]:
             self._head = head, step
         return head if step - self._head[1] >= self.patience else None
@@ -139,16 +153,17 @@ class PrefillManager:
         the next request does not fit, no other is admitted, but prompts already begun go on.
         """
         chunks: list[Chunk] = []
-        begun = deque(self.chunked)
+        now = self._admitted
+        begun = deque(sorted(self.chunked, key=lambda req: _turn(req, now)))
         waiting: Iterator[Req] = iter(())
         reserved = self.growth.tokens(*self.chunked)
         by_prefix = self.policy == "lpm" and len(self.waiting) <= LPM_MAX_WAITING
         if running is not None and self.rows.available and not budget.is_spent:
             reserved += self.growth.tokens_of_rows(self.rows, running)
-            waiting = iter(self._by_prefix() if by_prefix else list(self.waiting))
+            waiting = iter(self._by_prefix()) if by_prefix else self._in_order()
         candidate = next(waiting, None)
         while not budget.is_spent and (begun or candidate is not None):
-            if candidate is None or (begun and (by_prefix or _priority(begun[0]) < _priority(candidate))):
+            if candidate is None or (begun and (by_prefix or _turn(begun[0], now) < _turn(candidate, now))):
                 req = begun.popleft()
             elif self.rows.available and self._admit(candidate, reserved):
                 req, candidate = candidate, next(waiting, None)
@@ -162,7 +177,7 @@ class PrefillManager:
 
     def _by_prefix(self) -> list[Req]:
         hits = {r.uid: self._cached_len(r) for r in self.waiting}
-        return sorted(self.waiting, key=lambda r: (-hits[r.uid], _priority(r)))
+        return sorted(self._in_order(), key=lambda r: -hits[r.uid])
 
     def _cached_len(self, req: Req) -> int:
         """Return how many tokens of a waiting request have their K/V in the prefix cache."""
@@ -187,7 +202,7 @@ class PrefillManager:
             req.prefix_hit = cached_len
         self.remove(req)
         req.status = Status.RUNNING
-        bisect.insort(self.chunked, req, key=_priority)
+        self.chunked.append(req)
         return True
 
     def _chunk(self, req: Req, budget: StepBudget, chunks: list[Chunk]) -> bool:
@@ -203,5 +218,14 @@ class PrefillManager:
         return is_complete
 
 
-def _priority(req: Req) -> tuple[int, int]:
-    return req.priority, req.order
+def _length(req: Req) -> tuple[int, int]:
+    return req.new_tokens, req.order
+
+
+def _deadline(req: Req) -> tuple[int, int]:
+    return req.deadline, req.order
+
+
+def _turn(req: Req, admitted: int) -> tuple[bool, int, int]:
+    """The key that sorts requests by their turn."""
+    return (False, *_deadline(req)) if req.deadline <= admitted else (True, *_length(req))

@@ -47,7 +47,8 @@ class Req:
     ) -> None:
         self.uid = uid
         self.order = order  # arrival number: the tie-breaker of every policy
-        self.priority = 0  # the queue is sorted by it, lowest first; see `scheduler/prefill.py`
+        self.new_tokens = 0  # of the prompt on arrival, without those in the prefix cache; see `scheduler/prefill.py`
+        self.deadline = 0  # in prompt tokens admitted since the start
         self.sampling_params = sampling_params
         self.prompt_len = len(input_ids)
         self.max_len = len(input_ids) + max_tokens

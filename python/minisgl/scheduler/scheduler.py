@@ -273,7 +273,8 @@ class Scheduler:
         for victim in reversed(self.decode.running):
             left = victim.max_len - int(self.rows.confirmed_len[victim.row])
             if left > MUCH_LONGER * req.max_len:
-                victim.priority = max(victim.priority, req.priority + 1)
+                victim.new_tokens = max(victim.new_tokens, req.new_tokens + 1)
+                victim.deadline = max(victim.deadline, req.deadline + 1)
                 self.stats.preemptions += 1
                 self._leave(victim, Status.PREEMPTED)
                 return
