@@ -20,6 +20,7 @@ from minisgl.layout import NO_PAGE_WRITES, Flag
 REPEATS = 3
 FIRST_CHUNK = 16  # tokens, on a CPU
 CHUNK_S = 0.04  # how long its largest chunk may take
+SLOW_S = 0.2
 PIPELINED = 3  # steps in a row, as under load: each is launched while the one before is computed
 SMALL_CHUNK = 256
 LARGE_CHUNK = 2048
@@ -39,15 +40,16 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
     def seconds(slots: list[Slot]) -> float:
         plan = spread_plan(slots, spec.page_size, num_pages)
         times: list[float] = []
-        while len(times) <= REPEATS and (not adapts or sum(times) < CHUNK_S):
-            count = pipelined if times else 1  # the first warms up
+        # The first, which may touch memory for the first time, counts only where it is too slow for that to matter.
+        while len(times) <= REPEATS and (not adapts or sum(times) < (CHUNK_S if times[1:] else SLOW_S)):
+            count = pipelined if times else 1
             started = time.perf_counter()
             waits = [run(plan) for _ in range(count)]
             for wait in waits:
                 wait()
             times.append((time.perf_counter() - started) / count)
             plan = replace(plan, page_writes=NO_PAGE_WRITES)
-        return statistics.median(times[1:]) if is_async else min(times)
+        return (statistics.median if is_async else min)(times[1:] or times)
 
     def chunk(start: int, count: int) -> float:
         return seconds([(0, start, start + count, Flag.SAMPLES)])
@@ -60,7 +62,7 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
     if adapts:
         first = min(FIRST_CHUNK, longest, spec.max_step_tokens)
         large = min(LARGE_CHUNK, max(2 * first, int(first * CHUNK_S / chunk(0, first))))
-    rows = min(DECODE_ROWS, large // 2)
+    rows = DECODE_ROWS if is_async else min(FIRST_CHUNK, large // 2)
     large = min(large, longest, spec.max_step_tokens)
     small = min(SMALL_CHUNK, large // 2)
     rows = min(rows, spec.max_running_requests)

@@ -256,11 +256,15 @@ class Scheduler:
         return None
 
     def _preempt_for(self, req: Req) -> bool:
-        """Preempt the newest request in favour of `req`; return whether pages may have become free at once."""
+        """Preempt the newest request but for much shorter ones; return whether pages may have become free at once,
+        for `req`."""
         if self.leaving:
             return False
         candidates = [*self.decode.running, *self.prefill.chunked]
-        victim = max(candidates, key=lambda r: r.order)
+        # The oldest request goes on in any case, so that one of them ends, and short ones do where others are longer.
+        others = sorted(candidates, key=lambda r: r.order)[1:] or candidates
+        longest = max(map(self._tokens_left, others))
+        victim = next(r for r in reversed(others) if MUCH_LONGER * self._tokens_left(r) >= longest)
         if victim is req and len(candidates) == 1:
             return False  # alone: the pages it waits for are fenced or in flight
         self.prefill.growth.tighten()
@@ -268,11 +272,13 @@ class Scheduler:
         self._leave(victim, Status.PREEMPTED)
         return victim is not req
 
+    def _tokens_left(self, req: Req) -> int:
+        return req.max_len - int(self.rows.confirmed_len[req.row])
+
     def _make_room(self, req: Req) -> None:
         """Preempt the newest request that is much longer than `req`, which waits in vain, and put it behind."""
         for victim in reversed(self.decode.running):
-            left = victim.max_len - int(self.rows.confirmed_len[victim.row])
-            if left > MUCH_LONGER * req.max_len:
+            if self._tokens_left(victim) > MUCH_LONGER * req.max_len:
                 victim.new_tokens = max(victim.new_tokens, req.new_tokens + 1)
                 victim.deadline = max(victim.deadline, req.deadline + 1)
                 self.stats.preemptions += 1

@@ -42,6 +42,21 @@ def test_costs_are_recovered(case: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert clock.now < most, "a start would take too long"
 
 
+def test_the_first_touch_of_memory_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    true, clock, touched = CASES["10M on a laptop"][0], SimpleNamespace(now=0.0), set[int]()
+    monkeypatch.setattr(measured, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def run(plan: BatchPlan) -> Callable[[], object]:
+        pages = set(map(int, plan.page_writes["page"]))
+        clock.now += step_seconds(true, plan) + 1e-4 * len(pages - touched)
+        touched.update(pages)
+        return lambda: None
+
+    found = measure_costs(run, SPEC, 10_000, is_async=False)  # type: ignore[arg-type]
+    assert found.per_context == pytest.approx(true.per_context, rel=0.05)
+    assert found.per_pair == pytest.approx(true.per_pair, rel=0.3)
+
+
 def test_a_cpu_has_costs() -> None:
     with LLM(threads=1, num_pages=300) as llm:
         costs = llm.scheduler.engine.step_costs()

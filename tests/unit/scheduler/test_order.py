@@ -146,6 +146,24 @@ def test_cached_tokens_do_not_count_as_prompt_length() -> None:
     assert h.chunks == [(again, 100, 109), (fresh, 0, 40)]
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_short_requests_are_not_preempted_for_long_ones(depth: int) -> None:
+    h = Recorded(depth=depth, num_pages=150, max_prefill_length=200, mixed_batches=True)  # 600 tokens
+    h.scheduler.prefill.growth.fraction = 0.1  # hopes too much
+    for _ in range(4):
+        h.prompt(10, 500)
+    h.step()
+    short = set()
+    while h.scheduler.live:
+        if h.scheduler.step_number % 30 == 0 and len(short) < 10:
+            short.add(h.prompt(5, 60))
+        h.step()
+        preempted = {r.uid for r in h.scheduler.prefill.waiting if len(r.ids) > r.prompt_len}
+        assert not preempted & short
+    assert h.scheduler.stats.preemptions and short <= h.endings.keys()
+    h.check_outputs()
+
+
 def test_a_preempted_request_returns_to_its_old_position() -> None:
     h = Recorded(rows=3, max_prefill_length=200)
     running = [h.prompt(n, 200) for n in (20, 20, 20)]
