@@ -139,7 +139,10 @@ def long_requests(server: Server, stop: threading.Event) -> None:
 
     def run(i: int) -> None:
         text = f"{i} " + "Once upon a time there was a fox. " * 110
-        with contextlib.suppress(httpx.HTTPError), httpx.Client(base_url=server.url, timeout=60, verify=False) as client:
+        with (
+            contextlib.suppress(httpx.HTTPError),
+            httpx.Client(base_url=server.url, timeout=60, verify=False) as client,
+        ):
             body = {"prompt": text, "max_tokens": 2000, "ignore_eos": True, "stream": True}
             with client.stream("POST", "/v1/completions", json=body) as response:
                 for _ in response.iter_lines():
