@@ -76,6 +76,7 @@ rooms:  ## rewrite the code lines and the tree of files in docs/architecture.md
 
 soak: $(VENV)/.installed-dev  ## the long tests: 2,000 requests with disconnects, simulated histories, random input
 	$(BIN)/python -m pytest -m slow $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m slow tests/interpreter $(ARGS)
 	MINISGL_FUZZ=2000 $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
 acceptance: $(VENV)/.installed-dev  ## real clients, each in its own environment, against a real server (URL=, ARGS=CLIENT)

@@ -15,7 +15,7 @@ FILES = sorted((Path(__file__).parent / "interpreter").glob("test_*.py"))
 
 def run(file: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(file)],
+        [sys.executable, "-m", "pytest", "-x", "-m", "not slow", "-p", "no:cacheprovider", str(file)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

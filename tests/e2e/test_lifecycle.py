@@ -145,6 +145,22 @@ def test_death_of_a_child_while_draining(victim: str) -> None:
         assert server.run_dirs == []
 
 
+def test_frozen_child_ends_a_server_that_drains() -> None:
+    with ServerProcess(*NO_LIMIT, "--heartbeat-timeout", "4", stub=True) as server, server.client() as client:
+        pids = server.info()["processes"]
+        with client.stream("POST", "/v1/completions", json=HELD) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            assert eventually(lambda: client.get("/ready").status_code == 503)
+            os.kill(pids["minisgl-TP0-scheduler"], signal.SIGSTOP)
+            rest = [line for line in lines if line]
+        assert "error" in json.loads(rest[-2].removeprefix("data: "))
+        assert server.wait() == 1
+        assert not any(is_running(pid) for pid in pids.values())
+        assert server.run_dirs == []
+
+
 def test_death_of_a_child_while_starting() -> None:
     server = ServerProcess(stub=True, env={"STUB_START": "hang"})
     try:

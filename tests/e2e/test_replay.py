@@ -31,7 +31,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = str(tmp_path_factory.mktemp("replay") / "record")
     with ServerProcess("--record", path, "--num-pages", "300", "--threads", "1") as server:
         with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http, ThreadPoolExecutor(5) as pool:
-            list(pool.map(lambda body: http.post("/v1/completions", json=body), BODIES * 4))
+            list(pool.map(lambda body: http.post("/v1/completions", json=body), BODIES * 2))
         server.process.terminate()
         assert server.wait() == 0
     return path
@@ -55,7 +55,7 @@ def test_each_step_is_shown_in_the_engine_view(record: str) -> None:
                 browser.open(url)
                 browser.wait("!$('steps').hidden")
                 steps = int(browser.evaluate("$('slider').max"))
-                assert steps > 20 and browser.evaluate("$('tab-chat').hidden")
+                assert steps > 10 and browser.evaluate("$('tab-chat').hidden")
                 views = [httpx.get(f"{url}/engine_view?step={step}").json()["view"] for step in range(steps)]
                 rows = [len(view["requests"]) for view in views]
                 busiest = rows.index(max(rows))

@@ -68,7 +68,7 @@ def run_rank(rank: int, ranks: int, words: list[Tensor], dtype: torch.dtype, cal
         assert inbox.state.tolist() == [(call + 1) % 2, 0]
 
 
-@pytest.mark.parametrize(("ranks", "dtype", "calls"), [(2, torch.bfloat16, 20), (4, torch.float16, 6)], ids=str)
+@pytest.mark.parametrize(("ranks", "dtype", "calls"), [(2, torch.bfloat16, 8), (4, torch.float16, 4)], ids=str)
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_ranks_at_their_own_pace_agree(ranks: int, dtype: torch.dtype, calls: int):
     words = empty_inboxes(ranks)

@@ -43,6 +43,7 @@ def test_fused_decode(page_size: int, group: int, dim: int, with_norm: bool):
     check_attend(MIXES["decode"] + [(1, 65), (1, 2)], page_size, group, dim, HALF, CPU, with_norm)
 
 
+@pytest.mark.slow
 def test_attend_of_mixed_batches_and_large_ones():
     check_attend(MIXES["mixed"], 16, 2, 64, HALF, CPU, True)
     check_attend([(1, 3 + i % 5) for i in range(65)], 16, 2, 64, HALF, CPU, True)
@@ -78,6 +79,7 @@ def test_fused_decode_with_a_window(page_size: int, window: int):
     check_attend(MIXES["decode"] + [(1, 65), (1, 2)], page_size, 2, 64, HALF, CPU, True, window=window)
 
 
+@pytest.mark.slow
 def test_windows_that_are_split():
     check_forward([(1, 5), (1, 3000), (1, 64), (1, 1200)], 64, 2, 64, HALF, CPU, window=1000)
     for window in (200, 700):
@@ -125,7 +127,11 @@ def test_large_tiles_are_for_much_work_or_long_contexts():
 
 @pytest.mark.parametrize(
     "mix",
-    [[(1, 300), (1, 30), (20, 50)], [(5, 1600)], [(1, 40 + i) for i in range(45)]],
+    [
+        [(1, 300), (1, 30), (20, 50)],
+        [(5, 1600)],
+        pytest.param([(1, 40 + i) for i in range(45)], marks=pytest.mark.slow),
+    ],
     ids=["mixed", "split", "by ticket"],
 )
 def test_layers_share_a_step(mix: list[tuple[int, int]]):
@@ -138,5 +144,6 @@ def test_layers_share_a_step(mix: list[tuple[int, int]]):
     assert torch.equal(layers[0], layers[1]) and torch.equal(layers[0], layers[2])
 
 
+@pytest.mark.slow
 def test_the_same_batch_gives_the_same_bits():
     check_repeats([(1, 700), (1, 3), (5, 1100)], 2, HALF, CPU)

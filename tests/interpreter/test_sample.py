@@ -63,7 +63,7 @@ def test_greedy_takes_the_lowest_of_equals():
     assert tokens.tolist() == [600, 0] and ok.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("parts", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_candidates_of_parts(parts: int):
     torch.manual_seed(1)
     logits = torch.randn(14, 1301) * 3
@@ -80,7 +80,9 @@ def test_no_rows():
     assert OPS.sample_rows(torch.zeros(0, 30), none, none.int(), state, True).shape == (2, 0)
 
 
-@pytest.mark.parametrize(("block", "dtype"), [(64, torch.float32), (512, torch.float16)])
+@pytest.mark.parametrize(
+    ("block", "dtype"), [pytest.param(64, torch.float32, marks=pytest.mark.slow), (512, torch.float16)]
+)
 def test_cuts(dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch):
     """With tiles of 64, many rows have more candidates than fit, or too few."""
     monkeypatch.setattr(top_k_top_p, "BLOCK", block)

@@ -23,7 +23,7 @@ from minisgl.tokenizer.detokenize import DetokenizeManager
 from minisgl.tokenizer.server import Worker
 from simulation.history import ENDINGS, run_history, summary
 
-HISTORIES = int(os.environ.get("MINISGL_HISTORIES", "300"))
+HISTORIES = int(os.environ.get("MINISGL_HISTORIES", "200"))
 SOAK = int(os.environ.get("MINISGL_HISTORIES", "20000"))
 WITHIN = 300  # histories that find a planted bug
 

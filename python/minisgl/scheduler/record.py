@@ -10,7 +10,6 @@ stay as they are, since requests end there. Grammars and stop strings are left o
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -167,20 +166,20 @@ class Writer:
         self._thread.join()
 
     def _run(self) -> None:
+        item = None
         try:
-            while (item := self.entries.get()) is not None:
-                entry, uids = item
-                if self._veil is not None:
-                    self._veil.hide(entry, uids)
-                self._write(entry)
-                if self.entries.empty():
-                    self._file.flush()
+            with self._file:
+                while (item := self.entries.get()) is not None:
+                    entry, uids = item
+                    if self._veil is not None:
+                        self._veil.hide(entry, uids)
+                    self._write(entry)
+                    if self.entries.empty():
+                        self._file.flush()
         except Exception as e:  # a full disk, or a bug of ours, costs the record and not the server
             logger.error("the record %s ends here: %s", self._path, e)
-            while self.entries.get() is not None:
-                pass
-        with contextlib.suppress(OSError):
-            self._file.close()
+            while item is not None:
+                item = self.entries.get()
 
     def _write(self, item: Header | Entry) -> None:
         data = msgspec.msgpack.encode(item)
