@@ -113,8 +113,11 @@ def read_json_value(path: Path) -> Any:
 
 
 def load_config(folder: Path) -> dict[str, Any]:
-    """Read config.json."""
-    return read_json(folder / "config.json")
+    """Read config.json, and ModelOpt's hf_quant_config.json where that stands beside it."""
+    config, other = read_json(folder / "config.json"), folder / "hf_quant_config.json"
+    if "quantization_config" not in config and other.is_file():
+        config["quantization_config"] = {"quant_method": "modelopt"} | (read_json(other).get("quantization") or {})
+    return config
 
 
 def load_generation_config(folder: Path) -> dict[str, Any]:

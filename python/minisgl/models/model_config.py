@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from minisgl.checkpoint import hf
+from minisgl.checkpoint.quantization import Quantization, read_quantization
 from minisgl.errors import ConfigError
 from minisgl.models.families import FAMILIES, MODELS, ExpertFlags, Family
 from minisgl.models.positions import number, read_ropes, read_windows, size
@@ -66,6 +67,7 @@ class ModelConfig:
     fused_projections: bool
     experts: ExpertsConfig | None
     dtype: str
+    quantization: Quantization | None = None
 
     @property
     def num_weights(self) -> int:
@@ -133,6 +135,7 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             fused_projections=family.fused_projections,
             experts=_experts(config, num_layers, family.experts) if family.experts is not None else None,
+            quantization=read_quantization(config),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
         )
 
@@ -147,12 +150,6 @@ def _architecture(config: dict[str, Any]) -> str:
 
 
 def _refuse_unsupported(config: dict[str, Any]) -> None:
-    if (quantization := config.get("quantization_config")) is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise ConfigError(
-            f"this checkpoint is quantized ({method or 'method not named'!s:.40}), which is not supported yet; "
-            "use the model's float16 or bfloat16 version"
-        )
     for field in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.get(field) is not None:
             raise ConfigError(f"{field}={config[field]} is not supported; only models without softcapping are")

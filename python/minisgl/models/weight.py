@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,9 +29,11 @@ from minisgl.distributed.info import ALONE
 from minisgl.distributed.tensor_parallel import parallel_ops
 from minisgl.errors import ConfigError
 from minisgl.layers.builder import Builder, Init, Parameter, Source
+from minisgl.models.dequantize import Stored, dequantized
 from minisgl.models.families import MODELS
 
 if TYPE_CHECKING:
+    from minisgl.checkpoint.quantization import Quantization
     from minisgl.device.device import Device, Uploader
     from minisgl.models.llama import LlamaForCausalLM
     from minisgl.models.model_config import ModelConfig
@@ -69,7 +71,7 @@ def load_model(
         fill_dummy(model.parameters)
     else:
         ignored = {HEAD} if config.tie_word_embeddings else set()
-        load_weights(hf.weight_files(folder), model.parameters, ignored, device, progress)
+        load_weights(hf.weight_files(folder), model.parameters, ignored, device, progress, config.quantization)
     return model
 
 
@@ -79,15 +81,18 @@ def load_weights(
     ignored: set[str],
     device: Device,
     progress: Progress | None = None,
+    quantization: Quantization | None = None,
     threads: int | None = None,
 ) -> None:
-    """Fill every parameter from `files`, converting any float dtype to that of the parameter.
+    """Fill every parameter from `files`, converting any float dtype, and quantized matrices, to its own dtype.
 
     Tensors in `ignored` are optional, and so is the "model." in front of the decoder's names. Raise `ConfigError`
     naming an unreadable file, or tensors that are missing, unexpected, repeated, misshapen or not floating point.
     """
     with ExitStack() as stack:
         stored = _open_all(files, stack)
+        if quantization is not None:
+            stored = dequantized(stored, quantization)
         if "embed_tokens.weight" in stored:  # a decoder saved without its head lacks the prefix
             stored = {f"model.{name}": tensor for name, tensor in stored.items()}
         if HEAD in ignored and HEAD in stored:  # of a tied pair, the one that is stored
@@ -127,7 +132,7 @@ def default_threads() -> int:
     return min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
-def _check(wanted: list[tuple[Parameter, Source]], stored: dict[str, _Stored], ignored: set[str], folder: Path) -> None:
+def _check(wanted: list[tuple[Parameter, Source]], stored: dict[str, Stored], ignored: set[str], folder: Path) -> None:
     """Raise `ConfigError` unless the files have exactly the tensors that the parameters need."""
     names = {source.name for _, source in wanted}
     missing = [name for name in names if name not in stored]
@@ -147,19 +152,9 @@ def _check(wanted: list[tuple[Parameter, Source]], stored: dict[str, _Stored], i
             raise ConfigError(f"tensor {source.name} in {found.path} is {found.dtype}, not one of {', '.join(FLOATS)}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor of an open file: indexing `data` with slices gives a part of the mapped file."""
-
-    path: Path
-    data: Any
-    shape: tuple[int, ...]
-    dtype: str  # the file format's name
-
-
-def _open_all(files: list[Path], stack: ExitStack) -> dict[str, _Stored]:
+def _open_all(files: list[Path], stack: ExitStack) -> dict[str, Stored]:
     """Map all files until `stack` is closed; return their tensors in file order."""
-    stored: dict[str, _Stored] = {}
+    stored: dict[str, Stored] = {}
     for path in files:
         tensors = _open(path, stack)
         if repeated := stored.keys() & tensors.keys():
@@ -168,21 +163,21 @@ def _open_all(files: list[Path], stack: ExitStack) -> dict[str, _Stored]:
     return stored
 
 
-def _open(path: Path, stack: ExitStack) -> dict[str, _Stored]:
+def _open(path: Path, stack: ExitStack) -> dict[str, Stored]:
     """Map a file until `stack` is closed; return its tensors in file order."""
     try:
         file = stack.enter_context(safe_open(path, framework="pt"))
         slices = {name: file.get_slice(name) for name in file.offset_keys()}
     except (SafetensorError, OSError) as e:
         raise ConfigError(f"cannot read {path} ({e}); is the download complete?") from None
-    return {name: _Stored(path, data, tuple(data.get_shape()), data.get_dtype()) for name, data in slices.items()}
+    return {name: Stored(path, data, tuple(data.get_shape()), data.get_dtype()) for name, data in slices.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """The part `take` of a stored tensor, and the rows `target` of a parameter that it fills."""
 
-    stored: _Stored
+    stored: Stored
     take: tuple[slice, ...]
     target: Tensor
 
@@ -191,7 +186,7 @@ class _Piece:
         return self.target.numel() * FLOATS[self.stored.dtype]
 
 
-def _cut(parameter: Parameter, source: Source, stored: _Stored) -> Iterator[_Piece]:
+def _cut(parameter: Parameter, source: Source, stored: Stored) -> Iterator[_Piece]:
     """Cut the rows of a source into pieces of about PIECE_BYTES, of at least one row each."""
     target = parameter.tensor[source.start : source.start + source.rows]
     rows, *others = source.take

@@ -141,8 +141,21 @@ def test_unsupported_experts_are_refused(changes: dict, message: str):
 REFUSED = {
     "architecture": ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: Llama"),
     "no architecture": ({"architectures": None}, "must name one of"),
-    "quantized": ({"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\)"),
-    "quantized, somehow": ({"quantization_config": []}, r"quantized \(method not named\)"),
+    "quantized": ({"quantization_config": {"quant_method": "hqq"}}, r"quantized by hqq, .* supported: fp8,.* awq"),
+    "quantized, somehow": ({"quantization_config": {}}, r"quantized by a method without a name"),
+    "no object": ({"quantization_config": []}, r"quantization_config=\[\]; an object"),
+    "AWQ of 3 bits": ({"quantization_config": {"quant_method": "awq", "bits": 3}}, r"bits=3.* supported: 4"),
+    "AWQ for GEMV": (
+        {"quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemv"}},
+        r"version='gemv'.* supported: gemm",
+    ),
+    "GPTQ of 2 bits": ({"quantization_config": {"quant_method": "gptq", "bits": 2}}, r"bits=2.* supported: 4, 8"),
+    "blocks": ({"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, r"weight_block_size=128"),
+    "NVFP4": ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, r"quant_algo='NVFP4'"),
+    "no groups": (
+        {"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}},
+        r"no config_groups with weights",
+    ),
     "images": (
         {"architectures": ["LlavaForConditionalGeneration"], "vocab_size": None},
         "LlavaForConditionalGeneration is not supported",

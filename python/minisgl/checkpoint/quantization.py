@@ -1,0 +1,107 @@
+"""Quantized checkpoints: what config.json says about the layout of their matrices. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from minisgl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The layout of a checkpoint's quantized matrices (`models/dequantize.py`).
+
+    Which matrices are quantized is seen from the tensors that the checkpoint has: authors leave some out.
+    """
+
+    method: str  # as config.json names it
+    layout: str  # a key of `dequantize.LAYOUTS`
+    bits: int = 8
+    block: tuple[int, int] | None = None  # rows and columns of the blocks that share a scale, where not told by shapes
+    zero_offset: int = 0  # added to stored zero points
+
+
+def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
+    """Return what config.json says; None for a checkpoint that is not quantized.
+
+    Raises `ConfigError`, naming the field, for a method or an option of it that is not supported.
+    """
+    settings = config.get("quantization_config")
+    if settings is None:
+        return None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"config.json has quantization_config={settings!r:.60}; an object is needed")
+    method = settings.get("quant_method")
+    if not isinstance(method, str) or method not in METHODS:
+        raise ConfigError(
+            f"this checkpoint is quantized by {method or 'a method without a name'!s:.40}, which is not supported; "
+            f"supported: {', '.join(METHODS)}. Or use the model's float16 or bfloat16 version"
+        )
+    return METHODS[method](settings)
+
+
+def _one_of(settings: Mapping[str, Any], name: str, known: tuple[Any, ...], default: Any = None) -> Any:
+    value = settings.get(name, default)
+    if value not in known or (isinstance(value, bool) and value not in (True, False)):
+        wanted = ", ".join(str(k) for k in known if k is not None)
+        raise ConfigError(f"quantization_config has {name}={value!r:.60}, which is not supported; supported: {wanted}")
+    return value
+
+
+def _fp8(settings: Mapping[str, Any]) -> Quantization:
+    """DeepSeek's and Qwen3's blocks with `weight_scale_inv`, or one `weight_scale` a matrix or row."""
+    block = settings.get("weight_block_size")
+    if block is not None and not (
+        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    ):
+        raise ConfigError(f"quantization_config has weight_block_size={block!r:.60}; two positive numbers are needed")
+    _one_of(settings, "fmt", ("e4m3", None))
+    return Quantization(str(settings["quant_method"]), "scaled", block=None if block is None else (block[0], block[1]))
+
+
+def _compressed_tensors(settings: Mapping[str, Any]) -> Quantization:
+    formats = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+    form = _one_of(settings, "format", formats)
+    sparsity = settings.get("sparsity_config") or {}
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+        raise ConfigError("quantization_config has a sparsity_config, which is not supported; only dense matrices are")
+    groups = settings.get("config_groups")
+    weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if groups else []
+    if not weights or not all(isinstance(w, dict) for w in weights):
+        raise ConfigError("quantization_config has no config_groups with weights")
+    bits = {_one_of(w, "num_bits", (4, 8)) for w in weights}
+    if len(bits) > 1:
+        raise ConfigError("quantization_config has groups of 4 and of 8 bits, which are not supported together")
+    if form == "pack-quantized":
+        return Quantization("compressed-tensors", "packed", bits=bits.pop())
+    blocks = {tuple(w["block_structure"]) for w in weights if isinstance(w.get("block_structure"), list)}
+    return Quantization("compressed-tensors", "scaled", block=next(iter(blocks), None))
+
+
+def _awq(settings: Mapping[str, Any]) -> Quantization:
+    _one_of(settings, "bits", (4,))
+    _one_of(settings, "version", ("gemm", "GEMM"), "gemm")
+    return Quantization("awq", "awq", bits=4)
+
+
+def _gptq(settings: Mapping[str, Any]) -> Quantization:
+    bits = _one_of(settings, "bits", (4, 8))
+    form = _one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    return Quantization("gptq", "gptq", bits=bits, zero_offset=int(form == "gptq"))
+
+
+def _modelopt(settings: Mapping[str, Any]) -> Quantization:
+    _one_of(settings, "quant_algo", ("FP8", "W8A8_SQ_PER_CHANNEL", "FP8_PER_CHANNEL_PER_TOKEN"))
+    return Quantization("modelopt", "scaled")
+
+
+METHODS: Final[Mapping[str, Callable[[Mapping[str, Any]], Quantization]]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "compressed-tensors": _compressed_tensors,
+    "awq": _awq,
+    "gptq": _gptq,
+    "modelopt": _modelopt,
+}

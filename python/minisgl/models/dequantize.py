@@ -1,0 +1,267 @@
+"""The matrices of a quantized checkpoint, read as if they were stored in float32: w = (q - zero) * scale.
+
+Any part of a matrix can be read, whatever shards the ranks hold and wherever groups begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from minisgl.checkpoint.quantization import Quantization
+from minisgl.errors import ConfigError
+from minisgl.rounding import ceil_div
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of an open file: indexing `data` with slices gives a part of the mapped file."""
+
+    path: Path
+    data: Any
+    shape: tuple[int, ...]
+    dtype: str  # the file format's name
+
+    def whole(self) -> Tensor:
+        tensor: Tensor = self.data[:] if self.shape else self.data[...]
+        return tensor
+
+
+# Scales of what is not quantized here: activations and K/V.
+UNUSED: Final = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale")
+
+
+class _Matrix(Protocol):
+    """A quantized matrix [rows, columns]."""
+
+    def __getitem__(self, take: tuple[slice, slice]) -> Tensor:
+        """Return a part in float32; the bounds of both slices are explicit."""
+
+
+class _Parts:
+    """The tensors of one module; each is taken out of the checkpoint's."""
+
+    def __init__(self, stored: dict[str, Stored], module: str) -> None:
+        self._stored = stored
+        self.module = module
+
+    def take(self, *names: str) -> Stored | None:
+        """Return the first that there is."""
+        found = [self._stored.pop(f"{self.module}.{name}", None) for name in names]
+        return next((part for part in found if part is not None), None)
+
+    def need(self, *names: str) -> Stored:
+        """As `take`; raises `ConfigError` if there is none."""
+        found = self.take(*names)
+        if found is None:
+            raise ConfigError(f"the checkpoint has quantized weights {self.module} but no {self.module}.{names[0]}")
+        return found
+
+    def scale(self, *names: str) -> Stored:
+        """As `need`; raises `ConfigError` for scales that are not finite or 0."""
+        found = self.need(*names)
+        values = found.whole().float()
+        if not bool((values.isfinite() & (values != 0)).all()):
+            raise ConfigError(f"tensor {self.module}.{names[0]} in {found.path} has scales that are 0 or not finite")
+        return found
+
+    def require(self, part: Stored, name: str, *shapes: tuple[int, ...]) -> None:
+        """Raises `ConfigError` if `part` has none of the shapes."""
+        if part.shape not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+            raise ConfigError(
+                f"tensor {self.module}.{name} in {part.path} has shape {list(part.shape)} instead of {wanted}"
+            )
+
+
+def dequantized(stored: dict[str, Stored], quantization: Quantization) -> dict[str, Stored]:
+    """Return the tensors of a checkpoint, in order, with one float32 matrix for the tensors of each quantized one.
+
+    Raises `ConfigError` naming a tensor that is missing, misshapen, or has scales that cannot be meant.
+    """
+    marks, read = LAYOUTS[quantization.layout]
+    rest = {name: tensor for name, tensor in stored.items() if name.rpartition(".")[2] not in UNUSED}
+    result: dict[str, Stored] = {}
+    for name, tensor in list(rest.items()):
+        module, _, last = name.rpartition(".")
+        if name not in rest or last != marks or (last == "weight" and tensor.dtype not in SCALED_DTYPES):
+            continue
+        parts = _Parts(rest, module)
+        matrix, shape = read(parts, quantization)
+        result[f"{module}.weight"] = Stored(tensor.path, matrix, shape, "F32")
+    return rest | result
+
+
+# -- 8 bits, element by element
+
+
+SCALED_DTYPES: Final = ("F8_E4M3", "I8")
+
+
+@dataclass(frozen=True, slots=True)
+class _Scaled:
+    """`weight` [N, K] and a scale for each block; `scale` has a number for each block of rows and of columns."""
+
+    weight: Any
+    scale: Tensor
+    block: tuple[int, int]
+
+    def __getitem__(self, take: tuple[slice, slice]) -> Tensor:
+        rows, columns = (torch.arange(s.start, s.stop) // size for s, size in zip(take, self.block, strict=True))
+        w: Tensor = self.weight[take].float()
+        return w.mul_(self.scale.index_select(0, rows).index_select(1, columns))
+
+
+def _scaled(parts: _Parts, quantization: Quantization) -> tuple[_Matrix, tuple[int, int]]:
+    weight = parts.need("weight")
+    if len(weight.shape) != 2:
+        raise ConfigError(f"tensor {parts.module}.weight in {weight.path} is {weight.dtype} but no matrix")
+    rows, columns = weight.shape
+    scale = parts.scale("weight_scale", "weight_scale_inv")
+    if parts.take("weight_zero_point") is not None:
+        raise ConfigError(f"tensor {parts.module}.weight has zero points, which 8-bit weights may not have here")
+    block = quantization.block or (1, columns)
+    blocks = ceil_div(rows, block[0]), ceil_div(columns, block[1])
+    parts.require(scale, "weight_scale", (), (1,), (rows,), (rows, 1), blocks)
+    if len(scale.shape) < 2 or scale.shape == (rows, 1):
+        blocks, block = ((rows, 1), (1, columns)) if rows in scale.shape else ((1, 1), (rows, columns))
+    return _Scaled(weight.data, scale.whole().float().view(blocks), block), (rows, columns)
+
+
+# -- 4 or 8 bits, packed into words of 32
+
+
+def _unpack(words: Tensor, shifts: Tensor, bits: int) -> Tensor:
+    """[..., W] int32 -> [..., W * 32 / bits] int32."""
+    return ((words.unsqueeze(-1) >> shifts) & (1 << bits) - 1).flatten(-2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Integers along one dimension of `words`, with scales and zero points for each group of columns.
+
+    words   packed weights, [N, K'] or transposed
+    scales  [N, G], or transposed
+    zeros   packed, as the layout has them; or one number for all
+    groups  [K] the group of each column
+    """
+
+    words: Callable[[slice, slice], Tensor]  # of rows and columns
+    scales: Callable[[slice], Tensor]  # [rows, G]
+    zeros: Callable[[slice], Tensor]  # [rows, G] or a scalar
+    groups: Tensor
+
+    def __getitem__(self, take: tuple[slice, slice]) -> Tensor:
+        rows, columns = take
+        groups = self.groups[columns]
+        w = self.words(rows, columns).float()
+        zeros = self.zeros(rows)
+        w -= zeros.float().index_select(1, groups) if zeros.dim() else zeros
+        return w.mul_(self.scales(rows).float().index_select(1, groups))
+
+
+def _slice(data: Any, dim: int, take: slice, other: slice, shifts: Tensor, bits: int) -> Tensor:
+    """Unpack a part of a matrix that is packed along `dim`: `take` there, `other` along the other; `dim` comes last."""
+    per = len(shifts)
+    words = slice(take.start // per, ceil_div(take.stop, per))
+    part: Tensor = data[other, words] if dim else data[words, other].t()
+    start = take.start - words.start * per
+    return _unpack(part, shifts, bits)[:, start : start + take.stop - take.start]
+
+
+def _shifts(bits: int, order: tuple[int, ...] = ()) -> Tensor:
+    return torch.tensor(order or range(32 // bits), dtype=torch.int32) * bits
+
+
+def _column_groups(parts: _Parts, columns: int, num_groups: int, order: Stored | None) -> Tensor:
+    """The group of each column: the one that is stored, or equally long groups."""
+    if order is not None:
+        parts.require(order, "g_idx", (columns,))
+        groups = order.whole().long()
+        if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
+            raise ConfigError(f"tensor {parts.module}.g_idx in {order.path} names groups that there are not")
+        return groups
+    return torch.arange(columns) // ceil_div(columns, num_groups)
+
+
+def _compressed(parts: _Parts, quantization: Quantization) -> tuple[_Matrix, tuple[int, int]]:
+    """compressed-tensors: words [N, K / per], scales [N, G], zero points [N / per, G]; numbers are signed, with an
+    offset that cancels."""
+    words, shape = parts.need("weight_packed"), parts.need("weight_shape")
+    scales, zeros, order = parts.scale("weight_scale"), parts.take("weight_zero_point"), parts.take("weight_g_idx")
+    bits, shifts = quantization.bits, _shifts(quantization.bits)
+    rows, columns = (int(n) for n in shape.whole())
+    num_groups = scales.shape[-1]
+    parts.require(words, "weight_packed", (rows, ceil_div(columns, len(shifts))))
+    parts.require(scales, "weight_scale", (rows, num_groups))
+    if zeros is not None:
+        parts.require(zeros, "weight_zero_point", (ceil_div(rows, len(shifts)), num_groups))
+    middle = torch.tensor(1 << bits - 1)
+    groups = slice(0, num_groups)
+    return (
+        _Packed(
+            lambda r, c: _slice(words.data, 1, c, r, shifts, bits),
+            lambda r: scales.data[r],
+            lambda r: middle if zeros is None else _slice(zeros.data, 0, r, groups, shifts, bits).t(),
+            _column_groups(parts, columns, num_groups, order),
+        ),
+        (rows, columns),
+    )
+
+
+AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of eight neighbours is in a word
+
+
+def _awq(parts: _Parts, quantization: Quantization) -> tuple[_Matrix, tuple[int, int]]:
+    """AutoAWQ's "gemm": words [K, N / 8] in an order of their own, scales [G, N], zero points [G, N / 8]."""
+    words, scales, zeros = parts.need("qweight"), parts.scale("scales"), parts.need("qzeros")
+    bits, shifts = quantization.bits, _shifts(quantization.bits, AWQ_ORDER)
+    columns, (num_groups, rows) = words.shape[0], scales.shape
+    parts.require(words, "qweight", (columns, ceil_div(rows, len(shifts))))
+    parts.require(zeros, "qzeros", (num_groups, ceil_div(rows, len(shifts))))
+    groups = slice(0, num_groups)
+    return (
+        _Packed(
+            lambda r, c: _slice(words.data, 1, r, c, shifts, bits).t(),
+            lambda r: scales.data[groups, r].t(),
+            lambda r: _slice(zeros.data, 1, r, groups, shifts, bits).t(),
+            _column_groups(parts, columns, num_groups, None),
+        ),
+        (rows, columns),
+    )
+
+
+def _gptq(parts: _Parts, quantization: Quantization) -> tuple[_Matrix, tuple[int, int]]:
+    """AutoGPTQ: words [K / per, N], scales [G, N], zero points [G, N / per] less `zero_offset`, groups [K]."""
+    words, scales, zeros = parts.need("qweight"), parts.scale("scales"), parts.need("qzeros")
+    order = parts.take("g_idx")
+    bits, shifts, offset = quantization.bits, _shifts(quantization.bits), quantization.zero_offset
+    columns, (num_groups, rows) = words.shape[0] * len(shifts), scales.shape
+    parts.require(words, "qweight", (ceil_div(columns, len(shifts)), rows))
+    parts.require(zeros, "qzeros", (num_groups, ceil_div(rows, len(shifts))))
+    groups = slice(0, num_groups)
+    return (
+        _Packed(
+            lambda r, c: _slice(words.data, 0, c, r, shifts, bits),
+            lambda r: scales.data[groups, r].t(),
+            lambda r: _slice(zeros.data, 1, r, groups, shifts, bits).t() + offset,
+            _column_groups(parts, columns, num_groups, order),
+        ),
+        (rows, columns),
+    )
+
+
+_Read = Callable[[_Parts, Quantization], tuple[_Matrix, tuple[int, int]]]
+
+# The tensor that every quantized matrix has, and the function that reads its module.
+LAYOUTS: Final[Mapping[str, tuple[str, _Read]]] = {
+    "scaled": ("weight", _scaled),
+    "packed": ("weight_packed", _compressed),
+    "awq": ("qweight", _awq),
+    "gptq": ("qweight", _gptq),
+}
