@@ -31,6 +31,7 @@ Serve a language model, or talk to one. Without MODEL the small demo model of th
   minisgl generate "Once upon a time"   answer prompts and exit; no server
   minisgl bench offline                 measure the engine; `minisgl bench online` measures any server
   minisgl verify ~/models/Qwen3-0.6B    check the numbers of a checkpoint on this machine
+  minisgl quantize IN OUT --scheme fp8  write a checkpoint with half of the bytes, or with int4 a quarter
   minisgl replay FILE                   run a scheduler again that `minisgl serve --record FILE` has recorded
   minisgl doctor ~/models/Qwen3-0.6B    what this machine can run, what not and why; for bug reports, too
 """
@@ -53,6 +54,16 @@ docs/models.md says why.
 REPLAY = """\
 Run the scheduler of a record again, without model or GPU, and exit with 1 if it makes another plan than the recorded
 one. With --port the page's Engine view shows each step.
+"""
+
+QUANTIZE = """\
+Write the checkpoint IN (a folder, or a name on the Hugging Face hub) into the new folder OUT, with fewer bits for the
+projections of its layers. Embeddings, norms, routers and the head stay as they are. The layouts are published ones,
+which transformers and vLLM read, too.
+
+  fp8    E4M3 with a scale for 128 x 128 weights (quant_method fp8)
+  int8   8-bit integers with a scale for each row (compressed-tensors, W8A8)
+  int4   4-bit integers with a scale for 128 weights, or fewer where the model needs it (compressed-tensors, W4A16)
 """
 
 
@@ -90,6 +101,12 @@ def _parser() -> Parser:
     )
     verify.add_argument("--json", metavar="FILE", help="write the table to this file as well")
     add_options(verify, SchedulerConfig)
+    quantize = commands.add_parser(
+        "quantize", help="write a checkpoint with fewer bits", description=QUANTIZE, formatter_class=raw
+    )
+    quantize.add_argument("input", metavar="IN", help="the checkpoint; '' for the built-in model")
+    quantize.add_argument("output", metavar="OUT", type=Path, help="the folder to write; it must not exist yet")
+    quantize.add_argument("--scheme", choices=("fp8", "int8", "int4"), required=True, help="see above")
     replay = commands.add_parser(
         "replay", help="run a recorded scheduler again", description=REPLAY, allow_abbrev=False
     )
@@ -171,6 +188,14 @@ def _verify(options: argparse.Namespace) -> int:
     return int(any(result.passed is False for result in results))
 
 
+def _quantize(options: argparse.Namespace) -> int:
+    from minisgl.models.quantize import quantize
+
+    before, after = quantize(options.input, options.output, options.scheme)
+    print(f"{options.output}: {after / 1e6:,.1f} MB of tensors instead of {before / 1e6:,.1f} MB")
+    return 0
+
+
 def _replay(options: argparse.Namespace) -> int:
     from minisgl.replay import check, serve
 
@@ -193,6 +218,7 @@ COMMANDS = {
     "generate": _generate,
     "bench": run_bench,
     "verify": _verify,
+    "quantize": _quantize,
     "replay": _replay,
     "doctor": _doctor,
     "env": _doctor,

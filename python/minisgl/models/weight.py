@@ -90,7 +90,7 @@ def load_weights(
     naming an unreadable file, or tensors that are missing, unexpected, repeated, misshapen or not floating point.
     """
     with ExitStack() as stack:
-        stored = _open_all(files, stack)
+        stored = open_all(files, stack)
         if quantization is not None:
             stored = dequantized(stored, quantization)
         if "embed_tokens.weight" in stored:  # a decoder saved without its head lacks the prefix
@@ -116,7 +116,7 @@ def has_own_head(folder: Path) -> bool:
     transformers 5 does not tie the two then, whatever config.json says.
     """
     with ExitStack() as stack:
-        stored = _open_all(hf.weight_files(folder), stack)
+        stored = open_all(hf.weight_files(folder), stack)
         head, embedding = stored.get(HEAD), stored.get(EMBEDDING)
         if head is None or embedding is None:
             return False
@@ -152,7 +152,7 @@ def _check(wanted: list[tuple[Parameter, Source]], stored: dict[str, Stored], ig
             raise ConfigError(f"tensor {source.name} in {found.path} is {found.dtype}, not one of {', '.join(FLOATS)}")
 
 
-def _open_all(files: list[Path], stack: ExitStack) -> dict[str, Stored]:
+def open_all(files: list[Path], stack: ExitStack) -> dict[str, Stored]:
     """Map all files until `stack` is closed; return their tensors in file order."""
     stored: dict[str, Stored] = {}
     for path in files:

@@ -42,7 +42,11 @@ def scaled(config: dict[str, Any], dtype: torch.dtype, scale: Tensor, name: str 
 
 def compressed(bits: int, group: int, *, zeros: bool = False, order: bool = False) -> Any:
     weights = {"num_bits": bits, "type": "int", "group_size": group, "symmetric": not zeros}
-    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": {"weights": weights}}}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"g": {"weights": weights}},
+    }
     q = torch.randint(0, 2**bits, (ROWS, COLUMNS))
     scale = torch.rand(ROWS, COLUMNS // group) + 0.1
     tensors = {
@@ -154,12 +158,20 @@ def test_scales_of_activations_and_of_the_cache_are_left(tmp_path: Path) -> None
     ("case", "change", "message"),
     [
         ("fp8 blocks", {"weight_scale_inv": None}, r"quantized weights a but no a\.weight_scale"),
-        ("fp8 blocks", {"weight_scale_inv": torch.ones(3, 2)}, r"a\.weight_scale in .* shape \[3, 2\] instead of .*\[2, 3\]"),
+        (
+            "fp8 blocks",
+            {"weight_scale_inv": torch.ones(3, 2)},
+            r"a\.weight_scale in .* shape \[3, 2\] instead of .*\[2, 3\]",
+        ),
         ("fp8 a row", {"weight_scale": torch.zeros(ROWS, 1)}, r"a\.weight_scale in .* 0 or not finite"),
         ("int8 a row", {"weight_scale": torch.full((ROWS, 1), torch.nan)}, r"a\.weight_scale in .* 0 or not finite"),
         ("int8 a row", {"weight_zero_point": torch.ones(ROWS, 1)}, r"zero points"),
         ("awq", {"qzeros": None}, r"no a\.qzeros"),
-        ("awq", {"qzeros": torch.zeros(5, 5, dtype=torch.int32)}, r"a\.qzeros in .* shape \[5, 5\] instead of \[5, 6\]"),
+        (
+            "awq",
+            {"qzeros": torch.zeros(5, 5, dtype=torch.int32)},
+            r"a\.qzeros in .* shape \[5, 5\] instead of \[5, 6\]",
+        ),
         ("gptq", {"scales": torch.ones(4, ROWS)}, r"a\.qzeros in .* shape \[5, 6\] instead of \[4, 6\]"),
         ("gptq", {"g_idx": torch.full((COLUMNS,), 9)}, r"a\.g_idx .* groups that there are not"),
         ("compressed 4 bits", {"weight_shape": None}, r"no a\.weight_shape"),

@@ -1,0 +1,185 @@
+"""`minisgl quantize`: writes a checkpoint with fewer bits a weight, in a layout that is published."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from minisgl.checkpoint import hf
+from minisgl.errors import ConfigError
+from minisgl.models.model_config import ModelConfig
+from minisgl.models.weight import FLOATS, open_all
+from minisgl.process.log import Progress
+from minisgl.rounding import ceil_div
+
+BLOCK: Final = 128
+GROUPS: Final = (128, 64, 32)  # the largest that divides the columns
+E4M3_MAX: Final = 448.0
+SHRINKS: Final = [1.0 - 0.02 * i for i in range(16)]  # of a group's scale: a smaller one may cost less than it gains
+
+WEIGHTS: Final = (".safetensors", ".bin", ".pth", ".pt", ".gguf")  # files that are not copied
+
+# The projections of a decoder's layers, but not the routers of experts, whose choices small errors change.
+QUANTIZED: Final = re.compile(r"\.layers\.\d+\.(.*\.)?(\w+_proj|w[123])\.weight$")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """`tensors` makes the tensors of a matrix [N, K], by their last name; `config` what config.json says of them.
+
+    Both are given the group size, the number of columns that share a scale where rows are cut. `ignored` is the field
+    that lists the matrices left out.
+    """
+
+    tensors: Callable[[Tensor, int], dict[str, Tensor]]
+    config: Callable[[int], dict[str, Any]]
+    ignored: str = "ignore"
+
+
+def _fp8(weight: Tensor, group: int) -> dict[str, Tensor]:
+    rows, columns = weight.shape
+    down, across = ceil_div(rows, BLOCK), ceil_div(columns, BLOCK)
+    padded = F.pad(weight.float(), (0, across * BLOCK - columns, 0, down * BLOCK - rows))
+    blocks = padded.view(down, BLOCK, across, BLOCK)
+    scale = _positive(blocks.abs().amax((1, 3)) / E4M3_MAX)
+    q = (blocks / scale[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX).view(padded.shape)[:rows, :columns]
+    return {"weight": q.to(torch.float8_e4m3fn), "weight_scale_inv": scale}
+
+
+def _int8(weight: Tensor, group: int) -> dict[str, Tensor]:
+    scale = _positive(weight.float().abs().amax(1, keepdim=True) / 127).to(weight.dtype)
+    q = (weight.float() / scale.float()).round_().clamp_(-128, 127)
+    return {"weight": q.to(torch.int8), "weight_scale": scale}
+
+
+def _int4(weight: Tensor, group: int) -> dict[str, Tensor]:
+    rows, columns = weight.shape
+    w = weight.float().view(rows, -1, group)
+    most = w.abs().amax(2, keepdim=True) / 7
+    best, least = most, torch.full_like(most, torch.inf)
+    for shrink in SHRINKS:
+        scale = _positive((most * shrink).to(weight.dtype).float())
+        error = ((w / scale).round_().clamp_(-8, 7).mul_(scale) - w).square_().sum(2, keepdim=True)
+        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+    q = ((w / best).round_().clamp_(-8, 7) + 8).view(rows, -1, 8).to(torch.int32)
+    words = (q << torch.arange(0, 32, 4, dtype=torch.int32)).sum(2, dtype=torch.int32)  # no two share a bit
+    return {
+        "weight_packed": words,
+        "weight_scale": best.squeeze(2).to(weight.dtype),
+        "weight_shape": torch.tensor([rows, columns]),
+    }
+
+
+def _positive(scale: Tensor) -> Tensor:
+    """1 for the scale of numbers that are all 0."""
+    return torch.where(scale > 0, scale, 1.0)
+
+
+def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
+    fixed = {"type": "int", "symmetric": True, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": fixed | weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+    }
+
+
+SCHEMES: Final[Mapping[str, Scheme]] = {
+    "fp8": Scheme(
+        _fp8,
+        lambda group: {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},
+        ignored="modules_to_not_convert",
+    ),
+    "int8": Scheme(
+        _int8,
+        lambda group: _compressed(
+            "int-quantized",
+            {"num_bits": 8, "strategy": "channel"},
+            {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
+        ),
+    ),
+    "int4": Scheme(
+        _int4,
+        lambda group: _compressed("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": group}, None),
+    ),
+}
+
+
+def quantize(source: str, target: Path, scheme: str) -> tuple[int, int]:
+    """Write the checkpoint `source` into the new folder `target`; return the bytes of the tensors before and after.
+
+    Raises `ConfigError` for a checkpoint that cannot be read and for a target that exists. A failure leaves nothing.
+    """
+    folder = hf.resolve_model(source)
+    config = hf.load_config(folder)
+    if ModelConfig.from_hf(config).quantization is not None:
+        raise ConfigError(f"the checkpoint in {folder} is quantized already")
+    if target.exists():
+        raise ConfigError(f"{target} exists already")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+    try:
+        with torch.inference_mode():
+            sizes = _write(folder, unfinished, config, SCHEMES[scheme])
+        unfinished.chmod(0o755)
+        unfinished.rename(target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return sizes
+
+
+def _write(folder: Path, target: Path, config: dict[str, Any], scheme: Scheme) -> tuple[int, int]:
+    files = hf.weight_files(folder)
+    with ExitStack() as stack:
+        stored = open_all(files, stack)
+        chosen = {n for n, t in stored.items() if QUANTIZED.search(n) and len(t.shape) == 2 and t.dtype in FLOATS}
+        if not chosen:
+            raise ConfigError(f"the checkpoint in {folder} has no projections to quantize")
+        widths = {stored[name].shape[1] for name in chosen}
+        group = next((size for size in GROUPS if not any(width % size for width in widths)), 0)
+        if not group and scheme is SCHEMES["int4"]:
+            raise ConfigError(f"the matrices have {sorted(widths)} columns, of which {GROUPS[-1]} are no divisor")
+        matrices = [n for n, t in stored.items() if len(t.shape) == 2 and n not in chosen and "embed" not in n]
+        plain = sorted({"lm_head", *(name.removesuffix(".weight") for name in matrices)})
+        progress = Progress("quantizing", "tensors", True)
+        places: dict[str, str] = {}
+        done = before = after = 0
+        for file in files:
+            tensors: dict[str, Tensor] = {}
+            for name, tensor in stored.items():
+                if tensor.path != file:
+                    continue
+                whole, module = tensor.whole(), name.rpartition(".")[0]
+                new = scheme.tensors(whole, group) if name in chosen else None
+                tensors |= {name: whole} if new is None else {f"{module}.{last}": t for last, t in new.items()}
+                before += whole.nbytes
+                done += 1
+                progress.update(done, len(stored))
+            places |= dict.fromkeys(tensors, file.name)
+            after += sum(t.nbytes for t in tensors.values())
+            save_file({name: t.contiguous() for name, t in tensors.items()}, target / file.name, {"format": "pt"})
+    if len(files) > 1:
+        index = {"metadata": {"total_size": after}, "weight_map": places}
+        (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    config["quantization_config"] = scheme.config(group) | {scheme.ignored: plain}
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.copytree(path, target / path.name)
+        elif path.suffix not in WEIGHTS and not path.name.endswith(".index.json") and path.name != "config.json":
+            shutil.copy(path, target)
+    return before, after
