@@ -44,21 +44,28 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
 
 def _one_of(settings: Mapping[str, Any], name: str, known: tuple[Any, ...], default: Any = None) -> Any:
     value = settings.get(name, default)
-    if value not in known or (isinstance(value, bool) and value not in (True, False)):
+    if not isinstance(value, str | int | None) or value not in known:
         wanted = ", ".join(str(k) for k in known if k is not None)
         raise ConfigError(f"quantization_config has {name}={value!r:.60}, which is not supported; supported: {wanted}")
     return value
 
 
+def _block(name: str, value: Any) -> tuple[int, int] | None:
+    """The rows and columns of a block, which compressed-tensors may also write as "128x128"."""
+    if isinstance(value, str):
+        value = [int(n) for n in value.split("x") if n.isdecimal()]
+    if value is None:
+        return None
+    if not (isinstance(value, list) and len(value) == 2 and all(type(n) is int and n > 0 for n in value)):
+        raise ConfigError(f"quantization_config has {name}={value!r:.60}; two positive numbers are needed")
+    return value[0], value[1]
+
+
 def _fp8(settings: Mapping[str, Any]) -> Quantization:
     """DeepSeek's and Qwen3's blocks with `weight_scale_inv`, or one `weight_scale` a matrix or row."""
-    block = settings.get("weight_block_size")
-    if block is not None and not (
-        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
-    ):
-        raise ConfigError(f"quantization_config has weight_block_size={block!r:.60}; two positive numbers are needed")
     _one_of(settings, "fmt", ("e4m3", None))
-    return Quantization(str(settings["quant_method"]), "scaled", block=None if block is None else (block[0], block[1]))
+    block = _block("weight_block_size", settings.get("weight_block_size"))
+    return Quantization(str(settings["quant_method"]), "scaled", block=block)
 
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> Quantization:
@@ -68,16 +75,18 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Quantization:
     if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
         raise ConfigError("quantization_config has a sparsity_config, which is not supported; only dense matrices are")
     groups = settings.get("config_groups")
-    weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if groups else []
-    if not weights or not all(isinstance(w, dict) for w in weights):
+    groups = groups if isinstance(groups, dict) else {}
+    found = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+    weights = [w for w in found if isinstance(w, dict)]
+    if not weights or len(weights) < len(found):
         raise ConfigError("quantization_config has no config_groups with weights")
     bits = {_one_of(w, "num_bits", (4, 8)) for w in weights}
     if len(bits) > 1:
         raise ConfigError("quantization_config has groups of 4 and of 8 bits, which are not supported together")
     if form == "pack-quantized":
         return Quantization("compressed-tensors", "packed", bits=bits.pop())
-    blocks = {tuple(w["block_structure"]) for w in weights if isinstance(w.get("block_structure"), list)}
-    return Quantization("compressed-tensors", "scaled", block=next(iter(blocks), None))
+    block = _block("block_structure", weights[0].get("block_structure"))
+    return Quantization("compressed-tensors", "scaled", block=block)
 
 
 def _awq(settings: Mapping[str, Any]) -> Quantization:

@@ -1,0 +1,95 @@
+"""Checkpoints that `minisgl quantize` writes are served, and a failure leaves nothing behind.
+
+transformers 5 with compressed-tensors 0.20 reads the same numbers from them (compared on 2026-11-23).
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minisgl import LLM, SamplingParams
+from minisgl.__main__ import main
+from minisgl.checkpoint.hf import BUILTIN_MODEL, load_config
+from minisgl.checkpoint.quantization import read_quantization
+from minisgl.models import quantize
+from minisgl.models.dequantize import dequantized
+from minisgl.models.weight import open_all
+
+QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "bytes_a_weight", "error"), [("fp8", 1.01, 0.04), ("int8", 1.02, 0.02), ("int4", 0.55, 0.25)]
+)
+def test_what_is_written_is_served(
+    scheme: str, bytes_a_weight: float, error: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["quantize", "", str(out), "--scheme", scheme]) == 0
+    assert f"{out}: " in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    for quantization in (None, "int8"):  # as it is, and made anew for the C++ step
+        with LLM(str(out), threads=1, num_pages=200, quantization=quantization) as llm:
+            assert llm.chat(QUESTION, SamplingParams(max_tokens=20, temperature=0))[0].text == "12 + 30 = 42."
+    before, after = load_file(BUILTIN_MODEL / "model.safetensors"), load_file(out / "model.safetensors")
+    name = "model.layers.3.mlp.down_proj"
+    parts = [t for n, t in after.items() if n.startswith(name)]
+    assert sum(t.nbytes for t in parts) < bytes_a_weight * before[f"{name}.weight"].numel()
+    made = quantize.SCHEMES[scheme].tensors(before[f"{name}.weight"], 128)
+    assert all(torch.equal(t.float(), after[f"{name}.{last}"].float()) for last, t in made.items())
+    config = load_config(out)
+    with ExitStack() as stack:
+        matrix = dequantized(open_all([out / "model.safetensors"], stack), read_quantization(config))[f"{name}.weight"]  # type: ignore[arg-type]
+        read = matrix.data[slice(0, matrix.shape[0]), slice(0, matrix.shape[1])]
+    true = before[f"{name}.weight"].float()
+    assert 0 < (read - true).norm() / true.norm() < error
+    settings = config["quantization_config"]
+    assert (settings.get("ignore") or settings["modules_to_not_convert"]) == ["lm_head"]
+
+
+def test_several_files_keep_their_index(tmp_path: Path) -> None:
+    tensors = load_file(BUILTIN_MODEL / "model.safetensors")
+    source = tmp_path / "in"
+    source.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (source / name).write_bytes((BUILTIN_MODEL / name).read_bytes())
+    files = {f"model-{i + 1}-of-2.safetensors": list(tensors)[i::2] for i in range(2)}
+    for file, names in files.items():
+        save_file({name: tensors[name] for name in names}, source / file)
+    index = {"weight_map": {name: file for file, names in files.items() for name in names}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    quantize.quantize(str(source), tmp_path / "out", "int4")
+    places = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    for file in files:
+        assert {n for n, place in places.items() if place == file} == load_file(tmp_path / "out" / file).keys()
+    with LLM(str(tmp_path / "out"), threads=1, num_pages=100) as llm:
+        assert llm.generate(["Once upon a time"], SamplingParams(max_tokens=5))[0].text
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    quantize.quantize("", out, "fp8")
+    assert main(["quantize", "", str(out), "--scheme", "int8"]) == 2
+    assert f"{out} exists already" in capsys.readouterr().err
+    assert main(["quantize", str(out), str(tmp_path / "again"), "--scheme", "int8"]) == 2
+    assert "is quantized already" in capsys.readouterr().err
+    assert main(["quantize", str(tmp_path / "none"), str(tmp_path / "again"), "--scheme", "int8"]) == 2
+
+
+def test_a_full_disk_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(quantize, "save_file", full)
+    assert main(["quantize", "", str(tmp_path / "out"), "--scheme", "int4"]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
