@@ -44,7 +44,7 @@ demo: $(VENV)/.installed  ## start a server, ask it a few questions over HTTP, s
 
 PYTEST := $(BIN)/python -m pytest -m 'not gpu and not slow'
 SERVERS := tests/e2e tests/benchmark
-KERNELS := tests/test_interpreter.py
+KERNELS := tests/test_interpreter.py tests/contract
 test: $(VENV)/.installed-dev  ## run the tests (no GPU; ten minutes on two cores)
 	@$(if $(ARGS),$(PYTEST) $(ARGS),$(MAKE) --no-print-directory -j3 test-parts test-servers test-kernels)
 test-parts:
@@ -76,7 +76,7 @@ rooms:  ## rewrite the code lines and the tree of files in docs/architecture.md
 
 soak: $(VENV)/.installed-dev  ## the long tests: 2,000 requests with disconnects, simulated histories, random input
 	$(BIN)/python -m pytest -m slow $(ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m slow tests/interpreter $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter $(ARGS)
 	MINISGL_FUZZ=2000 $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
 acceptance: $(VENV)/.installed-dev  ## real clients, each in its own environment, against a real server (URL=, ARGS=CLIENT)

@@ -40,7 +40,7 @@ def test_an_unusable_template_is_told_once(folder: Path, caplog: pytest.LogCaptu
             {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"vocab_size": 5}, "vision_config": {}},
             "architecture LlavaForConditionalGeneration is not supported",
         ),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8\)"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantized by hqq, which is not supported"),
         ('{"a":' * 100_000, r"config\.json is not valid JSON"),
         ({"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000; an integer from 1 to 4096"),
     ],

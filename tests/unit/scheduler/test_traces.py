@@ -17,7 +17,7 @@ from minisgl.scheduler.req import Req
 from support.fake_engine import FakeEngine, expected_output
 from support.traces import Harness, run_random_trace
 
-SEEDS = int(os.environ.get("MINISGL_TRACES", "24"))
+SEEDS = int(os.environ.get("MINISGL_TRACES", "16"))
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
