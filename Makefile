@@ -45,7 +45,7 @@ demo: $(VENV)/.installed  ## start a server, ask it a few questions over HTTP, s
 PYTEST := $(BIN)/python -m pytest -m 'not gpu and not slow'
 SERVERS := tests/e2e tests/benchmark
 KERNELS := tests/test_interpreter.py tests/contract
-test: $(VENV)/.installed-dev  ## run the tests (no GPU; ten minutes on two cores)
+test: $(VENV)/.installed-dev  ## run the tests (no GPU; eleven minutes on two cores)
 	@$(if $(ARGS),$(PYTEST) $(ARGS),$(MAKE) --no-print-directory -j3 test-parts test-servers test-kernels)
 test-parts:
 	$(PYTEST) -p no:cacheprovider tests $(addprefix --ignore ,$(SERVERS) $(KERNELS))

@@ -141,6 +141,7 @@ def long_requests(server: Server, stop: threading.Event) -> None:
         text = f"{i} " + "Once upon a time there was a fox. " * 110
         with (
             contextlib.suppress(httpx.HTTPError),
+            # Without certificates: 200 clients that load them would take the server's cores.
             httpx.Client(base_url=server.url, timeout=60, verify=False) as client,
         ):
             body = {"prompt": text, "max_tokens": 2000, "ignore_eos": True, "stream": True}

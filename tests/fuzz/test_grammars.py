@@ -68,17 +68,17 @@ def compiler() -> Iterator[TriedCompiler]:
     tried._trials.close()
 
 
+def require_refusal(error: RequestError, grammar: Grammar) -> None:
+    assert (error.status, error.param) == (400, grammar.param)
+    assert str(error) and "\n" not in str(error)
+
+
 def follow(compiler: TriedCompiler, grammar: Grammar, tokens: int = 40) -> str | None:
     """Follow the grammar over random tokens; return the text if it is complete then, None if not or refused."""
     try:
         matcher = compiler.compile(grammar, False)
     except RequestError as e:
-        refusal: RequestError | None = e
-    else:
-        refusal = None
-    if refusal is not None:
-        assert (refusal.status, refusal.param) == (400, grammar.param)
-        assert str(refusal) and "\n" not in str(refusal)
+        require_refusal(e, grammar)
         return None
     rng, ids = random.Random(0), []
     for _ in range(tokens):

@@ -116,7 +116,8 @@ def load_config(folder: Path) -> dict[str, Any]:
     """Read config.json, and ModelOpt's hf_quant_config.json where that stands beside it."""
     config, other = read_json(folder / "config.json"), folder / "hf_quant_config.json"
     if "quantization_config" not in config and other.is_file():
-        config["quantization_config"] = {"quant_method": "modelopt"} | (read_json(other).get("quantization") or {})
+        found = read_json(other).get("quantization")
+        config["quantization_config"] = {"quant_method": "modelopt"} | found if isinstance(found, dict) else found
     return config
 
 

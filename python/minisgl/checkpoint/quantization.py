@@ -16,7 +16,6 @@ class Quantization:
     Which matrices are quantized is seen from the tensors that the checkpoint has: authors leave some out.
     """
 
-    method: str  # as config.json names it
     layout: str  # a key of `dequantize.LAYOUTS`
     bits: int = 8
     block: tuple[int, int] | None = None  # rows and columns of the blocks that share a scale, where not told by shapes
@@ -65,7 +64,7 @@ def _fp8(settings: Mapping[str, Any]) -> Quantization:
     """DeepSeek's and Qwen3's blocks with `weight_scale_inv`, or one `weight_scale` a matrix or row."""
     _one_of(settings, "fmt", ("e4m3", None))
     block = _block("weight_block_size", settings.get("weight_block_size"))
-    return Quantization(str(settings["quant_method"]), "scaled", block=block)
+    return Quantization("scaled", block=block)
 
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> Quantization:
@@ -84,26 +83,26 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Quantization:
     if len(bits) > 1:
         raise ConfigError("quantization_config has groups of 4 and of 8 bits, which are not supported together")
     if form == "pack-quantized":
-        return Quantization("compressed-tensors", "packed", bits=bits.pop())
+        return Quantization("packed", bits=bits.pop())
     block = _block("block_structure", weights[0].get("block_structure"))
-    return Quantization("compressed-tensors", "scaled", block=block)
+    return Quantization("scaled", block=block)
 
 
 def _awq(settings: Mapping[str, Any]) -> Quantization:
     _one_of(settings, "bits", (4,))
     _one_of(settings, "version", ("gemm", "GEMM"), "gemm")
-    return Quantization("awq", "awq", bits=4)
+    return Quantization("awq", bits=4)
 
 
 def _gptq(settings: Mapping[str, Any]) -> Quantization:
     bits = _one_of(settings, "bits", (4, 8))
     form = _one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    return Quantization("gptq", "gptq", bits=bits, zero_offset=int(form == "gptq"))
+    return Quantization("gptq", bits=bits, zero_offset=int(form == "gptq"))
 
 
 def _modelopt(settings: Mapping[str, Any]) -> Quantization:
     _one_of(settings, "quant_algo", ("FP8", "W8A8_SQ_PER_CHANNEL", "FP8_PER_CHANNEL_PER_TOKEN"))
-    return Quantization("modelopt", "scaled")
+    return Quantization("scaled")
 
 
 METHODS: Final[Mapping[str, Callable[[Mapping[str, Any]], Quantization]]] = {

@@ -20,7 +20,7 @@ from minisgl.layout import NO_PAGE_WRITES, Flag
 REPEATS = 3
 FIRST_CHUNK = 16  # tokens, on a CPU
 CHUNK_S = 0.04  # how long its largest chunk may take
-SLOW_S = 0.2
+SLOW_S = 0.2  # a first step that takes longer is not repeated
 PIPELINED = 3  # steps in a row, as under load: each is launched while the one before is computed
 SMALL_CHUNK = 256
 LARGE_CHUNK = 2048

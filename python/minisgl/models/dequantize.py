@@ -50,24 +50,25 @@ class _Parts:
         self._stored = stored
         self.module = module
 
-    def take(self, *names: str) -> Stored | None:
-        """Return the first that there is."""
-        found = [self._stored.pop(f"{self.module}.{name}", None) for name in names]
-        return next((part for part in found if part is not None), None)
+    def has(self, name: str) -> bool:
+        return f"{self.module}.{name}" in self._stored
 
-    def need(self, *names: str) -> Stored:
+    def take(self, name: str) -> Stored | None:
+        return self._stored.pop(f"{self.module}.{name}", None)
+
+    def need(self, name: str) -> Stored:
         """As `take`; raises `ConfigError` if there is none."""
-        found = self.take(*names)
+        found = self.take(name)
         if found is None:
-            raise ConfigError(f"the checkpoint has quantized weights {self.module} but no {self.module}.{names[0]}")
+            raise ConfigError(f"the checkpoint has quantized weights {self.module} but no {self.module}.{name}")
         return found
 
-    def scale(self, *names: str) -> Stored:
+    def scale(self, name: str) -> Stored:
         """As `need`; raises `ConfigError` for scales that are not finite or 0."""
-        found = self.need(*names)
+        found = self.need(name)
         values = found.whole().float()
         if not bool((values.isfinite() & (values != 0)).all()):
-            raise ConfigError(f"tensor {self.module}.{names[0]} in {found.path} has scales that are 0 or not finite")
+            raise ConfigError(f"tensor {self.module}.{name} in {found.path} has scales that are 0 or not finite")
         return found
 
     def require(self, part: Stored, name: str, *shapes: tuple[int, ...]) -> None:
@@ -122,12 +123,13 @@ def _scaled(parts: _Parts, quantization: Quantization) -> tuple[_Matrix, tuple[i
     if len(weight.shape) != 2:
         raise ConfigError(f"tensor {parts.module}.weight in {weight.path} is {weight.dtype} but no matrix")
     rows, columns = weight.shape
-    scale = parts.scale("weight_scale", "weight_scale_inv")
+    name = "weight_scale_inv" if parts.has("weight_scale_inv") else "weight_scale"
+    scale = parts.scale(name)
     if parts.take("weight_zero_point") is not None:
         raise ConfigError(f"tensor {parts.module}.weight has zero points, which 8-bit weights may not have here")
     block = quantization.block or (1, columns)
     blocks = ceil_div(rows, block[0]), ceil_div(columns, block[1])
-    parts.require(scale, "weight_scale", (), (1,), (rows,), (rows, 1), blocks)
+    parts.require(scale, name, (), (1,), (rows,), (rows, 1), blocks)
     if len(scale.shape) < 2 or scale.shape == (rows, 1):
         blocks, block = ((rows, 1), (1, columns)) if rows in scale.shape else ((1, 1), (rows, columns))
     return _Scaled(weight.data, scale.whole().float().view(blocks), block), (rows, columns)

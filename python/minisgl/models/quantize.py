@@ -25,11 +25,10 @@ from minisgl.process.log import Progress
 from minisgl.rounding import ceil_div
 
 BLOCK: Final = 128
-GROUPS: Final = (128, 64, 32)  # the largest that divides the columns
 E4M3_MAX: Final = 448.0
 SHRINKS: Final = [1.0 - 0.02 * i for i in range(16)]  # of a group's scale: a smaller one may cost less than it gains
 
-WEIGHTS: Final = (".safetensors", ".bin", ".pth", ".pt", ".gguf")  # files that are not copied
+WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.gguf")  # files that are not copied
 
 # The projections of a decoder's layers, but not the routers of experts, whose choices small errors change.
 QUANTIZED: Final = re.compile(r"\.layers\.\d+\.(.*\.)?(\w+_proj|w[123])\.weight$")
@@ -39,13 +38,14 @@ QUANTIZED: Final = re.compile(r"\.layers\.\d+\.(.*\.)?(\w+_proj|w[123])\.weight$
 class Scheme:
     """`tensors` makes the tensors of a matrix [N, K], by their last name; `config` what config.json says of them.
 
-    Both are given the group size, the number of columns that share a scale where rows are cut. `ignored` is the field
-    that lists the matrices left out.
+    Both are given the number of columns that share a scale: the largest of `groups` that divides all rows, or 0 without
+    groups. `ignored` is the field that lists the matrices left out.
     """
 
     tensors: Callable[[Tensor, int], dict[str, Tensor]]
     config: Callable[[int], dict[str, Any]]
     ignored: str = "ignore"
+    groups: tuple[int, ...] = ()
 
 
 def _fp8(weight: Tensor, group: int) -> dict[str, Tensor]:
@@ -59,9 +59,9 @@ def _fp8(weight: Tensor, group: int) -> dict[str, Tensor]:
 
 
 def _int8(weight: Tensor, group: int) -> dict[str, Tensor]:
-    scale = _positive(weight.float().abs().amax(1, keepdim=True) / 127).to(weight.dtype)
-    q = (weight.float() / scale.float()).round_().clamp_(-128, 127)
-    return {"weight": q.to(torch.int8), "weight_scale": scale}
+    scale = _positive((weight.float().abs().amax(1, keepdim=True) / 127).to(weight.dtype).float())
+    q = (weight.float() / scale).round_().clamp_(-128, 127)
+    return {"weight": q.to(torch.int8), "weight_scale": scale.to(weight.dtype)}
 
 
 def _int4(weight: Tensor, group: int) -> dict[str, Tensor]:
@@ -115,6 +115,7 @@ SCHEMES: Final[Mapping[str, Scheme]] = {
     "int4": Scheme(
         _int4,
         lambda group: _compressed("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": group}, None),
+        groups=(128, 64, 32),
     ),
 }
 
@@ -150,9 +151,11 @@ def _write(folder: Path, target: Path, config: dict[str, Any], scheme: Scheme) -
         if not chosen:
             raise ConfigError(f"the checkpoint in {folder} has no projections to quantize")
         widths = {stored[name].shape[1] for name in chosen}
-        group = next((size for size in GROUPS if not any(width % size for width in widths)), 0)
-        if not group and scheme is SCHEMES["int4"]:
-            raise ConfigError(f"the matrices have {sorted(widths)} columns, of which {GROUPS[-1]} are no divisor")
+        group = next((size for size in scheme.groups if not any(width % size for width in widths)), 0)
+        if scheme.groups and not group:
+            raise ConfigError(
+                f"the matrices have {sorted(widths)} columns, which are not multiples of {scheme.groups[-1]}"
+            )
         matrices = [n for n, t in stored.items() if len(t.shape) == 2 and n not in chosen and "embed" not in n]
         plain = sorted({"lm_head", *(name.removesuffix(".weight") for name in matrices)})
         progress = Progress("quantizing", "tensors", True)
@@ -164,6 +167,8 @@ def _write(folder: Path, target: Path, config: dict[str, Any], scheme: Scheme) -
                 if tensor.path != file:
                     continue
                 whole, module = tensor.whole(), name.rpartition(".")[0]
+                if name in chosen and not bool(whole.isfinite().all()):
+                    raise ConfigError(f"tensor {name} in {file} has numbers that are not finite")
                 new = scheme.tensors(whole, group) if name in chosen else None
                 tensors |= {name: whole} if new is None else {f"{module}.{last}": t for last, t in new.items()}
                 before += whole.nbytes
@@ -177,9 +182,11 @@ def _write(folder: Path, target: Path, config: dict[str, Any], scheme: Scheme) -
         (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     config["quantization_config"] = scheme.config(group) | {scheme.ignored: plain}
     (target / "config.json").write_text(json.dumps(config, indent=2))
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.copytree(path, target / path.name)
-        elif path.suffix not in WEIGHTS and not path.name.endswith(".index.json") and path.name != "config.json":
-            shutil.copy(path, target)
+    left = shutil.ignore_patterns(".*", "*.index.json", *WEIGHTS)  # hidden: `target` itself may be in `folder`
+    names = [path.name for path in folder.iterdir()]
+    for name in {*names} - left(str(folder), names) - {"config.json"}:
+        if (folder / name).is_dir():
+            shutil.copytree(folder / name, target / name, ignore=left)
+        else:
+            shutil.copy(folder / name, target)
     return before, after

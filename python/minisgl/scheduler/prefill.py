@@ -141,7 +141,8 @@ class PrefillManager:
 
     def impatient(self, step: int) -> Req | None:
         """Return the head of the queue if it has been that for `patience` steps; call it once in each step."""
-        head = next(self._in_order(), None)
+        is_due = bool(self._by_deadline) and self._by_deadline[0].deadline <= self._admitted
+        head = next(iter(self._by_deadline if is_due else self.waiting), None)
         if head is not self._head[0]:
             self._head = head, step
         return head if step - self._head[1] >= self.patience else None

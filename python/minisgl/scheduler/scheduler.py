@@ -256,12 +256,14 @@ class Scheduler:
         return None
 
     def _preempt_for(self, req: Req) -> bool:
-        """Preempt the newest request but for much shorter ones; return whether pages may have become free at once,
-        for `req`."""
+        """Preempt the newest request that is not much shorter than others, in favour of `req`.
+
+        Return whether pages may have become free at once.
+        """
         if self.leaving:
             return False
         candidates = [*self.decode.running, *self.prefill.chunked]
-        # The oldest request goes on in any case, so that one of them ends, and short ones do where others are longer.
+        # The oldest request is never preempted, so that some request always ends.
         others = sorted(candidates, key=lambda r: r.order)[1:] or candidates
         longest = max(map(self._tokens_left, others))
         victim = next(r for r in reversed(others) if MUCH_LONGER * self._tokens_left(r) >= longest)

@@ -198,8 +198,8 @@ class SchedulerConfig(Settings):
     )
     schedule_policy: str = option(
         "fcfs",
-        "order of waiting requests: fcfs = by arrival, but short prompts overtake long ones within a bound; lpm = "
-        "longest cached prefix first",
+        "order of waiting requests: fcfs = the shortest prompt first, within a bound for the others, then by arrival; "
+        "lpm = longest cached prefix first",
         choices=("fcfs", "lpm"),
     )
     max_prefill_length: int = option(

@@ -77,6 +77,8 @@ def verify(options: dict[str, Any], length: int) -> list[Result]:
         raise ConfigError(f"verify needs --max-running-requests of {ROWS} or more")
     device = create_device(config.engine.device, config.engine.threads)
     spec = resolve(config.engine, device.type)
+    if spec.model.quantization is not None:
+        raise ConfigError("minisgl verify compares checkpoints in 16 or 32 bits only; this one is quantized")
     if spec.pooling is not None:
         raise ConfigError("an embedding model gives no logits to verify")
     texts = make_texts(spec, length)

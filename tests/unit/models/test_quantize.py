@@ -6,6 +6,7 @@ transformers 5 with compressed-tensors 0.20 reads the same numbers from them (co
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from minisgl import LLM, SamplingParams
 from minisgl.__main__ import main
 from minisgl.checkpoint.hf import BUILTIN_MODEL, load_config
 from minisgl.checkpoint.quantization import read_quantization
+from minisgl.errors import ConfigError
 from minisgl.models import quantize
 from minisgl.models.dequantize import dequantized
 from minisgl.models.weight import open_all
@@ -80,7 +82,29 @@ def test_what_cannot_be_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert f"{out} exists already" in capsys.readouterr().err
     assert main(["quantize", str(out), str(tmp_path / "again"), "--scheme", "int8"]) == 2
     assert "is quantized already" in capsys.readouterr().err
+    assert main(["verify", str(out), "--num-pages=200", "--threads=1"]) == 2
+    assert "this one is quantized" in capsys.readouterr().err
     assert main(["quantize", str(tmp_path / "none"), str(tmp_path / "again"), "--scheme", "int8"]) == 2
+
+
+def test_the_output_may_be_in_the_folder_of_the_input(tmp_path: Path) -> None:
+    shutil.copytree(BUILTIN_MODEL, tmp_path / "in")
+    (tmp_path / "in" / "original").mkdir()
+    for name in ("weights.pth", "params.json"):
+        (tmp_path / "in" / "original" / name).write_text("{}")
+    quantize.quantize(str(tmp_path / "in"), tmp_path / "in" / "out", "int8")
+    assert [path.name for path in (tmp_path / "in" / "out" / "original").iterdir()] == ["params.json"]
+    assert not list((tmp_path / "in").glob(".out*"))
+
+
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    shutil.copytree(BUILTIN_MODEL, tmp_path / "in")
+    tensors, name = load_file(BUILTIN_MODEL / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 4] = torch.nan
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"tensor {name} in .* not finite"):
+        quantize.quantize(str(tmp_path / "in"), tmp_path / "out", "int8")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_a_full_disk_leaves_nothing(
