@@ -30,6 +30,7 @@ class CudaDevice(Device):
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
+        self.has_fp8 = torch.cuda.get_device_capability(index) >= (8, 9)
         self._up, self._down = _Ring(), _Ring()
 
     def upload(self, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
@@ -110,14 +111,24 @@ class _CudaUploader:
         self._stream.wait_stream(torch.cuda.current_stream(device))  # which may still use the targets' memory
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if target.dtype is source.dtype:
+            with torch.cuda.stream(self._stream):
+                self._through_pinned(source, lambda host: target.copy_(host, non_blocking=True))
+        else:
+            self.run(lambda upload: target.copy_(upload(source)))
+
+    def run(self, work: Callable[[Callable[[torch.Tensor], torch.Tensor]], object]) -> None:
         with torch.cuda.stream(self._stream):  # also makes the stream's device the current one of this thread
-            buffer = self._ring.next()
-            host = buffer.reserve(ceil_div(source.nbytes, 4)).view(torch.uint8)[: source.nbytes]
-            host = host.view(source.dtype).view(source.shape)
-            host.copy_(source)
-            on_device = host if target.dtype is source.dtype else host.to(self._device, non_blocking=True)
-            target.copy_(on_device, non_blocking=True)
-            buffer.event.record()
+            work(lambda source: self._through_pinned(source, lambda host: host.to(self._device, non_blocking=True)))
+
+    def _through_pinned(self, source: torch.Tensor, copy: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        buffer = self._ring.next()
+        host = buffer.reserve(ceil_div(source.nbytes, 4)).view(torch.uint8)[: source.nbytes]
+        host = host.view(source.dtype).view(source.shape)
+        host.copy_(source)
+        result = copy(host)
+        buffer.event.record()
+        return result
 
     def finish(self) -> None:
         self._stream.synchronize()

@@ -26,6 +26,9 @@ class Uploader(Protocol):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Overwrite `target` with the host tensor `source` of the same shape and any float dtype, asynchronously."""
 
+    def run(self, work: Callable[[Callable[[torch.Tensor], torch.Tensor]], object]) -> None:
+        """Call `work` with a function that copies a host tensor to the device; all is done in order, asynchronously."""
+
     def finish(self) -> None:
         """Block until all copies are done."""
 
@@ -35,6 +38,7 @@ class Device(ABC):
 
     torch_device: torch.device
     is_async: bool  # whether planning ahead on the host saves time
+    has_fp8: bool  # whether its ops multiply quantized matrices (`ops/quantized.py`)
 
     @property
     def type(self) -> str:
@@ -83,6 +87,9 @@ class _CpuUploader:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
+    def run(self, work: Callable[[Callable[[torch.Tensor], torch.Tensor]], object]) -> None:
+        work(lambda source: source)
+
     def finish(self) -> None:
         pass
 
@@ -91,6 +98,7 @@ class CpuDevice(Device):
     """The host: work is done when `submit` returns."""
 
     is_async = False
+    has_fp8 = False
 
     def __init__(self, threads: int | None = None, num_processes: int = 1) -> None:
         """Use an equal part of cores and memory of each of `num_processes` processes."""

@@ -31,7 +31,7 @@ class EngineSpec:
     folder: Path
     model: ModelConfig
     dtype: torch.dtype  # of activations, K/V cache and weights that are not quantized
-    quantization: str | None  # None or int8
+    quantization: str | None  # one of `fit.QUANTIZATIONS`, made at the start
     max_seq_len: int
     page_size: int
     max_running_requests: int

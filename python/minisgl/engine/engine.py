@@ -16,8 +16,10 @@ from minisgl.engine.costs import measure_costs
 from minisgl.engine.memory import plan_memory
 from minisgl.engine.runner import RUNNERS, ForwardOutput, Parts, Runner
 from minisgl.engine.state import LogitPenalties, RowState
+from minisgl.errors import ConfigError
 from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.models.weight import load_model
+from minisgl.ops.quantized import MADE
 from minisgl.ops.table import resolve_ops
 from minisgl.params import Limits
 from minisgl.process.log import Progress
@@ -43,7 +45,12 @@ class Engine:
         ops = resolve_ops(device.type)
         comm = comm.with_peers(spec.max_step_tokens, m.hidden_size, spec.dtype, ops)
         progress = Progress("loading weights", "B", spec.info.rank == 0).update
-        model = load_model(spec.folder, m, spec.dtype, device, ops, spec.dummy_weight, progress, comm)
+        made = MADE.get(spec.quantization or "")
+        if made is not None and not device.has_fp8:
+            raise ConfigError(
+                f"--quantization {spec.quantization} needs a GPU with FP8 (compute capability 8.9 or later)"
+            )
+        model = load_model(spec.folder, m, spec.dtype, device, ops, spec.dummy_weight, progress, comm, made)
         pool = self._pool(0)
         # One row more than requests: the dummy row pads captured steps.
         state = RowState(rows + 1, spec.pages_per_row, device.torch_device)
@@ -114,6 +121,7 @@ class Engine:
             "architecture": spec.model.architecture,
             "parameters": self.parts.model.num_parameters,
             "dtype": str(spec.dtype).removeprefix("torch."),
+            "quantization": self.parts.model.quantization,
             "device": self.device.describe(),
             "tensor_parallel": spec.info.size,
             "communicator": self.parts.comm.name,

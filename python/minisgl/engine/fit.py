@@ -20,6 +20,7 @@ from minisgl.rounding import ceil_div
 from minisgl.settings.options import PAGE_SIZES, EngineConfig
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+QUANTIZATIONS: Final = {"cpu": {"int8": 8}, "cuda": {"fp8": 8, "int4": 4}}  # bits a weight
 MAX_THREADS_PER_CORE: Final = 4  # more only wait for each other
 GB: Final = 1e9
 
@@ -66,7 +67,12 @@ class Footprint:
         pages = ceil_div(config.max_seq_len or checkpoint.max_model_len, page_size)
         row = 4 * (pages + (m.vocab_size if checkpoint.embedder is None else 0))  # page table, counts of tokens
         page = m.num_layers * 2 * kv_heads * page_size * m.head_dim * item
-        return cls(m.num_weights * item // config.tp, config.max_running_requests * row, page, page_size)
+        bits = 8 * item  # on a CPU the whole model is loaded before it is rounded
+        if device == "cuda":
+            bits = QUANTIZATIONS[device].get(config.quantization or "", bits)
+            bits = bits if m.quantization is None else m.quantization.bits
+        weights = m.num_others * item + m.num_projections * bits // 8
+        return cls(weights // config.tp, config.max_running_requests * row, page, page_size)
 
 
 def estimate_step(model: ModelConfig, config: EngineConfig, max_tokens: int, item: int) -> int:
@@ -95,8 +101,12 @@ def check_settings(checkpoint: Checkpoint, config: EngineConfig, device: str) ->
         raise ConfigError(f"--cuda-graph-max-bs needs an NVIDIA GPU, and the device is {device}")
     if config.cuda_graph_max_bs and checkpoint.embedder is not None:
         raise ConfigError("--cuda-graph-max-bs is not for an embedding model: its steps are not captured")
-    if config.quantization and device == "cuda":
-        raise ConfigError(f"--quantization {config.quantization} needs the C++ step of a CPU: the device is cuda")
+    if config.quantization is not None:
+        if device == "cuda" and checkpoint.model.quantization is not None:
+            raise ConfigError(f"--quantization {config.quantization} is for checkpoints that are not quantized yet")
+        if config.quantization not in QUANTIZATIONS[device]:
+            one_of = " or ".join(QUANTIZATIONS[device])
+            raise ConfigError(f"--quantization {config.quantization} is not for {device}, where it can be {one_of}")
 
 
 def check_fit(config: EngineConfig) -> Checkpoint:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from minisgl.distributed.info import ALONE, DistributedInfo
+from minisgl.ops.quantized import Format, Quantized
 
 if TYPE_CHECKING:
     from minisgl.ops.table import OpTable
@@ -42,7 +43,7 @@ class Source:
 class Parameter:
     """A tensor on the device, and the checkpoint tensors that fill it, with `offset` added."""
 
-    tensor: Tensor
+    tensor: Tensor | Quantized
     sources: tuple[Source, ...]
     init: Init
     offset: float = 0.0
@@ -70,14 +71,23 @@ Rows = Size | Sequence[Size]
 class Builder:
     """Carries ops, dtype, device and rank to the layers of a model under construction, and creates their weights.
 
-    `parameters` lists the created weights in order.
+    `format_of` tells how the checkpoint's matrix of a name is held, None for the model's dtype. `parameters` lists the
+    created weights in order.
     """
 
-    def __init__(self, ops: OpTable, dtype: torch.dtype, device: torch.device, info: DistributedInfo = ALONE) -> None:
+    def __init__(
+        self,
+        ops: OpTable,
+        dtype: torch.dtype,
+        device: torch.device,
+        info: DistributedInfo = ALONE,
+        format_of: Callable[[str], Format | None] = lambda name: None,
+    ) -> None:
         self.ops = ops
         self.dtype = dtype
         self.device = device
         self.info = info
+        self.format_of = format_of
         self.parameters: list[Parameter] = []
 
     def shard(self, count: int, what: str, *, unit: int = 1) -> Shard:
@@ -108,19 +118,50 @@ class Builder:
         The weight holds this rank's shard of each dimension. `dtype` defaults to the model's; `offset` is added to the
         values of the checkpoint.
         """
-        sources, start = [], 0
         columns = [_whole(size) for size in shape]
-        for name, rows in parts.items():
-            fused = [_whole(size) for size in (rows if isinstance(rows, Sequence) else [rows])]
-            stored_shape, first = (sum(d.size for d in fused), *(d.size for d in columns)), 0
-            for part in fused:
-                bounds = [slice(first + part.start, first + part.stop), *(slice(d.start, d.stop) for d in columns)]
-                sources.append(Source(name, stored_shape, tuple(bounds), start))
-                first += part.size
-                start += part.count
-        tensor = torch.empty(start, *(d.count for d in columns), dtype=dtype or self.dtype, device=self.device)
-        self.parameters.append(Parameter(tensor, tuple(sources), init, offset))
+        sources, rows = _sources(parts, columns)
+        tensor = torch.empty(rows, *(d.count for d in columns), dtype=dtype or self.dtype, device=self.device)
+        self.parameters.append(Parameter(tensor, sources, init, offset))
         return tensor
+
+    def matrix(self, parts: Mapping[str, Rows], in_features: Size) -> Tensor | Quantized:
+        """Create a weight [sum of parts, in_features] for products, quantized if `format_of` says so of all parts.
+
+        It is not quantized where this rank's part does not begin and end with a scale.
+        """
+        columns = _whole(in_features)
+        sources, rows = _sources(parts, [columns])
+        kinds = {self.format_of(name) for name in parts}
+        kind = kinds.pop() if len(kinds) == 1 else None
+        if kind is None or rows % 16 or not all(_fits(kind, source) for source in sources):
+            return self.parameter(parts, in_features)
+        weight = kind.empty(rows, columns.count, self.device)
+        self.parameters.append(Parameter(weight, sources, Init.NORMAL))
+        return weight
+
+
+def _sources(parts: Mapping[str, Rows], columns: list[Shard]) -> tuple[tuple[Source, ...], int]:
+    """Return the checkpoint tensors of stacked parts, and the rows of this rank."""
+    sources, start = [], 0
+    for name, rows in parts.items():
+        fused = [_whole(size) for size in (rows if isinstance(rows, Sequence) else [rows])]
+        stored_shape, first = (sum(d.size for d in fused), *(d.size for d in columns)), 0
+        for part in fused:
+            bounds = [slice(first + part.start, first + part.stop), *(slice(d.start, d.stop) for d in columns)]
+            sources.append(Source(name, stored_shape, tuple(bounds), start))
+            first += part.size
+            start += part.count
+    return tuple(sources), start
+
+
+def _fits(kind: Format, source: Source) -> bool:
+    rows, columns = source.take
+    ends = source.start, rows.start, rows.stop
+    return (
+        not any(end % kind.rows for end in ends)
+        and not columns.start % kind.columns
+        and not columns.stop % kind.columns
+    )
 
 
 def _shard(count: int, own: range, unit: int) -> Shard:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from minisgl.layers.builder import Builder, Rows, Size
+    from minisgl.ops.quantized import Quantized
 
 
 class RMSNorm:
@@ -52,11 +53,11 @@ class Linear:
         in_features: Size,
         *,
         bias: bool,
-        tied: Tensor | None = None,
+        tied: Tensor | Quantized | None = None,
     ) -> None:
         if tied is None:
-            tied = builder.parameter({f"{name}.weight": rows for name, rows in parts.items()}, in_features)
-        self.weight = tied
+            tied = builder.matrix({f"{name}.weight": rows for name, rows in parts.items()}, in_features)
+        self.weight: Any = tied  # a tensor, or quantized: only ops look into it
         self.bias = builder.parameter({f"{name}.bias": rows for name, rows in parts.items()}) if bias else None
         if isinstance(in_features, Shard) and builder.info.rank != 0:
             self.bias = None

@@ -1,20 +1,22 @@
-"""The matrices of a quantized checkpoint, read as if they were stored in float32: w = (q - zero) * scale.
+"""The matrices of a quantized checkpoint, w = (q - zero) * scale: in float32, or as a device holds them.
 
-Any part of a matrix can be read, whatever shards the ranks hold and wherever groups begin.
+Any part of a matrix can be read in float32, whatever shards the ranks hold and wherever groups begin.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from minisgl.checkpoint.quantization import Quantization
 from minisgl.errors import ConfigError
+from minisgl.ops.quantized import BLOCK, Format
 from minisgl.rounding import ceil_div
 
 
@@ -36,11 +38,22 @@ class Stored:
 UNUSED: Final = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale")
 
 
-class _Matrix(Protocol):
-    """A quantized matrix [rows, columns]."""
+Upload = Callable[[Tensor], Tensor]
+"""Copies a host tensor to the device."""
 
+
+class Matrix(ABC):
+    """A quantized matrix [rows, columns]; the bounds of slices are explicit."""
+
+    format: Format | None  # in which a device can hold it without loss
+
+    @abstractmethod
     def __getitem__(self, take: tuple[slice, slice]) -> Tensor:
-        """Return a part in float32; the bounds of both slices are explicit."""
+        """Return a part in float32."""
+
+    @abstractmethod
+    def numbers(self, take: tuple[slice, slice], upload: Upload) -> tuple[Tensor, ...]:
+        """Return a part as the arguments of `Quantized.fill`; it begins and ends where scales of `format` do."""
 
 
 class _Parts:
@@ -105,20 +118,25 @@ SCALED_DTYPES: Final = ("F8_E4M3", "I8")
 
 
 @dataclass(frozen=True, slots=True)
-class _Scaled:
+class _Scaled(Matrix):
     """`weight` [N, K] and a scale for each block; `scale` has a number for each block of rows and of columns."""
 
     weight: Any
     scale: Tensor
     block: tuple[int, int]
+    format: Format | None
 
     def __getitem__(self, take: tuple[slice, slice]) -> Tensor:
         rows, columns = (torch.arange(s.start, s.stop) // size for s, size in zip(take, self.block, strict=True))
         w: Tensor = self.weight[take].float()
         return w.mul_(self.scale.index_select(0, rows).index_select(1, columns))
 
+    def numbers(self, take: tuple[slice, slice], upload: Upload) -> tuple[Tensor, ...]:
+        rows, columns = (slice(s.start // n, ceil_div(s.stop, n)) for s, n in zip(take, self.block, strict=True))
+        return upload(self.weight[take]), upload(self.scale[rows, columns].contiguous())
 
-def _scaled(parts: _Parts, quantization: Quantization) -> tuple[_Matrix, tuple[int, int]]:
+
+def _scaled(parts: _Parts, quantization: Quantization) -> tuple[Matrix, tuple[int, int]]:
     weight = parts.need("weight")
     if len(weight.shape) != 2:
         raise ConfigError(f"tensor {parts.module}.weight in {weight.path} is {weight.dtype} but no matrix")
@@ -132,7 +150,10 @@ def _scaled(parts: _Parts, quantization: Quantization) -> tuple[_Matrix, tuple[i
     parts.require(scale, name, (), (1,), (rows,), (rows, 1), blocks)
     if len(scale.shape) < 2 or scale.shape == (rows, 1):
         blocks, block = ((rows, 1), (1, columns)) if rows in scale.shape else ((1, 1), (rows, columns))
-    return _Scaled(weight.data, scale.whole().float().view(blocks), block), (rows, columns)
+    kind = None
+    if weight.dtype == "F8_E4M3":
+        kind = Format(8, 0) if block[1] == columns else Format(8, BLOCK) if block == (BLOCK, BLOCK) else None
+    return _Scaled(weight.data, scale.whole().float().view(blocks), block, kind), (rows, columns)
 
 
 # -- 4 or 8 bits, packed into words of 32
@@ -144,7 +165,7 @@ def _unpack(words: Tensor, shifts: Tensor, bits: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Packed:
+class _Packed(Matrix):
     """Integers along one dimension of `words`, with scales and zero points for each group of columns.
 
     words   packed weights, [N, K'] or transposed
@@ -153,27 +174,46 @@ class _Packed:
     groups  [K] the group of each column
     """
 
-    words: Callable[[slice, slice], Tensor]  # of rows and columns
+    words: Callable[[slice, slice, Upload], Tensor]  # of rows and columns
     scales: Callable[[slice], Tensor]  # [rows, G]
     zeros: Callable[[slice], Tensor]  # [rows, G] or a scalar
     groups: Tensor
+    format: Format | None
 
     def __getitem__(self, take: tuple[slice, slice]) -> Tensor:
         rows, columns = take
         groups = self.groups[columns]
-        w = self.words(rows, columns).float()
+        w = self.words(rows, columns, lambda host: host).float()
         zeros = self.zeros(rows)
         w -= zeros.float().index_select(1, groups) if zeros.dim() else zeros
         return w.mul_(self.scales(rows).float().index_select(1, groups))
 
+    def numbers(self, take: tuple[slice, slice], upload: Upload) -> tuple[Tensor, ...]:
+        assert self.format is not None, "held in floats"
+        rows, columns = take
+        groups = slice(columns.start // self.format.group, columns.stop // self.format.group)
+        found = self.words(rows, columns, upload), upload(self.scales(rows)[:, groups].contiguous())
+        return (*found, upload(self.zeros(rows)[:, groups].contiguous())) if self.format.has_zeros else found
 
-def _slice(data: Any, dim: int, take: slice, other: slice, shifts: Tensor, bits: int) -> Tensor:
+
+def _slice(
+    data: Any, dim: int, take: slice, other: slice, shifts: Tensor, bits: int, upload: Upload = lambda host: host
+) -> Tensor:
     """Unpack a part of a matrix that is packed along `dim`: `take` there, `other` along the other; `dim` comes last."""
     per = len(shifts)
     words = slice(take.start // per, ceil_div(take.stop, per))
-    part: Tensor = data[other, words] if dim else data[words, other].t()
+    part = upload(data[other, words] if dim else data[words, other])
     start = take.start - words.start * per
-    return _unpack(part, shifts, bits)[:, start : start + take.stop - take.start]
+    return _unpack(part if dim else part.t(), shifts.to(part.device), bits)[:, start : start + take.stop - take.start]
+
+
+def _format(bits: int, columns: int, scales: Stored, groups: Tensor, num_groups: int, has_zeros: bool) -> Format | None:
+    """The format of packed numbers, if groups are neighbours and as long as products can have them."""
+    group = columns // num_groups
+    is_plain = group * num_groups == columns and torch.equal(groups, torch.arange(columns) // group)
+    if bits != 4 or group not in (32, 64, 128) or not is_plain:
+        return None
+    return Format(4, group, has_zeros, scales.whole().dtype)
 
 
 def _shifts(bits: int, order: tuple[int, ...] = ()) -> Tensor:
@@ -191,7 +231,7 @@ def _column_groups(parts: _Parts, columns: int, num_groups: int, order: Stored |
     return torch.arange(columns) // ceil_div(columns, num_groups)
 
 
-def _compressed(parts: _Parts, quantization: Quantization) -> tuple[_Matrix, tuple[int, int]]:
+def _compressed(parts: _Parts, quantization: Quantization) -> tuple[Matrix, tuple[int, int]]:
     """compressed-tensors: words [N, K / per], scales [N, G], zero points [N / per, G]; numbers are signed, with an
     offset that cancels."""
     words, shape = parts.need("weight_packed"), parts.need("weight_shape")
@@ -207,10 +247,11 @@ def _compressed(parts: _Parts, quantization: Quantization) -> tuple[_Matrix, tup
     groups = slice(0, num_groups)
     return (
         _Packed(
-            lambda r, c: _slice(words.data, 1, c, r, shifts, bits),
+            lambda r, c, upload: _slice(words.data, 1, c, r, shifts, bits, upload),
             lambda r: scales.data[r],
             lambda r: middle if zeros is None else _slice(zeros.data, 0, r, groups, shifts, bits).t(),
-            _column_groups(parts, columns, num_groups, order),
+            of := _column_groups(parts, columns, num_groups, order),
+            _format(bits, columns, scales, of, num_groups, zeros is not None),
         ),
         (rows, columns),
     )
@@ -219,7 +260,7 @@ def _compressed(parts: _Parts, quantization: Quantization) -> tuple[_Matrix, tup
 AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of eight neighbours is in a word
 
 
-def _awq(parts: _Parts, quantization: Quantization) -> tuple[_Matrix, tuple[int, int]]:
+def _awq(parts: _Parts, quantization: Quantization) -> tuple[Matrix, tuple[int, int]]:
     """AutoAWQ's "gemm": words [K, N / 8] in an order of their own, scales [G, N], zero points [G, N / 8]."""
     words, scales, zeros = parts.need("qweight"), parts.scale("scales"), parts.need("qzeros")
     bits, shifts = quantization.bits, _shifts(quantization.bits, AWQ_ORDER)
@@ -229,16 +270,17 @@ def _awq(parts: _Parts, quantization: Quantization) -> tuple[_Matrix, tuple[int,
     groups = slice(0, num_groups)
     return (
         _Packed(
-            lambda r, c: _slice(words.data, 1, r, c, shifts, bits).t(),
+            lambda r, c, upload: _slice(words.data, 1, r, c, shifts, bits, upload).t(),
             lambda r: scales.data[groups, r].t(),
             lambda r: _slice(zeros.data, 1, r, groups, shifts, bits).t(),
-            _column_groups(parts, columns, num_groups, None),
+            of := _column_groups(parts, columns, num_groups, None),
+            _format(bits, columns, scales, of, num_groups, True),
         ),
         (rows, columns),
     )
 
 
-def _gptq(parts: _Parts, quantization: Quantization) -> tuple[_Matrix, tuple[int, int]]:
+def _gptq(parts: _Parts, quantization: Quantization) -> tuple[Matrix, tuple[int, int]]:
     """AutoGPTQ: words [K / per, N], scales [G, N], zero points [G, N / per] less `zero_offset`, groups [K]."""
     words, scales, zeros = parts.need("qweight"), parts.scale("scales"), parts.need("qzeros")
     order = parts.take("g_idx")
@@ -249,16 +291,17 @@ def _gptq(parts: _Parts, quantization: Quantization) -> tuple[_Matrix, tuple[int
     groups = slice(0, num_groups)
     return (
         _Packed(
-            lambda r, c: _slice(words.data, 0, c, r, shifts, bits),
+            lambda r, c, upload: _slice(words.data, 0, c, r, shifts, bits, upload),
             lambda r: scales.data[groups, r].t(),
             lambda r: _slice(zeros.data, 1, r, groups, shifts, bits).t() + offset,
-            _column_groups(parts, columns, num_groups, order),
+            of := _column_groups(parts, columns, num_groups, order),
+            _format(bits, columns, scales, of, num_groups, True),
         ),
         (rows, columns),
     )
 
 
-_Read = Callable[[_Parts, Quantization], tuple[_Matrix, tuple[int, int]]]
+_Read = Callable[[_Parts, Quantization], tuple[Matrix, tuple[int, int]]]
 
 # The tensor that every quantized matrix has, and the function that reads its module.
 LAYOUTS: Final[Mapping[str, tuple[str, _Read]]] = {

@@ -9,6 +9,7 @@ from minisgl.layers.linear import Embedding, Linear, RMSNorm
 from minisgl.layers.rotary import cos_sin_table
 from minisgl.models.attention import Attention
 from minisgl.models.mlp import GatedMLP, SparseMLP
+from minisgl.ops.quantized import Quantized
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,6 +108,12 @@ class LlamaForCausalLM:
         """The number of elements of the whole model's weights, with tied weights counted once."""
         shapes = {source.name: source.shape for p in self.parameters for source in p.sources}
         return sum(map(math.prod, shapes.values()))
+
+    @property
+    def quantization(self) -> str:
+        """The formats in which matrices are held, besides the model's dtype."""
+        formats = {p.tensor.format for p in self.parameters if isinstance(p.tensor, Quantized)}
+        return ", ".join(sorted(map(str, formats))) or "none"
 
     def hidden(self, input_ids: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         """Compute (x, residual) [S, H] of `ctx.batch.logit_tokens`, the input of `logits`, from token ids [T] int32."""

@@ -72,13 +72,24 @@ class ModelConfig:
     @property
     def num_weights(self) -> int:
         """The elements of all matrices; norms and biases are negligible."""
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        dense = 3 * self.hidden_size * self.intermediate_size
-        layers = self.num_layers * (attention + dense)
+        return self.num_projections + self.num_others
+
+    @property
+    def num_others(self) -> int:
+        """The elements of the matrices that stay in 16 or 32 bits when others are quantized."""
+        experts = 0
         if (e := self.experts) is not None:
             sparse = e.count * 3 * self.hidden_size * e.intermediate_size + e.count * self.hidden_size
-            layers += (self.num_layers - len(e.dense_layers)) * (sparse - dense)
-        return layers + (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
+            experts = (self.num_layers - len(e.dense_layers)) * sparse
+        return experts + (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
+
+    @property
+    def num_projections(self) -> int:
+        """The elements of the projections of attention and of dense MLPs."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        dense = 3 * self.hidden_size * self.intermediate_size
+        num_dense = self.num_layers if self.experts is None else len(self.experts.dense_layers)
+        return self.num_layers * attention + num_dense * dense
 
     @property
     def is_large_bfloat16(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -15,23 +14,15 @@ from typing import Any, Final
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import functional as F
 
 from minisgl.checkpoint import hf
 from minisgl.errors import ConfigError
 from minisgl.models.model_config import ModelConfig
-from minisgl.models.weight import FLOATS, open_all
+from minisgl.models.weight import FLOATS, PROJECTION, open_all
+from minisgl.ops.quantized import BLOCK, positive, round_fp8, round_int4
 from minisgl.process.log import Progress
-from minisgl.rounding import ceil_div
-
-BLOCK: Final = 128
-E4M3_MAX: Final = 448.0
-SHRINKS: Final = [1.0 - 0.02 * i for i in range(16)]  # of a group's scale: a smaller one may cost less than it gains
 
 WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.gguf")  # files that are not copied
-
-# The projections of a decoder's layers, but not the routers of experts, whose choices small errors change.
-QUANTIZED: Final = re.compile(r"\.layers\.\d+\.(.*\.)?(\w+_proj|w[123])\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,42 +40,21 @@ class Scheme:
 
 
 def _fp8(weight: Tensor, group: int) -> dict[str, Tensor]:
-    rows, columns = weight.shape
-    down, across = ceil_div(rows, BLOCK), ceil_div(columns, BLOCK)
-    padded = F.pad(weight.float(), (0, across * BLOCK - columns, 0, down * BLOCK - rows))
-    blocks = padded.view(down, BLOCK, across, BLOCK)
-    scale = _positive(blocks.abs().amax((1, 3)) / E4M3_MAX)
-    q = (blocks / scale[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX).view(padded.shape)[:rows, :columns]
-    return {"weight": q.to(torch.float8_e4m3fn), "weight_scale_inv": scale}
+    q, scale = round_fp8(weight, BLOCK)
+    return {"weight": q, "weight_scale_inv": scale}
 
 
 def _int8(weight: Tensor, group: int) -> dict[str, Tensor]:
-    scale = _positive((weight.float().abs().amax(1, keepdim=True) / 127).to(weight.dtype).float())
+    scale = positive((weight.float().abs().amax(1, keepdim=True) / 127).to(weight.dtype).float())
     q = (weight.float() / scale).round_().clamp_(-128, 127)
     return {"weight": q.to(torch.int8), "weight_scale": scale.to(weight.dtype)}
 
 
 def _int4(weight: Tensor, group: int) -> dict[str, Tensor]:
-    rows, columns = weight.shape
-    w = weight.float().view(rows, -1, group)
-    most = w.abs().amax(2, keepdim=True) / 7
-    best, least = most, torch.full_like(most, torch.inf)
-    for shrink in SHRINKS:
-        scale = _positive((most * shrink).to(weight.dtype).float())
-        error = ((w / scale).round_().clamp_(-8, 7).mul_(scale) - w).square_().sum(2, keepdim=True)
-        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
-    q = ((w / best).round_().clamp_(-8, 7) + 8).view(rows, -1, 8).to(torch.int32)
-    words = (q << torch.arange(0, 32, 4, dtype=torch.int32)).sum(2, dtype=torch.int32)  # no two share a bit
-    return {
-        "weight_packed": words,
-        "weight_scale": best.squeeze(2).to(weight.dtype),
-        "weight_shape": torch.tensor([rows, columns]),
-    }
-
-
-def _positive(scale: Tensor) -> Tensor:
-    """1 for the scale of numbers that are all 0."""
-    return torch.where(scale > 0, scale, 1.0)
+    q, scale = round_int4(weight, group, weight.dtype)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    words = (q.view(len(q), -1, 8).to(torch.int32) << shifts).sum(2, dtype=torch.int32)  # no two share a bit
+    return {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
 
 
 def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
@@ -147,7 +117,7 @@ def _write(folder: Path, target: Path, config: dict[str, Any], scheme: Scheme) -
     files = hf.weight_files(folder)
     with ExitStack() as stack:
         stored = open_all(files, stack)
-        chosen = {n for n, t in stored.items() if QUANTIZED.search(n) and len(t.shape) == 2 and t.dtype in FLOATS}
+        chosen = {n for n, t in stored.items() if PROJECTION.search(n) and len(t.shape) == 2 and t.dtype in FLOATS}
         if not chosen:
             raise ConfigError(f"the checkpoint in {folder} has no projections to quantize")
         widths = {stored[name].shape[1] for name in chosen}

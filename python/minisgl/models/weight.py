@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -29,14 +30,16 @@ from minisgl.distributed.info import ALONE
 from minisgl.distributed.tensor_parallel import parallel_ops
 from minisgl.errors import ConfigError
 from minisgl.layers.builder import Builder, Init, Parameter, Source
-from minisgl.models.dequantize import Stored, dequantized
+from minisgl.models.dequantize import Matrix, Stored, dequantized
 from minisgl.models.families import MODELS
+from minisgl.ops.quantized import Quantized
 
 if TYPE_CHECKING:
     from minisgl.checkpoint.quantization import Quantization
     from minisgl.device.device import Device, Uploader
     from minisgl.models.llama import LlamaForCausalLM
     from minisgl.models.model_config import ModelConfig
+    from minisgl.ops.quantized import Format
     from minisgl.ops.table import OpTable
 
 Progress = Callable[[int, int], None]
@@ -50,6 +53,9 @@ MAX_THREADS: Final = 8
 DUMMY_STD: Final = 0.02
 NAMES_SHOWN: Final = 5
 
+# The projections of a decoder's layers, but not the routers of experts, whose choices small errors change.
+PROJECTION: Final = re.compile(r"\.layers\.\d+\.(.*\.)?(\w+_proj|w[123])\.weight$")
+
 
 def load_model(
     folder: Path,
@@ -60,19 +66,48 @@ def load_model(
     dummy: bool = False,
     progress: Progress | None = None,
     comm: Communicator | None = None,
+    made: Format | None = None,
 ) -> LlamaForCausalLM:
     """Build this rank's shard of the model and fill it from `folder`, or with fixed random numbers if `dummy`.
 
-    Raise `ConfigError` naming the tensors if the checkpoint does not fit its config.json.
+    Projections are rounded to the format `made`. Those that are quantized in the checkpoint stay so where the device
+    can multiply them, else they are converted to `dtype`. Raise `ConfigError` naming the tensors if the checkpoint does
+    not fit its config.json.
     """
     kind, comm = MODELS.load(config.architecture), comm or SoloCommunicator(ALONE, device.torch_device)
-    model = kind(Builder(parallel_ops(ops, comm, kind.has_post_norms), dtype, device.torch_device, comm.info), config)
+
+    def build(format_of: Callable[[str], Format | None]) -> LlamaForCausalLM:
+        all_ops = parallel_ops(ops, comm, kind.has_post_norms)
+        return kind(Builder(all_ops, dtype, device.torch_device, comm.info, format_of), config)
+
+    def made_format(name: str) -> Format | None:
+        return made if PROJECTION.search(name) else None
+
     if dummy:
+        model = build(made_format)
         fill_dummy(model.parameters)
-    else:
+        return model
+    with ExitStack() as stack:
+        stored = open_checkpoint(hf.weight_files(folder), stack, config.quantization)
+
+        def stored_format(name: str) -> Format | None:
+            found = stored[name].data if name in stored and device.has_fp8 else None
+            return found.format if isinstance(found, Matrix) else made_format(name)
+
+        model = build(stored_format)
         ignored = {HEAD} if config.tie_word_embeddings else set()
-        load_weights(hf.weight_files(folder), model.parameters, ignored, device, progress, config.quantization)
+        fill(stored, model.parameters, ignored, device, progress)
     return model
+
+
+def open_checkpoint(files: list[Path], stack: ExitStack, quantization: Quantization | None = None) -> dict[str, Stored]:
+    """Map all files until `stack` is closed; return their tensors under the names of a whole model, in file order."""
+    stored = open_all(files, stack)
+    if quantization is not None:
+        stored = dequantized(stored, quantization)
+    if "embed_tokens.weight" in stored:  # a decoder saved without its head lacks the prefix
+        stored = {f"model.{name}": tensor for name, tensor in stored.items()}
+    return stored
 
 
 def load_weights(
@@ -84,29 +119,38 @@ def load_weights(
     quantization: Quantization | None = None,
     threads: int | None = None,
 ) -> None:
-    """Fill every parameter from `files`, converting any float dtype, and quantized matrices, to its own dtype.
-
-    Tensors in `ignored` are optional, and so is the "model." in front of the decoder's names. Raise `ConfigError`
-    naming an unreadable file, or tensors that are missing, unexpected, repeated, misshapen or not floating point.
-    """
+    """As `fill`, from a checkpoint. Raise `ConfigError` also for an unreadable file or repeated tensors."""
     with ExitStack() as stack:
-        stored = open_all(files, stack)
-        if quantization is not None:
-            stored = dequantized(stored, quantization)
-        if "embed_tokens.weight" in stored:  # a decoder saved without its head lacks the prefix
-            stored = {f"model.{name}": tensor for name, tensor in stored.items()}
-        if HEAD in ignored and HEAD in stored:  # of a tied pair, the one that is stored
-            stored.setdefault(EMBEDDING, stored[HEAD])
-        wanted = [(parameter, source) for parameter in parameters for source in parameter.sources]
-        _check(wanted, stored, ignored, files[0].parent)
-        order = {name: index for index, name in enumerate(stored)}
-        wanted.sort(key=lambda w: order[w[1].name])
-        pieces = list(chain.from_iterable(_cut(*w, stored[w[1].name]) for w in wanted))
-        for parameter in parameters:
-            device.use_large_pages(parameter.tensor)
-        _copy_all(pieces, [device.uploader() for _ in range(threads or default_threads())], progress)
+        fill(open_checkpoint(files, stack, quantization), parameters, ignored, device, progress, threads)
+
+
+def fill(
+    stored: dict[str, Stored],
+    parameters: tuple[Parameter, ...],
+    ignored: set[str],
+    device: Device,
+    progress: Progress | None = None,
+    threads: int | None = None,
+) -> None:
+    """Fill every parameter, converting any float dtype, and quantized matrices, to what it holds.
+
+    Tensors in `ignored` are optional. Raise `ConfigError` naming tensors that are missing, unexpected, misshapen or not
+    floating point.
+    """
+    folder = next(iter(stored.values())).path.parent
+    if HEAD in ignored and HEAD in stored:  # of a tied pair, the one that is stored
+        stored = {EMBEDDING: stored[HEAD]} | stored
+    wanted = [(parameter, source) for parameter in parameters for source in parameter.sources]
+    _check(wanted, stored, ignored, folder)
+    order = {name: index for index, name in enumerate(stored)}
+    wanted.sort(key=lambda w: order[w[1].name])
+    pieces = list(chain.from_iterable(_cut(*w, stored[w[1].name]) for w in wanted))
     for parameter in parameters:
-        if parameter.offset:
+        if isinstance(parameter.tensor, Tensor):
+            device.use_large_pages(parameter.tensor)
+    _copy_all(pieces, [device.uploader() for _ in range(threads or default_threads())], progress)
+    for parameter in parameters:
+        if parameter.offset and isinstance(parameter.tensor, Tensor):
             parameter.tensor.add_(parameter.offset)
 
 
@@ -179,22 +223,35 @@ class _Piece:
 
     stored: Stored
     take: tuple[slice, ...]
-    target: Tensor
+    target: Tensor | Quantized
 
     @property
     def bytes(self) -> int:
-        return self.target.numel() * FLOATS[self.stored.dtype]
+        return math.prod(len(range(s.start, s.stop)) for s in self.take) * FLOATS[self.stored.dtype]
+
+    def copy(self, uploader: Uploader) -> None:
+        data, target = self.stored.data, self.target
+        if isinstance(target, Tensor):
+            uploader.copy(target, data[self.take])
+        elif isinstance(data, Matrix):
+            rows, columns = self.take
+            uploader.run(lambda upload: target.fill(*data.numbers((rows, columns), upload)))
+        else:
+            uploader.run(lambda upload: target.round_from(upload(data[self.take])))
 
 
 def _cut(parameter: Parameter, source: Source, stored: Stored) -> Iterator[_Piece]:
-    """Cut the rows of a source into pieces of about PIECE_BYTES, of at least one row each."""
-    target = parameter.tensor[source.start : source.start + source.rows]
+    """Cut the rows of a source into pieces of about PIECE_BYTES, of at least one row, or block of rows, each."""
+    target = parameter.tensor
     rows, *others = source.take
-    row_bytes = target[:1].numel() * FLOATS[stored.dtype]
-    step = max(1, PIECE_BYTES // max(row_bytes, 1))
+    row_bytes = math.prod(s.stop - s.start for s in others) * FLOATS[stored.dtype]
+    unit = target.format.rows if isinstance(target, Quantized) else 1
+    step = max(1, PIECE_BYTES // max(row_bytes * unit, 1)) * unit
     for start in range(0, source.rows, step):
         stop = min(start + step, source.rows)
-        yield _Piece(stored, (slice(rows.start + start, rows.start + stop), *others), target[start:stop])
+        first, last = source.start + start, source.start + stop
+        part = target.part(first, last) if isinstance(target, Quantized) else target[first:last]
+        yield _Piece(stored, (slice(rows.start + start, rows.start + stop), *others), part)
 
 
 def _copy_all(pieces: list[_Piece], uploaders: list[Uploader], progress: Progress | None) -> None:
@@ -216,7 +273,7 @@ def _copy_all(pieces: list[_Piece], uploaders: list[Uploader], progress: Progres
                         piece = next(queue, None)
                     if piece is None:
                         break
-                    uploader.copy(piece.target, piece.stored.data[piece.take])
+                    piece.copy(uploader)
                     with lock:
                         done += piece.bytes
                         if progress is not None:
@@ -240,15 +297,22 @@ def fill_dummy(parameters: tuple[Parameter, ...]) -> None:
 
     Each tensor of the checkpoint is drawn whole, with a seed from its name, and cut afterwards.
     """
-    generator = torch.Generator(device=parameters[0].tensor.device)
+    first = next(p.tensor for p in parameters if isinstance(p.tensor, Tensor))
+    generator = torch.Generator(device=first.device)
     for parameter in parameters:
-        if parameter.init is Init.ONES:
-            parameter.tensor.fill_(1.0)
+        target = parameter.tensor
+        if isinstance(target, Tensor) and parameter.init is Init.ONES:
+            target.fill_(1.0)
             continue
+        like = target if isinstance(target, Tensor) else first
         for source in parameter.sources:
-            whole = parameter.tensor.new_empty(source.shape)
+            whole = like.new_empty(source.shape)
             whole.normal_(0.0, DUMMY_STD, generator=generator.manual_seed(zlib.crc32(source.name.encode())))
-            parameter.tensor[source.start : source.start + source.rows] = whole[source.take]
+            rows = slice(source.start, source.start + source.rows)
+            if isinstance(target, Tensor):
+                target[rows] = whole[source.take]
+            else:
+                target.part(rows.start, rows.stop).round_from(whole[source.take])
 
 
 def _listed(names: list[str]) -> str:

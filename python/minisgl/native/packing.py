@@ -29,7 +29,11 @@ def pack_weights(model: LlamaForCausalLM, library: NativeLibrary, quantizes: boo
     """
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
     matrices = [
-        p.tensor for p in model.parameters if p.tensor.dim() == 2 and (p.tensor is not embedding or head is embedding)
+        p.tensor
+        for p in model.parameters
+        if isinstance(p.tensor, torch.Tensor)
+        and p.tensor.dim() == 2
+        and (p.tensor is not embedding or head is embedding)
     ]
     shapes = [(round_up(len(weight), LANES), weight.shape[1]) for weight in matrices]
     item = embedding.itemsize

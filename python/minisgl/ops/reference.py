@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from minisgl.ops.quantized import Quantized
 from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
@@ -62,12 +63,12 @@ def gate_and_mul(x: Tensor, gate: str) -> Tensor:
     return GATES[gate](g) * up
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: str = "") -> Tensor:
+def linear(x: Tensor, weight: Tensor | Quantized, bias: Tensor | None = None, gate: str = "") -> Tensor:
     """x weight^T + bias: x [T, in], weight [out, in], bias [out] -> [T, out].
 
     With `gate`, `gate_and_mul` follows: weight [2I, in] is gate above up, the result is [T, I].
     """
-    out = F.linear(x, weight, bias)
+    out = F.linear(x, weight.dense(x.dtype) if isinstance(weight, Quantized) else weight, bias)
     return gate_and_mul(out, gate) if gate else out
 
 
@@ -76,7 +77,7 @@ def add_norm_linear(
     residual: Tensor | None,
     norm_weight: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Tensor | Quantized,
     bias: Tensor | None = None,
     gate: str = "",
     *,

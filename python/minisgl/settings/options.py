@@ -136,8 +136,9 @@ class EngineConfig(Settings):
     )
     quantization: str | None = option(
         None,
-        "quantize the weights at the start: int8 = to 8 bits, in the C++ step of a CPU; default = keep --dtype",
-        choices=("int8",),
+        "quantize the projections of a checkpoint in 16 or 32 bits at the start: on a GPU fp8 or int4, on a CPU int8; "
+        "default = keep --dtype",
+        choices=("int8", "fp8", "int4"),
     )
     device: str = option("auto", "where to run; auto = a GPU if there is one", choices=("auto", "cpu", "cuda"))
     page_size: int | None = option(

@@ -21,6 +21,7 @@ from minisgl.settings.options import EngineConfig
 
 QWEN = SHAPES["qwen3-32b"]
 GPU = 80 * 10**9
+AWQ = {"quant_method": "awq", "bits": 4}
 
 
 @pytest.fixture
@@ -53,7 +54,13 @@ def config(folder: Path, shape: dict[str, Any], **options: Any) -> EngineConfig:
         ({"torch_dtype": "float8"}, {"device": "cuda"}, "dtype 'float8' is not one of"),
         ({}, {"max_seq_len": 10**9}, "more than the model's 40960"),
         ({}, {"cuda_graph_max_bs": 4}, "--cuda-graph-max-bs needs an NVIDIA GPU"),
-        ({}, {"device": "cuda", "quantization": "int8"}, "the device is cuda"),
+        ({}, {"device": "cuda", "quantization": "int8"}, "int8 is not for cuda, where it can be fp8 or int4"),
+        ({}, {"quantization": "fp8"}, "fp8 is not for cpu, where it can be int8"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            {"device": "cuda", "quantization": "int4"},
+            "--quantization int4 is for checkpoints that are not quantized yet",
+        ),
         ({}, {"device": "cuda", "tp": 8}, "--tp needs 8 GPUs on this host, which has 2"),
     ],
 )
@@ -75,6 +82,8 @@ def test_what_fits_is_accepted(tmp_path: Path, machine: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigError, match=r"a GPU of 80\.0 GB: weights in bfloat16 \d+"):
         check_fit(config(tmp_path, QWEN | {"num_hidden_layers": 128}, device="cuda"))
     check_fit(config(tmp_path, QWEN | {"num_hidden_layers": 128}, device="cuda", tp=2))
+    check_fit(config(tmp_path, QWEN | {"num_hidden_layers": 128}, device="cuda", quantization="fp8"))
+    check_fit(config(tmp_path, QWEN | {"num_hidden_layers": 300, "quantization_config": AWQ}, device="cuda"))
 
 
 def test_weights_and_pages_are_counted() -> None:

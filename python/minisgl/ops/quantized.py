@@ -1,0 +1,169 @@
+"""Weight matrices in 8 or 4 bits, as products on a GPU read them, and the rounding to such numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from minisgl.rounding import ceil_div
+
+E4M3: Final = torch.float8_e4m3fn
+E4M3_MAX: Final = 448.0
+BLOCK: Final = 128
+CHUNK: Final = 128  # columns whose 4-bit numbers are packed into 64 bytes
+SHRINKS: Final = [1.0 - 0.02 * i for i in range(16)]  # of a group's scale: a smaller one may cost less than it gains
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a matrix [N, K] is stored: w = (q - zero) scale.
+
+    8 bits  q is float8_e4m3fn, without zeros; a scale belongs to a row (`group` 0) or to a block of `group` by `group`.
+    4 bits  q is 0 to 15; a scale, and a zero if there are any (else it is 8), belong to `group` columns of a row.
+    """
+
+    bits: int
+    group: int
+    has_zeros: bool = False
+    scale_dtype: torch.dtype = torch.float32
+
+    @property
+    def rows(self) -> int:
+        """The number of rows that share a scale."""
+        return self.group if self.bits == 8 and self.group else 1
+
+    @property
+    def columns(self) -> int:
+        """What a number of columns must be a multiple of."""
+        return CHUNK if self.bits == 4 or self.group else 16
+
+    def __str__(self) -> str:
+        shared = f"groups of {self.group}" if self.bits == 4 else f"blocks of {self.group}" if self.group else "rows"
+        return f"{'fp8' if self.bits == 8 else 'int4'} with scales for {shared}"
+
+    def empty(self, rows: int, columns: int, device: torch.device) -> Quantized:
+        """Allocate a matrix [rows, columns]."""
+        width, dtype = (columns, E4M3) if self.bits == 8 else (columns // 2, torch.uint8)
+        data = torch.empty(rows, width, dtype=dtype, device=device)
+        groups = ceil_div(columns, self.group) if self.group else 1
+        scale = torch.empty(ceil_div(rows, self.rows), groups, dtype=self.scale_dtype, device=device)
+        return Quantized(self, data, scale, torch.empty_like(scale) if self.has_zeros else None)
+
+
+# What `--quantization` makes of a checkpoint in 16 bits.
+MADE: Final = {"fp8": Format(8, 0), "int4": Format(4, 128, scale_dtype=torch.bfloat16)}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A matrix [N, K], or some of its rows. `data` [N, K], or packed [N, K / 2]; `scale`, `zeros` [N / rows, groups].
+
+    Byte i of a chunk of 128 columns holds column i in its low half and column 64 + i in its high one.
+    """
+
+    format: Format
+    data: Tensor
+    scale: Tensor
+    zeros: Tensor | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, width = self.data.shape
+        return rows, width * (2 if self.format.bits == 4 else 1)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.data, self.scale, self.zeros) if t is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+    def part(self, start: int, stop: int) -> Quantized:
+        """The rows [start, stop), which begin and end where scales do."""
+        size = self.format.rows
+        scales = slice(start // size, ceil_div(stop, size))
+        zeros = None if self.zeros is None else self.zeros[scales]
+        return Quantized(self.format, self.data[start:stop], self.scale[scales], zeros)
+
+    def round_from(self, values: Tensor) -> None:
+        """Fill the matrix with the floats `values` [N, K], rounded."""
+        kind = self.format
+        self.fill(
+            *(round_fp8(values, kind.group) if kind.bits == 8 else round_int4(values, kind.group, kind.scale_dtype))
+        )
+
+    def fill(self, q: Tensor, scale: Tensor, zeros: Tensor | None = None) -> None:
+        """Fill the matrix with numbers [N, K], scales and zeros as the format says."""
+        self.data.copy_(pack(q) if self.format.bits == 4 else q)
+        self.scale.copy_(scale.expand_as(self.scale))
+        if self.zeros is not None and zeros is not None:
+            self.zeros.copy_(zeros)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The matrix in floats [N, K]."""
+        rows, columns = self.shape
+        if self.format.bits == 8:
+            scale = self.scale
+            if self.format.group:
+                scale = _spread(_spread(scale, 0, self.format.group, rows), 1, self.format.group, columns)
+            return (self.data.float() * scale).to(dtype)
+        q = unpack(self.data).float().view(rows, -1, self.format.group)
+        zeros = 8.0 if self.zeros is None else self.zeros.float().unsqueeze(2)
+        return ((q - zeros) * self.scale.float().unsqueeze(2)).view(rows, columns).to(dtype)
+
+
+def _spread(scale: Tensor, dim: int, size: int, length: int) -> Tensor:
+    return scale.repeat_interleave(size, dim).narrow(dim, 0, length)
+
+
+def pack(q: Tensor) -> Tensor:
+    """Numbers 0 to 15 [N, K] -> bytes [N, K / 2]."""
+    low, high = q.to(torch.uint8).view(len(q), -1, 2, CHUNK // 2).unbind(2)
+    return (low | high << 4).flatten(1)
+
+
+def unpack(data: Tensor) -> Tensor:
+    """Bytes [N, K / 2] -> numbers 0 to 15 [N, K] uint8."""
+    halves = data.view(len(data), -1, CHUNK // 2)
+    return torch.stack([halves & 15, halves >> 4], 2).flatten(1)
+
+
+def round_fp8(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Round [N, K] -> (float8_e4m3fn [N, K], scales float32 of each row [N, 1], or of each block)."""
+    if not block:
+        scale = positive(weight.float().abs().amax(1, keepdim=True) / E4M3_MAX)
+        return (weight.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
+    rows, columns = weight.shape
+    down, across = ceil_div(rows, block), ceil_div(columns, block)
+    padded = F.pad(weight.float(), (0, across * block - columns, 0, down * block - rows))
+    blocks = padded.view(down, block, across, block)
+    scale = positive(blocks.abs().amax((1, 3)) / E4M3_MAX)
+    q = (blocks / scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX).view(padded.shape)[:rows, :columns]
+    return q.to(E4M3), scale
+
+
+def round_int4(weight: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Round [N, K] -> (numbers 0 to 15 [N, K] uint8 with a zero of 8, scales [N, K / group] in `dtype`).
+
+    Of each group the scale with the least squared error is taken.
+    """
+    rows, columns = weight.shape
+    w = weight.float().view(rows, -1, group)
+    most = w.abs().amax(2, keepdim=True) / 7
+    best, least = most, torch.full_like(most, torch.inf)
+    for shrink in SHRINKS:
+        scale = positive((most * shrink).to(dtype).float())
+        error = ((w / scale).round_().clamp_(-8, 7).mul_(scale) - w).square_().sum(2, keepdim=True)
+        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+    q = (w / best).round_().clamp_(-8, 7).add_(8).to(torch.uint8).view(rows, columns)
+    return q, best.squeeze(2).to(dtype)
+
+
+def positive(scale: Tensor) -> Tensor:
+    """1 for the scale of numbers that are all 0."""
+    return torch.where(scale > 0, scale, 1.0)

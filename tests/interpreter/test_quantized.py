@@ -1,0 +1,69 @@
+"""Products with quantized weights: every format, number of rows and shape of tile, against the dense matrix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from minisgl.ops import reference
+from minisgl.ops.quantized import Format, Quantized
+from minisgl.triton import ops
+from minisgl.triton.launch import counters
+from minisgl.triton.quantized import SplitConfig, split_gemm, split_rows, widen
+
+FORMATS = [Format(8, 0), Format(8, 128), Format(4, 128), Format(4, 32), Format(4, 64, has_zeros=True)]
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def matrix(kind: Format, rows: int, columns: int) -> Quantized:
+    torch.manual_seed(rows + columns)
+    found = kind.empty(rows, columns, torch.device("cpu"))
+    found.round_from(0.1 * torch.randn(rows, columns))
+    if found.zeros is not None:
+        found.zeros.copy_(torch.randint(6, 11, found.zeros.shape))
+    return found
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize("gate", ["", "silu"])
+def test_linear_after_a_norm(kind: Format, rows: int, gate: str):
+    if rows == 70 and kind.bits == 8:
+        pytest.skip("cuBLAS")
+    weight, x = matrix(kind, 256, 384), torch.randn(rows, 384).half()
+    norm, bias, residual = torch.rand(384).half(), torch.randn(256).half(), torch.randn(rows, 384).half()
+    dense = weight.dense(torch.float32)
+    want, total = reference.add_norm_linear(x, residual, norm, 1e-6, dense.half(), bias, gate)
+    got, got_total = ops.add_norm_linear(x, residual.clone(), norm, 1e-6, weight, bias, gate)
+    assert_close(got_total, total)
+    assert error(got, want) < 0.01
+    assert error(ops.linear(x, weight, None, gate), reference.linear(x, dense.half(), None, gate)) < 0.01
+
+
+@pytest.mark.parametrize("config", [SplitConfig(32, 128, 1, 2, 4), SplitConfig(64, 128, 3, 2, 4)])
+@pytest.mark.parametrize("kind", [Format(8, 0), Format(4, 64)], ids=str)
+def test_tiles_and_parts_of_k(config: SplitConfig, kind: Format):
+    weight, x = matrix(kind, 102, 384), torch.randn(9, 384).half()
+    parts = split_rows(x, kind.group, None, is_whole=False)
+    for gate in ("", "gelu_tanh"):
+        got = split_gemm(parts, 9, weight, None, x.dtype, gate, config)
+        assert error(got, reference.linear(x, weight.dense(x.dtype), None, gate)) < 0.01
+    assert not counters(x.device).any()
+
+
+@pytest.mark.parametrize("kind", FORMATS[2:], ids=str)
+def test_numbers_are_widened(kind: Format):
+    weight = matrix(kind, 6, 256)
+    assert_close(widen(weight, torch.float16), weight.dense(torch.float16))
+
+
+@pytest.mark.parametrize("group", [0, 128])
+def test_rows_in_one_part(group: int):
+    x = torch.randn(5, 256)
+    parts, scale, _ = split_rows(x, group, None, is_whole=True)
+    wide = scale.t()[:5].repeat_interleave(256 // scale.shape[0], 1)
+    assert_close(parts[:5].float() * wide, x, rtol=0.07, atol=0.01)

@@ -1,0 +1,132 @@
+"""Quantized matrices as a GPU holds them: the numbers of the checkpoint, on every rank, or rounded at the start."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from minisgl.checkpoint.hf import BUILTIN_MODEL, load_config
+from minisgl.checkpoint.quantization import read_quantization
+from minisgl.device.device import CpuDevice
+from minisgl.distributed.communicator import SoloCommunicator
+from minisgl.distributed.info import DistributedInfo
+from minisgl.layers.builder import Builder, Init, Parameter, Source
+from minisgl.models import quantize
+from minisgl.models.dequantize import Matrix
+from minisgl.models.families import MODELS
+from minisgl.models.llama import LlamaForCausalLM
+from minisgl.models.model_config import ModelConfig
+from minisgl.models.weight import fill, load_model, open_checkpoint
+from minisgl.ops.quantized import MADE, Format, Quantized, pack, unpack
+from minisgl.ops.table import load_ops
+from unit.models.test_dequantize import pack as words
+
+
+class Fp8Device(CpuDevice):
+    """The host, with the reference of the products that a GPU has."""
+
+    has_fp8 = True
+
+
+CPU = torch.device("cpu")
+
+
+def load(
+    folder: Path, device: CpuDevice, made: Format | None = None, ranks: int = 1, rank: int = 0
+) -> LlamaForCausalLM:
+    config = ModelConfig.from_hf(load_config(folder))
+    comm = SoloCommunicator(DistributedInfo(rank, ranks), CPU)
+    return load_model(folder, config, torch.bfloat16, device, load_ops("reference"), comm=comm, made=made)
+
+
+def dense(model: LlamaForCausalLM) -> list[Tensor]:
+    tensors = [p.tensor for p in model.parameters]
+    return [t.dense(torch.bfloat16) if isinstance(t, Quantized) else t for t in tensors]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ranks", "kept"),
+    [("fp8", 1, 24), ("fp8", 2, 24), ("fp8", 4, 6), ("int4", 1, 24), ("int4", 2, 24), ("int4", 4, 18)],
+)
+def test_numbers_of_a_checkpoint_are_kept(scheme: str, ranks: int, kept: int, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    quantize.quantize(str(BUILTIN_MODEL), folder, scheme)
+    for rank in range(ranks):
+        held, widened = (load(folder, device, None, ranks, rank) for device in (Fp8Device(1), CpuDevice(1)))
+        matrices = [p.tensor for p in held.parameters if isinstance(p.tensor, Quantized)]
+        # Of 4 ranks' parts, 64 rows of k and v and 192 rows or columns of the MLP cut through blocks of 128, and 192
+        # columns through groups of 128.
+        assert len(matrices) == kept
+        assert not any(isinstance(p.tensor, Quantized) for p in widened.parameters)
+        for a, b in zip(dense(held), dense(widened), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("scheme", MADE)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_in_16_bits_is_rounded_while_it_loads(scheme: str, ranks: int) -> None:
+    held, plain = (load(BUILTIN_MODEL, Fp8Device(1), made, ranks, ranks - 1) for made in (MADE[scheme], None))
+    assert sum(isinstance(p.tensor, Quantized) for p in held.parameters) == 24
+    assert not isinstance(held.lm_head.weight, Quantized)
+    assert f"{scheme} with scales" in held.quantization
+    limit = {"fp8": 0.03, "int4": 0.12}[scheme]
+    for a, b in zip(dense(held), dense(plain), strict=True):
+        assert float((a.float() - b.float()).norm() / b.float().norm()) < limit
+    pairs = [(a.tensor, b.tensor) for a, b in zip(held.parameters, plain.parameters, strict=True)]
+    for a, b in pairs:
+        assert not isinstance(a, Quantized) or a.nbytes < {"fp8": 0.51, "int4": 0.27}[scheme] * b.nbytes
+
+
+@pytest.mark.parametrize("kind", [Format(8, 0), Format(8, 128), Format(4, 32, has_zeros=True)], ids=str)
+def test_parts_are_filled_apart(kind: Format) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(256, 384)
+    whole, parts = kind.empty(256, 384, CPU), kind.empty(256, 384, CPU)
+    for t in (*whole.tensors, *parts.tensors):
+        t.zero_()
+    whole.round_from(values)
+    for start in (128, 0):
+        parts.part(start, start + 128).round_from(values[start : start + 128])
+    assert all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(whole.tensors, parts.tensors, strict=True)
+    )
+
+
+def test_packing_is_reversible() -> None:
+    q = torch.randint(0, 16, (5, 256), dtype=torch.uint8)
+    assert torch.equal(unpack(pack(q)), q)
+
+
+def test_a_matrix_of_mixed_parts_is_not_quantized() -> None:
+    config = ModelConfig.from_hf(load_config(BUILTIN_MODEL))
+    builder = Builder(
+        load_ops("reference"), torch.bfloat16, CPU, format_of=lambda name: Format(8, 0) if "q_proj" in name else None
+    )
+    model = MODELS.load(config.architecture)(builder, config)
+    assert not any(isinstance(p.tensor, Quantized) for p in model.parameters)
+
+
+def test_zero_points_and_scales_of_awq_are_kept(tmp_path: Path) -> None:
+    """One module of 4 bits with zero points, as AutoAWQ stores it, against its float32 numbers."""
+    torch.manual_seed(0)
+    rows, columns, group = 48, 256, 64
+    q, zero = torch.randint(0, 16, (rows, columns)), torch.randint(0, 16, (rows, columns // group))
+    scale, order = (torch.rand(rows, columns // group) + 0.1).half(), (0, 2, 4, 6, 1, 3, 5, 7)
+    tensors = {"qweight": words(q.t(), 4, 1, order), "qzeros": words(zero.t(), 4, 1, order), "scales": scale.t()}
+    save_file({f"a.{name}": t.contiguous() for name, t in tensors.items()}, tmp_path / "model.safetensors")
+    quantization = read_quantization({"quantization_config": {"quant_method": "awq", "bits": 4}})
+    with ExitStack() as stack:
+        stored = open_checkpoint([tmp_path / "model.safetensors"], stack, quantization)
+        found = stored["a.weight"].data
+        assert isinstance(found, Matrix) and found.format == Format(4, group, True, torch.float16)
+        take = slice(16, 48), slice(128, 256)
+        target = found.format.empty(32, 128, CPU)
+        source = Source("a.weight", (rows, columns), take, 0)
+        fill(stored, (Parameter(target, (source,), Init.NORMAL),), set(), CpuDevice(1))
+    spread = (q - zero.repeat_interleave(group, 1)) * scale.float().repeat_interleave(group, 1)
+    assert torch.equal(target.dense(torch.float32), spread[take])
