@@ -115,6 +115,15 @@ def run(folder: Path, device: Device, requests: Requests, aborts: frozenset[int]
     return outputs, scheduler
 
 
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[int, list[int]]:
+    """What each request gets on a device that is never late."""
+    # Seeds make the noise a function of the request alone; uid 0 of a solo run is not its uid elsewhere.
+    return {
+        uid: run(folder, CpuDevice(1), [request], page_size=8)[0][0] for uid, request in enumerate(make_requests(7))
+    }
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -125,14 +134,8 @@ def run(folder: Path, device: Device, requests: Requests, aborts: frozenset[int]
     ],
     ids=lambda o: "-".join(map(str, o.values())),
 )
-def test_late_execution_changes_nothing(folder: Path, options: dict[str, object]) -> None:
-    requests = make_requests(7)
-    alone = {}
-    for uid, request in enumerate(requests):
-        out, _ = run(folder, CpuDevice(1), [request], page_size=8)
-        # Seeds make the noise a function of the request alone; uid 0 of a solo run is not its uid here.
-        alone[uid] = out[0]
-    late, scheduler = run(folder, LateDevice(1), requests, **options)
+def test_late_execution_changes_nothing(folder: Path, alone: dict[int, list[int]], options: dict[str, object]) -> None:
+    late, scheduler = run(folder, LateDevice(1), make_requests(7), **options)
     assert scheduler.depth == 1
     assert late == alone
     if "num_pages" in options:
