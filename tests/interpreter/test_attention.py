@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from contract.test_attention import MIXES
-from unit.attention.triton_cases import Case, check_attend, check_forward, check_padded, check_repeats, poison
+from unit.attention.triton_cases import (
+    Case,
+    check_attend,
+    check_forward,
+    check_fp8,
+    check_padded,
+    check_repeats,
+    poison,
+)
 
 HALF, CPU = torch.float16, "cpu"
 Shape = tuple[int, int, int]
@@ -85,6 +93,12 @@ def test_windows_that_are_split():
     for window in (200, 700):
         check_forward([(1, 9), (5, 1600)], 64, 2, 64, HALF, CPU, window=window)
         check_forward([(70, 1041)], 64, 2, 64, HALF, CPU, window=window)
+
+
+@pytest.mark.parametrize("mix", ["decode", "chunks", "mixed"])
+@pytest.mark.parametrize(("page_size", "group", "window"), [(16, 2, None), (64, 3, 40)])
+def test_pages_of_8_bits(mix: str, page_size: int, group: int, window: int | None):
+    check_fp8(MIXES[mix], page_size, group, 64, HALF, CPU, window)
 
 
 def test_parts_of_a_short_prompt_beside_a_long_one_have_no_keys():

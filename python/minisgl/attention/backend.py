@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from minisgl.core import Batch, Context, Ints
+    from minisgl.ops.quantized import Pages
     from minisgl.ops.reference import HeadTransform
     from minisgl.ops.table import OpTable
 
@@ -25,7 +26,7 @@ Window = int | None
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What a model and a KV pool need from a backend; `dtype` is that of queries and cache.
+    """What a model and a KV pool need from a backend; `dtype` is that of queries and, unless `fp8_cache`, of the cache.
 
     `max_rows` bounds the sequences of a step: the largest number of running requests, and one row for padding.
     `windows` lists the distinct windows of the layers. Scores are multiplied by `scale`, which is 1 / sqrt(head_dim)
@@ -41,6 +42,7 @@ class AttentionSpec:
     max_rows: int = 257
     windows: tuple[Window, ...] = (None,)
     score_scale: float | None = None
+    fp8_cache: bool = False  # pages are `QuantizedPages`
 
     @property
     def scale(self) -> float:
@@ -72,7 +74,7 @@ class AttentionBackend(ABC):
         page_table is [rows, pages per row] int32.
         """
 
-    def attend(self, qkv: Tensor, heads: HeadTransform, layer_pages: Tensor, ctx: Context) -> Tensor:
+    def attend(self, qkv: Tensor, heads: HeadTransform, layer_pages: Pages, ctx: Context) -> Tensor:
         """Normalise and rotate q and k, store k and v, then attend: qkv [T, (Hq + 2 Hk) D] -> [T, Hq, D].
 
         qkv may be overwritten.
@@ -81,7 +83,7 @@ class AttentionBackend(ABC):
         return self.forward(q, layer_pages, ctx, heads.window)
 
     @abstractmethod
-    def forward(self, q: Tensor, layer_pages: Tensor, ctx: Context, window: Window = None) -> Tensor:
+    def forward(self, q: Tensor, layer_pages: Pages, ctx: Context, window: Window = None) -> Tensor:
         """Attend: q [T, Hq, D], layer_pages [P, 2, Hk, page, D] -> contiguous [T, Hq, D].
 
         `window` is one of the spec's windows.
@@ -96,7 +98,7 @@ class ReferenceAttention(AttentionBackend):
     def prepare(self, batch: Batch, page_table: Tensor) -> None:
         return None
 
-    def forward(self, q: Tensor, layer_pages: Tensor, ctx: Context, window: Window = None) -> Tensor:
+    def forward(self, q: Tensor, layer_pages: Pages, ctx: Context, window: Window = None) -> Tensor:
         return self.ops.paged_attention(q, layer_pages, ctx.page_table, ctx.batch.layout, self.spec.scale, window)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from minisgl.attention.backend import AttentionBackend, build_layout
+from minisgl.ops.quantized import QuantizedPages
 from minisgl.rounding import ceil_div, round_up
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from minisgl.attention.backend import AttentionSpec, Window
     from minisgl.core import Batch, Context, Ints, SeqLayout
+    from minisgl.ops.quantized import Pages
     from minisgl.ops.table import OpTable
 
 TILE: Final = 128  # keys per tile; page sizes are multiples
@@ -61,7 +63,8 @@ class FA3Attention(AttentionBackend):
     def prepare(self, batch: Batch, page_table: Tensor) -> _Plan:
         return self._plan(batch.layout, page_table)
 
-    def forward(self, q: Tensor, layer_pages: Tensor, ctx: Context, window: Window = None) -> Tensor:
+    def forward(self, q: Tensor, layer_pages: Pages, ctx: Context, window: Window = None) -> Tensor:
+        assert not isinstance(layer_pages, QuantizedPages), "refused by `Requirements`"
         return self._run(q, layer_pages, ctx.attn_metadata)
 
     def _plan(self, layout: SeqLayout, page_table: Tensor) -> _Plan:

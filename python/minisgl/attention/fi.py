@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from minisgl.attention.backend import AttentionBackend, build_layout
+from minisgl.ops.quantized import QuantizedPages
 from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from minisgl.attention.backend import AttentionSpec, Window
     from minisgl.core import Batch, Context, Ints, SeqLayout
+    from minisgl.ops.quantized import Pages
     from minisgl.ops.table import OpTable
 
 WORKSPACE_BYTES: Final = 256 << 20  # for partial results; FlashInfer recommends 128 MB, which many heads exceed
@@ -59,7 +61,8 @@ class FlashInferAttention(AttentionBackend):
         self._planned.record()
         return wrappers
 
-    def forward(self, q: Tensor, layer_pages: Tensor, ctx: Context, window: Window = None) -> Tensor:
+    def forward(self, q: Tensor, layer_pages: Pages, ctx: Context, window: Window = None) -> Tensor:
+        assert not isinstance(layer_pages, QuantizedPages), "refused by `Requirements`"
         return self._run(ctx.attn_metadata[window], q, layer_pages)
 
     def _plan(self, layout: SeqLayout, page_table: Tensor) -> dict[Window, Any]:

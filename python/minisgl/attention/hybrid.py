@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from minisgl.core import Batch, Context
+    from minisgl.ops.quantized import Pages
     from minisgl.ops.reference import HeadTransform
 
 
@@ -51,13 +52,13 @@ class HybridAttention(AttentionBackend):
                 parts.append(_Part(backend, part, backend.prepare(part, page_table)))
         return parts
 
-    def attend(self, qkv: Tensor, heads: HeadTransform, layer_pages: Tensor, ctx: Context) -> Tensor:
+    def attend(self, qkv: Tensor, heads: HeadTransform, layer_pages: Pages, ctx: Context) -> Tensor:
         parts: list[_Part] = ctx.attn_metadata
         if len(parts) == 1:  # the backend may fuse all of it into one kernel
             return parts[0].backend.attend(qkv, heads, layer_pages, parts[0].context(ctx))
         return super().attend(qkv, heads, layer_pages, ctx)
 
-    def forward(self, q: Tensor, layer_pages: Tensor, ctx: Context, window: Window = None) -> Tensor:
+    def forward(self, q: Tensor, layer_pages: Pages, ctx: Context, window: Window = None) -> Tensor:
         parts: list[_Part] = ctx.attn_metadata
         queries = torch.split(q, [part.batch.num_tokens for part in parts])
         out = [p.backend.forward(x, layer_pages, p.context(ctx), window) for p, x in zip(parts, queries, strict=True)]

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from minisgl.attention.backend import AttentionBackend
+from minisgl.ops.quantized import E4M3, Pages, QuantizedPages
 from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
@@ -95,13 +96,19 @@ class CpuAttention(AttentionBackend):
             result.append(_Group(torch.from_numpy(np.concatenate(index)), self._scratch[:first], blocks))
         return result
 
-    def forward(self, q: Tensor, layer_pages: Tensor, ctx: Context, window: Window = None) -> Tensor:
+    def forward(self, q: Tensor, layer_pages: Pages, ctx: Context, window: Window = None) -> Tensor:
         groups: list[_Group] = ctx.attn_metadata[window]
-        rows = layer_pages.view(-1, layer_pages.shape[3] * layer_pages.shape[4])
+        data = layer_pages.data.view(torch.uint8) if isinstance(layer_pages, QuantizedPages) else layer_pages
+        rows = data.view(-1, data.shape[3] * data.shape[4])
         q_1HTD = q.transpose(0, 1).unsqueeze(0)
         outs = []
         for group in groups:
-            torch.index_select(rows, 0, group.index, out=group.gathered)
+            if isinstance(layer_pages, QuantizedPages):
+                scale = layer_pages.scale.flatten(0, 2).index_select(0, group.index)
+                floats = rows.index_select(0, group.index).view(E4M3).view(*scale.shape, -1).float()
+                group.gathered.view_as(floats).copy_(floats * scale.unsqueeze(2))
+            else:
+                torch.index_select(rows, 0, group.index, out=group.gathered)
             for b in group.blocks:
                 q_block = q_1HTD[:, :, b.start : b.stop]
                 outs.append(

@@ -28,6 +28,7 @@ class Requirements:
     head_dims: tuple[int, ...] | None = None
     page_sizes: tuple[int, ...] | None = None
     windows: bool = True
+    fp8_cache: bool = False
     module: str = ""  # of an optional package, which `extra` installs
     extra: str = ""
     capability: tuple[int, int] | None = None
@@ -42,6 +43,8 @@ class Requirements:
         ):
             if allowed is not None and value not in allowed:
                 return f"{word} {value} is not one of {', '.join(str(a) for a in allowed)}"
+        if not self.fp8_cache and spec.fp8_cache:
+            return "an FP8 cache is not supported"
         if not self.windows and spec.windows != (None,):
             return "sliding windows are not supported"
         if self.module and find_spec(self.module) is None:
@@ -57,9 +60,11 @@ FLOATS: Final = (torch.float32, *HALVES)
 # fi's time and a third of fa3's, with no plan on the host (0.1 to 0.8 ms in fi) and captured in graphs. For prompts
 # alone fa3 takes 0.68 to 0.8 of its time: `--attn fa3,triton`, pages of 128 (benchmark/kernels/backends.py).
 ATTENTION: Final[Registry[type[AttentionBackend]]] = Registry("attention backend")
-ATTENTION.add("cpu", "minisgl.attention.sdpa:CpuAttention", Requirements(("cpu",), FLOATS).refusal)
+ATTENTION.add("cpu", "minisgl.attention.sdpa:CpuAttention", Requirements(("cpu",), FLOATS, fp8_cache=True).refusal)
 ATTENTION.add(
-    "triton", "minisgl.attention.triton:TritonAttention", Requirements(("cuda",), FLOATS, (64, 128, 256)).refusal
+    "triton",
+    "minisgl.attention.triton:TritonAttention",
+    Requirements(("cuda",), FLOATS, (64, 128, 256), fp8_cache=True).refusal,
 )
 ATTENTION.add(
     "fi",

@@ -10,6 +10,7 @@ import torch
 from triton import next_power_of_2
 
 from minisgl.attention.backend import AttentionBackend
+from minisgl.ops.quantized import Pages, QuantizedPages
 from minisgl.rounding import ceil_div
 from minisgl.triton.attention_decode import BEGINS, PART, PLAN_ROWS, decode_attention, plan_decode
 from minisgl.triton.attention_prefill import COUNTERS, TILE, plan_prefill, prefill_attention
@@ -172,7 +173,7 @@ class TritonAttention(AttentionBackend):
         fills = num_large * self.spec.num_kv_heads >= self._num_sms
         return self._large if fills or (longest >= LONG_CONTEXT and num_large >= num_chunks) else self._small
 
-    def attend(self, qkv: Tensor, heads: HeadTransform, layer_pages: Tensor, ctx: Context) -> Tensor:
+    def attend(self, qkv: Tensor, heads: HeadTransform, layer_pages: Pages, ctx: Context) -> Tensor:
         plan: _Plan = ctx.attn_metadata
         if plan.chunks or plan.num_decode > FUSED_ROWS:
             return super().attend(qkv, heads, layer_pages, ctx)
@@ -181,7 +182,7 @@ class TritonAttention(AttentionBackend):
         self._run_decode(q, layer_pages, ctx, out, heads.window, heads)
         return out
 
-    def forward(self, q: Tensor, layer_pages: Tensor, ctx: Context, window: Window = None) -> Tensor:
+    def forward(self, q: Tensor, layer_pages: Pages, ctx: Context, window: Window = None) -> Tensor:
         plan: _Plan = ctx.attn_metadata
         assert q.stride()[1:] == (self.spec.head_dim, 1), "the heads of a token must be adjacent"
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -191,7 +192,7 @@ class TritonAttention(AttentionBackend):
             chunks = plan.chunks[window]
             prefill_attention[(chunks.grid,)](
                 q,
-                layer_pages,
+                *_data_and_scale(layer_pages),
                 ctx.page_table,
                 chunks.work,
                 self._tile_part,
@@ -201,6 +202,7 @@ class TritonAttention(AttentionBackend):
                 q.stride(0),
                 ctx.page_table.stride(0),
                 WINDOW=window or 0,
+                IS_FP8=isinstance(layer_pages, QuantizedPages),
                 **chunks.tiling.kernel,
             )
         return out
@@ -208,7 +210,7 @@ class TritonAttention(AttentionBackend):
     def _run_decode(
         self,
         q: Tensor,
-        layer_pages: Tensor,
+        layer_pages: Pages,
         ctx: Context,
         out: Tensor,
         window: Window,
@@ -221,7 +223,7 @@ class TritonAttention(AttentionBackend):
         has_norm = heads is not None and heads.q_weight is not None
         decode_attention[(self._programs,)](
             q,
-            layer_pages,
+            *_data_and_scale(layer_pages),
             ctx.page_table,
             self._work[window],
             self._counters,
@@ -239,6 +241,12 @@ class TritonAttention(AttentionBackend):
             WINDOW=window or 0,
             FUSED=heads is not None,
             HAS_NORM=has_norm,
+            IS_FP8=isinstance(layer_pages, QuantizedPages),
             **pdl_options(q.device, is_chained),
             **self._decode,
         )
+
+
+def _data_and_scale(pages: Pages) -> tuple[Tensor, Tensor]:
+    """The pages, and the scales of quantized ones (or anything)."""
+    return (pages.data, pages.scale) if isinstance(pages, QuantizedPages) else (pages, pages)

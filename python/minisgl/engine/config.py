@@ -30,8 +30,9 @@ class EngineSpec:
 
     folder: Path
     model: ModelConfig
-    dtype: torch.dtype  # of activations, K/V cache and weights that are not quantized
+    dtype: torch.dtype  # of activations, and of K/V cache and weights that are not quantized
     quantization: str | None  # one of `fit.QUANTIZATIONS`, made at the start
+    fp8_cache: bool
     max_seq_len: int
     page_size: int
     max_running_requests: int
@@ -72,6 +73,7 @@ class EngineSpec:
             max_rows=self.max_running_requests + 1,
             windows=tuple(dict.fromkeys(self.model.windows)),
             score_scale=self.model.attention_scale,
+            fp8_cache=self.fp8_cache,
         )
 
 
@@ -95,6 +97,7 @@ def resolve(
         model=model,
         dtype=DTYPES[dtype],
         quantization=config.quantization,
+        fp8_cache=config.kv_cache_dtype == "fp8",
         max_seq_len=config.max_seq_len or checkpoint.max_model_len,
         page_size=PAGE_SIZES[device_type] if config.page_size is None else config.page_size,
         max_running_requests=config.max_running_requests,

@@ -19,7 +19,7 @@ from minisgl.engine.state import LogitPenalties, RowState
 from minisgl.errors import ConfigError
 from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.models.weight import load_model
-from minisgl.ops.quantized import MADE
+from minisgl.ops.quantized import E4M3, MADE
 from minisgl.ops.table import resolve_ops
 from minisgl.params import Limits
 from minisgl.process.log import Progress
@@ -46,10 +46,9 @@ class Engine:
         comm = comm.with_peers(spec.max_step_tokens, m.hidden_size, spec.dtype, ops)
         progress = Progress("loading weights", "B", spec.info.rank == 0).update
         made = MADE.get(spec.quantization or "")
-        if made is not None and not device.has_fp8:
-            raise ConfigError(
-                f"--quantization {spec.quantization} needs a GPU with FP8 (compute capability 8.9 or later)"
-            )
+        if device.type == "cuda" and not device.has_fp8 and (made is not None or spec.fp8_cache):
+            option = "--kv-cache-dtype fp8" if made is None else f"--quantization {spec.quantization}"
+            raise ConfigError(f"{option} needs a GPU with FP8 (compute capability 8.9 or later)")
         model = load_model(spec.folder, m, spec.dtype, device, ops, spec.dummy_weight, progress, comm, made)
         pool = self._pool(0)
         # One row more than requests: the dummy row pads captured steps.
@@ -110,8 +109,9 @@ class Engine:
     def _pool(self, num_pages: int) -> MHAKVPool:
         """A pool of `num_pages` and a dummy page, where the unused rows of a captured step write."""
         s, m = self.spec, self.spec.model
+        dtype = E4M3 if s.fp8_cache else s.dtype
         return MHAKVPool(
-            m.num_layers, num_pages + 1, s.num_kv_heads, s.page_size, m.head_dim, s.dtype, self.device.torch_device
+            m.num_layers, num_pages + 1, s.num_kv_heads, s.page_size, m.head_dim, dtype, self.device.torch_device
         )
 
     def describe(self) -> dict[str, str | int | float]:
@@ -128,6 +128,7 @@ class Engine:
             "ops": self.parts.ops.name,
             "attention": self.parts.attention.name,
             "runners": ", ".join(r.name for r in self.runners),
+            "kv_cache_dtype": "fp8" if spec.fp8_cache else str(spec.dtype).removeprefix("torch."),
             "page_size": self.page_size,
             "kv_pages": self.num_pages,
             "kv_tokens": self.num_pages * self.page_size,

@@ -66,7 +66,8 @@ class Footprint:
         page_size = config.page_size or PAGE_SIZES[device]
         pages = ceil_div(config.max_seq_len or checkpoint.max_model_len, page_size)
         row = 4 * (pages + (m.vocab_size if checkpoint.embedder is None else 0))  # page table, counts of tokens
-        page = m.num_layers * 2 * kv_heads * page_size * m.head_dim * item
+        head = m.head_dim + 4 if config.kv_cache_dtype == "fp8" else m.head_dim * item
+        page = m.num_layers * 2 * kv_heads * page_size * head
         bits = 8 * item  # on a CPU the whole model is loaded before it is rounded
         if device == "cuda":
             bits = QUANTIZATIONS[device].get(config.quantization or "", bits)

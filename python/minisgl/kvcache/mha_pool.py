@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+
+from minisgl.ops.quantized import E4M3, Pages, QuantizedPages
 
 
 class MHAKVPool:
@@ -14,7 +15,7 @@ class MHAKVPool:
     `data` is [layers, pages, 2 (K, V), kv_heads, page_size, head_dim]: within a page each head is contiguous, so a
     kernel for one head reads consecutive memory. A slot is page id * page_size + offset, the same in all layers. Memory
     is allocated without writing: on a CPU a page takes physical memory on first use, and its initial contents are
-    arbitrary.
+    arbitrary. In float8_e4m3fn, `scale` [layers, pages, 2, kv_heads, page_size] float32 belongs to it.
     """
 
     def __init__(
@@ -34,17 +35,21 @@ class MHAKVPool:
         self.device = device
         shape = (num_layers, num_pages, 2, num_kv_heads, page_size, head_dim)
         self.data = torch.empty(shape, dtype=dtype, device=device)
-        self._layers = self.data.unbind(0)
+        self._layers: Sequence[Pages] = self.data.unbind(0)
+        self.scale = torch.empty(shape[:-1] if dtype is E4M3 else 0, device=device)
+        if dtype is E4M3:
+            self._layers = [QuantizedPages(*of) for of in zip(self.data, self.scale, strict=True)]
 
     @property
     def page_bytes(self) -> int:
         """The bytes of one page in all layers together."""
-        return self.data[:, 0].nbytes
+        return self.data[:, 0].nbytes + (self.scale[:, 0].nbytes if self.scale.numel() else 0)
 
-    def layer(self, index: int) -> Tensor:
+    def layer(self, index: int) -> Pages:
         """Return a view of the pages of layer `index`, [pages, 2, kv_heads, page_size, head_dim]."""
         return self._layers[index]
 
     def poison(self, pages: Sequence[int]) -> None:
         """Fill pages with NaN, so that tests detect reads before the next write."""
-        self.data[:, torch.as_tensor(pages, dtype=torch.int64, device=self.device)] = float("nan")
+        data = self.scale if self.scale.numel() else self.data
+        data[:, torch.as_tensor(pages, dtype=torch.int64, device=self.device)] = float("nan")

@@ -53,6 +53,8 @@ def refusal(spec: EngineSpec) -> str | None:
         return f"dtype {spec.dtype}"
     if spec.pooling is not None:
         return "the model makes embeddings"
+    if spec.fp8_cache:
+        return "the KV cache is FP8"
     sizes = {"head_dim": (m.head_dim, LANES)}
     step = GROUP if spec.quantization else LANES
     sizes |= {"hidden_size": (m.hidden_size, step), "intermediate_size": (m.intermediate_size, step)}

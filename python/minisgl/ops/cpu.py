@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minisgl.ops import reference
+from minisgl.ops.quantized import Pages, QuantizedPages
 
 SKINNY_ROWS: Final = 16
 
@@ -54,7 +55,7 @@ moe = partial(reference.moe, linear=linear)  # most experts have few rows
 
 
 def norm_rope_store(
-    qkv: Tensor, heads: reference.HeadTransform, positions: Tensor, pages: Tensor, out_loc: Tensor
+    qkv: Tensor, heads: reference.HeadTransform, positions: Tensor, pages: Pages, out_loc: Tensor
 ) -> Tensor:
     """As `reference.norm_rope_store`: q and k are rotated in one pass, k and v stored in one copy.
 
@@ -78,9 +79,12 @@ def norm_rope_store(
     rotated[:, :, 1].addcmul_(halves[:, :, 0], sin)
     rotated = rotated.view(num_tokens, -1, head_dim)
     qkv_heads[:, num_heads:-num_kv_heads] = rotated[:, num_heads:]
-    slots = pages.permute(0, 3, 1, 2, 4)  # [P, page, 2, Hk, D]
     kv = qkv_heads[:, num_heads:].view(num_tokens, 2, num_kv_heads, head_dim)
-    slots.index_put_((out_loc // page_size, out_loc % page_size), kv)
+    if isinstance(pages, QuantizedPages):
+        reference.store_kv(kv[:, 0], kv[:, 1], pages, out_loc)
+    else:
+        slots = pages.permute(0, 3, 1, 2, 4)  # [P, page, 2, Hk, D]
+        slots.index_put_((out_loc // page_size, out_loc % page_size), kv)
     q = rotated[:, :num_heads]
     return q if q.dtype is qkv.dtype else q.to(qkv.dtype)
 

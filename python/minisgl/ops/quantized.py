@@ -1,4 +1,4 @@
-"""Weight matrices in 8 or 4 bits, as products on a GPU read them, and the rounding to such numbers."""
+"""Weight matrices in 8 or 4 bits and K/V pages in 8, as ops read them, and the rounding to such numbers."""
 
 from __future__ import annotations
 
@@ -115,6 +115,31 @@ class Quantized:
         q = unpack(self.data).float().view(rows, -1, self.format.group)
         zeros = 8.0 if self.zeros is None else self.zeros.float().unsqueeze(2)
         return ((q - zeros) * self.scale.float().unsqueeze(2)).view(rows, columns).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedPages:
+    """K/V pages [P, 2, Hk, page, D] in float8_e4m3fn, with a float32 scale for each token and head [P, 2, Hk, page]."""
+
+    data: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    def store(self, x: Tensor, which: int, page: Tensor, offset: Tensor) -> None:
+        """Round keys (`which` 0) or values (1) x [T, Hk, D] into the slots of pages and offsets [T]."""
+        q, scale = round_fp8(x.flatten(0, 1), 0)
+        self.data.view(torch.uint8)[page, which, :, offset] = q.view(torch.uint8).view(x.shape)
+        self.scale[page, which, :, offset] = scale.view(x.shape[:2])
+
+    def dense(self, ids: Tensor) -> Tensor:
+        """The pages `ids` [n] in float32 [n, 2, Hk, page, D]."""
+        return self.data.view(torch.uint8)[ids].view(E4M3).float() * self.scale[ids].unsqueeze(-1)
+
+
+Pages = Tensor | QuantizedPages
 
 
 def _spread(scale: Tensor, dim: int, size: int, length: int) -> Tensor:

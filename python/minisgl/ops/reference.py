@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from minisgl.ops.quantized import Quantized
+from minisgl.ops.quantized import Pages, Quantized, QuantizedPages
 from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
@@ -149,12 +149,15 @@ def rope(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tens
     return rotate(q), rotate(k)
 
 
-def store_kv(k: Tensor, v: Tensor, pages: Tensor, out_loc: Tensor) -> None:
+def store_kv(k: Tensor, v: Tensor, pages: Pages, out_loc: Tensor) -> None:
     """Write k, v [T, Hk, D] into `pages` [P, 2, Hk, page, D] at slots `out_loc` [T] int64 = page id * page + offset."""
     page_size = pages.shape[3]
     page, offset = out_loc // page_size, out_loc % page_size
-    pages[page, 0, :, offset] = k
-    pages[page, 1, :, offset] = v
+    for which, x in enumerate((k, v)):
+        if isinstance(pages, QuantizedPages):
+            pages.store(x, which, page, offset)
+        else:
+            pages[page, which, :, offset] = x
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +175,7 @@ class HeadTransform:
     window: int | None = None
 
 
-def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages: Tensor, out_loc: Tensor) -> Tensor:
+def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages: Pages, out_loc: Tensor) -> Tensor:
     """All between the QKV projection and attention: per-head norm, rotary embedding, K/V storage.
 
     qkv [T, (Hq + 2 Hk) D] holds q, k and v heads in this order. With weights each head of q and k first goes through
@@ -189,7 +192,12 @@ def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages:
 
 
 def paged_attention(
-    q: Tensor, pages: Tensor, page_table: Tensor, layout: SeqLayout, scale: float, window: int | None = None
+    q: Tensor,
+    pages: Pages,
+    page_table: Tensor,
+    layout: SeqLayout,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """softmax(scale q K^T) V of each sequence over its own pages, in float32 -> [T, Hq, D] in q's dtype.
 
@@ -205,7 +213,8 @@ def paged_attention(
     lengths = zip(layout.rows_host.tolist(), layout.query_lens_host.tolist(), layout.kv_lens_host.tolist(), strict=True)
     for row, query_len, kv_len in lengths:
         ids = page_table[row, : ceil_div(kv_len, page_size)].long()
-        kv = pages[ids].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len].float()  # [2, Hk, kv_len, D]
+        own = pages.dense(ids) if isinstance(pages, QuantizedPages) else pages[ids].float()
+        kv = own.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len]  # [2, Hk, kv_len, D]
         k, v = kv.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,hkd->hqk", q[start : start + query_len].float(), k) * scale
         positions = torch.arange(kv_len, device=q.device)

@@ -140,6 +140,11 @@ class EngineConfig(Settings):
         "default = keep --dtype",
         choices=("int8", "fp8", "int4"),
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        "number format of the KV cache: auto = --dtype, fp8 = 8 bits with a scale for each token and head",
+        choices=("auto", "fp8"),
+    )
     device: str = option("auto", "where to run; auto = a GPU if there is one", choices=("auto", "cpu", "cuda"))
     page_size: int | None = option(
         None,

@@ -224,12 +224,12 @@ def _merge(
     do_not_specialize_on_alignment=["page_table_ptr", "out_loc_ptr"],
 )
 def decode_attention(
-    q_ptr, pages_ptr, page_table_ptr, work_ptr, counters_ptr, part_ptr, lse_ptr, out_ptr,
+    q_ptr, pages_ptr, kv_scale_ptr, page_table_ptr, work_ptr, counters_ptr, part_ptr, lse_ptr, out_ptr,
     q_weight_ptr, k_weight_ptr, cos_sin_ptr, out_loc_ptr,
     scale, eps, stride_q, stride_table,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, FUSED: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, FUSED: tl.constexpr, HAS_NORM: tl.constexpr, IS_FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [B, Hq, D] = softmax(q K^T / sqrt(D)) V of each sequence; grid (NUM_SPLITS * Hk).
 
@@ -238,6 +238,8 @@ def decode_attention(
     lse [B + NUM_SPLITS, Hk, G], float32. BLOCK_G is the smallest power of two >= G, BLOCK_M at least the smallest tile
     of the tensor cores.
 
+    IS_FP8: pages are float8_e4m3fn with a scale [P, 2, Hk, page] for each token and head. Products are in float16,
+    which holds such numbers exactly and takes one instruction for two of them.
     FUSED: q is followed by the new keys and values, as the projection left them; each is the last of its sequence. Norm
     and RoPE are computed here, and the program with a sequence's last part stores its key and value at `out_loc`; the
     other programs do not need them.
@@ -288,8 +290,20 @@ def decode_attention(
             stop = tl.minimum(stop, length - 1)
             index = (slot // PAGE_SIZE * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + slot % PAGE_SIZE
             new_k_ptrs, mask = pages_ptr + index * HEAD_DIM + offs_d, is_last & (offs_d < HEAD_DIM)
-            tl.store(new_k_ptrs, tl.reshape(new_k, [HEAD_DIM]).to(pages_ptr.dtype.element_ty), mask=mask)
-            tl.store(new_k_ptrs + stride_kv, new_v, mask=mask)
+            stored_k = tl.reshape(new_k, [HEAD_DIM])
+            stored_v = new_v.to(tl.float32)
+            if IS_FP8:
+                k_scale = tl.maximum(tl.max(tl.abs(stored_k), 0), 1e-30) / 448.0
+                v_scale = tl.maximum(tl.max(tl.abs(stored_v), 0), 1e-30) / 448.0
+                tl.store(kv_scale_ptr + index, k_scale, mask=is_last)
+                tl.store(kv_scale_ptr + index + stride_kv // HEAD_DIM, v_scale, mask=is_last)
+                stored_k = (stored_k / k_scale).to(tl.float8e4nv)
+                stored_v = (stored_v / v_scale).to(tl.float8e4nv)
+                # What later steps will read.
+                new_k = tl.reshape(stored_k.to(tl.float32) * k_scale, [1, HEAD_DIM])
+                new_v = stored_v.to(tl.float32) * v_scale
+            tl.store(new_k_ptrs, stored_k.to(pages_ptr.dtype.element_ty), mask=mask)
+            tl.store(new_k_ptrs + stride_kv, stored_v.to(pages_ptr.dtype.element_ty), mask=mask)
             m = tl.where(is_last, tl.sum(query.to(tl.float32) * new_k, 1) * scale, NEGATIVE)
             total = tl.where(is_last, tl.full([BLOCK_M], 1.0, tl.float32), 0.0)
             acc = tl.where(is_last, tl.broadcast_to(new_v.to(tl.float32)[None, :], [BLOCK_M, HEAD_DIM]), 0.0)
@@ -299,6 +313,8 @@ def decode_attention(
             m = tl.full([BLOCK_M], NEGATIVE, tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+        if IS_FP8:
+            query = query.to(tl.float16)
         for start in tl.range(start_key, stop, TILE_KEYS, num_stages=NUM_STAGES):
             offs_n = start + tl.arange(0, TILE_KEYS)
             is_key = offs_n < stop
@@ -315,12 +331,22 @@ def decode_attention(
             # Masked loads, since masking the scores does not remove NaN beyond the last key.
             k = tl.load(k_ptrs, mask=is_key[:, None], other=0.0)
             v = tl.load(k_ptrs + stride_kv, mask=is_key[:, None], other=0.0)
-            x = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+            if IS_FP8:
+                scale_ptrs = kv_scale_ptr + offset // HEAD_DIM
+                k_scale = tl.load(scale_ptrs, mask=is_key, other=0.0)
+                v_scale = tl.load(scale_ptrs + stride_kv // HEAD_DIM, mask=is_key, other=0.0)
+                k = k.to(tl.float16)
+                v = v.to(tl.float16)
+                x = tl.dot(query, tl.trans(k)) * (k_scale * scale)[None, :]
+            else:
+                x = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
             x = tl.where(is_key[None, :], x, NEGATIVE)
             new_m = tl.maximum(m, tl.max(x, 1))
             p = tl.exp2(x - new_m[:, None])
             correction = tl.exp2(m - new_m)
             total = total * correction + tl.sum(p, 1)
+            if IS_FP8:
+                p *= v_scale[None, :]
             acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
             m = new_m
         acc = acc / total[:, None]

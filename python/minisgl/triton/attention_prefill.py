@@ -97,9 +97,9 @@ def _load_lengths(kv_lens_ptr, cu_query_lens_ptr, seqs, num_seqs):
 
 @triton.jit
 def _add_keys(
-    acc, m, total, query, position, pages_ptr, table_ptr, head, lo, hi, scale,
+    acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, head, lo, hi, scale,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    IS_FP8: tl.constexpr, NUM_STAGES: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add keys [lo, hi) to the online softmax; without MASKED, whole tiles of keys that every query sees.
 
@@ -124,7 +124,15 @@ def _add_keys(
         else:
             k = tl.load(k_ptrs)
             v = tl.load(v_ptrs)
+        if IS_FP8:
+            scale_ptrs = kv_scale_ptr + offset // HEAD_DIM
+            k_scale = tl.load(scale_ptrs, mask=offs_n < hi, other=0.0)
+            v_scale = tl.load(scale_ptrs + NUM_KV_HEADS * PAGE_SIZE, mask=offs_n < hi, other=0.0)
+            k = k.to(tl.float16)
+            v = v.to(tl.float16)
         x = tl.dot(query, tl.trans(k), input_precision="ieee")
+        if IS_FP8:
+            x *= k_scale[None, :]
         if MASKED:
             is_seen = offs_n[None, :] <= position[:, None]
             if WINDOW > 0:
@@ -138,6 +146,8 @@ def _add_keys(
             p = tl.exp2(x * scale - new_m[:, None])
         correction = tl.exp2(m - new_m)
         total = total * correction + tl.sum(p, 1)
+        if IS_FP8:
+            p *= v_scale[None, :]
         acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
         m = new_m
     return acc, m, total
@@ -148,15 +158,16 @@ def _add_keys(
     do_not_specialize_on_alignment=["page_table_ptr", "work_ptr"],
 )
 def prefill_attention(
-    q_ptr, pages_ptr, page_table_ptr, work_ptr, part_ptr, lse_ptr, out_ptr, scale, stride_q, stride_table,
+    q_ptr, pages_ptr, kv_scale_ptr, page_table_ptr, work_ptr, part_ptr, lse_ptr, out_ptr,
+    scale, stride_q, stride_table,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, MAX_PARTS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, IS_FP8: tl.constexpr,
 ):  # fmt: skip
     """out [T, Hq, D] = softmax(scale q K^T) V of the listed tiles, causal; grid (at least items * Hk).
 
     q [T, >= Hq, D] has token stride `stride_q`; pages [P, 2, Hk, page, D]; `scale` includes log2(e);
-    part [MAX_PARTS * BLOCK_M, D] and lse [MAX_PARTS * BLOCK_M] float32.
+    part [MAX_PARTS * BLOCK_M, D] and lse [MAX_PARTS * BLOCK_M] float32. IS_FP8 is that of `decode_attention`.
     """
     head = tl.program_id(0) % NUM_KV_HEADS
     index = tl.program_id(0) // NUM_KV_HEADS
@@ -179,6 +190,8 @@ def prefill_attention(
     q_ptrs = q_ptr + (token + offs_q).to(tl.int64)[:, None] * stride_q
     q_ptrs = q_ptrs + (head * GROUP_SIZE + offs_m % GROUP_SIZE)[:, None] * HEAD_DIM + offs_d[None, :]
     query = tl.load(q_ptrs, mask=is_row[:, None], other=0.0)
+    if IS_FP8:
+        query = query.to(tl.float16)
 
     end = first_position + num_queries
     first_key = 0
@@ -195,18 +208,18 @@ def prefill_attention(
         # Keys that have left the window of the tile's last query.
         left_window = tl.minimum(tl.maximum(tl.cdiv(end - WINDOW, BLOCK_N) * BLOCK_N, lo), hi)
         acc, m, total = _add_keys(
-            acc, m, total, query, position, pages_ptr, table_ptr, head, lo, left_window, scale,
-            NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, 2, WINDOW, True,
+            acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, head, lo, left_window, scale,
+            NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, IS_FP8, 2, WINDOW, True,
         )  # fmt: skip
         lo = left_window
         unmasked_end = tl.maximum(unmasked_end, lo)
     acc, m, total = _add_keys(
-        acc, m, total, query, position, pages_ptr, table_ptr, head, lo, unmasked_end, scale,
-        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, NUM_STAGES, WINDOW, False,
+        acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, head, lo, unmasked_end, scale,
+        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, IS_FP8, NUM_STAGES, WINDOW, False,
     )  # fmt: skip
     acc, m, total = _add_keys(
-        acc, m, total, query, position, pages_ptr, table_ptr, head, unmasked_end, hi, scale,
-        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, 2, WINDOW, True,
+        acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, head, unmasked_end, hi, scale,
+        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, IS_FP8, 2, WINDOW, True,
     )  # fmt: skip
 
     out_ptrs = out_ptr + ((token + offs_q).to(tl.int64) * NUM_KV_HEADS + head)[:, None] * (GROUP_SIZE * HEAD_DIM)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor, empty, empty_like
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.ops.quantized import Pages, QuantizedPages
 from minisgl.ops.reference import HeadTransform
 from minisgl.triton.launch import pdl_options
 
@@ -124,11 +125,20 @@ def _rotated(x1, x2, weight_ptr, cos, sin, eps, HEAD_DIM: tl.constexpr, HAS_NORM
 
 
 @triton.jit
+def _rounded(x1, x2, scale_ptrs, mask):
+    """Store the scales of heads given as halves [heads, D / 2]; return the halves as float8_e4m3fn."""
+    f1, f2 = x1.to(tl.float32), x2.to(tl.float32)
+    most = tl.maximum(tl.max(tl.maximum(tl.abs(f1), tl.abs(f2)), 1), 1e-30)[:, None]
+    tl.store(scale_ptrs, most / 448.0, mask=mask)
+    return (f1 * (448.0 / most)).to(tl.float8e4nv), (f2 * (448.0 / most)).to(tl.float8e4nv)
+
+
+@triton.jit
 def _norm_rope_store(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr, pages_ptr, out_loc_ptr,
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr, pages_ptr, scale_ptr, out_loc_ptr,
     stride_page, stride_kv, stride_head, stride_slot, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HAS_NORM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_KV_HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_KV_HEADS: tl.constexpr, IS_FP8: tl.constexpr,
 ):  # fmt: skip
     """Program (token, group of BLOCK_HEADS query heads or of BLOCK_KV_HEADS KV heads).
 
@@ -159,17 +169,20 @@ def _norm_rope_store(
         v_ptrs = k_ptrs + NUM_KV_HEADS * HEAD_DIM
         v1 = tl.load(v_ptrs, mask=kv_mask, other=0.0)
         v2 = tl.load(v_ptrs + HEAD_DIM // 2, mask=kv_mask, other=0.0)
-        page_ptrs = pages_ptr + (slot // PAGE_SIZE) * stride_page + (slot % PAGE_SIZE) * stride_slot
-        page_ptrs = page_ptrs + kv_head * stride_head + offs_d
-        tl.store(page_ptrs + stride_kv, v1, mask=kv_mask)
-        tl.store(page_ptrs + stride_kv + HEAD_DIM // 2, v2, mask=kv_mask)
+        offset = (slot // PAGE_SIZE) * stride_page + (slot % PAGE_SIZE) * stride_slot + kv_head * stride_head
+        if IS_FP8:
+            v1, v2 = _rounded(v1, v2, scale_ptr + (offset + stride_kv) // HEAD_DIM, kv_mask)
+        tl.store(pages_ptr + offset + stride_kv + offs_d, v1, mask=kv_mask)
+        tl.store(pages_ptr + offset + stride_kv + offs_d + HEAD_DIM // 2, v2, mask=kv_mask)
         cos, sin = tl.load(cos_ptrs), tl.load(cos_ptrs + HEAD_DIM // 2)
         k1, k2 = _rotated(k1, k2, k_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
-        tl.store(page_ptrs, k1, mask=kv_mask)
-        tl.store(page_ptrs + HEAD_DIM // 2, k2, mask=kv_mask)
+        if IS_FP8:
+            k1, k2 = _rounded(k1, k2, scale_ptr + offset // HEAD_DIM, kv_mask)
+        tl.store(pages_ptr + offset + offs_d, k1, mask=kv_mask)
+        tl.store(pages_ptr + offset + offs_d + HEAD_DIM // 2, k2, mask=kv_mask)
 
 
-def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages: Tensor, out_loc: Tensor) -> Tensor:
+def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages: Pages, out_loc: Tensor) -> Tensor:
     """As `reference.norm_rope_store`; the queries returned are a view of `qkv`. D is a power of two.
 
     Programs of 1,024 elements: with 16 query and 8 KV heads of 128, 1 / 64 / 256 / 8192 / 16384 tokens take 1.7 / 1.8 /
@@ -180,11 +193,13 @@ def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages:
     num_kv_heads, page_size, dim = pages.shape[2:]
     num_heads = qkv.shape[1] // dim - num_kv_heads * 2
     has_norm = heads.q_weight is not None
+    is_fp8 = isinstance(pages, QuantizedPages)
+    data, scale = (pages.data, pages.scale) if isinstance(pages, QuantizedPages) else (pages, pages)
     block, kv_block = (min(triton.next_power_of_2(n), max(1, 1024 // dim)) for n in (num_heads, num_kv_heads))
     _norm_rope_store[(tokens, triton.cdiv(num_heads, block) + triton.cdiv(num_kv_heads, kv_block))](
-        qkv, heads.q_weight if has_norm else qkv, heads.k_weight if has_norm else qkv, heads.cos_sin, positions, pages,
-        out_loc, *pages.stride()[:4], heads.eps,
+        qkv, heads.q_weight if has_norm else qkv, heads.k_weight if has_norm else qkv, heads.cos_sin, positions, data,
+        scale, out_loc, *data.stride()[:4], heads.eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=dim, PAGE_SIZE=page_size, HAS_NORM=has_norm,
-        BLOCK_HEADS=block, BLOCK_KV_HEADS=kv_block,
+        BLOCK_HEADS=block, BLOCK_KV_HEADS=kv_block, IS_FP8=is_fp8,
     )  # fmt: skip
     return qkv.view(tokens, num_heads + 2 * num_kv_heads, dim)[:, :num_heads]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +14,10 @@ from minisgl.attention.backend import AttentionSpec
 from minisgl.attention.triton import TritonAttention
 from minisgl.core import Batch, Context, SeqLayout
 from minisgl.ops import reference
+from minisgl.ops.quantized import QuantizedPages, round_fp8
 from minisgl.ops.reference import HeadTransform
 from minisgl.ops.table import OpTable
+from minisgl.triton.norm import norm_rope_store
 
 Mix = list[tuple[int, int]]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # of the norm of one sequence's output
@@ -36,7 +39,8 @@ class Case:
         window: int | None = None,
     ) -> None:
         pool, table, q, self.spans = setting(mix, page_size, group, dim, dtype, seed)
-        self.pages, self.table, self.q = pool.layer(0).to(device), table.to(device), q.to(device)
+        self.pages: Any = pool.layer(0).to(device)
+        self.table, self.q = table.to(device), q.to(device)
         self.kv_heads, self.dim, self.page_size = pool.num_kv_heads, dim, page_size
         self.batch = on(make_batch(self.spans), device)
         self.window = window
@@ -89,12 +93,12 @@ def poison(like: torch.Tensor) -> None:
     torch.full_like(like, float("nan"))
 
 
-def assert_near(out: torch.Tensor, expected: torch.Tensor, spans: list[Span]) -> None:
+def assert_near(out: torch.Tensor, expected: torch.Tensor, spans: list[Span], tolerance: float = 0.0) -> None:
     assert out.is_contiguous() and out.dtype == expected.dtype and out.shape == expected.shape
     sizes = [len(s.ids) for s in spans]
     for span, a, b in zip(spans, out.double().split(sizes), expected.double().split(sizes), strict=True):
         error = float((a - b).norm() / b.norm())
-        assert error < TOLERANCE[out.dtype], f"{span.start} + {len(span.ids)}: relative error {error}"
+        assert error < (tolerance or TOLERANCE[out.dtype]), f"{span.start} + {len(span.ids)}: relative error {error}"
 
 
 def check_forward(
@@ -159,6 +163,32 @@ def check_attend(
     stored, wanted = case.pages.nan_to_num(0.0), pages.nan_to_num(0.0)
     assert torch.equal(stored == 0, wanted == 0)
     assert float((stored - wanted).abs().max()) <= 0.05  # a rounding apart
+
+
+def quantized(pages: torch.Tensor) -> QuantizedPages:
+    """The pages rounded; NaN stays NaN."""
+    q, scale = round_fp8(pages.reshape(-1, pages.shape[-1]), 0)
+    return QuantizedPages(q.view(pages.shape), scale.view(pages.shape[:-1]))
+
+
+def check_fp8(
+    mix: Mix, page_size: int, group: int, dim: int, dtype: torch.dtype, device: str, window: int | None
+) -> None:
+    """Pages in 8 bits: products, and what is stored, are those of the rounded numbers."""
+    case = Case(mix, page_size, group, dim, dtype, device, 0, window)
+    case.attention = TritonAttention(replace(case.attention.spec, fp8_cache=True), OpTable())
+    case.pages = quantized(case.pages)
+    assert_near(case.forward(), case.expected(case.q, case.pages), case.spans)
+    page, offset = case.out_loc // page_size, case.out_loc % page_size
+    case.pages.scale[page, :, :, offset] = float("nan")
+    pages = QuantizedPages(case.pages.data.clone(), case.pages.scale.clone())
+    heads, qkv = case.heads(True), case.qkv.flatten(1)
+    case.attention.ops = replace(case.attention.ops, norm_rope_store=norm_rope_store)
+    out = case.attention.attend(qkv.clone(), heads, case.pages, case.context())
+    q = reference.norm_rope_store(qkv, heads, case.batch.positions, pages, case.out_loc)
+    assert_near(out, case.expected(q, pages), case.spans, 0.01)  # a rounded key may be the next number
+    stored, wanted = (p.dense(page.unique()).nan_to_num(0.0) for p in (case.pages, pages))
+    assert float((stored - wanted).norm() / wanted.norm()) < 0.01
 
 
 def check_repeats(mix: Mix, group: int, dtype: torch.dtype, device: str) -> None:
