@@ -8,7 +8,15 @@ import torch
 
 from contract.test_attention import MIXES
 from minisgl.ops import reference
-from unit.attention.triton_cases import Case, assert_near, check_attend, check_forward, check_padded, check_repeats
+from unit.attention.triton_cases import (
+    Case,
+    assert_near,
+    check_attend,
+    check_forward,
+    check_fp8,
+    check_padded,
+    check_repeats,
+)
 
 pytestmark = pytest.mark.gpu
 BF16, CUDA = torch.bfloat16, "cuda"
@@ -19,6 +27,14 @@ LONG = {
     "short chunk after a long context": [(64, 20_000)],
     "long and short": [(1, 6000), (1, 64), (700, 4000), (5, 8000), (129, 129)],
 }
+
+
+@pytest.mark.parametrize("mix", ["decode", "chunks", "mixed"])
+@pytest.mark.parametrize(
+    ("page_size", "group", "dim", "window"), [(64, 4, 128, None), (16, 3, 64, 40), (64, 2, 256, None)]
+)
+def test_pages_of_8_bits(mix: str, page_size: int, group: int, dim: int, window: int | None):
+    check_fp8(MIXES[mix], page_size, group, dim, torch.bfloat16, "cuda", window)
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])

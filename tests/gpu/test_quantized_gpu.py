@@ -75,3 +75,17 @@ def test_the_built_in_model(scheme: str, tmp_path: Path) -> None:
             for answers in (llm.chat(chats, params), [llm.chat(chat, params)[0] for chat in chats]):
                 texts = [answer.text for answer in answers]
                 assert "42" in texts[0] and "a b c" in texts[1] and "38" in texts[2] and "11" in texts[3]
+
+
+@pytest.mark.parametrize("scheme", [None, "fp8"])
+def test_a_cache_of_8_bits(scheme: str | None) -> None:
+    """Right answers, also far from their source; nearly twice the tokens for each byte."""
+    filler = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+    far = f"{filler * 40}The secret code of the castle is 7305982. {filler * 30}\n\nWhat is the secret code of the castle?"
+    chats = [[{"role": "user", "content": question}] for question in [*QUESTIONS, far]]
+    with LLM(device="cuda", num_pages=2000, quantization=scheme, kv_cache_dtype="fp8") as llm:
+        facts = llm.scheduler.engine.describe()
+        assert int(facts["kv_bytes"]) * 1.88 < int(facts["kv_tokens"]) * 6 * 2 * 4 * 64 * 2
+        for _ in range(2):  # the second time behind a cached prefix
+            texts = [answer.text for answer in llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=40))]
+            assert "42" in texts[0] and "38" in texts[2] and "11" in texts[3] and "7305982" in texts[4]

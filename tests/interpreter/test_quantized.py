@@ -29,19 +29,18 @@ def matrix(kind: Format, rows: int, columns: int) -> Quantized:
 
 
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
-@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize(("rows", "limit"), [(1, 0.01), (5, 0.01), (40, 0.05)])
 @pytest.mark.parametrize("gate", ["", "silu"])
-def test_linear_after_a_norm(kind: Format, rows: int, gate: str):
-    if rows == 70 and kind.bits == 8:
-        pytest.skip("cuBLAS")
+def test_linear_after_a_norm(kind: Format, rows: int, gate: str, limit: float):
     weight, x = matrix(kind, 256, 384), torch.randn(rows, 384).half()
     norm, bias, residual = torch.rand(384).half(), torch.randn(256).half(), torch.randn(rows, 384).half()
     dense = weight.dense(torch.float32)
     want, total = reference.add_norm_linear(x, residual, norm, 1e-6, dense.half(), bias, gate)
     got, got_total = ops.add_norm_linear(x, residual.clone(), norm, 1e-6, weight, bias, gate)
     assert_close(got_total, total)
-    assert error(got, want) < 0.01
-    assert error(ops.linear(x, weight, None, gate), reference.linear(x, dense.half(), None, gate)) < 0.01
+    limit = limit if kind.bits == 8 else 0.01
+    assert error(got, want) < limit
+    assert error(ops.linear(x, weight, None, gate), reference.linear(x, dense.half(), None, gate)) < limit
 
 
 @pytest.mark.parametrize("config", [SplitConfig(32, 128, 1, 2, 4), SplitConfig(64, 128, 3, 2, 4)])
@@ -53,6 +52,11 @@ def test_tiles_and_parts_of_k(config: SplitConfig, kind: Format):
         got = split_gemm(parts, 9, weight, None, x.dtype, gate, config)
         assert error(got, reference.linear(x, weight.dense(x.dtype), None, gate)) < 0.01
     assert not counters(x.device).any()
+
+
+def test_more_rows_than_a_program_has():
+    weight, x = matrix(Format(4, 128), 64, 128), torch.randn(70, 128).half()
+    assert error(ops.linear(x, weight), reference.linear(x, weight.dense(x.dtype))) < 0.01
 
 
 @pytest.mark.parametrize("kind", FORMATS[2:], ids=str)

@@ -20,7 +20,9 @@ from minisgl.triton.cublas import cublas_linear
 from minisgl.triton.launch import INTERPRETED, counters
 from minisgl.triton.norm import add_rms_norm, gate_and_mul, gated, rms_norm
 
-MAX_SPLIT_ROWS: Final = {8: 64, 4: 512}  # by the bits of a weight
+# The most rows that our kernel multiplies with weights of so many bits, and of these the most that are split in two.
+MAX_ROWS: Final = {8: 64, 4: 512}
+MAX_EXACT_ROWS: Final = {8: 32, 4: 512}
 
 
 class Split(NamedTuple):
@@ -87,7 +89,7 @@ class Norm(NamedTuple):
 def split_rows(x: Tensor, group: int, norm: Norm | None, *, is_whole: bool) -> Split:
     """x [M, K], after `norm`, in one part or two; `group` columns share a scale, or for two parts a sum."""
     rows, n = x.shape
-    max_rows = triton.cdiv(rows, 16) * 16 if is_whole else split_size(rows) * triton.cdiv(rows, split_size(rows))
+    max_rows = triton.cdiv(rows, 16) * 16 if is_whole else split_size(rows, 2) * triton.cdiv(rows, split_size(rows, 2))
     block = triton.next_power_of_2(n)
     parts = empty((max_rows * (1 if is_whole else 2), n), dtype=E4M3, device=x.device)
     groups = n // group if group else 1
@@ -102,9 +104,9 @@ def split_rows(x: Tensor, group: int, norm: Norm | None, *, is_whole: bool) -> S
     return Split(parts, scale, sums)
 
 
-def split_size(rows: int) -> int:
-    """The rows that a program of `_split_gemm` has."""
-    return min(64, max(8, triton.next_power_of_2(rows)))
+def split_size(rows: int, parts: int) -> int:
+    """The rows of x that a program of `_split_gemm` has."""
+    return min(128 // parts, max(16 // parts, triton.next_power_of_2(rows)))
 
 
 @triton.jit
@@ -126,10 +128,10 @@ def _split_gemm(
     x_ptr, x_scale_ptr, sums_ptr, weight_ptr, scale_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr,
     rows, max_rows, n_rows, n_in,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    PARTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, GATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """out[M, N] = x[M, K] weight[n_rows, K]^T for x in two parts; grid (n_rows / BLOCK_N, SPLIT_K, M / ROWS).
+    """out[M, N] = x[M, K] weight[n_rows, K]^T for x in PARTS; grid (n_rows / BLOCK_N, SPLIT_K, M / ROWS).
 
     GATE: the weights are gate above up, read alternately, so that both halves of an output are neighbours. K is split
     as in `_skinny_gemm`. Sums on the tensor cores end after 128 inputs at most, as they have only 14 bits there.
@@ -141,11 +143,11 @@ def _split_gemm(
         row = row // 2 + row % 2 * (n_rows // 2)
     row = tl.where(is_row, row, 0)
     first = tl.program_id(2) * ROWS
-    offs_x = first + tl.arange(0, 2 * ROWS) % ROWS
+    offs_x = first + tl.arange(0, PARTS * ROWS) % ROWS
     is_x = (offs_x < rows)[:, None]
-    offs_x += tl.arange(0, 2 * ROWS) // ROWS * max_rows
+    offs_x += tl.arange(0, PARTS * ROWS) // ROWS * max_rows
     x_ptrs = x_ptr + offs_x.to(tl.int64)[:, None] * n_in
-    acc = tl.zeros([BLOCK_N, 2 * ROWS], tl.float32)
+    acc = tl.zeros([BLOCK_N, PARTS * ROWS], tl.float32)
     length = n_in // SPLIT_K
     for start in tl.range(split * length, split * length + length, BLOCK_K, num_stages=NUM_STAGES):
         if BITS == 8:
@@ -180,8 +182,11 @@ def _split_gemm(
                 acc += _scaled(part, row, group, offs_x, sums_ptr, scale_ptr, zeros_ptr, is_x, groups, HAS_ZEROS)
     offs_m = first + tl.arange(0, ROWS)
     is_m = (offs_m < rows)[None, :]
-    high, low = tl.split(tl.permute(tl.reshape(acc, [BLOCK_N, 2, ROWS]), (0, 2, 1)))
-    result = high + low * 0.0625  # [BLOCK_N, ROWS]
+    if PARTS == 2:
+        high, low = tl.split(tl.permute(tl.reshape(acc, [BLOCK_N, 2, ROWS]), (0, 2, 1)))
+        result = high + low * 0.0625  # [BLOCK_N, ROWS]
+    else:
+        result = acc
     is_last = True
     if SPLIT_K > 1:
         offs = (tile * BLOCK_N + tl.arange(0, BLOCK_N))[:, None] * rows + offs_m[None, :]
@@ -237,9 +242,9 @@ class SplitConfig(NamedTuple):
     num_warps: int
 
 
-def split_config(rows: int, bits: int, n_in: int, gate: str) -> SplitConfig:
+def split_config(rows: int, parts: int, bits: int, n_in: int, gate: str) -> SplitConfig:
     """The best or nearly so of 60 tiles for the projections of 8B, at 2, 16, 32 and 64 rows."""
-    is_wide = split_size(rows) == 64
+    is_wide = parts * split_size(rows, parts) == 128
     split_k = 2 if bits == 4 and not gate and n_in % 256 == 0 else 1
     stages = 4 if bits == 4 else 8
     if gate or is_wide:
@@ -251,19 +256,22 @@ def split_gemm(
     x: Split, rows: int, weight: Quantized, bias: Tensor | None, dtype: torch.dtype, gate: str = "",
     config: SplitConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """x [M, K] in two parts, weight [N or 2N, K] -> [M, N] in `dtype`; gated as in `linear.py: gemv`."""
+    """x [M, K] in one part or two, weight [N or 2N, K] -> [M, N] in `dtype`; gated as in `linear.py: gemv`."""
     n_rows, n_in = weight.shape
-    block_n, block_k, split_k, num_stages, num_warps = config or split_config(rows, weight.format.bits, n_in, gate)
+    parts = 1 if x.scale.dim() == 2 else 2
+    if config is None:
+        config = split_config(rows, parts, weight.format.bits, n_in, gate)
+    block_n, block_k, split_k, num_stages, num_warps = config
     out = empty((rows, n_rows // (2 if gate else 1)), dtype=dtype, device=x.parts.device)
     partial_sums, counter = out, out
-    tiles, size = triton.cdiv(n_rows, block_n), split_size(rows)
+    tiles, size = triton.cdiv(n_rows, block_n), split_size(rows, parts)
     if split_k > 1:
         partial_sums = empty((split_k, tiles * block_n, rows), dtype=torch.float32, device=out.device)
         counter = counters(out.device)
     _split_gemm[(tiles, split_k, triton.cdiv(rows, size))](
         x.parts, x.scale, x.sums, weight.data, weight.scale, weight.scale if weight.zeros is None else weight.zeros,
-        out if bias is None else bias, out, partial_sums, counter, rows, len(x.parts) // 2, n_rows, n_in,
-        ROWS=size, BLOCK_N=block_n, BLOCK_K=block_k, SPLIT_K=split_k, NUM_STAGES=num_stages,
+        out if bias is None else bias, out, partial_sums, counter, rows, len(x.parts) // parts, n_rows, n_in,
+        PARTS=parts, ROWS=size, BLOCK_N=block_n, BLOCK_K=block_k, SPLIT_K=split_k, NUM_STAGES=num_stages,
         BITS=weight.format.bits, GROUP=weight.format.group, HAS_ZEROS=weight.zeros is not None, GATE=gate,
         HAS_BIAS=bias is not None, INTERPRETED=INTERPRETED, num_warps=num_warps,
     )  # fmt: skip
@@ -302,8 +310,9 @@ def quantized_linear(x: Tensor, weight: Quantized, bias: Tensor | None, gate: st
     """As `reference.linear`, after `norm`; overwrites its residual."""
     rows, kind = len(x), weight.format
     x = x.contiguous()
-    if rows <= MAX_SPLIT_ROWS[kind.bits]:
-        parts = split_rows(x, kind.group if kind.bits == 4 else 0, norm, is_whole=False)
+    if rows <= MAX_ROWS[kind.bits]:
+        is_whole = rows > MAX_EXACT_ROWS[kind.bits]
+        parts = split_rows(x, kind.group if kind.bits == 4 else 0, norm, is_whole=is_whole)
         return split_gemm(parts, rows, weight, bias, x.dtype, gate)
     if kind.bits == 8:
         parts = split_rows(x, kind.group, norm, is_whole=True)
