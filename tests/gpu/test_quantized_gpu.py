@@ -32,7 +32,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 def test_products(kind: Format) -> None:
-    """Up to 64 rows as exact as bfloat16; in 8 bits, larger steps round activations to 3 bits behind the point."""
+    """Up to 32 rows as exact as bfloat16; in 8 bits, larger steps round activations to 3 bits behind the point."""
     torch.manual_seed(0)
     ops = load_ops("triton")
     weight = kind.empty(1024, 2048, torch.device("cuda"))
@@ -43,7 +43,7 @@ def test_products(kind: Format) -> None:
     bias = torch.randn(1024, device="cuda").bfloat16()
     for rows in (1, 2, 16, 33, 64, 65, 200, 1000):
         x, residual = torch.randn(2, rows, 2048, device="cuda").bfloat16()
-        limit = 0.05 if rows > 64 and kind.bits == 8 else 0.006
+        limit = 0.05 if rows > 32 and kind.bits == 8 else 0.006
         for gate in ("", "silu"):
             got, total = ops.add_norm_linear(x, residual.clone(), norm, 1e-6, weight, bias, gate)
             floats = (t.float() for t in (x, residual, norm))
@@ -57,9 +57,18 @@ def test_long_sums_of_one_sign(kind: Format) -> None:
     """The tensor cores' 14 bits would lose a part of them."""
     weight = kind.empty(256, 12288, torch.device("cuda"))
     weight.round_from(torch.rand(256, 12288, device="cuda"))
-    for rows in (1, 16, 256):
+    for rows in (1, 16, 40, 256):
         x = torch.rand(rows, 12288, device="cuda").bfloat16()
         assert error(load_ops("triton").linear(x, weight), x.float() @ weight.dense(torch.float32).T) < 0.005
+
+
+def test_blocks_that_are_no_multiple_of_four() -> None:
+    """cuBLAS would read scales beyond the row."""
+    ops, weight = load_ops("triton"), Format(8, 128).empty(256, 768, torch.device("cuda"))
+    weight.round_from(torch.randn(256, 768, device="cuda"))
+    for rows in (1, 40, 300):
+        x = torch.randn(rows, 768, device="cuda").bfloat16()
+        assert error(ops.linear(x, weight), x.float() @ weight.dense(torch.float32).T) < 0.05
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int4"])
@@ -81,7 +90,8 @@ def test_the_built_in_model(scheme: str, tmp_path: Path) -> None:
 def test_a_cache_of_8_bits(scheme: str | None) -> None:
     """Right answers, also far from their source; nearly twice the tokens for each byte."""
     filler = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-    far = f"{filler * 40}The secret code of the castle is 7305982. {filler * 30}\n\nWhat is the secret code of the castle?"
+    far = f"{filler * 40}The secret code of the castle is 7305982. {filler * 30}\n\n"
+    far += "What is the secret code of the castle?"
     chats = [[{"role": "user", "content": question}] for question in [*QUESTIONS, far]]
     with LLM(device="cuda", num_pages=2000, quantization=scheme, kv_cache_dtype="fp8") as llm:
         facts = llm.scheduler.engine.describe()

@@ -107,7 +107,7 @@ class TritonAttention(AttentionBackend):
         # chunks that make too few large ones.
         small = {"BLOCK_M": 64, "BLOCK_N": 64 if dim <= 128 else 32, "NUM_STAGES": 2, "num_warps": 4}
         large = {"BLOCK_M": 128, "BLOCK_N": 64, "NUM_STAGES": 2, "num_warps": 8}
-        if dim <= 128:
+        if dim <= 128 and not spec.fp8_cache:  # whose conversions need more registers
             large["maxnreg"] = 128
         if spec.dtype is torch.float32:  # without tensor cores: limited by registers
             small = large = {"BLOCK_M": 32, "BLOCK_N": 16, "NUM_STAGES": 2, "num_warps": 8}
@@ -175,7 +175,7 @@ class TritonAttention(AttentionBackend):
 
     def attend(self, qkv: Tensor, heads: HeadTransform, layer_pages: Pages, ctx: Context) -> Tensor:
         plan: _Plan = ctx.attn_metadata
-        if plan.chunks or plan.num_decode > FUSED_ROWS:
+        if plan.chunks or plan.num_decode > FUSED_ROWS or self.spec.fp8_cache:
             return super().attend(qkv, heads, layer_pages, ctx)
         q = qkv.view(len(qkv), -1, self.spec.head_dim)
         out = qkv.new_empty(len(qkv), self.spec.num_heads, self.spec.head_dim)

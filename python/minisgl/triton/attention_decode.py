@@ -239,7 +239,7 @@ def decode_attention(
     of the tensor cores.
 
     IS_FP8: pages are float8_e4m3fn with a scale [P, 2, Hk, page] for each token and head. Products are in float16,
-    which holds such numbers exactly and takes one instruction for two of them.
+    which holds such numbers exactly and takes one instruction for two of them. Not with FUSED.
     FUSED: q is followed by the new keys and values, as the projection left them; each is the last of its sequence. Norm
     and RoPE are computed here, and the program with a sequence's last part stores its key and value at `out_loc`; the
     other programs do not need them.
@@ -290,20 +290,8 @@ def decode_attention(
             stop = tl.minimum(stop, length - 1)
             index = (slot // PAGE_SIZE * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + slot % PAGE_SIZE
             new_k_ptrs, mask = pages_ptr + index * HEAD_DIM + offs_d, is_last & (offs_d < HEAD_DIM)
-            stored_k = tl.reshape(new_k, [HEAD_DIM])
-            stored_v = new_v.to(tl.float32)
-            if IS_FP8:
-                k_scale = tl.maximum(tl.max(tl.abs(stored_k), 0), 1e-30) / 448.0
-                v_scale = tl.maximum(tl.max(tl.abs(stored_v), 0), 1e-30) / 448.0
-                tl.store(kv_scale_ptr + index, k_scale, mask=is_last)
-                tl.store(kv_scale_ptr + index + stride_kv // HEAD_DIM, v_scale, mask=is_last)
-                stored_k = (stored_k / k_scale).to(tl.float8e4nv)
-                stored_v = (stored_v / v_scale).to(tl.float8e4nv)
-                # What later steps will read.
-                new_k = tl.reshape(stored_k.to(tl.float32) * k_scale, [1, HEAD_DIM])
-                new_v = stored_v.to(tl.float32) * v_scale
-            tl.store(new_k_ptrs, stored_k.to(pages_ptr.dtype.element_ty), mask=mask)
-            tl.store(new_k_ptrs + stride_kv, stored_v.to(pages_ptr.dtype.element_ty), mask=mask)
+            tl.store(new_k_ptrs, tl.reshape(new_k, [HEAD_DIM]).to(pages_ptr.dtype.element_ty), mask=mask)
+            tl.store(new_k_ptrs + stride_kv, new_v, mask=mask)
             m = tl.where(is_last, tl.sum(query.to(tl.float32) * new_k, 1) * scale, NEGATIVE)
             total = tl.where(is_last, tl.full([BLOCK_M], 1.0, tl.float32), 0.0)
             acc = tl.where(is_last, tl.broadcast_to(new_v.to(tl.float32)[None, :], [BLOCK_M, HEAD_DIM]), 0.0)

@@ -310,7 +310,8 @@ def quantized_linear(x: Tensor, weight: Quantized, bias: Tensor | None, gate: st
     """As `reference.linear`, after `norm`; overwrites its residual."""
     rows, kind = len(x), weight.format
     x = x.contiguous()
-    if rows <= MAX_ROWS[kind.bits]:
+    # cuBLAS reads the scales of blocks four at a time.
+    if rows <= MAX_ROWS[kind.bits] or (kind.bits == 8 and kind.group and weight.scale.shape[1] % 4):
         is_whole = rows > MAX_EXACT_ROWS[kind.bits]
         parts = split_rows(x, kind.group if kind.bits == 4 else 0, norm, is_whole=is_whole)
         return split_gemm(parts, rows, weight, bias, x.dtype, gate)

@@ -12,7 +12,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 triton = pytest.importorskip("triton")
 backends = pytest.importorskip("triton.backends.compiler")
 
-from minisgl.triton import norm  # noqa: E402
+from minisgl.triton import attention_decode, attention_prefill, norm, quantized  # noqa: E402
 
 
 def compile_kernel(kernel: Any, pointers: dict[str, str], constants: dict[str, Any]) -> bytes:
@@ -26,9 +26,35 @@ def compile_kernel(kernel: Any, pointers: dict[str, str], constants: dict[str, A
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (4, 2, 32), (3, 1, 16), (5, 1, 256)])
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_norm_rope_store_compiles_for_any_number_of_heads(heads: int, kv_heads: int, dim: int, has_norm: bool):
-    pointers = dict.fromkeys(("qkv_ptr", "q_weight_ptr", "k_weight_ptr", "pages_ptr"), "*bf16")
+    pointers = dict.fromkeys(("qkv_ptr", "q_weight_ptr", "k_weight_ptr", "pages_ptr", "scale_ptr"), "*bf16")
     pointers |= {"cos_sin_ptr": "*fp32", "positions_ptr": "*i32", "out_loc_ptr": "*i64", "eps": "fp32"}
     block, kv_block = (min(triton.next_power_of_2(n), max(1, 1024 // dim)) for n in (heads, kv_heads))
     sizes = {"NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "HEAD_DIM": dim, "PAGE_SIZE": 64}
-    blocks = {"HAS_NORM": has_norm, "BLOCK_HEADS": block, "BLOCK_KV_HEADS": kv_block}
+    blocks = {"HAS_NORM": has_norm, "BLOCK_HEADS": block, "BLOCK_KV_HEADS": kv_block, "IS_FP8": False}
     assert compile_kernel(norm._norm_rope_store, pointers, sizes | blocks)
+
+
+@pytest.mark.parametrize(
+    ("parts", "bits", "group", "gate"), [(2, 8, 0, "silu"), (1, 8, 128, ""), (2, 4, 128, "silu"), (2, 4, 32, "")]
+)
+def test_products_with_quantized_weights_compile(parts: int, bits: int, group: int, gate: str):
+    pointers = dict.fromkeys(("x_scale_ptr", "sums_ptr", "partial_ptr", "scale_ptr"), "*fp32")
+    pointers |= {"x_ptr": "*fp8e4nv", "weight_ptr": "*fp8e4nv" if bits == 8 else "*u8", "counter_ptr": "*i32"}
+    pointers |= dict.fromkeys(("zeros_ptr", "bias_ptr", "out_ptr"), "*bf16")
+    sizes = {"ROWS": 16, "BLOCK_N": 64, "BLOCK_K": 128, "SPLIT_K": 2, "NUM_STAGES": 4, "INTERPRETED": False}
+    kind = {"PARTS": parts, "BITS": bits, "GROUP": group, "HAS_ZEROS": group == 32, "GATE": gate, "HAS_BIAS": True}
+    assert compile_kernel(quantized._split_gemm, pointers, sizes | kind)
+
+
+@pytest.mark.slow
+def test_attention_over_pages_of_8_bits_compiles():
+    pointers = dict.fromkeys(("q_ptr", "out_ptr", "q_weight_ptr", "k_weight_ptr"), "*bf16")
+    pointers |= dict.fromkeys(("kv_scale_ptr", "part_ptr", "lse_ptr", "cos_sin_ptr"), "*fp32")
+    pointers |= dict.fromkeys(("page_table_ptr", "work_ptr", "counters_ptr"), "*i32")
+    pointers |= {"pages_ptr": "*fp8e4nv", "out_loc_ptr": "*i64", "scale": "fp32", "eps": "fp32"}
+    sizes = {"NUM_KV_HEADS": 8, "GROUP_SIZE": 4, "HEAD_DIM": 128, "PAGE_SIZE": 64, "WINDOW": 0, "IS_FP8": True}
+    decode = {"BLOCK_G": 4, "BLOCK_M": 16, "NUM_STAGES": 5, "NUM_SPLITS": 66, "HAS_NORM": False}
+    decode |= {"FUSED": False, "PDL": False}
+    assert compile_kernel(attention_decode.decode_attention, pointers, sizes | decode)
+    prefill = {"BLOCK_M": 128, "BLOCK_N": 64, "NUM_STAGES": 2, "MAX_PARTS": 512}
+    assert compile_kernel(attention_prefill.prefill_attention, pointers, sizes | prefill)
