@@ -1,0 +1,85 @@
+"""Times products with quantized weights on a GPU, as nodes of a CUDA graph, beside bfloat16 and other tiles.
+
+    PYTHONPATH=python python benchmark/kernels/quantized.py [--model 8B] [--rows 1,2,16,64,256] [--tiles]
+
+`ours` is what the engine runs, with the rounding of activations. Weights rotate beyond the L2. The floor is the bytes
+of the weights over 4,550 GB/s. Every figure is in microseconds; the error is relative to float32 products.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from itertools import product
+
+import torch
+from ops import BF16, CEILING, GPU, linears, randn, relative, time_us
+from torch import Tensor
+from torch.nn import functional as F
+from triton.runtime.errors import OutOfResources
+
+from minisgl.ops import reference
+from minisgl.ops.quantized import Format, Quantized
+from minisgl.triton import ops
+from minisgl.triton.quantized import MAX_EXACT_ROWS, MAX_ROWS, SplitConfig, split_gemm, split_rows
+
+FORMATS = (Format(8, 0), Format(8, 128), Format(4, 128, scale_dtype=BF16), Format(4, 32, True, torch.float16))
+TILES = [SplitConfig(*tile) for tile in product((64, 128), (128, 256), (1, 2, 4), (3, 4, 6, 8), (4, 8))]
+
+
+def matrices(kind: Format, n_out: int, n_in: int) -> list[Quantized]:
+    """As many matrices as fill the L2 three times."""
+    found = []
+    for _ in range(max(2, int(150e6 * 8 / (n_out * n_in * kind.bits)))):
+        weight = kind.empty(n_out, n_in, GPU)
+        weight.round_from(randn(n_out, n_in, scale=0.02))
+        if weight.zeros is not None:
+            weight.zeros.fill_(7)
+        found.append(weight)
+    return found
+
+
+def best_tile(x: Tensor, weights: list[Quantized], gate: str) -> str:
+    """The fastest tile of our kernel, without the rounding of activations."""
+    kind, rows = weights[0].format, len(x)
+    parts = split_rows(x, kind.group if kind.bits == 4 else 0, None, is_whole=rows > MAX_EXACT_ROWS[kind.bits])
+    times: list[tuple[float, SplitConfig]] = []
+    for tile in TILES:
+        if x.shape[1] % (tile.block_k * tile.split_k) == 0:
+            calls = [partial(split_gemm, parts, rows, w, None, BF16, gate, tile) for w in weights]
+            try:
+                times.append((time_us(calls, repeats=3), tile))
+            except OutOfResources:
+                continue
+    best, tile = min(times)
+    return f", best of {len(times)} tiles {best:.1f} {tuple(tile)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="8B", choices=("0.6B", "8B", "14B"))
+    parser.add_argument("--rows", default="1,2,16,32,64,128,256", help="numbers of rows")
+    parser.add_argument("--tiles", action="store_true", help="also time other tiles of our kernel")
+    args = parser.parse_args()
+    for name, (n_out, n_in) in linears(args.model).items():
+        if name == "lm_head":
+            continue
+        gate = "silu" if name == "gate_up" else ""
+        plain = [randn(n_out, n_in, scale=0.02) for _ in range(max(2, int(75e6 / (n_out * n_in))))]
+        for kind in FORMATS:
+            weights = matrices(kind, n_out, n_in)
+            dense = weights[0].dense(torch.float32)
+            for rows in map(int, args.rows.split(",")):
+                x = randn(rows, n_in)
+
+                ours = [partial(ops.linear, x, w, None, gate) for w in weights]
+                error = relative(ours[0](), reference.linear(x.float(), dense, None, gate))
+                line = f"{args.model} {name} x{rows}, {kind}: floor {weights[0].nbytes / CEILING:.1f}"
+                line += f", ours {time_us(ours):.1f} (error {error:.4f})"
+                line += f", bfloat16 {time_us([partial(F.linear, x, w) for w in plain]):.1f}"
+                has_tiles = args.tiles and rows <= MAX_ROWS[kind.bits] and (rows > 1 or kind.bits == 4)
+                print(line + (best_tile(x, weights, gate) if has_tiles else ""), flush=True)
+
+
+if __name__ == "__main__":
+    main()
