@@ -140,9 +140,9 @@ def test_weights_take_eight_and_a_half_bits():
     assert 1.06 < engine.memory.weight_bytes / engine.parts.model.num_parameters < 1.07
 
 
-def refusal_of(device: str = "cpu", **options: Any) -> str:
+def refusal_of(**options: Any) -> str:
     with pytest.raises(ConfigError, match=r"--quantization int8 needs the C\+\+ step of a CPU: ") as error:
-        Engine(resolve(EngineConfig(quantization="int8", **options), device), SimpleNamespace(type=device))
+        Engine(resolve(EngineConfig(quantization="int8", **options), "cpu"), SimpleNamespace(type="cpu"))
     return str(error.value)
 
 
@@ -157,7 +157,8 @@ def test_what_cannot_have_it_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     assert "intermediate_size 80 is not a multiple of 32" in refusal_of(model=str(tmp_path / "narrow"))
     save_embedding_model(tmp_path / "embedder", configurations()["qwen3-tied-wide-heads"], "last")
     assert "embeddings" in refusal_of(model=str(tmp_path / "embedder"))
-    assert "the device is cuda" in refusal_of("cuda")
+    with pytest.raises(ConfigError, match="int8 is not for cuda"):
+        resolve(EngineConfig(quantization="int8"), "cuda")
     assert "float16" in refusal_of(dtype="float16")
     assert "attention backend cpu" in refusal_of(attention_backend="cpu")
     monkeypatch.setenv("MINISGL_CPU_ISA", "none")

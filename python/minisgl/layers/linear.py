@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -57,7 +57,7 @@ class Linear:
     ) -> None:
         if tied is None:
             tied = builder.matrix({f"{name}.weight": rows for name, rows in parts.items()}, in_features)
-        self.weight: Any = tied  # a tensor, or quantized: only ops look into it
+        self.weight = tied
         self.bias = builder.parameter({f"{name}.bias": rows for name, rows in parts.items()}) if bias else None
         if isinstance(in_features, Shard) and builder.info.rank != 0:
             self.bias = None

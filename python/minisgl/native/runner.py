@@ -206,6 +206,7 @@ class NativeRunner:
             c.q_norm, c.k_norm = self._float(attention.heads.q_weight), self._float(attention.heads.k_weight)
             c.cos_sin = attention.heads.cos_sin.data_ptr()
             c.window = window or 0
+        head: Any = model.lm_head.weight  # a tensor: on a CPU no weight is `Quantized`
         return ModelSpec(
             is_bf16=spec.dtype is torch.bfloat16,
             is_int8=spec.quantization == "int8",
@@ -223,7 +224,7 @@ class NativeRunner:
             scale=m.attention_scale or m.head_dim**-0.5,
             weights=addressof(layers),
             embedding=model.model.embed_tokens.weight.data_ptr(),
-            head=model.lm_head.weight.data_ptr(),
+            head=head.data_ptr(),
             final_norm=self._float(model.model.norm.weight),
             cache=pool.data.data_ptr(),
             layer_stride=pool.data.stride(0),

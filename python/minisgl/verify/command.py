@@ -71,8 +71,9 @@ def verify(options: dict[str, Any], length: int) -> list[Result]:
     config = build_config(SchedulerConfig, alone)
     if config.engine.dummy_weight:
         raise ConfigError("--dummy-weight has no checkpoint to verify")
-    if config.engine.quantization is not None:
-        raise ConfigError("--quantization rounds more than any limit of minisgl verify allows for")
+    if config.engine.quantization is not None or config.engine.kv_cache_dtype != "auto":
+        option = "--quantization" if config.engine.quantization is not None else "--kv-cache-dtype"
+        raise ConfigError(f"{option} rounds more than any limit of minisgl verify allows for")
     if config.engine.max_running_requests < ROWS:
         raise ConfigError(f"verify needs --max-running-requests of {ROWS} or more")
     device = create_device(config.engine.device, config.engine.threads)

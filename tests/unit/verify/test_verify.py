@@ -124,6 +124,8 @@ def test_texts_must_fit_into_the_context() -> None:
     assert max(map(max, texts.sequences)) < spec.model.vocab_size
     with pytest.raises(ConfigError, match="--quantization rounds more"):
         verify({"quantization": "int8"}, 200)
+    with pytest.raises(ConfigError, match="--kv-cache-dtype rounds more"):
+        verify({"kv_cache_dtype": "fp8"}, 200)
     with pytest.raises(ConfigError, match="do not fit into the context of 4096"):
         make_texts(spec, 4080)
     with pytest.raises(ConfigError, match="too short to share a page of 128"):
