@@ -165,5 +165,5 @@ def test_what_cannot_have_it_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     assert "MINISGL_CPU_ISA" in refusal_of()
     with pytest.raises(ConfigError, match="several ranks"):
         LLM(quantization="int8", tp=2)
-    with pytest.raises(ConfigError, match="'int4' is not one of int8"):
+    with pytest.raises(ConfigError, match="int4 is not for cpu, where it can be int8"):
         LLM(quantization="int4")
