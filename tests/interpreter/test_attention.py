@@ -95,8 +95,10 @@ def test_windows_that_are_split():
         check_forward([(70, 1041)], 64, 2, 64, HALF, CPU, window=window)
 
 
-@pytest.mark.parametrize("mix", ["decode", "chunks", "mixed"])
-@pytest.mark.parametrize(("page_size", "group", "window"), [(16, 2, None), (64, 3, 40)])
+@pytest.mark.parametrize(
+    ("mix", "page_size", "group", "window"),
+    [("decode", 16, 2, None), ("chunks", 64, 3, 40), ("mixed", 16, 3, None), ("decode", 64, 2, 40)],
+)
 def test_pages_of_8_bits(mix: str, page_size: int, group: int, window: int | None):
     check_fp8(MIXES[mix], page_size, group, 64, HALF, CPU, window)
 
