@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -101,17 +99,15 @@ def test_heavy_grammar_does_not_stall_streams(http: httpx.Client) -> None:
     heavy = {"type": "object", "properties": {f"p{i}": {"pattern": "^(a|b){1,50}$"} for i in range(2000)}}
     slow = {"prompt": "x", "max_tokens": 3, "guided_json": heavy}
     body = {"prompt": "Once upon a time", "ignore_eos": True, "stream": True}
-    times = []
+    meanwhile = 0
     with ThreadPoolExecutor(1) as pool, http.stream("POST", "/v1/completions", json=body) as response:
         lines = filter(None, response.iter_lines())
         next(lines)
-        times.append(time.monotonic())
         answer = pool.submit(http.post, "/v1/completions", json=slow)
         while not answer.done() and next(lines, ""):
-            times.append(time.monotonic())
+            meanwhile += 1
         assert answer.result().status_code in (200, 400)
-    longest = max(later - earlier for earlier, later in itertools.pairwise(times))
-    assert longest < (times[-1] - times[0]) / 2  # if the engine waited for the grammar, nearly all of this time
+    assert meanwhile > 25  # 300 to 800, 39 on a busy machine; if the engine waited for it, 10 to 20
 
 
 def test_nothing_leaks(server: ServerProcess) -> None:
