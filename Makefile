@@ -46,7 +46,7 @@ PYTEST := $(BIN)/python -m pytest -m 'not gpu and not slow'
 STATIC := tests/test_architecture.py tests/test_size.py tests/test_docs.py
 SERVERS := tests/e2e tests/benchmark
 KERNELS := tests/test_interpreter.py tests/contract
-test: $(VENV)/.installed-dev  ## run the tests of what runs (no GPU; eleven minutes on two cores)
+test: $(VENV)/.installed-dev  ## run the tests (no GPU; twelve minutes on two cores)
 	@$(if $(ARGS),$(PYTEST) $(ARGS),$(MAKE) --no-print-directory -j3 test-parts test-servers test-kernels)
 test-parts:
 	$(PYTEST) -p no:cacheprovider tests $(addprefix --ignore ,$(SERVERS) $(KERNELS) $(STATIC))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from minisgl.attention.backend import AttentionBackend, build_layout
-from minisgl.ops.quantized import QuantizedPages
+from minisgl.ops.quantized import Pages, QuantizedPages
 from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from minisgl.attention.backend import AttentionSpec, Window
     from minisgl.core import Batch, Context, Ints, SeqLayout
-    from minisgl.ops.quantized import Pages
     from minisgl.ops.table import OpTable
 
 WORKSPACE_BYTES: Final = 256 << 20  # for partial results; FlashInfer recommends 128 MB, which many heads exceed

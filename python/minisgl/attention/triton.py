@@ -10,7 +10,7 @@ import torch
 from triton import next_power_of_2
 
 from minisgl.attention.backend import AttentionBackend
-from minisgl.ops.quantized import Pages, QuantizedPages
+from minisgl.ops.quantized import Pages, QuantizedPages, data_and_scale
 from minisgl.rounding import ceil_div
 from minisgl.triton.attention_decode import BEGINS, PART, PLAN_ROWS, decode_attention, plan_decode
 from minisgl.triton.attention_prefill import COUNTERS, TILE, plan_prefill, prefill_attention
@@ -192,7 +192,7 @@ class TritonAttention(AttentionBackend):
             chunks = plan.chunks[window]
             prefill_attention[(chunks.grid,)](
                 q,
-                *_data_and_scale(layer_pages),
+                *data_and_scale(layer_pages),
                 ctx.page_table,
                 chunks.work,
                 self._tile_part,
@@ -223,7 +223,7 @@ class TritonAttention(AttentionBackend):
         has_norm = heads is not None and heads.q_weight is not None
         decode_attention[(self._programs,)](
             q,
-            *_data_and_scale(layer_pages),
+            *data_and_scale(layer_pages),
             ctx.page_table,
             self._work[window],
             self._counters,
@@ -245,8 +245,3 @@ class TritonAttention(AttentionBackend):
             **pdl_options(q.device, is_chained),
             **self._decode,
         )
-
-
-def _data_and_scale(pages: Pages) -> tuple[Tensor, Tensor]:
-    """The pages, and the scales of quantized ones (or anything)."""
-    return (pages.data, pages.scale) if isinstance(pages, QuantizedPages) else (pages, pages)

@@ -36,14 +36,14 @@ class MHAKVPool:
         shape = (num_layers, num_pages, 2, num_kv_heads, page_size, head_dim)
         self.data = torch.empty(shape, dtype=dtype, device=device)
         self._layers: Sequence[Pages] = self.data.unbind(0)
-        self.scale = torch.empty(shape[:-1] if dtype is E4M3 else 0, device=device)
+        self.scale = torch.empty(shape[:-1] if dtype is E4M3 else (*shape[:2], 0), device=device)
         if dtype is E4M3:
             self._layers = [QuantizedPages(*of) for of in zip(self.data, self.scale, strict=True)]
 
     @property
     def page_bytes(self) -> int:
         """The bytes of one page in all layers together."""
-        return self.data[:, 0].nbytes + (self.scale[:, 0].nbytes if self.scale.numel() else 0)
+        return self.data[:, 0].nbytes + self.scale[:, 0].nbytes
 
     def layer(self, index: int) -> Pages:
         """Return a view of the pages of layer `index`, [pages, 2, kv_heads, page_size, head_dim]."""
@@ -51,5 +51,5 @@ class MHAKVPool:
 
     def poison(self, pages: Sequence[int]) -> None:
         """Fill pages with NaN, so that tests detect reads before the next write."""
-        data = self.scale if self.scale.numel() else self.data
+        data = self.scale if self.dtype is E4M3 else self.data
         data[:, torch.as_tensor(pages, dtype=torch.int64, device=self.device)] = float("nan")

@@ -151,8 +151,10 @@ def _scaled(parts: _Parts, quantization: Quantization) -> tuple[Matrix, tuple[in
     if len(scale.shape) < 2 or scale.shape == (rows, 1):
         blocks, block = ((rows, 1), (1, columns)) if rows in scale.shape else ((1, 1), (rows, columns))
     kind = None
-    if weight.dtype == "F8_E4M3":
-        kind = Format(8, 0) if block[1] == columns else Format(8, BLOCK) if block == (BLOCK, BLOCK) else None
+    if weight.dtype == "F8_E4M3" and block == (BLOCK, BLOCK):
+        kind = Format(8, BLOCK)
+    elif weight.dtype == "F8_E4M3" and block in ((1, columns), (rows, columns)):
+        kind = Format(8, 0)
     return _Scaled(weight.data, scale.whole().float().view(blocks), block, kind), (rows, columns)
 
 

@@ -7,6 +7,7 @@ buffers (`device/device.py: Uploader`). So the peak memory is the parameters and
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from minisgl.models.model_config import ModelConfig
     from minisgl.ops.quantized import Format
     from minisgl.ops.table import OpTable
+
+_log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called by any thread as loading proceeds, with (bytes loaded, bytes to load)."""
@@ -85,6 +88,7 @@ def load_model(
 
     if dummy:
         model = build(made_format)
+        _require_made(model.parameters, made)
         fill_dummy(model.parameters)
         return model
     with ExitStack() as stack:
@@ -95,9 +99,24 @@ def load_model(
             return found.format if isinstance(found, Matrix) else made_format(name)
 
         model = build(stored_format)
+        _require_made(model.parameters, made)
         ignored = {HEAD} if config.tie_word_embeddings else set()
         fill(stored, model.parameters, ignored, device, progress)
     return model
+
+
+def _require_made(parameters: tuple[Parameter, ...], made: Format | None) -> None:
+    """Raise `ConfigError` if no projection can have the format `made`; log how many cannot."""
+    if made is None:
+        return
+    names = [p.sources[0].name for p in parameters if isinstance(p.tensor, Tensor)]
+    left = [name for name in names if PROJECTION.search(name)]
+    if not any(isinstance(p.tensor, Quantized) for p in parameters):
+        raise ConfigError(f"no matrix can be quantized to {made}: the sizes of {_listed(left)} do not divide")
+    if left:
+        _log.warning(
+            "%d matrices stay in 16 or 32 bits (experts, or sizes that do not divide): %s", len(left), _listed(left)
+        )
 
 
 def open_checkpoint(files: list[Path], stack: ExitStack, quantization: Quantization | None = None) -> dict[str, Stored]:

@@ -142,6 +142,11 @@ class QuantizedPages:
 Pages = Tensor | QuantizedPages
 
 
+def data_and_scale(pages: Pages) -> tuple[Tensor, Tensor]:
+    """Return what kernels take: the pages, and the scales of quantized ones (or anything)."""
+    return (pages.data, pages.scale) if isinstance(pages, QuantizedPages) else (pages, pages)
+
+
 def _spread(scale: Tensor, dim: int, size: int, length: int) -> Tensor:
     return scale.repeat_interleave(size, dim).narrow(dim, 0, length)
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor, empty, empty_like
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minisgl.ops.quantized import Pages, QuantizedPages
+from minisgl.ops.quantized import Pages, QuantizedPages, data_and_scale
 from minisgl.ops.reference import HeadTransform
 from minisgl.triton.launch import pdl_options
 
@@ -193,13 +193,12 @@ def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages:
     num_kv_heads, page_size, dim = pages.shape[2:]
     num_heads = qkv.shape[1] // dim - num_kv_heads * 2
     has_norm = heads.q_weight is not None
-    is_fp8 = isinstance(pages, QuantizedPages)
-    data, scale = (pages.data, pages.scale) if isinstance(pages, QuantizedPages) else (pages, pages)
+    data, scale = data_and_scale(pages)
     block, kv_block = (min(triton.next_power_of_2(n), max(1, 1024 // dim)) for n in (num_heads, num_kv_heads))
     _norm_rope_store[(tokens, triton.cdiv(num_heads, block) + triton.cdiv(num_kv_heads, kv_block))](
         qkv, heads.q_weight if has_norm else qkv, heads.k_weight if has_norm else qkv, heads.cos_sin, positions, data,
         scale, out_loc, *data.stride()[:4], heads.eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=dim, PAGE_SIZE=page_size, HAS_NORM=has_norm,
-        BLOCK_HEADS=block, BLOCK_KV_HEADS=kv_block, IS_FP8=is_fp8,
+        BLOCK_HEADS=block, BLOCK_KV_HEADS=kv_block, IS_FP8=isinstance(pages, QuantizedPages),
     )  # fmt: skip
     return qkv.view(tokens, num_heads + 2 * num_kv_heads, dim)[:, :num_heads]

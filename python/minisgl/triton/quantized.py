@@ -26,11 +26,11 @@ MAX_EXACT_ROWS: Final = {8: 32, 4: 512}
 
 
 class Split(NamedTuple):
-    """Rows x [M, K] in 8 bits: scale (parts[m] + parts[R + m] / 16), or scale parts[m] where R is 0."""
+    """Rows x [M, K] in 8 bits: in two parts, scale (parts[m] + parts[R + m] / 16); or in one, scale parts[m]."""
 
-    parts: Tensor  # [R + R, K] float8_e4m3fn, or [M rounded up, K]; rows that are not of x hold anything
-    scale: Tensor  # [M] float32; or [M, K / 128] along M, a scale for every 128 columns
-    sums: Tensor  # [R + R, groups] float32, of parts; or anything
+    parts: Tensor  # [2 R, K] float8_e4m3fn, or [R, K]; R is M rounded up, and rows from M on hold anything
+    scale: Tensor  # float32: of two parts [R]; of one [1, R], or [K / 128, R] for each 128 columns
+    sums: Tensor  # [2 R, groups] float32 of two parts, where weights have 4 bits; else anything
 
 
 @triton.jit

@@ -15,8 +15,9 @@ from minisgl.checkpoint.quantization import read_quantization
 from minisgl.device.device import CpuDevice
 from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import DistributedInfo
+from minisgl.errors import ConfigError
 from minisgl.layers.builder import Builder, Init, Parameter, Source
-from minisgl.models import quantize
+from minisgl.models import quantize, weight
 from minisgl.models.dequantize import Matrix
 from minisgl.models.families import MODELS
 from minisgl.models.llama import LlamaForCausalLM
@@ -130,3 +131,35 @@ def test_zero_points_and_scales_of_awq_are_kept(tmp_path: Path) -> None:
         fill(stored, (Parameter(target, (source,), Init.NORMAL),), set(), CpuDevice(1))
     spread = (q - zero.repeat_interleave(group, 1)) * scale.float().repeat_interleave(group, 1)
     assert torch.equal(target.dense(torch.float32), spread[take])
+
+
+@pytest.mark.parametrize(
+    ("block", "shape"), [([128, 128], (256, 128)), ([64, 256], (256, 256)), ([128, 256], (256, 256))]
+)
+def test_blocks_as_wide_as_the_matrix_are_not_rows(block: list[int], shape: tuple[int, int], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    q, scale = torch.randn(shape).to(torch.float8_e4m3fn), torch.rand(shape[0] // block[0], 1) + 0.1
+    save_file({"a.weight": q, "a.weight_scale_inv": scale}, tmp_path / "model.safetensors")
+    config = {"quant_method": "fp8", "weight_block_size": block}
+    with ExitStack() as stack:
+        files = [tmp_path / "model.safetensors"]
+        stored = open_checkpoint(files, stack, read_quantization({"quantization_config": config}))
+        found = stored["a.weight"].data
+        assert isinstance(found, Matrix)
+        assert found.format == (Format(8, 128) if block == [128, 128] else None)
+        target = (found.format or Format(8, 0)).empty(*shape, CPU)
+        source = Source("a.weight", shape, (slice(0, shape[0]), slice(0, shape[1])), 0)
+        if found.format is not None:
+            fill(stored, (Parameter(target, (source,), Init.NORMAL),), set(), CpuDevice(1))
+            assert torch.equal(target.dense(torch.float32), q.float() * scale.repeat_interleave(128, 0))
+
+
+def test_what_cannot_be_rounded_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    made = MADE["int4"]  # four ranks have 192 columns of down, no multiple of 128
+    held = load(BUILTIN_MODEL, Fp8Device(1), made, ranks=4)
+    assert sum(isinstance(p.tensor, Quantized) for p in held.parameters) == 18
+    assert "6 matrices stay in 16 or 32 bits" in caplog.text and "down_proj" in caplog.text
+    builder = Builder(load_ops("reference"), torch.bfloat16, CPU)
+    builder.parameter({"model.layers.0.mlp.up_proj.weight": 100}, 100)
+    with pytest.raises(ConfigError, match=r"no matrix can be quantized to int4.*up_proj"):
+        weight._require_made(tuple(builder.parameters), made)
