@@ -42,11 +42,12 @@ def matrices(kind: Format, n_out: int, n_in: int) -> list[Quantized]:
 def best_tile(x: Tensor, weights: list[Quantized], gate: str) -> str:
     """The fastest tile of our kernel, without the rounding of activations."""
     kind, rows = weights[0].format, len(x)
-    parts = split_rows(x, kind.group if kind.bits == 4 else 0, None, is_whole=rows > MAX_EXACT_ROWS[kind.bits])
+    parts = 2 if rows <= MAX_EXACT_ROWS[kind.bits] else 1
+    split = split_rows(x, None, parts, sum_group=kind.group if kind.bits == 4 else 0)
     times: list[tuple[float, SplitConfig]] = []
     for tile in TILES:
         if x.shape[1] % (tile.block_k * tile.split_k) == 0:
-            calls = [partial(split_gemm, parts, rows, w, None, BF16, gate, tile) for w in weights]
+            calls = [partial(split_gemm, split, rows, parts, w, None, BF16, gate, tile) for w in weights]
             try:
                 times.append((time_us(calls, repeats=3), tile))
             except OutOfResources:

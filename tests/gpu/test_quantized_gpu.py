@@ -32,7 +32,8 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 def test_products(kind: Format) -> None:
-    """Up to 32 rows as exact as bfloat16; in 8 bits, larger steps round activations to 3 bits behind the point."""
+    """A few rows as exact as bfloat16; larger steps round activations to 3 bits behind the point, and one row for
+    weights of 4 bits to 7 bits."""
     torch.manual_seed(0)
     ops = load_ops("triton")
     weight = kind.empty(1024, 2048, torch.device("cuda"))
@@ -41,9 +42,10 @@ def test_products(kind: Format) -> None:
         weight.zeros.copy_(torch.randint(6, 11, weight.zeros.shape))
     dense, norm = weight.dense(torch.float32), torch.rand(2048, device="cuda").bfloat16()
     bias = torch.randn(1024, device="cuda").bfloat16()
-    for rows in (1, 2, 16, 33, 64, 65, 200, 1000):
+    for rows in (1, 2, 16, 17, 33, 64, 65, 200, 1000):
         x, residual = torch.randn(2, rows, 2048, device="cuda").bfloat16()
-        limit = 0.05 if rows > 32 and kind.bits == 8 else 0.006
+        is_rounded = rows > 32 if kind.bits == 8 else 16 < rows <= 64
+        limit = 0.05 if is_rounded else 0.015 if rows == 1 and kind.bits == 4 else 0.006
         for gate in ("", "silu"):
             got, total = ops.add_norm_linear(x, residual.clone(), norm, 1e-6, weight, bias, gate)
             floats = (t.float() for t in (x, residual, norm))

@@ -11,6 +11,7 @@ from minisgl.ops.quantized import Format, Quantized
 from minisgl.triton import ops
 from minisgl.triton.launch import counters
 from minisgl.triton.quantized import SplitConfig, split_gemm, split_rows, widen
+from minisgl.triton.quantized_gemv import StreamConfig, quantized_gemv
 
 FORMATS = [Format(8, 0), Format(8, 128), Format(4, 128), Format(4, 32), Format(4, 64, has_zeros=True)]
 
@@ -42,7 +43,8 @@ def test_linear_after_a_norm(kind: Format, rows: int, limit: float, gate: str):
     want, total = reference.add_norm_linear(x, residual, norm, 1e-6, dense.half(), bias, gate)
     got, got_total = ops.add_norm_linear(x, residual.clone(), norm, 1e-6, weight, bias, gate)
     assert_close(got_total, total)
-    limit = limit if kind.bits == 8 else 0.01
+    if kind.bits == 4 and rows == 1:  # x is rounded to 8 bits
+        limit = 0.015
     assert error(got, want) < limit
     assert error(ops.linear(x, weight, None, gate), reference.linear(x, dense.half(), None, gate)) < limit
 
@@ -51,16 +53,23 @@ def test_linear_after_a_norm(kind: Format, rows: int, limit: float, gate: str):
 @pytest.mark.parametrize("kind", [Format(8, 0), Format(4, 64)], ids=str)
 def test_tiles_and_parts_of_k(config: SplitConfig, kind: Format):
     weight, x = matrix(kind, 102, 384), torch.randn(9, 384).half()
-    parts = split_rows(x, kind.group, None, is_whole=False)
+    split = split_rows(x, None, 2, sum_group=kind.group)
     for gate in ("", "gelu_tanh"):
-        got = split_gemm(parts, 9, weight, None, x.dtype, gate, config)
+        got = split_gemm(split, 9, 2, weight, None, x.dtype, gate, config)
         assert error(got, reference.linear(x, weight.dense(x.dtype), None, gate)) < 0.01
     assert not counters(x.device).any()
 
 
 def test_more_rows_than_a_program_has():
-    weight, x = matrix(Format(4, 128), 64, 128), torch.randn(70, 128).half()
-    assert error(ops.linear(x, weight), reference.linear(x, weight.dense(x.dtype))) < 0.01
+    weight, x = matrix(Format(8, 128), 64, 128), torch.randn(130, 128).half()
+    assert error(ops.linear(x, weight), reference.linear(x, weight.dense(x.dtype))) < 0.05
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+def test_one_row_in_blocks_of_columns_by_fewer_programs_than_tiles(kind: Format):
+    weight, x = matrix(kind, 270, 384), torch.randn(1, 384).half()
+    got, _ = quantized_gemv(x, weight, None, config=StreamConfig(2, 128, 1, 2, 4))
+    assert error(got, reference.linear(x, weight.dense(x.dtype))) < 0.015
 
 
 @pytest.mark.parametrize("kind", FORMATS[2:], ids=str)
@@ -72,6 +81,6 @@ def test_numbers_are_widened(kind: Format):
 @pytest.mark.parametrize("group", [0, 128])
 def test_rows_in_one_part(group: int):
     x = torch.randn(5, 256)
-    parts, scale, _ = split_rows(x, group, None, is_whole=True)
+    parts, scale, _ = split_rows(x, None, 1, scale_group=group)
     wide = scale.t()[:5].repeat_interleave(256 // scale.shape[0], 1)
     assert_close(parts[:5].float() * wide, x, rtol=0.07, atol=0.01)

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor, empty, empty_like
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minisgl.ops.quantized import Quantized
 from minisgl.triton.launch import counters, pdl_options
 from minisgl.triton.norm import gated
 
@@ -22,22 +21,29 @@ MAX_GEMM_ROWS: Final = 16
 NUM_SMS: Final = 132  # of an H100 or H200
 
 
+class Norm(NamedTuple):
+    """What precedes a product: `residual` += x, if there is one, and an RMS norm."""
+
+    residual: Tensor | None
+    weight: Tensor
+    eps: float
+
+
 # -- GEMV
 
 
 @triton.jit
 def _gemv(
-    x_ptr, residual_ptr, total_ptr, norm_weight_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, n_out, n_in, eps,
+    x_ptr, residual_ptr, total_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, n_out, n_in, eps,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_BLOCKS_K: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[N] = f(x)[K] weight[N, K]^T; grid (N / BLOCK_N). The weights go straight to registers.
 
     HAS_RESIDUAL: x + residual in place of x; the first program also stores the sum to `total`, another buffer, since
     the other programs may not have read `residual` yet. HAS_NORM: RMS norm of x; its scale is applied to the result, so
     one pass over x is enough. GATE: weight is [2N, K], gate above up, and out is one of `reference.GATES` of both; ""
-    is a plain GEMV. SCALE: weights of 8 bits have a scale for each row (1), or for each block of SCALE by SCALE; 0 is
-    none. K <= BLOCK_K * NUM_BLOCKS_K.
+    is a plain GEMV. K <= BLOCK_K * NUM_BLOCKS_K.
     """
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first_k = tl.arange(0, BLOCK_K)
@@ -74,19 +80,10 @@ def _gemv(
         if HAS_NORM:
             squares += x * x
             x *= tl.load(norm_weight_ptr + offs_k, mask=mask, other=0.0).to(tl.float32)
-        x_up = x
-        if SCALE > 1:
-            groups = tl.cdiv(n_in, SCALE)
-            scale_ptrs = scale_ptr + tl.program_id(0) * BLOCK_N // SCALE * groups + offs_k // SCALE
-            x = x * tl.load(scale_ptrs, mask=mask, other=0.0)
-            if GATE != "":
-                x_up *= tl.load(scale_ptrs + n_out // SCALE * groups, mask=mask, other=0.0)
         acc += w.to(tl.float32) * x[None, :]
         if GATE != "":
-            acc_up += up.to(tl.float32) * x_up[None, :]
+            acc_up += up.to(tl.float32) * x[None, :]
     result = tl.sum(acc, 1)
-    if SCALE == 1:
-        result *= tl.load(scale_ptr + offs_n, mask=offs_n < n_out, other=0.0)
     scale = 1.0
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(squares, 0) / n_in + eps)
@@ -95,8 +92,6 @@ def _gemv(
         result += tl.load(bias_ptr + offs_n, mask=offs_n < n_out, other=0.0).to(tl.float32)
     if GATE != "":
         result_up = tl.sum(acc_up, 1) * scale
-        if SCALE == 1:
-            result_up *= tl.load(scale_ptr + n_out + offs_n, mask=offs_n < n_out, other=0.0)
         if HAS_BIAS:
             result_up += tl.load(bias_ptr + n_out + offs_n, mask=offs_n < n_out, other=0.0).to(tl.float32)
         result = gated(result, result_up, GATE)
@@ -109,15 +104,6 @@ class GemvConfig(NamedTuple):
     block_n: int
     block_k: int
     num_warps: int
-
-
-def fp8_config(n_out: int, n_in: int, gate: str) -> GemvConfig:
-    """The best of 15 tiles in a chain of the layers of 8B, whose floor is 42.4: about 60 us a layer, in bfloat16 93."""
-    if gate:
-        return GemvConfig(16, 256, 4)
-    if n_in > 4096:
-        return GemvConfig(2, 1024, 4)
-    return GemvConfig(8, 512, 2) if n_out >= 6144 else GemvConfig(2, 2048, 4)
 
 
 def gemv_config(n_out: int, n_in: int) -> GemvConfig:
@@ -133,7 +119,7 @@ def gemv_config(n_out: int, n_in: int) -> GemvConfig:
 
 def gemv(
     x: Tensor,
-    weight: Tensor | Quantized,
+    weight: Tensor,
     bias: Tensor | None,
     *,
     residual: Tensor | None = None,
@@ -144,21 +130,17 @@ def gemv(
 ) -> tuple[Tensor, Tensor]:
     """x [1, K] -> (out [1, N], x + residual [1, K], or x itself without a residual).
 
-    weight [N or 2N, K] in the dtype of x, or quantized to 8 bits.
+    weight [N or 2N, K] in the dtype of x.
     """
     n_out, n_in = weight.shape[0] // (2 if gate else 1), weight.shape[1]
     out = empty((1, n_out), dtype=x.dtype, device=x.device)
     total = x if residual is None else empty_like(x)
-    data, scale, kind = weight, weight, 0
-    if isinstance(weight, Quantized):
-        data, scale, kind = weight.data, weight.scale, weight.format.group or 1
-        config = config or fp8_config(n_out, n_in, gate)
     block_n, block_k, num_warps = config or gemv_config(n_out, n_in)
     _gemv[(triton.cdiv(n_out, block_n),)](
         x, x if residual is None else residual, total, x if norm_weight is None else norm_weight,
-        data, scale, out if bias is None else bias, out, n_out, n_in, eps,
+        weight, out if bias is None else bias, out, n_out, n_in, eps,
         BLOCK_N=block_n, BLOCK_K=block_k, NUM_BLOCKS_K=triton.cdiv(n_in, block_k), HAS_NORM=norm_weight is not None,
-        HAS_RESIDUAL=residual is not None, GATE=gate, HAS_BIAS=bias is not None, SCALE=kind, num_warps=num_warps,
+        HAS_RESIDUAL=residual is not None, GATE=gate, HAS_BIAS=bias is not None, num_warps=num_warps,
         **pdl_options(x.device),
     )  # fmt: skip
     return out, total

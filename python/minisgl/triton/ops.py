@@ -9,12 +9,12 @@ from torch import Tensor
 
 from minisgl.ops.quantized import Quantized
 from minisgl.triton.cublas import cublas_linear
-from minisgl.triton.linear import gemv, gemv_rows, prefers_gemv_rows, skinny_config, skinny_gemm
+from minisgl.triton.linear import Norm, gemv, gemv_rows, prefers_gemv_rows, skinny_config, skinny_gemm
 from minisgl.triton.logprobs import token_logprobs
 from minisgl.triton.moe import moe
 from minisgl.triton.norm import add_rms_norm, embedding, gate_and_mul, norm_rope_store, rms_norm
 from minisgl.triton.penalties import apply_penalties, count_tokens
-from minisgl.triton.quantized import Norm, quantized_linear
+from minisgl.triton.quantized import quantized_linear
 from minisgl.triton.sample import candidates, sample_rows
 
 MAX_FUSED_INPUTS: Final = 2048
@@ -22,13 +22,13 @@ MAX_FUSED_INPUTS: Final = 2048
 
 def linear(x: Tensor, weight: Tensor | Quantized, bias: Tensor | None = None, gate: str = "") -> Tensor:
     """As `reference.linear`: one of our kernels for up to 16 rows where it is faster, else cuBLAS."""
+    if isinstance(weight, Quantized):
+        return quantized_linear(x, weight, bias, gate)[0]
     rows = len(x)
-    if isinstance(weight, Quantized) and not _is_gemv(x, weight):
-        return quantized_linear(x, weight, bias, gate)
     n_out = weight.shape[0] // (2 if gate else 1)
     n_in = weight.shape[1]
     x = x.contiguous()
-    if isinstance(weight, Quantized) or rows == 1:
+    if rows == 1:
         return gemv(x, weight, bias, gate=gate)[0]
     if not gate and prefers_gemv_rows(rows, n_out, n_in):
         return gemv_rows(x, weight, bias)
@@ -36,10 +36,6 @@ def linear(x: Tensor, weight: Tensor | Quantized, bias: Tensor | None = None, ga
     if config is not None:
         return skinny_gemm(x, weight, bias, config, gate=gate)
     return gate_and_mul(linear(x, weight, bias), gate) if gate else cublas_linear(x, weight, bias)
-
-
-def _is_gemv(x: Tensor, weight: Quantized) -> bool:
-    return len(x) == 1 and weight.format.bits == 8
 
 
 def _is_fused(x: Tensor) -> bool:
@@ -62,9 +58,8 @@ def add_norm_linear(
     gate: str = "",
 ) -> tuple[Tensor, Tensor]:
     """As `reference.add_norm_linear`; overwrites `residual` unless one kernel does all."""
-    if isinstance(weight, Quantized) and not _is_gemv(x, weight):
-        out = quantized_linear(x, weight, bias, gate, Norm(residual, norm_weight, eps))
-        return out, x if residual is None else residual
+    if isinstance(weight, Quantized):
+        return quantized_linear(x, weight, bias, gate, Norm(residual, norm_weight, eps))
     if _is_fused(x):
         return gemv(x, weight, bias, residual=residual, norm_weight=norm_weight, eps=eps, gate=gate)
     if residual is None:

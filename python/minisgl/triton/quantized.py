@@ -18,28 +18,30 @@ from torch import Tensor, empty
 from minisgl.ops.quantized import CHUNK, E4M3, Quantized
 from minisgl.triton.cublas import cublas_linear
 from minisgl.triton.launch import INTERPRETED, counters
+from minisgl.triton.linear import Norm
 from minisgl.triton.norm import add_rms_norm, gate_and_mul, gated, rms_norm
+from minisgl.triton.quantized_gemv import quantized_gemv
 
 # The most rows that our kernel multiplies with weights of so many bits, and of these the most that are split in two.
-MAX_ROWS: Final = {8: 64, 4: 512}
-MAX_EXACT_ROWS: Final = {8: 32, 4: 512}
+MAX_ROWS: Final = {8: 64, 4: 64}
+MAX_EXACT_ROWS: Final = {8: 32, 4: 16}
 
 
 class Split(NamedTuple):
     """Rows x [M, K] in 8 bits: in two parts, scale (parts[m] + parts[R + m] / 16); or in one, scale parts[m]."""
 
     parts: Tensor  # [2 R, K] float8_e4m3fn, or [R, K]; R is M rounded up, and rows from M on hold anything
-    scale: Tensor  # float32: of two parts [R]; of one [1, R], or [K / 128, R] for each 128 columns
-    sums: Tensor  # [2 R, groups] float32 of two parts, where weights have 4 bits; else anything
+    scale: Tensor  # [1, R] float32; [K / 128, R] of one part for weights in blocks
+    sums: Tensor  # [groups, 2 R] or [groups, R] float32 for weights of 4 bits, else anything
 
 
 @triton.jit
 def _split_rows(
     x_ptr, residual_ptr, norm_weight_ptr, parts_ptr, scale_ptr, sums_ptr, max_rows, n, eps,
-    GROUP: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, SCALE_GROUP: tl.constexpr, SUM_GROUP: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: residual += x and the RMS norm as in `norm.py`, then one part (IS_WHOLE) or two."""
+    """One row a program: residual += x and the RMS norm as in `norm.py`, then the parts, their scales and sums."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < n
@@ -54,54 +56,45 @@ def _split_rows(
         y *= tl.rsqrt(tl.sum(y * y, 0) / n + eps)
         x = (y.to(norm_weight_ptr.dtype.element_ty).to(tl.float32) * w).to(x.dtype)
     y = x.to(tl.float32)
-    if GROUP > 0:
-        groups = n // GROUP
-        offs_g = tl.arange(0, BLOCK // GROUP)
-    if IS_WHOLE and GROUP > 0:
-        y = tl.reshape(y, [BLOCK // GROUP, GROUP])
+    if SCALE_GROUP > 0:
+        offs_g = tl.arange(0, BLOCK // SCALE_GROUP)
+        y = tl.reshape(y, [BLOCK // SCALE_GROUP, SCALE_GROUP])
         most = tl.maximum(tl.max(tl.abs(y), 1), 1e-30)
-        tl.store(scale_ptr + offs_g * max_rows + row, most / 448.0, mask=offs_g < groups)
-        high = tl.reshape((y * (448.0 / most)[:, None]).to(tl.float8e4nv), [BLOCK])
+        tl.store(scale_ptr + offs_g * max_rows + row, most / 448.0, mask=offs_g < n // SCALE_GROUP)
+        y = tl.reshape(y * (448.0 / most)[:, None], [BLOCK])
     else:
         most = tl.maximum(tl.max(tl.abs(y), 0), 1e-30)
         tl.store(scale_ptr + row, most / 448.0)
         y *= 448.0 / most
-        high = y.to(tl.float8e4nv)
-    tl.store(parts_ptr + row * n + offs, high, mask=mask)
-    if not IS_WHOLE:
-        low = ((y - high.to(tl.float32)) * 16.0).to(tl.float8e4nv)
-        tl.store(parts_ptr + (max_rows + row) * n + offs, low, mask=mask)
-        if GROUP > 0:
-            total = tl.sum(tl.reshape(high.to(tl.float32), [BLOCK // GROUP, GROUP]), 1)
-            tl.store(sums_ptr + row * groups + offs_g, total, mask=offs_g < groups)
-            total = tl.sum(tl.reshape(low.to(tl.float32), [BLOCK // GROUP, GROUP]), 1)
-            tl.store(sums_ptr + (max_rows + row) * groups + offs_g, total, mask=offs_g < groups)
+    for i in tl.static_range(PARTS):
+        part = y.to(tl.float8e4nv)
+        tl.store(parts_ptr + (i * max_rows + row) * n + offs, part, mask=mask)
+        if SUM_GROUP > 0:
+            offs_g = tl.arange(0, BLOCK // SUM_GROUP)
+            total = tl.sum(tl.reshape(part.to(tl.float32), [BLOCK // SUM_GROUP, SUM_GROUP]), 1)
+            tl.store(sums_ptr + (offs_g * PARTS + i) * max_rows + row, total, mask=offs_g < n // SUM_GROUP)
+        y = (y - part.to(tl.float32)) * 16.0
 
 
-class Norm(NamedTuple):
-    """What precedes a product: `residual` += x, if there is one, and an RMS norm."""
-
-    residual: Tensor | None
-    weight: Tensor
-    eps: float
-
-
-def split_rows(x: Tensor, group: int, norm: Norm | None, *, is_whole: bool) -> Split:
-    """x [M, K], after `norm`, in one part or two; `group` columns share a scale, or for two parts a sum."""
+def split_rows(x: Tensor, norm: Norm | None, parts: int, *, scale_group: int = 0, sum_group: int = 0) -> Split:
+    """x [M, K], after `norm`, in parts, with scales and sums for groups of columns; `scale_group` 0 is the row."""
     rows, n = x.shape
-    max_rows = triton.cdiv(rows, 16) * 16 if is_whole else split_size(rows, 2) * triton.cdiv(rows, split_size(rows, 2))
+    # cuBLAS takes multiples of 16 rows.
+    max_rows = (
+        triton.cdiv(rows, 16) * 16 if parts == 1 else split_size(rows, 2) * triton.cdiv(rows, split_size(rows, 2))
+    )
     block = triton.next_power_of_2(n)
-    parts = empty((max_rows * (1 if is_whole else 2), n), dtype=E4M3, device=x.device)
-    groups = n // group if group else 1
-    scale = empty((groups, max_rows) if is_whole else (max_rows,), dtype=torch.float32, device=x.device)
-    sums = empty((2 * max_rows, groups), dtype=torch.float32, device=x.device) if group and not is_whole else scale
+    found = empty((max_rows * parts, n), dtype=E4M3, device=x.device)
+    scale = empty((n // scale_group if scale_group else 1, max_rows), dtype=torch.float32, device=x.device)
+    sums = empty((n // sum_group, parts * max_rows), dtype=torch.float32, device=x.device) if sum_group else scale
     residual = None if norm is None else norm.residual
     _split_rows[(rows,)](
-        x, x if residual is None else residual, x if norm is None else norm.weight, parts, scale, sums,
-        max_rows, n, 0.0 if norm is None else norm.eps, GROUP=group, HAS_NORM=norm is not None,
-        HAS_RESIDUAL=residual is not None, IS_WHOLE=is_whole, BLOCK=block, num_warps=min(8, max(1, block // 256)),
+        x, x if residual is None else residual, x if norm is None else norm.weight, found, scale, sums,
+        max_rows, n, 0.0 if norm is None else norm.eps, PARTS=parts, SCALE_GROUP=scale_group, SUM_GROUP=sum_group,
+        HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None, BLOCK=block,
+        num_warps=min(8, max(1, block // 256)),
     )  # fmt: skip
-    return Split(parts, scale, sums)
+    return Split(found, scale, sums)
 
 
 def split_size(rows: int, parts: int) -> int:
@@ -123,6 +116,15 @@ def _half(packed, IS_HIGH: tl.constexpr, INTERPRETED: tl.constexpr):
     return half.to(tl.float8e4nv, bitcast=True)
 
 
+@triton.jit
+def _scales(ptrs, stride, group, mask, GROUPS: tl.constexpr):
+    """Scales, zeros or sums of GROUPS groups from `group` on."""
+    found = tl.tuple(())
+    for i in tl.static_range(GROUPS):
+        found += (tl.load(ptrs + (group + i) * stride, mask=mask, other=0.0),)
+    return found
+
+
 @triton.jit(do_not_specialize=["rows", "max_rows"])
 def _split_gemm(
     x_ptr, x_scale_ptr, sums_ptr, weight_ptr, scale_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr,
@@ -133,26 +135,32 @@ def _split_gemm(
 ):  # fmt: skip
     """out[M, N] = x[M, K] weight[n_rows, K]^T for x in PARTS; grid (n_rows / BLOCK_N, SPLIT_K, M / ROWS).
 
-    GATE: the weights are gate above up, read alternately, so that both halves of an output are neighbours. K is split
-    as in `_skinny_gemm`. Sums on the tensor cores end after 128 inputs at most, as they have only 14 bits there.
+    GATE: the weights are gate above up, and a tile has as many rows of each. K is split as in `_skinny_gemm`. Sums on
+    the tensor cores end after 128 inputs at most, as they have only 14 bits there. The scales of 4 bits are loaded a
+    step ahead.
     """
     tile, split = tl.program_id(0), tl.program_id(1)
-    row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_row = row < n_rows
-    if GATE != "":
-        row = row // 2 + row % 2 * (n_rows // 2)
-    row = tl.where(is_row, row, 0)
+    OUT: tl.constexpr = BLOCK_N // 2 if GATE != "" else BLOCK_N
+    n_out = n_rows // 2 if GATE != "" else n_rows
+    row = tl.minimum(tile * OUT + tl.arange(0, BLOCK_N) % OUT, n_out - 1) + tl.arange(0, BLOCK_N) // OUT * n_out
     first = tl.program_id(2) * ROWS
     offs_x = first + tl.arange(0, PARTS * ROWS) % ROWS
-    is_x = (offs_x < rows)[:, None]
+    is_x = offs_x < rows
     offs_x += tl.arange(0, PARTS * ROWS) // ROWS * max_rows
     x_ptrs = x_ptr + offs_x.to(tl.int64)[:, None] * n_in
     acc = tl.zeros([BLOCK_N, PARTS * ROWS], tl.float32)
     length = n_in // SPLIT_K
-    for start in tl.range(split * length, split * length + length, BLOCK_K, num_stages=NUM_STAGES):
+    begin = split * length
+    if BITS == 4:
+        GROUPS: tl.constexpr = BLOCK_K // GROUP
+        offs_scale = row.to(tl.int64) * (n_in // GROUP)
+        scales = _scales(scale_ptr + offs_scale, 1, begin // GROUP, row >= 0, GROUPS)
+        zeros = _scales(zeros_ptr + offs_scale, 1, begin // GROUP, row >= 0, GROUPS if HAS_ZEROS else 0)
+        sums = _scales(sums_ptr + offs_x, PARTS * max_rows, begin // GROUP, is_x, GROUPS)
+    for start in tl.range(begin, begin + length, BLOCK_K, num_stages=NUM_STAGES):
         if BITS == 8:
             offs_k = start + tl.arange(0, BLOCK_K)
-            x = tl.load(x_ptrs + offs_k[None, :], mask=is_x, other=0.0)
+            x = tl.load(x_ptrs + offs_k[None, :], mask=is_x[:, None], other=0.0)
             w = tl.load(weight_ptr + row.to(tl.int64)[:, None] * n_in + offs_k[None, :])
             if GROUP == 0:
                 acc = tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=128)
@@ -160,26 +168,29 @@ def _split_gemm(
                 scale = tl.load(scale_ptr + row // GROUP * (n_in // GROUP) + start // GROUP)
                 acc += tl.dot(w, tl.trans(x)) * scale[:, None]
         else:
+            group = tl.minimum(start + BLOCK_K, n_in - BLOCK_K) // GROUP
+            next_scales = _scales(scale_ptr + offs_scale, 1, group, row >= 0, GROUPS)
+            next_zeros = _scales(zeros_ptr + offs_scale, 1, group, row >= 0, GROUPS if HAS_ZEROS else 0)
+            next_sums = _scales(sums_ptr + offs_x, PARTS * max_rows, group, is_x, GROUPS)
             WIDTH: tl.constexpr = 64 if GROUP > 64 else GROUP  # bytes, whose low halves belong to one group
             for i in tl.static_range(BLOCK_K // 2 // WIDTH):
                 offs_b = start // 2 + i * WIDTH + tl.arange(0, WIDTH)
                 packed = tl.load(weight_ptr + row.to(tl.int64)[:, None] * (n_in // 2) + offs_b[None, :])
-                column = start + i * WIDTH // 64 * 128 + i * WIDTH % 64
-                offs_k = column + tl.arange(0, WIDTH)
-                low = tl.load(x_ptrs + offs_k[None, :], mask=is_x, other=0.0)
-                high = tl.load(x_ptrs + offs_k[None, :] + 64, mask=is_x, other=0.0)
-                part = tl.dot(_half(packed, False, INTERPRETED), tl.trans(low))
-                part_high = tl.dot(_half(packed, True, INTERPRETED), tl.trans(high))
-                groups = n_in // GROUP
-                if GROUP == 128:
-                    part += part_high
-                else:
-                    group = (column + 64) // GROUP
-                    acc += _scaled(
-                        part_high, row, group, offs_x, sums_ptr, scale_ptr, zeros_ptr, is_x, groups, HAS_ZEROS
-                    )
-                group = column // GROUP
-                acc += _scaled(part, row, group, offs_x, sums_ptr, scale_ptr, zeros_ptr, is_x, groups, HAS_ZEROS)
+                offs_k = start + i * WIDTH // 64 * 128 + i * WIDTH % 64 + tl.arange(0, WIDTH)
+                low = tl.load(x_ptrs + offs_k[None, :], mask=is_x[:, None], other=0.0)
+                high = tl.load(x_ptrs + offs_k[None, :] + 64, mask=is_x[:, None], other=0.0)
+                for j in tl.static_range(2 if GROUP < 128 else 1):
+                    part = tl.dot(_half(packed, j == 1, INTERPRETED), tl.trans(high if j == 1 else low))
+                    if GROUP == 128:
+                        part += tl.dot(_half(packed, True, INTERPRETED), tl.trans(high))
+                    # The number of the group within this step.
+                    zero = tl.full([BLOCK_N], 8.0, tl.float32)
+                    if HAS_ZEROS:
+                        zero = zeros[(i * WIDTH // 64 * 128 + i * WIDTH % 64 + j * 64) // GROUP].to(tl.float32)
+                    total = sums[(i * WIDTH // 64 * 128 + i * WIDTH % 64 + j * 64) // GROUP]
+                    scale = scales[(i * WIDTH // 64 * 128 + i * WIDTH % 64 + j * 64) // GROUP].to(tl.float32)
+                    acc += (part * 512.0 - zero[:, None] * total[None, :]) * scale[:, None]
+            scales, zeros, sums = next_scales, next_zeros, next_sums
     offs_m = first + tl.arange(0, ROWS)
     is_m = (offs_m < rows)[None, :]
     if PARTS == 2:
@@ -206,30 +217,14 @@ def _split_gemm(
             result *= tl.load(scale_ptr + row)[:, None]
         if HAS_BIAS:
             result += tl.load(bias_ptr + row).to(tl.float32)[:, None]
-        OUT: tl.constexpr = BLOCK_N // 2 if GATE != "" else BLOCK_N
+        values = result
         if GATE != "":
-            n_out = n_rows // 2
-            gate, up = tl.split(tl.permute(tl.reshape(result, [OUT, 2, ROWS]), (0, 2, 1)))
+            gate, up = tl.split(tl.permute(tl.reshape(result, [2, OUT, ROWS]), (1, 2, 0)))
             values = gated(gate, up, GATE)
-        else:
-            n_out = n_rows
-            values = result
         offs_n = tile * OUT + tl.arange(0, OUT)
         out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * n_out + offs_n[None, :]
         mask = (offs_m < rows)[:, None] & (offs_n < n_out)[None, :]
         tl.store(out_ptrs, tl.trans(values).to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _scaled(part, row, group, offs_x, sums_ptr, scale_ptr, zeros_ptr, is_x, groups, HAS_ZEROS: tl.constexpr):
-    """(q - zero) scale, from the products with q 2^-9 of one group, [BLOCK_N, 2 ROWS]."""
-    sums = tl.load(sums_ptr + offs_x.to(tl.int64)[:, None] * groups + group, mask=is_x, other=0.0)
-    at = row.to(tl.int64) * groups + group
-    zeros = tl.full([row.shape[0]], 8.0, tl.float32)
-    if HAS_ZEROS:
-        zeros = tl.load(zeros_ptr + at).to(tl.float32)
-    scale = tl.load(scale_ptr + at).to(tl.float32)
-    return (part * 512.0 - zeros[:, None] * tl.trans(sums)) * scale[:, None]
 
 
 class SplitConfig(NamedTuple):
@@ -244,21 +239,23 @@ class SplitConfig(NamedTuple):
 
 def split_config(rows: int, parts: int, bits: int, n_in: int, gate: str) -> SplitConfig:
     """The best or nearly so of 60 tiles for the projections of 8B, at 2, 16, 32 and 64 rows."""
-    is_wide = parts * split_size(rows, parts) == 128
-    split_k = 2 if bits == 4 and not gate and n_in % 256 == 0 else 1
-    stages = 4 if bits == 4 else 8
-    if gate or is_wide:
-        stages = 3 if gate and is_wide else 4
-    return SplitConfig(64, 128, split_k, stages, 4)
+    width = parts * split_size(rows, parts)
+    if bits == 4:
+        split_k = 1 if gate or n_in % 256 else 2
+        block_k = 256 if width <= 32 and n_in % (256 * split_k) == 0 else 128
+        return SplitConfig(64, block_k, split_k, 3, 4)
+    stages = 8
+    if gate or width == 128:
+        stages = 3 if gate and width == 128 else 4
+    return SplitConfig(64, 128, 1, stages, 4)
 
 
 def split_gemm(
-    x: Split, rows: int, weight: Quantized, bias: Tensor | None, dtype: torch.dtype, gate: str = "",
+    x: Split, rows: int, parts: int, weight: Quantized, bias: Tensor | None, dtype: torch.dtype, gate: str = "",
     config: SplitConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M, K] in one part or two, weight [N or 2N, K] -> [M, N] in `dtype`; gated as in `linear.py: gemv`."""
     n_rows, n_in = weight.shape
-    parts = 1 if x.scale.dim() == 2 else 2
     if config is None:
         config = split_config(rows, parts, weight.format.bits, n_in, gate)
     block_n, block_k, split_k, num_stages, num_warps = config
@@ -306,22 +303,27 @@ def widen(weight: Quantized, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def quantized_linear(x: Tensor, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None = None) -> Tensor:
-    """As `reference.linear`, after `norm`; overwrites its residual."""
+def quantized_linear(
+    x: Tensor, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None = None
+) -> tuple[Tensor, Tensor]:
+    """x [M, K] -> (as `reference.linear` after `norm`, x + residual); overwrites the residual unless M is 1."""
     rows, kind = len(x), weight.format
     x = x.contiguous()
+    if rows == 1:
+        return quantized_gemv(x, weight, bias, gate, norm)
+    total = x if norm is None or norm.residual is None else norm.residual
     # cuBLAS reads the scales of blocks four at a time.
     if rows <= MAX_ROWS[kind.bits] or (kind.bits == 8 and kind.group and weight.scale.shape[1] % 4):
-        is_whole = rows > MAX_EXACT_ROWS[kind.bits]
-        parts = split_rows(x, kind.group if kind.bits == 4 else 0, norm, is_whole=is_whole)
-        return split_gemm(parts, rows, weight, bias, x.dtype, gate)
+        parts = 2 if rows <= MAX_EXACT_ROWS[kind.bits] else 1
+        split = split_rows(x, norm, parts, sum_group=kind.group if kind.bits == 4 else 0)
+        return split_gemm(split, rows, parts, weight, bias, x.dtype, gate), total
     if kind.bits == 8:
-        parts = split_rows(x, kind.group, norm, is_whole=True)
-        out = cublas_linear.scaled(parts.parts, weight.data, parts.scale, weight.scale, x.dtype)[:rows]
+        split = split_rows(x, norm, 1, scale_group=kind.group)
+        out = cublas_linear.scaled(split.parts, weight.data, split.scale, weight.scale, x.dtype)[:rows]
         out = out if bias is None else out.add_(bias)
     else:
         if norm is not None:
             residual, w, eps = norm
             x = rms_norm(x, w, eps) if residual is None else add_rms_norm(x, residual, w, eps)[0]
         out = cublas_linear(x, widen(weight, x.dtype), bias)
-    return gate_and_mul(out, gate) if gate else out
+    return (gate_and_mul(out, gate) if gate else out), total

@@ -12,7 +12,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 triton = pytest.importorskip("triton")
 backends = pytest.importorskip("triton.backends.compiler")
 
-from minisgl.triton import attention_decode, attention_prefill, norm, quantized  # noqa: E402
+from minisgl.triton import attention_decode, attention_prefill, norm, quantized, quantized_gemv  # noqa: E402
 
 
 def compile_kernel(kernel: Any, pointers: dict[str, str], constants: dict[str, Any]) -> bytes:
@@ -44,6 +44,19 @@ def test_products_with_quantized_weights_compile(parts: int, bits: int, group: i
     sizes = {"ROWS": 16, "BLOCK_N": 64, "BLOCK_K": 128, "SPLIT_K": 2, "NUM_STAGES": 4, "INTERPRETED": False}
     kind = {"PARTS": parts, "BITS": bits, "GROUP": group, "HAS_ZEROS": group == 32, "GATE": gate, "HAS_BIAS": True}
     assert compile_kernel(quantized._split_gemm, pointers, sizes | kind)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "gate"), [(8, 0, "silu"), (8, 128, ""), (4, 128, "silu"), (4, 64, ""), (4, 32, "gelu_tanh")]
+)
+def test_products_of_one_row_with_quantized_weights_compile(bits: int, group: int, gate: str):
+    pointers = dict.fromkeys(("x_ptr", "residual_ptr", "total_ptr", "norm_weight_ptr", "bias_ptr", "out_ptr"), "*bf16")
+    pointers |= {"weight_ptr": "*fp8e4nv" if bits == 8 else "*i64", "eps": "fp32"}
+    pointers |= dict.fromkeys(("scale_ptr", "zeros_ptr"), "*fp32" if bits == 8 else "*bf16")
+    sizes = {"BLOCK_N": 4, "BLOCK_K": 1024, "NUM_BLOCKS_K": 2, "NUM_STAGES": 3, "INTERPRETED": False, "PDL": True}
+    kind = {"BITS": bits, "GROUP": group, "HAS_ZEROS": group == 32, "GATE": gate}
+    has = {"HAS_NORM": True, "HAS_RESIDUAL": True, "HAS_BIAS": True}
+    assert compile_kernel(quantized_gemv._quantized_gemv, pointers, sizes | kind | has)
 
 
 @pytest.mark.slow
