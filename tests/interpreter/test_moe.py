@@ -7,12 +7,15 @@ import torch
 from torch.testing import assert_close
 
 from minisgl.ops import reference
+from minisgl.ops.quantized import Format, Quantized
 from minisgl.triton import moe
 from minisgl.triton.moe import (
     CONFIGS,
     FLOAT32,
+    FP8_CONFIGS,
     GemmTile,
     GemvTile,
+    MoeConfig,
     combine,
     grouped_gemm,
     moe_config,
@@ -99,11 +102,12 @@ def test_grouped_gemm(rows: int, swap: bool, tile: GemmTile):
     _, lists = route_and_list(logits, top_k, True, rows)
     order = lists.order.long()
     sorted_experts = experts.flatten()[order].long()
-    got = grouped_gemm(x, gate_up, lists, top_k, tile, swap_ab=swap, is_gated=True)
+    config = MoeConfig(rows, swap, tile, tile)
+    got = grouped_gemm(x, gate_up, lists, top_k, config, is_gated=True)
     want = torch.einsum("pnk,pk->pn", gate_up[sorted_experts].double(), x[order // top_k].double())
     want = reference.gate_and_mul(want, "silu")
     assert_close(got.double(), want, rtol=2e-3, atol=2e-3)
-    parts = grouped_gemm(got, down, lists, top_k, tile, swap_ab=swap, is_gated=False)
+    parts = grouped_gemm(got, down, lists, top_k, config, is_gated=False)
     want = torch.empty(tokens * top_k, 24, dtype=torch.float64)
     want[order] = torch.einsum("pnk,pk->pn", down[sorted_experts].double(), got.double())
     assert_close(parts.double(), want, rtol=2e-3, atol=2e-3)
@@ -111,7 +115,7 @@ def test_grouped_gemm(rows: int, swap: bool, tile: GemmTile):
     assert_close(combine(parts, weights).double(), total, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("tile", [None, GemvTile(1, 64, 1), GemvTile(4, 32, 1)])
+@pytest.mark.parametrize("tile", [None, GemvTile(1, 64, 1, 1, 2), GemvTile(4, 32, 1, 2, 3), GemvTile(4, 16, 1, 4, 9)])
 def test_gemv_for_each_pair(tile: GemvTile | None):
     torch.manual_seed(0)
     tokens, hidden, size, top_k = 2, 72, 21, 3
@@ -120,6 +124,30 @@ def test_gemv_for_each_pair(tile: GemvTile | None):
     experts, weights = route(logits, top_k, False)
     got = pair_down(pair_gate_up(x, experts, gate_up, tile), experts, weights, down, tile)
     assert_close(got, reference.moe(x, logits, gate_up, down, top_k, False), rtol=1e-4, atol=1e-3)
+
+
+def experts_of(kind: Format, count: int, rows: int, columns: int) -> Quantized:
+    flat = kind.empty(count * rows, columns, torch.device("cpu"))
+    flat.round_from(torch.randn(count * rows, columns) * columns**-0.5)
+    return flat.experts(count)
+
+
+# The blocks' sizes, or rows and columns that no tile divides.
+FP8_SIZES = {Format(8, 0): (80, 48), Format(8, 128): (256, 128)}
+
+
+@pytest.mark.parametrize("kind", FP8_SIZES, ids=str)
+@pytest.mark.parametrize(("tokens", "limit"), [(1, 0.002), (2, 0.004), (33, 0.05)])
+def test_experts_of_8_bits(kind: Format, tokens: int, limit: float):
+    """A GEMV for each pair, two parts and one part of x."""
+    torch.manual_seed(0)
+    hidden, size = FP8_SIZES[kind]
+    gate_up, down = experts_of(kind, 8, 2 * size, hidden), experts_of(kind, 8, hidden, size)
+    x, logits = torch.randn(tokens, hidden).to(HALF), torch.randn(tokens, 8)
+    got = moe.moe(x, logits, gate_up, down, 2, True).double()
+    dense = (torch.stack([w[e].dense(torch.float64) for e in range(8)]) for w in (gate_up, down))
+    want = reference.moe(x.double(), logits, *dense, 2, True)
+    assert float((got - want).norm() / want.norm()) < limit
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
@@ -138,10 +166,15 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, monkeypatch: pyt
 
 def test_every_number_of_pairs_has_tiles():
     for pairs in (1, 24, 128, 5000, 10**6):
-        config = moe_config(pairs, 128, torch.bfloat16)
-        assert config in [c for _, c in CONFIGS] and moe_config(pairs, 128, torch.float32) is FLOAT32
+        assert moe_config(pairs, 128, torch.float32) is FLOAT32
+        for is_fp8, configs in ((False, CONFIGS), (True, FP8_CONFIGS)):
+            assert moe_config(pairs, 128, HALF, is_fp8) in [c for _, c in configs]
+    for config in (c for _, c in (*CONFIGS, *FP8_CONFIGS)):
         for tile in (config.up, config.down):
+            # Weights of 16 bits, which a layer may also have beside others of 8.
             staged = 2 * tile.num_stages * tile.block_k * (config.block_m + tile.block_n)
             assert staged <= 227 * 1024, "more shared memory than a block can have"
             assert not config.swap_ab or tile.block_n % 64 == 0, "wgmma takes at least 64 rows"
-    assert list(CONFIGS) == sorted(CONFIGS)
+            assert not config.parts or max(tile.block_n, tile.block_k) <= 128, "a tile has one scale of a block"
+        assert config.swap_ab or config.parts < 2
+    assert list(CONFIGS) == sorted(CONFIGS) and list(FP8_CONFIGS) == sorted(FP8_CONFIGS)

@@ -72,7 +72,8 @@ class Footprint:
         if device == "cuda":
             bits = QUANTIZATIONS[device].get(config.quantization or "", bits)
             bits = bits if m.quantization is None else m.quantization.bits
-        weights = m.num_others * item + m.num_projections * bits // 8
+        expert_bits = bits if bits == 8 else 8 * item
+        weights = m.num_others * item + (m.num_projections * bits + m.num_expert_weights * expert_bits) // 8
         return cls(weights // config.tp, config.max_running_requests * row, page, page_size)
 
 

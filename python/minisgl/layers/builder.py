@@ -129,11 +129,19 @@ class Builder:
 
         It is not quantized where this rank's part does not begin and end with a scale.
         """
+        return self._matrix(parts, in_features, (8, 4))
+
+    def experts(self, parts: Mapping[str, Rows], in_features: Size, count: int) -> Tensor | Quantized:
+        """As `matrix`, of `count` experts with equally many parts: [count, N, in_features]; never in 4 bits."""
+        weight = self._matrix(parts, in_features, (8,))
+        return weight.experts(count) if isinstance(weight, Quantized) else weight.view(count, -1, weight.shape[1])
+
+    def _matrix(self, parts: Mapping[str, Rows], in_features: Size, bits: tuple[int, ...]) -> Tensor | Quantized:
         columns = _whole(in_features)
         sources, rows = _sources(parts, [columns])
         kinds = {self.format_of(name) for name in parts}
         kind = kinds.pop() if len(kinds) == 1 else None
-        if kind is None or rows % 16 or not all(_fits(kind, source) for source in sources):
+        if kind is None or kind.bits not in bits or rows % 16 or not all(_fits(kind, s) for s in sources):
             return self.parameter(parts, in_features)
         weight = kind.empty(rows, columns.count, self.device)
         self.parameters.append(Parameter(weight, sources, Init.NORMAL))

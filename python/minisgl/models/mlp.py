@@ -52,8 +52,8 @@ class SparseMLP:
         own = builder.shard(self.experts.intermediate_size, "intermediate features of an expert")
         gate_up_parts = {f"{e}.{part}.weight": own for e in experts for part in (gate, up)}
         down_parts = {f"{e}.{down}.weight": hidden_size for e in experts}
-        self.gate_up = builder.parameter(gate_up_parts, hidden_size).view(count, -1, hidden_size)
-        self.down = builder.parameter(down_parts, own).view(count, hidden_size, -1)
+        self.gate_up = builder.experts(gate_up_parts, hidden_size, count)
+        self.down = builder.experts(down_parts, own, count)
         self._moe = builder.ops.moe
 
     def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:

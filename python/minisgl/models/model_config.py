@@ -72,16 +72,21 @@ class ModelConfig:
     @property
     def num_weights(self) -> int:
         """The elements of all matrices; norms and biases are negligible."""
-        return self.num_projections + self.num_others
+        return self.num_projections + self.num_expert_weights + self.num_others
 
     @property
     def num_others(self) -> int:
         """The elements of the matrices that stay in 16 or 32 bits when others are quantized."""
-        experts = 0
-        if (e := self.experts) is not None:
-            sparse = e.count * 3 * self.hidden_size * e.intermediate_size + e.count * self.hidden_size
-            experts = (self.num_layers - len(e.dense_layers)) * sparse
-        return experts + (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
+        e = self.experts
+        routers = 0 if e is None else (self.num_layers - len(e.dense_layers)) * e.count
+        return (routers + (1 if self.tie_word_embeddings else 2) * self.vocab_size) * self.hidden_size
+
+    @property
+    def num_expert_weights(self) -> int:
+        """The elements of the experts' matrices."""
+        e = self.experts
+        sparse = 0 if e is None else (self.num_layers - len(e.dense_layers)) * e.count * e.intermediate_size
+        return 3 * self.hidden_size * sparse
 
     @property
     def num_projections(self) -> int:

@@ -62,7 +62,8 @@ MADE: Final = {"fp8": Format(8, 0), "int4": Format(4, 128, scale_dtype=torch.bfl
 class Quantized:
     """A matrix [N, K], or some of its rows. `data` [N, K], or packed [N, K / 2]; `scale`, `zeros` [N / rows, groups].
 
-    Byte i of a chunk of 128 columns holds column i in its low half and column 64 + i in its high one.
+    Byte i of a chunk of 128 columns holds column i in its low half and column 64 + i in its high one. Of `experts`, all
+    tensors have a dimension more, in front, and an index selects one expert's matrix.
     """
 
     format: Format
@@ -71,9 +72,21 @@ class Quantized:
     zeros: Tensor | None
 
     @property
-    def shape(self) -> tuple[int, int]:
-        rows, width = self.data.shape
-        return rows, width * (2 if self.format.bits == 4 else 1)
+    def shape(self) -> tuple[int, ...]:
+        *rows, width = self.data.shape
+        return *rows, width * (2 if self.format.bits == 4 else 1)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, expert: int) -> Quantized:
+        return Quantized(self.format, self.data[expert], self.scale[expert], None)
+
+    def experts(self, count: int) -> Quantized:
+        """The matrix as those of `count` experts [count, N, K], which begin and end where scales do."""
+        assert self.zeros is None, "experts have 8 bits"
+        data, scale = (t.view(count, -1, t.shape[1]) for t in (self.data, self.scale))
+        return Quantized(self.format, data, scale, None)
 
     @property
     def tensors(self) -> list[Tensor]:

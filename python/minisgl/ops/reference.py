@@ -99,8 +99,8 @@ def add_norm_linear(
 def moe(
     x: Tensor,
     router_logits: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | Quantized,
+    down: Tensor | Quantized,
     top_k: int,
     normalise: bool,
     *,

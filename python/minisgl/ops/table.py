@@ -9,6 +9,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from minisgl.ops import reference, sampling
+from minisgl.ops.quantized import Quantized
 from minisgl.registry import Registry
 
 
@@ -23,7 +24,7 @@ class OpTable:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = reference.rms_norm
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = reference.add_rms_norm
     add_norm_linear: Callable[..., tuple[Tensor, Tensor]] = reference.add_norm_linear
-    moe: Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor] = reference.moe
+    moe: Callable[[Tensor, Tensor, Tensor | Quantized, Tensor | Quantized, int, bool], Tensor] = reference.moe
     norm_rope_store: Callable[..., Tensor] = reference.norm_rope_store
     paged_attention: Callable[..., Tensor] = reference.paged_attention
     apply_penalties: Callable[..., Tensor] = sampling.apply_penalties

@@ -35,7 +35,8 @@ def pdl_options(device: torch.device, is_chained: bool = True) -> dict[str, Any]
     Chained are the kernels of a one-row step and those of one op. With PDL a kernel first calls
     `gdc_launch_dependents`, may then read what no kernel of the step writes (weights), and calls `gdc_wait` before
     anything else. Every kernel of a chain must wait: its end stands for the end of all kernels before only if it has
-    itself waited for its predecessor.
+    itself waited for its predecessor. Where a kernel waits before it launches its dependents, these may read the
+    results of its predecessor before they wait (`moe.py: _down_gemv`).
     """
     return _WITH_PDL if is_chained and has_pdl(device) else _WITHOUT_PDL
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import Qwen3MoeConfig
 
+from contract.checkpoints import COMMON, save
 from minisgl.checkpoint.hf import BUILTIN_MODEL, load_config
 from minisgl.checkpoint.quantization import read_quantization
 from minisgl.device.device import CpuDevice
@@ -17,10 +19,12 @@ from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import DistributedInfo
 from minisgl.errors import ConfigError
 from minisgl.layers.builder import Builder, Init, Parameter, Source
+from minisgl.layers.linear import RMSNorm
 from minisgl.models import quantize, weight
 from minisgl.models.dequantize import Matrix
 from minisgl.models.families import MODELS
 from minisgl.models.llama import LlamaForCausalLM
+from minisgl.models.mlp import SparseMLP
 from minisgl.models.model_config import ModelConfig
 from minisgl.models.weight import fill, load_model, open_checkpoint
 from minisgl.ops.quantized import MADE, Format, Quantized, pack, unpack
@@ -81,6 +85,55 @@ def test_a_checkpoint_in_16_bits_is_rounded_while_it_loads(scheme: str, ranks: i
     pairs = [(a.tensor, b.tensor) for a, b in zip(held.parameters, plain.parameters, strict=True)]
     for a, b in pairs:
         assert not isinstance(a, Quantized) or a.nbytes < {"fp8": 0.51, "int4": 0.27}[scheme] * b.nbytes
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with two layers of three experts of 256."""
+    folder = tmp_path_factory.mktemp("experts")
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    routing = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+    save(folder, Qwen3MoeConfig(**COMMON | sizes | routing))
+    return folder
+
+
+def moe_layer(model: LlamaForCausalLM) -> SparseMLP:
+    layer = model.model.layers[1].mlp
+    assert isinstance(layer, SparseMLP)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("published", "ranks", "kept"),
+    [(True, 1, True), (True, 2, True), (True, 4, False), (False, 1, True), (False, 4, True)],
+)
+def test_experts_keep_8_bits(published: bool, ranks: int, kept: bool, experts: Path, tmp_path: Path) -> None:
+    """In blocks of a checkpoint, which 64 columns of the fourth rank cut, or in rows that are rounded at the start."""
+    made = None if published else MADE["fp8"]
+    if published:
+        quantize.quantize(str(experts), tmp_path / "out", "fp8")
+    held = load(tmp_path / "out" if published else experts, Fp8Device(1), made, ranks, ranks - 1)
+    wide = load(tmp_path / "out" if published else experts, CpuDevice(1), None, ranks, ranks - 1)
+    assert not any(isinstance(p.tensor, Quantized) for p in wide.parameters)
+    layer, widened = moe_layer(held), moe_layer(wide)
+    for got, want in ((layer.gate_up, widened.gate_up), (layer.down, widened.down)):
+        assert isinstance(got, Quantized) == kept and isinstance(want, Tensor) and got.shape == want.shape
+        for e in range(3):
+            matrix = got[e]
+            numbers = matrix.dense(torch.bfloat16) if isinstance(matrix, Quantized) else matrix
+            error = (numbers.float() - want[e].float()).norm() / want[e].float().norm()
+            assert float(error) < (0 if published else 0.03) or torch.equal(numbers, want[e])
+    norm = RMSNorm(Builder(load_ops("reference"), torch.bfloat16, CPU), "n", 128, 0)
+    x, residual = torch.randn(2, 5, 128)
+    torch.nn.init.ones_(norm.weight)
+    outs = [m.forward(x.bfloat16(), residual.bfloat16(), norm)[0].float() for m in (layer, widened)]
+    assert float((outs[0] - outs[1]).norm() / outs[1].norm()) < (0.01 if published else 0.06)
+
+
+def test_experts_stay_in_16_bits_beside_4(experts: Path, caplog: pytest.LogCaptureFixture) -> None:
+    held = load(experts, Fp8Device(1), MADE["int4"])
+    assert isinstance(moe_layer(held).gate_up, Tensor) and "experts in int4" in caplog.text
+    assert any(isinstance(p.tensor, Quantized) for p in held.parameters)
 
 
 @pytest.mark.parametrize("kind", [Format(8, 0), Format(8, 128), Format(4, 32, has_zeros=True)], ids=str)

@@ -12,7 +12,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 triton = pytest.importorskip("triton")
 backends = pytest.importorskip("triton.backends.compiler")
 
-from minisgl.triton import attention_decode, attention_prefill, norm, quantized, quantized_gemv  # noqa: E402
+from minisgl.triton import attention_decode, attention_prefill, moe, norm, quantized, quantized_gemv  # noqa: E402
 
 
 def compile_kernel(kernel: Any, pointers: dict[str, str], constants: dict[str, Any]) -> bytes:
@@ -57,6 +57,22 @@ def test_products_of_one_row_with_quantized_weights_compile(bits: int, group: in
     kind = {"BITS": bits, "GROUP": group, "HAS_ZEROS": group == 32, "GATE": gate}
     has = {"HAS_NORM": True, "HAS_RESIDUAL": True, "HAS_BIAS": True}
     assert compile_kernel(quantized_gemv._quantized_gemv, pointers, sizes | kind | has)
+
+
+@pytest.mark.parametrize("scale", [1, 128])
+def test_experts_of_8_bits_compile(scale: int):
+    """A GEMV for each pair, and GEMMs with x in two parts and in one."""
+    pointers = dict.fromkeys(("scale_ptr", "x_scale_ptr", "weights_ptr"), "*fp32")
+    pointers |= dict.fromkeys(("experts_ptr", "order_ptr", "tiles_ptr"), "*i32")
+    pointers |= {"x_ptr": "*bf16", "weight_ptr": "*fp8e4nv", "out_ptr": "*bf16"}
+    common = {"TOP_K": 8, "BLOCK_N": 16, "BLOCK_K": 256, "NUM_BLOCKS_K": 2, "SCALE": scale, "PDL": True}
+    assert compile_kernel(moe._gate_up_gemv, pointers, common)
+    assert compile_kernel(moe._down_gemv, pointers, common | {"BLOCK_P": 8, "BLOCK_N": 4, "BLOCK_K": 128, "AHEAD": 1})
+    pointers["x_ptr"] = "*fp8e4nv"
+    sizes = {"TOP_K": 8, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "NUM_STAGES": 3, "EVEN_K": True, "SCALE": scale}
+    for parts, swap_ab in ((2, True), (1, False)):
+        kind = {"PARTS": parts, "SWAP_AB": swap_ab, "IS_GATED": swap_ab, "GROUP_M": 1 if swap_ab else 8, "PDL": True}
+        assert compile_kernel(moe._grouped_gemm, pointers, sizes | kind)
 
 
 @pytest.mark.slow

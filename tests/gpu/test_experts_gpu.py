@@ -1,0 +1,107 @@
+"""Experts of 8 bits on a GPU against float32 with the same numbers: all kernels, formats and shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minisgl.ops import reference
+from minisgl.ops.quantized import Format, Quantized
+from minisgl.ops.table import load_ops
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+if torch.cuda.is_available():
+    from minisgl.triton import moe as kernels
+    from minisgl.triton.moe import FP8_CONFIGS, MoeConfig
+
+    OPS = load_ops("triton")
+
+ROWS, BLOCKS = Format(8, 0), Format(8, 128)
+# hidden, size of an expert, experts, experts of a token
+QWEN3_30B, MIXTRAL, ODD = (2048, 768, 128, 8), (4096, 1792, 8, 2), (144, 48, 5, 3)
+Experts = tuple[Quantized, Quantized]
+
+
+def make(kind: Format, shape: tuple[int, int, int, int]) -> Experts:
+    torch.manual_seed(0)
+    hidden, size, count, _ = shape
+
+    def experts(rows: int, columns: int) -> Quantized:
+        flat = kind.empty(count * rows, columns, torch.device("cuda"))
+        flat.round_from(torch.randn(count * rows, columns, device="cuda") * columns**-0.5)
+        return flat.experts(count)
+
+    return experts(2 * size, hidden), experts(hidden, size)
+
+
+def inputs(tokens: int, shape: tuple[int, int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    x, logits = torch.randn(tokens, shape[0], device="cuda"), torch.randn(tokens, shape[2], device="cuda")
+    return x.bfloat16(), logits.bfloat16()
+
+
+def error(got: torch.Tensor, x: torch.Tensor, logits: torch.Tensor, weights: Experts, top_k: int) -> float:
+    """The relative error; experts are widened as the reference asks for them."""
+    want = reference.moe(x.float(), logits, *weights, top_k, True)
+    assert got.shape == want.shape
+    return float((got.float() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [(ROWS, QWEN3_30B), (BLOCKS, QWEN3_30B), (ROWS, MIXTRAL), (BLOCKS, MIXTRAL), (ROWS, ODD)],
+    ids=str,
+)
+def test_experts_match_the_reference(kind: Format, shape: tuple[int, int, int, int]) -> None:
+    """As exact as bfloat16 while experts have few rows; then activations are rounded to 8 bits twice."""
+    weights, top_k = make(kind, shape), shape[3]
+    for tokens in (1, 2, 4, 5, 33, 100, 400, 2500):
+        x, logits = inputs(tokens, shape)
+        limit = 0.006 if tokens * top_k <= 20 * shape[2] else 0.06
+        assert error(OPS.moe(x, logits, *weights, top_k, True), x, logits, weights, top_k) < limit
+
+
+@pytest.mark.parametrize("kind", [ROWS, BLOCKS], ids=str)
+def test_every_configuration_with_even_and_skewed_routing(kind: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "MIN_EXPERTS_PER_PAIR", 10**6)
+    weights, top_k = make(kind, QWEN3_30B), QWEN3_30B[3]
+    for tokens in (1, 40, 600):
+        x, logits = inputs(tokens, QWEN3_30B)
+        skewed = torch.zeros_like(logits).index_fill_(1, torch.arange(top_k, device="cuda") * 3, 4.0)
+        for router_logits in (logits, skewed):
+            for _, config in FP8_CONFIGS:
+
+                def fixed(*args: object, config: MoeConfig = config) -> MoeConfig:
+                    return config
+
+                monkeypatch.setattr(kernels, "moe_config", fixed)
+                limit = 0.006 if config.parts == 2 else 0.06
+                got = OPS.moe(x, router_logits, *weights, top_k, True)
+                assert error(got, x, router_logits, weights, top_k) < limit
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 64, 300])
+def test_captured_experts_read_new_inputs(tokens: int) -> None:
+    """Every replay gives the bits of an eager call."""
+    weights, top_k = make(ROWS, MIXTRAL), MIXTRAL[3]
+    x, logits = inputs(tokens, MIXTRAL)
+    OPS.moe(x, logits, *weights, top_k, True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = OPS.moe(OPS.moe(x, logits, *weights, top_k, True), logits, *weights, top_k, True)
+    for _ in range(10):
+        x.normal_()
+        logits.normal_()
+        graph.replay()
+        first = OPS.moe(x, logits, *weights, top_k, True)
+        assert torch.equal(out, OPS.moe(first, logits, *weights, top_k, True))
+
+
+def test_long_sums_of_one_sign() -> None:
+    """The tensor cores' 14 bits would lose a part of them."""
+    shape = (8192, 64, 4, 1)
+    gate_up, down = make(ROWS, shape)
+    gate_up.data.copy_(torch.rand(gate_up.shape, device="cuda"))
+    for tokens in (2, 40, 300):
+        x, logits = inputs(tokens, shape)
+        x.abs_().mul_(0.001)
+        assert error(OPS.moe(x, logits, gate_up, down, 1, True), x, logits, (gate_up, down), 1) < 0.04
