@@ -1,6 +1,7 @@
 """Times the MoE op on a GPU, as a whole and by kernel, beside its floor, and tries other tiles.
 
     PYTHONPATH=python python benchmark/kernels/moe.py [SHAPE ...] [--sizes 1 16 256] [--limit SECONDS] [--own]
+        [--format fp8]
 
 Every result is checked against float32 first, with fresh inputs. Times are of nodes of a CUDA graph, over inputs that
 are routed to different experts. The floor is the larger of the bytes (weights of the distinct selected experts, x,
@@ -25,7 +26,19 @@ import torch
 from ops import CEILING, GPU, randn, relative, time_us
 
 from minisgl.ops import reference
-from minisgl.triton.moe import CONFIGS, GemmTile, GemvTile, combine, grouped_gemm, moe, pair_down, pair_gate_up
+from minisgl.ops.quantized import Format, Quantized
+from minisgl.triton.moe import (
+    CONFIGS,
+    FP8_CONFIGS,
+    GemmTile,
+    GemvTile,
+    MoeConfig,
+    combine,
+    grouped_gemm,
+    moe,
+    pair_down,
+    pair_gate_up,
+)
 from minisgl.triton.moe_routing import route, route_and_list
 
 OPERATIONS = 742e6  # per us
@@ -74,14 +87,30 @@ def layouts(pairs_per_expert: float) -> list[tuple[int, bool]]:
     return [key for key in TILES if key[0] in rows]
 
 
+FORMATS = {"bf16": None, "fp8": Format(8, 0), "fp8-blocks": Format(8, 128)}
+
+
 class Weights(NamedTuple):
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: torch.Tensor | Quantized
+    down: torch.Tensor | Quantized
 
     @classmethod
-    def make(cls, shape: Shape) -> Weights:
+    def make(cls, shape: Shape, kind: Format | None = None) -> Weights:
         hidden, size, experts, _ = shape
-        return cls(randn(experts, 2 * size, hidden, scale=hidden**-0.5), randn(experts, hidden, size, scale=size**-0.5))
+        return cls(matrices(kind, experts, 2 * size, hidden), matrices(kind, experts, hidden, size))
+
+    @property
+    def bytes_per_weight(self) -> int:
+        return 1 if isinstance(self.gate_up, Quantized) else 2
+
+
+def matrices(kind: Format | None, experts: int, rows: int, columns: int) -> torch.Tensor | Quantized:
+    if kind is None:
+        return randn(experts, rows, columns, scale=columns**-0.5)
+    weight = kind.empty(experts * rows, columns, GPU)
+    for e in range(experts):  # few at a time: rounding takes memory
+        weight.part(e * rows, (e + 1) * rows).round_from(randn(rows, columns, scale=columns**-0.5))
+    return weight.experts(experts)
 
 
 class Inputs(NamedTuple):
@@ -96,20 +125,16 @@ class Inputs(NamedTuple):
 def error(shape: Shape, inputs: Inputs, weights: Weights) -> float:
     """Return the relative error of the op against the reference in float32, with the same routing."""
     got = moe(*inputs, *weights, shape.top_k, True)
-    want = reference.moe(inputs.x.float(), inputs.logits, *exact(weights), shape.top_k, True)
-    return relative(got, want)
+    exact = (w if isinstance(w, Quantized) else w.float() for w in weights)
+    return relative(got, reference.moe(inputs.x.float(), inputs.logits, *exact, shape.top_k, True))
 
 
-def exact(weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
-    return weights.gate_up.float(), weights.down.float()
-
-
-def floor_us(shape: Shape, sets: list[Inputs]) -> tuple[float, float, float]:
+def floor_us(shape: Shape, sets: list[Inputs], bytes_per_weight: int) -> tuple[float, float, float]:
     """Return (floor, bytes, operations) of one call, the mean over the sets."""
     hidden, size, experts, top_k = shape
     tokens = len(sets[0].x)
     distinct = sum(len(s.logits.float().topk(top_k).indices.unique()) for s in sets) / len(sets)
-    moved = 2.0 * (distinct * 3 * hidden * size + tokens * (2 * hidden + experts))
+    moved = bytes_per_weight * distinct * 3 * hidden * size + 2.0 * tokens * (2 * hidden + experts)
     operations = 6.0 * tokens * top_k * hidden * size
     return max(moved / CEILING, operations / OPERATIONS), moved, operations
 
@@ -131,12 +156,13 @@ def name(lists_rows: int, swap: bool, tile: GemmTile) -> str:
 def measure(title: str, shape: Shape, tokens: int, weights: Weights, everything: bool) -> None:
     sets = [Inputs.make(shape, tokens) for _ in range(16 if tokens <= 16 else 4 if tokens <= 256 else 1)]
     wrong = error(shape, sets[0], weights)
-    floor, moved, operations = floor_us(shape, sets)
+    floor, moved, operations = floor_us(shape, sets, weights.bytes_per_weight)
+    limit = 0.01 if weights.bytes_per_weight == 2 else 0.06
     own = timed([partial(moe, *s, *weights, shape.top_k, True) for s in sets], floor)
     print(
         f"{title:16} x{tokens:<6} {own:8.1f} us, floor {floor:7.1f} ({floor / own:4.0%}), "
         f"{moved / 1e6:7.1f} MB {moved / own / 1e3:5.0f} GB/s, {operations / 1e9:8.1f} GFLOP "
-        f"{operations / own / 1e6:4.0f} TFLOP/s, error {wrong:.4f}{'' if wrong < 0.01 else ' WRONG'}",
+        f"{operations / own / 1e6:4.0f} TFLOP/s, error {wrong:.4f}{'' if wrong < limit else ' WRONG'}",
         flush=True,
     )
     if everything:
@@ -169,7 +195,7 @@ def parts(shape: Shape, sets: list[Inputs], weights: Weights, floor: float) -> I
         made: list[tuple[torch.Tensor, torch.Tensor]] = []
         for key in (key for key in TILES if key[0] == rows):
             for tile in map(GemmTile._make, TILES[key]):
-                gemm = partial(grouped_gemm, top_k=top_k, tile=tile, swap_ab=key[1])
+                gemm = partial(grouped_gemm, top_k=top_k, config=MoeConfig(*key, tile, tile))
                 ups = [
                     partial(gemm, s.x, weights.gate_up, li, is_gated=True)
                     for s, (_, li) in zip(sets, lists, strict=True)
@@ -192,44 +218,45 @@ def parts(shape: Shape, sets: list[Inputs], weights: Weights, floor: float) -> I
         )
 
 
-def compile_jobs(shapes: list[str], sizes: list[int], everything: bool) -> Iterator[Callable[[], object]]:
+def compile_jobs(
+    shapes: list[str], sizes: list[int], everything: bool, kind: Format | None
+) -> Iterator[Callable[[], object]]:
     """One call for each kernel that the measurement will need, on inputs as small as give the same kernel."""
-    configs = [(c.block_m, c.swap_ab, c.up, c.down) for _, c in CONFIGS]
+    configs = [c for _, c in (CONFIGS if kind is None else FP8_CONFIGS)]
     if everything:
-        configs += [
-            (rows, swap, tile, tile) for (rows, swap), tiles in TILES.items() for tile in map(GemmTile._make, tiles)
-        ]
+        configs += [MoeConfig(*key, tile, tile) for key, tiles in TILES.items() for tile in map(GemmTile._make, tiles)]
     gemm_keys = set()
     for shape in (SHAPES[s] for s in shapes):
-        for rows, swap, up, down in configs:
-            gemm_keys.add((shape.top_k, rows, swap, up, True, shape.hidden % up.block_k == 0))
-            gemm_keys.add((shape.top_k, rows, swap, down, False, shape.size % down.block_k == 0))
+        for config in configs:
+            gemm_keys.add((shape.top_k, config, True, shape.hidden % config.up.block_k == 0))
+            gemm_keys.add((shape.top_k, config, False, shape.size % config.down.block_k == 0))
         for tokens in sizes:
-            for rows in {c[0] for c in configs}:
+            for rows in {c.block_m for c in configs}:
                 yield partial(
                     lambda s, t, r: route_and_list(randn(t, s.experts), s.top_k, True, r), shape, tokens, rows
                 )
         for tile in map(GemvTile._make, PAIR_UP) if everything else [None]:
-            yield partial(compile_gemvs, shape, tile, None)
+            yield partial(compile_gemvs, shape, kind, tile, None)
         for tile in map(GemvTile._make, PAIR_DOWN) if everything else []:
-            yield partial(compile_gemvs, shape, None, tile)
+            yield partial(compile_gemvs, shape, kind, None, tile)
     for item in sorted(gemm_keys, key=str):
-        yield partial(compile_gemms, *item)
+        yield partial(compile_gemms, kind, *item)
 
 
-def compile_gemvs(shape: Shape, up: GemvTile | None, down: GemvTile | None) -> None:
+def compile_gemvs(shape: Shape, kind: Format | None, up: GemvTile | None, down: GemvTile | None) -> None:
     few = shape._replace(experts=shape.top_k)
-    weights, inputs = Weights.make(few), Inputs.make(few, 2)
+    weights, inputs = Weights.make(few, kind), Inputs.make(few, 2)
     experts, probabilities = route(inputs.logits, few.top_k, True)
     hidden = pair_gate_up(inputs.x, experts, weights.gate_up, up)
     pair_down(hidden, experts, probabilities, weights.down, down)
 
 
-def compile_gemms(top_k: int, rows: int, swap: bool, tile: GemmTile, is_gated: bool, is_even: bool) -> None:
-    n_in, tokens = tile.block_k * 2 if is_even else tile.block_k + 16, 3
-    _, lists = route_and_list(randn(tokens, 8), top_k, True, rows)
-    x = randn(tokens if is_gated else tokens * top_k, n_in)
-    parts_of = grouped_gemm(x, randn(8, tile.block_n * 2, n_in), lists, top_k, tile, swap_ab=swap, is_gated=is_gated)
+def compile_gemms(kind: Format | None, top_k: int, config: MoeConfig, is_gated: bool, is_even: bool) -> None:
+    tile, tokens = config.up if is_gated else config.down, 3
+    n_in = tile.block_k * 2 if is_even else tile.block_k + 16
+    _, lists = route_and_list(randn(tokens, 8), top_k, True, config.block_m)
+    x, weight = randn(tokens if is_gated else tokens * top_k, n_in), matrices(kind, 8, tile.block_n * 2, n_in)
+    parts_of = grouped_gemm(x, weight, lists, top_k, config, is_gated=is_gated)
     combine(parts_of, torch.ones(tokens, top_k, device=GPU))
 
 
@@ -238,12 +265,15 @@ def main() -> None:
     parser.add_argument("shapes", nargs="*", help=", ".join(SHAPES))
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--own", action="store_true", help="time only the op, with its own tiles")
+    parser.add_argument("--format", choices=FORMATS, default="bf16", help="of weights; others than bf16 need --own")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further size starts")
     parser.add_argument("--share", type=int, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    kind = FORMATS[args.format]
+    assert kind is None or args.own, "the tiles to try are for bf16"
     started, shapes = time.time(), args.shapes or list(SHAPES)
     if args.share is not None:
-        for i, job in enumerate(compile_jobs(shapes, args.sizes, not args.own)):
+        for i, job in enumerate(compile_jobs(shapes, args.sizes, not args.own, kind)):
             if i % args.share[1] == args.share[0]:
                 job()
         torch.cuda.synchronize()
@@ -257,7 +287,7 @@ def main() -> None:
     with torch.inference_mode():
         for title in shapes:
             shape = SHAPES[title]
-            weights = Weights.make(shape)
+            weights = Weights.make(shape, kind)
             for tokens in args.sizes:
                 if time.time() - started < args.limit:
                     measure(title, shape, tokens, weights, not args.own)
