@@ -31,10 +31,19 @@ LONG = {
 
 @pytest.mark.parametrize("mix", ["decode", "chunks", "mixed"])
 @pytest.mark.parametrize(
-    ("page_size", "group", "dim", "window"), [(64, 4, 128, None), (16, 3, 64, 40), (64, 2, 256, None)]
+    ("page_size", "group", "dim", "window"),
+    [(64, 4, 128, None), (16, 3, 64, 40), (64, 2, 256, None), (32, 5, 128, 70), (1, 2, 64, None), (64, 1, 256, 33)],
 )
 def test_pages_of_8_bits(mix: str, page_size: int, group: int, dim: int, window: int | None):
-    check_fp8(MIXES[mix], page_size, group, dim, torch.bfloat16, "cuda", window)
+    check_fp8(MIXES[mix], page_size, group, dim, BF16, CUDA, window)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("window", [None, 300])
+def test_decode_over_pages_of_8_bits(dim: int, window: int | None):
+    """One row in a chain, few rows with all before attention in one kernel, and many rows."""
+    for mix in ([(1, 1)], [(1, 700)], [(1, 30 * i + 1) for i in range(40)], LONG["many decodes"], LONG["long decode"]):
+        check_fp8(mix, 64, 4, dim, BF16, CUDA, window)
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])

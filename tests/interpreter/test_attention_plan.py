@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.triton.attention_decode import BEGINS, GAP, PART, PLAN_ROWS, TILE_KEYS, plan_decode
+from minisgl.triton.attention_decode import BEGINS, GAP, PART, PLAN_ROWS, plan_decode
 
 HEADS, FIRST_ROW = 2, 100
-TILE = TILE_KEYS.value
+TILE = 32
 SHORT = list(range(1, 60, 7))
 RANDOM = np.random.default_rng(0).integers(1, 3000, 40).tolist()
 
@@ -43,7 +43,8 @@ def plan(lens: list[int], shares: int, window: int = 0) -> Shares:
     rows = torch.arange(FIRST_ROW, FIRST_ROW + len(lens), dtype=torch.int32)
     grid = (-(-len(lens) // PLAN_ROWS.value),)
     kv_lens = torch.tensor(lens, dtype=torch.int32)
-    plan_decode[grid](rows, kv_lens, work, counters, len(lens), NUM_SPLITS=shares, NUM_KV_HEADS=HEADS, WINDOW=window)
+    sizes = {"NUM_SPLITS": shares, "NUM_KV_HEADS": HEADS, "TILE_KEYS": TILE, "WINDOW": window}
+    plan_decode[grid](rows, kv_lens, work, counters, len(lens), **sizes)
     assert not counters.any()
     count, num_seqs, gap, tickets = work[:4].tolist()
     assert tickets == 0

@@ -91,10 +91,13 @@ class TritonAttention(AttentionBackend):
         self._counters = torch.empty(spec.max_rows * heads, dtype=int32, device=device)
         self._part = torch.empty(slots, dim, dtype=float32, device=device)
         self._lse = torch.empty(slots, dtype=float32, device=device)
-        self._plan_decode = {"NUM_SPLITS": splits, "NUM_KV_HEADS": heads}
+        # As many bytes at once of 8-bit pages as of 16-bit ones.
+        tile = {"TILE_KEYS": 64 if spec.fp8_cache and dim <= 128 else 32}
+        self._plan_decode = {"NUM_SPLITS": splits, "NUM_KV_HEADS": heads} | tile
         self._programs = splits * heads
         self._decode = {
             **shared,
+            **tile,
             "BLOCK_G": next_power_of_2(group),
             "BLOCK_M": max(16, next_power_of_2(group)),
             "NUM_STAGES": 3 if spec.dtype is torch.float32 else 5,
@@ -107,7 +110,7 @@ class TritonAttention(AttentionBackend):
         # chunks that make too few large ones.
         small = {"BLOCK_M": 64, "BLOCK_N": 64 if dim <= 128 else 32, "NUM_STAGES": 2, "num_warps": 4}
         large = {"BLOCK_M": 128, "BLOCK_N": 64, "NUM_STAGES": 2, "num_warps": 8}
-        if dim <= 128 and not spec.fp8_cache:  # whose conversions need more registers
+        if dim <= 128:
             large["maxnreg"] = 128
         if spec.dtype is torch.float32:  # without tensor cores: limited by registers
             small = large = {"BLOCK_M": 32, "BLOCK_N": 16, "NUM_STAGES": 2, "num_warps": 8}
@@ -175,7 +178,7 @@ class TritonAttention(AttentionBackend):
 
     def attend(self, qkv: Tensor, heads: HeadTransform, layer_pages: Pages, ctx: Context) -> Tensor:
         plan: _Plan = ctx.attn_metadata
-        if plan.chunks or plan.num_decode > FUSED_ROWS or self.spec.fp8_cache:
+        if plan.chunks or plan.num_decode > FUSED_ROWS:
             return super().attend(qkv, heads, layer_pages, ctx)
         q = qkv.view(len(qkv), -1, self.spec.head_dim)
         out = qkv.new_empty(len(qkv), self.spec.num_heads, self.spec.head_dim)
@@ -185,7 +188,7 @@ class TritonAttention(AttentionBackend):
     def forward(self, q: Tensor, layer_pages: Pages, ctx: Context, window: Window = None) -> Tensor:
         plan: _Plan = ctx.attn_metadata
         assert q.stride()[1:] == (self.spec.head_dim, 1), "the heads of a token must be adjacent"
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(q.shape, dtype=self.spec.dtype, device=q.device)
         if plan.num_decode:
             self._run_decode(q, layer_pages, ctx, out, window)
         if plan.chunks:

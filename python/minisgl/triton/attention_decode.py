@@ -16,6 +16,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.triton.launch import INTERPRETED
+
+IS_COMPILED = tl.constexpr(not INTERPRETED)  # the interpreter has no PTX
 NEGATIVE = tl.constexpr(-1e30)  # instead of -inf, whose differences are NaN
 
 # The `work` buffer, int32: [0] number of splits, [1] number of sequences if splits may have parts of several, else 0,
@@ -25,14 +28,13 @@ NEGATIVE = tl.constexpr(-1e30)  # instead of -inf, whose differences are NaN
 # are more than NUM_SPLITS splits, each is a whole sequence, and their parts also fill the entries of the sequences.
 BEGINS = tl.constexpr(8)
 PART = tl.constexpr(8)  # numbers per part, one of them unused
-TILE_KEYS = tl.constexpr(32)  # keys that `decode_attention` reads at once, aligned to TILE_KEYS
-MIN_TILES = tl.constexpr(2)  # of a split
+MIN_KEYS = tl.constexpr(64)  # of a split
 GAP = tl.constexpr(1)  # what the beginning of a sequence costs a program, in tiles
 PLAN_ROWS = tl.constexpr(8)  # sequences per program of `plan_decode`
 
 
 @triton.jit
-def _first_key(length, WINDOW: tl.constexpr):
+def _first_key(length, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr):
     """The first key of the first tile: at or before the first key that the last position sees."""
     if WINDOW == 0:
         return tl.zeros_like(length)
@@ -40,10 +42,10 @@ def _first_key(length, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _tiles(kv_lens_ptr, seqs, num_seqs, WINDOW: tl.constexpr):
+def _tiles(kv_lens_ptr, seqs, num_seqs, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr):
     """The number of tiles of each sequence, 0 beyond the last sequence."""
     length = tl.load(kv_lens_ptr + seqs, mask=seqs < num_seqs, other=0)
-    return tl.cdiv(length - _first_key(length, WINDOW), TILE_KEYS)
+    return tl.cdiv(length - _first_key(length, TILE_KEYS, WINDOW), TILE_KEYS)
 
 
 @triton.jit
@@ -73,11 +75,12 @@ def _load_part(part_ptr):
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["rows_ptr", "kv_lens_ptr"])
 def plan_decode(
     rows_ptr, kv_lens_ptr, work_ptr, counters_ptr, num_seqs,
-    NUM_SPLITS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, WINDOW: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Plan a step for layers with this window (0: none) into `work`; grid (B / PLAN_ROWS).
 
-    NUM_SPLITS is the number of programs per KV head that run at the same time. The tiles of all sequences are laid end
+    NUM_SPLITS is the number of programs per KV head that run at the same time. `decode_attention` reads TILE_KEYS keys
+    at once, aligned to TILE_KEYS. The tiles of all sequences are laid end
     to end and cut into as many equal splits, except in two cases, found by timing whole steps on an H200:
     - Many sequences, none longer than a fair split: each is a split, the longest first, and programs draw tickets. With
       many sequences that is as even, and merges nothing.
@@ -91,14 +94,15 @@ def plan_decode(
     is_seq = seqs < num_seqs
     length = tl.load(kv_lens_ptr + seqs, mask=is_seq, other=0)
     row = tl.load(rows_ptr + seqs, mask=is_seq, other=0)
-    begin = _first_key(length, WINDOW)
+    begin = _first_key(length, TILE_KEYS, WINDOW)
     tiles = tl.cdiv(length - begin, TILE_KEYS)
+    MIN_TILES: tl.constexpr = MIN_KEYS // TILE_KEYS
     offs_b = tl.arange(0, BLOCK)
     lane_tiles = tl.zeros([BLOCK], tl.int32)
     lane_seqs = tl.zeros([BLOCK], tl.int32)
     lane_longest = tl.zeros([BLOCK], tl.int32)
     for start in range(0, num_seqs, BLOCK):
-        block_tiles = _tiles(kv_lens_ptr, start + offs_b, num_seqs, WINDOW)
+        block_tiles = _tiles(kv_lens_ptr, start + offs_b, num_seqs, TILE_KEYS, WINDOW)
         lane_tiles += block_tiles
         lane_seqs += (block_tiles > 0).to(tl.int32)
         lane_longest = tl.maximum(lane_longest, block_tiles)
@@ -121,7 +125,7 @@ def plan_decode(
     before = tl.zeros([PLAN_ROWS], tl.int32)
     total = tl.zeros([BLOCK], tl.int32)
     for start in range(0, num_seqs, BLOCK):
-        block_tiles = _tiles(kv_lens_ptr, start + offs_b, num_seqs, WINDOW)
+        block_tiles = _tiles(kv_lens_ptr, start + offs_b, num_seqs, TILE_KEYS, WINDOW)
         rounded = tl.cdiv(block_tiles, split_size) * split_size
         taken = tl.where(are_whole, rounded, block_tiles + tl.where(block_tiles > 0, gap, 0))
         total += taken
@@ -182,6 +186,41 @@ def _norm_rope(
 
 
 @triton.jit
+def _round(x):
+    """Rows x [N, D] float32 -> (float8_e4m3fn [N, D], scales [N], the rounded rows); as `_rounded` in `norm.py`.
+
+    The rounded rows have a conversion of their own, with the numbers of a pair exchanged: ptxas 12.8 reads a register
+    before it is written if a packed pair is both stored as a part of 32 bits and unpacked again (seen with D = 256).
+    """
+    most = tl.maximum(tl.max(tl.abs(x), 1), 1e-30)
+    scaled = x * (448.0 / most)[:, None]
+    if IS_COMPILED:
+        rounded = tl.inline_asm_elementwise(
+            """{ .reg .b16 pair; .reg .b32 t; cvt.rn.satfinite.e4m3x2.f32 pair, $1, $2;
+            cvt.rn.f16x2.e4m3x2 t, pair; prmt.b32 $0, t, t, 0x1032; }""",
+            "=r,r,r", [scaled], tl.float16, True, 2,
+        )  # fmt: skip
+    else:
+        rounded = scaled.to(tl.float8e4nv)
+    return scaled.to(tl.float8e4nv), most / 448.0, rounded.to(tl.float32) * (most / 448.0)[:, None]
+
+
+@triton.jit
+def _widen(pairs):
+    """The low and high bytes of uint16, float8_e4m3fn, in float16; four bytes in three instructions."""
+    if IS_COMPILED:
+        low, high = tl.inline_asm_elementwise(
+            """{ .reg .b32 t; .reg .b16 low, high; prmt.b32 t, $2, $2, 0x3120; mov.b32 {low, high}, t;
+            cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }""",
+            "=r,=r,r", [pairs], (tl.float16, tl.float16), True, 2,
+        )  # fmt: skip
+    else:
+        low = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        high = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return low, high
+
+
+@triton.jit
 def _merge(
     part_ptr, lse_ptr, out_ptr, first_slot, num_parts, head,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -228,7 +267,8 @@ def decode_attention(
     q_weight_ptr, k_weight_ptr, cos_sin_ptr, out_loc_ptr,
     scale, eps, stride_q, stride_table,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, FUSED: tl.constexpr, HAS_NORM: tl.constexpr, IS_FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [B, Hq, D] = softmax(q K^T / sqrt(D)) V of each sequence; grid (NUM_SPLITS * Hk).
@@ -239,7 +279,9 @@ def decode_attention(
     of the tensor cores.
 
     IS_FP8: pages are float8_e4m3fn with a scale [P, 2, Hk, page] for each token and head. Products are in float16,
-    which holds such numbers exactly and takes one instruction for two of them. Not with FUSED.
+    which holds such numbers exactly. A thread of the tensor cores wants two neighbouring keys of one dimension, so V is
+    read as pairs of dimensions, which are transposed while they are loaded as 16-bit numbers are: even and odd
+    dimensions have an accumulator each.
     FUSED: q is followed by the new keys and values, as the projection left them; each is the last of its sequence. Norm
     and RoPE are computed here, and the program with a sequence's last part stores its key and value at `out_loc`; the
     other programs do not need them.
@@ -284,17 +326,23 @@ def decode_attention(
             new_ptr = q_seq_ptr + (NUM_KV_HEADS * GROUP_SIZE + head) * HEAD_DIM
             one = tl.arange(0, 1)
             new_k = _norm_rope(new_ptr, k_weight_ptr, cos_sin_ptr, length - 1, one < 1, eps, HEAD_DIM, 1, HAS_NORM)
-            new_v = tl.load(new_ptr + NUM_KV_HEADS * HEAD_DIM + offs_d)
+            new_v = tl.load(new_ptr + NUM_KV_HEADS * HEAD_DIM + offs_d[None, :]).to(tl.float32)
             # The softmax begins with the new key in one program per sequence and head, without keys in the others.
             is_last = stop == length
             stop = tl.minimum(stop, length - 1)
             index = (slot // PAGE_SIZE * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + slot % PAGE_SIZE
-            new_k_ptrs, mask = pages_ptr + index * HEAD_DIM + offs_d, is_last & (offs_d < HEAD_DIM)
-            tl.store(new_k_ptrs, tl.reshape(new_k, [HEAD_DIM]).to(pages_ptr.dtype.element_ty), mask=mask)
-            tl.store(new_k_ptrs + stride_kv, new_v, mask=mask)
+            k_slot, v_slot = new_k, new_v
+            if IS_FP8:
+                k_slot, new_k_scale, new_k = _round(new_k)
+                v_slot, new_v_scale, new_v = _round(new_v)
+                tl.store(kv_scale_ptr + index + one, new_k_scale, mask=is_last & (one < 1))
+                tl.store(kv_scale_ptr + index + NUM_KV_HEADS * PAGE_SIZE + one, new_v_scale, mask=is_last & (one < 1))
+            new_k_ptrs, mask = pages_ptr + index * HEAD_DIM + offs_d[None, :], is_last & (offs_d < HEAD_DIM)[None, :]
+            tl.store(new_k_ptrs, k_slot.to(pages_ptr.dtype.element_ty), mask=mask)
+            tl.store(new_k_ptrs + stride_kv, v_slot.to(pages_ptr.dtype.element_ty), mask=mask)
             m = tl.where(is_last, tl.sum(query.to(tl.float32) * new_k, 1) * scale, NEGATIVE)
             total = tl.where(is_last, tl.full([BLOCK_M], 1.0, tl.float32), 0.0)
-            acc = tl.where(is_last, tl.broadcast_to(new_v.to(tl.float32)[None, :], [BLOCK_M, HEAD_DIM]), 0.0)
+            acc = tl.where(is_last, tl.broadcast_to(new_v, [BLOCK_M, HEAD_DIM]), 0.0)
         else:
             q_ptrs = q_seq_ptr + (head * GROUP_SIZE + offs_g[:, None]) * HEAD_DIM + offs_d[None, :]
             query = tl.load(q_ptrs, mask=offs_g[:, None] < GROUP_SIZE, other=0.0)
@@ -302,7 +350,8 @@ def decode_attention(
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
         if IS_FP8:
-            query = query.to(tl.float16)
+            query_even, query_odd = tl.split(tl.reshape(query.to(tl.float16), [BLOCK_M, HEAD_DIM // 2, 2]))
+            acc, acc_odd = tl.split(tl.reshape(acc * 256.0, [BLOCK_M, HEAD_DIM // 2, 2]))
         for start in tl.range(start_key, stop, TILE_KEYS, num_stages=NUM_STAGES):
             offs_n = start + tl.arange(0, TILE_KEYS)
             is_key = offs_n < stop
@@ -310,23 +359,24 @@ def decode_attention(
                 is_key = is_key & (offs_n >= length - WINDOW)
             if PAGE_SIZE >= TILE_KEYS:
                 page = tl.load(table_ptr + start // PAGE_SIZE).to(tl.int64)
-                offset = (page * 2 * NUM_KV_HEADS + head) * PAGE_SIZE * HEAD_DIM
-                offset += (start % PAGE_SIZE + tl.arange(0, TILE_KEYS)) * HEAD_DIM
+                offset = (page * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + start % PAGE_SIZE + tl.arange(0, TILE_KEYS)
             else:
                 page = tl.load(table_ptr + offs_n // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
-                offset = (page * 2 * NUM_KV_HEADS + head) * PAGE_SIZE * HEAD_DIM + (offs_n % PAGE_SIZE) * HEAD_DIM
-            k_ptrs = pages_ptr + offset[:, None] + offs_d[None, :]
+                offset = (page * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + offs_n % PAGE_SIZE
             # Masked loads, since masking the scores does not remove NaN beyond the last key.
-            k = tl.load(k_ptrs, mask=is_key[:, None], other=0.0)
-            v = tl.load(k_ptrs + stride_kv, mask=is_key[:, None], other=0.0)
             if IS_FP8:
-                scale_ptrs = kv_scale_ptr + offset // HEAD_DIM
-                k_scale = tl.load(scale_ptrs, mask=is_key, other=0.0)
-                v_scale = tl.load(scale_ptrs + stride_kv // HEAD_DIM, mask=is_key, other=0.0)
-                k = k.to(tl.float16)
-                v = v.to(tl.float16)
-                x = tl.dot(query, tl.trans(k)) * (k_scale * scale)[None, :]
+                offs_pair = tl.arange(0, HEAD_DIM // 2)
+                k_ptrs = pages_ptr.to(tl.pointer_type(tl.uint16)) + offset[:, None] * (HEAD_DIM // 2) + offs_pair[None, :]
+                k_even, k_odd = _widen(tl.load(k_ptrs, mask=is_key[:, None], other=0))
+                v_pairs = tl.load(k_ptrs + stride_kv // 2, mask=is_key[:, None], other=0)
+                k_scale = tl.load(kv_scale_ptr + offset, mask=is_key, other=0.0)
+                v_scale = tl.load(kv_scale_ptr + offset + NUM_KV_HEADS * PAGE_SIZE, mask=is_key, other=0.0)
+                x = tl.dot(query_odd, tl.trans(k_odd), tl.dot(query_even, tl.trans(k_even)))
+                x *= (k_scale * scale)[None, :]
             else:
+                k_ptrs = pages_ptr + offset[:, None] * HEAD_DIM + offs_d[None, :]
+                k = tl.load(k_ptrs, mask=is_key[:, None], other=0.0)
+                v = tl.load(k_ptrs + stride_kv, mask=is_key[:, None], other=0.0)
                 x = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
             x = tl.where(is_key[None, :], x, NEGATIVE)
             new_m = tl.maximum(m, tl.max(x, 1))
@@ -334,9 +384,15 @@ def decode_attention(
             correction = tl.exp2(m - new_m)
             total = total * correction + tl.sum(p, 1)
             if IS_FP8:
-                p *= v_scale[None, :]
-            acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
+                p = (p * (v_scale * 256.0)[None, :]).to(tl.float16)  # the sum of many small ones must not vanish
+                v_even, v_odd = _widen(v_pairs)
+                acc = tl.dot(p, v_even, acc * correction[:, None])
+                acc_odd = tl.dot(p, v_odd, acc_odd * correction[:, None])
+            else:
+                acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
             m = new_m
+        if IS_FP8:
+            acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, HEAD_DIM]) * 0.00390625
         acc = acc / total[:, None]
         if num_parts == 1:
             out_ptrs = out_seq_ptr + offs_g[:, None] * HEAD_DIM + offs_d[None, :]

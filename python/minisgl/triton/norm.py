@@ -5,6 +5,7 @@ All arithmetic is in float32; values are rounded to the activations' dtype where
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor, empty, empty_like
@@ -158,8 +159,10 @@ def _norm_rope_store(
         cos, sin = tl.load(cos_ptrs), tl.load(cos_ptrs + HEAD_DIM // 2)
         x1, x2 = _rotated(x1, x2, q_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
         tl.debug_barrier()  # all have read their part of q
-        tl.store(q_ptrs, x1, mask=mask)
-        tl.store(q_ptrs + HEAD_DIM // 2, x2, mask=mask)
+        if IS_FP8 and q_ptrs.dtype.element_ty.primitive_bitwidth == 16:
+            q_ptrs = q_ptrs.to(tl.pointer_type(tl.float16))
+        tl.store(q_ptrs, x1.to(q_ptrs.dtype.element_ty), mask=mask)
+        tl.store(q_ptrs + HEAD_DIM // 2, x2.to(q_ptrs.dtype.element_ty), mask=mask)
     else:
         slot = tl.load(out_loc_ptr + token)
         kv_head = (group - QUERY_GROUPS) * BLOCK_KV_HEADS + tl.arange(0, BLOCK_KV_HEADS)[:, None]
@@ -183,7 +186,8 @@ def _norm_rope_store(
 
 
 def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages: Pages, out_loc: Tensor) -> Tensor:
-    """As `reference.norm_rope_store`; the queries returned are a view of `qkv`. D is a power of two.
+    """As `reference.norm_rope_store`; the queries returned are a view of `qkv`. D is a power of two. For pages of 8 bits
+    queries of 16 bits are float16, as the products of attention are.
 
     Programs of 1,024 elements: with 16 query and 8 KV heads of 128, 1 / 64 / 256 / 8192 / 16384 tokens take 1.7 / 1.8 /
     2.2 / 38 / 75 us on an H200; fewer warps and more heads a program are within 2 us of that (`benchmark/kernels/ops.py
@@ -201,4 +205,5 @@ def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages:
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=dim, PAGE_SIZE=page_size, HAS_NORM=has_norm,
         BLOCK_HEADS=block, BLOCK_KV_HEADS=kv_block, IS_FP8=isinstance(pages, QuantizedPages),
     )  # fmt: skip
-    return qkv.view(tokens, num_heads + 2 * num_kv_heads, dim)[:, :num_heads]
+    q = qkv.view(tokens, num_heads + 2 * num_kv_heads, dim)[:, :num_heads]
+    return q.view(torch.float16) if isinstance(pages, QuantizedPages) and q.element_size() == 2 else q
