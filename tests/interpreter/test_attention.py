@@ -103,6 +103,12 @@ def test_pages_of_8_bits(mix: str, page_size: int, group: int, window: int | Non
     check_fp8(MIXES[mix], page_size, group, 64, HALF, CPU, window)
 
 
+@pytest.mark.parametrize("mix", ["decode", "mixed"])
+def test_small_values_in_pages_of_8_bits(mix: str):
+    """Their scales, and the products of these with probabilities, are near the least numbers of float16."""
+    check_fp8(MIXES[mix], 64, 2, 64, HALF, CPU, None, values=1e-3)
+
+
 def test_parts_of_a_short_prompt_beside_a_long_one_have_no_keys():
     for window in (None, 700):
         check_forward([(5, 1600), (16, 16)], 16, 2, 64, HALF, CPU, window=window)

@@ -80,8 +80,8 @@ def plan_decode(
     """Plan a step for layers with this window (0: none) into `work`; grid (B / PLAN_ROWS).
 
     NUM_SPLITS is the number of programs per KV head that run at the same time. `decode_attention` reads TILE_KEYS keys
-    at once, aligned to TILE_KEYS. The tiles of all sequences are laid end
-    to end and cut into as many equal splits, except in two cases, found by timing whole steps on an H200:
+    at once, aligned to TILE_KEYS. The tiles of all sequences are laid end to end and cut into as many equal splits,
+    except in two cases, found by timing whole steps on an H200:
     - Many sequences, none longer than a fair split: each is a split, the longest first, and programs draw tickets. With
       many sequences that is as even, and merges nothing.
     - Few sequences, so that splits are short and a second beginning is expensive: a split keeps to one sequence, if it
@@ -268,8 +268,8 @@ def decode_attention(
     scale, eps, stride_q, stride_table,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr, NUM_STAGES: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, FUSED: tl.constexpr, HAS_NORM: tl.constexpr, IS_FP8: tl.constexpr, PDL: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, WINDOW: tl.constexpr, FUSED: tl.constexpr, HAS_NORM: tl.constexpr,
+    IS_FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [B, Hq, D] = softmax(q K^T / sqrt(D)) V of each sequence; grid (NUM_SPLITS * Hk).
 
@@ -278,10 +278,10 @@ def decode_attention(
     lse [B + NUM_SPLITS, Hk, G], float32. BLOCK_G is the smallest power of two >= G, BLOCK_M at least the smallest tile
     of the tensor cores.
 
-    IS_FP8: pages are float8_e4m3fn with a scale [P, 2, Hk, page] for each token and head. Products are in float16,
-    which holds such numbers exactly. A thread of the tensor cores wants two neighbouring keys of one dimension, so V is
-    read as pairs of dimensions, which are transposed while they are loaded as 16-bit numbers are: even and odd
-    dimensions have an accumulator each.
+    IS_FP8: pages are float8_e4m3fn with a scale [P, 2, Hk, page] for each token and head. GEMMs are in float16, which
+    holds such numbers exactly. A thread of the tensor cores wants two adjacent keys of one dimension of V, and only
+    16-bit numbers are transposed between shared memory and registers. So two dimensions are read as one 16-bit number,
+    and even and odd dimensions have an accumulator each; so have those of K, whose query then needs no moves.
     FUSED: q is followed by the new keys and values, as the projection left them; each is the last of its sequence. Norm
     and RoPE are computed here, and the program with a sequence's last part stores its key and value at `out_loc`; the
     other programs do not need them.
@@ -365,8 +365,8 @@ def decode_attention(
                 offset = (page * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + offs_n % PAGE_SIZE
             # Masked loads, since masking the scores does not remove NaN beyond the last key.
             if IS_FP8:
-                offs_pair = tl.arange(0, HEAD_DIM // 2)
-                k_ptrs = pages_ptr.to(tl.pointer_type(tl.uint16)) + offset[:, None] * (HEAD_DIM // 2) + offs_pair[None, :]
+                k_ptrs = pages_ptr.to(tl.pointer_type(tl.uint16)) + offset[:, None] * (HEAD_DIM // 2)
+                k_ptrs += tl.arange(0, HEAD_DIM // 2)[None, :]
                 k_even, k_odd = _widen(tl.load(k_ptrs, mask=is_key[:, None], other=0))
                 v_pairs = tl.load(k_ptrs + stride_kv // 2, mask=is_key[:, None], other=0)
                 k_scale = tl.load(kv_scale_ptr + offset, mask=is_key, other=0.0)

@@ -186,8 +186,9 @@ def _norm_rope_store(
 
 
 def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages: Pages, out_loc: Tensor) -> Tensor:
-    """As `reference.norm_rope_store`; the queries returned are a view of `qkv`. D is a power of two. For pages of 8 bits
-    queries of 16 bits are float16, as the products of attention are.
+    """As `reference.norm_rope_store`; the queries returned are a view of `qkv`. D is a power of two.
+
+    For pages of 8 bits, queries of 16 bits are float16, the dtype of attention's GEMMs then.
 
     Programs of 1,024 elements: with 16 query and 8 KV heads of 128, 1 / 64 / 256 / 8192 / 16384 tokens take 1.7 / 1.8 /
     2.2 / 38 / 75 us on an H200; fewer warps and more heads a program are within 2 us of that (`benchmark/kernels/ops.py

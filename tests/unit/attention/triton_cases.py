@@ -172,10 +172,19 @@ def quantized(pages: torch.Tensor) -> QuantizedPages:
 
 
 def check_fp8(
-    mix: Mix, page_size: int, group: int, dim: int, dtype: torch.dtype, device: str, window: int | None
+    mix: Mix,
+    page_size: int,
+    group: int,
+    dim: int,
+    dtype: torch.dtype,
+    device: str,
+    window: int | None,
+    values: float = 1.0,
 ) -> None:
-    """Pages in 8 bits: products, and what is stored, are those of the rounded numbers."""
+    """Pages in 8 bits: products, and what is stored, are those of the rounded numbers. `values` is the size of V."""
     case = Case(mix, page_size, group, dim, dtype, device, 0, window)
+    case.pages[:, 1] *= values
+    case.qkv[:, -case.kv_heads :] *= values
     case.attention = TritonAttention(replace(case.attention.spec, fp8_cache=True), OpTable())
     case.pages = quantized(case.pages)
     assert_near(case.forward(), case.expected(case.q, case.pages), case.spans)
@@ -186,7 +195,7 @@ def check_fp8(
     case.attention.ops = replace(case.attention.ops, norm_rope_store=norm_rope_store)
     out = case.attention.attend(qkv.clone(), heads, case.pages, case.context())
     q = reference.norm_rope_store(qkv, heads, case.batch.positions, pages, case.out_loc)
-    assert_near(out, case.expected(q, pages), case.spans, 0.01)  # a rounded key may be the next number
+    assert_near(out, case.expected(q, pages), case.spans, 0.02)  # a rounded number may be the next
     stored, wanted = (p.dense(page.unique()).nan_to_num(0.0) for p in (case.pages, pages))
     assert float((stored - wanted).norm() / wanted.norm()) < 0.01
 

@@ -77,13 +77,15 @@ def test_experts_of_8_bits_compile(scale: int):
 
 @pytest.mark.slow
 def test_attention_over_pages_of_8_bits_compiles():
-    pointers = dict.fromkeys(("q_ptr", "out_ptr", "q_weight_ptr", "k_weight_ptr"), "*bf16")
+    pointers = dict.fromkeys(("out_ptr", "q_weight_ptr", "k_weight_ptr"), "*bf16")
     pointers |= dict.fromkeys(("kv_scale_ptr", "part_ptr", "lse_ptr", "cos_sin_ptr"), "*fp32")
     pointers |= dict.fromkeys(("page_table_ptr", "work_ptr", "counters_ptr"), "*i32")
     pointers |= {"pages_ptr": "*fp8e4nv", "out_loc_ptr": "*i64", "scale": "fp32", "eps": "fp32"}
     sizes = {"NUM_KV_HEADS": 8, "GROUP_SIZE": 4, "HEAD_DIM": 128, "PAGE_SIZE": 64, "WINDOW": 0, "IS_FP8": True}
-    decode = {"BLOCK_G": 4, "BLOCK_M": 16, "NUM_STAGES": 5, "NUM_SPLITS": 66, "HAS_NORM": False}
-    decode |= {"FUSED": False, "PDL": False}
-    assert compile_kernel(attention_decode.decode_attention, pointers, sizes | decode)
+    decode = {"BLOCK_G": 4, "BLOCK_M": 16, "TILE_KEYS": 64, "NUM_STAGES": 5, "NUM_SPLITS": 66, "PDL": False}
+    for is_fused, query in ((False, "*fp16"), (True, "*bf16")):
+        kind = {"FUSED": is_fused, "HAS_NORM": is_fused}
+        assert compile_kernel(attention_decode.decode_attention, pointers | {"q_ptr": query}, sizes | decode | kind)
+    pointers["q_ptr"] = "*fp16"
     prefill = {"BLOCK_M": 128, "BLOCK_N": 64, "NUM_STAGES": 2, "MAX_PARTS": 512}
     assert compile_kernel(attention_prefill.prefill_attention, pointers, sizes | prefill)
