@@ -1,6 +1,6 @@
 """Checks and times the Triton attention kernels on a GPU: `python benchmark/kernels/attention.py [PART ...]`.
 
-Parts: decode, fused, prefill; all without arguments.
+Parts: decode, fused, prefill; all without arguments. FP8 stands for pages of 8 bits.
 Every figure is the median of graph replays, per layer, over K/V that together exceed the L2, after a comparison with
 the reference. Decode is given in us and in percent of the time that reading the K/V at 4.55 TB/s takes; prefill in
 TFLOP/s of the multiplications inside the causal mask.
@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from minisgl.attention import triton as backend
 from minisgl.attention.backend import AttentionBackend, AttentionSpec, build_layout
 from minisgl.attention.triton import TritonAttention
 from minisgl.ops import reference
+from minisgl.ops.quantized import Pages, QuantizedPages, round_fp8
 from minisgl.ops.reference import HeadTransform
 from minisgl.ops.table import load_ops
 from minisgl.triton.linear import gemv
@@ -31,6 +33,7 @@ from minisgl.triton.linear import gemv
 READ = 4.55e12  # bytes per second
 KV_HEADS, DIM, PAGE = 8, 128, 64
 MODELS = {"0.6B": 16, "8B": 32}  # query heads
+CASES = [(f"{model}{' FP8' * is_fp8}", n, is_fp8) for model, n in MODELS.items() for is_fp8 in (False, True)]
 DTYPE = torch.bfloat16
 Mix = list[tuple[int, int]]
 
@@ -86,20 +89,24 @@ class Setting:
     attention: TritonAttention
     batch: Any
     table: torch.Tensor
-    pages: torch.Tensor  # [layers, P, 2, Hk, page, D]
+    pages: Sequence[Pages]  # [layers], each [P, 2, Hk, page, D]
     qkv: torch.Tensor
     out_loc: torch.Tensor
     heads: HeadTransform
 
     @classmethod
-    def make(cls, mix: Mix, num_heads: int, page: int = PAGE, rotate: float = 200e6) -> Setting:
+    def make(
+        cls, mix: Mix, num_heads: int, page: int = PAGE, rotate: float = 400e6, *, is_fp8: bool = False
+    ) -> Setting:
         torch.manual_seed(0)
         need = [-(-kv // page) for _, kv in mix]
         total = sum(need) + 1
         layer_bytes = total * 2 * KV_HEADS * page * DIM * 2
         layers = int(min(100, max(2, -(-rotate // layer_bytes))))
         shape = (layers, total, 2, KV_HEADS, page, DIM)
-        pages = torch.randn(shape, device="cuda", dtype=DTYPE)
+        pages: Sequence[Pages] = list(torch.randn(shape, device="cuda", dtype=DTYPE))
+        if is_fp8:
+            pages = [rounded(layer) for layer in pages]
         order = torch.randperm(total, device="cuda").to(torch.int32)
         table = torch.zeros(len(mix) + 1, max(need) + 1, device="cuda", dtype=torch.int32)
         first = 0
@@ -118,7 +125,7 @@ class Setting:
         token_rows = upload(np.repeat(rows, lens[:, 0]))[0].long()
         tokens = len(positions)
         batch = SimpleNamespace(layout=layout, num_tokens=tokens, positions=positions_on_device)
-        spec = AttentionSpec("cuda", DTYPE, num_heads, KV_HEADS, DIM, page, max_rows=4000)
+        spec = AttentionSpec("cuda", DTYPE, num_heads, KV_HEADS, DIM, page, 4000, fp8_cache=is_fp8)
         out_loc = table[token_rows, positions_on_device.long() // page].long() * page + positions_on_device % page
         angle = torch.rand(int(positions.max()) + 1, DIM // 2, device="cuda") * 6
         weights = [1 + 0.1 * torch.randn(DIM, device="cuda", dtype=DTYPE) for _ in range(2)]
@@ -128,7 +135,9 @@ class Setting:
 
     @property
     def q(self) -> torch.Tensor:
-        return self.qkv.view(len(self.qkv), -1, DIM)[:, : self.num_heads]
+        """As `norm_rope_store` leaves it: with pages of 8 bits, in float16."""
+        q = self.qkv.view(len(self.qkv), -1, DIM)[:, : self.num_heads]
+        return q.half() if self.attention.spec.fp8_cache else q
 
     def prepare(self) -> Any:
         plan = self.attention.prepare(self.batch, self.table)
@@ -160,6 +169,11 @@ class Setting:
         return float((out[:few].double() - expected.double()).norm() / expected.double().norm())
 
 
+def rounded(pages: torch.Tensor) -> QuantizedPages:
+    q, scale = round_fp8(pages.reshape(-1, DIM), 0)
+    return QuantizedPages(q.view(pages.shape), scale.view(pages.shape[:-1]))
+
+
 def graph_us(step: Any, reps: int = 7) -> float:
     """Return the median time of a replay of `step`, after a warm-up."""
     stream = torch.cuda.Stream()
@@ -187,7 +201,7 @@ def plan_us(s: Setting) -> float:
 
 def forward_us(s: Setting, plan: float, fused: bool = False) -> float:
     """Time one layer's attention, without the plan."""
-    times = max(1, -(-24 // len(s.pages)))
+    times, q = max(1, -(-24 // len(s.pages))), s.q
 
     def step() -> None:
         ctx = s.prepare()
@@ -196,17 +210,17 @@ def forward_us(s: Setting, plan: float, fused: bool = False) -> float:
             if fused:
                 s.attention.attend(s.qkv, s.heads, pages, ctx)
             else:
-                s.attention.forward(s.q, pages, ctx)
+                s.attention.forward(q, pages, ctx)
 
     return (graph_us(step) - plan) / (times * len(s.pages))
 
 
 def decode() -> None:
     print(f"{'decode':14}{'floor':>7} plan   us (fraction of {READ / 1e12} TB/s), err", flush=True)
-    for model, num_heads in MODELS.items():
+    for model, num_heads, is_fp8 in CASES:
         for name, mix in DECODE.items():
-            s = Setting.make(mix, num_heads)
-            floor = sum(kv for _, kv in mix) * 2 * KV_HEADS * DIM * 2 / READ * 1e6
+            s = Setting.make(mix, num_heads, is_fp8=is_fp8)
+            floor = sum(kv for _, kv in mix) * 2 * KV_HEADS * (DIM + 4 if is_fp8 else DIM * 2) / READ * 1e6
             plan, cells = plan_us(s), []
             for label, changes in DECODE_VARIANTS.items():
                 v = s.with_changes(changes, "decode")
@@ -216,7 +230,7 @@ def decode() -> None:
                 if not changes:
                     own = f"{us:6.1f} ({100 * floor / us:2.0f} %) {error:.4f}"
             print(
-                f"{model:5}{name:9}{floor:7.1f} {plan:4.1f} {own} | " + ", ".join(c for _, c in sorted(cells)),
+                f"{model:9}{name:9}{floor:7.1f} {plan:4.1f} {own} | " + ", ".join(c for _, c in sorted(cells)),
                 flush=True,
             )
             del s
@@ -251,27 +265,27 @@ def chain_us(s: Setting, plan: float, weights: list[tuple[torch.Tensor, torch.Te
 def fused() -> None:
     """Time small decode batches with norm, RoPE and K/V store inside the attention kernel, or before it."""
     backend.FUSED_ROWS = 1000
-    for model, num_heads in MODELS.items():
+    for model, num_heads, is_fp8 in CASES:
         hidden = {16: 1024, 32: 4096}[num_heads]
         sizes = ((num_heads + 2 * KV_HEADS) * DIM, hidden), (hidden, num_heads * DIM)
         weights = [tuple(torch.randn(n, k, device="cuda", dtype=DTYPE) * k**-0.5 for n, k in sizes) for _ in range(10)]
         for rows, context in FUSED:
-            s = Setting.make([(1, context)] * rows, num_heads)
+            s = Setting.make([(1, context)] * rows, num_heads, is_fp8=is_fp8)
             plan = plan_us(s)
             cells = [f"separate {separate_us(s, plan):.2f}"]
             for label, changes in FUSED_VARIANTS.items():
                 v = s.with_changes(changes, "decode")
                 text = f"{label} {forward_us(v, plan, fused=True):.2f}"
                 cells.append(text + (f" in a chain {chain_us(v, plan, weights):.2f}" if rows == 1 else ""))
-            print(f"fused {model:5}{rows:3}x{context:5}  " + ", ".join(cells), flush=True)
+            print(f"fused {model:9}{rows:3}x{context:5}  " + ", ".join(cells), flush=True)
             del s
             torch.cuda.empty_cache()
 
 
 def prefill() -> None:
-    for model, num_heads in MODELS.items():
+    for model, num_heads, is_fp8 in CASES:
         for name, mix in PREFILL.items():
-            s = Setting.make(mix, num_heads)
+            s = Setting.make(mix, num_heads, is_fp8=is_fp8)
             flops = sum(n * kv - n * (n - 1) // 2 for n, kv in mix) * 4 * DIM * num_heads
             plan, cells = plan_us(s), []
             for label, changes in PREFILL_VARIANTS.items():
@@ -281,7 +295,7 @@ def prefill() -> None:
                 cells.append((us, f"{label} {us:.1f}" + ("" if error < 6e-3 else f" WRONG {error:.4f}")))
                 if not changes:
                     own = f"{us:7.1f} us {flops / us / 1e6:4.0f} TFLOP/s {error:.4f}"
-            print(f"{model:5}{name:16} plan {plan:4.1f} {own} | " + ", ".join(c for _, c in sorted(cells)), flush=True)
+            print(f"{model:9}{name:16} plan {plan:4.1f} {own} | " + ", ".join(c for _, c in sorted(cells)), flush=True)
             del s
             torch.cuda.empty_cache()
 
@@ -292,15 +306,15 @@ PARTS = {"decode": decode, "fused": fused, "prefill": prefill}
 def compile_some(index: int, count: int) -> None:
     """Compile every count-th kernel of all variants by a call on tiny inputs; the results stay in Triton's cache."""
     jobs = [
-        (num_heads, kind, changes)
-        for num_heads in MODELS.values()
+        (num_heads, is_fp8, kind, changes)
+        for _, num_heads, is_fp8 in CASES
         for kind, variants in (("decode", DECODE_VARIANTS), ("fused", FUSED_VARIANTS), ("prefill", PREFILL_VARIANTS))
         for changes in variants.values()
     ]
-    for num_heads, kind, changes in jobs[index::count]:
+    for num_heads, is_fp8, kind, changes in jobs[index::count]:
         for rows in (1, 2) if kind == "fused" else (1,):
             mix = [(3, 70)] if kind == "prefill" else [(1, 70)] * rows
-            s = Setting.make(mix, num_heads, rotate=1).with_changes(changes, kind)
+            s = Setting.make(mix, num_heads, rotate=1, is_fp8=is_fp8).with_changes(changes, kind)
             ctx = s.prepare()
             if kind == "fused":
                 s.attention.attend(s.qkv, s.heads, s.pages[0], ctx)
