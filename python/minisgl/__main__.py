@@ -49,6 +49,7 @@ docs/models.md says why.
   minisgl verify ~/models/Qwen3-0.6B                    the same computation as `minisgl serve`
   minisgl verify ~/models/Qwen3-0.6B --dtype float32    the strictest comparison
   minisgl verify ~/models/Qwen3-32B --tp 4              also compare four ranks with one
+  minisgl verify ~/models/Qwen3-8B --quantization fp8   compare fewer bits with the same engine in bf16
 """
 
 REPLAY = """\

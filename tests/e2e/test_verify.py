@@ -67,6 +67,16 @@ def test_one_wrong_matrix_fails(
     assert capsys.readouterr().out.count("FAIL") == 5
 
 
+def test_fewer_bits_are_compared_with_the_same_engine_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"{way} ~ unrounded" for way in (*command.WAYS, "reading", "perplexity")]
+    code, checks = run(tmp_path / "table.json", "--quantization", "int8")
+    assert code == 0 and list(checks)[:7] == names and all(checks[name]["passed"] for name in names)
+    monkeypatch.setattr(command, "EIGHT_BITS", (1e-9, -0.5))
+    code, checks = run(tmp_path / "table.json", "--kv-cache-dtype", "fp8")
+    assert code == 1 and not any(checks[name]["passed"] for name in names)
+    assert 1e-9 < float(checks["reading ~ unrounded"]["figure"].removeprefix("KL ")) < 0.01
+
+
 def test_without_transformers_the_rest_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     code, checks = run(tmp_path / "table.json")

@@ -1,8 +1,9 @@
-"""The checks of `minisgl verify`: logits beside transformers, and greedy tokens of the engine computed in two ways."""
+"""The checks of `minisgl verify`: logits beside others, and greedy tokens of the engine computed in two ways."""
 
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
@@ -36,6 +37,10 @@ TIES: Final = {torch.float32: 2e-4, torch.float16: 6e-3, torch.bfloat16: 5e-2}
 """Relative to the largest logit. Two ways of computing may each be off by half of this, so the order of two closer
 logits says nothing. float32: twice FLOAT32_LIMIT; bfloat16 was off by 0.01 to 0.025 on dense random models
 (docs/models.md), and float16 has three bits more."""
+
+ROUNDING_LIMITS: Final = {"int4": (0.05, 0.03)}
+EIGHT_BITS: Final = (0.01, 0.005)
+"""The mean KL divergence, in nats, of fewer bits from 16 or 32, and the growth of the perplexity."""
 
 CHUNKS: Final = (33, 1, 16, 7, 50)
 DECODED: Final = 16
@@ -176,6 +181,15 @@ def mixed(stepper: Stepper, t: Texts) -> list[Case]:
     return cases
 
 
+def reading(stepper: Stepper, sequences: list[list[int]]) -> list[Case]:
+    """Every prefix of all sequences but the whole ones, token by token in one batch."""
+    cases: list[Case] = []
+    for i in range(max(map(len, sequences)) - 1):
+        spans = [Span(row, i, [ids[i]]) for row, ids in enumerate(sequences) if i + 1 < len(ids)]
+        cases += zip((sequences[s.row][: s.stop] for s in spans), stepper.step(spans), strict=True)
+    return cases
+
+
 WAYS: Final[dict[str, Callable[[Stepper, Texts], list[Case]]]] = {
     "prefill": prefill,
     "chunked prefill": chunked,
@@ -207,6 +221,33 @@ def check_logits(name: str, cases: list[Case], exact: Reference, theirs: Referen
         figure, limit = float(ours.mean()), HALF_FACTOR * float(relative_errors(their_logits, want).mean())
     name = f"{name} = transformers"
     return Result(name, f"{len(cases)} logits", f"{figure:.1e}", f"{limit:.1e}", figure <= limit), worst
+
+
+def check_rounding(name: str, ours: list[Case], plain: list[Case], limit: float) -> tuple[Result, float]:
+    """Compare logits with those of the same engine without rounding: the mean KL divergence, and the largest error."""
+    mine, want = (torch.stack([logits.float().cpu() for _, logits in cases]) for cases in (ours, plain))
+    p, q = want.double().log_softmax(-1), mine.double().log_softmax(-1)
+    figure = float((p.exp() * (p - q)).sum(-1).mean())
+    result = Result(f"{name} ~ unrounded", f"{len(ours)} logits", f"KL {figure:.1e}", f"{limit:.0e}", figure <= limit)
+    return result, float(relative_errors(mine, want).max())
+
+
+def check_perplexity(ours: list[Case], plain: list[Case], sequences: list[list[int]], limit: float) -> Result:
+    """Compare the perplexity of `sequences`, of which the cases hold every prefix.
+
+    The growth of so few tokens is uncertain, so it fails only if it is above the limit by two standard errors.
+    """
+    tokens = [next(s[len(x)] for s in sequences if s[: len(x)] == x and len(s) > len(x)) for x, _ in ours]
+    losses = [
+        torch.stack([-logits.double().cpu().log_softmax(-1)[t] for (_, logits), t in zip(cases, tokens, strict=True)])
+        for cases in (ours, plain)
+    ]
+    growth = losses[0] - losses[1]
+    mean, error = float(growth.mean()), 2 * float(growth.std()) / len(tokens) ** 0.5
+    figure = f"{100 * math.expm1(mean):+.2f} % (+-{100 * error:.2f})"
+    return Result(
+        "perplexity ~ unrounded", f"{len(tokens)} tokens", figure, f"{100 * limit:+.2f} %", mean - error <= limit
+    )
 
 
 def generate(llm: LLM, prompts: list[list[int]], *, flush: bool = True) -> list[Completion]:

@@ -17,15 +17,21 @@ from minisgl.llm.llm import LLM
 from minisgl.settings.options import SchedulerConfig, build_config
 from minisgl.tokenizer.folder import load_tokenizer
 from minisgl.verify.checks import (
+    EIGHT_BITS,
+    ROUNDING_LIMITS,
     TIES,
     TOKENS,
     WAYS,
+    Case,
     Reference,
     Result,
     Texts,
     check_logits,
+    check_perplexity,
+    check_rounding,
     check_tokens,
     generate,
+    reading,
     reference,
 )
 from minisgl.verify.steps import engine_of, stepper_of
@@ -71,9 +77,6 @@ def verify(options: dict[str, Any], length: int) -> list[Result]:
     config = build_config(SchedulerConfig, alone)
     if config.engine.dummy_weight:
         raise ConfigError("--dummy-weight has no checkpoint to verify")
-    if config.engine.quantization is not None or config.engine.kv_cache_dtype != "auto":
-        option = "--quantization" if config.engine.quantization is not None else "--kv-cache-dtype"
-        raise ConfigError(f"{option} rounds more than any limit of minisgl verify allows for")
     if config.engine.max_running_requests < ROWS:
         raise ConfigError(f"verify needs --max-running-requests of {ROWS} or more")
     device = create_device(config.engine.device, config.engine.threads)
@@ -84,24 +87,63 @@ def verify(options: dict[str, Any], length: int) -> list[Result]:
         raise ConfigError("an embedding model gives no logits to verify")
     texts = make_texts(spec, length)
     prompts = [*texts.sequences, texts.c[:5], texts.b[:20]]
-    # One model in memory at a time: transformers' and that of several ranks are freed before ours is loaded.
-    exact, theirs = _references(spec, texts, device.torch_device)
+    # One model in memory at a time: transformers', that of several ranks and the unrounded one are freed before.
     ranks = asked.engine.tp
     others = {f"tp {ranks} = tp 1": _by_ranks(options, prompts)} if ranks > 1 else {}
-    llm = LLM(**alone)
-    tie = TIES[spec.dtype]
-    engine = engine_of(llm)
+    if config.engine.quantization is not None or config.engine.kv_cache_dtype != "auto":
+        llm, results, worst = _beside_unrounded(alone, spec, texts)
+    else:
+        llm, results, worst = _beside_transformers(alone, spec, texts, device.torch_device)
+    return results + check_tokens(llm, prompts, max(TIES[spec.dtype], 2 * worst), others)
+
+
+def _beside_transformers(
+    options: dict[str, Any], spec: EngineSpec, texts: Texts, device: torch.device
+) -> tuple[LLM, list[Result], float]:
+    """Return the engine, its comparison with transformers, and the largest error that passed."""
+    exact, theirs = _references(spec, texts, device)
+    llm = LLM(**options)
     if exact is None:
         missing = "needs `pip install 'minisgl[verify]'`"
-        results = [Result(f"{name} = transformers", "-", missing, "-", None) for name in ("texts", *WAYS)]
-    else:
-        results = check_texts(spec.folder)
-        for name, way in WAYS.items():
-            cases = way(stepper_of(engine), texts)
-            result, worst = check_logits(name, cases, exact, theirs)
-            results.append(result)
-            tie = max(tie, 2 * worst) if result.passed else tie
-    return results + check_tokens(llm, prompts, tie, others)
+        names = [f"{name} = transformers" for name in ("texts", *WAYS)]
+        return llm, [Result(name, "-", missing, "-", None) for name in names], 0.0
+    results, largest = check_texts(spec.folder), 0.0
+    for name, way in WAYS.items():
+        result, worst = check_logits(name, way(stepper_of(engine_of(llm)), texts), exact, theirs)
+        results.append(result)
+        largest = max(largest, worst) if result.passed else largest
+    return llm, results, largest
+
+
+def _beside_unrounded(options: dict[str, Any], spec: EngineSpec, texts: Texts) -> tuple[LLM, list[Result], float]:
+    """Return the engine, its comparison with one in the same dtype that rounds neither weights nor K/V, and the
+    largest error that passed.
+    """
+    tokenizer = load_tokenizer(spec.folder)
+    read = [tokenizer.encode(text).ids for text in TEXTS]
+
+    def cases(llm: LLM) -> dict[str, list[Case]]:
+        found = {name: way(stepper_of(engine_of(llm)), texts) for name, way in WAYS.items()}
+        found["reading"] = reading(stepper_of(engine_of(llm)), read)
+        return {name: [(prefix, logits.cpu()) for prefix, logits in some] for name, some in found.items()}
+
+    with LLM(
+        **{**options, "quantization": None, "kv_cache_dtype": "auto", "dtype": str(spec.dtype).split(".")[1]}
+    ) as llm:
+        plain = cases(llm)
+    del llm
+    gc.collect()
+    torch.cuda.empty_cache()  # without effect on a CPU
+    llm = LLM(**options)
+    ours = cases(llm)
+    divergence, growth = ROUNDING_LIMITS.get(spec.quantization or "", EIGHT_BITS)
+    results, largest = [], 0.0
+    for name, some in ours.items():
+        result, worst = check_rounding(name, some, plain[name], divergence)
+        results.append(result)
+        largest = max(largest, worst) if result.passed else largest
+    results.append(check_perplexity(ours["reading"], plain["reading"], read, growth))
+    return llm, results, largest
 
 
 def _by_ranks(options: dict[str, Any], prompts: list[list[int]]) -> list[Completion]:

@@ -17,7 +17,7 @@ from minisgl.errors import ConfigError
 from minisgl.llm.completions import Completion
 from minisgl.settings.options import EngineConfig
 from minisgl.verify.checks import FLOAT32_LIMIT, HALF_FACTOR, WAYS, Reference, Texts, check_logits, compare
-from minisgl.verify.command import make_texts, verify
+from minisgl.verify.command import make_texts
 from minisgl.verify.texts import check_texts
 
 
@@ -122,10 +122,6 @@ def test_texts_must_fit_into_the_context() -> None:
     texts = make_texts(spec, 192)
     assert len(texts.a) == 192 and texts.shared == 144 and len({tuple(s) for s in texts.sequences}) == 4
     assert max(map(max, texts.sequences)) < spec.model.vocab_size
-    with pytest.raises(ConfigError, match="--quantization rounds more"):
-        verify({"quantization": "int8"}, 200)
-    with pytest.raises(ConfigError, match="--kv-cache-dtype rounds more"):
-        verify({"kv_cache_dtype": "fp8"}, 200)
     with pytest.raises(ConfigError, match="do not fit into the context of 4096"):
         make_texts(spec, 4080)
     with pytest.raises(ConfigError, match="too short to share a page of 128"):
