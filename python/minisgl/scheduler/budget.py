@@ -34,6 +34,10 @@ ALONE_S: Final = 0.1
 # loaded yet (`triton/cublas.py`). Where the pace allows three times this number, the budget is a multiple of it: 8B
 # computes 44,500 tokens/s in steps of 3,072, 43,900 in steps of 3,328, and 42,700 in steps of 3,200.
 LARGE_TILE_TOKENS: Final = 512
+# A CPU computes a few dozen tokens at nearly the full rate. There a step ends, if it can, when it has taken this many
+# times its base cost: a new request waits for the step in flight and is in the next, so two steps bound its first token.
+SYNC_STEP: Final = 8
+SYNC_TILE_TOKENS: Final = 16  # the C++ step needs no whole tiles; fewer tokens would be mostly overhead
 
 RECENT_STEPS: Final = 4  # the shortest of them predicts how long a step takes
 PLAN_MARGIN_S: Final = 0.0015  # for planning and launching
@@ -44,13 +48,19 @@ class StepBudget:
     """The rest of one step for prompts: `tokens` and, where a pace must be kept, `seconds`.
 
     `floor` tokens are granted in any case; chunks of more than that together take no longer than the seconds. A prompt
-    that does not fit is cut so that the step has whole tiles.
+    that does not fit is cut so that the step has whole tiles of `tile` tokens.
     """
 
     def __init__(
-        self, tokens: int, costs: StepCosts | None = None, seconds: float = math.inf, floor: int = FLOOR_TOKENS
+        self,
+        tokens: int,
+        costs: StepCosts | None = None,
+        seconds: float = math.inf,
+        floor: int = FLOOR_TOKENS,
+        tile: int = TILE_TOKENS,
     ) -> None:
         self._tokens = tokens
+        self._tile = tile
         self._floor = floor
         self._costs = costs
         self._seconds = seconds
@@ -64,7 +74,7 @@ class StepBudget:
         """Grant a prompt some of the `wanted` tokens from position `start` on; return how many."""
         count = max(0, min(wanted, self._affordable(start)))
         if count < wanted:  # leave a multiple of a tile, so that the step's tokens are whole tiles, too
-            whole = count - (count - self._tokens) % TILE_TOKENS
+            whole = count - (count - self._tokens) % self._tile
             count = max(whole, min(count, self._floor), 0)
         self._tokens -= count
         self._floor -= count
@@ -85,15 +95,19 @@ class Pace:
     steps: the same requests make the same plans, and under overlap the host sees queueing as much as computing.
     """
 
-    def __init__(self, config: SchedulerConfig, costs: StepCosts | None) -> None:
+    def __init__(self, config: SchedulerConfig, costs: StepCosts | None, is_async: bool = True) -> None:
+        """`is_async`: whether the device computes beside the host, as a GPU does and a CPU does not."""
         target = config.itl_target_ms
         if target and costs is None:
             raise ConfigError("--itl-target-ms needs the costs of a step, which are not measured on this device")
         self.max_tokens = config.max_prefill_length
-        self.floor = FLOOR_TOKENS
+        self.tile = TILE_TOKENS if is_async else SYNC_TILE_TOKENS
+        self.floor = min(FLOOR_TOKENS, self.tile)
         self.costs = None if target == 0 else costs
         self._target = AUTO_TARGET_S if target is None else target / 1e3
         self._is_auto = target is None
+        self._is_async = is_async
+        self._efficient = math.inf if is_async or costs is None else SYNC_STEP * costs.base
 
     @property
     def rush_tokens(self) -> int:
@@ -111,17 +125,18 @@ class Pace:
         if self.costs is None:
             return StepBudget(tokens)
         if num_running == 0:
-            return StepBudget(tokens, self.costs, ALONE_S - self.costs.base, TILE_TOKENS)
+            seconds = (ALONE_S if self._is_async else self._efficient) - self.costs.base
+            return StepBudget(tokens, self.costs, seconds, self.tile, self.tile)
         decode = self.costs.decode_seconds(num_running, context)
         seconds = self._target
         if self._is_auto:
             rush = min(AUTO_RUSH_S, decode + self.costs.per_token * backlog)
-            seconds = max(seconds, rush, AUTO_STRETCH * decode)
+            seconds = max(min(max(seconds, rush), self._efficient), AUTO_STRETCH * decode)
         if self.costs.per_token > 0:  # whole tiles together with the decoding rows
             capacity = num_running + int((seconds - decode) / self.costs.per_token)
-            tile = LARGE_TILE_TOKENS if capacity >= 3 * LARGE_TILE_TOKENS else TILE_TOKENS
+            tile = LARGE_TILE_TOKENS if capacity >= 3 * LARGE_TILE_TOKENS else self.tile
             tokens = min(tokens, max(self.floor, capacity // tile * tile - num_running))
-        return StepBudget(tokens, self.costs, seconds - decode, self.floor)
+        return StepBudget(tokens, self.costs, seconds - decode, self.floor, self.tile)
 
     def describe(self) -> dict[str, str | int | float]:
         """Facts for the banner and /server_info."""

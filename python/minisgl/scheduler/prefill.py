@@ -27,7 +27,7 @@ LPM_MAX_WAITING = 128
 OVERTAKING: Final = 16
 # After so many steps at the head of the queue a request takes the place of a running one that has MUCH_LONGER times as
 # many tokens still to come. What the other has computed stays in the prefix cache, so it loses a page at most.
-PATIENCE_STEPS: Final = 32
+PATIENCE_STEPS: Final = 8
 MUCH_LONGER: Final = 4
 
 
@@ -68,7 +68,9 @@ class PrefillManager:
     The shortest prompt is next, even between the chunks of a longer one that is `chunked` (admitted, with a part of the
     prompt still to be planned). But a request goes before all that are not due once it is due: when as many prompt
     tokens have been admitted as had arrived with it, and OVERTAKING times its own. So a prompt of n tokens waits at
-    most for twice the tokens that waited before it, and 2 x OVERTAKING x n.
+    most for twice the tokens that waited before it, and 2 x OVERTAKING x n. A due request that lacks pages lets much
+    shorter ones pass, by OVERTAKING times its own tokens once more. Much shorter ones need no pages for the growth of
+    the running ones, which would be preempted before them.
     """
 
     def __init__(self, cache: CacheManager, rows: Rows, policy: str) -> None:
@@ -89,10 +91,14 @@ class PrefillManager:
         req.new_tokens = len(req.ids) - self._cached_len(req)
         self._arrived += req.new_tokens
         req.deadline = self._arrived + OVERTAKING * req.new_tokens
-        self.put_back(req)
+        self._insert(req)
 
     def put_back(self, req: Req) -> None:
-        """Queue a request again in its old position."""
+        """Queue a preempted request again, with a new deadline."""
+        req.deadline = max(req.deadline, self._admitted + OVERTAKING * req.new_tokens)
+        self._insert(req)
+
+    def _insert(self, req: Req) -> None:
         bisect.insort(self.waiting, req, key=_length)
         bisect.insort(self._by_deadline, req, key=_deadline)
         self._waiting_tokens += req.new_tokens
@@ -151,26 +157,31 @@ class PrefillManager:
         """Return chunks of prompts within the budget, one prompt after the other.
 
         Pages are kept free for the growth of the rows `running`, which go on decoding; None admits no request. While
-        the next request does not fit, no other is admitted, but prompts already begun go on.
+        the next request does not fit, only much shorter ones are admitted, but prompts already begun go on.
         """
         chunks: list[Chunk] = []
         now = self._admitted
         begun = deque(sorted(self.chunked, key=lambda req: _turn(req, now)))
         waiting: Iterator[Req] = iter(())
-        reserved = self.growth.tokens(*self.chunked)
+        reserved, longest = self.growth.tokens(*self.chunked), 0
+        is_blocked = False
         by_prefix = self.policy == "lpm" and len(self.waiting) <= LPM_MAX_WAITING
         if running is not None and self.rows.available and not budget.is_spent:
             reserved += self.growth.tokens_of_rows(self.rows, running)
+            longest = int((self.rows.max_len[running] - self.rows.confirmed_len[running]).max(initial=0))
             waiting = iter(self._by_prefix()) if by_prefix else self._in_order()
         candidate = next(waiting, None)
         while not budget.is_spent and (begun or candidate is not None):
             if candidate is None or (begun and (by_prefix or _turn(begun[0], now) < _turn(candidate, now))):
                 req = begun.popleft()
-            elif self.rows.available and self._admit(candidate, reserved):
+            elif self.rows.available and self._admit(
+                candidate, reserved if MUCH_LONGER * candidate.max_len > longest else 0
+            ):
                 req, candidate = candidate, next(waiting, None)
                 reserved += self.growth.tokens(req)
-            else:
-                candidate = None
+            else:  # the second that does not fit ends the search, since each costs a walk through the prefix cache
+                waiting = iter(()) if is_blocked else _passing(candidate, waiting, now)
+                is_blocked, candidate = True, next(waiting, None)
                 continue
             if not self._chunk(req, budget, chunks):
                 break
@@ -230,3 +241,10 @@ def _deadline(req: Req) -> tuple[int, int]:
 def _turn(req: Req, admitted: int) -> tuple[bool, int, int]:
     """The key that sorts requests by their turn."""
     return (False, *_deadline(req)) if req.deadline <= admitted else (True, *_length(req))
+
+
+def _passing(blocked: Req, waiting: Iterator[Req], admitted: int) -> Iterator[Req]:
+    """Return those of `waiting` that may pass `blocked`, which lacks pages: much shorter ones, for a bounded time."""
+    if admitted >= blocked.deadline + OVERTAKING * blocked.new_tokens:
+        return iter(())
+    return (req for req in waiting if MUCH_LONGER * req.max_len <= blocked.max_len)

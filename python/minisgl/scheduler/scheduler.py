@@ -75,7 +75,7 @@ class Scheduler:
         self.engine = engine
         self.io = io
         self.bus = PlanBus() if bus is None else bus
-        self.pace = Pace(config, engine.step_costs())
+        self.pace = Pace(config, engine.step_costs(), engine.is_async)
         overlap = engine.is_async if config.overlap is None else config.overlap
         self.depth = int(overlap and not is_overlap_disabled())
         limits, pool_tokens = engine.limits, engine.num_pages * engine.page_size

@@ -168,7 +168,7 @@ def test_a_preempted_request_returns_to_its_old_position() -> None:
     running = [h.prompt(n, 200) for n in (20, 20, 20)]
     while len(h.scheduler.decode.running) < 3:
         h.step()
-    later = [h.prompt(20), h.prompt(9)]
+    later = [h.prompt(20, 200), h.prompt(9, 200)]
     for _ in range(30):  # the running ones' sequences grow
         h.step()
     h.scheduler._preempt_for(h.scheduler.live[running[0]])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from minisgl.core import FinishReason
-from minisgl.scheduler.prefill import PATIENCE_STEPS
+from minisgl.core import FinishReason, StepCosts
+from minisgl.scheduler.prefill import OVERTAKING, PATIENCE_STEPS
 from support.fake_engine import FakeEngine
 from support.traces import Harness
 
@@ -57,3 +59,62 @@ def test_long_prompts_are_refused_where_short_ones_still_pass() -> None:
     h.finish_all()
     h.check_outputs()
     assert h.endings[short] is FinishReason.LENGTH
+
+
+CPU = StepCosts(base=9e-4, per_token=1.3e-4, per_context=3e-7, per_pair=5e-8)  # the built-in model on one core
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "clients", "rows", "pages"),
+    [(1500, 8, 4, 64, 4000), (300, 600, 40, 64, 4000), (100, 400, 60, 96, 500), (30, 400, 40, 16, 4000)],
+    ids=["prompts", "streams", "few pages", "few rows"],
+)
+def test_a_short_request_starts_soon_beside_long_ones_on_a_cpu(
+    prompt: int, output: int, clients: int, rows: int, pages: int
+) -> None:
+    """Its first token takes two steps, or where it must wait for a row a few more, not the time of the long ones."""
+    engine = FakeEngine(rows=rows, num_pages=pages, page_size=16, max_model_len=2000, vocab=5003, late=0, costs=CPU)
+    engine.is_async = False
+    h = Harness(engine, 0, max_prefill_length=8192)
+    rng = random.Random(0)
+
+    def add(length: int, tokens: int) -> int:
+        return h.add([rng.randrange(5003) for _ in range(length)], tokens, ignore_eos=True)
+
+    longs = [add(prompt, output) for _ in range(clients)]
+    waits: list[float] = []
+    steps: list[float] = []
+    while len(waits) < 40:
+        came, short = engine.seconds, add(5, 12)
+        while short not in h.endings:
+            before = engine.seconds
+            h.step()
+            steps.append(engine.seconds - before)
+            if len(h.outputs[short]) == 1:
+                waits.append(engine.seconds - came)
+            longs = [add(prompt, output) if uid in h.endings else uid for uid in longs]
+        for _ in range(20):
+            h.step()
+    num_steps = PATIENCE_STEPS + 4 if rows < clients else 2
+    assert max(waits) <= num_steps * max(steps)
+    assert max(steps) < 0.035, "twice the time of decoding alone"
+    for uid in longs:
+        h.abort(uid)
+    h.finish_all()
+
+
+def test_a_request_that_lacks_pages_lets_much_shorter_ones_pass_for_a_bounded_time() -> None:
+    h = Harness(FakeEngine(rows=16, num_pages=100, max_model_len=400, vocab=5003), 0)  # 400 tokens
+    running = h.add([1] * 100, 250, ignore_eos=True)
+    h.step()
+    long = h.add([2] * 200, 100, ignore_eos=True)
+    passed, short = 0, None
+    while short is None or short in h.endings:
+        short = h.add([3 + passed, *[4] * 39], 1, ignore_eos=True)
+        h.step()
+        passed += 40
+    assert running not in h.endings
+    bound = 100 + 2 * OVERTAKING * 200  # the request is due after half of it
+    assert bound <= passed <= bound + 300
+    h.finish_all()
+    h.check_outputs()
