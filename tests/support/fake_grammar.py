@@ -47,6 +47,9 @@ class FakeCompiler:
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab
 
+    def is_known(self, grammar: Grammar, ignore_eos: bool) -> bool:
+        return True
+
     def compile(self, grammar: Grammar, ignore_eos: bool) -> FakeMatcher:
         if grammar.text == "bad":
             raise RequestError("no grammar", param=grammar.param)

@@ -100,6 +100,10 @@ class GrammarCompiler:
         cores = len(os.sched_getaffinity(0))
         return LLExecutor(min(cores // 2, MAX_THREADS)) if cores >= 4 else None
 
+    def is_known(self, grammar: Grammar, ignore_eos: bool) -> bool:
+        """Whether `compile` waits for no trial."""
+        return True
+
     def compile(self, grammar: Grammar, ignore_eos: bool) -> TokenMatcher:
         """Return a matcher at the start of `grammar`; raises `RequestError` if the grammar is invalid.
 

@@ -97,17 +97,20 @@ class Trials:
 
     def require(self, grammar: Grammar, ignore_eos: bool) -> None:
         """Return when `grammar` has passed; raises `RequestError` if it has not. Blocks: call it from a thread."""
-        key = blake2b(msgspec.msgpack.encode((grammar, ignore_eos))).digest()
-        with self._lock:
-            error = self._verdicts.get(key)
+        error = self.verdict(grammar, ignore_eos)
         if error is None:
             error = self._try(grammar, ignore_eos)
             with self._lock:
-                self._verdicts[key] = error
+                self._verdicts[_key(grammar, ignore_eos)] = error
                 if len(self._verdicts) > VERDICTS:
                     self._verdicts.popitem(last=False)
         if error:
             raise RequestError(error, param=grammar.param, code=INVALID)
+
+    def verdict(self, grammar: Grammar, ignore_eos: bool) -> str | None:
+        """The remembered reason to refuse the grammar: empty for a usable one, None before its trial."""
+        with self._lock:
+            return self._verdicts.get(_key(grammar, ignore_eos))
 
     def close(self) -> None:
         """End the process; the next grammar starts another."""
@@ -173,12 +176,19 @@ class Trials:
             future.set_exception(OSError(f"the process that tries grammars ended with {process.returncode}"))
 
 
+def _key(grammar: Grammar, ignore_eos: bool) -> bytes:
+    return blake2b(msgspec.msgpack.encode((grammar, ignore_eos))).digest()
+
+
 class TriedCompiler(GrammarCompiler):
     """Compiles grammars that have passed their trial; raises `RequestError` for the others."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_ids: frozenset[int]) -> None:
         super().__init__(folder, vocab_size, eos_ids)
         self._trials = Trials(folder, vocab_size, eos_ids)
+
+    def is_known(self, grammar: Grammar, ignore_eos: bool) -> bool:
+        return self._trials.verdict(grammar, ignore_eos) is not None
 
     def compile(self, grammar: Grammar, ignore_eos: bool) -> TokenMatcher:
         self._trials.require(grammar, ignore_eos)

@@ -34,8 +34,8 @@ ALONE_S: Final = 0.1
 # loaded yet (`triton/cublas.py`). Where the pace allows three times this number, the budget is a multiple of it: 8B
 # computes 44,500 tokens/s in steps of 3,072, 43,900 in steps of 3,328, and 42,700 in steps of 3,200.
 LARGE_TILE_TOKENS: Final = 512
-# A CPU computes a few dozen tokens at nearly the full rate. There a step ends, if it can, when it has taken this many
-# times its base cost: a new request waits for the step in flight and is in the next, so two steps bound its first token.
+# A CPU computes a few dozen tokens at nearly the full rate. There a step takes this many times its base cost, or
+# AUTO_STRETCH times what decoding takes: a new request waits for the step in flight and is in the next.
 SYNC_STEP: Final = 8
 SYNC_TILE_TOKENS: Final = 16  # the C++ step needs no whole tiles; fewer tokens would be mostly overhead
 

@@ -36,6 +36,7 @@ class Grammars:
     def __init__(self, compiler: GrammarCompiler | None = None, executor: Executor | None = None) -> None:
         self._compiler = compiler
         self._executor = executor or ThreadPoolExecutor(THREADS, "grammar")
+        self._known = executor or ThreadPoolExecutor(THREADS, "known-grammar")  # never behind trials
         self._jobs: dict[int, tuple[Req, Future[TokenMatcher], float]] = {}  # in order of arrival
         self.num_followed = 0  # requests that have a matcher and have not ended
 
@@ -51,7 +52,8 @@ class Grammars:
         assert params.grammar is not None, f"has no grammar: {req}"
         if self._compiler is None:
             raise RequestError("this engine has no grammars", param=params.grammar.param, code="unsupported_value")
-        job = self._executor.submit(self._compiler.compile, params.grammar, params.ignore_eos)
+        executor = self._known if self._compiler.is_known(params.grammar, params.ignore_eos) else self._executor
+        job = executor.submit(self._compiler.compile, params.grammar, params.ignore_eos)
         self._jobs[req.uid] = req, job, time.monotonic() + COMPILE_S
         req.status = Status.COMPILING
 

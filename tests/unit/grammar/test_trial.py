@@ -74,11 +74,13 @@ def test_hostile_grammars_delay_no_other(compiler: TriedCompiler) -> None:
 
 def test_verdicts_are_remembered(compiler: TriedCompiler) -> None:
     grammar = Grammar("regex", "x{90000}", param="regex")
+    assert not compiler.is_known(grammar, False)
     for _ in range(2):
         began = time.monotonic()
         with pytest.raises(RequestError):
             compiler.compile(grammar, False)
     assert time.monotonic() - began < 0.05
+    assert compiler.is_known(grammar, False) and not compiler.is_known(grammar, True)
 
 
 def test_killed_process_is_replaced(compiler: TriedCompiler) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from minisgl.params import Grammar
 from minisgl.scheduler import grammars
 from support.fake_engine import FakeEngine
 from support.fake_grammar import FakeCompiler, FakeMatcher
+from support.processes import PATIENCE_S, eventually
 from support.traces import Harness
 
 
@@ -83,6 +85,35 @@ def test_an_invalid_grammar_is_refused_with_its_field() -> None:
     h.finish_all()
     assert h.errors[bad] == "no grammar" and h.params[bad] == "regex"
     assert h.endings[good] in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+def test_known_grammars_do_not_wait_for_trials() -> None:
+    release = threading.Event()
+
+    class Compiler(FakeCompiler):
+        def is_known(self, grammar: Grammar, ignore_eos: bool) -> bool:
+            return grammar.text == "3 4"
+
+        def compile(self, grammar: Grammar, ignore_eos: bool) -> FakeMatcher:
+            assert self.is_known(grammar, ignore_eos) or release.wait(PATIENCE_S)
+            return super().compile(grammar, ignore_eos)
+
+    h = Harness(FakeEngine(rows=40, num_pages=400, vocab=101), 1)
+    h.scheduler.grammars = grammars.Grammars(Compiler(101))  # type: ignore[arg-type]
+    unknown = [h.add([1, 2, i], 5, **grammar(f"{i} 5")) for i in range(2 * grammars.THREADS)]
+    known = h.add([1, 2, 3], 5, **grammar("3 4"))
+
+    def is_answered() -> bool:
+        h.step()
+        return known in h.endings
+
+    try:
+        assert eventually(is_answered)
+        assert h.endings.keys().isdisjoint(unknown)
+    finally:
+        release.set()
+    h.finish_all(1_000_000)
+    h.check_outputs()
 
 
 def test_compilation_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

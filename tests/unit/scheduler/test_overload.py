@@ -107,7 +107,7 @@ def test_a_request_that_lacks_pages_lets_much_shorter_ones_pass_for_a_bounded_ti
     h = Harness(FakeEngine(rows=16, num_pages=100, max_model_len=400, vocab=5003), 0)  # 400 tokens
     running = h.add([1] * 100, 250, ignore_eos=True)
     h.step()
-    long = h.add([2] * 200, 100, ignore_eos=True)
+    h.add([2] * 200, 100, ignore_eos=True)
     passed, short = 0, None
     while short is None or short in h.endings:
         short = h.add([3 + passed, *[4] * 39], 1, ignore_eos=True)
