@@ -25,13 +25,14 @@ _OTHER_FORMATS: Final = {
     "*.bin": "PyTorch's pickled weights",
     "*.npz": "MLX weights",
 }
-_HUB_FILES: Final = ["*.json", "*.jinja", "*.safetensors"]
+_SMALL_FILES: Final = ["*.json", "*.jinja"]
+_WEIGHTS: Final = ["*.safetensors"]
 
 
-def resolve_model(model: str, source: str = "huggingface") -> Path:
+def resolve_model(model: str, source: str = "huggingface", weights: bool = True) -> Path:
     """Return the folder of `model`: "" for the built-in model, else a local folder or an id of the hub `source`.
 
-    Models of a hub are downloaded once. Raise `ConfigError` if there is no such model.
+    Models of a hub are downloaded once: the small files first, and the weights if `weights`. Raise `ConfigError` if there is no such model.
     """
     if not model:
         if not (BUILTIN_MODEL / "config.json").is_file():
@@ -46,7 +47,9 @@ def resolve_model(model: str, source: str = "huggingface") -> Path:
         raise ConfigError(f"{path} is a {kind}; --model takes a folder with config.json and safetensors")
     if not _HUB_ID.fullmatch(model):
         raise ConfigError(f"model folder {model} does not exist; give an existing folder or a hub id like owner/name")
-    return _download(model, source)
+    folder = _download(model, source, _SMALL_FILES)
+    _require_config(folder, model)
+    return _download(model, source, _SMALL_FILES + _WEIGHTS) if weights else folder
 
 
 def _require_config(folder: Path, name: str) -> None:
@@ -63,7 +66,7 @@ def _other_formats(folder: Path, name: str) -> str:
     return f", but {' and '.join(found)}, which cannot be served" if found else ""
 
 
-def _download(hub_id: str, source: str) -> Path:
+def _download(hub_id: str, source: str, patterns: list[str]) -> Path:
     if source not in HUBS:
         raise ConfigError(f"--download-source {source!r} is not one of {', '.join(HUBS)}")
     module, package = HUBS[source]
@@ -75,15 +78,13 @@ def _download(hub_id: str, source: str) -> Path:
             "or give the path of a local model folder"
         ) from None
     try:
-        folder = Path(download(hub_id, allow_patterns=_HUB_FILES))
+        return Path(download(hub_id, allow_patterns=patterns))
     except Exception as e:  # its errors have many unrelated bases: HTTP, file system, missing repository, offline mode
         cause = str(e).strip().partition("\n")[0]
         raise ConfigError(
             f"could not download {hub_id} from {source} ({type(e).__name__}: {cause}); "
             "download it elsewhere and give --model its local path"
         ) from e
-    _require_config(folder, hub_id)
-    return folder
 
 
 def model_name(model: str) -> str:

@@ -6,7 +6,7 @@ left to `engine/memory.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -36,8 +36,11 @@ class Checkpoint:
 
     @classmethod
     def read(cls, config: EngineConfig) -> Checkpoint:
-        """Find and read the model. Raises `ConfigError` for one that cannot be served."""
-        folder = hf.resolve_model(config.model, config.download_source)
+        """Find and read the model; a hub's weights are downloaded, too, unless they will be random.
+
+        Raises `ConfigError` for one that cannot be served.
+        """
+        folder = hf.resolve_model(config.model, config.download_source, weights=not config.dummy_weight)
         raw = hf.load_config(folder)
         embedder = read_embedder(folder)
         model = ModelConfig.from_hf(raw if embedder is None else decoder_config(raw))
@@ -112,9 +115,12 @@ def check_settings(checkpoint: Checkpoint, config: EngineConfig, device: str) ->
 
 
 def check_fit(config: EngineConfig) -> Checkpoint:
-    """Read the model's configuration. Raises `ConfigError` if it cannot be served, or not on this machine."""
+    """Read the model's configuration. Raises `ConfigError` if it cannot be served, or not on this machine.
+
+    The weights of a hub's model are not downloaded: `Checkpoint.read` does that afterwards.
+    """
     device = choose_device(config.device)
-    checkpoint = Checkpoint.read(config)
+    checkpoint = Checkpoint.read(replace(config, dummy_weight=True))
     check_settings(checkpoint, config, device)
     ranks = config.tp // config.nnodes
     _check_cores(config, ranks)

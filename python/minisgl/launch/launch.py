@@ -19,7 +19,7 @@ import minisgl
 from minisgl.checkpoint import hf
 from minisgl.checkpoint.embedder import read_embedder
 from minisgl.distributed.info import Rendezvous
-from minisgl.engine.fit import check_fit
+from minisgl.engine.fit import Checkpoint, check_fit
 from minisgl.errors import ConfigError, StartupError
 from minisgl.launch.targets import local_ranks, run_follower_rank, run_scheduler, run_tokenizer
 from minisgl.message import BackendMsg, ExitMsg
@@ -121,7 +121,8 @@ def check_args(args: ServerArgs) -> Checked:
     log_level()
     engine = args.scheduler.engine
     Rendezvous.of_local_ranks(engine, "")
-    folder = check_fit(engine).folder
+    check_fit(engine)
+    folder = Checkpoint.read(engine).folder
     hf.eos_token_ids(folder)
     for path in [] if engine.dummy_weight else hf.weight_files(folder):
         hf.require_complete(path)

@@ -49,7 +49,7 @@ class LLM:
     def __init__(self, model: str = "", **options: Any) -> None:
         given = {"model": model, **options} if model else options
         config = build_config(SchedulerConfig, {**BATCH, **given})
-        folder: Path = resolve_model(config.engine.model, config.engine.download_source)
+        folder: Path = resolve_model(config.engine.model, config.engine.download_source, weights=False)
         self._tokenizer = TokenizeManager(folder)
         self._embedder = read_embedder(folder)
         self._detokenizer = DetokenizeManager(self._tokenizer.tokenizer)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from minisgl.distributed.info import Rendezvous
-from minisgl.engine.fit import check_fit
+from minisgl.engine.fit import Checkpoint, check_fit
 from minisgl.errors import ConfigError, RankError
 from minisgl.process.processes import Child, Processes, Ready, run_dir
 from minisgl.scheduler.follower import meet_ranks, run_follower
@@ -49,6 +49,7 @@ def running_ranks(config: SchedulerConfig) -> Iterator[Ranks]:
     if config.engine.node_rank:
         raise ConfigError("the offline engine is on host 0; start `minisgl serve` with the same settings on the others")
     check_fit(config.engine)
+    Checkpoint.read(config.engine)  # downloads the weights, once for all ranks
     if config.engine.tp == 1:
         (alone,) = Rendezvous.of_local_ranks(config.engine, "")
         yield Ranks(meet_ranks(config, alone), Processes([]))

@@ -34,7 +34,7 @@ def meet_ranks(config: SchedulerConfig, rendezvous: Rendezvous, check: Callable[
     engine = asdict(config.engine)
     settings = {name: str(value) for name, value in engine.items() if name not in OWN_SETTINGS}
     settings["max_prefill_length"] = str(config.max_prefill_length)
-    folder = hf.resolve_model(config.engine.model, config.engine.download_source)
+    folder = hf.resolve_model(config.engine.model, config.engine.download_source, weights=False)
     raw = json.dumps(hf.load_config(folder), sort_keys=True)
     settings["model (checksum of config.json)"] = f"{zlib.crc32(raw.encode()):08x}"
     return meet(rendezvous, settings, is_check_mode(), check)

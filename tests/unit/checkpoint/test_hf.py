@@ -96,7 +96,10 @@ def test_download(source: str, module: str, tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setitem(sys.modules, name, None)  # importing it is an ImportError
     monkeypatch.setitem(sys.modules, module, SimpleNamespace(snapshot_download=snapshot_download))
     assert hf.resolve_model("owner/name", source) == tmp_path
-    assert asked == [("owner/name", ["*.json", "*.jinja", "*.safetensors"])]
+    small = ["*.json", "*.jinja"]
+    assert asked == [("owner/name", small), ("owner/name", [*small, "*.safetensors"])]
+    assert hf.resolve_model("owner/name", source, weights=False) == tmp_path
+    assert asked[2:] == [("owner/name", small)]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from minisgl.checkpoint import hf
 from minisgl.engine import fit
 from minisgl.engine.fit import Checkpoint, Footprint, check_fit
 from minisgl.errors import ConfigError
-from minisgl.settings.options import EngineConfig
+from minisgl.launch.launch import check_args
+from minisgl.settings.options import EngineConfig, SchedulerConfig, ServerArgs
 
 QWEN = SHAPES["qwen3-32b"]
 GPU = 80 * 10**9
@@ -72,6 +74,32 @@ def test_what_cannot_run_is_refused_with_figures(
         machine.setattr(fit, "gpu_memory", lambda: (GPU, GPU))
     with pytest.raises(ConfigError, match=message):
         check_fit(config(tmp_path, QWEN | shape, **options))
+
+
+@pytest.mark.parametrize(
+    ("shape", "message", "downloads"),
+    [
+        (QWEN, "does not fit into", False),
+        (QWEN | {"architectures": ["NewForCausalLM"]}, "NewForCausalLM is not supported", False),
+        (SHAPES["qwen3-0.6b"], r"has no \*\.safetensors", True),
+    ],
+)
+def test_weights_are_downloaded_after_the_checks(
+    shape: dict[str, Any], message: str, downloads: bool, tmp_path: Path, machine: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def snapshot_download(hub_id: str, *, allow_patterns: list[str]) -> str:
+        asked.extend(allow_patterns)
+        return str(tmp_path)
+
+    machine.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    engine = EngineConfig(model="owner/name", device="cpu")
+    with pytest.raises(ConfigError, match=message):
+        check_args(ServerArgs(scheduler=SchedulerConfig(engine=engine)))
+    assert "*.json" in asked
+    assert ("*.safetensors" in asked) == downloads
 
 
 def test_what_fits_is_accepted(tmp_path: Path, machine: pytest.MonkeyPatch) -> None:
