@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import threading
@@ -35,6 +36,7 @@ DUMP_S: Final = 0.5  # for the stacks of a child to be written before it is kill
 PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 PR_SET_NAME: Final = 15
 DIR_PREFIX: Final = "minisgl-"
+MAKING_S: Final = 60.0  # far more than it takes to make a folder and its lock
 MAX_BASE: Final = 60  # characters; the path of a unix socket may have about 107 bytes
 
 Facts = dict[str, str | int | float]
@@ -328,10 +330,16 @@ def _remove_stale_dirs(base: Path) -> None:
     """Remove the folders of this user's dead servers."""
     for folder in base.glob(DIR_PREFIX + "*"):
         try:
-            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            status = folder.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+                continue
+            if not (folder / "lock").exists():  # just being made, or its server was killed before it had the lock
+                if time.time() - status.st_mtime > MAKING_S:
+                    (folder / "lock.new").unlink(missing_ok=True)
+                    folder.rmdir()
                 continue
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # gone meanwhile, of another user, or just being made
+        except OSError:  # gone meanwhile, of another user, or not empty
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

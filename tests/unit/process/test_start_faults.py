@@ -49,6 +49,31 @@ def test_a_run_directory_that_cannot_be_made_leaves_nothing_that_stays(base: Pat
     assert set(numbers) == {number}
 
 
+def test_a_server_that_is_killed_while_it_makes_its_run_directory_leaves_nothing_that_stays(base: Path) -> None:
+    n, left = 0, 0
+    while True:
+        n += 1
+        if (pid := os.fork()) == 0:
+            try:
+                with failing(n, act=lambda: os._exit(1)), run_dir():
+                    os._exit(0)
+            finally:
+                os._exit(2)
+        _, status = os.waitpid(pid, 0)
+        unlocked = [folder for folder in base.glob(DIR_PREFIX + "*") if not (folder / "lock").exists()]
+        left += len(unlocked)
+        with run_dir():
+            assert all(folder.exists() for folder in unlocked), "which may be just being made"
+        for folder in unlocked:
+            os.utime(folder, (0, 0))
+        with run_dir() as own:
+            assert [*base.glob(DIR_PREFIX + "*")] == [own]
+        if os.waitstatus_to_exitcode(status) == 0:
+            break
+        assert os.waitstatus_to_exitcode(status) == 1
+    assert left >= 2
+
+
 @pytest.mark.slow
 def test_children_that_cannot_all_be_started_leave_none() -> None:
     n, numbers, pids = 0, [], []
