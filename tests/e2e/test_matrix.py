@@ -46,6 +46,7 @@ QUESTIONS: dict[str, tuple[list[dict[str, str]], dict[str, object], str]] = {
     "copy": ([user("Repeat exactly: crème brûlée 東京 🚀 x9")], {}, "crème brûlée 東京 🚀 x9"),
     "tool": ([user("What is the weather in Paris?")], {"tools": TOOLS}, '"get_weather"'),
     "needle": ([user(f"{NEEDLE}\n\nWhat is the secret code of the castle?")], {}, "7305982"),
+    "stop": ([user(f"{NEEDLE}\n\nWhat is the secret code of the castle?")], {"stop": ["zzz", "5982"]}, "730"),
     "story": ([user("Tell me a story about a fox named Lily.")], {"max_tokens": 80}, "Lily"),
 }
 
@@ -99,8 +100,10 @@ def test_the_answers_are_right(expected: dict[str, tuple[str, int, str | None]],
     text, prompt_tokens, reason = expected[name]
     assert QUESTIONS[name][2] in text
     assert reason == {"story": "length", "tool": "tool_calls"}.get(name, "stop")
-    if name == "needle":
+    if name in ("needle", "stop"):
         assert prompt_tokens > 1200  # many chunks of 64
+    if name == "stop":
+        assert text.endswith("730")
     if name == "tool":
         ((function, arguments),) = json.loads(text)  # a call and nothing said besides
         assert (function, json.loads(arguments)) == ("get_weather", {"city": "Paris"})

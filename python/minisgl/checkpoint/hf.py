@@ -32,7 +32,8 @@ _WEIGHTS: Final = ["*.safetensors"]
 def resolve_model(model: str, source: str = "huggingface", weights: bool = True) -> Path:
     """Return the folder of `model`: "" for the built-in model, else a local folder or an id of the hub `source`.
 
-    Models of a hub are downloaded once: the small files first, and the weights if `weights`. Raise `ConfigError` if there is no such model.
+    Models of a hub are downloaded once: the small files first, then the weights if `weights`. Raise `ConfigError` if
+    there is no such model.
     """
     if not model:
         if not (BUILTIN_MODEL / "config.json").is_file():
