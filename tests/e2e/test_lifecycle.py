@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,40 @@ def test_death_of_a_child(victim: str) -> None:
         require_503("POST", "/v1/completions", json={"prompt": "x"})
         assert server.wait() == 1
         assert not any(is_running(pid) for pid in pids.values())
+        assert server.run_dirs == []
+
+
+@pytest.mark.parametrize("victim", ["minisgl-TP0-scheduler", "minisgl-detokenizer-0", "minisgl-tokenizer-0"])
+@pytest.mark.parametrize("phase", ["idle", "prefill"])
+def test_death_of_a_child_before_any_token(victim: str, phase: str) -> None:
+    flags = ("--num-tokenizer", "1", *NO_LIMIT)
+    with ServerProcess(*flags, stub=True) as server, server.client() as client, ThreadPoolExecutor(1) as pool:
+        pids = server.info()["processes"]
+        if phase == "prefill":
+            waiting = pool.submit(client.post, "/v1/completions", json={"prompt": "a few words !hang"})
+            assert eventually(lambda: server.metrics()["frontend_entries"] == 1)
+        killed = time.monotonic()
+        os.kill(pids[victim], signal.SIGKILL)
+        if phase == "prefill":
+            response = waiting.result()
+            assert response.status_code == 503 and victim in response.json()["error"]["message"]
+        assert server.wait() == 1
+        assert time.monotonic() - killed < 15  # 5 on a quiet machine
+        assert not any(is_running(pid) for pid in pids.values())
+        assert server.run_dirs == []
+
+
+@pytest.mark.parametrize("victim", ["minisgl-TP0-scheduler", "minisgl-detokenizer-0"])
+def test_child_that_freezes_ends_open_streams(victim: str) -> None:
+    with ServerProcess("--heartbeat-timeout", "4", stub=True) as server, server.client() as client:
+        pids = server.info()["processes"]
+        with client.stream("POST", "/v1/completions", json=HELD) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(pids[victim], signal.SIGSTOP)
+            rest = [line for line in lines if line]
+        assert victim in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
+        assert server.wait() == 1
         assert server.run_dirs == []
 
 

@@ -52,11 +52,11 @@ def test_sigterm_lets_open_streams_finish() -> None:
 
 
 def test_start_is_quick_and_prints_a_banner() -> None:
-    with ServerProcess() as server, server.client() as client:
+    with ServerProcess("--view-texts") as server, server.client() as client:
         answer = client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1})
         assert answer.status_code == 200
         assert server.cpu_seconds() < 20  # it takes three
-        for word in ("minisgl-demo", "dtype", "KV cache", "attention", "curl "):
+        for word in ("minisgl-demo", "dtype", "KV cache", "attention", "--view-texts", "curl "):
             assert word in server.log
 
 

@@ -132,6 +132,18 @@ def test_several_forced_calls(client: openai.OpenAI) -> None:
     assert len(more.message.tool_calls) > 1
 
 
+LOW = -(2**63)
+# Schemas that crash the grammar library: a bound, and a long chain of references.
+CHAIN: dict[str, Any] = {
+    "$ref": "#/$defs/d0",
+    "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)} | {"d3000": {"type": "integer"}},
+}
+
+
+def tool(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -139,13 +151,9 @@ def test_several_forced_calls(client: openai.OpenAI) -> None:
         ({"tool_choice": NAMED, "tools": TOOLS}, "tool_choice"),
         ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice"),
         ({"tool_choice": "required", "tools": [{"type": "function", "function": {}}]}, "tools"),
-        (
-            {
-                "tool_choice": "required",
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
-            },
-            "tools",
-        ),
+        ({"tool_choice": "required", "tools": [tool({"type": "x"})]}, "tools"),
+        ({"tool_choice": "required", "tools": [tool({"type": "integer", "minimum": LOW, "maximum": LOW})]}, "tools"),
+        ({"tool_choice": "required", "tools": [tool(CHAIN)]}, "tools"),
         ({"tool_choice": "required", "tools": TOOLS, "response_format": {"type": "json_object"}}, "tool_choice"),
     ],
 )

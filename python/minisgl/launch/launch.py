@@ -54,7 +54,7 @@ def launch_server(args: ServerArgs, scheduler: SchedulerTarget = run_scheduler) 
             running_children(args, checked, scheduler) as children,
             http_server(children, checked) as server,
         ):
-            server.run(sock, lambda: announce(banner(checked, children.facts, _url(sock))))
+            server.run(sock, lambda: announce(banner(args, checked, children.facts, _url(sock))))
             return server.exit_code
     except KeyboardInterrupt:
         return 130
@@ -247,7 +247,7 @@ def http_server(children: Running, checked: Checked) -> Iterator[HttpServer]:
         backend.close()
 
 
-def banner(checked: Checked, facts: Facts, url: str) -> str:
+def banner(args: ServerArgs, checked: Checked, facts: Facts, url: str) -> str:
     """The facts to print at the start, and a command to try."""
     path, body = "chat/completions", json.dumps({"messages": [{"role": "user", "content": "Hello! Who are you?"}]})
     if checked.limits.embeds:
@@ -266,6 +266,8 @@ def banner(checked: Checked, facts: Facts, url: str) -> str:
     lines = [f"minisgl {minisgl.__version__} · " + " · ".join(f"{name} {value}" for name, value in shown.items())]
     if "memory" in facts:
         lines.append(f"memory: {facts['memory']}")
+    if args.scheduler.view_texts:
+        lines.append("the Engine view shows texts of requests (--view-texts)")
     lines.append(f"ready on {url}")
     lines.append(f"  curl {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'")
     return "\n".join(lines)

@@ -6,6 +6,7 @@ transformers 5 with compressed-tensors 0.20 reads the same numbers from them (co
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +24,7 @@ from minisgl.errors import ConfigError
 from minisgl.models import quantize
 from minisgl.models.dequantize import dequantized
 from minisgl.models.weight import open_all
+from support.faults import failing
 
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
 
@@ -117,3 +119,23 @@ def test_a_full_disk_leaves_nothing(
     assert main(["quantize", "", str(tmp_path / "out"), "--scheme", "int4"]) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_each_call_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize, "PROJECTION", re.compile(r"layers\.0\.mlp\.down_proj\.weight$"))  # the rest is quick
+    out = tmp_path / "parent" / "out"
+    n = failures = 0
+    while True:
+        n += 1
+        try:
+            with failing(n) as calls:
+                quantize.quantize("", out, "int8")
+        except (OSError, ConfigError):
+            failures += 1
+            assert not list(tmp_path.glob("*/*")), calls.failed
+        else:
+            assert (out / "config.json").is_file() and (out / "model.safetensors").is_file()
+            shutil.rmtree(out)
+        if calls.count < n:
+            break
+    assert failures > 20
