@@ -106,8 +106,7 @@ class Pace:
         self.costs = None if target == 0 else costs
         self._target = AUTO_TARGET_S if target is None else target / 1e3
         self._is_auto = target is None
-        self._is_async = is_async
-        self._efficient = math.inf if is_async or costs is None else SYNC_STEP * costs.base
+        self._most = math.inf if is_async or costs is None else SYNC_STEP * costs.base
 
     @property
     def rush_tokens(self) -> int:
@@ -125,13 +124,13 @@ class Pace:
         if self.costs is None:
             return StepBudget(tokens)
         if num_running == 0:
-            seconds = (ALONE_S if self._is_async else self._efficient) - self.costs.base
-            return StepBudget(tokens, self.costs, seconds, self.tile, self.tile)
+            seconds = max(ALONE_S, self.costs.base + self.costs.chunk_seconds(0, TILE_TOKENS))
+            return StepBudget(tokens, self.costs, min(seconds, self._most) - self.costs.base, self.tile, self.tile)
         decode = self.costs.decode_seconds(num_running, context)
         seconds = self._target
         if self._is_auto:
             rush = min(AUTO_RUSH_S, decode + self.costs.per_token * backlog)
-            seconds = max(min(max(seconds, rush), self._efficient), AUTO_STRETCH * decode)
+            seconds = max(min(max(seconds, rush), self._most), AUTO_STRETCH * decode)
         if self.costs.per_token > 0:  # whole tiles together with the decoding rows
             capacity = num_running + int((seconds - decode) / self.costs.per_token)
             tile = LARGE_TILE_TOKENS if capacity >= 3 * LARGE_TILE_TOKENS else self.tile
