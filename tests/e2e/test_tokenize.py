@@ -116,6 +116,17 @@ def test_health_generate_when_the_engine_refuses() -> None:
         assert client.get("/health").status_code == 200
 
 
+def test_streams_go_on_while_a_worker_tokenizes(server: ServerProcess, client: httpx.Client) -> None:
+    """However long that takes: they do not even run."""
+    workers = [pid for name, pid in server.info()["processes"].items() if name.startswith("minisgl-tokenizer")]
+    body = {"prompt": "Once upon a time", "max_tokens": 60, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        with stopped(*workers):
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
 def test_event_loop_is_free_while_a_worker_tokenizes(server: ServerProcess, client: httpx.Client) -> None:
     """However long that takes: they do not even run."""
 

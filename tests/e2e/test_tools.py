@@ -132,12 +132,7 @@ def test_several_forced_calls(client: openai.OpenAI) -> None:
     assert len(more.message.tool_calls) > 1
 
 
-LOW = -(2**63)
-# Schemas that crash the grammar library: a bound, and a long chain of references.
-CHAIN: dict[str, Any] = {
-    "$ref": "#/$defs/d0",
-    "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)} | {"d3000": {"type": "integer"}},
-}
+LOW = -(2**63)  # a bound that crashes the grammar library
 
 
 def tool(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -153,7 +148,6 @@ def tool(parameters: dict[str, Any]) -> dict[str, Any]:
         ({"tool_choice": "required", "tools": [{"type": "function", "function": {}}]}, "tools"),
         ({"tool_choice": "required", "tools": [tool({"type": "x"})]}, "tools"),
         ({"tool_choice": "required", "tools": [tool({"type": "integer", "minimum": LOW, "maximum": LOW})]}, "tools"),
-        ({"tool_choice": "required", "tools": [tool(CHAIN)]}, "tools"),
         ({"tool_choice": "required", "tools": TOOLS, "response_format": {"type": "json_object"}}, "tool_choice"),
     ],
 )
