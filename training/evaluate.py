@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--engine", choices=("minisgl", "transformers"), default="transformers")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
-    parser.add_argument("--quantization", choices=("int8",), help="of minisgl")
+    parser.add_argument("--quantization", choices=("int8", "int4"), help="of minisgl")
     parser.add_argument("--items", type=int, default=200, help="held-out items a skill")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--failures", type=Path, help="where to write the wrong answers, one JSON object a line")

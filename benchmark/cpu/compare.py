@@ -131,7 +131,8 @@ def _other_engines(args: argparse.Namespace, folder: Path, stack: ExitStack) -> 
             stack.callback(continuous.close)
             runners.append(continuous)
         elif name == "llama.cpp":
-            kinds = ("BF16" if args.dtype == "bfloat16" else "F32", "Q8_0")
+            quantized = ("Q4_0", "Q4_K_M") if args.quantization == "int4" else ("Q8_0",)
+            kinds = ("BF16" if args.dtype == "bfloat16" else "F32", *quantized)
             runners += [LlamaCpp(write_gguf(folder, kind), args.threads) for kind in kinds]
     return runners, skipped
 
@@ -240,7 +241,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-10m", help="default: qwen3-10m")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
-    parser.add_argument("--quantization", choices=("int8",), help="of our weights; ours without it is compared, too")
+    parser.add_argument(
+        "--quantization", choices=("int8", "int4"), help="of our weights; ours without it is compared, too"
+    )
     parser.add_argument("--threads", type=int, default=2, help="of each engine (default: 2)")
     parser.add_argument("--repeat", type=int, default=5, help="timed runs of each case (default: 5)")
     parser.add_argument("--steps", type=int, default=32, help="decode steps of a run (default: 32)")

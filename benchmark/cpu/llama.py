@@ -6,6 +6,7 @@ import ctypes
 import json
 import re
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,16 @@ def missing_for_llama(config: dict[str, Any]) -> str | None:
     return None
 
 
+QUANTIZED = {"Q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0", "Q4_K_M": "LLAMA_FTYPE_MOSTLY_Q4_K_M"}  # by llama.cpp itself
+
+
 def write_gguf(folder: Path, kind: str) -> Path:
-    """Write the dense Qwen3 checkpoint in `folder` as GGUF beside it, matrices as `kind` ("F32", "BF16", "Q8_0")."""
+    """Write the dense Qwen3 checkpoint in `folder` as GGUF beside it.
+
+    Matrices have type `kind` ("F32", "BF16", "Q8_0"), or the types that llama.cpp takes for it ("Q4_0", "Q4_K_M").
+    """
+    if kind in QUANTIZED:
+        return _quantize(write_gguf(folder, "BF16"), folder / f"{kind}.gguf", QUANTIZED[kind])
     import gguf
     from safetensors.torch import load_file
 
@@ -73,6 +82,26 @@ def write_gguf(folder: Path, kind: str) -> Path:
     return path
 
 
+@cache
+def _library() -> tuple[Any, Any]:
+    """llama.cpp's functions, and the callback that drops its log, which must stay alive."""
+    import llama_cpp as c
+
+    log = c.llama_log_callback(lambda level, text, data: None)
+    c.llama_log_set(log, None)
+    c.llama_backend_init()
+    return c, log
+
+
+def _quantize(source: Path, target: Path, type_name: str) -> Path:
+    c, _ = _library()
+    params = c.llama_model_quantize_default_params()
+    params.ftype = getattr(c, type_name)
+    status = c.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params))
+    assert status == 0, f"llama_model_quantize: {status}"
+    return target
+
+
 def gguf_name(name: str) -> str:
     match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.weight", name)
     assert match is not None, f"{name} is not a weight"
@@ -87,12 +116,9 @@ class LlamaCpp:
     """
 
     def __init__(self, path: Path, threads: int) -> None:
-        import llama_cpp as c
-
         self.name = f"llama.cpp, {path.stem}"
-        self._c, self._log = c, c.llama_log_callback(lambda level, text, data: None)
-        c.llama_log_set(self._log, None)
-        c.llama_backend_init()
+        c, _ = _library()
+        self._c = c
         self._model = c.llama_model_load_from_file(str(path).encode(), c.llama_model_default_params())
         params = c.llama_context_default_params()
         params.n_ctx, params.n_seq_max, params.n_batch = SLOTS * CONTEXT, SLOTS, BATCH

@@ -52,6 +52,15 @@ SHAPES = {
 }
 
 
+def wide(config: Any) -> Any:
+    """A copy whose matrices all have columns in chunks of 128, as matrices of 4 bits need."""
+    config = copy.deepcopy(config)
+    config.hidden_size, config.intermediate_size = 128, 256
+    config.head_dim = max(32, getattr(config, "head_dim", 0))
+    config.initializer_range = 0.1
+    return config
+
+
 def dense() -> dict[str, Any]:
     """The configurations that the native step takes."""
     ours = {
@@ -133,13 +142,13 @@ def ways(engine: NativeEngine) -> Iterator[torch.Tensor]:
 ROWS_OF_WAYS = 16
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bits_do_not_depend_on_the_company(tmp_path: Path, isa: str, dtype: str, quantization: str | None):
     """Nor on chunks, prefix hits, page size or threads, on all instruction sets."""
     for config in (dense()["qwen3-tied-wide-heads"], SHAPES["windows"], SHAPES["one-kv-head"]):
         folder = tmp_path / config.model_type
-        save(folder, config)
+        save(folder, wide(config) if quantization == "int4" else config)
         want = None
         for page_size, threads in ((16, 2), (1, 1), (64, 3)):
             for logits in ways(NativeEngine.load(folder, dtype, page_size, threads, quantization=quantization)):

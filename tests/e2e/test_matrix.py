@@ -109,9 +109,10 @@ def test_the_answers_are_right(expected: dict[str, tuple[str, int, str | None]],
         assert (function, json.loads(arguments)) == ("get_weather", {"city": "Paris"})
 
 
-def test_weights_of_eight_bits_answer_right() -> None:
-    with ServerProcess("--quantization", "int8") as server:
-        assert "int8" in server.info()["engine"]["runners"]
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_weights_in_few_bits_answer_right(quantization: str) -> None:
+    with ServerProcess("--quantization", quantization) as server:
+        assert quantization in server.info()["engine"]["runners"]
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
             texts = {name: text for name, (text, _, _) in answers(client).items()}
     assert [name for name, text in texts.items() if QUESTIONS[name][2] not in text] == []

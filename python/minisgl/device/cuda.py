@@ -30,7 +30,7 @@ class CudaDevice(Device):
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
-        self.has_fp8 = torch.cuda.get_device_capability(index) >= (8, 9)
+        self.has_fp8 = torch.cuda.get_device_capability(index) >= (8, 9)  # its kernels multiply quantized matrices
         self._up, self._down = _Ring(), _Ring()
 
     def upload(self, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:

@@ -38,7 +38,6 @@ class Device(ABC):
 
     torch_device: torch.device
     is_async: bool  # whether planning ahead on the host saves time
-    has_fp8: bool  # whether its ops multiply quantized matrices (`ops/quantized.py`)
 
     @property
     def type(self) -> str:
@@ -98,7 +97,6 @@ class CpuDevice(Device):
     """The host: work is done when `submit` returns."""
 
     is_async = False
-    has_fp8 = False
 
     def __init__(self, threads: int | None = None, num_processes: int = 1) -> None:
         """Use an equal part of cores and memory of each of `num_processes` processes."""

@@ -16,7 +16,6 @@ from minisgl.engine.costs import measure_costs
 from minisgl.engine.memory import plan_memory
 from minisgl.engine.runner import RUNNERS, ForwardOutput, Parts, Runner
 from minisgl.engine.state import LogitPenalties, RowState
-from minisgl.errors import ConfigError
 from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.models.weight import load_model
 from minisgl.ops.quantized import E4M3, MADE
@@ -45,11 +44,10 @@ class Engine:
         ops = resolve_ops(device.type)
         comm = comm.with_peers(spec.max_step_tokens, m.hidden_size, spec.dtype, ops)
         progress = Progress("loading weights", "B", spec.info.rank == 0).update
-        made = MADE.get(spec.quantization or "")
-        if device.type == "cuda" and not device.has_fp8 and (made is not None or spec.fp8_cache):
-            option = "--kv-cache-dtype fp8" if made is None else f"--quantization {spec.quantization}"
-            raise ConfigError(f"{option} needs a GPU with FP8 (compute capability 8.9 or later)")
-        model = load_model(spec.folder, m, spec.dtype, device, ops, spec.dummy_weight, progress, comm, made)
+        made = MADE[device.type].get(spec.quantization or "")
+        model = load_model(
+            spec.folder, m, spec.dtype, device, ops, spec.dummy_weight, progress, comm, made, factory.holds
+        )
         pool = self._pool(0)
         # One row more than requests: the dummy row pads captured steps.
         state = RowState(rows + 1, spec.pages_per_row, device.torch_device)

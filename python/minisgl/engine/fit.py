@@ -20,7 +20,7 @@ from minisgl.rounding import ceil_div
 from minisgl.settings.options import PAGE_SIZES, EngineConfig
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-QUANTIZATIONS: Final = {"cpu": {"int8": 8}, "cuda": {"fp8": 8, "int4": 4}}  # bits a weight
+QUANTIZATIONS: Final = {"cpu": {"int8": 8, "int4": 4}, "cuda": {"fp8": 8, "int4": 4}}  # bits a weight
 MAX_THREADS_PER_CORE: Final = 4  # more only wait for each other
 GB: Final = 1e9
 
@@ -71,10 +71,9 @@ class Footprint:
         row = 4 * (pages + (m.vocab_size if checkpoint.embedder is None else 0))  # page table, counts of tokens
         head = m.head_dim + 4 if config.kv_cache_dtype == "fp8" else m.head_dim * item
         page = m.num_layers * 2 * kv_heads * page_size * head
-        bits = 8 * item  # on a CPU the whole model is loaded before it is rounded
-        if device == "cuda":
-            bits = QUANTIZATIONS[device].get(config.quantization or "", bits)
-            bits = bits if m.quantization is None else m.quantization.bits
+        bits = QUANTIZATIONS[device].get(config.quantization or "", 8 * item)
+        if m.quantization is not None and (device == "cuda" or m.quantization.layout == "packed"):
+            bits = m.quantization.bits
         expert_bits = bits if bits == 8 else 8 * item
         weights = m.num_others * item + (m.num_projections * bits + m.num_expert_weights * expert_bits) // 8
         return cls(weights // config.tp, config.max_running_requests * row, page, page_size)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from minisgl.engine.state import LogitPenalties, RowState
     from minisgl.kvcache.mha_pool import MHAKVPool
     from minisgl.models.llama import LlamaForCausalLM
+    from minisgl.ops.quantized import Format
     from minisgl.ops.table import OpTable
 
 
@@ -85,6 +86,9 @@ class RunnerFactory(Protocol):
 
     def __init__(self, spec: EngineSpec, device: Device) -> None:
         """Raises `ConfigError` for settings that the device cannot honour, before anything is loaded."""
+
+    def holds(self, kind: Format) -> bool:
+        """Whether the runners multiply a checkpoint's matrices of this format as they are."""
 
     @staticmethod
     def choose_dtype(spec: EngineSpec) -> EngineSpec:

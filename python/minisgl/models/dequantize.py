@@ -291,13 +291,18 @@ def _gptq(parts: _Parts, quantization: Quantization) -> tuple[Matrix, tuple[int,
     parts.require(words, "qweight", (ceil_div(columns, len(shifts)), rows))
     parts.require(zeros, "qzeros", (num_groups, ceil_div(rows, len(shifts))))
     groups = slice(0, num_groups)
+
+    def zeros_of(r: slice) -> Tensor:
+        return _slice(zeros.data, 1, r, groups, shifts, bits).t() + offset
+
+    is_symmetric = bool((zeros_of(slice(0, rows)) == 1 << bits - 1).all())
     return (
         _Packed(
             lambda r, c, upload: _slice(words.data, 0, c, r, shifts, bits, upload),
             lambda r: scales.data[groups, r].t(),
-            lambda r: _slice(zeros.data, 1, r, groups, shifts, bits).t() + offset,
+            zeros_of,
             of := _column_groups(parts, columns, num_groups, order),
-            _format(bits, columns, scales, of, num_groups, True),
+            _format(bits, columns, scales, of, num_groups, not is_symmetric),
         ),
         (rows, columns),
     )

@@ -51,6 +51,7 @@ Progress = Callable[[int, int], None]
 FLOATS: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, by the file format's name of a dtype
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ROUNDED_BYTES: Final = 256 << 10  # of a piece that a CPU rounds: its intermediate results stay in L2
 PIECE_BYTES: Final = 8 << 20  # small enough to spread over threads and to overlap, large enough to hide Python's time
 MAX_THREADS: Final = 8
 DUMMY_STD: Final = 0.02
@@ -70,12 +71,13 @@ def load_model(
     progress: Progress | None = None,
     comm: Communicator | None = None,
     made: Format | None = None,
+    holds: Callable[[Format], bool] = lambda kind: False,
 ) -> LlamaForCausalLM:
     """Build this rank's shard of the model and fill it from `folder`, or with fixed random numbers if `dummy`.
 
-    Projections are rounded to the format `made`. Those that are quantized in the checkpoint stay so where the device
-    can multiply them, else they are converted to `dtype`. Raise `ConfigError` naming the tensors if the checkpoint does
-    not fit its config.json.
+    Projections are rounded to the format `made`, else to `dtype`. Those that the checkpoint has in a format that the
+    device `holds` stay as they are. Raise `ConfigError` naming the tensors if the checkpoint does not fit its
+    config.json.
     """
     kind, comm = MODELS.load(config.architecture), comm or SoloCommunicator(ALONE, device.torch_device)
 
@@ -95,8 +97,9 @@ def load_model(
         stored = open_checkpoint(hf.weight_files(folder), stack, config.quantization)
 
         def stored_format(name: str) -> Format | None:
-            found = stored[name].data if name in stored and device.has_fp8 else None
-            return found.format if isinstance(found, Matrix) else made_format(name)
+            found = stored[name].data if name in stored else None
+            kept = found.format if isinstance(found, Matrix) else None
+            return kept if kept is not None and holds(kept) else made_format(name)
 
         model = build(stored_format)
         _require_made(model.parameters, made)
@@ -254,7 +257,7 @@ class _Piece:
         data, target = self.stored.data, self.target
         if isinstance(target, Tensor):
             uploader.copy(target, data[self.take])
-        elif isinstance(data, Matrix):
+        elif isinstance(data, Matrix) and data.format == target.format:
             rows, columns = self.take
             uploader.run(lambda upload: target.fill(*data.numbers((rows, columns), upload)))
         else:
@@ -262,12 +265,13 @@ class _Piece:
 
 
 def _cut(parameter: Parameter, source: Source, stored: Stored) -> Iterator[_Piece]:
-    """Cut the rows of a source into pieces of about PIECE_BYTES, of at least one row, or block of rows, each."""
+    """Cut the rows of a source into pieces of about PIECE_BYTES or ROUNDED_BYTES; a row or block of rows is whole."""
     target = parameter.tensor
     rows, *others = source.take
     row_bytes = math.prod(s.stop - s.start for s in others) * FLOATS[stored.dtype]
     unit = target.format.rows if isinstance(target, Quantized) else 1
-    step = max(1, PIECE_BYTES // max(row_bytes * unit, 1)) * unit
+    size = ROUNDED_BYTES if isinstance(target, Quantized) and target.data.is_cpu else PIECE_BYTES
+    step = max(1, size // max(row_bytes * unit, 1)) * unit
     for start in range(0, source.rows, step):
         stop = min(start + step, source.rows)
         first, last = source.start + start, source.start + stop

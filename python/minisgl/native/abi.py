@@ -24,13 +24,14 @@ _Fields = tuple[tuple[str, str], ...]
 
 LAYER_WEIGHTS: Final[_Fields] = (
     ("const void*", "qkv o gate_up down"),
+    ("int64_t", "qkv_bits o_bits gate_up_bits down_bits"),  # 8, 4, or 0 for the model's type
     ("const float*", "qkv_bias o_bias gate_up_bias down_bias"),  # or null
     ("const float*", "input_norm post_norm q_norm k_norm"),  # the last two or null
     ("const float*", "cos_sin"),  # [positions, dim]
     ("int64_t", "window"),  # 0 = none
 )
 MODEL_SPEC: Final[_Fields] = (
-    ("int64_t", "is_bf16 is_int8 layers hidden intermediate vocab heads kv_heads dim page threads is_tied"),
+    ("int64_t", "is_bf16 head_bits layers hidden intermediate vocab heads kv_heads dim page threads is_tied"),
     ("double", "eps scale"),
     ("const LayerWeights*", "weights"),  # [layers]
     ("const void*", "embedding head"),  # [vocab, hidden]; of a tied pair only the packed head is read

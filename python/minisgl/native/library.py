@@ -39,6 +39,7 @@ COMPILER_NAMES: Final = {
 ISAS: Final[Mapping[str, tuple[str, ...]]] = {
     "amx_bf16": (*_AVX512, "avx512_bf16", "avx512_vnni", "fma", "amx_tile", "amx_bf16"),
     "avx512_bf16": (*_AVX512, "avx512_bf16", "avx512_vnni", "fma"),
+    "avx512_vnni": (*_AVX512, "avx512_vnni", "fma"),
     "avx512": (*_AVX512, "fma"),
     "avx2": ("avx2", "fma"),
     "generic": (),
@@ -63,8 +64,10 @@ class NativeLibrary:
         self.step = CFUNCTYPE(None, c_void_p, POINTER(StepPlan), c_void_p, c_void_p)(("minisgl_step", library))
         self.logits = CFUNCTYPE(c_void_p, c_void_p)(("minisgl_logits", library))
         self.pack = CFUNCTYPE(None, c_void_p, c_int64, c_int64, c_int64)(("minisgl_pack", library))
-        self.int8_size = CFUNCTYPE(c_int64, c_int64, c_int64)(("minisgl_int8_size", library))
-        self.quantize = CFUNCTYPE(None, c_void_p, c_int64, c_int64, c_int64, c_void_p)(("minisgl_quantize", library))
+        self.quantized_size = CFUNCTYPE(c_int64, c_int64, c_int64, c_int64)(("minisgl_quantized_size", library))
+        self.pack_quantized = CFUNCTYPE(None, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p)(
+            ("minisgl_pack_quantized", library)
+        )
 
 
 def load_native() -> NativeLibrary:

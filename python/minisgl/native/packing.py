@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch.nn import functional as F
 
+from minisgl.ops.quantized import INT8, Quantized, unpack
 from minisgl.rounding import round_up
 
 if TYPE_CHECKING:
@@ -20,38 +21,64 @@ if TYPE_CHECKING:
     from minisgl.native.library import NativeLibrary
 
 LANES: Final = 16  # rows of a panel of packed weights
+ROUNDED_ROWS: Final = 64  # at once: intermediate results stay in L2
 
 
-def pack_weights(model: LlamaForCausalLM, library: NativeLibrary, quantizes: bool) -> None:
-    """Pack or quantize all matrices except an untied embedding, and move them into one block of memory.
+def pack_weights(model: LlamaForCausalLM, library: NativeLibrary, rounds_head: bool) -> None:
+    """Pack all matrices except an untied embedding, and move them into one block of memory.
 
-    The tensors then hold what the library reads; quantized weights are bytes that no op in torch can use.
+    With `rounds_head` the head, and a tied embedding, are rounded to 8 bits. The tensors then hold what the library
+    reads; no op in torch can use them.
     """
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
     matrices = [
         p.tensor
         for p in model.parameters
-        if isinstance(p.tensor, torch.Tensor)
-        and p.tensor.dim() == 2
-        and (p.tensor is not embedding or head is embedding)
+        if len(p.tensor.shape) == 2 and (p.tensor is not embedding or head is embedding)
     ]
-    shapes = [(round_up(len(weight), LANES), weight.shape[1]) for weight in matrices]
-    item = embedding.itemsize
-    places = _zeros([library.int8_size(*shape) if quantizes else math.prod(shape) * item for shape in shapes])
-    for (rows, cols), weight, place in zip(shapes, matrices, places, strict=True):
+    sizes = []
+    for weight in matrices:
+        shape = round_up(weight.shape[0], LANES), weight.shape[1]
+        bits = weight.format.bits if isinstance(weight, Quantized) else 8 if rounds_head and weight is head else 0
+        sizes.append(library.quantized_size(bits, *shape) if bits else math.prod(shape) * embedding.itemsize)
+    for weight, place in zip(matrices, _zeros(sizes), strict=True):
+        if isinstance(weight, Quantized):
+            _pack_quantized(weight, library, place)
+            weight.data.set_(place.view(weight.data.dtype))  # type: ignore[call-overload]  # frees the old memory
+            weight.scale.set_(weight.scale.new_empty(0))  # type: ignore[call-overload]
+            continue
         packed = place.view(weight.dtype)
-        is_bf16 = weight.dtype is torch.bfloat16
-        if quantizes:
-            whole = F.pad(weight, (0, 0, 0, rows - len(weight))) if rows > len(weight) else weight
-            library.quantize(whole.data_ptr(), is_bf16, rows, cols, packed.data_ptr())
+        if rounds_head and weight is head:
+            _pack_quantized(_rounded(weight), library, place)
         else:
-            packed = packed.view(rows, cols)[: len(weight)]
-            packed.copy_(weight)
-            library.pack(packed.data_ptr(), is_bf16, rows, cols)
-        weight.set_(packed)  # type: ignore[call-overload]  # frees the old memory
+            cols = weight.shape[1]
+            packed = packed.view(-1, cols)
+            packed[: len(weight)] = weight
+            library.pack(packed.data_ptr(), weight.dtype is torch.bfloat16, len(packed), cols)
+            packed = packed[: len(weight)]
+        weight.set_(packed)  # type: ignore[call-overload]
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(ctypes.c_size_t(0))  # else glibc keeps freed blocks below 32 MB
+
+
+def _pack_quantized(weight: Quantized, library: NativeLibrary, place: Tensor) -> None:
+    """Pack numbers and scales, in groups of the library's length, into `place`."""
+    kind, (rows, cols) = weight.format, weight.shape
+    numbers = unpack(weight.data) if kind.bits == 4 else weight.data
+    scale = weight.scale.to(torch.bfloat16).repeat_interleave(kind.group // INT8.group, 1)
+    more = (0, 0, 0, round_up(rows, LANES) - rows)
+    numbers, scale = F.pad(numbers, more), F.pad(scale, more)
+    library.pack_quantized(kind.bits, numbers.data_ptr(), scale.data_ptr(), len(numbers), cols, place.data_ptr())
+
+
+def _rounded(weight: Tensor) -> Quantized:
+    rows, cols = weight.shape
+    result = INT8.empty(rows, cols, weight.device)
+    for start in range(0, rows, ROUNDED_ROWS):
+        stop = min(start + ROUNDED_ROWS, rows)
+        result.part(start, stop).round_from(weight[start:stop])
+    return result
 
 
 def _zeros(sizes: list[int]) -> tuple[Tensor, ...]:

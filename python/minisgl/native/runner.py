@@ -21,6 +21,7 @@ from minisgl.models.families import FAMILIES
 from minisgl.native.abi import LayerWeights, ModelSpec, StepPlan
 from minisgl.native.library import NativeLibrary, load_native
 from minisgl.native.packing import LANES, pack_weights
+from minisgl.ops.quantized import INT8, Format, Quantized
 from minisgl.ops.sampling import rows_per_pass
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("minisgl.native")
 
 DTYPES: Final = (torch.float32, torch.bfloat16)
-GROUP: Final = 32  # columns of a quantized weight that share a scale
 SAMPLING_FLOPS: Final = 50.0  # roughly, for each logit of a token that the ops in torch sample
 PLAIN: Final = Flag.SAMPLES | Flag.FROM_DEVICE
 
@@ -56,7 +56,7 @@ def refusal(spec: EngineSpec) -> str | None:
     if spec.fp8_cache:
         return "the KV cache is FP8"
     sizes = {"head_dim": (m.head_dim, LANES)}
-    step = GROUP if spec.quantization else LANES
+    step = INT8.group if spec.quantization else LANES
     sizes |= {"hidden_size": (m.hidden_size, step), "intermediate_size": (m.intermediate_size, step)}
     sizes |= {"heads * head_dim": (m.num_heads * m.head_dim, step)}
     for name, (size, divisor) in sizes.items():
@@ -197,8 +197,10 @@ class NativeRunner:
         layers = self._layers = (LayerWeights * m.num_layers)()
         for c, layer, window in zip(layers, decoder.layers, m.windows, strict=True):
             attention, mlp = layer.self_attn, layer.mlp
-            c.qkv, c.o = attention.qkv_proj.weight.data_ptr(), attention.o_proj.weight.data_ptr()
-            c.gate_up, c.down = mlp.gate_up_proj.weight.data_ptr(), mlp.down_proj.weight.data_ptr()
+            c.qkv, c.qkv_bits = _address_and_bits(attention.qkv_proj.weight)
+            c.o, c.o_bits = _address_and_bits(attention.o_proj.weight)
+            c.gate_up, c.gate_up_bits = _address_and_bits(mlp.gate_up_proj.weight)
+            c.down, c.down_bits = _address_and_bits(mlp.down_proj.weight)
             c.qkv_bias, c.o_bias = self._float(attention.qkv_proj.bias), self._float(attention.o_proj.bias)
             c.gate_up_bias, c.down_bias = self._float(mlp.gate_up_proj.bias), self._float(mlp.down_proj.bias)
             c.input_norm = self._float(layer.input_layernorm.weight)
@@ -206,10 +208,10 @@ class NativeRunner:
             c.q_norm, c.k_norm = self._float(attention.heads.q_weight), self._float(attention.heads.k_weight)
             c.cos_sin = attention.heads.cos_sin.data_ptr()
             c.window = window or 0
-        head: Any = model.lm_head.weight  # a tensor: on a CPU no weight is `Quantized`
+        head: Any = model.lm_head.weight  # always a tensor
         return ModelSpec(
             is_bf16=spec.dtype is torch.bfloat16,
-            is_int8=spec.quantization == "int8",
+            head_bits=8 if spec.quantization else 0,
             layers=m.num_layers,
             hidden=m.hidden_size,
             intermediate=m.intermediate_size,
@@ -232,6 +234,10 @@ class NativeRunner:
             table_width=state.page_table.stride(0),
             **{name: getattr(state, name).data_ptr() for name in ("last_token", "temperature", "noise_key")},
         )
+
+
+def _address_and_bits(weight: Tensor | Quantized) -> tuple[int, int]:
+    return (weight.data.data_ptr(), weight.format.bits) if isinstance(weight, Quantized) else (weight.data_ptr(), 0)
 
 
 def _token_by_token(slots: Records) -> Records:
@@ -265,6 +271,10 @@ class CpuRunners:
             raise ConfigError(f"--quantization {spec.quantization} needs the C++ step of a CPU: {reason}")
         if spec.pooling is None:
             _log.warning("steps run op by op, several times slower than the C++ step: %s", reason)
+
+    def holds(self, kind: Format) -> bool:
+        """The C++ step multiplies numbers of 4 bits without zeros, in groups of a multiple of its own."""
+        return self._library is not None and kind.bits == 4 and not kind.has_zeros and kind.group % INT8.group == 0
 
     @staticmethod
     def choose_dtype(spec: EngineSpec) -> EngineSpec:

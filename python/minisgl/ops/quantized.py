@@ -22,40 +22,50 @@ SHRINKS: Final = [1.0 - 0.02 * i for i in range(16)]  # of a group's scale: a sm
 class Format:
     """How a matrix [N, K] is stored: w = (q - zero) scale.
 
-    8 bits  q is float8_e4m3fn, without zeros; a scale belongs to a row (`group` 0) or to a block of `group` by `group`.
-    4 bits  q is 0 to 15; a scale, and a zero if there are any (else it is 8), belong to `group` columns of a row.
+    fp8   q is float8_e4m3fn, without zeros; a scale belongs to a row (`group` 0) or to a block of `group` by `group`.
+    int8  q is -127 to 127, without zeros; a scale belongs to `group` columns of a row.
+    int4  q is 0 to 15; a scale, and a zero if there are any (else it is 8), belong to `group` columns of a row.
     """
 
     bits: int
     group: int
     has_zeros: bool = False
     scale_dtype: torch.dtype = torch.float32
+    is_integer: bool = False  # of 8 bits
+
+    @property
+    def name(self) -> str:
+        return "int4" if self.bits == 4 else "int8" if self.is_integer else "fp8"
 
     @property
     def rows(self) -> int:
         """The number of rows that share a scale."""
-        return self.group if self.bits == 8 and self.group else 1
+        return self.group if self.name == "fp8" and self.group else 1
 
     @property
     def columns(self) -> int:
         """What a number of columns must be a multiple of."""
-        return CHUNK if self.bits == 4 or self.group else 16
+        return self.group if self.is_integer else CHUNK if self.bits == 4 or self.group else 16
 
     def __str__(self) -> str:
-        shared = f"groups of {self.group}" if self.bits == 4 else f"blocks of {self.group}" if self.group else "rows"
-        return f"{'fp8' if self.bits == 8 else 'int4'} with scales for {shared}"
+        shared = f"{'blocks' if self.name == 'fp8' else 'groups'} of {self.group}" if self.group else "rows"
+        return f"{self.name} with scales for {shared}"
 
     def empty(self, rows: int, columns: int, device: torch.device) -> Quantized:
         """Allocate a matrix [rows, columns]."""
-        width, dtype = (columns, E4M3) if self.bits == 8 else (columns // 2, torch.uint8)
+        width, dtype = columns * self.bits // 8, {"fp8": E4M3, "int8": torch.int8, "int4": torch.uint8}[self.name]
         data = torch.empty(rows, width, dtype=dtype, device=device)
         groups = ceil_div(columns, self.group) if self.group else 1
         scale = torch.empty(ceil_div(rows, self.rows), groups, dtype=self.scale_dtype, device=device)
         return Quantized(self, data, scale, torch.empty_like(scale) if self.has_zeros else None)
 
 
-# What `--quantization` makes of a checkpoint in 16 bits.
-MADE: Final = {"fp8": Format(8, 0), "int4": Format(4, 128, scale_dtype=torch.bfloat16)}
+INT8: Final = Format(8, 32, scale_dtype=torch.bfloat16, is_integer=True)
+# What `--quantization` makes of a checkpoint in 16 bits, by kind of device.
+MADE: Final[dict[str, dict[str, Format]]] = {
+    "cpu": {"int8": INT8, "int4": Format(4, 32, scale_dtype=torch.bfloat16)},
+    "cuda": {"fp8": Format(8, 0), "int4": Format(4, 128, scale_dtype=torch.bfloat16)},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +116,10 @@ class Quantized:
     def round_from(self, values: Tensor) -> None:
         """Fill the matrix with the floats `values` [N, K], rounded."""
         kind = self.format
-        self.fill(
-            *(round_fp8(values, kind.group) if kind.bits == 8 else round_int4(values, kind.group, kind.scale_dtype))
-        )
+        if kind.name == "fp8":
+            self.fill(*round_fp8(values, kind.group))
+        else:
+            self.fill(*(round_int8 if kind.is_integer else round_int4)(values, kind.group, kind.scale_dtype))
 
     def fill(self, q: Tensor, scale: Tensor, zeros: Tensor | None = None) -> None:
         """Fill the matrix with numbers [N, K], scales and zeros as the format says."""
@@ -120,13 +131,14 @@ class Quantized:
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The matrix in floats [N, K]."""
         rows, columns = self.shape
-        if self.format.bits == 8:
+        if self.format.name == "fp8":
             scale = self.scale
             if self.format.group:
                 scale = _spread(_spread(scale, 0, self.format.group, rows), 1, self.format.group, columns)
             return (self.data.float() * scale).to(dtype)
-        q = unpack(self.data).float().view(rows, -1, self.format.group)
-        zeros = 8.0 if self.zeros is None else self.zeros.float().unsqueeze(2)
+        is_int4 = self.format.bits == 4
+        q = (unpack(self.data) if is_int4 else self.data).float().view(rows, -1, self.format.group)
+        zeros = 8.0 * is_int4 if self.zeros is None else self.zeros.float().unsqueeze(2)
         return ((q - zeros) * self.scale.float().unsqueeze(2)).view(rows, columns).to(dtype)
 
 
@@ -188,6 +200,13 @@ def round_fp8(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
     scale = positive(blocks.abs().amax((1, 3)) / E4M3_MAX)
     q = (blocks / scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX).view(padded.shape)[:rows, :columns]
     return q.to(E4M3), scale
+
+
+def round_int8(weight: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Round [N, K] -> (numbers [N, K] int8, scales [N, K / group] in `dtype`)."""
+    w = weight.float().view(len(weight), -1, group)
+    scale = (w.abs().amax(2, keepdim=True) / 127).to(dtype)
+    return (w / positive(scale.float())).round_().clamp_(-127, 127).to(torch.int8).flatten(1), scale.squeeze(2)
 
 
 def round_int4(weight: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

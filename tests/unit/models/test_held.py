@@ -17,6 +17,7 @@ from minisgl.checkpoint.quantization import read_quantization
 from minisgl.device.device import CpuDevice
 from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import DistributedInfo
+from minisgl.engine.fit import QUANTIZATIONS
 from minisgl.errors import ConfigError
 from minisgl.layers.builder import Builder, Init, Parameter, Source
 from minisgl.layers.linear import RMSNorm
@@ -27,26 +28,20 @@ from minisgl.models.llama import LlamaForCausalLM
 from minisgl.models.mlp import SparseMLP
 from minisgl.models.model_config import ModelConfig
 from minisgl.models.weight import fill, load_model, open_checkpoint
-from minisgl.ops.quantized import MADE, Format, Quantized, pack, unpack
+from minisgl.ops.quantized import INT8, MADE, Format, Quantized, pack, unpack
 from minisgl.ops.table import load_ops
 from unit.models.test_dequantize import pack as words
-
-
-class Fp8Device(CpuDevice):
-    """The host, with the reference of the products that a GPU has."""
-
-    has_fp8 = True
-
 
 CPU = torch.device("cpu")
 
 
 def load(
-    folder: Path, device: CpuDevice, made: Format | None = None, ranks: int = 1, rank: int = 0
+    folder: Path, holds: bool = False, made: Format | None = None, ranks: int = 1, rank: int = 0
 ) -> LlamaForCausalLM:
     config = ModelConfig.from_hf(load_config(folder))
     comm = SoloCommunicator(DistributedInfo(rank, ranks), CPU)
-    return load_model(folder, config, torch.bfloat16, device, load_ops("reference"), comm=comm, made=made)
+    ops = load_ops("reference")
+    return load_model(folder, config, torch.bfloat16, CpuDevice(1), ops, comm=comm, made=made, holds=lambda kind: holds)
 
 
 def dense(model: LlamaForCausalLM) -> list[Tensor]:
@@ -62,7 +57,7 @@ def test_numbers_of_a_checkpoint_are_kept(scheme: str, ranks: int, kept: int, tm
     folder = tmp_path / "out"
     quantize.quantize(str(BUILTIN_MODEL), folder, scheme)
     for rank in range(ranks):
-        held, widened = (load(folder, device, None, ranks, rank) for device in (Fp8Device(1), CpuDevice(1)))
+        held, widened = (load(folder, holds, None, ranks, rank) for holds in (True, False))
         matrices = [p.tensor for p in held.parameters if isinstance(p.tensor, Quantized)]
         # Of 4 ranks' parts, 64 rows of k and v and 192 rows or columns of the MLP cut through blocks of 128, and 192
         # columns through groups of 128.
@@ -72,19 +67,19 @@ def test_numbers_of_a_checkpoint_are_kept(scheme: str, ranks: int, kept: int, tm
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("scheme", MADE)
+@pytest.mark.parametrize(("device", "scheme"), [(device, scheme) for device in MADE for scheme in MADE[device]])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_checkpoint_in_16_bits_is_rounded_while_it_loads(scheme: str, ranks: int) -> None:
-    held, plain = (load(BUILTIN_MODEL, Fp8Device(1), made, ranks, ranks - 1) for made in (MADE[scheme], None))
+def test_a_checkpoint_in_16_bits_is_rounded_while_it_loads(device: str, scheme: str, ranks: int) -> None:
+    held, plain = (load(BUILTIN_MODEL, True, made, ranks, ranks - 1) for made in (MADE[device][scheme], None))
     assert sum(isinstance(p.tensor, Quantized) for p in held.parameters) == 24
     assert not isinstance(held.lm_head.weight, Quantized)
     assert f"{scheme} with scales" in held.quantization
-    limit = {"fp8": 0.03, "int4": 0.12}[scheme]
+    limit = {"fp8": 0.03, "int8": 0.007, "int4": 0.12}[scheme]
     for a, b in zip(dense(held), dense(plain), strict=True):
         assert float((a.float() - b.float()).norm() / b.float().norm()) < limit
     pairs = [(a.tensor, b.tensor) for a, b in zip(held.parameters, plain.parameters, strict=True)]
     for a, b in pairs:
-        assert not isinstance(a, Quantized) or a.nbytes < {"fp8": 0.51, "int4": 0.27}[scheme] * b.nbytes
+        assert not isinstance(a, Quantized) or a.nbytes < {"fp8": 0.51, "int8": 0.54, "int4": 0.29}[scheme] * b.nbytes
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +104,11 @@ def moe_layer(model: LlamaForCausalLM) -> SparseMLP:
 )
 def test_experts_keep_8_bits(published: bool, ranks: int, kept: bool, experts: Path, tmp_path: Path) -> None:
     """In blocks of a checkpoint, which 64 columns of the fourth rank cut, or in rows that are rounded at the start."""
-    made = None if published else MADE["fp8"]
+    made = None if published else MADE["cuda"]["fp8"]
     if published:
         quantize.quantize(str(experts), tmp_path / "out", "fp8")
-    held = load(tmp_path / "out" if published else experts, Fp8Device(1), made, ranks, ranks - 1)
-    wide = load(tmp_path / "out" if published else experts, CpuDevice(1), None, ranks, ranks - 1)
+    held = load(tmp_path / "out" if published else experts, True, made, ranks, ranks - 1)
+    wide = load(tmp_path / "out" if published else experts, False, None, ranks, ranks - 1)
     assert not any(isinstance(p.tensor, Quantized) for p in wide.parameters)
     layer, widened = moe_layer(held), moe_layer(wide)
     for got, want in ((layer.gate_up, widened.gate_up), (layer.down, widened.down)):
@@ -131,12 +126,22 @@ def test_experts_keep_8_bits(published: bool, ranks: int, kept: bool, experts: P
 
 
 def test_experts_stay_in_16_bits_beside_4(experts: Path, caplog: pytest.LogCaptureFixture) -> None:
-    held = load(experts, Fp8Device(1), MADE["int4"])
+    held = load(experts, True, MADE["cuda"]["int4"])
     assert isinstance(moe_layer(held).gate_up, Tensor) and "experts in int4" in caplog.text
     assert any(isinstance(p.tensor, Quantized) for p in held.parameters)
 
 
-@pytest.mark.parametrize("kind", [Format(8, 0), Format(8, 128), Format(4, 32, has_zeros=True)], ids=str)
+@pytest.mark.parametrize("scheme", ["fp8", "int4"])
+def test_what_a_device_does_not_hold_can_be_rounded_again(scheme: str, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    quantize.quantize(str(BUILTIN_MODEL), folder, scheme)
+    again, widened = (load(folder, False, made) for made in (INT8, None))
+    assert {p.tensor.format for p in again.parameters if isinstance(p.tensor, Quantized)} == {INT8}
+    for a, b in zip(dense(again), dense(widened), strict=True):
+        assert float((a.float() - b.float()).norm() / b.float().norm()) < 0.007
+
+
+@pytest.mark.parametrize("kind", [Format(8, 0), Format(8, 128), Format(4, 32, has_zeros=True), INT8], ids=str)
 def test_parts_are_filled_apart(kind: Format) -> None:
     torch.manual_seed(0)
     values = torch.randn(256, 384)
@@ -149,6 +154,27 @@ def test_parts_are_filled_apart(kind: Format) -> None:
     assert all(
         torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(whole.tensors, parts.tensors, strict=True)
     )
+
+
+def test_what_the_settings_offer_is_what_is_made() -> None:
+    offered = {(device, name): bits for device, names in QUANTIZATIONS.items() for name, bits in names.items()}
+    assert offered == {(device, name): kind.bits for device, kinds in MADE.items() for name, kind in kinds.items()}
+
+
+def test_gptq_without_zero_points_is_symmetric(tmp_path: Path) -> None:
+    """AutoGPTQ writes zero points always: 7, which is 8 less one, if there are none."""
+    torch.manual_seed(0)
+    rows, columns, group = 48, 256, 128
+    q, scale = torch.randint(0, 16, (rows, columns)), (torch.rand(rows, columns // group) + 0.1).half()
+    for zero in (8, 5):
+        zeros = torch.full((rows, columns // group), 8)
+        zeros[3, 1] = zero
+        tensors = {"qweight": words(q.t(), 4, 0), "qzeros": words(zeros.t() - 1, 4, 1), "scales": scale.t()}
+        save_file({f"a.{name}": t.contiguous() for name, t in tensors.items()}, tmp_path / "model.safetensors")
+        quantization = read_quantization({"quantization_config": {"quant_method": "gptq", "bits": 4}})
+        with ExitStack() as stack:
+            found = open_checkpoint([tmp_path / "model.safetensors"], stack, quantization)["a.weight"].data
+            assert isinstance(found, Matrix) and found.format == Format(4, group, zero != 8, torch.float16)
 
 
 def test_packing_is_reversible() -> None:
@@ -208,8 +234,8 @@ def test_blocks_as_wide_as_the_matrix_are_not_rows(block: list[int], shape: tupl
 
 
 def test_what_cannot_be_rounded_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    made = MADE["int4"]  # four ranks have 192 columns of down, no multiple of 128
-    held = load(BUILTIN_MODEL, Fp8Device(1), made, ranks=4)
+    made = MADE["cuda"]["int4"]  # four ranks have 192 columns of down, no multiple of 128
+    held = load(BUILTIN_MODEL, True, made, ranks=4)
     assert sum(isinstance(p.tensor, Quantized) for p in held.parameters) == 18
     assert "6 matrices stay in 16 or 32 bits" in caplog.text and "down_proj" in caplog.text
     builder = Builder(load_ops("reference"), torch.bfloat16, CPU)

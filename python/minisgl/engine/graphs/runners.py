@@ -11,13 +11,15 @@ from minisgl.engine.graphs.decode import GraphRunner, graph_sizes
 from minisgl.engine.graphs.mixed import MixedGraphRunner
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.trial import decode_plan, largest_prefill
+from minisgl.errors import ConfigError
 from minisgl.process.log import Progress
 from minisgl.triton.launch import compile_ahead
 
 if TYPE_CHECKING:
-    from minisgl.device.device import Device
+    from minisgl.device.cuda import CudaDevice
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.runner import Parts, Runner
+    from minisgl.ops.quantized import Format
 
 _log = logging.getLogger("minisgl.engine")
 
@@ -28,8 +30,15 @@ SMALL_STEPS: Final = (1, 2, 3, 16, 64)
 class CudaRunners:
     """The `RunnerFactory` of NVIDIA GPUs."""
 
-    def __init__(self, spec: EngineSpec, device: Device) -> None:
+    def __init__(self, spec: EngineSpec, device: CudaDevice) -> None:
         self._spec = spec
+        self._has_fp8 = device.has_fp8
+        if not device.has_fp8 and (spec.quantization is not None or spec.fp8_cache):
+            option = "--kv-cache-dtype fp8" if spec.quantization is None else f"--quantization {spec.quantization}"
+            raise ConfigError(f"{option} needs a GPU with FP8 (compute capability 8.9 or later)")
+
+    def holds(self, kind: Format) -> bool:
+        return self._has_fp8
 
     @staticmethod
     def choose_dtype(spec: EngineSpec) -> EngineSpec:

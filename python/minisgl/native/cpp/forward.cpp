@@ -1,9 +1,10 @@
 // One step of a Llama-shaped model: plan in, tokens out. Plain C ABI, see native/library.py.
 #include <algorithm>
 #include <memory>
+#include <variant>
 
 #include "attention.h"
-#include "gemm_int8.h"
+#include "gemm_quantized.h"
 #include "model.h"
 #include "sample.h"
 
@@ -11,12 +12,23 @@ namespace minisgl {
 
 constexpr int64_t kSlice = 512;  // tokens that go through a layer together
 
-// K/V and an untied embedding are T, all other weights W.
-template <class T, class W = T>
+// A matrix in the model's type T, or in 8 or 4 bits.
+template <class T>
+using Weight = std::variant<Matrix<T>, Matrix<Int8>, Matrix<Int4>>;
+
+template <class T>
+Weight<T> weight(const void* data, int64_t bits, int64_t rows, int64_t cols, const float* bias) {
+    if (bits == 8) return Matrix<Int8>{(const Int8*)data, rows, cols, bias};
+    if (bits == 4) return Matrix<Int4>{(const Int4*)data, rows, cols, bias};
+    return Matrix<T>{(const T*)data, rows, cols, bias};
+}
+
+// K/V and an untied embedding are T.
+template <class T>
 class Decoder : public Model {
     using X = typename Dot<T>::X;
     struct Layer {
-        Matrix<W> qkv, o, gate_up, down;
+        Weight<T> qkv, o, gate_up, down;
         const LayerWeights* w;
     };
     struct Piece {  // tokens of a slot that go through the layers together
@@ -32,14 +44,13 @@ class Decoder : public Model {
         for (int64_t l = 0; l < s_.layers; ++l) {
             weights_.push_back(s_.weights[l]);
             const LayerWeights& w = s_.weights[l];
-            layers_.push_back({{(const W*)w.qkv, all, h, w.qkv_bias},
-                               {(const W*)w.o, h, q, w.o_bias},
-                               {(const W*)w.gate_up, 2 * i, h, w.gate_up_bias},
-                               {(const W*)w.down, h, i, w.down_bias},
-                               nullptr});
+            layers_.push_back({weight<T>(w.qkv, w.qkv_bits, all, h, w.qkv_bias),
+                               weight<T>(w.o, w.o_bits, h, q, w.o_bias),
+                               weight<T>(w.gate_up, w.gate_up_bits, 2 * i, h, w.gate_up_bias),
+                               weight<T>(w.down, w.down_bits, h, i, w.down_bias), nullptr});
         }
         for (int64_t l = 0; l < s_.layers; ++l) layers_[l].w = &weights_[l];
-        head_ = {(const W*)s_.head, s_.vocab, h, nullptr};
+        head_ = weight<T>(s_.head, s_.head_bits, s_.vocab, h, nullptr);
         q_size_ = q, qkv_size_ = all;
         constexpr int64_t line = 64 / sizeof(X);  // padding: rows a power of two apart share a cache set
         ld_hidden_ = h + line, ld_q_ = q + line, ld_inner_ = i + line;
@@ -104,7 +115,7 @@ class Decoder : public Model {
         }
         for (const Layer& layer : layers_) {
             norm(layer.w->input_norm, m);
-            linear<T>(pool_, layer.qkv, normed_.data(), ld_hidden_, m, qkv_.data(), qkv_size_, false);
+            multiply(layer.qkv, normed_, ld_hidden_, m, qkv_.data(), qkv_size_, false);
             rotate_and_store(layer, m);
             attention(layer);
             if (&layer == &layers_.back()) {  // only tokens with logits are still needed
@@ -114,14 +125,16 @@ class Decoder : public Model {
                     memmove(&attended_[i * ld_q_], &attended_[kept[i] * ld_q_], q_size_ * sizeof(X));
                 }
             }
-            linear<T>(pool_, layer.o, attended_.data(), ld_q_, m, x_.data(), s_.hidden, true);
+            multiply(layer.o, attended_, ld_q_, m, x_.data(), s_.hidden, true);
             norm(layer.w->post_norm, m);
-            gated<T>(pool_, layer.gate_up, normed_.data(), ld_hidden_, m, inner_.data(), ld_inner_);
-            linear<T>(pool_, layer.down, inner_.data(), ld_inner_, m, x_.data(), s_.hidden, true);
+            std::visit([&](const auto& w) {
+                gated<T>(pool_, w, normed_.data(), ld_hidden_, m, inner_.data(), ld_inner_);
+            }, layer.gate_up);
+            multiply(layer.down, inner_, ld_inner_, m, x_.data(), s_.hidden, true);
         }
         norm(s_.final_norm, m);
         float* out = logits.data() + first_sample * s_.vocab;
-        linear<T>(pool_, head_, normed_.data(), ld_hidden_, m, out, s_.vocab, false);
+        multiply(head_, normed_, ld_hidden_, m, out, s_.vocab, false);
         ids_.clear(), positions_.clear(), rows_.clear(), slice_.clear();
     }
 
@@ -136,7 +149,17 @@ class Decoder : public Model {
 
     void embed(int64_t id, float* x) const {
         const T* row = (const T*)s_.embedding + id * s_.hidden;
-        for (int64_t k = 0; k < s_.hidden; ++k) x[k] = s_.is_tied ? to_float(head_.at(id, k)) : to_float(row[k]);
+        if (!s_.is_tied)
+            for (int64_t k = 0; k < s_.hidden; ++k) x[k] = to_float(row[k]);
+        else
+            std::visit([&](const auto& w) {
+                for (int64_t k = 0; k < s_.hidden; ++k) x[k] = to_float(w.at(id, k));
+            }, head_);
+    }
+
+    void multiply(const Weight<T>& weight, const Aligned<X>& x, int64_t ldx, int64_t m, float* y, int64_t ldy,
+                  bool adds) {
+        std::visit([&](const auto& w) { linear<T>(pool_, w, x.data(), ldx, m, y, ldy, adds); }, weight);
     }
 
     // y = x / sqrt(mean(x^2) + eps) * weight.
@@ -234,7 +257,7 @@ class Decoder : public Model {
     std::vector<AttentionScratch<T>> scratch_;
     std::vector<LayerWeights> weights_;
     std::vector<Layer> layers_;
-    Matrix<W> head_;
+    Weight<T> head_;
     int64_t q_size_, qkv_size_, ld_hidden_, ld_q_, ld_inner_;
     // The current slice.
     std::vector<int64_t> ids_, positions_, rows_;
@@ -257,16 +280,15 @@ int64_t minisgl_layout_version() { return kLayoutVersion; }
 // 0 if GEMMs and a tiny model pass; see selftest.h.
 int minisgl_self_test() {
     const bool passes = passes_self_test<float>() && passes_self_test<bf16>();
-    return passes && passes_self_test<float, Int8>() && passes_self_test<bf16, Int8>() ? 0 : 1;
+    return passes && passes_self_test<float, Int8>() && passes_self_test<bf16, Int8>() &&
+           passes_self_test<float, Int4>() && passes_self_test<bf16, Int4>() ? 0 : 1;
 }
 
 void* minisgl_create(const ModelSpec* spec) {
 #if defined(__AMX_BF16__)
     request_amx();  // granted: the self-test has asked before
 #endif
-    if (spec->is_bf16)
-        return spec->is_int8 ? static_cast<Model*>(new Decoder<bf16, Int8>(*spec)) : new Decoder<bf16>(*spec);
-    return spec->is_int8 ? static_cast<Model*>(new Decoder<float, Int8>(*spec)) : new Decoder<float>(*spec);
+    return spec->is_bf16 ? static_cast<Model*>(new Decoder<bf16>(*spec)) : new Decoder<float>(*spec);
 }
 void minisgl_destroy(void* model) { delete static_cast<Model*>(model); }
 
@@ -282,12 +304,14 @@ void minisgl_pack(void* weight, int64_t is_bf16, int64_t rows, int64_t cols) {
     pack((float*)weight, rows, cols);
 }
 
-// Bytes of a quantized weight [rows, cols]; rows a multiple of 16 and cols of 32.
-int64_t minisgl_int8_size(int64_t rows, int64_t cols) { return rows / kLanes * (cols / kGroup) * sizeof(Int8); }
+// Bytes of a weight [rows, cols] in 8 or 4 bits; rows a multiple of 16 and cols of 32.
+int64_t minisgl_quantized_size(int64_t bits, int64_t rows, int64_t cols) {
+    return rows / kLanes * (cols / kGroup) * (bits == 8 ? sizeof(Int8) : sizeof(Int4));
+}
 
-// Quantize `weight` [rows, cols] into `out`, which has `minisgl_int8_size` bytes.
-void minisgl_quantize(const void* weight, int64_t is_bf16, int64_t rows, int64_t cols, void* out) {
-    if (is_bf16) return quantize((const bf16*)weight, rows, cols, (Int8*)out);
-    quantize((const float*)weight, rows, cols, (Int8*)out);
+// Pack numbers [rows, cols], int8 or 0 to 15 in bytes, with scales [rows, cols / 32]; see `minisgl_quantized_size`.
+void minisgl_pack_quantized(int64_t bits, const uint8_t* q, const bf16* scale, int64_t rows, int64_t cols, void* out) {
+    if (bits == 8) return pack(q, scale, rows, cols, (Int8*)out);
+    pack(q, scale, rows, cols, (Int4*)out);
 }
 }

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-constexpr int64_t kLayoutVersion = 2349628687;
+constexpr int64_t kLayoutVersion = 3755678037;
 
 namespace minisgl {
 
@@ -22,13 +22,14 @@ static_assert(sizeof(PageWrite) == 12);
 
 struct LayerWeights {
     const void *qkv, *o, *gate_up, *down;
+    int64_t qkv_bits, o_bits, gate_up_bits, down_bits;
     const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;
     const float *input_norm, *post_norm, *q_norm, *k_norm;
     const float *cos_sin;
     int64_t window;
 };
 struct ModelSpec {
-    int64_t is_bf16, is_int8, layers, hidden, intermediate, vocab, heads, kv_heads, dim, page, threads, is_tied;
+    int64_t is_bf16, head_bits, layers, hidden, intermediate, vocab, heads, kv_heads, dim, page, threads, is_tied;
     double eps, scale;
     const LayerWeights *weights;
     const void *embedding, *head;

@@ -3,15 +3,30 @@
 
 namespace minisgl {
 
-// Weights [rows, cols] in the layout of `Matrix<W>`.
-template <class W, class T>
-std::vector<W> packed(std::vector<T> w, int64_t rows, int64_t cols) {
+// Random weights [rows, cols] between -0.5 and 0.5: in the layout of `Matrix<W>`, and in double precision in `values`.
+template <class T, class W>
+std::vector<W> random_weights(int64_t rows, int64_t cols, uint32_t& random, std::vector<double>& values) {
+    values.clear();
     if constexpr (std::is_same_v<T, W>) {
+        std::vector<T> w(rows * cols);
+        for (T& x : w) {
+            put(&x, (float)(mix32(random++) >> 8) * 0x1p-24f - 0.5f);
+            values.push_back(to_float(x));
+        }
         pack(w.data(), rows, cols);
         return w;
     } else {
+        constexpr int bits = 8 / W::kPer, half = 1 << (bits - 1);
+        std::vector<uint8_t> q(rows * cols);
+        std::vector<bf16> scale(rows * cols / kGroup);
+        for (bf16& s : scale) s = to_bf16((float)((mix32(random++) >> 8) + (1 << 24)) * 0x1p-26f / half);
+        for (size_t i = 0; i < q.size(); ++i) {
+            const int number = (int)(mix32(random++) >> (32 - bits)) - half;
+            q[i] = (uint8_t)(bits == 8 ? number : number + half);
+            values.push_back((double)number * to_float(scale[i / kGroup]));
+        }
         std::vector<W> result(rows / kLanes * (cols / kGroup));
-        quantize(w.data(), rows, cols, result.data());
+        pack(q.data(), scale.data(), rows, cols, result.data());
         return result;
     }
 }
@@ -24,7 +39,7 @@ std::vector<double> gemm_inputs(const std::vector<X<T>>& x) {
     if constexpr (!std::is_same_v<T, W>)
         for (size_t i = 0; i + kGroup <= x.size(); i += kGroup) {
             QuantGroup r;
-            quantize_group(&x[i], r);
+            quantize_group<W::kOffset>(&x[i], r);
             for (int k = 0; k < kGroup; ++k) result[i + k] = (double)r.x[k] * r.scale;
         }
     return result;
@@ -34,17 +49,15 @@ std::vector<double> gemm_inputs(const std::vector<X<T>>& x) {
 template <class T, class W>
 bool gemm_is_correct() {
     constexpr int64_t rows = 80, cols = 288, most = 40;
-    std::vector<T> w(rows * cols);
     std::vector<X<T>> x((most + kLanes) * cols);
     uint32_t random = 1;
-    for (T& value : w) put(&value, (float)(mix32(random++) >> 8) * 0x1p-24f - 0.5f);
+    std::vector<double> values;
+    const std::vector<W> data = random_weights<T, W>(rows, cols, random, values);
     for (X<T>& value : x) put(&value, (float)(mix32(random++) >> 8) * 0x1p-24f - 0.5f);
-    const std::vector<W> data = packed<W>(w, rows, cols);
     const Matrix<W> matrix{data.data(), rows, cols, nullptr};
     const std::vector<double> taken = gemm_inputs<T, W>(x);
     for (int64_t i = 0; i < rows * cols; ++i)
-        if (!(std::fabs(to_float(matrix.at(i / cols, i % cols)) - to_float(w[i])) <= (std::is_same_v<T, W> ? 0 : 2e-3)))
-            return false;
+        if (to_float(matrix.at(i / cols, i % cols)) != values[i]) return false;
     for (size_t i = 0; i < x.size(); ++i)
         if (!(std::fabs(taken[i] - to_float(x[i])) <= (std::is_same_v<T, W> ? 0 : 2e-3))) return false;
     Pool pool(2);
@@ -53,8 +66,7 @@ bool gemm_is_correct() {
         linear<T>(pool, matrix, x.data(), cols, m, y.data(), rows, false);
         for (int64_t i = 0; i < m * rows; ++i) {
             double want = 0;
-            for (int64_t k = 0; k < cols; ++k)
-                want += taken[i / rows * cols + k] * (double)to_float(matrix.at(i % rows, k));
+            for (int64_t k = 0; k < cols; ++k) want += taken[i / rows * cols + k] * values[i % rows * cols + k];
             if (!(std::fabs(y[i] - want) < 1e-4)) return false;  // the sums are about 1
         }
     }
@@ -66,12 +78,10 @@ template <class T, class W>
 bool step_is_deterministic() {
     constexpr int64_t layers = 2, hidden = 64, inner = 96, vocab = 80, heads = 4, kv_heads = 2, dim = 96, page = 16;
     constexpr int64_t pages = 16, rows = 4, qkv = (heads + 2 * kv_heads) * dim, tokens = 90;
+    constexpr int64_t bits = std::is_same_v<T, W> ? 0 : std::is_same_v<W, Int8> ? 8 : 4;
     uint32_t random = 1;
-    auto matrix = [&](int64_t n, int64_t k) {
-        std::vector<T> w(n * k);
-        for (T& x : w) put(&x, ((float)(mix32(random++) >> 8) * 0x1p-24f - 0.5f) * 0.5f);
-        return packed<W>(w, n, k);
-    };
+    std::vector<double> values;
+    auto matrix = [&](int64_t n, int64_t k) { return random_weights<T, W>(n, k, random, values); };
     const std::vector<float> ones(std::max(hidden, dim), 1.0f), angles(tokens * 2 * dim, 0.7071f);
     std::vector<std::vector<W>> store;
     LayerWeights weights[layers];
@@ -79,8 +89,8 @@ bool step_is_deterministic() {
         for (auto [n, k] : {std::pair{qkv, hidden}, {hidden, heads * dim}, {2 * inner, hidden}, {hidden, inner}})
             store.push_back(matrix(n, k));
         const auto last = store.end();
-        w = {last[-4].data(), last[-3].data(), last[-2].data(), last[-1].data(), nullptr, nullptr, nullptr, nullptr,
-             ones.data(), ones.data(), ones.data(), ones.data(), angles.data(), 0};
+        w = {last[-4].data(), last[-3].data(), last[-2].data(), last[-1].data(), bits, bits, bits, bits,
+             nullptr, nullptr, nullptr, nullptr, ones.data(), ones.data(), ones.data(), ones.data(), angles.data(), 0};
     }
     const std::vector<W> head = matrix(vocab, hidden);
     std::vector<T> cache(layers * pages * 2 * kv_heads * page * dim);
@@ -94,11 +104,11 @@ bool step_is_deterministic() {
     spec.is_bf16 = sizeof(T) == 2, spec.layers = layers, spec.hidden = hidden, spec.intermediate = inner;
     spec.vocab = vocab, spec.heads = heads, spec.kv_heads = kv_heads, spec.dim = dim, spec.page = page;
     spec.threads = 2, spec.is_tied = 1, spec.eps = 1e-6, spec.scale = 0.18, spec.weights = weights;
-    spec.head = head.data(), spec.final_norm = ones.data(), spec.cache = cache.data();
+    spec.head = head.data(), spec.head_bits = bits, spec.final_norm = ones.data(), spec.cache = cache.data();
     spec.layer_stride = pages * 2 * kv_heads * page * dim, spec.page_table = table.data(), spec.table_width = pages;
     spec.last_token = last.data(), spec.temperature = temperature.data();
     spec.noise_key = key.data();
-    Decoder<T, W> net(spec);
+    Decoder<T> net(spec);
     auto run = [&](const Slot& slot, int64_t first) {
         const StepPlan plan{&slot, &tokens_in[first], nullptr, 1, 0};
         net.step(plan, sampled.data(), finite.data());

@@ -1,7 +1,7 @@
-"""8-bit weights on a CPU: how far the logits are from those in float32. (compare.py measures the speed.)
+"""8- and 4-bit weights on a CPU: how far the logits are from those in float32. (compare.py measures the speed.)
 
-    PYTHONPATH=python python benchmark/cpu/int8.py                       # the built-in model on text of its own
-    PYTHONPATH=python python benchmark/cpu/int8.py --shape qwen3-0.6b    # random weights and tokens
+    PYTHONPATH=python python benchmark/cpu/quantized.py                       # the built-in model on text of its own
+    PYTHONPATH=python python benchmark/cpu/quantized.py --shape qwen3-0.6b    # random weights and tokens
 
 Logits are those after each token; the errors are absolute, beside the standard deviation of the exact logits; KL is
 from the exact distribution.
@@ -28,6 +28,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8, float32": {"dtype": "float32", "quantization": "int8"},
     "int8, bfloat16": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4, float32": {"dtype": "float32", "quantization": "int4"},
+    "int4, bfloat16": {"dtype": "bfloat16", "quantization": "int4"},
 }
 PROMPTS = (
     "<|im_start|>user\nTell me a story about a fox named Lily.<|im_end|>\n<|im_start|>assistant\n",
