@@ -136,9 +136,9 @@ def run(args: ServerArgs, ready: Ready) -> None:
             time.sleep(delay)
 
 
-def bind_small(host: str, port: int) -> socket.socket:
+def bind_small(args: ServerArgs) -> socket.socket:
     """A listening socket whose connections inherit a small send buffer."""
-    sock = bind_socket(host, port)
+    sock = bind_socket(args)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, int(os.environ["STUB_SNDBUF"]))
     return sock
 

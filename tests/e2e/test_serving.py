@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -258,6 +259,25 @@ def test_slow_reader_is_given_up() -> None:
                 assert other.post("/v1/completions", json={"prompt": "hi"}).status_code == 200
             require_no_leak(server)
         assert "did not read" in server.log
+
+
+def test_an_answer_that_is_not_read_is_given_up() -> None:
+    with ServerProcess("--write-timeout", "1", stub=True, env={"STUB_SNDBUF": "8192"}) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        body = json.dumps({"prompt": ["word " * 1500] * 100}).encode()
+        head = post_head(len(body)).replace(b"host", b"connection: close\r\nhost", 1)
+        with socket.socket() as unread, socket.socket() as slow:
+            for sock in (unread, slow):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+                sock.connect((host, int(port)))
+                sock.sendall(head + body)
+            received = 0
+            while more := slow.recv(10_000):  # for longer than the limit
+                received += len(more)
+                time.sleep(0.05)
+            assert received > 700_000
+            assert eventually(lambda: "did not read" in server.log)
+        require_no_leak(server)
 
 
 def test_queue_limit_is_429() -> None:

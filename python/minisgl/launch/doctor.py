@@ -37,7 +37,7 @@ def examine(args: ServerArgs) -> int:
     except ConfigError as e:
         problems.append(str(e))
     try:
-        bind_socket(args.host, args.port).close()
+        bind_socket(args).close()
     except ConfigError as e:
         problems.append(str(e))
     for name, fact in chain(_machine(), _cpu_step(), _model(args)):

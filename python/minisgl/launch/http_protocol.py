@@ -127,6 +127,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._connections.admit(self, len(self.connections))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if isinstance(exc, TimeoutError):
+            logger.warning("a client did not read within --write-timeout; its connection is ended")
         self._connections.done(self)
         self.pipeline.clear()
         if self._running is not None and not self._running.response_complete:

@@ -50,7 +50,7 @@ def launch_server(args: ServerArgs, scheduler: SchedulerTarget = run_scheduler) 
         if args.scheduler.engine.node_rank:
             return _run_other_host(args, checked, scheduler)
         with (
-            contextlib.closing(bind_socket(args.host, args.port)) as sock,
+            contextlib.closing(bind_socket(args)) as sock,
             running_children(args, checked, scheduler) as children,
             http_server(children, checked) as server,
         ):
@@ -71,7 +71,7 @@ def background_server(args: ServerArgs, scheduler: SchedulerTarget = run_schedul
         raise ConfigError("the chat is on host 0; start `minisgl serve` with the same settings on the others")
     is_up = threading.Event()
     with (
-        contextlib.closing(bind_socket(args.host, args.port)) as sock,
+        contextlib.closing(bind_socket(args)) as sock,
         running_children(args, checked, scheduler) as children,
         http_server(children, checked) as server,
     ):
@@ -137,14 +137,17 @@ def check_args(args: ServerArgs) -> Checked:
 # -- bind
 
 
-def bind_socket(host: str, port: int) -> socket.socket:
+def bind_socket(args: ServerArgs) -> socket.socket:
     """Bind and listen on a TCP socket; raises `ConfigError` when the address is not available."""
+    host, port = args.host, args.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as e:
         raise ConfigError(f"--host {host} is not an address of this machine ({e.strerror})") from e
     sock = socket.socket(family, kind, protocol)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Connections inherit it: the kernel ends one whose client takes nothing of what waits for it, closed ones too.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(args.write_timeout * 1000)))
     try:
         sock.bind(address)
         sock.listen(1)  # with SO_REUSEADDR two sockets may be bound, but only one can listen
