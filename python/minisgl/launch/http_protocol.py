@@ -203,7 +203,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return running is not None and not running.response_complete and not running.more_body
 
     def send_400_response(self, msg: str) -> None:
-        self.refuse(400, "the request is not valid HTTP/1.1")
+        if self._in_head and len(self.url) + self._head_bytes > HEAD_BYTES:
+            self.refuse(431, "the request's headers are too large")
+        else:
+            self.refuse(400, "the request is not valid HTTP/1.1")
 
     # -- the parser's events
 

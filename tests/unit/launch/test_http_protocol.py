@@ -144,6 +144,11 @@ def test_heads_and_trailers_are_bounded(connect: Callable[[], Client], begin: by
     require_end(client)
 
 
+def test_a_large_head_in_one_piece_is_refused_by_its_status(connect: Callable[[], Client]) -> None:
+    client = connect().send(GET[:-2] + b"a: " + b"x" * HEAD_BYTES + b"\r\n\r\n")
+    assert client.read_until(b"}}").startswith(b"HTTP/1.1 431 ")
+
+
 def test_trailers_do_not_become_headers(connect: Callable[[], Client]) -> None:
     client = connect().send(CHUNKED + b"1\r\na\r\n0\r\nx-a: b\r\n\r\n")
     assert client.read_until(b"<1 2>").endswith(b"<1 2>")
