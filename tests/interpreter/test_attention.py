@@ -97,13 +97,18 @@ def test_windows_that_are_split():
 
 @pytest.mark.parametrize(
     ("mix", "page_size", "group", "window"),
-    [("decode", 16, 2, None), ("chunks", 64, 3, 40), ("mixed", 16, 3, None), ("decode", 64, 2, 40)],
+    [
+        ("decode", 16, 2, None),
+        pytest.param("chunks", 64, 3, 40, marks=pytest.mark.slow),
+        ("mixed", 16, 3, None),
+        ("decode", 64, 2, 40),
+    ],
 )
 def test_pages_of_8_bits(mix: str, page_size: int, group: int, window: int | None):
     check_fp8(MIXES[mix], page_size, group, 64, HALF, CPU, window)
 
 
-@pytest.mark.parametrize("mix", ["decode", "mixed"])
+@pytest.mark.parametrize("mix", ["decode", pytest.param("mixed", marks=pytest.mark.slow)])
 def test_small_values_in_pages_of_8_bits(mix: str):
     """Their scales, and the products of these with probabilities, are near the least numbers of float16."""
     check_fp8(MIXES[mix], 64, 2, 64, HALF, CPU, None, values=1e-3)

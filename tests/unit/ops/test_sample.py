@@ -69,7 +69,7 @@ def test_distribution_is_softmax(by: str, temperature: float):
 
 def test_distribution_over_a_large_vocabulary():
     """Flat logits: each of 32 equal parts of 50,000 tokens wins equally often."""
-    tokens = torch.cat([draw(torch.zeros(100, 50_048), keys=torch.arange(i, i + 100))[0] for i in range(0, 4000, 100)])
+    tokens = torch.cat([draw(torch.zeros(100, 50_048), keys=torch.arange(i, i + 100))[0] for i in range(0, 1600, 100)])
     counts = np.bincount(tokens.numpy() // 1564, minlength=32)
     assert chi_square_z(counts, np.full(32, 1 / 32)) < 3.1
 
