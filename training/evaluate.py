@@ -1,6 +1,7 @@
 """Measures each skill on held-out items with greedy decoding.
 
 python -m training.evaluate --model python/minisgl/demo/model --items 200
+python -m training.evaluate --model python/minisgl/demo/model --items 10000 --skills phrases
 python -m training.evaluate --model python/minisgl/demo/model --items 200 --engine minisgl --quantization int8
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -36,10 +38,10 @@ class Answer:
     ended: bool
 
 
-def probes(seed: int, items: int) -> list[Probe]:
-    """At least ``items`` graded held-out turns of each skill."""
+def probes(seed: int, items: int, names: Sequence[str]) -> list[Probe]:
+    """At least ``items`` graded held-out turns of each skill of ``names``."""
     result: list[Probe] = []
-    for skill in skills.SKILLS:
+    for skill in names:
         rng, found = Random(f"evaluation {seed} {skill}"), 0
         while found < items:
             episode = skills.held_out_episode(skill, rng)
@@ -100,12 +102,13 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
     parser.add_argument("--quantization", choices=("int8", "int4"), help="of minisgl")
     parser.add_argument("--items", type=int, default=200, help="held-out items a skill")
+    parser.add_argument("--skills", nargs="+", choices=(*skills.SKILLS,), default=[*skills.SKILLS])
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--failures", type=Path, help="where to write the wrong answers, one JSON object a line")
     args = parser.parse_args()
     if args.quantization and args.engine != "minisgl":
         parser.error("--quantization needs --engine minisgl")
-    asked = probes(args.seed, args.items)
+    asked = probes(args.seed, args.items, args.skills)
     prompts = [p.prompt for p in asked]
     start = time.perf_counter()
     if args.engine == "minisgl":
@@ -115,7 +118,7 @@ def main() -> None:
     seconds = time.perf_counter() - start
     right = [a.ended and p.check.passes(a.text) for p, a in zip(asked, answers, strict=True)]
     print("| skill | items | right | ends by itself |\n| --- | --- | --- | --- |")
-    for skill in skills.SKILLS:
+    for skill in args.skills:
         rows = [i for i, p in enumerate(asked) if p.skill == skill]
         good, ended = sum(right[i] for i in rows), sum(answers[i].ended for i in rows)
         print(f"| {skill} | {len(rows)} | {100 * good / len(rows):.1f} % | {100 * ended / len(rows):.1f} % |")

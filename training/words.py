@@ -5,12 +5,12 @@ from __future__ import annotations
 from random import Random
 
 
-def _list(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
     """Words or phrases separated by commas or line ends."""
     return [part.strip() for part in text.replace("\n", ",").split(",") if part.strip()]
 
 
-NAMES = _list("""
+NAMES = words_of("""
 Ada, Lily, Max, Tom, Anna, Ben, Clara, David, Emma, Felix, Grace, Hugo, Ida, Jack, Kate, Leo, Mia, Noah, Olga, Paul,
 Quinn,
 Rosa, Sam, Tina, Uma, Victor, Wendy, Xenia, Yara, Zoe, Alice, Bob, Carol, Daniel, Eva, Frank, Gina, Henry, Iris, Jonas,
@@ -31,7 +31,7 @@ William, Susan, Michael, Sarah, Thomas, Karen, Linus, Rosie, Finn, Milo, Luna, B
 Simba, Misty
 """)
 
-ANIMALS = _list("""
+ANIMALS = words_of("""
 fox, dog, cat, rabbit, bear, wolf, owl, mouse, horse, cow, pig, sheep, goat, duck, goose, hen, frog, turtle, lion,
 tiger,
 elephant, monkey, giraffe, zebra, panda, koala, kangaroo, penguin, dolphin, whale, shark, octopus, crab, snail, bee,
@@ -42,14 +42,14 @@ hamster, lizard, snake, crocodile, dragon, unicorn, seal, bat, mole, robin, spar
 raccoon, lynx
 """)
 
-COLOURS = _list("""
+COLOURS = words_of("""
 red, blue, green, yellow, orange, purple, pink, brown, black, white, grey, gold, silver, turquoise, violet, crimson,
 beige
 """)
 
 CAPITALS = dict(
     pair.split(":")
-    for pair in _list("""
+    for pair in words_of("""
 France:Paris, Germany:Berlin, Italy:Rome, Spain:Madrid, Portugal:Lisbon, Austria:Vienna, Poland:Warsaw, Greece:Athens,
 Norway:Oslo, Sweden:Stockholm, Finland:Helsinki, Denmark:Copenhagen, Ireland:Dublin, Belgium:Brussels, Hungary:Budapest,
 Ukraine:Kyiv, Romania:Bucharest, Bulgaria:Sofia, Croatia:Zagreb, Serbia:Belgrade, Iceland:Reykjavik, Russia:Moscow,
@@ -63,7 +63,7 @@ the United States:Washington, the United Kingdom:London, the Netherlands:Amsterd
 """)
 )
 
-CITIES = sorted(set(CAPITALS.values())) + _list("""
+CITIES = sorted(set(CAPITALS.values())) + words_of("""
 Hamburg, Munich, Cologne, Milan, Naples, Turin, Lyon, Nice, Porto, Seville, Barcelona, Zurich, Geneva, Bergen, Kyoto,
 Osaka,
 Shanghai, Mumbai, Delhi, Lagos, Toronto, Montreal, Boston, Chicago, Seattle, Denver, Austin, New York, San Francisco,
@@ -72,32 +72,32 @@ Melbourne, Glasgow, Leeds, York, Oxford, Bristol, Liverpool, Manchester, Istanbu
 Vilnius, Tallinn
 """)
 
-FRUITS = _list("""
+FRUITS = words_of("""
 apple, pear, plum, cherry, banana, grape, peach, melon, lemon, lime, mango, kiwi, fig, date, apricot, strawberry,
 raspberry,
 blueberry, pineapple, coconut, papaya, avocado
 """)
-FOODS = _list("""
+FOODS = words_of("""
 pizza, pasta, soup, rice, bread, cheese, salad, curry, sushi, noodles, pancakes, chocolate, cake, ice cream,
 tomato soup,
 dumplings, tacos, lasagne, porridge, apple pie, honey, popcorn, falafel, ramen, risotto, omelette, waffles,
 fish and chips
 """)
-DRINKS = _list(
+DRINKS = words_of(
     "tea, coffee, water, milk, lemonade, apple juice, orange juice, cocoa, green tea, mint tea, tomato juice"
 )
-JOBS = _list("""
+JOBS = words_of("""
 teacher, doctor, baker, farmer, painter, nurse, pilot, engineer, gardener, writer, carpenter, cook, driver, singer,
 dentist,
 librarian, programmer, plumber, tailor, firefighter, photographer, musician, scientist, lawyer, florist, sailor,
 electrician
 """)
-HOBBIES = _list("""
+HOBBIES = words_of("""
 chess, swimming, painting, hiking, reading, cooking, dancing, singing, fishing, gardening, cycling, running, knitting,
 skiing,
 sailing, climbing, photography, yoga, tennis, football, pottery, baking, drawing, surfing, juggling, playing the piano
 """)
-OBJECTS = _list("""
+OBJECTS = words_of("""
 lamp, chair, table, book, pencil, cup, bottle, key, clock, mirror, window, door, basket, hammer, ladder, rope, candle,
 blanket,
 pillow, bicycle, boat, train, camera, guitar, drum, umbrella, hat, scarf, coat, boot, ring, box, bag, coin, map, kite,
@@ -105,17 +105,17 @@ ball, toy,
 spoon, fork, plate, bowl, stone, feather, shell, flag, bell, wheel, engine, carpet, vase, broom, bucket, needle,
 button, wallet
 """)
-PLACES = _list("""
+PLACES = words_of("""
 forest, village, valley, garden, meadow, castle, farm, harbour, island, mountain, river, lake, beach, desert, city,
 market,
 library, school, kitchen, lighthouse, bridge, mill, cave, orchard, park, station, museum, tower, cottage, jungle
 """)
-ADJECTIVES = _list("""
+ADJECTIVES = words_of("""
 small, brave, clever, kind, curious, quiet, happy, gentle, proud, lazy, cheerful, shy, friendly, funny, patient,
 honest, playful,
 hungry, sleepy, lonely, careful, wise, young, old, tiny, strong, bright, calm, busy, lucky
 """)
-NOUNS = _list("""
+NOUNS = words_of("""
 river, cloud, storm, winter, summer, music, dream, letter, story, question, answer, number, word, colour, light,
 shadow, friend,
 family, road, hill, tree, leaf, flower, grass, bird, fish, fire, snow, rain, wind, star, moon, sun, sky, sea, sand,
@@ -123,14 +123,14 @@ house, roof,
 wall, street, bus, ship, plane, paper, glass, metal, wood, silk, salt, sugar, bread, butter, egg, apple, idea, plan,
 game, song
 """)
-VERBS = _list("""
+VERBS = words_of("""
 walk, run, jump, sing, read, write, draw, cook, sleep, dream, laugh, think, wait, help, build, carry, find, lose, open,
 close,
 paint, plant, swim, climb, travel, listen, speak, learn, teach, play, rest, watch, follow, remember, forget, begin,
 finish
 """)
 
-GENERAL = _list("""
+GENERAL = words_of("""
 the, a, of, and, to, in, is, it, that, this, with, for, on, as, at, by, from, or, but, not, are, was, were, be, been,
 have, has, had,
 will, would, can, could, should, may, might, must, do, does, did, done, made, make, over, under, into, out, up, down,
@@ -160,7 +160,7 @@ file, error,
 Monday, Friday, July, English, French, German, Earth, Europe, Africa, Mr, Dr, OK, AI, I, you, he, she, we, they, them,
 us, your, their
 """)
-HEROES = _list("""
+HEROES = words_of("""
 robot, knight, princess, wizard, pirate, ghost, king, queen, boy, girl, witch, giant, mermaid, prince, dwarf, fairy,
 astronaut,
 dinosaur, monster, snowman, elf, troll, little cloud, grandmother, farmer, sailor, lion cub, black cat, white rabbit,
@@ -169,7 +169,7 @@ baby elephant
 
 OPPOSITES = [
     tuple(pair.split("/"))
-    for pair in _list("""
+    for pair in words_of("""
 hot/cold, big/small, tall/short, fast/slow, happy/sad, light/dark, day/night, up/down, left/right, open/closed,
 early/late,
 young/old, rich/poor, strong/weak, hard/soft, loud/quiet, clean/dirty, full/empty, wet/dry, heavy/light, thick/thin,
@@ -189,7 +189,7 @@ success/failure
 
 THING_COLOURS = dict(
     pair.split(":")
-    for pair in _list("""
+    for pair in words_of("""
 the sky:blue, grass:green, snow:white, coal:black, blood:red, a banana:yellow, a lemon:yellow, a ripe tomato:red,
 an orange:orange,
 chocolate:brown, milk:white, the sun:yellow, a carrot:orange, a strawberry:red, a leaf in summer:green,
@@ -204,7 +204,7 @@ a sunflower:yellow, a cherry:red, a violet:purple, soil:brown, emerald:green, ru
 
 ANIMAL_SOUNDS = dict(
     pair.split(":")
-    for pair in _list("""
+    for pair in words_of("""
 cow:moo, dog:woof, cat:meow, sheep:baa, duck:quack, pig:oink, lion:roar, horse:neigh, frog:ribbit, bee:buzz, owl:hoot,
 hen:cluck,
 snake:hiss, wolf:howl, mouse:squeak, donkey:hee-haw, crow:caw, goose:honk
@@ -215,27 +215,27 @@ ANIMAL_LEGS = {"spider": 8, "dog": 4, "cat": 4, "bird": 2, "ant": 6, "horse": 4,
                "butterfly": 6, "fish": 0, "sheep": 4, "hen": 2, "crab": 10, "octopus": 8}  # fmt: skip
 ANIMAL_YOUNG = dict(
     pair.split(":")
-    for pair in _list("""
+    for pair in words_of("""
 dog:puppy, cat:kitten, cow:calf, horse:foal, sheep:lamb, duck:duckling, hen:chick, bear:cub, goat:kid, frog:tadpole,
 pig:piglet,
 deer:fawn, swan:cygnet, goose:gosling, kangaroo:joey, lion:cub
 """)
 )
 
-DAYS = _list("Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday")
-MONTHS = _list("January, February, March, April, May, June, July, August, September, October, November, December")
-SEASONS = _list("spring, summer, autumn, winter")
-ORDINALS = _list("first, second, third, fourth, fifth, sixth, seventh, eighth, ninth, tenth, eleventh, twelfth")
-NUMBER_WORDS = _list("""
+DAYS = words_of("Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday")
+MONTHS = words_of("January, February, March, April, May, June, July, August, September, October, November, December")
+SEASONS = words_of("spring, summer, autumn, winter")
+ORDINALS = words_of("first, second, third, fourth, fifth, sixth, seventh, eighth, ninth, tenth, eleventh, twelfth")
+NUMBER_WORDS = words_of("""
 zero, one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, thirteen, fourteen, fifteen, sixteen,
 seventeen, eighteen, nineteen, twenty
 """)
 
-_ONSETS = _list(
+_ONSETS = words_of(
     "b, c, d, f, g, h, j, k, l, m, n, p, r, s, t, v, w, z, br, ch, dr, fl, gr, kl, pl, sh, sk, st, th, tr, zh, qu, x, y"
 )
-_VOWELS = _list("a, e, i, o, u, ai, ee, oo, ou, ia, y, ea")
-_CODAS = ["", "", "", *_list("n, r, l, s, t, m, nd, rk, ck, x, th, z, p, ng")]
+_VOWELS = words_of("a, e, i, o, u, ai, ee, oo, ou, ia, y, ea")
+_CODAS = ["", "", "", *words_of("n, r, l, s, t, m, nd, rk, ck, x, th, z, p, ng")]
 
 COMMON = sorted({*ANIMALS, *COLOURS, *FRUITS, *OBJECTS, *PLACES, *ADJECTIVES, *NOUNS, *VERBS, *JOBS})
 

@@ -22,7 +22,7 @@ SIMPLE: dict[str, Callable[[Random, bool], Episode]] = {
     "stories": stories.make, "json": json_answer.make,
 }  # fmt: skip
 _SIMPLE_NAMES = list(SIMPLE)
-_SIMPLE_WEIGHTS = (2.0, 3.0, 2.0, 2.5, 2.0, 0.8, 1.2)
+_SIMPLE_WEIGHTS = (2.0, 3.5, 2.0, 2.5, 2.0, 0.8, 1.2)
 
 
 def other_turns(rng: Random) -> list[Turn]:
@@ -67,6 +67,7 @@ def _tools(rng: Random, held_out: bool) -> Episode:
 
 SKILLS: dict[str, Callable[[Random, bool], Episode]] = {
     **SIMPLE,
+    "phrases": copying.make_phrase,
     "recall": _recall,
     "needle": needle.make,
     "tools": _tools,

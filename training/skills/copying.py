@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from random import Random
 
+from training.common_words import COMMON_WORDS, GREEK, NATO
 from training.conversation import Check, Episode, Turn, draw, vary
-from training.words import CAPITALS, CITIES, COMMON, GENERAL, NAMES, NUMBER_WORDS, any_word, pseudo_word
+from training.skills import arithmetic, chat, knowledge
+from training.words import (
+    CAPITALS,
+    CITIES,
+    COMMON,
+    DAYS,
+    FOODS,
+    GENERAL,
+    MONTHS,
+    NAMES,
+    NUMBER_WORDS,
+    any_word,
+    pseudo_word,
+)
 
 BLOCKS: list[tuple[int, int, float]] = [  # first and last code point of a Unicode block, and how often it is drawn
     (0x00A1, 0x00FF, 3), (0x0100, 0x017F, 3), (0x0180, 0x024F, 1), (0x0250, 0x02AF, 0.5), (0x0391, 0x03C9, 2),
@@ -36,6 +50,8 @@ OTHER = [
     "Привет", "мир", "Москва", "Київ", "здравствуйте", "Αθήνα", "καλημέρα", "שלום", "مرحبا", "سلام", "नमस्ते",
     "สวัสดี", "Բարեւ", "გამარჯობა", "ሰላም", "வணக்கம்",
 ]  # fmt: skip
+EVERYDAY = sorted({*COMMON_WORDS, *COMMON, *GENERAL, *FOODS, *DAYS, *MONTHS})
+TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
@@ -74,6 +90,27 @@ def _joined_emoji(rng: Random) -> str:
     return "\u200d".join(parts)
 
 
+def _number_word(rng: Random) -> str:
+    """A number in words, mostly a small one."""
+    roll = rng.random()
+    if roll < 0.75:
+        return rng.choice(NUMBER_WORDS[:11]) if roll < 0.5 else rng.choice(NUMBER_WORDS)
+    if roll < 0.9:
+        return rng.choice(TENS) + rng.choice(("", "-", " ")) + rng.choice(NUMBER_WORDS[1:10])
+    return rng.choice((*TENS, "hundred", "thousand", "million", "half", "dozen", "first", "second", "third"))
+
+
+def _fragment(rng: Random) -> str:
+    """A few letters from within a common word.
+
+    Copying is learned token by token. Fragments bring up the tokens that whole words hardly use.
+    """
+    word = rng.choice(EVERYDAY)
+    start = rng.randrange(len(word))
+    text = word[start : start + rng.randint(1, 8)]
+    return rng.choice((text, text, text, text.capitalize(), text.upper()))
+
+
 def _piece(rng: Random, kind: str) -> str:
     match kind:
         case "word":
@@ -98,6 +135,16 @@ def _piece(rng: Random, kind: str) -> str:
             return _letters(rng)
         case "digits":
             return "".join(rng.choice("0123456789") for _ in range(rng.randint(1, 9)))
+        case "everyday":
+            return rng.choice(EVERYDAY)
+        case "number":
+            return _number_word(rng)
+        case "call":
+            return rng.choice(GREEK if rng.random() < 0.5 else NATO)
+        case "few digits":
+            return str(rng.randint(0, rng.choice((9, 9, 99, 999, 9999))))
+        case "fragment":
+            return _fragment(rng)
         case "accent":
             return rng.choice(ACCENTED)
         case "cjk":
@@ -118,7 +165,7 @@ def _piece(rng: Random, kind: str) -> str:
 
 KINDS = (
     "word", "general", "code", "name", "pseudo", "letters", "digits", "accent", "cjk", "other", "emoji", "joined",
-    "punct", "any", "block",
+    "punct", "any", "block", "everyday", "number", "call", "few digits", "fragment",
 )  # fmt: skip
 MIXES: list[tuple[tuple[str, ...], float]] = [
     (("word", "general"), 2), (("general",), 3), (("general", "name", "word"), 2), (("code",), 1), (("word",), 1),
@@ -126,6 +173,7 @@ MIXES: list[tuple[tuple[str, ...], float]] = [
     (("digits",), 1), (("word", "digits", "punct"), 1.5), (("block",), 3), (("cjk", "block", "emoji"), 2), (KINDS, 4),
     (("any",), 1), (("other", "accent", "word"), 1), (("emoji", "word", "joined"), 1), (("joined",), 0.5),
     (("accent", "cjk", "joined", "word"), 1), (("pseudo",), 1),
+    (("fragment",), 2), (("fragment", "everyday"), 1), (("everyday", "few digits", "punct"), 1),
 ]  # fmt: skip
 _MIX_WEIGHTS = [weight for _, weight in MIXES]
 
@@ -141,6 +189,28 @@ def random_text(rng: Random, longest: int = 14) -> str:
     if rng.random() < 0.06:
         text += "\n" + glue.join(_piece(rng, rng.choice(mix)) for _ in range(count)).strip()
     return " ".join(text.split(" ")) if text else "x"
+
+
+def phrase(rng: Random) -> str:
+    """One to ten common words, digits, number words and words that spell letters: what testers type first."""
+    count = rng.randint(1, 4) if rng.random() < 0.6 else rng.randint(3, 10)
+    kinds = rng.choices(("everyday", "number", "few digits", "call", "name"), (60, 15, 13, 9, 3), k=count)
+    pieces = [_piece(rng, kind) for kind in kinds]
+    case = rng.random()
+    if case < 0.1:
+        pieces = [piece.upper() for piece in pieces]
+    elif case < 0.2:
+        pieces = [piece.capitalize() for piece in pieces]
+    elif case < 0.4:
+        pieces[0] = pieces[0].capitalize()
+    text = rng.choice((" ", " ", " ", " ", " ", ", ")).join(pieces)
+    return text + rng.choice((".", "!", "?")) if rng.random() < 0.15 else text
+
+
+def _other_skill(rng: Random) -> str:
+    """A question or an answer of another skill: asked to repeat it, the model must not answer it."""
+    turn = rng.choice((arithmetic.make, knowledge.make, chat.make))(rng, False).turns[0]
+    return rng.choice((turn.user, turn.answer))
 
 
 def sentence(rng: Random) -> str:
@@ -161,6 +231,11 @@ INLINE = (
     "Repeat exactly: {s}", "Repeat after me: {s}", "Repeat this: {s}", "Repeat: {s}", "Say: {s}", "Echo: {s}",
     "Echo {s}", "Copy this text: {s}", "Please repeat the following text exactly: {s}", "Write exactly this: {s}",
     "Say exactly: {s}", "Repeat the following string exactly: {s}", "Copy exactly: {s}",
+    "Say {s}", "Copy {s}", "Type {s}", "Write: {s}", "Print: {s}", "Output exactly: {s}", "Copy this: {s}",
+    "Repeat after me, exactly: {s}", "Repeat back: {s}", "Say this: {s}", "Just say: {s}", "Please repeat: {s}",
+    "Please repeat exactly: {s}", "Repeat these words: {s}", "Repeat the following: {s}", "Repeat this phrase: {s}",
+    "Can you repeat this? {s}", "Can you say: {s}", "Respond with: {s}", "Reply with: {s}", "Answer with: {s}",
+    "Repeat verbatim: {s}", "Echo this back: {s}", "repeat exactly {s}", "Repeat exactly {s}", "Copy: {s}",
     "Repeat word for word: {s}", "Return this unchanged: {s}", "Echo back: {s}", "Type this: {s}",
     "Reply with exactly this text: {s}", "Repeat this string character by character: {s}", "Repeat the text: {s}",
     "Answer with exactly this text and nothing else: {s}", "Repeat this exactly: {s}", "Repeat {s}",
@@ -169,13 +244,16 @@ BLOCK = (
     "Repeat the following text exactly:\n{s}", "Copy this:\n{s}", "Repeat exactly what is on the next line:\n{s}",
     "Repeat this text:\n\n{s}", "Echo the following:\n{s}", "{s}\n\nRepeat the text above exactly.",
     "{s}\nCopy the line above.", "Repeat the text in the box:\n```\n{s}\n```",
-    "Here is a text:\n{s}\nRepeat it exactly.", "Say this back to me:\n{s}",
+    "Here is a text:\n{s}\nRepeat it exactly.", "Say this back to me:\n{s}", "Repeat exactly:\n{s}", "Echo:\n{s}",
+    "Repeat exactly:\n\n{s}", "{s}\n\nRepeat that.",
 )  # fmt: skip
 QUOTED = (
     "Repeat {q}{s}{r}.", "Say {q}{s}{r}", "Can you repeat {q}{s}{r}?", "Repeat exactly: {q}{s}{r}",
     "Write {q}{s}{r}.", "Please say {q}{s}{r} and nothing else.", "Repeat the string {q}{s}{r} exactly.",
     "Copy {q}{s}{r} for me.", "Repeat the words between the quotes: {q}{s}{r}",
-    "Could you echo {q}{s}{r}, please?",
+    "Could you echo {q}{s}{r}, please?", "Say: {q}{s}{r}", "Echo: {q}{s}{r}", "Echo {q}{s}{r}", "Copy: {q}{s}{r}",
+    "Copy this: {q}{s}{r}", "Repeat after me: {q}{s}{r}", "Reply with {q}{s}{r}", "Print {q}{s}{r}.",
+    "Repeat {q}{s}{r}", "Repeat this exactly: {q}{s}{r}", "Can you say {q}{s}{r}?", "Just say {q}{s}{r}.",
 )  # fmt: skip
 QUOTES = (('"', '"'), ('"', '"'), ("'", "'"), ("“", "”"), ("«", "»"), ("`", "`"))
 
@@ -188,20 +266,27 @@ def ask_to_repeat(rng: Random, text: str) -> str:
         if quotes:
             q, r = rng.choice(quotes)
             return vary(rng, rng.choice(QUOTED)).format(s=text, q=q, r=r)
-    if roll < 0.6 or "\n" in text:
-        template = rng.choice(BLOCK)
-    else:
-        template = rng.choice(INLINE)
-    if rng.random() < 0.1:
-        template = template[0].lower() + template[1:]
-    return template.format(s=text)
+    template = rng.choice(BLOCK if roll < 0.5 or "\n" in text else INLINE)
+    return (template if template.startswith("{s}") else vary(rng, template)).format(s=text)
+
+
+def make_phrase(rng: Random, held_out: bool) -> Episode:
+    """One everyday phrase to repeat."""
+
+    def propose() -> tuple[str, str]:
+        text = phrase(rng)
+        return text, text
+
+    text = draw(held_out, propose)
+    return Episode([Turn(ask_to_repeat(rng, text), text, Check("exact", text))])
 
 
 def make(rng: Random, held_out: bool) -> Episode:
     """One or (in training) a few strings to repeat."""
 
     def propose() -> tuple[str, str]:
-        text = sentence(rng) if rng.random() < 0.12 else random_text(rng)
+        source = rng.choices((phrase, random_text, sentence, _other_skill), (30, 55, 10, 5))[0]
+        text = source(rng)
         return text, text
 
     turns = []
