@@ -68,7 +68,7 @@ def _fp8(settings: Mapping[str, Any]) -> Quantization:
 
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> Quantization:
-    formats = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+    formats = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mxfp4-pack-quantized")
     form = _one_of(settings, "format", formats)
     sparsity = settings.get("sparsity_config") or {}
     if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
@@ -82,8 +82,8 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Quantization:
     bits = {_one_of(w, "num_bits", (4, 8)) for w in weights}
     if len(bits) > 1:
         raise ConfigError("quantization_config has groups of 4 and of 8 bits, which are not supported together")
-    if form == "pack-quantized":
-        return Quantization("packed", bits=bits.pop())
+    if form.endswith("pack-quantized"):
+        return Quantization("packed" if form == "pack-quantized" else "packed mxfp4", bits=bits.pop())
     block = _block("block_structure", weights[0].get("block_structure"))
     return Quantization("scaled", block=block)
 
@@ -105,6 +105,10 @@ def _modelopt(settings: Mapping[str, Any]) -> Quantization:
     return Quantization("scaled")
 
 
+def _mxfp4(settings: Mapping[str, Any]) -> Quantization:
+    return Quantization("stacked mxfp4", bits=4)
+
+
 METHODS: Final[Mapping[str, Callable[[Mapping[str, Any]], Quantization]]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
@@ -112,4 +116,5 @@ METHODS: Final[Mapping[str, Callable[[Mapping[str, Any]], Quantization]]] = {
     "awq": _awq,
     "gptq": _gptq,
     "modelopt": _modelopt,
+    "mxfp4": _mxfp4,
 }

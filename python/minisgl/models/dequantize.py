@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from minisgl.checkpoint.quantization import Quantization
 from minisgl.errors import ConfigError
-from minisgl.ops.quantized import BLOCK, Format
+from minisgl.ops.quantized import BLOCK, E2M1, Format
 from minisgl.rounding import ceil_div
 
 
@@ -56,32 +57,40 @@ class Matrix(ABC):
         """Return a part as the arguments of `Quantized.fill`; it begins and ends where scales of `format` do."""
 
 
-class _Parts:
-    """The tensors of one module; each is taken out of the checkpoint's."""
+Matrices = dict[str, tuple[Matrix, tuple[int, int]]]
+"""The matrices of a module and their shapes, by the name of the module that has each in a model in 16 bits."""
 
-    def __init__(self, stored: dict[str, Stored], module: str) -> None:
+
+class _Parts:
+    """The tensors of one module, whose names begin with `prefix`; each is taken out of the checkpoint's."""
+
+    def __init__(self, stored: dict[str, Stored], prefix: str) -> None:
         self._stored = stored
-        self.module = module
+        self.prefix = prefix
+
+    @property
+    def module(self) -> str:
+        return self.prefix[:-1]
 
     def has(self, name: str) -> bool:
-        return f"{self.module}.{name}" in self._stored
+        return f"{self.prefix}{name}" in self._stored
 
     def take(self, name: str) -> Stored | None:
-        return self._stored.pop(f"{self.module}.{name}", None)
+        return self._stored.pop(f"{self.prefix}{name}", None)
 
     def need(self, name: str) -> Stored:
         """As `take`; raises `ConfigError` if there is none."""
         found = self.take(name)
         if found is None:
-            raise ConfigError(f"the checkpoint has quantized weights {self.module} but no {self.module}.{name}")
+            raise ConfigError(f"the checkpoint has quantized weights {self.module} but no {self.prefix}{name}")
         return found
 
     def scale(self, name: str) -> Stored:
         """As `need`; raises `ConfigError` for scales that are not finite or 0."""
         found = self.need(name)
-        values = found.whole().float()
+        values = _floats(found.whole())
         if not bool((values.isfinite() & (values != 0)).all()):
-            raise ConfigError(f"tensor {self.module}.{name} in {found.path} has scales that are 0 or not finite")
+            raise ConfigError(f"tensor {self.prefix}{name} in {found.path} has scales that are 0 or not finite")
         return found
 
     def require(self, part: Stored, name: str, *shapes: tuple[int, ...]) -> None:
@@ -89,7 +98,7 @@ class _Parts:
         if part.shape not in shapes:
             wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
             raise ConfigError(
-                f"tensor {self.module}.{name} in {part.path} has shape {list(part.shape)} instead of {wanted}"
+                f"tensor {self.prefix}{name} in {part.path} has shape {list(part.shape)} instead of {wanted}"
             )
 
 
@@ -98,17 +107,22 @@ def dequantized(stored: dict[str, Stored], quantization: Quantization) -> dict[s
 
     Raises `ConfigError` naming a tensor that is missing, misshapen, or has scales that cannot be meant.
     """
-    marks, read = LAYOUTS[quantization.layout]
+    mark, read = LAYOUTS[quantization.layout]
     rest = {name: tensor for name, tensor in stored.items() if name.rpartition(".")[2] not in UNUSED}
     result: dict[str, Stored] = {}
     for name, tensor in list(rest.items()):
-        module, _, last = name.rpartition(".")
-        if name not in rest or last != marks or (last == "weight" and tensor.dtype not in SCALED_DTYPES):
+        is_plain = mark == ".weight" and tensor.dtype not in SCALED_DTYPES
+        if name not in rest or not name.endswith(mark) or is_plain:
             continue
-        parts = _Parts(rest, module)
-        matrix, shape = read(parts, quantization)
-        result[f"{module}.weight"] = Stored(tensor.path, matrix, shape, "F32")
+        parts = _Parts(rest, name.removesuffix(mark) + mark[0])
+        for module, (matrix, shape) in read(parts, quantization).items():
+            result[f"{module}.weight"] = Stored(tensor.path, matrix, shape, "F32")
     return rest | result
+
+
+def _floats(scale: Tensor) -> Tensor:
+    """Scales in float32, of which bytes are exponents of two (E8M0)."""
+    return (scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale).float()
 
 
 # -- 8 bits, element by element
@@ -136,15 +150,15 @@ class _Scaled(Matrix):
         return upload(self.weight[take]), upload(self.scale[rows, columns].contiguous())
 
 
-def _scaled(parts: _Parts, quantization: Quantization) -> tuple[Matrix, tuple[int, int]]:
+def _scaled(parts: _Parts, quantization: Quantization) -> Matrices:
     weight = parts.need("weight")
     if len(weight.shape) != 2:
-        raise ConfigError(f"tensor {parts.module}.weight in {weight.path} is {weight.dtype} but no matrix")
+        raise ConfigError(f"tensor {parts.prefix}weight in {weight.path} is {weight.dtype} but no matrix")
     rows, columns = weight.shape
     name = "weight_scale_inv" if parts.has("weight_scale_inv") else "weight_scale"
     scale = parts.scale(name)
     if parts.take("weight_zero_point") is not None:
-        raise ConfigError(f"tensor {parts.module}.weight has zero points, which 8-bit weights may not have here")
+        raise ConfigError(f"tensor {parts.prefix}weight has zero points, which 8-bit weights may not have here")
     block = quantization.block or (1, columns)
     blocks = ceil_div(rows, block[0]), ceil_div(columns, block[1])
     parts.require(scale, name, (), (1,), (rows,), (rows, 1), blocks)
@@ -155,7 +169,7 @@ def _scaled(parts: _Parts, quantization: Quantization) -> tuple[Matrix, tuple[in
         kind = Format(8, BLOCK)
     elif weight.dtype == "F8_E4M3" and block in ((1, columns), (rows, columns)):
         kind = Format(8, 0)
-    return _Scaled(weight.data, scale.whole().float().view(blocks), block, kind), (rows, columns)
+    return {parts.module: (_Scaled(weight.data, scale.whole().float().view(blocks), block, kind), (rows, columns))}
 
 
 # -- 4 or 8 bits, packed into words of 32
@@ -181,11 +195,13 @@ class _Packed(Matrix):
     zeros: Callable[[slice], Tensor]  # [rows, G] or a scalar
     groups: Tensor
     format: Format | None
+    is_float: bool = False  # E2M1 instead of integers
 
     def __getitem__(self, take: tuple[slice, slice]) -> Tensor:
         rows, columns = take
         groups = self.groups[columns]
-        w = self.words(rows, columns, lambda host: host).float()
+        q = self.words(rows, columns, lambda host: host)
+        w = E2M1[q] if self.is_float else q.float()
         zeros = self.zeros(rows)
         w -= zeros.float().index_select(1, groups) if zeros.dim() else zeros
         return w.mul_(self.scales(rows).float().index_select(1, groups))
@@ -228,12 +244,12 @@ def _column_groups(parts: _Parts, columns: int, num_groups: int, order: Stored |
         parts.require(order, "g_idx", (columns,))
         groups = order.whole().long()
         if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
-            raise ConfigError(f"tensor {parts.module}.g_idx in {order.path} names groups that there are not")
+            raise ConfigError(f"tensor {parts.prefix}g_idx in {order.path} names groups that there are not")
         return groups
     return torch.arange(columns) // ceil_div(columns, num_groups)
 
 
-def _compressed(parts: _Parts, quantization: Quantization) -> tuple[Matrix, tuple[int, int]]:
+def _compressed(parts: _Parts, quantization: Quantization) -> Matrices:
     """compressed-tensors: words [N, K / per], scales [N, G], zero points [N / per, G]; numbers are signed, with an
     offset that cancels."""
     words, shape = parts.need("weight_packed"), parts.need("weight_shape")
@@ -247,22 +263,20 @@ def _compressed(parts: _Parts, quantization: Quantization) -> tuple[Matrix, tupl
         parts.require(zeros, "weight_zero_point", (ceil_div(rows, len(shifts)), num_groups))
     middle = torch.tensor(1 << bits - 1)
     groups = slice(0, num_groups)
-    return (
-        _Packed(
-            lambda r, c, upload: _slice(words.data, 1, c, r, shifts, bits, upload),
-            lambda r: scales.data[r],
-            lambda r: middle if zeros is None else _slice(zeros.data, 0, r, groups, shifts, bits).t(),
-            of := _column_groups(parts, columns, num_groups, order),
-            _format(bits, columns, scales, of, num_groups, zeros is not None),
-        ),
-        (rows, columns),
+    matrix = _Packed(
+        lambda r, c, upload: _slice(words.data, 1, c, r, shifts, bits, upload),
+        lambda r: scales.data[r],
+        lambda r: middle if zeros is None else _slice(zeros.data, 0, r, groups, shifts, bits).t(),
+        of := _column_groups(parts, columns, num_groups, order),
+        _format(bits, columns, scales, of, num_groups, zeros is not None),
     )
+    return {parts.module: (matrix, (rows, columns))}
 
 
 AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of eight neighbours is in a word
 
 
-def _awq(parts: _Parts, quantization: Quantization) -> tuple[Matrix, tuple[int, int]]:
+def _awq(parts: _Parts, quantization: Quantization) -> Matrices:
     """AutoAWQ's "gemm": words [K, N / 8] in an order of their own, scales [G, N], zero points [G, N / 8]."""
     words, scales, zeros = parts.need("qweight"), parts.scale("scales"), parts.need("qzeros")
     bits, shifts = quantization.bits, _shifts(quantization.bits, AWQ_ORDER)
@@ -270,19 +284,17 @@ def _awq(parts: _Parts, quantization: Quantization) -> tuple[Matrix, tuple[int, 
     parts.require(words, "qweight", (columns, ceil_div(rows, len(shifts))))
     parts.require(zeros, "qzeros", (num_groups, ceil_div(rows, len(shifts))))
     groups = slice(0, num_groups)
-    return (
-        _Packed(
-            lambda r, c, upload: _slice(words.data, 1, r, c, shifts, bits, upload).t(),
-            lambda r: scales.data[groups, r].t(),
-            lambda r: _slice(zeros.data, 1, r, groups, shifts, bits).t(),
-            of := _column_groups(parts, columns, num_groups, None),
-            _format(bits, columns, scales, of, num_groups, True),
-        ),
-        (rows, columns),
+    matrix = _Packed(
+        lambda r, c, upload: _slice(words.data, 1, r, c, shifts, bits, upload).t(),
+        lambda r: scales.data[groups, r].t(),
+        lambda r: _slice(zeros.data, 1, r, groups, shifts, bits).t(),
+        of := _column_groups(parts, columns, num_groups, None),
+        _format(bits, columns, scales, of, num_groups, True),
     )
+    return {parts.module: (matrix, (rows, columns))}
 
 
-def _gptq(parts: _Parts, quantization: Quantization) -> tuple[Matrix, tuple[int, int]]:
+def _gptq(parts: _Parts, quantization: Quantization) -> Matrices:
     """AutoGPTQ: words [K / per, N], scales [G, N], zero points [G, N / per] less `zero_offset`, groups [K]."""
     words, scales, zeros = parts.need("qweight"), parts.scale("scales"), parts.need("qzeros")
     order = parts.take("g_idx")
@@ -296,24 +308,81 @@ def _gptq(parts: _Parts, quantization: Quantization) -> tuple[Matrix, tuple[int,
         return _slice(zeros.data, 1, r, groups, shifts, bits).t() + offset
 
     is_symmetric = bool((zeros_of(slice(0, rows)) == 1 << bits - 1).all())
-    return (
-        _Packed(
-            lambda r, c, upload: _slice(words.data, 0, c, r, shifts, bits, upload),
-            lambda r: scales.data[groups, r].t(),
-            zeros_of,
-            of := _column_groups(parts, columns, num_groups, order),
-            _format(bits, columns, scales, of, num_groups, not is_symmetric),
-        ),
-        (rows, columns),
+    matrix = _Packed(
+        lambda r, c, upload: _slice(words.data, 0, c, r, shifts, bits, upload),
+        lambda r: scales.data[groups, r].t(),
+        zeros_of,
+        of := _column_groups(parts, columns, num_groups, order),
+        _format(bits, columns, scales, of, num_groups, not is_symmetric),
+    )
+    return {parts.module: (matrix, (rows, columns))}
+
+
+# -- MXFP4 (OCP Microscaling Formats 1.0): E2M1 with an exponent of two for each 32 columns
+
+
+def _mxfp4(words: Any, scales: Any, columns: int) -> Matrix:
+    """A matrix of words [N, K / 2], which hold even columns in their low halves, and scales [N, K / 32]."""
+    groups, shifts = slice(0, columns // 32), torch.tensor([0, 4])
+    return _Packed(
+        lambda r, c, upload: _slice(words, 1, c, r, shifts, 4, upload),
+        lambda r: _floats(scales[r, groups]),
+        lambda r: torch.tensor(0),
+        torch.arange(columns) // 32,
+        None,
+        is_float=True,
     )
 
 
-_Read = Callable[[_Parts, Quantization], tuple[Matrix, tuple[int, int]]]
+def _compressed_mxfp4(parts: _Parts, quantization: Quantization) -> Matrices:
+    """compressed-tensors: words [N, K / 2], scales [N, K / 32]."""
+    words, scales = parts.need("weight_packed"), parts.scale("weight_scale")
+    rows, columns = scales.shape[0], scales.shape[-1] * 32
+    parts.require(scales, "weight_scale", (rows, columns // 32))
+    parts.require(words, "weight_packed", (rows, columns // 2))
+    return {parts.module: (_mxfp4(words.data, scales.data, columns), (rows, columns))}
 
-# The tensor that every quantized matrix has, and the function that reads its module.
+
+@dataclass(frozen=True, slots=True)
+class _ExpertRows:
+    """The rows `first`, `first` + `step` and so on of an expert of `data` [E, R, ...], as a matrix."""
+
+    data: Any
+    expert: int
+    first: int
+    step: int
+
+    def __getitem__(self, take: tuple[slice, slice]) -> Tensor:
+        rows, columns = take
+        whole: Tensor = self.data[self.expert, rows.start * self.step : rows.stop * self.step]
+        return whole.flatten(1)[self.first :: self.step, columns].contiguous()
+
+
+def _stacked_mxfp4(parts: _Parts, quantization: Quantization) -> Matrices:
+    """gpt-oss: blocks [E, R, K / 32, 16] and scales [E, R, K / 32] of all experts; rows of gate and up take turns."""
+    blocks, scales = parts.need("blocks"), parts.scale("scales")
+    count, rows, groups = scales.shape if len(scales.shape) == 3 else (0, 0, 0)
+    parts.require(scales, "scales", (count, rows, groups))
+    parts.require(blocks, "blocks", (count, rows, groups, 16))
+    experts, _, last = parts.module.rpartition(".")
+    gate, up, down = ("w1", "w3", "w2") if "block_sparse_moe" in experts else ("gate_proj", "up_proj", "down_proj")
+    names = (gate, up) if last == "gate_up_proj" else (down,)
+    found: Matrices = {}
+    for e, (first, name) in product(range(count), enumerate(names)):
+        words, exponents = (_ExpertRows(part.data, e, first, len(names)) for part in (blocks, scales))
+        matrix = _mxfp4(words, exponents, groups * 32)
+        found[f"{experts}.{e}.{name}"] = matrix, (rows // len(names), groups * 32)
+    return found
+
+
+_Read = Callable[[_Parts, Quantization], Matrices]
+
+# The end of the name of a tensor that every quantized matrix has, and the function that reads its module.
 LAYOUTS: Final[Mapping[str, tuple[str, _Read]]] = {
-    "scaled": ("weight", _scaled),
-    "packed": ("weight_packed", _compressed),
-    "awq": ("qweight", _awq),
-    "gptq": ("qweight", _gptq),
+    "scaled": (".weight", _scaled),
+    "packed": (".weight_packed", _compressed),
+    "awq": (".qweight", _awq),
+    "gptq": (".qweight", _gptq),
+    "packed mxfp4": (".weight_packed", _compressed_mxfp4),
+    "stacked mxfp4": ("_blocks", _stacked_mxfp4),
 }

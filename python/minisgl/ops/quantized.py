@@ -13,6 +13,7 @@ from minisgl.rounding import ceil_div
 
 E4M3: Final = torch.float8_e4m3fn
 E4M3_MAX: Final = 448.0
+E2M1: Final = torch.tensor([sign * n for sign in (1.0, -1.0) for n in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
 BLOCK: Final = 128
 CHUNK: Final = 128  # columns whose 4-bit numbers are packed into 64 bytes
 SHRINKS: Final = [1.0 - 0.02 * i for i in range(16)]  # of a group's scale: a smaller one may cost less than it gains

@@ -65,6 +65,22 @@ def compressed(bits: int, group: int, *, zeros: bool = False, order: bool = Fals
     return config, tensors, (q - zero[:, groups]) * scale.bfloat16().float()[:, groups]
 
 
+def mxfp4(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random bytes [..., K / 2], exponents [..., K / 32], and the numbers: (-1)^s 2^(e - 1) (1 + m / 2), or m / 2."""
+    q, exponents = torch.randint(0, 16, shape), torch.randint(120, 131, (*shape[:-1], shape[-1] // 32))
+    e, m = q >> 1 & 3, (q & 1) / 2
+    numbers = torch.where(e > 0, 2.0 ** (e - 1) * (1 + m), m) * (1 - 2 * (q >> 3))
+    packed, exponents[..., 0, 0] = (q[..., ::2] | q[..., 1::2] << 4).byte(), 0  # 2^-127 is a scale, too
+    return packed, exponents.byte(), numbers * (2.0 ** (exponents.double() - 127)).repeat_interleave(32, -1)
+
+
+def compressed_mxfp4() -> Any:
+    packed, scale, expected = mxfp4(ROWS, COLUMNS)
+    weights = {"num_bits": 4, "type": "float", "group_size": 32, "scale_dtype": "torch.uint8"}
+    config = {"format": "mxfp4-pack-quantized", "config_groups": {"g": {"weights": weights}}}
+    return {"quant_method": "compressed-tensors", **config}, {"weight_packed": packed, "weight_scale": scale}, expected
+
+
 def awq(group: int) -> Any:
     q, scale = torch.randint(0, 16, (ROWS, COLUMNS)), (torch.rand(ROWS, COLUMNS // group) + 0.1).half()
     zero, groups, order = torch.randint(0, 16, scale.shape), torch.arange(COLUMNS) // group, (0, 2, 4, 6, 1, 3, 5, 7)
@@ -111,6 +127,7 @@ CASES = {
     "compressed 4 bits, zero points": lambda: compressed(4, 80, zeros=True),
     "compressed 4 bits, order": lambda: compressed(4, 16, order=True),
     "compressed 8 bits": lambda: compressed(8, 160, zeros=True),
+    "compressed mxfp4": compressed_mxfp4,
     "awq": lambda: awq(32),
     "awq, one group": lambda: awq(160),
     "gptq": lambda: gptq(4, 32),
@@ -175,6 +192,16 @@ def test_scales_of_activations_and_of_the_cache_are_left(tmp_path: Path) -> None
         ("gptq", {"scales": torch.ones(4, ROWS)}, r"a\.qzeros in .* shape \[5, 6\] instead of \[4, 6\]"),
         ("gptq", {"g_idx": torch.full((COLUMNS,), 9)}, r"a\.g_idx .* groups that there are not"),
         ("compressed 4 bits", {"weight_shape": None}, r"no a\.weight_shape"),
+        (
+            "compressed mxfp4",
+            {"weight_scale": torch.full((ROWS, COLUMNS // 32), 255, dtype=torch.uint8)},
+            r"a\.weight_scale in .* 0 or not finite",
+        ),
+        (
+            "compressed mxfp4",
+            {"weight_packed": torch.zeros(ROWS, 16, dtype=torch.uint8)},
+            r"a\.weight_packed in .* shape \[48, 16\] instead of \[48, 80\]",
+        ),
         ("awq", {"weight_scale": torch.ones(1)}, r"has also a\.weight_scale"),
     ],
 )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3MoeConfig
+from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from contract.checkpoints import COMMON, save
 from minisgl.checkpoint.hf import BUILTIN_MODEL, load_config
@@ -30,6 +32,7 @@ from minisgl.models.model_config import ModelConfig
 from minisgl.models.weight import fill, load_model, open_checkpoint
 from minisgl.ops.quantized import INT8, MADE, Format, Quantized, pack, unpack
 from minisgl.ops.table import load_ops
+from unit.models.test_dequantize import mxfp4
 from unit.models.test_dequantize import pack as words
 
 CPU = torch.device("cpu")
@@ -129,6 +132,73 @@ def test_experts_stay_in_16_bits_beside_4(experts: Path, caplog: pytest.LogCaptu
     held = load(experts, True, MADE["cuda"]["int4"])
     assert isinstance(moe_layer(held).gate_up, Tensor) and "experts in int4" in caplog.text
     assert any(isinstance(p.tensor, Quantized) for p in held.parameters)
+
+
+@pytest.fixture(params=["Qwen3MoeForCausalLM", "MixtralForCausalLM"])
+def mxfp4_experts(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+    """A checkpoint with experts as gpt-oss stores them, and their matrices as transformers reads them."""
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    routing = {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 256}
+    if request.param == "Qwen3MoeForCausalLM":
+        routing |= {"moe_intermediate_size": 256, "norm_topk_prob": True}
+    kind = Qwen3MoeConfig if request.param == "Qwen3MoeForCausalLM" else MixtralConfig
+    save(tmp_path, kind(**COMMON | sizes | routing))
+    file = tmp_path / "model.safetensors"
+    tensors = {name: t for name, t in load_file(file).items() if ".experts." not in name}
+    layout = "mlp" if "Qwen3" in request.param else "block_sparse_moe"
+    gate, up, down = ("gate_proj", "up_proj", "down_proj") if layout == "mlp" else ("w1", "w3", "w2")
+    want = {}
+    for layer in range(2):
+        experts = f"model.layers.{layer}.{layout}.experts"
+        for name, rows, columns in (("gate_up_proj", 512, 128), ("down_proj", 128, 256)):
+            packed, scales, _ = mxfp4(3, rows, columns)
+            blocks = packed.view(3, rows, columns // 32, 16)
+            tensors |= {f"{experts}.{name}_blocks": blocks, f"{experts}.{name}_scales": scales}
+            read = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).transpose(1, 2)
+            parts = {gate: read[:, ::2], up: read[:, 1::2]} if name == "gate_up_proj" else {down: read}
+            want |= {f"{experts}.{e}.{part}.weight": matrix[e] for part, matrix in parts.items() for e in range(3)}
+    save_file({name: t.contiguous() for name, t in tensors.items()}, file)
+    config = load_config(tmp_path) | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path, want
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_in_mxfp4_are_read_as_published(mxfp4_experts: tuple[Path, dict[str, Tensor]], ranks: int) -> None:
+    folder, want = mxfp4_experts
+    for rank in range(ranks):
+        model, found = load(folder, False, None, ranks, rank), 0
+        for parameter in model.parameters:
+            for source in parameter.sources:
+                if source.name in want:
+                    assert isinstance(parameter.tensor, Tensor)
+                    got = parameter.tensor[source.start : source.start + source.rows]
+                    assert torch.equal(got, want[source.name][source.take])
+                    found += 1
+        assert found == len(want) == 2 * 3 * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"up_scales": None}, r"no model\.layers\.0\.\w+\.experts\.gate_up_proj_scales"),
+        ({"up_scales": torch.full((3, 512, 4), 255).byte()}, r"gate_up_proj_scales in .* 0 or not finite"),
+        ({"up_blocks": torch.zeros(3, 512, 4, 8).byte()}, r"gate_up_proj_blocks in .* instead of \[3, 512, 4, 16\]"),
+        ({"up_blocks": None, "up_scales": None}, r"lacks model\.layers\.0\..*experts\.0\."),
+    ],
+)
+def test_bad_experts_in_mxfp4_are_refused(
+    mxfp4_experts: tuple[Path, dict[str, Tensor]], change: dict[str, Tensor | None], message: str
+) -> None:
+    folder, _ = mxfp4_experts
+    tensors = load_file(folder / "model.safetensors")
+    for end, tensor in change.items():
+        name = next(n for n in sorted(tensors) if n.endswith(f"gate_{end.replace('_', '_proj_')}"))
+        tensors.pop(name)
+        tensors |= {} if tensor is None else {name: tensor}
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        load(folder)
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int4"])
