@@ -18,6 +18,7 @@ REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
     ("post", "/v1/chat/completions", CHAT),
     ("post", "/v1/chat/completions", CHAT | {"return_timing": True, "tools": [TOOL]}),
     ("post", "/v1/completions", TEXT),
+    ("post", "/v1/responses", {"input": "What is 12 + 30?", "tools": [TOOL["function"] | {"type": "function"}]}),
     ("post", "/generate", {"text": "Once", "sampling_params": {"max_new_tokens": 2}}),
     ("post", "/generate", {"text": ["Once", "upon"], "sampling_params": {"max_new_tokens": 2}}),
     ("post", "/tokenize", {"prompt": "Once"}),
@@ -66,6 +67,9 @@ def test_responses_have_the_documented_shape(http: httpx.Client, method: str, pa
         ("post", "/v1/embeddings", '{"input": "x", "model": "minisgl-demo"}', {}, 400),
         ("post", "/v1/embeddings", '{"input": "x", "model": "other"}', {}, 404),
         ("get", "/v1/models/{name}", "", {}, 404),
+        ("post", "/v1/responses", '{"input": []}', {}, 400),
+        ("get", "/v1/responses/{name}", "", {}, 404),
+        ("delete", "/v1/responses/{name}", "", {}, 404),
     ],
 )
 def test_refusals_are_documented(

@@ -22,6 +22,7 @@ from starlette.types import Message
 
 from minisgl.api.frontend import Receipt, Submission
 from minisgl.api.http import DROP, HEADERS, RAW_SEND
+from minisgl.api.replies import failure_event
 from minisgl.api.responses import response_to
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
@@ -123,6 +124,9 @@ class Client:
 
     def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
         yield b"data: end\n\n"
+
+    def failure(self, error: RequestError) -> bytes:
+        return failure_event(error)
 
 
 class History:

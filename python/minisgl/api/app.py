@@ -12,20 +12,22 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 import minisgl
+from minisgl.api.chat import prepared
 from minisgl.api.embeddings import add_embeddings_route
-from minisgl.api.fields import unread_kwargs
 from minisgl.api.frontend import RETRY_AFTER_S, FrontendManager
 from minisgl.api.gate import ANY, Access, Gate
 from minisgl.api.generate import add_generate_route
-from minisgl.api.http import error_body, json_response, read_request, require_model, tell_ignored
+from minisgl.api.http import error_response, read_request, require_model
+from minisgl.api.items import add_responses_routes
 from minisgl.api.metrics import Metrics
 from minisgl.api.openapi import openapi_schema
 from minisgl.api.operations import add_information_routes, add_status_routes, add_tokenizer_routes, add_view_route
 from minisgl.api.page import add_page
 from minisgl.api.parsers.output import OutputParser
+from minisgl.api.paths import unknown_path
 from minisgl.api.protocol import ChatCompletionRequest, CompletionRequest
 from minisgl.api.replies import OpenAIRenderer
-from minisgl.api.requests import ServedModel, chat_message, completion_messages, num_choices, with_choices
+from minisgl.api.requests import ServedModel, completion_messages, num_choices, with_choices
 from minisgl.api.responses import response_to
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg
@@ -50,8 +52,8 @@ def create_app(args: ServerArgs, model: ServedModel) -> FastAPI:
     if access.origins:
         origins = {"allow_origin_regex": ".*"} if ANY in access.origins else {"allow_origins": access.origins}
         app.add_middleware(CORSMiddleware, **origins, allow_methods=["GET", "POST"], allow_headers=["*"])
-    _add_error_handlers(app)
     _add_openai_routes(app, args, model)
+    add_responses_routes(app, args, model)
     add_generate_route(app, args, model)
     add_embeddings_route(app, args, model)
     add_status_routes(app)
@@ -63,6 +65,7 @@ def create_app(args: ServerArgs, model: ServedModel) -> FastAPI:
     document = openapi_schema(app)
     app.openapi = lambda: document  # type: ignore[method-assign]
     _allow_head(app)
+    _add_error_handlers(app)
     return app
 
 
@@ -74,21 +77,24 @@ def _allow_head(app: FastAPI) -> None:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    async def request_error(_: Request, e: Exception) -> Response:
+    async def request_error(request: Request, e: Exception) -> Response:
         assert isinstance(e, RequestError)
         headers = {"retry-after": str(RETRY_AFTER_S)} if e.status in (429, 503) else None
-        return json_response(error_body(e.message, e.status, e.param, e.code), e.status, headers)
+        return error_response(request.url.path, e, headers)
 
-    async def http_error(_: Request, e: Exception) -> Response:
+    async def http_error(request: Request, e: Exception) -> Response:
         assert isinstance(e, HTTPException)
-        return json_response(error_body(e.detail, e.status_code), e.status_code, dict(e.headers or {}))
+        path = request.url.path
+        message = unknown_path(path, paths) if e.status_code == 404 else e.detail
+        return error_response(path, RequestError(message, status=e.status_code), dict(e.headers or {}))
 
     async def client_gone(_: Request, e: Exception) -> Response:
         return Response(status_code=499)  # nginx's code; no client reads it
 
-    async def internal_error(_: Request, e: Exception) -> Response:
-        return json_response(error_body("internal error; see the server's log", 500), 500)
+    async def internal_error(request: Request, e: Exception) -> Response:
+        return error_response(request.url.path, RequestError("internal error; see the server's log", status=500))
 
+    paths = [route.path for route in app.routes if isinstance(route, APIRoute)]
     app.add_exception_handler(RequestError, request_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(ClientDisconnect, client_gone)
@@ -120,9 +126,7 @@ def _add_openai_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> No
     async def chat_completions(request: Request) -> Response:
         body = await read_request(request, ChatCompletionRequest, args)
         require_model(body.model, model.name)
-        refuses = args.unknown_fields == "refuse"
-        tell_ignored(request, unread_kwargs(body.chat_template_kwargs, model.template_variables, refuses))
-        message, new_parser = model.forms.prepare(body, chat_message(body, model.defaults, model.limits))
+        message, new_parser = prepared(request, body, args, model)
         return respond(request, body, [message], new_parser)
 
     @app.post("/v1/completions")

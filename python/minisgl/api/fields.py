@@ -16,11 +16,11 @@ from minisgl.errors import RequestError, near_miss
 logger = logging.getLogger(__name__)
 
 _WITHOUT_A_NEUTRAL_VALUE: Final = """
-adaptive_decay adaptive_target beam_width custom_params dry_sequence_breakers enable_thinking extra_key grammar_lazy
-grammar_triggers lora lora_path lora_request max_new_tokens mirostat_eta mirostat_tau n_keep n_predict num_beams
-quadratic samplers sampling_seed stop_sequences t_max_predict_ms tfs thinking thinking_budget thinking_budget_tokens
-thinking_token_budget vllm_xargs xargs
-audio_data echo_prompt image_data images input_embeds input_extra input_ids media_io_kwargs mm_processor_kwargs
+access_programs adaptive_decay adaptive_target background_options beam_width custom_params dry_sequence_breakers
+enable_thinking extra_key grammar_lazy grammar_triggers lora lora_path lora_request max_new_tokens mirostat_eta
+mirostat_tau n_keep n_predict num_beams quadratic samplers sampling_seed stop_sequences t_max_predict_ms tfs thinking
+thinking_budget thinking_budget_tokens thinking_token_budget vllm_xargs xargs
+audio_data echo_prompt image image_data images input_embeds input_extra input_ids media_io_kwargs mm_processor_kwargs
 moderation prompt_embeds session_id session_params use_audio_in_video video_data
 decoder_input_details details include response_fields return_entropy return_full_text return_routed_experts
 token_ids_logprob top_n_tokens

@@ -10,7 +10,8 @@ from fastapi import Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl.api.http import HEADERS, RAW_SEND, error_body, json_response
+from minisgl.api.http import HEADERS, RAW_SEND, error_response
+from minisgl.errors import RequestError
 from minisgl.settings.options import ServerArgs, is_loopback
 
 MAX_REQUEST_ID: Final = 128
@@ -45,20 +46,28 @@ class Access:
 
     def refusal(self, path: str, headers: Headers) -> Response | None:
         """The response to a request that is not allowed."""
+        error = self._problem(path, headers)
+        if error is None:
+            return None
+        return error_response(path, error, {"www-authenticate": "Bearer"} if error.status == 401 else None)
+
+    def _problem(self, path: str, headers: Headers) -> RequestError | None:
         host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()
         if ANY not in self.hosts and host and _without_port(host) not in self.hosts:
-            return _refusal(403, f"host {host[:100]!r} is not served here; see --allowed-hosts", "host_not_allowed")
+            message = f"host {host[:100]!r} is not served here; see --allowed-hosts"
+            return RequestError(message, code="host_not_allowed", status=403)
         is_foreign = bool(origin) and origin.partition("://")[2] != host
         if is_foreign and not self.origins & {ANY, origin}:
             message = f"pages of {origin[:100]!r} may not use this server; see --allowed-origins"
-            return _refusal(403, message, "origin_not_allowed")
+            return RequestError(message, code="origin_not_allowed", status=403)
         if self.api_key is None or path in self.open_paths:
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        is_key = hmac.compare_digest(key.strip().encode("latin-1"), self.api_key.encode())
-        if is_key and scheme.lower() == "bearer":
+        keys = [headers.get("x-api-key", ""), key.strip() if scheme.lower() == "bearer" else ""]
+        if any(hmac.compare_digest(k.encode("latin-1"), self.api_key.encode()) for k in keys):
             return None
-        return _refusal(401, "a valid key is needed: `Authorization: Bearer KEY`", "invalid_api_key")
+        message = "a valid key is needed: `Authorization: Bearer KEY` or `x-api-key: KEY`"
+        return RequestError(message, code="invalid_api_key", status=401)
 
 
 def _names(text: str | None) -> set[str]:
@@ -68,11 +77,6 @@ def _names(text: str | None) -> set[str]:
 def _without_port(host: str) -> str:
     name, colon, port = host.rpartition(":")
     return name if colon and port.isdigit() else host
-
-
-def _refusal(status: int, message: str, code: str) -> Response:
-    headers = {"www-authenticate": "Bearer"} if status == 401 else None
-    return json_response(error_body(message, status, code=code), status, headers)
 
 
 class Gate:

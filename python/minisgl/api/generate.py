@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 from minisgl.api.frontend import Receipt
 from minisgl.api.http import read_request, to_json
 from minisgl.api.protocol import GenerateRequest, GenerateSampling
-from minisgl.api.replies import event, finite
+from minisgl.api.replies import DONE, event, failure_event, finite
 from minisgl.api.requests import (
     SamplingDefaults,
     ServedModel,
@@ -202,7 +202,10 @@ class GenerateRenderer:
         yield event(to_json(self._result(index, reply) | extra))
 
     def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
-        yield from ()
+        yield DONE
+
+    def failure(self, error: RequestError) -> bytes:
+        return failure_event(error)
 
     def _result(self, index: int, reply: UserReply) -> dict[str, Any]:
         """The whole generation so far, including `reply`."""

@@ -9,7 +9,7 @@ import msgspec
 from fastapi import Request, Response
 
 from minisgl.api.fields import ignored_fields
-from minisgl.api.protocol import ErrorDetail, ErrorResponse, parse_body
+from minisgl.api.protocol import AnthropicError, AnthropicErrorResponse, ErrorDetail, ErrorResponse, parse_body
 from minisgl.errors import RequestError
 from minisgl.settings.options import ServerArgs
 
@@ -37,6 +37,22 @@ def error_body(message: str, status: int, param: str | None = None, code: str | 
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return ErrorResponse(error=ErrorDetail(message=message, type=kind, param=param, code=code))
+
+
+def error_response(path: str, error: RequestError, headers: dict[str, str] | None = None) -> Response:
+    """The `error` in the shape of the API that `path` belongs to."""
+    body: Any = error_body(error.message, error.status, error.param, error.code)
+    if path.startswith("/v1/messages"):
+        body = anthropic_error(error)
+    return json_response(body, error.status, headers)
+
+
+def anthropic_error(error: RequestError) -> AnthropicErrorResponse:
+    """Anthropic's error object."""
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+    kinds |= {429: "rate_limit_error", 503: "overloaded_error"}
+    kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return AnthropicErrorResponse(AnthropicError(kind, error.message))
 
 
 def require_json(request: Request) -> None:

@@ -36,6 +36,11 @@ ENDPOINTS: Final[dict[tuple[str, str], Endpoint]] = {
     ("post", "/v1/completions"): Endpoint(
         "Continue a text", p.CompletionResponse, p.CompletionRequest, _GENERATION, _SSE
     ),
+    ("post", "/v1/responses"): Endpoint(
+        "Answer a conversation, in OpenAI's newer shape", p.ResponseObject, p.ResponsesRequest, _GENERATION, _SSE
+    ),
+    ("get", "/v1/responses/{name}"): Endpoint("A kept response", p.ResponseObject, errors=(404,)),
+    ("delete", "/v1/responses/{name}"): Endpoint("Forget a response", p.DeletedResponse, errors=(404,)),
     ("post", "/generate"): Endpoint(
         "Continue a text, in SGLang's shape",
         p.GenerateResponse | list[p.GenerateResponse],

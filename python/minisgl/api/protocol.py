@@ -140,6 +140,95 @@ class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
 
 
+class ForeignChat(SamplingFields, frozen=True, kw_only=True):
+    """Fields of the APIs that are other forms of a chat completion. Of its fields three have other names or none."""
+
+    model: str | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    n: Annotated[int | None, _only(1)] = None
+    logprobs: Annotated[bool | int | None, _only(False)] = None
+    response_format: Annotated[dict[str, Any] | None, _only()] = None
+
+
+class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A message, a function call, its output, reasoning, or the id of a kept item. `type` says which fields count."""
+
+    type: str | None = None
+    id: str | None = None
+    role: str | None = None
+    content: Any = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: Any = None
+    summary: Any = None
+
+
+class ResponseText(msgspec.Struct, frozen=True):
+    format: dict[str, Any] | None = None
+    verbosity: Annotated[str | None, _only("medium")] = None
+
+
+class ResponseReasoning(msgspec.Struct, frozen=True):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponsesRequest(ForeignChat, frozen=True, kw_only=True):
+    """POST /v1/responses"""
+
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: str | None = None
+    reasoning: ResponseReasoning | None = None
+    store: bool | None = None
+    text: ResponseText | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    user: str | None = None
+    include: list[str] | None = None
+    stream_options: dict[str, Any] | None = None
+    max_tool_calls: int | None = None
+    background: Annotated[bool | None, _only(False)] = None
+    context_management: Annotated[Any, _only()] = None
+    conversation: Annotated[Any, _only()] = None
+    max_tokens: Annotated[int | None, _only()] = None
+    max_completion_tokens: Annotated[int | None, _only()] = None
+    prompt: Annotated[Any, _only()] = None
+    top_logprobs: Annotated[int | None, _only(0)] = None
+    truncation: Annotated[str | None, _only("disabled")] = None
+
+
+class AnthropicMessage(msgspec.Struct, frozen=True):
+    role: str
+    content: str | list[dict[str, Any]]
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    format: dict[str, Any] | None = None
+    effort: str | None = None
+
+
+class MessagesRequest(ForeignChat, frozen=True, kw_only=True):
+    """POST /v1/messages and /v1/messages/count_tokens: Anthropic's API"""
+
+    messages: list[AnthropicMessage]
+    max_tokens: int | None = None
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = None
+    thinking: dict[str, Any] | None = None
+    tool_choice: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
+    container: Annotated[Any, _only()] = None
+    mcp_servers: Annotated[list[Any] | None, _only([])] = None
+
+
 class GenerateSampling(SamplingFields, frozen=True, kw_only=True):
     """`sampling_params` of /generate, under SGLang's names and OpenAI's."""
 
@@ -277,6 +366,90 @@ class CompletionResponse(OpenAIResponse, frozen=True, kw_only=True, tag_field="o
     choices: list[TextChoice]
 
 
+class InputDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+    cache_write_tokens: int = 0  # a service may bill these
+
+
+class ReasoningTokens(msgspec.Struct, frozen=True):
+    reasoning_tokens: int = 0  # parsers see text, so no tokens are counted
+
+
+class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: ReasoningTokens = ReasoningTokens()
+    total_tokens: int
+
+
+class ResponseObject(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="response"):
+    """A response of /v1/responses: what was asked for, and the answer so far."""
+
+    id: str
+    created_at: int
+    model: str
+    status: str = "in_progress"
+    output: list[dict[str, Any]] = []
+    usage: ResponseUsage | None = None
+    error: dict[str, str] | None = None
+    incomplete_details: dict[str, str] | None = None
+    background: bool = False
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: ResponseReasoning
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: str = "disabled"
+    user: str | None
+
+
+class DeletedResponse(msgspec.Struct, frozen=True, tag_field="object", tag="response"):
+    id: str
+    deleted: bool = True
+
+
+class MessageUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Anthropic's usage: `input_tokens` are those that were not in the cache."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageObject(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
+    """The answer of /v1/messages."""
+
+    id: str
+    role: str = "assistant"
+    model: str
+    content: list[dict[str, Any]] = []
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    usage: MessageUsage
+
+
+class TokenCount(msgspec.Struct, frozen=True):
+    input_tokens: int
+
+
+class AnthropicError(msgspec.Struct, frozen=True):
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    error: AnthropicError
+
+
 class GenerateResponse(msgspec.Struct, frozen=True):
     text: str
     output_ids: list[int]
@@ -361,7 +534,7 @@ def refuse_unsupported(request: msgspec.Struct) -> None:
     supported = _only_values(type(request))
     for name in request.__struct_fields__:
         value = getattr(request, name)
-        if isinstance(value, SamplingFields):
+        if isinstance(value, msgspec.Struct):
             refuse_unsupported(value)
         if value is not None and name in supported and value != supported[name]:
             raise RequestError(f"{name}={value!r:.60} is not supported", param=name, code="unsupported_value")

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from minisgl.api.frontend import Receipt
-from minisgl.api.http import to_json
+from minisgl.api.http import error_body, to_json
 from minisgl.api.parsers.output import OutputParser
 from minisgl.api.protocol import (
     AssistantMessage,
@@ -26,6 +26,7 @@ from minisgl.api.protocol import (
     Timing,
     Usage,
 )
+from minisgl.errors import RequestError
 from minisgl.message import TokenLogprob, UserReply
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -35,6 +36,16 @@ MIN_LOGPROB: Final = -9999.0  # OpenAI's value for a token of probability 0; JSO
 def event(body: bytes) -> bytes:
     """One server-sent event."""
     return b"data: " + body + b"\n\n"
+
+
+def named_event(name: str, fields: dict[str, Any]) -> bytes:
+    """One server-sent event with a name, which is also the `type` of its data."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), to_json({"type": name} | fields))
+
+
+def failure_event(error: RequestError) -> bytes:
+    """The end of a failed stream in OpenAI's shape."""
+    return event(to_json(error_body(error.message, error.status, error.param, error.code))) + DONE
 
 
 class Renderer(Protocol):
@@ -50,7 +61,10 @@ class Renderer(Protocol):
         """The events for one more reply to generation `index`."""
 
     def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
-        """The events between the last reply and [DONE]; `replies` are the last ones by index."""
+        """The events after the last reply; `replies` are the last ones by index."""
+
+    def failure(self, error: RequestError) -> bytes:
+        """The last events of a stream that fails."""
 
 
 class OpenAIRenderer:
@@ -176,6 +190,10 @@ class OpenAIRenderer:
             summary["timing"] = self._timing(usage, receipt)
         if summary:
             yield event(self._chunk_head + b"]," + to_json(summary)[1:])
+        yield DONE
+
+    def failure(self, error: RequestError) -> bytes:
+        return failure_event(error)
 
 
 def _without_logprobs(reply: UserReply) -> UserReply:

@@ -12,8 +12,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from minisgl.api.frontend import ClientGoneError, FrontendManager, Receipt, Submission, joined
-from minisgl.api.http import DROP, HEADERS, RAW_SEND, error_body, to_json
-from minisgl.api.replies import DONE, Renderer, event
+from minisgl.api.http import DROP, HEADERS, RAW_SEND
+from minisgl.api.replies import Renderer
 from minisgl.api.requests import require_answer_fits
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg, UserReply
@@ -157,9 +157,9 @@ class StreamResponse(BodyResponse):
                     replies = await submission.take()
                 chunks += self._renderer.last_events([last[i] for i in sorted(last)], submission.receipt)
             except RequestError as e:
-                chunks.append(event(to_json(error_body(e.message, e.status, e.param, e.code))))
+                chunks.append(self._renderer.failure(e))
             limit.begin()
-            await send({"type": "http.response.body", "body": b"".join([*chunks, DONE]), "more_body": False})
+            await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": False})
 
 
 async def _watch(receive: Receive, submission: Submission) -> None:

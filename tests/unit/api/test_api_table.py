@@ -25,7 +25,15 @@ PAGE = TESTS.parent / "docs" / "api.md"
 ROW = re.compile(r"^\| (`.*?) \| (.*) \| (.*) \|$")
 CODE = re.compile(r"`([^`]*)`")
 GENERIC = {"e2e/test_fields", "unit/api/test_api_table"}  # their fields are the code's or this page's
-NEEDED: dict[str, Any] = {"messages": [], "prompt": "", "tokens": [], "role": "", "name": "", "function": {"name": ""}}
+NEEDED: dict[str, Any] = {
+    "messages": [],
+    "input": "",
+    "prompt": "",
+    "tokens": [],
+    "role": "",
+    "name": "",
+    "function": {"name": ""},
+}
 ODD: list[Any] = ["?", 7, 7.5, True, ["?"], {"type": "?"}]
 
 
@@ -99,7 +107,7 @@ def test_every_route_has_one_row() -> None:
 
 def refusals(kind: type[msgspec.Struct], field: str) -> Iterator[RequestError | None]:
     """The refusal of each odd value that has the field's type; None if accepted."""
-    needed = {name: value for name, value in NEEDED.items() if name in kind.__struct_fields__}
+    needed = {f.name: NEEDED[f.name] for f in msgspec.structs.fields(kind) if f.required}
     for value in ODD:
         try:
             request = msgspec.convert(needed | {field: value}, kind)

@@ -11,7 +11,7 @@ import pytest
 
 from minisgl.api.frontend import Receipt
 from minisgl.api.protocol import CompletionRequest, StreamOptions
-from minisgl.api.replies import OpenAIRenderer
+from minisgl.api.replies import DONE, OpenAIRenderer
 from minisgl.api.requests import MAX_ANSWER_BYTES, choice_seed, num_choices, require_answer_fits, with_choices
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
@@ -102,8 +102,8 @@ def test_usage_counts_each_prompt_once() -> None:
 @pytest.mark.parametrize("with_timing", [False, True])
 def test_last_chunk_has_usage_and_timing_on_request(with_usage: bool, with_timing: bool) -> None:
     renderer = OpenAIRenderer("m", True, StreamOptions(include_usage=with_usage), n=2, with_timing=with_timing)
-    events = list(renderer.last_events(replies(), receipt()))
-    assert len(events) == (with_usage or with_timing)
+    *events, done = renderer.last_events(replies(), receipt())
+    assert len(events) == (with_usage or with_timing) and done == DONE
     for event in events:
         chunk = json.loads(event.removeprefix(b"data: "))
         assert chunk["choices"] == []

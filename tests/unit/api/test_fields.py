@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as TextParams
+from openai.types.responses.response_create_params import ResponseCreateParamsBase as ResponseParams
 
 from minisgl.api import fields
 from minisgl.api.fields import FOREIGN, HARMLESS, ignored_fields, unread_kwargs
@@ -21,6 +22,7 @@ from minisgl.api.protocol import (
     EmbeddingRequest,
     GenerateRequest,
     GenerateSampling,
+    ResponsesRequest,
     parse_body,
 )
 from minisgl.api.requests import SamplingDefaults
@@ -28,7 +30,7 @@ from minisgl.errors import RequestError
 from minisgl.params import Limits
 
 PAGE = Path(__file__).parents[3] / "docs" / "api.md"
-KINDS = [ChatCompletionRequest, CompletionRequest, GenerateRequest, EmbeddingRequest]
+KINDS = [ChatCompletionRequest, CompletionRequest, ResponsesRequest, GenerateRequest, EmbeddingRequest]
 
 
 def ignored(kind: Any = ChatCompletionRequest, refuses: bool = False, **given: Any) -> list[str]:
@@ -95,7 +97,10 @@ def test_told_names_are_safe_in_a_header() -> None:
     assert all(name.isascii() and name.isprintable() and len(name) <= fields.MAX_NAME for name in names)
 
 
-@pytest.mark.parametrize(("params", "kind"), [(ChatParams, ChatCompletionRequest), (TextParams, CompletionRequest)])
+@pytest.mark.parametrize(
+    ("params", "kind"),
+    [(ChatParams, ChatCompletionRequest), (TextParams, CompletionRequest), (ResponseParams, ResponsesRequest)],
+)
 def test_every_field_of_openai_is_known(params: Any, kind: Any) -> None:
     assert get_type_hints(params).keys() <= {*kind.__struct_fields__, *FOREIGN, *HARMLESS}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -26,9 +26,11 @@ _TOOL_SIGNS: Final = {
     "mistral": ("[TOOL_CALLS]",),
     "llama3": ("<|python_tag|>", "<|start_header_id|>ipython", "Environment: ipython"),
 }
-_SWITCHES: Final = ("enable_thinking", "thinking")  # chat_template_kwargs by which templates open or skip the reasoning
+SWITCHES: Final = ("enable_thinking", "thinking")  # chat_template_kwargs by which templates open or skip the reasoning
 
 _to_json: Final = msgspec.json.Encoder().encode
+
+Step = Literal["open", "more", "close", "call"]
 
 
 class OutputParser:
@@ -37,6 +39,8 @@ class OutputParser:
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
         self._parsers: list[Parser] = [p for p in (reasoning, tools) if p is not None]
         self._calls = 0
+        self._block: tuple[type[Content] | type[Reasoning], list[str]] | None = None  # the open one and its texts
+        self._has_blocks = False
 
     def feed(self, text: str, is_last: bool = False) -> list[Piece]:
         """The pieces that are certain after `text`; with `is_last`, all that remain."""
@@ -77,6 +81,36 @@ class OutputParser:
                     yield head + _to_json(_call(piece, ""))[1:] + b"]}"
                     yield head + b'"function":' + _to_json(arguments) + b"}]}"
                     index += 1
+
+    def steps(self, text: str, is_last: bool) -> Iterator[tuple[Step, Piece]]:
+        """The growth of an answer's blocks by `text` and, if `is_last`, the end.
+
+        Text or reasoning up to the next piece of another kind is a block: "open" with an empty piece, "more" with each
+        new one, "close" with the whole. A "call" is complete. An answer without any block has an empty text.
+        """
+        pieces: list[Piece] = list(_merged(self.feed(text, is_last)))
+        if is_last and not pieces and not self._has_blocks:
+            pieces = [Content("")]
+        for piece in pieces:
+            self._has_blocks = True
+            if self._block is not None and self._block[0] is not type(piece):
+                yield "close", self._closed()
+            if isinstance(piece, ParsedCall):
+                yield "call", piece
+                continue
+            if self._block is None:
+                self._block = type(piece), []
+                yield "open", type(piece)("")
+            if piece.text:
+                self._block[1].append(piece.text)
+                yield "more", piece
+        if is_last and self._block is not None:
+            yield "close", self._closed()
+
+    def _closed(self) -> Piece:
+        assert self._block is not None, "no block is open"
+        (kind, texts), self._block = self._block, None
+        return kind("".join(texts))
 
 
 def _merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -122,7 +156,7 @@ class OutputForms:
             found = (n for n, form in REASONING_FORMS.items() if form.close in template.source)
             reasoning_parser = next(found, "none")
         reasoning = REASONING_FORMS.get(reasoning_parser)
-        switches: list[tuple[str, bool] | None] = [None, *((n, v) for n in _SWITCHES for v in (True, False))]
+        switches: list[tuple[str, bool] | None] = [None, *((n, v) for n in SWITCHES for v in (True, False))]
         opened = {switch: _opens(template, reasoning, switch) for switch in switches} if reasoning else {}
         return cls(TOOL_FORMS.get(tool_parser), reasoning, opened)
 
@@ -174,7 +208,7 @@ class OutputForms:
         if message.continue_final_message and message.messages:
             return form.is_open(message.messages[-1]["content"])
         kwargs = message.template_kwargs
-        switch = next(((n, v) for n in _SWITCHES if isinstance(v := kwargs.get(n), bool)), None)
+        switch = next(((n, v) for n in SWITCHES if isinstance(v := kwargs.get(n), bool)), None)
         return message.add_generation_prompt and self.opened.get(switch, False)
 
 

@@ -1,0 +1,360 @@
+"""OpenAI's `/v1/responses`: input items -> a chat completion; its answer -> output items, whole or as a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+
+from minisgl.api.chat import json_schema_format, prepared, shared_fields
+from minisgl.api.frontend import Receipt
+from minisgl.api.http import json_response, read_request, require_model, tell_ignored, to_json
+from minisgl.api.parsers.output import OutputParser, Step
+from minisgl.api.parsers.pieces import Content, ParsedCall, Reasoning
+from minisgl.api.protocol import (
+    ChatCompletionRequest,
+    ChatMessage,
+    DeletedResponse,
+    InputDetails,
+    InputItem,
+    ResponseObject,
+    ResponseReasoning,
+    ResponsesRequest,
+    ResponseText,
+    ResponseUsage,
+    ToolCall,
+    ToolFunction,
+)
+from minisgl.api.replies import named_event
+from minisgl.api.requests import ServedModel, requested_max_tokens
+from minisgl.api.responses import response_to
+from minisgl.core import FinishReason
+from minisgl.errors import RequestError
+from minisgl.message import UserReply
+from minisgl.params import SamplingParams
+from minisgl.settings.options import ServerArgs
+
+MAX_KEPT: Final = 4096  # responses
+MAX_KEPT_BYTES: Final = 64 << 20
+NAMES: Final = {"messages": "input", "response_format": "text"}  # of the fields in a chat completion
+PLAIN_REASONING: Final = "reasoning.encrypted_content"  # in `include`: reasoning comes back as text in any case
+_TEXT_PARTS: Final = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
+
+
+class KeptResponses:
+    """Responses and their conversations by id. Beyond a limit the least recently used go."""
+
+    def __init__(self, max_count: int = MAX_KEPT, max_bytes: int = MAX_KEPT_BYTES) -> None:
+        self._max_count = max_count
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()  # the JSON of a response, and of all items
+        self._owners: dict[str, str] = {}  # id of an output item -> that of its response
+        self._bytes = 0
+
+    def keep(self, response: ResponseObject, body: bytes, items: Sequence[InputItem]) -> None:
+        """Keep the JSON `body` of `response`, and the `items` of its conversation before its output."""
+        conversation = to_json([*items, *response.output])
+        self._kept[response.id] = body, conversation
+        self._owners |= {item["id"]: response.id for item in response.output}
+        self._bytes += len(body) + len(conversation)
+        while len(self._kept) > self._max_count or self._bytes > self._max_bytes:
+            self.drop(next(iter(self._kept)))
+
+    def body(self, name: str) -> bytes:
+        """The JSON of response `name`. Raises `RequestError` (404) if it is not kept."""
+        return self._find(name)[0]
+
+    def conversation(self, name: str, param: str) -> list[InputItem]:
+        """The items up to and with response `name`. Raises `RequestError` (400) naming `param` if it is not kept."""
+        return msgspec.json.decode(self._find(name, param)[1], type=list[InputItem])
+
+    def item(self, name: str | None) -> InputItem:
+        """The output item with the id `name`. Raises `RequestError` (400) if its response is not kept."""
+        owner = self._owners.get(name or "", f"item {name}")
+        return next(item for item in self.conversation(owner, "input") if item.id == name)
+
+    def drop(self, name: str) -> None:
+        """Forget response `name`. Raises `RequestError` (404) if it is not kept."""
+        body, conversation = self._find(name)
+        del self._kept[name]
+        for item in msgspec.json.decode(body, type=ResponseObject).output:
+            del self._owners[item["id"]]
+        self._bytes -= len(body) + len(conversation)
+
+    def _find(self, name: str, param: str | None = None) -> tuple[bytes, bytes]:
+        if name not in self._kept:
+            raise RequestError(
+                f"{name[:100]!r} is not kept: store was false, or others have taken its place",
+                param=param,
+                code="previous_response_not_found" if param == "previous_response_id" else "not_found",
+                status=400 if param else 404,
+            )
+        self._kept.move_to_end(name)
+        return self._kept[name]
+
+
+def _text(content: Any, where: str) -> str:
+    """The text of `content`, a string or a list of text parts. Raises `RequestError` naming another part's type."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise RequestError(
+                f"{where} must be text or a list of text parts; a part of type {str(kind)[:40]!r} is not supported",
+                param="input",
+                code="unsupported_value",
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def chat_messages(items: Sequence[InputItem]) -> list[ChatMessage]:
+    """The messages of a conversation in `items`, none of them a reference. Raises `RequestError`.
+
+    An assistant's reasoning, text and calls are items of their own, and one message of a chat.
+    """
+    messages: list[ChatMessage] = []
+    for item in items:
+        kind = item.type or "message"
+        if kind == "message":
+            _add(messages, ChatMessage(item.role or "", _text(item.content, "the content of a message")))
+        elif kind == "function_call":
+            call = ToolCall(ToolFunction(item.name or "", item.arguments), item.call_id)
+            _add(messages, ChatMessage("assistant", tool_calls=[call]))
+        elif kind == "function_call_output":
+            text = _text(item.output, "the output of a function call")
+            messages.append(ChatMessage("tool", text, tool_call_id=item.call_id))
+        elif kind == "reasoning":
+            reasoning = _text(item.content or item.summary, "reasoning")
+            messages.append(ChatMessage("assistant", reasoning_content=reasoning))
+        else:
+            error = f"input has an item of type {kind[:40]!r}, which is not supported"
+            raise RequestError(error, param="input", code="unsupported_value")
+    return messages
+
+
+def _add(messages: list[ChatMessage], message: ChatMessage) -> None:
+    """Append `message`, or add it to an assistant's message that has reasoning, text or calls so far."""
+    last = messages[-1] if messages else None
+    if last is None or last.role != "assistant" or message.role != "assistant" or (message.content and last.content):
+        messages.append(message)
+        return
+    calls = [*(last.tool_calls or ()), *(message.tool_calls or ())] or None
+    content = message.content or last.content
+    messages[-1] = ChatMessage("assistant", content, tool_calls=calls, reasoning_content=last.reasoning_content)
+
+
+def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A function tool in the form of a chat completion. Raises `RequestError` naming the type of another tool."""
+    if tool.get("type") != "function":
+        error = f"tools has one of type {str(tool.get('type'))[:40]!r}; only functions are supported"
+        raise RequestError(error, param="tools", code="unsupported_value")
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
+
+
+def _chat_tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if isinstance(choice, dict) and "function" not in choice:
+        if choice.get("type") != "function":
+            error = f"tool_choice of type {str(choice.get('type'))[:40]!r} is not supported, only of type 'function'"
+            raise RequestError(error, param="tool_choice", code="unsupported_value")
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def chat_request(body: ResponsesRequest, model: ServedModel, items: Sequence[InputItem]) -> ChatCompletionRequest:
+    """The chat completion that `body` asks for after the `items` of its conversation. Raises `RequestError`."""
+    messages = chat_messages(items)
+    if body.instructions is not None:
+        messages.insert(0, ChatMessage("system", body.instructions))
+    form = body.text.format if body.text else None
+    if form is not None and form.get("type") == "json_schema":
+        form = json_schema_format(form.get("schema"))
+    effort = body.reasoning.effort if body.reasoning else None
+    fields = shared_fields(body, model, thinks=False if effort == "none" else None)
+    return ChatCompletionRequest(
+        **fields | {"response_format": form},
+        messages=messages,
+        max_tokens=requested_max_tokens(body, ("max_output_tokens",), model.limits, least=1),
+        tools=None if body.tools is None else [_chat_tool(t) for t in body.tools],
+        tool_choice=_chat_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=effort,
+    )
+
+
+def _ignored(body: ResponsesRequest) -> list[str]:
+    """The names of what has no effect. Raises `RequestError` for what should have one."""
+    for name in body.include or ():
+        if name != PLAIN_REASONING:
+            error = f"include={name[:60]!r} is not supported"
+            raise RequestError(error, param="include", code="unsupported_value")
+    reasoning = body.reasoning or ResponseReasoning()
+    return [f"reasoning.{n}" for n in ("summary", "generate_summary") if getattr(reasoning, n) is not None]
+
+
+def new_response(body: ResponsesRequest, model: str, params: SamplingParams) -> ResponseObject:
+    """The response to `body` before the first token."""
+    return ResponseObject(
+        id="resp_" + uuid.uuid4().hex,
+        created_at=int(time.time()),
+        model=model,
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
+        reasoning=body.reasoning or ResponseReasoning(),
+        store=body.store is not False,
+        temperature=params.temperature,
+        text={"format": (body.text or ResponseText()).format or {"type": "text"}},
+        tool_choice=body.tool_choice or "auto",
+        tools=body.tools or [],
+        top_p=params.top_p,
+        user=body.user,
+    )
+
+
+class ItemRenderer:
+    """Writes the answer as output items: reasoning, message, function call. The events of a stream make the items."""
+
+    def __init__(
+        self,
+        response: ResponseObject,
+        new_parser: Callable[[], OutputParser] | None,
+        keep: Callable[[ResponseObject, bytes], None],
+    ) -> None:
+        """`keep` gets the complete response and its JSON."""
+        self._response = response
+        self._parser = new_parser() if new_parser else OutputParser(None, None)
+        self._keep = keep
+        self._items: list[dict[str, Any]] = []  # the last one may be open
+        self._events = 0
+
+    def body(self, replies: list[UserReply], receipt: Receipt) -> bytes:
+        for _ in self.events(0, replies[0]):
+            pass
+        return self._end(replies[0])
+
+    def first_events(self, n: int) -> Iterator[bytes]:
+        for state in ("created", "in_progress"):
+            yield self._event(f"response.{state}", response=self._response)
+
+    def events(self, index: int, reply: UserReply) -> Iterator[bytes]:
+        is_cut = reply.finish_reason is FinishReason.LENGTH
+        for step, piece in self._parser.steps(reply.text, reply.finish_reason is not None):
+            if isinstance(piece, ParsedCall):
+                yield from self._call(piece)
+            else:
+                yield from self._grow(step, piece, "incomplete" if is_cut else "completed")
+
+    def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
+        body = self._end(replies[0])
+        yield self._event(f"response.{self._response.status}", response=msgspec.Raw(body))
+
+    def failure(self, error: RequestError) -> bytes:
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        failed = msgspec.structs.replace(
+            self._response, status="failed", output=self._items, error={"code": code, "message": error.message}
+        )
+        return self._event("response.failed", response=failed)
+
+    def _event(self, name: str, **fields: Any) -> bytes:
+        self._events += 1
+        return named_event(name, {"sequence_number": self._events - 1} | fields)
+
+    def _grow(self, step: Step, piece: Content | Reasoning, status: str) -> Iterator[bytes]:
+        is_message = isinstance(piece, Content)
+        kind = "output_text" if is_message else "reasoning_text"
+        part: dict[str, Any] = {"type": kind, "text": piece.text}
+        logprobs: dict[str, Any] = {"logprobs": []} if is_message else {}
+        part |= ({"annotations": []} | logprobs) if is_message else {}
+        if step == "open":
+            item: dict[str, Any] = {"id": ("msg_" if is_message else "rs_") + uuid.uuid4().hex, "content": []}
+            item |= {"type": "message", "role": "assistant"} if is_message else {"type": "reasoning", "summary": []}
+            self._items.append(item | {"status": "in_progress"})
+            yield self._item_event("added")
+        item = self._items[-1]
+        place = {"item_id": item["id"], "output_index": len(self._items) - 1, "content_index": 0}
+        if step == "open":
+            yield self._event("response.content_part.added", **place, part=part)
+        elif step == "more":
+            yield self._event(f"response.{kind}.delta", **place, delta=piece.text, **logprobs)
+        else:
+            item |= {"content": [part], "status": status}
+            yield self._event(f"response.{kind}.done", **place, text=piece.text, **logprobs)
+            yield self._event("response.content_part.done", **place, part=part)
+            yield self._item_event("done")
+
+    def _call(self, call: ParsedCall) -> Iterator[bytes]:
+        item = {"id": "fc_" + uuid.uuid4().hex, "type": "function_call", "call_id": call.id, "name": call.name}
+        self._items.append(item | {"arguments": "", "status": "in_progress"})
+        yield self._item_event("added")
+        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        self._items[-1] = item | {"arguments": call.arguments, "status": "completed"}
+        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
+        yield self._event("response.function_call_arguments.done", **place, arguments=call.arguments)
+        yield self._item_event("done")
+
+    def _item_event(self, state: str) -> bytes:
+        return self._event(f"response.output_item.{state}", output_index=len(self._items) - 1, item=self._items[-1])
+
+    def _end(self, reply: UserReply) -> bytes:
+        """The JSON of the complete response, which is kept."""
+        is_cut = reply.finish_reason is FinishReason.LENGTH
+        usage = ResponseUsage(
+            input_tokens=reply.prompt_tokens,
+            input_tokens_details=InputDetails(reply.cached_tokens),
+            output_tokens=reply.completion_tokens,
+            total_tokens=reply.prompt_tokens + reply.completion_tokens,
+        )
+        self._response = msgspec.structs.replace(
+            self._response,
+            status="incomplete" if is_cut else "completed",
+            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
+            output=self._items,
+            usage=usage,
+        )
+        body = to_json(self._response)
+        self._keep(self._response, body)
+        return body
+
+
+def add_responses_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
+    """POST /v1/responses; GET and DELETE /v1/responses/{name} of those that are kept."""
+    kept = KeptResponses()
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        body = await read_request(request, ResponsesRequest, args)
+        require_model(body.model, model.name)
+        tell_ignored(request, _ignored(body))
+        previous = body.previous_response_id
+        items = [] if previous is None else kept.conversation(previous, "previous_response_id")
+        given = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+        items += [kept.item(item.id) if item.type == "item_reference" else item for item in given]
+        chat = chat_request(body, model, items)
+        message, new_parser = prepared(request, chat, args, model, NAMES)
+
+        def keep(response: ResponseObject, encoded: bytes) -> None:
+            if response.store:
+                kept.keep(response, encoded, items)
+
+        response = new_response(body, model.name, message.sampling_params)
+        renderer = ItemRenderer(response, new_parser, keep)
+        return response_to(app.state.frontend, [message], renderer, body.stream, 1)
+
+    @app.get("/v1/responses/{name}")
+    async def get_response(name: str) -> Response:
+        return Response(kept.body(name), media_type="application/json")
+
+    @app.delete("/v1/responses/{name}")
+    async def delete_response(name: str) -> Response:
+        kept.drop(name)
+        return json_response(DeletedResponse(name))

@@ -1,0 +1,43 @@
+"""What a path that does not exist probably means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from minisgl.errors import near_miss
+
+MAX_SHOWN: Final = 100
+# Paths of Ollama, llama.cpp, TGI and of older APIs, whose names say nothing about ours.
+ELSEWHERE: Final = {
+    "/api/chat": "/v1/chat/completions",
+    "/api/generate": "/v1/completions",
+    "/api/tags": "/v1/models",
+    "/api/show": "/model_info",
+    "/api/embed": "/v1/embeddings",
+    "/api/version": "/version",
+    "/completion": "/v1/completions",
+    "/generate_stream": "/generate",
+    "/info": "/server_info",
+    "/props": "/server_info",
+    "/slots": "/engine_view",
+    "/healthz": "/health",
+    "/livez": "/health",
+    "/readyz": "/ready",
+    "/docs": "/openapi.json",
+    "/redoc": "/openapi.json",
+}
+
+
+def unknown_path(path: str, paths: Iterable[str]) -> str:
+    """The message for `path`, which is not among the served `paths`: it names the one that is probably meant.
+
+    That is the one in `ELSEWHERE`, else the longest one whose end, without /v1, ends `path` (a base URL with too much
+    or too little), else the one that `path` misspells.
+    """
+    path = path.rstrip("/") or "/"
+    served = [p for p in paths if "{" not in p and p != "/"]
+    tails = [p for p in served if path.endswith(p.removeprefix("/v1"))]
+    meant = ELSEWHERE.get(path) or max(tails, key=len, default=None) or near_miss(path[:MAX_SHOWN], served)
+    hint = f"use {meant}" if meant else "/openapi.json lists the paths"
+    return f"there is no path {path[:MAX_SHOWN]} here; {hint}"
