@@ -113,7 +113,10 @@ class EngineView(msgspec.Struct, tag="view", frozen=True, kw_only=True):
 
 
 class TokenizeMsg(msgspec.Struct, tag="tokenize", frozen=True, kw_only=True, omit_defaults=True):
-    """A validated request on its way to the engine. Exactly one of `text`, `messages`, `input_ids` is set."""
+    """A validated request on its way to the engine. Exactly one of `text`, `messages`, `input_ids` is set.
+
+    `shortens`: an answer of `max_tokens` may be more than the context has left. Without it, such a request is refused.
+    """
 
     uid: int
     sampling_params: SamplingParams
@@ -125,6 +128,7 @@ class TokenizeMsg(msgspec.Struct, tag="tokenize", frozen=True, kw_only=True, omi
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: dict[str, str | int | float | bool | None] = {}
+    shortens: bool = False
 
 
 class EncodeMsg(msgspec.Struct, tag="encode", frozen=True, kw_only=True):

@@ -30,6 +30,7 @@ CLIENTS: dict[str, tuple[str, list[str]]] = {
     "openai-3": ("use_openai.py", ["openai>=3,<4"]),
     "openai-2": ("use_openai.py", ["openai>=2,<3"]),
     "openai-responses": ("use_openai_responses.py", ["openai>=3,<4"]),
+    "anthropic": ("use_anthropic.py", ["anthropic>=1,<3"]),
     "langchain": ("use_langchain.py", ["langchain-openai>=1,<2"]),
     "litellm": ("use_litellm.py", ["litellm[mcp]>=1.80,<2"]),  # its tool calls import mcp
     "instructor": ("use_instructor.py", ["instructor>=1.10,<2"]),

@@ -16,6 +16,8 @@ import pytest
 
 from e2e.harness import PATIENCE_S, ServerProcess, require_no_leak
 from minisgl.api.protocol import (
+    AnthropicMessage,
+    AnthropicToolChoice,
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
@@ -24,10 +26,13 @@ from minisgl.api.protocol import (
     GenerateRequest,
     GenerateSampling,
     InputItem,
+    MessagesRequest,
+    OutputConfig,
     ResponseReasoning,
     ResponsesRequest,
     ResponseText,
     StreamOptions,
+    Thinking,
     TokenizeRequest,
     ToolCall,
     ToolFunction,
@@ -59,6 +64,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "x"}
 FUNCTION = {"name": "f", "arguments": "{}"}
 ASSISTANT = '{"max_tokens": 2, "messages": [{"role": "assistant", "tool_calls": [%s]}]}'
+MESSAGE = '{"max_tokens": 2, "messages": [{"role": "user", "content": "x"}], %s}'
 PLACES = [
     Place(TEXT, CompletionRequest, {"prompt": "x", **SHORT}),
     Place(CHAT, ChatCompletionRequest, {"messages": [USER], **SHORT}),
@@ -66,6 +72,11 @@ PLACES = [
     Place("/v1/responses", InputItem, {"role": "user", "content": "x"}, '{"max_output_tokens": 2, "input": [%s]}'),
     Place("/v1/responses", ResponseText, {}, '{"max_output_tokens": 2, "input": "x", "text": %s}'),
     Place("/v1/responses", ResponseReasoning, {}, '{"max_output_tokens": 2, "input": "x", "reasoning": %s}'),
+    Place("/v1/messages", MessagesRequest, {"messages": [USER], "max_tokens": 2}),
+    Place("/v1/messages", AnthropicMessage, USER, '{"max_tokens": 2, "messages": [%s]}'),
+    Place("/v1/messages", Thinking, {"type": "enabled"}, MESSAGE % '"thinking": %s'),
+    Place("/v1/messages", AnthropicToolChoice, {"type": "auto"}, MESSAGE % '"tool_choice": %s'),
+    Place("/v1/messages", OutputConfig, {}, MESSAGE % '"output_config": %s'),
     Place("/generate", GenerateRequest, {"text": "x", "sampling_params": {"max_new_tokens": 2}}),
     Place("/generate", GenerateSampling, {"max_new_tokens": 2}, '{"text": "x", "sampling_params": %s}'),
     Place("/v1/embeddings", EmbeddingRequest, {"input": "x"}),

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from minisgl.api.openapi import ENDPOINTS
-from minisgl.api.protocol import ErrorResponse
+from minisgl.api.protocol import AnthropicErrorResponse, ErrorResponse
 
 CHAT = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "max_tokens": 8, "temperature": 0}
 TEXT = {"prompt": "Once", "max_tokens": 4, "return_timing": True, "n": 2}
@@ -19,6 +19,8 @@ REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
     ("post", "/v1/chat/completions", CHAT | {"return_timing": True, "tools": [TOOL]}),
     ("post", "/v1/completions", TEXT),
     ("post", "/v1/responses", {"input": "What is 12 + 30?", "tools": [TOOL["function"] | {"type": "function"}]}),
+    ("post", "/v1/messages", CHAT | {"tools": [{"name": "get_weather", "input_schema": {"type": "object"}}]}),
+    ("post", "/v1/messages/count_tokens", CHAT),
     ("post", "/generate", {"text": "Once", "sampling_params": {"max_new_tokens": 2}}),
     ("post", "/generate", {"text": ["Once", "upon"], "sampling_params": {"max_new_tokens": 2}}),
     ("post", "/tokenize", {"prompt": "Once"}),
@@ -69,6 +71,8 @@ def test_responses_have_the_documented_shape(http: httpx.Client, method: str, pa
         ("get", "/v1/models/{name}", "", {}, 404),
         ("post", "/v1/responses", '{"input": []}', {}, 400),
         ("get", "/v1/responses/{name}", "", {}, 404),
+        ("post", "/v1/messages", '{"messages": [], "max_tokens": 0}', {}, 400),
+        ("post", "/v1/messages/count_tokens", '{"messages": [], "model": "other"}', {}, 404),
         ("delete", "/v1/responses/{name}", "", {}, 404),
     ],
 )
@@ -84,7 +88,7 @@ def test_refusals_are_documented(
     headers = {"content-type": "application/json"} | headers
     response = http.request(method, path.replace("{name}", "none"), content=content, headers=headers)
     assert response.status_code == status
-    error = msgspec.convert(response.json(), ErrorResponse).error
+    error: Any = msgspec.convert(response.json(), AnthropicErrorResponse if "messages" in path else ErrorResponse).error
     assert error.message
     assert str(status) in document["paths"][path][method]["responses"]
     if "embeddings" in path and status == 400:

@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 import minisgl
+from minisgl.api.anthropic import add_messages_routes
 from minisgl.api.chat import prepared
 from minisgl.api.embeddings import add_embeddings_route
 from minisgl.api.frontend import RETRY_AFTER_S, FrontendManager
@@ -54,6 +55,7 @@ def create_app(args: ServerArgs, model: ServedModel) -> FastAPI:
         app.add_middleware(CORSMiddleware, **origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     _add_openai_routes(app, args, model)
     add_responses_routes(app, args, model)
+    add_messages_routes(app, args, model)
     add_generate_route(app, args, model)
     add_embeddings_route(app, args, model)
     add_status_routes(app)

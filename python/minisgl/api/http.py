@@ -24,6 +24,8 @@ DROP: Final = "minisgl.drop"
 # Scope key of a list of headers, (name, value) in bytes, that the response gets besides its own.
 HEADERS: Final = "minisgl.headers"
 
+ANTHROPIC: Final = "/v1/messages"  # paths that begin so have Anthropic's errors
+
 to_json: Final = msgspec.json.Encoder().encode
 
 
@@ -42,7 +44,7 @@ def error_body(message: str, status: int, param: str | None = None, code: str | 
 def error_response(path: str, error: RequestError, headers: dict[str, str] | None = None) -> Response:
     """The `error` in the shape of the API that `path` belongs to."""
     body: Any = error_body(error.message, error.status, error.param, error.code)
-    if path.startswith("/v1/messages"):
+    if path.startswith(ANTHROPIC):
         body = anthropic_error(error)
     return json_response(body, error.status, headers)
 

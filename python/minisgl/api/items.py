@@ -11,25 +11,12 @@ from typing import Any, Final
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from minisgl.api.chat import json_schema_format, prepared, shared_fields
+from minisgl.api import protocol as p
+from minisgl.api.chat import json_schema_format, prepared, shared_fields, text_of
 from minisgl.api.frontend import Receipt
 from minisgl.api.http import json_response, read_request, require_model, tell_ignored, to_json
 from minisgl.api.parsers.output import OutputParser, Step
 from minisgl.api.parsers.pieces import Content, ParsedCall, Reasoning
-from minisgl.api.protocol import (
-    ChatCompletionRequest,
-    ChatMessage,
-    DeletedResponse,
-    InputDetails,
-    InputItem,
-    ResponseObject,
-    ResponseReasoning,
-    ResponsesRequest,
-    ResponseText,
-    ResponseUsage,
-    ToolCall,
-    ToolFunction,
-)
 from minisgl.api.replies import named_event
 from minisgl.api.requests import ServedModel, requested_max_tokens
 from minisgl.api.responses import response_to
@@ -43,7 +30,6 @@ MAX_KEPT: Final = 4096  # responses
 MAX_KEPT_BYTES: Final = 64 << 20
 NAMES: Final = {"messages": "input", "response_format": "text"}  # of the fields in a chat completion
 PLAIN_REASONING: Final = "reasoning.encrypted_content"  # in `include`: reasoning comes back as text in any case
-_TEXT_PARTS: Final = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
 
 
 class KeptResponses:
@@ -56,7 +42,7 @@ class KeptResponses:
         self._owners: dict[str, str] = {}  # id of an output item -> that of its response
         self._bytes = 0
 
-    def keep(self, response: ResponseObject, body: bytes, items: Sequence[InputItem]) -> None:
+    def keep(self, response: p.ResponseObject, body: bytes, items: Sequence[p.InputItem]) -> None:
         """Keep the JSON `body` of `response`, and the `items` of its conversation before its output."""
         conversation = to_json([*items, *response.output])
         self._kept[response.id] = body, conversation
@@ -69,11 +55,11 @@ class KeptResponses:
         """The JSON of response `name`. Raises `RequestError` (404) if it is not kept."""
         return self._find(name)[0]
 
-    def conversation(self, name: str, param: str) -> list[InputItem]:
+    def conversation(self, name: str, param: str) -> list[p.InputItem]:
         """The items up to and with response `name`. Raises `RequestError` (400) naming `param` if it is not kept."""
-        return msgspec.json.decode(self._find(name, param)[1], type=list[InputItem])
+        return msgspec.json.decode(self._find(name, param)[1], type=list[p.InputItem])
 
-    def item(self, name: str | None) -> InputItem:
+    def item(self, name: str | None) -> p.InputItem:
         """The output item with the id `name`. Raises `RequestError` (400) if its response is not kept."""
         owner = self._owners.get(name or "", f"item {name}")
         return next(item for item in self.conversation(owner, "input") if item.id == name)
@@ -82,7 +68,7 @@ class KeptResponses:
         """Forget response `name`. Raises `RequestError` (404) if it is not kept."""
         body, conversation = self._find(name)
         del self._kept[name]
-        for item in msgspec.json.decode(body, type=ResponseObject).output:
+        for item in msgspec.json.decode(body, type=p.ResponseObject).output:
             del self._owners[item["id"]]
         self._bytes -= len(body) + len(conversation)
 
@@ -98,49 +84,32 @@ class KeptResponses:
         return self._kept[name]
 
 
-def _text(content: Any, where: str) -> str:
-    """The text of `content`, a string or a list of text parts. Raises `RequestError` naming another part's type."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for part in content if isinstance(content, list) else [content]:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-            raise RequestError(
-                f"{where} must be text or a list of text parts; a part of type {str(kind)[:40]!r} is not supported",
-                param="input",
-                code="unsupported_value",
-            )
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def chat_messages(items: Sequence[InputItem]) -> list[ChatMessage]:
+def chat_messages(items: Sequence[p.InputItem]) -> list[p.ChatMessage]:
     """The messages of a conversation in `items`, none of them a reference. Raises `RequestError`.
 
     An assistant's reasoning, text and calls are items of their own, and one message of a chat.
     """
-    messages: list[ChatMessage] = []
+    messages: list[p.ChatMessage] = []
     for item in items:
         kind = item.type or "message"
         if kind == "message":
-            _add(messages, ChatMessage(item.role or "", _text(item.content, "the content of a message")))
+            _add(messages, p.ChatMessage(item.role or "", text_of(item.content, "input")))
         elif kind == "function_call":
-            call = ToolCall(ToolFunction(item.name or "", item.arguments), item.call_id)
-            _add(messages, ChatMessage("assistant", tool_calls=[call]))
+            call = p.ToolCall(p.ToolFunction(item.name or "", item.arguments), item.call_id)
+            _add(messages, p.ChatMessage("assistant", tool_calls=[call]))
         elif kind == "function_call_output":
-            text = _text(item.output, "the output of a function call")
-            messages.append(ChatMessage("tool", text, tool_call_id=item.call_id))
+            text = text_of(item.output, "input")
+            messages.append(p.ChatMessage("tool", text, tool_call_id=item.call_id))
         elif kind == "reasoning":
-            reasoning = _text(item.content or item.summary, "reasoning")
-            messages.append(ChatMessage("assistant", reasoning_content=reasoning))
+            reasoning = text_of(item.content or item.summary, "input")
+            messages.append(p.ChatMessage("assistant", reasoning_content=reasoning))
         else:
             error = f"input has an item of type {kind[:40]!r}, which is not supported"
             raise RequestError(error, param="input", code="unsupported_value")
     return messages
 
 
-def _add(messages: list[ChatMessage], message: ChatMessage) -> None:
+def _add(messages: list[p.ChatMessage], message: p.ChatMessage) -> None:
     """Append `message`, or add it to an assistant's message that has reasoning, text or calls so far."""
     last = messages[-1] if messages else None
     if last is None or last.role != "assistant" or message.role != "assistant" or (message.content and last.content):
@@ -148,7 +117,7 @@ def _add(messages: list[ChatMessage], message: ChatMessage) -> None:
         return
     calls = [*(last.tool_calls or ()), *(message.tool_calls or ())] or None
     content = message.content or last.content
-    messages[-1] = ChatMessage("assistant", content, tool_calls=calls, reasoning_content=last.reasoning_content)
+    messages[-1] = p.ChatMessage("assistant", content, tool_calls=calls, reasoning_content=last.reasoning_content)
 
 
 def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -168,17 +137,17 @@ def _chat_tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, An
     return choice
 
 
-def chat_request(body: ResponsesRequest, model: ServedModel, items: Sequence[InputItem]) -> ChatCompletionRequest:
+def chat_request(body: p.ResponsesRequest, model: ServedModel, items: Sequence[p.InputItem]) -> p.ChatCompletionRequest:
     """The chat completion that `body` asks for after the `items` of its conversation. Raises `RequestError`."""
     messages = chat_messages(items)
     if body.instructions is not None:
-        messages.insert(0, ChatMessage("system", body.instructions))
+        messages.insert(0, p.ChatMessage("system", body.instructions))
     form = body.text.format if body.text else None
     if form is not None and form.get("type") == "json_schema":
         form = json_schema_format(form.get("schema"))
     effort = body.reasoning.effort if body.reasoning else None
     fields = shared_fields(body, model, thinks=False if effort == "none" else None)
-    return ChatCompletionRequest(
+    return p.ChatCompletionRequest(
         **fields | {"response_format": form},
         messages=messages,
         max_tokens=requested_max_tokens(body, ("max_output_tokens",), model.limits, least=1),
@@ -189,19 +158,19 @@ def chat_request(body: ResponsesRequest, model: ServedModel, items: Sequence[Inp
     )
 
 
-def _ignored(body: ResponsesRequest) -> list[str]:
+def _ignored(body: p.ResponsesRequest) -> list[str]:
     """The names of what has no effect. Raises `RequestError` for what should have one."""
     for name in body.include or ():
         if name != PLAIN_REASONING:
             error = f"include={name[:60]!r} is not supported"
             raise RequestError(error, param="include", code="unsupported_value")
-    reasoning = body.reasoning or ResponseReasoning()
+    reasoning = body.reasoning or p.ResponseReasoning()
     return [f"reasoning.{n}" for n in ("summary", "generate_summary") if getattr(reasoning, n) is not None]
 
 
-def new_response(body: ResponsesRequest, model: str, params: SamplingParams) -> ResponseObject:
+def new_response(body: p.ResponsesRequest, model: str, params: SamplingParams) -> p.ResponseObject:
     """The response to `body` before the first token."""
-    return ResponseObject(
+    return p.ResponseObject(
         id="resp_" + uuid.uuid4().hex,
         created_at=int(time.time()),
         model=model,
@@ -210,10 +179,10 @@ def new_response(body: ResponsesRequest, model: str, params: SamplingParams) -> 
         metadata=body.metadata or {},
         parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,
-        reasoning=body.reasoning or ResponseReasoning(),
+        reasoning=body.reasoning or p.ResponseReasoning(),
         store=body.store is not False,
         temperature=params.temperature,
-        text={"format": (body.text or ResponseText()).format or {"type": "text"}},
+        text={"format": (body.text or p.ResponseText()).format or {"type": "text"}},
         tool_choice=body.tool_choice or "auto",
         tools=body.tools or [],
         top_p=params.top_p,
@@ -226,9 +195,9 @@ class ItemRenderer:
 
     def __init__(
         self,
-        response: ResponseObject,
+        response: p.ResponseObject,
         new_parser: Callable[[], OutputParser] | None,
-        keep: Callable[[ResponseObject, bytes], None],
+        keep: Callable[[p.ResponseObject, bytes], None],
     ) -> None:
         """`keep` gets the complete response and its JSON."""
         self._response = response
@@ -308,9 +277,9 @@ class ItemRenderer:
     def _end(self, reply: UserReply) -> bytes:
         """The JSON of the complete response, which is kept."""
         is_cut = reply.finish_reason is FinishReason.LENGTH
-        usage = ResponseUsage(
+        usage = p.ResponseUsage(
             input_tokens=reply.prompt_tokens,
-            input_tokens_details=InputDetails(reply.cached_tokens),
+            input_tokens_details=p.InputDetails(reply.cached_tokens),
             output_tokens=reply.completion_tokens,
             total_tokens=reply.prompt_tokens + reply.completion_tokens,
         )
@@ -332,17 +301,17 @@ def add_responses_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> 
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
-        body = await read_request(request, ResponsesRequest, args)
+        body = await read_request(request, p.ResponsesRequest, args)
         require_model(body.model, model.name)
         tell_ignored(request, _ignored(body))
         previous = body.previous_response_id
         items = [] if previous is None else kept.conversation(previous, "previous_response_id")
-        given = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+        given = [p.InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
         items += [kept.item(item.id) if item.type == "item_reference" else item for item in given]
         chat = chat_request(body, model, items)
         message, new_parser = prepared(request, chat, args, model, NAMES)
 
-        def keep(response: ResponseObject, encoded: bytes) -> None:
+        def keep(response: p.ResponseObject, encoded: bytes) -> None:
             if response.store:
                 kept.keep(response, encoded, items)
 
@@ -357,4 +326,4 @@ def add_responses_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> 
     @app.delete("/v1/responses/{name}")
     async def delete_response(name: str) -> Response:
         kept.drop(name)
-        return json_response(DeletedResponse(name))
+        return json_response(p.DeletedResponse(name))

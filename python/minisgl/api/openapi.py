@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 import minisgl
 from minisgl.api import protocol as p
+from minisgl.api.http import ANTHROPIC
 
 _COMMON: Final = (401, 403, 500, 503)  # of every endpoint; 503: starting, draining or failed
 _BODY: Final = (400, 408, 413, 415)  # of endpoints with a request body
@@ -41,6 +42,12 @@ ENDPOINTS: Final[dict[tuple[str, str], Endpoint]] = {
     ),
     ("get", "/v1/responses/{name}"): Endpoint("A kept response", p.ResponseObject, errors=(404,)),
     ("delete", "/v1/responses/{name}"): Endpoint("Forget a response", p.DeletedResponse, errors=(404,)),
+    ("post", "/v1/messages"): Endpoint(
+        "Answer a conversation, in Anthropic's shape", p.MessageObject, p.MessagesRequest, _GENERATION, _SSE
+    ),
+    ("post", "/v1/messages/count_tokens"): Endpoint(
+        "The tokens of a conversation", p.TokenCount, p.MessagesRequest, _GENERATION
+    ),
     ("post", "/generate"): Endpoint(
         "Continue a text, in SGLang's shape",
         p.GenerateResponse | list[p.GenerateResponse],
@@ -80,11 +87,14 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
     ]
     described = {key: ENDPOINTS[key] for key in routes}
     types = [t for e in described.values() for t in (e.request, e.response) if t is not None]
-    schemas, components = msgspec.json.schema_components([*types, p.ErrorResponse], ref_template=_REF)
+    all_types = [*types, p.AnthropicErrorResponse, p.ErrorResponse]
+    schemas, components = msgspec.json.schema_components(all_types, ref_template=_REF)
     of_type = dict(zip(map(repr, types), schemas, strict=False))
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), endpoint in described.items():
-        paths.setdefault(path, {})[method] = _operation(path, endpoint, of_type, schemas[-1])
+        paths.setdefault(path, {})[method] = _operation(
+            path, endpoint, of_type, schemas[-2 if path.startswith(ANTHROPIC) else -1]
+        )
     return {
         "openapi": "3.1.0",
         "info": {"title": "minisgl", "version": minisgl.__version__},

@@ -17,6 +17,7 @@ ELSEWHERE: Final = {
     "/api/embed": "/v1/embeddings",
     "/api/version": "/version",
     "/completion": "/v1/completions",
+    "/v1/complete": "/v1/messages",
     "/generate_stream": "/generate",
     "/info": "/server_info",
     "/props": "/server_info",

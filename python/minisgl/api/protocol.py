@@ -210,6 +210,18 @@ class AnthropicMessage(msgspec.Struct, frozen=True):
     content: str | list[dict[str, Any]]
 
 
+class Thinking(msgspec.Struct, frozen=True):
+    type: str
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class AnthropicToolChoice(msgspec.Struct, frozen=True):
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
 class OutputConfig(msgspec.Struct, frozen=True):
     format: dict[str, Any] | None = None
     effort: str | None = None
@@ -222,8 +234,8 @@ class MessagesRequest(ForeignChat, frozen=True, kw_only=True):
     max_tokens: int | None = None
     system: str | list[dict[str, Any]] | None = None
     stop_sequences: list[str] | None = None
-    thinking: dict[str, Any] | None = None
-    tool_choice: dict[str, Any] | None = None
+    thinking: Thinking | None = None
+    tool_choice: AnthropicToolChoice | None = None
     output_config: OutputConfig | None = None
     container: Annotated[Any, _only()] = None
     mcp_servers: Annotated[list[Any] | None, _only([])] = None

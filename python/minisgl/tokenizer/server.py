@@ -132,7 +132,8 @@ class Worker:
             reply = UserReply(uid=msg.uid, finish_reason=FinishReason.ERROR, failure=_failure(msg.uid, e))
             to_frontend.append(reply)
         else:
-            to_backend.append(UserMsg(uid=msg.uid, input_ids=ids_to_bytes(ids), sampling_params=msg.sampling_params))
+            params = self._tokenize.params(msg, len(ids))
+            to_backend.append(UserMsg(uid=msg.uid, input_ids=ids_to_bytes(ids), sampling_params=params))
 
     def _with_texts(self, view: EngineView) -> EngineView:
         """Return `view` with the text of the first tokens of each node."""

@@ -22,6 +22,7 @@ from minisgl.api.protocol import (
     EmbeddingRequest,
     GenerateRequest,
     GenerateSampling,
+    MessagesRequest,
     ResponsesRequest,
     parse_body,
 )
@@ -30,7 +31,7 @@ from minisgl.errors import RequestError
 from minisgl.params import Limits
 
 PAGE = Path(__file__).parents[3] / "docs" / "api.md"
-KINDS = [ChatCompletionRequest, CompletionRequest, ResponsesRequest, GenerateRequest, EmbeddingRequest]
+KINDS = [ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest, GenerateRequest, EmbeddingRequest]
 
 
 def ignored(kind: Any = ChatCompletionRequest, refuses: bool = False, **given: Any) -> list[str]:

@@ -1,0 +1,227 @@
+"""Anthropic's `/v1/messages` and `/v1/messages/count_tokens`: blocks -> a chat completion; its answer -> blocks."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+
+from minisgl.api import protocol as p
+from minisgl.api.chat import json_schema_format, prepared, shared_fields, text_of
+from minisgl.api.frontend import Receipt
+from minisgl.api.http import anthropic_error, json_response, read_request, require_model, tell_ignored, to_json
+from minisgl.api.parsers.output import TOOL_CALLS, OutputParser, Step
+from minisgl.api.parsers.pieces import Content, ParsedCall, Piece
+from minisgl.api.replies import named_event
+from minisgl.api.requests import ServedModel
+from minisgl.api.responses import response_to
+from minisgl.core import FinishReason
+from minisgl.errors import RequestError
+from minisgl.message import EncodeMsg, TokenizeMsg, UserReply
+from minisgl.settings.options import ServerArgs
+
+NAMES: Final = {"stop": "stop_sequences", "response_format": "output_config.format"}  # of the fields in a chat
+ROLES: Final = ("user", "assistant", "system")
+CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+THINKS: Final = {"enabled": True, "adaptive": True, "disabled": False}
+PING: Final = named_event("ping", {})
+
+
+def _unsupported(what: str, kind: Any, param: str) -> RequestError:
+    error = f"{param}: {what} of type {str(kind)[:40]!r} is not supported"
+    return RequestError(error, param=param, code="unsupported_value")
+
+
+def chat_messages(body: p.MessagesRequest) -> list[p.ChatMessage]:
+    """The messages of a chat. Raises `RequestError` naming the type of a block that is not supported."""
+    messages = []
+    if body.system is not None:
+        messages.append(p.ChatMessage("system", text_of(body.system, "system")))
+    for message in body.messages:
+        if message.role not in ROLES:
+            raise RequestError(f"role {message.role[:40]!r} is not one of {', '.join(ROLES)}", param="messages")
+        content = message.content
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        read = _assistant_message if message.role == "assistant" else _other_messages
+        messages += read(message.role, blocks)
+    return messages
+
+
+def _other_messages(role: str, blocks: list[dict[str, Any]]) -> Iterator[p.ChatMessage]:
+    """The results of tools, then the text."""
+    texts = []
+    for block in blocks:
+        if block.get("type") != "tool_result" or role != "user":
+            texts.append(block)
+        else:
+            result = text_of(block.get("content"), "messages")
+            yield p.ChatMessage("tool", result, tool_call_id=str(block.get("tool_use_id")))
+    if texts or not blocks:
+        yield p.ChatMessage(role, text_of(texts, "messages"))
+
+
+def _assistant_message(role: str, blocks: list[dict[str, Any]]) -> Iterator[p.ChatMessage]:
+    texts, thoughts, calls = [], [], []
+    for block in blocks:
+        match block:
+            case {"type": "thinking", "thinking": str(thinking)}:
+                thoughts.append(thinking)
+            case {"type": "tool_use", "id": str(call), "name": str(name), "input": dict(given)}:
+                calls.append(p.ToolCall(p.ToolFunction(name, given), call))
+            case _:
+                texts.append(block)
+    reasoning = "".join(thoughts) or None
+    yield p.ChatMessage(role, text_of(texts, "messages"), tool_calls=calls or None, reasoning_content=reasoning)
+
+
+def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise _unsupported("a tool", tool["type"], "tools")
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+    return {"type": "function", "function": function | {k: v for k, v in tool.items() if k == "description"}}
+
+
+def chat_request(body: p.MessagesRequest, model: ServedModel) -> p.ChatCompletionRequest:
+    """The chat completion that `body` asks for. Raises `RequestError`.
+
+    An assistant's message at the end is the beginning of the answer.
+    """
+    thinking, choice = body.thinking or p.Thinking("disabled"), body.tool_choice or p.AnthropicToolChoice("auto")
+    output = body.output_config or p.OutputConfig()
+    if thinking.type not in THINKS:
+        raise _unsupported("thinking", thinking.type, "thinking")
+    if choice.type not in (*CHOICES, "tool"):
+        raise _unsupported("a choice", choice.type, "tool_choice")
+    named = {"type": "function", "function": {"name": choice.name}}
+    fields = shared_fields(body, model, THINKS[thinking.type])
+    if body.stop_sequences is not None:
+        fields["stop"] = body.stop_sequences
+    if output.format is not None:
+        if output.format.get("type") != "json_schema":
+            raise _unsupported("a format", output.format.get("type"), "output_config")
+        fields["response_format"] = json_schema_format(output.format.get("schema"))
+    messages = chat_messages(body)
+    return p.ChatCompletionRequest(
+        **fields,
+        messages=messages,
+        max_tokens=None if body.max_tokens is None else min(body.max_tokens, model.limits.max_model_len),
+        tools=None if body.tools is None else [_chat_tool(t) for t in body.tools],
+        tool_choice=CHOICES.get(choice.type, named),
+        parallel_tool_calls=not choice.disable_parallel_tool_use,
+        reasoning_effort=output.effort,
+        continue_final_message=bool(messages) and messages[-1].role == "assistant",
+    )
+
+
+def _ignored(body: p.MessagesRequest, model: ServedModel) -> list[str]:
+    """The names of what has no effect: nothing limits the reasoning but `max_tokens`."""
+    if body.thinking is None:
+        return []
+    if model.forms.reasoning is None:
+        return ["thinking"]
+    return [f"thinking.{name}" for name in ("budget_tokens", "display") if getattr(body.thinking, name) is not None]
+
+
+def _usage(reply: UserReply) -> p.MessageUsage:
+    return p.MessageUsage(
+        input_tokens=reply.prompt_tokens - reply.cached_tokens,
+        cache_read_input_tokens=reply.cached_tokens,
+        output_tokens=reply.completion_tokens,
+    )
+
+
+class MessageRenderer:
+    """Writes the answer as blocks: thinking, text, tool use. The events of a stream make the blocks."""
+
+    def __init__(self, model: str, new_parser: Callable[[], OutputParser] | None) -> None:
+        self._parser = new_parser() if new_parser else OutputParser(None, None)
+        self._name = "msg_" + uuid.uuid4().hex
+        self._model = model
+        self._blocks: list[dict[str, Any]] = []
+        self._has_begun = False
+
+    def body(self, replies: list[UserReply], receipt: Receipt) -> bytes:
+        for _ in self.events(0, replies[0]):
+            pass
+        return to_json(self._message(replies[0], content=self._blocks, **self._end(replies[0])))
+
+    def _message(self, reply: UserReply, **fields: Any) -> p.MessageObject:
+        return p.MessageObject(id=self._name, model=self._model, usage=_usage(reply), **fields)
+
+    def _end(self, reply: UserReply) -> dict[str, str | None]:
+        assert reply.finish_reason is not None, "a generation without an end"
+        matched = reply.stop_reason if isinstance(reply.stop_reason, str) else None
+        reason = "stop_sequence" if matched is not None else "end_turn"
+        if self._parser.finish_reason(reply.finish_reason) == TOOL_CALLS:
+            reason = "tool_use"
+        elif reply.finish_reason is FinishReason.LENGTH:
+            reason = "max_tokens"
+        return {"stop_reason": reason, "stop_sequence": matched}
+
+    def first_events(self, n: int) -> Iterator[bytes]:
+        yield from ()
+
+    def events(self, index: int, reply: UserReply) -> Iterator[bytes]:
+        if not self._has_begun:
+            self._has_begun = True
+            yield named_event("message_start", {"message": self._message(reply)})
+        steps = list(self._parser.steps(reply.text, reply.finish_reason is not None))
+        if not steps:
+            yield PING  # while the parser waits, the client sees that the model works
+        for step, piece in steps:
+            yield from self._grow(step, piece)
+
+    def _grow(self, step: Step, piece: Piece) -> Iterator[bytes]:
+        if isinstance(piece, ParsedCall):
+            block: dict[str, Any] = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
+            deltas = [{"type": "input_json_delta", "partial_json": piece.arguments}]
+            complete = block | {"input": msgspec.Raw(piece.arguments.encode())}
+        elif isinstance(piece, Content):
+            block = {"type": "text", "text": ""}
+            deltas = [{"type": "text_delta", "text": piece.text}] if step == "more" else []
+            complete = block | {"text": piece.text}
+        else:
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+            deltas = [{"type": "thinking_delta", "thinking": piece.text}] if step == "more" else []
+            deltas += [{"type": "signature_delta", "signature": ""}] if step == "close" else []
+            complete = block | {"thinking": piece.text}
+        index = {"index": len(self._blocks)}
+        if step in ("open", "call"):
+            yield named_event("content_block_start", index | {"content_block": block})
+        for delta in deltas:
+            yield named_event("content_block_delta", index | {"delta": delta})
+        if step in ("close", "call"):
+            yield named_event("content_block_stop", index)
+            self._blocks.append(complete)
+
+    def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
+        yield named_event("message_delta", {"delta": self._end(replies[0]), "usage": _usage(replies[0])})
+        yield named_event("message_stop", {})
+
+    def failure(self, error: RequestError) -> bytes:
+        return named_event("error", {"error": anthropic_error(error).error})
+
+
+def add_messages_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
+    """POST /v1/messages and /v1/messages/count_tokens."""
+
+    async def read(request: Request) -> tuple[p.MessagesRequest, TokenizeMsg, Callable[[], OutputParser] | None]:
+        body = await read_request(request, p.MessagesRequest, args)
+        require_model(body.model, model.name)
+        tell_ignored(request, _ignored(body, model))
+        message, new_parser = prepared(request, chat_request(body, model), args, model, NAMES)
+        return body, msgspec.structs.replace(message, shortens=True), new_parser
+
+    @app.post("/v1/messages")
+    async def messages(request: Request) -> Response:
+        body, message, new_parser = await read(request)
+        return response_to(app.state.frontend, [message], MessageRenderer(model.name, new_parser), body.stream, 1)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        _, message, _ = await read(request)
+        reply = await app.state.frontend.convert(EncodeMsg(uid=0, prompt=message))
+        return json_response(p.TokenCount(len(reply.input_ids) // 4))
