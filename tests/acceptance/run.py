@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -31,6 +32,10 @@ CLIENTS: dict[str, tuple[str, list[str]]] = {
     "openai-2": ("use_openai.py", ["openai>=2,<3"]),
     "openai-responses": ("use_openai_responses.py", ["openai>=3,<4"]),
     "anthropic": ("use_anthropic.py", ["anthropic>=1,<3"]),
+    "openai-agents": ("use_openai_agents.py", ["openai-agents>=0.6,<1"]),
+    "openai-node": ("use_openai_node.mjs", ["openai@6"]),
+    "anthropic-node": ("use_anthropic_node.mjs", ["@anthropic-ai/sdk@1"]),
+    "ai-sdk": ("use_ai_sdk.mjs", ["ai@6", "@ai-sdk/openai@3", "@ai-sdk/anthropic@3"]),
     "langchain": ("use_langchain.py", ["langchain-openai>=1,<2"]),
     "litellm": ("use_litellm.py", ["litellm[mcp]>=1.80,<2"]),  # its tool calls import mcp
     "instructor": ("use_instructor.py", ["instructor>=1.10,<2"]),
@@ -52,27 +57,36 @@ class Report:
     seconds: float = 0.0
 
 
-def environment(name: str, requirements: list[str]) -> Path:
-    """The Python of the environment with `requirements`, which is made if there is none yet."""
+def environment(name: str, script: str, requirements: list[str]) -> list[str | Path]:
+    """The command that runs `script` in the environment with `requirements`, which is made if there is none yet."""
     folder = ENVIRONMENTS / name
+    is_node = script.endswith(".mjs")
     python, marker = folder / "bin" / "python", folder / "requirements.txt"
     wanted = "\n".join(requirements) + "\n"
     if not marker.is_file() or marker.read_text() != wanted:
         print(f"{name}: installing {', '.join(requirements)} (once)", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        subprocess.run(
-            [python, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", *requirements], check=True
-        )
+        if is_node:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "package.json").write_text("{}")
+            subprocess.run(["npm", "install", "--silent", *requirements], cwd=folder, check=True)
+        else:
+            subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+            pip = [python, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
+            subprocess.run([*pip, *requirements], check=True)
         marker.write_text(wanted)
-    return python
+    if not is_node:
+        return [python, HERE / script]
+    for file in ("checks.mjs", script):  # Node looks for packages beside the script
+        shutil.copy(HERE / file, folder)
+    return ["node", folder / script]
 
 
 def run_client(name: str, url: str) -> Report:
     script, requirements = CLIENTS[name]
     report = Report(name)
     try:
-        python = environment(name, requirements)
-    except subprocess.CalledProcessError as e:
+        command = environment(name, script, requirements)
+    except (subprocess.CalledProcessError, FileNotFoundError) as e:
         report.failures["install"] = str(e)
         return report
     folder = ENVIRONMENTS / name
@@ -91,9 +105,14 @@ def run_client(name: str, url: str) -> Report:
     end = ""
     with log.open("wb") as output:
         try:
-            command = [python, HERE / script, url, MODEL_FOLDER, results]
             done = subprocess.run(
-                command, cwd=HERE, env=variables, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT_S, check=False
+                [*command, url, MODEL_FOLDER, results],
+                cwd=folder if script.endswith(".mjs") else HERE,
+                env=variables,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=LIMIT_S,
+                check=False,
             )
             if done.returncode != 0:
                 end = f"{script} ended with {done.returncode}; see {log}"
