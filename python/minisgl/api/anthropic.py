@@ -20,7 +20,7 @@ from minisgl.api.requests import ServedModel
 from minisgl.api.responses import response_to
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
-from minisgl.message import EncodeMsg, TokenizeMsg, UserReply
+from minisgl.message import TokenizeMsg, UserReply
 from minisgl.settings.options import ServerArgs
 
 NAMES: Final = {"stop": "stop_sequences", "response_format": "output_config.format"}  # of the fields in a chat
@@ -223,5 +223,4 @@ def add_messages_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> N
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
         _, message, _ = await read(request)
-        reply = await app.state.frontend.convert(EncodeMsg(uid=0, prompt=message))
-        return json_response(p.TokenCount(len(reply.input_ids) // 4))
+        return json_response(p.TokenCount(len(await app.state.frontend.prompt_ids(message))))

@@ -104,7 +104,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _add_openai_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
-    def respond(
+    async def respond(
         request: Request,
         body: ChatCompletionRequest | CompletionRequest,
         messages: list[TokenizeMsg],
@@ -120,6 +120,8 @@ def _add_openai_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> No
             # The header is for clients that cannot add fields to the body.
             with_timing=bool(body.return_timing) or request.headers.get("x-minisgl-timing") == "1",
             with_logprobs=messages[0].sampling_params.logprobs is not None,
+            with_usage=args.stream_usage,
+            prompt_ids=[await app.state.frontend.prompt_ids(m) for m in messages] if body.return_token_ids else None,
         )
         messages = with_choices(messages, n)
         return response_to(app.state.frontend, messages, renderer, body.stream, n)
@@ -129,10 +131,10 @@ def _add_openai_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> No
         body = await read_request(request, ChatCompletionRequest, args)
         require_model(body.model, model.name)
         message, new_parser = prepared(request, body, args, model)
-        return respond(request, body, [message], new_parser)
+        return await respond(request, body, [message], new_parser)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await read_request(request, CompletionRequest, args)
         require_model(body.model, model.name)
-        return respond(request, body, completion_messages(body, model.defaults, model.limits))
+        return await respond(request, body, completion_messages(body, model.defaults, model.limits))

@@ -32,6 +32,7 @@ from minisgl.message import (
     TokenizerMsg,
     UserReply,
     ViewMsg,
+    ids_from_bytes,
 )
 from minisgl.params import Limits
 from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqAsyncPushQueue
@@ -314,6 +315,15 @@ class FrontendManager:
             raise _unrepresentable(e) from e
         assert isinstance(reply, ConversionReply), f"a {type(reply).__name__} is not a conversion"
         return reply
+
+    async def prompt_ids(self, message: TokenizeMsg) -> list[int]:
+        """The token ids of the prompt of `message`, by a tokenizer if needed. Raises `RequestError` like `convert`."""
+        packed = message.input_ids
+        if packed is None:
+            add_special = message.add_special_tokens if message.messages is None else None
+            packed = (await self.convert(EncodeMsg(uid=0, prompt=message, add_special_tokens=add_special))).input_ids
+        ids: list[int] = ids_from_bytes(packed).tolist()
+        return ids
 
     async def engine_view(self) -> EngineView:
         """Ask the scheduler for a view of the engine. Raises `RequestError` (503) without a timely reply."""

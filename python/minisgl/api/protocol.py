@@ -105,6 +105,7 @@ class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_timing: bool | None = None
+    return_token_ids: bool | None = None
     user: str | None = None
 
 
@@ -347,8 +348,12 @@ class AssistantMessage(msgspec.Struct, frozen=True, omit_defaults=True, tag_fiel
     tool_calls: list[GeneratedToolCall] = []
 
 
+Ids = list[int] | msgspec.UnsetType  # with `return_token_ids`
+
+
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
+    token_ids: Ids = msgspec.UNSET
     logprobs: dict[str, Any] | None
     finish_reason: str
     stop_reason: str | int | None
@@ -360,6 +365,7 @@ class ChatChoice(Choice, frozen=True, kw_only=True):
 
 class TextChoice(Choice, frozen=True, kw_only=True):
     text: str
+    prompt_token_ids: Ids = msgspec.UNSET
 
 
 class OpenAIResponse(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -372,6 +378,7 @@ class OpenAIResponse(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
 
 class ChatCompletionResponse(OpenAIResponse, frozen=True, kw_only=True, tag_field="object", tag="chat.completion"):
     choices: list[ChatChoice]
+    prompt_token_ids: Ids = msgspec.UNSET
 
 
 class CompletionResponse(OpenAIResponse, frozen=True, kw_only=True, tag_field="object", tag="text_completion"):

@@ -27,7 +27,7 @@ from minisgl.api.protocol import (
     Usage,
 )
 from minisgl.errors import RequestError
-from minisgl.message import TokenLogprob, UserReply
+from minisgl.message import TokenLogprob, UserReply, ids_from_bytes
 
 DONE: Final = b"data: [DONE]\n\n"
 MIN_LOGPROB: Final = -9999.0  # OpenAI's value for a token of probability 0; JSON has no infinity
@@ -80,18 +80,22 @@ class OpenAIRenderer:
         n: int = 1,
         with_timing: bool = False,
         with_logprobs: bool = False,
+        with_usage: bool = False,
+        prompt_ids: list[list[int]] | None = None,
     ) -> None:
         """`new_parser` makes the parser of one chat answer; without it all text is content.
 
-        Each `n` adjacent generations are choices for one prompt.
+        Each `n` adjacent generations are choices for one prompt. `with_usage` ends every stream with the usage.
+        `prompt_ids` are the token ids of each prompt, to be shown with those of the answers.
         """
+        self._prompt_ids = prompt_ids
         self._with_logprobs = with_logprobs
         self._n = n
         self._with_timing = with_timing
         self._is_chat = is_chat
         self._new_parser = new_parser
         self._parsers: dict[int, OutputParser] = {}
-        self._with_usage = bool(options and options.include_usage)
+        self._with_usage = with_usage or bool(options and options.include_usage)
         self._with_running_usage = bool(options and options.continuous_usage_stats)
         self._head: dict[str, Any] = {
             "id": ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex,
@@ -105,7 +109,8 @@ class OpenAIRenderer:
         usage = usage_of(replies, self._n)
         choices: list[Any] = [self._choice(i, reply) for i, reply in enumerate(replies)]
         response = ChatCompletionResponse if self._is_chat else CompletionResponse
-        return to_json(response(choices=choices, usage=usage, timing=self._timing(usage, receipt), **self._head))
+        rest: dict[str, Any] = self._head | (self._prompt(0) if self._is_chat else {})
+        return to_json(response(choices=choices, usage=usage, timing=self._timing(usage, receipt), **rest))
 
     def _choice(self, index: int, reply: UserReply) -> ChatChoice | TextChoice:
         reason = reply.finish_reason
@@ -115,12 +120,18 @@ class OpenAIRenderer:
             "logprobs": self._logprobs(reply.logprobs),
             "stop_reason": reply.stop_reason,
         }
+        if self._prompt_ids is not None:
+            rest["token_ids"] = ids_from_bytes(reply.output_ids).tolist()
         if not self._is_chat:
-            return TextChoice(text=reply.text, finish_reason=reason, **rest)
+            return TextChoice(text=reply.text, finish_reason=reason, **rest, **self._prompt(index))
         if self._new_parser is None:
             return ChatChoice(message=AssistantMessage(reply.text), finish_reason=reason, **rest)
         parser = self._new_parser()
         return ChatChoice(message=parser.message(reply.text), finish_reason=parser.finish_reason(reason), **rest)
+
+    def _prompt(self, index: int) -> dict[str, Any]:
+        """The token ids of the prompt of generation `index`, if they are to be shown."""
+        return {} if self._prompt_ids is None else {"prompt_token_ids": self._prompt_ids[index // self._n]}
 
     def _logprobs(self, tokens: list[TokenLogprob]) -> dict[str, Any] | None:
         if not self._with_logprobs:
@@ -145,6 +156,7 @@ class OpenAIRenderer:
         if self._new_parser is None:
             if reply.finish_reason is None or reply.text or reply.logprobs:
                 yield self._chunk(index, b'{"content":' + to_json(reply.text) + b"}", reply, None)
+                reply = _without_tokens(reply)
         else:
             if (parser := self._parsers.get(index)) is None:
                 parser = self._parsers[index] = self._new_parser()
@@ -155,10 +167,10 @@ class OpenAIRenderer:
                 deltas = [b"{}"]
             for delta in deltas:
                 yield self._chunk(index, delta, reply, None)
-                reply = _without_logprobs(reply)  # they stand beside the first delta
+                reply = _without_tokens(reply)  # they stand beside the first delta
             reason = reply.finish_reason and parser.finish_reason(reply.finish_reason)
         if reason is not None:
-            yield self._chunk(index, b"{}", _without_logprobs(reply), reason)
+            yield self._chunk(index, b"{}", reply, reason)
 
     def _chunk(self, index: int, content: bytes, reply: UserReply | None, reason: str | None) -> bytes:
         end = b"null,"
@@ -174,8 +186,15 @@ class OpenAIRenderer:
             end,
             b'"logprobs":',
             to_json(self._logprobs(reply.logprobs)) if reply is not None and reply.logprobs else b"null",
-            b"}]",
         ]
+        prompt = to_json(self._prompt(index))[1:-1]
+        if prompt and reply is not None:
+            parts += [b',"token_ids":', to_json(ids_from_bytes(reply.output_ids).tolist())]
+            if not self._is_chat and len(reply.output_ids) == 4 * reply.completion_tokens:  # the first chunk
+                parts += [b",", prompt]
+        parts.append(b"}]")
+        if prompt and reply is None:
+            parts += [b",", prompt]
         if self._with_running_usage and reply is not None:
             parts += [b',"usage":', to_json(usage_of([reply]))]
         elif self._with_usage:
@@ -196,8 +215,8 @@ class OpenAIRenderer:
         return failure_event(error)
 
 
-def _without_logprobs(reply: UserReply) -> UserReply:
-    return msgspec.structs.replace(reply, logprobs=[]) if reply.logprobs else reply
+def _without_tokens(reply: UserReply) -> UserReply:
+    return msgspec.structs.replace(reply, logprobs=[], output_ids=b"")
 
 
 def usage_of(replies: list[UserReply], n: int = 1) -> Usage:

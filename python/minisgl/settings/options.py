@@ -281,6 +281,7 @@ class ServerArgs(Settings):
         "refuse = 400",
         choices=("accept", "refuse"),
     )
+    stream_usage: bool = option(False, "end every stream with the usage, also for clients that do not ask for it")
     ui: bool = option(True, "serve the page at /: a chat and a live view of the engine")
     tool_call_parser: str = option(
         "auto",
