@@ -68,6 +68,8 @@ def test_responses_have_the_documented_shape(http: httpx.Client, method: str, pa
         ("post", "/tokenize", '{"prompt": "%s"}' % ("x" * 5_000_000), {}, 413),
         ("post", "/v1/embeddings", '{"input": "x", "model": "minisgl-demo"}', {}, 400),
         ("post", "/v1/embeddings", '{"input": "x", "model": "other"}', {}, 404),
+        ("post", "/v1/score", '{"text_1": "x", "text_2": "y"}', {}, 400),
+        ("post", "/v1/rerank", '{"query": "x", "documents": ["y"]}', {}, 400),
         ("get", "/v1/models/{name}", "", {}, 404),
         ("post", "/v1/responses", '{"input": []}', {}, 400),
         ("get", "/v1/responses/{name}", "", {}, 404),
@@ -91,5 +93,5 @@ def test_refusals_are_documented(
     error: Any = msgspec.convert(response.json(), AnthropicErrorResponse if "messages" in path else ErrorResponse).error
     assert error.message
     assert str(status) in document["paths"][path][method]["responses"]
-    if "embeddings" in path and status == 400:
+    if status == 400 and path in ("/v1/embeddings", "/v1/score", "/v1/rerank"):
         assert error.code == "unsupported_endpoint" and "does not compute embeddings" in error.message

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 import minisgl
 from minisgl.api.anthropic import add_messages_routes
 from minisgl.api.chat import prepared
-from minisgl.api.embeddings import add_embeddings_route
+from minisgl.api.embeddings import add_embeddings_routes
 from minisgl.api.frontend import RETRY_AFTER_S, FrontendManager
 from minisgl.api.gate import ANY, Access, Gate
 from minisgl.api.generate import add_generate_route
@@ -57,7 +57,7 @@ def create_app(args: ServerArgs, model: ServedModel) -> FastAPI:
     add_responses_routes(app, args, model)
     add_messages_routes(app, args, model)
     add_generate_route(app, args, model)
-    add_embeddings_route(app, args, model)
+    add_embeddings_routes(app, args, model)
     add_status_routes(app)
     add_information_routes(app, args, model)
     add_tokenizer_routes(app, args, model)

@@ -1,20 +1,20 @@
-"""`/v1/embeddings`: texts to vectors, for a checkpoint that is an embedding model."""
+"""`/v1/embeddings`, `/v1/score` and `/v1/rerank`: vectors of texts and their similarity, by an embedding model."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
 
+from minisgl.api import protocol as p
 from minisgl.api.frontend import Receipt
 from minisgl.api.http import read_request, require_model, to_json
-from minisgl.api.protocol import Embedding, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage
 from minisgl.api.requests import ServedModel, prompt_messages
 from minisgl.api.responses import BodyResponse
-from minisgl.checkpoint.embedder import Vector
+from minisgl.checkpoint.embedder import Embedder, Vector
 from minisgl.errors import RequestError
 from minisgl.message import UserReply
 from minisgl.params import EMBED
@@ -30,35 +30,94 @@ def _base64(vector: Vector) -> str:
 ENCODINGS: Final[dict[str, Callable[[Vector], str | list[float]]]] = {"float": np.ndarray.tolist, "base64": _base64}
 
 
-def add_embeddings_route(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
-    """POST /v1/embeddings; 400 with the reason for a model that generates text."""
+def _require_embedder(model: ServedModel) -> Embedder:
+    """Raises `RequestError` (400) for a model that generates text."""
+    if model.embedder is None:
+        raise RequestError(
+            f"{model.name!r} is served as a generator of text, and does not compute embeddings: its folder has no "
+            "modules.json that would say how",
+            param="model",
+            code="unsupported_endpoint",
+        )
+    return model.embedder
+
+
+def _cosine(a: Vector, b: Vector) -> float:
+    norm = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(a @ b) / norm if norm > 0 else 0.0
+
+
+def add_embeddings_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
+    """POST /v1/embeddings, and cosine similarities by them: POST /v1/score and /v1/rerank."""
+
+    def respond(
+        inputs: str | list[Any], param: str, length: int, body: Callable[[list[Vector], p.EmbeddingUsage], Any]
+    ) -> Response:
+        """The response whose body is made of the embeddings of `inputs`, by the field `param`."""
+        embedder = _require_embedder(model)
+
+        def render(replies: list[UserReply], receipt: Receipt) -> bytes:
+            assert all(reply.embedding for reply in replies), "a reply without an embedding"
+            tokens = sum(reply.prompt_tokens for reply in replies)
+            vectors = [embedder.vector(reply.embedding, length) for reply in replies]
+            return to_json(body(vectors, p.EmbeddingUsage(tokens, tokens)))
+
+        messages = prompt_messages(inputs, param, EMBED, model.limits, MAX_INPUTS)
+        return BodyResponse(app.state.frontend, messages, render)
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
-        body = await read_request(request, EmbeddingRequest, args)
+        body = await read_request(request, p.EmbeddingRequest, args)
         require_model(body.model, model.name)
-        embedder = model.embedder
-        if embedder is None:
-            raise RequestError(
-                f"{model.name!r} is served as a generator of text, and does not compute embeddings: its folder has no "
-                "modules.json that would say how",
-                param="model",
-                code="unsupported_endpoint",
-            )
-        encoding = body.encoding_format or "float"
+        encoding, length = body.encoding_format or "float", _require_embedder(model).length(body.dimensions)
         if encoding not in ENCODINGS:
             raise RequestError(
                 f"encoding_format {encoding[:40]!r} is not one of {', '.join(ENCODINGS)}",
                 param="encoding_format",
             )
-        encode, length = ENCODINGS[encoding], embedder.length(body.dimensions)
+        encode = ENCODINGS[encoding]
 
-        def render(replies: list[UserReply], receipt: Receipt) -> bytes:
-            assert all(reply.embedding for reply in replies), "a reply without an embedding"
-            vectors = [embedder.vector(reply.embedding, length) for reply in replies]
-            data = [Embedding(i, encode(vector)) for i, vector in enumerate(vectors)]
-            tokens = sum(reply.prompt_tokens for reply in replies)
-            return to_json(EmbeddingResponse(data, model.name, EmbeddingUsage(tokens, tokens)))
+        def result(vectors: list[Vector], usage: p.EmbeddingUsage) -> p.EmbeddingResponse:
+            data = [p.Embedding(i, encode(vector)) for i, vector in enumerate(vectors)]
+            return p.EmbeddingResponse(data, model.name, usage)
 
-        messages = prompt_messages(body.input, "input", EMBED, model.limits, MAX_INPUTS)
-        return BodyResponse(app.state.frontend, messages, render)
+        return respond(body.input, "input", length, result)
+
+    @app.post("/v1/score")
+    async def score(request: Request) -> Response:
+        body = await read_request(request, p.ScoreRequest, args)
+        require_model(body.model, model.name)
+        length = _require_embedder(model).length(None)
+        first, second = ([t] if isinstance(t, str) else t for t in (body.text_1, body.text_2))
+        if len(first) not in (1, len(second)) or not second:
+            error = f"text_1 must be one text or as many as text_2, and has {len(first)} for {len(second)}"
+            raise RequestError(error, param="text_1")
+
+        def result(vectors: list[Vector], usage: p.EmbeddingUsage) -> p.ScoreResponse:
+            left, right = vectors[: len(first)] * (len(second) // len(first)), vectors[len(first) :]
+            scores = [p.Score(i, _cosine(a, b)) for i, (a, b) in enumerate(zip(left, right, strict=True))]
+            return p.ScoreResponse(scores, model.name, usage)
+
+        return respond([*first, *second], "text_2", length, result)
+
+    @app.post("/v1/rerank")
+    async def rerank(request: Request) -> Response:
+        body = await read_request(request, p.RerankRequest, args)
+        require_model(body.model, model.name)
+        length = _require_embedder(model).length(None)
+        texts = [d if isinstance(d, str) else d.get("text") for d in body.documents]
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise RequestError("documents must be texts, or objects with a text", param="documents")
+        if body.top_n is not None and body.top_n < 1:
+            raise RequestError("top_n must be 1 or more", param="top_n")
+
+        def result(vectors: list[Vector], usage: p.EmbeddingUsage) -> p.RerankResponse:
+            shown = [None if body.return_documents is False else {"text": text} for text in texts]
+            scores = [_cosine(vectors[0], vector) for vector in vectors[1:]]
+            ranked = [
+                p.RankedDocument(i, scores[i], shown[i])
+                for i in sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+            ]
+            return p.RerankResponse(ranked[: body.top_n], model.name, usage)
+
+        return respond([body.query, *texts], "documents", length, result)

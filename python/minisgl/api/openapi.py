@@ -58,6 +58,8 @@ ENDPOINTS: Final[dict[tuple[str, str], Endpoint]] = {
     ("post", "/v1/embeddings"): Endpoint(
         "Texts to vectors, with an embedding model", p.EmbeddingResponse, p.EmbeddingRequest, _GENERATION
     ),
+    ("post", "/v1/score"): Endpoint("Similarity of texts", p.ScoreResponse, p.ScoreRequest, _GENERATION),
+    ("post", "/v1/rerank"): Endpoint("Documents by similarity", p.RerankResponse, p.RerankRequest, _GENERATION),
     ("get", "/v1/models"): Endpoint("The served model", p.ModelListResponse),
     ("get", "/v1/models/{name}"): Endpoint("One model", p.ModelCard, errors=(404,)),
     ("post", "/tokenize"): Endpoint("Text to tokens", p.TokenizeResponse, p.TokenizeRequest, _GENERATION),

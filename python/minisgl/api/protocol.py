@@ -279,6 +279,26 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
 
 
+class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/score"""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+    model: str | None = None
+    user: str | None = None
+
+
+class RerankRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/rerank"""
+
+    query: str
+    documents: list[str | dict[str, Any]]
+    model: str | None = None
+    top_n: int | None = None
+    return_documents: bool | None = None
+    user: str | None = None
+
+
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """POST /tokenize: a text, or messages as in a chat completion"""
 
@@ -487,6 +507,29 @@ class EmbeddingUsage(msgspec.Struct, frozen=True):
 
 class EmbeddingResponse(msgspec.Struct, frozen=True, tag_field="object", tag="list"):
     data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Score(msgspec.Struct, frozen=True, tag_field="object", tag="score"):
+    index: int
+    score: float
+
+
+class ScoreResponse(msgspec.Struct, frozen=True, tag_field="object", tag="list"):
+    data: list[Score]
+    model: str
+    usage: EmbeddingUsage
+
+
+class RankedDocument(msgspec.Struct, frozen=True, omit_defaults=True):
+    index: int
+    relevance_score: float
+    document: dict[str, Any] | None = None
+
+
+class RerankResponse(msgspec.Struct, frozen=True):
+    results: list[RankedDocument]
     model: str
     usage: EmbeddingUsage
 

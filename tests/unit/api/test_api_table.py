@@ -25,8 +25,8 @@ PAGE = TESTS.parent / "docs" / "api.md"
 ROW = re.compile(r"^\| (`.*?) \| (.*) \| (.*) \|$")
 CODE = re.compile(r"`([^`]*)`")
 GENERIC = {"e2e/test_fields", "unit/api/test_api_table"}  # their fields are the code's or this page's
-NEEDED: dict[str, Any] = {"messages": [], "tokens": [], "function": {"name": ""}}
-NEEDED |= dict.fromkeys(("content", "input", "name", "prompt", "role", "type"), "")
+NEEDED: dict[str, Any] = {"messages": [], "documents": [], "tokens": [], "function": {"name": ""}}
+NEEDED |= dict.fromkeys(("content", "input", "name", "prompt", "query", "role", "text_1", "text_2", "type"), "")
 ODD: list[Any] = ["?", 7, 7.5, True, ["?"], {"type": "?"}]
 
 
