@@ -147,7 +147,8 @@ def bind_socket(args: ServerArgs) -> socket.socket:
     sock = socket.socket(family, kind, protocol)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # Connections inherit it: the kernel ends one whose client takes nothing of what waits for it, closed ones too.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(args.write_timeout * 1000)))
+    if sys.platform == "linux":
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(args.write_timeout * 1000)))
     try:
         sock.bind(address)
         sock.listen(1)  # with SO_REUSEADDR two sockets may be bound, but only one can listen
