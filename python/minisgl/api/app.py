@@ -52,7 +52,7 @@ def create_app(args: ServerArgs, model: ServedModel) -> FastAPI:
     app.add_middleware(Gate, access=access)
     if access.origins:
         origins = {"allow_origin_regex": ".*"} if ANY in access.origins else {"allow_origins": access.origins}
-        app.add_middleware(CORSMiddleware, **origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+        app.add_middleware(CORSMiddleware, **origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"])
     _add_openai_routes(app, args, model)
     add_responses_routes(app, args, model)
     add_messages_routes(app, args, model)

@@ -87,6 +87,11 @@ def test_key_guards_every_path_but_probes_and_page(authorization: str, status: i
     assert answer(ServerArgs(api_key="secret", open_metrics=True), "/metrics", authorization=authorization) == 204
 
 
+@pytest.mark.parametrize(("key", "status"), [("secret", 204), ("Secret", 401), ("Bearer secret", 401), ("", 401)])
+def test_key_may_be_in_anthropics_header(key: str, status: int) -> None:
+    assert answer(ServerArgs(api_key="secret"), "/v1/messages", **{"x-api-key": key}) == status
+
+
 def test_key_can_be_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("secret\n")
