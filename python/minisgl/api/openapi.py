@@ -114,7 +114,8 @@ def _operation(path: str, endpoint: Endpoint, of_type: dict[str, Any], error: di
     if endpoint.response is not None:
         contents["application/json"] = {"schema": of_type[repr(endpoint.response)]}
     if endpoint.media:
-        contents[endpoint.media] = {"schema": {"type": "string"}}
+        # Of events a schema would describe each one.
+        contents[endpoint.media] = {} if endpoint.media == _SSE else {"schema": {"type": "string"}}
     responses: dict[str, Any] = {"200": {"description": "OK", "content": contents}} if contents else {}
     for status in sorted({*_COMMON, *endpoint.errors}):
         is_status = status == 503 and endpoint.response is p.StatusResponse  # a failed probe is not an error object
