@@ -22,6 +22,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "params",
         "scheduler",
         "engine",
+        "speculative",
         "kvcache",
         "layers",
         "models",

@@ -53,6 +53,7 @@ class BatchPlan:
                                        allows token 32 w + i; empty where the masks come later (`StepOutput.sample`)
     prompt_logprob_ids int32 [N]       the token after each token of the PROMPT_LOGPROBS slots, in slot order, without
                                        the tokens whose logits are sampled
+    histories          int32 [H]       history records of rows that begin to draft, one behind the other
     """
 
     step: int
@@ -63,13 +64,25 @@ class BatchPlan:
     penalties: Ints = field(default_factory=lambda: NO_INTS)
     masks: Ints = field(default_factory=lambda: NO_MASKS)
     prompt_logprob_ids: Ints = field(default_factory=lambda: NO_INTS)
+    histories: Ints = field(default_factory=lambda: NO_INTS)
+
+    @cached_property
+    def has_drafts(self) -> bool:
+        """Whether a slot has DRAFTS: then its result has several columns."""
+        return bool((self.slots["flags"] & Flag.DRAFTS).any())
+
+    @cached_property
+    def widths(self) -> Ints:
+        """How many tokens each slot that samples does sample: 1 without DRAFTS."""
+        slots = self.slots[(self.slots["flags"] & Flag.SAMPLES) != 0]
+        return np.where((slots["flags"] & Flag.DRAFTS) != 0, slots["stop"] - slots["start"], 1).astype(np.int32)
 
     @cached_property
     def sampled_flags(self) -> Ints:
-        """The flags [S] of the slots that sample, in slot order."""
+        """The flags [S] of each token that is sampled, in slot order."""
         flags: Ints = self.slots["flags"]
         sampled: Ints = flags[(flags & Flag.SAMPLES) != 0]
-        return sampled
+        return np.repeat(sampled, self.widths) if self.has_drafts else sampled
 
     @property
     def awaits_masks(self) -> bool:
@@ -115,12 +128,17 @@ class StepResult:
                                 wants none
     embeddings  [H, S]          of an embedding model: the pooled hidden states (float bits). Then the tokens are
                                 meaningless and `finite` is about the embeddings; else None
+    confirmed   [S]             1 where all drafts before are right, so that the token is one of the answer; None if no
+                                slot has DRAFTS
+    ready       [S]             in a slot's first column: how many drafts it has for the next step; None likewise
     """
 
     tokens: Ints
     finite: Ints
     logprobs: Ints | None = None
     embeddings: Ints | None = None
+    confirmed: Ints | None = None
+    ready: Ints | None = None
 
     TOP: ClassVar[int] = MAX_LOGPROBS
     WIDTH: ClassVar[int] = 1 + 2 * TOP
@@ -170,13 +188,14 @@ class SeqLayout:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The S sequences of a step that sample, as device tensors."""
+    """The S tokens that a step samples, as device tensors. A sequence with DRAFTS samples several, in their order."""
 
     rows: torch.Tensor  # [S] int64, row of each
     positions: torch.Tensor  # [S] int32, position that the sampled token will have
     row_flags: torch.Tensor  # [S] int32, `Flag`s of each
     mask_index: torch.Tensor  # [S] int32, index into the step's masks; meaningless where the sequence is not MASKED
     flags: int  # all flags that one of them has or, in a captured step, may have
+    turns: tuple[torch.Tensor, ...] = ()  # where a row samples several: int64 indices of the first of each row, ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +213,22 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftColumns:
+    """The D slots of a step that have DRAFTS, and the columns of the result that are theirs."""
+
+    rows: torch.Tensor  # [D] int64
+    starts: torch.Tensor  # [D] int32, upper bounds of their first positions
+    counts: torch.Tensor  # [D] int32, drafts of each
+    columns: torch.Tensor  # [D, 1 + most drafts] int64, indices into S; those of slots with fewer repeat their last
+    longest: int  # no row has more tokens after this step
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step as device tensors; derived from a `BatchPlan` alone."""
 
     layout: SeqLayout
-    input_ids: torch.Tensor  # [T] int32; -1 for the newest token of its row, which only the device knows
+    input_ids: torch.Tensor  # [T] int32; only the device knows the newest token of a row, -1, and draft i, -2 - i
     positions: torch.Tensor  # [T] int32
     token_rows: torch.Tensor  # [T] int32, row of each token
     logit_tokens: torch.Tensor  # [S] int64, indices into T whose logits are sampled
@@ -206,6 +236,7 @@ class Batch:
     page_writes: torch.Tensor  # [P, 3] int32, columns of PAGE_WRITE
     row_states: torch.Tensor  # [R, 7] int32, columns of ROW_STATE
     prompt_logprobs: PromptLogprobs | None = None
+    drafts: DraftColumns | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -27,9 +27,11 @@ class Flag:
     LOGPROBS: Final = 16  # the log-probability of the sampled token is wanted
     PROMPT_LOGPROBS: Final = 32  # log-probabilities of the tokens that follow the slot's tokens are wanted
     MASKED: Final = 64  # a mask says which tokens may be sampled
+    DRAFTS: Final = 128  # the tokens are the row's newest and drafts; the device knows them, and the true positions
 
 
-# One sequence in a step: the tokens at positions [start, stop) of the sequence in `row`.
+# One sequence in a step: the tokens at positions [start, stop) of the sequence in `row`. With DRAFTS these are upper
+# bounds: the true start is the row's length on the device less one, and each of the stop - start tokens samples.
 SLOT: Final = np.dtype([("row", "<i4"), ("start", "<i4"), ("stop", "<i4"), ("flags", "<i4")])
 
 # One entry of the page table.
@@ -63,6 +65,10 @@ PENALTY_HEAD: Final = np.dtype(
     ]
 )
 
+# The head of a history record, which tells the device of a row that begins to draft what it cannot know. Behind it
+# stand the tokens at positions [first, first + words - 4). The row's newest token, at length - 1, may be in flight.
+HISTORY_HEAD: Final = np.dtype([("words", "<i4"), ("row", "<i4"), ("first", "<i4"), ("length", "<i4")])
+
 WORD: Final = np.dtype("<i4")
 NO_INTS: Final[Ints] = np.empty(0, WORD)
 NO_MASKS: Final[Ints] = np.empty((0, 0), WORD)
@@ -78,6 +84,7 @@ PLAN_ARRAYS: Final = (
     ("penalties", WORD),
     ("masks", WORD),
     ("prompt_logprob_ids", WORD),
+    ("histories", WORD),
 )
 # The head of a packed plan: the number of elements of each array stands under its name.
 PLAN_HEAD: Final = np.dtype([("step", "<i4"), ("mask_words", "<i4"), *((name, "<i4") for name, _ in PLAN_ARRAYS)])

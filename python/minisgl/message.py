@@ -205,7 +205,8 @@ class DetokenizeMsg(msgspec.Struct, tag="detokenize", frozen=True, kw_only=True)
     `uids` (int64) and `tokens` (int32) are parallel arrays: one new token for each request in the step. `started` holds
     the requests whose first token is among `tokens`. `finished` holds the requests that end with this step; a request
     that ends without a new token (abort, error) is only in `finished`. `logprobs` are the log-probabilities that were
-    asked for.
+    asked for. `drafted` holds (uid, number of drafts) of the requests that drafted in the step. A step with right
+    drafts has several messages, in which `are_drafts` is true from the second on.
     """
 
     uids: bytes
@@ -213,6 +214,8 @@ class DetokenizeMsg(msgspec.Struct, tag="detokenize", frozen=True, kw_only=True)
     started: list[Started]
     finished: list[Finished]
     logprobs: list[LogprobColumns] = []
+    drafted: list[tuple[int, int]] = []
+    are_drafts: bool = False
 
 
 TokenizerMsg = TokenizeMsg | EncodeMsg | DecodeMsg | AbortMsg | DetokenizeMsg | EngineView
@@ -315,6 +318,8 @@ class StatsMsg(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     looked_up_tokens: int = 0
     cached_tokens: int = 0
     generation_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     preemptions: int = 0
     dropped: int = 0  # messages that contradict themselves or earlier ones
 

@@ -67,7 +67,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     answer, with its log-probabilities if `logprobs` asks for them; `prompt_logprobs` asks for these without the text.
     `grammar` allows only tokens that can still lead to a valid answer, which ends where nothing more may follow.
     `embed` asks for the prompt's embedding and nothing else. Only requests with the same `cache_salt` share cached
-    prefixes, so that response times tell other clients nothing about a prompt.
+    prefixes, so that response times tell other clients nothing about a prompt. Without `speculate` the request drafts
+    no tokens.
     """
 
     max_tokens: int | None = None
@@ -92,6 +93,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: Grammar | None = None
     embed: bool = False
     cache_salt: str = ""
+    speculate: bool = True
 
     def __post_init__(self) -> None:
         """Convert each value to the type of its field. Raises `RequestError` with the field where that is impossible.

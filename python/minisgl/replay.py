@@ -99,7 +99,9 @@ class _Output:
         tokens = ids_from_bytes(result.tokens)
         finite = ids_from_bytes(result.finite) if result.finite else np.ones(len(tokens), np.int32)
         columns = len(tokens) + len(self._plan.prompt_logprob_ids)
-        return StepResult(tokens, finite, np.zeros((StepResult.WIDTH, columns), np.int32))
+        confirmed, ready = (ids_from_bytes(x) if x else None for x in (result.confirmed, result.ready))
+        logprobs = np.zeros((StepResult.WIDTH, columns), np.int32)
+        return StepResult(tokens, finite, logprobs, confirmed=confirmed, ready=ready)
 
 
 class _Engine:

@@ -39,7 +39,7 @@ def step_seconds(costs: StepCosts, plan: BatchPlan) -> float:
     seconds = costs.base
     for _, start, stop, flags in plan.slots.tolist():
         if flags & Flag.FROM_DEVICE:
-            seconds += costs.per_token + costs.per_context * start
+            seconds += costs.per_token * (stop - start) + costs.per_context * start
         else:
             seconds += sum(costs.per_token + costs.per_pair * (position + 0.5) for position in range(start, stop))
     return seconds
@@ -111,6 +111,11 @@ class FakeEngine:
         self.kv = np.full((num_pages, page_size), POISON, np.int64)
         self.page_table = np.full((rows, -(-max_model_len // page_size)), -1, np.int64)
         self.last_token = np.full(rows, POISON, np.int64)
+        self.length = np.full(rows, POISON, np.int64)
+        self.history = np.full((rows, max_model_len + 8), POISON, np.int64)
+        self.drafts = np.zeros((rows, 8), np.int64)
+        self.draft_luck = 0.8  # how often a draft is right
+        self.num_right = 0
         self.pending: list[FakeOutput] = []
         self.nan_rows: set[int] = set()
         self.plans: list[bytes] = []
@@ -146,7 +151,21 @@ class FakeEngine:
         tokens, prompt_ids = plan.tokens.tolist(), plan.prompt_logprob_ids.tolist()
         masks = [np.flatnonzero(np.unpackbits(m.view(np.uint8), bitorder="little")).tolist() for m in plan.masks]
         sampled, finite, logprobs, prompt_logprobs = [], [], [], []
+        confirmed, ready = [], []
+        self._remember(plan)
         for row, start, stop, flags in plan.slots.tolist():
+            if flags & Flag.DRAFTS:
+                columns = self._verify(row, start, stop)
+                sampled += columns
+                finite += [row not in self.nan_rows] * len(columns)
+                right = int((np.cumprod(np.equal(columns[:-1], self.drafts[row, : len(columns) - 1]))).sum())
+                self.num_right += right
+                confirmed += [i <= right for i in range(len(columns))]
+                ready += [self._propose(row, columns[: right + 1]), *([0] * (len(columns) - 1))]
+                first = int(self.length[row]) - right - 1
+                wanted = bool(flags & Flag.LOGPROBS)
+                logprobs += [logprob_column((first + i) * wanted, t * wanted) for i, t in enumerate(columns)]
+                continue
             if flags & Flag.FROM_DEVICE:
                 ids = [int(self.last_token[row])]
                 assert stop - start == 1
@@ -163,6 +182,8 @@ class FakeEngine:
                 self.last_token[row] = next_token(sequence, self.vocab, allowed)
                 sampled.append(int(self.last_token[row]))
                 finite.append(row not in self.nan_rows)
+                confirmed.append(True)
+                ready.append(0)
                 logprobs.append(logprob_column(stop, sampled[-1]) if flags & Flag.LOGPROBS else logprob_column(0, 0))
             if flags & Flag.PROMPT_LOGPROBS:
                 count = stop - start - bool(flags & Flag.SAMPLES)
@@ -173,4 +194,53 @@ class FakeEngine:
         assert not prompt_ids, "the plan has prompt token ids that no slot takes"
         has_logprobs = bool((plan.slots["flags"] & (Flag.LOGPROBS | Flag.PROMPT_LOGPROBS)).any())
         columns = np.array(logprobs + prompt_logprobs, np.int32).reshape(-1, StepResult.WIDTH).T
-        return StepResult(np.array(sampled, np.int32), np.array(finite, np.int32), columns if has_logprobs else None)
+        tokens, oks, flags, counts = (np.array(x, np.int32) for x in (sampled, finite, confirmed, ready))
+        drafts = {"confirmed": flags, "ready": counts} if plan.has_drafts else {}
+        return StepResult(tokens, oks, columns if has_logprobs else None, **drafts)
+
+    def _read(self, row: int, length: int) -> np.ndarray:
+        """The sequence of `length` tokens as the page table finds it."""
+        pages = self.page_table[row, : -(-length // self.page_size)]
+        sequence = self.kv[pages].reshape(-1)[:length]
+        assert (sequence >= 0).all(), f"row {row} reads what was freed, rejected or never written: {sequence}"
+        return sequence
+
+    def _remember(self, plan: BatchPlan) -> None:
+        """Apply the plan's history records."""
+        rest = plan.histories
+        while len(rest):
+            words, row, first, length = rest[:4].tolist()
+            self.history[row, first : first + words - 4] = rest[4:words]
+            self.history[row, first + words - 4 : length] = POISON  # in flight
+            self.length[row] = length
+            rest = rest[words:]
+
+    def _verify(self, row: int, start: int, stop: int) -> list[int]:
+        """Compute the newest token of `row` and stop - start - 1 drafts; return what is sampled behind each."""
+        first = int(self.length[row]) - 1
+        assert 0 <= first <= start, f"row {row} has {first + 1} tokens, the plan allows {start + 1}"
+        tokens = [int(self.last_token[row]), *self.drafts[row, : stop - start - 1].tolist()]
+        self.history[row, first] = tokens[0]
+        for position, token in enumerate(tokens, first):
+            self.kv[self.page_table[row, position // self.page_size], position % self.page_size] = token
+        known = self.history[row, : first + 1]
+        sequence = self._read(row, first + 1)
+        assert ((known == sequence) | (known == POISON)).all(), f"the history of row {row} is {known}, not {sequence}"
+        sampled = [next_token(self._read(row, first + 1 + i), self.vocab) for i in range(len(tokens))]
+        right = int(np.cumprod(np.equal(sampled[:-1], tokens[1:])).sum())
+        for position in range(first + 1 + right, first + len(tokens)):  # what nobody may read
+            self.kv[self.page_table[row, position // self.page_size], position % self.page_size] = POISON
+        return sampled
+
+    def _propose(self, row: int, confirmed: Sequence[int]) -> int:
+        """Add the confirmed tokens to the history, and draft: mostly what follows. Return how many drafts there are."""
+        length = int(self.length[row])
+        self.history[row, length : length + len(confirmed)] = confirmed
+        self.length[row] = length + len(confirmed)
+        self.last_token[row] = confirmed[-1]
+        ids = [*self._read(row, length), *confirmed]
+        luck = np.random.default_rng(zlib.crc32(np.array(ids, np.int32).tobytes()))
+        for i in range(8):
+            ids.append(next_token(np.array(ids), self.vocab))
+            self.drafts[row, i] = ids[-1] if luck.random() < self.draft_luck else luck.integers(self.vocab)
+        return int(luck.integers(9)) if luck.random() < 0.8 else 0

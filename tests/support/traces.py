@@ -15,7 +15,7 @@ from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.settings.options import SchedulerConfig
+from minisgl.settings.options import EngineConfig, SchedulerConfig
 from support.fake_engine import FakeEngine, expected_output
 from support.fake_grammar import FakeCompiler, FakeMatcher, LateExecutor
 
@@ -23,13 +23,13 @@ from support.fake_grammar import FakeCompiler, FakeMatcher, LateExecutor
 class Harness:
     """A scheduler on a fake engine; records every reply. In the invariant mode each step checks itself."""
 
-    def __init__(self, engine: FakeEngine, depth: int, **options: object) -> None:
-        self.engine, self.io = engine, OfflineIO()
+    def __init__(self, fake: FakeEngine, depth: int, /, **options: object) -> None:
+        self.engine, self.io = fake, OfflineIO()
         self.compiling = LateExecutor()
-        grammars = Grammars(FakeCompiler(engine.vocab), self.compiling)
-        self.scheduler = Scheduler(SchedulerConfig(**options), engine, self.io, grammars)  # type: ignore[arg-type]
+        grammars = Grammars(FakeCompiler(fake.vocab), self.compiling)
+        self.scheduler = Scheduler(SchedulerConfig(**options), fake, self.io, grammars)  # type: ignore[arg-type]
         self.scheduler.depth = depth
-        self.scheduler.cache.on_free = engine.poison
+        self.scheduler.cache.on_free = fake.poison
         self.requests: dict[int, tuple[list[int], SamplingParams]] = {}
         self.outputs: dict[int, list[int]] = {}
         self.endings: dict[int, FinishReason] = {}
@@ -128,7 +128,7 @@ class Harness:
                 assert got == want, f"request {uid}: {got} instead of {want}"
 
 
-def run_random_trace(seed: int, depth: int) -> tuple[Harness, Counter[str]]:
+def run_random_trace(seed: int, depth: int, speculate: str = "off") -> tuple[Harness, Counter[str]]:
     """Random arrivals with shared prefixes, chunked prompts, aborts, EOS, tight pools; all rules checked throughout."""
     rng = random.Random(seed)
     page_size = rng.choice((1, 2, 4, 8))
@@ -153,7 +153,9 @@ def run_random_trace(seed: int, depth: int) -> tuple[Harness, Counter[str]]:
         schedule_policy=rng.choice(("fcfs", "lpm")),
         max_prefill_length=rng.choice((3, 8, 24, 200)),
         itl_target_ms=None if costs is None else rng.choice((0.5, 2.0, 4.0, None)),
+        engine=EngineConfig(speculate=speculate, num_draft_tokens=1 + seed % 8),
     )
+    engine.draft_luck = (0.0, 0.5, 0.9, 1.0)[seed % 4]
     h.scheduler.pace.floor = rng.choice((1, 5))
     h.scheduler.prefill.patience = rng.choice((1, 3, 1000))
     prefixes = [[rng.randrange(vocab) for _ in range(rng.choice((5, 16, 40)))] for _ in range(3)]
@@ -166,6 +168,8 @@ def run_random_trace(seed: int, depth: int) -> tuple[Harness, Counter[str]]:
             wanted: dict[str, object] = {"logprobs": 1, "echo": rng.random() < 0.5} if rng.random() < 0.2 else {}
             if rng.random() < 0.2:
                 wanted["cache_salt"] = "a"
+            if speculate != "off" and rng.random() < 0.1:
+                wanted["speculate"] = False
             if rng.random() < 0.25:
                 text = "bad" if rng.random() < 0.1 else f"{rng.randrange(9)} {rng.choice((1, 3, 12, 99))}"
                 wanted["grammar"] = Grammar("regex", text)

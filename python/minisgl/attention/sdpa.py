@@ -72,7 +72,8 @@ class CpuAttention(AttentionBackend):
         heads = 2 * self.spec.num_kv_heads
         table = page_table.numpy()
         starts = (np.cumsum(layout.query_lens_host) - layout.query_lens_host).tolist()
-        kv_lens, query_lens = layout.kv_lens_host.tolist(), layout.query_lens_host.tolist()
+        # The host's copies are upper bounds where a sequence has drafts.
+        kv_lens, query_lens = layout.kv_lens.tolist(), layout.query_lens_host.tolist()
         first_page = [_first_visible(q, kv, window) // page_size for q, kv in zip(query_lens, kv_lens, strict=True)]
         num_pages = [ceil_div(kv, page_size) - first for kv, first in zip(kv_lens, first_page, strict=True)]
         row_bytes = page_size * self.spec.head_dim * self.spec.dtype.itemsize

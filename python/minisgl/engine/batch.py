@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minisgl.attention.backend import build_layout
-from minisgl.core import Batch, BatchPlan, PromptLogprobs, Sampling
+from minisgl.core import Batch, BatchPlan, DraftColumns, PromptLogprobs, Sampling
 from minisgl.layout import NO_INTS, Flag, as_words
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Expanded:
     rows: Ints  # [B]
     query_lens: Ints  # [B]
     kv_lens: Ints  # [B]
-    input_ids: Ints  # [T], -1 where the device knows the token
+    input_ids: Ints  # [T], negative where the device knows the token
     positions: Ints  # [T]
     token_rows: Ints  # [T]
     logit_tokens: Ints  # [S]
@@ -53,17 +53,25 @@ def expand(plan: BatchPlan) -> Expanded:
     input_ids = np.full(len(positions), -1, np.int32)
     input_ids[is_host_token] = plan.tokens
     samples = (flags & Flag.SAMPLES) != 0
-    sample_flags = flags[samples]
+    token_rows = np.repeat(row, lens)
+    logit_tokens = (ends - 1)[samples]
+    if plan.has_drafts:
+        is_drafted = np.repeat((flags & Flag.DRAFTS) != 0, lens)
+        input_ids = np.where(is_drafted, np.repeat(start, lens) - positions - 1, input_ids)
+        is_sampled = is_drafted.copy()
+        is_sampled[logit_tokens] = True
+        logit_tokens = np.flatnonzero(is_sampled).astype(np.int32)
+    sample_flags = plan.sampled_flags
     return Expanded(
         rows=row,
         query_lens=lens,
         kv_lens=stop,
         input_ids=input_ids,
         positions=positions,
-        token_rows=np.repeat(row, lens),
-        logit_tokens=(ends - 1)[samples],
-        sample_rows=row[samples],
-        sample_positions=stop[samples],
+        token_rows=token_rows,
+        logit_tokens=logit_tokens,
+        sample_rows=token_rows[logit_tokens],
+        sample_positions=positions[logit_tokens] + 1,
         sample_flags=sample_flags,
         mask_index=mask_index(sample_flags),
         logprob_tokens=_logprob_tokens(flags, lens, ends) if len(plan.prompt_logprob_ids) else NO_INTS,
@@ -104,11 +112,33 @@ def make_batch(plan: BatchPlan, device: Device) -> Batch:
         positions=positions,
         token_rows=token_rows,
         logit_tokens=logit_tokens.long(),
-        sampling=_sampling(sampling, x.flags),
+        sampling=_sampling(sampling, x.flags, _turns(x.sample_rows, x.flags, device)),
         page_writes=page_writes,
         row_states=row_states,
         prompt_logprobs=_prompt_logprobs(x, plan.prompt_logprob_ids, device) if len(plan.prompt_logprob_ids) else None,
+        drafts=draft_columns(plan, device) if plan.has_drafts else None,
     )
+
+
+def draft_columns(plan: BatchPlan, device: Device) -> DraftColumns:
+    """The slots with DRAFTS of a plan that has some."""
+    slots = plan.slots[(plan.slots["flags"] & Flag.SAMPLES) != 0]
+    is_drafted = (slots["flags"] & Flag.DRAFTS) != 0
+    first = (np.cumsum(plan.widths, dtype=np.int32) - plan.widths)[is_drafted]
+    slots, counts = slots[is_drafted], plan.widths[is_drafted] - 1
+    index = np.minimum(np.arange(counts.max() + 1, dtype=np.int32), counts[:, None])
+    rows, starts, counts_, columns = device.upload(slots["row"], slots["start"], counts, first[:, None] + index)
+    return DraftColumns(rows.long(), starts, counts_, columns.long(), int(slots["stop"].max()) + 1)
+
+
+def _turns(rows: Ints, flags: int, device: Device) -> tuple[torch.Tensor, ...]:
+    """`Sampling.turns` of the tokens of `rows` [S]; none where no row has both several tokens and penalties."""
+    is_first = np.diff(rows, prepend=-1) != 0
+    if is_first.all() or not flags & Flag.PENALIZED:
+        return ()
+    index = np.arange(len(rows), dtype=np.int32)
+    offsets = index - np.maximum.accumulate(np.where(is_first, index, 0))
+    return tuple(t.long() for t in device.upload(*(index[offsets == i] for i in range(int(offsets.max()) + 1))))
 
 
 def make_sampling(plan: BatchPlan, index: npt.NDArray[np.intp], device: Device) -> Sampling:
@@ -117,12 +147,13 @@ def make_sampling(plan: BatchPlan, index: npt.NDArray[np.intp], device: Device) 
     places = mask_index(slots["flags"])
     slots = slots[index]
     arrays = device.upload(slots["row"], slots["stop"], slots["flags"], places[index])
-    return _sampling(arrays, int(np.bitwise_or.reduce(slots["flags"], initial=0)))
+    flags = int(np.bitwise_or.reduce(slots["flags"], initial=0))
+    return _sampling(arrays, flags, _turns(slots["row"], flags, device))
 
 
-def _sampling(arrays: list[torch.Tensor], flags: int) -> Sampling:
+def _sampling(arrays: list[torch.Tensor], flags: int, turns: tuple[torch.Tensor, ...]) -> Sampling:
     rows, positions, row_flags, mask_index = arrays
-    return Sampling(rows.long(), positions, row_flags, mask_index, flags)
+    return Sampling(rows.long(), positions, row_flags, mask_index, flags, turns)
 
 
 def _prompt_logprobs(x: Expanded, token_ids: Ints, device: Device) -> PromptLogprobs:

@@ -14,10 +14,12 @@ from minisgl.checkpoint.embedder import Pooling
 from minisgl.distributed.info import ALONE, DistributedInfo
 from minisgl.engine.fit import Checkpoint, check_settings
 from minisgl.engine.runner import RUNNERS
+from minisgl.errors import ConfigError
 from minisgl.models.model_config import ModelConfig
 from minisgl.models.weight import has_own_head
 from minisgl.rounding import ceil_div
 from minisgl.settings.options import MEMORY_RATIOS, PAGE_SIZES, EngineConfig
+from minisgl.speculative import DRAFTERS
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class EngineSpec:
     info: DistributedInfo
     use_pynccl: bool
     pooling: Pooling | None  # of an embedding model
+    drafter: str | None = None  # a name of `speculative.DRAFTERS`
 
     @property
     def pages_per_row(self) -> int:
@@ -75,6 +78,14 @@ class EngineSpec:
             score_scale=self.model.attention_scale,
             fp8_cache=self.fp8_cache,
         )
+
+
+def _drafter(asked: str, embeds: bool) -> str | None:
+    if asked == "off" or (asked == "auto" and embeds):
+        return None
+    if embeds:
+        raise ConfigError(f"--speculate {asked} is for models that generate text; this one makes embeddings")
+    return DRAFTERS.choose(asked)
 
 
 def resolve(
@@ -111,5 +122,6 @@ def resolve(
         info=info,
         use_pynccl=not config.disable_pynccl,
         pooling=None if embedder is None else embedder.pooling,
+        drafter=_drafter(config.speculate, embedder is not None),
     )
     return spec if config.dtype != "auto" else RUNNERS.load(device_type).choose_dtype(spec)

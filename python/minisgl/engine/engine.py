@@ -13,6 +13,7 @@ from minisgl.distributed.group import Group
 from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.config import EngineSpec, resolve
 from minisgl.engine.costs import measure_costs
+from minisgl.engine.drafting import Drafting
 from minisgl.engine.memory import plan_memory
 from minisgl.engine.runner import RUNNERS, ForwardOutput, Parts, Runner
 from minisgl.engine.state import LogitPenalties, RowState
@@ -22,6 +23,7 @@ from minisgl.ops.quantized import E4M3, MADE
 from minisgl.ops.table import resolve_ops
 from minisgl.params import Limits
 from minisgl.process.log import Progress
+from minisgl.speculative import DRAFTERS
 
 if TYPE_CHECKING:
     from minisgl.core import BatchPlan, StepCosts
@@ -57,6 +59,10 @@ class Engine:
         max_biases = limits.max_logit_bias + limits.max_stop_token_ids + len(spec.eos_token_ids)
         penalties = LogitPenalties(0 if embeds else rows + 1, m.vocab_size, max_biases, device)
         parts = Parts(device, ops, model, pool, attention, state, penalties, comm, VocabParallel(comm, m.vocab_size))
+        if spec.drafter is not None:
+            drafter = DRAFTERS.load(spec.drafter)()
+            drafting = Drafting(rows + 1, spec.max_seq_len, state.last_token, drafter, device)
+            parts = replace(parts, drafting=drafting)
         factory.warm_up(parts)
         self.memory = plan_memory(parts, spec)
         self.num_pages = self.memory.num_pages
@@ -125,6 +131,7 @@ class Engine:
             "communicator": self.parts.comm.name,
             "ops": self.parts.ops.name,
             "attention": self.parts.attention.name,
+            "drafter": spec.drafter or "none",
             "runners": ", ".join(r.name for r in self.runners),
             "kv_cache_dtype": "fp8" if spec.fp8_cache else str(spec.dtype).removeprefix("torch."),
             "page_size": self.page_size,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import torch
 from torch import Tensor
 
-from minisgl.core import Batch, BatchPlan, Context, StepResult
+from minisgl.core import Batch, BatchPlan, Context, Sampling, StepResult
 from minisgl.engine.batch import make_batch
 from minisgl.engine.graphs.capture import TAILS
 from minisgl.layout import Flag
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from minisgl.attention.backend import AttentionBackend
-    from minisgl.core import Ints, PromptLogprobs, Sampling
+    from minisgl.core import Ints, PromptLogprobs
     from minisgl.device.device import Device, Pending
     from minisgl.distributed.communicator import Communicator
     from minisgl.distributed.tensor_parallel import VocabParallel
     from minisgl.engine.config import EngineSpec
+    from minisgl.engine.drafting import Drafting
     from minisgl.engine.state import LogitPenalties, RowState
     from minisgl.kvcache.mha_pool import MHAKVPool
     from minisgl.models.llama import LlamaForCausalLM
@@ -42,9 +43,11 @@ class ForwardOutput:
 
     def __init__(self, plan: BatchPlan, sample: Callable[[Ints], Pending], *, embeds: bool = False) -> None:
         """`sample(masks)` starts sampling. Its result is int32 with a column for each sequence that samples, then one
-        for each of the plan's `prompt_logprob_ids`: a token, whether its logits were finite and, if any is wanted,
-        `StepResult.logprobs` (with `embeds`: `StepResult.embeddings`).
+        for each of the plan's `prompt_logprob_ids`: a token, whether its logits were finite, with DRAFTS whether it is
+        confirmed and the number of drafts that are ready and, if any is wanted, `StepResult.logprobs` (with `embeds`:
+        `StepResult.embeddings`).
         """
+        self._has_drafts = plan.has_drafts
         self._num_prompt_logprobs = len(plan.prompt_logprob_ids)
         self._embeds = embeds
         self._sample = sample
@@ -64,9 +67,11 @@ class ForwardOutput:
         assert self._pending is not None, "the step still awaits its masks"
         columns = self._pending()
         sampled = columns.shape[1] - self._num_prompt_logprobs
-        rest = columns[2:] if len(columns) > 2 else None
+        confirmed, ready = columns[2:4, :sampled] if self._has_drafts else (None, None)
+        height = 4 if self._has_drafts else 2
+        rest = columns[height:] if len(columns) > height else None
         logprobs, embeddings = (None, rest) if self._embeds else (rest, None)
-        return StepResult(columns[0, :sampled], columns[1, :sampled], logprobs, embeddings)
+        return StepResult(columns[0, :sampled], columns[1, :sampled], logprobs, embeddings, confirmed, ready)
 
 
 class Runner(Protocol):
@@ -119,6 +124,7 @@ class Parts:
     penalties: LogitPenalties
     comm: Communicator
     vocab: VocabParallel
+    drafting: Drafting | None = None
 
     @property
     def flops_per_token(self) -> float:
@@ -133,6 +139,9 @@ class Parts:
         """Apply a step's page writes and sampling states; what `hidden` takes."""
         state, page_size = self.state, self.kv_cache.page_size
         state.apply(batch.page_writes, batch.row_states)
+        if batch.drafts is not None:
+            assert self.drafting is not None, "a plan with DRAFTS, but no drafter"
+            batch = self.drafting.place(batch)
         rows = batch.token_rows.long()
         input_ids = torch.where(batch.input_ids < 0, state.last_token[rows], batch.input_ids)
         pages = state.page_table[rows, (batch.positions // page_size).long()]
@@ -144,6 +153,25 @@ class Parts:
         table = self.state.page_table
         metadata = self.attention.prepare(batch, table)
         return self.model.hidden(input_ids, Context(batch, table, self.kv_cache, self.attention, metadata, out_loc))
+
+    def sample_in_turns(self, logits: Tensor, sampling: Sampling, inputs: Tensor) -> Tensor:
+        """As `sample`, but penalties count the drafts that are right: `inputs` [S] int32 are the tokens before."""
+        if not sampling.turns:
+            return self.sample(logits, sampling)
+        out: Tensor | None = None
+        is_right = torch.ones_like(inputs, dtype=torch.bool)
+        for at in sampling.turns:
+            if out is not None:
+                before = at - 1
+                is_right[at] = is_right[before] & (out[0, before] == inputs[at]) & (out[1, before] != 0)
+            fields = (sampling.rows, sampling.positions, sampling.row_flags, sampling.mask_index)
+            rows, positions, row_flags, mask_index = (field[at] for field in fields)
+            row_flags = row_flags.where(is_right[at], row_flags & ~Flag.PENALIZED)  # others are rejected in any case
+            columns = self.sample(logits[at], Sampling(rows, positions, row_flags, mask_index, sampling.flags))
+            out = columns.new_empty(len(columns), len(inputs)) if out is None else out
+            out[:, at] = columns
+        assert out is not None, "nothing is sampled"
+        return out
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Tensor:
         """Sample and commit tokens -> int32 [2, S], or [2 + StepResult.WIDTH, S] if log-probabilities are wanted.
@@ -202,16 +230,16 @@ class EagerRunner:
         submit, flops = self.parts.device.submit, self._flops_per_token * batch.num_tokens
         if not plan.awaits_masks:
             return ForwardOutput(
-                plan, lambda masks: submit(lambda: self._sample(plan, batch, self._forward(batch), masks), flops)
+                plan, lambda masks: submit(lambda: self._sample(plan, self._forward(plan, batch), masks), flops)
             )
         forward: list[_Forward] = []
 
         def start() -> Tensor:
-            forward.append(self._forward(batch))
+            forward.append(self._forward(plan, batch))
             return NO_TOKENS
 
         submit(start, flops)
-        return ForwardOutput(plan, lambda masks: submit(lambda: self._sample(plan, batch, forward.pop(), masks), 0.0))
+        return ForwardOutput(plan, lambda masks: submit(lambda: self._sample(plan, forward.pop(), masks), 0.0))
 
     @torch.inference_mode()
     def logits_of(self, plan: BatchPlan) -> Tensor:
@@ -219,34 +247,44 @@ class EagerRunner:
         return self.parts.vocab.gather(self.parts.run(make_batch(plan, self.parts.device)))
 
     @torch.inference_mode()
-    def _forward(self, batch: Batch) -> _Forward:
-        parts, wanted = self.parts, batch.prompt_logprobs
-        if wanted is None:
-            logits = parts.run(batch)
-            return _Forward(logits if len(batch.sampling.rows) else None, None)
-        x, residual = parts.hidden(*parts.begin(replace(batch, logit_tokens=wanted.kept)))
-        columns = parts.prompt_logprobs(x, residual, wanted)
-        if not len(batch.sampling.rows):
-            return _Forward(None, columns)
-        return _Forward(parts.model.logits(x[wanted.sampled_at], residual[wanted.sampled_at]), columns)
+    def _forward(self, plan: BatchPlan, batch: Batch) -> _Forward:
+        parts, wanted, sampled = self.parts, batch.prompt_logprobs, batch.logit_tokens
+        if parts.drafting is not None:
+            parts.drafting.remember(plan.histories)
+        input_ids, batch, out_loc = parts.begin(batch)
+        kept = batch if wanted is None else replace(batch, logit_tokens=wanted.kept)
+        x, residual = parts.hidden(input_ids, kept, out_loc)
+        columns = None
+        if wanted is not None:
+            columns = parts.prompt_logprobs(x, residual, wanted)
+            x, residual = x[wanted.sampled_at], residual[wanted.sampled_at]
+        logits = parts.model.logits(x, residual) if len(sampled) else None
+        return _Forward(batch, input_ids[sampled], logits, columns)
 
     @torch.inference_mode()
-    def _sample(self, plan: BatchPlan, batch: Batch, forward: _Forward, masks: Ints) -> Tensor:
+    def _sample(self, plan: BatchPlan, forward: _Forward, masks: Ints) -> Tensor:
         self.parts.penalties.apply(plan.penalties, masks)
-        columns = []
+        batch, columns = forward.batch, []
         if forward.logits is not None:
             sampling = batch.sampling
             if forward.prompt_logprobs is not None:  # the columns of both are of one height
                 sampling = replace(sampling, flags=sampling.flags | Flag.PROMPT_LOGPROBS)
-            columns.append(self.parts.sample(forward.logits, sampling))
+            columns.append(self.parts.sample_in_turns(forward.logits, sampling, forward.inputs))
         if forward.prompt_logprobs is not None:
             columns.append(forward.prompt_logprobs)
-        return torch.cat(columns, 1) if columns else NO_TOKENS
+        out = torch.cat(columns, 1) if columns else NO_TOKENS
+        if batch.drafts is None:
+            return out
+        assert self.parts.drafting is not None, "a plan with DRAFTS, but no drafter"
+        return self.parts.drafting.settle(out, batch.drafts, forward.inputs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """Logits [S, this rank's shard of V] of the sequences that sample, and the columns of the prompt logprobs."""
+    """The batch with its true positions, the tokens [S] before those that are sampled, logits [S, this rank's shard of
+    V] of these, and the columns of the prompt logprobs."""
 
+    batch: Batch
+    inputs: Tensor
     logits: Tensor | None
     prompt_logprobs: Tensor | None

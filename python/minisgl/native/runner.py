@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from minisgl.core import BatchPlan, StepResult
-from minisgl.engine.batch import make_sampling
+from minisgl.engine.batch import draft_columns, make_sampling
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.runner import ForwardOutput
 from minisgl.errors import ConfigError, NativeError
@@ -38,6 +38,7 @@ _log = logging.getLogger("minisgl.native")
 DTYPES: Final = (torch.float32, torch.bfloat16)
 SAMPLING_FLOPS: Final = 50.0  # roughly, for each logit of a token that the ops in torch sample
 PLAIN: Final = Flag.SAMPLES | Flag.FROM_DEVICE
+NO_INPUTS: Final = torch.empty(0, dtype=torch.int32)
 
 
 def refusal(spec: EngineSpec) -> str | None:
@@ -96,12 +97,23 @@ class NativeRunner:
     @torch.inference_mode()
     def _run(self, plan: BatchPlan, masks: Ints) -> Ints:
         self.parts.penalties.apply(plan.penalties, masks)
+        if not plan.has_drafts:
+            return self._sampled(plan)
+        drafting = self.parts.drafting
+        assert drafting is not None, "a plan with DRAFTS, but no drafter"
+        drafting.remember(plan.histories)
+        flat, inputs = drafting.flatten(plan)
+        out = torch.from_numpy(self._sampled(flat, inputs))
+        return drafting.settle(out, draft_columns(plan, self._device), inputs).numpy()
+
+    def _sampled(self, plan: BatchPlan, inputs: Tensor = NO_INPUTS) -> Ints:
+        """Columns as `ForwardOutput` says; `inputs` [S] are the tokens before, for rows that sample several."""
         if len(plan.prompt_logprob_ids):
-            return self._with_prompt_logprobs(plan)
+            return self._with_prompt_logprobs(plan, inputs)
         out = self._call(plan)
         special = np.flatnonzero(plan.sampled_flags & ~PLAIN)
         if len(special):
-            out = self._sample(plan, special, self.logits(out.shape[1])[special], out)
+            out = self._sample(plan, special, self.logits(out.shape[1])[special], out, inputs)
         return out
 
     def logits_of(self, plan: BatchPlan) -> Tensor:
@@ -118,7 +130,7 @@ class NativeRunner:
         self._library.step(self._model, byref(call), out[0].ctypes.data, out[1].ctypes.data)
         return out
 
-    def _with_prompt_logprobs(self, plan: BatchPlan) -> Ints:
+    def _with_prompt_logprobs(self, plan: BatchPlan, inputs: Tensor) -> Ints:
         """Run a plan whose prompts want log-probabilities: each of these tokens is a slot of its own, in passes whose
         logits fit in memory."""
         slots = _token_by_token(plan.slots)
@@ -154,7 +166,7 @@ class NativeRunner:
         sampled = np.concatenate(outs, 1)
         index = np.flatnonzero(np.concatenate(special))
         if len(index):
-            sampled = self._sample(plan, index, torch.cat(special_logits), sampled)
+            sampled = self._sample(plan, index, torch.cat(special_logits), sampled, inputs)
         count = sampled.shape[1]
         columns = np.zeros((2 + StepResult.WIDTH, count + len(plan.prompt_logprob_ids)), np.int32)
         columns[: len(sampled), :count] = sampled
@@ -163,10 +175,13 @@ class NativeRunner:
         columns[2:, count:] = torch.cat(logprobs, 1).numpy()
         return columns
 
-    def _sample(self, plan: BatchPlan, special: npt.NDArray[np.intp], logits: Tensor, out: Ints) -> Ints:
+    def _sample(
+        self, plan: BatchPlan, special: npt.NDArray[np.intp], logits: Tensor, out: Ints, inputs: Tensor
+    ) -> Ints:
         """`out` with the columns `special` [n], whose logits [n, V] these are, sampled by the ops in torch."""
         self._device.use_threads_for(SAMPLING_FLOPS * logits.numel())
-        columns = self.parts.sample(logits, make_sampling(plan, special, self._device)).numpy()
+        sampling = make_sampling(plan, special, self._device)
+        columns = self.parts.sample_in_turns(logits, sampling, inputs[special] if sampling.turns else inputs).numpy()
         whole = np.zeros((len(columns), out.shape[1]), np.int32)
         whole[:2] = out
         whole[:, special] = columns

@@ -210,7 +210,7 @@ def paged_attention(
     group = q.shape[1] // num_kv_heads
     out = torch.empty_like(q)
     start = 0
-    lengths = zip(layout.rows_host.tolist(), layout.query_lens_host.tolist(), layout.kv_lens_host.tolist(), strict=True)
+    lengths = zip(layout.rows_host.tolist(), layout.query_lens_host.tolist(), layout.kv_lens.tolist(), strict=True)
     for row, query_len, kv_len in lengths:
         ids = page_table[row, : ceil_div(kv_len, page_size)].long()
         own = pages.dense(ids) if isinstance(pages, QuantizedPages) else pages[ids].float()

@@ -6,10 +6,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from minisgl.errors import InvariantError
+from minisgl.layout import Flag
 from minisgl.scheduler.plan import decode_flags
 from minisgl.scheduler.req import Status
 
 if TYPE_CHECKING:
+    from minisgl.scheduler.drafts import Drafts
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.scheduler import Scheduler
 
@@ -104,6 +106,8 @@ def _check_row(scheduler: Scheduler, req: Req) -> None:
     if not 0 <= cached <= min(capacity, req.max_len - 1):
         raise InvariantError(f"more tokens than the pages hold, or than the request allows: {where}")
     planned = cached + 1 if cached >= len(req.ids) else len(req.ids)
+    if scheduler.drafts is not None:
+        _check_drafts(scheduler, req, scheduler.drafts)
     if not len(req.ids) <= confirmed <= planned <= req.max_len or not 0 <= rows.finite_len(req) <= cached:
         raise InvariantError(f"lengths out of order: {where}")
     is_live = req.status in (Status.RUNNING, Status.PREEMPTED)
@@ -112,6 +116,14 @@ def _check_row(scheduler: Scheduler, req: Req) -> None:
     is_decoding = req.status is Status.RUNNING and cached >= len(req.ids)
     if is_decoding != (req in scheduler.decode.running):
         raise InvariantError(f"the prompt is planned but the request does not decode, or the other way: {where}")
+
+
+def _check_drafts(scheduler: Scheduler, req: Req, drafts: Drafts) -> None:
+    """Drafts in flight are counted, and a row with such drafts goes on with DRAFTS."""
+    slots = [slot for step in scheduler.launched for slot in step.plan.slots if slot["row"] == req.row]
+    in_flight = sum(int(slot["stop"] - slot["start"]) - 1 for slot in slots if slot["flags"] & Flag.DRAFTS)
+    if in_flight != drafts.in_flight[req.row] or (in_flight and not slots[-1]["flags"] & Flag.DRAFTS):
+        raise InvariantError(f"{in_flight} drafts are in flight, not {drafts.in_flight[req.row]}: {req}")
 
 
 def _check_requests(scheduler: Scheduler) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
-from minisgl.layout import NO_INTS
+from minisgl.layout import NO_INTS, Flag
 from minisgl.message import (
     CONTEXT_TOKENS,
     BackendMsg,
@@ -27,10 +27,9 @@ from minisgl.process.queues import Codec, ZmqPullQueue, ZmqPushQueue
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from minisgl.core import Ints
-    from minisgl.scheduler.plan import Launched
+    from minisgl.core import Ints, Records
     from minisgl.scheduler.req import Req
-    from minisgl.scheduler.rows import Index, Rows
+    from minisgl.scheduler.rows import Rows
 
 NO_UIDS: Final = np.empty(0, "<i8")
 
@@ -102,6 +101,7 @@ class Replies:
         self._started: list[Started] = []
         self._finished: list[Finished] = []
         self._logprobs: list[LogprobColumns] = []
+        self._drafted: list[tuple[int, int]] = []
 
     def start(self, req: Req, embedding: bytes) -> None:
         """Announce a request whose first token, or embedding, is in the next message."""
@@ -127,18 +127,27 @@ class Replies:
         """Announce the end of a request."""
         self._finished.append(end)
 
-    def add_logprobs(self, step: Launched, columns: Ints, usable: Index, rows: Rows) -> None:
-        """Keep the log-probabilities of `step`: those of sampled tokens at the indices `usable`, and of prompts."""
-        for i, req in zip(usable.tolist(), rows.holders(step.sampled[usable]), strict=True):
+    def drafted(self, slots: Records, rows: Rows) -> None:
+        """Announce how many drafts the `slots` of a step had; their tokens are sent next."""
+        drafts = np.where((slots["flags"] & Flag.DRAFTS) != 0, slots["stop"] - slots["start"] - 1, 0)
+        at = np.flatnonzero(drafts)
+        self._drafted = list(zip(rows.uid[slots["row"][at]].tolist(), drafts[at].tolist(), strict=True))
+
+    def add_logprobs(self, columns: Ints, reqs: list[Req]) -> None:
+        """Keep the log-probabilities [WIDTH, n] of the new tokens of `reqs` [n]."""
+        for i, req in enumerate(reqs):
             if req.sampling_params.logprobs is not None:
                 self._logprobs.append(_logprobs(req, columns[:, i : i + 1]))
-        start = len(step.sampled)
-        for req, count in step.prompt_logprobs:
+
+    def add_prompt_logprobs(self, columns: Ints, prompts: list[tuple[Req, int]]) -> None:
+        """Keep the log-probabilities of prompts [WIDTH, N], as many for each request as `prompts` says."""
+        start = 0
+        for req, count in prompts:
             if req.prompt_logprobs is not None:
                 req.prompt_logprobs.append(columns[:, start : start + count])
             start += count
 
-    def send(self, uids: npt.NDArray[np.int64], tokens: Ints) -> None:
+    def send(self, uids: npt.NDArray[np.int64], tokens: Ints, are_drafts: bool = False) -> None:
         """Send one token [n] to each of `uids` [n], with all that has begun and ended."""
         msg = DetokenizeMsg(
             uids=uids.tobytes(),
@@ -146,7 +155,10 @@ class Replies:
             started=self._started,
             finished=self._finished,
             logprobs=self._logprobs,
+            drafted=self._drafted,
+            are_drafts=are_drafts,
         )
+        self._drafted = []
         self._started = []
         self._finished = []
         self._logprobs = []

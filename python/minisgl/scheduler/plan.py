@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,6 +22,8 @@ from minisgl.layout import (
 )
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from minisgl.core import StepCosts, StepResult
     from minisgl.layout import Ints, Records
     from minisgl.params import Limits
@@ -86,11 +89,23 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftSlots:
+    """Which of the running rows [D] have DRAFTS, and how many drafts behind their newest token; 0 for the others."""
+
+    is_drafted: npt.NDArray[np.bool_]
+    counts: Ints
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """The work of one step: a token for each of the `running` rows [D], oldest first, then chunks of prompts."""
+    """The work of one step: a token for each of the `running` rows [D], oldest first, then chunks of prompts.
+
+    `drafts` says what the running rows compute besides.
+    """
 
     running: Index
     chunks: list[Chunk]
+    drafts: DraftSlots | None = None
 
     def prompts(self) -> list[Req]:
         """Return the requests whose prompt this step completes."""
@@ -106,7 +121,7 @@ class Step:
             return self.running
         return np.concatenate([self.running, np.array([r.row for r in self.prompts()], np.intp)])
 
-    def make_plan(self, number: int, rows: Rows, masks: Ints) -> BatchPlan:
+    def make_plan(self, number: int, rows: Rows, masks: Ints, histories: Ints = NO_INTS) -> BatchPlan:
         """Return the step as host integers, with all writes to the device's per-row state since the last plan."""
         n = len(self.running)
         slots = np.empty(n + len(self.chunks), SLOT)
@@ -115,6 +130,9 @@ class Step:
         decodes["start"] = start
         decodes["stop"] = start + 1
         decodes["flags"] = rows.flags[self.running]
+        if self.drafts is not None:
+            decodes["stop"] += self.drafts.counts
+            decodes["flags"] |= Flag.DRAFTS * self.drafts.is_drafted
         for i, c in enumerate(self.chunks, n):
             flags = Flag.SAMPLES * c.samples | Flag.PROMPT_LOGPROBS * c.has_prompt_logprobs | sampling_flags(c.req)
             slots[i] = c.req.row, c.start, c.stop, flags
@@ -123,7 +141,7 @@ class Step:
             tokens = np.concatenate([c.req.ids[c.start : c.stop] for c in self.chunks])
             chunks = [c for c in self.chunks if c.has_prompt_logprobs]
             ids = np.concatenate([NO_INTS, *(c.req.ids[c.start + 1 : c.stop + 1] for c in chunks)])
-        return BatchPlan(number, slots, tokens, *rows.writes.take(), masks, ids)
+        return BatchPlan(number, slots, tokens, *rows.writes.take(), masks, ids, histories)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +153,30 @@ class Launched:
     prompts: list[Req]  # the last of them: requests that sample their first token since admission
     prompt_logprobs: list[tuple[Req, int]]  # (request, number of prompt log-probabilities), in slot order
     output: StepOutput
+
+    def waves(self, result: StepResult) -> Iterator[Wave]:
+        """Return the confirmed tokens: the first of each row, then the second of those that have one, and so on."""
+        columns = np.arange(len(result.tokens))
+        if result.confirmed is None:
+            yield Wave(self.sampled, columns, result.tokens, result.finite)
+            return
+        widths = self.plan.widths
+        slots = np.repeat(np.arange(len(widths)), widths)
+        offsets = columns - np.repeat(np.cumsum(widths) - widths, widths)
+        for offset in range(int(widths.max(initial=1))):
+            at = np.flatnonzero((offsets == offset) & (result.confirmed != 0))
+            if offset == 0 or len(at):
+                yield Wave(self.sampled[slots[at]], at, result.tokens[at], result.finite[at])
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """One confirmed token of each of some rows, and the columns of the result in which they stand."""
+
+    rows: Index
+    columns: Index
+    tokens: Ints
+    finite: Ints
 
 
 class RowWrites:

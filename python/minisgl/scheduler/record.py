@@ -58,6 +58,8 @@ class Result(msgspec.Struct, array_like=True):
 
     tokens: bytes  # int32 [S]
     finite: bytes = b""  # int32 [S]
+    confirmed: bytes = b""  # int32 [S], as is `ready`; both are empty where no slot has DRAFTS
+    ready: bytes = b""
 
 
 class Entry(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -88,8 +90,10 @@ class RecordingScheduler(Scheduler):
         self._entry = Entry()
         self._uids: list[Ints] = []  # for each of the entry's results: whose tokens they are
         engine = self.engine
+        asked = config.engine
+        engine_config = EngineConfig(speculate=asked.speculate, num_draft_tokens=asked.num_draft_tokens)
         header = Header(
-            config=replace(config, engine=EngineConfig(), record=None, overlap=bool(self.depth)),
+            config=replace(config, engine=engine_config, record=None, overlap=bool(self.depth)),
             has_texts=config.record_texts,
             num_pages=engine.num_pages,
             page_size=engine.page_size,
@@ -131,11 +135,12 @@ class RecordingScheduler(Scheduler):
         self._entry.compiled.append((req.uid, None if error is None else Failure.of(error)))
         super()._queue_compiled(req, error)
 
-    def _confirm(self, step: Launched, result: StepResult) -> tuple[Index, Ints, Index]:
+    def _take(self, step: Launched, result: StepResult) -> None:
         finite = b"" if result.finite.all() else result.finite.tobytes()
-        self._entry.results.append(Result(result.tokens.tobytes(), finite))
-        self._uids.append(self.rows.uid[step.sampled])
-        return super()._confirm(step, result)
+        drafts = [b"" if line is None else line.tobytes() for line in (result.confirmed, result.ready)]
+        self._entry.results.append(Result(result.tokens.tobytes(), finite, *drafts))
+        self._uids.append(np.repeat(self.rows.uid[step.sampled], step.plan.widths))
+        super()._take(step, result)
 
     def _follow(self, sampled: Index, tokens: Ints) -> Index:
         ended = super()._follow(sampled, tokens)
@@ -206,7 +211,17 @@ class Veil:
         """Replace the tokens and texts in `entry`; `uids`: whose tokens each result holds."""
         entry.messages = [self._hide_prompt(msg) if isinstance(msg, UserMsg) else msg for msg in entry.messages]
         for result, owners in zip(entry.results, uids, strict=True):
-            result.tokens = self._hide_sampled(owners.tolist(), ids_from_bytes(result.tokens))
+            ids = ids_from_bytes(result.tokens)
+            confirmed = np.flatnonzero(ids_from_bytes(result.confirmed)) if result.confirmed else np.arange(len(ids))
+            hidden = np.full_like(ids, self._vocab_size)  # rejected tokens stay that
+            # The hash of a token depends on those before, so one of each request at a time.
+            is_first = np.diff(owners[confirmed], prepend=-1) != 0
+            index = np.arange(len(confirmed))
+            offsets = index - np.maximum.accumulate(np.where(is_first, index, 0))
+            for offset in range(int(offsets.max(initial=-1)) + 1):
+                at = confirmed[offsets == offset]
+                hidden[at] = self._hide_sampled(owners[at].tolist(), ids[at])
+            result.tokens = ids_to_bytes(hidden)
 
     def _hide_prompt(self, msg: UserMsg) -> UserMsg:
         ids, params = ids_from_bytes(msg.input_ids), msg.sampling_params
@@ -222,7 +237,7 @@ class Veil:
         params = msgspec.structs.replace(params, stop=(), cache_salt=salt, grammar=grammar)
         return msgspec.structs.replace(msg, input_ids=ids_to_bytes(self._hidden(ids, sums)), sampling_params=params)
 
-    def _hide_sampled(self, uids: list[int], ids: Ints) -> bytes:
+    def _hide_sampled(self, uids: list[int], ids: Ints) -> Ints:
         index = np.fromiter(map(self._index.__getitem__, uids), np.intp, len(uids))
         self._sums[index] += self._mix(ids, self._lengths[index])
         self._lengths[index] += np.uint64(1)
@@ -230,7 +245,7 @@ class Veil:
         for i in [i for i, uid in enumerate(uids) if uid in self._stops]:
             if ids[i] in self._stops[uids[i]]:
                 hidden[i] = ids[i]
-        return ids_to_bytes(hidden)
+        return hidden
 
     def _mix(self, ids: Ints, positions: Any) -> Any:
         return _scatter((ids.astype(np.uint64) * self._key[0]) ^ _scatter(positions * self._key[1]))

@@ -26,12 +26,14 @@ import numpy as np
 from minisgl.distributed.control import PlanBus
 from minisgl.errors import InvariantError, RequestError
 from minisgl.kvcache import create_prefix_cache
+from minisgl.layout import NO_INTS
 from minisgl.message import AbortMsg, BackendMsg, ExitMsg, Finished, FlushCacheMsg, UserMsg, ViewMsg
 from minisgl.scheduler import endings
 from minisgl.scheduler.budget import Pace, StepClock
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.check import check_idle, check_invariants
 from minisgl.scheduler.decode import DecodeManager
+from minisgl.scheduler.drafts import Drafts
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import Replies
 from minisgl.scheduler.plan import Launched, Step
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from minisgl.core import Ints, StepResult
     from minisgl.distributed.group import Group
     from minisgl.scheduler.io import SchedulerIO
-    from minisgl.scheduler.plan import StepEngine
+    from minisgl.scheduler.plan import StepEngine, Wave
     from minisgl.scheduler.rows import Index
     from minisgl.settings.options import SchedulerConfig
 
@@ -75,7 +77,8 @@ class Scheduler:
         self.engine = engine
         self.io = io
         self.bus = PlanBus() if bus is None else bus
-        self.pace = Pace(config, engine.step_costs(), engine.is_async)
+        costs = engine.step_costs()
+        self.pace = Pace(config, costs, engine.is_async)
         overlap = engine.is_async if config.overlap is None else config.overlap
         self.depth = int(overlap and not is_overlap_disabled())
         limits, pool_tokens = engine.limits, engine.num_pages * engine.page_size
@@ -89,6 +92,9 @@ class Scheduler:
         self.is_mixed = config.mixed_batches
         self.prefill = PrefillManager(self.cache, self.rows, config.schedule_policy)
         self.decode = DecodeManager(self.cache, self.rows)
+        self.drafts: Drafts | None = None
+        if (kind := config.engine.speculate) != "off" and not limits.embeds:
+            self.drafts = Drafts(self.rows, self.cache, costs, config.engine.num_draft_tokens, adapts=kind == "auto")
         self.grammars = Grammars() if grammars is None else grammars
         self.replies = Replies(io)
         self.live: dict[int, Req] = {}  # every accepted request that is not released yet
@@ -241,16 +247,20 @@ class Scheduler:
         running, is_short = self.decode.plan(self._preempt_for)
         if not is_short:
             self.prefill.growth.relax()
+        drafts = None
+        if self.drafts is not None:
+            drafts = self.drafts.plan(running, max(0, self.pace.max_tokens - len(running)))
         chunks = []
         if self.prefill.has_work:
             context = int(self.rows.cached_len[running].sum())
-            budget = self.pace.budget(len(running), context, self.prefill.backlog(self.pace.rush_tokens))
+            num_decoded = len(running) + (0 if drafts is None else int(drafts.counts.sum()))
+            budget = self.pace.budget(num_decoded, context, self.prefill.backlog(self.pace.rush_tokens))
             # While running requests lack pages, new requests must not take the last ones.
             chunks = self.prefill.plan(budget, None if is_short else running)
             if chunks and not self.is_mixed:
-                running = running[:0]
+                running, drafts = running[:0], None
         if len(running) or chunks:
-            return Step(running, chunks)
+            return Step(running, chunks, drafts)
         if not self.launched and len(self.live) > len(self.grammars):
             raise InvariantError(f"no request can go on: {list(self.live.values())[:8]}")
         return None
@@ -289,10 +299,17 @@ class Scheduler:
 
     def launch(self, step: Step) -> None:
         """Advance the planned lengths and start the step on every rank."""
-        plan = step.make_plan(self.step_number, self.rows, self.grammars.plan_masks(step, self.rows))
+        histories = NO_INTS
+        if self.drafts is not None:
+            if step.drafts is not None:
+                histories = self.drafts.histories(step.running, step.drafts)
+            self.drafts.advance(step.running, step.drafts)
+        plan = step.make_plan(self.step_number, self.rows, self.grammars.plan_masks(step, self.rows), histories)
         self.rows.advance(plan)
         for req in step.prompts():
             self.decode.add(req)
+            if self.drafts is not None:
+                self.drafts.add(req)
         self.stats.computed_prompt_tokens += len(plan.tokens)
         self.bus.publish(plan.pack)
         self.clock.launch(time.monotonic(), is_idle=not self.launched)
@@ -316,35 +333,52 @@ class Scheduler:
         """Take in the result of the oldest step in flight, and reply in one message."""
         result = self.clock.wait_for(step.output, is_decode=not len(step.plan.tokens))
         self.bus.note_result(result.tokens)
-        sampled, tokens, maybe_ended = self._confirm(step, result)
-        self._end(sampled, tokens, maybe_ended)
-        self._share_prefixes(step.prompts)
-        self._reply(sampled, tokens)
+        self._take(step, result)
         self.grammars.send_masks(self.launched, self.rows, self.bus)
 
-    def _confirm(self, step: Launched, result: StepResult) -> tuple[Index, Ints, Index]:
+    def _take(self, step: Launched, result: StepResult) -> None:
+        """Confirm the step's tokens, one of each row at a time: a request may end before its last draft."""
+        self.rows.retired = step.plan.step
+        self.cache.lower_fences()
+        if self.drafts is not None and result.confirmed is not None:
+            self.replies.drafted(step.plan.slots, self.rows)
+            drafted, right = self.drafts.collect(step.plan, result)
+            self.stats.drafted_tokens += drafted
+            self.stats.accepted_tokens += right
+        for number, wave in enumerate(step.waves(result)):
+            sampled, tokens, maybe_ended = self._confirm(wave, result)
+            if number == 0:
+                self._begin(step, result)
+            self._end(sampled, tokens, maybe_ended)
+            self._reply(sampled, tokens, number > 0)
+        self._share_prefixes(step.prompts)
+
+    def _confirm(self, wave: Wave, result: StepResult) -> tuple[Index, Ints, Index]:
         """Append the sampled tokens to their requests; a request with non-finite logits ends without one.
 
         Returns the rows [n], their tokens [n], and the indices of those that may have ended with these.
         """
         rows = self.rows
-        sampled, tokens = step.sampled, result.tokens
-        rows.retired = step.plan.step
-        self.cache.lower_fences()
+        sampled, tokens = wave.rows, wave.tokens
         is_live = rows.is_live[sampled]
-        usable = is_live & (result.finite != 0)
+        usable = is_live & (wave.finite != 0)
         if not usable.all():
             for req in rows.holders(sampled[is_live & ~usable]):
                 self.finish(req, endings.not_finite(req))
             sampled, tokens = sampled[usable], tokens[usable]
         if result.logprobs is not None:
-            self.replies.add_logprobs(step, result.logprobs, np.flatnonzero(usable), rows)
+            self.replies.add_logprobs(result.logprobs[:, wave.columns[usable]], rows.holders(sampled))
+        return sampled, tokens, rows.confirm(sampled, tokens)
+
+    def _begin(self, step: Launched, result: StepResult) -> None:
+        """Announce the requests whose prompt is computed, and keep the log-probabilities of prompts."""
+        if result.logprobs is not None:
+            self.replies.add_prompt_logprobs(result.logprobs[:, len(result.tokens) :], step.prompt_logprobs)
         for column, req in enumerate(step.prompts, len(step.sampled) - len(step.prompts)):
             if req.status is not Status.FINISHED and len(req.ids) == req.prompt_len:
                 self.stats.looked_up_tokens += req.prompt_len
                 self.stats.cached_tokens += req.prefix_hit
                 self.replies.start(req, result.embedding(column))
-        return sampled, tokens, rows.confirm(sampled, tokens)
 
     def _end(self, sampled: Index, tokens: Ints, maybe_ended: Index) -> None:
         """End the requests that are complete with their newest token (`endings.py`)."""
@@ -367,11 +401,11 @@ class Scheduler:
         for req in list(self.leaving.values()):
             self.release(req)
 
-    def _reply(self, sampled: Index, tokens: Ints) -> None:
-        """Send the step's tokens, beginnings and endings."""
+    def _reply(self, sampled: Index, tokens: Ints, are_drafts: bool) -> None:
+        """Send the tokens of a wave, with beginnings and endings."""
         self.stats.generation_tokens += len(sampled)
         if len(sampled):
-            self.replies.send(self.rows.uid[sampled], tokens)
+            self.replies.send(self.rows.uid[sampled], tokens, are_drafts)
 
     def finish(self, req: Req, end: Finished) -> None:
         """End a request, whatever the reason: with its one terminal reply."""

@@ -26,6 +26,8 @@ class Stats:
         self.cached_tokens = 0  # of these, found in the prefix cache
         self.computed_prompt_tokens = 0  # prompt tokens that went through the model; preemption repeats some
         self.generation_tokens = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0  # drafts that were right
         self.preemptions = 0
         self.dropped = 0  # messages
         self._last_beat = 0.0
@@ -55,6 +57,8 @@ class Stats:
             looked_up_tokens=self.looked_up_tokens,
             cached_tokens=self.cached_tokens,
             generation_tokens=self.generation_tokens,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
             preemptions=self.preemptions,
             dropped=self.dropped,
         )

@@ -24,6 +24,7 @@ TRUE: Final = {"1", "true", "yes", "on"}
 FALSE: Final = {"", "0", "false", "no", "off"}
 
 # What the options that depend on the kind of device default to.
+MAX_DRAFTS: Final = 8  # tokens of a row that a step computes behind the newest
 PAGE_SIZES: Final = {"cpu": 16, "cuda": 64}  # larger pages read faster on a GPU, smaller pages share more
 MEMORY_RATIOS: Final = {"cpu": 0.1, "cuda": 0.9}
 
@@ -176,6 +177,13 @@ class EngineConfig(Settings):
         minimum=0,
     )
     dummy_weight: bool = option(False, "random weights instead of the checkpoint's (needs only config.json)")
+    speculate: str = option(
+        "off",
+        "draft several tokens a step, which never changes a text: ngram = what followed the last tokens before, "
+        "auto = as many as pay",
+        choices=("off", "auto", "ngram"),
+    )
+    num_draft_tokens: int = option(4, "drafts of a request in one step, at most", minimum=1, maximum=MAX_DRAFTS)
     threads: int | None = option(
         None, "CPU threads of each rank; default = the usable cores divided among the ranks", minimum=1
     )

@@ -20,21 +20,25 @@ from support.traces import Harness, run_random_trace
 SEEDS = int(os.environ.get("MINISGL_TRACES", "16"))
 
 
+@pytest.mark.parametrize("speculate", ["off", "auto", "ngram"])
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_random_traces_keep_all_invariants(depth: int) -> None:
+def test_random_traces_keep_all_invariants(depth: int, speculate: str) -> None:
     endings: Counter[str] = Counter()
-    preemptions = hits = 0
+    preemptions = hits = accepted = 0
     for seed in range(SEEDS):
-        h, counts = run_random_trace(seed, depth)
+        h, counts = run_random_trace(seed, depth, speculate)
         endings += counts
         preemptions += h.scheduler.stats.preemptions
         stats = h.scheduler.stats
         hits += stats.cached_tokens
+        accepted += stats.accepted_tokens
+        assert stats.accepted_tokens <= stats.drafted_tokens
         assert stats.cached_tokens <= stats.looked_up_tokens <= stats.prompt_tokens
     # The traces must reach every kind of ending, preemptions and prefix hits.
     assert min(endings[r] for r in FinishReason) > SEEDS // 20, endings
     assert preemptions > SEEDS // 10
     assert hits > 10 * SEEDS
+    assert accepted > 20 * SEEDS if speculate != "off" else accepted == 0
 
 
 def test_plans_do_not_depend_on_the_hash_seed() -> None:

@@ -85,6 +85,7 @@ class GraphRunner:
         is_known = (plan.slots["flags"] & Flag.FROM_DEVICE).all()
         return bool(
             is_known
+            and not plan.has_drafts
             and len(plan.slots) <= self.capacity
             and len(plan.page_writes) <= MAX_PAGE_WRITES
             and not len(plan.row_states)

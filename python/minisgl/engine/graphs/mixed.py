@@ -85,6 +85,7 @@ class MixedGraphRunner:
         is_chunk = (flags & Flag.FROM_DEVICE) == 0
         return bool(
             self._size(plan) is not None
+            and not plan.has_drafts
             and not (flags & Flag.PROMPT_LOGPROBS).any()
             and len(plan.page_writes) <= MAX_PAGE_WRITES
             and stops[is_chunk].max(initial=0) <= MAX_CONTEXT

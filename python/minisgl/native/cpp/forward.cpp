@@ -85,9 +85,10 @@ class Decoder : public Model {
             if (piece.flags & ~(kSamples | kFromDevice)) return;  // sampled by the caller
             const Sampled c = sample_token(&logits[i * s_.vocab], s_.vocab, s_.temperature[piece.row],
                                            s_.noise_key[piece.row], (int32_t)piece.stop);
-            tokens[i] = s_.last_token[piece.row] = c.token;
-            finite[i] = c.is_finite;
+            tokens[i] = c.token, finite[i] = c.is_finite;
         });
+        for (int64_t i = 0; i < num_samples; ++i)  // a row may have several
+            if (!(sampled[i].flags & ~(kSamples | kFromDevice))) s_.last_token[sampled[i].row] = tokens[i];
     }
 
   private:

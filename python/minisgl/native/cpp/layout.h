@@ -2,11 +2,11 @@
 #pragma once
 #include <cstdint>
 
-constexpr int64_t kLayoutVersion = 3755678037;
+constexpr int64_t kLayoutVersion = 61567411;
 
 namespace minisgl {
 
-enum Flag : int32_t { kSamples = 1, kFromDevice = 2, kPenalized = 4, kFiltered = 8, kLogprobs = 16, kPromptLogprobs = 32, kMasked = 64 };
+enum Flag : int32_t { kSamples = 1, kFromDevice = 2, kPenalized = 4, kFiltered = 8, kLogprobs = 16, kPromptLogprobs = 32, kMasked = 64, kDrafts = 128 };
 
 // Records of a plan: 32-bit words, without padding.
 #pragma pack(push, 4)

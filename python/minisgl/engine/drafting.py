@@ -1,0 +1,111 @@
+"""Drafts on the device: what it knows of the rows that draft, where their slots begin, and which drafts are right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.layout import HISTORY_HEAD, SLOT, Flag, words
+from minisgl.settings.options import MAX_DRAFTS
+
+if TYPE_CHECKING:
+    from minisgl.core import Batch, BatchPlan, DraftColumns, Ints
+    from minisgl.device.device import Device
+    from minisgl.speculative import Drafter
+
+
+class Drafting:
+    """What the device keeps of each row from step to step while the row's slots have DRAFTS.
+
+    lengths  [rows] int32, tokens of the sequence; the newest, `last_token`, is the only one without K/V
+    history  [rows, tokens] int32, these tokens; the newest may be missing, -1 is one that is not known
+    drafts   [rows, MAX_DRAFTS] int32, what may follow
+    """
+
+    def __init__(self, rows: int, max_tokens: int, last_token: Tensor, drafter: Drafter, device: Device) -> None:
+        self.last_token = last_token
+        self._drafter = drafter
+        self._device = device
+
+        def empty(*shape: int) -> Tensor:  # on a CPU, memory that was never written costs nothing
+            return torch.empty(*shape, dtype=torch.int32, device=last_token.device)
+
+        self.lengths = empty(rows).zero_()
+        self.history = empty(rows, max_tokens + MAX_DRAFTS)
+        self.drafts = empty(rows, MAX_DRAFTS).zero_()
+
+    def remember(self, records: Ints) -> None:
+        """Apply the history records of a plan."""
+        while len(records):
+            head = records[: words(HISTORY_HEAD)].view(HISTORY_HEAD)[0]
+            tokens, row, first = records[words(HISTORY_HEAD) : head["words"]], int(head["row"]), int(head["first"])
+            (ids,) = self._device.upload(tokens)
+            self.history[row, first : first + len(ids)] = ids
+            self.history[row, first + len(ids) : int(head["length"])] = -1
+            self.lengths[row : row + 1] = int(head["length"])
+            records = records[head["words"] :]
+
+    def place(self, batch: Batch) -> Batch:
+        """Return `batch` with the true positions, and the tokens of its drafts."""
+        drafts, rows = batch.drafts, batch.token_rows.long()
+        assert drafts is not None, "no slot has DRAFTS"
+        shift = torch.zeros_like(self.lengths)
+        shift[drafts.rows] = self.lengths[drafts.rows] - 1 - drafts.starts
+        layout, sampling = batch.layout, batch.sampling
+        index = (-2 - batch.input_ids).clamp(min=0).long()
+        return replace(
+            batch,
+            input_ids=torch.where(batch.input_ids < -1, self.drafts[rows, index], batch.input_ids),
+            positions=batch.positions + shift[rows],
+            layout=replace(layout, kv_lens=layout.kv_lens + shift[layout.rows.long()]),
+            sampling=replace(sampling, positions=sampling.positions + shift[sampling.rows]),
+        )
+
+    def settle(self, out: Tensor, columns: DraftColumns, inputs: Tensor) -> Tensor:
+        """Confirm the tokens up to the first that differs from its draft, and draft what follows.
+
+        out [2 or more, C] int32 holds the sampled tokens, and whether they are finite; inputs [S] int32 are the tokens
+        before them, drafts included. Returns `out` with two more lines behind these, as `StepResult` says.
+        """
+        rows, index = columns.rows, torch.arange(columns.columns.shape[1], device=out.device)
+        tokens, is_finite = out[0][columns.columns], out[1][columns.columns] != 0
+        is_right = (tokens[:, :-1] == inputs[columns.columns[:, 1:]]) & is_finite[:, :-1]
+        is_right &= index[1:] <= columns.counts.unsqueeze(1)
+        count = 1 + is_right.int().cumprod(1).sum(1)
+        newest = self.lengths[rows]
+        at = newest.long().unsqueeze(1) + index
+        self.history[rows, newest.long() - 1] = self.last_token[rows]
+        self.history[rows.unsqueeze(1), at] = tokens  # rejected ones are beyond the length
+        self.lengths[rows] = newest + count.int()
+        self.last_token[rows] = tokens.gather(1, count.unsqueeze(1) - 1).squeeze(1)
+        self.drafts[rows], ready = self._drafter.propose(self.history[rows], self.lengths[rows], columns.longest)
+        lines = torch.zeros(2, out.shape[1], dtype=torch.int32, device=out.device)
+        lines[0] = 1
+        is_confirmed = torch.minimum(index, columns.counts.unsqueeze(1)) < count.unsqueeze(1)
+        lines[0, columns.columns] = is_confirmed.int()
+        lines[1, columns.columns[:, 0]] = ready
+        return torch.cat([out[:2], lines, out[2:]])
+
+    def flatten(self, plan: BatchPlan) -> tuple[BatchPlan, Tensor]:
+        """Return `plan` with a slot for each token of its slots with DRAFTS, for a host that is the device.
+
+        These slots have the true positions, and tokens from the host. Also returns the `inputs` that `settle` takes.
+        """
+        slots, tokens, inputs = [], [], []
+        for row, start, stop, flags in plan.slots.tolist():
+            if not flags & Flag.DRAFTS:
+                slots.append((row, start, stop, flags))
+                inputs += [0] * bool(flags & Flag.SAMPLES)
+                continue
+            first = int(self.lengths[row]) - 1
+            flags &= ~(Flag.DRAFTS | Flag.FROM_DEVICE)
+            slots += [(row, t, t + 1, flags) for t in range(first, first + stop - start)]
+            own = [int(self.last_token[row]), *self.drafts[row, : stop - start - 1].tolist()]
+            tokens += own
+            inputs += own
+        flat = replace(plan, slots=np.array(slots, SLOT), tokens=np.append(np.array(tokens, np.int32), plan.tokens))
+        return flat, torch.tensor(inputs, dtype=torch.int32)

@@ -1,0 +1,25 @@
+"""Drafters: what may follow a row's tokens. They only propose; which drafts are right is decided by sampling."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Protocol
+
+from minisgl.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Drafter(Protocol):
+    """Proposes tokens on the device; nothing waits for the host."""
+
+    def propose(self, history: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """Return drafts [D, MAX_DRAFTS] int32 of what follows, and how many of them are worth computing [D] int32.
+
+        history [D, W] int32 holds the tokens of each row, lengths [D] int32 how many, at most `longest`; -1 is a token
+        that is not known. Entries from the length on may hold anything.
+        """
+
+
+DRAFTERS: Final[Registry[type[Drafter]]] = Registry("drafter")
+DRAFTERS.add("ngram", "minisgl.speculative.ngram:NGramDrafter")
