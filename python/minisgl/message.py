@@ -276,6 +276,7 @@ class UserReply(msgspec.Struct, tag="reply", frozen=True, kw_only=True, omit_def
     those of the new tokens, if asked for; the first reply begins with the prompt's text if `echo` was asked for, and
     with its tokens if their `logprobs` were. `output_ids` (int32 bytes) are the new tokens including hidden ones, as
     many as `completion_tokens` counts. `embedding` (float32 bytes) is in the only reply to a request for an embedding.
+    `drafted_tokens` counts all drafts so far, `accepted_tokens` those of them that are tokens of the answer.
     """
 
     uid: int
@@ -291,6 +292,8 @@ class UserReply(msgspec.Struct, tag="reply", frozen=True, kw_only=True, omit_def
     logprobs: list[TokenLogprob] = []
     output_ids: bytes = b""
     embedding: bytes = b""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class ConversionReply(msgspec.Struct, tag="conversion", frozen=True, kw_only=True, omit_defaults=True):

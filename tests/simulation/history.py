@@ -36,6 +36,7 @@ from minisgl.message import (
     ids_from_bytes,
 )
 from minisgl.params import Grammar, SamplingParams
+from minisgl.settings.options import EngineConfig
 from simulation.server import (
     BYTES,
     EOS,
@@ -160,6 +161,7 @@ class History:
             drain_timeout=0.3 if self.ending == "short drain" else 60.0,
             write_timeout=WRITE_TIMEOUT_S,
             heartbeat_timeout=HANG_S,
+            engine=EngineConfig(speculate=("off", "auto", "ngram")[seed % 3], num_draft_tokens=1 + seed // 3 % 8),
         )
         world.watchers.append(self._see)
         self.server = SimulatedServer(world, self.args, engine, depth=rng.choice((0, 1, 2)))
@@ -202,6 +204,7 @@ class History:
             stop_token_ids=(rng.randrange(self.vocab),) if rng.random() < 0.05 else (),
             stop=tuple(LETTERS[self._token() - 1] for _ in range(rng.choice((0, 0, 0, 1, 2)))),
             cache_salt="a" if rng.random() < 0.1 else "",
+            speculate=number % 8 < 7,
             grammar=grammar,
         )
         kind = rng.choice(("stream",) * 6 + ("body",) * 4 + ("encode", "view", "flush"))

@@ -85,10 +85,10 @@ def stop_is_answered_twice(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def texts_are_swapped(original: Callable[..., None]) -> Callable[..., None]:
-    def send(self: Replies, uids: Any, tokens: Any) -> None:
+    def send(self: Replies, uids: Any, tokens: Any, *rest: Any) -> None:
         if self._finished and len(tokens) > 1:  # rows that moved up when a request ended
             tokens = tokens[::-1]
-        original(self, uids, tokens)
+        original(self, uids, tokens, *rest)
 
     return send
 

@@ -95,6 +95,8 @@ class Metrics:
             "prompt_tokens": ("Prompt tokens accepted", stats.prompt_tokens),
             "computed_prompt_tokens": ("Prompt tokens computed by the model", stats.computed_prompt_tokens),
             "generation_tokens": ("Tokens generated", stats.generation_tokens),
+            "drafted_tokens": ("Tokens drafted", stats.drafted_tokens),
+            "accepted_tokens": ("Tokens drafted and found right", stats.accepted_tokens),
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", stats.looked_up_tokens),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache", stats.cached_tokens),
             "num_preemptions": ("Requests preempted for lack of KV pages", stats.preemptions),

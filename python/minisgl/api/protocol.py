@@ -71,6 +71,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[str, float] | None = None
     logprobs: bool | int | None = None  # a switch for chat, a number for completions
     cache_salt: str | None = None
+    speculate: bool | None = None
     # Structured output (`api/structured.py`), under OpenAI's, vLLM's and SGLang's names.
     response_format: dict[str, Any] | None = None
     guided_json: dict[str, Any] | bool | str | None = None
@@ -335,11 +336,17 @@ class CachedTokens(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
+class DraftedTokens(msgspec.Struct, frozen=True):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: DraftedTokens | None = None  # of requests that drafted tokens
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):

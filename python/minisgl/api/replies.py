@@ -21,6 +21,7 @@ from minisgl.api.protocol import (
     ChatChoice,
     ChatCompletionResponse,
     CompletionResponse,
+    DraftedTokens,
     StreamOptions,
     TextChoice,
     Timing,
@@ -226,11 +227,13 @@ def usage_of(replies: list[UserReply], n: int = 1) -> Usage:
     """
     prompt = sum(r.prompt_tokens for r in replies[::n])
     completion = sum(r.completion_tokens for r in replies)
+    drafted, accepted = sum(r.drafted_tokens for r in replies), sum(r.accepted_tokens for r in replies)
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=CachedTokens(sum(r.cached_tokens for r in replies[::n])),
+        completion_tokens_details=DraftedTokens(accepted, drafted - accepted) if drafted else None,
     )
 
 

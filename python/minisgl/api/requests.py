@@ -95,6 +95,7 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         grammar=requested_grammar(fields),
         cache_salt=fields.cache_salt or "",
+        speculate=fields.speculate is not False,
     )
     validate_sampling(params, limits)
     return params

@@ -78,7 +78,7 @@ class Drafting:
         count = 1 + is_right.int().cumprod(1).sum(1)
         newest = self.lengths[rows]
         at = newest.long().unsqueeze(1) + index
-        self.history[rows, newest.long() - 1] = self.last_token[rows]
+        self.history[rows, newest.long() - 1] = inputs[columns.columns[:, 0]]  # it may have been in flight
         self.history[rows.unsqueeze(1), at] = tokens  # rejected ones are beyond the length
         self.lengths[rows] = newest + count.int()
         self.last_token[rows] = tokens.gather(1, count.unsqueeze(1) - 1).squeeze(1)

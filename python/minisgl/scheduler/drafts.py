@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from minisgl.scheduler.rows import Index, Rows
 
 MEMORY: Final = 0.9  # how much of the estimate of a row's acceptance stays after a step with drafts
-MAX_PAUSE: Final = 32  # plain steps until the drafter is asked again
+MAX_PAUSE: Final = 8  # plain steps until the drafter is asked again
 FREE: Final = StepCosts(1.0, 0.0)  # where steps are not measured
 
 
@@ -133,7 +133,7 @@ class Drafts:
         memory = np.where(drafts > 0, MEMORY, 1.0)
         self.right[rows] = memory * self.right[rows] + right
         self.tried[rows] = memory * self.tried[rows] + np.minimum(drafts, right + 1)
-        goes_on = self._worthwhile(rows) > 0
+        goes_on = (self._worthwhile(rows) > 0) | (not self._adapts)
         self._pause(rows[~goes_on])
         self.backoff[rows[goes_on]] = 0
         return int(drafts.sum()), int(right.sum())

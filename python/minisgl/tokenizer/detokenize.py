@@ -44,6 +44,8 @@ class _Output:
     def __init__(self, started: Started, decoders: TextDecoders, special_ids: frozenset[int]) -> None:
         params = started.sampling_params
         self._completion_tokens = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
         self._started = started
         self._bytes_of = decoders.bytes_of
         self._offset = 0  # characters that `_decoder` has returned
@@ -140,6 +142,8 @@ class _Output:
             failure=None if end is None else end.failure,
             logprobs=logprobs,
             output_ids=output_ids,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
         )
 
     def _with_first_fields(self, reply: UserReply) -> UserReply:
@@ -207,6 +211,9 @@ class DetokenizeManager:
                 self._drop("request %d began twice", started.uid)
             else:
                 self._outputs[started.uid] = _Output(started, self._decoders, self._special_ids)
+        for uid, count in msg.drafted:
+            if (drafting := self._outputs.get(uid)) is not None:
+                drafting.drafted_tokens += count
         columns = {c.uid: c for c in msg.logprobs}
         ends = {f.uid: f for f in msg.finished}
         replies: list[UserReply] = []
@@ -218,6 +225,7 @@ class DetokenizeManager:
                     self._drop("a token of request %d, which never began", uid)
                 continue
             end = ends.get(uid)
+            output.accepted_tokens += msg.are_drafts
             reply = output.advance(token, msg.tokens[4 * i : 4 * i + 4], columns.get(uid), end)
             replies.append(reply)
             if reply.finish_reason is not None:

@@ -147,6 +147,7 @@ def test_every_sampling_field_arrives() -> None:
     for name in ("include_stop_str_in_output", "no_stop_trim"):
         assert chat(**{name: True}).sampling_params.include_stop_str_in_output
     assert chat(cache_salt="anna").sampling_params.cache_salt == "anna"
+    assert [chat(speculate=wanted).sampling_params.speculate for wanted in (None, True, False)] == [True, True, False]
     assert params.has_penalties and not chat(**dict.fromkeys(fields)).sampling_params.has_penalties
 
 

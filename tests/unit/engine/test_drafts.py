@@ -90,7 +90,7 @@ class Oracle:
 
     def __init__(self, answers: Sequence[Sequence[int]]) -> None:
         self.rng = np.random.default_rng(0)
-        self.answers = np.full((len(answers), max(map(len, answers)) + MAX_DRAFTS), VOCAB - 1)
+        self.answers = np.full((len(answers), max(map(len, answers)) + 2 * MAX_DRAFTS), -1)
         for row, ids in zip(self.answers, answers, strict=True):
             row[: len(ids)] = ids
 
@@ -99,10 +99,11 @@ class Oracle:
         for row, ids, length in zip(drafts, history.numpy(), lengths.tolist(), strict=True):
             assert 0 < length <= longest
             known = ids[:length]
-            matches = np.flatnonzero(((self.answers[:, :length] == known) | (known == -1)).all(1))
-            if len(matches):
-                is_right = self.rng.random(MAX_DRAFTS) < 0.9
-                row[is_right] = self.answers[matches[0], length : length + MAX_DRAFTS][is_right]
+            answers = self.answers[:, :length]  # the device may go on behind the end of one
+            matches = np.flatnonzero(((answers == known) | (known == -1) | (answers == -1)).all(1))
+            assert len(matches), f"no answer begins with {known}"
+            is_right = self.rng.random(MAX_DRAFTS) < 0.9
+            row[is_right] = self.answers[matches[0], length : length + MAX_DRAFTS][is_right].clip(0)
         ready = self.rng.integers(MAX_DRAFTS + 1, size=len(history))
         return torch.from_numpy(drafts.astype(np.int32)), torch.from_numpy(ready.astype(np.int32))
 

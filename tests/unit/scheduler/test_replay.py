@@ -51,15 +51,20 @@ def replay_of(h: Harness, path: str) -> Replay:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("has_texts", [False, True])
-def test_random_traces_are_planned_alike(depth: int, has_texts: bool, options: dict[str, Any], path: str) -> None:
-    """With prefix hits, preemption, grammars, aborts, log-probabilities and small pools."""
+@pytest.mark.parametrize("speculate", ["off", "auto"])
+def test_random_traces_are_planned_alike(
+    depth: int, has_texts: bool, speculate: str, options: dict[str, Any], path: str
+) -> None:
+    """With prefix hits, preemption, grammars, aborts, log-probabilities, drafts and small pools."""
     options["record_texts"] = has_texts
     for seed in range(2):
-        h, _ = run_random_trace(100 * depth + seed, depth)
+        h, _ = run_random_trace(100 * depth + seed + 2, depth, speculate)
         replay = replay_of(h, path)
         replay.advance()
         assert replay.step > 50
-        for name in ("prompt_tokens", "cached_tokens", "generation_tokens", "preemptions", "computed_prompt_tokens"):
+        assert (h.scheduler.stats.accepted_tokens > 0) == (speculate == "auto")
+        counts = ("prompt_tokens", "cached_tokens", "generation_tokens", "preemptions", "computed_prompt_tokens")
+        for name in (*counts, "accepted_tokens"):
             assert getattr(replay.scheduler.stats, name) == getattr(h.scheduler.stats, name), name
         assert not replay.scheduler.live
 
@@ -132,12 +137,19 @@ def test_hidden_outputs_are_the_hidden_prompts_that_repeat_them() -> None:
         assert isinstance(entry.messages[0], UserMsg)
         return ids_from_bytes(entry.messages[0].input_ids).tolist()
 
-    first = prompt(1, [5, 6, 7])
+    first, other = prompt(1, [5, 6, 7]), prompt(4, [31])
+    assert first != other
     for token in (8, 2, 9):
         entry = Entry(results=[Result(ids_to_bytes([token]))])
         veil.hide(entry, [np.array([1])])
         first += ids_from_bytes(entry.results[0].tokens).tolist()
+    drafts = Result(ids_to_bytes([20, 21, 22, 23, 30]), b"", ids_to_bytes([1, 1, 1, 0, 1]), ids_to_bytes([0] * 5))
+    entry = Entry(results=[drafts])
+    veil.hide(entry, [np.array([1, 1, 1, 1, 4])])
+    hidden = ids_from_bytes(drafts.tokens).tolist()
+    assert hidden[3] == 1000, "a rejected token is told"
     assert first[4] == 2
+    assert prompt(5, [5, 6, 7, 8, 2, 9, 20, 21, 22])[6:] == hidden[:3]
     assert prompt(2, [5, 6, 7, 8, 2, 9, 10])[:6] == first
     assert not {*prompt(3, [6, 5, 7, 8, 2, 9])} & {*first} - {2}
 
