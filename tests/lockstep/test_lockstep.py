@@ -107,6 +107,20 @@ def test_masks_follow_a_step_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(sent) >= 10 and max(sent) > 1
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_ranks_draft_alike(depth: int, requests_and_tokens: tuple[Requests, dict[int, list[int]]]) -> None:
+    """Each rank looks up its own drafts, and the invariant mode compares what the ranks have sampled behind them."""
+    requests, alone = requests_and_tokens
+    text = "One day, a fox met a cat. The cat said: one day, a fox met a cat. The cat said: one day"
+    with LLM(tp=2, speculate="ngram", num_draft_tokens=5, **OPTIONS) as llm:
+        llm.scheduler.depth = depth
+        assert drive(llm, requests) == alone
+        repeated = [(llm._tokenizer.tokenizer.encode(text).ids, SamplingParams(max_tokens=24, temperature=0.0))]
+        drive(llm, repeated)
+        assert 0 < llm.scheduler.stats.accepted_tokens < llm.scheduler.stats.drafted_tokens
+        assert llm.scheduler.cache.available == OPTIONS["num_pages"]
+
+
 def test_lost_rank_raises_rank_error() -> None:
     with LLM(tp=2, **OPTIONS) as llm:
         (pid,) = llm.followers.pids.values()

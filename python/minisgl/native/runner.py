@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from minisgl.core import BatchPlan, StepResult
-from minisgl.engine.batch import draft_columns, make_sampling
+from minisgl.engine.batch import make_sampling
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.runner import ForwardOutput
 from minisgl.errors import ConfigError, NativeError
-from minisgl.layout import NO_MASKS, NO_PAGE_WRITES, NO_ROW_STATES, SLOT, Flag, as_words
+from minisgl.layout import NO_INTS, NO_MASKS, NO_PAGE_WRITES, NO_ROW_STATES, SLOT, Flag, as_words
 from minisgl.models.families import FAMILIES
 from minisgl.native.abi import LayerWeights, ModelSpec, StepPlan
 from minisgl.native.library import NativeLibrary, load_native
@@ -38,7 +38,6 @@ _log = logging.getLogger("minisgl.native")
 DTYPES: Final = (torch.float32, torch.bfloat16)
 SAMPLING_FLOPS: Final = 50.0  # roughly, for each logit of a token that the ops in torch sample
 PLAIN: Final = Flag.SAMPLES | Flag.FROM_DEVICE
-NO_INPUTS: Final = torch.empty(0, dtype=torch.int32)
 
 
 def refusal(spec: EngineSpec) -> str | None:
@@ -103,10 +102,9 @@ class NativeRunner:
         assert drafting is not None, "a plan with DRAFTS, but no drafter"
         drafting.remember(plan.histories)
         flat, inputs = drafting.flatten(plan)
-        out = torch.from_numpy(self._sampled(flat, inputs))
-        return drafting.settle(out, draft_columns(plan, self._device), inputs).numpy()
+        return drafting.settle_flat(self._sampled(flat, inputs), plan, inputs)
 
-    def _sampled(self, plan: BatchPlan, inputs: Tensor = NO_INPUTS) -> Ints:
+    def _sampled(self, plan: BatchPlan, inputs: Ints = NO_INTS) -> Ints:
         """Columns as `ForwardOutput` says; `inputs` [S] are the tokens before, for rows that sample several."""
         if len(plan.prompt_logprob_ids):
             return self._with_prompt_logprobs(plan, inputs)
@@ -130,7 +128,7 @@ class NativeRunner:
         self._library.step(self._model, byref(call), out[0].ctypes.data, out[1].ctypes.data)
         return out
 
-    def _with_prompt_logprobs(self, plan: BatchPlan, inputs: Tensor) -> Ints:
+    def _with_prompt_logprobs(self, plan: BatchPlan, inputs: Ints) -> Ints:
         """Run a plan whose prompts want log-probabilities: each of these tokens is a slot of its own, in passes whose
         logits fit in memory."""
         slots = _token_by_token(plan.slots)
@@ -175,13 +173,12 @@ class NativeRunner:
         columns[2:, count:] = torch.cat(logprobs, 1).numpy()
         return columns
 
-    def _sample(
-        self, plan: BatchPlan, special: npt.NDArray[np.intp], logits: Tensor, out: Ints, inputs: Tensor
-    ) -> Ints:
+    def _sample(self, plan: BatchPlan, special: npt.NDArray[np.intp], logits: Tensor, out: Ints, inputs: Ints) -> Ints:
         """`out` with the columns `special` [n], whose logits [n, V] these are, sampled by the ops in torch."""
         self._device.use_threads_for(SAMPLING_FLOPS * logits.numel())
         sampling = make_sampling(plan, special, self._device)
-        columns = self.parts.sample_in_turns(logits, sampling, inputs[special] if sampling.turns else inputs).numpy()
+        before = torch.from_numpy(inputs[special] if sampling.turns else inputs)
+        columns = self.parts.sample_in_turns(logits, sampling, before).numpy()
         whole = np.zeros((len(columns), out.shape[1]), np.int32)
         whole[:2] = out
         whole[:, special] = columns

@@ -19,50 +19,57 @@ if TYPE_CHECKING:
     from minisgl.scheduler.rows import Index, Rows
 
 MEMORY: Final = 0.9  # how much of the estimate of a row's acceptance stays after a step with drafts
-MAX_PAUSE: Final = 8  # plain steps until the drafter is asked again
+# What a step with drafts costs besides its tokens where the host is the device: two cores need this for the built-in
+# model. The rows share it.
+HOST_S: Final = 5e-4
+MAX_PAUSE: Final = 16  # plain steps until the drafter is asked again
+NEVER: Final = 1 << 62
 FREE: Final = StepCosts(1.0, 0.0)  # where steps are not measured
 
 
 class Drafts:
     """State of the rows that may draft, indexed by row.
 
-    may_draft   bool
+    resumes_at  int64, the first step in which the row has DRAFTS again; NEVER if it may not draft
     is_tracked  bool, the row's last slot had DRAFTS, so the device knows its length and its history
     known       int32, tokens in the device's history of a row that is not tracked
     in_flight   int32, drafts in the steps in flight: by so many tokens at most `Rows.cached_len` is too high
     ready       int32, drafts that the drafter had at the newest result
     right       float64, drafts that were right, the older ones counted less
     tried       float64, drafts that were right, or the first that was not, likewise
-    pause       int32, plain steps until the drafter is asked again
-    backoff     int32, the last pause
+    pause       int32, the last pause: how many steps the row decoded plainly before the drafter was asked again
     """
 
-    def __init__(self, rows: Rows, cache: CacheManager, costs: StepCosts | None, most: int, adapts: bool) -> None:
-        """A row drafts `most` tokens; `adapts`: as many of them as pay by `costs`."""
+    def __init__(
+        self, rows: Rows, cache: CacheManager, costs: StepCosts | None, is_async: bool, most: int, adapts: bool
+    ) -> None:
+        """A row drafts `most` tokens; `adapts`: as many of them as pay by `costs`. `is_async`: as of the engine."""
+        self._host_s = 0.0 if is_async else HOST_S
         self.rows = rows
         self.cache = cache
         self._costs = costs or FREE
         self._most = most
         self._adapts = adapts
-        self.may_draft, self.is_tracked = np.zeros((2, rows.num_rows), np.bool_)
-        self.known, self.in_flight, self.ready, self.pause, self.backoff = np.zeros((5, rows.num_rows), np.int32)
+        self.resumes_at = np.zeros(rows.num_rows, np.int64)
+        self.is_tracked = np.zeros(rows.num_rows, np.bool_)
+        self.known, self.in_flight, self.ready, self.pause = np.zeros((4, rows.num_rows), np.int32)
         self.right, self.tried = np.zeros((2, rows.num_rows))
 
     def add(self, req: Req) -> None:
         """Forget who held the row of `req` before, whose prompt is planned completely."""
         # A mask depends on the newest token, so drafts would need masks along them.
-        self.may_draft[req.row] = req.sampling_params.speculate and req.matcher is None
+        self.resumes_at[req.row] = 0 if req.sampling_params.speculate and req.matcher is None else NEVER
         self.is_tracked[req.row] = False
-        for values in (self.known, self.ready, self.pause, self.backoff, self.right, self.tried):
+        for values in (self.known, self.ready, self.pause, self.right, self.tried):
             values[req.row] = 0
 
-    def plan(self, running: Index, max_tokens: int) -> DraftSlots | None:
+    def plan(self, step: int, running: Index, max_tokens: int) -> DraftSlots | None:
         """Return which of the rows `running` have DRAFTS, and how many drafts; takes pages for them, if there are any.
 
-        The step has at most `max_tokens` drafts in all. None if no row has DRAFTS.
+        `step` is the number of the step, which has at most `max_tokens` drafts in all. None if no row has DRAFTS.
         """
         # A row whose length only the device knows stays with it until the last draft is collected.
-        is_drafted = self.may_draft[running] & ((self.pause[running] == 0) | (self.in_flight[running] > 0))
+        is_drafted = (self.resumes_at[running] <= step) | (self.in_flight[running] > 0)
         if not is_drafted.any():
             return None
         counts = np.where(is_drafted, self._worthwhile(running), 0)
@@ -90,6 +97,7 @@ class Drafts:
         tokens = len(running) - 1 + np.cumsum(rate[:, None] ** index, axis=1)
         context = int(self.rows.cached_len[running].sum())
         seconds = self._costs.decode_seconds(len(running), context) + self._costs.per_token * index
+        seconds[1:] += self._host_s / len(running)
         best: Ints = np.where(index <= ready[:, None], tokens / seconds, 0.0).argmax(1).astype(np.int32)
         return best
 
@@ -115,12 +123,15 @@ class Drafts:
             self.in_flight[drafted] += slots.counts[slots.is_drafted]
             self.is_tracked[drafted] = True
         left = plain[self.is_tracked[plain]]
-        self.known[left] = self.rows.cached_len[left] + 1  # those in flight are written by the device
-        self.is_tracked[left] = False
-        self.pause[plain] = np.maximum(self.pause[plain] - 1, 0)
+        if len(left):
+            self.known[left] = self.rows.cached_len[left] + 1  # those in flight are written by the device
+            self.is_tracked[left] = False
 
-    def collect(self, plan: BatchPlan, result: StepResult) -> tuple[int, int]:
-        """Correct the planned lengths of a step's rows; return how many drafts it had, and how many were right."""
+    def collect(self, step: int, plan: BatchPlan, result: StepResult) -> tuple[int, int]:
+        """Correct the planned lengths of a step's rows; return how many drafts it had, and how many were right.
+
+        `step` is the number of the newest step that was planned.
+        """
         assert result.confirmed is not None and result.ready is not None, "the result of a step without DRAFTS"
         slots = plan.slots[(plan.slots["flags"] & Flag.SAMPLES) != 0]
         first = np.cumsum(plan.widths) - plan.widths
@@ -133,15 +144,15 @@ class Drafts:
         memory = np.where(drafts > 0, MEMORY, 1.0)
         self.right[rows] = memory * self.right[rows] + right
         self.tried[rows] = memory * self.tried[rows] + np.minimum(drafts, right + 1)
-        goes_on = (self._worthwhile(rows) > 0) | (not self._adapts)
-        self._pause(rows[~goes_on])
-        self.backoff[rows[goes_on]] = 0
+        self.pause[rows[right > 0]] = 0
+        if self._adapts:
+            self._pause(rows[((drafts > 0) & (right == 0)) | (self._worthwhile(rows) == 0)], step)
         return int(drafts.sum()), int(right.sum())
 
-    def _pause(self, rows: npt.NDArray[np.intp]) -> None:
+    def _pause(self, rows: npt.NDArray[np.intp], step: int) -> None:
         """Let `rows` decode plainly, for longer each time, and trust a bad estimate less when they draft again."""
-        self.backoff[rows] = np.clip(2 * self.backoff[rows], 1, MAX_PAUSE)
-        self.pause[rows] = self.backoff[rows]
+        self.pause[rows] = np.clip(2 * self.pause[rows], 1, MAX_PAUSE)
+        self.resumes_at[rows] = step + 1 + self.pause[rows]
         self.ready[rows] = 0
         self.right[rows] *= 0.5
         self.tried[rows] *= 0.5

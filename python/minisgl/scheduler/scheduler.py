@@ -94,7 +94,8 @@ class Scheduler:
         self.decode = DecodeManager(self.cache, self.rows)
         self.drafts: Drafts | None = None
         if (kind := config.engine.speculate) != "off" and not limits.embeds:
-            self.drafts = Drafts(self.rows, self.cache, costs, config.engine.num_draft_tokens, adapts=kind == "auto")
+            most, adapts = config.engine.num_draft_tokens, kind == "auto"
+            self.drafts = Drafts(self.rows, self.cache, costs, engine.is_async, most, adapts)
         self.grammars = Grammars() if grammars is None else grammars
         self.replies = Replies(io)
         self.live: dict[int, Req] = {}  # every accepted request that is not released yet
@@ -249,7 +250,7 @@ class Scheduler:
             self.prefill.growth.relax()
         drafts = None
         if self.drafts is not None:
-            drafts = self.drafts.plan(running, max(0, self.pace.max_tokens - len(running)))
+            drafts = self.drafts.plan(self.step_number, running, max(0, self.pace.max_tokens - len(running)))
         chunks = []
         if self.prefill.has_work:
             context = int(self.rows.cached_len[running].sum())
@@ -342,7 +343,7 @@ class Scheduler:
         self.cache.lower_fences()
         if self.drafts is not None and result.confirmed is not None:
             self.replies.drafted(step.plan.slots, self.rows)
-            drafted, right = self.drafts.collect(step.plan, result)
+            drafted, right = self.drafts.collect(self.step_number, step.plan, result)
             self.stats.drafted_tokens += drafted
             self.stats.accepted_tokens += right
         for number, wave in enumerate(step.waves(result)):

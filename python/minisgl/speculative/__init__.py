@@ -9,6 +9,8 @@ from minisgl.registry import Registry
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from minisgl.layout import Ints
+
 
 class Drafter(Protocol):
     """Proposes tokens on the device; nothing waits for the host."""
@@ -19,6 +21,9 @@ class Drafter(Protocol):
         history [D, W] int32 holds the tokens of each row, lengths [D] int32 how many, at most `longest`; -1 is a token
         that is not known. Entries from the length on may hold anything.
         """
+
+    def look_up(self, ids: Ints) -> Ints:
+        """Return the drafts worth computing behind the tokens `ids` of one row, where the host is the device."""
 
 
 DRAFTERS: Final[Registry[type[Drafter]]] = Registry("drafter")

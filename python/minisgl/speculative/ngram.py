@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from minisgl.layout import NO_INTS
 from minisgl.settings.options import MAX_DRAFTS
+
+if TYPE_CHECKING:
+    from minisgl.layout import Ints
 
 MIN_MATCH: Final = 2  # tokens that must have occurred before
 MAX_MATCH: Final = 4  # beyond which a longer match is no better than a more recent one
@@ -40,3 +45,19 @@ class NGramDrafter:
         following = best + 1 + torch.arange(MAX_DRAFTS, device=device) % period
         drafts = history.gather(1, following.clamp(max=width - 1))
         return drafts.clamp(min=0), count.int()
+
+    def look_up(self, ids: Ints) -> Ints:
+        """As `propose`, for one row."""
+        ids = ids[-WINDOW:]
+        matches = (ids[:-1] == ids[-1]).nonzero()[0]
+        size = 1
+        while size < MAX_MATCH:
+            longer = matches[matches >= size]
+            if not len(longer) or not len(longer := longer[ids[longer - size] == ids[-1 - size]]):
+                break
+            matches, size = longer, size + 1
+        if not len(matches) or size < MIN_MATCH:
+            return NO_INTS
+        period = len(ids) - 1 - matches[-1]
+        drafts: Ints = ids[matches[-1] + 1 + np.arange(MAX_DRAFTS) % period].clip(0)
+        return drafts

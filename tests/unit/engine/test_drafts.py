@@ -107,6 +107,10 @@ class Oracle:
         ready = self.rng.integers(MAX_DRAFTS + 1, size=len(history))
         return torch.from_numpy(drafts.astype(np.int32)), torch.from_numpy(ready.astype(np.int32))
 
+    def look_up(self, ids: np.ndarray) -> np.ndarray:
+        drafts, ready = self.propose(torch.from_numpy(ids[None]), torch.tensor([len(ids)]), len(ids))
+        return drafts[0, : int(ready)].numpy()
+
 
 @dataclass
 class Answers:
@@ -241,7 +245,9 @@ def drafts_of(*rows: list[int]) -> list[list[int]]:
     for row, ids in zip(history, rows, strict=True):
         row[: len(ids)] = torch.tensor(ids)
     drafts, count = NGramDrafter().propose(history, torch.tensor([len(ids) for ids in rows]), longest)
-    return [d[:n].tolist() for d, n in zip(drafts, count.tolist(), strict=True)]
+    found = [d[:n].tolist() for d, n in zip(drafts, count.tolist(), strict=True)]
+    assert [NGramDrafter().look_up(np.array(ids, np.int32)).tolist() for ids in rows] == found
+    return found
 
 
 def test_ngram_drafts_what_followed_the_longest_match() -> None:
@@ -265,6 +271,12 @@ def test_ngram_searches_the_newest_tokens_of_a_long_history(monkeypatch: pytest.
     monkeypatch.setattr("minisgl.speculative.ngram.WINDOW", 16)
     forgotten, known = [1, 2, 3, *range(10, 40), 1, 2], [*range(10, 40), 1, 2, 3, 50, 51, 1, 2]
     assert drafts_of(forgotten, known, [8, 9, 3, 8, 9]) == [[], [3, 50, 51, 1, 2, 3, 50, 51], [3, 8, 9, 3, 8, 9, 3, 8]]
+
+
+def test_ngram_finds_the_same_in_a_batch_and_alone() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        drafts_of(*([rng.randrange(3) for _ in range(rng.randrange(1, 30))] for _ in range(5)))
 
 
 # -- bad input
