@@ -62,6 +62,7 @@ class AttentionBackend(ABC):
     # Whether pure decode steps read device data only (never the layout's host copies), so that a graph can replay them.
     is_capturable: bool = False
     captures_prompts: bool = False  # the same for steps with prompts, whose host lengths only tell "> 1" in a graph
+    needs_host_lengths: bool = False  # the layout's host copies must be exact: with drafts they are upper bounds
 
     def __init__(self, spec: AttentionSpec, ops: OpTable) -> None:
         self.spec = spec

@@ -51,6 +51,7 @@ class FA3Attention(AttentionBackend):
     """
 
     name = "fa3"
+    needs_host_lengths = True
 
     def __init__(self, spec: AttentionSpec, ops: OpTable) -> None:
         super().__init__(spec, ops)

@@ -32,6 +32,7 @@ class FlashInferAttention(AttentionBackend):
     """
 
     name = "fi"
+    needs_host_lengths = True
 
     def __init__(self, spec: AttentionSpec, ops: OpTable) -> None:
         super().__init__(spec, ops)

@@ -41,6 +41,7 @@ class HybridAttention(AttentionBackend):
         self.decode = decode
         self.is_capturable = decode.is_capturable
         self.captures_prompts = prefill.captures_prompts
+        self.needs_host_lengths = prefill.needs_host_lengths or decode.needs_host_lengths
 
     def prepare(self, batch: Batch, page_table: Tensor) -> list[_Part]:
         is_prompt = batch.layout.query_lens_host > 1

@@ -17,6 +17,7 @@ from minisgl.engine.drafting import Drafting
 from minisgl.engine.memory import plan_memory
 from minisgl.engine.runner import RUNNERS, ForwardOutput, Parts, Runner
 from minisgl.engine.state import LogitPenalties, RowState
+from minisgl.errors import ConfigError
 from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.models.weight import load_model
 from minisgl.ops.quantized import E4M3, MADE
@@ -60,6 +61,8 @@ class Engine:
         penalties = LogitPenalties(0 if embeds else rows + 1, m.vocab_size, max_biases, device)
         parts = Parts(device, ops, model, pool, attention, state, penalties, comm, VocabParallel(comm, m.vocab_size))
         if spec.drafter is not None:
+            if attention.needs_host_lengths:
+                raise ConfigError(f"--speculate does not work with --attn {attention.name}; give --attn triton")
             drafter = DRAFTERS.load(spec.drafter)()
             drafting = Drafting(rows + 1, spec.max_seq_len, state.last_token, drafter, device)
             parts = replace(parts, drafting=drafting)
