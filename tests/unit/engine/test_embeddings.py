@@ -198,3 +198,9 @@ def test_vectors_of_an_llm(tmp_path: Path) -> None:
             llm.embed("x", 17)
         with pytest.raises(RequestError, match="max_tokens must be 0"):
             llm.generate("x", SamplingParams(embed=True))
+
+
+def test_embedding_models_do_not_draft(model: EmbeddingModel) -> None:
+    with pytest.raises(ConfigError, match="--speculate ngram is for models that generate text"):
+        resolve(EngineConfig(model=str(model.folder), speculate="ngram"), "cpu")
+    assert resolve(EngineConfig(model=str(model.folder), speculate="auto"), "cpu").drafter is None
