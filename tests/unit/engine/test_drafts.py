@@ -143,7 +143,7 @@ def run(
     scheduler = Scheduler(config, engine, io, Grammars(FakeCompiler(VOCAB)))
     scheduler.depth = depth
     if scheduler.drafts is not None:
-        scheduler.drafts._costs = StepCosts(1e-3, 1e-5)  # not those of this machine and its other work
+        scheduler.drafts._costs = StepCosts(1e-1, 1e-3)  # not those of this machine and its other work
     if device is not None:
         scheduler.cache.on_free = engine.parts.kv_cache.poison
     answers = Answers({uid: [] for uid in range(len(requests))}, {}, {uid: [] for uid in range(len(requests))})
