@@ -74,6 +74,7 @@ check: $(VENV)/.installed-dev  ## lint, format, types, import order, size
 rooms:  ## rewrite the code lines and the tree of files in docs/architecture.md
 	$(PYTHON) tools/code_lines.py --write
 	$(PYTHON) tools/code_map.py --write
+	PYTHONPATH=python $(PYTHON) tools/flag_table.py --write
 
 soak: $(VENV)/.installed-dev  ## the long tests: 2,000 requests with disconnects, simulated histories, random input
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tools import flag_table
 from tools.code_map import blocks
 
 ROOT = Path(__file__).parents[1]
@@ -85,6 +86,12 @@ def test_troubleshooting_quotes_messages_of_the_code() -> None:
     ]
     assert len(phrases) > 12
     assert [phrase for phrase in phrases if phrase not in code] == []
+
+
+def test_the_tables_of_flags_are_up_to_date() -> None:
+    assert f"{flag_table.BEGIN}\n{flag_table.block()}\n{flag_table.END}" in flag_table.PAGE.read_text(), (
+        "run `make rooms`"
+    )
 
 
 def test_the_maps_of_the_code_are_up_to_date() -> None:

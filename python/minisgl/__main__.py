@@ -236,8 +236,8 @@ def main(argv: list[str] | None = None) -> int:
     # `python -m minisgl --model X` serves, and so does a model that is named alone, but not a mistyped command.
     if not argv or (argv[0] not in (*COMMANDS, "-h", "--help", "--version") and _is_flag_or_model(argv[0])):
         argv = ["serve", *argv]
-    options = _parser().parse_args(argv)
     try:
+        options = _parser().parse_args(argv)
         return COMMANDS[options.command](options)
     except MinisglError as e:
         print(f"minisgl: {e}", file=sys.stderr)

@@ -48,6 +48,7 @@ def create_app(args: ServerArgs, model: ServedModel) -> FastAPI:
             await frontend.close()
 
     app = FastAPI(title="minisgl", version=minisgl.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.root_path = args.root_path.rstrip("/")
     access = Access.of(args)
     app.add_middleware(Gate, access=access)
     if access.origins:

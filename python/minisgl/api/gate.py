@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.api.http import HEADERS, RAW_SEND, error_response
 from minisgl.errors import RequestError
-from minisgl.settings.options import ServerArgs, is_loopback
+from minisgl.settings.options import ServerArgs, is_loopback, split_list
 
 MAX_REQUEST_ID: Final = 128
 # Paths that need no key: the probes, and the page, which is static and holds no secret. A browser cannot send a key
@@ -30,19 +30,25 @@ class Access:
     origins  the web pages of other hosts that may use the server, such as https://example.com; `ANY` for all
     """
 
-    api_key: str | None
+    api_keys: tuple[bytes, ...] | None
     hosts: frozenset[str]
     origins: frozenset[str]
     open_paths: frozenset[str] = OPEN_PATHS
+    root_path: str = ""  # which a proxy may have left in front of a path
 
     @classmethod
     def of(cls, args: ServerArgs) -> Access:
         """The access that the options give. Without `--allowed-hosts` a loopback server serves this machine's names."""
         hosts = _names(args.allowed_hosts)
-        if not hosts:
-            hosts = {"localhost", "127.0.0.1", "[::1]", args.host} if is_loopback(args.host) else {ANY}
+        if not hosts:  # a unix socket is out of a web page's reach; the proxy in front knows the names
+            is_local = args.uds is None and is_loopback(args.host)
+            hosts = {"localhost", "127.0.0.1", "[::1]", args.host} if is_local else {ANY}
         paths = OPEN_PATHS | {"/metrics"} if args.open_metrics else OPEN_PATHS
-        return cls(args.load_key(), frozenset(hosts), frozenset(_names(args.allowed_origins)), paths)
+        keys = args.load_keys()
+        encoded = None if keys is None else tuple(key.encode() for key in keys)
+        return cls(
+            encoded, frozenset(hosts), frozenset(_names(args.allowed_origins)), paths, args.root_path.rstrip("/")
+        )
 
     def refusal(self, path: str, headers: Headers) -> Response | None:
         """The response to a request that is not allowed."""
@@ -60,18 +66,19 @@ class Access:
         if is_foreign and not self.origins & {ANY, origin}:
             message = f"pages of {origin[:100]!r} may not use this server; see --allowed-origins"
             return RequestError(message, code="origin_not_allowed", status=403)
-        if self.api_key is None or path in self.open_paths:
+        if self.api_keys is None or path.removeprefix(self.root_path) in self.open_paths:
             return None
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        keys = [headers.get("x-api-key", ""), key.strip() if scheme.lower() == "bearer" else ""]
-        if any(hmac.compare_digest(k.encode("latin-1"), self.api_key.encode()) for k in keys):
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        sent = [headers.get("x-api-key", ""), given.strip() if scheme.lower() == "bearer" else ""]
+        # As long for every key.
+        if sum(hmac.compare_digest(one.encode("latin-1"), key) for one in sent for key in self.api_keys) > 0:
             return None
         message = "a valid key is needed: `Authorization: Bearer KEY` or `x-api-key: KEY`"
         return RequestError(message, code="invalid_api_key", status=401)
 
 
 def _names(text: str | None) -> set[str]:
-    return {name.strip().lower() for name in (text or "").split(",") if name.strip()}
+    return {name.lower() for name in split_list(text)}
 
 
 def _without_port(host: str) -> str:

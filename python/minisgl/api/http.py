@@ -11,7 +11,7 @@ from fastapi import Request, Response
 from minisgl.api.fields import ignored_fields
 from minisgl.api.protocol import AnthropicError, AnthropicErrorResponse, ErrorDetail, ErrorResponse, parse_body
 from minisgl.errors import RequestError
-from minisgl.settings.options import ServerArgs
+from minisgl.settings.options import ServerArgs, split_list
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -82,6 +82,8 @@ async def read_request(request: Request, kind: type[T], args: ServerArgs) -> T:
     except TimeoutError:
         raise RequestError("the body did not arrive in time", code="timeout", status=408) from None
     parsed = parse_body(bytes(body), kind)
+    if getattr(parsed, "model", None) in split_list(args.served_model_name):
+        parsed = msgspec.structs.replace(parsed, model=None)  # any of its names means the served model
     tell_ignored(request, ignored_fields(bytes(body), kind, args.unknown_fields == "refuse"))
     return parsed
 

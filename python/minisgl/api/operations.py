@@ -32,7 +32,7 @@ from minisgl.api.requests import SamplingDefaults, ServedModel, chat_message, pa
 from minisgl.errors import RequestError
 from minisgl.message import DecodeMsg, EncodeMsg, EngineView, TokenizeMsg, ids_from_bytes, ids_to_bytes
 from minisgl.params import Limits, SamplingParams
-from minisgl.settings.options import ServerArgs
+from minisgl.settings.options import ServerArgs, split_list
 
 PROBE_TIMEOUT_S: Final = 20.0
 VIEW_AGE_S: Final = 0.25  # the scheduler is asked for a view at most this often, however many clients watch
@@ -98,23 +98,26 @@ def add_status_routes(app: FastAPI) -> None:
 def add_information_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
     """The server, and the model under OpenAI's and SGLang's paths."""
     limits = model.limits
-    card = ModelCard(
-        id=model.name,
-        created=int(time.time()),
-        owned_by="minisgl",
-        root=model.name,
-        max_model_len=limits.max_model_len,
-    )
+    cards = {
+        name: ModelCard(
+            id=name,
+            created=int(time.time()),
+            owned_by="minisgl",
+            root=model.name,
+            max_model_len=limits.max_model_len,
+        )
+        for name in split_list(args.served_model_name) or [model.name]
+    }
 
     @app.get("/v1/models")
     async def list_models() -> Response:
-        return json_response(ModelListResponse([card]))
+        return json_response(ModelListResponse([*cards.values()]))
 
     @app.get("/v1/models/{name:path}")
     async def get_model(name: str) -> Response:
-        if name != model.name:
+        if name not in cards:
             raise RequestError(f"model {name[:100]!r} is not served here", code="model_not_found", status=404)
-        return json_response(card)
+        return json_response(cards[name])
 
     @app.get("/server_info")
     @app.get("/get_server_info", include_in_schema=False)

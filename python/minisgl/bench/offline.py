@@ -79,7 +79,7 @@ def start_engine(args: OfflineArgs, options: dict[str, Any]) -> tuple[LLM, list[
     Raises `ConfigError`, before the engine starts, for a workload that the model's context cannot hold.
     """
     source = options.get("download_source", EngineConfig.download_source)
-    folder = resolve_model(options.get("model", ""), source, weights=False)
+    folder = resolve_model(options.get("model", ""), source, weights=False, revision=options.get("revision"))
     limits = model_limits(folder, options.get("max_seq_len"))
     workloads = make_workloads(args, limits.vocab_size)
     for workload in workloads:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from minisgl.chat.client import ChatClient, ServerError
+from minisgl.errors import ConfigError
 from minisgl.settings.options import ServerArgs
 
 if TYPE_CHECKING:
@@ -36,8 +37,10 @@ def chat_with_own_server(args: ServerArgs, sampling: dict[str, Any], system: str
     """Start a server, chat with it, stop it."""
     from minisgl.launch.launch import background_server
 
+    if args.uds is not None or args.ssl_certfile is not None:
+        raise ConfigError("the chat talks to a port without TLS; leave out --uds and --ssl-certfile")
     with background_server(args) as url:
-        return chat_with_url(url, args.api_key, sampling, system)
+        return chat_with_url(url, next(iter(args.load_keys() or []), None), sampling, system)
 
 
 def chat_with_url(url: str, api_key: str | None, sampling: dict[str, Any], system: str | None) -> int:

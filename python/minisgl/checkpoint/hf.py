@@ -29,11 +29,11 @@ _SMALL_FILES: Final = ["*.json", "*.jinja"]
 _WEIGHTS: Final = ["*.safetensors"]
 
 
-def resolve_model(model: str, source: str = "huggingface", weights: bool = True) -> Path:
+def resolve_model(model: str, source: str = "huggingface", weights: bool = True, revision: str | None = None) -> Path:
     """Return the folder of `model`: "" for the built-in model, else a local folder or an id of the hub `source`.
 
-    Models of a hub are downloaded once: the small files first, then the weights if `weights`. Raise `ConfigError` if
-    there is no such model.
+    Models of a hub are downloaded once, at `revision` if given: the small files first, then the weights if `weights`.
+    Raise `ConfigError` if there is no such model.
     """
     if not model:
         if not (BUILTIN_MODEL / "config.json").is_file():
@@ -48,9 +48,9 @@ def resolve_model(model: str, source: str = "huggingface", weights: bool = True)
         raise ConfigError(f"{path} is a {kind}; --model takes a folder with config.json and safetensors")
     if not _HUB_ID.fullmatch(model):
         raise ConfigError(f"model folder {model} does not exist; give an existing folder or a hub id like owner/name")
-    folder = _download(model, source, _SMALL_FILES)
+    folder = _download(model, source, revision, _SMALL_FILES)
     _require_config(folder, model)
-    return _download(model, source, _SMALL_FILES + _WEIGHTS) if weights else folder
+    return _download(model, source, revision, _SMALL_FILES + _WEIGHTS) if weights else folder
 
 
 def _require_config(folder: Path, name: str) -> None:
@@ -67,7 +67,7 @@ def _other_formats(folder: Path, name: str) -> str:
     return f", but {' and '.join(found)}, which cannot be served" if found else ""
 
 
-def _download(hub_id: str, source: str, patterns: list[str]) -> Path:
+def _download(hub_id: str, source: str, revision: str | None, patterns: list[str]) -> Path:
     if source not in HUBS:
         raise ConfigError(f"--download-source {source!r} is not one of {', '.join(HUBS)}")
     module, package = HUBS[source]
@@ -79,7 +79,7 @@ def _download(hub_id: str, source: str, patterns: list[str]) -> Path:
             "or give the path of a local model folder"
         ) from None
     try:
-        return Path(download(hub_id, allow_patterns=patterns))
+        return Path(download(hub_id, revision=revision, allow_patterns=patterns))
     except Exception as e:  # its errors have many unrelated bases: HTTP, file system, missing repository, offline mode
         cause = str(e).strip().partition("\n")[0]
         raise ConfigError(

@@ -40,7 +40,7 @@ class Checkpoint:
 
         Raises `ConfigError` for one that cannot be served.
         """
-        folder = hf.resolve_model(config.model, config.download_source, weights=not config.dummy_weight)
+        folder = hf.resolve_model(config.model, config.download_source, not config.dummy_weight, config.revision)
         raw = hf.load_config(folder)
         embedder = read_embedder(folder)
         model = ModelConfig.from_hf(raw if embedder is None else decoder_config(raw))

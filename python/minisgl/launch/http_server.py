@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Coroutine, Generator
 from functools import partial
@@ -38,7 +39,14 @@ class _Uvicorn(uvicorn.Server):
 class HttpServer:
     """Serves `app` and watches the child processes; `exit_code` is 1 after a child has ended by itself."""
 
-    def __init__(self, app: FastAPI, children: Processes, drain_timeout: float, hang_timeout: float) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        children: Processes,
+        drain_timeout: float,
+        hang_timeout: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.exit_code = 0
         self._hang_timeout = hang_timeout
         self._app = app
@@ -57,6 +65,8 @@ class HttpServer:
             timeout_graceful_shutdown=1,
             timeout_keep_alive=30,
         )
+        config.load()
+        config.ssl = tls
         self._uvicorn = _Uvicorn(config)
 
     def run(self, sock: socket.socket, on_ready: Callable[[], None]) -> None:

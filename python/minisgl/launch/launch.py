@@ -8,6 +8,8 @@ import logging
 import os
 import signal
 import socket
+import ssl
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -27,7 +29,7 @@ from minisgl.params import Limits
 from minisgl.process.log import announce, configure_logging, log_level
 from minisgl.process.processes import Child, Facts, Processes, Ready, run_dir
 from minisgl.process.queues import Codec, ZmqPushQueue
-from minisgl.settings.options import ServerArgs
+from minisgl.settings.options import ServerArgs, split_list
 
 if TYPE_CHECKING:
     from minisgl.launch.http_server import HttpServer
@@ -50,11 +52,12 @@ def launch_server(args: ServerArgs, scheduler: SchedulerTarget = run_scheduler) 
         if args.scheduler.engine.node_rank:
             return _run_other_host(args, checked, scheduler)
         with (
-            contextlib.closing(bind_socket(args)) as sock,
+            listening_socket(args) as sock,
             running_children(args, checked, scheduler) as children,
             http_server(children, checked) as server,
         ):
-            server.run(sock, lambda: announce(banner(args, checked, children.facts, _url(sock))))
+            url = _url(sock, checked.tls is not None)
+            server.run(sock, lambda: announce(banner(args, checked, children.facts, url)))
             return server.exit_code
     except KeyboardInterrupt:
         return 130
@@ -71,7 +74,7 @@ def background_server(args: ServerArgs, scheduler: SchedulerTarget = run_schedul
         raise ConfigError("the chat is on host 0; start `minisgl serve` with the same settings on the others")
     is_up = threading.Event()
     with (
-        contextlib.closing(bind_socket(args)) as sock,
+        listening_socket(args) as sock,
         running_children(args, checked, scheduler) as children,
         http_server(children, checked) as server,
     ):
@@ -81,7 +84,7 @@ def background_server(args: ServerArgs, scheduler: SchedulerTarget = run_schedul
             while not is_up.wait(0.1):
                 if not thread.is_alive():
                     raise StartupError("the HTTP server could not start")
-            yield _url(sock)
+            yield _url(sock, checked.tls is not None)
         finally:
             server.stop_from_other_thread()
             thread.join()
@@ -112,10 +115,12 @@ class Checked:
     name: str
     generation_config: dict[str, Any]
     template: ChatTemplate
+    tls: ssl.SSLContext | None
 
 
 def check_args(args: ServerArgs) -> Checked:
     """Raises `ConfigError` for a model that is missing, broken or too large; imports no torch, takes under a second."""
+    from minisgl.tokenizer.template import ChatTemplate
     from minisgl.tokenizer.tokenize import TokenizeManager, model_limits
 
     log_level()
@@ -127,11 +132,27 @@ def check_args(args: ServerArgs) -> Checked:
     for path in [] if engine.dummy_weight else hf.weight_files(folder):
         hf.require_complete(path)
     limits = model_limits(folder, engine.max_seq_len)
-    template = TokenizeManager(folder, limits).template
+    template = ChatTemplate.of_folder(folder, engine.load_chat_template(), engine.template_kwargs)
+    TokenizeManager(folder, limits, template)
     for name, problem in template.problems.items():
         logger.warning("the chat template %r cannot be used: %s; requests that need it are refused", name, problem)
-    name = args.served_model_name or hf.model_name(engine.model)
-    return Checked(folder, limits, name, hf.load_generation_config(folder), template)
+    name = next(iter(split_list(args.served_model_name)), "") or hf.model_name(engine.model)
+    return Checked(folder, limits, name, hf.load_generation_config(folder), template, _tls(args))
+
+
+def _tls(args: ServerArgs) -> ssl.SSLContext | None:
+    """The context of HTTPS, if it is asked for. Raises `ConfigError` for a certificate or key that cannot be used."""
+    if args.ssl_certfile is None and args.ssl_keyfile is None:
+        return None
+    if args.ssl_certfile is None or args.ssl_keyfile is None:
+        raise ConfigError("--ssl-certfile and --ssl-keyfile go together")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile, lambda: "")  # no prompt for a passphrase
+    except OSError as e:  # ssl.SSLError is one
+        files = f"--ssl-certfile {args.ssl_certfile} and --ssl-keyfile {args.ssl_keyfile}"
+        raise ConfigError(f"{files} cannot be used: {e}") from e
+    return context
 
 
 # -- bind
@@ -160,9 +181,38 @@ def bind_socket(args: ServerArgs) -> socket.socket:
     return sock
 
 
-def _url(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+@contextlib.contextmanager
+def listening_socket(args: ServerArgs) -> Iterator[socket.socket]:
+    """The socket that the options ask for, closed afterwards. Raises `ConfigError` when it cannot be had."""
+    with contextlib.closing(bind_socket(args) if args.uds is None else bind_uds(args.uds)) as sock:
+        try:
+            yield sock
+        finally:
+            if args.uds is not None:
+                Path(args.uds).unlink(missing_ok=True)
+
+
+def bind_uds(path: str) -> socket.socket:
+    """Bind and listen on a unix socket, in place of one that nobody listens on any more. Raises `ConfigError`."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode) and sock.connect_ex(path):
+            os.unlink(path)
+        sock.close()
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind(path)
+        sock.listen(1)
+    except OSError as e:
+        sock.close()
+        raise ConfigError(f"cannot listen on --uds {path}: {e.strerror or e}") from e
+    return sock
+
+
+def _url(sock: socket.socket, is_tls: bool) -> str:
+    if sock.family == socket.AF_UNIX:
+        return "http://localhost"
+    scheme, (host, port) = "https" if is_tls else "http", sock.getsockname()[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 # -- spawn
@@ -244,7 +294,7 @@ def http_server(children: Running, checked: Checked) -> Iterator[HttpServer]:
         checked.template.variables,
     )
     try:
-        yield HttpServer(create_app(args, model), processes, args.drain_timeout, args.heartbeat_timeout)
+        yield HttpServer(create_app(args, model), processes, args.drain_timeout, args.heartbeat_timeout, checked.tls)
     finally:
         backend: ZmqPushQueue[BackendMsg] = ZmqPushQueue(args.zmq_backend_addr, Codec(BackendMsg))
         backend.put([ExitMsg()])
@@ -272,6 +322,7 @@ def banner(args: ServerArgs, checked: Checked, facts: Facts, url: str) -> str:
         lines.append(f"memory: {facts['memory']}")
     if args.scheduler.view_texts:
         lines.append("the Engine view shows texts of requests (--view-texts)")
-    lines.append(f"ready on {url}")
-    lines.append(f"  curl {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'")
+    where = "" if args.uds is None else f" --unix-socket {args.uds}"
+    lines.append(f"ready on {url if args.uds is None else args.uds}")
+    lines.append(f"  curl{where} {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'")
     return "\n".join(lines)

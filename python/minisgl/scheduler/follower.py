@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from minisgl.scheduler.plan import StepEngine, StepOutput
     from minisgl.settings.options import SchedulerConfig
 
-OWN_SETTINGS = ("model", "node_rank", "threads")  # may differ between hosts
+OWN_SETTINGS = ("model", "node_rank", "threads", "chat_template")  # may differ between hosts
 
 
 def meet_ranks(config: SchedulerConfig, rendezvous: Rendezvous, check: Callable[[], None] = lambda: None) -> Group:
@@ -34,7 +34,8 @@ def meet_ranks(config: SchedulerConfig, rendezvous: Rendezvous, check: Callable[
     engine = asdict(config.engine)
     settings = {name: str(value) for name, value in engine.items() if name not in OWN_SETTINGS}
     settings["max_prefill_length"] = str(config.max_prefill_length)
-    folder = hf.resolve_model(config.engine.model, config.engine.download_source, weights=False)
+    own = config.engine
+    folder = hf.resolve_model(own.model, own.download_source, weights=False, revision=own.revision)
     raw = json.dumps(hf.load_config(folder), sort_keys=True)
     settings["model (checksum of config.json)"] = f"{zlib.crc32(raw.encode()):08x}"
     return meet(rendezvous, settings, is_check_mode(), check)

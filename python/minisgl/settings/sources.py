@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from minisgl.errors import ConfigError, did_you_mean, near_miss
+from minisgl.settings.foreign import asks_nothing, foreign, sentence_for
 from minisgl.settings.options import (
+    Option,
     SchedulerConfig,
     ServerArgs,
     build_config,
@@ -35,13 +37,17 @@ OTHER_VARIABLES: Final = frozenset({"config", "check", "disable_overlap_scheduli
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one sentence, with the flag or command that a misspelt one may mean."""
+    """An argument parser whose errors are one sentence: what an unknown flag is called here, or may misspell."""
 
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
         parsed, unknown = super().parse_known_args(*args, **options)
+        # What another engine leaves out on request is left out here.
+        unknown = [word for word in unknown if not (word.startswith("--no-") and asks_nothing(_words(word[5:]), None))]
         if unknown:
-            hint = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            flag = unknown[0].partition("=")[0]
+            if sentence := sentence_for(_words(flag.lstrip("-"))):
+                self.error(f"{flag}: {sentence}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(flag, self._option_string_actions)}")
         return parsed, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -54,24 +60,79 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
+def _words(flag: str) -> str:
+    return flag.replace("-", "_")
+
+
+class _Take(argparse.Action):
+    """Converts the value of a flag as that of every other source is, and sets the option's own name."""
+
+    def __init__(self, cls: type, **usual: Any) -> None:
+        super().__init__(**{**usual, "default": argparse.SUPPRESS})
+        self._cls = cls
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: str | None = None
+    ) -> None:
+        assert flag is not None, "a positional argument is not an option"
+        if isinstance(values, list):
+            values = _joined(values, flag) if values else "true"
+        for name, value in named_values(
+            [(flag.lstrip("-"), values, "--", f"{flag} ")], self._cls, is_text=True
+        ).items():
+            if options_of(self._cls)[name].form is list and (others := getattr(namespace, name, None)):
+                value = f"{others},{value}"
+            setattr(namespace, name, value)
+
+
+def _joined(words: list[str], flag: str) -> str:
+    """The words behind a flag that takes several. Raises `ConfigError` for one that is probably the model."""
+    for word in words[1:]:
+        if "/" in word or Path(word).is_dir():
+            raise ConfigError(f"{flag} takes all words behind it: put MODEL {word} first, or join names with commas")
+    return ",".join(words)
+
+
 def add_options(parser: argparse.ArgumentParser, cls: type = ServerArgs) -> None:
-    """Add `--config` and one flag for each option of `cls`, in one group for each configuration class."""
+    """Add `--config` and the flags of each option of `cls`, in one group for each configuration class."""
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=CONFIG_HELP)
     groups: dict[type, argparse._ArgumentGroup] = {}
+    named: set[str] = set()
     for option in options_of(cls).values():
         owner = option.owner
         if owner not in groups:
             title = owner.__name__.removesuffix("Config").removesuffix("Args").lower()
             groups[owner] = parser.add_argument_group(title, (owner.__doc__ or "").partition("\n")[0])
-        help = option.help if option.default in (None, "") else f"{option.help} (default: {option.default})"
-        common: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
-        if option.kind is bool:
-            common["action"] = argparse.BooleanOptionalAction
-        else:
-            common["type"] = option.kind
-            common["choices"] = option.choices or None
-            common["metavar"] = None if option.choices else option.kind.__name__.upper()
-        groups[owner].add_argument(*option.flags, **common)
+        shown = [name for name in (option.name, *option.aliases) if spellings_of(cls)[name].option is option]
+        named |= {*shown}
+        groups[owner].add_argument(*_flags(*shown), action=_Take, cls=cls, help=_help(option), **_shape(option))
+    switches = {name: spelling.is_switch for name, spelling in spellings_of(cls).items()}
+    switches |= {name: accepted == ["true"] for name, accepted in foreign().redundant.items()}
+    for name in switches.keys() - named:
+        nargs = 0 if switches[name] else None
+        parser.add_argument(*_flags(name), action=_Take, cls=cls, nargs=nargs, help=argparse.SUPPRESS)
+
+
+def _flags(*names: str) -> list[str]:
+    """The flags of spellings. One of one or two letters also has one dash (-tp)."""
+    flags = ["--" + name.replace("_", "-") for name in names]
+    return flags + [flag[1:] for flag in flags if len(flag) <= 4]
+
+
+def _shape(option: Option) -> dict[str, Any]:
+    """How many values the flags of `option` take, and what stands for them in the help."""
+    if option.kind is bool:
+        return {"nargs": 0}
+    names = f"{{{','.join(map(str, option.choices))}}}" if option.choices else option.kind.__name__.upper()
+    return {"nargs": "+" if option.form is list else None, "metavar": names}
+
+
+def _help(option: Option) -> str:
+    """The option's help, its default, its opposite, and other engines' flags that set it."""
+    notes = [f"--no-{option.flags[0][2:]}: the opposite"] if option.kind is bool else []
+    notes += [f"default: {option.default}"] if option.default not in (None, "") else []
+    notes += ["also " + ", ".join(f"--{name.replace('_', '-')}" for name in option.switches)] if option.switches else []
+    return (f"{option.help} ({'; '.join(notes)})" if notes else option.help).replace("%", "%%")
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
@@ -157,14 +218,13 @@ def _read_environment() -> dict[str, Any]:
         name = variable.removeprefix(ENV_PREFIX).lower()
         if not variable.startswith(ENV_PREFIX) or name in OTHER_VARIABLES:
             continue
-        if name not in spellings:
+        if name not in spellings and not sentence_for(name):
             if close := near_miss(name, {*spellings, *OTHER_VARIABLES}):
                 raise ConfigError(f"{variable} is not an option; did you mean {ENV_PREFIX}{close.upper()}?")
             print(f"minisgl: the environment variable {variable} is not an option and is ignored", file=sys.stderr)
             continue
-        value = options_of(ServerArgs)[spellings[name]].parse(text, f"{variable}=")
-        given.append((name, value, f"{variable}: "))
-    return named_values(given, ServerArgs)
+        given.append((name, text, f"{variable}: ", f"{variable}="))
+    return named_values(given, ServerArgs, is_text=True)
 
 
 # -- the file
@@ -172,13 +232,9 @@ def _read_environment() -> dict[str, Any]:
 
 def _read_file(path: Path, shown: str) -> dict[str, Any]:
     """The options that the file sets; a null counts as a missing key. Errors name the file, the line and the key."""
-    known, spellings = options_of(ServerArgs), spellings_of(ServerArgs)
     pairs = [(key, value, f"{shown}, line {line}: ") for key, value, line in _pairs(path)]
-    values = named_values(pairs, ServerArgs)
-    for key, value, where in pairs:
-        if value is not None:
-            known[spellings[key.replace("-", "_")]].check(value, f"{where}{key}=")
-    return {name: value for name, value in values.items() if value is not None}
+    given = [(key, value, where, f"{where}{key}=") for key, value, where in pairs if value is not None]
+    return named_values(given, ServerArgs)
 
 
 def _pairs(path: Path) -> Iterator[tuple[Any, Any, int]]:

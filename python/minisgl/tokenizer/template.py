@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -97,20 +97,26 @@ def _sources(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
 class ChatTemplate:
     """The chat templates of one model folder by name, as text; `render` turns messages into the text to be encoded.
 
-    `problems` says of each template that cannot be used why not.
+    `problems` says of each template that cannot be used why not. `defaults` are variables that a request may override.
     """
 
     sources: dict[str, str]
     special_tokens: dict[str, str]
     problems: dict[str, str]
+    defaults: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of_folder(cls, folder: Path) -> ChatTemplate:
-        """Read the templates and try each; raises `ConfigError` for unreadable JSON. A folder may have none."""
+    def of_folder(
+        cls, folder: Path, source: str | None = None, defaults: Mapping[str, Any] | None = None
+    ) -> ChatTemplate:
+        """Read the templates, or take the one `source`, and try each. A folder may have none.
+
+        Raises `ConfigError` for unreadable JSON.
+        """
         settings = read_settings(folder)
-        sources = _sources(folder, settings)
+        sources = _sources(folder, settings) if source is None else {"default": source}
         problems = {name: problem for name, text in sources.items() if (problem := _try(text))}
-        return cls(sources, special_names(settings), problems)
+        return cls(sources, special_names(settings), problems, dict(defaults or {}))
 
     @property
     def source(self) -> str:
@@ -154,7 +160,8 @@ class ChatTemplate:
             final = messages[-1]["content"]
             messages[-1]["content"] = final.rstrip() + _CONTINUE_MARK
         # The names fixed by convention come last, so that `variables` cannot override them.
-        context = self.special_tokens | {k: v for k, v in (variables or {}).items() if k in known}
+        given = self.defaults | dict(variables or {})
+        context = self.special_tokens | {k: v for k, v in given.items() if k in known}
         text = _fill_in(template, context, messages, tools, add_generation_prompt)
         if continue_final_message:
             head, mark, _ = text.rpartition(_CONTINUE_MARK)

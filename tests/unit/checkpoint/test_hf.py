@@ -86,10 +86,10 @@ def test_failed_download_advises_a_local_path(monkeypatch: pytest.MonkeyPatch) -
 def test_download(source: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the hub that was asked for is imported, and only its call is faked."""
     write(tmp_path, "config.json", {})
-    asked: list[tuple[str, list[str]]] = []
+    asked: list[tuple[str, str | None, list[str]]] = []
 
-    def snapshot_download(hub_id: str, *, allow_patterns: list[str]) -> str:
-        asked.append((hub_id, allow_patterns))
+    def snapshot_download(hub_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((hub_id, revision, allow_patterns))
         return str(tmp_path)
 
     for name in ("huggingface_hub", "modelscope"):
@@ -97,9 +97,9 @@ def test_download(source: str, module: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, module, SimpleNamespace(snapshot_download=snapshot_download))
     assert hf.resolve_model("owner/name", source) == tmp_path
     small = ["*.json", "*.jinja"]
-    assert asked == [("owner/name", small), ("owner/name", [*small, "*.safetensors"])]
-    assert hf.resolve_model("owner/name", source, weights=False) == tmp_path
-    assert asked[2:] == [("owner/name", small)]
+    assert asked == [("owner/name", None, small), ("owner/name", None, [*small, "*.safetensors"])]
+    assert hf.resolve_model("owner/name", source, weights=False, revision="v2") == tmp_path
+    assert asked[2:] == [("owner/name", "v2", small)]
 
 
 @pytest.mark.parametrize(

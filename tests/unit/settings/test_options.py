@@ -79,6 +79,8 @@ def test_every_spelling_of_the_help_is_understood(option: Any, tmp_path: Path) -
     )
     if value is None:
         value = option.kind(option.minimum or 1)
+    if option.form is dict:
+        value = '{"a": 1}'
     given = {} if option.name == "auth" else {"auth": False}
     for flag in option.flags:
         spellings = {flag[2:]: value, flag[2:].replace("-", "_"): value}
@@ -88,6 +90,67 @@ def test_every_spelling_of_the_help_is_understood(option: Any, tmp_path: Path) -
             config = build_config(ServerArgs, given | {spelling: written})
             owner = next(c for c in (config, config.scheduler, config.scheduler.engine) if type(c) is option.owner)
             assert getattr(owner, option.name) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    [
+        ({"max_model_len": "auto"}, "max_seq_len", None),
+        ({"max_model_len": -1}, "max_seq_len", None),
+        ({"enforce_eager": True}, "cuda_graph_max_bs", 0),
+        ({"enforce_eager": False}, "cuda_graph_max_bs", None),
+        ({"enable_prefix_caching": False}, "cache_type", "naive"),
+        ({"no_enable_prefix_caching": True}, "cache_type", "naive"),
+        ({"disable_radix_cache": False}, "cache_type", "radix"),
+        ({"disable_overlap_schedule": True}, "overlap", False),
+        ({"load_format": "dummy"}, "dummy_weight", True),
+        ({"dtype": "half"}, "dtype", "float16"),
+        ({"attn": "fa,flashinfer"}, "attention_backend", "fa3,fi"),
+        ({"tool_call_parser": "qwen25"}, "tool_call_parser", "hermes"),
+        ({"reasoning_parser": "deepseek_r1"}, "reasoning_parser", "think"),
+        ({"served_model_name": ["a", "b"]}, "served_model_name", "a,b"),
+        ({"allowed_origins": '["https://a.example"]'}, "allowed_origins", "https://a.example"),
+        ({"default_chat_template_kwargs": {"x": 1}}, "default_chat_template_kwargs", '{"x": 1}'),
+    ],
+)
+def test_words_of_other_engines_mean_ours(given: dict[str, Any], name: str, value: Any) -> None:
+    config = build_config(ServerArgs, given)
+    owners = (config, config.scheduler, config.scheduler.engine)
+    assert [getattr(o, name) for o in owners if hasattr(o, name)] == [value]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"enforce_eager": 3}, "--enforce-eager 3 is not one of True, False"),
+        ({"load_format": "pt"}, "--load-format 'pt' is not one of auto, safetensors, dummy"),
+        ({"gpu_memory_utilization": 0.9}, "gpu_memory_utilization: use --memory-ratio, "),
+        ({"trust_remote_code": True}, "trust_remote_code: code from a checkpoint is never run"),
+        ({"quantization": "awq"}, "is recognised by its config.json"),
+        ({"pipeline_parallel_size": 2}, "there is no pipeline parallelism"),
+        ({"enable_chunked_prefill": False}, "prompts are always computed in chunks"),
+        ({"default_chat_template_kwargs": "[1]"}, r"default-chat-template-kwargs \[1\] is not a JSON object"),
+        ({"allowed_origins": '["a'}, "is not valid JSON"),
+        ({"chat_template": "/no/file"}, "--chat-template /no/file cannot be read"),
+    ],
+)
+def test_what_other_engines_have_is_refused_with_a_sentence(given: dict[str, Any], message: str) -> None:
+    def read() -> tuple[Any, Any]:
+        engine = build_config(ServerArgs, given).scheduler.engine
+        return engine.template_kwargs, engine.load_chat_template()
+
+    with pytest.raises(ConfigError, match=message):
+        read()
+
+
+def test_an_option_of_the_server_alone_is_told_to_the_engine() -> None:
+    with pytest.raises(ConfigError, match="api_key is an option of `minisgl serve` only"):
+        build_config(SchedulerConfig, {"api_key": "k"})
+
+
+def test_what_asks_for_nothing_is_taken() -> None:
+    given = {"trust_remote_code": False, "swap_space": None, "pipeline_parallel_size": 1, "enable_lora": False}
+    assert build_config(ServerArgs, given) == ServerArgs()
 
 
 def test_option_given_in_two_spellings_is_refused() -> None:

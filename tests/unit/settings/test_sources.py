@@ -41,6 +41,44 @@ def test_model_may_be_positional_but_not_given_twice() -> None:
         parse_args(["a/b", "--model", "c/d"])
 
 
+def test_flags_of_other_engines_set_our_options() -> None:
+    flags = (
+        "m --max-model-len 32k --max-num-seqs 8 --enforce-eager --no-enable-prefix-caching --seed 3 -tp 2 --attn fa "
+        "--served-model-name a b --api-key k1,k2 --api-key k3 --no-enable-lora --disable-overlap-schedule"
+    )
+    args = parse_args(flags.split())
+    engine = args.scheduler.engine
+    assert (engine.model, engine.max_seq_len, engine.max_running_requests) == ("m", 32_000, 8)
+    assert (engine.cuda_graph_max_bs, engine.tp, engine.attention_backend) == (0, 2, "fa3")
+    assert (args.scheduler.cache_type, args.scheduler.sampling_seed, args.scheduler.overlap) == ("naive", 3, False)
+    assert (args.served_model_name, args.load_keys()) == ("a,b", ["k1", "k2", "k3"])
+
+
+def test_the_last_of_two_flags_counts() -> None:
+    assert parse_args(["--port", "1", "--port", "2", "--enforce-eager", "--graph", "4"]).port == 2
+    assert parse_args(["--enforce-eager", "--graph", "4"]).scheduler.engine.cuda_graph_max_bs == 4
+
+
+def test_a_model_behind_several_names_is_recognised() -> None:
+    with pytest.raises(ConfigError, match="--served-model-name takes all words behind it: put MODEL Qwen/x first"):
+        parse_args(["--served-model-name", "a", "Qwen/x"])
+
+
+def test_other_sources_take_the_words_of_other_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text("enforce-eager: true\nserved-model-name: [a, b]\nenable_lora: false\nmax-model-len: 512\n")
+    monkeypatch.setenv("MINISGL_ENABLE_PREFIX_CACHING", "0")
+    args = parse_args(["--config", str(path)])
+    assert (args.scheduler.engine.cuda_graph_max_bs, args.served_model_name) == (0, "a,b")
+    assert (args.scheduler.engine.max_seq_len, args.scheduler.cache_type) == (512, "naive")
+    path.write_text("\ngpu-memory-utilization: 0.9\n")
+    with pytest.raises(ConfigError, match="line 2: gpu-memory-utilization: use --memory-ratio"):
+        parse_args(["--config", str(path)])
+    monkeypatch.setenv("MINISGL_TRUST_REMOTE_CODE", "1")
+    with pytest.raises(ConfigError, match="MINISGL_TRUST_REMOTE_CODE: trust_remote_code: code from a checkpoint"):
+        parse_args([])
+
+
 def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINISGL_PORT", "8123")
     monkeypatch.setenv("MINISGL_OVERLAP", "off")
@@ -182,7 +220,9 @@ def test_model_or_flag_without_a_command_is_served(words: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("flags", ["--port x", "--unknown", "--dtype int4", "--por 3"])
 def test_unparsable_flags_end_the_process_with_one_line(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as e:
-        parse_args(flags.split())
-    assert e.value.code == 2
+    try:
+        code = main(["serve", *flags.split()])
+    except SystemExit as e:
+        code = e.code
+    assert code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1

@@ -1,0 +1,44 @@
+"""What options of vLLM, SGLang and mini-sglang are called here, where neither name nor meaning is the same.
+
+The table is `foreign.toml`. An option with the same meaning is an alias of ours (`options.py`).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """The values with which an option changes nothing, and the sentences about patterns of names, in order."""
+
+    redundant: Mapping[str, list[str]]
+    sentences: Mapping[str, str]
+
+
+@cache
+def foreign() -> Foreign:
+    """Read the table."""
+    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    return Foreign(table["redundant"], {entry["flags"]: entry["sentence"] for entry in table["named"]})
+
+
+def sentence_for(name: str) -> str:
+    """The sentence about the option `name` (with underscores), or about name=value; empty if there is none."""
+    for patterns, sentence in foreign().sentences.items():
+        if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
+            return sentence
+    return ""
+
+
+def asks_nothing(name: str, value: Any) -> bool:
+    """Whether another engine's option asks with `value` for what happens anyway."""
+    if name in foreign().redundant:
+        return value is None or str(value).lower() in foreign().redundant[name]
+    return value in (None, False, "") and bool(sentence_for(name))
