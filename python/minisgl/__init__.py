@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any
 from minisgl.params import Grammar, SamplingParams
 
 if TYPE_CHECKING:
-    from minisgl.llm.completions import Completion
+    from minisgl.llm.async_llm import AsyncLLM
+    from minisgl.llm.completions import Completion, Piece
     from minisgl.llm.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "Grammar", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "Completion", "Grammar", "Piece", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     # The engine costs seconds and hundreds of megabytes to import (torch); the API server never needs it.
-    if name in ("LLM", "Completion"):
-        from minisgl.llm import llm
+    if name in ("LLM", "AsyncLLM", "Completion", "Piece"):
+        from minisgl.llm import async_llm
 
-        return getattr(llm, name)
+        return getattr(async_llm, name)
     raise AttributeError(f"module 'minisgl' has no attribute {name!r}")

@@ -7,6 +7,7 @@ invalid ones. No torch.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
@@ -66,6 +67,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     model's own distribution: before temperature, penalties, biases and filters. `echo` puts the prompt in front of the
     answer, with its log-probabilities if `logprobs` asks for them; `prompt_logprobs` asks for these without the text.
     `grammar` allows only tokens that can still lead to a valid answer, which ends where nothing more may follow.
+    `n` asks for so many choices (in Python; a request to the scheduler has one).
     `embed` asks for the prompt's embedding and nothing else. Only requests with the same `cache_salt` share cached
     prefixes, so that response times tell other clients nothing about a prompt. Without `speculate` the request drafts
     no tokens.
@@ -94,6 +96,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     embed: bool = False
     cache_salt: str = ""
     speculate: bool = True
+    n: int = 1
 
     def __post_init__(self) -> None:
         """Convert each value to the type of its field. Raises `RequestError` with the field where that is impossible.
@@ -173,6 +176,19 @@ MAX_BIAS: Final = 100.0
 MAX_PENALTY: Final = 2.0  # OpenAI's range is -2 to 2
 MAX_REPETITION_PENALTY: Final = 10.0
 MAX_LOGPROBS: Final = 20  # alternatives to each token
+MAX_N: Final = 1024
+
+
+def choice_params(params: SamplingParams, index: int) -> SamplingParams:
+    """Return the parameters of one choice of `n`: choice 0 has the seed itself, the others have seeds derived from it.
+
+    The derived seeds are hashes: with `seed + index`, requests with neighbouring seeds would share choices.
+    """
+    seed = params.seed
+    if seed is not None and index:
+        digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little", signed=True)
+    return params if (seed, 1) == (params.seed, params.n) else msgspec.structs.replace(params, seed=seed, n=1)
 
 
 def _refuse(param: str, message: str) -> NoReturn:
@@ -189,6 +205,8 @@ def validate_sampling(params: SamplingParams, limits: Limits) -> None:
         _refuse("max_tokens", "must be 0 for an embedding")
     if p.max_tokens is not None and not 0 <= p.max_tokens <= limits.max_model_len:
         _refuse("max_tokens", f"must be 0 to {limits.max_model_len}")
+    if not 1 <= p.n <= MAX_N:
+        _refuse("n", f"must be 1 to {MAX_N}")
     if not 0.0 <= p.temperature <= MAX_TEMPERATURE:
         _refuse("temperature", f"must be 0 to {MAX_TEMPERATURE:g}")
     if not 0 <= p.top_k <= MAX_TOP_K:

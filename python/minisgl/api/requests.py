@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
@@ -15,7 +14,7 @@ from minisgl.api.structured import requested_grammar
 from minisgl.checkpoint.embedder import Embedder
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg, ids_to_bytes
-from minisgl.params import MAX_LOGPROBS, Limits, SamplingParams, validate_sampling
+from minisgl.params import MAX_LOGPROBS, Limits, SamplingParams, choice_params, validate_sampling
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 MAX_PROMPTS: Final = 1024
@@ -324,19 +323,5 @@ def require_answer_fits(messages: Sequence[TokenizeMsg], limits: Limits) -> None
 
 
 def _choice(message: TokenizeMsg, index: int) -> TokenizeMsg:
-    params = message.sampling_params
-    if params.seed is None or index == 0:
-        return message
-    params = msgspec.structs.replace(params, seed=choice_seed(params.seed, index))
-    return msgspec.structs.replace(message, sampling_params=params)
-
-
-def choice_seed(seed: int, index: int) -> int:
-    """The seed of choice `index`, signed 64 bits; choice 0 has `seed` itself.
-
-    The others are hashes: with `seed + index`, requests with neighbouring seeds would share choices.
-    """
-    if index == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    params = choice_params(message.sampling_params, index)
+    return message if params is message.sampling_params else msgspec.structs.replace(message, sampling_params=params)

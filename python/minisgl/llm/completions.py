@@ -1,13 +1,16 @@
-"""The scheduler's messages about the requests of one call -> their completions."""
+"""The scheduler's messages about the open requests of a call, or of an `AsyncLLM` -> their completions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from minisgl.core import FinishReason
+from minisgl.errors import MinisglError
 from minisgl.message import CONTEXT_TOKENS, DetokenizeMsg, TokenLogprob, UserMsg, UserReply, ids_from_bytes
 from minisgl.tokenizer.detokenize import DetokenizeManager
 
@@ -16,7 +19,8 @@ from minisgl.tokenizer.detokenize import DetokenizeManager
 class Completion:
     """One finished request. `text` has no stop string and no special tokens; `token_ids` has every generated token.
 
-    With `echo`, `text` and `logprobs` begin with the prompt's. `embedding` (float32 bytes) is for `LLM.embed`.
+    With `echo`, `text` and `logprobs` begin with the prompt's. `embedding` (float32 bytes) is for `LLM.embed`. A result
+    also reads as vLLM's (`result.outputs[0].text`) and SGLang's (`result["text"]`); `logprobs` have our own form only.
     """
 
     prompt_tokens: int
@@ -26,74 +30,191 @@ class Completion:
     cached_tokens: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
     embedding: bytes = b""
+    stop_reason: str | int | None = None  # the stop string or stop token that ended the request
+    prompt: str | None = None  # if it was given as text
+    prompt_ids: bytes = b""  # int32
+    request_id: str = ""
+    index: int = 0  # among the choices of its prompt
+    others: list[Completion] = field(default_factory=list, repr=False)  # the other choices, of choice 0
+
+    @property
+    def outputs(self) -> list[Completion]:
+        """All choices (`SamplingParams.n`)."""
+        return [self, *self.others]
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        ids: list[int] = ids_from_bytes(self.prompt_ids).tolist()
+        return ids
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.cached_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def __getitem__(self, name: str) -> Any:
+        """SGLang's `text`, `output_ids` and `meta_info`."""
+        if name == "meta_info":
+            reason = None if self.finish_reason is None else {"type": str(self.finish_reason)}
+            if reason is not None and self.stop_reason is not None:
+                reason["matched"] = self.stop_reason  # type: ignore[assignment]
+            counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": len(self.token_ids)}
+            return {"id": self.request_id, "finish_reason": reason, **counts, "cached_tokens": self.cached_tokens}
+        return {"text": self.text, "output_ids": self.token_ids}[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The newest text and tokens of choice `index`; `completion` has all of them so far. Only the last has a reason.
+
+    A piece also reads as the results of vLLM's AsyncLLM do: `piece.outputs[0].text` is all text so far.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    completion: Completion
+    failure: MinisglError | None = None
+
+    @property
+    def outputs(self) -> list[Completion]:
+        return [self.completion]
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+Listener = Callable[[Piece], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a prompt becomes: a message for each of its choices, with uids that follow each other."""
+
+    users: list[UserMsg]
+    prompt: str | None = None  # if it was given as text
 
 
 class Completions:
-    """Gathers the completions of one call: `take` each message of the scheduler, then `finish`.
+    """The open requests: send what is `waiting` to the scheduler, `take` each of its messages, then `finish`.
 
-    Tokens are decoded as they arrive if there is a callback, a stop string, or more than text to return. Otherwise they
-    are only stored and decoded in the end, so that a step costs next to nothing.
+    Choices of a prompt behind the first wait until the first has a token, and find the prompt in the cache. Tokens are
+    decoded as they arrive if there is a listener, a stop string, or more than text to return. Otherwise they are only
+    stored and decoded in the end, so that a step costs next to nothing.
     """
 
     def __init__(
         self,
         detokenizer: DetokenizeManager,
-        users: list[UserMsg],
-        on_token: Callable[[int, str], None] | None,
+        requests: Sequence[Request] = (),
+        on_token: Callable[[int, str], None] | None = None,
     ) -> None:
-        self.pending = len(users)
+        """Open the `requests` of a call, or none for an `AsyncLLM`, which calls `add`."""
+        users = [user for request in requests for user in request.users]
+        self.pending = 0
+        self.waiting: deque[UserMsg] = deque()
+        self._held: dict[int, list[UserMsg]] = {}  # by the uid of the first choice
         self._detokenizer = detokenizer
-        self._params = [u.sampling_params for u in users]
-        self._first = users[0].uid if users else 0  # the other uids follow
+        self._completions: dict[int, Completion] = {}
+        self._listeners: dict[int, Listener] = {}
         self._on_token = on_token
-        self._streams = on_token is not None or any(
-            p.stop or p.echo or p.embed or p.logprobs is not None for p in self._params
+        self._first = users[0].uid if users else 0  # of a call; the other uids follow
+        self._params = [u.sampling_params for u in users]
+        self._streams = (
+            on_token is not None
+            or not users
+            or any(p.stop or p.echo or p.embed or p.logprobs is not None for p in self._params)
         )
-        prompts = [ids_from_bytes(u.input_ids) for u in users]
-        self._contexts = [ids[-CONTEXT_TOKENS:].tolist() for ids in prompts]
-        self._completions = [Completion(len(ids)) for ids in prompts]
-        self._texts: list[list[str]] = [[] for _ in users]
-        # Where to cut the tokens of each request, and those of them that have text; None = nowhere.
-        self._ids_stop: list[int | None] = [None] * len(users)
+        # Where to cut the tokens that have text; None = nowhere.
         self._text_stop: list[int | None] = [None] * len(users)
         self._uids: list[bytes] = []
         self._tokens: list[bytes] = []
+        for request in requests:
+            self.add(request)
+
+    def add(self, request: Request, listener: Listener | None = None) -> None:
+        """Open a request; `listener` hears of each token of all its choices, and of failures."""
+        first, *others = request.users
+        for index, user in enumerate(request.users):
+            self._completions[user.uid] = Completion(
+                len(user.input_ids) // 4,
+                prompt=request.prompt,
+                prompt_ids=user.input_ids,
+                request_id=str(first.uid),
+                index=index,
+            )
+            if listener is not None:
+                self._listeners[user.uid] = listener
+        self.waiting.append(first)
+        if others:
+            self._held[first.uid] = others
+        self.pending += len(request.users)
+
+    def forget(self, uids: Sequence[int]) -> None:
+        """Drop requests, whose ends will come, or which the scheduler does not know yet."""
+        unsent = {u.uid for u in self.waiting} | {u.uid for users in self._held.values() for u in users}
+        self.waiting = deque(u for u in self.waiting if u.uid not in uids)
+        for uid in uids:
+            self._held.pop(uid, None)
+            self._listeners.pop(uid, None)
+            if self._completions.pop(uid, None) is not None and uid in unsent:
+                self.pending -= 1
+
+    def fail(self, error: MinisglError) -> None:
+        """Tell the listeners of all open requests that there will be no more."""
+        for uid, listener in self._listeners.items():
+            done = self._completions[uid]
+            listener(Piece(done.index, "", [], FinishReason.ERROR, done, error))
 
     def take(self, msg: DetokenizeMsg) -> list[int]:
         """Take in one step; return the uids that a stop string has ended. Raises `RequestError` if one has failed."""
-        self._uids.append(msg.uids)
-        self._tokens.append(msg.tokens)
+        if self._held:
+            for uid in (*(s.uid for s in msg.started), *(f.uid for f in msg.finished)):
+                self.waiting.extend(self._held.pop(uid, ()))
         if self._streams:
             replies, stopped = self._detokenizer.detokenize(msg)
             for reply in replies:
                 self._add(reply)
             return stopped
+        self._uids.append(msg.uids)
+        self._tokens.append(msg.tokens)
         for started in msg.started:
-            self._completions[started.uid - self._first].cached_tokens = started.cached_tokens
+            self._completions[started.uid].cached_tokens = started.cached_tokens
         for end in msg.finished:
             if end.failure is not None:
                 raise end.failure.error()
-            self._completions[end.uid - self._first].finish_reason = end.reason
+            done = self._completions[end.uid]
+            done.finish_reason, done.stop_reason = end.reason, end.stop_reason
             self._text_stop[end.uid - self._first] = None if end.has_text else -1
         self.pending -= len(msg.finished)
         return []
 
     def _add(self, reply: UserReply) -> None:
-        index = reply.uid - self._first
-        done = self._completions[index]
+        self.pending -= reply.finish_reason is not None
+        if (done := self._completions.get(reply.uid)) is None:
+            return  # forgotten
+        ids = ids_from_bytes(reply.output_ids).tolist()
         done.cached_tokens = reply.cached_tokens or done.cached_tokens
         done.logprobs += reply.logprobs
         done.embedding += reply.embedding
-        if reply.text:
-            self._texts[index].append(reply.text)
-            if self._on_token is not None:
-                self._on_token(index, reply.text)
-        if reply.failure is not None:
-            raise reply.failure.error()
-        if reply.finish_reason is not None:
-            done.finish_reason = reply.finish_reason
-            self._ids_stop[index] = reply.completion_tokens  # without those computed behind a stop string
-            self.pending -= 1
+        done.text += reply.text
+        done.token_ids += ids
+        done.finish_reason, done.stop_reason = reply.finish_reason, reply.stop_reason
+        failure = None if reply.failure is None else reply.failure.error()
+        if (listener := self._listeners.get(reply.uid)) is not None:
+            if reply.finish_reason is not None:
+                del self._completions[reply.uid], self._listeners[reply.uid]
+            listener(Piece(done.index, reply.text, ids, reply.finish_reason, done, failure))
+            return
+        if self._on_token is not None and reply.text:
+            self._on_token(reply.uid - self._first, reply.text)
+        if failure is not None:
+            raise failure
 
     def drop(self, msg: DetokenizeMsg) -> None:
         """Ignore a message that arrives when the call has returned or failed."""
@@ -101,15 +222,18 @@ class Completions:
             self._detokenizer.detokenize(msg)
 
     def finish(self) -> list[Completion]:
-        """Return the completions in the order of the prompts."""
+        """Return the completions in the order of the requests."""
+        completions = [*self._completions.values()]
+        if self._streams:
+            return completions
         index = np.frombuffer(b"".join(self._uids), "<i8") - self._first
         order = np.argsort(index, kind="stable")
-        ends = np.cumsum(np.bincount(index, minlength=len(self._completions)))
+        ends = np.cumsum(np.bincount(index, minlength=len(completions)))
         tokens = ids_from_bytes(b"".join(self._tokens))[order]
-        for i, (done, ids) in enumerate(zip(self._completions, np.split(tokens, ends[:-1]), strict=False)):
-            done.token_ids = ids[: self._ids_stop[i]].tolist()
-            if not self._streams:
-                shown, skip = done.token_ids[: self._text_stop[i]], self._params[i].skip_special_tokens
-                self._texts[i].append(self._detokenizer.decode(shown, skip, self._contexts[i]))
-            done.text = "".join(self._texts[i])
-        return self._completions
+        for done, ids, params, stop in zip(
+            completions, np.split(tokens, ends[:-1]), self._params, self._text_stop, strict=False
+        ):
+            done.token_ids = ids.tolist()
+            context = ids_from_bytes(done.prompt_ids)[-CONTEXT_TOKENS:].tolist()
+            done.text = self._detokenizer.decode(done.token_ids[:stop], params.skip_special_tokens, context)
+        return completions

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
+import sys
 import weakref
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -17,17 +17,20 @@ import numpy.typing as npt
 from minisgl.checkpoint.embedder import read_embedder
 from minisgl.checkpoint.hf import resolve_model
 from minisgl.errors import InvariantError, RequestError
-from minisgl.llm.completions import Completion, Completions
+from minisgl.llm.completions import Completion, Completions, Request
 from minisgl.llm.ranks import running_ranks
 from minisgl.message import AbortMsg, TokenizeMsg, UserMsg, ids_to_bytes
-from minisgl.params import EMBED, SamplingParams, validate_sampling
+from minisgl.params import EMBED, SamplingParams, choice_params, validate_sampling
+from minisgl.process.log import Progress
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.settings.options import SchedulerConfig, build_config
 from minisgl.tokenizer.detokenize import DetokenizeManager
-from minisgl.tokenizer.tokenize import TokenizeManager
+from minisgl.tokenizer.template import ChatTemplate
+from minisgl.tokenizer.tokenize import TokenizeManager, model_limits
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Params = SamplingParams | Mapping[str, Any]
 Message = dict[str, Any]
 
 
@@ -43,16 +46,17 @@ class LLM:
     Raises `ConfigError` for settings that cannot work.
 
     With `tp` above 1 the other ranks are child processes (`followers`), which end with this object or at `close()`.
-    They are spawned, so such a script needs the usual `if __name__ == "__main__":`.
     """
 
     def __init__(self, model: str = "", **options: Any) -> None:
         given = {"model": model, **options} if model else options
         config = build_config(SchedulerConfig, {**BATCH, **given})
-        folder: Path = resolve_model(config.engine.model, config.engine.download_source, weights=False)
-        self._tokenizer = TokenizeManager(folder)
+        own = config.engine
+        folder = resolve_model(own.model, own.download_source, weights=False, revision=own.revision)
+        template = ChatTemplate.of_folder(folder, own.load_chat_template(), own.template_kwargs)
+        self.tokenizer = TokenizeManager(folder, model_limits(folder, own.max_seq_len), template)
+        self.detokenizer = DetokenizeManager(self.tokenizer.tokenizer)
         self._embedder = read_embedder(folder)
-        self._detokenizer = DetokenizeManager(self._tokenizer.tokenizer)
         with contextlib.ExitStack() as stack:
             ranks = stack.enter_context(running_ranks(config))
             self._io = OfflineIO()
@@ -61,7 +65,7 @@ class LLM:
             stack.callback(ranks.group.bus.close)  # called first: some collectives end only when all ranks leave
             self.followers = ranks.followers
             self._close = weakref.finalize(self, stack.pop_all().close)
-        self._next_uid = 0
+        self._uids = itertools.count()
         self._has_failed = False
 
     def close(self) -> None:
@@ -78,100 +82,124 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
         on_token: Callable[[int, str], None] | None = None,
+        use_tqdm: bool = True,
     ) -> list[Completion]:
-        """Complete each prompt (text or token ids); results are in the order of the prompts.
+        """Complete each prompt (text, token ids, or vLLM's mappings); results are in the order of the prompts.
 
-        `on_token(index, text)` is called with each increment of a prompt's text. Raises `RequestError` for a prompt or
-        parameter that cannot be served, before any request is computed.
+        `on_token(index, text)` is called with each increment of the text of a choice; with `SamplingParams(n=...)` the
+        choices of a prompt follow each other. `use_tqdm`: on a terminal, show the progress of a call that takes longer
+        than a second. Raises `RequestError` for a prompt or parameter that cannot be served, before any request is
+        computed.
         """
-        return self._run(self._prompt_msgs(prompts), sampling_params, on_token)
+        return self._run(prompt_messages(prompts), sampling_params, on_token, use_tqdm)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], dimensions: int | None = None) -> npt.NDArray[np.float32]:
         """Return the embedding of each prompt (text or token ids), [n, H] or [n, dimensions].
 
         Raises `RequestError` if the model generates text, or for a prompt or `dimensions` out of its range.
         """
-        messages = self._prompt_msgs(prompts)
+        messages = prompt_messages(prompts)
         if self._embedder is None:
             raise RequestError("this model generates text; it does not compute embeddings", code="unsupported_endpoint")
         length = self._embedder.length(dimensions)
-        vectors = [self._embedder.vector(done.embedding, length) for done in self._run(messages, EMBED, None)]
+        vectors = [self._embedder.vector(done.embedding, length) for done in self._run(messages, EMBED)]
         return np.stack(vectors) if vectors else np.empty((0, length), np.float32)
 
     def chat(
         self,
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
         tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         on_token: Callable[[int, str], None] | None = None,
+        use_tqdm: bool = True,
     ) -> list[Completion]:
         """Generate the assistant's next message for one or more conversations of {"role", "content"} messages."""
-        many = [conversations] if conversations and isinstance(conversations[0], dict) else list(conversations)
-        template = TokenizeMsg(uid=0, sampling_params=SamplingParams(), tools=tools)
-        messages = [msgspec.structs.replace(template, messages=list(c)) for c in many]
-        return self._run(messages, sampling_params, on_token)
+        messages = chat_messages(conversations, tools=tools, template_kwargs=chat_template_kwargs or {})
+        return self._run(messages, sampling_params, on_token, use_tqdm)
 
-    def _prompt_msgs(self, prompts: Prompt | Sequence[Prompt]) -> list[TokenizeMsg]:
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))):
-            return [self._prompt_msg(prompts)]  # type: ignore[arg-type]
-        return [self._prompt_msg(p) for p in prompts]  # type: ignore[arg-type]
+    def get_tokenizer(self) -> TextTokenizer:
+        """The model's tokenizer and chat template."""
+        return TextTokenizer(self.tokenizer)
 
-    def _prompt_msg(self, prompt: Prompt) -> TokenizeMsg:
-        if isinstance(prompt, str):
-            return TokenizeMsg(uid=0, sampling_params=SamplingParams(), text=prompt)
-        try:
-            return TokenizeMsg(uid=0, sampling_params=SamplingParams(), input_ids=ids_to_bytes(prompt))
-        except (struct.error, TypeError) as e:
-            raise RequestError(f"a prompt must be text or token ids: {e}", param="prompt") from e
+    def prepare(
+        self, messages: Sequence[TokenizeMsg], sampling_params: Params | Sequence[Params] | None
+    ) -> list[Request]:
+        """Validate and tokenize prompts, and give them uids. Raises `RequestError` before any is computed."""
+        if sampling_params is None or isinstance(sampling_params, SamplingParams | Mapping):
+            params = [_sampling_params(sampling_params or SamplingParams())] * len(messages)
+        else:
+            params = [_sampling_params(p) for p in sampling_params]
+        if len(params) != len(messages):
+            raise RequestError(f"{len(messages)} prompts, {len(params)} sampling parameters", param="sampling_params")
+        for p in params:
+            validate_sampling(p, self.tokenizer.limits)
+        ids = [
+            self.tokenizer.tokenize(msgspec.structs.replace(m, sampling_params=p))
+            for m, p in zip(messages, params, strict=True)
+        ]
+        for x, p in zip(ids, params, strict=True):
+            self.scheduler.admission.output_budget(len(x), p)
+        return [
+            Request([self._user(ids_to_bytes(x), choice_params(p, i)) for i in range(p.n)], m.text)
+            for m, x, p in zip(messages, ids, params, strict=True)
+        ]
+
+    def _user(self, input_ids: bytes, params: SamplingParams) -> UserMsg:
+        return UserMsg(uid=next(self._uids), input_ids=input_ids, sampling_params=params)
 
     def _run(
         self,
         messages: list[TokenizeMsg],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        on_token: Callable[[int, str], None] | None,
+        sampling_params: Params | Sequence[Params] | None,
+        on_token: Callable[[int, str], None] | None = None,
+        use_tqdm: bool = True,
     ) -> list[Completion]:
-        if self._has_failed:
-            raise InvariantError("the engine was closed, or failed in an earlier call; make a new LLM")
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(messages)
-        else:
-            params = list(sampling_params)
-        if not all(isinstance(p, SamplingParams) for p in params):
-            raise RequestError("give a SamplingParams, or one for each prompt", param="sampling_params")
-        if len(params) != len(messages):
-            raise RequestError(f"{len(messages)} prompts, {len(params)} sampling parameters", param="sampling_params")
-        for p in params:
-            validate_sampling(p, self._tokenizer.limits)
-        messages = [msgspec.structs.replace(m, sampling_params=p) for m, p in zip(messages, params, strict=True)]
-        ids = [self._tokenizer.tokenize(m) for m in messages]
-        users = [
-            UserMsg(uid=self._next_uid + i, input_ids=ids_to_bytes(x), sampling_params=p)
-            for i, (x, p) in enumerate(zip(ids, params, strict=True))
-        ]
-        for x, p in zip(ids, params, strict=True):
-            self.scheduler.admission.output_budget(len(x), p)
-        self._next_uid += len(users)
-        completions = Completions(self._detokenizer, users, on_token)
-        waiting = iter(users)
+        self.require_working()
+        requests = self.prepare(messages, sampling_params)
+        progress = Progress("generate", "requests", is_shown=use_tqdm and sys.stderr.isatty())
+        completions = Completions(self.detokenizer, requests, on_token)
+        total = completions.pending
         try:
             while completions.pending:
-                # The queue has a limit, a list of prompts has none: fill the queue as it empties.
-                free = self.scheduler.admission.max_queued - self.scheduler.num_queued
-                self._io.inbox.extend(itertools.islice(waiting, max(0, free)))
-                self._step()
-                while self._io.replies:
-                    stopped = completions.take(self._io.replies.popleft())
-                    self._io.inbox.extend(AbortMsg(uid) for uid in stopped)
+                self.advance(completions)
+                progress.update(total - completions.pending, total)
         except BaseException:  # an error, or Ctrl-C: abort what is running
-            self._io.inbox.extend(AbortMsg(user.uid) for user in users)
+            self.abort(user.uid for request in requests for user in request.users)
             raise
         finally:
             self._settle(completions)
-        return completions.finish()
+        done = iter(completions.finish())
+        return [_with_others(next(done), [next(done) for _ in request.users[1:]]) for request in requests]
+
+    def require_working(self) -> None:
+        """Raise `InvariantError` after an error of the engine's, or `close`."""
+        if self._has_failed:
+            raise InvariantError("the engine was closed, or failed in an earlier call; make a new LLM")
+
+    def advance(self, completions: Completions) -> None:
+        """Send waiting requests as far as the queue has room, compute one step, and take the replies in."""
+        # The queue has a limit, a list of prompts has none: fill the queue as it empties.
+        free = self.scheduler.admission.max_queued - self.scheduler.num_queued
+        while completions.waiting and free > 0:
+            self._io.inbox.append(completions.waiting.popleft())
+            free -= 1
+        self._step()
+        while self._io.replies:
+            self.abort(completions.take(self._io.replies.popleft()))
+
+    def abort(self, uids: Iterable[int]) -> None:
+        """End requests with the next step."""
+        self._io.inbox.extend(AbortMsg(uid) for uid in uids)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is anything to compute, or to give back."""
+        return not self._has_failed and (self.scheduler.is_busy or bool(self._io.inbox))
 
     def _step(self) -> None:
         try:
@@ -182,7 +210,75 @@ class LLM:
 
     def _settle(self, completions: Completions) -> None:
         """Step until aborted requests (a stop string aborts, too) have given their pages back."""
-        while not self._has_failed and (self.scheduler.is_busy or self._io.inbox):
+        while self.is_busy:
             self._step()
         while self._io.replies:
             completions.drop(self._io.replies.popleft())
+
+
+class TextTokenizer:
+    """The tokenizer of a model, with the methods of transformers' that scripts use most; `core` has all others."""
+
+    def __init__(self, manager: TokenizeManager) -> None:
+        self.core = manager.tokenizer
+        self._template = manager.template
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.core.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return self.core.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Message],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        **variables: Any,
+    ) -> str | list[int]:
+        """The conversation as token ids, or as text. Raises `RequestError` if the template refuses."""
+        text = self._template.render(list(conversation), tools, variables, add_generation_prompt=add_generation_prompt)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+def prompt_messages(prompts: Prompt | Sequence[Prompt]) -> list[TokenizeMsg]:
+    """A message for each of one or more prompts. Raises `RequestError` for one that is neither text nor token ids."""
+    is_one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
+    return [_prompt_message(p) for p in ([prompts] if is_one else prompts)]  # type: ignore[arg-type]
+
+
+def _prompt_message(prompt: Prompt) -> TokenizeMsg:
+    if isinstance(prompt, Mapping):  # vLLM's
+        prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt", ())
+    if isinstance(prompt, str):
+        return TokenizeMsg(uid=0, sampling_params=SamplingParams(), text=prompt)
+    try:
+        return TokenizeMsg(uid=0, sampling_params=SamplingParams(), input_ids=ids_to_bytes(prompt))  # type: ignore[arg-type]
+    except (struct.error, TypeError) as e:
+        raise RequestError(f"a prompt must be text or token ids: {e}", param="prompt") from e
+
+
+def chat_messages(conversations: Sequence[Message] | Sequence[Sequence[Message]], **fields: Any) -> list[TokenizeMsg]:
+    """A message for each of one or more conversations; `fields` are those of `TokenizeMsg`."""
+    many = [conversations] if conversations and isinstance(conversations[0], dict) else list(conversations)
+    template = TokenizeMsg(uid=0, sampling_params=SamplingParams(), **fields)
+    return [msgspec.structs.replace(template, messages=list(c)) for c in many]
+
+
+def _sampling_params(given: Params) -> SamplingParams:
+    """`SamplingParams`, also from SGLang's form, a mapping. Raises `RequestError`."""
+    if isinstance(given, SamplingParams):
+        return given
+    if not isinstance(given, Mapping):
+        raise RequestError("give a SamplingParams, or one for each prompt", param="sampling_params")
+    try:
+        return SamplingParams(**{"max_tokens" if name == "max_new_tokens" else name: v for name, v in given.items()})
+    except TypeError as e:
+        raise RequestError(f"sampling_params: {e}", param="sampling_params") from None
+
+
+def _with_others(first: Completion, others: list[Completion]) -> Completion:
+    first.others = others
+    return first

@@ -22,6 +22,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 from minisgl.errors import ConfigError, MinisglError, RankError, StartupError
@@ -90,7 +91,7 @@ class Processes:
             self._death_pipes.append(death)
             self._reports[child.name] = report
             self._pulses[child.name] = pulse, time.monotonic()
-            with _environment(child.env), _held_interrupt():
+            with _environment(child.env), _held_interrupt(), _hidden_main():
                 process.start()
             self._running[child.name] = process
             death_end.close()
@@ -209,6 +210,20 @@ def _environment(extra: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _hidden_main() -> Iterator[None]:
+    """Keep the next child from importing the user's script, which it does not need.
+
+    So a script needs no `if __name__ == "__main__":`, and may come from standard input.
+    """
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 @contextlib.contextmanager

@@ -12,11 +12,11 @@ import pytest
 from minisgl.api.frontend import Receipt
 from minisgl.api.protocol import CompletionRequest, StreamOptions
 from minisgl.api.replies import DONE, OpenAIRenderer
-from minisgl.api.requests import MAX_ANSWER_BYTES, choice_seed, num_choices, require_answer_fits, with_choices
+from minisgl.api.requests import MAX_ANSWER_BYTES, num_choices, require_answer_fits, with_choices
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg, UserReply
-from minisgl.params import Limits, SamplingParams
+from minisgl.params import Limits, SamplingParams, choice_params
 from minisgl.scheduler.req import Req
 
 MAX_CHOICES = 128
@@ -54,7 +54,8 @@ def test_choices_of_a_prompt_are_adjacent_with_seeds_of_their_own() -> None:
 
 def test_neighbouring_seeds_share_no_choices() -> None:
     bound = 2**63
-    seeds = [choice_seed(seed, i) for seed in (-bound, -1, 0, 1, bound - 1) for i in range(MAX_CHOICES)]
+    given = [SamplingParams(seed=seed) for seed in (-bound, -1, 0, 1, bound - 1)]
+    seeds = [choice_params(params, i).seed or 0 for params in given for i in range(MAX_CHOICES)]
     assert len(set(seeds)) == len(seeds)
     assert all(-bound <= seed < bound for seed in seeds)
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
-from minisgl.llm.completions import Completion, Completions
+from minisgl.llm.completions import Completion, Completions, Request
 from minisgl.message import DetokenizeMsg, Failure, Finished, Started, UserMsg, ids_to_bytes
 from minisgl.params import SamplingParams
 from minisgl.tokenizer.detokenize import DetokenizeManager
@@ -77,7 +77,7 @@ def completions_of(
         heard[index] = heard.get(index, "") + text
 
     detokenizer = DetokenizeManager(tokenizer)
-    completions = Completions(detokenizer, users, on_token if streams else None)
+    completions = Completions(detokenizer, [Request([u]) for u in users], on_token if streams else None)
     assert completions._streams is streams
     for msg in said:
         assert completions.pending > 0
@@ -110,13 +110,13 @@ def test_decoding_at_the_end_equals_incremental_decoding(tokenizer: Tokenizer, s
 def test_a_stop_string_needs_incremental_decoding() -> None:
     detokenizer = DetokenizeManager(MADE.byte_level())
     user = UserMsg(uid=1, input_ids=ids_to_bytes([1]), sampling_params=SamplingParams(stop=("fox",)))
-    assert Completions(detokenizer, [user], None)._streams
+    assert Completions(detokenizer, [Request([user])], None)._streams
 
 
 def test_a_failed_request_fails_the_call() -> None:
     for on_token in (None, lambda index, text: None):
-        users = [UserMsg(uid=1, input_ids=ids_to_bytes([1]), sampling_params=SamplingParams())]
-        completions = Completions(DetokenizeManager(MADE.byte_level()), users, on_token)
+        user = UserMsg(uid=1, input_ids=ids_to_bytes([1]), sampling_params=SamplingParams())
+        completions = Completions(DetokenizeManager(MADE.byte_level()), [Request([user])], on_token)
         with pytest.raises(RequestError, match="NaN") as failed:
             completions.take(
                 DetokenizeMsg(

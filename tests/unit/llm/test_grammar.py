@@ -43,7 +43,7 @@ def test_invalid_grammars_fail_the_call_and_the_engine_goes_on() -> None:
     with pytest.raises(RequestError, match="guided_regex is not a usable grammar") as e:
         llm.generate(["a", "b"], [SamplingParams(max_tokens=5), bad])
     assert (e.value.param, e.value.status) == ("guided_regex", 400)
-    (tilde,) = llm._tokenizer.tokenizer.encode("~").ids
+    (tilde,) = llm.tokenizer.tokenizer.encode("~").ids
     nothing = SamplingParams(grammar=Grammar("regex", "~{3}"), min_tokens=3, stop_token_ids=(tilde,), max_tokens=5)
     with pytest.raises(RequestError, match="leave no token"):
         llm.generate("x", nothing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -62,7 +63,7 @@ def test_a_batch_takes_as_many_steps_as_its_longest_request(llm: LLM) -> None:
 
 
 def test_token_ids_and_text_of_a_prompt_give_the_same_result(llm: LLM) -> None:
-    ids = llm._tokenizer.tokenizer.encode("Once upon a time").ids
+    ids = llm.tokenizer.tokenizer.encode("Once upon a time").ids
     by_text, by_ids = llm.generate("Once upon a time", GREEDY)[0], llm.generate(ids, GREEDY)[0]
     assert by_text.token_ids == by_ids.token_ids
     assert by_ids.cached_tokens < by_ids.prompt_tokens
@@ -114,6 +115,8 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
         ("hello", SamplingParams(top_p=0.0), "top_p"),
         ("hello", SamplingParams(max_tokens=-1), "max_tokens"),
         ("hello", SamplingParams(logprobs=-1), "logprobs"),
+        ("hello", SamplingParams(n=0), "n"),
+        ("hello", "greedy", "sampling_params"),
         ("hello", SamplingParams(max_tokens=4096), "max_tokens"),
         ([[5] * 4096], SamplingParams(), "prompt"),
         (["a", "b"], [GREEDY], "sampling_params"),
@@ -153,6 +156,76 @@ def test_an_exception_in_the_callback_aborts_all_requests(llm: LLM) -> None:
     assert llm.generate("Once upon a time", GREEDY)[0].text
 
 
+def test_choices_follow_the_first_and_find_its_prompt_cached(llm: LLM) -> None:
+    prompts, heard = [list(range(400, 440)), list(range(600, 640))], set()
+    params = [SamplingParams(n=3, seed=2, max_tokens=6, stop="zzz"), SamplingParams(temperature=0, max_tokens=4)]
+    three, one = llm.generate(prompts, params, on_token=lambda index, text: heard.add(index))
+    assert heard == {0, 1, 2, 3}
+    assert (len(three.outputs), one.outputs) == (3, [one])
+    assert [c.cached_tokens for c in three.outputs[1:]] == [32, 32]
+    alone = llm.generate([prompts[0]], SamplingParams(seed=2, max_tokens=6))[0]
+    assert three.text == alone.text and len({c.text for c in three.outputs}) > 1
+
+
+def test_results_read_as_those_of_vllm_and_sglang(llm: LLM) -> None:
+    prompt = "Once upon a time"
+    ids = llm.get_tokenizer().encode(prompt)
+    whole = llm.generate(prompt, GREEDY)[0]
+    stop = whole.text[20:24]
+    (done,) = llm.generate({"prompt": prompt}, {"temperature": 0, "max_new_tokens": 24, "stop": stop})
+    assert llm.generate([{"prompt_token_ids": ids}], GREEDY)[0].text == whole.text
+    (output,) = done.outputs
+    assert (output.text, output.token_ids, output.index) == (done.text, done.token_ids, 0)
+    assert (output.finish_reason, output.stop_reason, done.finished) == ("stop", stop, True)
+    assert (done.prompt, done.prompt_token_ids, done.num_cached_tokens) == (prompt, ids, done.cached_tokens)
+    assert (done["text"], done["output_ids"]) == (done.text, done.token_ids)
+    assert done["meta_info"] == {
+        "id": done.request_id,
+        "finish_reason": {"type": "stop", "matched": stop},
+        "prompt_tokens": len(ids),
+        "completion_tokens": len(done.token_ids),
+        "cached_tokens": done.cached_tokens,
+    }
+    with pytest.raises(RequestError, match="max_new_token"):
+        llm.generate(prompt, {"max_new_token": 1})
+
+
+def test_the_tokenizer_writes_what_chat_computes(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    chat = question("What is 12 + 30?")
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    done = llm.chat(chat, GREEDY)[0]
+    assert done.prompt_token_ids == ids
+    assert isinstance(text, str) and tokenizer.encode(text, add_special_tokens=False) == ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert tokenizer.decode(done.token_ids, skip_special_tokens=True) == done.text
+
+
+def test_a_chat_template_and_its_variables_are_options(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("{{ tone }}: {{ messages[0].content }}")
+    options = {"chat_template": str(tmp_path / "t.jinja"), "default_chat_template_kwargs": {"tone": "kind"}}
+    with LLM(threads=1, num_pages=64, max_model_len=128, enforce_eager=True, seed=1, **options) as llm:
+        assert llm.tokenizer.limits.max_model_len == 128
+        for kwargs, tone in ((None, "kind"), ({"tone": "stern"}, "stern")):
+            done = llm.chat(question("Hi"), SamplingParams(max_tokens=1), chat_template_kwargs=kwargs)[0]
+            assert llm.get_tokenizer().decode(done.prompt_token_ids) == f"{tone}: Hi"
+
+
+def test_progress_is_shown_on_a_terminal_only(
+    llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minisgl.process.log.QUIET_S", 0.0)
+    llm.generate(["a", "b"], GREEDY)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+    llm.generate(["a", "b"], GREEDY)
+    shown = capsys.readouterr().err
+    assert shown.startswith("\rgenerate [") and "2/2 requests" in shown and shown.endswith("\n")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -173,6 +246,7 @@ def test_an_exception_in_the_callback_aborts_all_requests(llm: LLM) -> None:
         ({"model": "/no/such/folder"}, "does not exist"),
         ({"model_path": "/no/such/folder"}, "does not exist"),
         ({"tp_siz": 2}, "did you mean tp_size"),
+        ({"gpu_memory_utilization": 0.9}, "use --memory-ratio"),
         ({"tp-size": 512}, "512 ranks|--tp 512"),
         ({"num_pages": 10**8}, "--num-pages 100000000"),
     ],

@@ -34,13 +34,13 @@ def want(model: Any, ids: list[int]) -> torch.Tensor:
 
 
 def prompt_ids(llm: LLM, text: str = PROMPT) -> list[int]:
-    return llm._tokenizer.tokenizer.encode(text).ids
+    return llm.tokenizer.tokenizer.encode(text).ids
 
 
 def check(llm: LLM, model: Any, ids: list[int], done: Completion, top: int, first: int) -> None:
     """`done.logprobs` are those of `ids` from index `first` on."""
     logprobs = want(model, ids)
-    names = TokenBytes(llm._tokenizer.tokenizer)
+    names = TokenBytes(llm.tokenizer.tokenizer)
     assert len(done.logprobs) == len(ids) - first
     for i, got in enumerate(done.logprobs, first):
         assert (got.id, got.data) == (ids[i], names[ids[i]])

@@ -30,7 +30,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 @pytest.mark.parametrize("prompt", ["the wall", "größe 🙂 the", "a", "</s> the" * 20])
 def test_stream_whole_text_and_echo_agree(llm: LLM, prompt: str) -> None:
-    tokenizer = llm._tokenizer.tokenizer
+    tokenizer = llm.tokenizer.tokenizer
     space = {token for text, token in tokenizer.get_vocab().items() if text.startswith("▁")}
     bias = tuple((token, 50.0) for token in space)  # each token begins with a space
     params = {"max_tokens": 6, "ignore_eos": True, "temperature": 0.0, "logit_bias": bias}
