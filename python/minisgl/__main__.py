@@ -34,10 +34,13 @@ Serve a language model, or talk to one. Without MODEL the small demo model of th
   minisgl quantize IN OUT --scheme fp8  write a checkpoint with half of the bytes, or with int4 a quarter
   minisgl replay FILE                   run a scheduler again that `minisgl serve --record FILE` has recorded
   minisgl doctor ~/models/Qwen3-0.6B    what this machine can run, what not and why; for bug reports, too
+
+  minisgl serve --help                  its options; every command has such a list
 """
 EPILOG = """\
 `minisgl COMMAND --help` explains the options; each option can also be set by an environment variable, for example
-MINISGL_PORT=8000. LOG_LEVEL=DEBUG shows detail. `python -m minisgl [--model X] [--shell]` is `minisgl serve`.
+MINISGL_PORT=8000. Most flags of vLLM and SGLang work, or name ours. LOG_LEVEL=DEBUG shows detail.
+`python -m minisgl [--model X] [--shell]` is `minisgl serve`.
 """
 VERIFY = """\
 Check the numbers of a checkpoint on this machine, and exit with 1 if any is wrong. Logits are compared with those of

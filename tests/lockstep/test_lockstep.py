@@ -24,7 +24,7 @@ def make_requests(llm: LLM) -> Requests:
     """Prompts with shared beginnings, most of them longer than what a step computes beside others."""
     rng = random.Random(3)
     texts = [f"Once upon a time, there was a {animal} who lived in a small house." * 2 for animal in ("fox", "cat")]
-    heads = [llm._tokenizer.tokenizer.encode(text).ids for text in texts]
+    heads = [llm.tokenizer.tokenizer.encode(text).ids for text in texts]
     kinds = [
         {"temperature": 0.0},
         {"temperature": 0.0, "ignore_eos": True},

@@ -191,7 +191,7 @@ def test_vectors_of_an_llm(tmp_path: Path) -> None:
         assert np.allclose(np.linalg.norm(ours, axis=1), 1)
         want = model.embedding(PROMPTS[1], 16)
         assert (torch.from_numpy(llm.embed(PROMPTS[1], 16))[0] - want).abs().max() < 1e-4
-        ids = llm._tokenizer.tokenizer.encode("Good day!").ids
+        ids = llm.tokenizer.tokenizer.encode("Good day!").ids
         assert (llm.embed("Good day!") == llm.embed([ids])).all()
         assert llm.embed([]).shape == (0, 64)
         with pytest.raises(RequestError, match=r"dimensions 17 .* 16, 64"):
