@@ -157,6 +157,13 @@ def long_requests(server: Server, stop: threading.Event) -> None:
         thread.join()
 
 
+def choices(server: Server, stop: threading.Event) -> None:
+    """One request with 1,024 prompts of one token, and 20 log-probabilities for each token of their answers."""
+    body = {"prompt": [[i % 500] for i in range(1024)], "logprobs": 20, "max_tokens": 16, "ignore_eos": True}
+    while not stop.is_set():
+        post(server, "/v1/completions", body, 60)
+
+
 ATTACKS: dict[str, tuple[int, Callable[[Server, threading.Event], None]]] = {
     "none": (0, silent),
     "trailers": (1, trailers),
@@ -172,6 +179,7 @@ ATTACKS: dict[str, tuple[int, Callable[[Server, threading.Event], None]]] = {
     "tokenize": (1, tokenize),
     "prompts": (4, prompts),
     "requests": (1, long_requests),
+    "choices": (1, choices),
 }
 
 

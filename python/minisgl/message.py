@@ -116,9 +116,11 @@ class TokenizeMsg(msgspec.Struct, tag="tokenize", frozen=True, kw_only=True, omi
     """A validated request on its way to the engine. Exactly one of `text`, `messages`, `input_ids` is set.
 
     `shortens`: an answer of `max_tokens` may be more than the context has left. Without it, such a request is refused.
+    `place`: its number among the prompts and choices of one HTTP request, which wait longer the higher it is.
     """
 
     uid: int
+    place: int = 0
     sampling_params: SamplingParams
     text: str | None = None
     messages: list[dict[str, Any]] | None = None  # for the chat template
@@ -230,6 +232,7 @@ class UserMsg(msgspec.Struct, tag="user", frozen=True, kw_only=True):
     uid: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     input_ids: bytes
     sampling_params: SamplingParams
+    place: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0  # as of `TokenizeMsg`
 
 
 class FlushCacheMsg(msgspec.Struct, tag="flush", frozen=True):

@@ -37,12 +37,12 @@ class Harness:
         self.params: dict[int, str | None] = {}  # the field that an error names
         self.logprobs: dict[int, list[tuple[float, int]]] = {}  # (log-probability, likeliest token) of each token
 
-    def add(self, prompt: Sequence[int], max_tokens: int | None = 8, **params: object) -> int:
+    def add(self, prompt: Sequence[int], max_tokens: int | None = 8, place: int = 0, **params: object) -> int:
         uid = len(self.requests)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, **params)  # type: ignore[arg-type]
         self.requests[uid] = (list(prompt), sampling)
         self.outputs[uid] = []
-        self.io.inbox.append(UserMsg(uid=uid, input_ids=ids_to_bytes(prompt), sampling_params=sampling))
+        self.io.inbox.append(UserMsg(uid=uid, input_ids=ids_to_bytes(prompt), sampling_params=sampling, place=place))
         return uid
 
     def abort(self, uid: int) -> None:
@@ -174,7 +174,8 @@ def run_random_trace(seed: int, depth: int, speculate: str = "off") -> tuple[Har
                 text = "bad" if rng.random() < 0.1 else f"{rng.randrange(9)} {rng.choice((1, 3, 12, 99))}"
                 wanted["grammar"] = Grammar("regex", text)
             prompt = (head + tail)[: max_len - (max_tokens or 1)] or [1]
-            h.add(prompt, max_tokens, ignore_eos=rng.random() < 0.3, stop_token_ids=stops, **wanted)
+            place = len(h.requests) % 5
+            h.add(prompt, max_tokens, place, ignore_eos=rng.random() < 0.3, stop_token_ids=stops, **wanted)
         if h.requests and rng.random() < 0.3:
             h.abort(rng.randrange(len(h.requests)))
         h.step()

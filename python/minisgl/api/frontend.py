@@ -289,7 +289,7 @@ class FrontendManager:
         Raises `RequestError`: 503 when draining or broken, 429 when too many requests are open.
         """
         self._require_capacity(len(messages))
-        numbered = [msgspec.structs.replace(m, uid=next(self._uids)) for m in messages]
+        numbered = [msgspec.structs.replace(m, uid=next(self._uids), place=i) for i, m in enumerate(messages)]
         submission = Submission(self, numbered, n)
         self._idle.clear()
         self._submissions.update({m.uid: submission for m in numbered})

@@ -29,6 +29,8 @@ OVERTAKING: Final = 16
 # many tokens still to come. What the other has computed stays in the prefix cache, so it loses a page at most.
 PATIENCE_STEPS: Final = 8
 MUCH_LONGER: Final = 4
+# One of so many rows is left to requests of other clients by all but the first prompt or choice of a request.
+KEPT_ROWS: Final = 8
 
 
 class GrowthEstimate:
@@ -71,6 +73,9 @@ class PrefillManager:
     most for twice the tokens that waited before it, and 2 x OVERTAKING x n. A due request that lacks pages lets much
     shorter ones pass, by OVERTAKING times its own tokens once more. Much shorter ones need no pages for the growth of
     the running ones, which would be preempted before them.
+
+    Prompts and choices of one client's request count as one: each is as long as its place says (`Req.turn_tokens`), and
+    leaves some rows free.
     """
 
     def __init__(self, cache: CacheManager, rows: Rows, policy: str) -> None:
@@ -90,12 +95,12 @@ class PrefillManager:
         """Queue a new request."""
         req.new_tokens = len(req.ids) - self._cached_len(req)
         self._arrived += req.new_tokens
-        req.deadline = self._arrived + OVERTAKING * req.new_tokens
+        req.deadline = self._arrived + OVERTAKING * req.turn_tokens
         self._insert(req)
 
     def put_back(self, req: Req) -> None:
         """Queue a preempted request again, with a new deadline."""
-        req.deadline = max(req.deadline, self._admitted + OVERTAKING * req.new_tokens)
+        req.deadline = max(req.deadline, self._admitted + OVERTAKING * req.turn_tokens)
         self._insert(req)
 
     def _insert(self, req: Req) -> None:
@@ -138,17 +143,18 @@ class PrefillManager:
             longest = max(longest, left)
         return min(total - longest, enough)
 
-    def is_full(self, length: int, limit: int) -> bool:
-        """Whether a new prompt of `length` tokens would wait for more than `limit` others, that it does not pass."""
+    def is_full(self, turn_tokens: int, limit: int) -> bool:
+        """Whether a new prompt with `turn_tokens` would wait for more than `limit` tokens that it does not pass."""
         if self._waiting_tokens <= limit:
             return False
         now = self._admitted
-        return sum(r.new_tokens for r in self.waiting if r.new_tokens <= length or r.deadline <= now) > limit
+        return sum(r.new_tokens for r in self.waiting if r.turn_tokens <= turn_tokens or r.deadline <= now) > limit
 
     def impatient(self, step: int) -> Req | None:
         """Return the head of the queue if it has been that for `patience` steps; call it once in each step."""
         is_due = bool(self._by_deadline) and self._by_deadline[0].deadline <= self._admitted
-        head = next(iter(self._by_deadline if is_due else self.waiting), None)
+        # Others than the first of a request may wait for a row while some are free.
+        head = next((req for req in (self._by_deadline if is_due else self.waiting) if not req.place), None)
         if head is not self._head[0]:
             self._head = head, step
         return head if step - self._head[1] >= self.patience else None
@@ -169,14 +175,12 @@ class PrefillManager:
         if running is not None and self.rows.available and not budget.is_spent:
             reserved += self.growth.tokens_of_rows(self.rows, running)
             longest = int((self.rows.max_len[running] - self.rows.confirmed_len[running]).max(initial=0))
-            waiting = iter(self._by_prefix()) if by_prefix else self._in_order()
+            waiting = filter(self._has_row, self._by_prefix() if by_prefix else self._in_order())
         candidate = next(waiting, None)
         while not budget.is_spent and (begun or candidate is not None):
             if candidate is None or (begun and (by_prefix or _turn(begun[0], now) < _turn(candidate, now))):
                 req = begun.popleft()
-            elif self.rows.available and self._admit(
-                candidate, reserved if MUCH_LONGER * candidate.max_len > longest else 0
-            ):
+            elif self._admit(candidate, reserved if MUCH_LONGER * candidate.max_len > longest else 0):
                 req, candidate = candidate, next(waiting, None)
                 reserved += self.growth.tokens(req)
             else:  # the second that does not fit ends the search, since each costs a walk through the prefix cache
@@ -186,6 +190,9 @@ class PrefillManager:
             if not self._chunk(req, budget, chunks):
                 break
         return chunks
+
+    def _has_row(self, req: Req) -> bool:
+        return self.rows.available > (self.rows.num_rows // KEPT_ROWS if req.place else 0)
 
     def _by_prefix(self) -> list[Req]:
         hits = {r.uid: self._cached_len(r) for r in self.waiting}
@@ -231,7 +238,7 @@ class PrefillManager:
 
 
 def _length(req: Req) -> tuple[int, int]:
-    return req.new_tokens, req.order
+    return req.turn_tokens, req.order
 
 
 def _deadline(req: Req) -> tuple[int, int]:
@@ -245,6 +252,6 @@ def _turn(req: Req, admitted: int) -> tuple[bool, int, int]:
 
 def _passing(blocked: Req, waiting: Iterator[Req], admitted: int) -> Iterator[Req]:
     """Return those of `waiting` that may pass `blocked`, which lacks pages: much shorter ones, for a bounded time."""
-    if admitted >= blocked.deadline + OVERTAKING * blocked.new_tokens:
+    if admitted >= blocked.deadline + OVERTAKING * blocked.turn_tokens:
         return iter(())
     return (req for req in waiting if MUCH_LONGER * req.max_len <= blocked.max_len)

@@ -43,11 +43,19 @@ class Req:
     """
 
     def __init__(
-        self, uid: int, input_ids: Ints, sampling_params: SamplingParams, max_tokens: int, order: int, noise_key: int
+        self,
+        uid: int,
+        input_ids: Ints,
+        sampling_params: SamplingParams,
+        max_tokens: int,
+        order: int,
+        noise_key: int,
+        place: int = 0,
     ) -> None:
         self.uid = uid
         self.order = order  # arrival number: the tie-breaker of every policy
         self.new_tokens = 0  # of the prompt on arrival, without those in the prefix cache; see `scheduler/prefill.py`
+        self.place = place  # among the prompts and choices of one client's request
         self.deadline = 0  # in prompt tokens admitted since the start
         self.sampling_params = sampling_params
         self.prompt_len = len(input_ids)
@@ -65,6 +73,11 @@ class Req:
         self.matcher: TokenMatcher | None = None  # has advanced over all confirmed tokens; None without a grammar
         # Log-probabilities of the prompt so far, columns of the step results; None once sent, or if not asked for.
         self.prompt_logprobs: list[Ints] | None = [] if sampling_params.wants_prompt_logprobs else None
+
+    @property
+    def turn_tokens(self) -> int:
+        """The prompt tokens by which requests wait their turn: its own, once for each that its client put before it."""
+        return self.new_tokens * (1 + self.place)
 
     @property
     def row(self) -> int:
@@ -121,14 +134,14 @@ class Admission:
     def admit(self, msg: UserMsg, num_queued: int, is_full: Callable[[int, int], bool]) -> Req:
         """Make the request that `msg` asks for.
 
-        `is_full(length, limit)`: whether a prompt of that length would wait for more than `limit` prompt tokens.
+        `is_full(turn_tokens, limit)`: whether such a request would wait for more than `limit` prompt tokens.
         Raises `RequestError` if it is invalid, can never fit, or the queue is full, and `ValueError` for half a token.
         """
         prompt, most = ids_from_bytes(msg.input_ids), self._max_queued_tokens
         validate_sampling(msg.sampling_params, self._limits)
         validate_prompt(prompt, msg.sampling_params, self._limits)
         max_tokens = self.output_budget(len(prompt), msg.sampling_params)
-        if is_full(len(prompt), most):
+        if is_full(len(prompt) * (1 + msg.place), most):
             message = f"more than {most} prompt tokens are waiting before this request; try again later"
             raise RequestError(message, code="queue_full", status=429)
         if num_queued >= self.max_queued:
@@ -137,7 +150,7 @@ class Admission:
             )
         self._arrivals += 1
         key = noise_key(msg.sampling_params.seed, self._sampling_seed, msg.uid)
-        return Req(msg.uid, prompt, msg.sampling_params, max_tokens, self._arrivals, key)
+        return Req(msg.uid, prompt, msg.sampling_params, max_tokens, self._arrivals, key, msg.place)
 
 
 def noise_key(seed: int | None, base_seed: int, uid: int) -> int:

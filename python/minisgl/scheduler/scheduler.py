@@ -292,7 +292,7 @@ class Scheduler:
         """Preempt the newest request that is much longer than `req`, which waits in vain, and put it behind."""
         for victim in reversed(self.decode.running):
             if self._tokens_left(victim) > MUCH_LONGER * req.max_len:
-                victim.new_tokens = max(victim.new_tokens, req.new_tokens + 1)
+                victim.new_tokens = max(victim.new_tokens, req.turn_tokens + 1)
                 victim.deadline = max(victim.deadline, req.deadline + 1)
                 self.stats.preemptions += 1
                 self._leave(victim, Status.PREEMPTED)

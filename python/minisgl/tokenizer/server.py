@@ -133,7 +133,8 @@ class Worker:
             to_frontend.append(reply)
         else:
             params = self._tokenize.params(msg, len(ids))
-            to_backend.append(UserMsg(uid=msg.uid, input_ids=ids_to_bytes(ids), sampling_params=params))
+            packed = ids_to_bytes(ids)
+            to_backend.append(UserMsg(uid=msg.uid, input_ids=packed, sampling_params=params, place=msg.place))
 
     def _with_texts(self, view: EngineView) -> EngineView:
         """Return `view` with the text of the first tokens of each node."""

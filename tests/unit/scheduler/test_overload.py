@@ -7,7 +7,7 @@ import random
 import pytest
 
 from minisgl.core import FinishReason, StepCosts
-from minisgl.scheduler.prefill import OVERTAKING, PATIENCE_STEPS
+from minisgl.scheduler.prefill import KEPT_ROWS, OVERTAKING, PATIENCE_STEPS
 from support.fake_engine import FakeEngine
 from support.traces import Harness
 
@@ -101,6 +101,26 @@ def test_a_short_request_starts_soon_beside_long_ones_on_a_cpu(
     for uid in longs:
         h.abort(uid)
     h.finish_all()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_many_prompts_of_one_request_leave_rows_and_the_turn_to_others(depth: int) -> None:
+    """The first token of another request takes as many steps as alone, though its prompt is longer than each."""
+    h = Harness(FakeEngine(rows=32, vocab=5003, max_model_len=1000, num_pages=4000), depth)
+    many = [h.add([i], 40, place=i, ignore_eos=True) for i in range(500)]
+    for _ in range(8):
+        h.step()
+    assert sum(bool(h.outputs[uid]) for uid in many) == 32 - 32 // KEPT_ROWS
+    other = h.add([9] * 50, 4, ignore_eos=True)
+    steps = 0
+    while not h.outputs[other]:
+        h.step()
+        steps += 1
+    assert steps <= 2 + depth
+    h.finish_all()
+    h.check_outputs()
+    assert set(h.endings.values()) == {FinishReason.LENGTH}
+    assert h.scheduler.stats.preemptions == 0
 
 
 def test_a_request_that_lacks_pages_lets_much_shorter_ones_pass_for_a_bounded_time() -> None:
