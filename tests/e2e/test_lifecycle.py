@@ -81,8 +81,9 @@ def test_child_that_freezes_ends_open_streams(victim: str) -> None:
             next(lines)
             os.kill(pids[victim], signal.SIGSTOP)
             rest = [line for line in lines if line]
-        assert victim in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
+        assert f"{victim} hung and was killed" in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
         assert server.wait() == 1
+        assert "Current thread" in server.log, "its stacks"
         assert server.run_dirs == []
 
 

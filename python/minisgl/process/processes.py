@@ -67,6 +67,7 @@ class Processes:
         self._running: dict[str, SpawnProcess] = {}
         self._reports: dict[str, Connection] = {}  # of the children that have not reported yet
         self._death_pipes: list[Connection] = []
+        self._given_up: set[str] = set()
         self._pulses: dict[str, tuple[Connection, float]] = {}  # and when the last one was seen
         self._facts: Facts = {}
 
@@ -111,7 +112,9 @@ class Processes:
     def give_up(self, name: str) -> None:
         """Kill a child that hangs, after the stacks of its threads are in the log."""
         if (pid := self.pids.get(name)) is not None and self.exit_code(name) is None:
+            self._given_up.add(name)
             os.kill(pid, signal.SIGUSR1)
+            os.kill(pid, signal.SIGCONT)  # a stopped process would write nothing
             time.sleep(DUMP_S)
             os.kill(pid, signal.SIGKILL)
 
@@ -170,6 +173,8 @@ class Processes:
         process = self._running[name]
         process.join(timeout=0.2)
         code = process.exitcode
+        if name in self._given_up:
+            return f"{name} hung and was killed"
         if code is not None and code < 0:
             return f"{name} was killed by signal {-code} ({signal.Signals(-code).name})"
         return f"{name} ended with exit code {code}"
