@@ -21,6 +21,7 @@ from minisgl.message import TokenizeMsg, UserReply
 logger = logging.getLogger(__name__)
 
 CHECKS: Final = 4  # of a write's duration within the time limit
+AT_ONCE: Final = 256  # generations and log-probabilities; more are rendered by a thread, beside the other requests
 _STREAM_HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -109,7 +110,11 @@ class BodyResponse(Response):
             for index, reply in await submission.take():
                 _raise_if_failed(reply)
                 replies[index].append(reply)
-        body = self._render([joined(parts) for parts in replies], submission.receipt)
+        whole = [joined(parts) for parts in replies]
+        if sum(1 + len(reply.logprobs) for reply in whole) > AT_ONCE:
+            body = await asyncio.to_thread(self._render, whole, submission.receipt)
+        else:
+            body = self._render(whole, submission.receipt)
         await Response(body, media_type="application/json")(scope, receive, send)
 
 

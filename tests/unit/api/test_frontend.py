@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from minisgl.api import frontend as frontend_module
-from minisgl.api.frontend import ClientGoneError, FrontendManager
+from minisgl.api.frontend import ClientGoneError, FrontendManager, Receipt
 from minisgl.api.metrics import Metrics
+from minisgl.api.responses import AT_ONCE, BodyResponse
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
 from minisgl.message import (
@@ -84,6 +86,40 @@ def test_unread_replies_are_merged_into_one(args: ServerArgs, tokenizer: ZmqPull
 
     asyncio.run(run())
     assert [type(m) for m in tokenizer.get(PATIENCE_S)] == [TokenizeMsg]  # finished: no abort
+
+
+def test_a_large_answer_is_rendered_beside_the_other_requests(
+    args: ServerArgs, tokenizer: ZmqPullQueue[TokenizerMsg]
+) -> None:
+    """The rendering waits for what only the event loop can do meanwhile."""
+    loop_ran = threading.Event()
+
+    def render(replies: list[UserReply], receipt: Receipt) -> bytes:
+        assert loop_ran.wait(PATIENCE_S), "the loop stands still"
+        return b"%d" % len(replies)
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        frontend = make_frontend(args)
+        messages = [request() for _ in range(AT_ONCE + 1)]
+        answer = asyncio.create_task(
+            BodyResponse(frontend, messages, render)({"type": "http"}, asyncio.Event().wait, send)
+        )
+        await asyncio.sleep(0)
+        while frontend.entries < len(messages):
+            await asyncio.sleep(0.01)
+        for uid, submission in list(frontend._submissions.items()):
+            submission.push(UserReply(uid=uid, finish_reason=FinishReason.STOP))
+        asyncio.get_running_loop().call_later(0.2, loop_ran.set)
+        await answer
+        await frontend.close()
+
+    asyncio.run(run())
+    assert sent[-1]["body"] == b"%d" % (AT_ONCE + 1)
 
 
 def take(queue: ZmqPullQueue[TokenizerMsg], count: int) -> list[TokenizerMsg]:
