@@ -26,8 +26,8 @@ T = TypeVar("T")
 TRUE: Final = {"1", "true", "yes", "on"}
 FALSE: Final = {"", "0", "false", "no", "off"}
 
-# What the options that depend on the kind of device default to.
 MAX_DRAFTS: Final = 8  # tokens of a row that a step computes behind the newest
+# What the options that depend on the kind of device default to.
 PAGE_SIZES: Final = {"cpu": 16, "cuda": 64}  # larger pages read faster on a GPU, smaller pages share more
 MEMORY_RATIOS: Final = {"cpu": 0.1, "cuda": 0.9}
 MULTIPLES: Final = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}  # vLLM's and SGLang's
