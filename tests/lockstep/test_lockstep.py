@@ -115,7 +115,7 @@ def test_ranks_draft_alike(depth: int, requests_and_tokens: tuple[Requests, dict
     with LLM(tp=2, speculate="ngram", num_draft_tokens=5, **OPTIONS) as llm:
         llm.scheduler.depth = depth
         assert drive(llm, requests) == alone
-        repeated = [(llm._tokenizer.tokenizer.encode(text).ids, SamplingParams(max_tokens=24, temperature=0.0))]
+        repeated = [(llm.get_tokenizer().encode(text), SamplingParams(max_tokens=24, temperature=0.0))]
         drive(llm, repeated)
         assert 0 < llm.scheduler.stats.accepted_tokens < llm.scheduler.stats.drafted_tokens
         assert llm.scheduler.cache.available == OPTIONS["num_pages"]
