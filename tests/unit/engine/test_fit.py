@@ -89,7 +89,7 @@ def test_weights_are_downloaded_after_the_checks(
 ) -> None:
     asked: list[str] = []
 
-    def snapshot_download(hub_id: str, *, allow_patterns: list[str]) -> str:
+    def snapshot_download(hub_id: str, *, allow_patterns: list[str], revision: str | None) -> str:
         asked.extend(allow_patterns)
         return str(tmp_path)
 

@@ -31,12 +31,11 @@ def llm() -> Iterator[AsyncLLM]:
 
 
 async def until_idle(llm: AsyncLLM) -> None:
-    """Wait until every page is given back."""
+    """Wait until every page is given back, and the detokenizer has forgotten every request."""
     deadline = time.monotonic() + PATIENCE_S
-    while llm._llm.is_busy or llm._llm.scheduler.cache.available < 600:
+    while llm._llm.is_busy or llm._llm.scheduler.cache.available < 600 or llm._llm.detokenizer.entries:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
-    assert llm._llm.detokenizer.entries == 0
 
 
 async def gathered(pieces: AsyncGenerator[Piece, None]) -> tuple[str, list[int], Piece]:
