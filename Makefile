@@ -71,10 +71,11 @@ check: $(VENV)/.installed-dev  ## lint, format, types, import order, size
 	$(BIN)/python -m pytest $(STATIC)
 	@$(BIN)/python tools/code_lines.py | tail -n 1
 
-rooms:  ## rewrite the code lines and the tree of files in docs/architecture.md
+rooms:  ## rewrite what is made of other files: counts, the tree of files, tables of flags, texts of /docs
 	$(PYTHON) tools/code_lines.py --write
 	$(PYTHON) tools/code_map.py --write
 	PYTHONPATH=python $(PYTHON) tools/flag_table.py --write
+	$(PYTHON) tools/api_texts.py --write
 
 soak: $(VENV)/.installed-dev  ## the long tests: 2,000 requests with disconnects, simulated histories, random input
 	$(BIN)/python -m pytest -m slow $(ARGS)

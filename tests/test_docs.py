@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import flag_table
+from tools import api_texts, flag_table
 from tools.code_map import blocks
 
 ROOT = Path(__file__).parents[1]
@@ -92,6 +92,10 @@ def test_the_tables_of_flags_are_up_to_date() -> None:
     assert f"{flag_table.BEGIN}\n{flag_table.block()}\n{flag_table.END}" in flag_table.PAGE.read_text(), (
         "run `make rooms`"
     )
+
+
+def test_the_texts_of_the_api_are_up_to_date() -> None:
+    assert api_texts.TEXTS.read_text() == api_texts.rendered(), "run `make rooms`"
 
 
 def test_the_maps_of_the_code_are_up_to_date() -> None:

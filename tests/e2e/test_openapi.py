@@ -48,6 +48,17 @@ def test_document_describes_every_endpoint(document: dict[str, Any]) -> None:
     assert {"temperature", "tools", "stream_options"} <= chat["properties"].keys()
 
 
+def test_every_operation_and_every_field_of_a_request_is_described(document: dict[str, Any]) -> None:
+    operations = [o for methods in document["paths"].values() for o in methods.values()]
+    assert len({o["operationId"] for o in operations}) == len(operations)
+    assert all(o["description"] and o["summary"] for o in operations)
+    schemas = document["components"]["schemas"]
+    bodies = [o["requestBody"]["content"]["application/json"]["schema"] for o in operations if "requestBody" in o]
+    for name in {body["$ref"].rpartition("/")[2] for body in bodies} | {"ChatMessage", "StreamOptions", "InputItem"}:
+        bare = [field for field, shape in schemas[name]["properties"].items() if "description" not in shape]
+        assert not bare, f"{name}: docs/api.md has no row"
+
+
 @pytest.mark.parametrize(("method", "path", "body"), REQUESTS)
 def test_responses_have_the_documented_shape(http: httpx.Client, method: str, path: str, body: dict[str, Any]) -> None:
     url = path.replace("{name}", "minisgl-demo")

@@ -32,6 +32,7 @@ def client(locked: ServerProcess) -> Iterator[httpx.Client]:
 def test_page_needs_no_key_and_everything_else_does(client: httpx.Client) -> None:
     assert client.get("/").status_code == 200
     assert client.head("/").status_code == 200
+    assert client.get("/docs").text == PAGE and client.get("/openapi.json").status_code == 401
     assert client.post("/", json={}).status_code == 405
     paths = ("//", "/%2e", "/?", "/index.html", "/page.html", "/v1/models", "/server_info", "/health_generate")
     for path in paths:

@@ -28,6 +28,7 @@ from minisgl.api.parsers.output import OutputParser
 from minisgl.api.paths import unknown_path
 from minisgl.api.protocol import ChatCompletionRequest, CompletionRequest
 from minisgl.api.replies import OpenAIRenderer
+from minisgl.api.request_log import RequestLog
 from minisgl.api.requests import ServedModel, completion_messages, num_choices, with_choices
 from minisgl.api.responses import response_to
 from minisgl.errors import RequestError
@@ -54,6 +55,8 @@ def create_app(args: ServerArgs, model: ServedModel) -> FastAPI:
     if access.origins:
         origins = {"allow_origin_regex": ".*"} if ANY in access.origins else {"allow_origins": access.origins}
         app.add_middleware(CORSMiddleware, **origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"])
+    if args.log_requests:
+        app.add_middleware(RequestLog, root_path=app.root_path)
     _add_openai_routes(app, args, model)
     add_responses_routes(app, args, model)
     add_messages_routes(app, args, model)

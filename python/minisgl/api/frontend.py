@@ -114,6 +114,7 @@ class Submission:
         uids = [m.uid for m in messages]
         self.receipt = Receipt(time.monotonic())
         self.uids = tuple(uids)
+        self.n = n
         self._frontend = frontend
         self._index = {uid: i for i, uid in enumerate(uids)}
         self._unfinished = set(uids)
@@ -121,7 +122,14 @@ class Submission:
         self._waiter: asyncio.Future[None] | None = None  # of the reader in `take`
         self._held = {uids[i]: messages[i + 1 : i + n] for i in range(0, len(uids), n) if n > 1}
         self._is_abandoned = False
+        self._first_token: dict[int, tuple[float, float]] = {}  # its time, and the seconds in the queue before
         self._last_token: dict[int, float] = {}
+        self._last_reply: dict[int, UserReply] = {}
+
+    @property
+    def last_replies(self) -> list[UserReply]:
+        """The newest reply to each generation, by index; an empty one to those that have none."""
+        return [self._last_reply.get(uid) or UserReply(uid=uid) for uid in self.uids]
 
     @property
     def is_done(self) -> bool:
@@ -159,12 +167,28 @@ class Submission:
             metrics.time_to_first_token.observe(now - self.receipt.created)
             metrics.queue_time.observe(reply.queue_seconds)
             self.receipt.start(reply, now)
+            self._first_token[reply.uid] = now, reply.queue_seconds
         elif last is not None:
             metrics.inter_token_latency.observe(now - last)
         self._last_token[reply.uid] = now
+        self._last_reply[reply.uid] = reply
         if reply.finish_reason is not None:
-            metrics.observe_end(reply.finish_reason, now - self.receipt.created)
+            metrics.observe_end(reply.finish_reason, self._figures(reply, now))
             self.receipt.end(now)
+
+    def _figures(self, reply: UserReply, now: float) -> dict[str, float]:
+        """The tokens and times of a generation that ends now, for `Metrics.observe_end`."""
+        first, queued = self._first_token.get(reply.uid, (now, reply.queue_seconds))
+        total, decode, tokens = now - self.receipt.created, now - first, reply.completion_tokens
+        figures = {
+            "e2e_request_latency_seconds": total,
+            "request_prompt_tokens": reply.prompt_tokens,
+            "request_generation_tokens": tokens,
+            "request_prefill_time_seconds": max(0.0, total - decode - queued),
+            "request_decode_time_seconds": decode,
+            "request_inference_time_seconds": max(0.0, total - queued),
+        }
+        return figures | ({"request_time_per_output_token_seconds": decode / (tokens - 1)} if tokens > 1 else {})
 
     def abandon(self) -> None:
         """Note that the client is gone: `take` raises `ClientGoneError`."""
@@ -263,10 +287,10 @@ class FrontendManager:
         """The number of open requests and questions; 0 when idle, or something leaks."""
         return len(self._submissions) + len(self._questions)
 
-    def render_metrics(self) -> bytes:
-        """The text of `/metrics`."""
+    def render_metrics(self, accept: str) -> tuple[bytes, str]:
+        """The body of `/metrics` and its media type, by the header `accept`."""
         dropped = self.stats.dropped + self._dropped
-        return self.metrics.render(self.stats, self.entries, self.detokenizer_entries, dropped)
+        return self.metrics.render(self.stats, self.entries, self.detokenizer_entries, dropped, accept)
 
     @property
     def health_problem(self) -> str:
@@ -366,7 +390,7 @@ class FrontendManager:
         """Drop a submission and abort its unfinished generations."""
         for uid in submission.unfinished:
             await self._tokenizer(uid).put([AbortMsg(uid=uid)])
-            self.metrics.observe_end(FinishReason.ABORT, time.monotonic() - submission.receipt.created)
+            self.metrics.observe_end(FinishReason.ABORT, {})
         for uid in submission.uids:
             self._submissions.pop(uid, None)
         self._note_idle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import uuid
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,14 +11,14 @@ from fastapi import Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl.api.http import HEADERS, RAW_SEND, error_response
+from minisgl.api.http import HEADERS, RAW_SEND, REQUEST_ID, error_response
 from minisgl.errors import RequestError
 from minisgl.settings.options import ServerArgs, is_loopback, split_list
 
 MAX_REQUEST_ID: Final = 128
 # Paths that need no key: the probes, and the page, which is static and holds no secret. A browser cannot send a key
 # with an address that a user types, so the page asks for the key and sends it with its requests.
-OPEN_PATHS: Final = frozenset({"/health", "/ready", "/"})
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/", "/docs"})
 ANY: Final = "*"
 
 
@@ -87,7 +88,7 @@ def _without_port(host: str) -> str:
 
 
 class Gate:
-    """Middleware that lets allowed requests pass and echoes `x-request-id`."""
+    """Middleware that lets allowed requests pass, and names each in the header `x-request-id`: the client's or ours."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
@@ -98,10 +99,11 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        extra: list[tuple[bytes, bytes]] = []
-        request_id = headers.get("x-request-id", "")
-        if request_id and len(request_id) <= MAX_REQUEST_ID and request_id.isprintable() and request_id.isascii():
-            extra.append((b"x-request-id", request_id.encode()))
+        name = headers.get("x-request-id", "")
+        if not (0 < len(name) <= MAX_REQUEST_ID and name.isprintable() and name.isascii()):
+            name = uuid.uuid4().hex
+        scope[REQUEST_ID] = name
+        extra = [(b"x-request-id", name.encode())]
 
         async def send_with_extra(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -23,6 +23,9 @@ DROP: Final = "minisgl.drop"
 
 # Scope key of a list of headers, (name, value) in bytes, that the response gets besides its own.
 HEADERS: Final = "minisgl.headers"
+# Scope keys of what the request log tells: the name of the request, and its `Submission` once it has one.
+REQUEST_ID: Final = "minisgl.request_id"
+SUBMISSION: Final = "minisgl.submission"
 
 ANTHROPIC: Final = "/v1/messages"  # paths that begin so have Anthropic's errors
 

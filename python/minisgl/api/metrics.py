@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Final
 
-from prometheus_client import generate_latest
+from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from minisgl.core import FinishReason
@@ -23,6 +24,19 @@ _TTFT_BUCKETS: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.3, 0.6, 1.2, 2.5,
 _QUEUE_BUCKETS: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 60.0)
 _ITL_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.3, 0.6, 1.2, 2.5, 5.0)
 _E2E_BUCKETS: Final = (0.05, 0.1, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+_TOKEN_BUCKETS: Final = tuple(float(digit * 10**zeros) for zeros in range(6) for digit in (1, 2, 5))
+# What Prometheus asks for. Without the escaping prometheus_client writes minisgl_ for minisgl: in every sample.
+_OPENMETRICS: Final = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8"
+# Of each request that ends by itself.
+_OF_ENDED: Final = {
+    "e2e_request_latency_seconds": ("Arrival to end", _E2E_BUCKETS),
+    "request_prompt_tokens": ("Tokens of the prompt", _TOKEN_BUCKETS),
+    "request_generation_tokens": ("Tokens of the answer", _TOKEN_BUCKETS),
+    "request_prefill_time_seconds": ("Arrival to first token, without the wait in the queue", _TTFT_BUCKETS),
+    "request_decode_time_seconds": ("First to last token", _E2E_BUCKETS),
+    "request_inference_time_seconds": ("Prefill and decode time together", _E2E_BUCKETS),
+    "request_time_per_output_token_seconds": ("Decode time by the tokens after the first", _ITL_BUCKETS),
+}
 
 
 class Histogram:
@@ -62,21 +76,29 @@ class Metrics:
         self.time_to_first_token = Histogram("time_to_first_token_seconds", "Arrival to first token", _TTFT_BUCKETS)
         self.inter_token_latency = Histogram("inter_token_latency_seconds", "Between two tokens", _ITL_BUCKETS)
         self.queue_time = Histogram("request_queue_time_seconds", "Acceptance to first planning", _QUEUE_BUCKETS)
-        self._latency = Histogram("e2e_request_latency_seconds", "Arrival to end", _E2E_BUCKETS)
+        self._of_ended = {name: Histogram(name, *form) for name, form in _OF_ENDED.items()}
+        self._process = ProcessCollector(registry=None)
         self._ends = dict.fromkeys(FinishReason, 0)
         self._model = model
         self._logged = StatsMsg()
         self._logged_at = time.monotonic()
 
-    def observe_end(self, reason: FinishReason, seconds: float) -> None:
-        """Count a request that has ended."""
+    def observe_end(self, reason: FinishReason, figures: Mapping[str, float]) -> None:
+        """Count a request that has ended, with its `figures` by the names of `_OF_ENDED` if it ended by itself."""
         self._ends[reason] += 1
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._latency.observe(seconds)
+            for name, value in figures.items():
+                self._of_ended[name].observe(value)
 
-    def render(self, stats: StatsMsg, entries: int, detokenizer_entries: int, dropped: int) -> bytes:
-        """The metrics in Prometheus' text format: the last heartbeat and what this process has measured."""
-        return generate_latest(_Families(self._families(stats, entries, detokenizer_entries, dropped)))
+    def render(
+        self, stats: StatsMsg, entries: int, detokenizer_entries: int, dropped: int, accept: str = ""
+    ) -> tuple[bytes, str]:
+        """The last heartbeat and what this process has measured, and their media type.
+
+        That is OpenMetrics if the header `accept` asks for it, else Prometheus' text format.
+        """
+        encode, media = choose_encoder(_OPENMETRICS if "application/openmetrics-text" in accept else "")
+        return encode(_Families(self._families(stats, entries, detokenizer_entries, dropped))), media
 
     def _families(self, stats: StatsMsg, entries: int, detokenizer_entries: int, dropped: int) -> Iterator[Metric]:
         held = stats.pages_held / stats.pages_total if stats.pages_total else 0.0
@@ -107,7 +129,8 @@ class Metrics:
                 metric = family("minisgl:" + name, help, labels=["model_name"])
                 metric.add_metric([self._model], value)
                 yield metric
-        for histogram in (self.time_to_first_token, self.inter_token_latency, self.queue_time, self._latency):
+        while_running = (self.time_to_first_token, self.inter_token_latency, self.queue_time)
+        for histogram in (*while_running, *self._of_ended.values()):
             yield histogram.family(self._model)
         ends = CounterMetricFamily(
             "minisgl:request_success", "Ended requests", labels=["model_name", "finished_reason"]
@@ -115,6 +138,7 @@ class Metrics:
         for reason, count in self._ends.items():
             ends.add_metric([self._model, reason.value], count)
         yield ends
+        yield from self._process.collect()
 
     def log_throughput(self, stats: StatsMsg) -> None:
         """One line every few seconds while tokens flow; silence when idle."""

@@ -1,13 +1,19 @@
-"""/openapi.json: the request, response and error types of each endpoint, from the types in `protocol`."""
+"""/openapi.json: the request, response and error types of each endpoint, from the types in `protocol`.
+
+The descriptions are those of docs/api.md, which `make rooms` writes into texts.json.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
 import minisgl
 from minisgl.api import protocol as p
@@ -81,22 +87,29 @@ _REF: Final = "#/components/schemas/{name}"
 
 def openapi_schema(app: FastAPI) -> dict[str, Any]:
     """The document for the routes of `app`. Raises `LookupError` for a route without an entry in `ENDPOINTS`."""
-    routes = [
-        (method.lower(), route.path.replace(":path}", "}"))  # type: ignore[attr-defined]
+    texts = _texts()
+    names = {
+        (method.lower(), route.path.replace(":path}", "}")): (route.name, texts.get(f"{method} {route.path}", ""))
         for route in app.routes
-        if getattr(route, "include_in_schema", False)
-        for method in sorted(route.methods)  # type: ignore[attr-defined]
-    ]
-    described = {key: ENDPOINTS[key] for key in routes}
+        if isinstance(route, APIRoute) and route.include_in_schema
+        for method in sorted(route.methods or ())
+    }
+    described = {key: ENDPOINTS[key] for key in names}
     types = [t for e in described.values() for t in (e.request, e.response) if t is not None]
     all_types = [*types, p.AnthropicErrorResponse, p.ErrorResponse]
     schemas, components = msgspec.json.schema_components(all_types, ref_template=_REF)
     of_type = dict(zip(map(repr, types), schemas, strict=False))
+    for name, schema in components.items():
+        for field, shape in schema.get("properties", {}).items():
+            keys = (f"{base.__name__}.{field}" for base in getattr(p, name, object).__mro__)
+            if (text := next((texts[key] for key in keys if key in texts), None)) is not None:
+                shape["description"] = text
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), endpoint in described.items():
-        paths.setdefault(path, {})[method] = _operation(
-            path, endpoint, of_type, schemas[-2 if path.startswith(ANTHROPIC) else -1]
-        )
+        error = schemas[-2 if path.startswith(ANTHROPIC) else -1]
+        name, text = names[method, path]
+        operation = {"operationId": name, "description": text} | _operation(path, endpoint, of_type, error)
+        paths.setdefault(path, {})[method] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "minisgl", "version": minisgl.__version__},
@@ -107,6 +120,12 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
         },
         "security": [{}, {"key": []}],
     }
+
+
+def _texts() -> dict[str, str]:
+    """What docs/api.md says of "GET /path" and "Type.field"."""
+    texts: dict[str, str] = json.loads(Path(__file__).with_name("texts.json").read_text(encoding="utf-8"))
+    return texts
 
 
 def _operation(path: str, endpoint: Endpoint, of_type: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import os
 import time
 from dataclasses import asdict
@@ -80,8 +81,13 @@ def add_status_routes(app: FastAPI) -> None:
         return json_response(StatusResponse("ready"))
 
     @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(app.state.frontend.render_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def metrics(request: Request) -> Response:
+        body, media = app.state.frontend.render_metrics(request.headers.get("accept", ""))
+        headers = {"content-type": media, "vary": "accept, accept-encoding"}
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            body = gzip.compress(body, 5)
+            headers["content-encoding"] = "gzip"
+        return Response(body, headers=headers)
 
     @app.post("/flush_cache")
     @app.post("/reset_prefix_cache", include_in_schema=False)

@@ -1,4 +1,4 @@
-"""The page at `/`: one static file that talks to this server only."""
+"""The page at `/`, and at `/docs` its part about the API: one static file that talks to this server only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def content_security_policy(page: str) -> str:
 
 
 def add_page(app: FastAPI) -> None:
-    """Serve the page at `/`. It holds no secret and needs no key (see `gate.OPEN_PATHS`); its requests do."""
+    """Serve the page. It holds no secret and needs no key (see `gate.OPEN_PATHS`); its requests do."""
     page = _PAGE.read_text(encoding="utf-8")
     headers = {
         "content-security-policy": content_security_policy(page),
@@ -49,4 +49,5 @@ def add_page(app: FastAPI) -> None:
     async def root() -> Response:
         return Response(body, headers=headers, media_type="text/html")
 
-    app.add_api_route("/", root, methods=["GET"], include_in_schema=False)
+    for path in ("/", "/docs"):
+        app.add_api_route(path, root, methods=["GET"], include_in_schema=False)

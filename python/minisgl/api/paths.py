@@ -25,8 +25,8 @@ ELSEWHERE: Final = {
     "/healthz": "/health",
     "/livez": "/health",
     "/readyz": "/ready",
-    "/docs": "/openapi.json",
     "/redoc": "/openapi.json",
+    "/swagger": "/openapi.json",
 }
 
 

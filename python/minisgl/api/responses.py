@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from minisgl.api.frontend import ClientGoneError, FrontendManager, Receipt, Submission, joined
-from minisgl.api.http import DROP, HEADERS, RAW_SEND
+from minisgl.api.http import DROP, HEADERS, RAW_SEND, SUBMISSION
 from minisgl.api.replies import Renderer
 from minisgl.api.requests import require_answer_fits
 from minisgl.errors import RequestError
@@ -95,6 +95,7 @@ class BodyResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises `RequestError` when refused before the first byte."""
         submission = await self._frontend.submit(self._messages, self._n)
+        scope[SUBMISSION] = submission
         async with submission:
             watcher = asyncio.create_task(_watch(receive, submission))
             try:

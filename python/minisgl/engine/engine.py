@@ -78,7 +78,7 @@ class Engine:
         )  # the C++ step packs them
         self._costs = measure_costs(lambda plan: self.launch(plan).wait, spec, self.num_pages, device.is_async)
         state.page_table.fill_(self.num_pages)
-        _log.info("a step costs %s", self._costs)
+        _log.debug("a step costs %s", self._costs)
         self.page_size = spec.page_size
         self.max_running_requests = rows
         self.eos_token_ids = spec.eos_token_ids

@@ -26,7 +26,7 @@ from minisgl.errors import ConfigError, StartupError
 from minisgl.launch.targets import local_ranks, run_follower_rank, run_scheduler, run_tokenizer
 from minisgl.message import BackendMsg, ExitMsg
 from minisgl.params import Limits
-from minisgl.process.log import announce, configure_logging, log_level
+from minisgl.process.log import announce, configure_logging, log_format, log_level
 from minisgl.process.processes import Child, Facts, Processes, Ready, run_dir
 from minisgl.process.queues import Codec, ZmqPushQueue
 from minisgl.settings.options import ServerArgs, split_list
@@ -45,7 +45,7 @@ def launch_server(args: ServerArgs, scheduler: SchedulerTarget = run_scheduler) 
 
     Raises `ConfigError` or `StartupError` when it cannot start.
     """
-    configure_logging("minisgl-api")
+    configure_logging("minisgl-api", args.log_level, args.log_format)
     checked = check_args(args)
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # during the start: clean up and leave
     try:
@@ -68,7 +68,7 @@ def launch_server(args: ServerArgs, scheduler: SchedulerTarget = run_scheduler) 
 @contextlib.contextmanager
 def background_server(args: ServerArgs, scheduler: SchedulerTarget = run_scheduler) -> Iterator[str]:
     """Run a server with its HTTP side in a thread of this process; yield its URL. For `minisgl chat` and `--shell`."""
-    configure_logging("minisgl-api", "WARNING")
+    configure_logging("minisgl-api", args.log_level or "WARNING", args.log_format)
     checked = check_args(args)
     if args.scheduler.engine.node_rank:
         raise ConfigError("the chat is on host 0; start `minisgl serve` with the same settings on the others")
@@ -124,6 +124,7 @@ def check_args(args: ServerArgs) -> Checked:
     from minisgl.tokenizer.tokenize import TokenizeManager, model_limits
 
     log_level()
+    log_format()
     engine = args.scheduler.engine
     Rendezvous.of_local_ranks(engine, "")
     check_fit(engine)
@@ -247,7 +248,8 @@ def _children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) ->
     # OpenMP's threads wait for each other by spinning for milliseconds: when the API server or a client wants the same
     # core, every step of the engine waits for the spinning thread. A short spin costs nothing on idle cores; the
     # figures are in docs/notebook/2026-11-21.md.
-    scheduler_env = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000")}
+    log_env = {"LOG_LEVEL": args.log_level or log_level(), "LOG_FORMAT": args.log_format or log_format()}
+    scheduler_env = log_env | {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000")}
     if (threads := args.scheduler.engine.threads) is not None:
         scheduler_env["OMP_NUM_THREADS"] = str(threads)
     children = []
@@ -257,7 +259,8 @@ def _children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) ->
         children.append(Child(name, target, arguments, scheduler_env, leaves_when_told=True))
     if args.scheduler.engine.node_rank:
         return children
-    worker_env = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1") | {"TOKENIZERS_PARALLELISM": "false"}
+    worker_env = log_env | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    worker_env["TOKENIZERS_PARALLELISM"] = "false"
     addrs = {"minisgl-detokenizer-0": args.zmq_detokenizer_addr}
     if args.num_tokenizer:
         addrs |= {f"minisgl-tokenizer-{i}": addr for i, addr in enumerate(args.zmq_tokenizer_addrs)}

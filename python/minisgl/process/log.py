@@ -1,16 +1,22 @@
-"""What a process writes to stderr: one log line an event, and progress bars. `LOG_LEVEL=DEBUG` shows detail."""
+"""What a process writes to stderr: one log line an event, as text or as JSON, and progress bars."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import time
-from typing import Final
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, Final
 
 from minisgl.errors import ConfigError
 
 LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR")
+FORMATS: Final = ("text", "json")
+OTHERS: Final = ("uvicorn", "asyncio", "py.warnings")  # loggers of other packages, whose lines have our form
+THEIR_LEVELS: Final = {"DEBUG": "INFO", "INFO": "WARNING"}  # by ours, where it is another
 BAR_WIDTH: Final = 24
 QUIET_S: Final = 1.0  # shorter work shows no progress
 REDRAW_S: Final = 0.1
@@ -19,21 +25,64 @@ logger = logging.getLogger(__name__)
 
 
 def log_level() -> str:
-    """The level that the environment asks for; raises `ConfigError` for an unknown one."""
-    level = os.environ.get("LOG_LEVEL", "").strip().upper() or "INFO"
-    if level not in LEVELS:
-        raise ConfigError(f"LOG_LEVEL={level} is unknown; use one of {', '.join(LEVELS)}")
-    return level
+    """The level that `LOG_LEVEL` asks for; raises `ConfigError` for an unknown one."""
+    return _variable("LOG_LEVEL", LEVELS, "INFO")
 
 
-def configure_logging(process: str, level: str | None = None) -> None:
-    """Send the package's log lines to stderr, marked with `process`; call once at the start of a process."""
+def log_format() -> str:
+    """The format that `LOG_FORMAT` asks for; raises `ConfigError` for an unknown one."""
+    return _variable("LOG_FORMAT", FORMATS, "text")
+
+
+def _variable(name: str, values: Sequence[str], default: str) -> str:
+    given = os.environ.get(name, "").strip() or default
+    for value in values:
+        if given.lower() == value.lower():
+            return value
+    raise ConfigError(f"{name}={given} is unknown; use one of {', '.join(values)}")
+
+
+class _TextLine(logging.Formatter):
+    default_msec_format = "%s.%03d"
+
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(asctime)s %(levelname)s {process}: %(message)s")
+
+
+class _JsonLine(logging.Formatter):
+    """An object with `time` (ISO 8601), `level`, `process` and `message`, and what a call gives as `extra` fields."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "process": self._process,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def configure_logging(process: str, level: str | None = None, form: str | None = None) -> None:
+    """Send all log lines to stderr in one form, marked with `process`; call once at the start of a process.
+
+    Without `level` and `form` the environment counts.
+    """
+    level = level or log_level()
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname).1s {process}: %(message)s", "%H:%M:%S"))
-    package = logging.getLogger("minisgl")
-    package.handlers = [handler]
-    package.setLevel(level or log_level())
-    package.propagate = False
+    handler.setFormatter((_JsonLine if (form or log_format()) == "json" else _TextLine)(process))
+    logging.captureWarnings(True)
+    for name, least in {"minisgl": level, **dict.fromkeys(OTHERS, THEIR_LEVELS.get(level, level))}.items():
+        package = logging.getLogger(name)
+        package.handlers = [handler]
+        package.setLevel(least)
+        package.propagate = False
 
 
 def announce(text: str) -> None:

@@ -241,9 +241,17 @@ class EngineConfig(Settings):
         "off",
         "draft several tokens a step, which never changes a text: ngram = what followed the last tokens before, "
         "auto = as many as pay",
+        aliases=("speculative_algorithm", "spec_method"),
         choices=("off", "auto", "ngram"),
+        words={"NGRAM": "ngram", "none": "off"},
     )
-    num_draft_tokens: int = option(4, "drafts of a request in one step, at most", minimum=1, maximum=MAX_DRAFTS)
+    num_draft_tokens: int = option(
+        4,
+        "drafts of a request in one step, at most",
+        aliases=("speculative_num_draft_tokens", "spec_tokens", "num_speculative_tokens"),
+        minimum=1,
+        maximum=MAX_DRAFTS,
+    )
     threads: int | None = option(
         None, "CPU threads of each rank; default = the usable cores divided among the ranks", minimum=1
     )
@@ -403,7 +411,25 @@ class ServerArgs(Settings):
         choices=("accept", "refuse"),
     )
     stream_usage: bool = option(False, "end every stream with the usage, also for clients that do not ask for it")
-    ui: bool = option(True, "serve the page at /: a chat and a live view of the engine")
+    ui: bool = option(True, "serve the page at /: a chat, a live view of the engine, and the API at /docs")
+    log_requests: bool = option(
+        False,
+        "log a line for each request: status, tokens and times, but no texts",
+        aliases=("enable_log_requests",),
+        switches={"disable_log_requests": {True: False, False: True}},
+    )
+    log_level: str | None = option(
+        None,
+        "least severe log lines that are written; default = that of the environment variable LOG_LEVEL, or INFO",
+        choices=("DEBUG", "INFO", "WARNING", "ERROR"),
+        words={"debug": "DEBUG", "info": "INFO", "warning": "WARNING", "error": "ERROR"},
+    )
+    log_format: str | None = option(
+        None,
+        "form of log lines: text, or a JSON object each; default = that of LOG_FORMAT, or text",
+        aliases=("log_requests_format",),
+        choices=("text", "json"),
+    )
     tool_call_parser: str = option(
         "auto",
         "format of the model's tool calls; auto = as the chat template shows",

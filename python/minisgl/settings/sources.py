@@ -36,8 +36,21 @@ CONFIG_HELP: Final = "YAML file of options, named like the flags; flags and the 
 OTHER_VARIABLES: Final = frozenset({"config", "check", "disable_overlap_scheduling", "cpu_isa"})  # are no options
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Shows the values of an option once, behind its last flag."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        values = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(action.option_strings)} {values}"
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one sentence: what an unknown flag is called here, or may misspell."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": _Help, **options})
 
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
         parsed, unknown = super().parse_known_args(*args, **options)

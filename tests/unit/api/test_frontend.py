@@ -228,7 +228,7 @@ def test_missing_heartbeat_is_unhealthy(args: ServerArgs, monkeypatch: pytest.Mo
             while frontend.stats.step != 7:
                 await asyncio.sleep(0.001)
         assert (frontend.health_problem, frontend.detokenizer_entries) == ("", 3)
-        assert b'minisgl:dropped_messages_total{model_name="m"} 6.0' in frontend.render_metrics()
+        assert b'minisgl:dropped_messages_total{model_name="m"} 6.0' in frontend.render_metrics("")[0]
         scheduler.close()
         await frontend.close()
 

@@ -1,14 +1,18 @@
-"""The throughput line tells the truth."""
+"""The throughput line tells the truth, and dashboards find the names that they ask for."""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from minisgl.api import metrics
 from minisgl.api.metrics import Metrics
+from minisgl.core import FinishReason
 from minisgl.message import StatsMsg
 
 
@@ -39,6 +43,39 @@ def test_throughput_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
         assert lines == ["in 10 s: prefill 0 tok/s, decode 5 tok/s, cache hits 24 %; now: running 3, queued 0, KV 50 %"]
         after_10_s(second)
         assert lines == []
-    text = counted.render(second, 0, 0, 0).decode()
+    text = counted.render(second, 0, 0, 0)[0].decode()
     assert 'minisgl:prefix_cache_queries_total{model_name="m"} 1000.0' in text
     assert 'minisgl:prefix_cache_hits_total{model_name="m"} 240.0' in text
+
+
+# What vLLM's Grafana dashboard asks for, with our prefix.
+DASHBOARD = """
+e2e_request_latency_seconds_bucket e2e_request_latency_seconds_sum e2e_request_latency_seconds_count
+generation_tokens_total inter_token_latency_seconds_bucket kv_cache_usage_perc num_requests_running
+num_requests_waiting prompt_tokens_total request_decode_time_seconds_sum request_generation_tokens_bucket
+request_prefill_time_seconds_sum request_prompt_tokens_bucket request_queue_time_seconds_sum request_success_total
+time_to_first_token_seconds_bucket
+"""
+
+
+@pytest.mark.parametrize(
+    ("accept", "media", "read"),
+    [
+        ("", "text/plain; version=0.0.4; charset=utf-8", read_text),
+        (
+            "application/openmetrics-text;version=1.0.0,text/plain;q=0.5",
+            "application/openmetrics-text",
+            read_openmetrics,
+        ),
+    ],
+)
+def test_dashboards_find_their_names(accept: str, media: str, read: Any) -> None:
+    counted = Metrics("m")
+    counted.observe_end(FinishReason.STOP, {"request_prompt_tokens": 30, "request_decode_time_seconds": 0.2})
+    counted.observe_end(FinishReason.ABORT, {"request_prompt_tokens": 1})  # did not end by itself
+    body, shown = counted.render(StatsMsg(), 0, 0, 0, accept)
+    assert shown.startswith(media)
+    samples = {s.name: s.value for family in read(body.decode()) for s in family.samples}
+    assert {f"minisgl:{name}" for name in DASHBOARD.split()} <= samples.keys()
+    assert samples["minisgl:request_prompt_tokens_sum"] == 30 and samples["minisgl:request_prompt_tokens_count"] == 1
+    assert samples["process_resident_memory_bytes"] > 1e6 and samples["process_open_fds"] > 0

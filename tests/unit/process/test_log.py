@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import sys
+import warnings
 from collections.abc import Iterator
+from datetime import datetime
 
 import pytest
 
 from minisgl.errors import ConfigError
-from minisgl.process.log import Progress, configure_logging, log_level
+from minisgl.process.log import OTHERS, Progress, configure_logging, log_format, log_level
 
 
 @pytest.fixture(autouse=True)
 def _restore() -> Iterator[None]:
-    logger = logging.getLogger("minisgl")
-    old = logger.handlers[:], logger.level, logger.propagate
+    loggers = [logging.getLogger(name) for name in ("minisgl", *OTHERS)]
+    old = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
     yield
-    logger.handlers[:], logger.level, logger.propagate = old
+    for logger, (logger.handlers, level, logger.propagate) in zip(loggers, old, strict=True):
+        logger.setLevel(level)
+    logging.captureWarnings(False)
 
 
 def test_log_lines_name_their_process(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,16 +33,53 @@ def test_log_lines_name_their_process(capsys: pytest.CaptureFixture[str], monkey
     logging.getLogger("minisgl.some.module").info("something %d", 1)
     logging.getLogger("minisgl.some.module").debug("hidden")
     error = capsys.readouterr().err
-    assert error.endswith("I minisgl-test-0: something 1\n")
-    assert len(error.splitlines()) == 1
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO minisgl-test-0: something 1\n", error)
+
+
+def test_lines_of_other_packages_have_the_same_form(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("minisgl-test-0", "INFO", "text")
+    logging.getLogger("uvicorn.error").info("started")  # says what our banner says
+    logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        configure_logging("minisgl-test-0", "INFO", "text")
+        warnings.warn("this is old", stacklevel=1)
+    lines = capsys.readouterr().err.splitlines()
+    assert " WARNING minisgl-test-0: Invalid HTTP request received." in lines[0]
+    assert " WARNING minisgl-test-0: " in lines[1] and "this is old" in lines[1]
+
+
+def test_json_lines_have_the_fields_of_the_call(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOG_FORMAT", "JSON")
+    configure_logging("minisgl-test-0", "INFO")
+    logger = logging.getLogger("minisgl.some.module")
+    logger.info('two\nlines, "quoted"', extra={"fields": {"status": 200}})
+    try:
+        raise ValueError("bad")
+    except ValueError:
+        logger.exception("it failed")
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert datetime.fromisoformat(first.pop("time")).tzinfo is not None
+    assert first == {
+        "level": "INFO",
+        "process": "minisgl-test-0",
+        "message": 'two\nlines, "quoted"',
+        "status": 200,
+    }
+    assert second["level"] == "ERROR" and second["exception"].endswith("ValueError: bad")
 
 
 def test_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOG_LEVEL", "debug")
     assert log_level() == "DEBUG"
     monkeypatch.setenv("LOG_LEVEL", "loud")
-    with pytest.raises(ConfigError, match="LOUD"):
+    with pytest.raises(ConfigError, match="LOG_LEVEL=loud is unknown; use one of DEBUG"):
         log_level()
+    monkeypatch.setenv("LOG_FORMAT", "xml")
+    with pytest.raises(ConfigError, match="LOG_FORMAT=xml"):
+        log_format()
 
 
 @pytest.mark.parametrize(("is_terminal", "shown"), [(True, "\rloading [########"), (False, "")])

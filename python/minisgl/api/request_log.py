@@ -1,0 +1,83 @@
+"""The request log (`--log-requests`): a line for each request when its response has ended, without texts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, Final
+from urllib.parse import quote
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minisgl.api.frontend import Submission
+from minisgl.api.gate import OPEN_PATHS
+from minisgl.api.http import REQUEST_ID, SUBMISSION
+from minisgl.api.replies import usage_of
+
+logger = logging.getLogger(__name__)
+
+# What machines and the page ask for every few seconds.
+QUIET: Final = OPEN_PATHS | {"/metrics", "/health_generate", "/engine_view"}
+MAX_PATH: Final = 100
+CLIENT_GONE: Final = 499  # nginx's code
+
+
+class RequestLog:
+    """Middleware around all others, so that refusals are logged, too."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].removeprefix(self._root_path) in QUIET:
+            await self._app(scope, receive, send)
+            return
+        started = time.monotonic()
+        status = CLIENT_GONE  # of a request without a response
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        except Exception:
+            status = 500  # the response is made outside of this
+            raise
+        finally:
+            fields = request_fields(scope, status, time.monotonic() - started)
+            logger.info(log_line(fields), extra={"fields": fields})
+
+
+def request_fields(scope: Scope, status: int, seconds: float) -> dict[str, Any]:
+    """The fields of a line: of a request that generates also its tokens, times in milliseconds, and how it ended."""
+    fields: dict[str, Any] = {
+        "request_id": scope.get(REQUEST_ID, ""),
+        "method": scope["method"],
+        "path": quote(scope["path"][:MAX_PATH]),
+        "status": status,
+    }
+    submission: Submission | None = scope.get(SUBMISSION)
+    if submission is not None:
+        replies = submission.last_replies
+        usage = usage_of(replies, submission.n)
+        timing = submission.receipt.timing(usage.completion_tokens, usage.prompt_tokens_details.cached_tokens)
+        fields |= {
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": timing.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+            "queue_ms": timing.queue_ms,
+            "ttft_ms": timing.ttft_ms,
+            "finish_reason": ",".join(dict.fromkeys(r.finish_reason or "abort" for r in replies)),
+        }
+    return fields | {"total_ms": round(1e3 * seconds, 3)}
+
+
+def log_line(fields: dict[str, Any]) -> str:
+    """The fields as text: what was asked and the status, then name=value."""
+    names = ("method", "path", "status")
+    rest = (f"{name}={value}" for name, value in fields.items() if name not in names and value is not None)
+    return " ".join([*(str(fields[name]) for name in names), *rest])
