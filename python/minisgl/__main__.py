@@ -19,6 +19,7 @@ from minisgl.settings.sources import (
     add_options,
     args_from_options,
     engine_options,
+    server_options,
     take_options,
 )
 
@@ -39,7 +40,7 @@ Serve a language model, or talk to one. Without MODEL the small demo model of th
 """
 EPILOG = """\
 `minisgl COMMAND --help` explains the options; each option can also be set by an environment variable, for example
-MINISGL_PORT=8000. Most flags of vLLM and SGLang work, or name ours. LOG_LEVEL=DEBUG shows detail.
+MINISGL_PORT=8000. Most flags of vLLM and SGLang work, or name ours. `--log-level DEBUG` shows detail.
 `python -m minisgl [--model X] [--shell]` is `minisgl serve`.
 """
 VERIFY = """\
@@ -72,8 +73,7 @@ which transformers and vLLM read, too.
 
 
 def _parser() -> Parser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="minisgl", description=DESCRIPTION, epilog=EPILOG, formatter_class=raw, allow_abbrev=False)
+    parser = Parser(prog="minisgl", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=minisgl.__version__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
@@ -96,18 +96,14 @@ def _parser() -> Parser:
     add_options(generate, SchedulerConfig)
 
     add_bench(commands)
-    verify = commands.add_parser(
-        "verify", help="check a model's numbers", description=VERIFY, formatter_class=raw, allow_abbrev=False
-    )
+    verify = commands.add_parser("verify", help="check a model's numbers", description=VERIFY, allow_abbrev=False)
     add_model_argument(verify)
     verify.add_argument(
         "--length", type=int, default=192, metavar="INT", help="tokens of the longest text (default: 192)"
     )
     verify.add_argument("--json", metavar="FILE", help="write the table to this file as well")
     add_options(verify, SchedulerConfig)
-    quantize = commands.add_parser(
-        "quantize", help="write a checkpoint with fewer bits", description=QUANTIZE, formatter_class=raw
-    )
+    quantize = commands.add_parser("quantize", help="write a checkpoint with fewer bits", description=QUANTIZE)
     quantize.add_argument("input", metavar="IN", help="the checkpoint; '' for the built-in model")
     quantize.add_argument("output", metavar="OUT", type=Path, help="the folder to write; it must not exist yet")
     quantize.add_argument("--scheme", choices=("fp8", "int8", "int4"), required=True, help="see above")
@@ -144,6 +140,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _chat(options: argparse.Namespace) -> int:
+    from minisgl.chat.client import running_server
     from minisgl.chat.shell import chat_with_own_server, chat_with_url
 
     chosen = {"temperature": options.temperature, "max_tokens": options.max_tokens}
@@ -153,6 +150,13 @@ def _chat(options: argparse.Namespace) -> int:
         if extra := given.keys() - {"api_key"}:
             raise ConfigError(f"--url talks to a running server, so it goes with --api-key only, not {sorted(extra)}")
         return chat_with_url(options.url, given.get("api_key"), sampling, options.system)
+    wanted = server_options(given)
+    if wanted.get("port") != 0 and wanted.keys() <= {"model", "host", "port", "api_key", "api_key_file"}:
+        args = args_from_options(given)
+        key = next(iter(args.load_keys() or []), None)
+        if (url := running_server(args.host, args.port, args.scheduler.engine.model, key)) is not None:
+            print("minisgl: using the server that runs on this port; --port 0 starts another one", file=sys.stderr)
+            return chat_with_url(url, key, sampling, options.system)
     return chat_with_own_server(args_from_options({"port": 0} | given), sampling, options.system)
 
 

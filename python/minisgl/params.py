@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 import msgspec
 
-from minisgl.errors import RequestError
+from minisgl.errors import RequestError, did_you_mean
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,7 +54,16 @@ class ToolCalls(msgspec.Struct, frozen=True):
     end: str = ""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class _SuggestsFields(type(msgspec.Struct)):  # type: ignore[misc]
+    """Makes the `TypeError` for a keyword that is no field say which field it may mean."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        for name in fields.keys() - {*cls.__struct_fields__}:
+            raise TypeError(f"{cls.__name__} has no field {name!r}{did_you_mean(name, cls.__struct_fields__)}")
+        return super().__call__(*args, **fields)
+
+
+class SamplingParams(msgspec.Struct, metaclass=_SuggestsFields, frozen=True, kw_only=True, omit_defaults=True):
     """How to sample and when to stop. `temperature` 0 means greedy; `top_k` 0, `top_p` 1 and `min_p` 0 mean off.
 
     `max_tokens` None means the rest of the context, 0 generates nothing. `seed` makes the output a function of the

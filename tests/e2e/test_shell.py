@@ -79,9 +79,10 @@ def terminal(server: ServerProcess, tmp_path: Path) -> Iterator[Terminal]:
 
 
 def test_session_with_commands_and_interrupts(terminal: Terminal, server: ServerProcess, tmp_path: Path) -> None:
-    terminal.expect("/help lists")
+    terminal.expect(rf"Chat with minisgl-demo on {server.url}\. /help lists")
     terminal.say("My name is Anna.\r")
     terminal.expect("\n.*Anna")
+    terminal.expect(r"\(\d+ tokens, \d+ tokens/s, first token after \d+ ms\)")
     terminal.say("What is my name?\r")
     terminal.expect(r"\?[^?]*Anna")  # the echo of the question has none
     terminal.say("/stats\r")
@@ -96,9 +97,18 @@ def test_session_with_commands_and_interrupts(terminal: Terminal, server: Server
     terminal.expect("parameters: .*true")
     terminal.say("Tell me a story about a fox named Lily.\r")
     terminal.expect(r"Lily\.\s*\n\w")
+    terminal.type("/params min_tokens=7")  # while the answer streams: not shown in it, but at the next prompt
+    time.sleep(0.3)
     terminal.type(CTRL_C)
-    terminal.expect(r"\(stopped\)")
+    assert "min_tokens" not in terminal.expect(r"\(stopped\)")
+    terminal.expect(r">[^\n]*/params min_tokens=7")
+    terminal.type("\r")
+    terminal.expect("parameters: .*min_tokens=7")
     require_no_leak(server)
+    terminal.say("/params temprature=1\r")
+    terminal.expect("did you mean temperature")
+    terminal.say("/tr\t\r")  # completed
+    terminal.expect(r"nodes; \d+ pages")
     terminal.say("one\\\rtwo" + ESCAPE + "\rthree\r")  # a continued line, and Alt-Enter inside the second line
     terminal.expect(r"three\s*\n\w")
     terminal.type(CTRL_C)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from minisgl.bench.shapes import shape_options
 from minisgl.bench.traffic import OnlineArgs
@@ -70,11 +70,12 @@ class _Online:
 
 def add_bench(commands: _SubParsersAction[Parser]) -> None:
     """Add the `bench` command."""
-    look: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    bench = commands.add_parser("bench", help="measure the engine or a server", description=DESCRIPTION, **look)
+    bench = commands.add_parser(
+        "bench", help="measure the engine or a server", description=DESCRIPTION, allow_abbrev=False
+    )
     kinds = bench.add_subparsers(dest="kind", metavar="KIND", required=True)
-    add_offline(kinds.add_parser("offline", help="the engine alone", description=OFFLINE, **look))
-    online = kinds.add_parser("online", help="any server", description=ONLINE, **look)
+    add_offline(kinds.add_parser("offline", help="the engine alone", description=OFFLINE, allow_abbrev=False))
+    online = kinds.add_parser("online", help="any server", description=ONLINE, allow_abbrev=False)
     add_model_argument(online)
     add_options(online, _Online)
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from minisgl.bench.report import format_table, percentiles_ms, provenance, spread, spread_percent
+from minisgl.bench.report import format_table, origin, percentiles_ms, provenance, spread, spread_percent
 from minisgl.bench.workloads import OfflineArgs, Workload, make_workloads
 from minisgl.checkpoint.hf import resolve_model
 from minisgl.errors import ConfigError, MinisglError
@@ -171,10 +171,11 @@ def offline_table(report: dict[str, Any]) -> str:
         figures = [summary[name] for name in ("wall_s", "output_tok_s", "input_tok_s", "total_tok_s")]
         rows.append([result["workload"], size, *figures, summary.get("ms_per_token"), ttft["p50"], ttft["p99"], off])
     headers = ["workload", "requests x in/out", "wall s", "out tok/s", "in tok/s", "all tok/s"]
-    headers += ["ms/token", "TTFT p50", "p99 ms", "spread %"]
+    headers += ["ms/token", "TTFT p50 ms", "TTFT p99 ms", "spread %"]
     engine = report["engine"]
     head = (
-        f"{engine['architecture']} · {engine['parameters'] / 1e9:.3g} B parameters · {engine['dtype']} · "
-        f"{engine['device']} · attention {engine['attention']} · start {report['engine_start_s']:.1f} s"
+        f"minisgl bench offline · {engine['architecture']} · {engine['parameters'] / 1e9:.3g} B parameters · "
+        f"{engine['dtype']} · {engine['device']} · "
+        f"attention {engine['attention']} · start {report['engine_start_s']:.1f} s"
     )
-    return f"{head}\n{format_table(headers, rows)}"
+    return f"{head}\n{origin(report['machine'])}\n{format_table(headers, rows)}"

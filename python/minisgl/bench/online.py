@@ -18,7 +18,7 @@ from typing import Any, Final
 import uvloop
 
 from minisgl.bench.load import LoadGenerator, Samples, Window, served_model, summarize
-from minisgl.bench.report import format_table, plot_distribution, plot_throughput, provenance, shown
+from minisgl.bench.report import format_table, origin, plot_distribution, plot_throughput, provenance, shown
 from minisgl.bench.traffic import BACKGROUND, OnlineArgs, Point, Range, Request, make_points, random_requests
 from minisgl.errors import ConfigError, StartupError
 from minisgl.settings.sources import args_from_options
@@ -96,11 +96,18 @@ def online_table(report: dict[str, Any]) -> str:
         rows.append([r["label"], done, r["request_s"], r["output_tok_s"], *times, *checks])
     headers = ["load", "done", "req/s", "out tok/s", "TTFT p50", "p90", "p99", "ITL p50", "p99", "TPOT p50", "E2E p50"]
     lines = [
-        f"{report['model']} · {report['settings']['pattern']} · times in ms",
+        f"minisgl bench online · {report['model']} · {report['settings']['pattern']} · times in ms",
+        _measured(report),
         format_table([*headers, "late p99", "client %"], rows),
     ]
     lines += [f"{r['label']}: {note}" for r in report["results"] for note in _notes(r)]
     return "\n".join(lines)
+
+
+def _measured(report: dict[str, Any]) -> str:
+    """Where and when; of a server that runs elsewhere only the machine of the clients is known."""
+    clients = "" if report["url"] is None else f"{report['url']}, clients on "
+    return clients + origin(report["machine"])
 
 
 def _notes(r: dict[str, Any]) -> Iterator[str]:
@@ -127,8 +134,9 @@ def draw(report: dict[str, Any], samples: dict[str, Samples], folder: Path) -> l
     """Draw the plots of a report in `folder`; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "ttft.png", folder / "itl.png"]
-    plot_distribution({name: s.ttft for name, s in samples.items()}, "time to first token", paths[0])
-    plot_distribution({name: s.itl for name, s in samples.items()}, "inter-token latency", paths[1])
+    title = f"{report['model']} · {report['settings']['pattern']}\n{_measured(report)}"
+    plot_distribution({name: s.ttft for name, s in samples.items()}, "time to first token", title, paths[0])
+    plot_distribution({name: s.itl for name, s in samples.items()}, "inter-token latency", title, paths[1])
     points = [
         (r["offered_request_s"] or r["streams"], r["output_tok_s"] or 0.0, r["ttft_ms"]["p50"])
         for r in report["results"]
@@ -137,7 +145,7 @@ def draw(report: dict[str, Any], samples: dict[str, Samples], folder: Path) -> l
     if len(points) > 1:
         paths.append(folder / "throughput.png")
         label = "requests offered per second" if report["results"][0]["offered_request_s"] else "streams"
-        plot_throughput(points, label, paths[-1])
+        plot_throughput(points, label, title, paths[-1])
     return paths
 
 

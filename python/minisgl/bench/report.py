@@ -11,6 +11,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ def provenance() -> dict[str, Any]:
     import minisgl
 
     return {
+        "date": time.strftime("%Y-%m-%d %H:%M %Z"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "minisgl": minisgl.__version__,
         "commit": _commit(),
@@ -87,6 +89,13 @@ def provenance() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 2),
     }
+
+
+def origin(machine: dict[str, Any]) -> str:
+    """One line that says where and when the figures of a report were measured, from its `provenance`."""
+    gpus = machine.get("gpus")
+    device = f"{len(gpus)} x {gpus[0]}" if gpus else f"{machine['cores']} x {machine['cpu']}"
+    return f"{device} · minisgl {machine['minisgl']} ({machine['commit'] or 'installed'}) · {machine['date']}"
 
 
 def _commit() -> str | None:
@@ -100,18 +109,20 @@ def _commit() -> str | None:
         return None
 
 
-def new_figure(width: float = 7, height: float = 4) -> Any:
-    """An empty matplotlib figure (inches); raises `ConfigError` without matplotlib."""
+def new_figure(title: str = "", width: float = 7, height: float = 4) -> Any:
+    """A matplotlib figure (inches) with nothing but its title; raises `ConfigError` without matplotlib."""
     try:
         figure = importlib.import_module("matplotlib.figure")
     except ImportError:
         raise ConfigError("plots need matplotlib: pip install 'minisgl[bench]'") from None
-    return figure.Figure(figsize=(width, height), layout="constrained")  # no pyplot: no global state, no display
+    new = figure.Figure(figsize=(width, height), layout="constrained")  # no pyplot: no global state, no display
+    new.suptitle(title, fontsize="medium")
+    return new
 
 
-def plot_throughput(points: list[tuple[float, float, float | None]], label: str, path: Path) -> None:
+def plot_throughput(points: list[tuple[float, float, float | None]], label: str, title: str, path: Path) -> None:
     """Plot throughput and median TTFT over the load that `label` names: (load, output tok/s, TTFT p50 in ms)."""
-    figure = new_figure()
+    figure = new_figure(title)
     axes = figure.subplots()
     loads = [load for load, _, _ in points]
     axes.plot(loads, [tokens for _, tokens, _ in points], "o-", color="tab:blue")
@@ -123,9 +134,9 @@ def plot_throughput(points: list[tuple[float, float, float | None]], label: str,
     figure.savefig(path, dpi=120)
 
 
-def plot_distribution(series: dict[str, list[float]], label: str, path: Path) -> None:
+def plot_distribution(series: dict[str, list[float]], label: str, title: str, path: Path) -> None:
     """Plot the cumulative distribution of each named series of seconds, over a logarithmic axis to show the tail."""
-    figure = new_figure()
+    figure = new_figure(title)
     axes = figure.subplots()
     for name, values in series.items():
         x = np.sort(np.asarray(values, np.float64)) * 1e3

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from minisgl.errors import ConfigError, MinisglError
 
 TIMEOUT_S: Final = 600.0
+PROBE_TIMEOUT_S: Final = 2.0
 
 
 class ServerError(MinisglError):
@@ -52,8 +53,11 @@ class ServerAddress(NamedTuple):
 class ChatClient:
     """Talks to one server. `account` has the usage and timing of the last answer, as far as the server tells them."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, timeout: float = TIMEOUT_S) -> None:
+        """`timeout` in seconds for each step of a connection."""
         self.account: dict[str, Any] = {}
+        self.url = url
+        self._timeout = timeout
         self._address = ServerAddress.parse(url)
         self._headers = {"content-type": "application/json"}
         if api_key:
@@ -91,10 +95,17 @@ class ChatClient:
                 raise ServerError(f"{path} is not JSON: {e}") from e
             return answer
 
+    def model(self) -> str:
+        """The name of the first model that the server lists; "the model" if it lists none."""
+        try:
+            return str(self.get("/v1/models")["data"][0]["id"])
+        except (ServerError, OSError, LookupError):
+            return "the model"
+
     @contextlib.contextmanager
     def _request(self, method: str, path: str, body: str | None = None) -> Iterator[http.client.HTTPResponse]:
         kind = http.client.HTTPSConnection if self._address.is_tls else http.client.HTTPConnection
-        connection = kind(self._address.host, self._address.port, timeout=TIMEOUT_S)
+        connection = kind(self._address.host, self._address.port, timeout=self._timeout)
         try:
             connection.request(method, self._address.prefix + path, body, self._headers)
             response = connection.getresponse()
@@ -105,6 +116,19 @@ class ChatClient:
             raise ServerError(f"the connection broke: {e!r}") from e
         finally:
             connection.close()
+
+
+def running_server(host: str, port: int, model: str, api_key: str | None) -> str | None:
+    """The URL of a server of ours at this address that serves `model` (a name or folder; empty: any), if there is one.
+
+    Raises `ConfigError` for an address that cannot be one.
+    """
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    try:
+        info = ChatClient(url, api_key, PROBE_TIMEOUT_S).get("/model_info")
+    except (ServerError, OSError):
+        return None
+    return url if model in ("", info.get("model"), info.get("model_path")) else None
 
 
 def _error_message(response: http.client.HTTPResponse) -> str:

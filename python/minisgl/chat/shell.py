@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from minisgl.chat.client import ChatClient, ServerError
-from minisgl.errors import ConfigError
+from minisgl.chat.terminal import LineReader, WordWrap, interrupt_handler, interruptible, line_reader, no_echo
+from minisgl.errors import ConfigError, did_you_mean
 from minisgl.settings.options import ServerArgs
-
-if TYPE_CHECKING:
-    from prompt_toolkit import PromptSession
 
 HELP: Final = '''\
 /reset                 forget the conversation
@@ -29,8 +25,8 @@ HELP: Final = '''\
 /quit                  leave (also Ctrl-D); Ctrl-C stops an answer
 A line that ends with \\ continues on the next one, and """ begins and ends a text of several lines.'''
 BLOCK: Final = '"""'
-
-LineReader = Callable[[str], str]  # prompt -> the typed line; raises EOFError at the end, and KeyboardInterrupt
+OUR_FIELDS: Final = {"messages", "stream", "stream_options", "return_timing"}  # of a request, set by the chat itself
+TYPES: Final = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
 
 def chat_with_own_server(args: ServerArgs, sampling: dict[str, Any], system: str | None) -> int:
@@ -45,7 +41,8 @@ def chat_with_own_server(args: ServerArgs, sampling: dict[str, Any], system: str
 
 def chat_with_url(url: str, api_key: str | None, sampling: dict[str, Any], system: str | None) -> int:
     """Chat with a running server; returns the exit code."""
-    Shell(ChatClient(url, api_key), sampling, system).run(line_reader())
+    shell = Shell(ChatClient(url, api_key), sampling, system)
+    shell.run(line_reader(shell.completions() if sys.stdin.isatty() else ()))
     return 0
 
 
@@ -67,10 +64,24 @@ class Shell:
             "/help": lambda _: print(HELP),
         }
 
+    @cached_property
+    def _fields(self) -> dict[str, dict[str, Any]]:
+        """The fields of a chat request and their JSON Schemas, as the server describes them; empty if it does not."""
+        try:
+            schemas = self._client.get("/openapi.json")["components"]["schemas"]
+            fields: dict[str, dict[str, Any]] = schemas["ChatCompletionRequest"]["properties"]
+        except (ServerError, OSError, KeyError):
+            return {}
+        return {name: schema for name, schema in fields.items() if name not in OUR_FIELDS}
+
+    def completions(self) -> list[str]:
+        """The beginnings of lines that Tab completes."""
+        return [*self._commands, "/quit", *(f"/params {name}=" for name in self._fields)]
+
     def run(self, read_line: LineReader) -> None:
         """Read and answer until the input ends or /quit."""
         if sys.stdin.isatty():
-            print("Chat with the model. /help lists the commands.")
+            print(f"Chat with {self._client.model()} on {self._client.url}. /help lists the commands.")
         with interrupt_handler(lambda *_: None):  # Ctrl-C counts only where `interruptible` says so
             while True:
                 try:
@@ -110,18 +121,21 @@ class Shell:
         """
         self._turns.append({"role": "user", "content": text})
         answer = ""
+        wrap = WordWrap.of_stdout()
         dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
         is_reasoning = False
         deltas = self._client.stream_chat(self._messages(), **self._params)
         try:
-            with interruptible():
+            with interruptible(), no_echo():
                 for delta in deltas:
                     if delta.is_reasoning != is_reasoning:
                         is_reasoning = delta.is_reasoning
-                        print(dim if is_reasoning else f"{plain}\n", end="")
+                        print(dim if is_reasoning else wrap.flush() + plain + wrap.feed("\n"), end="")
                     answer += "" if is_reasoning else delta.text
-                    print(delta.text, end="", flush=True)
-            print()
+                    print(wrap.feed(delta.text), end="", flush=True)
+            print(wrap.flush())
+            if sys.stdout.isatty() and (speed := self._speed()):
+                print(f"{dim}({speed}){plain}")
         except KeyboardInterrupt:
             print(" (stopped)")
         except (ServerError, OSError) as e:
@@ -134,6 +148,16 @@ class Shell:
             self._turns.append({"role": "assistant", "content": answer})
         else:
             self._turns.pop()
+
+    def _speed(self) -> str:
+        """The length and speed of the last answer by the server's clock, as far as the server tells them."""
+        usage, timing = (self._client.account.get(name, {}) for name in ("usage", "timing"))
+        facts = {
+            "{} tokens": usage.get("completion_tokens"),
+            "{:.0f} tokens/s": timing.get("tokens_per_s"),
+            "first token after {:.0f} ms": timing.get("ttft_ms"),
+        }
+        return ", ".join(text.format(value) for text, value in facts.items() if value is not None)
 
     # -- commands
 
@@ -151,14 +175,30 @@ class Shell:
             name, equals, value = pair.partition("=")
             if not equals or not name.isidentifier():
                 raise ValueError(f"{pair} is not NAME=VALUE")
-            self._params.pop(name, None)
-            if value:
-                try:
-                    self._params[name] = json.loads(value)
-                except ValueError:
-                    self._params[name] = value
+            if not value:
+                self._params.pop(name, None)
+                continue
+            try:
+                read = json.loads(value)
+            except ValueError:
+                read = value
+            self._check_param(name, read)
+            self._params[name] = read
         shown = " ".join(f"{name}={json.dumps(value)}" for name, value in self._params.items())
         print(f"parameters: {shown or 'those of the model'}")
+
+    def _check_param(self, name: str, value: Any) -> None:
+        """Raises `ValueError` for a name or a type that the server does not describe."""
+        if name in OUR_FIELDS:
+            raise ValueError(f"{name} is set by the chat itself")
+        if self._fields and name not in self._fields:
+            raise ValueError(f"{name} is not a field of a chat request{did_you_mean(name, self._fields)}")
+        schema = self._fields.get(name, {})
+        types = [one.get("type") for one in schema.get("anyOf", [schema])]
+        is_number = type(value) is int and "number" in types
+        if value is not None and None not in types and not is_number and TYPES[type(value)] not in types:
+            named = " or ".join(kind for kind in types if kind != "null")
+            raise ValueError(f"{name} takes {named}, not {json.dumps(value)}")
 
     def _show_stats(self, _: str) -> None:
         account = self._client.account
@@ -203,24 +243,6 @@ def tree_lines(view: dict[str, Any]) -> list[str]:
     return lines
 
 
-# -- input
-
-
-@contextlib.contextmanager
-def interrupt_handler(handler: Callable[..., Any]) -> Iterator[None]:
-    """Call `handler` for SIGINT within the block; for the main thread."""
-    old = signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, old)
-
-
-def interruptible() -> contextlib.AbstractContextManager[None]:
-    """Raise KeyboardInterrupt for SIGINT within the block."""
-    return interrupt_handler(signal.default_int_handler)
-
-
 def read_message(read_line: LineReader) -> str:
     """One message: a line, lines that each end with a backslash except the last, or a text between triple quotes."""
     line = read_line("> ")
@@ -235,47 +257,3 @@ def read_message(read_line: LineReader) -> str:
         lines[-1] = lines[-1][:-1]
         lines.append(read_line("… "))
     return "\n".join(lines).strip()
-
-
-def line_reader() -> LineReader:
-    """The best reader that the terminal and the installed packages allow."""
-    if not sys.stdin.isatty():
-        return lambda _: _interruptible_input("")
-    try:
-        return _session().prompt
-    except ImportError:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (gives input() line editing, and the history of this session)
-        return _interruptible_input
-
-
-def _interruptible_input(prompt: str) -> str:
-    with interruptible():
-        return input(prompt)
-
-
-def _session() -> PromptSession[str]:
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
-    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-
-    keys = KeyBindings()
-
-    @keys.add("escape", "enter")
-    def new_line(event: KeyPressEvent) -> None:
-        event.current_buffer.insert_text("\n")
-
-    path = _history_file()
-    return PromptSession(history=InMemoryHistory() if path is None else FileHistory(path), key_bindings=keys)
-
-
-def _history_file() -> Path | None:
-    """The file that keeps the history between sessions, readable by this user only; None if it cannot be made."""
-    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "minisgl"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = folder / "chat_history"
-        path.touch(mode=0o600)
-    except OSError:
-        return None
-    return path

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Generator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minisgl.chat.client import ChatClient, Delta, ServerError
+from minisgl.chat.client import ChatClient, Delta, ServerError, running_server
 from minisgl.chat.shell import Shell, tree_lines
+from minisgl.chat.terminal import WordWrap
 from minisgl.errors import ConfigError
 
 
@@ -21,6 +24,12 @@ class FakeClient(ChatClient):
         super().__init__("http://127.0.0.1:1")
         self.seen: list[list[dict[str, Any]]] = []
         self.fields: list[dict[str, Any]] = []
+        self.described: dict[str, Any] = {}  # by /openapi.json
+
+    def get(self, path: str) -> dict[str, Any]:
+        if not self.described:
+            raise ServerError("not found")
+        return {"components": {"schemas": {"ChatCompletionRequest": {"properties": self.described}}}}
 
     def stream_chat(self, messages: list[dict[str, Any]], **fields: Any) -> Generator[Delta, None, None]:
         self.seen.append([dict(m) for m in messages])
@@ -107,3 +116,73 @@ def test_prefix_tree_as_text() -> None:
 def test_invalid_urls_are_refused(url: str) -> None:
     with pytest.raises(ConfigError):
         ChatClient(url)
+
+
+def test_parameters_are_checked_against_the_fields_that_the_server_describes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    client = FakeClient()
+    client.described = {
+        "temperature": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+        "max_tokens": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "stop": {"anyOf": [{"type": "string"}, {"type": "array"}]},
+        "tools": {"$ref": "#/x"},
+        "messages": {"type": "array"},
+    }
+    shell = Shell(client, {})
+    wrong = ("temprature=1", "temperature=warm", "max_tokens=1.5", "stop=true", "messages=[]", "stream=false")
+    script = [
+        *(f"/params {pair}" for pair in wrong),
+        "/params temperature=1 stop=x max_tokens=null tools={}",
+        "a",
+        "/quit",
+    ]
+    lines = iter(script)
+    shell.run(lambda _: next(lines))
+    assert client.fields == [{"temperature": 1, "stop": "x", "max_tokens": None, "tools": {}}]
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "(temprature is not a field of a chat request; did you mean temperature?)",
+        '(temperature takes number, not "warm")',
+        "(max_tokens takes integer, not 1.5)",
+        "(stop takes string or array, not true)",
+        "(messages is set by the chat itself)",
+        "(stream is set by the chat itself)",
+    ]
+    assert {"/help", "/quit", "/params stop="} <= {*shell.completions()}
+    assert "/params messages=" not in shell.completions()
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_words_wrap_however_the_text_arrives(size: int) -> None:
+    text = "The quick brown fox jumps\nover    the lazydogwithalongname and 狐狸跳过懒狗。 ends\n\n  code"
+    wrap = WordWrap(12)
+    shown = "".join(wrap.feed(text[i : i + size]) for i in range(0, len(text), size)) + wrap.flush()
+    assert (
+        shown
+        == "The quick \nbrown fox \njumps\nover    the\nlazydogwithalongname\nand 狐狸跳\n过懒狗。 \nends\n\n  code"
+    )
+    assert [word for word in shown.split() if word in text.split()]
+    assert WordWrap(0).feed(text) == text
+
+
+def test_a_running_server_is_found_by_its_model() -> None:
+    info = {"model": "demo", "model_path": "/models/demo"}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/model_info" else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps(info).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = server.server_port
+        found = {model: running_server("127.0.0.1", port, model, None) for model in ("", "demo", "/models/demo", "x")}
+        server.shutdown()
+    url = f"http://127.0.0.1:{port}"
+    assert found == {"": url, "demo": url, "/models/demo": url, "x": None}
+    assert running_server("127.0.0.1", port, "", None) is None  # nobody listens any more

@@ -1,0 +1,148 @@
+"""What the chat needs of a terminal: lines with editing and completion, words that wrap, no echo while text streams."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import sys
+import termios
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+
+TAB: Final = 8
+# A word, or one character: a space, or one of a script without spaces, which may end any line.
+PIECE: Final = re.compile(r"[^\s\u2e80-\U0010ffff]+|[\s\S]")
+
+LineReader = Callable[[str], str]  # prompt -> the typed line; raises EOFError at the end, and KeyboardInterrupt
+
+
+class WordWrap:
+    """Breaks streaming text between words. `width` is that of the terminal in columns, 0 to break nothing."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._column = 0
+        self._word = ""  # held back: it may go on, and then belong on the next line
+
+    @classmethod
+    def of_stdout(cls) -> WordWrap:
+        """For the terminal that shows stdout; nothing is broken in a file."""
+        return cls(shutil.get_terminal_size().columns if sys.stdout.isatty() else 0)
+
+    def feed(self, text: str) -> str:
+        """Return what to write of the text so far."""
+        if not self._width:
+            return text
+        pieces = PIECE.findall(self._word + text)
+        self._word = pieces.pop() if pieces and not pieces[-1].isspace() else ""
+        return "".join(map(self._place, pieces))
+
+    def flush(self) -> str:
+        """Return the rest, at the end of the text."""
+        word, self._word = self._word, ""
+        return self._place(word)
+
+    def _place(self, piece: str) -> str:
+        if piece == "\n":
+            self._column = 0
+            return piece
+        size = TAB - self._column % TAB if piece == "\t" else sum(map(_columns, piece))
+        if self._column + size < self._width or not self._column:
+            self._column += size
+            return piece
+        self._column = 0 if piece.isspace() else size
+        return "\n" if piece.isspace() else f"\n{piece}"
+
+
+def _columns(character: str) -> int:
+    return 0 if unicodedata.combining(character) else 1 + (unicodedata.east_asian_width(character) in "WF")
+
+
+@contextlib.contextmanager
+def no_echo() -> Iterator[None]:
+    """Do not show what is typed within the block. The next prompt has it, also after a Ctrl-C."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    old = termios.tcgetattr(sys.stdin)
+    new = [*old[:3], (old[3] & ~termios.ECHO) | termios.NOFLSH, *old[4:]]
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, new)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, old)
+
+
+@contextlib.contextmanager
+def interrupt_handler(handler: Callable[..., Any]) -> Iterator[None]:
+    """Call `handler` for SIGINT within the block; for the main thread."""
+    old = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, old)
+
+
+def interruptible() -> contextlib.AbstractContextManager[None]:
+    """Raise KeyboardInterrupt for SIGINT within the block."""
+    return interrupt_handler(signal.default_int_handler)
+
+
+def line_reader(commands: Sequence[str]) -> LineReader:
+    """The best reader that the terminal and the installed packages allow; Tab completes `commands`."""
+    if not sys.stdin.isatty():
+        return lambda _: _interruptible_input("")
+    try:
+        return _session(commands).prompt
+    except ImportError:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (gives input() line editing, and the history of this session)
+        return _interruptible_input
+
+
+def _interruptible_input(prompt: str) -> str:
+    with interruptible():
+        return input(prompt)
+
+
+def _session(commands: Sequence[str]) -> PromptSession[str]:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.shortcuts import CompleteStyle
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    path = _history_file()
+    return PromptSession(
+        history=InMemoryHistory() if path is None else FileHistory(path),
+        key_bindings=keys,
+        completer=WordCompleter(list(commands), sentence=True),
+        complete_style=CompleteStyle.READLINE_LIKE,
+        complete_while_typing=False,
+    )
+
+
+def _history_file() -> Path | None:
+    """The file that keeps the history between sessions, readable by this user only; None if it cannot be made."""
+    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "minisgl"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder / "chat_history"
+        path.touch(mode=0o600)
+    except OSError:
+        return None
+    return path
