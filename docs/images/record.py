@@ -21,7 +21,7 @@ from PIL import Image
 from e2e.browser import Browser
 from e2e.harness import ServerProcess
 
-SIZE = (960, 1040)
+SIZE = (960, 1240)
 FRAME_MS = 250
 LAST_FRAME_MS = 3000
 RULES = " ".join(

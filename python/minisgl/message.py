@@ -87,6 +87,17 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
 
 
+class StepView(msgspec.Struct, frozen=True):
+    """What a step computed, and how long it took."""
+
+    step: int
+    ms: float
+    rows: int  # that got a token besides those whose prompt was completed
+    prompt_tokens: int
+    drafted: int
+    accepted: int
+
+
 class EngineView(msgspec.Struct, tag="view", frozen=True, kw_only=True):
     """The running batch, the pages by owner, and the radix tree as far as it fits. Answers the `ViewMsg` of `uid`.
 
@@ -107,6 +118,7 @@ class EngineView(msgspec.Struct, tag="view", frozen=True, kw_only=True):
     nodes: list[NodeView]
     nodes_total: int
     nodes_hidden: int  # children of the root that are not shown
+    steps: list[StepView] = []  # the last ones, at most `scheduler/stats.py: VIEW_STEPS`, oldest first
 
 
 # -- to the tokenizers and the detokenizer

@@ -33,7 +33,7 @@ def page(chromium: Browser, server: ServerProcess) -> Iterator[Browser]:
     chromium.look(1180, 760)
     chromium.open(server.url)
     chromium.wait("$('model').textContent === 'minisgl-demo'")
-    chromium.evaluate("$('temperature').value = '0'; $('prompt').focus()")
+    chromium.evaluate("localStorage.clear(); $('temperature').value = '0'; $('prompt').focus()")
     yield chromium
     assert chromium.problems == []
 
@@ -60,8 +60,6 @@ def foot(page: Browser) -> str:
 
 
 def test_chat_keeps_the_conversation_and_shows_usage(page: Browser, server: ServerProcess) -> None:
-    # A clock that moves although all chunks come at once.
-    page.evaluate("let ticks = 0; performance.now = () => ++ticks")
     assert "Anna" not in ask(page, "What is 12 + 30?")
     assert "42" in page.evaluate("$('log').textContent")
     assert "tokens/s" in foot(page) and "first token after" in foot(page)
@@ -119,15 +117,15 @@ def test_stop_aborts_the_request(page: Browser, server: ServerProcess, stop: str
     before, whole = server.metrics()["generation_tokens_total"], 16 * (server.info()["max_model_len"] - 200)
     # In the page, as the longest answer may be whole before we have seen its beginning from outside.
     page.evaluate(
-        "const plain = write; write = (where, text) => { plain(where, text);"
-        f" if (running && where.textContent.length > 20) {{ window.label ??= $('send').textContent; {stop} }} }}"
+        "const plain = write; write = (turn, box) => { plain(turn, box);"
+        f" if (running && turn.content.length > 20) {{ window.label ??= $('send').textContent; {stop} }} }}"
     )
     page.type("Tell me a very long story.")
     page.press("Enter")
     page.wait(f"{LAST}?.querySelector('.foot').textContent")
     assert page.evaluate("label") == "Stop"
     page.wait("!running")
-    assert foot(page).endswith("stoppedCopy")
+    assert foot(page).endswith("stoppedCopyAgain")
     assert "tokens" in foot(page)
     assert eventually(lambda: server.metrics()["generation_tokens_total"] > before)
     require_no_leak(server)
@@ -144,6 +142,7 @@ def test_settings_reach_the_request(page: Browser) -> None:
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "x"}],
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "return_timing": True,
         "temperature": 0,
         "top_p": 0.9,
         "top_k": -1,
@@ -167,6 +166,9 @@ def test_keyboard(page: Browser) -> None:
     page.evaluate("$('tab-chat').focus()")
     page.press("ArrowRight")
     assert page.evaluate("document.activeElement.id + $('tab-engine').ariaSelected") == "tab-enginetrue"
+    page.press("ArrowRight")
+    page.press("ArrowRight")  # around the end
+    assert page.evaluate("document.activeElement.id") == "tab-chat"
 
 
 def test_refusal_is_shown_and_the_question_restored(page: Browser) -> None:
@@ -222,6 +224,7 @@ def test_batch_and_tree_are_shown_live(page: Browser, server: ServerProcess) -> 
         page.evaluate("$('tab-engine').click()")
         page.wait("$('tree').textContent.startsWith('Empty')")
         assert "No request is running" in page.evaluate("$('batch').textContent")
+        assert page.evaluate("$('state').textContent").startswith("Nothing runs.")
         # What is shown once both run stays, while we look at one thing after the other and they may end.
         page.evaluate(
             "const plain = showEngine; showEngine = (data) => {"
@@ -243,11 +246,15 @@ def test_batch_and_tree_are_shown_live(page: Browser, server: ServerProcess) -> 
         uids = page.evaluate("[...document.querySelectorAll('#batch b')].map((b) => b.textContent)")
         ends = page.evaluate("[...document.querySelectorAll('#tree i')].map((i) => i.textContent)")
         assert sorted(uids) == sorted(ends)
-        cached = page.evaluate("document.querySelectorAll('#batch .shared')[1].style.width")
+        cached = page.evaluate("document.querySelectorAll('#batch .hit')[1].style.width")
         assert float(cached.removesuffix("%")) > 0  # the second found the first one's system prompt
         pages = page.evaluate(f"{PAGES}.map((n) => Number($(n).textContent.replace(',', '')))")
         assert sum(pages) == 1024 and min(pages[1], pages[3]) > 0
         assert page.evaluate("document.querySelectorAll('#tree code b').length") == 0
+        assert page.evaluate("$('state').textContent") == "2 requests are being served."
+        assert page.evaluate("steps.length") > 8 and page.evaluate("Math.max(...steps.map((s) => s.rows))") == 2
+        assert page.evaluate("steps.every((s) => s.ms > 0 && s.rows + s.prompt_tokens > 0)")
+        assert page.evaluate("document.querySelectorAll('#strip svg:not([hidden])').length") == 3  # no drafts
         save(page, "engine")
         page.evaluate("showEngine = plain")
     page.wait("document.querySelectorAll('#batch .row, #tree .used').length === 0")
@@ -259,7 +266,7 @@ def test_batch_and_tree_are_shown_live(page: Browser, server: ServerProcess) -> 
 def test_page_fits_the_window(page: Browser, width: int) -> None:
     page.look(width, 700)
     ask(page, "Repeat exactly: " + "x" * 120)
-    for tab in ("chat", "engine"):
+    for tab in ("chat", "engine", "api"):
         page.evaluate(f"$('tab-{tab}').click()")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert page.evaluate("document.documentElement.scrollHeight") <= 700
@@ -275,7 +282,8 @@ def test_key_is_asked_for_and_kept_in_memory_only(chromium: Browser) -> None:
         chromium.wait("$('model').textContent === 'minisgl-demo'")
         chromium.evaluate("$('temperature').value = '0'")
         assert "42" in ask(chromium, "What is 12 + 30?")
-        assert chromium.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+        assert chromium.evaluate("sessionStorage.length + document.cookie.length") == 0
+        assert "s3cret" not in chromium.evaluate("JSON.stringify(localStorage)")
         assert chromium.evaluate("location.href.includes('s3cret')") is False
     assert not [p for p in chromium.problems if "401" not in p]
 
@@ -284,7 +292,7 @@ def test_copy_button(page: Browser) -> None:
     page.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
     answer = ask(page, "Who are you?")
     said = page.evaluate(  # for a short while
-        f"new Promise((done) => {{ const button = {LAST}.querySelector('button');"
+        f"new Promise((done) => {{ const button = {LAST}.querySelector('.foot button');"
         " new MutationObserver(() => done(button.textContent)).observe(button, {childList: true}); button.click(); })"
     )
     assert said == "Copied"
@@ -299,3 +307,123 @@ def test_nothing_is_generating_when_nothing_runs(page: Browser) -> None:
     page.evaluate(f"showFigures({{...{figures}, running: 0, generation_tokens: 500}})")
     assert page.evaluate("$('rate').textContent") == "0"
     assert page.evaluate("$('hits').textContent") == "24 %"
+
+
+MARKDOWN = """# Title
+Some **bold**, *soft* and `a<b>`, ~~gone~~, [a link](https://example.com/a) and [none](javascript:alert(1)).
+
+| x | y |
+|---|--:|
+| 1 | <img src=x onerror=alert(1)> |
+
+1. one
+   - inner
+2. two
+
+```html
+<script>alert(1)</script>
+**not bold**
+```
+> quoted
+
+2 * 3 * 4 and snake_case_name"""
+
+
+def test_markdown_is_made_of_elements(page: Browser) -> None:
+    page.evaluate("document.body.append(Object.assign(document.createElement('div'), {id: 'md'})); 0")
+    for end in (*range(1, len(MARKDOWN), 7), len(MARKDOWN)):  # as it streams
+        page.evaluate(f"fill($('md'), {MARKDOWN[:end]!r}); 0")
+    tags = page.evaluate("[...$('md').querySelectorAll('*')].map((e) => e.tagName.toLowerCase()).join(' ')")
+    assert tags == (
+        "h1 p strong em code del a div table tr th th tr td td ol li ul li li pre code button blockquote p p"
+    )
+    assert page.evaluate("$('md').querySelector('a').href") == "https://example.com/a"
+    assert page.evaluate("$('md').querySelector('pre code').textContent") == ("<script>alert(1)</script>\n**not bold**")
+    text = page.evaluate("$('md').textContent")
+    for literal in ("[none](javascript:alert(1))", "<img src=x onerror=alert(1)>", "2 * 3 * 4", "snake_case_name"):
+        assert literal in text
+    whole = page.evaluate(f"$('md').innerHTML === fill(document.createElement('div'), {MARKDOWN!r}).innerHTML")
+    assert whole  # made in pieces or at once
+    deep = ">" * 3000 + "\n" + "- " * 3000 + "\n" + "**" * 3000 + "`" * 3001 + "[" * 3000
+    began = page.evaluate(f"const began = performance.now(); fill($('md'), {deep!r}); performance.now() - began")
+    assert began < 2000
+
+
+def test_edit_and_again(page: Browser) -> None:
+    ask(page, "What is 12 + 30?")
+    ask(page, "Who are you?")
+    page.evaluate(f"{LAST}.querySelector('.foot button:last-child').click()")  # Again
+    page.wait("!running && turns.length === 4")
+    assert page.evaluate("turns.map((t) => t.role).join()") == "user,assistant,user,assistant"
+    page.evaluate("document.querySelector('.user .foot button').click()")  # Edit the first
+    assert page.evaluate("$('prompt').value") == "What is 12 + 30?"
+    assert page.evaluate("turns.length + document.querySelectorAll('.turn').length") == 0
+    page.evaluate("$('prompt').select()")
+    assert "What is 20 + 30?" not in ask(page, "What is 20 + 30?")
+    assert page.evaluate("turns[0].content") == "What is 20 + 30?"
+
+
+def test_conversations_are_kept_in_the_browser(page: Browser, server: ServerProcess) -> None:
+    ask(page, "What is 12 + 30?")
+    address = page.evaluate("location.href")
+    page.evaluate("$('fresh').click()")
+    assert page.evaluate("turns.length") == 0 and page.evaluate("location.hash") == ""
+    ask(page, "Who are you?")
+    page.open(server.url + "/?again")
+    page.wait("$('kept').children.length === 2")
+    assert page.evaluate("turns.length") == 0  # a new one
+    page.open(address)
+    page.wait("turns.length === 2")
+    assert "42" in page.evaluate("$('log').textContent") and "tokens/s" in page.evaluate("$('log').textContent")
+    titles = page.evaluate("[...$('kept').children].map((li) => li.firstChild.textContent)")
+    assert titles == ["Who are you?", "What is 12 + 30?"]
+    page.evaluate("$('kept').firstChild.lastChild.click()")  # delete the other
+    assert page.evaluate("$('kept').children.length + turns.length") == 3
+    page.evaluate("$('clear').click()")
+    assert page.evaluate("Object.keys(localStorage).length") == 0
+    page.evaluate("localStorage['minisgl.chat.odd'] = '{'; listChats()")  # of another version, or damaged
+    assert page.evaluate("$('kept').textContent") == "empty×"
+
+
+def test_a_model_can_be_picked_if_there_are_several(chromium: Browser) -> None:
+    with ServerProcess("--num-pages", "256", "--served-model-name", "one", "two") as server:
+        chromium.open(server.url)
+        chromium.wait("!$('models').hidden")
+        chromium.evaluate("$('models').value = 'two'")
+        assert chromium.evaluate("JSON.parse(requestBody()).model") == "two"
+        ask(chromium, "What is 12 + 30?")
+        assert "42" in chromium.evaluate("$('log').textContent")
+
+
+def test_api_is_shown_at_docs_also_behind_a_proxy_path(chromium: Browser) -> None:
+    chromium.problems.clear()
+    with ServerProcess("--num-pages", "256", "--root-path", "/llm") as server:
+        chromium.open(server.url + "/llm/docs")
+        chromium.wait("document.querySelectorAll('#api > details').length > 40")
+        shown = chromium.evaluate("$('api').textContent")
+        for part in (
+            "Answer a conversation",
+            f"{server.url}/llm/v1/chat/completions",
+            "0 (greedy) to 100",
+            "messages *",
+        ):
+            assert part in shown
+        chromium.evaluate("$('tab-chat').click()")
+        ask(chromium, "What is 12 + 30?")
+        assert "42" in chromium.evaluate("$('log').textContent")
+        chromium.open(server.url + "/llm/")
+        chromium.wait("$('model').textContent === 'minisgl-demo'")
+        chromium.evaluate("$('tab-engine').click()")
+        chromium.wait("$('n-free').textContent !== '–'")
+        assert chromium.problems == []
+        chromium.call("Page.navigate", url="about:blank")
+
+
+def test_the_bar_of_pages_zooms_to_what_is_used(page: Browser) -> None:
+    view = "{pages_private: 2, pages_locked: 3, pages_cached: 5, pages_free: 990, pages_total: 1000, page_size: 16}"
+    page.evaluate(f"showPages({view})")
+    assert page.evaluate("[...$('bar').children].map((e) => e.style.width).join()") == "12.8%,19.2%,32%"
+    assert page.evaluate("$('pool').lastChild.style.width") == "1.5625%"
+    assert "1/64" in page.evaluate("$('zoomed').textContent")
+    page.evaluate(f"showPages({{...{view}, pages_free: 0, pages_cached: 995}})")
+    assert page.evaluate("$('pool').hasAttribute('hidden')") and page.evaluate("$('zoomed').textContent") == ""

@@ -153,6 +153,7 @@ class StepClock:
     """
 
     def __init__(self) -> None:
+        self.seconds = 0.0  # that the last collected step took
         self._started = 0.0
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
 
@@ -174,6 +175,7 @@ class StepClock:
             self._recent.clear()
         elif is_decode:
             self._recent.append(now - self._started)
+        self.seconds = now - self._started
         self._started = now
 
     def slack(self, now: float) -> float:

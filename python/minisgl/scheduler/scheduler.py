@@ -341,11 +341,13 @@ class Scheduler:
         """Confirm the step's tokens, one of each row at a time: a request may end before its last draft."""
         self.rows.retired = step.plan.step
         self.cache.lower_fences()
+        drafted = right = 0
         if self.drafts is not None and result.confirmed is not None:
             self.replies.drafted(step.plan.slots, self.rows)
             drafted, right = self.drafts.collect(self.step_number, step.plan, result)
             self.stats.drafted_tokens += drafted
             self.stats.accepted_tokens += right
+        self.stats.note_step(step, self.clock.seconds, drafted, right)
         for number, wave in enumerate(step.waves(result)):
             sampled, tokens, maybe_ended = self._confirm(wave, result)
             if number == 0:

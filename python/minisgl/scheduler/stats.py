@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from minisgl.message import EngineView, NodeView, RequestView, StatsMsg, ids_to_bytes
+from minisgl.message import EngineView, NodeView, RequestView, StatsMsg, StepView, ids_to_bytes
 
 if TYPE_CHECKING:
     from minisgl.kvcache.radix_manager import RadixTreeNode
+    from minisgl.scheduler.plan import Launched
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Rows
     from minisgl.scheduler.scheduler import Scheduler
 
 HEARTBEAT_S: Final = 0.5
 MAX_VIEW_REQUESTS: Final = 48
+VIEW_STEPS: Final = 120
 HEAD_TOKENS: Final = 32  # shown of a tree node's tokens; there may be thousands
 
 
@@ -30,7 +33,18 @@ class Stats:
         self.accepted_tokens = 0  # drafts that were right
         self.preemptions = 0
         self.dropped = 0  # messages
+        # The last ones: number, seconds, rows, prompt tokens, drafts and accepted ones.
+        self._steps: deque[tuple[int, float, int, int, int, int]] = deque(maxlen=VIEW_STEPS)
         self._last_beat = 0.0
+
+    def note_step(self, step: Launched, seconds: float, drafted: int, accepted: int) -> None:
+        """Remember a collected step for the engine view."""
+        rows, prompt_tokens = len(step.sampled) - len(step.prompts), len(step.plan.tokens)
+        self._steps.append((step.plan.step, seconds, rows, prompt_tokens, drafted, accepted))
+
+    def last_steps(self) -> list[StepView]:
+        """Return the remembered steps, oldest first."""
+        return [StepView(number, round(1e3 * seconds, 3), *counts) for number, seconds, *counts in self._steps]
 
     def heartbeat(self, scheduler: Scheduler, now: float) -> StatsMsg | None:
         """Return a snapshot if the last one is HEARTBEAT_S old, else None. `now` is a monotonic clock in seconds."""
@@ -100,6 +114,7 @@ def engine_view(scheduler: Scheduler, uid: int) -> EngineView:
         nodes=nodes,
         nodes_total=cache.prefix.num_nodes,
         nodes_hidden=root_hidden,
+        steps=scheduler.stats.last_steps(),
     )
 
 

@@ -37,7 +37,6 @@ def test_page_fetches_nothing_and_never_makes_markup_of_text() -> None:
         "insertAdjacent",
         "document.write",
         "eval(",
-        "localStorage",
         "cookie",
         "http:",
     ):
