@@ -32,7 +32,9 @@ def test_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert r["summary"]["output_tok_s"]["median"] > 0 and r["summary"]["ms_per_token"]["median"] > 0
         assert r["repeats"][0]["ttft_ms"]["p50"] > 0 and r["repeats"][0]["steps"] >= 20
     assert report["engine"]["kv_pages"] == 200 and report["engine_start_s"] > 0
-    assert "batch64" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "batch64" in table and "TTFT p50 ms" in table
+    assert table.startswith("minisgl bench offline · ") and report["machine"]["date"] in table.splitlines()[1]
 
 
 def test_online(server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +54,9 @@ def test_online(server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFix
     assert r["background"]["requests"] >= 2 and r["background"]["tokens"] > 0
     assert r["late_ms"]["p99"] is not None and r["itl_ms"]["p99"] > 0
     assert burst["model"] == closed["model"] == "minisgl-demo"
-    assert "ITL" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "ITL" in table and "minisgl bench online · minisgl-demo · closed · times in ms\n" in table
+    assert f"{server.url}, clients on {closed['machine']['cores']} x " in table and closed["machine"]["date"] in table
 
 
 def test_failed_requests_are_counted_and_bad_input_is_one_line(

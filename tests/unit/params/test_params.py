@@ -58,3 +58,10 @@ def test_wrong_types_are_refused_by_name(given: dict[str, Any], message: str) ->
     with pytest.raises(RequestError, match=message.replace("|", r"\|")) as e:
         SamplingParams(**given)
     assert [e.value.param] == [*given]
+
+
+def test_a_misspelt_field_is_suggested() -> None:
+    with pytest.raises(TypeError, match="has no field 'temprature'; did you mean temperature"):
+        SamplingParams(temprature=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"has no field 'wibble'$"):
+        SamplingParams(wibble=1)  # type: ignore[call-arg]

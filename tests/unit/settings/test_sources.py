@@ -183,6 +183,18 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     for name in options_of(ServerArgs):
         assert "--" + name.replace("_", "-") in text
     assert "default: 1919" in text
+    assert "--page-size, --block-size {1,2,4,8,16,32,64,128}\n" in text  # once for all of its flags
+
+
+def test_flags_of_other_engines_set_the_drafter() -> None:
+    for flags in (
+        ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "3"],
+        ["--spec-method", "ngram", "--spec-tokens", "3"],
+    ):
+        engine = parse_args(flags).scheduler.engine
+        assert (engine.speculate, engine.num_draft_tokens) == ("ngram", 3)
+    with pytest.raises(ConfigError, match="'EAGLE3' is not one of off, auto, ngram: there are no other drafters"):
+        parse_args(["--speculative-algorithm", "EAGLE3"])
 
 
 def test_file_takes_every_spelling(tmp_path: Path) -> None:
