@@ -76,7 +76,7 @@ ENDPOINTS: Final[dict[tuple[str, str], Endpoint]] = {
     ("get", "/metrics"): Endpoint("Prometheus metrics", None, media="text/plain"),
     ("get", "/server_info"): Endpoint("Settings and figures", dict[str, Any]),
     ("get", "/model_info"): Endpoint("The model", p.ModelInfoResponse),
-    ("get", "/engine_view"): Endpoint("Batch, pages and radix tree", p.EngineViewResponse),
+    ("get", "/engine_view"): Endpoint("Batch, pages, radix tree and last steps", p.EngineViewResponse),
     ("post", "/flush_cache"): Endpoint(
         "Drop all cached prefixes that no request uses", p.StatusResponse, errors=(415,)
     ),

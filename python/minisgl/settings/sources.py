@@ -37,7 +37,13 @@ OTHER_VARIABLES: Final = frozenset({"config", "check", "disable_overlap_scheduli
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Shows the values of an option once, behind its last flag."""
+    """Shows the values of an option once: behind its last flag, and not in the usage."""
+
+    def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        positional = (action for action in actions if not action.option_strings)
+        words = [self._format_args(action, self._get_default_metavar_for_positional(action)) for action in positional]
+        options = ["[OPTIONS]"] if prefix is None else []  # with one it becomes the `prog` of subcommands
+        super().add_usage(" ".join(["%(prog)s", *words, *options]), actions, groups, prefix)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings or action.nargs == 0:

@@ -183,6 +183,7 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     for name in options_of(ServerArgs):
         assert "--" + name.replace("_", "-") in text
     assert "default: 1919" in text
+    assert text.startswith("usage: minisgl serve [MODEL] [OPTIONS]\n")
     assert "--page-size, --block-size {1,2,4,8,16,32,64,128}\n" in text  # once for all of its flags
 
 
