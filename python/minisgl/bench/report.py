@@ -109,20 +109,20 @@ def _commit() -> str | None:
         return None
 
 
-def new_figure(title: str = "", width: float = 7, height: float = 4) -> Any:
+def new_figure(width: float = 7, height: float = 4, title: str = "") -> Any:
     """A matplotlib figure (inches) with nothing but its title; raises `ConfigError` without matplotlib."""
     try:
         figure = importlib.import_module("matplotlib.figure")
     except ImportError:
         raise ConfigError("plots need matplotlib: pip install 'minisgl[bench]'") from None
     new = figure.Figure(figsize=(width, height), layout="constrained")  # no pyplot: no global state, no display
-    new.suptitle(title, fontsize="medium")
+    new.suptitle(title, fontsize="small")
     return new
 
 
 def plot_throughput(points: list[tuple[float, float, float | None]], label: str, title: str, path: Path) -> None:
     """Plot throughput and median TTFT over the load that `label` names: (load, output tok/s, TTFT p50 in ms)."""
-    figure = new_figure(title)
+    figure = new_figure(title=title)
     axes = figure.subplots()
     loads = [load for load, _, _ in points]
     axes.plot(loads, [tokens for _, tokens, _ in points], "o-", color="tab:blue")
@@ -136,7 +136,7 @@ def plot_throughput(points: list[tuple[float, float, float | None]], label: str,
 
 def plot_distribution(series: dict[str, list[float]], label: str, title: str, path: Path) -> None:
     """Plot the cumulative distribution of each named series of seconds, over a logarithmic axis to show the tail."""
-    figure = new_figure(title)
+    figure = new_figure(title=title)
     axes = figure.subplots()
     for name, values in series.items():
         x = np.sort(np.asarray(values, np.float64)) * 1e3
