@@ -237,6 +237,7 @@ class Batch:
     row_states: torch.Tensor  # [R, 7] int32, columns of ROW_STATE
     prompt_logprobs: PromptLogprobs | None = None
     drafts: DraftColumns | None = None
+    passes: tuple[Batch, ...] = ()  # those of a drafter with a model, before the step
 
     @property
     def num_tokens(self) -> int:
@@ -249,7 +250,7 @@ class Context:
 
     `kv_cache.layer(i)` gives layer i's pages; `attn_metadata` is what `attention.prepare` made of this batch; `out_loc`
     [T] int64 is the slot (page * page_size + offset) where each token's K/V goes; `page_table` is [rows, pages per row]
-    int32.
+    int32. The model puts the outputs [T, H] of the layers that are keys of `taps` there; the last layer is none.
     """
 
     batch: Batch
@@ -258,3 +259,4 @@ class Context:
     attention: Any
     attn_metadata: Any
     out_loc: torch.Tensor
+    taps: dict[int, Any] = field(default_factory=dict)

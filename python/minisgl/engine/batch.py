@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -117,6 +117,17 @@ def make_batch(plan: BatchPlan, device: Device) -> Batch:
         row_states=row_states,
         prompt_logprobs=_prompt_logprobs(x, plan.prompt_logprob_ids, device) if len(plan.prompt_logprob_ids) else None,
         drafts=draft_columns(plan, device) if plan.has_drafts else None,
+    )
+
+
+def moved(batch: Batch, shift: torch.Tensor) -> Batch:
+    """Return `batch` with `shift` [rows] int32 added to the positions of each row."""
+    layout, sampling = batch.layout, batch.sampling
+    return replace(
+        batch,
+        positions=batch.positions + shift[batch.token_rows.long()],
+        layout=replace(layout, kv_lens=layout.kv_lens + shift[layout.rows.long()]),
+        sampling=replace(sampling, positions=sampling.positions + shift[sampling.rows]),
     )
 
 

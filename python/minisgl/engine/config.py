@@ -20,6 +20,7 @@ from minisgl.models.weight import has_own_head
 from minisgl.rounding import ceil_div
 from minisgl.settings.options import MEMORY_RATIOS, PAGE_SIZES, EngineConfig
 from minisgl.speculative import DRAFTERS
+from minisgl.speculative.source import DraftSource
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +49,8 @@ class EngineSpec:
     info: DistributedInfo
     use_pynccl: bool
     pooling: Pooling | None  # of an embedding model
-    drafter: str | None = None  # a name of `speculative.DRAFTERS`
+    drafter: str | None = None  # a name of `speculative.DRAFTERS`, or the kind of `draft`
+    draft: DraftSource | None = None
 
     @property
     def pages_per_row(self) -> int:
@@ -80,12 +82,12 @@ class EngineSpec:
         )
 
 
-def _drafter(asked: str, embeds: bool) -> str | None:
+def _drafter(asked: str, embeds: bool, draft: DraftSource | None) -> str | None:
     if asked == "off" or (asked == "auto" and embeds):
         return None
     if embeds:
         raise ConfigError(f"--speculate {asked} is for models that generate text; this one makes embeddings")
-    return DRAFTERS.choose(asked)
+    return DRAFTERS.choose(asked) if draft is None else draft.kind
 
 
 def resolve(
@@ -122,6 +124,7 @@ def resolve(
         info=info,
         use_pynccl=not config.disable_pynccl,
         pooling=None if embedder is None else embedder.pooling,
-        drafter=_drafter(config.speculate, embedder is not None),
+        drafter=_drafter(config.speculate, embedder is not None, checkpoint.draft),
+        draft=checkpoint.draft,
     )
     return spec if config.dtype != "auto" else RUNNERS.load(device_type).choose_dtype(spec)

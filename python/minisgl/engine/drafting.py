@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minisgl.engine.batch import moved
+from minisgl.engine.draft_model import DraftModel
 from minisgl.layout import HISTORY_HEAD, SLOT, Flag, words
 from minisgl.settings.options import MAX_DRAFTS
 
@@ -29,6 +31,7 @@ class Drafting:
     def __init__(self, rows: int, max_tokens: int, last_token: Tensor, drafter: Drafter, device: Device) -> None:
         self.last_token = last_token
         self._drafter = drafter
+        self.model = drafter if isinstance(drafter, DraftModel) else None
         self._device = device
 
         def empty(*shape: int) -> Tensor:  # on a CPU, memory that was never written costs nothing
@@ -49,21 +52,18 @@ class Drafting:
             self.lengths[row : row + 1] = int(head["length"])
             records = records[head["words"] :]
 
+    def shift(self, drafts: DraftColumns | None) -> Tensor:
+        """Return what is added to the planned positions of each row [rows] int32: 0 or less."""
+        shift = torch.zeros_like(self.lengths)
+        if drafts is not None:
+            shift[drafts.rows] = self.lengths[drafts.rows] - 1 - drafts.starts
+        return shift
+
     def place(self, batch: Batch) -> Batch:
         """Return `batch` with the true positions, and the tokens of its drafts."""
-        drafts, rows = batch.drafts, batch.token_rows.long()
-        assert drafts is not None, "no slot has DRAFTS"
-        shift = torch.zeros_like(self.lengths)
-        shift[drafts.rows] = self.lengths[drafts.rows] - 1 - drafts.starts
-        layout, sampling = batch.layout, batch.sampling
         index = (-2 - batch.input_ids).clamp(min=0).long()
-        return replace(
-            batch,
-            input_ids=torch.where(batch.input_ids < -1, self.drafts[rows, index], batch.input_ids),
-            positions=batch.positions + shift[rows],
-            layout=replace(layout, kv_lens=layout.kv_lens + shift[layout.rows.long()]),
-            sampling=replace(sampling, positions=sampling.positions + shift[sampling.rows]),
-        )
+        ids = torch.where(batch.input_ids < -1, self.drafts[batch.token_rows.long(), index], batch.input_ids)
+        return moved(replace(batch, input_ids=ids), self.shift(batch.drafts))
 
     def settle(self, out: Tensor, columns: DraftColumns, inputs: Tensor) -> Tensor:
         """Confirm the tokens up to the first that differs from its draft, and draft what follows.

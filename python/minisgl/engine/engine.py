@@ -13,14 +13,14 @@ from minisgl.distributed.group import Group
 from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.config import EngineSpec, resolve
 from minisgl.engine.costs import measure_costs
+from minisgl.engine.draft_model import make_draft_model
 from minisgl.engine.drafting import Drafting
-from minisgl.engine.memory import plan_memory
+from minisgl.engine.memory import make_pool, plan_memory
 from minisgl.engine.runner import RUNNERS, ForwardOutput, Parts, Runner
 from minisgl.engine.state import LogitPenalties, RowState
 from minisgl.errors import ConfigError
-from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.models.weight import load_model
-from minisgl.ops.quantized import E4M3, MADE
+from minisgl.ops.quantized import MADE
 from minisgl.ops.table import resolve_ops
 from minisgl.params import Limits
 from minisgl.process.log import Progress
@@ -51,7 +51,7 @@ class Engine:
         model = load_model(
             spec.folder, m, spec.dtype, device, ops, spec.dummy_weight, progress, comm, made, factory.holds
         )
-        pool = self._pool(0)
+        pool = make_pool(spec, 0, device)
         # One row more than requests: the dummy row pads captured steps.
         state = RowState(rows + 1, spec.pages_per_row, device.torch_device)
         attention = resolve_attention(spec.attention_backend, spec.attention_spec(device.type), ops)
@@ -63,14 +63,17 @@ class Engine:
         if spec.drafter is not None:
             if attention.needs_host_lengths:
                 raise ConfigError(f"--speculate does not work with --attn {attention.name}; give --attn triton")
-            drafter = DRAFTERS.load(spec.drafter)()
+            has_model = spec.draft is not None
+            drafter = make_draft_model(parts, spec, factory.holds) if has_model else DRAFTERS.load(spec.drafter)()
             drafting = Drafting(rows + 1, spec.max_seq_len, state.last_token, drafter, device)
             parts = replace(parts, drafting=drafting)
         factory.warm_up(parts)
         self.memory = plan_memory(parts, spec)
         self.num_pages = self.memory.num_pages
-        self.parts = replace(parts, kv_cache=self._pool(self.num_pages))
+        self.parts = replace(parts, kv_cache=make_pool(spec, self.num_pages, device))
         device.use_large_pages(self.parts.kv_cache.data)
+        if parts.drafting is not None and parts.drafting.model is not None:
+            parts.drafting.model.resize(self.num_pages)
         state.page_table.fill_(self.num_pages)
         self.runners: list[Runner] = factory.make(self.parts)
         self.memory = self.memory.with_weights(
@@ -113,14 +116,6 @@ class Engine:
         """The cost model measured at the start."""
         return self._costs
 
-    def _pool(self, num_pages: int) -> MHAKVPool:
-        """A pool of `num_pages` and a dummy page, where the unused rows of a captured step write."""
-        s, m = self.spec, self.spec.model
-        dtype = E4M3 if s.fp8_cache else s.dtype
-        return MHAKVPool(
-            m.num_layers, num_pages + 1, s.num_kv_heads, s.page_size, m.head_dim, dtype, self.device.torch_device
-        )
-
     def describe(self) -> dict[str, str | int | float]:
         """Facts for the banner and /server_info."""
         spec = self.spec
@@ -140,7 +135,7 @@ class Engine:
             "page_size": self.page_size,
             "kv_pages": self.num_pages,
             "kv_tokens": self.num_pages * self.page_size,
-            "kv_bytes": self.num_pages * self.parts.kv_cache.page_bytes,
+            "kv_bytes": self.num_pages * self.memory.page_bytes,
             "memory": self.memory.describe(),
             "max_model_len": spec.max_seq_len,
             "max_running_requests": spec.max_running_requests,

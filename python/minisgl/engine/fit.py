@@ -18,6 +18,7 @@ from minisgl.errors import ConfigError
 from minisgl.models.model_config import ModelConfig
 from minisgl.rounding import ceil_div
 from minisgl.settings.options import PAGE_SIZES, EngineConfig
+from minisgl.speculative.source import DraftSource, read_source
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZATIONS: Final = {"cpu": {"int8": 8, "int4": 4}, "cuda": {"fp8": 8, "int4": 4}}  # bits a weight
@@ -33,6 +34,7 @@ class Checkpoint:
     model: ModelConfig
     embedder: Embedder | None
     max_model_len: int
+    draft: DraftSource | None = None  # of a drafter with a model
 
     @classmethod
     def read(cls, config: EngineConfig) -> Checkpoint:
@@ -44,7 +46,8 @@ class Checkpoint:
         raw = hf.load_config(folder)
         embedder = read_embedder(folder)
         model = ModelConfig.from_hf(raw if embedder is None else decoder_config(raw))
-        return cls(folder, model, embedder, hf.max_model_len(raw))
+        draft = read_source(config.speculate, model) if embedder is None else None
+        return cls(folder, model, embedder, hf.max_model_len(raw), draft)
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,25 @@ from minisgl.engine.graphs.capture import TAILS
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.trial import decode_plan, largest_prefill
 from minisgl.errors import ConfigError
+from minisgl.kvcache.mha_pool import MHAKVPool
+from minisgl.ops.quantized import E4M3
 from minisgl.triton.cublas import cublas_linear
 
 if TYPE_CHECKING:
     from minisgl.core import BatchPlan
+    from minisgl.device.device import Device
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.runner import Parts, Runner
 
 MIN_EVENNESS: Final = 0.75  # least free memory of a rank over most
+
+
+def make_pool(spec: EngineSpec, num_pages: int, device: Device) -> MHAKVPool:
+    """Make a pool of `num_pages` and a dummy page, where the unused rows of a captured step write."""
+    m, dtype = spec.model, E4M3 if spec.fp8_cache else spec.dtype
+    return MHAKVPool(
+        m.num_layers, num_pages + 1, spec.num_kv_heads, spec.page_size, m.head_dim, dtype, device.torch_device
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +64,9 @@ def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
     m = spec.model
     device = parts.device
     comm = parts.comm
-    page_bytes = parts.kv_cache.page_bytes
-    weight_bytes = sum(p.tensor.nbytes for p in parts.model.parameters)
+    draft = None if parts.drafting is None else parts.drafting.model
+    page_bytes = parts.kv_cache.page_bytes + (draft.parts.kv_cache.page_bytes if draft else 0)
+    weight_bytes = sum(p.tensor.nbytes for p in (*parts.model.parameters, *(draft.parameters if draft else ())))
     runner, rows = base_runner(parts, spec), spec.max_running_requests
     comm.all_gather_int(0)  # ranks may share memory: wait until all have loaded their weights
     free = device.free_memory()

@@ -137,22 +137,33 @@ class Parts:
 
     def begin(self, batch: Batch) -> tuple[Tensor, Batch, Tensor]:
         """Apply a step's page writes and sampling states; what `hidden` takes."""
-        state, page_size = self.state, self.kv_cache.page_size
+        state = self.state
         state.apply(batch.page_writes, batch.row_states)
+        if self.drafting is not None and self.drafting.model is not None:
+            self.drafting.model.draft(batch, self.drafting)
         if batch.drafts is not None:
             assert self.drafting is not None, "a plan with DRAFTS, but no drafter"
             batch = self.drafting.place(batch)
-        rows = batch.token_rows.long()
-        input_ids = torch.where(batch.input_ids < 0, state.last_token[rows], batch.input_ids)
-        pages = state.page_table[rows, (batch.positions // page_size).long()]
-        out_loc = pages.long() * page_size + batch.positions % page_size
-        return input_ids, batch, out_loc
+        input_ids = torch.where(batch.input_ids < 0, state.last_token[batch.token_rows.long()], batch.input_ids)
+        return input_ids, batch, self.out_loc(batch)
 
-    def hidden(self, input_ids: Tensor, batch: Batch, out_loc: Tensor) -> tuple[Tensor, Tensor]:
-        """What the model makes logits of: (x, residual) [S, H] of a step after `begin`; out_loc [T] int64."""
+    def out_loc(self, batch: Batch) -> Tensor:
+        """Where the K/V of each token goes, as in `Context`."""
+        page_size = self.kv_cache.page_size
+        pages = self.state.page_table[batch.token_rows.long(), (batch.positions // page_size).long()]
+        return pages.long() * page_size + batch.positions % page_size
+
+    def context(self, batch: Batch, out_loc: Tensor) -> Context:
+        """What a forward pass of `batch` needs besides its inputs; out_loc [T] int64."""
         table = self.state.page_table
-        metadata = self.attention.prepare(batch, table)
-        return self.model.hidden(input_ids, Context(batch, table, self.kv_cache, self.attention, metadata, out_loc))
+        return Context(batch, table, self.kv_cache, self.attention, self.attention.prepare(batch, table), out_loc)
+
+    def hidden(
+        self, input_ids: Tensor, batch: Batch, out_loc: Tensor, taps: dict[int, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What the model makes logits of: (x, residual) [S, H] of a step after `begin`; `taps` as in `Context`."""
+        context = self.context(batch, out_loc)
+        return self.model.hidden(input_ids, context if taps is None else replace(context, taps=taps))
 
     def sample_in_turns(self, logits: Tensor, sampling: Sampling, inputs: Tensor) -> Tensor:
         """As `sample`, but penalties count the drafts that are right: `inputs` [S] int32 are the tokens before."""
@@ -221,12 +232,15 @@ class EagerRunner:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self._flops_per_token = parts.flops_per_token
+        self._draft_model = None if parts.drafting is None else parts.drafting.model
 
     def fits(self, plan: BatchPlan) -> bool:
         return True
 
     def launch(self, plan: BatchPlan) -> ForwardOutput:
         batch = make_batch(plan, self.parts.device)
+        if self._draft_model is not None:
+            batch = replace(batch, passes=self._draft_model.passes(plan))
         submit, flops = self.parts.device.submit, self._flops_per_token * batch.num_tokens
         if not plan.awaits_masks:
             return ForwardOutput(
@@ -253,38 +267,44 @@ class EagerRunner:
             parts.drafting.remember(plan.histories)
         input_ids, batch, out_loc = parts.begin(batch)
         kept = batch if wanted is None else replace(batch, logit_tokens=wanted.kept)
-        x, residual = parts.hidden(input_ids, kept, out_loc)
+        taps = dict.fromkeys(() if self._draft_model is None else self._draft_model.layers, input_ids)
+        x, residual = parts.hidden(input_ids, kept, out_loc, taps)
         columns = None
         if wanted is not None:
             columns = parts.prompt_logprobs(x, residual, wanted)
             x, residual = x[wanted.sampled_at], residual[wanted.sampled_at]
         logits = parts.model.logits(x, residual) if len(sampled) else None
-        return _Forward(batch, input_ids[sampled], logits, columns)
+        return _Forward(batch, input_ids, [*taps.values()], logits, columns)
 
     @torch.inference_mode()
     def _sample(self, plan: BatchPlan, forward: _Forward, masks: Ints) -> Tensor:
         self.parts.penalties.apply(plan.penalties, masks)
         batch, columns = forward.batch, []
+        inputs = forward.input_ids[batch.logit_tokens]
         if forward.logits is not None:
             sampling = batch.sampling
             if forward.prompt_logprobs is not None:  # the columns of both are of one height
                 sampling = replace(sampling, flags=sampling.flags | Flag.PROMPT_LOGPROBS)
-            columns.append(self.parts.sample_in_turns(forward.logits, sampling, forward.inputs))
+            columns.append(self.parts.sample_in_turns(forward.logits, sampling, inputs))
         if forward.prompt_logprobs is not None:
             columns.append(forward.prompt_logprobs)
         out = torch.cat(columns, 1) if columns else NO_TOKENS
-        if batch.drafts is None:
-            return out
-        assert self.parts.drafting is not None, "a plan with DRAFTS, but no drafter"
-        return self.parts.drafting.settle(out, batch.drafts, forward.inputs)
+        drafting = self.parts.drafting
+        if batch.drafts is not None:
+            assert drafting is not None, "a plan with DRAFTS, but no drafter"
+            out = drafting.settle(out, batch.drafts, inputs)
+        if drafting is not None and drafting.model is not None and (plan.has_drafts or len(plan.tokens)):
+            drafting.model.follow(batch, forward.input_ids, forward.states, out, drafting)
+        return out
 
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """The batch with its true positions, the tokens [S] before those that are sampled, logits [S, this rank's shard of
-    V] of these, and the columns of the prompt logprobs."""
+    """The batch with its true positions, its tokens [T], the outputs [T, H] of the layers that a drafter reads, logits
+    [S, this rank's shard of V], and the columns of the prompt logprobs."""
 
     batch: Batch
-    inputs: Tensor
+    input_ids: Tensor
+    states: list[Tensor]
     logits: Tensor | None
     prompt_logprobs: Tensor | None

@@ -19,11 +19,18 @@ if TYPE_CHECKING:
 class Attention:
     """Grouped-query attention of layer `index`, with optional biases and per-head norms of q and k.
 
-    Layers share `cos_sin` [max positions, head_dim] float32; `norm_offset` is that of the norms of q and k.
+    Layers share `cos_sin` [max positions, head_dim] float32; `norm_offset` is that of the norms of q and k. Without
+    `in_features` these are the model's hidden size.
     """
 
     def __init__(
-        self, builder: Builder, config: ModelConfig, index: int, cos_sin: Tensor, norm_offset: float = 0.0
+        self,
+        builder: Builder,
+        config: ModelConfig,
+        index: int,
+        cos_sin: Tensor,
+        norm_offset: float = 0.0,
+        in_features: int | None = None,
     ) -> None:
         c, name = config, f"model.layers.{index}.self_attn"
         self.index = index
@@ -33,7 +40,7 @@ class Attention:
         qkv: dict[str, Rows] = {f"{name}.q_proj": q, f"{name}.k_proj": kv, f"{name}.v_proj": kv}
         if c.fused_projections:
             qkv = {f"{name}.qkv_proj": (q, kv, kv)}
-        self.qkv_proj = Linear(builder, qkv, c.hidden_size, bias=c.qkv_bias)
+        self.qkv_proj = Linear(builder, qkv, in_features or c.hidden_size, bias=c.qkv_bias)
         self.o_proj = Linear(builder, {f"{name}.o_proj": c.hidden_size}, q, bias=c.o_bias)
         norm = partial(RMSNorm, builder, size=c.head_dim, eps=c.rms_norm_eps, offset=norm_offset)
         q_norm = norm(f"{name}.q_norm").weight if c.qk_norm else None
@@ -46,5 +53,9 @@ class Attention:
         This step's keys and values are stored at ctx.out_loc; `residual` may be overwritten.
         """
         qkv, total = self.qkv_proj.after_norm(x, residual, norm)
+        return self.attend(qkv, ctx), total
+
+    def attend(self, qkv: Tensor, ctx: Context) -> Tensor:
+        """Return the block's output [T, H] for the projections [T, (Hq + 2 Hk) D], which may be overwritten."""
         out: Tensor = ctx.attention.attend(qkv, self.heads, ctx.kv_cache.layer(self.index), ctx)
-        return self.o_proj.forward(out.view(-1, self.q_size)), total
+        return self.o_proj.forward(out.view(-1, self.q_size))

@@ -78,6 +78,8 @@ class LlamaModel:
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
             x, residual = layer.forward(x, residual, ctx, keep if i == last else None)
+            if i in ctx.taps:  # the sum over the ranks is that of the norm, and both arguments may be overwritten
+                ctx.taps[i] = self.norm.add(x.clone(), residual.clone())[1]
         assert residual is not None, "a model has at least one layer"
         return x, residual
 

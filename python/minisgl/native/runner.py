@@ -55,6 +55,8 @@ def refusal(spec: EngineSpec) -> str | None:
         return "the model makes embeddings"
     if spec.fp8_cache:
         return "the KV cache is FP8"
+    if spec.draft is not None:
+        return "the drafter has a model"
     sizes = {"head_dim": (m.head_dim, LANES)}
     step = INT8.group if spec.quantization else LANES
     sizes |= {"hidden_size": (m.hidden_size, step), "intermediate_size": (m.intermediate_size, step)}

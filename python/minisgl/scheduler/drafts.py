@@ -8,7 +8,7 @@ import numpy as np
 
 from minisgl.core import StepCosts
 from minisgl.layout import HISTORY_HEAD, NO_INTS, Flag, words
-from minisgl.scheduler.plan import DraftSlots
+from minisgl.scheduler.plan import DraftSlots, Step
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -41,15 +41,26 @@ class Drafts:
     """
 
     def __init__(
-        self, rows: Rows, cache: CacheManager, costs: StepCosts | None, is_async: bool, most: int, adapts: bool
+        self,
+        rows: Rows,
+        cache: CacheManager,
+        costs: StepCosts | None,
+        is_async: bool,
+        most: int,
+        adapts: bool,
+        has_model: bool = False,
     ) -> None:
-        """A row drafts `most` tokens; `adapts`: as many of them as pay by `costs`. `is_async`: as of the engine."""
+        """A row drafts `most` tokens; `adapts`: as many of them as pay by `costs`. `is_async`: as of the engine.
+
+        A drafter that `has_model` has drafts behind every prompt, and reads one token behind a chunk of it.
+        """
         self._host_s = 0.0 if is_async else HOST_S
         self.rows = rows
         self.cache = cache
         self._costs = costs or FREE
         self._most = most
         self._adapts = adapts
+        self._has_model = has_model
         self.resumes_at = np.zeros(rows.num_rows, np.int64)
         self.is_tracked = np.zeros(rows.num_rows, np.bool_)
         self.known, self.in_flight, self.ready, self.pause = np.zeros((4, rows.num_rows), np.int32)
@@ -62,6 +73,7 @@ class Drafts:
         self.is_tracked[req.row] = False
         for values in (self.known, self.ready, self.pause, self.right, self.tried):
             values[req.row] = 0
+        self.ready[req.row] = self._most * self._has_model
 
     def plan(self, step: int, running: Index, max_tokens: int) -> DraftSlots | None:
         """Return which of the rows `running` have DRAFTS, and how many drafts; takes pages for them, if there are any.
@@ -101,17 +113,20 @@ class Drafts:
         best: Ints = np.where(index <= ready[:, None], tokens / seconds, 0.0).argmax(1).astype(np.int32)
         return best
 
-    def histories(self, running: Index, slots: DraftSlots) -> Ints:
+    def histories(self, step: Step) -> Ints:
         """Return the history records of the rows that begin to draft; call it before `advance`."""
         records = [NO_INTS]
         rows = self.rows
-        for req in rows.holders(running[slots.is_drafted & ~self.is_tracked[running]]):
-            first = int(self.known[req.row])
-            sampled = rows.sampled(req)
-            tokens = np.concatenate([req.ids[first:], sampled[max(0, first - len(req.ids)) :]])
-            head = np.zeros(1, HISTORY_HEAD)
-            head[0] = words(HISTORY_HEAD) + len(tokens), req.row, first, rows.cached_len[req.row] + 1
-            records += [head.view(np.int32), tokens]
+        if self._has_model:
+            for c in step.chunks:
+                if not c.samples:
+                    records += _record(c.req, c.stop, c.req.ids[c.stop : c.stop + 1], c.stop + 1)
+        if step.drafts is not None:
+            for req in rows.holders(step.running[step.drafts.is_drafted & ~self.is_tracked[step.running]]):
+                first = int(self.known[req.row])
+                sampled = rows.sampled(req)
+                tokens = np.concatenate([req.ids[first:], sampled[max(0, first - len(req.ids)) :]])
+                records += _record(req, first, tokens, int(rows.cached_len[req.row]) + 1)
         return np.concatenate(records)
 
     def advance(self, running: Index, slots: DraftSlots | None) -> None:
@@ -156,3 +171,10 @@ class Drafts:
         self.ready[rows] = 0
         self.right[rows] *= 0.5
         self.tried[rows] *= 0.5
+
+
+def _record(req: Req, first: int, tokens: Ints, length: int) -> tuple[Ints, Ints]:
+    """The history record of `tokens` from position `first` on, in two parts."""
+    head = np.zeros(1, HISTORY_HEAD)
+    head[0] = words(HISTORY_HEAD) + len(tokens), req.row, first, length
+    return head.view(np.int32), tokens

@@ -95,7 +95,7 @@ class Scheduler:
         self.drafts: Drafts | None = None
         if (kind := config.engine.speculate) != "off" and not limits.embeds:
             most, adapts = config.engine.num_draft_tokens, kind == "auto"
-            self.drafts = Drafts(self.rows, self.cache, costs, engine.is_async, most, adapts)
+            self.drafts = Drafts(self.rows, self.cache, costs, engine.is_async, most, adapts, ":" in kind)
         self.grammars = Grammars() if grammars is None else grammars
         self.replies = Replies(io)
         self.live: dict[int, Req] = {}  # every accepted request that is not released yet
@@ -302,8 +302,7 @@ class Scheduler:
         """Advance the planned lengths and start the step on every rank."""
         histories = NO_INTS
         if self.drafts is not None:
-            if step.drafts is not None:
-                histories = self.drafts.histories(step.running, step.drafts)
+            histories = self.drafts.histories(step)
             self.drafts.advance(step.running, step.drafts)
         plan = step.make_plan(self.step_number, self.rows, self.grammars.plan_masks(step, self.rows), histories)
         self.rows.advance(plan)

@@ -120,7 +120,7 @@ class Option:
         kind = type(value)
         if kind is not self.kind and not (self.kind is str and isinstance(value, PathLike)):
             raise ConfigError(f"{given} is not of type {self.kind.__name__}")
-        if self.choices and value not in self.choices:
+        if self.choices and not any(_is_choice(value, choice) for choice in self.choices):
             hint = sentence_for(f"{self.name}={value}")
             raise ConfigError(f"{given} is not one of {', '.join(map(str, self.choices))}{hint and f': {hint}'}")
         bounds = (("above", self.above, gt), ("at least", self.minimum, ge), ("at most", self.maximum, le))
@@ -130,6 +130,12 @@ class Option:
         if violated:
             raise ConfigError(f"{given} must be {' and '.join(violated)}")
         return value
+
+
+def _is_choice(value: Any, choice: str | int) -> bool:
+    """Whether `value` is `choice`, or a choice that ends in ":PATH" with a path."""
+    prefix = choice.removesuffix("PATH") if isinstance(choice, str) else ""
+    return bool(value == choice or (prefix.endswith(":") and str(value).startswith(prefix) and value != prefix))
 
 
 def _convert(kind: type, text: str, source: str) -> Any:
@@ -240,9 +246,9 @@ class EngineConfig(Settings):
     speculate: str = option(
         "off",
         "draft several tokens a step, which never changes a text: ngram = what followed the last tokens before, "
-        "auto = as many as pay",
+        "auto = as many as pay, draft:PATH = a smaller model of the same vocabulary, eagle3:PATH = an EAGLE-3 head",
         aliases=("speculative_algorithm", "spec_method"),
-        choices=("off", "auto", "ngram"),
+        choices=("off", "auto", "ngram", "draft:PATH", "eagle3:PATH"),
         words={"NGRAM": "ngram", "none": "off"},
     )
     num_draft_tokens: int = option(

@@ -1,0 +1,215 @@
+"""Drafters with a model: a small one of the same vocabulary, or a head on top of the target's hidden states."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from copy import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.attention import resolve_attention
+from minisgl.core import Batch, BatchPlan
+from minisgl.distributed.tensor_parallel import VocabParallel, parallel_ops
+from minisgl.engine.batch import make_batch, moved
+from minisgl.engine.memory import make_pool
+from minisgl.layers.builder import Builder
+from minisgl.layout import Flag
+from minisgl.models.weight import load_model
+from minisgl.settings.options import MAX_DRAFTS
+from minisgl.speculative.eagle3 import Eagle3Head
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from minisgl.core import Ints, Sampling
+    from minisgl.engine.config import EngineSpec
+    from minisgl.engine.drafting import Drafting
+    from minisgl.engine.runner import Parts
+    from minisgl.layers.builder import Parameter
+    from minisgl.layout import Records
+    from minisgl.ops.quantized import Format
+
+SAMPLED_ALIKE = Flag.PENALIZED | Flag.FILTERED  # flags with which drafts are sampled as the target samples
+
+
+class DraftModel(ABC):
+    """Drafts the tokens that a model would sample, with the noise of the target.
+
+    The model's K/V is in a pool of its own, whose pages have the ids of the target's: page tables, cached prefixes,
+    preemption and ranks are the same. A step with DRAFTS begins with a pass for each draft, because then the row's slot
+    has the pages where the passes write. Steps that only decode do not run the model, and leave holes in its K/V.
+    """
+
+    ahead: ClassVar[int]  # slot p is computed from the tokens up to p + ahead
+    layers: tuple[int, ...] = ()  # of the target, whose outputs `follow` gets
+    parameters: tuple[Parameter, ...]
+
+    def __init__(self, parts: Parts, spec: EngineSpec) -> None:
+        """`parts` have the pool, the attention backend and the vocabulary of the drafter; `spec` has its model."""
+        state = copy(parts.state)  # the same parameters of each row, but a draft is not the row's last token
+        state.last_token = torch.zeros_like(state.last_token)
+        self.parts, self._spec = replace(parts, state=state), spec
+        self._vocab_size = parts.model.config.vocab_size
+
+    def resize(self, num_pages: int) -> None:
+        """Take a new pool of `num_pages`."""
+        self.parts = replace(self.parts, kv_cache=make_pool(self._spec, num_pages, self.parts.device))
+
+    def propose(self, history: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """As `Drafter.propose`: the drafts of the next step are made when it begins, as many as it has."""
+        return history.new_zeros(len(history), MAX_DRAFTS), torch.full_like(lengths, MAX_DRAFTS)
+
+    def look_up(self, ids: Ints) -> Ints:
+        """As `propose`, for one row."""
+        return np.zeros(MAX_DRAFTS, np.int32)
+
+    def passes(self, plan: BatchPlan) -> tuple[Batch, ...]:
+        """The passes before the step `plan`, with upper bounds for positions as the plan has."""
+        drafted = plan.slots[(plan.slots["flags"] & Flag.DRAFTS) != 0]
+        counts = drafted["stop"] - drafted["start"] - 1
+        plans = self._first(plan, drafted)
+        for i in range(1, int(counts.max(initial=0))):
+            start = drafted["start"][counts > i] + i - self.ahead
+            plans.append(BatchPlan(plan.step, _drafting(drafted[counts > i], start, start + 1)))
+        return tuple(make_batch(p, self.parts.device) for p in plans)
+
+    def draft(self, batch: Batch, drafting: Drafting) -> None:
+        """Run the passes before a step, and fill `drafting.drafts` of its rows."""
+        history, shift, most = drafting.history, drafting.shift(batch.drafts), self._vocab_size - 1
+        if batch.drafts is not None:
+            rows, lengths = batch.drafts.rows, drafting.lengths[batch.drafts.rows].long()
+            history[rows, lengths - 1] = drafting.last_token[rows]
+        for each in batch.passes:
+            now = moved(each, shift)
+            known = history[now.token_rows.long(), now.positions.long() + self.ahead]
+            ids = torch.where(now.input_ids < 0, known, now.input_ids).clamp(0, most)
+            sampling = replace(now.sampling, positions=now.sampling.positions + self.ahead)
+            logits = self._logits(ids, replace(now, sampling=sampling))
+            if len(sampling.rows):
+                history[sampling.rows, sampling.positions.long()] = self._sample(logits, sampling)
+        if batch.drafts is not None:
+            following = lengths.unsqueeze(1) + torch.arange(MAX_DRAFTS, device=rows.device)
+            drafting.drafts[rows] = history[rows.unsqueeze(1), following].clamp(0, most)
+
+    @abstractmethod
+    def _first(self, plan: BatchPlan, drafted: Records) -> list[BatchPlan]:
+        """The pass for the first draft of the slots `drafted`, if the step before did not make it."""
+
+    @abstractmethod
+    def _logits(self, ids: Tensor, batch: Batch) -> Tensor:
+        """Compute logits [S, V] of a pass from token ids [T], those at slot + `ahead`."""
+
+    def follow(self, batch: Batch, input_ids: Tensor, states: list[Tensor], out: Tensor, drafting: Drafting) -> None:
+        """Take in a step: its tokens [T], the outputs [T, H] of `layers`, and `out` as from `Drafting.settle`."""
+        return
+
+    def _sample(self, logits: Tensor, sampling: Sampling) -> Tensor:
+        """Sample tokens [S] int32 from logits [S, V]; penalties do not count the drafts before."""
+        parts, (rows, positions, flags) = self.parts, (sampling.rows, sampling.positions, sampling.row_flags)
+        if sampling.flags & Flag.PENALIZED:
+            flags = flags & Flag.PENALIZED
+            logits = parts.ops.apply_penalties(logits, flags, sampling.mask_index, rows, positions, parts.penalties)
+        return parts.ops.sample_rows(logits, rows, positions, parts.state, bool(sampling.flags & Flag.FILTERED))[0]
+
+
+class SmallModel(DraftModel):
+    """A model of its own. A slot has the K/V of the token there, so the step before left one hole at most.
+
+    This is where all drafts were right: the first pass computes the newest two tokens. It also computes the prompts.
+    """
+
+    ahead = 0
+
+    def __init__(self, parts: Parts, spec: EngineSpec) -> None:
+        super().__init__(parts, spec)
+        self.parameters = parts.model.parameters
+
+    def _first(self, plan: BatchPlan, drafted: Records) -> list[BatchPlan]:
+        chunks = plan.slots[(plan.slots["flags"] & Flag.FROM_DEVICE) == 0]
+        chunks["flags"] = 0
+        slots = np.concatenate([_drafting(drafted, drafted["start"] - 1, drafted["start"] + 1), chunks])
+        return [BatchPlan(plan.step, slots, plan.tokens)] if len(slots) else []
+
+    def _logits(self, ids: Tensor, batch: Batch) -> Tensor:
+        x, residual = self.parts.hidden(ids, batch, self.parts.out_loc(batch))
+        return self.parts.vocab.gather(self.parts.model.logits(x, residual)) if len(x) else x
+
+
+class Eagle3(DraftModel):
+    """An EAGLE-3 head. When a step ends, `follow` runs it over the step's tokens, which gives the first draft."""
+
+    ahead = 1
+
+    def __init__(self, parts: Parts, spec: EngineSpec, head: Eagle3Head, layers: tuple[int, ...]) -> None:
+        super().__init__(parts, spec)
+        self.layers, self.parameters = layers, head.parameters
+        self._head, self._embed = head, parts.model.model.embed_tokens
+        weight = self._embed.weight
+        self._hidden = weight.new_zeros(len(parts.state.last_token), weight.shape[1])
+
+    def _first(self, plan: BatchPlan, drafted: Records) -> list[BatchPlan]:
+        return []
+
+    def _logits(self, ids: Tensor, batch: Batch) -> Tensor:
+        rows = batch.sampling.rows
+        logits, self._hidden[rows] = self._run(ids, self._hidden[rows], batch, batch.logit_tokens)
+        return logits
+
+    def _run(self, ids: Tensor, features: Tensor, batch: Batch, keep: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [S, V], -inf outside of the draft vocabulary, and hidden states [S, H] of the tokens `keep`."""
+        ctx = self.parts.context(batch, self.parts.out_loc(batch))
+        drafted, hidden = self._head.forward(self._embed.forward(ids), features, ctx, keep)
+        logits = drafted.new_full((len(keep), self._vocab_size), float("-inf"))
+        logits[:, self._head.draft_ids] = self.parts.vocab.gather(drafted)
+        return logits, hidden
+
+    def follow(self, batch: Batch, input_ids: Tensor, states: list[Tensor], out: Tensor, drafting: Drafting) -> None:
+        sampling, history = batch.sampling, drafting.history
+        tokens = out[0, : len(sampling.rows)]
+        ids, ends = input_ids.roll(-1), batch.layout.cu_query_lens[1:].long() - 1
+        # The token behind a chunk came with the plan.
+        ids[ends] = history[batch.layout.rows.long(), batch.positions[ends].long() + 1].clamp(0, self._vocab_size - 1)
+        ids[batch.logit_tokens] = tokens
+        # Of each row, the column of its newest token.
+        columns = torch.arange(len(tokens), device=out.device)
+        if batch.drafts is not None:
+            columns = columns * out[2, : len(tokens)]
+        newest = torch.zeros(len(history), dtype=torch.int64, device=out.device)
+        newest = newest.scatter_reduce_(0, sampling.rows, columns, "amax")[sampling.rows]
+        features = self._head.join(states)
+        logits, hidden = self._run(ids, features, batch, batch.logit_tokens[newest])
+        if len(tokens):
+            sampling = replace(sampling, positions=sampling.positions[newest] + 1)
+            self._hidden[sampling.rows] = hidden
+            history[sampling.rows, sampling.positions.long()] = self._sample(logits, sampling)
+
+
+def _drafting(slots: Records, start: Ints, stop: Ints) -> Records:
+    """The rows of `slots` with slots that sample, and whose tokens the device knows."""
+    slots = slots.copy()
+    slots["start"], slots["stop"] = start, stop
+    slots["flags"] = slots["flags"] & SAMPLED_ALIKE | Flag.SAMPLES | Flag.FROM_DEVICE
+    return slots
+
+
+def make_draft_model(parts: Parts, spec: EngineSpec, holds: Callable[[Format], bool]) -> DraftModel:
+    """Load the drafter of a spec that has a `draft`, with a pool of one page. `parts` are those of the target."""
+    source, device = spec.draft, parts.device
+    assert source is not None, "the drafter has no model"
+    own = replace(spec, model=source.model)
+    attention = resolve_attention(spec.attention_backend, own.attention_spec(device.type), parts.ops)
+    parts = replace(parts, kv_cache=make_pool(own, 0, device), attention=attention)
+    parts = replace(parts, vocab=VocabParallel(parts.comm, source.model.vocab_size))
+    if source.kind == "draft":
+        model = load_model(
+            source.folder, source.model, spec.dtype, device, parts.ops, spec.dummy_weight, comm=parts.comm, holds=holds
+        )
+        return SmallModel(replace(parts, model=model), own)
+    ops = parallel_ops(parts.ops, parts.comm, has_post_norms=False)
+    head = Eagle3Head(Builder(ops, spec.dtype, device.torch_device, parts.comm.info), source)
+    head.load(source, spec.model.vocab_size, device, spec.dummy_weight)
+    return Eagle3(parts, own, head, source.layers)

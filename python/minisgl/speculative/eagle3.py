@@ -1,0 +1,80 @@
+"""The draft head of EAGLE-3 (arXiv:2503.01840): one Llama layer on top of three hidden states of the target."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import torch
+
+from minisgl.checkpoint import hf
+from minisgl.errors import ConfigError
+from minisgl.layers.linear import Linear, RMSNorm
+from minisgl.models.attention import Attention
+from minisgl.models.llama import rope_tables
+from minisgl.models.mlp import GatedMLP
+from minisgl.models.weight import fill, fill_dummy, open_all
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minisgl.core import Context
+    from minisgl.device.device import Device
+    from minisgl.layers.builder import Builder
+    from minisgl.speculative.source import DraftSource
+
+OPTIONAL = {"d2t", "t2d", "model.embed_tokens.weight"}  # the embedding is the target's
+
+
+class Eagle3Head:
+    """The layer in slot p reads hidden states of token p and the embedding of token p + 1, and drafts token p + 2.
+
+    The target's hidden states come from three layers, joined by `fc`. Behind the last known token the head's own hidden
+    state takes their place. `draft_ids` [draft vocabulary] int64 are the drafts' token ids.
+    """
+
+    def __init__(self, builder: Builder, source: DraftSource) -> None:
+        c, name = source.model, "model.layers.0"
+        self.fc = Linear(builder, {"fc": c.hidden_size}, 3 * c.hidden_size, bias=False)
+        self.embedding_norm = RMSNorm(builder, f"{name}.input_layernorm", c.hidden_size, c.rms_norm_eps)
+        self.hidden_norm = RMSNorm(builder, f"{name}.hidden_norm", c.hidden_size, c.rms_norm_eps)
+        self.attention = Attention(builder, c, 0, rope_tables(builder, c)[0], in_features=2 * c.hidden_size)
+        self.mlp_norm = RMSNorm(builder, f"{name}.post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
+        self.mlp = GatedMLP(builder, c, 0)
+        self.norm = RMSNorm(builder, "norm", c.hidden_size, c.rms_norm_eps)
+        shard = builder.balanced_shard(c.vocab_size)
+        self.lm_head = Linear(builder, {"lm_head": shard}, c.hidden_size, bias=False)
+        self.parameters = tuple(builder.parameters)
+        self.draft_ids = torch.arange(c.vocab_size, device=builder.device)
+        self._rms_norm = builder.ops.rms_norm
+
+    def load(self, source: DraftSource, vocab_size: int, device: Device, dummy: bool) -> None:
+        """Fill the weights from the published layout. Raise `ConfigError` naming what does not fit."""
+        if dummy:
+            fill_dummy(self.parameters)
+            return
+        with ExitStack() as stack:
+            stored = open_all(hf.weight_files(source.folder), stack)
+            # The builder's parts name the layer as that of a whole model.
+            renamed = {name.replace("midlayer.", "model.layers.0."): tensor for name, tensor in stored.items()}
+            renamed = {("model." * (n == "embed_tokens.weight")) + n: tensor for n, tensor in renamed.items()}
+            if "d2t" in stored:
+                self.draft_ids += stored["d2t"].data[:].to(self.draft_ids)
+                if bool(((self.draft_ids < 0) | (self.draft_ids >= vocab_size)).any()):
+                    raise ConfigError(f"d2t of the head in {source.folder} leads out of the vocabulary")
+            fill(renamed, self.parameters, OPTIONAL, device)
+
+    def join(self, states: list[Tensor]) -> Tensor:
+        """Join the outputs [T, H] of the target's three layers to features [T, H]."""
+        return self.fc.forward(torch.cat(states, 1))
+
+    def forward(self, embedded: Tensor, features: Tensor, ctx: Context, keep: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute this rank's logits [S, draft vocabulary], and hidden states [S, H], of the tokens `keep` [S] int64.
+
+        embedded and features [T, H] are the embeddings of the next tokens, and the hidden states of these.
+        """
+        embedded = self._rms_norm(embedded, self.embedding_norm.weight, self.embedding_norm.eps)
+        normed = self._rms_norm(features, self.hidden_norm.weight, self.hidden_norm.eps)
+        x = self.attention.attend(self.attention.qkv_proj.forward(torch.cat([embedded, normed], 1)), ctx)
+        x, residual = self.mlp.forward(x.index_select(0, keep), features.index_select(0, keep), self.mlp_norm)
+        return self.lm_head.after_norm(x, residual, self.norm)
