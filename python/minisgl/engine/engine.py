@@ -76,9 +76,7 @@ class Engine:
             parts.drafting.model.resize(self.num_pages)
         state.page_table.fill_(self.num_pages)
         self.runners: list[Runner] = factory.make(self.parts)
-        self.memory = self.memory.with_weights(
-            sum(p.tensor.nbytes for p in model.parameters)
-        )  # the C++ step packs them
+        self.memory = self.memory.with_weights(parts.weight_bytes)  # the C++ step packs them
         self._costs = measure_costs(lambda plan: self.launch(plan).wait, spec, self.num_pages, device.is_async)
         state.page_table.fill_(self.num_pages)
         _log.debug("a step costs %s", self._costs)

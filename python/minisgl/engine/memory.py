@@ -66,7 +66,7 @@ def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
     comm = parts.comm
     draft = None if parts.drafting is None else parts.drafting.model
     page_bytes = parts.kv_cache.page_bytes + (draft.parts.kv_cache.page_bytes if draft else 0)
-    weight_bytes = sum(p.tensor.nbytes for p in (*parts.model.parameters, *(draft.parameters if draft else ())))
+    weight_bytes = parts.weight_bytes
     runner, rows = base_runner(parts, spec), spec.max_running_requests
     comm.all_gather_int(0)  # ranks may share memory: wait until all have loaded their weights
     free = device.free_memory()

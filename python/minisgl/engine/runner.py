@@ -131,6 +131,12 @@ class Parts:
         """Of this rank, without attention; experts count as if all were chosen."""
         return 2.0 * self.model.num_parameters / self.comm.info.size
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of this rank, those of a drafter included."""
+        draft = None if self.drafting is None else self.drafting.model
+        return sum(p.tensor.nbytes for p in (*self.model.parameters, *(draft.parameters if draft else ())))
+
     def run(self, batch: Batch) -> Tensor:
         """Logits [S, this rank's part of V] of a step, its page writes and sampling states applied first."""
         return self.model.logits(*self.hidden(*self.begin(batch)))

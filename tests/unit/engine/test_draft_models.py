@@ -1,0 +1,288 @@
+"""Drafters with a model: one that is its own drafter is always right, and a head drafts what its formulas say."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace as replace_fields
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from minisgl.device.device import CpuDevice
+from minisgl.engine.batch import make_batch
+from minisgl.engine.config import resolve
+from minisgl.engine.drafting import Drafting
+from minisgl.engine.engine import Engine
+from minisgl.engine.trial import spread_plan
+from minisgl.errors import ConfigError
+from minisgl.layout import Flag
+from minisgl.models.llama import LlamaModel
+from minisgl.params import SamplingParams
+from minisgl.settings.options import EngineConfig, build_config
+from support.late_device import LateDevice
+from unit.engine.test_drafts import LAYOUTS, VOCAB, Requests, make_requests, run
+
+HIDDEN, HEADS, KV_HEADS, DIM, DRAFT_VOCAB = 32, 4, 2, 16, 40
+EPS, THETA, LAYERS = 1e-6, 10000.0, [0, 2, 1]
+MODEL: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": DIM,
+    "max_position_embeddings": 160,
+    "rms_norm_eps": EPS,
+    "rope_theta": THETA,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+    "eos_token_id": 0,
+}
+HEAD: dict[str, Any] = MODEL | {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "draft_vocab_size": DRAFT_VOCAB,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": LAYERS},
+}
+
+
+def write(path: Path, config: dict[str, Any], weights: dict[str, Tensor] | None = None) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    if weights is not None:
+        save_file(weights, path / "model.safetensors")
+    return path
+
+
+def random_head() -> dict[str, Tensor]:
+    """Weights in the published layout."""
+    torch.manual_seed(1)
+    shapes = {
+        "fc": (HIDDEN, 3 * HIDDEN),
+        "midlayer.self_attn.q_proj": (HEADS * DIM, 2 * HIDDEN),
+        "midlayer.self_attn.k_proj": (KV_HEADS * DIM, 2 * HIDDEN),
+        "midlayer.self_attn.v_proj": (KV_HEADS * DIM, 2 * HIDDEN),
+        "midlayer.self_attn.o_proj": (HIDDEN, HEADS * DIM),
+        "midlayer.mlp.gate_proj": (48, HIDDEN),
+        "midlayer.mlp.up_proj": (48, HIDDEN),
+        "midlayer.mlp.down_proj": (HIDDEN, 48),
+        "midlayer.hidden_norm": (HIDDEN,),
+        "midlayer.input_layernorm": (HIDDEN,),
+        "midlayer.post_attention_layernorm": (HIDDEN,),
+        "norm": (HIDDEN,),
+        "lm_head": (DRAFT_VOCAB, HIDDEN),
+    }
+    weights = {f"{name}.weight": 0.3 * torch.randn(shape) + (len(shape) == 1) for name, shape in shapes.items()}
+    ids = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values
+    weights["d2t"] = ids - torch.arange(DRAFT_VOCAB)
+    weights["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
+    return weights
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("models") / "tiny", MODEL)
+
+
+@pytest.fixture(scope="module")
+def drafters(folder: Path) -> dict[str, str]:
+    """The options for both kinds; with random weights the model itself is its own drafter."""
+    return {"draft": f"draft:{folder}", "eagle3": f"eagle3:{write(folder.parent / 'head', HEAD)}"}
+
+
+# -- answers
+
+
+@pytest.mark.parametrize("kind", ["draft", "eagle3"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda o: f"pages of {o['page_size']}")
+def test_answers_are_equal_with_and_without_drafts(
+    folder: Path, drafters: dict[str, str], layout: dict[str, Any], kind: str
+) -> None:
+    """Requests of every kind, with chunks, cached prefixes and preemption. A late device finds NaN in freed pages."""
+    requests = make_requests(random.Random(5), 24 if "num_pages" in layout else 14)
+    plain, _ = run(folder, requests, device=CpuDevice(1), **layout)
+    late, scheduler = run(folder, requests, 1, LateDevice(1), speculate=drafters[kind], **layout)
+    assert late.tokens == plain.tokens and late.ends == plain.ends
+    assert scheduler.stats.drafted_tokens > 0
+    assert scheduler.stats.cached_tokens > 0 or layout.get("cache_type") == "naive"
+    if "num_pages" in layout and kind == "eagle3":  # right drafts end requests before pages are short
+        assert scheduler.stats.preemptions > 0
+
+
+@pytest.mark.parametrize("most", [1, 3, 5, 8])
+def test_a_model_that_drafts_for_itself_is_right(folder: Path, drafters: dict[str, str], most: int) -> None:
+    """Greedy or sampled, with filters and biases: the noise is the same. (Drafts are not counted by penalties.)"""
+    none = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    requests = [(prompt, replace_fields(p, **none)) for prompt, p in make_requests(random.Random(most), 16)]
+    depth, device = (0, CpuDevice(1)) if most % 2 else (1, LateDevice(1))
+    options = LAYOUTS[most // 2 % 4] | {"speculate": drafters["draft"], "num_draft_tokens": most}
+    _, scheduler = run(folder, requests, depth, device, **options)
+    assert scheduler.stats.accepted_tokens == scheduler.stats.drafted_tokens > 100
+
+
+# -- the head
+
+
+class ReferenceHead:
+    """The formulas of EAGLE-3 over whole sequences, without a cache."""
+
+    def __init__(self, engine: Engine, weights: dict[str, Tensor]) -> None:
+        self.engine, self.weights = engine, weights
+
+    def features(self, ids: list[int]) -> Tensor:
+        """Hidden states [T, H] of all tokens, from the outputs of the layers, each as a model that ends there."""
+        parts, states = self.engine.parts, []
+        plan = spread_plan([(0, 0, len(ids), Flag.SAMPLES)], self.engine.page_size, self.engine.num_pages)
+        plan = replace(plan, tokens=torch.tensor(ids, dtype=torch.int32).numpy())
+        input_ids, batch, out_loc = parts.begin(make_batch(plan, parts.device))
+        batch = replace(batch, logit_tokens=torch.arange(len(ids)))
+        for i in LAYERS:
+            model = parts.model.model
+            cut = LlamaModel(model.embed_tokens, model.layers[: i + 1], model.norm)
+            x, residual = cut.forward(input_ids, parts.context(batch, out_loc))
+            states.append(x + residual)
+        return torch.cat(states, 1) @ self.weights["fc.weight"].T
+
+    def drafts(self, ids: list[int], count: int) -> list[int]:
+        """The drafts behind `ids`."""
+        features, tokens, drafts = self.features(ids[:-1]), ids[1:], []
+        draft_ids = self.weights["d2t"] + torch.arange(DRAFT_VOCAB)
+        for _ in range(count):
+            hidden = self.layer(features, self.engine.parts.model.model.embed_tokens.weight[tokens])[-1:]
+            logits = F.rms_norm(hidden, (HIDDEN,), self.weights["norm.weight"], EPS) @ self.weights["lm_head.weight"].T
+            drafts.append(int(draft_ids[logits.argmax()]))
+            features, tokens = torch.cat([features, hidden]), [*tokens, drafts[-1]]
+        return drafts
+
+    def layer(self, features: Tensor, embedded: Tensor) -> Tensor:
+        w = {name.removeprefix("midlayer.").removesuffix(".weight"): t for name, t in self.weights.items()}
+
+        def norm(x: Tensor, name: str) -> Tensor:
+            return F.rms_norm(x, (HIDDEN,), w[name], EPS)
+
+        x = torch.cat([norm(embedded, "input_layernorm"), norm(features, "hidden_norm")], 1)
+        q, k, v = ((x @ w[f"self_attn.{n}_proj"].T).unflatten(1, (-1, DIM)).transpose(0, 1) for n in "qkv")
+        angles = torch.arange(len(x))[:, None] * THETA ** (-torch.arange(0, DIM, 2) / DIM)
+        q, k = (self.rotated(t, angles) for t in (q, k))
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+        x = features + out.transpose(0, 1).flatten(1) @ w["self_attn.o_proj"].T
+        y = norm(x, "post_attention_layernorm")
+        return x + (F.silu(y @ w["mlp.gate_proj"].T) * (y @ w["mlp.up_proj"].T)) @ w["mlp.down_proj"].T
+
+    @staticmethod
+    def rotated(x: Tensor, angles: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Tensor]]:
+    """A model and a head, both with weights in a file."""
+    engine = Engine(
+        resolve(EngineConfig(model=str(folder), dummy_weight=True, attention_backend="cpu"), "cpu"), CpuDevice(1)
+    )
+    torch.manual_seed(2)
+    weights = {}
+    for p in engine.parts.model.parameters:
+        for s in p.sources:
+            weights[s.name] = torch.randn(s.shape) * (0.1 if len(s.shape) == 2 else 0.2) + (len(s.shape) == 1)
+    path, head = tmp_path_factory.mktemp("trained"), random_head()
+    return write(path / "model", MODEL, weights), write(path / "head", HEAD, head), head
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("page_size", [1, 16, 128])
+def test_a_head_drafts_what_its_formulas_say(
+    trained: tuple[Path, Path, dict[str, Tensor]], page_size: int, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also behind prompts of several chunks, beside other rows, and with some drafts right and some not."""
+    model, path, weights = trained
+    seen: list[tuple[list[int], list[int]]] = []
+    place = Drafting.place
+
+    def spy(drafting: Drafting, batch: Any) -> Any:
+        columns = batch.drafts
+        for row, count in zip(columns.rows.tolist(), columns.counts.tolist(), strict=True):
+            ids = drafting.history[row, : int(drafting.lengths[row])].tolist()
+            seen.append((ids, drafting.drafts[row, :count].tolist()))
+        return place(drafting, batch)
+
+    monkeypatch.setattr(Drafting, "place", spy)
+    rng = random.Random(page_size)
+    greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    requests: Requests = [([rng.randrange(1, VOCAB) for _ in range(n)], greedy) for n in (1, 2, 60, 25, 90, 3)]
+    device = CpuDevice(1) if depth == 0 else LateDevice(1)
+    options = {"page_size": page_size, "cache_type": "naive", "max_prefill_length": 24, "dummy_weight": False}
+    _, scheduler = run(model, requests, depth, device, speculate=f"eagle3:{path}", **options)
+    reference = ReferenceHead(scheduler.engine, weights)  # type: ignore[arg-type]
+    with torch.inference_mode():
+        assert [drafts for _, drafts in seen] == [reference.drafts(ids, len(drafts)) for ids, drafts in seen]
+    assert scheduler.stats.drafted_tokens > 300
+
+
+# -- bad input
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("draft", None, "is not a folder with a config.json"),
+        ("draft", {"vocab_size": 98}, "has a vocabulary of 98, and the model one of 97"),
+        ("draft", {"architectures": ["Bert"]}, "model architecture Bert is not supported"),
+        ("draft", HEAD, "has an EAGLE-3 head; give --speculate eagle3:"),
+        ("eagle3", {}, "has architectures=.'Qwen3ForCausalLM'., not LlamaForCausalLMEagle3"),
+        ("eagle3", HEAD | {"hidden_size": 64}, "has a hidden size of 64, and the model one of 32"),
+        ("eagle3", HEAD | {"vocab_size": 98}, "has a vocabulary of 98, and the model one of 97"),
+        ("eagle3", HEAD | {"draft_vocab_size": 98}, "draft_vocab_size is 98, not a part of the vocabulary of 97"),
+        ("eagle3", HEAD | {"num_hidden_layers": 2}, "only heads of one layer are supported"),
+        ("eagle3", HEAD | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, "from 0 to 2"),
+    ],
+)
+def test_a_drafter_for_another_model_is_refused(
+    folder: Path, tmp_path: Path, kind: str, change: dict[str, Any] | None, message: str
+) -> None:
+    path = tmp_path / "drafter"
+    if change is not None:
+        write(path, MODEL | change)
+    config = EngineConfig(model=str(folder), dummy_weight=True, speculate=f"{kind}:{path}")
+    with pytest.raises(ConfigError, match=rf"^--speculate {kind}: .*{message}"):
+        resolve(config, "cpu")
+
+
+def test_a_head_that_leads_out_of_the_vocabulary_is_refused(trained: Any, tmp_path: Path) -> None:
+    model, _, weights = trained
+    path = write(tmp_path / "head", HEAD, weights | {"d2t": weights["d2t"] + VOCAB})
+    config = EngineConfig(model=str(model), speculate=f"eagle3:{path}", attention_backend="cpu")
+    with pytest.raises(ConfigError, match="leads out of the vocabulary"):
+        Engine(resolve(config, "cpu"), CpuDevice(1))
+
+
+@pytest.mark.parametrize("asked", ["draft", "draft:", "eagle3", "crystal:/ball"])
+def test_a_path_is_needed(asked: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"--speculate '{asked}' is not one of off, auto, ngram, draft:PATH, eagle3:PATH"
+    ):
+        build_config(EngineConfig, {"speculate": asked})
+
+
+def test_pages_of_both_models_are_counted(folder: Path, drafters: dict[str, str]) -> None:
+    def engine(speculate: str) -> Engine:
+        config = EngineConfig(model=str(folder), dummy_weight=True, attention_backend="cpu", speculate=speculate)
+        return Engine(resolve(config, "cpu"), CpuDevice(1))
+
+    plain, own, head = engine("off").memory, engine(drafters["draft"]).memory, engine(drafters["eagle3"]).memory
+    assert own.page_bytes == 2 * plain.page_bytes and own.weight_bytes == 2 * plain.weight_bytes
+    assert head.page_bytes == plain.page_bytes * 5 // 4
