@@ -52,12 +52,12 @@ class DraftModel(ABC):
         """`parts` have the pool, the attention backend and the vocabulary of the drafter; `spec` has its model."""
         state = copy(parts.state)  # the same parameters of each row, but a draft is not the row's last token
         state.last_token = torch.zeros_like(state.last_token)
-        self.parts, self._spec = replace(parts, state=state), spec
+        self.parts, self.spec = replace(parts, state=state), spec
         self._vocab_size = parts.model.config.vocab_size
 
     def resize(self, num_pages: int) -> None:
         """Take a new pool of `num_pages`."""
-        self.parts = replace(self.parts, kv_cache=make_pool(self._spec, num_pages, self.parts.device))
+        self.parts = replace(self.parts, kv_cache=make_pool(self.spec, num_pages, self.parts.device))
 
     def propose(self, history: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """As `Drafter.propose`: the drafts of the next step are made when it begins, as many as it has."""
@@ -74,7 +74,7 @@ class DraftModel(ABC):
         plans = self._first(plan, drafted)
         for i in range(1, int(counts.max(initial=0))):
             start = drafted["start"][counts > i] + i - self.ahead
-            plans.append(BatchPlan(plan.step, _drafting(drafted[counts > i], start, start + 1)))
+            plans.append(BatchPlan(plan.step, draft_slots(drafted[counts > i], start, start + 1, Flag.FROM_DEVICE)))
         return tuple(make_batch(p, self.parts.device) for p in plans)
 
     def draft(self, batch: Batch, drafting: Drafting) -> None:
@@ -131,7 +131,8 @@ class SmallModel(DraftModel):
     def _first(self, plan: BatchPlan, drafted: Records) -> list[BatchPlan]:
         chunks = plan.slots[(plan.slots["flags"] & Flag.FROM_DEVICE) == 0]
         chunks["flags"] = 0
-        slots = np.concatenate([_drafting(drafted, drafted["start"] - 1, drafted["start"] + 1), chunks])
+        drafted = draft_slots(drafted, drafted["start"] - 1, drafted["start"] + 1, Flag.FROM_DEVICE)
+        slots = np.concatenate([drafted, chunks])
         return [BatchPlan(plan.step, slots, plan.tokens)] if len(slots) else []
 
     def _logits(self, ids: Tensor, batch: Batch) -> Tensor:
@@ -188,19 +189,24 @@ class Eagle3(DraftModel):
             history[sampling.rows, sampling.positions.long()] = self._sample(logits, sampling)
 
 
-def _drafting(slots: Records, start: Ints, stop: Ints) -> Records:
-    """The rows of `slots` with slots that sample, and whose tokens the device knows."""
+def draft_slots(slots: Records, start: Ints, stop: Ints, from_device: int) -> Records:
+    """The rows of `slots` with other positions, and FROM_DEVICE or 0: each samples one token, as the target does."""
     slots = slots.copy()
     slots["start"], slots["stop"] = start, stop
-    slots["flags"] = slots["flags"] & SAMPLED_ALIKE | Flag.SAMPLES | Flag.FROM_DEVICE
+    slots["flags"] = slots["flags"] & SAMPLED_ALIKE | Flag.SAMPLES | from_device
     return slots
+
+
+def draft_spec(spec: EngineSpec) -> EngineSpec:
+    """The spec of the drafter of a spec that has a `draft`; its weights are not rounded."""
+    assert spec.draft is not None, "the drafter has no model"
+    return replace(spec, model=spec.draft.model, quantization=None, draft=None)
 
 
 def make_draft_model(parts: Parts, spec: EngineSpec, holds: Callable[[Format], bool]) -> DraftModel:
     """Load the drafter of a spec that has a `draft`, with a pool of one page. `parts` are those of the target."""
-    source, device = spec.draft, parts.device
+    source, device, own = spec.draft, parts.device, draft_spec(spec)
     assert source is not None, "the drafter has no model"
-    own = replace(spec, model=source.model)
     attention = resolve_attention(spec.attention_backend, own.attention_spec(device.type), parts.ops)
     parts = replace(parts, kv_cache=make_pool(own, 0, device), attention=attention)
     parts = replace(parts, vocab=VocabParallel(parts.comm, source.model.vocab_size))

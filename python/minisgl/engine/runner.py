@@ -273,14 +273,15 @@ class EagerRunner:
             parts.drafting.remember(plan.histories)
         input_ids, batch, out_loc = parts.begin(batch)
         kept = batch if wanted is None else replace(batch, logit_tokens=wanted.kept)
-        taps = dict.fromkeys(() if self._draft_model is None else self._draft_model.layers, input_ids)
+        layers = () if self._draft_model is None else self._draft_model.layers
+        taps = dict.fromkeys(layers, input_ids)  # the model replaces the values
         x, residual = parts.hidden(input_ids, kept, out_loc, taps)
         columns = None
         if wanted is not None:
             columns = parts.prompt_logprobs(x, residual, wanted)
             x, residual = x[wanted.sampled_at], residual[wanted.sampled_at]
         logits = parts.model.logits(x, residual) if len(sampled) else None
-        return _Forward(batch, input_ids, [*taps.values()], logits, columns)
+        return _Forward(batch, input_ids, [taps[i] for i in layers], logits, columns)
 
     @torch.inference_mode()
     def _sample(self, plan: BatchPlan, forward: _Forward, masks: Ints) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 
 from minisgl.core import BatchPlan, StepResult
 from minisgl.engine.batch import make_sampling
+from minisgl.engine.draft_model import draft_slots, draft_spec
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.runner import ForwardOutput
 from minisgl.errors import ConfigError, NativeError
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from minisgl.core import Ints, Records
     from minisgl.device.device import CpuDevice, Pending
     from minisgl.engine.config import EngineSpec
+    from minisgl.engine.draft_model import DraftModel
+    from minisgl.engine.drafting import Drafting
     from minisgl.engine.runner import Parts, Runner
 
 _log = logging.getLogger("minisgl.native")
@@ -56,7 +59,10 @@ def refusal(spec: EngineSpec) -> str | None:
     if spec.fp8_cache:
         return "the KV cache is FP8"
     if spec.draft is not None:
-        return "the drafter has a model"
+        if spec.draft.kind != "draft":
+            return "the drafter reads hidden states"
+        if (reason := refusal(draft_spec(spec))) is not None:
+            return f"the drafter's {reason}"
     sizes = {"head_dim": (m.head_dim, LANES)}
     step = INT8.group if spec.quantization else LANES
     sizes |= {"hidden_size": (m.hidden_size, step), "intermediate_size": (m.intermediate_size, step)}
@@ -84,6 +90,8 @@ class NativeRunner:
         model = self._model_spec(spec, device.threads)
         self._model = library.create(byref(model))
         self._close = weakref.finalize(self, library.destroy, self._model)
+        draft = None if parts.drafting is None else parts.drafting.model
+        self._draft = None if draft is None else _Drafter(draft, library, device)
 
     def fits(self, plan: BatchPlan) -> bool:
         return True
@@ -98,15 +106,18 @@ class NativeRunner:
     @torch.inference_mode()
     def _run(self, plan: BatchPlan, masks: Ints) -> Ints:
         self.parts.penalties.apply(plan.penalties, masks)
-        if not plan.has_drafts:
-            return self._sampled(plan)
         drafting = self.parts.drafting
+        if drafting is not None:
+            drafting.remember(plan.histories)
+            if self._draft is not None:
+                self._draft.run(plan, drafting)
+        if not plan.has_drafts:
+            return self.sampled(plan)
         assert drafting is not None, "a plan with DRAFTS, but no drafter"
-        drafting.remember(plan.histories)
         flat, inputs = drafting.flatten(plan)
-        return drafting.settle_flat(self._sampled(flat, inputs), plan, inputs)
+        return drafting.settle_flat(self.sampled(flat, inputs), plan, inputs)
 
-    def _sampled(self, plan: BatchPlan, inputs: Ints = NO_INTS) -> Ints:
+    def sampled(self, plan: BatchPlan, inputs: Ints = NO_INTS) -> Ints:
         """Columns as `ForwardOutput` says; `inputs` [S] are the tokens before, for rows that sample several."""
         if len(plan.prompt_logprob_ids):
             return self._with_prompt_logprobs(plan, inputs)
@@ -248,6 +259,36 @@ class NativeRunner:
             table_width=state.page_table.stride(0),
             **{name: getattr(state, name).data_ptr() for name in ("last_token", "temperature", "noise_key")},
         )
+
+
+class _Drafter:
+    """The passes of a small model that drafts (`engine/draft_model.py`), each in one C++ call."""
+
+    def __init__(self, draft: DraftModel, library: NativeLibrary, device: CpuDevice) -> None:
+        ops = replace(draft.parts.ops, count_tokens=lambda *_: None)  # penalties count no drafts
+        self._runner = NativeRunner(replace(draft.parts, ops=ops), draft.spec, library, device)
+
+    def run(self, plan: BatchPlan, drafting: Drafting) -> None:
+        """Compute the prompts of a step, and the drafts of its slots with DRAFTS, which have their pages."""
+        drafted = plan.slots[(plan.slots["flags"] & Flag.DRAFTS) != 0]
+        chunks = plan.slots[(plan.slots["flags"] & Flag.FROM_DEVICE) == 0]
+        if not len(drafted) + len(chunks):
+            return
+        lengths, newest, drafts, history = (
+            t.numpy() for t in (drafting.lengths, drafting.last_token, drafting.drafts, drafting.history)
+        )
+        rows, counts = drafted["row"], drafted["stop"] - drafted["start"] - 1
+        length = lengths[rows]
+        chunks["flags"] = 0
+        slots = np.concatenate([draft_slots(drafted, length - 2, length, 0), chunks])
+        tokens = np.stack([history[rows, length - 2].clip(0), newest[rows]], 1).reshape(-1)
+        first = BatchPlan(plan.step, slots, np.append(tokens, plan.tokens), plan.page_writes)
+        drafts[rows, 0] = self._runner.sampled(first)[0]
+        for i in range(1, int(counts.max(initial=0))):
+            more = counts > i
+            slots = draft_slots(drafted[more], length[more] - 1 + i, length[more] + i, 0)
+            following = self._runner.sampled(BatchPlan(plan.step, slots, drafts[rows[more], i - 1]))
+            drafts[rows[more], i] = following[0]
 
 
 def _address_and_bits(weight: Tensor | Quantized) -> tuple[int, int]:

@@ -31,6 +31,7 @@ from unit.engine.test_drafts import LAYOUTS, VOCAB, Requests, make_requests, run
 
 HIDDEN, HEADS, KV_HEADS, DIM, DRAFT_VOCAB = 32, 4, 2, 16, 40
 EPS, THETA, LAYERS = 1e-6, 10000.0, [0, 2, 1]
+STEPS = {"C++": (0, None), "op by op": (0, CpuDevice(1)), "op by op and late": (1, LateDevice(1))}
 MODEL: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -122,12 +123,25 @@ def test_answers_are_equal_with_and_without_drafts(
         assert scheduler.stats.preemptions > 0
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda o: f"pages of {o['page_size']}")
+def test_answers_of_the_cpp_step_are_equal_to_the_byte(
+    folder: Path, drafters: dict[str, str], layout: dict[str, Any], depth: int
+) -> None:
+    requests = make_requests(random.Random(depth), 24)
+    plain, _ = run(folder, requests, **layout)
+    drafted, scheduler = run(folder, requests, depth, speculate=drafters["draft"], **layout)
+    assert drafted.tokens == plain.tokens and drafted.ends == plain.ends and drafted.logprobs == plain.logprobs
+    assert 0 < scheduler.stats.accepted_tokens <= scheduler.stats.drafted_tokens
+
+
+@pytest.mark.parametrize("step", ["C++", "op by op", "op by op and late"])
 @pytest.mark.parametrize("most", [1, 3, 5, 8])
-def test_a_model_that_drafts_for_itself_is_right(folder: Path, drafters: dict[str, str], most: int) -> None:
+def test_a_model_that_drafts_for_itself_is_right(folder: Path, drafters: dict[str, str], most: int, step: str) -> None:
     """Greedy or sampled, with filters and biases: the noise is the same. (Drafts are not counted by penalties.)"""
     none = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
     requests = [(prompt, replace_fields(p, **none)) for prompt, p in make_requests(random.Random(most), 16)]
-    depth, device = (0, CpuDevice(1)) if most % 2 else (1, LateDevice(1))
+    depth, device = STEPS[step]
     options = LAYOUTS[most // 2 % 4] | {"speculate": drafters["draft"], "num_draft_tokens": most}
     _, scheduler = run(folder, requests, depth, device, **options)
     assert scheduler.stats.accepted_tokens == scheduler.stats.drafted_tokens > 100
