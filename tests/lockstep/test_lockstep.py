@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from minisgl import LLM, SamplingParams
+from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.core import FinishReason
 from minisgl.errors import InvariantError, RankError
 from minisgl.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
@@ -119,6 +124,39 @@ def test_ranks_draft_alike(depth: int, requests_and_tokens: tuple[Requests, dict
         drive(llm, repeated)
         assert 0 < llm.scheduler.stats.accepted_tokens < llm.scheduler.stats.drafted_tokens
         assert llm.scheduler.cache.available == OPTIONS["num_pages"]
+
+
+@pytest.mark.parametrize("kind", ["draft", "eagle3"])
+def test_ranks_draft_alike_with_a_model(
+    kind: str, requests_and_tokens: tuple[Requests, dict[int, list[int]]], tmp_path: Path
+) -> None:
+    """Each rank has a shard of the drafter: the built-in model itself, or a head of random weights."""
+    requests, alone = requests_and_tokens
+    folder = BUILTIN_MODEL if kind == "draft" else random_head(tmp_path)
+    with LLM(tp=2, speculate=f"{kind}:{folder}", num_draft_tokens=3, **OPTIONS) as llm:
+        llm.scheduler.depth = 1
+        assert drive(llm, requests) == alone
+        stats = llm.scheduler.stats
+        assert stats.drafted_tokens > 50
+        assert kind != "draft" or stats.accepted_tokens > 0.9 * stats.drafted_tokens
+        assert llm.scheduler.cache.available == OPTIONS["num_pages"]
+
+
+def random_head(folder: Path) -> Path:
+    """An EAGLE-3 head for the built-in model."""
+    config = json.loads((BUILTIN_MODEL / "config.json").read_text())
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 500}
+    (folder / "config.json").write_text(json.dumps(config))
+    hidden, q, kv, inner = 256, 8 * 64, 4 * 64, config["intermediate_size"]
+    shapes = {"fc": (hidden, 3 * hidden), "lm_head": (500, hidden)}
+    shapes |= {f"midlayer.self_attn.{n}_proj": (out, 2 * hidden) for n, out in (("q", q), ("k", kv), ("v", kv))}
+    shapes |= {"midlayer.self_attn.o_proj": (hidden, q), "midlayer.mlp.down_proj": (hidden, inner)}
+    shapes |= {f"midlayer.mlp.{n}_proj": (inner, hidden) for n in ("gate", "up")}
+    norms = ("norm", "midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm")
+    weights = {f"{name}.weight": torch.ones(hidden) for name in norms}
+    weights |= {f"{name}.weight": torch.randn(shape) / 16 for name, shape in shapes.items()}
+    save_file(weights | {"d2t": 3 * torch.arange(500)}, folder / "model.safetensors")
+    return folder
 
 
 def test_lost_rank_raises_rank_error() -> None:
