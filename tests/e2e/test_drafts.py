@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from e2e.harness import ServerProcess, eventually, require_no_leak
+from minisgl.checkpoint.hf import BUILTIN_MODEL
 
 STORY = "Once upon a time, a robin called Skia lived in a warm nest. Skia had never seen the sea. "
 BODIES: list[dict[str, Any]] = [
@@ -72,10 +73,9 @@ def test_drafts_are_counted(drafting: ServerProcess) -> None:
     ("flags", "message"),
     [
         (("--num-draft-tokens", "9"), "--num-draft-tokens 9 must be at most 8"),
-        (
-            ("--speculate", "crystal-ball"),
-            "--speculate 'crystal-ball' is not one of off, auto, ngram",
-        ),
+        (("--speculate", "crystal-ball"), "--speculate 'crystal-ball' is not one of off, auto, ngram"),
+        (("--speculate", "draft:nowhere"), "--speculate draft: nowhere is not a folder with a config.json"),
+        (("--speculate", f"eagle3:{BUILTIN_MODEL}"), "['Qwen3ForCausalLM'], not LlamaForCausalLMEagle3"),
     ],
 )
 def test_bad_flags_end_the_start_with_a_sentence(flags: tuple[str, ...], message: str) -> None:

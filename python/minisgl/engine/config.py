@@ -14,7 +14,6 @@ from minisgl.checkpoint.embedder import Pooling
 from minisgl.distributed.info import ALONE, DistributedInfo
 from minisgl.engine.fit import Checkpoint, check_settings
 from minisgl.engine.runner import RUNNERS
-from minisgl.errors import ConfigError
 from minisgl.models.model_config import ModelConfig
 from minisgl.models.weight import has_own_head
 from minisgl.rounding import ceil_div
@@ -82,12 +81,10 @@ class EngineSpec:
         )
 
 
-def _drafter(asked: str, embeds: bool, draft: DraftSource | None) -> str | None:
-    if asked == "off" or (asked == "auto" and embeds):
+def _drafter(asked: str, checkpoint: Checkpoint) -> str | None:
+    if asked == "off" or checkpoint.embedder is not None:
         return None
-    if embeds:
-        raise ConfigError(f"--speculate {asked} is for models that generate text; this one makes embeddings")
-    return DRAFTERS.choose(asked) if draft is None else draft.kind
+    return DRAFTERS.choose(asked) if checkpoint.draft is None else checkpoint.draft.kind
 
 
 def resolve(
@@ -124,7 +121,7 @@ def resolve(
         info=info,
         use_pynccl=not config.disable_pynccl,
         pooling=None if embedder is None else embedder.pooling,
-        drafter=_drafter(config.speculate, embedder is not None, checkpoint.draft),
+        drafter=_drafter(config.speculate, checkpoint),
         draft=checkpoint.draft,
     )
     return spec if config.dtype != "auto" else RUNNERS.load(device_type).choose_dtype(spec)

@@ -62,24 +62,32 @@ class Footprint:
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: EngineConfig, device: str, item: int) -> Footprint:
         """The footprint with elements of `item` bytes. Raises `ConfigError` if the model cannot be split so."""
-        m, info = checkpoint.model, DistributedInfo(0, config.tp)
-        info.shard(m.num_heads, "attention heads")
-        kv_heads = len(info.shard_or_replicate(m.num_kv_heads, "KV heads"))
-        if m.experts is None or m.experts.dense_layers:
-            info.shard(m.intermediate_size, "intermediate features")
-        if m.experts is not None:
-            info.shard(m.experts.intermediate_size, "intermediate features of an expert")
-        page_size = config.page_size or PAGE_SIZES[device]
+        m, page_size = checkpoint.model, config.page_size or PAGE_SIZES[device]
+        page = page_size * _token_bytes(m, config, item)
         pages = ceil_div(config.max_seq_len or checkpoint.max_model_len, page_size)
         row = 4 * (pages + (m.vocab_size if checkpoint.embedder is None else 0))  # page table, counts of tokens
-        head = m.head_dim + 4 if config.kv_cache_dtype == "fp8" else m.head_dim * item
-        page = m.num_layers * 2 * kv_heads * page_size * head
         bits = QUANTIZATIONS[device].get(config.quantization or "", 8 * item)
         if m.quantization is not None and (device == "cuda" or m.quantization.layout == "packed"):
             bits = m.quantization.bits
         expert_bits = bits if bits == 8 else 8 * item
         weights = m.num_others * item + (m.num_projections * bits + m.num_expert_weights * expert_bits) // 8
+        if checkpoint.draft is not None:
+            page += page_size * _token_bytes(checkpoint.draft.model, config, item)
+            weights += checkpoint.draft.model.num_weights * item
         return cls(weights // config.tp, config.max_running_requests * row, page, page_size)
+
+
+def _token_bytes(model: ModelConfig, config: EngineConfig, item: int) -> int:
+    """Bytes of a token's K/V on a rank. Raises `ConfigError` if the model cannot be split so."""
+    m, info = model, DistributedInfo(0, config.tp)
+    info.shard(m.num_heads, "attention heads")
+    kv_heads = len(info.shard_or_replicate(m.num_kv_heads, "KV heads"))
+    if m.experts is None or m.experts.dense_layers:
+        info.shard(m.intermediate_size, "intermediate features")
+    if m.experts is not None:
+        info.shard(m.experts.intermediate_size, "intermediate features of an expert")
+    head = m.head_dim + 4 if config.kv_cache_dtype == "fp8" else m.head_dim * item
+    return m.num_layers * 2 * kv_heads * head
 
 
 def estimate_step(model: ModelConfig, config: EngineConfig, max_tokens: int, item: int) -> int:
@@ -108,6 +116,8 @@ def check_settings(checkpoint: Checkpoint, config: EngineConfig, device: str) ->
         raise ConfigError(f"--cuda-graph-max-bs needs an NVIDIA GPU, and the device is {device}")
     if config.cuda_graph_max_bs and checkpoint.embedder is not None:
         raise ConfigError("--cuda-graph-max-bs is not for an embedding model: its steps are not captured")
+    if checkpoint.embedder is not None and config.speculate not in ("off", "auto"):
+        raise ConfigError(f"--speculate {config.speculate} is for models that generate text; this one makes embeddings")
     if config.quantization is not None:
         if device == "cuda" and checkpoint.model.quantization is not None:
             raise ConfigError(f"--quantization {config.quantization} is for checkpoints that are not quantized yet")

@@ -20,12 +20,14 @@ from minisgl.engine.batch import make_batch
 from minisgl.engine.config import resolve
 from minisgl.engine.drafting import Drafting
 from minisgl.engine.engine import Engine
+from minisgl.engine.fit import check_fit
 from minisgl.engine.trial import spread_plan
 from minisgl.errors import ConfigError
 from minisgl.layout import Flag
 from minisgl.models.llama import LlamaModel
 from minisgl.params import SamplingParams
 from minisgl.settings.options import EngineConfig, build_config
+from support.embedding_models import write_modules
 from support.late_device import LateDevice
 from unit.engine.test_drafts import LAYOUTS, VOCAB, Requests, make_requests, run
 
@@ -274,6 +276,17 @@ def test_a_drafter_for_another_model_is_refused(
     config = EngineConfig(model=str(folder), dummy_weight=True, speculate=f"{kind}:{path}")
     with pytest.raises(ConfigError, match=rf"^--speculate {kind}: .*{message}"):
         resolve(config, "cpu")
+
+
+def test_embedding_models_have_no_drafter(folder: Path, drafters: dict[str, str], tmp_path: Path) -> None:
+    embedder = write(tmp_path / "embedder", MODEL)
+    write_modules(embedder, "lasttoken")
+    for model, asked, message in (
+        (embedder, drafters["draft"], "is for models that generate text; this one makes embeddings"),
+        (folder, f"draft:{embedder}", "makes embeddings, and generates no text"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_fit(EngineConfig(model=str(model), device="cpu", speculate=asked))
 
 
 def test_a_head_that_leads_out_of_the_vocabulary_is_refused(trained: Any, tmp_path: Path) -> None:

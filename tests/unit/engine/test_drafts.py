@@ -146,7 +146,9 @@ def run(
     if scheduler.drafts is not None:
         scheduler.drafts._costs = StepCosts(1e-1, 1e-3)  # not those of this machine and its other work
     if device is not None:
-        scheduler.cache.on_free = engine.parts.kv_cache.poison
+        drafter = engine.parts.drafting and engine.parts.drafting.model
+        pools = [engine.parts.kv_cache, *([drafter.parts.kv_cache] if drafter else [])]
+        scheduler.cache.on_free = lambda pages: [pool.poison(pages) for pool in pools]
     answers = Answers({uid: [] for uid in range(len(requests))}, {}, {uid: [] for uid in range(len(requests))})
     todo, step = list(enumerate(requests)), 0
     while todo or io.inbox or scheduler.is_busy:
