@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from minisgl.layout import Records
     from minisgl.ops.quantized import Format
 
-SAMPLED_ALIKE = Flag.PENALIZED | Flag.FILTERED  # flags with which drafts are sampled as the target samples
+SAMPLED_ALIKE: Final = Flag.PENALIZED | Flag.FILTERED  # flags with which drafts are sampled as the target samples
 
 
 class DraftModel(ABC):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from minisgl.layers.builder import Builder
     from minisgl.speculative.source import DraftSource
 
-OPTIONAL = {"d2t", "t2d", "model.embed_tokens.weight"}  # the embedding is the target's
+OPTIONAL: Final = {"d2t", "t2d", "embed_tokens.weight"}  # the embedding is the target's
 
 
 class Eagle3Head:
@@ -55,13 +55,15 @@ class Eagle3Head:
             return
         with ExitStack() as stack:
             stored = open_all(hf.weight_files(source.folder), stack)
-            # The builder's parts name the layer as that of a whole model.
-            renamed = {name.replace("midlayer.", "model.layers.0."): tensor for name, tensor in stored.items()}
-            renamed = {("model." * (n == "embed_tokens.weight")) + n: tensor for n, tensor in renamed.items()}
-            if "d2t" in stored:
-                self.draft_ids += stored["d2t"].data[:].to(self.draft_ids)
+            if (count := len(self.draft_ids)) < vocab_size:
+                found = stored.get("d2t")
+                if found is None or found.shape != (count,):
+                    raise ConfigError(f"the head in {source.folder} has no d2t for its {count} draft tokens")
+                self.draft_ids += found.data[:].to(self.draft_ids)
                 if bool(((self.draft_ids < 0) | (self.draft_ids >= vocab_size)).any()):
                     raise ConfigError(f"d2t of the head in {source.folder} leads out of the vocabulary")
+            # The parts of the layer have the names of a whole model.
+            renamed = {name.replace("midlayer.", "model.layers.0."): tensor for name, tensor in stored.items()}
             fill(renamed, self.parameters, OPTIONAL, device)
 
     def join(self, states: list[Tensor]) -> Tensor:

@@ -289,12 +289,17 @@ def test_embedding_models_have_no_drafter(folder: Path, drafters: dict[str, str]
             check_fit(EngineConfig(model=str(model), device="cpu", speculate=asked))
 
 
-def test_a_head_that_leads_out_of_the_vocabulary_is_refused(trained: Any, tmp_path: Path) -> None:
+def test_a_head_needs_its_draft_vocabulary(trained: tuple[Path, Path, dict[str, Tensor]], tmp_path: Path) -> None:
     model, _, weights = trained
-    path = write(tmp_path / "head", HEAD, weights | {"d2t": weights["d2t"] + VOCAB})
-    config = EngineConfig(model=str(model), speculate=f"eagle3:{path}", attention_backend="cpu")
-    with pytest.raises(ConfigError, match="leads out of the vocabulary"):
-        Engine(resolve(config, "cpu"), CpuDevice(1))
+    without = {name: tensor for name, tensor in weights.items() if name != "d2t"}
+    for name, given, message in (
+        ("none", without, "has no d2t for its 40 draft tokens"),
+        ("short", weights | {"d2t": weights["d2t"][:39].clone()}, "has no d2t for its 40 draft tokens"),
+        ("far", weights | {"d2t": weights["d2t"] + VOCAB}, "leads out of the vocabulary"),
+    ):
+        config = EngineConfig(model=str(model), speculate=f"eagle3:{write(tmp_path / name, HEAD, given)}")
+        with pytest.raises(ConfigError, match=message):
+            Engine(resolve(config, "cpu"), CpuDevice(1))
 
 
 @pytest.mark.parametrize("asked", ["draft", "draft:", "eagle3", "crystal:/ball"])
