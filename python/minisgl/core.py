@@ -17,7 +17,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
-from minisgl.layout import NO_INTS, NO_MASKS, NO_PAGE_WRITES, NO_ROW_STATES, PLAN_ARRAYS, PLAN_HEAD, WORD, Flag, words
+from minisgl.layout import (
+    NO_INTS,
+    NO_MASKS,
+    NO_PAGE_WRITES,
+    NO_PROPOSALS,
+    NO_ROW_STATES,
+    PLAN_ARRAYS,
+    PLAN_HEAD,
+    WORD,
+    Flag,
+    words,
+)
 from minisgl.params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
@@ -49,11 +60,12 @@ class BatchPlan:
     page_writes        PAGE_WRITE [P]  page-table entries to write first
     row_states         ROW_STATE [R]   sampling state of newly filled rows
     penalties          int32 [A]       penalty records of newly filled rows, one behind the other
-    masks              int32 [M, W]    what the MASKED slots that sample may sample, in slot order: bit i of word w
+    masks              int32 [M, W]    what the tokens sampled by MASKED slots may be, in slot order: bit i of word w
                                        allows token 32 w + i; empty where the masks come later (`StepOutput.sample`)
     prompt_logprob_ids int32 [N]       the token after each token of the PROMPT_LOGPROBS slots, in slot order, without
                                        the tokens whose logits are sampled
     histories          int32 [H]       history records of rows that begin to draft, one behind the other
+    proposals          PROPOSAL [D]    drafts from the host
     """
 
     step: int
@@ -65,6 +77,7 @@ class BatchPlan:
     masks: Ints = field(default_factory=lambda: NO_MASKS)
     prompt_logprob_ids: Ints = field(default_factory=lambda: NO_INTS)
     histories: Ints = field(default_factory=lambda: NO_INTS)
+    proposals: Records = field(default_factory=lambda: NO_PROPOSALS)
 
     @cached_property
     def has_drafts(self) -> bool:

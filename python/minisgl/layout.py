@@ -69,11 +69,20 @@ PENALTY_HEAD: Final = np.dtype(
 # stand the tokens at positions [first, first + words - 4). The row's newest token, at length - 1, may be in flight.
 HISTORY_HEAD: Final = np.dtype([("words", "<i4"), ("row", "<i4"), ("first", "<i4"), ("length", "<i4")])
 
+# What the host proposes for a row whose slot has DRAFTS: the tokens that may stand at positions [first, first +
+# PROPOSED). The device drafts those behind the row's length, which the host may not know yet, and not what its drafter
+# has found.
+PROPOSED: Final = 17  # the most drafts of a step, and as many tokens as such a step in flight may confirm
+PROPOSAL: Final = np.dtype([("row", "<i4"), ("first", "<i4"), ("tokens", "<i4", (PROPOSED,))])
+
+MAX_DRAFT_MASKS: Final = 64  # tokens of a step that are sampled behind drafts with a mask
+
 WORD: Final = np.dtype("<i4")
 NO_INTS: Final[Ints] = np.empty(0, WORD)
 NO_MASKS: Final[Ints] = np.empty((0, 0), WORD)
 NO_PAGE_WRITES: Final[Records] = np.empty(0, PAGE_WRITE)
 NO_ROW_STATES: Final[Records] = np.empty(0, ROW_STATE)
+NO_PROPOSALS: Final[Records] = np.empty(0, PROPOSAL)
 
 # The arrays of a packed plan, in order, and what each holds; `masks` [M, words of a mask] are packed flat.
 PLAN_ARRAYS: Final = (
@@ -85,6 +94,7 @@ PLAN_ARRAYS: Final = (
     ("masks", WORD),
     ("prompt_logprob_ids", WORD),
     ("histories", WORD),
+    ("proposals", PROPOSAL),
 )
 # The head of a packed plan: the number of elements of each array stands under its name.
 PLAN_HEAD: Final = np.dtype([("step", "<i4"), ("mask_words", "<i4"), *((name, "<i4") for name, _ in PLAN_ARRAYS)])

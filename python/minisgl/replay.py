@@ -134,6 +134,10 @@ class _Matcher:
     """What is known of a grammar: how it ended."""
 
     mask = NO_INTS
+
+    def along(self, drafts: Ints) -> list[Ints]:
+        return [self.mask] * len(drafts)
+
     is_complete = False
     error: RequestError | None = None
 
@@ -160,6 +164,10 @@ class _Grammars(Grammars):
 
     def wait(self, seconds: float) -> None:
         pass
+
+    def proposal(self, req: Req, guess: Ints) -> tuple[Ints, bool]:
+        count, is_forced = self.entry.drafts.pop(0)
+        return np.zeros(count, np.int32), is_forced
 
     def follow(self, rows: Rows, sampled: Index, tokens: Ints) -> Index:
         ended = self.entry.ended.pop(0)

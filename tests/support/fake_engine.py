@@ -155,13 +155,16 @@ class FakeEngine:
         self._remember(plan)
         for row, start, stop, flags in plan.slots.tolist():
             if flags & Flag.DRAFTS:
-                columns = self._verify(row, start, stop)
+                width = stop - start if flags & Flag.MASKED else 0
+                allowed, masks = masks[:width], masks[width:]
+                columns = self._verify(row, start, stop, allowed)
                 sampled += columns
                 finite += [row not in self.nan_rows] * len(columns)
                 right = int((np.cumprod(np.equal(columns[:-1], self.drafts[row, : len(columns) - 1]))).sum())
                 self.num_right += right
                 confirmed += [i <= right for i in range(len(columns))]
-                ready += [self._propose(row, columns[: right + 1]), *([0] * (len(columns) - 1))]
+                count = self._propose(row, columns[: right + 1])
+                ready += [0 if flags & Flag.MASKED else count, *([0] * (len(columns) - 1))]
                 first = int(self.length[row]) - right - 1
                 wanted = bool(flags & Flag.LOGPROBS)
                 logprobs += [logprob_column((first + i) * wanted, t * wanted) for i, t in enumerate(columns)]
@@ -206,7 +209,7 @@ class FakeEngine:
         return sequence
 
     def _remember(self, plan: BatchPlan) -> None:
-        """Apply the plan's history records."""
+        """Apply the plan's history records and proposals."""
         rest = plan.histories
         while len(rest):
             words, row, first, length = rest[:4].tolist()
@@ -214,8 +217,13 @@ class FakeEngine:
             self.history[row, first + words - 4 : length] = POISON  # in flight
             self.length[row] = length
             rest = rest[words:]
+        for row, first, tokens in plan.proposals.tolist():
+            behind = int(self.length[row]) - first
+            assert behind >= 0, f"the host knows more of row {row} than the device"
+            found = tokens[behind : behind + 8]
+            self.drafts[row, : len(found)] = found
 
-    def _verify(self, row: int, start: int, stop: int) -> list[int]:
+    def _verify(self, row: int, start: int, stop: int, masks: list[list[int]]) -> list[int]:
         """Compute the newest token of `row` and stop - start - 1 drafts; return what is sampled behind each."""
         first = int(self.length[row]) - 1
         assert 0 <= first <= start, f"row {row} has {first + 1} tokens, the plan allows {start + 1}"
@@ -226,7 +234,8 @@ class FakeEngine:
         known = self.history[row, : first + 1]
         sequence = self._read(row, first + 1)
         assert ((known == sequence) | (known == POISON)).all(), f"the history of row {row} is {known}, not {sequence}"
-        sampled = [next_token(self._read(row, first + 1 + i), self.vocab) for i in range(len(tokens))]
+        allowed = masks or [None] * len(tokens)
+        sampled = [next_token(self._read(row, first + 1 + i), self.vocab, allowed[i]) for i in range(len(tokens))]
         right = int(np.cumprod(np.equal(sampled[:-1], tokens[1:])).sum())
         for position in range(first + 1 + right, first + len(tokens)):  # what nobody may read
             self.kv[self.page_table[row, position // self.page_size], position % self.page_size] = POISON

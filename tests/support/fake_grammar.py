@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ class FakeMatcher:
         self.vocab, self.may_end = vocab, may_end
         self.history: list[int] = []
         self.error: RequestError | None = None
+        self.is_stale = False
         self._compute_mask()
 
     def allowed(self) -> list[int]:
@@ -35,6 +37,34 @@ class FakeMatcher:
         assert token != EOS and token in self.allowed(), f"{token} after {self.history}"
         self.history.append(token)
         self._compute_mask()
+
+    def forced(self) -> np.ndarray:
+        """Now and then the grammar forces what may come next, and behind."""
+        probe, ids = self._copy(), []
+        while not probe.is_complete and (len(probe.history) + self.seed) % 5 in (1, 2):
+            ids.append(min(t for t in probe.allowed() if t != EOS))
+            probe.advance(ids[-1])
+        return np.array(ids, np.int32)
+
+    def count_allowed(self, tokens: np.ndarray) -> int:
+        probe = self._copy()
+        for i, token in enumerate(tokens.tolist()):
+            if token == EOS or token not in probe.allowed():
+                return i
+            probe.advance(token)
+        return len(tokens)
+
+    def along(self, drafts: np.ndarray) -> list[np.ndarray]:
+        probe, masks = self._copy(), []
+        for token in drafts[: self.count_allowed(drafts)].tolist():
+            probe.advance(token)
+            masks.append(probe.mask)
+        return masks + [self.mask] * (len(drafts) - len(masks))
+
+    def _copy(self) -> FakeMatcher:
+        probe = copy(self)
+        probe.history = list(self.history)
+        return probe
 
     def _compute_mask(self) -> None:
         bits = np.zeros(-(-self.vocab // 32) * 32, np.uint8)

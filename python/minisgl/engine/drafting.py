@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minisgl.engine.batch import moved
 from minisgl.engine.draft_model import DraftModel
-from minisgl.layout import HISTORY_HEAD, SLOT, Flag, words
+from minisgl.layout import HISTORY_HEAD, NO_INTS, PROPOSED, SLOT, Flag, words
 from minisgl.settings.options import MAX_DRAFTS
 
 if TYPE_CHECKING:
@@ -41,8 +41,9 @@ class Drafting:
         self.history = empty(rows, max_tokens + MAX_DRAFTS)
         self.drafts = empty(rows, MAX_DRAFTS).zero_()
 
-    def remember(self, records: Ints) -> None:
-        """Apply the history records of a plan."""
+    def remember(self, plan: BatchPlan) -> None:
+        """Apply the history records and the proposals of a plan."""
+        records = plan.histories
         while len(records):
             head = records[: words(HISTORY_HEAD)].view(HISTORY_HEAD)[0]
             tokens, row, first = records[words(HISTORY_HEAD) : head["words"]], int(head["row"]), int(head["first"])
@@ -51,6 +52,14 @@ class Drafting:
             self.history[row, first + len(ids) : int(head["length"])] = -1
             self.lengths[row : row + 1] = int(head["length"])
             records = records[head["words"] :]
+        if len(plan.proposals):
+            fields = (plan.proposals[name] for name in ("row", "first", "tokens"))
+            rows, begins, proposed = self._device.upload(*fields)
+            behind = (self.lengths[rows.long()] - begins).unsqueeze(1)
+            index = behind + torch.arange(MAX_DRAFTS, device=proposed.device)
+            drafts = proposed.gather(1, index.clamp(0, PROPOSED - 1).long())
+            at = self.lengths[rows.long()].unsqueeze(1) + torch.arange(MAX_DRAFTS, device=drafts.device)
+            self.drafts[rows.long()] = self.history[rows.long().unsqueeze(1), at.long()] = drafts
 
     def shift(self, drafts: DraftColumns | None) -> Tensor:
         """Return what is added to the planned positions of each row [rows] int32: 0 or less."""
@@ -135,7 +144,7 @@ class Drafting:
             history[row, length - 1] = before[first]
             history[row, length : length + end - first] = out[0, first:end]
             lengths[row], newest[row] = length + end - first, sampled[end - 1]
-            found = self._drafter.look_up(history[row, : lengths[row]])
+            found = NO_INTS if flags & Flag.MASKED else self._drafter.look_up(history[row, : lengths[row]])
             drafts[row, : len(found)] = found
             lines[0, end:stop], lines[1, first] = 0, len(found)
         return np.concatenate([out[:2], lines, out[2:]])

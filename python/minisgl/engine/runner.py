@@ -270,7 +270,7 @@ class EagerRunner:
     def _forward(self, plan: BatchPlan, batch: Batch) -> _Forward:
         parts, wanted, sampled = self.parts, batch.prompt_logprobs, batch.logit_tokens
         if parts.drafting is not None:
-            parts.drafting.remember(plan.histories)
+            parts.drafting.remember(plan)
         input_ids, batch, out_loc = parts.begin(batch)
         kept = batch if wanted is None else replace(batch, logit_tokens=wanted.kept)
         layers = () if self._draft_model is None else self._draft_model.layers

@@ -152,6 +152,7 @@ class TokenMatcher:
     """The state of one request in its grammar.
 
     mask         int32 [ceil(V / 32)], bit i of word w: token 32 w + i may come next
+    is_stale     the mask is that of a token before
     is_complete  the text is complete: only an EOS may follow
     error        why the grammar cannot be followed any further
     """
@@ -165,10 +166,13 @@ class TokenMatcher:
         self._ends = np.zeros(ceil_div(vocab_size, 32), np.uint32)
         for token in eos_ids:
             self._ends[token // 32] |= np.uint32(1 << token % 32)
+        self._eos_ids = eos_ids
         self._may_end = may_end
         self.mask: Ints = np.zeros(len(self._ends), np.int32)
+        self.is_stale = False
         self.is_complete = False
         self.error: RequestError | None = None
+        self._ahead: list[tuple[int, Ints, bool]] = []  # drafts, and `mask` and `is_complete` behind them
         self._overdraft = 0.0  # seconds that the masks have taken beyond MASK_S each
         matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes)  # builds tables, off the engine's loop
         self.set_mask(self.mask)
@@ -184,8 +188,41 @@ class TokenMatcher:
         return continuations
 
     def advance(self, token: int) -> None:
-        """Append a sampled `token`, which is not an EOS; the mask is out of date until it is computed again."""
+        """Append a sampled `token`, which is not an EOS; unless it was a draft, the mask has to be computed again."""
         self.matcher.consume_token(token)  # an error shows when the mask is computed
+        self.is_stale = not self._ahead or self._ahead[0][0] != token
+        if self.is_stale:
+            self._ahead = []
+        else:
+            _, self.mask, self.is_complete = self._ahead.pop(0)
+
+    def forced(self) -> Ints:
+        """Return the tokens of the text that must come next, as the tokenizer writes it; maybe none."""
+        return np.array(self.matcher.compute_ff_tokens(), np.int32)
+
+    def count_allowed(self, tokens: Ints) -> int:
+        """Return how many of `tokens` may come next, up to the first EOS."""
+        ends = np.flatnonzero(np.isin(tokens, self._eos_ids))
+        count: int = self.matcher.validate_tokens(tokens[: ends[0] if len(ends) else None].tolist())
+        return count
+
+    def along(self, drafts: Ints) -> list[Ints]:
+        """Return the mask behind each of `drafts`; behind one that may not come next, any mask.
+
+        A copy follows them: a draft that nobody samples must cause no error.
+        """
+        probe = self.matcher.deep_copy()
+        self._ahead = []
+        for token in drafts.tolist():
+            if token in self._eos_ids or not probe.consume_token(token):
+                break
+            mask = np.zeros_like(self.mask)
+            probe.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if probe.is_error():
+                break
+            self._ahead.append((token, mask, self._finish(probe, mask)))
+        masks = [mask for _, mask, _ in self._ahead]
+        return masks + [self.mask] * (len(drafts) - len(masks))
 
     def compute_mask(self, mask: Ints) -> None:
         """Compute the tokens that may come next into `mask`, or set `error`."""
@@ -202,11 +239,17 @@ class TokenMatcher:
         if self._overdraft > MASK_BURST_S:
             self.error = refusal(self._grammar, f"its masks take more than {MASK_S * 1e3:g} ms a token")
             return
-        self.mask, bits = mask, mask.view(np.uint32)
+        self.mask, self.is_complete = mask, self._finish(self.matcher, mask)
+        self.is_stale = False
+
+    def _finish(self, matcher: LLMatcher, mask: Ints) -> bool:
+        """Set the EOS tokens in the `mask` of `matcher` as they apply; return whether only an EOS may follow."""
+        bits = mask.view(np.uint32)
         bits &= ~self._ends
-        self.is_complete = not bits.any()
-        if self._may_end and self.matcher.is_accepting():
+        is_complete = not bits.any()
+        if self._may_end and matcher.is_accepting():
             bits |= self._ends
+        return is_complete
 
 
 def _quoted(text: str) -> str:

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from minisgl.layout import NO_INTS
+
 if TYPE_CHECKING:
     from minisgl.core import Ints
     from minisgl.kvcache.outline import OutlinedNode
@@ -71,6 +73,10 @@ class PrefixCache(ABC):
     @abstractmethod
     def reset(self) -> Ints:
         """Evict all unlocked pages; return their ids."""
+
+    def continuation(self, handle: CacheHandle, input_ids: Ints, count: int, salt: bytes = b"") -> Ints:
+        """Return up to `count` tokens that followed the locked prefix and `input_ids` in a cached text; maybe none."""
+        return NO_INTS
 
     @property
     @abstractmethod

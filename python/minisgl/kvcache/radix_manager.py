@@ -10,10 +10,12 @@ import numpy as np
 from minisgl.errors import InvariantError
 from minisgl.kvcache.base import CacheHandle, MatchResult, PrefixCache, SizeInfo
 from minisgl.kvcache.outline import OutlinedNode, outline
+from minisgl.layout import NO_INTS
 
 if TYPE_CHECKING:
     from minisgl.core import Ints
 
+MAX_SIBLINGS: Final = 64  # among which a text that ends within a page is looked for
 COMPARE_BLOCK: Final = 4096  # tokens per comparison, so that an early difference in a long key ends the scan
 
 
@@ -136,6 +138,16 @@ class RadixCacheManager(PrefixCache):
                 node.ref_count += 1
             node = node.parent
 
+    def continuation(self, handle: CacheHandle, input_ids: Ints, count: int, salt: bytes = b"") -> Ints:
+        node, rest, found = handle.node, input_ids, NO_INTS
+        while len(found) < count:
+            child = self._next(node, rest, salt)
+            if child is None or common_prefix_len(child.key, rest) < min(len(child.key), len(rest)):
+                break
+            found = np.append(found, child.key[len(rest) :])
+            node, rest = child, rest[len(child.key) :]
+        return found[:count]
+
     # -- eviction
 
     def evict(self, num_pages: int) -> Ints:
@@ -174,6 +186,20 @@ class RadixCacheManager(PrefixCache):
         """Return the key of the edge for `ids` in `parent`; pages have one size, so different salts never collide."""
         page = ids[: self.page_size].tobytes()
         return salt + page if parent is self.root else page
+
+    def _next(self, node: RadixTreeNode, ids: Ints, salt: bytes) -> RadixTreeNode | None:
+        """Return the child of `node` for `ids`; where they do not fill a page, the child used last that begins so."""
+        if len(ids) >= self.page_size:
+            return node.children.get(self._name(ids, node, salt))
+        if len(node.children) > MAX_SIBLINGS:
+            return None
+        name = ids.tobytes()
+        fits = [
+            c
+            for c in node.children.values()
+            if c.key[: len(ids)].tobytes() == name and c.name == self._name(c.key, node, salt)
+        ]
+        return max(fits, key=lambda c: c.timestamp, default=None)
 
     def _walk(self, input_ids: Ints, salt: bytes) -> tuple[RadixTreeNode, int]:
         """Return the last node of the longest cached prefix, split off if needed, and the prefix's length in pages."""

@@ -13,7 +13,7 @@ import torch
 
 from minisgl.core import BatchPlan, StepResult
 from minisgl.engine.batch import make_sampling
-from minisgl.engine.draft_model import draft_slots, draft_spec
+from minisgl.engine.draft_model import draft_slots, draft_spec, drafted_slots
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.runner import ForwardOutput
 from minisgl.errors import ConfigError, NativeError
@@ -108,7 +108,7 @@ class NativeRunner:
         self.parts.penalties.apply(plan.penalties, masks)
         drafting = self.parts.drafting
         if drafting is not None:
-            drafting.remember(plan.histories)
+            drafting.remember(plan)
             if self._draft is not None:
                 self._draft.run(plan, drafting)
         if not plan.has_drafts:
@@ -270,7 +270,7 @@ class _Drafter:
 
     def run(self, plan: BatchPlan, drafting: Drafting) -> None:
         """Compute the prompts of a step, and the drafts of its slots with DRAFTS, which have their pages."""
-        drafted = plan.slots[(plan.slots["flags"] & Flag.DRAFTS) != 0]
+        drafted = drafted_slots(plan)
         chunks = plan.slots[(plan.slots["flags"] & Flag.FROM_DEVICE) == 0]
         if not len(drafted) + len(chunks):
             return

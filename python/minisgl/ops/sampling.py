@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import StepResult
-from minisgl.layout import Flag
+from minisgl.layout import MAX_DRAFT_MASKS, Flag
 from minisgl.rounding import ceil_div
 
 MASK32: Final = 0xFFFFFFFF
@@ -40,8 +40,8 @@ class PenaltyTables:
     num_biases   [rows] int32, how many of the following a row has
     bias_ids     [rows, N] int32, distinct tokens; ~token for one that ends the request
     biases       [rows, N] float32
-    masks        [rows, ceil(V / 32)] int32 in the order of the MASKED sequences, not by row: bit i of word w is token
-                 32 w + i, 1 = allowed
+    masks        [rows + MAX_DRAFT_MASKS, ceil(V / 32)] int32 in the order of what MASKED sequences sample, not by row:
+                 bit i of word w is token 32 w + i, 1 = allowed
     """
 
     def __init__(self, rows: int, vocab_size: int, max_biases: int, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class PenaltyTables:
         self.num_biases = zeros(rows)
         self.bias_ids = zeros(rows, max_biases)
         self.biases = zeros(rows, max_biases, dtype=torch.float32)
-        self.masks = zeros(rows, ceil_div(vocab_size, 32))
+        self.masks = zeros(rows + MAX_DRAFT_MASKS, ceil_div(vocab_size, 32))
 
 
 def apply_penalties(

@@ -12,6 +12,7 @@ from minisgl.kvcache.base import MatchResult, PrefixCache
 from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
+    from minisgl.core import Ints
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Rows
 
@@ -86,7 +87,7 @@ class CacheManager:
         count = self.rows.finite_len(req) // self.page_size
         if count <= req.cache_handle.num_pages:
             return
-        ids = np.concatenate([req.ids, self.rows.sampled(req)])[: count * self.page_size]
+        ids = self.rows.text(req)[: count * self.page_size]
         own = np.array(req.pages[:count], np.int32)
         handle, canonical = self.prefix.insert_prefix(ids, own, _salt(req))
         if handle.num_pages == 0:
@@ -102,6 +103,13 @@ class CacheManager:
             self._give(duplicates)
         elif duplicates:
             self._fenced.append((int(self.rows.last_step[req.row]), duplicates))
+
+    def continuation(self, req: Req, count: int) -> Ints:
+        """Return up to `count` tokens that followed the text of `req` in a cached text with the same salt."""
+        handle = req.cache_handle
+        behind = handle.num_pages * self.page_size
+        ids = np.concatenate([req.ids[behind:], self.rows.sampled(req)[max(0, behind - len(req.ids)) :]])
+        return self.prefix.continuation(handle, ids, count, _salt(req))
 
     def release(self, req: Req) -> None:
         """Take back the pages of a request that no batch in flight holds."""

@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from minisgl.core import StepCosts
-from minisgl.layout import HISTORY_HEAD, NO_INTS, Flag, words
+from minisgl.layout import HISTORY_HEAD, MAX_DRAFT_MASKS, NO_INTS, NO_PROPOSALS, PROPOSAL, PROPOSED, Flag, words
 from minisgl.scheduler.plan import DraftSlots, Step
+from minisgl.speculative.lookup import look_up
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
 
     from minisgl.core import BatchPlan, Ints, StepResult
+    from minisgl.layout import Records
     from minisgl.scheduler.cache import CacheManager
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Index, Rows
@@ -30,11 +34,12 @@ FREE: Final = StepCosts(1.0, 0.0)  # where steps are not measured
 class Drafts:
     """State of the rows that may draft, indexed by row.
 
-    resumes_at  int64, the first step in which the row has DRAFTS again; NEVER if it may not draft
+    resumes_at  int64, the first step in which a drafter is asked again; NEVER if the row may not draft
     is_tracked  bool, the row's last slot had DRAFTS, so the device knows its length and its history
     known       int32, tokens in the device's history of a row that is not tracked
     in_flight   int32, drafts in the steps in flight: by so many tokens at most `Rows.cached_len` is too high
-    ready       int32, drafts that the drafter had at the newest result
+    ready       int32, drafts that the drafter had at the newest result, or that the host proposes
+    is_forced   bool, a grammar forces these
     right       float64, drafts that were right, the older ones counted less
     tried       float64, drafts that were right, or the first that was not, likewise
     pause       int32, the last pause: how many steps the row decoded plainly before the drafter was asked again
@@ -44,34 +49,38 @@ class Drafts:
         self,
         rows: Rows,
         cache: CacheManager,
+        constrain: Callable[[Req, Ints], tuple[Ints, bool]],
         costs: StepCosts | None,
         is_async: bool,
         most: int,
-        adapts: bool,
-        has_model: bool = False,
+        kind: str,
     ) -> None:
-        """A row drafts `most` tokens; `adapts`: as many of them as pay by `costs`. `is_async`: as of the engine.
+        """A row drafts `most` tokens by `kind` of drafter; with auto, as many of them as pay by `costs`.
 
-        A drafter that `has_model` has drafts behind every prompt, and reads one token behind a chunk of it.
+        A drafter with a model, as in draft:PATH, has drafts behind every prompt, and reads one token behind a chunk of it.
+        `constrain`: `Grammars.proposal`. `is_async`: as of the engine.
         """
         self._host_s = 0.0 if is_async else HOST_S
         self.rows = rows
         self.cache = cache
+        self._constrain = constrain
         self._costs = costs or FREE
         self._most = most
-        self._adapts = adapts
-        self._has_model = has_model
+        self._adapts = kind == "auto"
+        self._asks_tree = kind in ("auto", "tree")
+        self._asks_device = kind != "tree"
+        self._has_model = ":" in kind
         self.resumes_at = np.zeros(rows.num_rows, np.int64)
         self.is_tracked = np.zeros(rows.num_rows, np.bool_)
+        self.is_forced = np.zeros(rows.num_rows, np.bool_)
         self.known, self.in_flight, self.ready, self.pause = np.zeros((4, rows.num_rows), np.int32)
         self.right, self.tried = np.zeros((2, rows.num_rows))
 
     def add(self, req: Req) -> None:
         """Forget who held the row of `req` before, whose prompt is planned completely."""
-        # A mask depends on the newest token, so drafts would need masks along them.
-        self.resumes_at[req.row] = 0 if req.sampling_params.speculate and req.matcher is None else NEVER
+        self.resumes_at[req.row] = 0 if req.sampling_params.speculate else NEVER
         self.is_tracked[req.row] = False
-        for values in (self.known, self.ready, self.pause, self.right, self.tried):
+        for values in (self.is_forced, self.known, self.ready, self.pause, self.right, self.tried):
             values[req.row] = 0
         self.ready[req.row] = self._most * self._has_model
 
@@ -80,13 +89,19 @@ class Drafts:
 
         `step` is the number of the step, which has at most `max_tokens` drafts in all. None if no row has DRAFTS.
         """
-        # A row whose length only the device knows stays with it until the last draft is collected.
-        is_drafted = (self.resumes_at[running] <= step) | (self.in_flight[running] > 0)
-        if not is_drafted.any():
-            return None
-        counts = np.where(is_drafted, self._worthwhile(running), 0)
-        counts[np.cumsum(counts) > max_tokens] = 0
         rows = self.rows
+        may_ask, is_masked = self.resumes_at[running] <= step, (rows.flags[running] & Flag.MASKED) != 0
+        proposals = self._propose(running, may_ask, is_masked)
+        # A row whose length only the device knows stays with it until the last draft is collected.
+        is_drafted = (may_ask & ~is_masked & self._asks_device) | (self.in_flight[running] > 0)
+        is_proposed = np.isin(running, proposals["row"]) if len(proposals) else np.zeros_like(is_drafted)
+        if not (is_drafted | is_proposed).any():
+            return None
+        counts = np.where(is_drafted | is_proposed, self._worthwhile(running), 0)
+        if self._adapts:
+            self._pause(running[is_proposed & (counts == 0)], step)
+        counts[np.cumsum(counts) > max_tokens] = 0
+        counts[is_masked & (np.cumsum(counts * is_masked) > MAX_DRAFT_MASKS)] = 0
         length, limit = rows.cached_len[running], rows.limit[running]
         for i in np.flatnonzero((length + counts + 1 > limit) & (limit < rows.max_len[running] - 1)).tolist():
             req = rows.requests[running[i]]
@@ -94,7 +109,42 @@ class Drafts:
             missing = self.cache.pages_for(int(min(length[i] + counts[i] + 1, req.max_len - 1))) - len(req.pages)
             if missing > 0 and (pages := self.cache.allocate(missing)) is not None:
                 rows.set_pages(req, len(req.pages), pages)
-        return DraftSlots(is_drafted, np.minimum(counts, rows.limit[running] - length - 1).astype(np.int32))
+        counts = np.minimum(counts, rows.limit[running] - length - 1).astype(np.int32)
+        proposals = proposals[np.isin(proposals["row"], running[counts > 0])]
+        return DraftSlots(is_drafted | (counts > 0), counts, proposals)
+
+    def _propose(self, running: Index, may_ask: npt.NDArray[np.bool_], is_masked: npt.NDArray[np.bool_]) -> Records:
+        """Return what the host proposes for the rows `running`, and set `ready` of the rows that it knows best.
+
+        Only the host can tell what a grammar allows, and what the radix tree holds. It proposes what may follow the
+        confirmed text, of which the tokens in flight take up a part.
+        """
+        rows, is_asked = self.rows, is_masked | (may_ask & self._asks_tree)
+        is_asked &= self.resumes_at[running] < NEVER
+        if not is_asked.any():
+            return NO_PROPOSALS
+        found: list[tuple[int, int, Ints]] = []
+        for i in np.flatnonzero(is_asked).tolist():
+            req = rows.requests[running[i]]
+            assert req is not None, f"row {running[i]} runs without a request"
+            first = int(rows.confirmed_len[req.row])
+            behind = int(rows.cached_len[req.row]) + 1 - first  # tokens in flight, at most
+            tokens, is_forced = self._guess(req) if may_ask[i] else NO_INTS, False
+            if is_masked[i]:
+                tokens, is_forced = self._constrain(req, tokens)
+            count = min(len(tokens), PROPOSED) - behind
+            if is_masked[i] or count > 0:
+                self.ready[req.row], self.is_forced[req.row] = max(0, count), is_forced
+            if count > 0:
+                found.append((req.row, first, np.resize(tokens, PROPOSED)))
+        return np.array(found, PROPOSAL)
+
+    def _guess(self, req: Req) -> Ints:
+        """Return what followed the text of `req` in the radix tree or, of a row with a grammar, earlier in the text."""
+        found = self.cache.continuation(req, PROPOSED) if self._asks_tree else NO_INTS
+        if not len(found) and req.matcher is not None and self._asks_device:
+            found = look_up(self.rows.text(req))
+        return found
 
     def _worthwhile(self, running: Index) -> Ints:
         """Return how many of its drafts each row should compute: those with the most expected tokens per second.
@@ -105,6 +155,7 @@ class Drafts:
         if not self._adapts or not ready.any():
             return ready
         rate = (self.right[running] + 0.5) / (self.tried[running] + 1.0)
+        rate[self.is_forced[running]] = 1.0
         index = np.arange(self._most + 1)
         tokens = len(running) - 1 + np.cumsum(rate[:, None] ** index, axis=1)
         context = int(self.rows.cached_len[running].sum())
@@ -156,12 +207,16 @@ class Drafts:
         self.rows.cached_len[rows] -= drafts - right
         self.in_flight[rows] -= drafts
         self.ready[rows] = result.ready[first[is_drafted]]
-        memory = np.where(drafts > 0, MEMORY, 1.0)
-        self.right[rows] = memory * self.right[rows] + right
-        self.tried[rows] = memory * self.tried[rows] + np.minimum(drafts, right + 1)
+        is_guess = (drafts > 0) & ~self.is_forced[rows]
+        memory = np.where(is_guess, MEMORY, 1.0)
+        self.right[rows] = memory * self.right[rows] + right * is_guess
+        self.tried[rows] = memory * self.tried[rows] + np.minimum(drafts, right + 1) * is_guess
         self.pause[rows[right > 0]] = 0
         if self._adapts:
-            self._pause(rows[((drafts > 0) & (right == 0)) | (self._worthwhile(rows) == 0)], step)
+            from_host = (self.rows.flags[rows] & Flag.MASKED) != 0
+            from_host |= np.isin(rows, plan.proposals["row"])
+            is_lost = (is_guess & (right == 0)) | (~from_host & (self._worthwhile(rows) == 0))
+            self._pause(rows[is_lost], step)
         return int(drafts.sum()), int(right.sum())
 
     def _pause(self, rows: npt.NDArray[np.intp], step: int) -> None:

@@ -19,15 +19,20 @@ from minisgl.layout import NO_MASKS, Flag
 from minisgl.scheduler.req import Status
 
 if TYPE_CHECKING:
-    from minisgl.core import Ints
+    from minisgl.core import BatchPlan, Ints
     from minisgl.distributed.control import PlanBus
     from minisgl.grammar.compiler import GrammarCompiler, TokenMatcher
-    from minisgl.scheduler.plan import Launched, Step
+    from minisgl.scheduler.plan import Launched
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Index, Rows
 
 THREADS: Final = 16  # which wait for trials
+DRAFT_MASKS_S: Final = 1e-3  # what the masks behind the drafts of a request may take in a step
 COMPILE_S: Final = 60.0  # beyond which a request is refused: a trial ends sooner, unless others are queued before it
+
+
+SAMPLES_MASKED: Final = Flag.SAMPLES | Flag.MASKED
+ON_DEVICE: Final = Flag.FROM_DEVICE | Flag.MASKED
 
 
 class Grammars:
@@ -39,6 +44,7 @@ class Grammars:
         self._known = executor or ThreadPoolExecutor(THREADS, "known-grammar")  # never behind trials
         self._jobs: dict[int, tuple[Req, Future[TokenMatcher], float]] = {}  # in order of arrival
         self.num_followed = 0  # requests that have a matcher and have not ended
+        self._draft_mask_s = 0.0  # what a mask behind a draft takes, on average
 
     # -- compiling
 
@@ -91,16 +97,29 @@ class Grammars:
         if self._jobs:
             wait([job for _, job, _ in self._jobs.values()], seconds, return_when="FIRST_COMPLETED")
 
+    # -- drafts
+
+    def proposal(self, req: Req, guess: Ints) -> tuple[Ints, bool]:
+        """Return the tokens that the grammar of `req` forces behind its confirmed text, and True.
+
+        If there are none, return as much of `guess` as the grammar allows, and False.
+        """
+        assert req.matcher is not None, f"has no matcher: {req}"
+        forced = req.matcher.forced()
+        drafts = forced if len(forced) else guess[: req.matcher.count_allowed(guess)]
+        return drafts[: 1 + int(DRAFT_MASKS_S / max(self._draft_mask_s, 1e-6))], len(forced) > 0
+
     # -- masks
 
-    def plan_masks(self, step: Step, rows: Rows) -> Ints:
-        """Return the masks of `step` [M, W]; none if one of them depends on a token in flight."""
-        if not self.num_followed:
+    def plan_masks(self, plan: BatchPlan, rows: Rows) -> Ints:
+        """Return the masks of `plan` [M, W], which is not counted as planned yet.
+
+        None, if one of them depends on a token in flight.
+        """
+        slots = plan.slots[(plan.slots["flags"] & ON_DEVICE) == ON_DEVICE]
+        if (rows.confirmed_len[slots["row"]] <= rows.cached_len[slots["row"]]).any():
             return NO_MASKS
-        decoding = _constrained(step.running, rows)
-        if (rows.confirmed_len[decoding] <= rows.cached_len[decoding]).any():
-            return NO_MASKS
-        return _masks(step.sampled_rows(), rows)
+        return self._masks(plan, rows)
 
     @staticmethod
     def hold_up(launched: Sequence[Launched]) -> bool:
@@ -119,28 +138,31 @@ class Grammars:
             if token not in rows.eos_ids:
                 req.matcher.advance(token)
                 advanced.append((i, req.matcher))
-        if advanced:
+        if stale := [matcher for _, matcher in advanced if matcher.is_stale]:
             assert self._compiler is not None, "matchers come from a compiler"
-            self._compiler.compute_masks([matcher for _, matcher in advanced])
+            self._compiler.compute_masks(stale)
         return np.array([i for i, m in advanced if m.is_complete or m.error is not None], np.intp)
 
-    @staticmethod
-    def send_masks(launched: Sequence[Launched], rows: Rows, bus: PlanBus) -> None:
+    def send_masks(self, launched: Sequence[Launched], rows: Rows, bus: PlanBus) -> None:
         """Give the oldest step in flight, and the other ranks, the masks that it waits for."""
         if launched and (step := launched[0]).output.awaits_masks:
-            masks = _masks(step.sampled, rows)
+            masks = self._masks(step.plan, rows)
             bus.publish_masks(masks)
             step.output.sample(masks)
 
-
-def _constrained(rows: Index, state: Rows) -> Index:
-    constrained: Index = rows[(state.flags[rows] & Flag.MASKED) != 0]
-    return constrained
-
-
-def _masks(sampled: Index, rows: Rows) -> Ints:
-    matchers = [req.matcher for req in rows.holders(_constrained(sampled, rows))]
-    if not matchers:
-        return NO_MASKS
-    masks: Ints = np.stack([matcher.mask for matcher in matchers if matcher is not None])
-    return masks
+    def _masks(self, plan: BatchPlan, rows: Rows) -> Ints:
+        """Return the masks of all that MASKED slots of `plan` sample: behind the confirmed text, and behind drafts."""
+        proposals = {int(p["row"]): p for p in plan.proposals}
+        masks: list[Ints] = []
+        began, count = time.perf_counter(), 0
+        for row, start, stop, flags in plan.slots[(plan.slots["flags"] & SAMPLES_MASKED) == SAMPLES_MASKED].tolist():
+            req = rows.requests[row]
+            assert req is not None and req.matcher is not None, f"row {row} has no matcher: {req}"
+            masks.append(req.matcher.mask)
+            if flags & Flag.DRAFTS and (width := stop - start) > 1:
+                behind = int(rows.confirmed_len[row] - proposals[row]["first"])
+                masks += req.matcher.along(proposals[row]["tokens"][behind : behind + width - 1])
+                count += width - 1
+        if count:
+            self._draft_mask_s += 0.1 * ((time.perf_counter() - began) / count - self._draft_mask_s)
+        return np.stack(masks) if masks else NO_MASKS

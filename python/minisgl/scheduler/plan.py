@@ -12,6 +12,7 @@ from minisgl.core import BatchPlan
 from minisgl.layout import (
     NO_INTS,
     NO_PAGE_WRITES,
+    NO_PROPOSALS,
     NO_ROW_STATES,
     PAGE_WRITE,
     PENALTY_HEAD,
@@ -90,10 +91,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class DraftSlots:
-    """Which of the running rows [D] have DRAFTS, and how many drafts behind their newest token; 0 for the others."""
+    """Which of the running rows [D] have DRAFTS, and how many drafts behind their newest token; 0 for the others.
+
+    `proposals` are those of rows whose drafts come from the host.
+    """
 
     is_drafted: npt.NDArray[np.bool_]
     counts: Ints
+    proposals: Records
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +126,11 @@ class Step:
             return self.running
         return np.concatenate([self.running, np.array([r.row for r in self.prompts()], np.intp)])
 
-    def make_plan(self, number: int, rows: Rows, masks: Ints, histories: Ints = NO_INTS) -> BatchPlan:
-        """Return the step as host integers, with all writes to the device's per-row state since the last plan."""
+    def make_plan(self, number: int, rows: Rows, histories: Ints = NO_INTS) -> BatchPlan:
+        """Return the step as host integers, with all writes to the device's per-row state since the last plan.
+
+        Masks are added by `Grammars.plan_masks`.
+        """
         n = len(self.running)
         slots = np.empty(n + len(self.chunks), SLOT)
         decodes, start = slots[:n], rows.cached_len[self.running]
@@ -130,7 +138,9 @@ class Step:
         decodes["start"] = start
         decodes["stop"] = start + 1
         decodes["flags"] = rows.flags[self.running]
+        proposals = NO_PROPOSALS
         if self.drafts is not None:
+            proposals = self.drafts.proposals
             decodes["stop"] += self.drafts.counts
             decodes["flags"] |= Flag.DRAFTS * self.drafts.is_drafted
         for i, c in enumerate(self.chunks, n):
@@ -141,7 +151,9 @@ class Step:
             tokens = np.concatenate([c.req.ids[c.start : c.stop] for c in self.chunks])
             chunks = [c for c in self.chunks if c.has_prompt_logprobs]
             ids = np.concatenate([NO_INTS, *(c.req.ids[c.start + 1 : c.stop + 1] for c in chunks)])
-        return BatchPlan(number, slots, tokens, *rows.writes.take(), masks, ids, histories)
+        return BatchPlan(
+            number, slots, tokens, *rows.writes.take(), prompt_logprob_ids=ids, histories=histories, proposals=proposals
+        )
 
 
 @dataclass(frozen=True, slots=True)

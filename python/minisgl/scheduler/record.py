@@ -74,6 +74,7 @@ class Entry(msgspec.Struct, array_like=True, omit_defaults=True):
     compiled: list[tuple[int, Failure | None]] = []  # uids whose grammar is ready, or why it never is
     results: list[Result] = []
     ended: list[list[tuple[int, Failure | None]]] = []  # for each result: the index and how its grammar ended
+    drafts: list[tuple[int, bool]] = []  # number of drafts for each request with a grammar, and whether they are forced
     plan: int = 0
 
 
@@ -148,6 +149,11 @@ class RecordingScheduler(Scheduler):
         failures = [None if error is None else Failure.of(error) for error in errors]
         self._entry.ended.append(list(zip(ended.tolist(), failures, strict=True)))
         return ended
+
+    def _constrain(self, req: Req, guess: Ints) -> tuple[Ints, bool]:
+        drafts, is_forced = super()._constrain(req, guess)
+        self._entry.drafts.append((len(drafts), is_forced))
+        return drafts, is_forced
 
 
 class Writer:

@@ -108,6 +108,10 @@ class Rows:
         """Return the tokens sampled since `req` got its row: a view, int32."""
         return self.tokens[req.row, len(req.ids) : self.confirmed_len[req.row]]
 
+    def text(self, req: Req) -> Ints:
+        """Return the confirmed tokens of `req`, prompt and output, int32."""
+        return np.concatenate([req.ids, self.sampled(req)])
+
     def finite_len(self, req: Req) -> int:
         """Return how many tokens of `req` have K/V in its pages that has led to finite logits.
 

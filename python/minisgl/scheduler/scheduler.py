@@ -92,11 +92,11 @@ class Scheduler:
         self.is_mixed = config.mixed_batches
         self.prefill = PrefillManager(self.cache, self.rows, config.schedule_policy)
         self.decode = DecodeManager(self.cache, self.rows)
+        self.grammars = Grammars() if grammars is None else grammars
         self.drafts: Drafts | None = None
         if (kind := config.engine.speculate) != "off" and not limits.embeds:
-            most, adapts = config.engine.num_draft_tokens, kind == "auto"
-            self.drafts = Drafts(self.rows, self.cache, costs, engine.is_async, most, adapts, ":" in kind)
-        self.grammars = Grammars() if grammars is None else grammars
+            most = config.engine.num_draft_tokens
+            self.drafts = Drafts(self.rows, self.cache, self._constrain, costs, engine.is_async, most, kind)
         self.replies = Replies(io)
         self.live: dict[int, Req] = {}  # every accepted request that is not released yet
         self.leaving: dict[int, Req] = {}  # of those, ended or preempted ones that a step in flight holds
@@ -246,8 +246,6 @@ class Scheduler:
         if (req := self.prefill.impatient(self.step_number)) is not None and not self.leaving:
             self._make_room(req)
         running, is_short = self.decode.plan(self._preempt_for)
-        if not is_short:
-            self.prefill.growth.relax()
         drafts = None
         if self.drafts is not None:
             drafts = self.drafts.plan(self.step_number, running, max(0, self.pace.max_tokens - len(running)))
@@ -261,6 +259,8 @@ class Scheduler:
             if chunks and not self.is_mixed:
                 running, drafts = running[:0], None
         if len(running) or chunks:
+            if not is_short:
+                self.prefill.growth.relax()  # not in an idle step, which a record leaves out
             return Step(running, chunks, drafts)
         if not self.launched and len(self.live) > len(self.grammars):
             raise InvariantError(f"no request can go on: {list(self.live.values())[:8]}")
@@ -304,7 +304,9 @@ class Scheduler:
         if self.drafts is not None:
             histories = self.drafts.histories(step)
             self.drafts.advance(step.running, step.drafts)
-        plan = step.make_plan(self.step_number, self.rows, self.grammars.plan_masks(step, self.rows), histories)
+        plan = step.make_plan(self.step_number, self.rows, histories)
+        if self.grammars.num_followed:
+            plan = replace(plan, masks=self.grammars.plan_masks(plan, self.rows))
         self.rows.advance(plan)
         for req in step.prompts():
             self.decode.add(req)
@@ -394,6 +396,10 @@ class Scheduler:
     def _follow(self, sampled: Index, tokens: Ints) -> Index:
         """Return the indices of the rows `sampled` [n] whose grammar ends with their new token."""
         return self.grammars.follow(self.rows, sampled, tokens)
+
+    def _constrain(self, req: Req, guess: Ints) -> tuple[Ints, bool]:
+        """Return drafts for a request with a grammar, and whether it forces them."""
+        return self.grammars.proposal(req, guess)
 
     def _share_prefixes(self, prompts: list[Req]) -> None:
         """Insert computed prompts into the prefix cache, and release the requests that this step alone still held."""

@@ -28,3 +28,4 @@ class Drafter(Protocol):
 
 DRAFTERS: Final[Registry[type[Drafter]]] = Registry("drafter")
 DRAFTERS.add("ngram", "minisgl.speculative.ngram:NGramDrafter")
+DRAFTERS.add("tree", "minisgl.speculative.tree:TreeDrafter")

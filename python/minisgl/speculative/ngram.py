@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.layout import NO_INTS
 from minisgl.settings.options import MAX_DRAFTS
+from minisgl.speculative import lookup
+from minisgl.speculative.lookup import MAX_MATCH, MIN_MATCH, look_up
 
 if TYPE_CHECKING:
     from minisgl.layout import Ints
-
-MIN_MATCH: Final = 2  # tokens that must have occurred before
-MAX_MATCH: Final = 4  # beyond which a longer match is no better than a more recent one
-WINDOW: Final = 32768  # the newest tokens, which are searched
 
 
 class NGramDrafter:
     """Drafts what followed the longest match of the newest tokens, and among equally long ones the most recent."""
 
     def propose(self, history: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        width, device = min(longest, WINDOW), history.device
+        width, device = min(longest, lookup.WINDOW), history.device
         index = torch.arange(width, device=device)
-        if longest > WINDOW:
+        if longest > lookup.WINDOW:
             first = (lengths.long() - width).clamp(min=0).unsqueeze(1)
             history, newest = history.gather(1, first + index), lengths.long().unsqueeze(1) - 1 - first
         else:
@@ -48,16 +44,4 @@ class NGramDrafter:
 
     def look_up(self, ids: Ints) -> Ints:
         """As `propose`, for one row."""
-        ids = ids[-WINDOW:]
-        matches = (ids[:-1] == ids[-1]).nonzero()[0]
-        size = 1
-        while size < MAX_MATCH:
-            longer = matches[matches >= size]
-            if not len(longer) or not len(longer := longer[ids[longer - size] == ids[-1 - size]]):
-                break
-            matches, size = longer, size + 1
-        if not len(matches) or size < MIN_MATCH:
-            return NO_INTS
-        period = len(ids) - 1 - matches[-1]
-        drafts: Ints = ids[matches[-1] + 1 + np.arange(MAX_DRAFTS) % period].clip(0)
-        return drafts
+        return look_up(ids)

@@ -51,7 +51,7 @@ def replay_of(h: Harness, path: str) -> Replay:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("has_texts", [False, True])
-@pytest.mark.parametrize("speculate", ["off", "auto"])
+@pytest.mark.parametrize("speculate", ["off", "auto", "tree"])
 def test_random_traces_are_planned_alike(
     depth: int, has_texts: bool, speculate: str, options: dict[str, Any], path: str
 ) -> None:
@@ -62,7 +62,7 @@ def test_random_traces_are_planned_alike(
         replay = replay_of(h, path)
         replay.advance()
         assert replay.step > 50
-        assert (h.scheduler.stats.accepted_tokens > 0) == (speculate == "auto")
+        assert (h.scheduler.stats.accepted_tokens > 0) == (speculate != "off")
         counts = ("prompt_tokens", "cached_tokens", "generation_tokens", "preemptions", "computed_prompt_tokens")
         for name in (*counts, "accepted_tokens"):
             assert getattr(replay.scheduler.stats, name) == getattr(h.scheduler.stats, name), name

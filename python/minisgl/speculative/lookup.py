@@ -1,0 +1,37 @@
+"""Prompt lookup on the host: what followed the last few tokens before. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from minisgl.layout import NO_INTS
+from minisgl.settings.options import MAX_DRAFTS
+
+if TYPE_CHECKING:
+    from minisgl.layout import Ints
+
+MIN_MATCH: Final = 2  # tokens that must have occurred before
+MAX_MATCH: Final = 4  # beyond which a longer match is no better than a more recent one
+WINDOW: Final = 32768  # the newest tokens, which are searched
+
+
+def look_up(ids: Ints) -> Ints:
+    """Return what followed the longest match of the newest of the tokens `ids`; none without a match.
+
+    Among equally long matches the most recent counts.
+    """
+    ids = ids[-WINDOW:]
+    matches = (ids[:-1] == ids[-1]).nonzero()[0]
+    size = 1
+    while size < MAX_MATCH:
+        longer = matches[matches >= size]
+        if not len(longer) or not len(longer := longer[ids[longer - size] == ids[-1 - size]]):
+            break
+        matches, size = longer, size + 1
+    if not len(matches) or size < MIN_MATCH:
+        return NO_INTS
+    period = len(ids) - 1 - matches[-1]
+    drafts: Ints = ids[matches[-1] + 1 + np.arange(MAX_DRAFTS) % period].clip(0)
+    return drafts

@@ -1,0 +1,26 @@
+"""The drafter for continuations from the radix tree, which the host proposes (`scheduler/drafts.py`): nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from minisgl.layout import NO_INTS
+from minisgl.settings.options import MAX_DRAFTS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minisgl.layout import Ints
+
+
+class TreeDrafter:
+    """Drafts nothing on the device."""
+
+    def propose(self, history: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        count = torch.zeros_like(lengths)
+        return count.unsqueeze(1).expand(-1, MAX_DRAFTS), count
+
+    def look_up(self, ids: Ints) -> Ints:
+        return NO_INTS
