@@ -80,7 +80,9 @@ def main() -> None:
     # Without a prefix cache a repeated prompt is no easier, and a tree has nothing to offer.
     cache = {"cache_type": "radix" if "tree" in names else "naive"}
     llms = {
-        name: LLM(args.model, speculate=name, num_draft_tokens=args.num_draft_tokens, threads=1, num_pages=4096, **cache)
+        name: LLM(
+            args.model, speculate=name, num_draft_tokens=args.num_draft_tokens, threads=1, num_pages=4096, **cache
+        )
         for name in names
     }
     for streams in args.streams:

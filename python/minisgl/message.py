@@ -70,6 +70,7 @@ class RequestView(msgspec.Struct, frozen=True, kw_only=True):
     prefix_tokens: int
     computed_tokens: int  # of prompt and output: K/V in the pool or in flight
     output_tokens: int
+    accepted_tokens: int  # of the output: drafts that were right, since the request has its row
     pages: int
     node: int  # index of the deepest tree node that the request locks, -1 if that node is not shown
 

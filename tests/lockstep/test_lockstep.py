@@ -95,29 +95,37 @@ def test_text_equals_one_rank(tp: int, count: int, requests_and_tokens: tuple[Re
     assert [followers.exit_code(name) for name in followers.pids] == [0] * (tp - 1)
 
 
-def test_masks_follow_a_step_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 is told that its engine works while the host plans, as one on a GPU does: steps are launched first."""
-    grammar = Grammar("regex", "[a-z ]{3,12}[.!]")
-    kinds: list[dict] = [{"grammar": grammar}, {}, {"grammar": grammar, "top_k": 9}]
-    requests = [([300 + i, 17, 40], SamplingParams(max_tokens=16, seed=i, **kinds[i % 3])) for i in range(6)]
+@pytest.mark.parametrize("speculate", ["off", "tree"])
+def test_masks_follow_a_step_to_all_ranks(speculate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is told that its engine works while the host plans, as one on a GPU does: steps are launched first.
+
+    A grammar forces tokens: these are drafts, whose masks follow, too.
+    """
+    grammar, forcing = (
+        Grammar("regex", "[a-z ]{3,12}[.!]"),
+        Grammar("regex", "one day the (old|young) fox met a cat[.]"),
+    )
+    kinds: list[dict] = [{"grammar": grammar}, {"grammar": forcing}, {"grammar": grammar, "top_k": 9}, {}]
+    requests = [([300 + i, 17, 40], SamplingParams(max_tokens=16, seed=i, **kinds[i % 4])) for i in range(6)]
     llm = LLM(**OPTIONS)
     alone = {uid: drive(llm, [request])[0] for uid, request in enumerate(requests)}
-    with LLM(tp=2, **OPTIONS) as llm:
+    with LLM(tp=2, speculate=speculate, num_draft_tokens=6, **OPTIONS) as llm:
         sent: list[int] = []
         publish = llm.scheduler.bus.publish_masks
         monkeypatch.setattr(llm.scheduler.bus, "publish_masks", lambda masks: (sent.append(len(masks)), publish(masks)))
         monkeypatch.setattr(llm.scheduler, "depth", 1)
         monkeypatch.setattr(llm.scheduler.engine, "is_async", True)
         assert drive(llm, requests) == alone
+        assert (llm.scheduler.stats.accepted_tokens > 5) == (speculate != "off")
     assert len(sent) >= 10 and max(sent) > 1
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_ranks_draft_alike(depth: int, requests_and_tokens: tuple[Requests, dict[int, list[int]]]) -> None:
+@pytest.mark.parametrize(("tp", "depth"), [(2, 0), (2, 1), pytest.param(4, 1, marks=pytest.mark.slow)])
+def test_ranks_draft_alike(tp: int, depth: int, requests_and_tokens: tuple[Requests, dict[int, list[int]]]) -> None:
     """Each rank looks up its own drafts, and the invariant mode compares what the ranks have sampled behind them."""
     requests, alone = requests_and_tokens
     text = "One day, a fox met a cat. The cat said: one day, a fox met a cat. The cat said: one day"
-    with LLM(tp=2, speculate="ngram", num_draft_tokens=5, **OPTIONS) as llm:
+    with LLM(tp=tp, speculate="ngram", num_draft_tokens=5, **OPTIONS) as llm:
         llm.scheduler.depth = depth
         assert drive(llm, requests) == alone
         repeated = [(llm.get_tokenizer().encode(text), SamplingParams(max_tokens=24, temperature=0.0))]

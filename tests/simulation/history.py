@@ -161,7 +161,9 @@ class History:
             drain_timeout=0.3 if self.ending == "short drain" else 60.0,
             write_timeout=WRITE_TIMEOUT_S,
             heartbeat_timeout=HANG_S,
-            engine=EngineConfig(speculate=("off", "auto", "ngram", "tree")[seed % 4], num_draft_tokens=1 + seed // 4 % 8),
+            engine=EngineConfig(
+                speculate=("off", "auto", "ngram", "tree")[seed % 4], num_draft_tokens=1 + seed // 4 % 8
+            ),
         )
         world.watchers.append(self._see)
         self.server = SimulatedServer(world, self.args, engine, depth=rng.choice((0, 1, 2)))

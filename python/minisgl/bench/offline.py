@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -14,12 +16,17 @@ from minisgl.bench.report import format_table, origin, percentiles_ms, provenanc
 from minisgl.bench.workloads import OfflineArgs, Workload, make_workloads
 from minisgl.checkpoint.hf import resolve_model
 from minisgl.errors import ConfigError, MinisglError
-from minisgl.message import DetokenizeMsg, FlushCacheMsg
+from minisgl.layout import PROPOSED
+from minisgl.message import DetokenizeMsg, FlushCacheMsg, ids_to_bytes
 from minisgl.params import SamplingParams
 from minisgl.settings.options import EngineConfig
 from minisgl.tokenizer.tokenize import model_limits
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from minisgl.layout import Ints
+    from minisgl.llm.completions import Completion
     from minisgl.llm.llm import LLM
 
 
@@ -61,6 +68,8 @@ def run_offline(args: OfflineArgs, options: dict[str, Any]) -> dict[str, Any]:
     Raises `ConfigError` for settings that cannot work and `MinisglError` for a wrong number of generated tokens.
     """
     start = time.perf_counter()
+    if args.accept_length is not None:
+        options = options | {"speculate": "tree"}  # drafts from the host, in every step
     llm, workloads = start_engine(args, options)
     start_s = time.perf_counter() - start
     return {
@@ -102,7 +111,9 @@ def _torch_facts() -> dict[str, Any]:
 
 def _run_workload(llm: LLM, workload: Workload, args: OfflineArgs) -> dict[str, Any]:
     generate(llm, workload.warm_up(llm.scheduler.engine.limits.vocab_size), args.temperature)
-    repeats = [_measure(llm, workload, args.temperature) for _ in range(args.repeat)]
+    guess = None if args.accept_length is None else remembered(llm, workload, args.temperature, args.accept_length)
+    with nullcontext() if guess is None else patch.object(llm.scheduler.drafts, "guess", guess):
+        repeats = [_measure(llm, workload, args.temperature) for _ in range(args.repeat)]
     names = [name for name, value in repeats[0].items() if isinstance(value, int | float)]
     return {
         "workload": workload.name,
@@ -115,14 +126,46 @@ def _run_workload(llm: LLM, workload: Workload, args: OfflineArgs) -> dict[str, 
     }
 
 
+def remembered(llm: LLM, workload: Workload, temperature: float, length: float) -> Callable[[Any], Ints]:
+    """Generate the answers of `workload`; return `Drafts.guess` for their next run: `length` tokens a step on average.
+
+    Each token is remembered with the same probability. Raises `ConfigError` for more tokens than a step may have.
+    """
+    assert llm.scheduler.drafts is not None, "nothing is drafted"
+    most, vocab_size = llm.scheduler.drafts.most, llm.scheduler.engine.limits.vocab_size
+    if length > most + 1:
+        raise ConfigError(f"--accept-length {length:g} needs --num-draft-tokens of {math.ceil(length) - 1} or more")
+    chances = np.linspace(0, 1, 1001)
+    chance = np.interp(length, (chances[:, None] ** np.arange(most + 1)).sum(1), chances)
+    noise, texts = np.random.default_rng(0), {}
+    for r, done in zip(workload.requests, complete(llm, workload, temperature), strict=True):
+        text = np.array([*r.prompt, *done.token_ids], np.int32)
+        is_lost = noise.random(len(text)) >= chance
+        texts[ids_to_bytes(r.prompt)] = np.where(is_lost, (text + 1) % vocab_size, text).astype(np.int32)
+
+    def guess(req: Any) -> Ints:
+        first = int(llm.scheduler.rows.confirmed_len[req.row])
+        return texts[ids_to_bytes(req.ids[: req.prompt_len])][first : first + PROPOSED]
+
+    return guess
+
+
 def generate(llm: LLM, workload: Workload, temperature: float) -> int:
     """Run `workload` on an empty prefix cache; returns the number of prompt tokens found in the cache nevertheless.
 
     Raises `MinisglError` for a request with another number of tokens than asked for.
     """
+    return sum(done.cached_tokens for done in complete(llm, workload, temperature))
+
+
+def complete(llm: LLM, workload: Workload, temperature: float) -> list[Completion]:
+    """As `generate`, for all that the engine returns; the same in every run."""
     llm.scheduler.handle(FlushCacheMsg())
     requests = workload.requests
-    params = [SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=r.output_len) for r in requests]
+    params = [
+        SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=r.output_len, seed=i)
+        for i, r in enumerate(requests)
+    ]
     completions = llm.generate([r.prompt for r in requests], params)
     for r, done in zip(requests, completions, strict=True):
         if (len(r.prompt), r.output_len) != (done.prompt_tokens, len(done.token_ids)):
@@ -130,13 +173,14 @@ def generate(llm: LLM, workload: Workload, temperature: float) -> int:
                 f"{workload.name}: asked for {len(r.prompt)} tokens in and {r.output_len} out, "
                 f"but the engine says {done.prompt_tokens} and {len(done.token_ids)}"
             )
-    return sum(done.cached_tokens for done in completions)
+    return completions
 
 
 def _measure(llm: LLM, workload: Workload, temperature: float) -> dict[str, Any]:
     """One timed run from the call of `generate` to its return, detokenizing included."""
     clock = TokenClock()
-    preemptions = llm.scheduler.stats.preemptions
+    stats = llm.scheduler.stats
+    preemptions, drafted, accepted = stats.preemptions, stats.drafted_tokens, stats.accepted_tokens
     send = llm.scheduler.io.send
 
     def timed_send(msg: DetokenizeMsg) -> None:
@@ -154,7 +198,9 @@ def _measure(llm: LLM, workload: Workload, temperature: float) -> dict[str, Any]
         "input_tok_s": workload.prompt_tokens / wall,
         "total_tok_s": (workload.prompt_tokens + workload.output_tokens) / wall,
         "cached_tokens": cached,
-        "preemptions": llm.scheduler.stats.preemptions - preemptions,
+        "preemptions": stats.preemptions - preemptions,
+        "drafted_tokens": stats.drafted_tokens - drafted,
+        "accepted_tokens": stats.accepted_tokens - accepted,
         **clock.figures(start),
     }
 

@@ -117,6 +117,12 @@ class OfflineArgs(Settings):
     input_len: int | None = option(None, "tokens of a prompt, for workload a the maximum", minimum=1)
     output_len: int | None = option(None, "tokens of an output, for workload a the maximum", minimum=1)
     temperature: float = option(0.6, "sampling temperature", minimum=0, maximum=100)
+    accept_length: float | None = option(
+        None,
+        "tokens of a request in a step, on average: drafts are made from the answers of a first run, with mistakes. With "
+        "--num-draft-tokens N at most N + 1",
+        minimum=1,
+    )
     repeat: int = option(3, "timed runs of each workload", minimum=1)
     json: str | None = option(None, "write everything measured to this file")
 

@@ -42,6 +42,7 @@ class Drafts:
     is_forced   bool, a grammar forces these
     right       float64, drafts that were right, the older ones counted less
     tried       float64, drafts that were right, or the first that was not, likewise
+    accepted    int32, drafts that were right since the request has the row
     pause       int32, the last pause: how many steps the row decoded plainly before the drafter was asked again
     """
 
@@ -65,7 +66,7 @@ class Drafts:
         self.cache = cache
         self._constrain = constrain
         self._costs = costs or FREE
-        self._most = most
+        self.most = most
         self._adapts = kind == "auto"
         self._asks_tree = kind in ("auto", "tree")
         self._asks_device = kind != "tree"
@@ -73,14 +74,14 @@ class Drafts:
         self.resumes_at = np.zeros(rows.num_rows, np.int64)
         self.is_tracked = np.zeros(rows.num_rows, np.bool_)
         self.is_forced = np.zeros(rows.num_rows, np.bool_)
-        self.known, self.in_flight, self.ready, self.pause = np.zeros((4, rows.num_rows), np.int32)
+        self.known, self.in_flight, self.ready, self.accepted, self.pause = np.zeros((5, rows.num_rows), np.int32)
         self.right, self.tried = np.zeros((2, rows.num_rows))
 
     def add(self, req: Req) -> None:
         """Forget who held the row of `req` before, whose prompt is planned completely."""
         self.resumes_at[req.row] = 0 if req.sampling_params.speculate else NEVER
         self.is_tracked[req.row] = False
-        for values in (self.is_forced, self.known, self.ready, self.pause, self.right, self.tried):
+        for values in (self.is_forced, self.known, self.ready, self.accepted, self.pause, self.right, self.tried):
             values[req.row] = 0
         self.ready[req.row] = self._most * self._has_model
 
@@ -129,7 +130,7 @@ class Drafts:
             assert req is not None, f"row {running[i]} runs without a request"
             first = int(rows.confirmed_len[req.row])
             behind = int(rows.cached_len[req.row]) + 1 - first  # tokens in flight, at most
-            tokens, is_forced = self._guess(req) if may_ask[i] else NO_INTS, False
+            tokens, is_forced = self.guess(req) if may_ask[i] else NO_INTS, False
             if is_masked[i]:
                 tokens, is_forced = self._constrain(req, tokens)
             count = min(len(tokens), PROPOSED) - behind
@@ -139,7 +140,7 @@ class Drafts:
                 found.append((req.row, first, np.resize(tokens, PROPOSED)))
         return np.array(found, PROPOSAL)
 
-    def _guess(self, req: Req) -> Ints:
+    def guess(self, req: Req) -> Ints:
         """Return what followed the text of `req` in the radix tree or, of a row with a grammar, earlier in the text."""
         found = self.cache.continuation(req, PROPOSED) if self._asks_tree else NO_INTS
         if not len(found) and req.matcher is not None and self._asks_device:
@@ -151,12 +152,12 @@ class Drafts:
 
         A row's choice assumes that the others decode one token.
         """
-        ready: Ints = np.minimum(self.ready[running], self._most).astype(np.int32)
+        ready: Ints = np.minimum(self.ready[running], self.most).astype(np.int32)
         if not self._adapts or not ready.any():
             return ready
         rate = (self.right[running] + 0.5) / (self.tried[running] + 1.0)
         rate[self.is_forced[running]] = 1.0
-        index = np.arange(self._most + 1)
+        index = np.arange(self.most + 1)
         tokens = len(running) - 1 + np.cumsum(rate[:, None] ** index, axis=1)
         context = int(self.rows.cached_len[running].sum())
         seconds = self._costs.decode_seconds(len(running), context) + self._costs.per_token * index
@@ -206,6 +207,7 @@ class Drafts:
         right = np.add.reduceat(result.confirmed, first)[is_drafted] - 1
         self.rows.cached_len[rows] -= drafts - right
         self.in_flight[rows] -= drafts
+        self.accepted[rows] += right
         self.ready[rows] = result.ready[first[is_drafted]]
         is_guess = (drafts > 0) & ~self.is_forced[rows]
         memory = np.where(is_guess, MEMORY, 1.0)

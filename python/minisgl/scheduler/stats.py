@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from minisgl.kvcache.radix_manager import RadixTreeNode
     from minisgl.scheduler.plan import Launched
     from minisgl.scheduler.req import Req
-    from minisgl.scheduler.rows import Rows
     from minisgl.scheduler.scheduler import Scheduler
 
 HEARTBEAT_S: Final = 0.5
@@ -80,7 +79,7 @@ class Stats:
 
 def engine_view(scheduler: Scheduler, uid: int) -> EngineView:
     """Answer the `ViewMsg` of `uid`: a snapshot of bounded size, made in about a millisecond."""
-    cache, rows = scheduler.cache, scheduler.rows
+    cache = scheduler.cache
     tree, root_hidden = cache.prefix.outline()
     index = {outlined.node: i for i, outlined in enumerate(tree)}
     nodes = [
@@ -110,7 +109,7 @@ def engine_view(scheduler: Scheduler, uid: int) -> EngineView:
         pages_cached=cached,
         running=len(batch),
         waiting=len(scheduler.prefill.waiting),
-        requests=[_request(req, is_prefill, rows, index) for req, is_prefill in batch[:MAX_VIEW_REQUESTS]],
+        requests=[_request(scheduler, req, is_prefill, index) for req, is_prefill in batch[:MAX_VIEW_REQUESTS]],
         nodes=nodes,
         nodes_total=cache.prefix.num_nodes,
         nodes_hidden=root_hidden,
@@ -118,7 +117,8 @@ def engine_view(scheduler: Scheduler, uid: int) -> EngineView:
     )
 
 
-def _request(req: Req, is_prefill: bool, rows: Rows, index: dict[RadixTreeNode, int]) -> RequestView:
+def _request(scheduler: Scheduler, req: Req, is_prefill: bool, index: dict[RadixTreeNode, int]) -> RequestView:
+    rows, drafts = scheduler.rows, scheduler.drafts
     return RequestView(
         uid=req.uid,
         is_prefill=is_prefill,
@@ -126,6 +126,7 @@ def _request(req: Req, is_prefill: bool, rows: Rows, index: dict[RadixTreeNode, 
         prefix_tokens=req.prefix_hit,
         computed_tokens=int(rows.cached_len[req.row]),
         output_tokens=max(0, int(rows.confirmed_len[req.row]) - req.prompt_len),
+        accepted_tokens=0 if drafts is None or is_prefill else int(drafts.accepted[req.row]),
         pages=len(req.pages),
         node=index.get(req.cache_handle.node, -1),
     )

@@ -287,7 +287,7 @@ def compare(
 
 
 def check_tokens(llm: LLM, prompts: list[list[int]], tie: float, others: dict[str, list[Completion]]) -> list[Result]:
-    """Compare the engine's outputs with a filled cache, with overlap switched, without graphs, and with `others`."""
+    """Compare the engine's outputs with a filled cache, with overlap switched, without drafts, without graphs, and with `others`."""
     gap = logit_gap(llm)
     base = generate(llm, prompts)
     again = generate(llm, prompts, flush=False)
@@ -298,6 +298,11 @@ def check_tokens(llm: LLM, prompts: list[list[int]], tie: float, others: dict[st
         results = [Result("cached = cold", "-", "no prefix was found in the cache (--cache naive?)", "-", None)]
     with patch.object(llm.scheduler, "depth", 1 - depth):
         results.append(compare("overlap on = off", prompts, base, generate(llm, prompts), gap, tie))
+    if llm.scheduler.drafts is not None:
+        with patch.object(llm.scheduler, "drafts", None):
+            results.append(compare("drafts = none", prompts, base, generate(llm, prompts), gap, tie))
+    else:
+        results.append(Result("drafts = none", "-", "give --speculate", "-", None))
     if len(engine.runners) > 1:
         with patch.object(engine, "runners", engine.runners[-1:]):
             results.append(compare("graph = eager", prompts, base, generate(llm, prompts), gap, tie))

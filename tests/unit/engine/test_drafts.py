@@ -151,7 +151,7 @@ def run(
         def guess(req: Req) -> np.ndarray:
             return oracle.following(scheduler.rows.text(req), int(oracle.rng.integers(PROPOSED)))
 
-        scheduler.drafts._guess = guess
+        scheduler.drafts.guess = guess
     scheduler.depth = depth
     if scheduler.drafts is not None:
         scheduler.drafts._costs = StepCosts(1e-1, 1e-3)  # not those of this machine and its other work

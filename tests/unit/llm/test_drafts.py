@@ -1,4 +1,4 @@
-"""Drafts change no answer of the built-in model: real grammars, stop strings and choices, a shared prefix, a small pool."""
+"""Drafts change no answer of the built-in model: real grammars, stop strings, choices, a shared prefix, small pools."""
 
 from __future__ import annotations
 
