@@ -165,10 +165,6 @@ class _Grammars(Grammars):
     def wait(self, seconds: float) -> None:
         pass
 
-    def proposal(self, req: Req, guess: Ints) -> tuple[Ints, bool]:
-        count, is_forced = self.entry.drafts.pop(0)
-        return np.zeros(count, np.int32), is_forced
-
     def follow(self, rows: Rows, sampled: Index, tokens: Ints) -> Index:
         ended = self.entry.ended.pop(0)
         for (_, failure), req in zip(ended, rows.holders(sampled[[i for i, _ in ended]]), strict=True):
@@ -197,6 +193,10 @@ class _ReplayingScheduler(Scheduler):
         self._channels.replies.clear()
         if entry.plan or self._device.results:
             raise ReplayError(f"step {entry.step} has no plan, or waits for less than in the record")
+
+    def _constrain(self, req: Req, guess: Ints) -> tuple[Ints, bool]:
+        count, is_forced = self._answers.entry.drafts.pop(0)
+        return np.zeros(count, np.int32), is_forced
 
     def launch(self, step: Step) -> None:
         super().launch(step)

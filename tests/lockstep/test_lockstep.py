@@ -117,7 +117,7 @@ def test_masks_follow_a_step_to_all_ranks(speculate: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(llm.scheduler.engine, "is_async", True)
         assert drive(llm, requests) == alone
         assert (llm.scheduler.stats.accepted_tokens > 5) == (speculate != "off")
-    assert len(sent) >= 10 and max(sent) > 1
+    assert len(sent) >= 6 and max(sent) > 1
 
 
 @pytest.mark.parametrize(("tp", "depth"), [(2, 0), (2, 1), pytest.param(4, 1, marks=pytest.mark.slow)])

@@ -146,6 +146,7 @@ def run_random_trace(seed: int, depth: int, speculate: str = "off") -> tuple[Har
         costs=costs,
         late=rng.choice((1, 3)),
     )
+    engine.is_async = seed % 4 != 3
     h = Harness(
         engine,
         depth,

@@ -119,8 +119,8 @@ class OfflineArgs(Settings):
     temperature: float = option(0.6, "sampling temperature", minimum=0, maximum=100)
     accept_length: float | None = option(
         None,
-        "tokens of a request in a step, on average: drafts are made from the answers of a first run, with mistakes. With "
-        "--num-draft-tokens N at most N + 1",
+        "tokens of a request in a step, on average: drafts come from the answers of a first run, with mistakes; "
+        "at most --num-draft-tokens + 1",
         minimum=1,
     )
     repeat: int = option(3, "timed runs of each workload", minimum=1)

@@ -26,6 +26,7 @@ MEMORY: Final = 0.9  # how much of the estimate of a row's acceptance stays afte
 # What a step with drafts costs besides its tokens where the host is the device: two cores need this for the built-in
 # model. The rows share it.
 HOST_S: Final = 5e-4
+PRIOR = (0.5, 1.0)
 MAX_PAUSE: Final = 16  # plain steps until the drafter is asked again
 NEVER: Final = 1 << 62
 FREE: Final = StepCosts(1.0, 0.0)  # where steps are not measured
@@ -58,8 +59,9 @@ class Drafts:
     ) -> None:
         """A row drafts `most` tokens by `kind` of drafter; with auto, as many of them as pay by `costs`.
 
-        A drafter with a model, as in draft:PATH, has drafts behind every prompt, and reads one token behind a chunk of it.
-        `constrain`: `Grammars.proposal`. `is_async`: as of the engine.
+        A drafter with a model (draft:PATH) has drafts behind every prompt, and reads one token behind a chunk of it.
+        `constrain` returns as many of a request's drafts as its grammar allows, or those that it forces, and whether
+        they are forced. `is_async`: as of the engine.
         """
         self._host_s = 0.0 if is_async else HOST_S
         self.rows = rows
@@ -69,7 +71,9 @@ class Drafts:
         self.most = most
         self._adapts = kind == "auto"
         self._asks_tree = kind in ("auto", "tree")
-        self._asks_device = kind != "tree"
+        # Where the host is the device, it looks up at the price of a few array operations, before a slot has DRAFTS.
+        self._looks_up = kind in ("auto", "ngram") and not is_async
+        self._asks_device = kind != "tree" and not self._looks_up
         self._has_model = ":" in kind
         self.resumes_at = np.zeros(rows.num_rows, np.int64)
         self.is_tracked = np.zeros(rows.num_rows, np.bool_)
@@ -92,7 +96,9 @@ class Drafts:
         """
         rows = self.rows
         may_ask, is_masked = self.resumes_at[running] <= step, (rows.flags[running] & Flag.MASKED) != 0
-        proposals = self._propose(running, may_ask, is_masked)
+        proposals = NO_PROPOSALS
+        if self._asks_tree or self._looks_up or is_masked.any():
+            proposals = self._propose(step, running, may_ask, is_masked)
         # A row whose length only the device knows stays with it until the last draft is collected.
         is_drafted = (may_ask & ~is_masked & self._asks_device) | (self.in_flight[running] > 0)
         is_proposed = np.isin(running, proposals["row"]) if len(proposals) else np.zeros_like(is_drafted)
@@ -111,16 +117,19 @@ class Drafts:
             if missing > 0 and (pages := self.cache.allocate(missing)) is not None:
                 rows.set_pages(req, len(req.pages), pages)
         counts = np.minimum(counts, rows.limit[running] - length - 1).astype(np.int32)
-        proposals = proposals[np.isin(proposals["row"], running[counts > 0])]
+        if len(proposals):
+            proposals = proposals[np.isin(proposals["row"], running[counts > 0])]
         return DraftSlots(is_drafted | (counts > 0), counts, proposals)
 
-    def _propose(self, running: Index, may_ask: npt.NDArray[np.bool_], is_masked: npt.NDArray[np.bool_]) -> Records:
+    def _propose(
+        self, step: int, running: Index, may_ask: npt.NDArray[np.bool_], is_masked: npt.NDArray[np.bool_]
+    ) -> Records:
         """Return what the host proposes for the rows `running`, and set `ready` of the rows that it knows best.
 
         Only the host can tell what a grammar allows, and what the radix tree holds. It proposes what may follow the
         confirmed text, of which the tokens in flight take up a part.
         """
-        rows, is_asked = self.rows, is_masked | (may_ask & self._asks_tree)
+        rows, is_asked = self.rows, is_masked | (may_ask & (self._asks_tree or self._looks_up))
         is_asked &= self.resumes_at[running] < NEVER
         if not is_asked.any():
             return NO_PROPOSALS
@@ -130,9 +139,9 @@ class Drafts:
             assert req is not None, f"row {running[i]} runs without a request"
             first = int(rows.confirmed_len[req.row])
             behind = int(rows.cached_len[req.row]) + 1 - first  # tokens in flight, at most
-            tokens, is_forced = self.guess(req) if may_ask[i] else NO_INTS, False
-            if is_masked[i]:
-                tokens, is_forced = self._constrain(req, tokens)
+            tokens, is_forced = self._constrain(req, self.guess(req) if may_ask[i] else NO_INTS)
+            if self._adapts and may_ask[i] and not len(tokens) and not self._asks_device:
+                self._pause(running[i : i + 1], step)
             count = min(len(tokens), PROPOSED) - behind
             if is_masked[i] or count > 0:
                 self.ready[req.row], self.is_forced[req.row] = max(0, count), is_forced
@@ -141,9 +150,9 @@ class Drafts:
         return np.array(found, PROPOSAL)
 
     def guess(self, req: Req) -> Ints:
-        """Return what followed the text of `req` in the radix tree or, of a row with a grammar, earlier in the text."""
+        """Return what followed the text of `req` in the radix tree or, unless the device is asked, earlier in it."""
         found = self.cache.continuation(req, PROPOSED) if self._asks_tree else NO_INTS
-        if not len(found) and req.matcher is not None and self._asks_device:
+        if not len(found) and (self._looks_up or (self._asks_device and req.matcher is not None)):
             found = look_up(self.rows.text(req))
         return found
 
@@ -155,7 +164,7 @@ class Drafts:
         ready: Ints = np.minimum(self.ready[running], self.most).astype(np.int32)
         if not self._adapts or not ready.any():
             return ready
-        rate = (self.right[running] + 0.5) / (self.tried[running] + 1.0)
+        rate = (self.right[running] + PRIOR[0] * PRIOR[1]) / (self.tried[running] + PRIOR[1])
         rate[self.is_forced[running]] = 1.0
         index = np.arange(self.most + 1)
         tokens = len(running) - 1 + np.cumsum(rate[:, None] ** index, axis=1)
@@ -215,8 +224,9 @@ class Drafts:
         self.tried[rows] = memory * self.tried[rows] + np.minimum(drafts, right + 1) * is_guess
         self.pause[rows[right > 0]] = 0
         if self._adapts:
-            from_host = (self.rows.flags[rows] & Flag.MASKED) != 0
-            from_host |= np.isin(rows, plan.proposals["row"])
+            from_host = ((slots["flags"][is_drafted] & Flag.MASKED) != 0) | (not self._asks_device)
+            if len(plan.proposals):
+                from_host |= np.isin(rows, plan.proposals["row"])
             is_lost = (is_guess & (right == 0)) | (~from_host & (self._worthwhile(rows) == 0))
             self._pause(rows[is_lost], step)
         return int(drafts.sum()), int(right.sum())

@@ -74,7 +74,7 @@ class Entry(msgspec.Struct, array_like=True, omit_defaults=True):
     compiled: list[tuple[int, Failure | None]] = []  # uids whose grammar is ready, or why it never is
     results: list[Result] = []
     ended: list[list[tuple[int, Failure | None]]] = []  # for each result: the index and how its grammar ended
-    drafts: list[tuple[int, bool]] = []  # number of drafts for each request with a grammar, and whether they are forced
+    drafts: list[tuple[int, bool]] = []  # what `_constrain` returned: the number of drafts, and whether they are forced
     plan: int = 0
 
 

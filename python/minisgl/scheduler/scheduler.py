@@ -398,8 +398,8 @@ class Scheduler:
         return self.grammars.follow(self.rows, sampled, tokens)
 
     def _constrain(self, req: Req, guess: Ints) -> tuple[Ints, bool]:
-        """Return drafts for a request with a grammar, and whether it forces them."""
-        return self.grammars.proposal(req, guess)
+        """Return the drafts of a request with a grammar, and whether it forces them; without one, the `guess`."""
+        return (guess, False) if req.matcher is None else self.grammars.proposal(req, guess)
 
     def _share_prefixes(self, prompts: list[Req]) -> None:
         """Insert computed prompts into the prefix cache, and release the requests that this step alone still held."""

