@@ -69,7 +69,7 @@ class DraftModel(ABC):
 
     def passes(self, plan: BatchPlan) -> tuple[Batch, ...]:
         """The passes before the step `plan`, with upper bounds for positions as the plan has."""
-        drafted = plan.slots[(plan.slots["flags"] & Flag.DRAFTS) != 0]
+        drafted = drafted_slots(plan)
         counts = drafted["stop"] - drafted["start"] - 1
         plans = self._first(plan, drafted)
         for i in range(1, int(counts.max(initial=0))):
@@ -187,6 +187,13 @@ class Eagle3(DraftModel):
             sampling = replace(sampling, positions=sampling.positions[newest] + 1)
             self._hidden[sampling.rows] = hidden
             history[sampling.rows, sampling.positions.long()] = self._sample(logits, sampling)
+
+
+def drafted_slots(plan: BatchPlan) -> Records:
+    """The slots of `plan` with DRAFTS that the host proposes nothing for."""
+    is_drafted = (plan.slots["flags"] & Flag.DRAFTS) != 0
+    slots: Records = plan.slots[is_drafted & ~np.isin(plan.slots["row"], plan.proposals["row"])]
+    return slots
 
 
 def draft_slots(slots: Records, start: Ints, stop: Ints, from_device: int) -> Records:

@@ -87,7 +87,7 @@ class Drafts:
         self.is_tracked[req.row] = False
         for values in (self.is_forced, self.known, self.ready, self.accepted, self.pause, self.right, self.tried):
             values[req.row] = 0
-        self.ready[req.row] = self._most * self._has_model
+        self.ready[req.row] = self.most * self._has_model
 
     def plan(self, step: int, running: Index, max_tokens: int) -> DraftSlots | None:
         """Return which of the rows `running` have DRAFTS, and how many drafts; takes pages for them, if there are any.
