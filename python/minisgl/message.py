@@ -2,6 +2,9 @@
 
     API server --TokenizerMsg--> tokenizer --BackendMsg--> scheduler --DetokenizeMsg--> detokenizer --FrontendMsg--> API
 
+With several replicas of the scheduler, the tokenizers' messages go through the API server, which chooses the replica.
+A *life* is one run of a replica's processes; messages carry its number, which is never used again.
+
 A frame on the wire is a *list* of messages of one channel (`process/queues.py: Codec`), so every message has its batch
 form. A request and its abort take the same path, so an abort never overtakes its request.
 """
@@ -221,7 +224,7 @@ class DetokenizeMsg(msgspec.Struct, tag="detokenize", frozen=True, kw_only=True)
     the requests whose first token is among `tokens`. `finished` holds the requests that end with this step; a request
     that ends without a new token (abort, error) is only in `finished`. `logprobs` are the log-probabilities that were
     asked for. `drafted` holds (uid, number of drafts) of the requests that drafted in the step. A step with right
-    drafts has several messages, in which `are_drafts` is true from the second on.
+    drafts has several messages, in which `are_drafts` is true from the second on. `life` is that of the sender.
     """
 
     uids: bytes
@@ -231,21 +234,36 @@ class DetokenizeMsg(msgspec.Struct, tag="detokenize", frozen=True, kw_only=True)
     logprobs: list[LogprobColumns] = []
     drafted: list[tuple[int, int]] = []
     are_drafts: bool = False
+    life: int = 0
 
 
-TokenizerMsg = TokenizeMsg | EncodeMsg | DecodeMsg | AbortMsg | DetokenizeMsg | EngineView
+class LostMsg(msgspec.Struct, tag="lost", frozen=True):
+    """The replica's `life` is over. The detokenizer drops what may still arrive from it, and sends this message back.
+
+    Behind the answer no reply comes from that life, so its open requests can go on elsewhere.
+    """
+
+    life: int
+
+
+TokenizerMsg = TokenizeMsg | EncodeMsg | DecodeMsg | AbortMsg | DetokenizeMsg | EngineView | LostMsg
 
 
 # -- to the scheduler
 
 
-class UserMsg(msgspec.Struct, tag="user", frozen=True, kw_only=True):
-    """A tokenized request; `input_ids` are int32 bytes."""
+class UserMsg(msgspec.Struct, tag="user", frozen=True, kw_only=True, omit_defaults=True):
+    """A tokenized request; `input_ids` are int32 bytes.
+
+    `output_ids` (int32 bytes) are the tokens that another replica has generated for it: the request goes on behind
+    them. None: the request is new.
+    """
 
     uid: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     input_ids: bytes
     sampling_params: SamplingParams
     place: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0  # as of `TokenizeMsg`
+    output_ids: bytes | None = None
 
 
 class FlushCacheMsg(msgspec.Struct, tag="flush", frozen=True):
@@ -324,6 +342,7 @@ class ConversionReply(msgspec.Struct, tag="conversion", frozen=True, kw_only=Tru
 class StatsMsg(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     """The scheduler's heartbeat, about twice a second, also when idle. Token counts are totals since the start."""
 
+    life: int = 0
     step: int = 0
     running: int = 0
     waiting: int = 0
@@ -343,6 +362,18 @@ class StatsMsg(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     dropped: int = 0  # messages that contradict themselves or earlier ones
 
 
+class PrefixesMsg(msgspec.Struct, tag="prefixes", frozen=True, kw_only=True):
+    """Which prefixes a scheduler's cache has, as changes since its last message.
+
+    `added` and `removed` are uint64 bytes: the hash of each prefix of whole pages (`routing/prefixes.py`).
+    """
+
+    page_size: int
+    added: bytes
+    removed: bytes
+    life: int = 0
+
+
 class DetokenizerStatsMsg(msgspec.Struct, tag="detokenizer", frozen=True):
     """By how much the counts of a detokenizer or tokenizer have changed: tracked requests, and dropped messages."""
 
@@ -350,4 +381,4 @@ class DetokenizerStatsMsg(msgspec.Struct, tag="detokenizer", frozen=True):
     dropped: int = 0
 
 
-FrontendMsg = UserReply | ConversionReply | EngineView | StatsMsg | DetokenizerStatsMsg
+FrontendMsg = UserReply | ConversionReply | EngineView | StatsMsg | PrefixesMsg | LostMsg | DetokenizerStatsMsg

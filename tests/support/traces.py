@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -24,18 +25,35 @@ class Harness:
     """A scheduler on a fake engine; records every reply. In the invariant mode each step checks itself."""
 
     def __init__(self, fake: FakeEngine, depth: int, /, **options: object) -> None:
-        self.engine, self.io = fake, OfflineIO()
-        self.compiling = LateExecutor()
-        grammars = Grammars(FakeCompiler(fake.vocab), self.compiling)
-        self.scheduler = Scheduler(SchedulerConfig(**options), fake, self.io, grammars)  # type: ignore[arg-type]
-        self.scheduler.depth = depth
-        self.scheduler.cache.on_free = fake.poison
+        self.config, self.depth = SchedulerConfig(**options), depth  # type: ignore[arg-type]
+        self.aborted: set[int] = set()
+        self.begun: set[int] = set()
+        self._start(fake)
         self.requests: dict[int, tuple[list[int], SamplingParams]] = {}
         self.outputs: dict[int, list[int]] = {}
         self.endings: dict[int, FinishReason] = {}
         self.errors: dict[int, str] = {}
         self.params: dict[int, str | None] = {}  # the field that an error names
         self.logprobs: dict[int, list[tuple[float, int]]] = {}  # (log-probability, likeliest token) of each token
+
+    def _start(self, fake: FakeEngine) -> None:
+        self.engine, self.io = fake, OfflineIO()
+        self.compiling = LateExecutor()
+        grammars = Grammars(FakeCompiler(fake.vocab), self.compiling)
+        self.scheduler = Scheduler(self.config, fake, self.io, grammars)
+        self.scheduler.depth = self.depth
+        self.scheduler.cache.on_free = fake.poison
+
+    def die(self, fake: FakeEngine) -> None:
+        """Lose the scheduler with all steps in flight: its requests go on in another one, on the engine `fake`."""
+        fake.draft_luck = self.engine.draft_luck
+        self._start(fake)
+        for uid, (prompt, sampling) in self.requests.items():
+            if uid in self.aborted:
+                self.endings.setdefault(uid, FinishReason.ABORT)
+            elif uid not in self.endings:
+                ids, output = ids_to_bytes(prompt), ids_to_bytes(self.outputs[uid])
+                self.io.inbox.append(UserMsg(uid=uid, input_ids=ids, sampling_params=sampling, output_ids=output))
 
     def add(self, prompt: Sequence[int], max_tokens: int | None = 8, place: int = 0, **params: object) -> int:
         uid = len(self.requests)
@@ -47,6 +65,7 @@ class Harness:
 
     def abort(self, uid: int) -> None:
         self.io.inbox.append(AbortMsg(uid))
+        self.aborted.add(uid)
 
     def table_row(self, uid: int) -> int | None:
         """Return the row that a request holds now."""
@@ -66,6 +85,10 @@ class Harness:
             for uid, token in zip(uids, ids_from_bytes(msg.tokens).tolist(), strict=True):
                 assert uid not in self.endings, f"token for {uid} after its end"
                 self.outputs[uid].append(token)
+            for begun in msg.started:
+                assert begun.uid not in self.begun, f"{begun.uid} began twice"
+                assert begun.prompt_tokens == len(self.requests[begun.uid][0])
+                self.begun.add(begun.uid)
             logprobs = [s for s in (*(b.prompt_logprobs for b in msg.started), *msg.logprobs) if s is not None]
             for s in logprobs:
                 assert self.requests[s.uid][1].logprobs == s.top == 1
@@ -128,8 +151,11 @@ class Harness:
                 assert got == want, f"request {uid}: {got} instead of {want}"
 
 
-def run_random_trace(seed: int, depth: int, speculate: str = "off") -> tuple[Harness, Counter[str]]:
-    """Random arrivals with shared prefixes, chunked prompts, aborts, EOS, tight pools; all rules checked throughout."""
+def run_random_trace(seed: int, depth: int, speculate: str = "off", deaths: int = 0) -> tuple[Harness, Counter[str]]:
+    """Random arrivals with shared prefixes, chunked prompts, aborts, EOS, tight pools; all rules checked throughout.
+
+    So many `deaths` of the scheduler happen on the way.
+    """
     rng = random.Random(seed)
     page_size = rng.choice((1, 2, 4, 8))
     max_len = 64
@@ -137,7 +163,8 @@ def run_random_trace(seed: int, depth: int, speculate: str = "off") -> tuple[Har
     num_pages = -(-max_len // page_size) + rng.randrange(4) if tight else 4 * max_len // page_size
     vocab = rng.choice((7, 23, 101))  # the smaller, the sooner an EOS
     costs = StepCosts(1e-3, 1e-4, 1e-6, 1e-6) if rng.random() < 0.3 else None
-    engine = FakeEngine(
+    make_engine = partial(
+        FakeEngine,
         rows=rng.choice((1, 2, 4, 7)),
         num_pages=num_pages,
         page_size=page_size,
@@ -148,7 +175,7 @@ def run_random_trace(seed: int, depth: int, speculate: str = "off") -> tuple[Har
     )
     engine.is_async = seed % 4 != 3
     h = Harness(
-        engine,
+        make_engine(),
         depth,
         cache_type=rng.choice(("radix", "radix", "radix", "naive")),
         schedule_policy=rng.choice(("fcfs", "lpm")),
@@ -156,11 +183,14 @@ def run_random_trace(seed: int, depth: int, speculate: str = "off") -> tuple[Har
         itl_target_ms=None if costs is None else rng.choice((0.5, 2.0, 4.0, None)),
         engine=EngineConfig(speculate=speculate, num_draft_tokens=1 + seed % 8),
     )
-    engine.draft_luck = (0.0, 0.5, 0.9, 1.0)[seed % 4]
+    h.engine.draft_luck = (0.0, 0.5, 0.9, 1.0)[seed % 4]
     h.scheduler.pace.floor = rng.choice((1, 5))
     h.scheduler.prefill.patience = rng.choice((1, 3, 1000))
     prefixes = [[rng.randrange(vocab) for _ in range(rng.choice((5, 16, 40)))] for _ in range(3)]
-    for _ in range(60):
+    dies_at = {(i + 1) * 60 // (deaths + 1) for i in range(deaths)}
+    for turn in range(60):
+        if turn in dies_at:
+            h.die(make_engine())
         for _ in range(rng.choice((0, 0, 1, 2, 3))):
             head = rng.choice(prefixes)[: rng.randrange(1, 41)] if rng.random() < 0.7 else []
             tail = [rng.randrange(vocab) for _ in range(rng.choice((0, 1, 2, 9, 30)))]

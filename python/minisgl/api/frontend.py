@@ -12,13 +12,13 @@ from typing import Final
 
 import msgspec
 
+from minisgl.api.dispatch import Dispatcher
 from minisgl.api.metrics import Metrics
 from minisgl.api.protocol import Timing
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
 from minisgl.message import (
     AbortMsg,
-    BackendMsg,
     ConversionReply,
     DecodeMsg,
     DetokenizerStatsMsg,
@@ -27,6 +27,8 @@ from minisgl.message import (
     Failure,
     FlushCacheMsg,
     FrontendMsg,
+    LostMsg,
+    PrefixesMsg,
     StatsMsg,
     TokenizeMsg,
     TokenizerMsg,
@@ -260,16 +262,14 @@ class FrontendManager:
     def __init__(self, args: ServerArgs, limits: Limits, metrics: Metrics) -> None:
         self.limits = limits
         self.metrics = metrics
-        self.stats = StatsMsg()
         self.detokenizer_entries = 0
         self._dropped = 0  # messages that tokenizers and detokenizer have dropped
         self.failure = ""  # the reason why no request can be served any more
         self.stalled = ""  # which process gives no sign of life
         self.is_draining = False
-        self._max_entries = args.scheduler.max_queued_requests + args.scheduler.engine.max_running_requests
+        self._max_entries = args.dp * (args.scheduler.max_queued_requests + args.scheduler.engine.max_running_requests)
         self.write_timeout = args.write_timeout
         self._heartbeat_timeout = args.heartbeat_timeout
-        self._last_heartbeat = time.monotonic()
         self._uids = itertools.count(1)
         self._submissions: dict[int, Submission] = {}
         self._questions = Questions()
@@ -279,7 +279,7 @@ class FrontendManager:
         self._tokenizers: list[ZmqAsyncPushQueue[TokenizerMsg]] = [
             ZmqAsyncPushQueue(addr, Codec(TokenizerMsg)) for addr in args.zmq_tokenizer_addrs
         ]
-        self._backend: ZmqAsyncPushQueue[BackendMsg] = ZmqAsyncPushQueue(args.zmq_backend_addr, Codec(BackendMsg))
+        self.dispatcher = Dispatcher(args)
         self._receiver = asyncio.create_task(self._receive(), name="replies")
 
     @property
@@ -287,24 +287,27 @@ class FrontendManager:
         """The number of open requests and questions; 0 when idle, or something leaks."""
         return len(self._submissions) + len(self._questions)
 
+    @property
+    def stats(self) -> StatsMsg:
+        """The last heartbeat, or the sum of those of all replicas."""
+        return self.dispatcher.router.stats
+
     def render_metrics(self, accept: str) -> tuple[bytes, str]:
         """The body of `/metrics` and its media type, by the header `accept`."""
         dropped = self.stats.dropped + self._dropped
-        return self.metrics.render(self.stats, self.entries, self.detokenizer_entries, dropped, accept)
+        return self.metrics.render(self.stats, self.entries, self.detokenizer_entries, dropped, accept, self.dispatcher.router)
 
     @property
     def health_problem(self) -> str:
         """The reason why the server is unhealthy; empty when it is healthy."""
         if self.failure:
             return self.failure
-        if self.scheduler_silence > self._heartbeat_timeout:
-            return f"no sign of life from the scheduler for {self.scheduler_silence:.0f} s"
+        silence = self.dispatcher.silence.values()
+        if not silence:
+            return "no replica is running"
+        if min(silence) > self._heartbeat_timeout:
+            return f"no sign of life from the scheduler for {min(silence):.0f} s"
         return self.stalled
-
-    @property
-    def scheduler_silence(self) -> float:
-        """Seconds since the scheduler's last heartbeat, which it sends between two steps."""
-        return time.monotonic() - self._last_heartbeat
 
     async def submit(self, messages: Sequence[TokenizeMsg], n: int = 1) -> Submission:
         """Assign uids, send the requests and return their submission, to be used with `async with`.
@@ -349,13 +352,16 @@ class FrontendManager:
         ids: list[int] = ids_from_bytes(packed).tolist()
         return ids
 
-    async def engine_view(self) -> EngineView:
-        """Ask the scheduler for a view of the engine. Raises `RequestError` (503) without a timely reply."""
+    async def engine_view(self, index: int = 0) -> EngineView:
+        """Ask the scheduler, or that of replica number `index`, for a view of the engine.
+
+        Raises `RequestError`: 503 without a timely reply, 404 if there is no such replica.
+        """
         self.require_ready()
         uid = next(self._uids)
         try:
             async with asyncio.timeout(VIEW_TIMEOUT_S):
-                reply = await self._ask(uid, self._backend.put([ViewMsg(uid=uid)]))
+                reply = await self._ask(uid, self.dispatcher.put(ViewMsg(uid=uid), index))
         except TimeoutError:
             raise RequestError("the engine is too busy to show itself", code="no_view", status=503) from None
         assert isinstance(reply, EngineView), f"a {type(reply).__name__} is not a view"
@@ -396,9 +402,9 @@ class FrontendManager:
         self._note_idle()
 
     async def flush_cache(self) -> None:
-        """Ask the scheduler to drop all cached prefixes that no request uses."""
+        """Ask all replicas to drop all cached prefixes that no request uses."""
         self.require_ready()
-        await self._backend.put([FlushCacheMsg()])
+        await self.dispatcher.put(FlushCacheMsg())
 
     async def drain(self, timeout: float) -> None:
         """Accept no new work and wait for the open requests; fail the remaining ones after `timeout` seconds."""
@@ -425,7 +431,7 @@ class FrontendManager:
         self._receiver.cancel()
         await asyncio.gather(self._receiver, return_exceptions=True)
         self._inbox.close()
-        self._backend.close()
+        await self.dispatcher.close()
         for tokenizer in self._tokenizers:
             tokenizer.close()
 
@@ -435,15 +441,15 @@ class FrontendManager:
     async def _receive(self) -> None:
         while True:
             for msg in await self._inbox.get():
+                if isinstance(msg, UserReply | StatsMsg | PrefixesMsg | LostMsg):
+                    await self.dispatcher.note(msg)
                 if isinstance(msg, UserReply):
                     if (submission := self._submissions.get(msg.uid)) is not None:
                         submission.push(msg)
                 elif isinstance(msg, ConversionReply | EngineView):
                     self._questions.answer(msg)
                 elif isinstance(msg, StatsMsg):
-                    self._last_heartbeat = time.monotonic()
-                    self.stats = msg
-                    self.metrics.log_throughput(msg)
+                    self.metrics.log_throughput(self.stats)
                 elif isinstance(msg, DetokenizerStatsMsg):
                     self.detokenizer_entries += msg.entries
                     self._dropped += msg.dropped

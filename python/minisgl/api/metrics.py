@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Final
 
@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from minisgl.core import FinishReason
 from minisgl.message import StatsMsg
+from minisgl.routing.router import Replica, Router
 
 logger = logging.getLogger(__name__)
 
@@ -91,14 +92,45 @@ class Metrics:
                 self._of_ended[name].observe(value)
 
     def render(
-        self, stats: StatsMsg, entries: int, detokenizer_entries: int, dropped: int, accept: str = ""
+        self,
+        stats: StatsMsg,
+        entries: int,
+        detokenizer_entries: int,
+        dropped: int,
+        accept: str = "",
+        router: Router | None = None,
     ) -> tuple[bytes, str]:
         """The last heartbeat and what this process has measured, and their media type.
 
         That is OpenMetrics if the header `accept` asks for it, else Prometheus' text format.
         """
         encode, media = choose_encoder(_OPENMETRICS if "application/openmetrics-text" in accept else "")
-        return encode(_Families(self._families(stats, entries, detokenizer_entries, dropped))), media
+        families = self._families(stats, entries, detokenizer_entries, dropped)
+        return encode(_Families([*families, *(() if router is None else self._of_replicas(router))])), media
+
+    def _of_replicas(self, router: Router) -> Iterator[Metric]:
+        """What each running replica does, and what the router has done."""
+        gauges: dict[str, tuple[str, Callable[[Replica], int]]] = {
+            "replica_requests": ("Open requests of a replica", lambda r: len(r.requests)),
+            "replica_queued_tokens": ("Prompt tokens that a replica has to compute", lambda r: r.queued),
+            "replica_requests_running": ("Requests in a replica's batch", lambda r: r.stats.running),
+            "replica_kv_pages_held": ("KV pages that a replica's requests use", lambda r: r.stats.pages_held),
+            "replica_cached_prefixes": ("Cached prefixes of a replica, in pages", lambda r: len(r.prefixes)),
+        }
+        for name, (help, value) in gauges.items():
+            gauge = GaugeMetricFamily("minisgl:" + name, help, labels=["model_name", "replica"])
+            for replica in router.replicas.values():
+                gauge.add_metric([self._model, str(replica.index)], value(replica))
+            yield gauge
+        counters = {
+            "lost_replicas": ("Replicas that have died", router.deaths),
+            "moved_requests": ("Requests that have gone on in another replica", router.moved),
+            "routed_cached_tokens": ("Prompt tokens cached by the replica that got them", router.cached),
+        }
+        for name, (help, count) in counters.items():
+            counter = CounterMetricFamily("minisgl:" + name, help, labels=["model_name"])
+            counter.add_metric([self._model], count)
+            yield counter
 
     def _families(self, stats: StatsMsg, entries: int, detokenizer_entries: int, dropped: int) -> Iterator[Metric]:
         held = stats.pages_held / stats.pages_total if stats.pages_total else 0.0

@@ -134,9 +134,10 @@ def add_information_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -
             "model": model.name,
             "max_model_len": limits.max_model_len,
             "engine": model.facts,
-            "processes": model.pids | {"minisgl-api": os.getpid()},
+            "processes": model.pids() | {"minisgl-api": os.getpid()},
             "num_tokenizer": args.num_tokenizer,
             "stats": msgspec.structs.asdict(frontend.stats),
+            "replicas": frontend.dispatcher.describe(),
             "frontend_entries": frontend.entries,
             "detokenizer_entries": frontend.detokenizer_entries,
         }
@@ -157,33 +158,33 @@ def add_information_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -
 
 
 class EngineWatch:
-    """Asks the scheduler for a view of the engine, once for all clients that want one at the same time."""
+    """Asks schedulers for a view of the engine, once for all clients that want one at the same time."""
 
     def __init__(self) -> None:
         self._asking = asyncio.Lock()
-        self._view: EngineView | None = None
-        self._taken = 0.0
+        self._views: dict[int, tuple[float, EngineView]] = {}  # by replica, with the time when it was taken
 
-    async def view(self, frontend: FrontendManager) -> EngineView:
-        """A view at most `VIEW_AGE_S` old. Raises `RequestError` (503) when the engine does not reply."""
+    async def view(self, frontend: FrontendManager, replica: int) -> EngineView:
+        """A view at most `VIEW_AGE_S` old. Raises `RequestError` (503, 404) when the engine does not reply."""
         async with self._asking:
-            if self._view is None or time.monotonic() - self._taken > VIEW_AGE_S:
-                self._view = await frontend.engine_view()
-                self._taken = time.monotonic()
-            return self._view
+            taken, view = self._views.get(replica, (0.0, None))
+            if view is None or time.monotonic() - taken > VIEW_AGE_S:
+                view = await frontend.engine_view(replica)
+                self._views[replica] = time.monotonic(), view
+            return view
 
 
 def add_view_route(app: FastAPI) -> None:
-    """GET /engine_view: batch, pages and radix tree with the beginnings of prompts, and the last heartbeat.
+    """GET /engine_view: batch, pages and radix tree of a replica, the beginnings of prompts, and the last heartbeats.
 
     The engine does no work for it between requests.
     """
     watch = EngineWatch()
 
     @app.get("/engine_view")
-    async def engine_view() -> Response:
+    async def engine_view(replica: int = 0) -> Response:
         frontend: FrontendManager = app.state.frontend
-        view = await watch.view(frontend)
+        view = await watch.view(frontend, replica)
         return json_response(EngineViewResponse(view, frontend.stats))
 
 

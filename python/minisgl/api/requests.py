@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -57,7 +57,7 @@ class ServedModel:
     defaults: SamplingDefaults
     forms: OutputForms = field(default_factory=OutputForms)  # of tool calls and reasoning
     facts: dict[str, str | int | float] = field(default_factory=dict)  # from the scheduler
-    pids: dict[str, int] = field(default_factory=dict)  # without the API process
+    pids: Callable[[], dict[str, int]] = dict  # without the API process
     embedder: Embedder | None = None
     template_variables: frozenset[str] = frozenset()  # the names that the chat template reads
 

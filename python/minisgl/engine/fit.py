@@ -126,34 +126,36 @@ def check_settings(checkpoint: Checkpoint, config: EngineConfig, device: str) ->
             raise ConfigError(f"--quantization {config.quantization} is not for {device}, where it can be {one_of}")
 
 
-def check_fit(config: EngineConfig) -> Checkpoint:
-    """Read the model's configuration. Raises `ConfigError` if it cannot be served, or not on this machine.
+def check_fit(config: EngineConfig, replicas: int = 1) -> Checkpoint:
+    """Read the model's configuration. Raises `ConfigError` if so many replicas cannot be served on this machine.
 
     The weights of a hub's model are not downloaded: `Checkpoint.read` does that afterwards.
     """
     device = choose_device(config.device)
     checkpoint = Checkpoint.read(replace(config, dummy_weight=True))
     check_settings(checkpoint, config, device)
-    ranks = config.tp // config.nnodes
-    _check_cores(config, ranks)
+    ranks = replicas * config.tp // config.nnodes
+    asked = f"--tp {config.tp}" if replicas == 1 else f"--dp {replicas} --tp {config.tp}"
+    _check_cores(config, ranks, asked)
     dtype = least_dtype(checkpoint.model, config, device)
     needs = Footprint.of(checkpoint, config, device, ITEM_BYTES[dtype])
     if device == "cuda":
         gpus = gpu_memory()
         if len(gpus) < ranks:
-            raise ConfigError(f"--tp needs {ranks} GPUs on this host, which has {len(gpus)}")
+            raise ConfigError(f"{asked} needs {ranks} GPUs on this host, which has {len(gpus)}")
         _check_memory(config, needs, dtype, 1, min(gpus[:ranks]), "a GPU")
     else:
         _check_memory(config, needs, dtype, ranks, available_memory(), "the available memory")
     return checkpoint
 
 
-def _check_cores(config: EngineConfig, ranks: int) -> None:
+def _check_cores(config: EngineConfig, ranks: int, asked: str) -> None:
+    """Raise `ConfigError` if so many `ranks`, which are `asked` for, have far more threads than there are cores."""
     cores, threads = usable_cores(), config.threads or 1
     if ranks * threads > MAX_THREADS_PER_CORE * cores:
-        asked = f"--tp {ranks}" if threads == 1 else f"--threads {threads}" + (f" --tp {ranks}" if ranks > 1 else "")
+        flags = [f"--threads {threads}"] * (threads > 1) + [asked] * (ranks > 1 or threads == 1)
         raise ConfigError(
-            f"{asked} is too much for a machine of {cores} cores, which runs at most "
+            f"{' '.join(flags)} is too much for a machine of {cores} cores, which runs at most "
             f"{MAX_THREADS_PER_CORE * cores} threads in all"
         )
 

@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from minisgl.api.frontend import FrontendManager
 from minisgl.errors import StartupError
 from minisgl.launch.http_protocol import BoundedHttpProtocol, Connections, connection_limit
+from minisgl.launch.replicas import Replicas
 from minisgl.process.processes import Processes
 
 WATCH_S: Final = 1.0
@@ -46,11 +47,14 @@ class HttpServer:
         drain_timeout: float,
         hang_timeout: float,
         tls: ssl.SSLContext | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
+        """With `replicas`, the death of one does not end the server."""
         self.exit_code = 0
         self._hang_timeout = hang_timeout
         self._app = app
         self._children = children
+        self._replicas = replicas
         self._drain_timeout = drain_timeout
         self._stopping: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -84,25 +88,36 @@ class HttpServer:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self.stop)
-        for name, sentinel in self._children.sentinels.items():
-            loop.add_reader(sentinel, self._child_ended, name, sentinel)
+        for name in self._children.sentinels:
+            self._watch_end(name)
+        if self._replicas is not None:
+            self._replicas.attach(self._frontend.dispatcher, self._watch_end, self._unwatch_end)
+            if threading.current_thread() is threading.main_thread():
+                loop.add_signal_handler(signal.SIGUSR2, self._replicas.renew)
+                loop.add_signal_handler(signal.SIGTTIN, self._replicas.add)
+                loop.add_signal_handler(signal.SIGTTOU, self._replicas.remove)
         on_ready()
         watching = asyncio.create_task(self._watch())
         await serving
         watching.cancel()
 
     async def _watch(self) -> None:
-        """Say which process gives no sign of life, and end the server when a process stays silent or in one step."""
+        """Say which process gives no sign of life, and kill one that stays silent or in one step."""
         while True:
             await asyncio.sleep(WATCH_S)
-            name, silent = max(self._children.silence().items(), key=lambda item: item[1])
+            replicas, silence = self._replicas, self._children.silence()
+            vital = silence if replicas is None else {n: s for n, s in silence.items() if not replicas.owns(n)}
+            name, silent = max(vital.items(), key=lambda item: item[1])
             self._frontend.stalled = f"no sign of life from {name} for {silent:.0f} s" if silent > SILENT_S else ""
-            if silent <= self._hang_timeout and self._frontend.scheduler_silence > self._hang_timeout:
-                name, silent = next(iter(self._children.pids)), self._frontend.scheduler_silence
+            schedulers = {0: next(iter(silence))} if replicas is None else replicas.schedulers
+            for index, seconds in self._frontend.dispatcher.silence.items():
+                vital[schedulers[index]] = max(seconds, silence[schedulers[index]])
+            name, silent = max(vital.items(), key=lambda item: item[1])
             if silent > self._hang_timeout and not self._uvicorn.should_exit:
                 logger.error("%s hangs for %.0f s (--heartbeat-timeout); it is killed", name, silent)
                 await asyncio.get_running_loop().run_in_executor(None, self._children.give_up, name)
-                return
+                if replicas is None or not replicas.owns(name):
+                    return
 
     @property
     def _frontend(self) -> FrontendManager:
@@ -120,9 +135,20 @@ class HttpServer:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.stop)
 
+    def _watch_end(self, name: str) -> None:
+        """Have `_child_ended` called when a process ends."""
+        sentinel = self._children.sentinels[name]
+        asyncio.get_running_loop().add_reader(sentinel, self._child_ended, name, sentinel)
+
+    def _unwatch_end(self, name: str) -> None:
+        asyncio.get_running_loop().remove_reader(self._children.sentinels[name])
+
     def _child_ended(self, name: str, sentinel: int) -> None:
         asyncio.get_running_loop().remove_reader(sentinel)
         if self._uvicorn.should_exit:
+            return
+        if self._replicas is not None and self._replicas.owns(name):
+            self._replicas.ended(name)
             return
         self.exit_code = 1
         cause = self._children.describe_end(name)

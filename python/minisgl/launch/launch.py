@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from minisgl.checkpoint.embedder import read_embedder
 from minisgl.distributed.info import Rendezvous
 from minisgl.engine.fit import Checkpoint, check_fit
 from minisgl.errors import ConfigError, StartupError
+from minisgl.launch.replicas import Replicas, divided, visible_gpus
 from minisgl.launch.targets import local_ranks, run_follower_rank, run_scheduler, run_tokenizer
 from minisgl.message import BackendMsg, ExitMsg
 from minisgl.params import Limits
@@ -125,9 +127,10 @@ def check_args(args: ServerArgs) -> Checked:
 
     log_level()
     log_format()
+    divided(args)
     engine = args.scheduler.engine
     Rendezvous.of_local_ranks(engine, "")
-    check_fit(engine)
+    check_fit(engine, args.dp)
     folder = Checkpoint.read(engine).folder
     hf.eos_token_ids(folder)
     for path in [] if engine.dummy_weight else hf.weight_files(folder):
@@ -226,6 +229,7 @@ class Running:
     args: ServerArgs  # with the run directory
     processes: Processes
     facts: Facts
+    replica: Callable[[int, int], list[Child]]  # the children of a replica, by index and life
 
 
 @contextlib.contextmanager
@@ -239,27 +243,44 @@ def running_children(args: ServerArgs, checked: Checked, scheduler: SchedulerTar
         processes = Processes(_children(args, checked, scheduler))
         try:
             processes.spawn()
-            yield Running(args, processes, processes.wait_ready(args.ready_timeout))
+            facts = processes.wait_ready(args.ready_timeout)
+            yield Running(args, processes, facts, partial(replica_children, args, scheduler))
         finally:
             processes.stop()
 
 
-def _children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) -> list[Child]:
+def _log_env(args: ServerArgs) -> dict[str, str]:
+    return {"LOG_LEVEL": args.log_level or log_level(), "LOG_FORMAT": args.log_format or log_format()}
+
+
+def replica_children(args: ServerArgs, scheduler: SchedulerTarget, index: int, life: int) -> list[Child]:
+    """Return the ranks on this host of replica number `index`, in its `life`."""
     # OpenMP's threads wait for each other by spinning for milliseconds: when the API server or a client wants the same
     # core, every step of the engine waits for the spinning thread. A short spin costs nothing on idle cores; the
     # figures are in docs/notebook/2026-11-21.md.
-    log_env = {"LOG_LEVEL": args.log_level or log_level(), "LOG_FORMAT": args.log_format or log_format()}
-    scheduler_env = log_env | {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000")}
+    scheduler_env = _log_env(args) | {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000")}
+    prefix = "minisgl"
+    if args.dp > 1:
+        prefix = f"minisgl-DP{index}"
+        args = divided(args, index)
+        args = replace(args, life=life, scheduler=replace(args.scheduler, tells_prefixes=True))
+        scheduler_env |= visible_gpus(args, index)
+        Path(f"{args.run_dir}/life-{life}").mkdir(mode=0o700)
     if (threads := args.scheduler.engine.threads) is not None:
         scheduler_env["OMP_NUM_THREADS"] = str(threads)
     children = []
-    for index, rank in enumerate(local_ranks(args)):
-        target, arguments = (run_follower_rank, (args, index)) if rank.info.rank else (scheduler, (args,))
-        name = f"minisgl-TP{rank.info.rank}-scheduler"
+    for number, rank in enumerate(local_ranks(args)):
+        target, arguments = (run_follower_rank, (args, number)) if rank.info.rank else (scheduler, (args,))
+        name = f"{prefix}-TP{rank.info.rank}-scheduler"
         children.append(Child(name, target, arguments, scheduler_env, leaves_when_told=True))
+    return children
+
+
+def _children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) -> list[Child]:
+    children = [rank for index in range(args.dp) for rank in replica_children(args, scheduler, index, index)]
     if args.scheduler.engine.node_rank:
         return children
-    worker_env = log_env | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    worker_env = _log_env(args) | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     worker_env["TOKENIZERS_PARALLELISM"] = "false"
     addrs = {"minisgl-detokenizer-0": args.zmq_detokenizer_addr}
     if args.num_tokenizer:
@@ -292,16 +313,19 @@ def http_server(children: Running, checked: Checked) -> Iterator[HttpServer]:
         defaults,
         forms,
         children.facts,
-        processes.pids,
+        lambda: processes.pids,
         embedder,
         checked.template.variables,
     )
+    replicas = None if args.dp == 1 else Replicas(args, processes, children.replica)
+    app = create_app(args, model)
     try:
-        yield HttpServer(create_app(args, model), processes, args.drain_timeout, args.heartbeat_timeout, checked.tls)
+        yield HttpServer(app, processes, args.drain_timeout, args.heartbeat_timeout, checked.tls, replicas)
     finally:
-        backend: ZmqPushQueue[BackendMsg] = ZmqPushQueue(args.zmq_backend_addr, Codec(BackendMsg))
-        backend.put([ExitMsg()])
-        backend.close()
+        for addr in [args.zmq_scheduler_addr] if replicas is None else replicas.addrs:
+            backend: ZmqPushQueue[BackendMsg] = ZmqPushQueue(addr, Codec(BackendMsg))
+            backend.put([ExitMsg()])
+            backend.close()
 
 
 def banner(args: ServerArgs, checked: Checked, facts: Facts, url: str) -> str:
@@ -320,6 +344,8 @@ def banner(args: ServerArgs, checked: Checked, facts: Facts, url: str) -> str:
         "step": facts.get("runners", "?"),
         "TP": ranks if ranks == 1 else f"{ranks} ({facts['communicator']})",
     }
+    if args.dp > 1:
+        shown["replicas"] = args.dp
     lines = [f"minisgl {minisgl.__version__} · " + " · ".join(f"{name} {value}" for name, value in shown.items())]
     if "memory" in facts:
         lines.append(f"memory: {facts['memory']}")

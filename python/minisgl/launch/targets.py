@@ -34,7 +34,7 @@ def run_scheduler(args: ServerArgs, ready: Ready) -> None:
     try:
         with torch.inference_mode():
             group = meet_ranks(args.scheduler, local_ranks(args)[0])
-            io = ZmqIO(args.zmq_backend_addr, args.zmq_detokenizer_addr, args.zmq_frontend_addr)
+            io = ZmqIO(args.zmq_scheduler_addr, args.zmq_detokenizer_addr, args.zmq_frontend_addr, args.life)
             scheduler = Scheduler.from_config(args.scheduler, io, group)
             gc.collect()
             gc.freeze()  # or a full collection would scan the model and its graphs in the middle of a step
@@ -67,7 +67,8 @@ def run_follower_rank(args: ServerArgs, index: int, ready: Ready) -> None:
 
 def local_ranks(args: ServerArgs) -> list[Rendezvous]:
     """The ranks on this host, in order."""
-    return Rendezvous.of_local_ranks(args.scheduler.engine, args.run_dir)
+    folder = args.run_dir if args.dp == 1 else f"{args.run_dir}/life-{args.life}"
+    return Rendezvous.of_local_ranks(args.scheduler.engine, folder)
 
 
 def run_tokenizer(

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -60,13 +60,17 @@ class Child:
 
 
 class Processes:
-    """The running children. `spawn` and `wait_ready` start them; `stop` leaves no survivor."""
+    """The running children. `spawn` and `wait_ready` start them; `stop` leaves no survivor.
+
+    Later `start` and `is_ready` start others; `end` and `forget` end single ones.
+    """
 
     def __init__(self, children: list[Child]) -> None:
-        self._children = children
+        self._first = children
+        self._leaving: set[str] = set()  # those that leave when told
         self._running: dict[str, SpawnProcess] = {}
         self._reports: dict[str, Connection] = {}  # of the children that have not reported yet
-        self._death_pipes: list[Connection] = []
+        self._death_pipes: dict[str, Connection] = {}
         self._given_up: set[str] = set()
         self._pulses: dict[str, tuple[Connection, float]] = {}  # and when the last one was seen
         self._facts: Facts = {}
@@ -82,22 +86,58 @@ class Processes:
 
     def spawn(self) -> None:
         """Start all children. Call this in the main thread: a child dies with the thread that started it."""
+        for child in self._first:
+            self.start(child)
+
+    def start(self, child: Child) -> None:
+        """Start one child, in the main thread."""
         context = multiprocessing.get_context("spawn")
-        for child in self._children:
-            death_end, death = context.Pipe(duplex=False)
-            report, report_end = context.Pipe(duplex=False)
-            pulse, pulse_end = context.Pipe(duplex=False)
-            arguments = (child.name, os.getpid(), death_end, report_end, pulse_end, child.target, child.args)
-            process = context.Process(target=_child_main, args=arguments, name=child.name, daemon=True)
-            self._death_pipes.append(death)
-            self._reports[child.name] = report
-            self._pulses[child.name] = pulse, time.monotonic()
-            with _environment(child.env), _held_interrupt(), _hidden_main():
-                process.start()
-            self._running[child.name] = process
-            death_end.close()
-            report_end.close()
-            pulse_end.close()
+        death_end, death = context.Pipe(duplex=False)
+        report, report_end = context.Pipe(duplex=False)
+        pulse, pulse_end = context.Pipe(duplex=False)
+        arguments = (child.name, os.getpid(), death_end, report_end, pulse_end, child.target, child.args)
+        process = context.Process(target=_child_main, args=arguments, name=child.name, daemon=True)
+        self._death_pipes[child.name] = death
+        self._reports[child.name] = report
+        self._pulses[child.name] = pulse, time.monotonic()
+        with _environment(child.env), _held_interrupt(), _hidden_main():
+            process.start()
+        self._running[child.name] = process
+        if child.leaves_when_told:
+            self._leaving.add(child.name)
+        death_end.close()
+        report_end.close()
+        pulse_end.close()
+
+    def is_ready(self, names: Iterable[str]) -> bool:
+        """Return whether these children are ready; raise like `wait_ready` if one of them has failed."""
+        for name in names:
+            if (report := self._reports.get(name)) is None:
+                continue
+            if report.poll():
+                self._facts |= self._read_report(name, report)
+                del self._reports[name]
+                report.close()
+            elif self.exit_code(name) is not None:
+                raise StartupError(f"{self.describe_end(name)} while it was starting")
+        return not any(name in self._reports for name in names)
+
+    def end(self, names: list[str], seconds: float) -> None:
+        """End these children, from any thread; they have so many `seconds` to leave by themselves."""
+        self._join(names, seconds)
+        for name in names:
+            self._running[name].kill()
+            self._running[name].join()
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Forget these children, which have ended."""
+        for name in names:
+            del self._running[name]
+            self._given_up.discard(name)
+            self._death_pipes.pop(name).close()
+            self._pulses.pop(name)[0].close()
+            if (report := self._reports.pop(name, None)) is not None:
+                report.close()
 
     def silence(self) -> dict[str, float]:
         """Seconds since the last sign of life of each child, which a busy process gives and a stopped one does not."""
@@ -112,11 +152,12 @@ class Processes:
     def give_up(self, name: str) -> None:
         """Kill a child that hangs, after the stacks of its threads are in the log."""
         if (pid := self.pids.get(name)) is not None and self.exit_code(name) is None:
+            process = self._running[name]
             self._given_up.add(name)
             os.kill(pid, signal.SIGUSR1)
             os.kill(pid, signal.SIGCONT)  # a stopped process would write nothing
             time.sleep(DUMP_S)
-            os.kill(pid, signal.SIGKILL)
+            process.kill()
 
     def wait_ready(self, timeout: float) -> Facts:
         """Wait until every child has reported ready; return the facts of all of them.
@@ -182,8 +223,8 @@ class Processes:
     def stop(self) -> None:
         """End every child: wait for those that were told to leave, then close the death pipes, then send SIGKILL."""
         if not self._reports:
-            self._join([c.name for c in self._children if c.leaves_when_told and c.name in self._running], EXIT_S)
-        for pipe in self._death_pipes:
+            self._join([name for name in self._leaving if name in self._running], EXIT_S)
+        for pipe in self._death_pipes.values():
             pipe.close()
         self._join(list(self._running), KILL_S)
         for name, process in self._running.items():

@@ -13,6 +13,7 @@ from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
     from minisgl.core import Ints
+    from minisgl.routing.prefixes import CachedPrefixes
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Rows
 
@@ -25,7 +26,16 @@ class CacheManager:
     still read them: they become free when that step is collected.
     """
 
-    def __init__(self, num_pages: int, page_size: int, prefix_cache: PrefixCache, rows: Rows) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        prefix_cache: PrefixCache,
+        rows: Rows,
+        prefixes: CachedPrefixes | None = None,
+    ) -> None:
+        """`prefixes`: kept up to date with the prefix cache, for a router."""
+        self.prefixes = prefixes
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix = prefix_cache
@@ -51,7 +61,7 @@ class CacheManager:
         if count > len(self._free):
             if count > self.available:
                 return None
-            self._give(self.prefix.evict(count - len(self._free)).tolist())
+            self._give_evicted(self.prefix.evict(count - len(self._free)))
         cut = len(self._free) - count
         pages = self._free[cut:][::-1]
         del self._free[cut:]
@@ -93,6 +103,9 @@ class CacheManager:
         if handle.num_pages == 0:
             return  # the naive cache keeps nothing
         differing = np.flatnonzero(canonical != own)
+        if self.prefixes is not None:
+            cached = req.cache_handle.num_pages + len(differing)
+            self.prefixes.insert(ids, canonical, cached, req.sampling_params.cache_salt)
         duplicates = own[differing].tolist()
         for i, page in zip(differing.tolist(), canonical[differing].tolist(), strict=True):
             self.rows.set_pages(req, i, [page])
@@ -125,7 +138,12 @@ class CacheManager:
 
     def flush(self) -> None:
         """Evict every cached prefix that no request holds."""
-        self._give(self.prefix.reset().tolist())
+        self._give_evicted(self.prefix.reset())
+
+    def _give_evicted(self, pages: Ints) -> None:
+        if self.prefixes is not None:
+            self.prefixes.remove(pages)
+        self._give(pages.tolist())
 
     def _give(self, pages: list[int]) -> None:
         self._free.extend(pages)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from minisgl.core import BatchPlan, Ints
     from minisgl.distributed.control import PlanBus
     from minisgl.grammar.compiler import GrammarCompiler, TokenMatcher
+    from minisgl.params import Grammar
     from minisgl.scheduler.plan import Launched
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Index, Rows
@@ -59,9 +60,21 @@ class Grammars:
         if self._compiler is None:
             raise RequestError("this engine has no grammars", param=params.grammar.param, code="unsupported_value")
         executor = self._known if self._compiler.is_known(params.grammar, params.ignore_eos) else self._executor
-        job = executor.submit(self._compiler.compile, params.grammar, params.ignore_eos)
+        job = executor.submit(
+            self._compile, self._compiler, params.grammar, params.ignore_eos, req.ids[req.prompt_len :]
+        )
         self._jobs[req.uid] = req, job, time.monotonic() + COMPILE_S
         req.status = Status.COMPILING
+
+    @staticmethod
+    def _compile(compiler: GrammarCompiler, grammar: Grammar, ignore_eos: bool, output: Ints) -> TokenMatcher:
+        """Return a matcher that has advanced over the tokens `output`, which another replica has generated."""
+        matcher = compiler.compile(grammar, ignore_eos)
+        if len(output):
+            for token in output.tolist():
+                matcher.advance(token)
+            compiler.compute_masks([matcher])
+        return matcher
 
     def forget(self, req: Req) -> None:
         """Stop to follow `req`, which has ended; a compilation that has not begun is cancelled."""

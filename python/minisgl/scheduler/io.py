@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol
 
+import msgspec
 import numpy as np
 
 from minisgl.layout import NO_INTS, Flag
@@ -16,6 +17,7 @@ from minisgl.message import (
     Finished,
     FrontendMsg,
     LogprobColumns,
+    PrefixesMsg,
     Started,
     StatsMsg,
     TokenizerMsg,
@@ -49,11 +51,18 @@ class SchedulerIO(Protocol):
     def send_view(self, view: EngineView) -> None:
         """Answer a `ViewMsg`, by way of the detokenizer, which adds the text of tokens."""
 
+    def send_prefixes(self, msg: PrefixesMsg) -> None:
+        """Send what has changed in the prefix cache."""
+
 
 class ZmqIO:
-    """The server's channels: pulls from the tokenizers, pushes to the detokenizer and (heartbeats) to the API."""
+    """The server's channels: pulls from the tokenizers, pushes to the detokenizer and (heartbeats) to the API.
 
-    def __init__(self, backend_addr: str, detokenizer_addr: str, frontend_addr: str) -> None:
+    Messages of a `life` other than 0 carry its number.
+    """
+
+    def __init__(self, backend_addr: str, detokenizer_addr: str, frontend_addr: str, life: int = 0) -> None:
+        self._life = life
         self._inbox: ZmqPullQueue[BackendMsg] = ZmqPullQueue(backend_addr, Codec(BackendMsg))
         self._tokens: ZmqPushQueue[TokenizerMsg] = ZmqPushQueue(detokenizer_addr, Codec(TokenizerMsg))
         self._frontend: ZmqPushQueue[FrontendMsg] = ZmqPushQueue(frontend_addr, Codec(FrontendMsg))
@@ -62,13 +71,16 @@ class ZmqIO:
         return self._inbox.get(timeout)
 
     def send(self, msg: DetokenizeMsg) -> None:
-        self._tokens.put([msg])
+        self._tokens.put([msgspec.structs.replace(msg, life=self._life) if self._life else msg])
 
     def send_stats(self, msg: StatsMsg) -> None:
-        self._frontend.put([msg])
+        self._frontend.put([msgspec.structs.replace(msg, life=self._life)])
 
     def send_view(self, view: EngineView) -> None:
         self._tokens.put([view])
+
+    def send_prefixes(self, msg: PrefixesMsg) -> None:
+        self._frontend.put([msgspec.structs.replace(msg, life=self._life)])
 
 
 class OfflineIO:
@@ -90,6 +102,9 @@ class OfflineIO:
         pass
 
     def send_view(self, view: EngineView) -> None:
+        pass
+
+    def send_prefixes(self, msg: PrefixesMsg) -> None:
         pass
 
 

@@ -135,22 +135,30 @@ class Admission:
         """Make the request that `msg` asks for.
 
         `is_full(turn_tokens, limit)`: whether such a request would wait for more than `limit` prompt tokens.
-        Raises `RequestError` if it is invalid, can never fit, or the queue is full, and `ValueError` for half a token.
+        Raises `RequestError` if it is invalid, can never fit, or the queue is full, and `ValueError` for half a token
+        or for more output than it may have.
         """
         prompt, most = ids_from_bytes(msg.input_ids), self._max_queued_tokens
+        is_new = msg.output_ids is None  # else another replica has accepted it
         validate_sampling(msg.sampling_params, self._limits)
         validate_prompt(prompt, msg.sampling_params, self._limits)
         max_tokens = self.output_budget(len(prompt), msg.sampling_params)
-        if is_full(len(prompt) * (1 + msg.place), most):
+        if is_new and is_full(len(prompt) * (1 + msg.place), most):
             message = f"more than {most} prompt tokens are waiting before this request; try again later"
             raise RequestError(message, code="queue_full", status=429)
-        if num_queued >= self.max_queued:
+        if is_new and num_queued >= self.max_queued:
             raise RequestError(
                 f"{self.max_queued} requests are waiting already; try again later", code="queue_full", status=429
             )
         self._arrivals += 1
         key = noise_key(msg.sampling_params.seed, self._sampling_seed, msg.uid)
-        return Req(msg.uid, prompt, msg.sampling_params, max_tokens, self._arrivals, key, msg.place)
+        req = Req(msg.uid, prompt, msg.sampling_params, max_tokens, self._arrivals, key, msg.place)
+        if msg.output_ids:  # as after a preemption
+            req.append_sampled(ids_from_bytes(msg.output_ids))
+            if len(req.ids) >= req.max_len or not 0 <= req.ids.min() <= req.ids.max() < self._limits.vocab_size:
+                raise ValueError(f"request {msg.uid} cannot go on behind {len(req.ids) - req.prompt_len} tokens")
+            req.prompt_logprobs = None
+        return req
 
 
 def noise_key(seed: int | None, base_seed: int, uid: int) -> int:

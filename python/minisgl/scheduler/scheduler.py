@@ -27,7 +27,8 @@ from minisgl.distributed.control import PlanBus
 from minisgl.errors import InvariantError, RequestError
 from minisgl.kvcache import create_prefix_cache
 from minisgl.layout import NO_INTS
-from minisgl.message import AbortMsg, BackendMsg, ExitMsg, Finished, FlushCacheMsg, UserMsg, ViewMsg
+from minisgl.message import AbortMsg, BackendMsg, ExitMsg, Finished, FlushCacheMsg, PrefixesMsg, UserMsg, ViewMsg
+from minisgl.routing.prefixes import CachedPrefixes
 from minisgl.scheduler import endings
 from minisgl.scheduler.budget import Pace, StepClock
 from minisgl.scheduler.cache import CacheManager
@@ -88,7 +89,8 @@ class Scheduler:
             engine.max_running_requests, max_tokens, engine.page_size, limits.vocab_size, engine.eos_token_ids
         )
         prefix_cache = create_prefix_cache(config.cache_type, engine.page_size)
-        self.cache = CacheManager(engine.num_pages, engine.page_size, prefix_cache, self.rows)
+        prefixes = CachedPrefixes(engine.num_pages, engine.page_size) if config.tells_prefixes else None
+        self.cache = CacheManager(engine.num_pages, engine.page_size, prefix_cache, self.rows, prefixes)
         self.is_mixed = config.mixed_batches
         self.prefill = PrefillManager(self.cache, self.rows, config.schedule_policy)
         self.decode = DecodeManager(self.cache, self.rows)
@@ -175,6 +177,7 @@ class Scheduler:
         while len(self.launched) > (0 if step is None or needs_tokens else self.depth):
             self.collect(self.launched.popleft())
         self.replies.flush()
+        self._tell_prefixes()
         if step is None and not self.launched:
             self.grammars.wait(COMPILE_POLL_S)
         if self._check is not None:
@@ -183,6 +186,12 @@ class Scheduler:
             check_idle(self)
         if (heartbeat := self.stats.heartbeat(self, time.monotonic())) is not None:
             self.io.send_stats(heartbeat)
+
+    def _tell_prefixes(self) -> None:
+        """Tell a router what has changed in the prefix cache."""
+        if self.cache.prefixes is not None and (changes := self.cache.prefixes.take()) is not None:
+            added, removed = changes
+            self.io.send_prefixes(PrefixesMsg(page_size=self.cache.page_size, added=added, removed=removed))
 
     # -- messages
 

@@ -364,6 +364,7 @@ class SchedulerConfig(Settings):
     sampling_seed: int = option(
         0, "base of the sampling noise of requests without a seed of their own", aliases=("seed", "random_seed")
     )
+    tells_prefixes: bool = False  # to a router, what the prefix cache has; not an option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,6 +374,13 @@ class ServerArgs(Settings):
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     host: str = option("127.0.0.1", "address to listen on; one that others can reach needs --api-key or --no-auth")
     port: int = option(1919, "port to listen on; 0 = any free port", minimum=0, maximum=65535)
+    dp: int = option(
+        1,
+        "replicas of the model, each on --tp devices; requests go where their prefix is cached and the load is low",
+        aliases=("dp_size", "data_parallel_size"),
+        minimum=1,
+        maximum=64,
+    )
     num_tokenizer: int = option(
         1,
         "tokenizer processes; 0 = the detokenizer does both: streams wait for long prompts",
@@ -450,6 +458,7 @@ class ServerArgs(Settings):
         words=dict.fromkeys(("deepseek_r1", "deepseek-r1", "qwen3", "qwen3-thinking"), "think"),
     )
     run_dir: str = ""  # private folder of the ipc sockets, made at the start; not an option
+    life: int = 0  # of a replica: the number of its run among those of all replicas; not an option
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that cannot work."""
@@ -486,8 +495,13 @@ class ServerArgs(Settings):
 
     @property
     def zmq_backend_addr(self) -> str:
-        """Where the scheduler receives."""
+        """Where requests are received from the tokenizers: by the scheduler, or for several replicas by the API."""
         return self._addr("backend")
+
+    @property
+    def zmq_scheduler_addr(self) -> str:
+        """Where the scheduler receives: one address for each life, so that no request of a dead one is left there."""
+        return self.zmq_backend_addr if self.dp == 1 else self._addr(f"backend-{self.life}")
 
     @property
     def zmq_detokenizer_addr(self) -> str:

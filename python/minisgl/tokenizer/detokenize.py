@@ -178,7 +178,8 @@ class DetokenizeManager:
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._outputs: dict[int, _Output] = {}
-        self._stopped: set[int] = set()
+        self._stopped: dict[int, int] = {}  # uid -> the life that ends it
+        self._lost: set[int] = set()  # lives
         self.dropped = 0  # tokens and beginnings that contradict what is known
 
     @property
@@ -198,11 +199,18 @@ class DetokenizeManager:
         self.dropped += 1
         logger.error("dropped: " + what, uid)
 
+    def lose(self, life: int) -> None:
+        """Drop what arrives from now on from a replica's `life` that is over. Its requests go on in another life."""
+        self._lost.add(life)
+        self._stopped = {uid: by for uid, by in self._stopped.items() if by != life}
+
     def detokenize(self, msg: DetokenizeMsg) -> tuple[list[UserReply], list[int]]:
         """Return a reply for each request of the step, and the uids to abort because of a stop string.
 
         Raises `ValueError`, before anything has changed, if the arrays contradict each other.
         """
+        if msg.life in self._lost:
+            return [], []
         uids, tokens = np.frombuffer(msg.uids, dtype="<i8").tolist(), ids_from_bytes(msg.tokens).tolist()
         if len(uids) != len(tokens) or len(set(uids)) != len(uids):
             raise ValueError(f"{len(tokens)} tokens for the requests {uids[:8]}")
@@ -230,12 +238,12 @@ class DetokenizeManager:
             replies.append(reply)
             if reply.finish_reason is not None:
                 del self._outputs[uid]
-                self._stopped.add(uid)
+                self._stopped[uid] = msg.life
                 if end is None:
                     aborts.append(uid)
         for uid, end in ends.items():
             if uid in self._stopped:
-                self._stopped.remove(uid)
+                del self._stopped[uid]
             elif (output := self._outputs.pop(uid, None)) is not None:
                 replies.append(output.end(end))
             else:  # ended without a token

@@ -23,6 +23,7 @@ from minisgl.message import (
     EngineView,
     Failure,
     FrontendMsg,
+    LostMsg,
     TokenizeMsg,
     TokenizerMsg,
     UserMsg,
@@ -115,6 +116,9 @@ class Worker:
                 to_frontend.append(self._with_texts(msg))
             case AbortMsg(uid) if uid in aborted:
                 to_backend.append(msg)
+            case LostMsg(life):
+                self._detokenize.lose(life)
+                to_frontend.append(msg)
 
     def _report(self, is_idle: bool, to_frontend: list[FrontendMsg]) -> None:
         """Tell the API server how the counts have changed, at most every `REPORT_S` while there is work."""

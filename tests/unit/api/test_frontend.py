@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.api import frontend as frontend_module
+from minisgl.api import dispatch as dispatch_module
 from minisgl.api.frontend import ClientGoneError, FrontendManager, Receipt
 from minisgl.api.metrics import Metrics
 from minisgl.api.responses import AT_ONCE, BodyResponse
@@ -213,7 +213,7 @@ def test_drain_waits_for_questions_too(args: ServerArgs, tokenizer: ZmqPullQueue
 
 def test_missing_heartbeat_is_unhealthy(args: ServerArgs, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(frontend_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(dispatch_module, "time", SimpleNamespace(monotonic=lambda: now))
 
     async def run() -> None:
         nonlocal now

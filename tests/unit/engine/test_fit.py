@@ -63,7 +63,7 @@ def config(folder: Path, shape: dict[str, Any], **options: Any) -> EngineConfig:
             {"device": "cuda", "quantization": "int4"},
             "--quantization int4 is for checkpoints that are not quantized yet",
         ),
-        ({}, {"device": "cuda", "tp": 8}, "--tp needs 8 GPUs on this host, which has 2"),
+        ({}, {"device": "cuda", "tp": 8}, "--tp 8 needs 8 GPUs on this host, which has 2"),
     ],
 )
 def test_what_cannot_run_is_refused_with_figures(

@@ -42,6 +42,17 @@ def test_random_traces_keep_all_invariants(depth: int, speculate: str) -> None:
     assert (accepted == 0) == (speculate == "off")
 
 
+@pytest.mark.parametrize("speculate", ["off", "ngram"])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_requests_outlive_their_scheduler(depth: int, speculate: str) -> None:
+    """With tokens, grammars, log-probabilities and drafts as in one scheduler that lives."""
+    endings: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        _, counts = run_random_trace(seed, depth, speculate, deaths=1 + seed % 4)
+        endings += counts
+    assert min(endings[r] for r in FinishReason) > SEEDS // 20, endings
+
+
 def test_plans_do_not_depend_on_the_hash_seed() -> None:
     tests = str(Path(__file__).parents[2])
     seen = set()

@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -250,3 +251,29 @@ def test_a_decoding_failure_affects_one_request_only(monkeypatch: pytest.MonkeyP
     replies, aborts = manager.detokenize(step({1: a, 2: a}, [], []))
     assert [(r.uid, r.finish_reason, r.text) for r in replies] == [(1, FinishReason.ERROR, ""), (2, None, "a")]
     assert aborts == [1]
+
+
+def test_a_request_goes_on_behind_the_tokens_of_a_lost_replica() -> None:
+    """What arrives too late from the lost one is dropped, and a stopped request waits for no end from there."""
+    manager = DetokenizeManager(BYTE_LEVEL)
+    ids = BYTE_LEVEL.encode("Hello, world. Stop here.", add_special_tokens=False).ids
+    whole = "".join(r.text for r in stream(BYTE_LEVEL, ids))
+    params = SamplingParams(skip_special_tokens=True)
+    begun = Started(uid=7, prompt_tokens=3, cached_tokens=1, sampling_params=params)
+    stops = Started(uid=8, prompt_tokens=3, cached_tokens=1, sampling_params=SamplingParams(stop=("H",)))
+
+    def said(msg: DetokenizeMsg, life: int) -> str:
+        replies, _ = manager.detokenize(msgspec.structs.replace(msg, life=life))
+        return "".join(r.text for r in replies if r.uid == 7)
+
+    text = said(step({7: ids[0], 8: ids[0]}, [begun, stops], []), life=0)
+    assert manager.entries == 2  # 8 has ended here by its stop string, but not in the scheduler
+    manager.lose(0)
+    assert manager.entries == 1
+    late = [Finished(uid=7, reason=FinishReason.LENGTH)]
+    assert said(step({7: ids[1]}, [], late), life=0) == ""
+    for token in ids[1:-1]:
+        text += said(step({7: token}, [], []), life=3)
+    text += said(step({7: ids[-1]}, [], late), life=3)
+    assert text == whole
+    assert (manager.entries, manager.dropped) == (0, 0)

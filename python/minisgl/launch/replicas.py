@@ -1,0 +1,207 @@
+"""The replicas of a running server (`--dp`): their devices, their restart, and what signals do to them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from minisgl.api.dispatch import Dispatcher
+from minisgl.device.machine import choose_device, gpu_memory, usable_cores
+from minisgl.errors import ConfigError, MinisglError, StartupError
+from minisgl.process.processes import EXIT_S, Child, Processes
+from minisgl.settings.options import MEMORY_RATIOS, ServerArgs
+
+RETRY_S: Final = 5.0  # until a replica is started again that could not start
+POLL_S: Final = 0.05
+
+logger = logging.getLogger(__name__)
+
+MakeChildren = Callable[[int, int], list[Child]]  # of an index and a life
+
+
+def divided(args: ServerArgs) -> ServerArgs:
+    """Return `args` for one of several replicas: on a CPU with its part of cores and memory.
+
+    Raises `ConfigError` for options that do not go with replicas.
+    """
+    engine = args.scheduler.engine
+    if args.dp == 1:
+        return args
+    if engine.nnodes > 1:
+        raise ConfigError("--dp is for one host; start a server on each host instead of --nnodes")
+    if args.scheduler.record is not None:
+        raise ConfigError("--record is for one replica; start it without --dp")
+    if choose_device(engine.device) == "cuda":
+        return args
+    threads = engine.threads or max(1, usable_cores() // (args.dp * engine.tp))
+    ratio = (engine.memory_ratio or MEMORY_RATIOS["cpu"]) / args.dp
+    engine = replace(engine, threads=threads, memory_ratio=ratio)
+    return replace(args, scheduler=replace(args.scheduler, engine=engine))
+
+
+def visible_gpus(args: ServerArgs, index: int) -> dict[str, str]:
+    """Return the environment that shows a replica its own GPUs and no others."""
+    engine = args.scheduler.engine
+    if choose_device(engine.device) != "cuda":
+        return {}
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(gpu_memory()))))).split(",")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(shown[index * engine.tp : (index + 1) * engine.tp])}
+
+
+@dataclass
+class _Life:
+    """One life of a replica: its number, and the names of its processes by rank. `is_over`: its end is expected."""
+
+    number: int
+    names: list[str]
+    is_over: bool = False
+
+
+class Replicas:
+    """Starts replicas again that have died; adds, ends and renews them on a signal. No request is lost by it.
+
+    A life that ends is told to the dispatcher, which moves its requests to other replicas. All of this happens on the
+    event loop, in the thread that starts processes.
+    """
+
+    def __init__(self, args: ServerArgs, processes: Processes, make: MakeChildren) -> None:
+        self._args = args
+        self._processes = processes
+        self._make = make
+        self._numbers = itertools.count(args.dp)
+        self._lives = {
+            index: _Life(index, [name for name in processes.pids if name.startswith(f"minisgl-DP{index}-")])
+            for index in range(args.dp)
+        }
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changing = asyncio.Lock()  # by one signal at a time
+
+    def attach(self, dispatcher: Dispatcher, watch: Callable[[str], None], unwatch: Callable[[str], None]) -> None:
+        """Tell `dispatcher` of ends and beginnings; from `watch(name)` on `ended` is called when that process ends."""
+        self._dispatcher = dispatcher
+        self._watch = watch
+        self._unwatch = unwatch
+
+    @property
+    def schedulers(self) -> dict[int, str]:
+        """Index -> the name of the process that schedules."""
+        return {index: life.names[0] for index, life in self._lives.items() if life.names}
+
+    @property
+    def addrs(self) -> list[str]:
+        """Where the schedulers receive."""
+        return [replace(self._args, life=life.number).zmq_scheduler_addr for life in self._lives.values()]
+
+    def owns(self, name: str) -> bool:
+        """Whether a process is one of a replica."""
+        return any(name in life.names for life in self._lives.values())
+
+    # -- death
+
+    def ended(self, name: str) -> None:
+        """Start the replica again of which a process has ended, unless it was meant to end."""
+        for index, life in self._lives.items():
+            if name in life.names and not life.is_over:
+                life.is_over = True
+                logger.error("%s; its requests go on in other replicas", self._processes.describe_end(name))
+                self._run(self._replace(index, life))
+
+    async def _replace(self, index: int, life: _Life) -> None:
+        await self._dispatcher.lose(life.number, has_died=True)
+        await self._end(life, 0.0)
+        await self._start(index)
+
+    async def _end(self, life: _Life, seconds: float) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self._processes.end, life.names, seconds)
+        for name in life.names:
+            self._unwatch(name)  # or the end of this process would be taken for that of the next of this name
+        self._processes.forget(life.names)
+
+    async def _start(self, index: int) -> None:
+        """Begin a new life of replica number `index`, however often that takes."""
+        while True:
+            life = self._lives[index] = _Life(next(self._numbers), [])
+            began = time.monotonic()
+            try:
+                for child in self._make(index, life.number):
+                    life.names.append(child.name)
+                    self._processes.start(child)
+                while not self._processes.is_ready(life.names):
+                    if time.monotonic() - began > self._args.ready_timeout:
+                        raise StartupError(f"not ready after {self._args.ready_timeout:g} s (--ready-timeout)")
+                    await asyncio.sleep(POLL_S)
+                break
+            except (MinisglError, OSError) as e:
+                logger.error("replica %d could not start: %s; it is tried again in %g s", index, e, RETRY_S)
+                life.is_over = True
+                await self._end(life, 0.0)
+                await asyncio.sleep(RETRY_S)
+        self._dispatcher.open(life.number, index)
+        for name in life.names:
+            self._watch(name)
+        logger.info("replica %d is ready after %.1f s", index, time.monotonic() - began)
+
+    # -- signals
+
+    def renew(self) -> None:
+        """End each replica and start it again, one after the other."""
+        self._run(self._renew())
+
+    def add(self) -> None:
+        """Start one replica more."""
+        self._run(self._add())
+
+    def remove(self) -> None:
+        """End the last replica."""
+        self._run(self._remove())
+
+    def _run(self, change: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(change)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _renew(self) -> None:
+        async with self._changing:
+            for index in list(self._lives):
+                if await self._retire(index):
+                    await self._start(index)
+
+    async def _add(self) -> None:
+        async with self._changing:
+            index, engine = max(self._lives) + 1, self._args.scheduler.engine
+            if choose_device(engine.device) == "cuda" and len(gpu_memory()) < (index + 1) * engine.tp:
+                logger.error("there are no GPUs for another replica: this host has %d", len(gpu_memory()))
+                return
+            await self._start(index)
+
+    async def _remove(self) -> None:
+        async with self._changing:
+            index = max(self._lives)
+            if await self._retire(index):
+                del self._lives[index]
+
+    async def _retire(self, index: int) -> bool:
+        """End replica number `index` when its requests have ended, or been moved after the drain timeout.
+
+        Return whether it has ended so.
+        """
+        life = self._lives[index]
+        while len(self._lives) > 1 and not self._dispatcher.has_others(index):
+            await asyncio.sleep(POLL_S)  # another one is being started
+        if len(self._lives) == 1 or life.is_over:
+            logger.error("replica %d does not end now: it is the only one, or has just died", index)
+            return False
+        logger.info("replica %d takes no new requests", index)
+        if not await self._dispatcher.drain(life.number, self._args.drain_timeout):
+            return False  # it has died meanwhile, and is being started again
+        life.is_over = True
+        await self._dispatcher.lose(life.number, has_died=False)
+        await self._end(life, EXIT_S)
+        logger.info("replica %d has ended", index)
+        return True
