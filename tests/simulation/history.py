@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.types import Message
@@ -41,7 +42,6 @@ from simulation.server import (
     BYTES,
     EOS,
     LETTERS,
-    SCHEDULER,
     STEP_S,
     TURN_S,
     SimulatedServer,
@@ -59,7 +59,13 @@ MAX_LEN = 40
 WRITE_TIMEOUT_S = 3.0
 HANG_S = 9.0  # --heartbeat-timeout
 ENDINGS = ("idle", "idle", "idle", "drain", "short drain", "stop now", "death", "stop", "stop", "hang")
-EXPECTED_ERRORS = ("; the server stops", " hangs for ")  # of the log
+SIGNALS = (signal.SIGUSR2, signal.SIGTTIN, signal.SIGTTOU)  # to renew, add and end replicas
+EXPECTED_ERRORS = (  # of the log
+    "; the server stops",
+    " hangs for ",
+    "; its requests go on in other replicas",
+    "does not end now",
+)
 
 
 class ViolationError(AssertionError):
@@ -142,7 +148,8 @@ class History:
         page_size = rng.choice((1, 2, 4, 8))
         pages = -(-MAX_LEN // page_size)
         self.vocab = rng.choice((7, len(BYTES)))  # the smaller, the sooner an EOS
-        engine = FakeEngine(
+        make_engine = partial(
+            FakeEngine,
             rows=rng.choice((1, 2, 4, 7)),
             num_pages=pages + rng.randrange(4) if rng.random() < 0.7 else 4 * pages,
             page_size=page_size,
@@ -150,15 +157,17 @@ class History:
             vocab=self.vocab,
             late=rng.choice((1, 3)),
         )
+        dp = rng.choice((1, 1, 2, 3))
+        self.has_changes = dp > 1 and rng.random() < 0.5  # of the replicas, by a signal
         self.args = vary(
-            server_args(),
+            server_args(dp),
             num_tokenizer=rng.choice((0, 1, 1, 2)),
             max_queued_requests=rng.choice((2, 100)),
             max_queue_time=rng.choice((0.2, 300.0, 300.0, 300.0)),
             max_prefill_length=rng.choice((3, 8, 200)),
             cache_type=rng.choice(("radix", "radix", "naive")),
             schedule_policy=rng.choice(("fcfs", "lpm")),
-            drain_timeout=0.3 if self.ending == "short drain" else 60.0,
+            drain_timeout=0.3 if self.ending == "short drain" else 0.02 if self.has_changes else 60.0,
             write_timeout=WRITE_TIMEOUT_S,
             heartbeat_timeout=HANG_S,
             engine=EngineConfig(
@@ -166,12 +175,14 @@ class History:
             ),
         )
         world.watchers.append(self._see)
-        self.server = SimulatedServer(world, self.args, engine, depth=rng.choice((0, 1, 2)))
-        self.checks_steps = rng.random() < 0.1
-        if not self.checks_steps:
-            self.server.scheduler._check = None
+        self.server = SimulatedServer(world, self.args, make_engine, depth=rng.choice((0, 1, 2)))
+        self.server.checks_steps = rng.random() < 0.1
+        if not self.server.checks_steps:
+            for scheduler in self.server.schedulers.values():
+                scheduler._check = None
         self.sent: dict[int, float] = {}  # uid -> when the request went to a tokenizer
         self.accepted: set[int] = set()  # by the scheduler
+        self.ends: set[tuple[int, int]] = set()  # uid and life
         self.scheduler_ended: dict[int, float] = {}
         self.ended: dict[int, float] = {}  # uid -> when its terminal reply was sent to the API
         self.aborted: dict[int, float] = {}
@@ -234,7 +245,8 @@ class History:
             self.aborted.setdefault(msg.uid, now)
         elif isinstance(msg, DetokenizeMsg):
             for end in msg.finished:
-                self._once(end.uid not in self.scheduler_ended, f"the scheduler ends request {end.uid} twice")
+                self._once((end.uid, msg.life) not in self.ends, f"the scheduler ends request {end.uid} twice")
+                self.ends.add((end.uid, msg.life))
                 self.scheduler_ended[end.uid] = now
         elif isinstance(msg, UserReply):
             self._once(msg.uid not in self.ended, f"a reply to request {msg.uid} after its end: {msg}")
@@ -326,10 +338,13 @@ class History:
             return submission
 
         server.frontend.submit = recorded  # type: ignore[method-assign]
-        victim = server.processes[self.rng.choice(list(server.processes))]
+        replicas = [name for name in server.schedulers if self.args.dp > 1 and self.rng.random() < 0.5]
+        victim = server.processes[self.rng.choice(replicas or list(server.processes))]
         if self.ending in ("death", "stop", "hang"):
             victim.fault_at = self.rng.randrange(1, 60)
             victim.stop_seconds = {"death": None, "stop": self.rng.random() * 7, "hang": 1e9}[self.ending]
+        if self.has_changes:
+            self.loop.call_later(self.rng.random() * BUSY_S, self._signal, self.rng.choice(SIGNALS))
         serving = self.loop.create_task(server.serve(), name="the server")
         clients = [self.loop.create_task(self._live(c), name=f"client {c.number}") for c in self.clients]
         if self.ending in ("drain", "short drain", "stop now"):
@@ -340,8 +355,12 @@ class History:
                 await asyncio.sleep(self.rng.random() * 0.2)
                 self.loop.signals[signal.SIGINT]()
         elif self.ending in ("death", "hang"):
+            is_replica = victim.name.startswith("minisgl-DP")
             await asyncio.wait([serving], timeout=2 * BUSY_S)
-            if not serving.done() and not victim.stopped_at:  # the process was too quiet to reach its fault
+            if is_replica and victim.stopped_at:
+                await asyncio.wait(clients)
+                await asyncio.sleep(HANG_S + SETTLE_S)
+            if not serving.done() and (is_replica or not victim.stopped_at):  # or it was too quiet to reach its fault
                 victim.fault_at = None
                 self.loop.signals[signal.SIGTERM]()
         else:
@@ -357,36 +376,48 @@ class History:
             task.result()
         self._check(victim.stopped_at if self.ending in ("stop", "hang") else 0.0)
 
+    def _signal(self, number: int) -> None:
+        if not self.server.uvicorn.should_exit:
+            self.loop.signals[number]()
+
     # -- the rules
 
     def _check_idle(self) -> None:
         server = self.server
-        s = server.scheduler
-        if s.is_busy or s.leaving or s.cache.available != s.cache.num_pages or s.rows.available != s.rows.num_rows:
-            self.problems.append(
-                f"left in the scheduler: {list(s.live.values())}, {s.cache.available} of {s.cache.num_pages} pages, "
-                f"{s.rows.available} of {s.rows.num_rows} rows"
-            )
+        replicas = server.http._replicas
+        for name in server.schedulers if replicas is None else replicas.schedulers.values():
+            s = server.schedulers[name]
+            if s.is_busy or s.leaving or s.cache.available != s.cache.num_pages or s.rows.available != s.rows.num_rows:
+                self.problems.append(
+                    f"left in the scheduler: {list(s.live.values())}, {s.cache.available} of {s.cache.num_pages} "
+                    f"pages, {s.rows.available} of {s.rows.num_rows} rows"
+                )
+        left = [len(r.requests) for r in server.frontend.dispatcher.router.replicas.values()]
+        self._once(not any(left), f"requests are left in the router: {left}")
         for name, entries in [*((n, w.entries) for n, w in server.workers.items()), ("API", server.frontend.entries)]:
             self._once(entries == 0, f"{entries} entries are left in {name}")
         self._once(server.frontend.detokenizer_entries == 0, "the detokenizer's entries are not reported")
-        for addr, inbox in self.world.inboxes.items():
+        used = set(self.world.inboxes)
+        if replicas is not None:
+            used -= {addr for addr in used if "/backend-" in addr and addr not in replicas.addrs}
+        for addr, inbox in ((addr, self.world.inboxes[addr]) for addr in sorted(used)):
             self._once(not inbox, f"{len(inbox)} frames are left at {addr}")
         for uid in self.sent:
             self._once(uid in self.ended, f"request {uid} has no terminal reply")
 
     def _check(self, stopped_at: float) -> None:
-        for name, process in self.server.processes.items():
+        for process in (*self.server.processes.values(), *self.server.ended):
             if process.crash is not None:
                 raise process.crash
-            self._once(process.ended_at is not None, f"{name} is not ended")
+            self._once(process.ended_at is not None, f"{process.name} is not ended")
         died = self.ending in ("death", "hang") and self.server.http.exit_code == 1
         self._once(self.server.frontend.entries == 0, f"{self.server.frontend.entries} entries are left in the API")
         if self.ending not in ("death", "hang"):
             self._once(self.server.http.exit_code == 0, f"exit code {self.server.http.exit_code}")
         if self.ending == "hang" and stopped_at:
-            self._once(died, "a process that hangs did not end the server")
-        if not stopped_at and not died:
+            is_replaced = self.server.frontend.dispatcher.router.deaths > 0 or self.has_changes
+            self._once(died or is_replaced, "a process that hangs did not end the server, and is not replaced")
+        if not stopped_at and not died and not self.server.ended:
             self._check_aborts()
         for client in self.clients:
             self._once(not client.is_cut or client.write_seconds > 0, f"the end cuts client {client.number}")
@@ -397,7 +428,7 @@ class History:
 
     def _check_aborts(self) -> None:
         """Work stops soon after the client has left or its answer has ended."""
-        over = self.server.processes[SCHEDULER].ended_at or self.ended_at
+        over = max(self.server.processes[name].ended_at or self.ended_at for name in self.server.schedulers)
         bound = 2 * (self.world.max_delay + TURN_S) + 3 * STEP_S
         gone = {uid: c.left_at for c in self.clients if c.left_at is not None and not c.is_complete for uid in c.uids}
         for uid, at in [*self.ended.items(), *gone.items(), *self.aborted.items()]:
@@ -429,6 +460,7 @@ class History:
         elif client.stream_error:
             is_expected = died or "shutting down" in client.stream_error or "has waited for" in client.stream_error
             is_expected |= "requests are waiting" in client.stream_error and client.n > 1
+            is_expected |= self._may_lack_replicas(client.stream_error)
             self._once(is_expected, f"{where}: {client.stream_error}")
         elif not client.is_cut:
             self.problems.append(f"{where}: no answer")
@@ -442,10 +474,15 @@ class History:
                 or "shutting down" in error.message
                 or ("has waited" in error.message and self.args.scheduler.max_queue_time < 1)
                 or (bool(stopped_at) and "no sign of life" in error.message)
+                or self._may_lack_replicas(error.message)
             ),
         }
         if not is_expected.get(error.status):
             self.problems.append(f"client {client.number} is refused with {error.status}: {error}")
+
+    def _may_lack_replicas(self, message: str) -> bool:
+        """Whether the last of two replicas may have died after the other had been told to end."""
+        return "no replica is" in message and self.args.dp == 2 and self.has_changes
 
     def _is_invalid(self, client: Client) -> bool:
         is_bad = client.params.grammar is not None and client.params.grammar.text == "bad"
@@ -536,7 +573,10 @@ def summary(histories: list[History]) -> Counter[str]:
     for history in histories:
         counts[f"ending: {history.ending}"] += 1
         counts["servers ended by a fault"] += history.server.http.exit_code
-        counts["preemptions"] += history.server.scheduler.stats.preemptions
+        counts["preemptions"] += sum(s.stats.preemptions for s in history.server.schedulers.values())
+        router = history.server.frontend.dispatcher.router
+        counts["replicas lost"] += router.deaths
+        counts["requests moved"] += router.moved
         counts["aborts"] += len(history.aborted)
         for client in history.clients:
             error = client.error

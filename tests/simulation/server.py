@@ -21,12 +21,15 @@ from unittest.mock import patch
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from minisgl.api import dispatch as dispatch_module
 from minisgl.api import frontend as frontend_module
 from minisgl.api.frontend import FrontendManager
 from minisgl.api.metrics import Metrics
 from minisgl.launch.http_server import HttpServer
+from minisgl.launch.replicas import Replicas
 from minisgl.message import BackendMsg, ExitMsg, FrontendMsg, TokenizerMsg
 from minisgl.params import Limits
+from minisgl.process.processes import Child
 from minisgl.process.queues import Codec
 from minisgl.scheduler import io as io_module
 from minisgl.scheduler.grammars import Grammars
@@ -49,6 +52,7 @@ VOCAB = len(BYTES)
 TURN_S = 0.002  # the longest turn of a tokenizer
 STEP_S = 0.03  # the longest step of the scheduler
 SCHEDULER, DETOKENIZER = "minisgl-TP0-scheduler", "minisgl-detokenizer-0"
+READY_S = 1.0  # at most, from the start of a replica until it is ready
 
 
 @cache
@@ -95,12 +99,19 @@ class FakeUvicorn:
 
 
 class Children:
-    """Stands for `Processes`: what `HttpServer` asks about the simulated processes."""
+    """Stands for `Processes`: what `HttpServer` and `Replicas` ask about the simulated processes."""
 
-    def __init__(self, processes: dict[str, Process]) -> None:
+    def __init__(self, processes: dict[str, Process], ended: list[Process]) -> None:
         self._processes = processes
-        self.sentinels = {name: i for i, name in enumerate(processes)}
-        self.pids = self.sentinels
+        self._ended = ended
+
+    @property
+    def sentinels(self) -> dict[str, int]:
+        return {name: process.sentinel for name, process in self._processes.items()}
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return self.sentinels
 
     def silence(self) -> dict[str, float]:
         return {name: process.silence for name, process in self._processes.items()}
@@ -111,18 +122,37 @@ class Children:
     def give_up(self, name: str) -> None:
         self._processes[name].kill()
 
+    def start(self, child: Child) -> None:
+        child.target()
+
+    def is_ready(self, names: list[str]) -> bool:
+        return all(self._processes[name].is_ready for name in names)
+
+    def end(self, names: list[str], seconds: float) -> None:
+        for name in names:
+            self._processes[name].kill()
+
+    def forget(self, names: list[str]) -> None:
+        self._ended += [self._processes.pop(name) for name in names]
+
 
 class SimulatedServer:
     """One server from start to end; `serve` runs it. Made, used and dropped within `simulated`."""
 
-    def __init__(self, world: World, args: ServerArgs, engine: FakeEngine, depth: int) -> None:
+    def __init__(self, world: World, args: ServerArgs, make_engine: Callable[[], FakeEngine], depth: int) -> None:
         self.world = world
         self.args = args
-        self.engine = engine
+        self.make_engine = make_engine
+        self.depth = depth
         self.compiling = LateExecutor()
         self.processes: dict[str, Process] = {}
+        self.ended: list[Process] = []  # of lives that are over
         self.workers: dict[str, Worker] = {}
-        self._add(SCHEDULER, self._run_scheduler)
+        self.schedulers: dict[str, Scheduler] = {}  # of the replicas' newest lives, by the name of the process
+        self.checks_steps = True
+        engine = make_engine()
+        for place in range(args.dp):
+            self._add_replica(place, place)
         addrs = {DETOKENIZER: args.zmq_detokenizer_addr}
         if args.num_tokenizer:
             addrs |= {f"minisgl-tokenizer-{i}": addr for i, addr in enumerate(args.zmq_tokenizer_addrs)}
@@ -132,24 +162,48 @@ class SimulatedServer:
             manager._max_chars = engine.limits.max_model_len * len("<eos>")
             self.workers[name] = Worker(manager)
             self._add(name, partial(self._run_worker, name, addr))
-        grammars = PatientGrammars(FakeCompiler(engine.vocab), self.compiling)
-        with self._sockets(SCHEDULER):
-            io = ZmqIO(args.zmq_backend_addr, args.zmq_detokenizer_addr, args.zmq_frontend_addr)
-        self.scheduler = Scheduler(args.scheduler, engine, io, grammars)
-        self.scheduler.depth = depth
-        self.scheduler.cache.on_free = engine.poison
         with self._sockets(None):
             self.frontend = FrontendManager(args, engine.limits, Metrics("simulated"))
+        dispatcher = self.frontend.dispatcher
+        open_life = dispatcher.open
+        dispatcher.open = self._sockets(None)(open_life)  # type: ignore[method-assign]
         app: Any = SimpleNamespace(state=SimpleNamespace(frontend=self.frontend))
-        children: Any = Children(self.processes)
-        self.http = HttpServer(app, children, args.drain_timeout, args.heartbeat_timeout)
+        children: Any = Children(self.processes, self.ended)
+        replicas = None if args.dp == 1 else Replicas(args, children, self._replica_children)
+        self.http = HttpServer(app, children, args.drain_timeout, args.heartbeat_timeout, None, replicas)
         self.uvicorn = FakeUvicorn()
         self.http._uvicorn = self.uvicorn  # type: ignore[assignment]
 
-    def _add(self, name: str, main: Callable[[], Any]) -> None:
+    def _add(self, name: str, main: Callable[[], Any]) -> Process:
         self.processes[name] = process = Process(self.world, name, main)
-        sentinel = len(self.processes) - 1
-        process.on_end = lambda: self.world.loop.readers.get(sentinel, lambda: None)()
+        process.sentinel = len(self.processes) + len(self.ended)
+        process.on_end = lambda: self.world.loop.readers.get(process.sentinel, lambda: None)()
+        return process
+
+    def _add_replica(self, place: int, life: int) -> str:
+        """A scheduler in a process that is not started; return its name."""
+        args = replace(self.args, life=life, scheduler=replace(self.args.scheduler, tells_prefixes=self.args.dp > 1))
+        name = SCHEDULER if args.dp == 1 else f"minisgl-DP{place}-TP0-scheduler"
+        self._add(name, partial(self._run_scheduler, name, args))
+        engine = self.make_engine()
+        grammars = PatientGrammars(FakeCompiler(engine.vocab), self.compiling)
+        with self._sockets(name):
+            io = ZmqIO(args.zmq_scheduler_addr, args.zmq_detokenizer_addr, args.zmq_frontend_addr, life)
+        self.schedulers[name] = scheduler = Scheduler(args.scheduler, engine, io, grammars)
+        scheduler.depth = self.depth
+        scheduler.cache.on_free = engine.poison
+        if not self.checks_steps:
+            scheduler._check = None
+        return name
+
+    def _replica_children(self, place: int, life: int) -> list[Child]:
+        def start() -> None:
+            self._add_replica(place, life)
+            self.processes[name].is_ready = False
+            self.processes[name].start()
+
+        name = f"minisgl-DP{place}-TP0-scheduler"
+        return [Child(name, start, (), {})]
 
     @contextlib.contextmanager
     def _sockets(self, name: str | None) -> Iterator[None]:
@@ -160,6 +214,8 @@ class SimulatedServer:
             patch.object(io_module, "ZmqPushQueue", partial(Push, world, process)),
             patch.object(frontend_module, "ZmqAsyncPullQueue", partial(AsyncPull, world)),
             patch.object(frontend_module, "ZmqAsyncPushQueue", partial(AsyncPush, world, process)),
+            patch.object(dispatch_module, "ZmqAsyncPullQueue", partial(AsyncPull, world)),
+            patch.object(dispatch_module, "ZmqAsyncPushQueue", partial(AsyncPush, world, process)),
         ):
             yield
 
@@ -169,16 +225,21 @@ class SimulatedServer:
             process.start()
         socket: Any = None
         await self.http._serve(socket, lambda: None)
+        addrs = [self.args.zmq_scheduler_addr] if self.http._replicas is None else self.http._replicas.addrs
         await self.frontend.close()
-        Push(self.world, None, self.args.zmq_backend_addr, Codec(BackendMsg)).put([ExitMsg()])
+        for addr in addrs:
+            Push(self.world, None, addr, Codec(BackendMsg)).put([ExitMsg()])
         await asyncio.sleep(2.0)
         for process in self.processes.values():
             process.kill()
         await asyncio.sleep(0)
 
-    async def _run_scheduler(self) -> None:
-        process, rng, scheduler = self.processes[SCHEDULER], self.world.rng, self.scheduler
-        inbox = self.world.inbox(self.args.zmq_backend_addr)
+    async def _run_scheduler(self, name: str, args: ServerArgs) -> None:
+        process, rng, scheduler = self.processes[name], self.world.rng, self.schedulers[name]
+        if not process.is_ready:
+            await asyncio.sleep(rng.random() * READY_S)
+            process.is_ready = True
+        inbox = self.world.inbox(args.zmq_scheduler_addr)
         while not scheduler.is_exiting:
             if scheduler.is_busy:
                 await asyncio.sleep(rng.random() * STEP_S)
@@ -220,9 +281,9 @@ def simulated_time(now: Callable[[], float]) -> Iterator[None]:
 
 
 @cache
-def server_args() -> ServerArgs:
+def server_args(dp: int = 1) -> ServerArgs:
     """The arguments that histories vary; to check all of them takes a while."""
-    return ServerArgs(run_dir="/simulated")
+    return ServerArgs(run_dir="/simulated", dp=dp)
 
 
 def vary(args: ServerArgs, **values: Any) -> ServerArgs:

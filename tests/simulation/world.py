@@ -213,6 +213,8 @@ class Process:
         self.ended_at: float | None = None
         self.crash: BaseException | None = None
         self.on_end: Callable[[], None] = lambda: None
+        self.sentinel = 0
+        self.is_ready = True
         self._world = world
         self._main = main
         self._points = 0
