@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 MakeChildren = Callable[[int, int], list[Child]]  # of an index and a life
 
 
-def divided(args: ServerArgs) -> ServerArgs:
-    """Return `args` for one of several replicas: on a CPU with its part of cores and memory.
+def divided(args: ServerArgs, index: int = 0) -> ServerArgs:
+    """Return `args` for replica `index` of several: with its part of the tiers and, on a CPU, of cores and memory.
 
     Raises `ConfigError` for options that do not go with replicas.
     """
