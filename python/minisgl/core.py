@@ -20,6 +20,7 @@ import numpy as np
 from minisgl.layout import (
     NO_INTS,
     NO_MASKS,
+    NO_MOVES,
     NO_PAGE_WRITES,
     NO_PROPOSALS,
     NO_ROW_STATES,
@@ -66,6 +67,7 @@ class BatchPlan:
                                        the tokens whose logits are sampled
     histories          int32 [H]       history records of rows that begin to draft, one behind the other
     proposals          PROPOSAL [D]    drafts from the host
+    moves              MOVE [N]        pages to copy to and from tiers, in this order, before anything else
     """
 
     step: int
@@ -78,6 +80,7 @@ class BatchPlan:
     prompt_logprob_ids: Ints = field(default_factory=lambda: NO_INTS)
     histories: Ints = field(default_factory=lambda: NO_INTS)
     proposals: Records = field(default_factory=lambda: NO_PROPOSALS)
+    moves: Records = field(default_factory=lambda: NO_MOVES)
 
     @cached_property
     def has_drafts(self) -> bool:

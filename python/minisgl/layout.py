@@ -37,6 +37,10 @@ SLOT: Final = np.dtype([("row", "<i4"), ("start", "<i4"), ("stop", "<i4"), ("fla
 # One entry of the page table.
 PAGE_WRITE: Final = np.dtype([("row", "<i4"), ("index", "<i4"), ("page", "<i4")])
 
+# A copy of a page between the pool and a slot of a tier (`kvcache/storage.py`). `name` identifies the page's tokens and
+# all before them, so that a slot with another page is noticed.
+MOVE: Final = np.dtype([("page", "<i4"), ("tier", "<i4"), ("slot", "<i4"), ("is_load", "<i4"), ("name", "<i8")])
+
 # The sampling state of a newly filled row.
 ROW_STATE: Final = np.dtype(
     [
@@ -81,6 +85,7 @@ WORD: Final = np.dtype("<i4")
 NO_INTS: Final[Ints] = np.empty(0, WORD)
 NO_MASKS: Final[Ints] = np.empty((0, 0), WORD)
 NO_PAGE_WRITES: Final[Records] = np.empty(0, PAGE_WRITE)
+NO_MOVES: Final[Records] = np.empty(0, MOVE)
 NO_ROW_STATES: Final[Records] = np.empty(0, ROW_STATE)
 NO_PROPOSALS: Final[Records] = np.empty(0, PROPOSAL)
 
@@ -95,6 +100,7 @@ PLAN_ARRAYS: Final = (
     ("prompt_logprob_ids", WORD),
     ("histories", WORD),
     ("proposals", PROPOSAL),
+    ("moves", MOVE),
 )
 # The head of a packed plan: the number of elements of each array stands under its name.
 PLAN_HEAD: Final = np.dtype([("step", "<i4"), ("mask_words", "<i4"), *((name, "<i4") for name, _ in PLAN_ARRAYS)])

@@ -114,6 +114,7 @@ class _Engine:
         self.limits = header.limits
         self.eos_token_ids = header.eos_token_ids
         self.is_async = header.is_async
+        self.tiers = header.tiers
         self._costs = header.costs
         self.results: deque[Result] = deque()
 

@@ -15,12 +15,14 @@ from dataclasses import replace
 import numpy as np
 
 from minisgl.core import BatchPlan, StepCosts, StepResult
+from minisgl.kvcache.tiers import TierSpec
 from minisgl.layout import Flag
 from minisgl.params import Limits
 from support.fake_grammar import FakeMatcher
 
 EOS = 0
 POISON = -7
+DAMAGED = -8  # what a page of a tier that is not intact becomes: its sequences have no finite logits
 
 
 def next_token(ids: np.ndarray, vocab: int, allowed: Sequence[int] | None = None) -> int:
@@ -102,6 +104,7 @@ class FakeEngine:
         vocab: int = 11,
         late: int = 1,
         costs: StepCosts | None = None,
+        tiers: Sequence[TierSpec] = (),
     ) -> None:
         self.num_pages, self.page_size, self.max_running_requests = num_pages, page_size, rows
         self.limits = Limits(max_model_len=max_model_len, vocab_size=vocab)
@@ -116,6 +119,10 @@ class FakeEngine:
         self.drafts = np.zeros((rows, 8), np.int64)
         self.draft_luck = 0.8  # how often a draft is right
         self.num_right = 0
+        self.tiers = [*tiers]
+        self.slots: list[dict[int, tuple[int, np.ndarray]]] = [{} for _ in tiers]  # slot -> (name, page)
+        self.damaged: set[tuple[int, int]] = set()  # (tier, slot) whose next load finds a damaged page
+        self.num_moves = [0, 0]  # pages stored and loaded
         self.pending: list[FakeOutput] = []
         self.nan_rows: set[int] = set()
         self.plans: list[bytes] = []
@@ -143,7 +150,22 @@ class FakeEngine:
         """What a free page holds; called at once, not in device order, to punish early frees."""
         self.kv[pages] = POISON
 
+    def move(self, page: int, tier: int, slot: int, is_load: int, name: int) -> None:
+        """Copy a page to a slot or back. A page in a slot has left the device: whoever reads it there is wrong."""
+        self.num_moves[is_load] += 1
+        if not is_load:
+            assert (self.kv[page] >= 0).all(), f"page {page} is stored after it was freed: {self.kv[page]}"
+            self.slots[tier][slot] = name, self.kv[page].copy()
+            return
+        stored, tokens = self.slots[tier][slot]
+        assert stored == name, f"slot {slot} of tier {tier} holds another page"
+        is_damaged = (tier, slot) in self.damaged
+        self.damaged.discard((tier, slot))
+        self.kv[page] = DAMAGED if is_damaged else tokens
+
     def execute(self, plan: BatchPlan) -> StepResult:
+        for move in plan.moves.tolist():
+            self.move(*move)
         for row, index, page in plan.page_writes.tolist():
             self.page_table[row, index] = page
         if self.costs is not None:
@@ -179,12 +201,13 @@ class FakeEngine:
                 self.kv[page, position % self.page_size] = token
             pages = self.page_table[row, : -(-stop // self.page_size)]
             sequence = self.kv[pages].reshape(-1)[:stop]
-            assert (sequence >= 0).all(), f"row {row} reads a page that was freed or never written: {sequence}"
+            is_damaged = bool((sequence == DAMAGED).any())
+            assert is_damaged or (sequence >= 0).all(), f"row {row} reads what was freed or never written: {sequence}"
             if flags & Flag.SAMPLES:
                 allowed = masks.pop(0) if flags & Flag.MASKED else None
                 self.last_token[row] = next_token(sequence, self.vocab, allowed)
                 sampled.append(int(self.last_token[row]))
-                finite.append(row not in self.nan_rows)
+                finite.append(row not in self.nan_rows and not is_damaged)
                 confirmed.append(True)
                 ready.append(0)
                 logprobs.append(logprob_column(stop, sampled[-1]) if flags & Flag.LOGPROBS else logprob_column(0, 0))

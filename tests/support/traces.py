@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from minisgl.core import FinishReason, StepCosts
+from minisgl.kvcache.tiers import TierSpec
 from minisgl.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.grammars import Grammars
@@ -151,10 +152,18 @@ class Harness:
                 assert got == want, f"request {uid}: {got} instead of {want}"
 
 
-def run_random_trace(seed: int, depth: int, speculate: str = "off", deaths: int = 0) -> tuple[Harness, Counter[str]]:
+def run_random_trace(
+    seed: int,
+    depth: int,
+    speculate: str = "off",
+    deaths: int = 0,
+    tiers: Sequence[TierSpec] = (),
+    damage: float = 0.0,
+) -> tuple[Harness, Counter[str]]:
     """Random arrivals with shared prefixes, chunked prompts, aborts, EOS, tight pools; all rules checked throughout.
 
-    So many `deaths` of the scheduler happen on the way.
+    So many `deaths` of the scheduler happen on the way. In each step a stored page is damaged with the probability
+    `damage`.
     """
     rng = random.Random(seed)
     page_size = rng.choice((1, 2, 4, 8))
@@ -172,12 +181,13 @@ def run_random_trace(seed: int, depth: int, speculate: str = "off", deaths: int 
         vocab=vocab,
         costs=costs,
         late=rng.choice((1, 3)),
+        tiers=tiers,
     )
     engine.is_async = seed % 4 != 3
     h = Harness(
         make_engine(),
         depth,
-        cache_type=rng.choice(("radix", "radix", "radix", "naive")),
+        cache_type=rng.choice(("radix", "radix", "radix", "radix" if tiers else "naive")),
         schedule_policy=rng.choice(("fcfs", "lpm")),
         max_prefill_length=rng.choice((3, 8, 24, 200)),
         itl_target_ms=None if costs is None else rng.choice((0.5, 2.0, 4.0, None)),
@@ -209,6 +219,8 @@ def run_random_trace(seed: int, depth: int, speculate: str = "off", deaths: int 
             h.add(prompt, max_tokens, place, ignore_eos=rng.random() < 0.3, stop_token_ids=stops, **wanted)
         if h.requests and rng.random() < 0.3:
             h.abort(rng.randrange(len(h.requests)))
+        if damage and rng.random() < damage:
+            h.engine.damaged |= {(tier, slot) for tier, slots in enumerate(h.engine.slots) for slot in slots}
         h.step()
     h.finish_all()
     h.check_outputs()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +19,7 @@ HUBS: Final = {
     "modelscope": ("modelscope", "'minisgl[modelscope]'"),
 }
 MAX_HEADER: Final = 100_000_000  # bytes, as the format says
+PIECE_BYTES: Final = 4096  # of a tensor, for the digest of a model
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _OTHER_FORMATS: Final = {
     "*.gguf": "GGUF weights",
@@ -174,6 +176,21 @@ def require_complete(path: Path) -> None:
         raise ConfigError(f"{path} cannot be read ({e}); is the download complete?") from None
     if length < promised:
         raise ConfigError(f"{path} has {length} bytes, and its header promises {promised}: download it again")
+
+
+def fingerprint(folder: Path, *, has_weights: bool) -> str:
+    """Return a digest of config.json and, with `has_weights`, of a piece of each tensor: it differs between models."""
+    digest = blake2b(json.dumps(load_config(folder), sort_keys=True).encode(), digest_size=16)
+    for path in weight_files(folder) if has_weights else ():
+        with path.open("rb") as file:
+            header = file.read(int.from_bytes(file.read(8), "little"))
+            digest.update(header)
+            for name, tensor in sorted(json.loads(header).items()):
+                if name != "__metadata__":
+                    start, end = tensor["data_offsets"]
+                    file.seek(8 + len(header) + (start + end) // 2)
+                    digest.update(file.read(min(PIECE_BYTES, (end - start) // 2)))
+    return digest.hexdigest()
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
@@ -32,6 +33,7 @@ class CudaDevice(Device):
         torch.cuda.set_device(self.torch_device)
         self.has_fp8 = torch.cuda.get_device_capability(index) >= (8, 9)  # its kernels multiply quantized matrices
         self._up, self._down = _Ring(), _Ring()
+        self._copies = torch.cuda.Stream(self.torch_device)
 
     def upload(self, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
         """Upload all arrays by one copy."""
@@ -70,6 +72,15 @@ class CudaDevice(Device):
             return array
 
         return wait
+
+    @contextmanager
+    def copies(self, after_work: bool) -> Iterator[None]:
+        work = torch.cuda.current_stream(self.torch_device)
+        if after_work:
+            self._copies.wait_stream(work)
+        with torch.cuda.stream(self._copies):
+            yield
+        work.wait_stream(self._copies)
 
     def uploader(self) -> Uploader:
         return _CudaUploader(self.torch_device)

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -52,6 +53,13 @@ class Device(ABC):
         """Run `work` after all work submitted before, and copy its int32 result to the host.
 
         `flops` is a rough count of floating-point operations, for devices that select threads by size.
+        """
+
+    @abstractmethod
+    def copies(self, after_work: bool) -> AbstractContextManager[object]:
+        """Return a context whose copies run beside the work submitted before, or with `after_work` after it.
+
+        Work that is submitted later waits for these copies.
         """
 
     @abstractmethod
@@ -121,6 +129,9 @@ class CpuDevice(Device):
         threads = self.threads if flops > SMALL_WORK_FLOPS else 1
         if threads != torch.get_num_threads():
             torch.set_num_threads(threads)
+
+    def copies(self, after_work: bool) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def uploader(self) -> Uploader:
         return _CpuUploader()

@@ -50,6 +50,8 @@ class EngineSpec:
     pooling: Pooling | None  # of an embedding model
     drafter: str | None = None  # a name of `speculative.DRAFTERS`, or the kind of `draft`
     draft: DraftSource | None = None
+    host_kv: int = 0  # bytes of all ranks
+    disk_kv: tuple[Path, int] | None = None  # a folder, and bytes of all ranks
 
     @property
     def pages_per_row(self) -> int:
@@ -123,5 +125,7 @@ def resolve(
         pooling=None if embedder is None else embedder.pooling,
         drafter=_drafter(config.speculate, checkpoint),
         draft=checkpoint.draft,
+        host_kv=config.host_kv,
+        disk_kv=config.disk_tier,
     )
     return spec if config.dtype != "auto" else RUNNERS.load(device_type).choose_dtype(spec)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minisgl.attention import resolve_attention
+from minisgl.checkpoint.hf import fingerprint
 from minisgl.device.device import Device, create_device
 from minisgl.distributed.group import Group
 from minisgl.distributed.tensor_parallel import VocabParallel
@@ -16,9 +18,10 @@ from minisgl.engine.costs import measure_costs
 from minisgl.engine.draft_model import make_draft_model
 from minisgl.engine.drafting import Drafting
 from minisgl.engine.memory import make_pool, plan_memory
-from minisgl.engine.runner import RUNNERS, ForwardOutput, Parts, Runner
+from minisgl.engine.runner import NO_TOKENS, RUNNERS, ForwardOutput, Parts, Runner
 from minisgl.engine.state import LogitPenalties, RowState
 from minisgl.errors import ConfigError
+from minisgl.kvcache.storage import DiskStore, HostStore, Mover
 from minisgl.models.weight import load_model
 from minisgl.ops.quantized import MADE
 from minisgl.ops.table import resolve_ops
@@ -27,7 +30,10 @@ from minisgl.process.log import Progress
 from minisgl.speculative import DRAFTERS
 
 if TYPE_CHECKING:
-    from minisgl.core import BatchPlan, StepCosts
+    from torch import Tensor
+
+    from minisgl.core import BatchPlan, Records, StepCosts
+    from minisgl.kvcache.storage import Store
     from minisgl.settings.options import EngineConfig
 
 _log = logging.getLogger("minisgl.engine")
@@ -80,6 +86,8 @@ class Engine:
         self._costs = measure_costs(lambda plan: self.launch(plan).wait, spec, self.num_pages, device.is_async)
         state.page_table.fill_(self.num_pages)
         _log.debug("a step costs %s", self._costs)
+        self.mover = Mover(self.parts.kv_cache, self._stores(), device.copies)
+        self.tiers = [store.spec for store in self.mover.stores]
         self.page_size = spec.page_size
         self.max_running_requests = rows
         self.eos_token_ids = spec.eos_token_ids
@@ -99,6 +107,7 @@ class Engine:
         """Leave the other ranks. The engine cannot be used afterwards."""
         self.runners = []  # NCCL waits until the graphs that contain its kernels are gone
         gc.collect()
+        self.mover.stores.clear()  # unlocks their files
         self.parts.comm.close()
 
     @property
@@ -107,8 +116,36 @@ class Engine:
         return self.runners[-1]
 
     def launch(self, plan: BatchPlan) -> ForwardOutput:
-        """Start a step behind those launched before, with the first runner that fits."""
+        """Start a step behind those launched before, with the first runner that fits; its moves come first."""
+        if len(plan.moves):
+            moved = self.device.submit(partial(self._move, plan.moves), 0.0)
+            if not len(plan.slots):
+                return ForwardOutput(plan, lambda masks: moved)
         return next(r for r in self.runners if r.fits(plan)).launch(plan)
+
+    def _move(self, moves: Records) -> Tensor:
+        self.mover.apply(moves)
+        return NO_TOKENS
+
+    def _stores(self) -> list[Store]:
+        """The tiers that `--host-kv` and `--disk-kv` ask for, of which each rank takes an equal part."""
+        s, pool = self.spec, self.parts.kv_cache
+        stores: list[Store] = []
+        if s.host_kv:
+            stores.append(HostStore(pool, s.host_kv // s.info.size))
+        if s.disk_kv is not None:
+            folder, size = s.disk_kv
+            owner = {
+                "model": fingerprint(s.folder, has_weights=not s.dummy_weight),
+                "page size": s.page_size,
+                "ranks": s.info.size,
+                "K/V in": str(pool.dtype),
+                "weights in": self.parts.model.quantization,
+                "layout": self.general.name,
+                "dtype": str(s.dtype),
+            }
+            stores.append(DiskStore(pool, folder, size // s.info.size, s.info.rank, owner))
+        return stores
 
     def step_costs(self) -> StepCosts:
         """The cost model measured at the start."""

@@ -112,6 +112,10 @@ def check_settings(checkpoint: Checkpoint, config: EngineConfig, device: str) ->
         raise ConfigError(f"--max-seq-len {config.max_seq_len} is more than the model's {checkpoint.max_model_len}")
     if (dtype := least_dtype(checkpoint.model, config, device)) not in ITEM_BYTES:
         raise ConfigError(f"the checkpoint's dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}; give --dtype")
+    if config.host_kv and device != "cuda":
+        raise ConfigError("--host-kv is for a GPU: on a CPU the pool is host memory, so give more --num-pages")
+    if config.disk_tier is not None and checkpoint.embedder is not None and checkpoint.embedder.pooling == "mean":
+        raise ConfigError("--disk-kv is not for a model with mean pooling, which has no prefix cache")
     if config.cuda_graph_max_bs and device != "cuda":
         raise ConfigError(f"--cuda-graph-max-bs needs an NVIDIA GPU, and the device is {device}")
     if config.cuda_graph_max_bs and checkpoint.embedder is not None:
@@ -139,6 +143,8 @@ def check_fit(config: EngineConfig, replicas: int = 1) -> Checkpoint:
     _check_cores(config, ranks, asked)
     dtype = least_dtype(checkpoint.model, config, device)
     needs = Footprint.of(checkpoint, config, device, ITEM_BYTES[dtype])
+    if config.host_kv > (memory := available_memory()):
+        raise ConfigError(f"--host-kv {config.host_kv / GB:.1f} GB is more than the free {memory / GB:.1f} GB")
     if device == "cuda":
         gpus = gpu_memory()
         if len(gpus) < ranks:

@@ -6,11 +6,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from minisgl.layout import NO_INTS
+from minisgl.layout import NO_INTS, NO_MOVES
 
 if TYPE_CHECKING:
-    from minisgl.core import Ints
+    from collections.abc import Sequence
+
+    from minisgl.core import Ints, Records
     from minisgl.kvcache.outline import OutlinedNode
+    from minisgl.kvcache.tiers import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,7 @@ class CacheHandle:
 
 
 class MatchResult(NamedTuple):
-    """A matched prefix, and the ids of its pages [handle.num_pages]."""
+    """A matched prefix, and the ids of its pages [handle.num_pages]; negative for those that have to be loaded."""
 
     handle: CacheHandle
     pages: Ints
@@ -43,7 +46,13 @@ class PrefixCache(ABC):
     from a node up to the root; only unlocked pages are evicted, least recently used first. Time is the caller's step
     number (`tick`) and not the clock, so all runs with the same requests evict the same pages. A prefix that was
     inserted with a `salt` is found with the same salt only.
+
+    A cache with `tiers` copies evicted pages there, finds them again, and loads them. The copies are `moves` of the
+    next plan, so an evicted page may be used at once. A loaded page may turn out to be damaged: the device then reads
+    NaN. So its request either vouches for the loaded pages, or loses them.
     """
+
+    tiers: Sequence[Tier] = ()
 
     @abstractmethod
     def tick(self, step: int) -> None:
@@ -77,6 +86,32 @@ class PrefixCache(ABC):
     def continuation(self, handle: CacheHandle, input_ids: Ints, count: int, salt: bytes = b"") -> Ints:
         """Return up to `count` tokens that followed the locked prefix and `input_ids` in a cached text; maybe none."""
         return NO_INTS
+
+    def load(self, handle: CacheHandle, pages: Ints) -> Ints:
+        """Load the absent pages of a locked prefix into `pages`, as many as are absent; return the prefix's pages."""
+        raise NotImplementedError("there are no tiers")
+
+    def vouch(self, handle: CacheHandle) -> None:  # noqa: B027, nothing to do without tiers
+        """Note that the pages of this prefix have led to a finite result."""
+
+    def lose(self, handle: CacheHandle) -> bool:
+        """Forget what was loaded for this prefix and what is below, as damaged; return false if nothing was loaded.
+
+        Requests that hold these pages keep them until they unlock.
+        """
+        return False
+
+    def is_lost(self, handle: CacheHandle) -> bool:
+        """Return whether a part of this prefix was forgotten as damaged."""
+        return False
+
+    def write_back(self, num_pages: int) -> int:
+        """Copy about `num_pages` pages to tiers that outlive the process; return how many there were to copy."""
+        return 0
+
+    def take_moves(self) -> Records:
+        """Return the MOVE records since the last call, for the next plan."""
+        return NO_MOVES
 
     @property
     @abstractmethod

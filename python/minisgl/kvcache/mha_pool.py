@@ -49,6 +49,14 @@ class MHAKVPool:
         """Return a view of the pages of layer `index`, [pages, 2, kv_heads, page_size, head_dim]."""
         return self._layers[index]
 
+    def copy_page(self, page: int, buffer: torch.Tensor, *, is_load: bool) -> None:
+        """Copy a page to `buffer`, uint8 [page_bytes], or with `is_load` from there."""
+        for own in (self.data[:, page], self.scale[:, page]):
+            part, buffer = buffer[: own.nbytes], buffer[own.nbytes :]
+            copy = part.view(own.dtype).view(own.shape)
+            target, source = (own, copy) if is_load else (copy, own)
+            target.copy_(source, non_blocking=self.device.type == "cuda")
+
     def poison(self, pages: Sequence[int]) -> None:
         """Fill pages with NaN, so that tests detect reads before the next write."""
         data = self.scale if self.dtype is E4M3 else self.data

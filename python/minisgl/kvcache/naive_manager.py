@@ -9,13 +9,16 @@ import numpy as np
 from minisgl.kvcache.base import CacheHandle, MatchResult, PrefixCache, SizeInfo
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from minisgl.core import Ints
+    from minisgl.kvcache.tiers import Tier
 
 
 class NaiveCacheManager(PrefixCache):
     """A cache that never keeps a page."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, tiers: Sequence[Tier] = ()) -> None:
         self.page_size = page_size
 
     def tick(self, step: int) -> None:

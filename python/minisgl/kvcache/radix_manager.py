@@ -1,4 +1,8 @@
-"""The radix tree of cached prefixes. Host integers only; one edge holds one or more whole pages."""
+"""The radix tree of cached prefixes. Host integers only; one edge holds one or more whole pages.
+
+The pages of an edge are in one or more *places*: in the device's pool, and in tiers below (`tiers.py`). What is evicted
+from the pool is copied to the tiers, and copied back when a request needs it.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,19 @@ import numpy as np
 from minisgl.errors import InvariantError
 from minisgl.kvcache.base import CacheHandle, MatchResult, PrefixCache, SizeInfo
 from minisgl.kvcache.outline import OutlinedNode, outline
-from minisgl.layout import NO_INTS
+from minisgl.kvcache.tiers import Tier, page_name
+from minisgl.layout import MOVE, NO_INTS, NO_MOVES
 
 if TYPE_CHECKING:
-    from minisgl.core import Ints
+    from collections.abc import Sequence
 
+    from minisgl.core import Ints, Records
+    from minisgl.kvcache.tiers import Names
+
+DEVICE: Final = 0  # the place of pages that steps can read; tier i is place 1 + i
+NOWHERE: Final = np.empty(0, np.int32)
+ABSENT: Final = -1  # in a match: a page that has to be loaded before use
+LOST: Final = b"\xff"  # no name of tokens ends so
 MAX_SIBLINGS: Final = 64  # among which a text that ends within a page is looked for
 COMPARE_BLOCK: Final = 4096  # tokens per comparison, so that an early difference in a long key ends the scan
 
@@ -34,32 +46,59 @@ def common_prefix_len(a: Ints, b: Ints) -> int:
 class RadixTreeNode:
     """An edge of the tree and the subtree below.
 
-    key         tokens of this edge, int32 [len(pages) * page_size]
-    pages       page ids of this edge, int32
+    key         tokens of this edge, int32 [length * page_size]
+    length      pages of this edge
+    places      for each place, where the pages are there: page ids or slots, int32 [length], or NOWHERE
+    below       for each place, the number of children that are there
     name        bytes of the first page of the key, prefixed by the salt if the parent is the root
+    names       `page_name` of each page, int64 [length]; None until they are needed
     children    name of the child -> child
     ref_count   locks on this node or below
     timestamp   step of the last use of this node or of a node below
     depth       pages from the root up to and including this edge
+    is_loaded   the pages came from a tier, and no result has shown yet that they are whole
+    is_lost     the pages, or those above, are damaged: not found any more, and gone once unlocked
     """
 
-    __slots__ = ("children", "depth", "is_candidate", "key", "name", "pages", "parent", "ref_count", "timestamp")
+    __slots__ = (
+        "below",
+        "children",
+        "depth",
+        "is_candidate",
+        "is_loaded",
+        "is_lost",
+        "key",
+        "length",
+        "name",
+        "names",
+        "parent",
+        "places",
+        "ref_count",
+        "timestamp",
+    )
 
-    def __init__(self, name: bytes, key: Ints, pages: Ints, parent: RadixTreeNode | None, timestamp: int) -> None:
+    def __init__(
+        self, name: bytes, key: Ints, length: int, parent: RadixTreeNode | None, timestamp: int, num_places: int
+    ) -> None:
         self.name = name
         self.key = key
-        self.pages = pages
+        self.length = length
+        self.places: list[Ints] = [NOWHERE] * num_places
+        self.below = [0] * num_places
+        self.names: Names | None = None
         self.parent = parent
         self.children: dict[bytes, RadixTreeNode] = {}
         self.ref_count = 0
         self.timestamp = timestamp
-        self.is_candidate = False  # has an entry in the eviction queue
-        self.depth: int = len(pages) + (parent.depth if parent else 0)
+        self.is_candidate = [False] * num_places  # has an entry in the place's eviction queue
+        self.is_loaded = False
+        self.is_lost = False
+        self.depth: int = length + (parent.depth if parent else 0)
 
     @property
-    def length(self) -> int:
-        """Pages on this edge."""
-        return len(self.pages)
+    def pages(self) -> Ints:
+        """The page ids on the device; none if the edge is only in tiers."""
+        return self.places[DEVICE]
 
     @property
     def is_salted(self) -> bool:
@@ -67,34 +106,36 @@ class RadixTreeNode:
         node = self
         while node.parent is not None and node.parent.parent is not None:
             node = node.parent
-        return len(node.name) * len(node.pages) > node.key.nbytes
-
-    @property
-    def is_leaf(self) -> bool:
-        return not self.children
+        return len(node.name) * node.length > node.key.nbytes
 
 
 class RadixCacheManager(PrefixCache):
     """Prefix sharing through a radix tree over pages.
 
     Invariants (checked by `check_integrity`): a node's ref_count is the number of locks at or below it, hence never
-    smaller than a child's; siblings differ in their first page; every page id appears once; evictable + protected =
-    pages in the tree; a parent's timestamp is never older than a child's.
+    smaller than a child's; siblings differ in their first page; every page id and every slot appears once; a node is in
+    some place, and on the device only if its parent is; evictable + protected = pages on the device; a parent's
+    timestamp is never older than a child's.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, tiers: Sequence[Tier] = ()) -> None:
+        """`tiers`, the fastest first: what they have kept of an earlier process is in the tree."""
         self.page_size = page_size
+        self.tiers = list(tiers)
+        self._moves: list[Records] = []
         self._now = 0
         self._evictable = 0
         self._protected = 0
         self._num_nodes = 0
-        none = np.empty(0, np.int32)
-        self.root = RadixTreeNode(b"", none, none, None, 0)
+        self.root = RadixTreeNode(b"", NOWHERE, 0, None, 0, 1 + len(self.tiers))
         self.root.ref_count = 1  # never evicted
-        # Eviction queue of (timestamp, serial, node): at most one entry per node, pushed when the node becomes an
-        # unlocked leaf and rechecked when popped. Entries may be stale (locked, extended, used) but not missing.
-        self._candidates: list[tuple[int, int, RadixTreeNode]] = []
+        # For each place an eviction queue of (timestamp, serial, node): at most one entry per node, pushed when the
+        # node becomes unlocked without children there, and rechecked when popped. Entries may be stale (locked,
+        # extended, used) but not missing.
+        self._candidates: list[list[tuple[int, int, RadixTreeNode]]] = [[] for _ in self.root.places]
         self._serial = 0
+        for place, tier in enumerate(self.tiers, 1):
+            self._restore(place, tier)
 
     def tick(self, step: int) -> None:
         self._now = step
@@ -110,15 +151,13 @@ class RadixCacheManager(PrefixCache):
         ids = np.ascontiguousarray(input_ids[: len(pages) * size], dtype=np.int32)
         assert len(ids) == len(pages) * size, f"{len(pages)} pages offered for {len(ids)} tokens"
         node, matched = self._walk(ids, salt)
+        for at in self._path(node):
+            if not len(at.pages):  # of a tier: the computed pages are as good as a copy
+                self._put(at, DEVICE, np.array(pages[at.depth - at.length : at.depth], np.int32))
         if matched < len(pages):
             # Copies, so that a node does not keep a request's whole token buffer alive.
-            new_pages, new_key = np.array(pages[matched:], np.int32), ids[matched * size :].copy()
-            child = RadixTreeNode(self._name(new_key, node, salt), new_key, new_pages, node, self._now)
-            node.children[child.name] = child
-            self._num_nodes += 1
-            self._evictable += child.length
-            self._offer(child)
-            node = child
+            node = self._add(node, ids[matched * size :].copy(), salt)
+            self._put(node, DEVICE, np.array(pages[matched:], np.int32))
         return MatchResult(CacheHandle(len(pages), node), self._path_pages(node))
 
     def lock_handle(self, handle: CacheHandle, unlock: bool = False) -> None:
@@ -128,13 +167,14 @@ class RadixCacheManager(PrefixCache):
                 assert node.ref_count > 0, "a prefix was unlocked more often than locked"
                 node.ref_count -= 1
                 if node.ref_count == 0:
-                    self._protected -= node.length
-                    self._evictable += node.length
-                    self._offer(node)
+                    self._protected -= len(node.pages)
+                    self._evictable += len(node.pages)
+                    for place in range(len(node.places)):
+                        self._offer(node, place)
             else:
                 if node.ref_count == 0:
-                    self._evictable -= node.length
-                    self._protected += node.length
+                    self._evictable -= len(node.pages)
+                    self._protected += len(node.pages)
                 node.ref_count += 1
             node = node.parent
 
@@ -148,26 +188,149 @@ class RadixCacheManager(PrefixCache):
             node, rest = child, rest[len(child.key) :]
         return found[:count]
 
+    # -- tiers
+
+    def load(self, handle: CacheHandle, pages: Ints) -> Ints:
+        for node in self._path(handle.node):
+            if len(node.pages):
+                continue
+            mine, pages = pages[: node.length], pages[node.length :]
+            place = next(i for i, ids in enumerate(node.places) if len(ids))
+            self._move(node, place, mine, node.places[place], is_load=True)
+            self.tiers[place - 1].loaded_pages += node.length
+            self._put(node, DEVICE, mine)
+            node.is_loaded = True
+        assert not len(pages), f"{len(pages)} pages more than are absent"
+        return self._path_pages(handle.node)
+
+    def vouch(self, handle: CacheHandle) -> None:
+        if self.tiers:
+            for node in self._path(handle.node):
+                node.is_loaded = False
+
+    def lose(self, handle: CacheHandle) -> bool:
+        top = next((node for node in self._path(handle.node) if node.is_loaded), None)
+        if top is None:
+            return False
+        if not top.is_lost:
+            assert top.parent is not None
+            del top.parent.children[top.name]
+            while top.name in top.parent.children or not top.name.endswith(LOST):
+                top.name += LOST
+            top.parent.children[top.name] = top
+            for node in reversed(_subtree(top)):
+                node.is_lost = True
+                for place, tier in enumerate(self.tiers, 1):
+                    tier.lost_pages += len(node.places[place])
+                    self._leave(node, place)
+        return True
+
+    def is_lost(self, handle: CacheHandle) -> bool:
+        lost: bool = handle.node.is_lost
+        return lost
+
+    def write_back(self, num_pages: int) -> int:
+        count = 0
+        for place, tier in enumerate(self.tiers, 1):
+            for node in _subtree(self.root)[1:] if tier.index is not None else ():
+                if count < num_pages and len(node.pages) and not len(node.places[place]):
+                    count += self._store(node, place)
+        return count
+
+    def take_moves(self) -> Records:
+        if not self._moves:
+            return NO_MOVES
+        moves = np.concatenate(self._moves)
+        self._moves = []
+        return moves
+
+    def _store(self, node: RadixTreeNode, place: int) -> int:
+        """Copy a node's pages to a tier, where only older ones make room; return how many were copied."""
+        tier = self.tiers[place - 1]
+        if len(node.places[place]) or node.is_lost or node.length > tier.spec.num_slots:
+            return 0
+        while tier.free_size < node.length and (old := self._pop_oldest(place)) is not None:
+            if old.timestamp > node.timestamp:
+                self._offer(old, place)
+                return 0
+            self._leave(old, place)
+        if tier.free_size < node.length:
+            return 0
+        names, (before, salt) = self._names(node), self._before(node)
+        slots = tier.take(names, before, salt, node.key)
+        self._move(node, place, node.pages, slots, is_load=False)
+        self._put(node, place, slots)
+        return node.length
+
+    def _move(self, node: RadixTreeNode, place: int, pages: Ints, slots: Ints, *, is_load: bool) -> None:
+        moves = np.empty(node.length, MOVE)
+        moves["page"], moves["slot"], moves["name"] = pages, slots, self._names(node)
+        moves["tier"], moves["is_load"] = self.tiers[place - 1].number, is_load
+        self._moves.append(moves)
+
+    def _names(self, node: RadixTreeNode) -> Names:
+        """The names of the node's pages; those of all nodes above are known afterwards."""
+        for at in self._path(node):
+            if at.names is None:
+                before, salt = self._before(at)
+                names = []
+                for page in at.key.reshape(at.length, -1):
+                    before, salt = page_name(before, salt, page.tobytes()), b""
+                    names.append(before)
+                at.names = np.array(names, np.int64)
+        assert node.names is not None
+        return node.names
+
+    def _before(self, node: RadixTreeNode) -> tuple[int, bytes]:
+        """The name of the page before the node, and the salt; 0 and the salt where there is none."""
+        parent = node.parent
+        assert parent is not None
+        if parent is self.root:
+            return 0, node.name[: len(node.name) - node.key.nbytes // node.length]
+        assert parent.names is not None
+        return int(parent.names[-1]), b""
+
+    def _restore(self, place: int, tier: Tier) -> None:
+        """Add what the tier has kept; a run of pages is one edge."""
+        found = tier.restore()
+        kept: list[int] = []
+        todo = [(self.root, 0)]
+        while todo:
+            parent, before = todo.pop()
+            for first in found.get(before, ()):
+                run = [first]
+                while len(after := found.get(run[-1].name, [])) == 1:
+                    run += after
+                node = self._add(parent, np.concatenate([page.tokens for page in run]), first.salt)
+                node.names = np.array([page.name for page in run], np.int64)
+                slots = [page.slot for page in run]
+                self._put(node, place, np.array(slots, np.int32))
+                kept += slots
+                todo.append((node, run[-1].name))
+        tier.keep(kept)
+
     # -- eviction
 
     def evict(self, num_pages: int) -> Ints:
+        return self._evict(num_pages, range(1, len(self.root.places)))
+
+    def _evict(self, num_pages: int, places: Sequence[int]) -> Ints:
+        """Evict from the device, with copies in the tiers `places`."""
         freed: list[Ints] = []
         count = 0
-        while count < num_pages and self._candidates:
-            stamp, _, node = heapq.heappop(self._candidates)
-            node.is_candidate = False
-            if not self._is_evictable(node):
-                continue
-            if node.timestamp != stamp:
-                self._offer(node)
-                continue
+        while count < num_pages and (node := self._pop_oldest(DEVICE)) is not None:
             freed.append(node.pages)
             count += node.length
-            self._remove(node)
-        return np.concatenate(freed) if freed else np.empty(0, np.int32)
+            for place in places:
+                self._store(node, place)
+            self._leave(node, DEVICE)
+        return np.concatenate(freed) if freed else NOWHERE
 
     def reset(self) -> Ints:
-        return self.evict(self._evictable)
+        for place in range(1, len(self.root.places)):
+            while (node := self._pop_oldest(place)) is not None:
+                self._leave(node, place)
+        return self._evict(self._evictable, ())
 
     @property
     def size_info(self) -> SizeInfo:
@@ -225,78 +388,145 @@ class RadixCacheManager(PrefixCache):
         parent = node.parent
         assert parent is not None and 0 < at < node.length
         cut = at * self.page_size
-        upper = RadixTreeNode(node.name, node.key[:cut].copy(), node.pages[:at].copy(), parent, node.timestamp)
+        upper = RadixTreeNode(node.name, node.key[:cut].copy(), at, parent, node.timestamp, len(node.places))
         upper.ref_count = node.ref_count  # every lock at or below `node` passes through the upper part
+        upper.places = [ids[:at].copy() for ids in node.places]
+        upper.below = [int(len(ids) > 0) for ids in node.places]
+        upper.is_loaded = node.is_loaded
+        if node.names is not None:
+            upper.names, node.names = node.names[:at].copy(), node.names[at:].copy()
         self._num_nodes += 1
         parent.children[upper.name] = upper
         node.key = node.key[cut:].copy()
-        node.pages = node.pages[at:].copy()
+        node.length -= at
+        node.places = [ids[at:].copy() for ids in node.places]
         node.parent = upper
         node.name = self._name(node.key, upper, b"")
         upper.children[node.name] = node
         return upper
 
-    def _path_pages(self, node: RadixTreeNode) -> Ints:
-        parts: list[Ints] = []
-        at: RadixTreeNode | None = node
-        while at is not None:
-            parts.append(at.pages)
-            at = at.parent
-        return np.concatenate(parts[::-1])
+    def _add(self, parent: RadixTreeNode, key: Ints, salt: bytes) -> RadixTreeNode:
+        """Add a node that is in no place yet."""
+        length, places = len(key) // self.page_size, len(parent.places)
+        node = RadixTreeNode(self._name(key, parent, salt), key, length, parent, self._now, places)
+        parent.children[node.name] = node
+        self._num_nodes += 1
+        return node
 
-    def _is_evictable(self, node: RadixTreeNode) -> bool:
-        return node.parent is not None and node.is_leaf and node.ref_count == 0
-
-    def _offer(self, node: RadixTreeNode) -> None:
-        if self._is_evictable(node) and not node.is_candidate:
-            node.is_candidate = True
-            self._serial += 1
-            heapq.heappush(self._candidates, (node.timestamp, self._serial, node))
-
-    def _remove(self, node: RadixTreeNode) -> None:
+    def _put(self, node: RadixTreeNode, place: int, ids: Ints) -> None:
+        """Set where the pages of `node` are in `place`."""
         parent = node.parent
         assert parent is not None
-        del parent.children[node.name]
-        node.parent = None
-        self._num_nodes -= 1
-        self._evictable -= node.length
-        self._offer(parent)
+        change = int(len(ids) > 0) - int(len(node.places[place]) > 0)
+        node.places[place] = ids
+        parent.below[place] += change
+        if place == DEVICE and node.ref_count:
+            self._protected += change * node.length
+        elif place == DEVICE:
+            self._evictable += change * node.length
+        self._offer(node if len(ids) else parent, place)
+
+    def _leave(self, node: RadixTreeNode, place: int) -> None:
+        """Forget the pages of `node` in `place`, and the node with all below once they are nowhere."""
+        if not len(node.places[place]):
+            return
+        if place != DEVICE:
+            self.tiers[place - 1].give(node.places[place])
+        self._put(node, place, NOWHERE)
+        if any(len(ids) for ids in node.places):
+            return
+        for at in reversed(_subtree(node)):  # what is below is in tiers, where nothing leads to it any more
+            for other, tier in enumerate(self.tiers, 1):
+                tier.give(at.places[other])
+            assert at.parent is not None and not len(at.pages) and not at.ref_count
+            del at.parent.children[at.name]
+            at.parent = None
+            self._num_nodes -= 1
+
+    def _path(self, node: RadixTreeNode) -> list[RadixTreeNode]:
+        """Return the nodes from below the root down to `node`."""
+        path: list[RadixTreeNode] = []
+        while node is not self.root:
+            assert node.parent is not None
+            path.append(node)
+            node = node.parent
+        return path[::-1]
+
+    def _path_pages(self, node: RadixTreeNode) -> Ints:
+        parts = [at.pages if len(at.pages) else np.full(at.length, ABSENT, np.int32) for at in self._path(node)]
+        return np.concatenate([NOWHERE, *parts])
+
+    def _is_evictable(self, node: RadixTreeNode, place: int) -> bool:
+        is_there = node.parent is not None and len(node.places[place]) > 0
+        return is_there and node.ref_count == 0 and node.below[place] == 0
+
+    def _offer(self, node: RadixTreeNode, place: int) -> None:
+        if self._is_evictable(node, place) and not node.is_candidate[place]:
+            node.is_candidate[place] = True
+            self._serial += 1
+            heapq.heappush(self._candidates[place], (node.timestamp, self._serial, node))
+
+    def _pop_oldest(self, place: int) -> RadixTreeNode | None:
+        """Return the evictable node of `place` that was used least recently. It has to leave, or to be offered."""
+        queue = self._candidates[place]
+        while queue:
+            stamp, _, node = heapq.heappop(queue)
+            node.is_candidate[place] = False
+            if self._is_evictable(node, place):
+                if node.timestamp == stamp:
+                    return node
+                self._offer(node, place)
+        return None
 
     # -- invariants
 
-    def _nodes(self) -> list[RadixTreeNode]:
-        nodes = [self.root]
-        for node in nodes:
-            nodes.extend(node.children.values())
-        return nodes[1:]
-
     def owned_pages(self) -> list[int]:
-        return [p for node in self._nodes() for p in node.pages.tolist()]
+        return [p for node in _subtree(self.root) for p in node.pages.tolist()]
 
     def check_integrity(self) -> None:
         evictable = protected = 0
-        for node in self._nodes():
+        nodes = _subtree(self.root)[1:]
+        for node in nodes:
             parent = node.parent
             where = f"radix node at depth {node.depth}"
             if parent is None or parent.children.get(node.name) is not node:
                 raise InvariantError(f"{where} is not its parent's child")
             page = node.key[: self.page_size].tobytes()
-            if not (node.name.endswith(page) if parent is self.root else node.name == page):
+            name = node.name.rstrip(LOST) if node.is_lost else node.name
+            if not (name.endswith(page) if parent is self.root else name == page):
                 raise InvariantError(f"{where} has the name of other tokens")
-            if len(node.key) != node.length * self.page_size or node.length == 0:
-                raise InvariantError(f"{where} has {len(node.key)} tokens for {node.length} pages")
+            if len(node.key) != node.length * self.page_size or {len(x) for x in node.places} - {0, node.length}:
+                raise InvariantError(f"{where} has {len(node.key)} tokens for {node.length} pages in {node.places}")
+            if not any(map(len, node.places)) or (
+                len(node.pages) and parent is not self.root and not len(parent.pages)
+            ):
+                raise InvariantError(f"{where} is nowhere, or on the device without its parent: {node.places}")
+            if node.below != [
+                sum(len(c.places[i]) > 0 for c in node.children.values()) for i in range(len(node.below))
+            ]:
+                raise InvariantError(f"{where} counts its children wrongly: {node.below}")
             if node.depth != parent.depth + node.length:
                 raise InvariantError(f"{where} should be at depth {parent.depth + node.length}")
             if parent is not self.root and (parent.ref_count < node.ref_count or parent.timestamp < node.timestamp):
                 raise InvariantError(f"{where} has more locks or a later use than its parent")
             if node.ref_count:
-                protected += node.length
+                protected += len(node.pages)
             else:
-                evictable += node.length
+                evictable += len(node.pages)
         if (evictable, protected) != (self._evictable, self._protected):
             raise InvariantError(f"radix sizes {self.size_info} should be {(evictable, protected)}")
-        if len(self._nodes()) != self._num_nodes:
-            raise InvariantError(f"{len(self._nodes())} radix nodes, {self._num_nodes} counted")
+        if len(nodes) != self._num_nodes:
+            raise InvariantError(f"{len(nodes)} radix nodes, {self._num_nodes} counted")
+        for place, tier in enumerate(self.tiers, 1):
+            tier.check([slot for node in nodes for slot in node.places[place].tolist()])
         pages = self.owned_pages()
         if len(set(pages)) != len(pages):
             raise InvariantError("a page is in the radix tree twice")
+
+
+def _subtree(top: RadixTreeNode) -> list[RadixTreeNode]:
+    """Return `top` and all nodes below, parents first."""
+    nodes = [top]
+    for node in nodes:
+        nodes.extend(node.children.values())
+    return nodes

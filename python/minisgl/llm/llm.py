@@ -62,7 +62,8 @@ class LLM:
             self._io = OfflineIO()
             self.scheduler = ranks.start(lambda: Scheduler.from_config(config, self._io, ranks.group))
             stack.callback(self.scheduler.engine.shutdown)
-            stack.callback(ranks.group.bus.close)  # called first: some collectives end only when all ranks leave
+            stack.callback(ranks.group.bus.close)  # called before: some collectives end only when all ranks leave
+            stack.callback(self.scheduler.save)
             self.followers = ranks.followers
             self._close = weakref.finalize(self, stack.pop_all().close)
         self._uids = itertools.count()

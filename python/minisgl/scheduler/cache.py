@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minisgl.kvcache.base import MatchResult, PrefixCache
+from minisgl.kvcache.tiers import salt_digest
 from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
@@ -61,7 +62,12 @@ class CacheManager:
         if count > len(self._free):
             if count > self.available:
                 return None
-            self._give_evicted(self.prefix.evict(count - len(self._free)))
+            evicted = self.prefix.evict(count - len(self._free))
+            if self.prefix.tiers:
+                self._forget(evicted)
+                self._free += evicted.tolist()  # usable, but not to be poisoned: the next plan copies them first
+            else:
+                self._give_evicted(evicted)
         cut = len(self._free) - count
         pages = self._free[cut:][::-1]
         del self._free[cut:]
@@ -73,15 +79,24 @@ class CacheManager:
         A prompt with log-probabilities to report is computed as a whole: the cache has only its K/V.
         """
         limit = len(req.ids) - 1 if req.prompt_logprobs is None else 0
-        return self.prefix.match_prefix(req.ids[:limit], _salt(req))
+        return self.prefix.match_prefix(req.ids[:limit], salt_digest(req.sampling_params.cache_salt))
 
     def attach(self, req: Req) -> list[int]:
-        """Lock the longest cached prefix of a waiting request and return its pages."""
+        """Lock the longest cached prefix of a waiting request and return its pages, negative if not on the device."""
         handle, pages = self.match(req)
         self.prefix.lock_handle(handle)
         req.cache_handle = handle
         shared: list[int] = pages.tolist()
         return shared
+
+    def load(self, req: Req, pages: list[int]) -> list[int]:
+        """Load what is not on the device of the prefix of `req` into `pages`; return the prefix's pages."""
+        loaded: list[int] = self.prefix.load(req.cache_handle, np.array(pages, np.int32)).tolist()
+        return loaded
+
+    def lose(self, req: Req) -> bool:
+        """Forget the pages that were loaded for `req`, whose result is not finite; return false if there are none."""
+        return req.cache_handle is not None and self.prefix.lose(req.cache_handle)
 
     def detach(self, req: Req) -> None:
         """Undo `attach`."""
@@ -94,12 +109,16 @@ class CacheManager:
         Where another request has inserted the same prefix before, the row is remapped to the cached pages and the
         request's own copies are freed, behind a fence: the newest batch that holds the row may still read them.
         """
-        count = self.rows.finite_len(req) // self.page_size
+        finite = self.rows.finite_len(req)
+        if not finite or self.prefix.is_lost(req.cache_handle):
+            return
+        self.prefix.vouch(req.cache_handle)
+        count = finite // self.page_size
         if count <= req.cache_handle.num_pages:
             return
         ids = self.rows.text(req)[: count * self.page_size]
         own = np.array(req.pages[:count], np.int32)
-        handle, canonical = self.prefix.insert_prefix(ids, own, _salt(req))
+        handle, canonical = self.prefix.insert_prefix(ids, own, salt_digest(req.sampling_params.cache_salt))
         if handle.num_pages == 0:
             return  # the naive cache keeps nothing
         differing = np.flatnonzero(canonical != own)
@@ -141,9 +160,12 @@ class CacheManager:
         self._give_evicted(self.prefix.reset())
 
     def _give_evicted(self, pages: Ints) -> None:
+        self._forget(pages)
+        self._give(pages.tolist())
+
+    def _forget(self, pages: Ints) -> None:
         if self.prefixes is not None:
             self.prefixes.remove(pages)
-        self._give(pages.tolist())
 
     def _give(self, pages: list[int]) -> None:
         self._free.extend(pages)
@@ -153,7 +175,3 @@ class CacheManager:
     def unowned_pages(self) -> tuple[list[int], list[int]]:
         """Return the free pages and the fenced ones (for the invariant checks)."""
         return list(self._free), [p for _, pages in self._fenced for p in pages]
-
-
-def _salt(req: Req) -> bytes:
-    return req.sampling_params.cache_salt.encode(errors="surrogatepass")

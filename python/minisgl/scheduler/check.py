@@ -101,7 +101,9 @@ def _check_row(scheduler: Scheduler, req: Req) -> None:
     stored = int(rows.uid[row]), int(rows.max_len[row]), int(rows.flags[row])
     if stored != (req.uid, req.max_len, decode_flags(req)):
         raise InvariantError(f"the arrays say uid, max_len, flags = {stored}: {where}")
-    if limit != min(capacity, req.max_len - 1) or bool(rows.is_live[row]) != (req.status is not Status.FINISHED):
+    may_be_dead = req.status in (Status.FINISHED, Status.PREEMPTED)  # the latter where a loaded page was damaged
+    is_dead = not rows.is_live[row]
+    if limit != min(capacity, req.max_len - 1) or (req.status is Status.FINISHED) > is_dead or is_dead > may_be_dead:
         raise InvariantError(f"limit or liveness ({rows.is_live[row]}) contradict the request: {where}")
     if not 0 <= cached <= min(capacity, req.max_len - 1):
         raise InvariantError(f"more tokens than the pages hold, or than the request allows: {where}")

@@ -11,6 +11,7 @@ import numpy as np
 from minisgl.core import BatchPlan
 from minisgl.layout import (
     NO_INTS,
+    NO_MOVES,
     NO_PAGE_WRITES,
     NO_PROPOSALS,
     NO_ROW_STATES,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from minisgl.core import StepCosts, StepResult
+    from minisgl.kvcache.tiers import TierSpec
     from minisgl.layout import Ints, Records
     from minisgl.params import Limits
     from minisgl.scheduler.req import Req
@@ -55,6 +57,7 @@ class StepEngine(Protocol):
     limits: Limits
     eos_token_ids: frozenset[int]
     is_async: bool  # computes while the host plans, and may get masks after a launch
+    tiers: list[TierSpec]  # below the pool, the fastest first
 
     def launch(self, plan: BatchPlan) -> StepOutput:
         """Start a step behind those launched before."""
@@ -126,7 +129,9 @@ class Step:
             return self.running
         return np.concatenate([self.running, np.array([r.row for r in self.prompts()], np.intp)])
 
-    def make_plan(self, number: int, rows: Rows, histories: Ints = NO_INTS) -> BatchPlan:
+    def make_plan(
+        self, number: int, rows: Rows, histories: Ints = NO_INTS, moves: Records = NO_MOVES
+    ) -> BatchPlan:
         """Return the step as host integers, with all writes to the device's per-row state since the last plan.
 
         Masks are added by `Grammars.plan_masks`.
@@ -151,9 +156,8 @@ class Step:
             tokens = np.concatenate([c.req.ids[c.start : c.stop] for c in self.chunks])
             chunks = [c for c in self.chunks if c.has_prompt_logprobs]
             ids = np.concatenate([NO_INTS, *(c.req.ids[c.start + 1 : c.stop + 1] for c in chunks)])
-        return BatchPlan(
-            number, slots, tokens, *rows.writes.take(), prompt_logprob_ids=ids, histories=histories, proposals=proposals
-        )
+        drafts = {"histories": histories, "proposals": proposals}
+        return BatchPlan(number, slots, tokens, *rows.writes.take(), prompt_logprob_ids=ids, **drafts, moves=moves)
 
 
 @dataclass(frozen=True, slots=True)

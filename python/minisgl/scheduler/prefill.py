@@ -206,12 +206,15 @@ class PrefillManager:
         """Give `req` a row and the pages of its whole prompt, unless fewer than `reserved` tokens would stay free."""
         cache = self.cache
         shared = cache.attach(req)
-        need = cache.pages_for(len(req.ids)) - len(shared)
+        absent = sum(page < 0 for page in shared)
+        need = cache.pages_for(len(req.ids)) - len(shared) + absent
         # Alone, a request needs no margin: `Admission` has checked that the pool can hold it to its end.
         margin = cache.pages_for(reserved + self.growth.tokens(req)) if reserved else 0
         if need + margin > cache.available or (own := cache.allocate(need)) is None:
             cache.detach(req)
             return False
+        if absent:
+            shared, own = cache.load(req, own[:absent]), own[absent:]
         cached_len = len(shared) * cache.page_size
         self.rows.allocate(req, cached_len)
         self.rows.set_pages(req, 0, shared + own)

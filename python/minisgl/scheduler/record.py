@@ -25,6 +25,7 @@ import numpy as np
 
 from minisgl.core import StepCosts
 from minisgl.errors import ConfigError, RequestError
+from minisgl.kvcache.tiers import TierSpec
 from minisgl.message import BackendMsg, Failure, UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.params import Limits
 from minisgl.scheduler.scheduler import Scheduler
@@ -51,6 +52,7 @@ class Header(msgspec.Struct, kw_only=True):
     eos_token_ids: frozenset[int]
     is_async: bool
     costs: StepCosts | None
+    tiers: list[TierSpec]
 
 
 class Result(msgspec.Struct, array_like=True):
@@ -103,6 +105,7 @@ class RecordingScheduler(Scheduler):
             eos_token_ids=engine.eos_token_ids,
             is_async=engine.is_async,
             costs=engine.step_costs(),
+            tiers=[replace(tier, folder="") for tier in engine.tiers],
         )
         assert config.record is not None, "no file to write"
         writer = Writer(config.record, header)

@@ -88,7 +88,7 @@ class Rows:
         req.table_idx = None
 
     def end(self, req: Req) -> None:
-        """Record that `req` has ended: tokens in flight are not reported."""
+        """Record that `req` has ended, or begins again: tokens in flight are not reported."""
         if req.table_idx is not None:
             self.is_live[req.table_idx] = False
 
@@ -103,6 +103,10 @@ class Rows:
     def is_in_flight(self, req: Req) -> bool:
         """Return whether a launched batch that is not collected yet holds the row of `req`."""
         return req.table_idx is not None and bool(self.last_step[req.table_idx] > self.retired)
+
+    def is_reported(self, req: Req) -> bool:
+        """Return whether `req` holds a row whose tokens are reported."""
+        return req.table_idx is not None and bool(self.is_live[req.table_idx])
 
     def sampled(self, req: Req) -> Ints:
         """Return the tokens sampled since `req` got its row: a view, int32."""

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from minisgl.distributed.control import PlanBus
-from minisgl.errors import InvariantError, RequestError
+from minisgl.errors import ConfigError, InvariantError, RequestError
 from minisgl.kvcache import create_prefix_cache
+from minisgl.kvcache.tiers import worthwhile_tiers
 from minisgl.layout import NO_INTS
 from minisgl.message import AbortMsg, BackendMsg, ExitMsg, Finished, FlushCacheMsg, PrefixesMsg, UserMsg, ViewMsg
 from minisgl.routing.prefixes import CachedPrefixes
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COMPILE_POLL_S: Final = 0.005  # how long to wait for grammars when there is nothing else to do
+WRITE_BACK_S: Final = 0.05  # how long a new request may wait for pages that are copied to a tier in idle time
+EXIT_S: Final = 1.0  # how long the exit may take for these pages
 
 
 class Scheduler:
@@ -88,7 +91,8 @@ class Scheduler:
         self.rows = Rows(
             engine.max_running_requests, max_tokens, engine.page_size, limits.vocab_size, engine.eos_token_ids
         )
-        prefix_cache = create_prefix_cache(config.cache_type, engine.page_size)
+        tiers = worthwhile_tiers(engine.tiers, engine.page_size, costs, is_fresh=config.record is not None)
+        prefix_cache = create_prefix_cache(config.cache_type, engine.page_size, tiers)
         prefixes = CachedPrefixes(engine.num_pages, engine.page_size) if config.tells_prefixes else None
         self.cache = CacheManager(engine.num_pages, engine.page_size, prefix_cache, self.rows, prefixes)
         self.is_mixed = config.mixed_batches
@@ -120,6 +124,8 @@ class Scheduler:
         from minisgl.engine.engine import Engine
         from minisgl.grammar.trial import TriedCompiler
 
+        if config.cache_type != "radix" and (config.engine.host_kv or config.engine.disk_kv):
+            raise ConfigError(f"--host-kv and --disk-kv keep cached prefixes, and --cache {config.cache_type} has none")
         engine = Engine.from_config(config.engine, config.max_prefill_length, group)
         if engine.spec.pooling == "mean":
             config = replace(config, cache_type="naive")  # a cached prefix has no hidden states to pool
@@ -152,6 +158,17 @@ class Scheduler:
                 if req.status is not Status.FINISHED:
                     self.finish(req, endings.shut_down(req))
             self.replies.flush()
+        while self.launched:
+            self.collect(self.launched.popleft())
+        self.save()
+
+    def save(self) -> None:
+        """Copy cached pages to the tiers that outlive this process, as many as EXIT_S allows; nothing if busy."""
+        deadline = time.monotonic() + EXIT_S
+        while not self.is_busy and time.monotonic() < deadline and (step := self._write_back()) is not None:
+            self.step_number += 1
+            self.launch(step)
+            self.collect(self.launched.popleft())
 
     def _listen_seconds(self) -> float:
         """Return how long to listen before the next step is planned: 0 if prompts wait for it, or the device idles."""
@@ -273,7 +290,13 @@ class Scheduler:
             return Step(running, chunks, drafts)
         if not self.launched and len(self.live) > len(self.grammars):
             raise InvariantError(f"no request can go on: {list(self.live.values())[:8]}")
-        return None
+        return None if self.live else self._write_back()
+
+    def _write_back(self) -> Step | None:
+        """Return a step that copies cached pages to a tier that outlives this process, for idle times."""
+        prefix = self.cache.prefix
+        pages = [max(1, int(WRITE_BACK_S / t.spec.page_seconds)) for t in prefix.tiers if t.index is not None]
+        return Step(self.decode.index, []) if pages and prefix.write_back(min(pages)) else None
 
     def _preempt_for(self, req: Req) -> bool:
         """Preempt the newest request that is not much shorter than others, in favour of `req`.
@@ -313,7 +336,7 @@ class Scheduler:
         if self.drafts is not None:
             histories = self.drafts.histories(step)
             self.drafts.advance(step.running, step.drafts)
-        plan = step.make_plan(self.step_number, self.rows, histories)
+        plan = step.make_plan(self.step_number, self.rows, histories, self.cache.prefix.take_moves())
         if self.grammars.num_followed:
             plan = replace(plan, masks=self.grammars.plan_masks(plan, self.rows))
         self.rows.advance(plan)
@@ -377,7 +400,11 @@ class Scheduler:
         usable = is_live & (wave.finite != 0)
         if not usable.all():
             for req in rows.holders(sampled[is_live & ~usable]):
-                self.finish(req, endings.not_finite(req))
+                if self.cache.lose(req):  # a damaged page of a tier: compute the prompt
+                    rows.end(req)
+                    self._leave(req, Status.PREEMPTED)
+                else:
+                    self.finish(req, endings.not_finite(req))
             sampled, tokens = sampled[usable], tokens[usable]
         if result.logprobs is not None:
             self.replies.add_logprobs(result.logprobs[:, wave.columns[usable]], rows.holders(sampled))
@@ -388,7 +415,7 @@ class Scheduler:
         if result.logprobs is not None:
             self.replies.add_prompt_logprobs(result.logprobs[:, len(result.tokens) :], step.prompt_logprobs)
         for column, req in enumerate(step.prompts, len(step.sampled) - len(step.prompts)):
-            if req.status is not Status.FINISHED and len(req.ids) == req.prompt_len:
+            if self.rows.is_reported(req) and len(req.ids) == req.prompt_len:
                 self.stats.looked_up_tokens += req.prompt_len
                 self.stats.cached_tokens += req.prefix_hit
                 self.replies.start(req, result.embedding(column))

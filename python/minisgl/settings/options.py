@@ -215,6 +215,14 @@ class EngineConfig(Settings):
         above=0,
         maximum=1,
     )
+    host_kv: int = option(
+        0, "bytes of host memory for K/V pages that the GPU has no room for (64G), in all ranks together", minimum=0
+    )
+    disk_kv: str | None = option(
+        None,
+        "PATH:SIZE, a folder and its bytes (/var/cache/kv:200G) for K/V pages that memory has no room for; the next "
+        "server with this model finds them",
+    )
     max_running_requests: int = option(
         256, "maximum number of requests computed at the same time", aliases=("max_num_seqs",), minimum=1
     )
@@ -278,6 +286,16 @@ class EngineConfig(Settings):
     default_chat_template_kwargs: str | None = option(
         None, "JSON object of chat_template_kwargs for requests that do not set them", form=dict
     )
+
+    @property
+    def disk_tier(self) -> tuple[Path, int] | None:
+        """The folder and the bytes of `--disk-kv`. Raises `ConfigError` for anything else."""
+        if self.disk_kv is None:
+            return None
+        parts = re.fullmatch(r"(.+):(\d+(?:\.\d+)?)([kmgKMG]?)", str(self.disk_kv))
+        if parts is None:
+            raise ConfigError(f"--disk-kv {self.disk_kv} is not PATH:SIZE, such as /var/cache/kv:200G")
+        return Path(parts[1]).expanduser(), int(float(parts[2]) * MULTIPLES.get(parts[3], 1))
 
     def load_chat_template(self) -> str | None:
         """The text of `--chat-template`. Raises `ConfigError` for a file that cannot be read."""

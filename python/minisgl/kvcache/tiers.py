@@ -1,0 +1,160 @@
+"""Tiers below the device's pool, as the host sees them: which slots are free, and the index that outlives the process.
+
+A tier is memory of the host or a file. It has slots, each of which holds a copy of one page. The radix tree says which
+page is in which slot; `storage.py` copies.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from minisgl.errors import InvariantError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from minisgl.core import Ints, Records, StepCosts
+
+    Names = npt.NDArray[np.int64]
+
+_log = logging.getLogger("minisgl.kvcache")
+
+SALT_BYTES: Final = 16
+NO_SALT: Final = bytes(SALT_BYTES)
+
+
+def salt_digest(salt: str) -> bytes:
+    """Return what stands for the salt of a request in tree and index: SALT_BYTES bytes, or none without a salt."""
+    return blake2b(salt.encode(errors="surrogatepass"), digest_size=SALT_BYTES).digest() if salt else b""
+
+
+def page_name(before: int, salt: bytes, tokens: bytes) -> int:
+    """Return 64 bits that stand for a page behind the page `before` (0: the first, with the salt), as a signed int."""
+    seed = before.to_bytes(8, "little", signed=True) + salt
+    return int.from_bytes(blake2b(seed + tokens, digest_size=8).digest(), "little", signed=True) or 1
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """What an engine offers: `num_slots` pages, each of which is read in `page_seconds`.
+
+    A tier with a `folder` outlives the process.
+    """
+
+    name: str
+    num_slots: int
+    page_seconds: float
+    folder: str = ""
+
+
+class KeptPage(NamedTuple):
+    """A page of an earlier process, as the index has it: its tokens [page_size], and the salt of a first page."""
+
+    slot: int
+    name: int
+    salt: bytes
+    tokens: Ints
+
+
+class Tier:
+    """The slots of one tier, and what happened to them since the start. `number` is its index in the engine."""
+
+    def __init__(self, spec: TierSpec, number: int, page_size: int, is_fresh: bool = False) -> None:
+        """Read the index of the folder, if the tier has one; with `is_fresh` forget it."""
+        self.spec = spec
+        self.number = number
+        self.stored_pages = 0
+        self.loaded_pages = 0
+        self.lost_pages = 0  # dropped because a page came back damaged
+        self.index = _open_index(Path(spec.folder), spec.num_slots, page_size) if spec.folder else None
+        if self.index is not None and is_fresh:
+            self.index["name"] = 0
+        self._free = list(range(spec.num_slots - 1, -1, -1))
+
+    @property
+    def free_size(self) -> int:
+        return len(self._free)
+
+    def take(self, names: Names, before: int, salt: bytes, tokens: Ints) -> Ints:
+        """Return free slots [n] for consecutive pages with these names [n], the first of them behind `before`."""
+        cut = len(self._free) - len(names)
+        slots = np.array(self._free[cut:][::-1], np.int32)
+        del self._free[cut:]
+        if self.index is not None:
+            records = np.zeros(len(names), self.index.dtype)
+            records["name"] = names
+            records["before"] = [before, *names[:-1].tolist()]
+            records["salt"] = np.frombuffer(salt or NO_SALT, np.uint8)
+            records["tokens"] = tokens.reshape(len(names), -1)
+            self.index[slots] = records
+        self.stored_pages += len(names)
+        return slots
+
+    def give(self, slots: Ints) -> None:
+        """Take back slots whose pages are not needed any more."""
+        self._free += slots.tolist()
+        if self.index is not None:
+            self.index["name"][slots] = 0
+
+    def restore(self) -> dict[int, list[KeptPage]]:
+        """Return the pages of an earlier process by the name of the page before them, without torn records."""
+        found: dict[int, list[KeptPage]] = {}
+        seen: set[int] = set()
+        if self.index is None:
+            return found
+        for slot in np.flatnonzero(self.index["name"]).tolist():
+            record = self.index[slot]
+            before, name, salt = int(record["before"]), int(record["name"]), record["salt"].tobytes()
+            if before or salt == NO_SALT:
+                salt = b""
+            if name not in seen and page_name(before, salt, record["tokens"].tobytes()) == name:
+                seen.add(name)
+                found.setdefault(before, []).append(KeptPage(slot, name, salt, np.array(record["tokens"])))
+        return found
+
+    def keep(self, slots: Sequence[int]) -> None:
+        """Claim the restored `slots`, and forget all others."""
+        if self.index is not None:
+            kept = set(slots)
+            self._free = [slot for slot in self._free if slot not in kept]
+            self.index["name"][self._free] = 0
+
+    def check(self, owned: list[int]) -> None:
+        """Raise `InvariantError` unless each slot is either free or one of `owned`."""
+        if sorted([*self._free, *owned]) != list(range(self.spec.num_slots)):
+            raise InvariantError(f"slots of the {self.spec.name} tier are lost, or held twice")
+
+
+def worthwhile_tiers(
+    specs: Sequence[TierSpec], page_size: int, costs: StepCosts | None, *, is_fresh: bool
+) -> list[Tier]:
+    """Return the tiers that are read faster than the same pages are computed; `is_fresh`: without what they keep."""
+    tiers = []
+    for number, spec in enumerate(specs):
+        if costs is None or spec.page_seconds < costs.per_token * page_size:
+            tiers.append(Tier(spec, number, page_size, is_fresh))
+        else:
+            each = f"{1e3 * spec.page_seconds:.2g} ms, computing it {1e3 * costs.per_token * page_size:.2g} ms"
+            _log.warning("the %s tier is not used: reading a page takes %s", spec.name, each)
+    return tiers
+
+
+def _open_index(folder: Path, num_slots: int, page_size: int) -> Records:
+    """Map the file that says which page each slot holds; its tokens are as private as the K/V."""
+    record = np.dtype(
+        [("name", "<i8"), ("before", "<i8"), ("salt", "u1", (SALT_BYTES,)), ("tokens", "<i4", (page_size,))]
+    )
+    size = num_slots * record.itemsize
+    with open(os.open(folder / "index", os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+        os.ftruncate(file.fileno(), min(size, os.fstat(file.fileno()).st_size))
+        os.posix_fallocate(file.fileno(), 0, size)  # a hole could not be filled once the disk is full
+        return np.memmap(file, record, "r+", shape=(num_slots,))
