@@ -1,15 +1,13 @@
-"""Prefixes below the device: found again, in the right place, whatever else happens, and never believed when damaged."""
+"""Prefixes below the device are found again, whatever else happens, and are not believed where they are damaged."""
 
 from __future__ import annotations
 
-import random
-from pathlib import Path
-
+import numpy as np
 import pytest
 
-from minisgl.core import FinishReason, StepCosts
+from minisgl.core import BatchPlan, StepCosts
 from minisgl.kvcache.tiers import TierSpec
-from minisgl.settings.options import EngineConfig
+from minisgl.layout import MOVE
 from support.fake_engine import FakeEngine
 from support.traces import Harness, run_random_trace
 
@@ -24,7 +22,7 @@ def test_random_traces_with_tiers(names: str, depth: int, damage: float) -> None
     stored = loaded = lost = 0
     for seed in range(4):
         number = 1000 * depth + seed + 500 * (damage > 0)
-        h, ends = run_random_trace(number, depth, "auto" if seed == 3 else "off", CHOICES[names], damage)
+        h, _ = run_random_trace(number, depth, "auto" if seed == 3 else "off", CHOICES[names], damage)
         assert {*h.errors.values()} <= {"", "no grammar"}
         tiers = h.scheduler.cache.prefix.tiers
         stored += sum(tier.stored_pages for tier in tiers)
@@ -33,3 +31,76 @@ def test_random_traces_with_tiers(names: str, depth: int, damage: float) -> None
         assert h.engine.num_moves == [sum(t.stored_pages for t in tiers), sum(t.loaded_pages for t in tiers)]
     assert stored > 50 and loaded > 2
     assert (lost > 0) == (damage > 0)
+
+
+def small_pool(tiers: list[TierSpec], depth: int = 0, **options: object) -> Harness:
+    """A scheduler whose pool holds one long request."""
+    costs = StepCosts(1e-3, 1e-4)
+    return Harness(FakeEngine(rows=2, num_pages=16, vocab=5003, costs=costs, tiers=tiers), depth, **options)
+
+
+def ask(h: Harness, start: int, length: int = 40, max_tokens: int = 8) -> int:
+    """Compute a prompt; return how many of its tokens were cached."""
+    before = h.scheduler.stats.cached_tokens
+    h.add(range(start, start + length), max_tokens, ignore_eos=True)
+    h.finish_all()
+    h.check_outputs()
+    return h.scheduler.stats.cached_tokens - before
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_evicted_prefix_is_loaded_and_not_computed(depth: int) -> None:
+    h = small_pool([HOST], depth)
+    assert [ask(h, 100), ask(h, 200), ask(h, 100), ask(h, 200)] == [0, 0, 36, 36]
+    h.scheduler.cache.flush()
+    assert ask(h, 100) == 0, "a flushed prefix was found"
+
+
+def test_a_preempted_request_comes_back_from_the_host() -> None:
+    """Two requests that fit only one at a time: what the second has computed is loaded, not computed again."""
+    h = small_pool([HOST])
+    h.scheduler.prefill.growth.fraction = h.scheduler.prefill.growth.FLOOR = 0.0  # type: ignore[misc]
+    for start in (100, 200):
+        h.add(range(start, start + 20), 40, ignore_eos=True)
+    h.finish_all()
+    h.check_outputs()
+    stats, tier = h.scheduler.stats, h.scheduler.cache.prefix.tiers[0]
+    assert stats.preemptions > 0 and tier.loaded_pages > 0
+    assert stats.computed_prompt_tokens <= 40 + 4 * stats.preemptions, "more than the last pages was computed again"
+
+
+def test_the_oldest_leave_a_full_tier() -> None:
+    h = small_pool([TierSpec("host", 24, 1e-6)])
+    for start in (100, 200, 300, 400):
+        ask(h, start)
+    assert [ask(h, 300), ask(h, 100)] == [36, 0]
+
+
+def test_damage_of_a_shared_prefix_costs_no_request() -> None:
+    """Several requests load one prefix; all of them are computed, and their own tails are found later."""
+    h = small_pool([HOST], 1, max_prefill_length=8)
+    ask(h, 100, 20)
+    ask(h, 500, 60, 2)
+    h.engine.damaged = {(0, slot) for slot in h.engine.slots[0]}
+    for tail in (1, 2):
+        h.add([*range(100, 120), tail, tail, tail], 6, ignore_eos=True)
+    h.finish_all()
+    h.check_outputs()
+    assert h.scheduler.cache.prefix.tiers[0].lost_pages > 0
+    assert ask(h, 100, 20) == 16
+
+
+def test_a_tier_that_is_slower_than_computing_is_not_used() -> None:
+    h = small_pool([TierSpec("disk", 60, 1e-3)])  # 1 ms a page, 0.1 ms a token
+    assert h.scheduler.cache.prefix.tiers == []
+    assert [ask(h, 100), ask(h, 200), ask(h, 100)] == [0, 0, 0]
+
+
+def test_moves_travel_in_a_packed_plan() -> None:
+    h = small_pool([HOST])
+    for start in (100, 200, 100):
+        ask(h, start)
+    moves = np.concatenate([BatchPlan.unpack(np.frombuffer(data, np.int32)).moves for data in h.engine.plans])
+    assert moves.dtype == MOVE and len(moves) == sum(h.engine.num_moves)
+    stored, loaded = ({*moves["name"][moves["is_load"] == i].tolist()} for i in (0, 1))
+    assert loaded and loaded < stored
