@@ -87,6 +87,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     ref_count: int  # running requests that lock this node or a node below
     idle_steps: int  # steps since the last use
     hidden: int  # children that are not shown
+    place: str = "device"  # or the name of the fastest tier that has the pages
     head: bytes = b""  # the first tokens, int32; the detokenizer turns them into `text`; empty without `--view-texts`
     text: str = ""
 
@@ -100,6 +101,17 @@ class StepView(msgspec.Struct, frozen=True):
     prompt_tokens: int
     drafted: int
     accepted: int
+
+
+class TierView(msgspec.Struct, frozen=True, kw_only=True):
+    """A tier below the device's pool. `stored`, `loaded` and `lost` are totals since the start."""
+
+    name: str  # host or disk
+    pages_total: int
+    pages_held: int  # copies of pages of the tree; some of these pages are on the device, too
+    stored: int  # pages copied there
+    loaded: int  # pages copied back
+    lost: int  # pages forgotten because a copy was damaged
 
 
 class EngineView(msgspec.Struct, tag="view", frozen=True, kw_only=True):
@@ -123,6 +135,7 @@ class EngineView(msgspec.Struct, tag="view", frozen=True, kw_only=True):
     nodes_total: int
     nodes_hidden: int  # children of the root that are not shown
     steps: list[StepView] = []  # the last ones, at most `scheduler/stats.py: VIEW_STEPS`, oldest first
+    tiers: list[TierView] = []
 
 
 # -- to the tokenizers and the detokenizer
@@ -360,6 +373,7 @@ class StatsMsg(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     accepted_tokens: int = 0
     preemptions: int = 0
     dropped: int = 0  # messages that contradict themselves or earlier ones
+    tiers: list[TierView] = []
 
 
 class PrefixesMsg(msgspec.Struct, tag="prefixes", frozen=True, kw_only=True):

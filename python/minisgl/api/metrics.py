@@ -38,6 +38,14 @@ _OF_ENDED: Final = {
     "request_inference_time_seconds": ("Prefill and decode time together", _E2E_BUCKETS),
     "request_time_per_output_token_seconds": ("Decode time by the tokens after the first", _ITL_BUCKETS),
 }
+# Fields of `TierView`.
+_TIER_METRICS: Final = {
+    "pages_total": (GaugeMetricFamily, "KV pages that a tier below the device can hold"),
+    "pages_held": (GaugeMetricFamily, "KV pages that a tier holds"),
+    "stored": (CounterMetricFamily, "KV pages copied to a tier"),
+    "loaded": (CounterMetricFamily, "KV pages copied from a tier to the device"),
+    "lost": (CounterMetricFamily, "KV pages of a tier that were damaged, and forgotten"),
+}
 
 
 class Histogram:
@@ -161,6 +169,11 @@ class Metrics:
                 metric = family("minisgl:" + name, help, labels=["model_name"])
                 metric.add_metric([self._model], value)
                 yield metric
+        for name, (kind, help) in _TIER_METRICS.items():
+            metric = kind("minisgl:kv_tier_" + name, help, labels=["model_name", "tier"])
+            for tier in stats.tiers:
+                metric.add_metric([self._model, tier.name], getattr(tier, name))
+            yield metric
         while_running = (self.time_to_first_token, self.inter_token_latency, self.queue_time)
         for histogram in (*while_running, *self._of_ended.values()):
             yield histogram.family(self._model)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from minisgl.message import EngineView, NodeView, RequestView, StatsMsg, StepView, ids_to_bytes
+from minisgl.message import EngineView, NodeView, RequestView, StatsMsg, StepView, TierView, ids_to_bytes
 
 if TYPE_CHECKING:
     from minisgl.kvcache.radix_manager import RadixTreeNode
+    from minisgl.scheduler.cache import CacheManager
     from minisgl.scheduler.plan import Launched
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.scheduler import Scheduler
@@ -74,7 +75,22 @@ class Stats:
             accepted_tokens=self.accepted_tokens,
             preemptions=self.preemptions,
             dropped=self.dropped,
+            tiers=_tiers(cache),
         )
+
+
+def _tiers(cache: CacheManager) -> list[TierView]:
+    return [
+        TierView(
+            name=tier.spec.name,
+            pages_total=tier.spec.num_slots,
+            pages_held=tier.spec.num_slots - tier.free_size,
+            stored=tier.stored_pages,
+            loaded=tier.loaded_pages,
+            lost=tier.lost_pages,
+        )
+        for tier in cache.prefix.tiers
+    ]
 
 
 def engine_view(scheduler: Scheduler, uid: int) -> EngineView:
@@ -82,6 +98,7 @@ def engine_view(scheduler: Scheduler, uid: int) -> EngineView:
     cache = scheduler.cache
     tree, root_hidden = cache.prefix.outline()
     index = {outlined.node: i for i, outlined in enumerate(tree)}
+    places = ["device", *(tier.spec.name for tier in cache.prefix.tiers)]
     nodes = [
         NodeView(
             parent=parent,
@@ -90,6 +107,7 @@ def engine_view(scheduler: Scheduler, uid: int) -> EngineView:
             ref_count=node.ref_count,
             idle_steps=scheduler.step_number - node.timestamp,
             hidden=hidden,
+            place=next(name for name, ids in zip(places, node.places, strict=True) if len(ids)),
             head=ids_to_bytes(node.key[:HEAD_TOKENS]) if scheduler.shows_texts and not node.is_salted else b"",
         )
         for node, parent, hidden in tree
@@ -114,6 +132,7 @@ def engine_view(scheduler: Scheduler, uid: int) -> EngineView:
         nodes_total=cache.prefix.num_nodes,
         nodes_hidden=root_hidden,
         steps=scheduler.stats.last_steps(),
+        tiers=_tiers(cache),
     )
 
 

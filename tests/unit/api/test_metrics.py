@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from minisgl.api import metrics
 from minisgl.api.metrics import Metrics
 from minisgl.core import FinishReason
-from minisgl.message import StatsMsg
+from minisgl.message import StatsMsg, TierView
 
 
 def test_throughput_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -43,7 +43,10 @@ def test_throughput_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
         assert lines == ["in 10 s: prefill 0 tok/s, decode 5 tok/s, cache hits 24 %; now: running 3, queued 0, KV 50 %"]
         after_10_s(second)
         assert lines == []
-    text = counted.render(second, 0, 0, 0)[0].decode()
+    tier = TierView(name="disk", pages_total=90, pages_held=7, stored=30, loaded=20, lost=1)
+    text = counted.render(msgspec.structs.replace(second, tiers=[tier]), 0, 0, 0)[0].decode()
+    assert 'minisgl:kv_tier_pages_held{model_name="m",tier="disk"} 7.0' in text
+    assert 'minisgl:kv_tier_loaded_total{model_name="m",tier="disk"} 20.0' in text
     assert 'minisgl:prefix_cache_queries_total{model_name="m"} 1000.0' in text
     assert 'minisgl:prefix_cache_hits_total{model_name="m"} 240.0' in text
 

@@ -8,6 +8,7 @@ import pytest
 from minisgl.core import BatchPlan, StepCosts
 from minisgl.kvcache.tiers import TierSpec
 from minisgl.layout import MOVE
+from minisgl.scheduler.stats import engine_view
 from support.fake_engine import FakeEngine
 from support.traces import Harness, run_random_trace
 
@@ -94,6 +95,18 @@ def test_a_tier_that_is_slower_than_computing_is_not_used() -> None:
     h = small_pool([TierSpec("disk", 60, 1e-3)])  # 1 ms a page, 0.1 ms a token
     assert h.scheduler.cache.prefix.tiers == []
     assert [ask(h, 100), ask(h, 200), ask(h, 100)] == [0, 0, 0]
+
+
+def test_the_view_tells_where_pages_are() -> None:
+    h = small_pool([HOST])
+    for start in (100, 200, 100):
+        ask(h, start)
+    view = engine_view(h.scheduler, 1)
+    assert {node.place for node in view.nodes} == {"device", "host"}
+    (tier,) = view.tiers
+    assert h.scheduler.stats.snapshot(h.scheduler).tiers == [tier]
+    assert [tier.name, tier.pages_total, tier.lost] == ["host", 40, 0]
+    assert tier.stored >= tier.pages_held > 0 and tier.loaded == 9
 
 
 def test_moves_travel_in_a_packed_plan() -> None:
