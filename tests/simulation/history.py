@@ -148,7 +148,9 @@ class History:
         page_size = rng.choice((1, 2, 4, 8))
         pages = -(-MAX_LEN // page_size)
         self.vocab = rng.choice((7, len(BYTES)))  # the smaller, the sooner an EOS
-        make_engine = partial(
+        tiers = [tier for tier in TIERS if rng.random() < 0.3]
+        is_damaged = bool(tiers) and rng.random() < 0.5
+        new_engine = partial(
             FakeEngine,
             rows=rng.choice((1, 2, 4, 7)),
             num_pages=pages + rng.randrange(4) if rng.random() < 0.7 else 4 * pages,
@@ -156,7 +158,15 @@ class History:
             max_model_len=MAX_LEN,
             vocab=self.vocab,
             late=rng.choice((1, 3)),
+            tiers=tiers,
         )
+
+        def make_engine() -> FakeEngine:
+            engine = new_engine()
+            if is_damaged:
+                engine.damaged = {(0, slot) for slot in range(tiers[0].num_slots)}  # each at its first load
+            return engine
+
         dp = rng.choice((1, 1, 2, 3))
         self.has_changes = dp > 1 and rng.random() < 0.5  # of the replicas, by a signal
         self.args = vary(

@@ -232,7 +232,7 @@ class RadixCacheManager(PrefixCache):
     def write_back(self, num_pages: int) -> int:
         count = 0
         for place, tier in enumerate(self.tiers, 1):
-            for node in _subtree(self.root)[1:] if tier.index is not None else ():
+            for node in _subtree(self.root)[1:] if tier.spec.lasts else ():
                 if count < num_pages and len(node.pages) and not len(node.places[place]):
                     count += self._store(node, place)
         return count

@@ -9,6 +9,7 @@ import os
 import time
 import weakref
 import zlib
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -30,6 +31,7 @@ _log = logging.getLogger("minisgl.kvcache")
 
 HEADER_BYTES: Final = 4096  # of a file: says whose pages it holds, as JSON
 PAGE_HEAD: Final = np.dtype([("name", "<i8"), ("checksum", "<i8")])
+GB: Final = 1e9
 TRIAL_BYTES: Final = 32 << 20  # written and read to measure a disk
 
 
@@ -82,14 +84,16 @@ class DiskStore:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = folder / f"rank{rank}.kv"
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-            self._close = weakref.finalize(self, os.close, self._fd)
-            _lock(self._fd, folder)
-            _claim(self._fd, path, owner)
-            _reserve(self._fd, HEADER_BYTES + num_slots * self._stride)
-            seconds = _page_seconds(folder, self._stride)
+            with ExitStack() as stack:
+                stack.callback(os.close, self._fd)
+                _lock(self._fd, folder)
+                _claim(self._fd, path, owner)
+                _reserve(self._fd, folder, HEADER_BYTES + num_slots * self._stride)
+                seconds = _page_seconds(folder, self._stride)
+                self._close = weakref.finalize(self, stack.pop_all().close)
         except OSError as e:
             raise ConfigError(f"--disk-kv {folder} cannot be used: {e.strerror}") from e
-        self.spec = TierSpec("disk", num_slots, seconds, str(folder))
+        self.spec = TierSpec("disk", num_slots, seconds, lasts=True, folder=str(folder))
 
     def store(self, slot: int, name: int, page: int) -> None:
         self._pool.copy_page(page, self._payload, is_load=False)
@@ -179,14 +183,13 @@ def _claim(fd: int, path: Path, owner: Mapping[str, Any]) -> None:
     )
 
 
-def _reserve(fd: int, size: int) -> None:
-    before = os.fstat(fd).st_size
-    try:
-        os.ftruncate(fd, min(size, before))
-        os.posix_fallocate(fd, 0, size)
-    except OSError:
-        os.ftruncate(fd, min(size, before))
-        raise
+def _reserve(fd: int, folder: Path, size: int) -> None:
+    """Give the file `size` bytes of the disk: a hole could not be filled once the disk is full."""
+    disk, before = os.fstatvfs(fd), os.fstat(fd).st_size
+    if size - before > (free := disk.f_bavail * disk.f_frsize):
+        raise ConfigError(f"--disk-kv {folder} lacks space: {size / GB:.1f} GB are asked for, {free / GB:.1f} are free")
+    os.ftruncate(fd, min(size, before))
+    os.posix_fallocate(fd, 0, size)
 
 
 def _page_seconds(folder: Path, stride: int) -> float:

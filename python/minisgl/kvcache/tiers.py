@@ -47,12 +47,13 @@ def page_name(before: int, salt: bytes, tokens: bytes) -> int:
 class TierSpec:
     """What an engine offers: `num_slots` pages, each of which is read in `page_seconds`.
 
-    A tier with a `folder` outlives the process.
+    A tier that `lasts` outlives the process; its index is in `folder`.
     """
 
     name: str
     num_slots: int
     page_seconds: float
+    lasts: bool = False
     folder: str = ""
 
 

@@ -295,7 +295,7 @@ class Scheduler:
     def _write_back(self) -> Step | None:
         """Return a step that copies cached pages to a tier that outlives this process, for idle times."""
         prefix = self.cache.prefix
-        pages = [max(1, int(WRITE_BACK_S / t.spec.page_seconds)) for t in prefix.tiers if t.index is not None]
+        pages = [max(1, int(WRITE_BACK_S / t.spec.page_seconds)) for t in prefix.tiers if t.spec.lasts]
         return Step(self.decode.index, []) if pages and prefix.write_back(min(pages)) else None
 
     def _preempt_for(self, req: Req) -> bool:

@@ -17,7 +17,7 @@ from minisgl.kvcache import storage
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=6, ignore_eos=True)
-PROMPTS = [f"Story number {i}. " + "The fox ran over the hill and saw a bird. " * 13 for i in range(5)]
+PROMPTS = [f"Story number {i}. " + "The fox ran over the hill and saw a bird. " * 13 for i in range(3)]
 SALTED = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, cache_salt="mine")
 TIGHT: dict[str, Any] = {"device": "cpu", "threads": 1, "num_pages": 16}  # one prompt of about 150 tokens, and no more
 
@@ -68,7 +68,6 @@ def test_the_next_process_finds_what_was_evicted(options: dict[str, Any], disk: 
     with LLM(**{**TIGHT, **options}) as llm:
         alone = tokens(llm)
     with LLM(**{**disk, **options}) as llm:
-        assert tokens(llm) == alone
         assert tokens(llm) == alone
         assert counts(llm)[1] > 0
     with LLM(**{**disk, **options}) as llm:
@@ -165,9 +164,9 @@ def test_what_cannot_work_is_refused_in_a_sentence(disk: dict[str, Any], tmp_pat
     assert "K/V in torch.float32, and this server has torch.bfloat16" in refusal(dtype="bfloat16")
     assert "is not PATH:SIZE" in refusal(disk_kv=str(tmp_path))
     assert "a page takes" in refusal(disk_kv=f"{tmp_path}:5000")
-    assert "cannot be used: No space left on device" in refusal(disk_kv=f"{tmp_path}:900000G")
+    assert "lacks space: 1000000.0 GB are asked for" in refusal(disk_kv=f"{tmp_path}:1000000000m")
     assert sum(path.stat().st_size for path in tmp_path.glob("*.kv")) < 10**6, "the attempt has left a large file"
-    assert "cannot be used: Not a directory" in refusal(disk_kv=f"{__file__}:10M")
+    assert "cannot be used: File exists" in refusal(disk_kv=f"{__file__}:10M")
     assert "--cache naive has none" in refusal(cache_type="naive")
     assert "--host-kv is for a GPU" in refusal(host_kv=10**9)
     (tmp_path / "other").mkdir()

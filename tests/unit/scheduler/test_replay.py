@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from minisgl.errors import ConfigError
+from minisgl.kvcache.tiers import TierSpec
 from minisgl.message import UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.params import SamplingParams
 from minisgl.replay import Replay, ReplayError, check
@@ -69,6 +70,19 @@ def test_random_traces_are_planned_alike(
             assert getattr(replay.scheduler.stats, name) == getattr(h.scheduler.stats, name), name
         assert not replay.scheduler.live
     assert (drafted > 0) == (speculate != "off")
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_moves_between_tiers_are_planned_alike(depth: int, options: dict[str, Any], path: str) -> None:
+    """A disk too, whose pages are written while nothing else is to do; its folder is not touched."""
+    tiers = [TierSpec("host", 30, 1e-6), TierSpec("disk", 60, 1e-6, lasts=True)]
+    h, _ = run_random_trace(depth, depth, "off", tiers, damage=0.2)
+    replay = replay_of(h, path)
+    replay.advance()
+    for of in (h, replay):
+        assert sum(tier.stored_pages for tier in of.scheduler.cache.prefix.tiers) > 0
+    again, first = (of.scheduler.stats.snapshot(of.scheduler).tiers for of in (replay, h))
+    assert again == first
 
 
 def run(h: Harness) -> None:

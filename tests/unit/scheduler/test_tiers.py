@@ -12,7 +12,7 @@ from minisgl.scheduler.stats import engine_view
 from support.fake_engine import FakeEngine
 from support.traces import Harness, run_random_trace
 
-HOST, DISK = TierSpec("host", 40, 1e-6), TierSpec("disk", 60, 1e-6)
+HOST, DISK = TierSpec("host", 40, 1e-6), TierSpec("disk", 60, 1e-6, lasts=True)
 CHOICES = {"host": [HOST], "disk": [DISK], "both": [HOST, DISK]}
 
 
