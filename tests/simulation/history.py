@@ -27,6 +27,7 @@ from minisgl.api.replies import failure_event
 from minisgl.api.responses import response_to
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
+from minisgl.kvcache.tiers import TierSpec
 from minisgl.message import (
     AbortMsg,
     DetokenizeMsg,
@@ -53,6 +54,7 @@ from simulation.world import SimulatedLoop, World
 from support.fake_engine import FakeEngine, expected_output
 from support.fake_grammar import FakeMatcher
 
+TIERS = TierSpec("host", 20, 1e-6), TierSpec("disk", 40, 1e-6, lasts=True)
 BUSY_S = 2.0  # in which the clients come
 SETTLE_S = 2.0  # after which nothing may be left
 MAX_LEN = 40
