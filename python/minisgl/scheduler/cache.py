@@ -62,12 +62,7 @@ class CacheManager:
         if count > len(self._free):
             if count > self.available:
                 return None
-            evicted = self.prefix.evict(count - len(self._free))
-            if self.prefix.tiers:
-                self._forget(evicted)
-                self._free += evicted.tolist()  # usable, but not to be poisoned: the next plan copies them first
-            else:
-                self._give_evicted(evicted)
+            self._give_evicted(self.prefix.evict(count - len(self._free)))
         cut = len(self._free) - count
         pages = self._free[cut:][::-1]
         del self._free[cut:]
@@ -160,12 +155,12 @@ class CacheManager:
         self._give_evicted(self.prefix.reset())
 
     def _give_evicted(self, pages: Ints) -> None:
-        self._forget(pages)
-        self._give(pages.tolist())
-
-    def _forget(self, pages: Ints) -> None:
         if self.prefixes is not None:
             self.prefixes.remove(pages)
+        if self.prefix.tiers:
+            self._free += pages.tolist()  # usable at once, but not to be poisoned: a plan may copy them first
+        else:
+            self._give(pages.tolist())
 
     def _give(self, pages: list[int]) -> None:
         self._free.extend(pages)

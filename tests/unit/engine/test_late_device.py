@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -79,12 +80,20 @@ def make_requests(seed: int) -> Requests:
     return requests
 
 
-def run(folder: Path, device: Device, requests: Requests, aborts: frozenset[int] = frozenset(), **options: object):
+def run(
+    folder: Path,
+    device: Device,
+    requests: Requests,
+    aborts: frozenset[int] = frozenset(),
+    host_kv: int = 0,
+    **options: object,
+):
     torch.manual_seed(0)
     # Op by op: the C++ step computes at once, whatever the device.
     settings = {"model": str(folder), "dummy_weight": True, "attention_backend": "cpu", **options}
     config = build_config(SchedulerConfig, settings)
-    engine, io = Engine(resolve(config.engine, "cpu"), device), OfflineIO()
+    spec = replace(resolve(config.engine, "cpu"), host_kv=host_kv)  # which is refused on a CPU, where it gains nothing
+    engine, io = Engine(spec, device), OfflineIO()
     assert engine.general.name == "eager"
     scheduler = Scheduler(config, engine, io, Grammars(FakeCompiler(VOCAB)))
     scheduler.cache.on_free = engine.parts.kv_cache.poison
@@ -140,6 +149,20 @@ def test_late_execution_changes_nothing(folder: Path, alone: dict[int, list[int]
     assert late == alone
     if "num_pages" in options:
         assert scheduler.stats.preemptions > 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"page_size": 4, "num_pages": 24}, {"page_size": 1, "kv_cache_dtype": "fp8"}], ids=str
+)
+def test_pages_come_back_from_the_host_as_they_were(folder: Path, options: dict[str, object]) -> None:
+    """Moves and steps run late, and each page of the pool is used many times."""
+    options = {"num_pages": 100, "max_running_requests": 6, "max_prefill_length": 32, **options}
+    requests = make_requests(7)
+    without, _ = run(folder, CpuDevice(1), requests, **options)
+    late, scheduler = run(folder, LateDevice(1), requests, host_kv=1 << 18, **options)
+    (tier,) = scheduler.cache.prefix.tiers
+    assert late == without
+    assert tier.stored_pages > tier.loaded_pages > 10 and tier.lost_pages == 0
 
 
 def test_aborts_while_late_leave_the_others_untouched(folder: Path) -> None:
