@@ -176,6 +176,14 @@ class FakeEngine:
         confirmed, ready = [], []
         self._remember(plan)
         for row, start, stop, flags in plan.slots.tolist():
+            if flags & Flag.DRAFTS and self._is_damaged(row, int(self.length[row]) - 1):
+                count = stop - start
+                sampled += [0] * count
+                finite += [False] * count
+                confirmed += [i == 0 for i in range(count)]
+                ready += [0] * count
+                logprobs += [logprob_column(0, 0)] * count
+                continue
             if flags & Flag.DRAFTS:
                 width = stop - start if flags & Flag.MASKED else 0
                 allowed, masks = masks[:width], masks[width:]
@@ -201,7 +209,7 @@ class FakeEngine:
                 self.kv[page, position % self.page_size] = token
             pages = self.page_table[row, : -(-stop // self.page_size)]
             sequence = self.kv[pages].reshape(-1)[:stop]
-            is_damaged = bool((sequence == DAMAGED).any())
+            is_damaged = self._is_damaged(row, stop)
             assert is_damaged or (sequence >= 0).all(), f"row {row} reads what was freed or never written: {sequence}"
             if flags & Flag.SAMPLES:
                 allowed = masks.pop(0) if flags & Flag.MASKED else None
@@ -223,6 +231,10 @@ class FakeEngine:
         tokens, oks, flags, counts = (np.array(x, np.int32) for x in (sampled, finite, confirmed, ready))
         drafts = {"confirmed": flags, "ready": counts} if plan.has_drafts else {}
         return StepResult(tokens, oks, columns if has_logprobs else None, **drafts)
+
+    def _is_damaged(self, row: int, length: int) -> bool:
+        pages = self.page_table[row, : -(-length // self.page_size)]
+        return bool((self.kv[pages].reshape(-1)[:length] == DAMAGED).any())
 
     def _read(self, row: int, length: int) -> np.ndarray:
         """The sequence of `length` tokens as the page table finds it."""

@@ -55,6 +55,7 @@ class RadixTreeNode:
     children    name of the child -> child
     ref_count   locks on this node or below
     timestamp   step of the last use of this node or of a node below
+    tried_at    timestamp when the pages were last to be written back, -1 if never
     depth       pages from the root up to and including this edge
     is_loaded   the pages came from a tier, and no result has shown yet that they are whole
     is_lost     the pages, or those above, are damaged: not found any more, and gone once unlocked
@@ -75,6 +76,7 @@ class RadixTreeNode:
         "places",
         "ref_count",
         "timestamp",
+        "tried_at",
     )
 
     def __init__(
@@ -90,6 +92,7 @@ class RadixTreeNode:
         self.children: dict[bytes, RadixTreeNode] = {}
         self.ref_count = 0
         self.timestamp = timestamp
+        self.tried_at = -1
         self.is_candidate = [False] * num_places  # has an entry in the place's eviction queue
         self.is_loaded = False
         self.is_lost = False
@@ -233,7 +236,9 @@ class RadixCacheManager(PrefixCache):
         count = 0
         for place, tier in enumerate(self.tiers, 1):
             for node in _subtree(self.root)[1:] if tier.spec.lasts else ():
-                if count < num_pages and len(node.pages) and not len(node.places[place]):
+                # Once after each use: where the tier is full, two nodes would replace each other for ever.
+                if count < num_pages and len(node.pages) and node.tried_at != node.timestamp:
+                    node.tried_at = node.timestamp
                     count += self._store(node, place)
         return count
 

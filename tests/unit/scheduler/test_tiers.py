@@ -97,6 +97,20 @@ def test_a_tier_that_is_slower_than_computing_is_not_used() -> None:
     assert [ask(h, 100), ask(h, 200), ask(h, 100)] == [0, 0, 0]
 
 
+def test_idle_time_is_used_once() -> None:
+    """What is cached is written while nothing else is to do; then the disk is left alone, even if it is too small."""
+    h = small_pool([TierSpec("disk", 9, 1e-6, lasts=True)])
+    ask(h, 100, 20)
+    ask(h, 200, 20)
+    for _ in range(50):
+        h.step()
+    stored = h.engine.num_moves[0]
+    assert 5 <= stored <= 20
+    for _ in range(50):
+        h.step()
+    assert h.engine.num_moves[0] == stored
+
+
 def test_the_view_tells_where_pages_are() -> None:
     h = small_pool([HOST])
     for start in (100, 200, 100):
