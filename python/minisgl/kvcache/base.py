@@ -66,9 +66,10 @@ class PrefixCache(ABC):
     def insert_prefix(self, input_ids: Ints, pages: Ints, salt: bytes = b"") -> MatchResult:
         """Offer the pages of the first len(pages) * page_size tokens.
 
-        Return the canonical pages of that prefix (or of the part that the cache keeps: a naive cache keeps none). Where
-        the prefix was cached already, the canonical pages differ from the offered ones: the caller uses the canonical
-        pages and frees the offered ones. The cache owns all other offered pages from now on.
+        Return the canonical pages of that prefix, or of the part that the cache keeps: a naive cache keeps none, and no
+        cache takes what is behind a loaded page that nobody has vouched for. Where the prefix was cached already, the
+        canonical pages differ from the offered ones: the caller uses the canonical pages and frees the offered ones.
+        The cache owns all other offered pages from now on.
         """
 
     @abstractmethod

@@ -155,6 +155,9 @@ class RadixCacheManager(PrefixCache):
         assert len(ids) == len(pages) * size, f"{len(pages)} pages offered for {len(ids)} tokens"
         node, matched = self._walk(ids, salt)
         for at in self._path(node):
+            if at.is_loaded:  # nobody has vouched for these pages: computed ones must not be given up for them
+                assert at.parent is not None
+                return MatchResult(CacheHandle(at.parent.depth, at.parent), self._path_pages(at.parent))
             if not len(at.pages):  # of a tier: the computed pages are as good as a copy
                 self._put(at, DEVICE, np.array(pages[at.depth - at.length : at.depth], np.int32))
         if matched < len(pages):

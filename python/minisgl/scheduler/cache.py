@@ -114,8 +114,9 @@ class CacheManager:
         ids = self.rows.text(req)[: count * self.page_size]
         own = np.array(req.pages[:count], np.int32)
         handle, canonical = self.prefix.insert_prefix(ids, own, salt_digest(req.sampling_params.cache_salt))
-        if handle.num_pages == 0:
-            return  # the naive cache keeps nothing
+        if handle.num_pages <= req.cache_handle.num_pages:
+            return
+        own = own[: handle.num_pages]
         differing = np.flatnonzero(canonical != own)
         if self.prefixes is not None:
             cached = req.cache_handle.num_pages + len(differing)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from minisgl.kvcache import create_prefix_cache
 from minisgl.kvcache.base import CacheHandle
 from minisgl.kvcache.radix_manager import RadixCacheManager
+from minisgl.kvcache.tiers import Tier, TierSpec
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -159,3 +160,40 @@ def test_naive_cache_keeps_nothing() -> None:
     assert cache.match_prefix(ids(1, 2, 3, 4)).handle.num_pages == 0
     assert len(cache.evict(5)) == 0
     assert cache.size_info == (0, 0)
+
+
+def test_computed_pages_are_not_given_up_for_loaded_ones() -> None:
+    cache = RadixCacheManager(2, [Tier(TierSpec("host", 8, 0.0), 0, 2)])
+    tokens = ids(1, 1, 2, 2, 3, 3)
+    cache.insert_prefix(tokens, ids(10, 11, 12))
+    assert cache.evict(3).tolist() == [10, 11, 12]
+    handle, pages = cache.match_prefix(tokens[:4])
+    cache.lock_handle(handle)
+    assert (pages < 0).all()
+    assert cache.load(handle, ids(20, 21)).tolist() == [20, 21]
+    own = cache.insert_prefix(tokens, ids(30, 31, 32))
+    assert own.handle.num_pages == 0, "nobody has vouched for the loaded pages"
+    cache.vouch(handle)
+    assert cache.insert_prefix(tokens, ids(30, 31, 32)).pages.tolist() == [20, 21, 32]
+    moves = cache.take_moves()
+    assert moves[["page", "slot", "is_load"]].tolist() == [(10, 0, 0), (11, 1, 0), (12, 2, 0), (20, 0, 1), (21, 1, 1)]
+    assert cache.match_prefix(tokens, b"salt").handle.num_pages == 0
+    cache.check_integrity()
+
+
+def test_a_lost_prefix_is_not_found_and_leaves_when_unlocked() -> None:
+    cache = RadixCacheManager(2, [Tier(TierSpec("host", 8, 0.0), 0, 2)])
+    tokens = ids(1, 1, 2, 2)
+    cache.insert_prefix(tokens, ids(10, 11))
+    cache.evict(2)
+    handle = cache.match_prefix(tokens).handle
+    cache.lock_handle(handle)
+    cache.load(handle, ids(20, 21))
+    assert cache.lose(handle) and cache.lose(handle) and cache.is_lost(handle)
+    cache.check_integrity()
+    assert cache.tiers[0].free_size == 8 and cache.tiers[0].lost_pages == 2
+    assert cache.match_prefix(tokens).handle.num_pages == 0
+    assert cache.insert_prefix(tokens, ids(30, 31)).pages.tolist() == [30, 31]
+    cache.lock_handle(handle, unlock=True)
+    assert sorted(cache.evict(4).tolist()) == [20, 21, 30, 31]
+    cache.check_integrity()
