@@ -71,6 +71,7 @@ class InstantEngine:
     """Answers at once; every token is 7."""
 
     is_async = True
+    tiers = ()
     eos_token_ids = frozenset({1, 2})
     limits = Limits(max_model_len=16_384, vocab_size=150_000)
 
