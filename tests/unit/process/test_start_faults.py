@@ -102,7 +102,7 @@ def report_and_wait(ready: Ready) -> None:
 
 
 def test_the_command_tells_a_failed_call_in_one_line(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "configure_logging", lambda process: None)
+    monkeypatch.setattr(launch, "configure_logging", lambda *_: None)
     monkeypatch.setattr(launch.Processes, "spawn", lambda self: os.mkdir(base / "absent" / "folder"))
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
