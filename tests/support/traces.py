@@ -156,9 +156,9 @@ def run_random_trace(
     seed: int,
     depth: int,
     speculate: str = "off",
-    deaths: int = 0,
     tiers: Sequence[TierSpec] = (),
     damage: float = 0.0,
+    deaths: int = 0,
 ) -> tuple[Harness, Counter[str]]:
     """Random arrivals with shared prefixes, chunked prompts, aborts, EOS, tight pools; all rules checked throughout.
 
@@ -172,7 +172,7 @@ def run_random_trace(
     num_pages = -(-max_len // page_size) + rng.randrange(4) if tight else 4 * max_len // page_size
     vocab = rng.choice((7, 23, 101))  # the smaller, the sooner an EOS
     costs = StepCosts(1e-3, 1e-4, 1e-6, 1e-6) if rng.random() < 0.3 else None
-    make_engine = partial(
+    new_engine = partial(
         FakeEngine,
         rows=rng.choice((1, 2, 4, 7)),
         num_pages=num_pages,
@@ -183,7 +183,12 @@ def run_random_trace(
         late=rng.choice((1, 3)),
         tiers=tiers,
     )
-    engine.is_async = seed % 4 != 3
+
+    def make_engine() -> FakeEngine:
+        engine = new_engine()
+        engine.is_async = seed % 4 != 3
+        return engine
+
     h = Harness(
         make_engine(),
         depth,

@@ -295,7 +295,9 @@ class FrontendManager:
     def render_metrics(self, accept: str) -> tuple[bytes, str]:
         """The body of `/metrics` and its media type, by the header `accept`."""
         dropped = self.stats.dropped + self._dropped
-        return self.metrics.render(self.stats, self.entries, self.detokenizer_entries, dropped, accept, self.dispatcher.router)
+        return self.metrics.render(
+            self.stats, self.entries, self.detokenizer_entries, dropped, accept, self.dispatcher.router
+        )
 
     @property
     def health_problem(self) -> str:

@@ -37,6 +37,11 @@ def divided(args: ServerArgs, index: int = 0) -> ServerArgs:
         raise ConfigError("--dp is for one host; start a server on each host instead of --nnodes")
     if args.scheduler.record is not None:
         raise ConfigError("--record is for one replica; start it without --dp")
+    engine = replace(engine, host_kv=engine.host_kv // args.dp)
+    if engine.disk_tier is not None:
+        folder, size = engine.disk_tier
+        engine = replace(engine, disk_kv=f"{folder}/replica-{index}:{size // args.dp}")
+    args = replace(args, scheduler=replace(args.scheduler, engine=engine))
     if choose_device(engine.device) == "cuda":
         return args
     threads = engine.threads or max(1, usable_cores() // (args.dp * engine.tp))

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from minisgl.core import FinishReason
-from minisgl.message import Failure, Finished, PrefixesMsg, StatsMsg, UserMsg, UserReply, ids_from_bytes
+from minisgl.message import Failure, Finished, PrefixesMsg, StatsMsg, TierView, UserMsg, UserReply, ids_from_bytes
 from minisgl.routing.prefixes import prefix_hashes
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ MAX_DEATHS: Final = 2  # of replicas under one request, which may be their cause
 ANSWER_TOKENS: Final = 256.0  # of an answer, before any has ended
 MEMORY: Final = 0.98  # how much of that estimate stays after an answer
 GAUGES: Final = ("running", "waiting", "pages_total", "pages_free", "pages_evictable", "pages_held")
-NOT_ADDED: Final = ("life", "step", "page_size")
+NOT_ADDED: Final = ("life", "step", "page_size", "tiers")
 
 
 @dataclass
@@ -195,4 +195,10 @@ def _num_cached(hashes: list[int], prefixes: set[int]) -> int:
 
 def _sum(stats: Sequence[StatsMsg]) -> StatsMsg:
     added = {f: sum(getattr(s, f) for s in stats) for f in StatsMsg.__struct_fields__ if f not in NOT_ADDED}
-    return msgspec.structs.replace(stats[-1], **added)
+    tiers: dict[str, TierView] = {}
+    for tier in (tier for s in stats for tier in s.tiers):
+        sums = {
+            f: getattr(tier, f) + getattr(tiers.get(tier.name), f, 0) for f in tier.__struct_fields__ if f != "name"
+        }
+        tiers[tier.name] = TierView(name=tier.name, **sums)
+    return msgspec.structs.replace(stats[-1], tiers=list(tiers.values()), **added)

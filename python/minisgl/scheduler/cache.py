@@ -137,7 +137,7 @@ class CacheManager:
         handle = req.cache_handle
         behind = handle.num_pages * self.page_size
         ids = np.concatenate([req.ids[behind:], self.rows.sampled(req)[max(0, behind - len(req.ids)) :]])
-        return self.prefix.continuation(handle, ids, count, _salt(req))
+        return self.prefix.continuation(handle, ids, count, salt_digest(req.sampling_params.cache_salt))
 
     def release(self, req: Req) -> None:
         """Take back the pages of a request that no batch in flight holds."""

@@ -11,6 +11,7 @@ import numpy as np
 from minisgl.core import BatchPlan
 from minisgl.layout import (
     NO_INTS,
+    NO_MASKS,
     NO_MOVES,
     NO_PAGE_WRITES,
     NO_PROPOSALS,
@@ -129,9 +130,7 @@ class Step:
             return self.running
         return np.concatenate([self.running, np.array([r.row for r in self.prompts()], np.intp)])
 
-    def make_plan(
-        self, number: int, rows: Rows, histories: Ints = NO_INTS, moves: Records = NO_MOVES
-    ) -> BatchPlan:
+    def make_plan(self, number: int, rows: Rows, histories: Ints = NO_INTS, moves: Records = NO_MOVES) -> BatchPlan:
         """Return the step as host integers, with all writes to the device's per-row state since the last plan.
 
         Masks are added by `Grammars.plan_masks`.
@@ -156,8 +155,8 @@ class Step:
             tokens = np.concatenate([c.req.ids[c.start : c.stop] for c in self.chunks])
             chunks = [c for c in self.chunks if c.has_prompt_logprobs]
             ids = np.concatenate([NO_INTS, *(c.req.ids[c.start + 1 : c.stop + 1] for c in chunks)])
-        drafts = {"histories": histories, "proposals": proposals}
-        return BatchPlan(number, slots, tokens, *rows.writes.take(), prompt_logprob_ids=ids, **drafts, moves=moves)
+        writes = rows.writes.take()
+        return BatchPlan(number, slots, tokens, *writes, NO_MASKS, ids, histories, proposals, moves)
 
 
 @dataclass(frozen=True, slots=True)

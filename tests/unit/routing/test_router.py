@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from minisgl.core import FinishReason
+from minisgl.kvcache.tiers import salt_digest
 from minisgl.message import PrefixesMsg, StatsMsg, UserMsg, UserReply, ids_from_bytes, ids_to_bytes
 from minisgl.params import SamplingParams
 from minisgl.routing.prefixes import prefix_hashes
@@ -70,7 +71,7 @@ def test_known_prefixes_are_those_of_the_tree(seed: int, cache_type: str) -> Non
             router.route(asked, 0.0)
             end(router, asked)
             ids = np.array(prompt[:-1], np.int32)
-            match = h.scheduler.cache.prefix.match_prefix(ids, salt.encode())
+            match = h.scheduler.cache.prefix.match_prefix(ids, salt_digest(salt))
             assert router.cached - before == match.handle.num_pages * page_size
             hits += match.handle.num_pages
     assert (hits > 100) == (cache_type == "radix")
