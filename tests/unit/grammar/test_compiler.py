@@ -254,3 +254,33 @@ def test_nesting_is_bounded() -> None:
     compiled("json_schema", '{"items":' * 99 + '{"type": "integer"}' + "}" * 99)
     with pytest.raises(RequestError, match="more than 200 levels"):
         compiled("json_schema", '{"items":' * 300 + "{}" + "}" * 300)
+
+
+@pytest.mark.parametrize("text", ['{"name": "Bob", "age": 31}', '{"name": "", "age": -7}'])
+def test_masks_along_drafts_are_those_of_sampled_tokens(text: str) -> None:
+    tokens = np.array(TOKENIZER.encode(text, add_special_tokens=False).ids, np.int32)
+    plain, drafted = compiled("json_schema", SCHEMA), compiled("json_schema", SCHEMA)
+    for start in range(0, len(tokens), 5):
+        drafts = tokens[start : start + 5]
+        assert drafted.count_allowed(np.append(drafts, EOS)) == len(drafts)
+        masks = drafted.along(drafts)
+        for token, mask in zip(drafts.tolist(), masks, strict=True):
+            advance(plain, token)
+            drafted.advance(token)
+            assert not drafted.is_stale
+            assert (mask == plain.mask).all() and (drafted.mask == plain.mask).all()
+            assert drafted.is_complete == plain.is_complete
+    assert plain.is_complete
+
+
+def test_a_draft_that_is_not_sampled_leaves_no_trace() -> None:
+    matcher = compiled("json_schema", SCHEMA)
+    forced = matcher.forced()
+    assert TOKENIZER.decode(forced.tolist()) == '{"name":'
+    wrong = np.array([*forced[:1], 5, 6], np.int32)
+    assert matcher.count_allowed(wrong) == 1 and len(matcher.along(wrong)) == 3
+    for token in forced.tolist():
+        advance(matcher, token)
+    assert matcher.error is None and not len(matcher.forced())
+    matcher.along(np.array(TOKENIZER.encode(' "a', add_special_tokens=False).ids, np.int32))
+    assert accepts(matcher, ' "b", "age": 3}')

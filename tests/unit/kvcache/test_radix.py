@@ -197,3 +197,28 @@ def test_a_lost_prefix_is_not_found_and_leaves_when_unlocked() -> None:
     cache.lock_handle(handle, unlock=True)
     assert sorted(cache.evict(4).tolist()) == [20, 21, 30, 31]
     cache.check_integrity()
+
+
+def test_a_text_goes_on_as_another_with_its_salt() -> None:
+    cache = RadixCacheManager(4)
+
+    def insert(first_page: int, salt: bytes, *tokens: int) -> None:
+        cache.tick(first_page)
+        cache.insert_prefix(ids(*tokens), np.arange(first_page, first_page + len(tokens) // 4, dtype=np.int32), salt)
+
+    def following(prefix: tuple[int, ...], *behind: int, salt: bytes = b"") -> list[int]:
+        handle = cache.match_prefix(ids(*prefix), salt).handle
+        return cache.continuation(handle, ids(*prefix[4 * handle.num_pages :], *behind), 5, salt).tolist()
+
+    insert(0, b"", 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)
+    assert following((1, 2, 3, 4)) == [5, 6, 7, 8, 9]
+    assert following((1, 2, 3, 4), 5, 6) == [7, 8, 9, 10, 11]
+    assert following((1, 2, 3, 4), 5, 6, 7, 8, 9, 10) == [11, 12]
+    assert following((1, 2, 3, 4), 5, 7) == following((1, 2, 3, 4), 5, 6, 7, 9) == []
+    insert(10, b"", 1, 2, 3, 4, 5, 6, 20, 21)
+    assert following((1, 2, 3, 4), 5, 6) == [20, 21], "not that of the text used last"
+    assert following((1,), 2) == [3, 4, 5, 6, 20], "within the first page"
+    assert following((1, 2, 3, 4), salt=b"a") == following((1,), 2, salt=b"a") == []
+    insert(20, b"a", 1, 2, 3, 4, 30, 31, 32, 33)
+    assert following((1, 2, 3, 4), salt=b"a") == following((1,), 2, 3, 4, salt=b"a") == [30, 31, 32, 33]
+    assert following((1,), 2) == [3, 4, 5, 6, 20], "what another salt hides"
