@@ -25,19 +25,20 @@ def run(path: Path, *argv: str) -> tuple[int, dict[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_builtin_model_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str) -> None:
-    code, checks = run(tmp_path / "table.json", "--dtype", dtype)
+    code, checks = run(tmp_path / "table.json", "--dtype", dtype, "--speculate", "ngram")
     assert code == 0
     ways = ("prefill", "chunked prefill", "decode", "prefix hit", "mixed batch")
     texts = ("tokens", "text", "chats")
     assert list(checks) == [f"{what} = transformers" for what in (*texts, *ways)] + [
         "cached = cold",
         "overlap on = off",
+        "drafts = none",
         "graph = eager",
     ]
     assert all(check["passed"] for name, check in checks.items() if name != "graph = eager")
     assert checks["graph = eager"]["passed"] is None, "a CPU has no graphs"
     out = capsys.readouterr().out
-    assert out.count("pass") == 10 and "skipped" in out
+    assert out.count("pass") == 11 and "skipped" in out
 
 
 def test_two_ranks_are_compared_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
