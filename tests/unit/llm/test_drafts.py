@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from minisgl import LLM, Completion, Grammar, SamplingParams
+from minisgl.checkpoint.hf import BUILTIN_MODEL
 from support.schemas import SCHEMAS
 
 STORY = "Once upon a time, a robin called Skia lived in a warm nest. Skia had never seen the sea. "
@@ -71,7 +72,9 @@ def check_equal(seed: int, count: int, speculate: str) -> None:
     assert 0 < llm.scheduler.stats.accepted_tokens <= llm.scheduler.stats.drafted_tokens
 
 
-@pytest.mark.parametrize(("seed", "speculate"), [(0, "ngram"), (1, "auto"), (2, "tree")])
+@pytest.mark.parametrize(
+    ("seed", "speculate"), [(0, "ngram"), (1, "auto"), (2, "tree"), (3, f"draft:{BUILTIN_MODEL}")]
+)
 def test_answers_of_every_kind_are_equal_with_and_without_drafts(seed: int, speculate: str) -> None:
     check_equal(seed, 16, speculate)
 
