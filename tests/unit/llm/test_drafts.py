@@ -72,9 +72,7 @@ def check_equal(seed: int, count: int, speculate: str) -> None:
     assert 0 < llm.scheduler.stats.accepted_tokens <= llm.scheduler.stats.drafted_tokens
 
 
-@pytest.mark.parametrize(
-    ("seed", "speculate"), [(0, "ngram"), (1, "auto"), (2, "tree"), (3, f"draft:{BUILTIN_MODEL}")]
-)
+@pytest.mark.parametrize(("seed", "speculate"), [(0, "ngram"), (1, "auto"), (2, "tree"), (3, f"draft:{BUILTIN_MODEL}")])
 def test_answers_of_every_kind_are_equal_with_and_without_drafts(seed: int, speculate: str) -> None:
     check_equal(seed, 16, speculate)
 
