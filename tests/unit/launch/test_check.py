@@ -13,6 +13,7 @@ import pytest
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.errors import ConfigError
 from minisgl.launch.launch import check_args
+from minisgl.launch.replicas import divided
 from minisgl.settings.options import EngineConfig, SchedulerConfig, ServerArgs
 
 
@@ -56,3 +57,10 @@ def test_the_first_thing_that_is_wrong_is_named(folder: Path, config: dict[str, 
     with pytest.raises(ConfigError, match=says) as e:
         check_args(args_of(folder))
     assert "\n" not in str(e.value)
+
+
+def test_replicas_divide_the_tiers(tmp_path: Path) -> None:
+    engine = EngineConfig(device="cpu", threads=2, disk_kv=f"{tmp_path}:1001")
+    args = ServerArgs(dp=2, scheduler=SchedulerConfig(engine=engine))
+    for index in range(2):
+        assert divided(args, index).scheduler.engine.disk_tier == (tmp_path / f"replica-{index}", 500)
