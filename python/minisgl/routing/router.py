@@ -86,7 +86,8 @@ class Router:
             return False
         self.deaths += has_died
         self._lost[life] = has_died, replica.requests
-        gone = msgspec.structs.replace(replica.stats, **dict.fromkeys(GAUGES, 0))
+        tiers = [msgspec.structs.replace(tier, pages_total=0, pages_held=0) for tier in replica.stats.tiers]
+        gone = msgspec.structs.replace(replica.stats, tiers=tiers, **dict.fromkeys(GAUGES, 0))
         self._past = _sum([self._past, gone])
         return True
 

@@ -12,7 +12,7 @@ import pytest
 
 from minisgl.core import FinishReason
 from minisgl.kvcache.tiers import salt_digest
-from minisgl.message import PrefixesMsg, StatsMsg, UserMsg, UserReply, ids_from_bytes, ids_to_bytes
+from minisgl.message import PrefixesMsg, StatsMsg, TierView, UserMsg, UserReply, ids_from_bytes, ids_to_bytes
 from minisgl.params import SamplingParams
 from minisgl.routing.prefixes import prefix_hashes
 from minisgl.routing.router import ANSWER_TOKENS, MAX_DEATHS, SILENT_S, Router
@@ -174,11 +174,14 @@ def test_a_request_ends_that_may_be_what_kills_replicas() -> None:
 
 def test_counters_outlive_a_replica() -> None:
     router = router_of(2)
+    tier = TierView(name="disk", pages_total=90, pages_held=7, stored=30, loaded=20, lost=1)
     for life in (0, 1):
-        router.note_stats(StatsMsg(life=life, generation_tokens=10, running=3, pages_total=100, page_size=16), 0.0)
+        counts = StatsMsg(life=life, generation_tokens=10, running=3, pages_total=100, page_size=16, tiers=[tier])
+        router.note_stats(counts, 0.0)
     router.lose(0, has_died=True)
     router.open(2, 0, now=1.0)
     router.note_stats(StatsMsg(life=2, generation_tokens=1, running=1, pages_total=100, page_size=16), 1.0)
     router.note_stats(StatsMsg(life=0, generation_tokens=99), 1.0)  # too late
     stats = router.stats
     assert (stats.generation_tokens, stats.running, stats.pages_total, stats.page_size) == (21, 4, 200, 16)
+    assert stats.tiers == [TierView(name="disk", pages_total=90, pages_held=7, stored=60, loaded=40, lost=2)]
