@@ -115,7 +115,7 @@ def test_answers_are_equal_with_and_without_drafts(
     folder: Path, drafters: dict[str, str], layout: dict[str, Any], kind: str
 ) -> None:
     """Requests of every kind, with chunks, cached prefixes and preemption. A late device finds NaN in freed pages."""
-    requests = make_requests(random.Random(5), 24 if "num_pages" in layout else 14)
+    requests = make_requests(random.Random(5), 32 if "num_pages" in layout else 14)
     plain, _ = run(folder, requests, device=CpuDevice(1), **layout)
     late, scheduler = run(folder, requests, 1, LateDevice(1), speculate=drafters[kind], **layout)
     assert late.tokens == plain.tokens and late.ends == plain.ends
@@ -140,8 +140,11 @@ def test_answers_of_the_cpp_step_are_equal_to_the_byte(
 @pytest.mark.parametrize("step", ["C++", "op by op", "op by op and late"])
 @pytest.mark.parametrize("most", [1, 3, 5, 8])
 def test_a_model_that_drafts_for_itself_is_right(folder: Path, drafters: dict[str, str], most: int, step: str) -> None:
-    """Greedy or sampled, with filters and biases: the noise is the same. (Drafts are not counted by penalties.)"""
-    none = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    """Greedy or sampled, with filters and biases: the noise is the same.
+
+    Penalties do not count drafts, and the host drafts for a grammar.
+    """
+    none = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "grammar": None}
     requests = [(prompt, replace_fields(p, **none)) for prompt, p in make_requests(random.Random(most), 16)]
     depth, device = STEPS[step]
     options = LAYOUTS[most // 2 % 4] | {"speculate": drafters["draft"], "num_draft_tokens": most}
@@ -305,7 +308,7 @@ def test_a_head_needs_its_draft_vocabulary(trained: tuple[Path, Path, dict[str, 
 @pytest.mark.parametrize("asked", ["draft", "draft:", "eagle3", "crystal:/ball"])
 def test_a_path_is_needed(asked: str) -> None:
     with pytest.raises(
-        ConfigError, match=f"--speculate '{asked}' is not one of off, auto, ngram, draft:PATH, eagle3:PATH"
+        ConfigError, match=f"--speculate '{asked}' is not one of off, auto, ngram, tree, draft:PATH, eagle3:PATH"
     ):
         build_config(EngineConfig, {"speculate": asked})
 
