@@ -14,7 +14,7 @@ CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-c
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat demo test test-parts test-servers test-kernels quick quick-engine quick-server check rooms soak acceptance format clean
+.PHONY: help serve chat demo test test-parts test-servers test-kernels test-engines quick quick-engine quick-server check rooms soak acceptance format clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -46,14 +46,17 @@ PYTEST := $(BIN)/python -m pytest -m 'not gpu and not slow'
 STATIC := tests/test_architecture.py tests/test_size.py tests/test_docs.py
 SERVERS := tests/e2e tests/benchmark
 KERNELS := tests/test_interpreter.py tests/contract
-test: $(VENV)/.installed-dev  ## run the tests (no GPU; twelve minutes on two cores)
-	@$(if $(ARGS),$(PYTEST) $(ARGS),$(MAKE) --no-print-directory -j3 test-parts test-servers test-kernels)
+ENGINES := tests/unit/engine tests/unit/llm
+test: $(VENV)/.installed-dev  ## run the tests (no GPU; twenty minutes on two cores)
+	@$(if $(ARGS),$(PYTEST) $(ARGS),$(MAKE) --no-print-directory -j3 test-parts test-servers test-kernels test-engines)
 test-parts:
-	$(PYTEST) -p no:cacheprovider tests $(addprefix --ignore ,$(SERVERS) $(KERNELS) $(STATIC))
+	$(PYTEST) -p no:cacheprovider tests $(addprefix --ignore ,$(SERVERS) $(KERNELS) $(ENGINES) $(STATIC))
 test-servers:  # which mostly wait
 	$(PYTEST) -p no:cacheprovider $(SERVERS)
 test-kernels:
 	$(PYTEST) -p no:cacheprovider $(KERNELS)
+test-engines:  # begins when one of the others has ended
+	$(PYTEST) -p no:cacheprovider $(ENGINES)
 
 quick: $(VENV)/.installed-dev  ## the parts without engines, grammars and random traces (a minute on two quiet cores)
 	@$(MAKE) --no-print-directory -j2 -Otarget quick-engine quick-server
