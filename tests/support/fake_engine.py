@@ -16,7 +16,7 @@ import numpy as np
 
 from minisgl.core import BatchPlan, StepCosts, StepResult
 from minisgl.kvcache.tiers import TierSpec
-from minisgl.layout import Flag
+from minisgl.layout import LOAD, STORE_AHEAD, Flag
 from minisgl.params import Limits
 from support.fake_grammar import FakeMatcher
 
@@ -123,6 +123,7 @@ class FakeEngine:
         self.slots: list[dict[int, tuple[int, np.ndarray]]] = [{} for _ in tiers]  # slot -> (name, page)
         self.damaged: set[tuple[int, int]] = set()  # (tier, slot) whose next load finds a damaged page
         self.num_moves = [0, 0]  # pages stored and loaded
+        self.ahead: list[tuple[int, ...]] = []  # moves of the last step, which the next one carries out
         self.pending: list[FakeOutput] = []
         self.nan_rows: set[int] = set()
         self.plans: list[bytes] = []
@@ -150,10 +151,9 @@ class FakeEngine:
         """What a free page holds; called at once, not in device order, to punish early frees."""
         self.kv[pages] = POISON
 
-    def move(self, page: int, tier: int, slot: int, is_load: int, name: int) -> None:
+    def move(self, page: int, tier: int, slot: int, kind: int, name: int) -> None:
         """Copy a page to a slot or back. A page in a slot has left the device: whoever reads it there is wrong."""
-        self.num_moves[is_load] += 1
-        if not is_load:
+        if kind != LOAD:
             assert (self.kv[page] >= 0).all(), f"page {page} is stored after it was freed: {self.kv[page]}"
             self.slots[tier][slot] = name, self.kv[page].copy()
             return
@@ -164,8 +164,12 @@ class FakeEngine:
         self.kv[page] = DAMAGED if is_damaged else tokens
 
     def execute(self, plan: BatchPlan) -> StepResult:
-        for move in plan.moves.tolist():
+        is_ahead = plan.moves["kind"] == STORE_AHEAD
+        for move in [*self.ahead, *plan.moves[~is_ahead].tolist()]:
             self.move(*move)
+        for kind in plan.moves["kind"].tolist():
+            self.num_moves[kind == LOAD] += 1
+        self.ahead = plan.moves[is_ahead].tolist()  # as late as allowed
         for row, index, page in plan.page_writes.tolist():
             self.page_table[row, index] = page
         if self.costs is not None:

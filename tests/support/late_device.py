@@ -6,12 +6,12 @@ every time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from minisgl.device.device import CpuDevice, Pending
+from minisgl.device.device import Copying, CpuDevice, Pending
 
 
 class LateWork:
@@ -34,9 +34,21 @@ class LateDevice(CpuDevice):
     def __init__(self, threads: int | None = None) -> None:
         super().__init__(threads)
         self.pending: list[LateWork] = []
+        self.copying: list[Callable[[], None]] = []
 
     def submit(self, work: Callable[[], torch.Tensor], flops: float) -> Pending:
         while self.pending:
             self.pending.pop(0).run()
         self.pending.append(LateWork(self, work))
         return self.pending[-1].wait
+
+    def copy(self, work: Callable[[], None], *, is_load: bool, after: Sequence[Copying]) -> Copying:
+        """Copy when somebody waits for it."""
+        self.join(after)
+        self.copying.append(work)
+        return work
+
+    def join(self, copies: Sequence[Copying]) -> None:
+        for work in [work for work in self.copying if work in copies]:
+            self.copying.remove(work)
+            work()

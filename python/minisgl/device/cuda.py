@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from minisgl.device.device import Device, Pending, Uploader
+from minisgl.device.device import Copying, Device, Pending, Uploader
 from minisgl.rounding import ceil_div, round_up
 
 RING: Final = 4  # buffers for each direction: more than the steps in flight
@@ -33,7 +32,7 @@ class CudaDevice(Device):
         torch.cuda.set_device(self.torch_device)
         self.has_fp8 = torch.cuda.get_device_capability(index) >= (8, 9)  # its kernels multiply quantized matrices
         self._up, self._down = _Ring(), _Ring()
-        self._copies = torch.cuda.Stream(self.torch_device)
+        self._stores, self._loads = (torch.cuda.Stream(self.torch_device) for _ in range(2))
 
     def upload(self, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
         """Upload all arrays by one copy."""
@@ -73,14 +72,21 @@ class CudaDevice(Device):
 
         return wait
 
-    @contextmanager
-    def copies(self, after_work: bool) -> Iterator[None]:
-        work = torch.cuda.current_stream(self.torch_device)
-        if after_work:
-            self._copies.wait_stream(work)
-        with torch.cuda.stream(self._copies):
-            yield
-        work.wait_stream(self._copies)
+    def copy(self, work: Callable[[], None], *, is_load: bool, after: Sequence[Copying]) -> Copying:
+        stream = self._loads if is_load else self._stores
+        if not is_load:
+            stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+        for event in after:
+            stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            work()
+            event = torch.cuda.Event()
+            event.record()
+        return event
+
+    def join(self, copies: Sequence[Copying]) -> None:
+        for event in copies:
+            torch.cuda.current_stream(self.torch_device).wait_event(event)
 
     def uploader(self) -> Uploader:
         return _CudaUploader(self.torch_device)

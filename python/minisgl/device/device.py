@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,9 @@ from minisgl.rounding import round_up
 
 Pending = Callable[[], npt.NDArray[np.int32]]
 """Submitted work: a call blocks until the work is done, and returns its result on the host."""
+
+Copying = Any
+"""Copies that may still run, as the device knows them."""
 
 
 class Uploader(Protocol):
@@ -56,11 +58,15 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def copies(self, after_work: bool) -> AbstractContextManager[object]:
-        """Return a context whose copies run beside the work submitted before, or with `after_work` after it.
+    def copy(self, work: Callable[[], None], *, is_load: bool, after: Sequence[Copying]) -> Copying:
+        """Run copies beside the work submitted before, or after it unless they load; and in order with `after`.
 
-        Work that is submitted later waits for these copies.
+        All loads run in order, and so do all others.
         """
+
+    @abstractmethod
+    def join(self, copies: Sequence[Copying]) -> None:
+        """Let work that is submitted later wait for these copies."""
 
     @abstractmethod
     def uploader(self) -> Uploader:
@@ -130,8 +136,12 @@ class CpuDevice(Device):
         if threads != torch.get_num_threads():
             torch.set_num_threads(threads)
 
-    def copies(self, after_work: bool) -> AbstractContextManager[object]:
-        return nullcontext()
+    def copy(self, work: Callable[[], None], *, is_load: bool, after: Sequence[Copying]) -> Copying:
+        work()
+        return None
+
+    def join(self, copies: Sequence[Copying]) -> None:
+        pass
 
     def uploader(self) -> Uploader:
         return _CpuUploader()

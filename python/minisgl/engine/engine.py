@@ -83,11 +83,11 @@ class Engine:
         state.page_table.fill_(self.num_pages)
         self.runners: list[Runner] = factory.make(self.parts)
         self.memory = self.memory.with_weights(parts.weight_bytes)  # the C++ step packs them
+        self.mover = Mover(self.parts.kv_cache, self._stores(), device)
+        self.tiers = [store.spec for store in self.mover.stores]
         self._costs = measure_costs(lambda plan: self.launch(plan).wait, spec, self.num_pages, device.is_async)
         state.page_table.fill_(self.num_pages)
         _log.debug("a step costs %s", self._costs)
-        self.mover = Mover(self.parts.kv_cache, self._stores(), device.copies)
-        self.tiers = [store.spec for store in self.mover.stores]
         self.page_size = spec.page_size
         self.max_running_requests = rows
         self.eos_token_ids = spec.eos_token_ids
@@ -117,7 +117,7 @@ class Engine:
 
     def launch(self, plan: BatchPlan) -> ForwardOutput:
         """Start a step behind those launched before, with the first runner that fits; its moves come first."""
-        if len(plan.moves):
+        if len(plan.moves) or self.mover.is_due:
             moved = self.device.submit(partial(self._move, plan.moves), 0.0)
             if not len(plan.slots):
                 return ForwardOutput(plan, lambda masks: moved)

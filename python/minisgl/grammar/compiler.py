@@ -124,7 +124,8 @@ class GrammarCompiler:
     def compute_masks(self, matchers: Sequence[TokenMatcher]) -> None:
         """Compute the mask of each matcher, or the error of one whose grammar has become too ambiguous to follow."""
         masks = np.zeros((len(matchers), ceil_div(self._vocab_size, 32)), np.int32)
-        if self._executor is None or len(matchers) < PARALLEL_FROM:
+        # In this order: a trial, whose memory is limited, has one matcher and starts no threads.
+        if len(matchers) < PARALLEL_FROM or self._executor is None:
             for matcher, mask in zip(matchers, masks, strict=True):
                 matcher.compute_mask(mask)
             return

@@ -106,12 +106,18 @@ class PrefixCache(ABC):
         """Return whether a part of this prefix was forgotten as damaged."""
         return False
 
-    def write_back(self, num_pages: int) -> int:
-        """Copy about `num_pages` pages to tiers that outlive the process; return how many there were to copy."""
+    def write_back(self, num_pages: int, *, lasting: bool) -> int:
+        """Copy about `num_pages` pages to tiers, `lasting`: that outlive the process; return how many were copied.
+
+        No page may be evicted before the next `take_moves`.
+        """
         return 0
 
-    def take_moves(self) -> Records:
-        """Return the MOVE records since the last call, for the next plan."""
+    def take_moves(self, num_ahead: int = 0) -> Records:
+        """Return the MOVE records since the last call, for the next plan.
+
+        They copy the `num_ahead` pages that will be evicted next, too, so that no step waits for that.
+        """
         return NO_MOVES
 
     @property

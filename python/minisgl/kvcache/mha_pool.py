@@ -49,15 +49,30 @@ class MHAKVPool:
         """Return a view of the pages of layer `index`, [pages, 2, kv_heads, page_size, head_dim]."""
         return self._layers[index]
 
-    def copy_page(self, page: int, buffer: torch.Tensor, *, is_load: bool) -> None:
-        """Copy a page to `buffer`, uint8 [page_bytes], or with `is_load` from there."""
-        for own in (self.data[:, page], self.scale[:, page]):
-            part, buffer = buffer[: own.nbytes], buffer[own.nbytes :]
-            copy = part.view(own.dtype).view(own.shape)
-            target, source = (own, copy) if is_load else (copy, own)
-            target.copy_(source, non_blocking=self.device.type == "cuda")
+    def read(self, pages: Sequence[int]) -> torch.Tensor:
+        """Return a copy of pages on the device, uint8 [n, page_bytes]."""
+        index = self._index(pages)
+        return torch.cat([part[index].flatten(1).view(torch.uint8) for part in self._parts()], 1)
+
+    def write(self, pages: Sequence[int], data: torch.Tensor) -> None:
+        """Overwrite pages by `data`, uint8 [n, page_bytes] on the device."""
+        index = self._index(pages)
+        for part in self._parts():
+            mine, data = data[:, : part[0].nbytes], data[:, part[0].nbytes :]
+            part[index] = mine.view(part.dtype).view(len(pages), *part.shape[1:])
+
+    def _parts(self) -> list[torch.Tensor]:
+        """Numbers and scales, pages first."""
+        parts = [self.data.view(torch.uint8), self.scale] if self.dtype is E4M3 else [self.data]
+        return [part.transpose(0, 1) for part in parts]
+
+    def _index(self, pages: Sequence[int]) -> torch.Tensor:
+        index = torch.as_tensor(pages, dtype=torch.int64)
+        if self.device.type == "cuda":
+            index = index.pin_memory()  # otherwise the host waits for the copies before
+        return index.to(self.device, non_blocking=True)
 
     def poison(self, pages: Sequence[int]) -> None:
         """Fill pages with NaN, so that tests detect reads before the next write."""
         data = self.scale if self.dtype is E4M3 else self.data
-        data[:, torch.as_tensor(pages, dtype=torch.int64, device=self.device)] = float("nan")
+        data[:, self._index(pages)] = float("nan")

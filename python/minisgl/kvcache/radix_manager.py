@@ -15,7 +15,7 @@ from minisgl.errors import InvariantError
 from minisgl.kvcache.base import CacheHandle, MatchResult, PrefixCache, SizeInfo
 from minisgl.kvcache.outline import OutlinedNode, outline
 from minisgl.kvcache.tiers import Tier, page_name
-from minisgl.layout import MOVE, NO_INTS, NO_MOVES
+from minisgl.layout import LOAD, MOVE, NO_INTS, NO_MOVES, STORE, STORE_AHEAD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -202,7 +202,7 @@ class RadixCacheManager(PrefixCache):
                 continue
             mine, pages = pages[: node.length], pages[node.length :]
             place = next(i for i, ids in enumerate(node.places) if len(ids))
-            self._move(node, place, mine, node.places[place], is_load=True)
+            self._move(node, place, mine, node.places[place], LOAD)
             self.tiers[place - 1].loaded_pages += node.length
             self._put(node, DEVICE, mine)
             node.is_loaded = True
@@ -235,24 +235,35 @@ class RadixCacheManager(PrefixCache):
         lost: bool = handle.node.is_lost
         return lost
 
-    def write_back(self, num_pages: int) -> int:
+    def write_back(self, num_pages: int, *, lasting: bool) -> int:
         count = 0
         for place, tier in enumerate(self.tiers, 1):
-            for node in _subtree(self.root)[1:] if tier.spec.lasts else ():
-                # Once after each use: where the tier is full, two nodes would replace each other for ever.
-                if count < num_pages and len(node.pages) and node.tried_at != node.timestamp:
-                    node.tried_at = node.timestamp
-                    count += self._store(node, place)
+            lasts = tier.spec.lasts
+            for node in _subtree(self.root)[1:] if lasts or not lasting else ():
+                # Where a tier is full, two nodes would replace each other for ever. So one that lasts takes each node
+                # once after each use. Another takes what fits: it is for the oldest pages, which others would replace.
+                is_wanted = node.tried_at != node.timestamp if lasts else tier.free_size >= node.length
+                if is_wanted and len(node.pages) and count < num_pages:
+                    node.tried_at = node.timestamp if lasts else node.tried_at
+                    count += self._store(node, place, STORE_AHEAD)
         return count
 
-    def take_moves(self) -> Records:
+    def take_moves(self, num_ahead: int = 0) -> Records:
+        oldest: list[RadixTreeNode] = []
+        while num_ahead > 0 and (node := self._pop_oldest(DEVICE)) is not None:
+            oldest.append(node)
+            num_ahead -= node.length
+            for place in range(1, len(self.root.places)):
+                self._store(node, place, STORE_AHEAD)
+        for node in oldest:
+            self._offer(node, DEVICE)
         if not self._moves:
             return NO_MOVES
         moves = np.concatenate(self._moves)
         self._moves = []
         return moves
 
-    def _store(self, node: RadixTreeNode, place: int) -> int:
+    def _store(self, node: RadixTreeNode, place: int, kind: int) -> int:
         """Copy a node's pages to a tier, where only older ones make room; return how many were copied."""
         tier = self.tiers[place - 1]
         if len(node.places[place]) or node.is_lost or node.length > tier.spec.num_slots:
@@ -266,14 +277,14 @@ class RadixCacheManager(PrefixCache):
             return 0
         names, (before, salt) = self._names(node), self._before(node)
         slots = tier.take(names, before, salt, node.key)
-        self._move(node, place, node.pages, slots, is_load=False)
+        self._move(node, place, node.pages, slots, kind)
         self._put(node, place, slots)
         return node.length
 
-    def _move(self, node: RadixTreeNode, place: int, pages: Ints, slots: Ints, *, is_load: bool) -> None:
+    def _move(self, node: RadixTreeNode, place: int, pages: Ints, slots: Ints, kind: int) -> None:
         moves = np.empty(node.length, MOVE)
         moves["page"], moves["slot"], moves["name"] = pages, slots, self._names(node)
-        moves["tier"], moves["is_load"] = self.tiers[place - 1].number, is_load
+        moves["tier"], moves["kind"] = self.tiers[place - 1].number, kind
         self._moves.append(moves)
 
     def _names(self, node: RadixTreeNode) -> Names:
@@ -330,7 +341,7 @@ class RadixCacheManager(PrefixCache):
             freed.append(node.pages)
             count += node.length
             for place in places:
-                self._store(node, place)
+                self._store(node, place, STORE)
             self._leave(node, DEVICE)
         return np.concatenate(freed) if freed else NOWHERE
 

@@ -10,6 +10,7 @@ import time
 import weakref
 import zlib
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -19,12 +20,13 @@ import torch
 
 from minisgl.errors import ConfigError
 from minisgl.kvcache.tiers import TierSpec
+from minisgl.layout import LOAD, STORE_AHEAD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator, Mapping
 
     from minisgl.core import Records
+    from minisgl.device.device import Copying, Device
     from minisgl.kvcache.mha_pool import MHAKVPool
 
 _log = logging.getLogger("minisgl.kvcache")
@@ -34,6 +36,7 @@ PAGE_HEAD: Final = np.dtype([("name", "<i8"), ("checksum", "<i8")])
 GB: Final = 1e9
 TRIAL_BYTES: Final = 8 << 20  # written and read to measure a disk
 TRIALS: Final = 3
+RUN: Final = 32  # pages that are copied between two events
 
 
 class Store(Protocol):
@@ -41,29 +44,45 @@ class Store(Protocol):
 
     spec: TierSpec
 
-    def store(self, slot: int, name: int, page: int) -> None:
-        """Copy a page of the pool to a slot. Raises `OSError`; then the slot holds nothing, or another page."""
+    def store(self, slots: list[int], names: list[int], data: torch.Tensor) -> None:
+        """Keep pages `data`, uint8 [n, page_bytes] on the device, in slots. Raises `OSError` if one cannot be kept."""
 
-    def load(self, slot: int, name: int, page: int) -> None:
-        """Copy the page `name` from a slot into the pool. Raises `OSError` if the slot does not hold it intact."""
+    def load(self, slots: list[int], names: list[int]) -> tuple[torch.Tensor, dict[int, str]]:
+        """Return pages from slots, uint8 [n, page_bytes] on the device, and what is wrong with some, by their index."""
 
 
 class HostStore:
     """Slots in host memory, pinned if the pool is on a GPU."""
 
-    def __init__(self, pool: MHAKVPool, size: int, page_seconds: float = 0.0) -> None:
+    def __init__(self, pool: MHAKVPool, size: int) -> None:
         """Take `size` bytes. Raises `ConfigError` if no page fits."""
-        self._pool = pool
+        self._device = pool.device
+        self._is_pinned = pool.device.type == "cuda"
         num_slots = _count_slots("--host-kv", size, pool.page_bytes)
-        pinned = pool.device.type == "cuda"
-        self._memory = torch.empty(num_slots, pool.page_bytes, dtype=torch.uint8, pin_memory=pinned)
-        self.spec = TierSpec("host", num_slots, page_seconds)
+        self._memory = torch.empty(num_slots, pool.page_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+        self.spec = TierSpec("host", num_slots, self._measure() if self._is_pinned else 0.0)
 
-    def store(self, slot: int, name: int, page: int) -> None:
-        self._pool.copy_page(page, self._memory[slot], is_load=False)
+    def store(self, slots: list[int], names: list[int], data: torch.Tensor) -> None:
+        for slot, page in zip(slots, data, strict=True):
+            self._memory[slot].copy_(page, non_blocking=self._is_pinned)
 
-    def load(self, slot: int, name: int, page: int) -> None:
-        self._pool.copy_page(page, self._memory[slot], is_load=True)
+    def load(self, slots: list[int], names: list[int]) -> tuple[torch.Tensor, dict[int, str]]:
+        data = torch.empty(len(slots), self._memory.shape[1], dtype=torch.uint8, device=self._device)
+        for slot, page in zip(slots, data, strict=True):
+            page.copy_(self._memory[slot], non_blocking=self._is_pinned)
+        return data, {}
+
+    def _measure(self) -> float:
+        """Return the seconds to load a page."""
+        slots = list(range(min(RUN, len(self._memory))))
+        times = []
+        for _ in range(TRIALS):  # the best, since the first ones get memory
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            self.load(slots, slots)
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - started) / len(slots))
+        return min(times)
 
 
 class DiskStore:
@@ -75,12 +94,9 @@ class DiskStore:
         `owner` says which model's pages these are, and in which form. Raises `ConfigError` if the folder has those of
         another owner, is in use, or if the disk has too little space.
         """
-        self._pool = pool
+        self._device = pool.device
         self._stride = PAGE_HEAD.itemsize + pool.page_bytes
         num_slots = _count_slots("--disk-kv", size - HEADER_BYTES, self._stride)
-        self._buffer = torch.empty(self._stride, dtype=torch.uint8, pin_memory=pool.device.type == "cuda")
-        self._bytes: Any = self._buffer.numpy()
-        self._payload = self._buffer[PAGE_HEAD.itemsize :]
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = folder / f"rank{rank}.kv"
@@ -96,60 +112,90 @@ class DiskStore:
             raise ConfigError(f"--disk-kv {folder} cannot be used: {e.strerror}") from e
         self.spec = TierSpec("disk", num_slots, seconds, lasts=True, folder=str(folder))
 
-    def store(self, slot: int, name: int, page: int) -> None:
-        self._pool.copy_page(page, self._payload, is_load=False)
-        if self._buffer.is_pinned():
-            torch.cuda.current_stream().synchronize()
-        self._bytes[: PAGE_HEAD.itemsize] = np.array([(name, self._checksum())], PAGE_HEAD).view(np.uint8)
-        written = os.pwrite(self._fd, self._bytes, self._offset(slot))
-        if written < self._stride:
-            raise OSError(f"only {written} bytes of {self._stride} were written")
+    def store(self, slots: list[int], names: list[int], data: torch.Tensor) -> None:
+        heads = np.zeros(len(slots), PAGE_HEAD)
+        heads["name"] = names
+        for slot, head, page in zip(slots, heads, data.cpu().numpy(), strict=True):
+            head["checksum"] = zlib.crc32(page)
+            written = os.pwritev(self._fd, [head.tobytes(), page], self._offset(slot))
+            if written < self._stride:
+                raise OSError(f"only {written} bytes of {self._stride} were written")
 
-    def load(self, slot: int, name: int, page: int) -> None:
-        got = os.preadv(self._fd, [self._bytes], self._offset(slot))
-        head = self._bytes[: PAGE_HEAD.itemsize].view(PAGE_HEAD)[0]
-        if got < self._stride or head["name"] != name or head["checksum"] != self._checksum():
-            raise OSError(f"slot {slot} does not hold the page that was stored there")
-        self._pool.copy_page(page, self._payload, is_load=True)
-        if self._buffer.is_pinned():
-            torch.cuda.current_stream().synchronize()  # the buffer is used again
+    def load(self, slots: list[int], names: list[int]) -> tuple[torch.Tensor, dict[int, str]]:
+        data = torch.empty(len(slots), self._stride - PAGE_HEAD.itemsize, dtype=torch.uint8)
+        head, damaged = bytearray(PAGE_HEAD.itemsize), {}
+        for i, (slot, page) in enumerate(zip(slots, data.numpy(), strict=True)):
+            try:
+                got = os.preadv(self._fd, [head, page], self._offset(slot))
+                name, checksum = np.frombuffer(head, PAGE_HEAD)[0]
+                if got < self._stride or name != names[i] or checksum != zlib.crc32(page):
+                    damaged[i] = f"slot {slot} does not hold the page that was stored there"
+            except OSError as e:
+                damaged[i] = str(e)
+        return data.to(self._device), damaged
 
     def _offset(self, slot: int) -> int:
         return HEADER_BYTES + slot * self._stride
-
-    def _checksum(self) -> int:
-        return zlib.crc32(self._bytes[PAGE_HEAD.itemsize :])
 
 
 class Mover:
     """Carries out the moves of plans, in their order. A page that cannot be loaded becomes NaN, as do its logits."""
 
-    def __init__(
-        self, pool: MHAKVPool, stores: list[Store], copies: Callable[[bool], AbstractContextManager[object]]
-    ) -> None:
-        """`copies`: see `Device.copies`."""
+    def __init__(self, pool: MHAKVPool, stores: list[Store], device: Device) -> None:
         self._pool = pool
         self.stores = stores
-        self._copies = copies
+        self._device = device
+        self._ahead: list[Copying] = []  # which the next step waits for
         self._is_full = False
 
-    def apply(self, moves: Records) -> None:
-        """Carry out MOVE records; a failure costs a log line."""
-        with self._copies(bool((moves["is_load"] == 0).any())):
-            for page, tier, slot, is_load, name in moves.tolist():
-                store = self.stores[tier]
-                try:
-                    (store.load if is_load else store.store)(slot, name, page)
-                except OSError as e:
-                    self._fail(store, page, is_load, e)
+    @property
+    def is_due(self) -> bool:
+        """Whether a step without moves has to wait for those of the step before, too."""
+        return bool(self._ahead)
 
-    def _fail(self, store: Store, page: int, is_load: bool, error: OSError) -> None:
-        if is_load:
-            self._pool.poison([page])
-            _log.warning("a page of the %s tier is lost and will be computed: %s", store.spec.name, error)
-        elif not self._is_full:
-            self._is_full = True  # a full disk stays full: one line is enough
-            _log.warning("pages cannot be written to the %s tier: %s", store.spec.name, error)
+    def apply(self, moves: Records) -> None:
+        """Carry out MOVE records beside other work; a failure costs a log line.
+
+        Work submitted later waits for them, but only after the next call for those that are stored ahead. A copy waits
+        for those of the other direction with the same page or slot.
+        """
+        before, self._ahead = self._ahead, []
+        touched: dict[tuple[int, int], Copying] = {}
+        joined = list(before)
+        for run in _runs(moves):
+            kind, tier = int(run["kind"][0]), int(run["tier"][0])
+            keys = [*((-1, page) for page in run["page"].tolist()), *((tier, slot) for slot in run["slot"].tolist())]
+            after = dict.fromkeys([*before, *(touched[key] for key in keys if key in touched)])
+            copying = self._device.copy(partial(self._copy, run), is_load=kind == LOAD, after=list(after))
+            touched |= dict.fromkeys(keys, copying)
+            (self._ahead if kind == STORE_AHEAD else joined).append(copying)
+        self._device.join(joined)
+
+    def _copy(self, run: Records) -> None:
+        store = self.stores[run["tier"][0]]
+        pages, slots, names = (run[name].tolist() for name in ("page", "slot", "name"))
+        if run["kind"][0] == LOAD:
+            data, damaged = store.load(slots, names)
+            self._pool.write(pages, data)
+            for i, problem in damaged.items():
+                self._pool.poison([pages[i]])
+                _log.warning("a page of the %s tier is lost and will be computed: %s", store.spec.name, problem)
+            return
+        try:
+            store.store(slots, names, self._pool.read(pages))
+        except OSError as e:
+            if not self._is_full:
+                self._is_full = True  # a full disk stays full: one line is enough
+                _log.warning("pages cannot be written to the %s tier: %s", store.spec.name, e)
+
+
+def _runs(moves: Records) -> Iterator[Records]:
+    """Cut MOVE records into runs of one kind and tier."""
+    start = 0
+    for i in range(1, len(moves) + 1):
+        if i == len(moves) or i - start == RUN or (moves[["kind", "tier"]][i] != moves[["kind", "tier"]][start]):
+            yield moves[start:i]
+            start = i
 
 
 def _count_slots(flag: str, size: int, page_bytes: int) -> int:

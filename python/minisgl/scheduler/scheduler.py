@@ -16,6 +16,7 @@ computes the last one, with 0 it waits for the result.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from dataclasses import replace
@@ -95,6 +96,7 @@ class Scheduler:
         prefix_cache = create_prefix_cache(config.cache_type, engine.page_size, tiers)
         prefixes = CachedPrefixes(engine.num_pages, engine.page_size) if config.tells_prefixes else None
         self.cache = CacheManager(engine.num_pages, engine.page_size, prefix_cache, self.rows, prefixes)
+        self.pages_ahead = math.ceil(config.max_prefill_length / engine.page_size)  # that a step may evict
         self.is_mixed = config.mixed_batches
         self.prefill = PrefillManager(self.cache, self.rows, config.schedule_policy)
         self.decode = DecodeManager(self.cache, self.rows)
@@ -165,7 +167,7 @@ class Scheduler:
     def save(self) -> None:
         """Copy cached pages to the tiers that outlive this process, as many as EXIT_S allows; nothing if busy."""
         deadline = time.monotonic() + EXIT_S
-        while not self.is_busy and time.monotonic() < deadline and (step := self._write_back()) is not None:
+        while not self.is_busy and time.monotonic() < deadline and (step := self._write_back(lasting=True)) is not None:
             self.step_number += 1
             self.launch(step)
             self.collect(self.launched.popleft())
@@ -292,11 +294,13 @@ class Scheduler:
             raise InvariantError(f"no request can go on: {list(self.live.values())[:8]}")
         return None if self.live else self._write_back()
 
-    def _write_back(self) -> Step | None:
-        """Return a step that copies cached pages to a tier that outlives this process, for idle times."""
-        prefix = self.cache.prefix
-        pages = [max(1, int(WRITE_BACK_S / t.spec.page_seconds)) for t in prefix.tiers if t.spec.lasts]
-        return Step(self.decode.index, []) if pages and prefix.write_back(min(pages)) else None
+    def _write_back(self, *, lasting: bool = False) -> Step | None:
+        """Return a step that copies cached pages to tiers, for idle times; `lasting`: that outlive this process."""
+        tiers = self.cache.prefix.tiers
+        slowest = max((tier.spec.page_seconds for tier in tiers), default=0.0)
+        pages = max(1, int(WRITE_BACK_S / max(slowest, 1e-6)))
+        has_copied = bool(tiers) and self.cache.prefix.write_back(pages, lasting=lasting)
+        return Step(self.decode.index, []) if has_copied else None
 
     def _preempt_for(self, req: Req) -> bool:
         """Preempt the newest request that is not much shorter than others, in favour of `req`.
@@ -336,7 +340,9 @@ class Scheduler:
         if self.drafts is not None:
             histories = self.drafts.histories(step)
             self.drafts.advance(step.running, step.drafts)
-        plan = step.make_plan(self.step_number, self.rows, histories, self.cache.prefix.take_moves())
+        is_full = bool(self.cache.prefix.tiers) and self.cache.free_size < 2 * self.pages_ahead
+        moves = self.cache.prefix.take_moves(self.pages_ahead if is_full else 0)
+        plan = step.make_plan(self.step_number, self.rows, histories, moves)
         if self.grammars.num_followed:
             plan = replace(plan, masks=self.grammars.plan_masks(plan, self.rows))
         self.rows.advance(plan)

@@ -137,7 +137,7 @@ def test_files_of_different_times_are_not_believed(disk: dict[str, Any], tmp_pat
         assert counts(llm)[2] > 0
 
 
-@pytest.mark.parametrize("call", ["pwrite", "preadv"])
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
 def test_a_failing_disk_costs_log_lines(
     disk: dict[str, Any], want: list[list[int]], monkeypatch: pytest.MonkeyPatch, warnings: list[str], call: str
 ) -> None:
@@ -148,7 +148,7 @@ def test_a_failing_disk_costs_log_lines(
         monkeypatch.setattr(storage.os, call, fail)
         assert tokens(llm) == want
         assert tokens(llm) == want
-    assert sum("cannot be written" in line for line in warnings) == (call == "pwrite")
+    assert sum("cannot be written" in line for line in warnings) == (call == "pwritev")
     assert sum("is lost" in line for line in warnings) > 0
 
 

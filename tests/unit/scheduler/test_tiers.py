@@ -7,7 +7,7 @@ import pytest
 
 from minisgl.core import BatchPlan, StepCosts
 from minisgl.kvcache.tiers import TierSpec
-from minisgl.layout import MOVE
+from minisgl.layout import LOAD, MOVE
 from minisgl.scheduler.stats import engine_view
 from support.fake_engine import FakeEngine
 from support.traces import Harness, run_random_trace
@@ -129,5 +129,5 @@ def test_moves_travel_in_a_packed_plan() -> None:
         ask(h, start)
     moves = np.concatenate([BatchPlan.unpack(np.frombuffer(data, np.int32)).moves for data in h.engine.plans])
     assert moves.dtype == MOVE and len(moves) == sum(h.engine.num_moves)
-    stored, loaded = ({*moves["name"][moves["is_load"] == i].tolist()} for i in (0, 1))
+    stored, loaded = ({*moves["name"][(moves["kind"] == LOAD) == i].tolist()} for i in (0, 1))
     assert loaded and loaded < stored

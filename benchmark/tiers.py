@@ -1,0 +1,122 @@
+"""What K/V below the device gains: a prefix found there, conversations larger than the pool, and the cost with no hits.
+
+    PYTHONPATH=python python benchmark/tiers.py --shape qwen3-8b --host-kv 100000000000 --prefix 32768 --pool 40000
+    PYTHONPATH=python python benchmark/tiers.py --disk-kv /var/tmp/kv:2G            (the built-in model, on a CPU)
+
+Two engines, without and with the tier, answer the same prompts of random tokens, greedily. `prefix`: a prompt is
+computed, another drives it out of the pool, and it comes again: seconds to its first token, and the bytes per second
+if it was loaded. `conversations`: each turn adds tokens to one of several conversations that do not fit into the pool
+together: prompt and output tokens per second. `no hits`: prompts that share nothing. The last line says how many
+answers are equal: all on a CPU; on a GPU a cached prefix is computed in other pieces, which may round otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Sequence
+from statistics import median
+
+from minisgl import LLM, SamplingParams
+from minisgl.bench.shapes import shape_options
+
+Tokens = list[int]
+
+
+def tokens(rng: random.Random, count: int) -> Tokens:
+    return [rng.randrange(1000, 2000) for _ in range(count)]
+
+
+def timed(llm: LLM, prompts: Sequence[Tokens], length: int) -> tuple[float, list[Tokens], int]:
+    """Return the seconds, the answers and the number of prompt tokens found in the cache."""
+    began = time.perf_counter()
+    done = llm.generate(
+        list(prompts), SamplingParams(max_tokens=length, ignore_eos=True, temperature=0), use_tqdm=False
+    )
+    seconds = time.perf_counter() - began
+    return seconds, [answer.token_ids for answer in done], sum(answer.cached_tokens for answer in done)
+
+
+def prefix(llm: LLM, args: argparse.Namespace, seed: int) -> tuple[str, list[Tokens]]:
+    """Return what to print, and the answers."""
+    rng = random.Random(seed)
+    computed, found, cached, answers = [], [], 0, []
+    for _ in range(args.rounds):
+        prompt = tokens(rng, args.prefix)
+        computed.append((first := timed(llm, [prompt], 1))[0])
+        timed(llm, [tokens(rng, args.prefix)], 1)
+        again = timed(llm, [prompt], 1)
+        found.append(again[0])
+        cached = again[2]
+        answers += first[1] + again[1]
+    gbs = cached * args.token_bytes / median(found) / 1e9
+    text = f"first token {median(computed):.3f} s computed, {median(found):.3f} s again"
+    return f"{text} ({cached} of {args.prefix} tokens found, {gbs:.1f} GB/s)", answers
+
+
+def conversations(llm: LLM, args: argparse.Namespace, seed: int) -> tuple[str, list[Tokens]]:
+    rng = random.Random(seed)
+    histories = [tokens(rng, args.turn) for _ in range(args.conversations)]
+    seconds, total, cached, all_answers = 0.0, 0, 0, []
+    for _ in range(args.turns):
+        for i in range(0, len(histories), args.streams):
+            part = histories[i : i + args.streams]
+            took, answers, found = timed(llm, part, args.output)
+            seconds, cached, total = (
+                seconds + took,
+                cached + found,
+                total + sum(map(len, part)) + args.output * len(part),
+            )
+            all_answers += answers
+            for history, answer in zip(part, answers, strict=True):
+                history += answer + tokens(rng, args.turn)
+    return f"{total / seconds:.0f} tok/s of prompts and outputs, {cached} tokens found", all_answers
+
+
+def no_hits(llm: LLM, args: argparse.Namespace, seed: int) -> tuple[str, list[Tokens]]:
+    rng = random.Random(seed)
+    prompts = [tokens(rng, args.turn) for _ in range(args.conversations)]
+    seconds, answers, _ = timed(llm, prompts, args.output)
+    return f"{len(prompts) * (args.turn + args.output) / seconds:.0f} tok/s", answers
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", help="random weights; without it, the built-in model")
+    parser.add_argument("--host-kv", type=int)
+    parser.add_argument("--disk-kv")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--pool", type=int, default=4096, help="tokens that the device holds")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--prefix", type=int, default=3500)
+    parser.add_argument("--conversations", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turn", type=int, default=300, help="tokens that a turn adds")
+    parser.add_argument("--output", type=int, default=16)
+    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args(argv)
+    tier = {name: value for name in ("host_kv", "disk_kv") if (value := getattr(args, name))}
+    if not tier:
+        parser.error("give --host-kv or --disk-kv")
+    common = {
+        "num_pages": args.pool // args.page_size, "page_size": args.page_size, "kv_cache_dtype": args.kv_cache_dtype,
+    }  # fmt: skip
+    cases = {"prefix": prefix, "conversations": conversations, "no hits": no_hits}
+    answers: dict[str, list[list[Tokens]]] = {name: [] for name in cases}
+    with shape_options(args.shape, common) as given:
+        for label, more in (("without", {}), ("with", tier)):
+            with LLM(**given, **more) as llm:
+                args.token_bytes = int(llm.scheduler.engine.describe()["kv_bytes"]) / args.pool
+                timed(llm, [tokens(random.Random(0), args.prefix)], args.output)  # warms up
+                for name, case in cases.items():
+                    text, told = case(llm, args, seed=len(name))
+                    answers[name].append(told)
+                    print(f"{name:13} {label:7} tier: {text}", flush=True)
+    pairs = [pair for without, told in answers.values() for pair in zip(without, told, strict=True)]
+    print(f"{sum(a == b for a, b in pairs)} of {len(pairs)} answers are equal")
+
+
+if __name__ == "__main__":
+    main()
