@@ -25,7 +25,7 @@ CHROOT = shutil.which("chroot") or "/usr/sbin/chroot"
 OVERLAY = """
 mount -t tmpfs none "$0" && mkdir "$0"/upper "$0"/work "$0"/root &&
 mount -t overlay overlay -o "lowerdir=/,upperdir=$0/upper,workdir=$0/work" "$0"/root &&
-mount --rbind /dev "$0"/root/dev && mount -t proc proc "$0"/root/proc && mount -t tmpfs none "$0"/root/tmp && exec "$@"
+cd "$0"/root && mount --rbind /dev dev && mount -t proc proc proc && mount -t tmpfs none tmp && exec "$@"
 """
 
 
