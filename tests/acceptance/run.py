@@ -1,7 +1,8 @@
 """Real clients against a real server: `make acceptance`, or `python tests/acceptance/run.py [--url URL] [NAME ...]`.
 
 Each client has an environment of its own under `.acceptance/`, made at its first use. Without `--url` a server with the
-built-in model is started, and the checks know what that model answers. The exit code is 0 when every check passed.
+built-in model is started, and the checks know what that model answers. `--write` keeps the results in docs/clients.md.
+The exit code is 0 when every check passed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -25,6 +27,15 @@ from e2e.harness import ServerProcess, require_no_leak  # noqa: E402
 MODEL_FOLDER = ROOT / "python" / "minisgl" / "demo" / "model"
 ENVIRONMENTS = ROOT / ".acceptance"
 LIMIT_S = 600.0
+PAGE = ROOT / "docs" / "clients.md"
+PAGE_HEAD = """# Clients that were tried
+
+Official libraries, each in an environment of its own, against a server with the built-in model. The scripts are in
+tests/acceptance. `make acceptance ARGS=--write` ran them on {day} and wrote this table.
+
+| library | version | what it did | passed |
+| --- | --- | --- | --- |
+"""
 
 # client -> (script, requirements)
 CLIENTS: dict[str, tuple[str, list[str]]] = {
@@ -52,7 +63,7 @@ class Report:
 
     client: str
     version: str = "?"
-    passed: int = 0
+    passed: list[str] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -125,8 +136,8 @@ def run_client(name: str, url: str) -> Report:
         if result["error"]:
             report.failures[result["check"]] = result["error"]
         else:
-            report.passed += 1
-    if end or not report.passed + len(report.failures):
+            report.passed.append(result["check"])
+    if end or not (report.passed or report.failures):
         report.failures["the script"] = end or f"no check ran; see {log}"
     return report
 
@@ -147,13 +158,13 @@ def run_clients_on_own_server(names: list[str]) -> list[Report]:
         own = Report("(server)", server.info()["version"])
         try:
             require_no_leak(server)
-            own.passed += 1
+            own.passed.append("nothing leaks")
         except AssertionError as e:
             own.failures["nothing leaks"] = str(e)
         if "Traceback" in server.log:
             own.failures["no error in the log"] = server.log[-4000:]
         else:
-            own.passed += 1
+            own.passed.append("no error in the log")
     return [*reports, own]
 
 
@@ -161,7 +172,7 @@ def print_table(reports: list[Report]) -> None:
     rows = [("client", "version", "checks", "result", "seconds")]
     for r in reports:
         result = "ok" if not r.failures else f"{len(r.failures)} failed"
-        rows.append((r.client, r.version, str(r.passed + len(r.failures)), result, f"{r.seconds:.1f}"))
+        rows.append((r.client, r.version, str(len(r.passed) + len(r.failures)), result, f"{r.seconds:.1f}"))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     print()
     for row in rows:
@@ -171,16 +182,30 @@ def print_table(reports: list[Report]) -> None:
             print(f"\n{r.client}: {name}\n    {error}")
 
 
+def write_page(reports: list[Report]) -> None:
+    """Write docs/clients.md, a row for each client."""
+    rows = []
+    for r in reports:
+        calls = ", ".join(name.replace("_", " ") for name in r.passed)
+        failed = ", ".join(name.replace("_", " ") for name in r.failures)
+        result = f"{len(r.passed)} of {len(r.passed) + len(r.failures)}" + (f"; failed: {failed}" if failed else "")
+        rows.append(f"| {r.client} | {r.version} | {calls} | {result} |\n")
+    PAGE.write_text(f"{PAGE_HEAD.format(day=date.today())}{''.join(rows)}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="a running server with the built-in model, without /v1 (default: start one)")
     parser.add_argument("clients", nargs="*", metavar="NAME", help=f"which of {', '.join(CLIENTS)} (default: all)")
+    parser.add_argument("--write", action="store_true", help="write docs/clients.md")
     args = parser.parse_args()
     if unknown := set(args.clients) - CLIENTS.keys():
         parser.error(f"no client {', '.join(sorted(unknown))}")
     names = args.clients or list(CLIENTS)
     reports = run_clients(names, args.url.rstrip("/")) if args.url else run_clients_on_own_server(names)
     print_table(reports)
+    if args.write:
+        write_page(reports)
     return 1 if any(r.failures for r in reports) else 0
 
 

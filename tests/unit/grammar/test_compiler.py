@@ -224,7 +224,9 @@ def test_masks_in_parallel_equal_masks_one_by_one(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     texts = ["[a-z ]{20}", "a+b?", "[0-9]{2,5}", "(ab)*c", "[^x]+"]
     alone, together = ([compiled("regex", text) for text in texts] for _ in range(2))
-    assert COMPILER._executor is None
+    one = compiled("regex", "[a-z ]{20}")
+    COMPILER.compute_masks([one])
+    assert "_executor" not in COMPILER.__dict__, "a trial, which has one matcher, has no memory for threads"
     monkeypatch.setitem(COMPILER.__dict__, "_executor", GrammarCompiler._executor.func(COMPILER))
     for _ in range(5):
         for a, b in zip(alone, together, strict=True):
