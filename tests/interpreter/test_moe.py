@@ -7,12 +7,13 @@ import torch
 from torch.testing import assert_close
 
 from minisgl.ops import reference
-from minisgl.ops.quantized import Format, Quantized
+from minisgl.ops.quantized import E8M0, MXFP4, Format, Quantized
 from minisgl.triton import moe
 from minisgl.triton.moe import (
     CONFIGS,
     FLOAT32,
     FP8_CONFIGS,
+    INT4_CONFIGS,
     GemmTile,
     GemvTile,
     MoeConfig,
@@ -128,20 +129,34 @@ def test_gemv_for_each_pair(tile: GemvTile | None):
 
 def experts_of(kind: Format, count: int, rows: int, columns: int) -> Quantized:
     flat = kind.empty(count * rows, columns, torch.device("cpu"))
-    flat.round_from(torch.randn(count * rows, columns) * columns**-0.5)
+    if kind == MXFP4:
+        exponents = torch.randint(122, 126, flat.scale.shape).byte()
+        flat.fill(torch.randint(0, 16, (count * rows, columns)), exponents.view(E8M0))
+    else:
+        flat.round_from(torch.randn(count * rows, columns) * columns**-0.5)
+    if flat.zeros is not None:
+        flat.zeros.copy_(torch.randint(6, 11, flat.zeros.shape))
     return flat.experts(count)
 
 
 # The blocks' sizes, or rows and columns that no tile divides.
-FP8_SIZES = {Format(8, 0): (80, 48), Format(8, 128): (256, 128)}
+SIZES = {
+    Format(8, 0): (80, 48),
+    Format(8, 128): (256, 128),
+    Format(8, 0, is_integer=True): (80, 48),
+    Format(4, 128): (256, 128),
+    Format(4, 32, scale_dtype=torch.float16): (256, 128),
+    Format(4, 64, has_zeros=True): (256, 128),
+    MXFP4: (192, 64),
+}
 
 
-@pytest.mark.parametrize("kind", FP8_SIZES, ids=str)
+@pytest.mark.parametrize("kind", SIZES, ids=str)
 @pytest.mark.parametrize(("tokens", "limit"), [(1, 0.002), (2, 0.004), (33, 0.05)])
-def test_experts_of_8_bits(kind: Format, tokens: int, limit: float):
+def test_quantized_experts(kind: Format, tokens: int, limit: float):
     """A GEMV for each pair, two parts and one part of x."""
     torch.manual_seed(0)
-    hidden, size = FP8_SIZES[kind]
+    hidden, size = SIZES[kind]
     gate_up, down = experts_of(kind, 8, 2 * size, hidden), experts_of(kind, 8, hidden, size)
     x, logits = torch.randn(tokens, hidden).to(HALF), torch.randn(tokens, 8)
     got = moe.moe(x, logits, gate_up, down, 2, True).double()
@@ -167,9 +182,9 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, monkeypatch: pyt
 def test_every_number_of_pairs_has_tiles():
     for pairs in (1, 24, 128, 5000, 10**6):
         assert moe_config(pairs, 128, torch.float32) is FLOAT32
-        for is_fp8, configs in ((False, CONFIGS), (True, FP8_CONFIGS)):
-            assert moe_config(pairs, 128, HALF, is_fp8) in [c for _, c in configs]
-    for config in (c for _, c in (*CONFIGS, *FP8_CONFIGS)):
+        for bits, configs in ((16, CONFIGS), (8, FP8_CONFIGS), (4, INT4_CONFIGS)):
+            assert moe_config(pairs, 128, HALF, bits) in [c for _, c in configs]
+    for config in (c for _, c in (*CONFIGS, *FP8_CONFIGS, *INT4_CONFIGS)):
         for tile in (config.up, config.down):
             # Weights of 16 bits, which a layer may also have beside others of 8.
             staged = 2 * tile.num_stages * tile.block_k * (config.block_m + tile.block_n)
@@ -177,4 +192,6 @@ def test_every_number_of_pairs_has_tiles():
             assert not config.swap_ab or tile.block_n % 64 == 0, "wgmma takes at least 64 rows"
             assert not config.parts or max(tile.block_n, tile.block_k) <= 128, "a tile has one scale of a block"
         assert config.swap_ab or config.parts < 2
-    assert list(CONFIGS) == sorted(CONFIGS) and list(FP8_CONFIGS) == sorted(FP8_CONFIGS)
+    assert all(config.swap_ab for _, config in INT4_CONFIGS)
+    for configs in (CONFIGS, FP8_CONFIGS, INT4_CONFIGS):
+        assert list(configs) == sorted(configs)

@@ -13,7 +13,16 @@ from minisgl.triton.launch import counters
 from minisgl.triton.quantized import SplitConfig, split_gemm, split_rows, widen
 from minisgl.triton.quantized_gemv import StreamConfig, quantized_gemv
 
-FORMATS = [Format(8, 0), Format(8, 128), Format(4, 128), Format(4, 32), Format(4, 64, has_zeros=True)]
+ORDER = torch.randperm(384, generator=torch.Generator().manual_seed(0)).int().numpy().tobytes()
+FORMATS = [
+    Format(8, 0),
+    Format(8, 128),
+    Format(8, 0, is_integer=True),
+    Format(4, 128),
+    Format(4, 32),
+    Format(4, 64, has_zeros=True),
+    Format(4, 32, has_zeros=True, order=ORDER),
+]
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -23,7 +32,10 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 def matrix(kind: Format, rows: int, columns: int) -> Quantized:
     torch.manual_seed(rows + columns)
     found = kind.empty(rows, columns, torch.device("cpu"))
-    found.round_from(0.1 * torch.randn(rows, columns))
+    if kind.order:
+        found.fill(torch.randint(0, 16, (rows, columns)), torch.rand(found.scale.shape) / 50 + 0.01)
+    else:
+        found.round_from(0.1 * torch.randn(rows, columns))
     if found.zeros is not None:
         found.zeros.copy_(torch.randint(6, 11, found.zeros.shape))
     return found
@@ -45,7 +57,7 @@ def test_linear_after_a_norm(kind: Format, rows: int, limit: float, gate: str):
     got, got_total = ops.add_norm_linear(x, residual.clone(), norm, 1e-6, weight, bias, gate)
     assert_close(got_total, total)
     if kind.bits == 4 and rows == 1:  # x is rounded to 8 bits
-        limit = 0.015
+        limit = 0.02
     assert error(got, want) < limit
     assert error(ops.linear(x, weight, None, gate), reference.linear(x, dense.half(), None, gate)) < limit
 
@@ -61,9 +73,22 @@ def test_tiles_and_parts_of_k(config: SplitConfig, kind: Format):
     assert not counters(x.device).any()
 
 
-def test_more_rows_than_a_program_has():
-    weight, x = matrix(Format(8, 128), 64, 128), torch.randn(130, 128).half()
-    assert error(ops.linear(x, weight), reference.linear(x, weight.dense(x.dtype))) < 0.05
+@pytest.mark.parametrize(("kind", "limit"), [(Format(8, 128), 0.05), (Format(8, 0, is_integer=True), 0.01)], ids=str)
+def test_more_rows_than_a_program_has(kind: Format, limit: float):
+    weight, x = matrix(kind, 64, 128), torch.randn(130, 128).half()
+    assert error(ops.linear(x, weight), reference.linear(x, weight.dense(x.dtype))) < limit
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 40])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of NaN, a GPU does not
+def test_a_row_that_is_not_finite_stays_so(kind: Format, rows: int):
+    """Else a poisoned page would not be noticed."""
+    weight, x = matrix(kind, 32, 384), torch.randn(rows, 384).half()
+    for bad in (torch.nan, torch.inf):
+        x[-1, 130] = bad
+        finite = ops.linear(x, weight).isfinite()
+        assert not finite[-1].any() and finite[:-1].all()
 
 
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
@@ -74,9 +99,9 @@ def test_one_row_in_blocks_of_columns_by_fewer_programs_than_tiles(kind: Format,
     assert error(got, reference.linear(x, weight.dense(x.dtype))) < 0.015
 
 
-@pytest.mark.parametrize("kind", FORMATS[2:], ids=str)
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind.bits == 4], ids=str)
 def test_numbers_are_widened(kind: Format):
-    weight = matrix(kind, 6, 256)
+    weight = matrix(kind, 6, 384)
     assert_close(widen(weight, torch.float16), weight.dense(torch.float16))
 
 

@@ -21,7 +21,7 @@ from minisgl.settings.options import PAGE_SIZES, EngineConfig
 from minisgl.speculative.source import DraftSource, read_source
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-QUANTIZATIONS: Final = {"cpu": {"int8": 8, "int4": 4}, "cuda": {"fp8": 8, "int4": 4}}  # bits a weight
+QUANTIZATIONS: Final = {"cpu": {"int8": 8, "int4": 4}, "cuda": {"fp8": 8, "int8": 8, "int4": 4}}  # bits a weight
 MAX_THREADS_PER_CORE: Final = 4  # more only wait for each other
 GB: Final = 1e9
 
@@ -69,7 +69,7 @@ class Footprint:
         bits = QUANTIZATIONS[device].get(config.quantization or "", 8 * item)
         if m.quantization is not None and (device == "cuda" or m.quantization.layout == "packed"):
             bits = m.quantization.bits
-        expert_bits = bits if bits == 8 else 8 * item
+        expert_bits = bits if device == "cuda" else 8 * item
         weights = m.num_others * item + (m.num_projections * bits + m.num_expert_weights * expert_bits) // 8
         if checkpoint.draft is not None:
             page += page_size * _token_bytes(checkpoint.draft.model, config, item)

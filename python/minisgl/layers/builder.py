@@ -127,21 +127,23 @@ class Builder:
     def matrix(self, parts: Mapping[str, Rows], in_features: Size) -> Tensor | Quantized:
         """Create a weight [sum of parts, in_features] for products, quantized if `format_of` says so of all parts.
 
-        It is not quantized where this rank's part does not begin and end with a scale.
+        It is not quantized where this rank's part does not begin and end with a scale, nor in MXFP4.
         """
-        return self._matrix(parts, in_features, (8, 4))
+        return self._matrix(parts, in_features, lambda kind: kind.name != "mxfp4")
 
     def experts(self, parts: Mapping[str, Rows], in_features: Size, count: int) -> Tensor | Quantized:
-        """As `matrix`, of `count` experts with equally many parts: [count, N, in_features]; never in 4 bits."""
-        weight = self._matrix(parts, in_features, (8,))
+        """As `matrix`, of `count` experts with equally many parts: [count, N, in_features]; not in an order."""
+        weight = self._matrix(parts, in_features, lambda kind: not kind.order)
         return weight.experts(count) if isinstance(weight, Quantized) else weight.view(count, -1, weight.shape[1])
 
-    def _matrix(self, parts: Mapping[str, Rows], in_features: Size, bits: tuple[int, ...]) -> Tensor | Quantized:
+    def _matrix(
+        self, parts: Mapping[str, Rows], in_features: Size, takes: Callable[[Format], bool]
+    ) -> Tensor | Quantized:
         columns = _whole(in_features)
         sources, rows = _sources(parts, [columns])
         kinds = {self.format_of(name) for name in parts}
         kind = kinds.pop() if len(kinds) == 1 else None
-        if kind is None or kind.bits not in bits or rows % 16 or not all(_fits(kind, s) for s in sources):
+        if kind is None or not takes(kind) or rows % 16 or not all(_fits(kind, s) for s in sources):
             return self.parameter(parts, in_features)
         weight = kind.empty(rows, columns.count, self.device)
         self.parameters.append(Parameter(weight, sources, Init.NORMAL))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minisgl.checkpoint.quantization import Quantization
 from minisgl.errors import ConfigError
-from minisgl.ops.quantized import BLOCK, E2M1, Format
+from minisgl.ops.quantized import BLOCK, E2M1, E8M0, MXFP4, Format
 from minisgl.rounding import ceil_div
 
 
@@ -122,7 +122,7 @@ def dequantized(stored: dict[str, Stored], quantization: Quantization) -> dict[s
 
 def _floats(scale: Tensor) -> Tensor:
     """Scales in float32, of which bytes are exponents of two (E8M0)."""
-    return (scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale).float()
+    return (scale.view(E8M0) if scale.dtype is torch.uint8 else scale).float()
 
 
 # -- 8 bits, element by element
@@ -167,8 +167,8 @@ def _scaled(parts: _Parts, quantization: Quantization) -> Matrices:
     kind = None
     if weight.dtype == "F8_E4M3" and block == (BLOCK, BLOCK):
         kind = Format(8, BLOCK)
-    elif weight.dtype == "F8_E4M3" and block in ((1, columns), (rows, columns)):
-        kind = Format(8, 0)
+    elif block in ((1, columns), (rows, columns)):
+        kind = Format(8, 0, is_integer=weight.dtype == "I8")
     return {parts.module: (_Scaled(weight.data, scale.whole().float().view(blocks), block, kind), (rows, columns))}
 
 
@@ -195,13 +195,12 @@ class _Packed(Matrix):
     zeros: Callable[[slice], Tensor]  # [rows, G] or a scalar
     groups: Tensor
     format: Format | None
-    is_float: bool = False  # E2M1 instead of integers
 
     def __getitem__(self, take: tuple[slice, slice]) -> Tensor:
         rows, columns = take
         groups = self.groups[columns]
         q = self.words(rows, columns, lambda host: host)
-        w = E2M1[q] if self.is_float else q.float()
+        w = E2M1[q] if self.format == MXFP4 else q.float()
         zeros = self.zeros(rows)
         w -= zeros.float().index_select(1, groups) if zeros.dim() else zeros
         return w.mul_(self.scales(rows).float().index_select(1, groups))
@@ -210,7 +209,10 @@ class _Packed(Matrix):
         assert self.format is not None, "held in floats"
         rows, columns = take
         groups = slice(columns.start // self.format.group, columns.stop // self.format.group)
-        found = self.words(rows, columns, upload), upload(self.scales(rows)[:, groups].contiguous())
+        q = self.words(rows, columns, upload)
+        if self.format.order:
+            q = q[:, upload(torch.frombuffer(bytearray(self.format.order), dtype=torch.int32))]
+        found = q, upload(self.scales(rows)[:, groups].contiguous())
         return (*found, upload(self.zeros(rows)[:, groups].contiguous())) if self.format.has_zeros else found
 
 
@@ -226,12 +228,13 @@ def _slice(
 
 
 def _format(bits: int, columns: int, scales: Stored, groups: Tensor, num_groups: int, has_zeros: bool) -> Format | None:
-    """The format of packed numbers, if groups are neighbours and as long as products can have them."""
+    """The format of packed numbers, if all groups have a length that products can have."""
     group = columns // num_groups
-    is_plain = group * num_groups == columns and torch.equal(groups, torch.arange(columns) // group)
-    if bits != 4 or group not in (32, 64, 128) or not is_plain:
+    order = groups.argsort(stable=True)
+    if bits != 4 or group not in (32, 64, 128) or not torch.equal(groups[order], torch.arange(columns) // group):
         return None
-    return Format(4, group, has_zeros, scales.whole().dtype)
+    is_plain = torch.equal(groups[order], groups)
+    return Format(4, group, has_zeros, scales.whole().dtype, order=b"" if is_plain else order.int().numpy().tobytes())
 
 
 def _shifts(bits: int, order: tuple[int, ...] = ()) -> Tensor:
@@ -326,11 +329,10 @@ def _mxfp4(words: Any, scales: Any, columns: int) -> Matrix:
     groups, shifts = slice(0, columns // 32), torch.tensor([0, 4])
     return _Packed(
         lambda r, c, upload: _slice(words, 1, c, r, shifts, 4, upload),
-        lambda r: _floats(scales[r, groups]),
+        lambda r: scales[r, groups].view(E8M0),
         lambda r: torch.tensor(0),
         torch.arange(columns) // 32,
-        None,
-        is_float=True,
+        MXFP4,
     )
 
 

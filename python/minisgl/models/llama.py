@@ -114,8 +114,8 @@ class LlamaForCausalLM:
     @property
     def quantization(self) -> str:
         """The formats in which matrices are held, besides the model's dtype."""
-        formats = {p.tensor.format for p in self.parameters if isinstance(p.tensor, Quantized)}
-        return ", ".join(sorted(map(str, formats))) or "none"
+        formats = {str(p.tensor.format) for p in self.parameters if isinstance(p.tensor, Quantized)}
+        return ", ".join(sorted(formats)) or "none"
 
     def hidden(self, input_ids: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         """Compute (x, residual) [S, H] of `ctx.batch.logit_tokens`, the input of `logits`, from token ids [T] int32."""

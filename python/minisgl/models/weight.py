@@ -118,7 +118,7 @@ def _require_made(parameters: tuple[Parameter, ...], made: Format | None) -> Non
         raise ConfigError(f"no matrix can be quantized to {made}: the sizes of {_listed(left)} do not divide")
     if left:
         _log.warning(
-            "%d matrices stay in 16 or 32 bits (experts in int4, or sizes that do not divide): %s",
+            "%d matrices stay in 16 or 32 bits (their sizes do not divide): %s",
             len(left),
             _listed(left),
         )

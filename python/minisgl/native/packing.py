@@ -65,7 +65,7 @@ def pack_weights(model: LlamaForCausalLM, library: NativeLibrary, rounds_head: b
 def _pack_quantized(weight: Quantized, library: NativeLibrary, place: Tensor) -> None:
     """Pack numbers and scales, in groups of the library's length, into `place`."""
     kind, (rows, cols) = weight.format, weight.shape
-    numbers = unpack(weight.data) if kind.bits == 4 else weight.data
+    numbers = unpack(weight.data, kind.chunk) if kind.bits == 4 else weight.data
     scale = weight.scale.to(torch.bfloat16).repeat_interleave(kind.group // INT8.group, 1)
     more = (0, 0, 0, round_up(rows, LANES) - rows)
     numbers, scale = F.pad(numbers, more), F.pad(scale, more)

@@ -329,7 +329,8 @@ class CpuRunners:
 
     def holds(self, kind: Format) -> bool:
         """The C++ step multiplies numbers of 4 bits without zeros, in groups of a multiple of its own."""
-        return self._library is not None and kind.bits == 4 and not kind.has_zeros and kind.group % INT8.group == 0
+        is_plain = kind.name == "int4" and not kind.has_zeros and not kind.order
+        return self._library is not None and is_plain and kind.group % INT8.group == 0
 
     @staticmethod
     def choose_dtype(spec: EngineSpec) -> EngineSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,10 +13,10 @@ from torch.nn import functional as F
 from minisgl.rounding import ceil_div
 
 E4M3: Final = torch.float8_e4m3fn
+E8M0: Final = torch.float8_e8m0fnu
 E4M3_MAX: Final = 448.0
 E2M1: Final = torch.tensor([sign * n for sign in (1.0, -1.0) for n in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
 BLOCK: Final = 128
-CHUNK: Final = 128  # columns whose 4-bit numbers are packed into 64 bytes
 SHRINKS: Final = [1.0 - 0.02 * i for i in range(16)]  # of a group's scale: a smaller one may cost less than it gains
 
 
@@ -23,9 +24,12 @@ SHRINKS: Final = [1.0 - 0.02 * i for i in range(16)]  # of a group's scale: a sm
 class Format:
     """How a matrix [N, K] is stored: w = (q - zero) scale.
 
-    fp8   q is float8_e4m3fn, without zeros; a scale belongs to a row (`group` 0) or to a block of `group` by `group`.
-    int8  q is -127 to 127, without zeros; a scale belongs to `group` columns of a row.
-    int4  q is 0 to 15; a scale, and a zero if there are any (else it is 8), belong to `group` columns of a row.
+    fp8    q is float8_e4m3fn, without zeros; a scale belongs to a row (`group` 0) or to a block of `group` by `group`.
+    int8   q is -128 to 127, without zeros; a scale belongs to a row (`group` 0) or to `group` columns of a row.
+    int4   q is 0 to 15; a scale, and a zero if there are any (else it is 8), belong to `group` columns of a row.
+    mxfp4  q is a number of `E2M1`, without zeros; a scale in E8M0 belongs to 32 columns of a row.
+
+    `order` holds the columns in the order in which they are stored, as int32, if groups are not neighbours.
     """
 
     bits: int
@@ -33,10 +37,18 @@ class Format:
     has_zeros: bool = False
     scale_dtype: torch.dtype = torch.float32
     is_integer: bool = False  # of 8 bits
+    order: bytes = b""
 
     @property
     def name(self) -> str:
-        return "int4" if self.bits == 4 else "int8" if self.is_integer else "fp8"
+        if self.bits == 4:
+            return "mxfp4" if self.scale_dtype is E8M0 else "int4"
+        return "int8" if self.is_integer else "fp8"
+
+    @property
+    def chunk(self) -> int:
+        """The number of columns whose 4-bit numbers are packed together; 2,880 inputs of gpt-oss are 45 times 64."""
+        return 64 if self.name == "mxfp4" else 128
 
     @property
     def rows(self) -> int:
@@ -46,26 +58,36 @@ class Format:
     @property
     def columns(self) -> int:
         """What a number of columns must be a multiple of."""
-        return self.group if self.is_integer else CHUNK if self.bits == 4 or self.group else 16
+        if self.order:
+            return len(self.order) // 4
+        if self.bits == 4:
+            return self.chunk
+        return self.group or 16
 
     def __str__(self) -> str:
         shared = f"{'blocks' if self.name == 'fp8' else 'groups'} of {self.group}" if self.group else "rows"
-        return f"{self.name} with scales for {shared}"
+        return f"{self.name} with scales for {shared}{' in an order of their own' if self.order else ''}"
 
     def empty(self, rows: int, columns: int, device: torch.device) -> Quantized:
         """Allocate a matrix [rows, columns]."""
-        width, dtype = columns * self.bits // 8, {"fp8": E4M3, "int8": torch.int8, "int4": torch.uint8}[self.name]
+        width, dtype = columns * self.bits // 8, {"fp8": E4M3, "int8": torch.int8}.get(self.name, torch.uint8)
         data = torch.empty(rows, width, dtype=dtype, device=device)
         groups = ceil_div(columns, self.group) if self.group else 1
         scale = torch.empty(ceil_div(rows, self.rows), groups, dtype=self.scale_dtype, device=device)
-        return Quantized(self, data, scale, torch.empty_like(scale) if self.has_zeros else None)
+        order = torch.frombuffer(bytearray(self.order), dtype=torch.int32).to(device) if self.order else None
+        return Quantized(self, data, scale, torch.empty_like(scale) if self.has_zeros else None, order)
 
 
 INT8: Final = Format(8, 32, scale_dtype=torch.bfloat16, is_integer=True)
+MXFP4: Final = Format(4, 32, scale_dtype=E8M0)
 # What `--quantization` makes of a checkpoint in 16 bits, by kind of device.
 MADE: Final[dict[str, dict[str, Format]]] = {
     "cpu": {"int8": INT8, "int4": Format(4, 32, scale_dtype=torch.bfloat16)},
-    "cuda": {"fp8": Format(8, 0), "int4": Format(4, 128, scale_dtype=torch.bfloat16)},
+    "cuda": {
+        "fp8": Format(8, 0),
+        "int8": Format(8, 0, is_integer=True),
+        "int4": Format(4, 128, scale_dtype=torch.bfloat16),
+    },
 }
 
 
@@ -73,14 +95,15 @@ MADE: Final[dict[str, dict[str, Format]]] = {
 class Quantized:
     """A matrix [N, K], or some of its rows. `data` [N, K], or packed [N, K / 2]; `scale`, `zeros` [N / rows, groups].
 
-    Byte i of a chunk of 128 columns holds column i in its low half and column 64 + i in its high one. Of `experts`, all
-    tensors have a dimension more, in front, and an index selects one expert's matrix.
+    Byte i of a chunk of C columns holds column i in its low half and column C / 2 + i in its high one. `order` is that
+    of the format. Of `experts`, all tensors have a dimension more, in front, and an index selects one expert's matrix.
     """
 
     format: Format
     data: Tensor
     scale: Tensor
-    zeros: Tensor | None
+    zeros: Tensor | None = None
+    order: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -91,17 +114,19 @@ class Quantized:
         return len(self.data)
 
     def __getitem__(self, expert: int) -> Quantized:
-        return Quantized(self.format, self.data[expert], self.scale[expert], None)
+        return self._each(lambda t: t[expert])
 
     def experts(self, count: int) -> Quantized:
         """The matrix as those of `count` experts [count, N, K], which begin and end where scales do."""
-        assert self.zeros is None, "experts have 8 bits"
-        data, scale = (t.view(count, -1, t.shape[1]) for t in (self.data, self.scale))
-        return Quantized(self.format, data, scale, None)
+        return self._each(lambda t: t.view(count, -1, t.shape[1]))
+
+    def _each(self, view: Callable[[Tensor], Tensor]) -> Quantized:
+        zeros = None if self.zeros is None else view(self.zeros)
+        return Quantized(self.format, view(self.data), view(self.scale), zeros)
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [t for t in (self.data, self.scale, self.zeros) if t is not None]
+        return [t for t in (self.data, self.scale, self.zeros, self.order) if t is not None]
 
     @property
     def nbytes(self) -> int:
@@ -112,19 +137,17 @@ class Quantized:
         size = self.format.rows
         scales = slice(start // size, ceil_div(stop, size))
         zeros = None if self.zeros is None else self.zeros[scales]
-        return Quantized(self.format, self.data[start:stop], self.scale[scales], zeros)
+        return Quantized(self.format, self.data[start:stop], self.scale[scales], zeros, self.order)
 
     def round_from(self, values: Tensor) -> None:
         """Fill the matrix with the floats `values` [N, K], rounded."""
         kind = self.format
-        if kind.name == "fp8":
-            self.fill(*round_fp8(values, kind.group))
-        else:
-            self.fill(*(round_int8 if kind.is_integer else round_int4)(values, kind.group, kind.scale_dtype))
+        assert not kind.order, "the order comes with the numbers"
+        self.fill(*ROUND[kind.name](values, kind.group, kind.scale_dtype))
 
     def fill(self, q: Tensor, scale: Tensor, zeros: Tensor | None = None) -> None:
         """Fill the matrix with numbers [N, K], scales and zeros as the format says."""
-        self.data.copy_(pack(q) if self.format.bits == 4 else q)
+        self.data.copy_(pack(q, self.format.chunk) if self.format.bits == 4 else q)
         self.scale.copy_(scale.expand_as(self.scale))
         if self.zeros is not None and zeros is not None:
             self.zeros.copy_(zeros)
@@ -137,10 +160,12 @@ class Quantized:
             if self.format.group:
                 scale = _spread(_spread(scale, 0, self.format.group, rows), 1, self.format.group, columns)
             return (self.data.float() * scale).to(dtype)
-        is_int4 = self.format.bits == 4
-        q = (unpack(self.data) if is_int4 else self.data).float().view(rows, -1, self.format.group)
-        zeros = 8.0 * is_int4 if self.zeros is None else self.zeros.float().unsqueeze(2)
-        return ((q - zeros) * self.scale.float().unsqueeze(2)).view(rows, columns).to(dtype)
+        q = unpack(self.data, self.format.chunk) if self.format.bits == 4 else self.data
+        q = E2M1.to(q.device)[q.int()] if self.format.name == "mxfp4" else q.float()
+        zeros = 8.0 * (self.format.name == "int4") if self.zeros is None else self.zeros.float().unsqueeze(2)
+        groups = q.view(rows, self.scale.shape[1], -1)
+        w = ((groups - zeros) * self.scale.float().unsqueeze(2)).view(rows, columns).to(dtype)
+        return w if self.order is None else w[:, self.order.argsort()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,15 +202,15 @@ def _spread(scale: Tensor, dim: int, size: int, length: int) -> Tensor:
     return scale.repeat_interleave(size, dim).narrow(dim, 0, length)
 
 
-def pack(q: Tensor) -> Tensor:
+def pack(q: Tensor, chunk: int) -> Tensor:
     """Numbers 0 to 15 [N, K] -> bytes [N, K / 2]."""
-    low, high = q.to(torch.uint8).view(len(q), -1, 2, CHUNK // 2).unbind(2)
+    low, high = q.to(torch.uint8).view(len(q), -1, 2, chunk // 2).unbind(2)
     return (low | high << 4).flatten(1)
 
 
-def unpack(data: Tensor) -> Tensor:
+def unpack(data: Tensor, chunk: int) -> Tensor:
     """Bytes [N, K / 2] -> numbers 0 to 15 [N, K] uint8."""
-    halves = data.view(len(data), -1, CHUNK // 2)
+    halves = data.view(len(data), -1, chunk // 2)
     return torch.stack([halves & 15, halves >> 4], 2).flatten(1)
 
 
@@ -204,8 +229,8 @@ def round_fp8(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def round_int8(weight: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round [N, K] -> (numbers [N, K] int8, scales [N, K / group] in `dtype`)."""
-    w = weight.float().view(len(weight), -1, group)
+    """Round [N, K] -> (numbers [N, K] int8, scales in `dtype` [N, K / group], or [N, 1] for a `group` of 0)."""
+    w = weight.float().view(len(weight), -1, group or weight.shape[1])
     scale = (w.abs().amax(2, keepdim=True) / 127).to(dtype)
     return (w / positive(scale.float())).round_().clamp_(-127, 127).to(torch.int8).flatten(1), scale.squeeze(2)
 
@@ -225,6 +250,13 @@ def round_int4(weight: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, 
         best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
     q = (w / best).round_().clamp_(-8, 7).add_(8).to(torch.uint8).view(rows, columns)
     return q, best.squeeze(2).to(dtype)
+
+
+ROUND: Final[dict[str, Callable[[Tensor, int, torch.dtype], tuple[Tensor, Tensor]]]] = {
+    "fp8": lambda weight, group, _: round_fp8(weight, group),
+    "int8": round_int8,
+    "int4": round_int4,
+}
 
 
 def positive(scale: Tensor) -> Tensor:

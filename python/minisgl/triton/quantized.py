@@ -1,9 +1,10 @@
-"""Linear layers with quantized weights, on the FP8 tensor cores: no weight is converted.
+"""Linear layers with quantized weights, on the tensor cores for 8 bits: no weight is converted.
 
 For few rows, an activation is the sum of two numbers of 8 bits, the second for what the first rounds away; together
 they are as exact as bfloat16. Weights of 4 bits need no conversion either: as float8_e4m3fn, the bytes 0 to 15 are 0 to
-15 times 2^-9. For many rows, activations are rounded to 8 bits (cuBLAS), or weights of 4 bits widened to 16. Letters
-are those of `linear.py`. Figures are microseconds on an H200 for N x K of 8B.
+15 times 2^-9, and E2M1 with its sign and other bits apart is 2^-6 times its value. For many rows, activations are
+rounded to 8 bits (cuBLAS; for integers, our kernel), or weights of 4 bits widened to 16. Letters are those of
+`linear.py`. Figures are microseconds on an H200 for N x K of 8B.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, empty
 
-from minisgl.ops.quantized import CHUNK, E4M3, Quantized
+from minisgl.ops.quantized import E4M3, Quantized
 from minisgl.triton.cublas import cublas_linear
 from minisgl.triton.launch import INTERPRETED, counters
 from minisgl.triton.linear import Norm
@@ -28,30 +29,41 @@ MAX_EXACT_ROWS: Final = {8: 32, 4: 16}
 
 
 class Split(NamedTuple):
-    """Rows x [M, K] in 8 bits: in two parts, scale (parts[m] + parts[R + m] / 16); or in one, scale parts[m]."""
+    """Rows x [M, K] in 8 bits: in two parts, scale (parts[m] + parts[R + m] / 16); or in one, scale parts[m].
 
-    parts: Tensor  # [2 R, K] float8_e4m3fn, or [R, K]; R is M rounded up, and rows from M on hold anything
+    The second part of integers is divided by 254 instead of 16.
+    """
+
+    parts: Tensor  # [2 R, K] float8_e4m3fn or int8, or [R, K]; R is M rounded up, and rows from M on hold anything
     scale: Tensor  # [1, R] float32; [K / 128, R] of one part for weights in blocks
     sums: Tensor  # [groups, 2 R] or [groups, R] float32 for weights of 4 bits, else anything
 
 
 @triton.jit
 def _split_rows(
-    x_ptr, residual_ptr, norm_weight_ptr, parts_ptr, scale_ptr, sums_ptr, max_rows, n, eps,
+    x_ptr, residual_ptr, norm_weight_ptr, order_ptr, parts_ptr, scale_ptr, sums_ptr, max_rows, n, eps,
     PARTS: tl.constexpr, SCALE_GROUP: tl.constexpr, SUM_GROUP: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: residual += x and the RMS norm as in `norm.py`, then the parts, their scales and sums."""
+    """One row a program: residual += x and the RMS norm as in `norm.py`, then the parts, their scales and sums.
+
+    HAS_ORDER: of the columns in this order.
+    """
+    IS_INT: tl.constexpr = parts_ptr.dtype.element_ty == tl.int8
+    MAX: tl.constexpr = 127.0 if IS_INT else 448.0
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < n
-    x = tl.load(x_ptr + row * n + offs, mask=mask, other=0.0)
+    offs_x = offs
+    if HAS_ORDER:
+        offs_x = tl.load(order_ptr + offs, mask=mask, other=0)
+    x = tl.load(x_ptr + row * n + offs_x, mask=mask, other=0.0)
     if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + row * n + offs, mask=mask, other=0.0)
+        residual = tl.load(residual_ptr + row * n + offs_x, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-        tl.store(residual_ptr + row * n + offs, x, mask=mask)
+        tl.store(residual_ptr + row * n + offs_x, x, mask=mask)
     if HAS_NORM:
-        w = tl.load(norm_weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        w = tl.load(norm_weight_ptr + offs_x, mask=mask, other=0.0).to(tl.float32)
         y = x.to(tl.float32)
         y *= tl.rsqrt(tl.sum(y * y, 0) / n + eps)
         x = (y.to(norm_weight_ptr.dtype.element_ty).to(tl.float32) * w).to(x.dtype)
@@ -63,20 +75,27 @@ def _split_rows(
         tl.store(scale_ptr + offs_g * max_rows + row, most / 448.0, mask=offs_g < n // SCALE_GROUP)
         y = tl.reshape(y * (448.0 / most)[:, None], [BLOCK])
     else:
-        most = tl.maximum(tl.max(tl.abs(y), 0), 1e-30)
-        tl.store(scale_ptr + row, most / 448.0)
-        y *= 448.0 / most
+        # Integers cannot be NaN, so the scale of a row with NaN is infinite.
+        most = tl.maximum(tl.max(tl.where(y == y, tl.abs(y), float("inf")), 0), 1e-30)
+        tl.store(scale_ptr + row, most / MAX)
+        y *= MAX / most
     for i in tl.static_range(PARTS):
-        part = y.to(tl.float8e4nv)
+        if IS_INT:
+            part = (y + tl.where(y < 0, -0.5, 0.5)).to(tl.int8)
+        else:
+            part = y.to(tl.float8e4nv)
         tl.store(parts_ptr + (i * max_rows + row) * n + offs, part, mask=mask)
         if SUM_GROUP > 0:
             offs_g = tl.arange(0, BLOCK // SUM_GROUP)
             total = tl.sum(tl.reshape(part.to(tl.float32), [BLOCK // SUM_GROUP, SUM_GROUP]), 1)
             tl.store(sums_ptr + (offs_g * PARTS + i) * max_rows + row, total, mask=offs_g < n // SUM_GROUP)
-        y = (y - part.to(tl.float32)) * 16.0
+        y = (y - part.to(tl.float32)) * (254.0 if IS_INT else 16.0)
 
 
-def split_rows(x: Tensor, norm: Norm | None, parts: int, *, scale_group: int = 0, sum_group: int = 0) -> Split:
+def split_rows(
+    x: Tensor, norm: Norm | None, parts: int, *, dtype: torch.dtype = E4M3, scale_group: int = 0, sum_group: int = 0,
+    order: Tensor | None = None,
+) -> Split:  # fmt: skip
     """x [M, K], after `norm`, in parts, with scales and sums for groups of columns; `scale_group` 0 is the row."""
     rows, n = x.shape
     # cuBLAS takes multiples of 16 rows.
@@ -84,14 +103,15 @@ def split_rows(x: Tensor, norm: Norm | None, parts: int, *, scale_group: int = 0
         triton.cdiv(rows, 16) * 16 if parts == 1 else split_size(rows, 2) * triton.cdiv(rows, split_size(rows, 2))
     )
     block = triton.next_power_of_2(n)
-    found = empty((max_rows * parts, n), dtype=E4M3, device=x.device)
+    found = empty((max_rows * parts, n), dtype=dtype, device=x.device)
     scale = empty((n // scale_group if scale_group else 1, max_rows), dtype=torch.float32, device=x.device)
     sums = empty((n // sum_group, parts * max_rows), dtype=torch.float32, device=x.device) if sum_group else scale
     residual = None if norm is None else norm.residual
     _split_rows[(rows,)](
-        x, x if residual is None else residual, x if norm is None else norm.weight, found, scale, sums,
-        max_rows, n, 0.0 if norm is None else norm.eps, PARTS=parts, SCALE_GROUP=scale_group, SUM_GROUP=sum_group,
-        HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None, BLOCK=block,
+        x, x if residual is None else residual, x if norm is None else norm.weight, x if order is None else order,
+        found, scale, sums, max_rows, n, 0.0 if norm is None else norm.eps,
+        PARTS=parts, SCALE_GROUP=scale_group, SUM_GROUP=sum_group, HAS_NORM=norm is not None,
+        HAS_RESIDUAL=residual is not None, HAS_ORDER=order is not None, BLOCK=block,
         num_warps=min(8, max(1, block // 256)),
     )  # fmt: skip
     return Split(found, scale, sums)
@@ -103,10 +123,18 @@ def split_size(rows: int, parts: int) -> int:
 
 
 @triton.jit
-def _half(packed, IS_HIGH: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The low or high halves of bytes, as float8_e4m3fn; four bytes an instruction."""
+def half_as_fp8(packed, IS_HIGH: tl.constexpr, IS_E2M1: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The low or high halves of bytes, as float8_e4m3fn; four bytes at a time. E2M1 seeem is s00eem00 there."""
     if INTERPRETED:
         half = (packed >> 4) if IS_HIGH else (packed & 15)
+        if IS_E2M1:
+            half = ((half & 8) << 4) | ((half & 7) << 2)
+    elif IS_E2M1:
+        SIGN: tl.constexpr = "mov.b32 s, $1; shr.b32 t, $1, 2;" if IS_HIGH else "shl.b32 s, $1, 4; shl.b32 t, $1, 2;"
+        half = tl.inline_asm_elementwise(
+            "{ .reg .b32 s, t;" + SIGN + "and.b32 s, s, 0x80808080; and.b32 t, t, 0x1C1C1C1C; or.b32 $0, s, t; }",
+            "=r,r", [packed], tl.uint8, True, 4,
+        )  # fmt: skip
     elif IS_HIGH:
         half = tl.inline_asm_elementwise(
             "{ .reg .b32 t; shr.b32 t, $1, 4; and.b32 $0, t, 0x0F0F0F0F; }", "=r,r", [packed], tl.uint8, True, 4
@@ -117,12 +145,64 @@ def _half(packed, IS_HIGH: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _scales(ptrs, stride, group, mask, GROUPS: tl.constexpr):
+def group_values(ptrs, stride, group, mask, GROUPS: tl.constexpr):
     """Scales, zeros or sums of GROUPS groups from `group` on."""
     found = tl.tuple(())
     for i in tl.static_range(GROUPS):
-        found += (tl.load(ptrs + (group + i) * stride, mask=mask, other=0.0),)
+        found += (tl.load(ptrs + (group + i) * stride, mask=mask, other=0),)
     return found
+
+
+@triton.jit
+def as_float(scale):
+    """A scale in float32; bytes are E8M0, and 2^-127 counts as 0."""
+    if scale.dtype == tl.uint8:
+        return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        return scale.to(tl.float32)
+
+
+@triton.jit
+def add_4bit_products(
+    acc, weight_ptrs, x_ptrs, is_x, start, scales, zeros, sums,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_E2M1: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """acc [N, M] + the products of BLOCK_K columns from `start` on, whose scales, zeros and sums are given by group.
+
+    Pointers are those of rows. Sums on the tensor cores end after 128 inputs at most, as they have only 14 bits there.
+    """
+    WIDTH: tl.constexpr = HALF if GROUP > HALF else GROUP  # bytes, whose low halves belong to one group
+    for i in tl.static_range(BLOCK_K // 2 // WIDTH):
+        packed = tl.load(weight_ptrs + (start // 2 + i * WIDTH + tl.arange(0, WIDTH))[None, :])
+        offs_k = start + i * WIDTH // HALF * 2 * HALF + i * WIDTH % HALF + tl.arange(0, WIDTH)
+        low = tl.load(x_ptrs + offs_k[None, :], mask=is_x[:, None], other=0.0)
+        high = tl.load(x_ptrs + offs_k[None, :] + HALF, mask=is_x[:, None], other=0.0)
+        for j in tl.static_range(2 if GROUP <= HALF else 1):
+            part = tl.dot(half_as_fp8(packed, j == 1, IS_E2M1, INTERPRETED), tl.trans(high if j == 1 else low))
+            if GROUP > HALF:
+                part += tl.dot(half_as_fp8(packed, True, IS_E2M1, INTERPRETED), tl.trans(high))
+            # The number of the group within this step.
+            scale = as_float(scales[(i * WIDTH // HALF * 2 * HALF + i * WIDTH % HALF + j * HALF) // GROUP])
+            if IS_E2M1:
+                acc += part * (scale * 64.0)[:, None]
+            else:
+                zero = tl.full(scale.shape, 8.0, tl.float32)
+                if HAS_ZEROS:
+                    zero = zeros[(i * WIDTH // HALF * 2 * HALF + i * WIDTH % HALF + j * HALF) // GROUP].to(tl.float32)
+                total = sums[(i * WIDTH // HALF * 2 * HALF + i * WIDTH % HALF + j * HALF) // GROUP]
+                acc += (part * 512.0 - zero[:, None] * total[None, :]) * scale[:, None]
+    return acc
+
+
+@triton.jit
+def join_parts(acc, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """The sums of products [N, PARTS * ROWS] with x in PARTS -> [N, ROWS] in float32."""
+    if PARTS == 2:
+        high, low = tl.split(tl.permute(tl.reshape(acc, [BLOCK_N, 2, ROWS]), (0, 2, 1)))
+        return high.to(tl.float32) + low.to(tl.float32) * (1.0 / 254.0 if acc.dtype == tl.int32 else 1.0 / 16.0)
+    else:
+        return acc.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows", "max_rows"])
@@ -133,78 +213,63 @@ def _split_gemm(
     PARTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """out[M, N] = x[M, K] weight[n_rows, K]^T for x in PARTS; grid (n_rows / BLOCK_N, SPLIT_K, M / ROWS).
+    """out[M, N] = x[M, K] weight[n_rows, K]^T for x in PARTS; grid (M / ROWS, SPLIT_K, n_rows / BLOCK_N).
 
-    GATE: the weights are gate above up, and a tile has as many rows of each. K is split as in `_skinny_gemm`. Sums on
-    the tensor cores end after 128 inputs at most, as they have only 14 bits there. The scales of 4 bits are loaded a
-    step ahead.
+    GATE: the weights are gate above up, and a tile has as many rows of each. K is split as in `_skinny_gemm`. The
+    scales of 4 bits are loaded a step ahead.
     """
-    tile, split = tl.program_id(0), tl.program_id(1)
+    IS_INT: tl.constexpr = weight_ptr.dtype.element_ty == tl.int8
+    tile, split = tl.program_id(2), tl.program_id(1)
     OUT: tl.constexpr = BLOCK_N // 2 if GATE != "" else BLOCK_N
     n_out = n_rows // 2 if GATE != "" else n_rows
     row = tl.minimum(tile * OUT + tl.arange(0, BLOCK_N) % OUT, n_out - 1) + tl.arange(0, BLOCK_N) // OUT * n_out
-    first = tl.program_id(2) * ROWS
+    first = tl.program_id(0) * ROWS
     offs_x = first + tl.arange(0, PARTS * ROWS) % ROWS
     is_x = offs_x < rows
     offs_x += tl.arange(0, PARTS * ROWS) // ROWS * max_rows
     x_ptrs = x_ptr + offs_x.to(tl.int64)[:, None] * n_in
-    acc = tl.zeros([BLOCK_N, PARTS * ROWS], tl.float32)
+    weight_ptrs = weight_ptr + row.to(tl.int64)[:, None] * (n_in * BITS // 8)
+    acc = tl.zeros([BLOCK_N, PARTS * ROWS], tl.int32 if IS_INT else tl.float32)
     length = n_in // SPLIT_K
     begin = split * length
     if BITS == 4:
         GROUPS: tl.constexpr = BLOCK_K // GROUP
         offs_scale = row.to(tl.int64) * (n_in // GROUP)
-        scales = _scales(scale_ptr + offs_scale, 1, begin // GROUP, row >= 0, GROUPS)
-        zeros = _scales(zeros_ptr + offs_scale, 1, begin // GROUP, row >= 0, GROUPS if HAS_ZEROS else 0)
-        sums = _scales(sums_ptr + offs_x, PARTS * max_rows, begin // GROUP, is_x, GROUPS)
+        scales = group_values(scale_ptr + offs_scale, 1, begin // GROUP, row >= 0, GROUPS)
+        zeros = group_values(zeros_ptr + offs_scale, 1, begin // GROUP, row >= 0, GROUPS if HAS_ZEROS else 0)
+        sums = group_values(sums_ptr + offs_x, PARTS * max_rows, begin // GROUP, is_x, GROUPS)
     for start in tl.range(begin, begin + length, BLOCK_K, num_stages=NUM_STAGES):
         if BITS == 8:
             offs_k = start + tl.arange(0, BLOCK_K)
             x = tl.load(x_ptrs + offs_k[None, :], mask=is_x[:, None], other=0.0)
-            w = tl.load(weight_ptr + row.to(tl.int64)[:, None] * n_in + offs_k[None, :])
-            if GROUP == 0:
+            w = tl.load(weight_ptrs + offs_k[None, :])
+            if IS_INT:
+                acc = tl.dot(w, tl.trans(x), acc, out_dtype=tl.int32)
+            elif GROUP == 0:
                 acc = tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=128)
             else:
                 scale = tl.load(scale_ptr + row // GROUP * (n_in // GROUP) + start // GROUP)
                 acc += tl.dot(w, tl.trans(x)) * scale[:, None]
         else:
             group = tl.minimum(start + BLOCK_K, n_in - BLOCK_K) // GROUP
-            next_scales = _scales(scale_ptr + offs_scale, 1, group, row >= 0, GROUPS)
-            next_zeros = _scales(zeros_ptr + offs_scale, 1, group, row >= 0, GROUPS if HAS_ZEROS else 0)
-            next_sums = _scales(sums_ptr + offs_x, PARTS * max_rows, group, is_x, GROUPS)
-            WIDTH: tl.constexpr = 64 if GROUP > 64 else GROUP  # bytes, whose low halves belong to one group
-            for i in tl.static_range(BLOCK_K // 2 // WIDTH):
-                offs_b = start // 2 + i * WIDTH + tl.arange(0, WIDTH)
-                packed = tl.load(weight_ptr + row.to(tl.int64)[:, None] * (n_in // 2) + offs_b[None, :])
-                offs_k = start + i * WIDTH // 64 * 128 + i * WIDTH % 64 + tl.arange(0, WIDTH)
-                low = tl.load(x_ptrs + offs_k[None, :], mask=is_x[:, None], other=0.0)
-                high = tl.load(x_ptrs + offs_k[None, :] + 64, mask=is_x[:, None], other=0.0)
-                for j in tl.static_range(2 if GROUP < 128 else 1):
-                    part = tl.dot(_half(packed, j == 1, INTERPRETED), tl.trans(high if j == 1 else low))
-                    if GROUP == 128:
-                        part += tl.dot(_half(packed, True, INTERPRETED), tl.trans(high))
-                    # The number of the group within this step.
-                    zero = tl.full([BLOCK_N], 8.0, tl.float32)
-                    if HAS_ZEROS:
-                        zero = zeros[(i * WIDTH // 64 * 128 + i * WIDTH % 64 + j * 64) // GROUP].to(tl.float32)
-                    total = sums[(i * WIDTH // 64 * 128 + i * WIDTH % 64 + j * 64) // GROUP]
-                    scale = scales[(i * WIDTH // 64 * 128 + i * WIDTH % 64 + j * 64) // GROUP].to(tl.float32)
-                    acc += (part * 512.0 - zero[:, None] * total[None, :]) * scale[:, None]
+            next_scales = group_values(scale_ptr + offs_scale, 1, group, row >= 0, GROUPS)
+            next_zeros = group_values(zeros_ptr + offs_scale, 1, group, row >= 0, GROUPS if HAS_ZEROS else 0)
+            next_sums = group_values(sums_ptr + offs_x, PARTS * max_rows, group, is_x, GROUPS)
+            acc = add_4bit_products(
+                acc, weight_ptrs, x_ptrs, is_x, start, scales, zeros, sums,
+                BLOCK_K, GROUP, 64, HAS_ZEROS, False, INTERPRETED,
+            )  # fmt: skip
             scales, zeros, sums = next_scales, next_zeros, next_sums
     offs_m = first + tl.arange(0, ROWS)
     is_m = (offs_m < rows)[None, :]
-    if PARTS == 2:
-        high, low = tl.split(tl.permute(tl.reshape(acc, [BLOCK_N, 2, ROWS]), (0, 2, 1)))
-        result = high + low * 0.0625  # [BLOCK_N, ROWS]
-    else:
-        result = acc
+    result = join_parts(acc, BLOCK_N, ROWS, PARTS)
     is_last = True
     if SPLIT_K > 1:
         offs = (tile * BLOCK_N + tl.arange(0, BLOCK_N))[:, None] * rows + offs_m[None, :]
-        size = tl.num_programs(0) * BLOCK_N * rows
+        size = tl.num_programs(2) * BLOCK_N * rows
         tl.store(partial_ptr + split * size + offs, result, mask=is_m)
         tl.debug_barrier()
-        counter_ptr += tl.program_id(2) * tl.num_programs(0) + tile
+        counter_ptr += tl.program_id(0) * tl.num_programs(2) + tile
         is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLIT_K - 1
     if is_last:
         if SPLIT_K > 1:
@@ -265,7 +330,7 @@ def split_gemm(
     if split_k > 1:
         partial_sums = empty((split_k, tiles * block_n, rows), dtype=torch.float32, device=out.device)
         counter = counters(out.device)
-    _split_gemm[(tiles, split_k, triton.cdiv(rows, size))](
+    _split_gemm[(triton.cdiv(rows, size), split_k, tiles)](
         x.parts, x.scale, x.sums, weight.data, weight.scale, weight.scale if weight.zeros is None else weight.zeros,
         out if bias is None else bias, out, partial_sums, counter, rows, len(x.parts) // parts, n_rows, n_in,
         PARTS=parts, ROWS=size, BLOCK_N=block_n, BLOCK_K=block_k, SPLIT_K=split_k, NUM_STAGES=num_stages,
@@ -276,7 +341,10 @@ def split_gemm(
 
 
 @triton.jit
-def _widen(data_ptr, scale_ptr, zeros_ptr, out_ptr, n_in, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr):
+def _widen(
+    data_ptr, scale_ptr, zeros_ptr, order_ptr, out_ptr, n_in,
+    GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_ORDER: tl.constexpr,
+):  # fmt: skip
     """out[N, K] = (q - zero) scale of 4-bit numbers; grid (N, K / 128)."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     packed = tl.load(data_ptr + row * (n_in // 2) + chunk * 64 + tl.arange(0, 64))
@@ -288,6 +356,8 @@ def _widen(data_ptr, scale_ptr, zeros_ptr, out_ptr, n_in, GROUP: tl.constexpr, H
         if HAS_ZEROS:
             zeros = tl.load(zeros_ptr + at).to(tl.float32)
         w = (q - zeros) * tl.load(scale_ptr + at).to(tl.float32)
+        if HAS_ORDER:
+            offs_k = tl.load(order_ptr + offs_k)
         tl.store(out_ptr + row * n_in + offs_k, w.to(out_ptr.dtype.element_ty))
 
 
@@ -296,9 +366,9 @@ def widen(weight: Quantized, dtype: torch.dtype) -> Tensor:
     rows, columns = weight.shape
     out = empty((rows, columns), dtype=dtype, device=weight.data.device)
     zeros = weight.scale if weight.zeros is None else weight.zeros
-    _widen[(rows, columns // CHUNK)](
-        weight.data, weight.scale, zeros, out, columns, GROUP=weight.format.group, HAS_ZEROS=weight.zeros is not None,
-        num_warps=1,
+    _widen[(rows, columns // weight.format.chunk)](
+        weight.data, weight.scale, zeros, out if weight.order is None else weight.order, out, columns,
+        GROUP=weight.format.group, HAS_ZEROS=weight.zeros is not None, HAS_ORDER=weight.order is not None, num_warps=1,
     )  # fmt: skip
     return out
 
@@ -313,9 +383,11 @@ def quantized_linear(
         return quantized_gemv(x, weight, bias, gate, norm)
     total = x if norm is None or norm.residual is None else norm.residual
     # cuBLAS reads the scales of blocks four at a time.
-    if rows <= MAX_ROWS[kind.bits] or (kind.bits == 8 and kind.group and weight.scale.shape[1] % 4):
+    is_ours = kind.is_integer or (kind.bits == 8 and kind.group and weight.scale.shape[1] % 4)
+    if is_ours or rows <= MAX_ROWS[kind.bits]:
         parts = 2 if rows <= MAX_EXACT_ROWS[kind.bits] else 1
-        split = split_rows(x, norm, parts, sum_group=kind.group if kind.bits == 4 else 0)
+        dtype, sum_group = torch.int8 if kind.is_integer else E4M3, kind.group if kind.bits == 4 else 0
+        split = split_rows(x, norm, parts, dtype=dtype, sum_group=sum_group, order=weight.order)
         return split_gemm(split, rows, parts, weight, bias, x.dtype, gate), total
     if kind.bits == 8:
         split = split_rows(x, norm, 1, scale_group=kind.group)

@@ -47,7 +47,7 @@ def _words(x, CHUNKS: tl.constexpr, PARTS: tl.constexpr):
     of PARTS parts of a half [CHUNKS * PARTS], and the scales, likewise.
     """
     x = tl.reshape(x, [CHUNKS, 128])
-    most = tl.maximum(tl.max(tl.abs(x), 1), 1e-30)
+    most = tl.maximum(tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1), 1e-30)  # no integer is NaN, so its scale is
     q = x * (127.0 / most)[:, None]
     q = (q + tl.where(q < 0, -0.5, 0.5)).to(tl.int32)
     shift = (tl.arange(0, 128) % 8 * 8).to(tl.int64)
@@ -63,9 +63,9 @@ def _words(x, CHUNKS: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _read(
-    x_ptr, residual_ptr, total_ptr, norm_weight_ptr, n_in, eps,
+    x_ptr, residual_ptr, total_ptr, norm_weight_ptr, order_ptr, n_in, eps,
     BITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_K: tl.constexpr, NUM_BLOCKS_K: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ORDER: tl.constexpr,
 ):  # fmt: skip
     """The factor that norms a result, and x as it meets the weights, as a tuple of blocks."""
     squares = tl.zeros([BLOCK_K], tl.float32)
@@ -73,6 +73,8 @@ def _read(
     for i in tl.static_range(NUM_BLOCKS_K):
         offs_k = i * BLOCK_K + tl.arange(0, BLOCK_K)
         mask = offs_k < n_in
+        if HAS_ORDER:
+            offs_k = tl.load(order_ptr + offs_k, mask=mask, other=0)
         x = tl.load(x_ptr + offs_k, mask=mask, other=0.0)
         if HAS_RESIDUAL:
             residual = tl.load(residual_ptr + offs_k, mask=mask, other=0.0)
@@ -147,15 +149,15 @@ def _all_scales(
 
 @triton.jit
 def _quantized_gemv(
-    x_ptr, residual_ptr, total_ptr, norm_weight_ptr, weight_ptr, scale_ptr, zeros_ptr, bias_ptr, out_ptr,
+    x_ptr, residual_ptr, total_ptr, norm_weight_ptr, order_ptr, weight_ptr, scale_ptr, zeros_ptr, bias_ptr, out_ptr,
     n_out, width, num_groups, eps,
     BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_BLOCKS_K: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    GATE: tl.constexpr, HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    HAS_ORDER: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[N] = f(x)[K] weight[N, K]^T as `_gemv`; any number of programs.
+    """out[N] = f(x)[K] weight[N, K]^T as `_gemv`; any number of programs. HAS_ORDER: x in the order of its columns.
 
-    A row of the weights has `width` elements: of float8_e4m3fn, or of 8 bytes with 16 columns of 4 bits.
+    A row of the weights has `width` elements: of 8 bits, or of 8 bytes with 16 columns of 4 bits.
     """
     OUT: tl.constexpr = BLOCK_N // 2 if GATE != "" else BLOCK_N
     CHUNKS: tl.constexpr = BLOCK_K // 128
@@ -177,8 +179,8 @@ def _quantized_gemv(
             if PDL:
                 gdc_wait()
             factor, x = _read(
-                x_ptr, residual_ptr, total_ptr, norm_weight_ptr, width * (16 if BITS == 4 else 1), eps,
-                BITS, PARTS, BLOCK_K, NUM_BLOCKS_K, HAS_NORM, HAS_RESIDUAL,
+                x_ptr, residual_ptr, total_ptr, norm_weight_ptr, order_ptr, width * (16 if BITS == 4 else 1), eps,
+                BITS, PARTS, BLOCK_K, NUM_BLOCKS_K, HAS_NORM, HAS_RESIDUAL, HAS_ORDER,
             )  # fmt: skip
         rows = _rows(tile + 1, n_out, BLOCK_N, OUT)
         following = _all_scales(
@@ -272,11 +274,12 @@ def quantized_gemv(
     tiles = triton.cdiv(n_out, block_n // (2 if gate else 1))
     _quantized_gemv[(min(tiles, programs * NUM_SMS),)](
         x, x if residual is None else residual, total, x if norm_weight is None else norm_weight,
-        data, weight.scale, weight.scale if weight.zeros is None else weight.zeros, out if bias is None else bias, out,
-        n_out, data.shape[1], weight.scale.shape[1], eps,
-        BITS=kind.bits, GROUP=kind.group, HAS_ZEROS=weight.zeros is not None, BLOCK_N=block_n, BLOCK_K=block_k,
-        NUM_BLOCKS_K=triton.cdiv(n_in, block_k), NUM_STAGES=num_stages, HAS_NORM=norm is not None,
-        HAS_RESIDUAL=residual is not None, GATE=gate, HAS_BIAS=bias is not None, INTERPRETED=INTERPRETED,
+        x if weight.order is None else weight.order, data, weight.scale,
+        weight.scale if weight.zeros is None else weight.zeros, out if bias is None else bias, out, n_out,
+        data.shape[1], weight.scale.shape[1], eps, BITS=kind.bits, GROUP=kind.group, HAS_ZEROS=weight.zeros is not None,
+        BLOCK_N=block_n, BLOCK_K=block_k, NUM_BLOCKS_K=triton.cdiv(n_in, block_k), NUM_STAGES=num_stages,
+        HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None, HAS_ORDER=weight.order is not None, GATE=gate,
+        HAS_BIAS=bias is not None, INTERPRETED=INTERPRETED,
         num_warps=num_warps, **pdl_options(x.device),
     )  # fmt: skip
     return out, total

@@ -56,7 +56,6 @@ def config(folder: Path, shape: dict[str, Any], **options: Any) -> EngineConfig:
         ({"torch_dtype": "float8"}, {"device": "cuda"}, "dtype 'float8' is not one of"),
         ({}, {"max_seq_len": 10**9}, "more than the model's 40960"),
         ({}, {"cuda_graph_max_bs": 4}, "--cuda-graph-max-bs needs an NVIDIA GPU"),
-        ({}, {"device": "cuda", "quantization": "int8"}, "int8 is not for cuda, where it can be fp8 or int4"),
         ({}, {"quantization": "fp8"}, "fp8 is not for cpu, where it can be int8 or int4"),
         (
             {"quantization_config": {"quant_method": "fp8"}},
