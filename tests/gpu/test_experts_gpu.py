@@ -1,4 +1,4 @@
-"""Experts of 8 bits on a GPU against float32 with the same numbers: all kernels, formats and shapes."""
+"""Quantized experts on a GPU against float32 with the same numbers: all kernels, formats and shapes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import pytest
 import torch
 
 from minisgl.ops import reference
-from minisgl.ops.quantized import Format, Quantized
+from minisgl.ops.quantized import E8M0, MXFP4, Format, Quantized
 from minisgl.ops.table import load_ops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 if torch.cuda.is_available():
     from minisgl.triton import moe as kernels
-    from minisgl.triton.moe import FP8_CONFIGS, MoeConfig
+    from minisgl.triton.moe import FP8_CONFIGS, INT4_CONFIGS, MoeConfig
 
     OPS = load_ops("triton")
 
-ROWS, BLOCKS = Format(8, 0), Format(8, 128)
+ROWS, BLOCKS, INT8 = Format(8, 0), Format(8, 128), Format(8, 0, is_integer=True)
+INT4, ZEROS = Format(4, 128, scale_dtype=torch.bfloat16), Format(4, 32, has_zeros=True, scale_dtype=torch.float16)
 # hidden, size of an expert, experts, experts of a token
 QWEN3_30B, MIXTRAL, ODD = (2048, 768, 128, 8), (4096, 1792, 8, 2), (144, 48, 5, 3)
+GPT_OSS = (2880, 2880, 32, 4)
 Experts = tuple[Quantized, Quantized]
 
 
@@ -28,7 +30,13 @@ def make(kind: Format, shape: tuple[int, int, int, int]) -> Experts:
 
     def experts(rows: int, columns: int) -> Quantized:
         flat = kind.empty(count * rows, columns, torch.device("cuda"))
-        flat.round_from(torch.randn(count * rows, columns, device="cuda") * columns**-0.5)
+        if kind == MXFP4:
+            exponents = torch.randint(116, 121, flat.scale.shape, device="cuda").byte()
+            flat.fill(torch.randint(0, 16, flat.shape, device="cuda"), exponents.view(E8M0))
+        else:
+            flat.round_from(torch.randn(count * rows, columns, device="cuda") * columns**-0.5)
+        if flat.zeros is not None:
+            flat.zeros.copy_(torch.randint(6, 11, flat.zeros.shape))
         return flat.experts(count)
 
     return experts(2 * size, hidden), experts(hidden, size)
@@ -48,19 +56,24 @@ def error(got: torch.Tensor, x: torch.Tensor, logits: torch.Tensor, weights: Exp
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [(ROWS, QWEN3_30B), (BLOCKS, QWEN3_30B), (ROWS, MIXTRAL), (BLOCKS, MIXTRAL), (ROWS, ODD)],
+    [
+        *((kind, shape) for kind in (ROWS, BLOCKS, INT8, INT4, ZEROS, MXFP4) for shape in (QWEN3_30B, MIXTRAL)),
+        (ROWS, ODD),
+        (INT8, ODD),
+        (MXFP4, GPT_OSS),
+    ],
     ids=str,
 )
 def test_experts_match_the_reference(kind: Format, shape: tuple[int, int, int, int]) -> None:
     """As exact as bfloat16 while experts have few rows; then activations are rounded to 8 bits twice."""
     weights, top_k = make(kind, shape), shape[3]
-    for tokens in (1, 2, 4, 5, 33, 100, 400, 2500):
+    for tokens in (1, 2, 4, 5, 33, 64, 100, 400, 2500):
         x, logits = inputs(tokens, shape)
         limit = 0.006 if tokens * top_k <= 20 * shape[2] else 0.06
         assert error(OPS.moe(x, logits, *weights, top_k, True), x, logits, weights, top_k) < limit
 
 
-@pytest.mark.parametrize("kind", [ROWS, BLOCKS], ids=str)
+@pytest.mark.parametrize("kind", [ROWS, BLOCKS, INT8, INT4, ZEROS, MXFP4], ids=str)
 def test_every_configuration_with_even_and_skewed_routing(kind: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "MIN_EXPERTS_PER_PAIR", 10**6)
     weights, top_k = make(kind, QWEN3_30B), QWEN3_30B[3]
@@ -68,7 +81,7 @@ def test_every_configuration_with_even_and_skewed_routing(kind: Format, monkeypa
         x, logits = inputs(tokens, QWEN3_30B)
         skewed = torch.zeros_like(logits).index_fill_(1, torch.arange(top_k, device="cuda") * 3, 4.0)
         for router_logits in (logits, skewed):
-            for _, config in FP8_CONFIGS:
+            for _, config in INT4_CONFIGS if kind.bits == 4 else FP8_CONFIGS:
 
                 def fixed(*args: object, config: MoeConfig = config) -> MoeConfig:
                     return config
@@ -79,10 +92,11 @@ def test_every_configuration_with_even_and_skewed_routing(kind: Format, monkeypa
                 assert error(got, x, router_logits, weights, top_k) < limit
 
 
+@pytest.mark.parametrize("kind", [ROWS, INT8, INT4, MXFP4], ids=str)
 @pytest.mark.parametrize("tokens", [1, 16, 64, 300])
-def test_captured_experts_read_new_inputs(tokens: int) -> None:
+def test_captured_experts_read_new_inputs(kind: Format, tokens: int) -> None:
     """Every replay gives the bits of an eager call."""
-    weights, top_k = make(ROWS, MIXTRAL), MIXTRAL[3]
+    weights, top_k = make(kind, MIXTRAL), MIXTRAL[3]
     x, logits = inputs(tokens, MIXTRAL)
     OPS.moe(x, logits, *weights, top_k, True)
     graph = torch.cuda.CUDAGraph()

@@ -19,9 +19,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 FORMATS = [
     Format(8, 0),
     Format(8, 128),
+    Format(8, 0, is_integer=True),
     Format(4, 128, scale_dtype=torch.bfloat16),
     Format(4, 64, scale_dtype=torch.float16),
     Format(4, 32, has_zeros=True, scale_dtype=torch.float16),
+    Format(4, 128, scale_dtype=torch.float16, order=torch.randperm(2048).int().numpy().tobytes()),
 ]
 QUESTIONS = ["What is 12 + 30?", "Repeat exactly: a b c", "What is 45 - 7?", "Count from 3 to 12."]
 
@@ -37,7 +39,11 @@ def test_products(kind: Format) -> None:
     torch.manual_seed(0)
     ops = load_ops("triton")
     weight = kind.empty(1024, 2048, torch.device("cuda"))
-    weight.round_from(torch.randn(1024, 2048, device="cuda") * 0.02)
+    if kind.order:
+        q, scale = torch.randint(0, 16, weight.shape), torch.rand(weight.scale.shape) / 100 + 0.002
+        weight.fill(q.cuda(), scale.cuda())
+    else:
+        weight.round_from(torch.randn(1024, 2048, device="cuda") * 0.02)
     if weight.zeros is not None:
         weight.zeros.copy_(torch.randint(6, 11, weight.zeros.shape))
     dense, norm = weight.dense(torch.float32), torch.rand(2048, device="cuda").bfloat16()
@@ -54,7 +60,7 @@ def test_products(kind: Format) -> None:
             assert error(ops.linear(x, weight, None, gate), reference.linear(x.float(), dense, None, gate)) < limit
 
 
-@pytest.mark.parametrize("kind", FORMATS[:3], ids=str)
+@pytest.mark.parametrize("kind", FORMATS[:4], ids=str)
 def test_long_sums_of_one_sign(kind: Format) -> None:
     """The tensor cores' 14 bits would lose a part of them."""
     weight = kind.empty(256, 12288, torch.device("cuda"))
@@ -73,7 +79,7 @@ def test_blocks_that_are_no_multiple_of_four() -> None:
         assert error(ops.linear(x, weight), x.float() @ weight.dense(torch.float32).T) < 0.05
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "int4"])
+@pytest.mark.parametrize("scheme", ["fp8", "int8", "int4"])
 def test_the_built_in_model(scheme: str, tmp_path: Path) -> None:
     """Rounded at the start or before, with graphs and without: right answers."""
     quantize.quantize(str(BUILTIN_MODEL), tmp_path / "out", scheme)
