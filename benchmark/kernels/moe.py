@@ -1,7 +1,7 @@
 """Times the MoE op on a GPU, as a whole and by kernel, beside its floor, and tries other tiles.
 
     PYTHONPATH=python python benchmark/kernels/moe.py [SHAPE ...] [--sizes 1 16 256] [--limit SECONDS] [--own]
-        [--format fp8]
+        [--format int4]
 
 Every result is checked against float32 first, with fresh inputs. Times are of nodes of a CUDA graph, over inputs that
 are routed to different experts. The floor is the larger of the bytes (weights of the distinct selected experts, x,
@@ -13,6 +13,7 @@ BLOCK_N, BLOCK_K, stages, warps; a GEMV's as BLOCK_N, BLOCK_K, warps.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -26,10 +27,11 @@ import torch
 from ops import CEILING, GPU, randn, relative, time_us
 
 from minisgl.ops import reference
-from minisgl.ops.quantized import Format, Quantized
+from minisgl.ops.quantized import E8M0, MXFP4, Format, Quantized
 from minisgl.triton.moe import (
     CONFIGS,
     FP8_CONFIGS,
+    INT4_CONFIGS,
     GemmTile,
     GemvTile,
     MoeConfig,
@@ -58,6 +60,7 @@ SHAPES = {
     "qwen3-30b-a3b/2": Shape(2048, 384, 128, 8),
     "qwen3-30b-a3b/4": Shape(2048, 192, 128, 8),
     "mixtral-8x7b": Shape(4096, 14336, 8, 2),
+    "gpt-oss-20b": Shape(2880, 2880, 32, 4),
 }
 
 PAIR_UP = ((1, 1024, 4), (2, 1024, 4), (4, 1024, 4), (1, 512, 2), (2, 512, 2), (2, 256, 1))
@@ -87,7 +90,15 @@ def layouts(pairs_per_expert: float) -> list[tuple[int, bool]]:
     return [key for key in TILES if key[0] in rows]
 
 
-FORMATS = {"bf16": None, "fp8": Format(8, 0), "fp8-blocks": Format(8, 128)}
+FORMATS = {
+    "bf16": None,
+    "fp8": Format(8, 0),
+    "fp8-blocks": Format(8, 128),
+    "int8": Format(8, 0, is_integer=True),
+    "int4": Format(4, 128, scale_dtype=torch.bfloat16),
+    "int4-zeros": Format(4, 64, has_zeros=True, scale_dtype=torch.bfloat16),
+    "mxfp4": MXFP4,
+}
 
 
 class Weights(NamedTuple):
@@ -100,8 +111,8 @@ class Weights(NamedTuple):
         return cls(matrices(kind, experts, 2 * size, hidden), matrices(kind, experts, hidden, size))
 
     @property
-    def bytes_per_weight(self) -> int:
-        return 1 if isinstance(self.gate_up, Quantized) else 2
+    def bytes_per_weight(self) -> float:
+        return self.gate_up.nbytes / math.prod(self.gate_up.shape)
 
 
 def matrices(kind: Format | None, experts: int, rows: int, columns: int) -> torch.Tensor | Quantized:
@@ -109,7 +120,14 @@ def matrices(kind: Format | None, experts: int, rows: int, columns: int) -> torc
         return randn(experts, rows, columns, scale=columns**-0.5)
     weight = kind.empty(experts * rows, columns, GPU)
     for e in range(experts):  # few at a time: rounding takes memory
-        weight.part(e * rows, (e + 1) * rows).round_from(randn(rows, columns, scale=columns**-0.5))
+        part = weight.part(e * rows, (e + 1) * rows)
+        if kind == MXFP4:
+            exponents = torch.randint(116, 121, part.scale.shape, device=GPU).byte()
+            part.fill(torch.randint(0, 16, part.shape, device=GPU), exponents.view(E8M0))
+        else:
+            part.round_from(randn(rows, columns, scale=columns**-0.5))
+    if weight.zeros is not None:
+        weight.zeros.fill_(7)
     return weight.experts(experts)
 
 
@@ -129,7 +147,7 @@ def error(shape: Shape, inputs: Inputs, weights: Weights) -> float:
     return relative(got, reference.moe(inputs.x.float(), inputs.logits, *exact, shape.top_k, True))
 
 
-def floor_us(shape: Shape, sets: list[Inputs], bytes_per_weight: int) -> tuple[float, float, float]:
+def floor_us(shape: Shape, sets: list[Inputs], bytes_per_weight: float) -> tuple[float, float, float]:
     """Return (floor, bytes, operations) of one call, the mean over the sets."""
     hidden, size, experts, top_k = shape
     tokens = len(sets[0].x)
@@ -157,7 +175,7 @@ def measure(title: str, shape: Shape, tokens: int, weights: Weights, everything:
     sets = [Inputs.make(shape, tokens) for _ in range(16 if tokens <= 16 else 4 if tokens <= 256 else 1)]
     wrong = error(shape, sets[0], weights)
     floor, moved, operations = floor_us(shape, sets, weights.bytes_per_weight)
-    limit = 0.01 if weights.bytes_per_weight == 2 else 0.06
+    limit = 0.06 if isinstance(weights.gate_up, Quantized) else 0.01
     own = timed([partial(moe, *s, *weights, shape.top_k, True) for s in sets], floor)
     print(
         f"{title:16} x{tokens:<6} {own:8.1f} us, floor {floor:7.1f} ({floor / own:4.0%}), "
@@ -222,7 +240,7 @@ def compile_jobs(
     shapes: list[str], sizes: list[int], everything: bool, kind: Format | None
 ) -> Iterator[Callable[[], object]]:
     """One call for each kernel that the measurement will need, on inputs as small as give the same kernel."""
-    configs = [c for _, c in (CONFIGS if kind is None else FP8_CONFIGS)]
+    configs = [c for _, c in (CONFIGS if kind is None else INT4_CONFIGS if kind.bits == 4 else FP8_CONFIGS)]
     if everything:
         configs += [MoeConfig(*key, tile, tile) for key, tiles in TILES.items() for tile in map(GemmTile._make, tiles)]
     gemm_keys = set()
@@ -253,7 +271,7 @@ def compile_gemvs(shape: Shape, kind: Format | None, up: GemvTile | None, down: 
 
 def compile_gemms(kind: Format | None, top_k: int, config: MoeConfig, is_gated: bool, is_even: bool) -> None:
     tile, tokens = config.up if is_gated else config.down, 3
-    n_in = tile.block_k * 2 if is_even else tile.block_k + 16
+    n_in = tile.block_k * 2 if is_even else tile.block_k + (64 if kind == MXFP4 else 16)
     _, lists = route_and_list(randn(tokens, 8), top_k, True, config.block_m)
     x, weight = randn(tokens if is_gated else tokens * top_k, n_in), matrices(kind, 8, tile.block_n * 2, n_in)
     parts_of = grouped_gemm(x, weight, lists, top_k, config, is_gated=is_gated)

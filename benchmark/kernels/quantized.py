@@ -19,11 +19,12 @@ from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
 from minisgl.ops import reference
-from minisgl.ops.quantized import Format, Quantized
+from minisgl.ops.quantized import E4M3, Format, Quantized
 from minisgl.triton import ops
 from minisgl.triton.quantized import MAX_EXACT_ROWS, MAX_ROWS, SplitConfig, split_gemm, split_rows
 
-FORMATS = (Format(8, 0), Format(8, 128), Format(4, 128, scale_dtype=BF16), Format(4, 32, True, torch.float16))
+INT8 = Format(8, 0, is_integer=True)
+FORMATS = (Format(8, 0), Format(8, 128), INT8, Format(4, 128, scale_dtype=BF16), Format(4, 32, True, torch.float16))
 TILES = [SplitConfig(*tile) for tile in product((64, 128), (128, 256), (1, 2, 4), (3, 4, 6, 8), (4, 8))]
 
 
@@ -43,7 +44,8 @@ def best_tile(x: Tensor, weights: list[Quantized], gate: str) -> str:
     """The fastest tile of our kernel, without the rounding of activations."""
     kind, rows = weights[0].format, len(x)
     parts = 2 if rows <= MAX_EXACT_ROWS[kind.bits] else 1
-    split = split_rows(x, None, parts, sum_group=kind.group if kind.bits == 4 else 0)
+    dtype, sum_group = torch.int8 if kind.is_integer else E4M3, kind.group if kind.bits == 4 else 0
+    split = split_rows(x, None, parts, dtype=dtype, sum_group=sum_group)
     times: list[tuple[float, SplitConfig]] = []
     for tile in TILES:
         if x.shape[1] % (tile.block_k * tile.split_k) == 0:

@@ -79,6 +79,13 @@ def test_more_rows_than_a_program_has(kind: Format, limit: float):
     assert error(ops.linear(x, weight), reference.linear(x, weight.dense(x.dtype))) < limit
 
 
+@pytest.mark.parametrize("kind", [Format(8, 0), Format(8, 0, is_integer=True)], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 40])
+def test_columns_that_no_tile_divides(kind: Format, rows: int):
+    weight, x = matrix(kind, 32, 336), torch.randn(rows, 336).half()
+    assert error(ops.linear(x, weight), reference.linear(x, weight.dense(x.dtype))) < 0.05
+
+
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 40])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of NaN, a GPU does not

@@ -211,12 +211,12 @@ def _split_gemm(
     rows, max_rows, n_rows, n_in,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
     PARTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, GATE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """out[M, N] = x[M, K] weight[n_rows, K]^T for x in PARTS; grid (M / ROWS, SPLIT_K, n_rows / BLOCK_N).
 
-    GATE: the weights are gate above up, and a tile has as many rows of each. K is split as in `_skinny_gemm`. The
-    scales of 4 bits are loaded a step ahead.
+    GATE: the weights are gate above up, and a tile has as many rows of each. K is split as in `_skinny_gemm`. EVEN_K:
+    BLOCK_K divides K. The scales of 4 bits are loaded a step ahead.
     """
     IS_INT: tl.constexpr = weight_ptr.dtype.element_ty == tl.int8
     tile, split = tl.program_id(2), tl.program_id(1)
@@ -241,8 +241,8 @@ def _split_gemm(
     for start in tl.range(begin, begin + length, BLOCK_K, num_stages=NUM_STAGES):
         if BITS == 8:
             offs_k = start + tl.arange(0, BLOCK_K)
-            x = tl.load(x_ptrs + offs_k[None, :], mask=is_x[:, None], other=0.0)
-            w = tl.load(weight_ptrs + offs_k[None, :])
+            x = tl.load(x_ptrs + offs_k[None, :], mask=is_x[:, None] & (EVEN_K | (offs_k < n_in)[None, :]), other=0.0)
+            w = tl.load(weight_ptrs + offs_k[None, :], mask=EVEN_K | (offs_k < n_in)[None, :], other=0.0)
             if IS_INT:
                 acc = tl.dot(w, tl.trans(x), acc, out_dtype=tl.int32)
             elif GROUP == 0:
@@ -303,8 +303,10 @@ class SplitConfig(NamedTuple):
 
 
 def split_config(rows: int, parts: int, bits: int, n_in: int, gate: str) -> SplitConfig:
-    """The best or nearly so of 60 tiles for the projections of 8B, at 2, 16, 32 and 64 rows."""
+    """The best or nearly so of 60 tiles for the projections of 8B, at 2, 16, 32 and 64 rows; arithmetic bounds more."""
     width = parts * split_size(rows, parts)
+    if rows > MAX_ROWS[bits]:
+        return SplitConfig(128, 128, 1, 4, 8)
     if bits == 4:
         split_k = 1 if gate or n_in % 256 else 2
         block_k = 256 if width <= 32 and n_in % (256 * split_k) == 0 else 128
@@ -335,7 +337,8 @@ def split_gemm(
         out if bias is None else bias, out, partial_sums, counter, rows, len(x.parts) // parts, n_rows, n_in,
         PARTS=parts, ROWS=size, BLOCK_N=block_n, BLOCK_K=block_k, SPLIT_K=split_k, NUM_STAGES=num_stages,
         BITS=weight.format.bits, GROUP=weight.format.group, HAS_ZEROS=weight.zeros is not None, GATE=gate,
-        HAS_BIAS=bias is not None, INTERPRETED=INTERPRETED, num_warps=num_warps,
+        HAS_BIAS=bias is not None, EVEN_K=n_in % (block_k * split_k) == 0, INTERPRETED=INTERPRETED,
+        num_warps=num_warps,
     )  # fmt: skip
     return out
 
