@@ -34,45 +34,65 @@ def test_norm_rope_store_compiles_for_any_number_of_heads(heads: int, kv_heads: 
     assert compile_kernel(norm._norm_rope_store, pointers, sizes | blocks)
 
 
+TYPES = {"fp8": "*fp8e4nv", "int8": "*i8", "int4": "*u8", "mxfp4": "*u8"}  # of the numbers
+
+
 @pytest.mark.parametrize(
-    ("parts", "bits", "group", "gate"), [(2, 8, 0, "silu"), (1, 8, 128, ""), (2, 4, 128, "silu"), (2, 4, 32, "")]
+    ("parts", "name", "group", "gate"),
+    [(2, "fp8", 0, "silu"), (1, "fp8", 128, ""), (2, "int8", 0, "silu"), (2, "int4", 128, "silu"), (2, "int4", 32, "")],
 )
-def test_products_with_quantized_weights_compile(parts: int, bits: int, group: int, gate: str):
+def test_products_with_quantized_weights_compile(parts: int, name: str, group: int, gate: str):
     pointers = dict.fromkeys(("x_scale_ptr", "sums_ptr", "partial_ptr", "scale_ptr"), "*fp32")
-    pointers |= {"x_ptr": "*fp8e4nv", "weight_ptr": "*fp8e4nv" if bits == 8 else "*u8", "counter_ptr": "*i32"}
+    pointers |= {"x_ptr": TYPES["int8" if name == "int8" else "fp8"], "weight_ptr": TYPES[name], "counter_ptr": "*i32"}
     pointers |= dict.fromkeys(("zeros_ptr", "bias_ptr", "out_ptr"), "*bf16")
     sizes = {"ROWS": 16, "BLOCK_N": 64, "BLOCK_K": 128, "SPLIT_K": 2, "NUM_STAGES": 4, "INTERPRETED": False}
-    kind = {"PARTS": parts, "BITS": bits, "GROUP": group, "HAS_ZEROS": group == 32, "GATE": gate, "HAS_BIAS": True}
+    kind = {"PARTS": parts, "BITS": 4 if name == "int4" else 8, "GROUP": group, "HAS_ZEROS": group == 32, "GATE": gate}
+    kind |= {"HAS_BIAS": True, "EVEN_K": name == "int4"}
     assert compile_kernel(quantized._split_gemm, pointers, sizes | kind)
 
 
 @pytest.mark.parametrize(
-    ("bits", "group", "gate"), [(8, 0, "silu"), (8, 128, ""), (4, 128, "silu"), (4, 64, ""), (4, 32, "gelu_tanh")]
+    ("name", "group", "gate"),
+    [("fp8", 0, "silu"), ("fp8", 128, ""), ("int8", 0, ""), ("int4", 128, "silu"), ("int4", 64, ""), ("int4", 32, "")],
 )
-def test_products_of_one_row_with_quantized_weights_compile(bits: int, group: int, gate: str):
+def test_products_of_one_row_with_quantized_weights_compile(name: str, group: int, gate: str):
+    bits = 4 if name == "int4" else 8
     pointers = dict.fromkeys(("x_ptr", "residual_ptr", "total_ptr", "norm_weight_ptr", "bias_ptr", "out_ptr"), "*bf16")
-    pointers |= {"weight_ptr": "*fp8e4nv" if bits == 8 else "*i64", "eps": "fp32"}
+    pointers |= {"weight_ptr": TYPES[name] if bits == 8 else "*i64", "eps": "fp32", "order_ptr": "*i32"}
     pointers |= dict.fromkeys(("scale_ptr", "zeros_ptr"), "*fp32" if bits == 8 else "*bf16")
     sizes = {"BLOCK_N": 4, "BLOCK_K": 1024, "NUM_BLOCKS_K": 2, "NUM_STAGES": 3, "INTERPRETED": False, "PDL": True}
-    kind = {"BITS": bits, "GROUP": group, "HAS_ZEROS": group == 32, "GATE": gate}
+    kind = {"BITS": bits, "GROUP": group, "HAS_ZEROS": group == 32, "GATE": gate, "HAS_ORDER": bits == 4}
     has = {"HAS_NORM": True, "HAS_RESIDUAL": True, "HAS_BIAS": True}
     assert compile_kernel(quantized_gemv._quantized_gemv, pointers, sizes | kind | has)
 
 
-@pytest.mark.parametrize("scale", [1, 128])
-def test_experts_of_8_bits_compile(scale: int):
+@pytest.mark.parametrize(
+    ("name", "scale"), [("fp8", 1), ("fp8", 128), ("int8", 1), ("int4", 128), ("int4", 32), ("mxfp4", 32)]
+)
+def test_quantized_experts_compile(name: str, scale: int):
     """A GEMV for each pair, and GEMMs with x in two parts and in one."""
-    pointers = dict.fromkeys(("scale_ptr", "x_scale_ptr", "weights_ptr"), "*fp32")
+    bits = 8 if name in ("fp8", "int8") else 4
+    scales = "*fp32" if bits == 8 else "*u8" if name == "mxfp4" else "*bf16"
+    pointers = dict.fromkeys(("scale_ptr", "zeros_ptr"), scales)
+    pointers |= dict.fromkeys(("x_scale_ptr", "sums_ptr", "weights_ptr"), "*fp32")
     pointers |= dict.fromkeys(("experts_ptr", "order_ptr", "tiles_ptr"), "*i32")
-    pointers |= {"x_ptr": "*bf16", "weight_ptr": "*fp8e4nv", "out_ptr": "*bf16"}
-    common = {"TOP_K": 8, "BLOCK_N": 16, "BLOCK_K": 256, "NUM_BLOCKS_K": 2, "SCALE": scale, "PDL": True}
-    assert compile_kernel(moe._gate_up_gemv, pointers, common)
-    assert compile_kernel(moe._down_gemv, pointers, common | {"BLOCK_P": 8, "BLOCK_N": 4, "BLOCK_K": 128, "AHEAD": 1})
-    pointers["x_ptr"] = "*fp8e4nv"
-    sizes = {"TOP_K": 8, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "NUM_STAGES": 3, "EVEN_K": True, "SCALE": scale}
-    for parts, swap_ab in ((2, True), (1, False)):
-        kind = {"PARTS": parts, "SWAP_AB": swap_ab, "IS_GATED": swap_ab, "GROUP_M": 1 if swap_ab else 8, "PDL": True}
-        assert compile_kernel(moe._grouped_gemm, pointers, sizes | kind)
+    pointers |= {"x_ptr": "*bf16", "weight_ptr": TYPES[name], "out_ptr": "*bf16"}
+    own = {"TOP_K": 8, "HAS_ZEROS": name == "int4" and scale == 32, "INTERPRETED": False, "PDL": True}
+    common = {"TOP_K": 8, "BLOCK_N": 16, "BLOCK_K": 256, "NUM_BLOCKS_K": 2, "PDL": True}
+    if bits == 8:
+        common["SCALE"] = scale
+        assert compile_kernel(moe._gate_up_gemv, pointers, common)
+        common |= {"BLOCK_P": 8, "BLOCK_N": 4, "BLOCK_K": 128, "AHEAD": 1}
+        assert compile_kernel(moe._down_gemv, pointers, common)
+    else:
+        for is_gated in (True, False):
+            kind = {"GROUP": scale, "IS_GATED": is_gated}
+            assert compile_kernel(moe._gemv_of_4_bits, pointers, common | own | kind)
+    pointers["x_ptr"] = TYPES["int8" if name == "int8" else "fp8"]
+    sizes = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "NUM_STAGES": 3, "EVEN_K": True, "SCALE": scale}
+    for parts, swap_ab in ((2, True), (1, bits == 4)):
+        kind = {"PARTS": parts, "SWAP_AB": swap_ab, "IS_GATED": parts == 2, "GROUP_M": 1 if swap_ab else 8}
+        assert compile_kernel(moe._grouped_gemm, pointers, sizes | own | kind | {"BITS": bits})
 
 
 @pytest.mark.slow
