@@ -184,8 +184,8 @@ class EngineConfig(Settings):
     )
     quantization: str | None = option(
         None,
-        "quantize the projections of a checkpoint in 16 or 32 bits at the start: on a GPU fp8 or int4, on a CPU int8 "
-        "or int4; default = keep --dtype",
+        "quantize the projections of a checkpoint in 16 or 32 bits at the start: on a GPU fp8, int8 or int4, on a CPU "
+        "int8 or int4; default = keep --dtype",
         aliases=("q",),
         choices=("int8", "fp8", "int4"),
     )
