@@ -19,6 +19,7 @@ from minisgl.ops.quantized import E4M3, E8M0, Quantized
 from minisgl.triton.launch import INTERPRETED, pdl_options
 from minisgl.triton.moe_routing import Lists, route, route_and_list
 from minisgl.triton.quantized import add_4bit_products, as_float, group_values, half_as_fp8, join_parts, split_rows
+from minisgl.triton.quantized_gemv import numbers_as_float
 
 # A GEMV for each pair if there is at most one pair to so many experts, since then few experts are chosen twice. Against
 # sorted lists at 1, 2, 4 tokens: Qwen3-30B-A3B 22, 39, 72 / 29, 45, 75 us; Mixtral 8x7B 162, 316, 621 / 171, 287, 455.
@@ -321,7 +322,7 @@ def _block_scales(scale_ptrs, start, groups, BLOCK_K: tl.constexpr, SCALE: tl.co
 def _gate_up_gemv(
     x_ptr, weight_ptr, scale_ptr, out_ptr, experts_ptr, n_out, n_in,
     TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_BLOCKS_K: tl.constexpr, SCALE: tl.constexpr,
-    PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = silu(gate x) * (up x) of the pair's expert and token; grid (I / BLOCK_N, P)."""
     if PDL:
@@ -346,8 +347,8 @@ def _gate_up_gemv(
             scale_ptrs = scale_ptr + (expert * 2 * n_out + tl.program_id(0) * BLOCK_N) // SCALE * groups
             x_up = x * _block_scales(scale_ptrs + n_out // SCALE * groups, i * BLOCK_K, groups, BLOCK_K, SCALE)
             x *= _block_scales(scale_ptrs, i * BLOCK_K, groups, BLOCK_K, SCALE)
-        acc += w.to(tl.float32) * x[None, :]
-        acc_up += up.to(tl.float32) * x_up[None, :]
+        acc += numbers_as_float(w, INTERPRETED) * x[None, :]
+        acc_up += numbers_as_float(up, INTERPRETED) * x_up[None, :]
     gate, up = tl.sum(acc, 1), tl.sum(acc_up, 1)
     if SCALE == 1:
         gate *= tl.load(scale_ptr + row)
@@ -360,7 +361,7 @@ def _gate_up_gemv(
 def _down_gemv(
     x_ptr, weight_ptr, scale_ptr, out_ptr, experts_ptr, weights_ptr, n_out, n_in,
     TOP_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_BLOCKS_K: tl.constexpr, AHEAD: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
+    NUM_BLOCKS_K: tl.constexpr, AHEAD: tl.constexpr, SCALE: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum over i of weights[t, i] down x[t k + i], in float32; grid (H / BLOCK_N, T).
 
@@ -402,7 +403,7 @@ def _down_gemv(
                 groups, start = n_in // SCALE, (step - AHEAD) % NUM_BLOCKS_K * BLOCK_K
                 scale_ptrs = scale_ptr + ((first + tl.program_id(0) * BLOCK_N) // SCALE * groups)[:, None]
                 x *= _block_scales(scale_ptrs, start, groups, BLOCK_K, SCALE)
-            part += tiles[step - AHEAD].to(tl.float32) * x[:, None, :]
+            part += numbers_as_float(tiles[step - AHEAD], INTERPRETED) * x[:, None, :]
             if (step - AHEAD) % NUM_BLOCKS_K == NUM_BLOCKS_K - 1:
                 if SCALE == 1:
                     factor *= tl.load(scale_ptr + first[:, None] + row[None, :])
@@ -509,7 +510,7 @@ def pair_gate_up(x: Tensor, experts: Tensor, gate_up: Tensor | Quantized, tile: 
     _gate_up_gemv[(triton.cdiv(n_out, tile.block_n), pairs)](
         x, data, scale, out, experts, n_out, n_in,
         TOP_K=top_k, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, NUM_BLOCKS_K=triton.cdiv(n_in, tile.block_k),
-        SCALE=kind, num_warps=tile.num_warps, **pdl_options(x.device),
+        SCALE=kind, INTERPRETED=INTERPRETED, num_warps=tile.num_warps, **pdl_options(x.device),
     )  # fmt: skip
     return out
 
@@ -531,7 +532,7 @@ def pair_down(
         hidden, data, scale, out, experts, weights, n_out, n_in,
         TOP_K=top_k, BLOCK_P=min(tile.block_p, triton.next_power_of_2(top_k)), BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k, NUM_BLOCKS_K=triton.cdiv(n_in, tile.block_k), AHEAD=tile.ahead, SCALE=kind,
-        num_warps=tile.num_warps, **pdl_options(hidden.device),
+        INTERPRETED=INTERPRETED, num_warps=tile.num_warps, **pdl_options(hidden.device),
     )  # fmt: skip
     return out
 

@@ -42,6 +42,22 @@ def _dot(words, x, start, IS_HIGH: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def numbers_as_float(w, INTERPRETED: tl.constexpr):
+    """Numbers in float32. A byte is shifted into 2^23 + 128 + w: converting integers takes longer than loading them."""
+    if INTERPRETED or w.dtype != tl.int8:
+        return w.to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; xor.b32 t, $4, 0x80808080;"
+            "prmt.b32 $0, t, 0x4B000000, 0x7540; add.f32 $0, $0, 0fCB000080;"
+            "prmt.b32 $1, t, 0x4B000000, 0x7541; add.f32 $1, $1, 0fCB000080;"
+            "prmt.b32 $2, t, 0x4B000000, 0x7542; add.f32 $2, $2, 0fCB000080;"
+            "prmt.b32 $3, t, 0x4B000000, 0x7543; add.f32 $3, $3, 0fCB000080; }",
+            "=f,=f,=f,=f,r", [w], tl.float32, True, 4,
+        )  # fmt: skip
+
+
+@triton.jit
 def _words(x, CHUNKS: tl.constexpr, PARTS: tl.constexpr):
     """x [CHUNKS * 128] -> words of 8 bytes that meet the low and the high halves of the weights, their sums for each
     of PARTS parts of a half [CHUNKS * PARTS], and the scales, likewise.
@@ -214,10 +230,10 @@ def _quantized_gemv(
                         acc += (total - zero * sums[None, :]) * scale
                         part = tl.zeros([BLOCK_N, WIDTH], tl.int32)
             elif GROUP > 0:
-                part = tl.reshape(w.to(tl.float32) * x[i][None, :], [BLOCK_N, CHUNKS, 128])
+                part = tl.reshape(numbers_as_float(w, INTERPRETED) * x[i][None, :], [BLOCK_N, CHUNKS, 128])
                 acc += tl.sum(part, 2) * scales[i]
             else:
-                acc += w.to(tl.float32) * x[i][None, :]
+                acc += numbers_as_float(w, INTERPRETED) * x[i][None, :]
         scales = following
         result = tl.sum(acc, 1) * factor
         if GROUP == 0:

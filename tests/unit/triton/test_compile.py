@@ -78,7 +78,7 @@ def test_quantized_experts_compile(name: str, scale: int):
     pointers |= dict.fromkeys(("experts_ptr", "order_ptr", "tiles_ptr"), "*i32")
     pointers |= {"x_ptr": "*bf16", "weight_ptr": TYPES[name], "out_ptr": "*bf16"}
     own = {"TOP_K": 8, "HAS_ZEROS": name == "int4" and scale == 32, "INTERPRETED": False, "PDL": True}
-    common = {"TOP_K": 8, "BLOCK_N": 16, "BLOCK_K": 256, "NUM_BLOCKS_K": 2, "PDL": True}
+    common = {"TOP_K": 8, "BLOCK_N": 16, "BLOCK_K": 256, "NUM_BLOCKS_K": 2, "INTERPRETED": False, "PDL": True}
     if bits == 8:
         common["SCALE"] = scale
         assert compile_kernel(moe._gate_up_gemv, pointers, common)
