@@ -165,6 +165,19 @@ def test_quantized_experts(kind: Format, tokens: int, limit: float):
     assert float((got - want).norm() / want.norm()) < limit
 
 
+@pytest.mark.parametrize("kind", [Format(8, 0, is_integer=True), Format(4, 32), MXFP4], ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 33])
+def test_experts_of_which_one_matrix_has_16_bits(kind: Format, tokens: int):
+    """As on ranks whose columns of down cut a group."""
+    torch.manual_seed(0)
+    gate_up, down = experts_of(kind, 8, 48, 128), (torch.randn(8, 128, 24) / 5).to(HALF)
+    x, logits = torch.randn(tokens, 128).to(HALF), torch.randn(tokens, 8)
+    got = moe.moe(x, logits, gate_up, down, 2, True).double()
+    dense = torch.stack([gate_up[e].dense(torch.float64) for e in range(8)])
+    want = reference.moe(x.double(), logits, dense, down.double(), 2, True)
+    assert float((got - want).norm() / want.norm()) < 0.05
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)

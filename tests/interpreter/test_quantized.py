@@ -79,6 +79,12 @@ def test_more_rows_than_a_program_has(kind: Format, limit: float):
     assert error(ops.linear(x, weight), reference.linear(x, weight.dense(x.dtype))) < limit
 
 
+@pytest.mark.parametrize("kind", [Format(4, 32), Format(4, 32, has_zeros=True)], ids=str)
+def test_zero_points_of_more_groups_than_a_step_has(kind: Format):
+    weight, x = matrix(kind, 64, 640), torch.randn(5, 640).half()
+    assert error(ops.linear(x, weight), reference.linear(x, weight.dense(x.dtype))) < 0.01
+
+
 @pytest.mark.parametrize("kind", [Format(8, 0), Format(8, 0, is_integer=True)], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 40])
 def test_columns_that_no_tile_divides(kind: Format, rows: int):

@@ -18,7 +18,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from minisgl.ops.quantized import E4M3, E8M0, Quantized
 from minisgl.triton.launch import INTERPRETED, pdl_options
 from minisgl.triton.moe_routing import Lists, route, route_and_list
-from minisgl.triton.quantized import add_4bit_products, as_float, group_values, half_as_fp8, join_parts, split_rows
+from minisgl.triton.quantized import (
+    add_4bit_products,
+    as_float,
+    group_scales,
+    half_as_fp8,
+    join_parts,
+    less_zeros,
+    split_rows,
+)
 from minisgl.triton.quantized_gemv import numbers_as_float
 
 # A GEMV for each pair if there is at most one pair to so many experts, since then few experts are chosen twice. Against
@@ -134,28 +142,21 @@ def _grouped_gemm(
         block_ptr = scale_ptr + (expert * n_rows + column * WIDTH) // SCALE * (n_in // SCALE)
         is_up = tl.arange(0, BLOCK_N) % 2 == 1
     row += expert * n_rows
-    weight_ptrs = weight_ptr + row[:, None] * (n_in // 2 if BITS == 4 else n_in)
+    weight_ptrs = weight_ptr + row[:, None] * (n_in // (2 * HALF) * HALF if BITS == 4 else n_in)  # aligned
     acc = tl.zeros([BLOCK_N, ROWS] if SWAP_AB else [BLOCK_M, BLOCK_N], tl.int32 if IS_INT else tl.float32)
     if BITS == 4:
         GROUPS: tl.constexpr = BLOCK_K // SCALE
         scale_ptrs, zeros_ptrs = scale_ptr + row * (n_in // SCALE), zeros_ptr + row * (n_in // SCALE)
-        scales = group_values(scale_ptrs, 1, 0, row >= 0, GROUPS)
-        zeros = group_values(zeros_ptrs, 1, 0, row >= 0, GROUPS if HAS_ZEROS else 0)
-        sums = group_values(sums_ptr + source_x, PARTS * max_rows, 0, is_x, 0 if IS_E2M1 else GROUPS)
+        scales = group_scales(scale_ptrs, 0, GROUPS)
     for start in tl.range(0, n_in, BLOCK_K, num_stages=NUM_STAGES):
         offs_k = (start + tl.arange(0, BLOCK_K))[None, :]
         if BITS == 4:
             group = tl.minimum(start + BLOCK_K, n_in - BLOCK_K) // SCALE
-            next_scales = group_values(scale_ptrs, 1, group, row >= 0, GROUPS)
-            next_zeros = group_values(zeros_ptrs, 1, group, row >= 0, GROUPS if HAS_ZEROS else 0)
-            next_sums = group_values(
-                sums_ptr + source_x, PARTS * max_rows, group, is_x, 0 if IS_E2M1 else GROUPS
-            )  # fmt: skip
+            next_scales = group_scales(scale_ptrs, group, GROUPS)
             acc = add_4bit_products(
-                acc, weight_ptrs, x_ptrs, is_x, start, scales, zeros, sums,
-                BLOCK_K, SCALE, HALF, HAS_ZEROS, IS_E2M1, INTERPRETED,
+                acc, weight_ptrs, x_ptrs, is_x, start, scales, BLOCK_K, SCALE, HALF, IS_E2M1, INTERPRETED
             )  # fmt: skip
-            scales, zeros, sums = next_scales, next_zeros, next_sums
+            scales = next_scales
         elif EVEN_K:
             w = tl.load(weight_ptrs + offs_k)
             x = tl.load(x_ptrs + offs_k, mask=is_x[:, None], other=0.0)
@@ -184,6 +185,11 @@ def _grouped_gemm(
             acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         else:
             acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    if BITS == 4:
+        sums_ptrs, groups = sums_ptr + source_x, n_in // SCALE
+        acc = less_zeros(
+            acc, scale_ptrs, zeros_ptrs, sums_ptrs, PARTS * max_rows, groups, is_x, HAS_ZEROS, IS_E2M1
+        )  # fmt: skip
     acc = join_parts(acc, BLOCK_N, BLOCK_M, PARTS)
     result = tl.trans(acc) if SWAP_AB else acc
     if PARTS > 0:
@@ -521,10 +527,10 @@ def pair_down(
     """hidden [P, I], weights [T, k], down [E, H, I] -> [T, H]; after `pair_gate_up` of the same experts."""
     tokens, top_k = experts.shape
     n_out, n_in = down.shape[1:]
-    out = empty((tokens, n_out), dtype=hidden.dtype, device=hidden.device)
     if isinstance(down, Quantized) and down.format.bits == 4:
         outputs = empty((len(hidden), n_out), dtype=hidden.dtype, device=hidden.device)
         return combine(_pair_gemv_of_4_bits(hidden, experts, down, outputs, False, tile or INT4_TILE), weights)
+    out = empty((tokens, n_out), dtype=hidden.dtype, device=hidden.device)
     data, scale, _, kind = _numbers(down)
     own = FP8_DOWN_TILE if kind else next(tile for max_inputs, tile in DOWN_TILES if n_in <= max_inputs)
     tile = tile or own

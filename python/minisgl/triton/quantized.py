@@ -145,11 +145,11 @@ def half_as_fp8(packed, IS_HIGH: tl.constexpr, IS_E2M1: tl.constexpr, INTERPRETE
 
 
 @triton.jit
-def group_values(ptrs, stride, group, mask, GROUPS: tl.constexpr):
-    """Scales, zeros or sums of GROUPS groups from `group` on."""
+def group_scales(ptrs, group, GROUPS: tl.constexpr):
+    """The scales of GROUPS groups from `group` on."""
     found = tl.tuple(())
     for i in tl.static_range(GROUPS):
-        found += (tl.load(ptrs + (group + i) * stride, mask=mask, other=0),)
+        found += (tl.load(ptrs + group + i),)
     return found
 
 
@@ -164,11 +164,10 @@ def as_float(scale):
 
 @triton.jit
 def add_4bit_products(
-    acc, weight_ptrs, x_ptrs, is_x, start, scales, zeros, sums,
-    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_E2M1: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    acc, weight_ptrs, x_ptrs, is_x, start, scales,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, IS_E2M1: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """acc [N, M] + the products of BLOCK_K columns from `start` on, whose scales, zeros and sums are given by group.
+    """acc [N, M] + q x scale of BLOCK_K columns from `start` on, with the scales of their groups; q as float8_e4m3fn.
 
     Pointers are those of rows. Sums on the tensor cores end after 128 inputs at most, as they have only 14 bits there.
     """
@@ -181,17 +180,36 @@ def add_4bit_products(
         for j in tl.static_range(2 if GROUP <= HALF else 1):
             part = tl.dot(half_as_fp8(packed, j == 1, IS_E2M1, INTERPRETED), tl.trans(high if j == 1 else low))
             if GROUP > HALF:
-                part += tl.dot(half_as_fp8(packed, True, IS_E2M1, INTERPRETED), tl.trans(high))
+                part = tl.dot(half_as_fp8(packed, True, IS_E2M1, INTERPRETED), tl.trans(high), part)
             # The number of the group within this step.
-            scale = as_float(scales[(i * WIDTH // HALF * 2 * HALF + i * WIDTH % HALF + j * HALF) // GROUP])
-            if IS_E2M1:
-                acc += part * (scale * 64.0)[:, None]
+            scale = scales[(i * WIDTH // HALF * 2 * HALF + i * WIDTH % HALF + j * HALF) // GROUP]
+            acc += part * as_float(scale)[:, None]
+    return acc
+
+
+@triton.jit
+def less_zeros(
+    acc, scale_ptrs, zeros_ptrs, sums_ptrs, stride_sums, groups, is_x, HAS_ZEROS: tl.constexpr, IS_E2M1: tl.constexpr
+):
+    """The sums of `add_4bit_products` over all columns -> (q - zero) scale x, from the sums of x in each group."""
+    if IS_E2M1:
+        acc *= 64.0
+    else:
+        acc *= 512.0
+        for first in tl.range(0, groups, 16, num_stages=1):
+            offs_g = first + tl.arange(0, 16)
+            mask = (offs_g < groups)[None, :]
+            zero = -tl.load(scale_ptrs[:, None] + offs_g[None, :], mask=mask, other=0.0).to(tl.float32)
+            if HAS_ZEROS:
+                zero *= tl.load(zeros_ptrs[:, None] + offs_g[None, :], mask=mask, other=0.0).to(tl.float32)
             else:
-                zero = tl.full(scale.shape, 8.0, tl.float32)
-                if HAS_ZEROS:
-                    zero = zeros[(i * WIDTH // HALF * 2 * HALF + i * WIDTH % HALF + j * HALF) // GROUP].to(tl.float32)
-                total = sums[(i * WIDTH // HALF * 2 * HALF + i * WIDTH % HALF + j * HALF) // GROUP]
-                acc += (part * 512.0 - zero[:, None] * total[None, :]) * scale[:, None]
+                zero *= 8.0
+            mask = (offs_g < groups)[:, None] & is_x[None, :]
+            total = tl.load(sums_ptrs[None, :] + offs_g[:, None] * stride_sums, mask=mask, other=0.0)
+            # The tensor cores read 11 bits of a float: enough for a scale, but not for a sum.
+            high = (total.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+            acc = tl.dot(zero, high, acc, input_precision="tf32")
+            acc = tl.dot(zero, total - high, acc, input_precision="tf32")
     return acc
 
 
@@ -228,16 +246,15 @@ def _split_gemm(
     is_x = offs_x < rows
     offs_x += tl.arange(0, PARTS * ROWS) // ROWS * max_rows
     x_ptrs = x_ptr + offs_x.to(tl.int64)[:, None] * n_in
-    weight_ptrs = weight_ptr + row.to(tl.int64)[:, None] * (n_in * BITS // 8)
+    # 64 is told to be a divisor: else 8 bytes are copied at a time.
+    weight_ptrs = weight_ptr + row.to(tl.int64)[:, None] * (n_in // 128 * 64 if BITS == 4 else n_in)
     acc = tl.zeros([BLOCK_N, PARTS * ROWS], tl.int32 if IS_INT else tl.float32)
     length = n_in // SPLIT_K
     begin = split * length
     if BITS == 4:
         GROUPS: tl.constexpr = BLOCK_K // GROUP
         offs_scale = row.to(tl.int64) * (n_in // GROUP)
-        scales = group_values(scale_ptr + offs_scale, 1, begin // GROUP, row >= 0, GROUPS)
-        zeros = group_values(zeros_ptr + offs_scale, 1, begin // GROUP, row >= 0, GROUPS if HAS_ZEROS else 0)
-        sums = group_values(sums_ptr + offs_x, PARTS * max_rows, begin // GROUP, is_x, GROUPS)
+        scales = group_scales(scale_ptr + offs_scale, begin // GROUP, GROUPS)
     for start in tl.range(begin, begin + length, BLOCK_K, num_stages=NUM_STAGES):
         if BITS == 8:
             offs_k = start + tl.arange(0, BLOCK_K)
@@ -252,14 +269,18 @@ def _split_gemm(
                 acc += tl.dot(w, tl.trans(x)) * scale[:, None]
         else:
             group = tl.minimum(start + BLOCK_K, n_in - BLOCK_K) // GROUP
-            next_scales = group_values(scale_ptr + offs_scale, 1, group, row >= 0, GROUPS)
-            next_zeros = group_values(zeros_ptr + offs_scale, 1, group, row >= 0, GROUPS if HAS_ZEROS else 0)
-            next_sums = group_values(sums_ptr + offs_x, PARTS * max_rows, group, is_x, GROUPS)
+            next_scales = group_scales(scale_ptr + offs_scale, group, GROUPS)
             acc = add_4bit_products(
-                acc, weight_ptrs, x_ptrs, is_x, start, scales, zeros, sums,
-                BLOCK_K, GROUP, 64, HAS_ZEROS, False, INTERPRETED,
+                acc, weight_ptrs, x_ptrs, is_x, start, scales, BLOCK_K, GROUP, 64, False, INTERPRETED
             )  # fmt: skip
-            scales, zeros, sums = next_scales, next_zeros, next_sums
+            scales = next_scales
+    if BITS == 4:
+        offs_scale += begin // GROUP
+        sums_ptrs = sums_ptr + offs_x + begin // GROUP * PARTS * max_rows
+        acc = less_zeros(
+            acc, scale_ptr + offs_scale, zeros_ptr + offs_scale, sums_ptrs, PARTS * max_rows, length // GROUP, is_x,
+            HAS_ZEROS, False,
+        )  # fmt: skip
     offs_m = first + tl.arange(0, ROWS)
     is_m = (offs_m < rows)[None, :]
     result = join_parts(acc, BLOCK_N, ROWS, PARTS)
