@@ -260,6 +260,7 @@ FP8_CONFIGS: Final = (
 INT4_CONFIGS: Final = (
     (8.0, MoeConfig(16, True, GemmTile(128, 128, 4, 4), GemmTile(128, 128, 4, 4), 2)),
     (20.0, MoeConfig(32, True, GemmTile(64, 128, 4, 4), GemmTile(64, 128, 4, 4), 2)),
+    (48.0, MoeConfig(64, True, GemmTile(64, 128, 4, 4), GemmTile(64, 128, 4, 4), 1)),
     (float("inf"), MoeConfig(128, True, GemmTile(64, 128, 4, 4), GemmTile(64, 128, 4, 4), 1)),
 )
 
