@@ -53,6 +53,7 @@ CLIENTS: dict[str, tuple[str, list[str]]] = {
     "pydantic-ai": ("use_pydantic_ai.py", ["pydantic-ai-slim[openai]"]),
     "llama-index": ("use_llama_index.py", ["llama-index-llms-openai-like"]),
     "lm-eval": ("use_lm_eval.py", ["lm-eval[api]>=0.4.9", "transformers"]),
+    "sglang-router": ("use_sglang_router.py", ["sglang-router>=0.3.2,<1"]),
     "schemathesis": ("use_schemathesis.py", ["schemathesis>=4,<5"]),
 }
 

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from e2e.harness import ServerProcess, eventually, require_no_leak, stopped
+from minisgl.checkpoint.hf import BUILTIN_MODEL
 
 TEXT = "Größe 你好 🙂🇩🇪 naïve <b>\u200d end"
 
@@ -93,7 +94,10 @@ def test_refusals_name_the_field(client: httpx.Client, path: str, body: Any, sta
 def test_model_info_and_aliases(client: httpx.Client) -> None:
     info = client.get("/model_info").json()
     assert info == client.get("/get_model_info").json()
-    assert info["model"] == "minisgl-demo"
+    path = str(BUILTIN_MODEL)
+    names = {"served_model_name": "minisgl-demo", "model_path": path, "tokenizer_path": path}
+    assert info.items() >= ({"model": "minisgl-demo"} | names).items()
+    assert client.get("/server_info").json().items() >= names.items()
     assert info["vocab_size"] > 0
     assert (
         client.post("/reset_prefix_cache", json={}).json()

@@ -22,7 +22,7 @@ mirostat_tau n_keep n_predict num_beams quadratic samplers sampling_seed stop_se
 thinking_budget thinking_budget_tokens thinking_token_budget vllm_xargs xargs
 audio_data echo_prompt image image_data images input_embeds input_extra input_ids media_io_kwargs mm_processor_kwargs
 moderation prompt_embeds session_id session_params use_audio_in_video video_data
-decoder_input_details details include response_fields return_entropy return_full_text return_routed_experts
+decoder_input_details details include response_fields return_full_text
 token_ids_logprob top_n_tokens
 bootstrap_host bootstrap_port bootstrap_room kv_transfer_params
 """
@@ -42,7 +42,9 @@ FOREIGN: Final[dict[str, Any]] = dict.fromkeys(_WITHOUT_A_NEUTRAL_VALUE.split())
     "n_probs": 0,
     "no_repeat_ngram_size": 0,
     "repeat_penalty": 1,
+    "return_entropy": False,
     "return_hidden_states": False,
+    "return_routed_experts": False,
     "separate_reasoning": True,
     "smoothing_factor": 0,
     "spaces_between_special_tokens": True,

@@ -30,6 +30,7 @@ from minisgl.api.protocol import (
     VersionResponse,
 )
 from minisgl.api.requests import SamplingDefaults, ServedModel, chat_message, packed_ids
+from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.errors import RequestError
 from minisgl.message import DecodeMsg, EncodeMsg, EngineView, TokenizeMsg, ids_from_bytes, ids_to_bytes
 from minisgl.params import Limits, SamplingParams
@@ -115,6 +116,9 @@ def add_information_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -
         for name in split_list(args.served_model_name) or [model.name]
     }
 
+    path = args.scheduler.engine.model or str(BUILTIN_MODEL)
+    names = {"served_model_name": model.name, "model_path": path, "tokenizer_path": path}  # as sglang-router reads them
+
     @app.get("/v1/models")
     async def list_models() -> Response:
         return json_response(ModelListResponse([*cards.values()]))
@@ -132,6 +136,7 @@ def add_information_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -
         info = {
             "version": minisgl.__version__,
             "model": model.name,
+            **names,
             "max_model_len": limits.max_model_len,
             "engine": model.facts,
             "processes": model.pids() | {"minisgl-api": os.getpid()},
@@ -148,7 +153,7 @@ def add_information_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -
     async def model_info() -> Response:
         info = ModelInfoResponse(
             model=model.name,
-            model_path=args.scheduler.engine.model or model.name,
+            **names,
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
             is_generation=model.embedder is None,

@@ -574,7 +574,9 @@ class VersionResponse(msgspec.Struct, frozen=True):
 
 class ModelInfoResponse(msgspec.Struct, frozen=True, kw_only=True):
     model: str
+    served_model_name: str
     model_path: str
+    tokenizer_path: str
     max_model_len: int
     vocab_size: int
     is_generation: bool
