@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,10 @@ from minisgl.settings.options import (
 ENV_PREFIX: Final = "MINISGL_"
 CONFIG_HELP: Final = "YAML file of options, named like the flags; flags and the environment override the file"
 OTHER_VARIABLES: Final = frozenset({"config", "check", "disable_overlap_scheduling", "cpu_isa"})  # are no options
+# Kubernetes tells each pod of the services beside it; one named minisgl, or minisgl-something, becomes such variables.
+OF_A_SERVICE: Final = re.compile(
+    r"(\w+_)?(service_(host|port(_\w+)?)=.*|port_\d+_(tcp|udp|sctp)(_\w+)?=.*|port=(tcp|udp|sctp)://.*)"
+)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -235,7 +240,7 @@ def _read_environment() -> dict[str, Any]:
     given = []
     for variable, text in sorted(os.environ.items()):
         name = variable.removeprefix(ENV_PREFIX).lower()
-        if not variable.startswith(ENV_PREFIX) or name in OTHER_VARIABLES:
+        if not variable.startswith(ENV_PREFIX) or name in OTHER_VARIABLES or OF_A_SERVICE.fullmatch(f"{name}={text}"):
             continue
         if name not in spellings and not sentence_for(name):
             if close := near_miss(name, {*spellings, *OTHER_VARIABLES}):
