@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -28,9 +29,10 @@ from minisgl.api.parsers.output import OutputParser
 from minisgl.api.paths import unknown_path
 from minisgl.api.protocol import ChatCompletionRequest, CompletionRequest
 from minisgl.api.replies import OpenAIRenderer
-from minisgl.api.request_log import RequestLog
+from minisgl.api.request_log import RequestEnds, write_line
 from minisgl.api.requests import ServedModel, completion_messages, num_choices, with_choices
 from minisgl.api.responses import response_to
+from minisgl.api.tracing import Traces, is_traced
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg
 from minisgl.settings.options import ServerArgs
@@ -47,7 +49,10 @@ def create_app(args: ServerArgs, model: ServedModel) -> FastAPI:
             yield
         finally:
             await frontend.close()
+            if traces is not None:
+                await asyncio.get_running_loop().run_in_executor(None, traces.close)
 
+    traces = Traces(args, model.name) if is_traced(args) else None
     app = FastAPI(title="minisgl", version=minisgl.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.root_path = args.root_path.rstrip("/")
     access = Access.of(args)
@@ -55,8 +60,9 @@ def create_app(args: ServerArgs, model: ServedModel) -> FastAPI:
     if access.origins:
         origins = {"allow_origin_regex": ".*"} if ANY in access.origins else {"allow_origins": access.origins}
         app.add_middleware(CORSMiddleware, **origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"])
-    if args.log_requests:
-        app.add_middleware(RequestLog, root_path=app.root_path)
+    sinks = [*([write_line] if args.log_requests else []), *([] if traces is None else [traces.record])]
+    if sinks:
+        app.add_middleware(RequestEnds, root_path=app.root_path, sinks=sinks)
     _add_openai_routes(app, args, model)
     add_responses_routes(app, args, model)
     add_messages_routes(app, args, model)

@@ -41,6 +41,7 @@ from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqAsyncPushQueue
 from minisgl.settings.options import ServerArgs
 
 RETRY_AFTER_S: Final = 1
+UID_BITS: Final = 32  # of a uid count the requests of one API process; those above are its life
 VIEW_TIMEOUT_S: Final = 5.0
 _ENCODE_ERRORS: Final = (OverflowError, ValueError, TypeError, RecursionError)  # of the codec, for odd values
 
@@ -87,6 +88,14 @@ class Receipt:
     def end(self, now: float) -> None:
         """Record the end of a generation."""
         self._last = now
+
+    def phases(self) -> dict[str, tuple[float, float]]:
+        """When the wait in the queue, prefill (with tokenizing) and decode began and ended, as far as they came."""
+        if self._first is None:
+            return {"queue": (self.created, max(self.created, self._last))}
+        queued = min(self.created + self._queue_seconds, self._first)
+        last = max(self._first, self._last)
+        return {"queue": (self.created, queued), "prefill": (queued, self._first), "decode": (self._first, last)}
 
     def timing(self, completion_tokens: int, cached_tokens: int) -> Timing:
         """The timing for the client. The rate excludes the first token of each generation; None without others."""
@@ -267,10 +276,11 @@ class FrontendManager:
         self.failure = ""  # the reason why no request can be served any more
         self.stalled = ""  # which process gives no sign of life
         self.is_draining = False
-        self._max_entries = args.dp * (args.scheduler.max_queued_requests + args.scheduler.engine.max_running_requests)
+        self._max_of_replica = args.scheduler.max_queued_requests + args.scheduler.engine.max_running_requests
+        self._dp = args.dp
         self.write_timeout = args.write_timeout
         self._heartbeat_timeout = args.heartbeat_timeout
-        self._uids = itertools.count(1)
+        self._uids = itertools.count((args.life << UID_BITS) + 1)
         self._submissions: dict[int, Submission] = {}
         self._questions = Questions()
         self._idle = asyncio.Event()
@@ -382,7 +392,8 @@ class FrontendManager:
 
     def _require_capacity(self, n: int) -> None:
         self.require_ready()
-        if self.entries + n > self._max_entries:
+        replicas = max(self._dp, len(self.dispatcher.router.replicas))
+        if self.entries + n > replicas * self._max_of_replica:
             raise RequestError("too many requests; try again later", code="queue_full", status=429)
 
     def require_ready(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -22,12 +23,16 @@ MAX_PATH: Final = 100
 CLIENT_GONE: Final = 499  # nginx's code
 
 
-class RequestLog:
-    """Middleware around all others, so that refusals are logged, too."""
+Sink = Callable[[Scope, dict[str, Any], float], None]  # takes (scope, fields, when the request began)
 
-    def __init__(self, app: ASGIApp, root_path: str) -> None:
+
+class RequestEnds:
+    """Middleware around all others, so that refusals count, too: gives each `sink` the requests that have ended."""
+
+    def __init__(self, app: ASGIApp, root_path: str, sinks: Sequence[Sink]) -> None:
         self._app = app
         self._root_path = root_path
+        self._sinks = sinks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"].removeprefix(self._root_path) in QUIET:
@@ -49,7 +54,13 @@ class RequestLog:
             raise
         finally:
             fields = request_fields(scope, status, time.monotonic() - started)
-            logger.info(log_line(fields), extra={"fields": fields})
+            for sink in self._sinks:
+                sink(scope, fields, started)
+
+
+def write_line(scope: Scope, fields: dict[str, Any], started: float) -> None:
+    """Log a request: the sink of `--log-requests`."""
+    logger.info(log_line(fields), extra={"fields": fields})
 
 
 def request_fields(scope: Scope, status: int, seconds: float) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from minisgl.process.queues import Codec, ZmqPushQueue
 from minisgl.settings.options import ServerArgs, split_list
 
 if TYPE_CHECKING:
+    from minisgl.api.requests import ServedModel
     from minisgl.launch.http_server import HttpServer
     from minisgl.tokenizer.template import ChatTemplate
 
@@ -122,15 +123,25 @@ class Checked:
 
 def check_args(args: ServerArgs) -> Checked:
     """Raises `ConfigError` for a model that is missing, broken or too large; imports no torch, takes under a second."""
-    from minisgl.tokenizer.template import ChatTemplate
-    from minisgl.tokenizer.tokenize import TokenizeManager, model_limits
+    from minisgl.api.tracing import is_traced
 
     log_level()
     log_format()
     divided(args)
+    if args.otlp_endpoint is not None:
+        is_traced(args)
     engine = args.scheduler.engine
     Rendezvous.of_local_ranks(engine, "")
     check_fit(engine, args.dp)
+    return check_model(args)
+
+
+def check_model(args: ServerArgs) -> Checked:
+    """As `check_args`, for a machine that has the model's files and no ranks."""
+    from minisgl.tokenizer.template import ChatTemplate
+    from minisgl.tokenizer.tokenize import TokenizeManager, model_limits
+
+    engine = args.scheduler.engine
     folder = Checkpoint.read(engine).folder
     hf.eos_token_ids(folder)
     for path in [] if engine.dummy_weight else hf.weight_files(folder):
@@ -278,18 +289,20 @@ def replica_children(args: ServerArgs, scheduler: SchedulerTarget, index: int, l
 
 def _children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) -> list[Child]:
     children = [rank for index in range(args.dp) for rank in replica_children(args, scheduler, index, index)]
-    if args.scheduler.engine.node_rank:
-        return children
+    return children if args.scheduler.engine.node_rank else children + tokenizer_children(args, checked)
+
+
+def tokenizer_children(args: ServerArgs, checked: Checked) -> list[Child]:
+    """Return the detokenizer and the tokenizers."""
     worker_env = _log_env(args) | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     worker_env["TOKENIZERS_PARALLELISM"] = "false"
     addrs = {"minisgl-detokenizer-0": args.zmq_detokenizer_addr}
     if args.num_tokenizer:
         addrs |= {f"minisgl-tokenizer-{i}": addr for i, addr in enumerate(args.zmq_tokenizer_addrs)}
-    children += [
+    return [
         Child(name, run_tokenizer, (args, checked.folder, checked.limits, checked.template, addr), worker_env)
         for name, addr in addrs.items()
     ]
-    return children
 
 
 # -- serve
@@ -299,26 +312,11 @@ def _children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) ->
 def http_server(children: Running, checked: Checked) -> Iterator[HttpServer]:
     """Yield the HTTP server, ready to run; tell the scheduler to leave afterwards."""
     from minisgl.api.app import create_app
-    from minisgl.api.parsers.output import OutputForms
-    from minisgl.api.requests import SamplingDefaults, ServedModel
     from minisgl.launch.http_server import HttpServer
 
     args, processes = children.args, children.processes
-    defaults = SamplingDefaults.from_generation_config(checked.generation_config)
-    forms = OutputForms.of_model(checked.template, args.tool_call_parser, args.reasoning_parser)
-    embedder = read_embedder(checked.folder)
-    model = ServedModel(
-        checked.name,
-        checked.limits,
-        defaults,
-        forms,
-        children.facts,
-        lambda: processes.pids,
-        embedder,
-        checked.template.variables,
-    )
     replicas = None if args.dp == 1 else Replicas(args, processes, children.replica)
-    app = create_app(args, model)
+    app = create_app(args, served_model(args, checked, children.facts, processes))
     try:
         yield HttpServer(app, processes, args.drain_timeout, args.heartbeat_timeout, checked.tls, replicas)
     finally:
@@ -326,6 +324,23 @@ def http_server(children: Running, checked: Checked) -> Iterator[HttpServer]:
             backend: ZmqPushQueue[BackendMsg] = ZmqPushQueue(addr, Codec(BackendMsg))
             backend.put([ExitMsg()])
             backend.close()
+
+
+def served_model(args: ServerArgs, checked: Checked, facts: Facts, processes: Processes) -> ServedModel:
+    """Return what the API knows about the model and the processes behind it."""
+    from minisgl.api.parsers.output import OutputForms
+    from minisgl.api.requests import SamplingDefaults, ServedModel
+
+    return ServedModel(
+        checked.name,
+        checked.limits,
+        SamplingDefaults.from_generation_config(checked.generation_config),
+        OutputForms.of_model(checked.template, args.tool_call_parser, args.reasoning_parser),
+        facts,
+        lambda: processes.pids,
+        read_embedder(checked.folder),
+        checked.template.variables,
+    )
 
 
 def banner(args: ServerArgs, checked: Checked, facts: Facts, url: str) -> str:

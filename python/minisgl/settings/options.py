@@ -451,6 +451,12 @@ class ServerArgs(Settings):
         aliases=("enable_log_requests",),
         switches={"disable_log_requests": {True: False, False: True}},
     )
+    otlp_endpoint: str | None = option(
+        None,
+        "send OpenTelemetry traces over OTLP/HTTP to this collector (http://127.0.0.1:4318); default = that of "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, or none",
+        aliases=("otlp_traces_endpoint",),
+    )
     log_level: str | None = option(
         None,
         "least severe log lines that are written; default = that of the environment variable LOG_LEVEL, or INFO",
@@ -477,6 +483,7 @@ class ServerArgs(Settings):
     )
     run_dir: str = ""  # private folder of the ipc sockets, made at the start; not an option
     life: int = 0  # of a replica: the number of its run among those of all replicas; not an option
+    replicas_join: bool = False  # there are none at the start, and they come and go (`minisgl.ray`); not an option
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that cannot work."""
@@ -519,7 +526,12 @@ class ServerArgs(Settings):
     @property
     def zmq_scheduler_addr(self) -> str:
         """Where the scheduler receives: one address for each life, so that no request of a dead one is left there."""
-        return self.zmq_backend_addr if self.dp == 1 else self._addr(f"backend-{self.life}")
+        return self._addr(f"backend-{self.life}") if self.is_routed else self.zmq_backend_addr
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether the API process chooses a replica for each request."""
+        return self.dp > 1 or self.replicas_join
 
     @property
     def zmq_detokenizer_addr(self) -> str:
