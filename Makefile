@@ -14,7 +14,7 @@ CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-c
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat demo test test-parts test-servers test-kernels test-engines quick quick-engine quick-server check rooms soak acceptance format clean
+.PHONY: help serve chat demo test test-parts test-servers test-kernels test-engines quick quick-engine quick-server check rooms soak acceptance ray format clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -87,6 +87,12 @@ soak: $(VENV)/.installed-dev  ## the long tests: 2,000 requests with disconnects
 
 acceptance: $(VENV)/.installed-dev  ## real clients, each in its own environment, against a real server (URL=, ARGS=CLIENT)
 	$(BIN)/python tests/acceptance/run.py $(if $(URL),--url $(URL)) $(ARGS)
+
+ray: $(VENV)/.installed-dev  ## the Ray application on a local cluster of two nodes, and traces (in an environment of their own)
+	@test -x .acceptance/ray/bin/python || $(BIN)/python -m venv .acceptance/ray
+	.acceptance/ray/bin/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS) -e '.[ray,otel,dev]'
+	.acceptance/ray/bin/python -m pytest -p no:cacheprovider tests/e2e/test_traces.py
+	.acceptance/ray/bin/python -m pytest -p no:cacheprovider -W ignore tests/e2e/test_ray.py
 
 format: $(VENV)/.installed-dev  ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .

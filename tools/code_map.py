@@ -32,7 +32,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "the CPU's step, called from Python": ("native",),
     "the CPU's step in C++": ("native/cpp",),
     "several ranks": ("distributed",),
-    "server: HTTP, tokenizer, processes": ("api", "routing", "tokenizer", "message", "process", "launch"),
+    "server: HTTP, tokenizer, processes": ("api", "routing", "tokenizer", "message", "process", "launch", "ray"),
     "settings, checkpoints, devices": ("settings", "checkpoint", "device", "registry", "rounding", "errors", "demo"),
     "grammars": ("grammar",),
     "Python API, terminal chat, command line": ("llm", "chat", "__init__", "__main__"),

@@ -52,10 +52,10 @@ class Dispatcher:
         self._detokenizer: ZmqAsyncPushQueue[TokenizerMsg] = ZmqAsyncPushQueue(
             args.zmq_detokenizer_addr, Codec(TokenizerMsg)
         )
-        for index in range(args.dp):
+        for index in range(0 if args.replicas_join else args.dp):
             self.open(index, index)
         self._inbox: ZmqAsyncPullQueue[BackendMsg] | None = None
-        if args.dp > 1:
+        if args.is_routed:
             self._inbox = ZmqAsyncPullQueue(args.zmq_backend_addr, Codec(BackendMsg))
             self._forwarder = asyncio.create_task(self._forward(self._inbox), name="requests")
 

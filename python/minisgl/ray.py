@@ -1,0 +1,442 @@
+"""`minisgl.ray:app`, a Ray Serve application: one API process, and replicas of the model that Ray places and scales.
+
+    serve run minisgl.ray:app model=Qwen/Qwen3-8B tp=2 max_replicas=4 api_key_file=KEYS
+
+A request does not become a call of Ray. The API process has one *link* to each replica, which carries the messages that
+`minisgl serve --dp` sends over sockets: one packed message a step, however many streams there are. So the same
+`Dispatcher` places requests where their prefix is cached, and moves them when a replica is lost or leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+import socket
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, inf
+from typing import Any, Final
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from minisgl.api.app import create_app
+from minisgl.api.dispatch import Dispatcher
+from minisgl.errors import ConfigError
+from minisgl.launch.launch import check_model, replica_children, served_model, tokenizer_children
+from minisgl.launch.targets import run_scheduler
+from minisgl.message import (
+    AbortMsg,
+    BackendMsg,
+    DetokenizeMsg,
+    FlushCacheMsg,
+    FrontendMsg,
+    StatsMsg,
+    TokenizerMsg,
+    UserMsg,
+)
+from minisgl.process.log import configure_logging
+from minisgl.process.processes import Facts, Processes, run_dir
+from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqAsyncPushQueue
+from minisgl.settings.options import ServerArgs, Settings, build_config, named_values, option, options_of, seconds
+from minisgl.settings.sources import server_options
+
+logger = logging.getLogger(__name__)
+
+OF_RAY: Final = {"host", "port", "uds", "ssl_certfile", "ssl_keyfile", "dp", "node_rank", "dist_init_addr", "record"}
+MANY: Final = 1 << 20  # calls at a time, since the API process has its own limits
+LIFE_BITS: Final = 30
+RETRY_S: Final = 1.0
+UNLINKED_S: Final = 60.0  # without a link, after which a replica that had one is replaced
+LEAVE_S: Final = 30.0  # for what follows on the end of the last request
+
+Frames = list[tuple[bool, bytes]]  # from a scheduler: whether it is for the detokenizer or else for the API; the frame
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale(Settings):
+    """How many replicas there are."""
+
+    min_replicas: int = option(1, "replicas at least", minimum=1)
+    max_replicas: int = option(1, "replicas at most", minimum=1)
+    target_requests: float = option(64.0, "open requests for each of which there is a replica", above=0)
+    upscale_delay: float = seconds(10.0, "seconds for which more replicas are wanted before they start")
+    downscale_delay: float = seconds(300.0, "seconds for which fewer replicas are wanted before some end")
+
+
+def app(options: Mapping[str, Any]) -> serve.Application:
+    """Return the application. Its options are those of `Scale` and, by any spelling, those of `minisgl serve`.
+
+    Raises `ConfigError`.
+    """
+    scale = build_config(Scale, _values(options, options.keys() & options_of(Scale).keys(), Scale))
+    given = _values(options, options.keys() - options_of(Scale).keys(), ServerArgs)
+    for name in sorted(given.keys() & OF_RAY):
+        raise ConfigError(f"{name}: leave this to Ray; its Serve listens, and places the replicas")
+    if not given.keys() & {"api_key", "api_key_file"} and given.get("auth", True):
+        raise ConfigError(
+            "give api_key_file=FILE or api_key=KEY, or auth=false to allow everybody who reaches Ray Serve"
+        )
+    args = build_config(ServerArgs, server_options(given) | {"host": "0.0.0.0", "dp": 1})
+    engine = args.scheduler.engine
+    engine = replace(engine, device="cpu" if engine.device == "cpu" else "cuda", dist_init_addr="")
+    if engine.device == "cpu" and engine.threads is None:
+        raise ConfigError("give threads=N with device=cpu: Ray reserves as many CPUs for each rank")
+    if engine.tp % engine.nnodes:
+        raise ConfigError(f"--tp {engine.tp} ranks cannot be spread evenly over --nnodes {engine.nnodes} hosts")
+    args = replace(args, scheduler=replace(args.scheduler, engine=engine, tells_prefixes=True))
+    ranks = engine.tp // engine.nnodes
+    bundle = {"CPU": float(ranks * (engine.threads or 1))} | ({"GPU": float(ranks)} if engine.device == "cuda" else {})
+    replicas = serve.deployment(
+        Replica,
+        name="Replica",
+        ray_actor_options={"num_cpus": 0},
+        placement_group_bundles=[bundle] * engine.nnodes,
+        placement_group_strategy="STRICT_SPREAD" if engine.nnodes > 1 else "PACK",
+        max_ongoing_requests=MANY,
+        health_check_period_s=2,
+        graceful_shutdown_timeout_s=args.drain_timeout + LEAVE_S,
+        graceful_shutdown_wait_loop_s=0.5,
+        request_router_config=RequestRouterConfig(request_router_class=f"{__name__}:Members"),
+        autoscaling_config=AutoscalingConfig(
+            min_replicas=scale.min_replicas,
+            max_replicas=max(scale.min_replicas, scale.max_replicas),
+            target_ongoing_requests=scale.target_requests,
+            upscale_delay_s=scale.upscale_delay,
+            downscale_delay_s=scale.downscale_delay,
+            metrics_interval_s=1,
+            look_back_period_s=2,
+            policy=AutoscalingPolicy(policy_function=f"{__name__}:wanted_replicas"),
+        ),
+    )
+    api = serve.deployment(
+        serve.ingress()(Api),
+        name="Api",
+        num_replicas=1,
+        max_ongoing_requests=MANY,
+        health_check_period_s=2,
+        graceful_shutdown_timeout_s=args.drain_timeout,
+    )
+    return api.bind(replace(args, replicas_join=True), replicas.bind(args))
+
+
+def _values(options: Mapping[str, Any], names: set[str], cls: type) -> dict[str, Any]:
+    """The values of some `options` by our names; from a command line all are texts, from YAML they have types."""
+    given = {name: options[name] for name in names if options[name] is not None}
+    texts = {name: ",".join(map(str, v)) if isinstance(v, list) else str(v) for name, v in given.items()}
+    return named_values([(name, text, "", f"{name}=") for name, text in texts.items()], cls, is_text=True)
+
+
+def wanted_replicas(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """As many replicas as the open requests of all need. Ray applies the bounds and the delays."""
+    requests = sum((context.aggregated_metrics or {}).get("open_requests", {}).values())
+    return max(1, ceil(requests / context.config.target_ongoing_requests)), {}
+
+
+class Members(RequestRouter):  # type: ignore[misc]
+    """Gives each link a replica of its own, and tells the link when Ray takes that replica out of service."""
+
+    def initialize_state(self) -> None:
+        self._linked: dict[ReplicaID, Ticket] = {}
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # or Ray asks again without a pause
+        taken = {replica_id for replica_id, ticket in self._linked.items() if not ticket.has_failed}
+        return [[r for r in candidate_replicas if r.replica_id not in taken]]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        self._linked[replica_id] = pending_request.args[0]
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        for replica_id in self._linked.keys() - {r.replica_id for r in replicas}:
+            self._linked.pop(replica_id).leave()
+
+
+class Ticket:
+    """Names a link to `Members`, which is in the same process; a replica sees None in its place."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.leaving = asyncio.Event()
+        self.has_failed = False
+
+    def leave(self) -> None:
+        """Let the replica leave; callable from any thread."""
+        self._loop.call_soon_threadsafe(self.leaving.set)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+# -- the API process
+
+
+class Api:
+    """The HTTP API, its tokenizers and detokenizer, and a link to each replica."""
+
+    async def __init__(self, args: ServerArgs, replicas: DeploymentHandle) -> None:  # type: ignore[misc]
+        configure_logging("minisgl-api", args.log_level, args.log_format)
+        self._resources = contextlib.ExitStack()
+        folder = self._resources.enter_context(run_dir())
+        # No two API processes use the same uid: replicas may still work for the one before.
+        args = self._args = replace(args, run_dir=str(folder), life=random.getrandbits(LIFE_BITS))
+        self._replicas = replicas.options(stream=True)
+        checked = check_model(args)
+        self._processes = Processes(tokenizer_children(args, checked))
+        self._resources.callback(self._processes.stop)
+        self._processes.spawn()
+        await _in_thread(self._processes.wait_ready, args.ready_timeout)
+        self._facts: Facts = {}
+        self._app = create_app(args, served_model(args, checked, self._facts, self._processes))
+        self._links: dict[int, asyncio.Task[None]] = {}  # by the index of the replica
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        inner = self._app.router.lifespan_context
+
+        @contextlib.asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+            with self._resources:
+                async with inner(app):
+                    tasks = [asyncio.create_task(self._open_links()), asyncio.create_task(self._watch())]
+                    yield
+                    await _end(*tasks, *self._links.values())
+
+        self._app.router.lifespan_context = lifespan
+        return self._app
+
+    def check_health(self) -> None:
+        """Raise if this process cannot serve any more; Ray then replaces it."""
+        if problem := self._app.state.frontend.failure:
+            raise RuntimeError(problem)
+
+    async def _watch(self) -> None:
+        name = await _in_thread(self._processes.wait_end)
+        self._app.state.frontend.fail(f"the server failed: {self._processes.describe_end(name)}")
+
+    async def _open_links(self) -> None:
+        """Link each replica that there is, or will be."""
+        while True:
+            ticket = Ticket()
+            call = self._replicas.link.remote(ticket)
+            try:
+                host, life, facts = await anext(call)
+            except Exception as e:  # it has just died
+                logger.warning("a replica could not be linked: %s", e)
+                ticket.has_failed = True
+                await asyncio.sleep(RETRY_S)
+                continue
+            self._facts.update(facts)
+            index = next(i for i in itertools.count() if i not in self._links)
+            self._links[index] = asyncio.create_task(self._keep(index, ticket, call, host, life))
+
+    async def _keep(self, index: int, ticket: Ticket, call: DeploymentResponseGenerator, host: Any, life: int) -> None:
+        """Carry messages to and from a replica until its life is over."""
+        dispatcher: Dispatcher = self._app.state.frontend.dispatcher
+        inbox: ZmqAsyncPullQueue[bytes] = ZmqAsyncPullQueue(
+            replace(self._args, life=life).zmq_scheduler_addr, FrameCodec()
+        )
+        logger.info("replica %d is linked", index)
+        dispatcher.open(life, index)
+        leaving = asyncio.create_task(ticket.leaving.wait())
+        carrying = [asyncio.create_task(self._take(host)), asyncio.create_task(_give(host, inbox))]
+        try:
+            await asyncio.wait([leaving, *carrying], return_when=asyncio.FIRST_COMPLETED)
+            if leaving.done():
+                logger.info("replica %d takes no new requests", index)
+                draining = asyncio.create_task(dispatcher.drain(life, self._args.drain_timeout))
+                await asyncio.wait([draining, *carrying], return_when=asyncio.FIRST_COMPLETED)
+                await _end(draining)
+            if has_died := any(task.done() for task in carrying):
+                logger.error("replica %d is lost; its requests go on in others", index)
+            await dispatcher.lose(life, has_died)
+        finally:
+            await _end(leaving, *carrying)
+            call.cancel()
+            inbox.close()
+            del self._links[index]
+        logger.info("replica %d has left", index)
+
+    async def _take(self, host: Any) -> None:
+        """Pass on what the scheduler sends, until it or its host ends."""
+        addrs = self._args.zmq_frontend_addr, self._args.zmq_detokenizer_addr
+        queues: list[ZmqAsyncPushQueue[bytes]] = [ZmqAsyncPushQueue(addr, FrameCodec()) for addr in addrs]
+        try:
+            async for item in host.take.remote():
+                for is_tokens, frame in await item:
+                    await queues[is_tokens].put([frame])
+        finally:
+            for queue in queues:
+                queue.close()
+
+
+async def _give(host: Any, inbox: ZmqAsyncPullQueue[bytes]) -> None:
+    """Pass on what is sent to the scheduler, in order, until its host ends."""
+    while True:
+        await host.give.remote(await inbox.get())
+
+
+async def _in_thread(function: Any, *args: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(None, function, *args)
+
+
+async def _end(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class FrameCodec(Codec[bytes]):
+    """Frames as they are."""
+
+    def __init__(self) -> None:
+        pass
+
+    def encode(self, messages: Sequence[bytes]) -> bytes:
+        (frame,) = messages
+        return frame
+
+    def decode(self, frame: bytes | memoryview) -> list[bytes]:
+        return [bytes(frame)]
+
+
+# -- a replica
+
+
+class Replica:
+    """The model once, on the hosts of a placement group. Ray starts, checks and ends it; the messages pass it by."""
+
+    async def __init__(self, args: ServerArgs) -> None:  # type: ignore[misc]
+        engine, group = args.scheduler.engine, ray.util.get_current_placement_group()
+        self._life = random.getrandbits(LIFE_BITS)
+        self._over = asyncio.Event()
+        self._unlinked: float | None = None  # since when, if it had a link
+        self._hosts = []
+        for index, bundle in enumerate(group.bundle_specs):
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            size = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0)}
+            self._hosts.append(ray.remote(Host).options(scheduling_strategy=place, **size).remote())
+        addr = await self._hosts[0].free_address.remote() if engine.nnodes > 1 else ""
+        starts = []
+        for rank, host in enumerate(self._hosts):
+            own = replace(args.scheduler, engine=replace(engine, node_rank=rank, dist_init_addr=addr))
+            starts.append(host.start.remote(replace(args, life=self._life, scheduler=own)))
+        self._facts = (await asyncio.gather(*starts))[0]
+
+    async def link(self, ticket: None) -> AsyncIterator[tuple[Any, int, Facts]]:
+        """Give the API process what it needs to talk to the scheduler; the replica is in use until the call ends."""
+        self._over.set()  # for the API process before
+        over = self._over = asyncio.Event()
+        self._unlinked = None
+        try:
+            yield self._hosts[0], self._life, self._facts
+            await over.wait()
+        finally:
+            if over is self._over:
+                self._unlinked = time.monotonic()
+
+    async def check_health(self) -> None:
+        """Raise if a rank has ended or hangs, or the link is broken; Ray then replaces the replica."""
+        if self._unlinked is not None and time.monotonic() - self._unlinked > UNLINKED_S:
+            raise RuntimeError("the API process has no link to this replica")
+        await asyncio.gather(*(host.check.remote() for host in self._hosts))
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """The metric of `wanted_replicas`."""
+        return {"open_requests": await self._hosts[0].open_requests.remote()}
+
+
+class Host:
+    """The ranks of a replica on one host, and the sockets of its scheduler."""
+
+    def __init__(self) -> None:
+        self._resources = contextlib.ExitStack()
+        self._cause = ""
+        self._frames: Frames = []
+        self._news = asyncio.Event()
+        self._turn = 0
+        self._heard = self._patience = inf  # until rank 0 is ready; other ranks are not heard
+        self._open: set[int] = set()  # the requests that the scheduler has
+        self._stats = StatsMsg()
+        self._codec: Codec[BackendMsg] = Codec(BackendMsg)
+
+    def free_address(self) -> str:
+        """Return where the other hosts may connect."""
+        with socket.create_server(("", 0)) as s:
+            return f"{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"
+
+    async def start(self, args: ServerArgs) -> Facts:
+        """Start the ranks, and wait until they are ready."""
+        configure_logging("minisgl-host", args.log_level, args.log_format)
+        args = replace(args, run_dir=str(self._resources.enter_context(run_dir())))
+        self._tasks = [
+            asyncio.create_task(self._pump(args.zmq_detokenizer_addr, Codec(TokenizerMsg), True)),
+            asyncio.create_task(self._pump(args.zmq_frontend_addr, Codec(FrontendMsg), False)),
+        ]
+        self._backend: ZmqAsyncPushQueue[BackendMsg] = ZmqAsyncPushQueue(args.zmq_scheduler_addr, Codec(BackendMsg))
+        self._processes = Processes(replica_children(args, run_scheduler, 0, args.life))
+        self._processes.spawn()
+        facts: Facts = await _in_thread(self._processes.wait_ready, args.ready_timeout)
+        if args.scheduler.engine.node_rank == 0:
+            self._heard, self._patience = time.monotonic(), args.heartbeat_timeout
+        self._tasks.append(asyncio.create_task(self._watch()))
+        return facts
+
+    async def _watch(self) -> None:
+        name = await _in_thread(self._processes.wait_end)
+        self._cause = self._processes.describe_end(name)
+        logger.error("%s", self._cause)
+        self._news.set()
+
+    async def _pump(self, addr: str, codec: Codec[Any], is_tokens: bool) -> None:
+        inbox: ZmqAsyncPullQueue[bytes] = ZmqAsyncPullQueue(addr, FrameCodec())
+        while True:
+            frames = await inbox.get()
+            for msg in itertools.chain.from_iterable(map(codec.decode, frames)):
+                if isinstance(msg, DetokenizeMsg):
+                    self._open.difference_update(f.uid for f in msg.finished)
+                elif isinstance(msg, StatsMsg):
+                    self._stats, self._heard = msg, time.monotonic()
+            self._frames += [(is_tokens, frame) for frame in frames]
+            self._news.set()
+
+    async def take(self) -> AsyncIterator[Frames]:
+        """Yield what the scheduler sends, until a rank ends or another API process takes it."""
+        self._turn += 1
+        if (turn := self._turn) > 1:  # nobody waits for these answers, and nobody knows what the cache has
+            self._frames = []
+            await self._backend.put([*map(AbortMsg, self._open), FlushCacheMsg()])
+        while turn == self._turn and not self._cause:
+            await self._news.wait()
+            self._news.clear()
+            frames, self._frames = self._frames, []
+            yield frames
+
+    async def give(self, frames: list[bytes]) -> None:
+        """Send to the scheduler."""
+        for frame in frames:
+            messages = self._codec.decode(frame)
+            self._open.update(m.uid for m in messages if isinstance(m, UserMsg))
+            await self._backend.put(messages)
+
+    def check(self) -> None:
+        """Raise if a rank has ended, or gives no sign of life. (Only rank 0 does, between two steps.)"""
+        if self._cause:
+            raise RuntimeError(self._cause)
+        if (silent := time.monotonic() - self._heard) > self._patience:
+            raise RuntimeError(f"no sign of life from the scheduler for {silent:.0f} s")
+
+    def open_requests(self) -> int:
+        return self._stats.running + self._stats.waiting
