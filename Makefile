@@ -88,8 +88,8 @@ soak: $(VENV)/.installed-dev  ## the long tests: 2,000 requests with disconnects
 acceptance: $(VENV)/.installed-dev  ## real clients, each in its own environment, against a real server (URL=, ARGS=CLIENT)
 	$(BIN)/python tests/acceptance/run.py $(if $(URL),--url $(URL)) $(ARGS)
 
-ray: $(VENV)/.installed-dev  ## the Ray application on a local cluster of two nodes, and traces (in an environment of their own)
-	@test -x .acceptance/ray/bin/python || $(BIN)/python -m venv .acceptance/ray
+ray:  ## the Ray application on a local cluster of two nodes, and traces (in an environment of their own)
+	@test -x .acceptance/ray/bin/python || $(PYTHON) -m venv .acceptance/ray
 	.acceptance/ray/bin/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS) -e '.[ray,otel,dev]'
 	.acceptance/ray/bin/python -m pytest -p no:cacheprovider tests/e2e/test_traces.py
 	.acceptance/ray/bin/python -m pytest -p no:cacheprovider -W ignore tests/e2e/test_ray.py

@@ -79,6 +79,8 @@ def app(options: Mapping[str, Any]) -> serve.Application:
     Raises `ConfigError`.
     """
     scale = build_config(Scale, _values(options, options.keys() & options_of(Scale).keys(), Scale))
+    if scale.max_replicas < scale.min_replicas:
+        raise ConfigError(f"max_replicas={scale.max_replicas} is below min_replicas={scale.min_replicas}")
     given = _values(options, options.keys() - options_of(Scale).keys(), ServerArgs)
     for name in sorted(given.keys() & OF_RAY):
         raise ConfigError(f"{name}: leave this to Ray; its Serve listens, and places the replicas")
@@ -91,6 +93,8 @@ def app(options: Mapping[str, Any]) -> serve.Application:
     engine = replace(engine, device="cpu" if engine.device == "cpu" else "cuda", dist_init_addr="")
     if engine.device == "cpu" and engine.threads is None:
         raise ConfigError("give threads=N with device=cpu: Ray reserves as many CPUs for each rank")
+    if engine.disk_kv is not None and scale.max_replicas > 1:
+        raise ConfigError("disk_kv is for one replica here: two on a node would have the same folder")
     if engine.tp % engine.nnodes:
         raise ConfigError(f"--tp {engine.tp} ranks cannot be spread evenly over --nnodes {engine.nnodes} hosts")
     args = replace(args, scheduler=replace(args.scheduler, engine=engine, tells_prefixes=True))
@@ -109,7 +113,7 @@ def app(options: Mapping[str, Any]) -> serve.Application:
         request_router_config=RequestRouterConfig(request_router_class=f"{__name__}:Members"),
         autoscaling_config=AutoscalingConfig(
             min_replicas=scale.min_replicas,
-            max_replicas=max(scale.min_replicas, scale.max_replicas),
+            max_replicas=scale.max_replicas,
             target_ongoing_requests=scale.target_requests,
             upscale_delay_s=scale.upscale_delay,
             downscale_delay_s=scale.downscale_delay,
@@ -418,8 +422,10 @@ class Host:
         if (turn := self._turn) > 1:  # nobody waits for these answers, and nobody knows what the cache has
             self._frames = []
             await self._backend.put([*map(AbortMsg, self._open), FlushCacheMsg()])
-        while turn == self._turn and not self._cause:
+        while not self._cause:
             await self._news.wait()
+            if turn != self._turn:
+                return
             self._news.clear()
             frames, self._frames = self._frames, []
             yield frames
