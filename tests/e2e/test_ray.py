@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -29,6 +30,7 @@ from minisgl.ray import app  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 PORT = 8317
+COUNTERS = ("lost_replicas", "moved_requests")
 STREAMS, TOKENS = 12, 600
 # What the streams ask for in turn: each continues on another replica as if nothing had happened.
 VARIANTS: list[dict[str, Any]] = [
@@ -73,6 +75,13 @@ def num_replicas(client: httpx.Client) -> int:
     return len(response.json()["replicas"]) if response.status_code == 200 else 0
 
 
+def figures(client: httpx.Client) -> tuple[float, float]:
+    """How many replicas were lost, and how many requests have moved."""
+    values = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if line[:1] != "#")
+    lost, moved = (values[f'minisgl:{name}_total{{model_name="minisgl-demo"}}'] for name in COUNTERS)
+    return float(lost), float(moved)
+
+
 def stream(client: httpx.Client, number: int) -> dict[int, str]:
     """The text of each choice of a stream, which must be complete; under -1 the log-probabilities of its tokens."""
     variant = VARIANTS[number % len(VARIANTS)]
@@ -105,6 +114,22 @@ def stream(client: httpx.Client, number: int) -> dict[int, str]:
     return texts
 
 
+def scheduler_of(node: Any) -> int:
+    """The process that schedules the replica on `node`: a child of a worker of its raylet."""
+    (raylet,) = (info.process.pid for info in node.all_processes["raylet"])
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, _, rest = stat.read_text().rpartition(")")
+            parents[int(stat.parent.name)] = int(rest.split()[1]), name.partition("(")[2]
+    (pid,) = (
+        pid
+        for pid, (parent, name) in parents.items()
+        if name == "minisgl-TP0-sch" and parents.get(parent, (0, ""))[0] == raylet
+    )
+    return pid
+
+
 def start_streams(pool: ThreadPoolExecutor, client: httpx.Client) -> list[Future[dict[int, str]]]:
     return [pool.submit(stream, client, number) for number in range(STREAMS)]
 
@@ -128,15 +153,24 @@ def test_no_request_is_lost(cluster: Cluster, client: httpx.Client) -> None:
             body = {"prompt": "a long prefix " * 40, "max_tokens": 1, "cache_salt": salt}
             reused = [client.post("/v1/completions", json=body).json()["usage"] for _ in range(4)]
             assert all(u["prompt_tokens_details"]["cached_tokens"] > 32 for u in reused[1:]), reused
-        # Kill the second node: its requests go on in the first one.
+        # Kill the scheduler of the second replica: its requests go on in the first one, and it is replaced.
+        (second,) = cluster.worker_nodes
+        lost, moved = figures(client)
         streams = start_streams(pool, client)
         wait_for(lambda: all(r["requests"] for r in client.get("/server_info").json()["replicas"]), "use of both")
-        (second,) = cluster.worker_nodes
+        os.kill(scheduler_of(second), signal.SIGKILL)
+        assert [s.result() for s in streams] == expected
+        assert figures(client)[0] == lost + 1 and figures(client)[1] > moved
+        while num_replicas(client) < 2:
+            assert time.monotonic() < deadline + PATIENCE_S, "the replica is not replaced"
+            assert [s.result() for s in start_streams(pool, client)] == expected
+        # Kill the second node: the same.
+        lost, moved = figures(client)
+        streams = start_streams(pool, client)
+        wait_for(lambda: all(r["requests"] for r in client.get("/server_info").json()["replicas"]), "use of both")
         cluster.remove_node(second, allow_graceful=False)
         assert [s.result() for s in streams] == expected
-        metrics = client.get("/metrics").text
-        assert 'minisgl:lost_replicas_total{model_name="minisgl-demo"} 1.0' in metrics
-        assert 'minisgl:moved_requests_total{model_name="minisgl-demo"} 0.0' not in metrics
+        assert figures(client)[0] == lost + 1 and figures(client)[1] > moved
         # A new node: under load there are two replicas again.
         cluster.add_node(num_cpus=1)
         while num_replicas(client) < 2:
