@@ -33,6 +33,7 @@ from minisgl.layout import (
 from minisgl.params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import torch
 
     from minisgl.layout import Ints as Ints
@@ -172,10 +173,28 @@ class StepCosts:
     per_token: float  # for each token computed, of prompts or of decoding requests
     per_context: float = 0.0  # for each token of K/V that decoding requests read
     per_pair: float = 0.0  # for each pair of a prompt token and a token that it attends to
+    # Where steps with drafts are timed: (rows, seconds) of steps that only decode, and (tokens, seconds) of those.
+    plain: tuple[tuple[int, float], ...] = ()
+    drafted: tuple[tuple[int, float], ...] = ()
 
     def decode_seconds(self, num_rows: int, context: int) -> float:
         """Seconds of a step in which `num_rows` requests decode, with `context` tokens of K/V in all."""
         return self.base + self.per_token * num_rows + self.per_context * context
+
+    def draft_seconds(self, num_rows: int, drafts: npt.NDArray[np.intp], context: int) -> npt.NDArray[np.float64]:
+        """Seconds of a step in which `num_rows` requests decode, one of them with `drafts` [N].
+
+        Where steps with drafts are timed, that one pays an equal part of what a step costs in which all have as many.
+        """
+        if not self.drafted:
+            return np.asarray(self.decode_seconds(num_rows, context) + self.per_token * drafts)
+        plain = self._between(self.plain, np.array([num_rows]))
+        more = np.maximum(0.0, self._between(self.drafted, num_rows * (1 + drafts)) - plain)
+        return np.asarray(plain + self.per_context * context + np.where(drafts > 0, more / num_rows, 0.0))
+
+    def _between(self, points: tuple[tuple[int, float], ...], tokens: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
+        counts, seconds = np.array(points).T
+        return np.asarray(np.interp(tokens, counts, seconds) + self.per_token * np.maximum(0, tokens - counts[-1]))
 
     def chunk_seconds(self, start: int, count: int) -> float:
         """Seconds that `count` tokens of a prompt, from position `start` on, add to a step."""
@@ -211,7 +230,8 @@ class Sampling:
     row_flags: torch.Tensor  # [S] int32, `Flag`s of each
     mask_index: torch.Tensor  # [S] int32, index into the step's masks; meaningless where the sequence is not MASKED
     flags: int  # all flags that one of them has or, in a captured step, may have
-    turns: tuple[torch.Tensor, ...] = ()  # where a row samples several: int64 indices of the first of each row, ...
+    drafted: torch.Tensor | None = None  # [S] int32, in a step with DRAFTS: how many drafts of its row are before each
+    inputs: torch.Tensor | None = None  # [S] int32, likewise: the token before each
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +264,9 @@ class Batch:
     """One step as device tensors; derived from a `BatchPlan` alone."""
 
     layout: SeqLayout
-    input_ids: torch.Tensor  # [T] int32; only the device knows the newest token of a row, -1, and draft i, -2 - i
+    input_ids: (
+        torch.Tensor
+    )  # [T] int32; the device knows the newest token of a row, -1 or -2 (DRAFTS), and draft i, -3 - i
     positions: torch.Tensor  # [T] int32
     token_rows: torch.Tensor  # [T] int32, row of each token
     logit_tokens: torch.Tensor  # [S] int64, indices into T whose logits are sampled

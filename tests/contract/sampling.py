@@ -181,6 +181,38 @@ def check_penalties(device: str, vocab: int) -> None:
     sampling.count_tokens(tokens, flags, rows, tables)
     load_ops("triton").count_tokens(tokens.to(device), batch[0], batch[2], on_device)
     assert torch.equal(on_device.seen.cpu(), tables.seen)
+    check_penalties_of_drafts(device, tables, on_device, rows, positions, flags, mask_index, g)
+
+
+def check_penalties_of_drafts(
+    device: str, tables: SimpleNamespace, on_device: SimpleNamespace, *batch: Tensor | torch.Generator
+) -> None:
+    """Drafts count as tokens that were sampled; some are biased, and some are there twice."""
+    rows, positions, flags, mask_index, g = batch
+    vocab, count = tables.seen.shape[1], 4
+    rows, positions, flags, mask_index = (x.repeat_interleave(count) for x in (rows, positions, flags, mask_index))
+    drafted = torch.arange(count, dtype=torch.int32).repeat(len(rows) // count)
+    biased = torch.where(tables.bias_ids < 0, ~tables.bias_ids, tables.bias_ids)[rows, drafted.long() // 2]
+    inputs = biased.where(tables.num_biases[rows] > 0, tables.seen[rows].argmax(1).int())
+    logits = torch.randn(len(rows), vocab, generator=g) * 3
+    arguments = (flags, mask_index, rows, positions)
+    got = load_ops("triton").apply_penalties(
+        logits.to(device), *(x.to(device) for x in arguments), on_device, drafted.to(device), inputs.to(device)
+    )
+    seen = tables.seen.clone()
+    for i in range(len(rows)):
+        if drafted[i]:
+            sampling.count_tokens(inputs[i : i + 1], flags[i : i + 1], rows[i : i + 1], tables)
+        else:
+            tables.seen.copy_(seen)
+        want = sampling.apply_penalties(logits[i : i + 1], *(x[i : i + 1] for x in arguments), tables)
+        torch.testing.assert_close(got[i : i + 1].cpu(), want, rtol=1e-5, atol=1e-5)
+    tables.seen.copy_(seen)
+    want = sampling.apply_penalties(logits, *arguments, tables, drafted, inputs)
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-5)
+    load_ops("triton").count_tokens(inputs.to(device), *(x.to(device) for x in (flags, rows)), on_device)
+    sampling.count_tokens(inputs, flags, rows, tables)
+    assert torch.equal(on_device.seen.cpu(), tables.seen)
 
 
 def penalized_batch(vocab: int, g: torch.Generator) -> tuple[SimpleNamespace, Tensor, Tensor, Tensor, Tensor]:

@@ -12,6 +12,7 @@ from contract.test_attention import MIXES
 from unit.attention.triton_cases import (
     Case,
     check_attend,
+    check_drafted,
     check_forward,
     check_fp8,
     check_padded,
@@ -64,6 +65,31 @@ def test_one_long_sequence_among_short_ones():
 @pytest.mark.parametrize(("mix", "window"), [("decode", None), ("chunks", None), ("mixed", None), ("mixed", 40)])
 def test_steps_padded_as_graphs_are(mix: str, window: int | None):
     check_padded(MIXES[mix], 2, 64, HALF, CPU, window)
+
+
+DRAFTED = [(3, 3), (1, 70), (5, 17), (2, 128), (5, 300), (1, 1), (4, 33)]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "group", "dim", "window", "fp8_cache"),
+    [
+        (16, 2, 64, None, False),
+        (64, 4, 128, None, False),
+        (16, 3, 64, 40, False),
+        (64, 2, 64, None, True),
+        (16, 4, 64, 33, True),
+    ],
+)
+def test_drafts(page_size: int, group: int, dim: int, window: int | None, fp8_cache: bool):
+    check_drafted(DRAFTED, page_size, group, dim, HALF, CPU, 5, window, fp8_cache)
+
+
+def test_one_long_sequence_with_drafts():
+    check_drafted([(5, 9), (9, 3000), (1, 64)], 64, 2, 64, HALF, CPU, 9)
+
+
+def test_drafts_beside_prompts():
+    check_forward([(5, 80), (1, 9), (3, 40), (20, 50), (70, 90)], 16, 2, 64, HALF, CPU, max_queries=5)
 
 
 WINDOWS = (1, 2, 31, 32, 33, 70, 150, 1000)

@@ -21,21 +21,23 @@ from minisgl.device.device import CpuDevice
 from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import ALONE
 from minisgl.distributed.tensor_parallel import VocabParallel
+from minisgl.engine.drafting import Drafting
 from minisgl.engine.graphs import decode as graph
 from minisgl.engine.graphs import mixed as token_graph
 from minisgl.engine.graphs.capture import TAILS, tail_of
 from minisgl.engine.runner import EagerRunner, Parts
 from minisgl.engine.state import LogitPenalties, RowState
 from minisgl.engine.trial import trial_plan
-from minisgl.layout import NO_INTS, NO_MASKS, PAGE_WRITE, ROW_STATE, SLOT, Flag
+from minisgl.layout import NO_INTS, NO_MASKS, PAGE_WRITE, PROPOSAL, PROPOSED, ROW_STATE, SLOT, Flag
 from minisgl.ops.table import load_ops
 from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.plan import decode_flags, penalty_record, sampling_flags
 from minisgl.scheduler.req import Req
+from minisgl.speculative.ngram import NGramDrafter
 from minisgl.triton import decode_io
 
 CPU = torch.device("cpu")
-VOCAB, ROWS, PAGE, WIDTH = 90, 9, 4, 20
+VOCAB, ROWS, PAGE, WIDTH, DRAFTS = 90, 9, 4, 20, 4
 WORDS = -(-VOCAB // 32)
 MASK = Grammar("regex", "")
 PARAMS = [
@@ -81,8 +83,10 @@ class Table:
 
     num_parameters, config = 1, SimpleNamespace(vocab_size=VOCAB, num_layers=1)
 
-    def __init__(self) -> None:
+    def __init__(self, repeats: bool) -> None:
+        """The text `repeats` itself where the position is below 50."""
         self.table = torch.randn(97, VOCAB, generator=torch.Generator().manual_seed(8)).half() * 3
+        self.repeats = repeats
 
     def forward(self, input_ids: torch.Tensor, context: Any) -> torch.Tensor:
         return self.logits(*self.hidden(input_ids, context))
@@ -90,22 +94,31 @@ class Table:
     def hidden(self, input_ids: torch.Tensor, context: Any) -> tuple[torch.Tensor, torch.Tensor]:
         rows = context.batch.token_rows.long()
         at = (input_ids * 31 + context.batch.positions * 7).long() + context.out_loc * 3 + rows
-        half = self.table[at % 97][context.batch.logit_tokens] / 2
+        half = self.table[at % 97] / 2
+        if self.repeats:
+            positions = context.batch.positions.long()
+            half[torch.arange(len(at)), positions % 3] += 9 * (positions < 50)
+        half = half[context.batch.logit_tokens]
         return half, half
 
     def logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return x + residual
 
 
-def parts() -> Parts:
+def parts(ops: str | None = None) -> Parts:
+    """With drafts, if `ops` names those of the drafter."""
     comm, device = SoloCommunicator(ALONE, CPU), Device(1)
     state = RowState(ROWS + 1, WIDTH, CPU)
     state.page_table.fill_(ROWS * WIDTH)
     vocab, pool = VocabParallel(comm, VOCAB), SimpleNamespace(page_size=PAGE, num_pages=ROWS * WIDTH + 1)
     penalties = LogitPenalties(ROWS + 1, VOCAB, 8, device)
     penalties.seen.fill_(77)  # unwritten
-    played: Any = (Table(), pool, SimpleNamespace(prepare=lambda *_: None))
-    return Parts(device, load_ops("reference"), *played, state, penalties, comm, vocab)
+    spec = SimpleNamespace(max_queries=1 if ops is None else DRAFTS + 1)
+    played: Any = (Table(ops is not None), pool, SimpleNamespace(prepare=lambda *_: None, spec=spec))
+    drafting = None
+    if ops is not None:
+        drafting = Drafting(ROWS + 1, 80, state.last_token, NGramDrafter(load_ops(ops)), device)
+    return Parts(device, load_ops("reference"), *played, state, penalties, comm, vocab, drafting)
 
 
 class Traffic:
@@ -114,6 +127,8 @@ class Traffic:
     def __init__(self, seed: int) -> None:
         self.rng, self.step, self.lens = random.Random(seed), 0, [0] * ROWS
         self.params = [*PARAMS, PARAMS[3]]
+        self.texts: list[list[int]] = [[] for _ in range(ROWS)]
+        self.ready = [0] * ROWS  # drafts; -1 where the device has no history
 
     def prompts(self, rows: list[int]) -> BatchPlan:
         """Rows are filled, some with tokens that were generated before."""
@@ -129,7 +144,7 @@ class Traffic:
             states.append((row, p.temperature, p.top_k, p.top_p, p.min_p, (5 << 32) | (row * 977)))
             if p.has_penalties:
                 penalties.append(penalty_record(req, row, frozenset({2})))
-            self.lens[row] = count
+            self.lens[row], self.texts[row], self.ready[row] = count, req.ids.tolist(), -1
         return self._plan(slots, np.concatenate(tokens), pages, states, np.concatenate(penalties))
 
     def decode(self, rows: list[int]) -> BatchPlan:
@@ -140,15 +155,58 @@ class Traffic:
             self.lens[row] += 1
         return self._plan(slots, NO_INTS, [(rows[0], WIDTH - 1, rows[0] * WIDTH)], [], NO_INTS)
 
-    def mixed(self, decoding: list[int], filled: list[int]) -> BatchPlan:
-        first, then = self.decode(decoding), self.prompts(filled)
+    def draft(self, rows: list[int]) -> BatchPlan:
+        """As `decode`, but most of the rows have DRAFTS, and the host thinks that some texts are longer."""
+        slots, histories, proposals = [], [NO_INTS], []
+        for row in rows:
+            flags = decode_flags(Req(row, NO_INTS, self.params[row], 1, row, 0))
+            start, count = self.lens[row], 0
+            if self.rng.random() < 0.8:
+                if self.ready[row] < 0:
+                    tokens = np.array(self.texts[row], np.int32)
+                    histories += [np.array([len(tokens) + 4, row, 0, start + 1], np.int32), tokens]
+                    self.ready[row] = 0
+                if self.rng.random() < 0.2:
+                    tokens = np.resize([(start + i) % 3 for i in range(3)], PROPOSED)
+                    proposals.append((row, start + 1, tokens))
+                    self.ready[row] = DRAFTS
+                count, flags = self.rng.randrange(min(self.ready[row], DRAFTS) + 1), flags | Flag.DRAFTS
+                start += self.rng.randrange(3)
+            else:
+                self.ready[row] = -1
+            slots.append((row, start, start + 1 + count, flags))
+        plan = self._plan(slots, NO_INTS, [(rows[0], WIDTH - 1, rows[0] * WIDTH)], [], NO_INTS)
+        return replace(plan, histories=np.concatenate(histories), proposals=np.array(proposals, PROPOSAL))
+
+    def collect(self, plan: BatchPlan, result: np.ndarray) -> None:
+        """Take in a result of tokens, finiteness, confirmation and the number of drafts."""
+        column = 0
+        for (row, _, _, flags), width in zip(plan.slots.tolist(), plan.widths.tolist(), strict=True):
+            tokens, _, confirmed, ready = result[:4, column : column + width]
+            column += width
+            taken = tokens[confirmed != 0].tolist()
+            self.texts[row] += taken
+            if flags & Flag.DRAFTS:
+                self.lens[row], self.ready[row] = self.lens[row] + len(taken), int(ready[0])
+            elif flags & Flag.FROM_DEVICE:
+                self.lens[row] += 1
+
+    def mixed(self, decoding: list[int], filled: list[int], drafts: bool = False) -> BatchPlan:
+        first, then = (self.draft if drafts else self.decode)(decoding), self.prompts(filled)
+        if drafts:
+            then = replace(then, histories=first.histories, proposals=first.proposals)
         masks = [plan.masks for plan in (first, then) if len(plan.masks)]
         both = {name: np.concatenate([getattr(first, name), getattr(then, name)]) for name in ("slots", "page_writes")}
         return replace(then, **both, masks=np.concatenate(masks) if masks else NO_MASKS)
 
     def _plan(self, slots: list, tokens: np.ndarray, pages: list, states: list, penalties: np.ndarray) -> BatchPlan:
         self.step += 1
-        masked = [row for row, _, _, flags in slots if flags & Flag.MASKED]
+        masked = [
+            row
+            for row, start, stop, flags in slots
+            for _ in range(stop - start if flags & Flag.DRAFTS else 1)
+            if flags & Flag.MASKED
+        ]
         bits = [self.rng.getrandbits(32) for _ in range(WORDS * len(masked))]
         masks = np.array(bits, np.uint32).view(np.int32).reshape(-1, WORDS) if masked else NO_MASKS
         records = np.array(slots, SLOT), tokens, np.array(pages, PAGE_WRITE), np.array(states, ROW_STATE)
@@ -163,13 +221,13 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[EagerRunner, 
         monkeypatch.setattr(decode_io, name, lambda *args, ring=ring: ring(*args, pin=False))
     monkeypatch.setattr(torch.cuda, "Event", Event)
 
-    def made() -> tuple[EagerRunner, list[Any]]:
-        captured = parts()
+    def made(drafts: bool = False) -> tuple[EagerRunner, list[Any]]:
+        captured = parts("triton" if drafts else None)
         eager: Any = EagerRunner(captured)
         decode = graph.GraphRunner(captured, [1, 2, 4, ROWS], capture)  # type: ignore[arg-type]
         tokens = token_graph.MixedGraphRunner(captured, capture, 48, ROWS)  # type: ignore[arg-type]
         captured.state.page_table.fill_(ROWS * WIDTH)
-        return EagerRunner(parts()), [decode, tokens, eager]
+        return EagerRunner(parts("reference" if drafts else None)), [decode, tokens, eager]
 
     return made
 
@@ -185,9 +243,9 @@ def run(runner: Any, plan: BatchPlan, is_late: bool) -> np.ndarray:
 
 
 def columns(result: StepResult) -> np.ndarray:
-    """Tokens, finiteness and log-probabilities, one below the other."""
-    logprobs = np.empty((0, len(result.tokens)), np.int32) if result.logprobs is None else result.logprobs
-    return np.concatenate([result.tokens[None], result.finite[None], logprobs])
+    """Tokens, finiteness, confirmation, drafts and log-probabilities, one below the other."""
+    lines = result.tokens, result.finite, result.confirmed, result.ready, result.logprobs
+    return np.concatenate([np.atleast_2d(line) for line in lines if line is not None])
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["masks with the plan", "masks behind it"])
@@ -215,6 +273,45 @@ def test_graphs_give_what_the_eager_runner_gives(runners: Any, is_late: bool) ->
         else:
             compare(traffic.decode({4: [0, 1], 5: [2, 0]}.get(i % 9, rows)))
     assert used == {(name, tail) for name in ("cuda graph", "cuda graph with prompts") for tail in TAILS}
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["masks with the plan", "masks behind it"])
+def test_graphs_with_drafts_give_what_the_eager_runner_gives(runners: Any, is_late: bool) -> None:
+    alone, captured = runners(drafts=True)
+    traffic, used, right = Traffic(41), set(), 0
+    rng = traffic.rng
+    for _ in range(60):
+        rows = rng.sample(range(ROWS), rng.randrange(2, ROWS + 1))
+        full = [row for row in rows if traffic.lens[row] == 0 or traffic.lens[row] > 60]
+        rest = [row for row in rows if row not in full]
+        if full:
+            plan = traffic.mixed(rest, full, drafts=True) if rest else traffic.prompts(full)
+        else:
+            plan = traffic.draft(rows)
+        runner = next(r for r in captured if r.fits(plan))
+        want = run(alone, plan, not is_late)
+        got = run(runner, plan, is_late)
+        if plan.has_drafts:  # of other rows nobody reads how many drafts there are
+            got[3] *= np.repeat((plan.slots["flags"] & Flag.DRAFTS) != 0, plan.widths)
+        assert np.array_equal(got, want)
+        if plan.has_drafts:
+            right += int(want[2].sum()) - len(plan.widths)
+            traffic.collect(plan, want)
+        else:
+            traffic.collect(plan, np.stack([*want[:2], np.ones_like(want[0]), np.zeros_like(want[0])]))
+        mine, theirs = runner.parts, alone.parts
+        assert torch.equal(mine.state.last_token[:ROWS], theirs.state.last_token[:ROWS])
+        assert torch.equal(mine.penalties.seen[:ROWS], theirs.penalties.seen[:ROWS])
+        for row in np.flatnonzero(np.array(traffic.ready) >= 0).tolist():
+            texts = [p.drafting.history[row, : p.drafting.lengths[row]] for p in (mine, theirs)]
+            assert torch.equal(texts[0], texts[1]) and texts[0].tolist() == traffic.texts[row]
+        tail = tail_of(int(np.bitwise_or.reduce(plan.slots["flags"])))
+        used.add((runner.name, tail, plan.has_drafts, bool(full)))
+    assert right > 100
+    assert {(name, has_drafts, full) for name, _, has_drafts, full in used} >= {
+        ("cuda graph with prompts", True, False),
+        ("cuda graph with prompts", True, True),
+    }
 
 
 def test_rows_without_changes_have_the_same_bits_beside_those_with(runners: Any) -> None:

@@ -29,6 +29,7 @@ class AttentionSpec:
     """What a model and a KV pool need from a backend; `dtype` is that of queries and, unless `fp8_cache`, of the cache.
 
     `max_rows` bounds the sequences of a step: the largest number of running requests, and one row for padding.
+    `max_queries` bounds the tokens that a decoding sequence computes: more than 1 with drafts.
     `windows` lists the distinct windows of the layers. Scores are multiplied by `scale`, which is 1 / sqrt(head_dim)
     unless `score_scale` is given.
     """
@@ -40,6 +41,7 @@ class AttentionSpec:
     head_dim: int
     page_size: int
     max_rows: int = 257
+    max_queries: int = 1
     windows: tuple[Window, ...] = (None,)
     score_scale: float | None = None
     fp8_cache: bool = False  # pages are `QuantizedPages`
@@ -62,7 +64,8 @@ class AttentionBackend(ABC):
     # Whether pure decode steps read device data only (never the layout's host copies), so that a graph can replay them.
     is_capturable: bool = False
     captures_prompts: bool = False  # the same for steps with prompts, whose host lengths only tell "> 1" in a graph
-    needs_host_lengths: bool = False  # the layout's host copies must be exact: with drafts they are upper bounds
+    # Whether the layout's host copies must be exact, so that it cannot decode with drafts, where they are upper bounds.
+    needs_host_lengths: bool = False
 
     def __init__(self, spec: AttentionSpec, ops: OpTable) -> None:
         self.spec = spec

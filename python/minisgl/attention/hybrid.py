@@ -41,10 +41,10 @@ class HybridAttention(AttentionBackend):
         self.decode = decode
         self.is_capturable = decode.is_capturable
         self.captures_prompts = prefill.captures_prompts
-        self.needs_host_lengths = prefill.needs_host_lengths or decode.needs_host_lengths
+        self.needs_host_lengths = decode.needs_host_lengths  # those of prompts are exact
 
     def prepare(self, batch: Batch, page_table: Tensor) -> list[_Part]:
-        is_prompt = batch.layout.query_lens_host > 1
+        is_prompt = batch.layout.query_lens_host > self.spec.max_queries
         cut = int(is_prompt.argmax()) if is_prompt.any() else len(is_prompt)
         parts = []
         for backend, first, last in ((self.decode, 0, cut), (self.prefill, cut, len(is_prompt))):

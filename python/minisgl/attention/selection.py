@@ -103,11 +103,15 @@ def resolve_attention(choice: str, spec: AttentionSpec, ops: OpTable) -> Attenti
             ATTENTION.refusal(name, spec)  # an unknown name is an error before anything is built
     built: dict[str, AttentionBackend] = {}
     backends = [_build(name, spec, ops, built) for name in choices]
-    if backends[0] is backends[-1]:
-        return backends[0]
+    prefill, decode = backends[0], backends[-1]
+    if spec.max_queries > 1 and decode.needs_host_lengths:
+        decode = _build("auto", spec, ops, built)
+        logger.warning("with drafts, attention backend %s decodes instead of %s", decode.name, backends[-1].name)
+    if prefill is decode:
+        return prefill
     from minisgl.attention.hybrid import HybridAttention
 
-    return HybridAttention(*backends)
+    return HybridAttention(prefill, decode)
 
 
 def _build(choice: str, spec: AttentionSpec, ops: OpTable, built: dict[str, AttentionBackend]) -> AttentionBackend:

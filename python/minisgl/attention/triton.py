@@ -32,9 +32,10 @@ INTERPRETER_SMS: Final = 4  # tests run the kernels in Triton's interpreter on a
 
 @dataclass(slots=True)
 class _Plan:
-    """The work of a step: `num_decode` sequences with one query each, then chunks of prompts."""
+    """The work of a step: `num_decode` sequences with up to `max_queries` queries each, then chunks of prompts."""
 
     num_decode: int
+    max_queries: int
     chunks: dict[Window, _Tiles]  # empty without prompts
 
 
@@ -84,7 +85,7 @@ class TritonAttention(AttentionBackend):
         # Four programs of two warps (255 registers a thread) are resident on an SM if tiles are not too large.
         resident = 4 if dim <= 128 else 2
         splits = max(1, resident * self._num_sms // heads)
-        slots = (spec.max_rows + splits) * heads * group
+        slots = (spec.max_rows + splits) * heads * group * spec.max_queries
         int32, float32 = torch.int32, torch.float32
         size = BEGINS.value + (splits + spec.max_rows) * PART.value
         self._work = {window: torch.empty(size, dtype=int32, device=device) for window in spec.windows}
@@ -95,15 +96,19 @@ class TritonAttention(AttentionBackend):
         tile = {"TILE_KEYS": 64 if spec.fp8_cache and dim <= 128 else 32}
         self._plan_decode = {"NUM_SPLITS": splits, "NUM_KV_HEADS": heads} | tile
         self._programs = splits * heads
-        self._decode = {
-            **shared,
-            **tile,
-            "BLOCK_G": next_power_of_2(group),
-            "BLOCK_M": max(16, next_power_of_2(group)),
-            "NUM_STAGES": 3 if spec.dtype is torch.float32 else 5,
-            "NUM_SPLITS": splits,
-            "num_warps": 2,
-        }
+        self._decode = {}
+        for queries in {1, spec.max_queries}:
+            block = next_power_of_2(queries * group)
+            self._decode[queries] = {
+                **shared,
+                **tile,
+                "MAX_QUERIES": queries,
+                "BLOCK_G": min(block, 2048 // dim),
+                "BLOCK_M": max(16, block),
+                "NUM_STAGES": 3 if spec.dtype is torch.float32 else 5,
+                "NUM_SPLITS": splits,
+                "num_warps": 2 if block * dim <= 4096 else 4,
+            }
 
         # Large tiles read the keys half as often (with 64 rows, 400 TFLOP/s would take all of the L2's bandwidth). With
         # 128 registers two of their programs are resident: one computes while the other one waits. Small tiles are for
@@ -127,25 +132,28 @@ class TritonAttention(AttentionBackend):
 
     def prepare(self, batch: Batch, page_table: Tensor) -> _Plan:
         layout, num_seqs = batch.layout, len(batch.layout.rows)
-        is_chunk = layout.query_lens_host > 1
+        is_chunk = layout.query_lens_host > self.spec.max_queries
         num_decode = int(is_chunk.argmax()) if is_chunk.any() else num_seqs
+        has_several = (layout.query_lens_host[:num_decode] > 1).any()
         assert num_decode <= self.spec.max_rows, f"{num_decode} sequences decode, of at most {self.spec.max_rows}"
-        plan = _Plan(num_decode, {})
+        plan = _Plan(num_decode, self.spec.max_queries if has_several else 1, {})
         for window in self.spec.windows:
             if num_decode:
-                self._list_decode(layout, num_decode, window)
+                # The first of several queries sees as many more keys.
+                reach = 0 if window is None else window + plan.max_queries - 1
+                self._list_decode(layout, num_decode, window, reach)
             if num_decode < num_seqs:
                 plan.chunks[window] = self._list_chunks(layout, num_decode, window)
         return plan
 
-    def _list_decode(self, layout: SeqLayout, num_decode: int, window: Window) -> None:
+    def _list_decode(self, layout: SeqLayout, num_decode: int, window: Window, reach: int) -> None:
         plan_decode[(ceil_div(num_decode, PLAN_ROWS.value),)](
             layout.rows,
             layout.kv_lens,
             self._work[window],
             self._counters,
             num_decode,
-            WINDOW=window or 0,
+            WINDOW=reach,
             **self._plan_decode,
         )
 
@@ -178,7 +186,7 @@ class TritonAttention(AttentionBackend):
 
     def attend(self, qkv: Tensor, heads: HeadTransform, layer_pages: Pages, ctx: Context) -> Tensor:
         plan: _Plan = ctx.attn_metadata
-        if plan.chunks or plan.num_decode > FUSED_ROWS:
+        if plan.chunks or plan.num_decode > FUSED_ROWS or plan.max_queries > 1:
             return super().attend(qkv, heads, layer_pages, ctx)
         q = qkv.view(len(qkv), -1, self.spec.head_dim)
         out = qkv.new_empty(len(qkv), self.spec.num_heads, self.spec.head_dim)
@@ -222,12 +230,13 @@ class TritonAttention(AttentionBackend):
         """Write the output of the decoding sequences to the first rows of `out`; with `heads`, q is still followed by k
         and v."""
         plan: _Plan = ctx.attn_metadata
-        is_chained = heads is not None and plan.num_decode == 1
+        is_chained = len(q) == 1
         has_norm = heads is not None and heads.q_weight is not None
         decode_attention[(self._programs,)](
             q,
             *data_and_scale(layer_pages),
             ctx.page_table,
+            ctx.batch.layout.cu_query_lens,
             self._work[window],
             self._counters,
             self._part,
@@ -246,5 +255,5 @@ class TritonAttention(AttentionBackend):
             HAS_NORM=has_norm,
             IS_FP8=isinstance(layer_pages, QuantizedPages),
             **pdl_options(q.device, is_chained),
-            **self._decode,
+            **self._decode[plan.max_queries],
         )

@@ -69,7 +69,8 @@ def run_offline(args: OfflineArgs, options: dict[str, Any]) -> dict[str, Any]:
     """
     start = time.perf_counter()
     if args.accept_length is not None:
-        options = options | {"speculate": "tree"}  # drafts from the host, in every step
+        kind = "auto" if options.get("speculate") == "auto" else "tree"
+        options = options | {"speculate": kind}  # drafts from the host; with tree in every step
     llm, workloads = start_engine(args, options)
     start_s = time.perf_counter() - start
     return {

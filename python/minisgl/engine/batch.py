@@ -57,7 +57,7 @@ def expand(plan: BatchPlan) -> Expanded:
     logit_tokens = (ends - 1)[samples]
     if plan.has_drafts:
         is_drafted = np.repeat((flags & Flag.DRAFTS) != 0, lens)
-        input_ids = np.where(is_drafted, np.repeat(start, lens) - positions - 1, input_ids)
+        input_ids = np.where(is_drafted, np.repeat(start, lens) - positions - 2, input_ids)
         is_sampled = is_drafted.copy()
         is_sampled[logit_tokens] = True
         logit_tokens = np.flatnonzero(is_sampled).astype(np.int32)
@@ -112,7 +112,7 @@ def make_batch(plan: BatchPlan, device: Device) -> Batch:
         positions=positions,
         token_rows=token_rows,
         logit_tokens=logit_tokens.long(),
-        sampling=_sampling(sampling, x.flags, _turns(x.sample_rows, x.flags, device)),
+        sampling=_sampling(sampling, x.flags, drafted_before(x.sample_rows, device) if plan.has_drafts else None),
         page_writes=page_writes,
         row_states=row_states,
         prompt_logprobs=_prompt_logprobs(x, plan.prompt_logprob_ids, device) if len(plan.prompt_logprob_ids) else None,
@@ -142,14 +142,11 @@ def draft_columns(plan: BatchPlan, device: Device) -> DraftColumns:
     return DraftColumns(rows.long(), starts, counts_, columns.long(), int(slots["stop"].max()) + 1)
 
 
-def _turns(rows: Ints, flags: int, device: Device) -> tuple[torch.Tensor, ...]:
-    """`Sampling.turns` of the tokens of `rows` [S]; none where no row has both several tokens and penalties."""
-    is_first = np.diff(rows, prepend=-1) != 0
-    if is_first.all() or not flags & Flag.PENALIZED:
-        return ()
+def drafted_before(rows: Ints, device: Device) -> torch.Tensor:
+    """`Sampling.drafted` of the tokens that `rows` [S] sample."""
     index = np.arange(len(rows), dtype=np.int32)
-    offsets = index - np.maximum.accumulate(np.where(is_first, index, 0))
-    return tuple(t.long() for t in device.upload(*(index[offsets == i] for i in range(int(offsets.max()) + 1))))
+    first = np.maximum.accumulate(np.where(np.diff(rows, prepend=-1) != 0, index, 0))
+    return device.upload(index - first)[0]
 
 
 def make_sampling(plan: BatchPlan, index: npt.NDArray[np.intp], device: Device) -> Sampling:
@@ -158,13 +155,12 @@ def make_sampling(plan: BatchPlan, index: npt.NDArray[np.intp], device: Device) 
     places = mask_index(slots["flags"])
     slots = slots[index]
     arrays = device.upload(slots["row"], slots["stop"], slots["flags"], places[index])
-    flags = int(np.bitwise_or.reduce(slots["flags"], initial=0))
-    return _sampling(arrays, flags, _turns(slots["row"], flags, device))
+    return _sampling(arrays, int(np.bitwise_or.reduce(slots["flags"], initial=0)), None)
 
 
-def _sampling(arrays: list[torch.Tensor], flags: int, turns: tuple[torch.Tensor, ...]) -> Sampling:
+def _sampling(arrays: list[torch.Tensor], flags: int, drafted: torch.Tensor | None) -> Sampling:
     rows, positions, row_flags, mask_index = arrays
-    return Sampling(rows.long(), positions, row_flags, mask_index, flags, turns)
+    return Sampling(rows.long(), positions, row_flags, mask_index, flags, drafted)
 
 
 def _prompt_logprobs(x: Expanded, token_ids: Ints, device: Device) -> PromptLogprobs:

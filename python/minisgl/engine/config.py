@@ -50,6 +50,7 @@ class EngineSpec:
     pooling: Pooling | None  # of an embedding model
     drafter: str | None = None  # a name of `speculative.DRAFTERS`, or the kind of `draft`
     draft: DraftSource | None = None
+    max_queries: int = 1  # the most tokens of a decoding sequence in a step: its newest, and drafts
     host_kv: int = 0  # bytes of all ranks
     disk_kv: tuple[Path, int] | None = None  # a folder, and bytes of all ranks
 
@@ -77,6 +78,7 @@ class EngineSpec:
             head_dim=self.model.head_dim,
             page_size=self.page_size,
             max_rows=self.max_running_requests + 1,
+            max_queries=self.max_queries,
             windows=tuple(dict.fromkeys(self.model.windows)),
             score_scale=self.model.attention_scale,
             fp8_cache=self.fp8_cache,
@@ -103,6 +105,7 @@ def resolve(
     dtype = config.dtype if config.dtype != "auto" else "float32" if device_type == "cpu" else model.dtype
     has_graphs = device_type == "cuda" and embedder is None  # graphs are for steps that sample
     wanted = config.max_running_requests if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
+    drafter = _drafter(config.speculate, checkpoint)
     graph_rows = min(wanted, config.max_running_requests) if has_graphs else 0
     spec = EngineSpec(
         folder=checkpoint.folder,
@@ -123,8 +126,9 @@ def resolve(
         info=info,
         use_pynccl=not config.disable_pynccl,
         pooling=None if embedder is None else embedder.pooling,
-        drafter=_drafter(config.speculate, checkpoint),
+        drafter=drafter,
         draft=checkpoint.draft,
+        max_queries=1 if drafter is None else 1 + config.num_draft_tokens,
         host_kv=config.host_kv,
         disk_kv=config.disk_tier,
     )

@@ -12,11 +12,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
 from minisgl.core import BatchPlan, StepCosts
 from minisgl.engine.config import EngineSpec
 from minisgl.engine.trial import Slot, spread_plan
-from minisgl.layout import NO_PAGE_WRITES, Flag
+from minisgl.layout import HISTORY_HEAD, NO_INTS, NO_PAGE_WRITES, Flag, words
+from minisgl.settings.options import MAX_DRAFTS
 
+DECODES = Flag.SAMPLES | Flag.FROM_DEVICE
 REPEATS = 3
 FIRST_CHUNK = 16  # tokens, on a CPU
 CHUNK_S = 0.04  # how long its largest chunk may take
@@ -26,6 +30,8 @@ SMALL_CHUNK = 256
 LARGE_CHUNK = 2048
 CHUNK_CONTEXT = 8192
 DECODE_ROWS, DECODE_CONTEXT = 64, 2048
+DRAFT_ROWS, DRAFT_CONTEXT = (1, 8, 64), 128
+SLACK = (REPEATS + 1) * PIPELINED * (1 + MAX_DRAFTS)  # positions that rows with drafts move on while they are timed
 
 Run = Callable[[BatchPlan], Callable[[], object]]
 """Launches a plan and returns a function that waits for its result."""
@@ -38,7 +44,9 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
     adapts = not is_async and spec.info.size == 1
 
     def seconds(slots: list[Slot]) -> float:
-        plan = spread_plan(slots, spec.page_size, num_pages)
+        return timed(spread_plan(slots, spec.page_size, num_pages))
+
+    def timed(plan: BatchPlan) -> float:
         times: list[float] = []
         # The first, which may touch memory for the first time, counts only where it is too slow for that to matter.
         while len(times) <= REPEATS and (not adapts or sum(times) < (CHUNK_S if times[1:] else SLOW_S)):
@@ -48,15 +56,24 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
             for wait in waits:
                 wait()
             times.append((time.perf_counter() - started) / count)
-            plan = replace(plan, page_writes=NO_PAGE_WRITES)
+            plan = replace(plan, page_writes=NO_PAGE_WRITES, histories=NO_INTS)
         return (statistics.median if is_async else min)(times[1:] or times)
 
     def chunk(start: int, count: int) -> float:
         return seconds([(0, start, start + count, Flag.SAMPLES)])
 
-    def decode(context: int) -> float:
-        flags = Flag.SAMPLES | Flag.FROM_DEVICE
-        return seconds([(row, context, context + 1, flags) for row in range(rows)])
+    def decode(context: int, rows: int) -> float:
+        return seconds([(row, context, context + 1, DECODES) for row in range(rows)])
+
+    def draft(rows: int) -> float:
+        """Seconds of a step in which each row has all its drafts; none is likely to be right."""
+        stop = DRAFT_CONTEXT + spec.max_queries
+        plan = spread_plan([(row, 0, stop + SLACK, DECODES) for row in range(rows)], spec.page_size, num_pages)
+        plan.slots["start"], plan.slots["stop"] = DRAFT_CONTEXT, stop
+        plan.slots["flags"] |= Flag.DRAFTS
+        heads = np.zeros(rows, HISTORY_HEAD)
+        heads["words"], heads["row"], heads["length"] = words(HISTORY_HEAD), np.arange(rows), DRAFT_CONTEXT + 1
+        return timed(replace(plan, histories=heads.view(np.int32)))
 
     large = LARGE_CHUNK if is_async else 4 * FIRST_CHUNK
     if adapts:
@@ -78,5 +95,15 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
     middle = (small + large) // 2
     base += max(0.0, chunk(0, middle) - base - per_token * middle - per_pair * middle * middle / 2)
     context = min(DECODE_CONTEXT if is_async else 4 * large, longest)
-    per_context = max(0.0, (decode(context) - decode(context // 16)) / (rows * (context - context // 16)))
-    return StepCosts(base, per_token, per_context, per_pair)
+    per_context = max(0.0, (decode(context, rows) - decode(context // 16, rows)) / (rows * (context - context // 16)))
+    costs = StepCosts(base, per_token, per_context, per_pair)
+    if (
+        spec.drafter is None
+        or spec.draft is not None
+        or not is_async
+        or longest < DRAFT_CONTEXT + spec.max_queries + SLACK
+    ):
+        return costs
+    timed_rows = sorted({min(n, spec.max_running_requests) for n in DRAFT_ROWS})
+    plain = tuple((n, decode(DRAFT_CONTEXT, n)) for n in timed_rows)
+    return replace(costs, plain=plain, drafted=tuple((n * spec.max_queries, draft(n)) for n in timed_rows))

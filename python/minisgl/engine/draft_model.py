@@ -59,9 +59,9 @@ class DraftModel(ABC):
         """Take a new pool of `num_pages`."""
         self.parts = replace(self.parts, kv_cache=make_pool(self.spec, num_pages, self.parts.device))
 
-    def propose(self, history: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    def propose(self, history: Tensor, rows: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """As `Drafter.propose`: the drafts of the next step are made when it begins, as many as it has."""
-        return history.new_zeros(len(history), MAX_DRAFTS), torch.full_like(lengths, MAX_DRAFTS)
+        return history.new_zeros(len(rows), MAX_DRAFTS), torch.full_like(lengths, MAX_DRAFTS)
 
     def look_up(self, ids: Ints) -> Ints:
         """As `propose`, for one row."""

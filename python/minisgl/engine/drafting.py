@@ -30,7 +30,7 @@ class Drafting:
 
     def __init__(self, rows: int, max_tokens: int, last_token: Tensor, drafter: Drafter, device: Device) -> None:
         self.last_token = last_token
-        self._drafter = drafter
+        self.drafter = drafter
         self.model = drafter if isinstance(drafter, DraftModel) else None
         self._device = device
 
@@ -43,15 +43,10 @@ class Drafting:
 
     def remember(self, plan: BatchPlan) -> None:
         """Apply the history records and the proposals of a plan."""
-        records = plan.histories
-        while len(records):
-            head = records[: words(HISTORY_HEAD)].view(HISTORY_HEAD)[0]
-            tokens, row, first = records[words(HISTORY_HEAD) : head["words"]], int(head["row"]), int(head["first"])
-            (ids,) = self._device.upload(tokens)
-            self.history[row, first : first + len(ids)] = ids
-            self.history[row, first + len(ids) : int(head["length"])] = -1
-            self.lengths[row : row + 1] = int(head["length"])
-            records = records[head["words"] :]
+        if len(plan.histories):
+            rows, positions, tokens, ends = self._device.upload(*_known(plan.histories))
+            self.history[rows.long(), positions.long()] = tokens
+            self.lengths[ends[0].long()] = ends[1]
         if len(plan.proposals):
             fields = (plan.proposals[name] for name in ("row", "first", "tokens"))
             rows, begins, proposed = self._device.upload(*fields)
@@ -70,8 +65,8 @@ class Drafting:
 
     def place(self, batch: Batch) -> Batch:
         """Return `batch` with the true positions, and the tokens of its drafts."""
-        index = (-2 - batch.input_ids).clamp(min=0).long()
-        ids = torch.where(batch.input_ids < -1, self.drafts[batch.token_rows.long(), index], batch.input_ids)
+        index = (-3 - batch.input_ids).clamp(min=0).long()
+        ids = torch.where(batch.input_ids < -2, self.drafts[batch.token_rows.long(), index], batch.input_ids)
         return moved(replace(batch, input_ids=ids), self.shift(batch.drafts))
 
     def settle(self, out: Tensor, columns: DraftColumns, inputs: Tensor) -> Tensor:
@@ -91,7 +86,7 @@ class Drafting:
         self.history[rows.unsqueeze(1), at] = tokens  # rejected ones are beyond the length
         self.lengths[rows] = newest + count.int()
         self.last_token[rows] = tokens.gather(1, count.unsqueeze(1) - 1).squeeze(1)
-        self.drafts[rows], ready = self._drafter.propose(self.history[rows], self.lengths[rows], columns.longest)
+        self.drafts[rows], ready = self.drafter.propose(self.history, rows, self.lengths[rows], columns.longest)
         lines = torch.zeros(2, out.shape[1], dtype=torch.int32, device=out.device)
         lines[0] = 1
         is_confirmed = torch.minimum(index, columns.counts.unsqueeze(1)) < count.unsqueeze(1)
@@ -144,7 +139,24 @@ class Drafting:
             history[row, length - 1] = before[first]
             history[row, length : length + end - first] = out[0, first:end]
             lengths[row], newest[row] = length + end - first, sampled[end - 1]
-            found = NO_INTS if flags & Flag.MASKED else self._drafter.look_up(history[row, : lengths[row]])
+            found = NO_INTS if flags & Flag.MASKED else self.drafter.look_up(history[row, : lengths[row]])
             drafts[row, : len(found)] = found
             lines[0, end:stop], lines[1, first] = 0, len(found)
         return np.concatenate([out[:2], lines, out[2:]])
+
+
+def _known(records: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Rows, positions and tokens of history records, -1 for tokens that are not known; and [rows, lengths]."""
+    parts, ends = [], []
+    while len(records):
+        count, row, first, length = records[: words(HISTORY_HEAD)].tolist()
+        tokens = records[words(HISTORY_HEAD) : count]
+        stop = max(first + len(tokens), length)
+        entries = np.full((3, stop - first), -1, np.int32)
+        entries[0], entries[1] = row, np.arange(first, stop)
+        entries[2, : len(tokens)] = tokens
+        parts.append(entries)
+        ends.append((row, length))
+        records = records[count:]
+    rows, positions, known = np.concatenate(parts, 1)
+    return rows, positions, known, np.array(ends, np.int32).T

@@ -20,7 +20,6 @@ from minisgl.engine.drafting import Drafting
 from minisgl.engine.memory import make_pool, plan_memory
 from minisgl.engine.runner import NO_TOKENS, RUNNERS, ForwardOutput, Parts, Runner
 from minisgl.engine.state import LogitPenalties, RowState
-from minisgl.errors import ConfigError
 from minisgl.kvcache.storage import DiskStore, HostStore, Mover
 from minisgl.models.weight import load_model
 from minisgl.ops.quantized import MADE
@@ -67,10 +66,8 @@ class Engine:
         penalties = LogitPenalties(0 if embeds else rows + 1, m.vocab_size, max_biases, device)
         parts = Parts(device, ops, model, pool, attention, state, penalties, comm, VocabParallel(comm, m.vocab_size))
         if spec.drafter is not None:
-            if attention.needs_host_lengths:
-                raise ConfigError(f"--speculate does not work with --attn {attention.name}; give --attn triton")
             has_model = spec.draft is not None
-            drafter = make_draft_model(parts, spec, factory.holds) if has_model else DRAFTERS.load(spec.drafter)()
+            drafter = make_draft_model(parts, spec, factory.holds) if has_model else DRAFTERS.load(spec.drafter)(ops)
             drafting = Drafting(rows + 1, spec.max_seq_len, state.last_token, drafter, device)
             parts = replace(parts, drafting=drafting)
         factory.warm_up(parts)

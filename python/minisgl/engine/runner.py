@@ -171,28 +171,10 @@ class Parts:
         context = self.context(batch, out_loc)
         return self.model.hidden(input_ids, context if taps is None else replace(context, taps=taps))
 
-    def sample_in_turns(self, logits: Tensor, sampling: Sampling, inputs: Tensor) -> Tensor:
-        """As `sample`, but penalties count the drafts that are right: `inputs` [S] int32 are the tokens before."""
-        if not sampling.turns:
-            return self.sample(logits, sampling)
-        out: Tensor | None = None
-        is_right = torch.ones_like(inputs, dtype=torch.bool)
-        for at in sampling.turns:
-            if out is not None:
-                before = at - 1
-                is_right[at] = is_right[before] & (out[0, before] == inputs[at]) & (out[1, before] != 0)
-            fields = (sampling.rows, sampling.positions, sampling.row_flags, sampling.mask_index)
-            rows, positions, row_flags, mask_index = (field[at] for field in fields)
-            row_flags = row_flags.where(is_right[at], row_flags & ~Flag.PENALIZED)  # others are rejected in any case
-            columns = self.sample(logits[at], Sampling(rows, positions, row_flags, mask_index, sampling.flags))
-            out = columns.new_empty(len(columns), len(inputs)) if out is None else out
-            out[:, at] = columns
-        assert out is not None, "nothing is sampled"
-        return out
-
     def sample(self, logits: Tensor, sampling: Sampling) -> Tensor:
         """Sample and commit tokens -> int32 [2, S], or [2 + StepResult.WIDTH, S] if log-probabilities are wanted.
 
+        Penalties count the drafts before a token as if they were right; if not, the token is rejected in any case.
         Log-probabilities are the model's own, whatever changes the logits here. Several ranks exchange the best
         candidate of each, unless a sequence asks for more than a temperature: filters look at all logits, so these are
         gathered, and every rank samples as one rank would.
@@ -206,15 +188,23 @@ class Parts:
         logits = self.vocab.gather(logits)
         penalized = logits
         if sampling.flags & (Flag.PENALIZED | Flag.MASKED):
+            drafts = (sampling.drafted, sampling.inputs)
             penalized = self.ops.apply_penalties(
-                logits, row_flags, sampling.mask_index, rows, positions, self.penalties
+                logits, row_flags, sampling.mask_index, rows, positions, self.penalties, *drafts
             )
         out = self.ops.sample_rows(penalized, rows, positions, self.state, bool(sampling.flags & Flag.FILTERED))
-        if sampling.flags & Flag.PENALIZED:
-            self.ops.count_tokens(out[0], row_flags, rows, self.penalties)
+        if sampling.drafted is None:
+            self.count(out, sampling)
         if not sampling.flags & (Flag.LOGPROBS | Flag.PROMPT_LOGPROBS):
             return out
         return torch.cat([out, self.ops.token_logprobs(logits, out[0], row_flags)])
+
+    def count(self, out: Tensor, sampling: Sampling) -> None:
+        """Count the tokens of `out` for the penalties; in a step with DRAFTS, those that its third line confirms."""
+        if sampling.flags & Flag.PENALIZED:
+            tokens, flags = out[0, : len(sampling.rows)], sampling.row_flags
+            flags = flags if sampling.drafted is None else flags * out[2, : len(flags)]
+            self.ops.count_tokens(tokens, flags, sampling.rows, self.penalties)
 
     def prompt_logprobs(self, x: Tensor, residual: Tensor, wanted: PromptLogprobs) -> Tensor:
         """Columns [2 + StepResult.WIDTH, N] int32 for the targets; x and residual [K, H].
@@ -289,10 +279,10 @@ class EagerRunner:
         batch, columns = forward.batch, []
         inputs = forward.input_ids[batch.logit_tokens]
         if forward.logits is not None:
-            sampling = batch.sampling
+            sampling = replace(batch.sampling, inputs=inputs)
             if forward.prompt_logprobs is not None:  # the columns of both are of one height
                 sampling = replace(sampling, flags=sampling.flags | Flag.PROMPT_LOGPROBS)
-            columns.append(self.parts.sample_in_turns(forward.logits, sampling, inputs))
+            columns.append(self.parts.sample(forward.logits, sampling))
         if forward.prompt_logprobs is not None:
             columns.append(forward.prompt_logprobs)
         out = torch.cat(columns, 1) if columns else NO_TOKENS
@@ -300,6 +290,7 @@ class EagerRunner:
         if batch.drafts is not None:
             assert drafting is not None, "a plan with DRAFTS, but no drafter"
             out = drafting.settle(out, batch.drafts, inputs)
+            self.parts.count(out, batch.sampling)
         if drafting is not None and drafting.model is not None and (plan.has_drafts or len(plan.tokens)):
             drafting.model.follow(batch, forward.input_ids, forward.states, out, drafting)
         return out

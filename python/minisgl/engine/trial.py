@@ -50,6 +50,12 @@ def decode_plan(rows: int, vocab_size: int, flags: int) -> BatchPlan:
     return trial_plan([(row, 0, 1, flags) for row in range(rows)], masks=masks)
 
 
+def draft_plan(rows: int, max_queries: int) -> BatchPlan:
+    """The first tokens of each of `rows` rows, all but one of which are drafts."""
+    flags = Flag.SAMPLES | Flag.FROM_DEVICE | Flag.DRAFTS
+    return trial_plan([(row, 0, max_queries, flags) for row in range(rows)])
+
+
 def spread_plan(slots: Sequence[Slot], page_size: int, num_pages: int) -> BatchPlan:
     """A step of `slots` whose rows are spread over as many different pages as the pool has."""
     pages = [(row, index) for row, _, stop, _ in slots for index in range(ceil_div(stop, page_size))]

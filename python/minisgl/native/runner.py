@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from minisgl.core import BatchPlan, StepResult
-from minisgl.engine.batch import make_sampling
+from minisgl.engine.batch import drafted_before, make_sampling
 from minisgl.engine.draft_model import draft_slots, draft_spec, drafted_slots
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.runner import ForwardOutput
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from minisgl.core import Ints, Records
+    from minisgl.core import Ints, Records, Sampling
     from minisgl.device.device import CpuDevice, Pending
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.draft_model import DraftModel
@@ -115,7 +115,11 @@ class NativeRunner:
             return self.sampled(plan)
         assert drafting is not None, "a plan with DRAFTS, but no drafter"
         flat, inputs = drafting.flatten(plan)
-        return drafting.settle_flat(self.sampled(flat, inputs), plan, inputs)
+        out = drafting.settle_flat(self.sampled(flat, inputs), plan, inputs)
+        index = np.flatnonzero(plan.sampled_flags & Flag.PENALIZED)
+        if len(index):
+            self.parts.count(torch.from_numpy(out[:, index]), self._sampling(flat, index, inputs))
+        return out
 
     def sampled(self, plan: BatchPlan, inputs: Ints = NO_INTS) -> Ints:
         """Columns as `ForwardOutput` says; `inputs` [S] are the tokens before, for rows that sample several."""
@@ -189,13 +193,18 @@ class NativeRunner:
     def _sample(self, plan: BatchPlan, special: npt.NDArray[np.intp], logits: Tensor, out: Ints, inputs: Ints) -> Ints:
         """`out` with the columns `special` [n], whose logits [n, V] these are, sampled by the ops in torch."""
         self._device.use_threads_for(SAMPLING_FLOPS * logits.numel())
-        sampling = make_sampling(plan, special, self._device)
-        before = torch.from_numpy(inputs[special] if sampling.turns else inputs)
-        columns = self.parts.sample_in_turns(logits, sampling, before).numpy()
+        columns = self.parts.sample(logits, self._sampling(plan, special, inputs)).numpy()
         whole = np.zeros((len(columns), out.shape[1]), np.int32)
         whole[:2] = out
         whole[:, special] = columns
         return whole
+
+    def _sampling(self, plan: BatchPlan, index: npt.NDArray[np.intp], inputs: Ints) -> Sampling:
+        sampling = make_sampling(plan, index, self._device)
+        if not len(inputs):
+            return sampling
+        drafted = drafted_before(sampling.rows.numpy(), self._device)
+        return replace(sampling, drafted=drafted, inputs=torch.from_numpy(inputs[index]))
 
     def logits(self, count: int) -> Tensor:
         """[count, V] float32 of the last step; a view that the next step overwrites."""

@@ -191,6 +191,39 @@ def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages:
     return q
 
 
+def look_up(
+    history: Tensor, rows: Tensor, lengths: Tensor, longest: int, window: int, matches: tuple[int, int], count: int
+) -> tuple[Tensor, Tensor]:
+    """What followed the newest tokens of `rows` [D] int64 before: drafts [D, count], and how many count [D], int32.
+
+    history [R, W] int32 has the tokens of all rows, lengths [D] int32 how many, at most `longest`; the newest `window`
+    are searched. Of the least and the most tokens that must match (`matches`), the longest match counts, and among
+    equally long ones the most recent. Drafts beyond the newest token repeat; without a match none count.
+    """
+    width = min(longest, window)
+    index = torch.arange(width, device=history.device)
+    history, newest = history[rows], lengths.long().unsqueeze(1) - 1
+    if longest > window:
+        first = (newest + 1 - width).clamp(min=0)
+        history, newest = history.gather(1, first + index), newest - first
+    else:
+        history = history[:, :width]
+    # matched[i]: how many tokens up to index i equal the newest ones, in order.
+    is_match = (history == history.gather(1, newest)) & (index < newest)
+    matched = is_match.int()
+    for n in range(1, min(matches[1], width)):
+        token = history.gather(1, (newest - n).clamp(min=0))
+        is_match[:, n:] &= history[:, :-n] == token
+        is_match[:, :n] = False
+        matched += is_match
+    best = (matched * width + index).argmax(1, keepdim=True)
+    counts = torch.where(matched.gather(1, best) >= matches[0], count, 0).squeeze(1)
+    # Behind the newest token the match goes on as it does before, from its beginning.
+    period = (newest - best).clamp(min=1)
+    following = best + 1 + torch.arange(count, device=history.device) % period
+    return history.gather(1, following.clamp(max=width - 1)).clamp(min=0), counts.int()
+
+
 def paged_attention(
     q: Tensor,
     pages: Pages,

@@ -59,19 +59,33 @@ class PenaltyTables:
 
 
 def apply_penalties(
-    logits: Tensor, flags: Tensor, mask_index: Tensor, rows: Tensor, positions: Tensor, tables: PenaltyTables
+    logits: Tensor,
+    flags: Tensor,
+    mask_index: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    tables: PenaltyTables,
+    drafted: Tensor | None = None,
+    inputs: Tensor | None = None,
 ) -> Tensor:
     """logits [S, V] of any float dtype -> new float32 logits, changed as the flags of each sequence say.
 
     flags [S] int32 are of `layout.Flag`; rows [S] int64 and positions [S] int32 (of the new tokens) are those of
     the sequences. PENALIZED, in this order: logit bias, forbidden end tokens, repetition penalty (Keskar et al. 2019,
     arXiv:1909.05858: divide positive logits, multiply negative ones), frequency and presence penalty (as OpenAI's API
-    defines them). MASKED: -inf for all tokens that mask `mask_index` [S] int32 of `tables.masks` does not allow.
+    defines them). A sequence that stands behind `drafted` [S] int32 drafts of its row counts these, too: the token
+    before it is `inputs` [S] int32 at its own index, the one before that at the index before, and so on. MASKED: -inf
+    for all tokens that mask `mask_index` [S] int32 of `tables.masks` does not allow.
     """
     logits = logits.to(torch.float32, copy=True)
     seqs = _flagged(flags, Flag.PENALIZED)
     if len(seqs):
-        logits[seqs] = _penalized(logits[seqs], rows[seqs], positions[seqs], tables)
+        seen = tables.seen[rows[seqs]]
+        if drafted is not None and inputs is not None:
+            for i in range(int(drafted.max())):
+                at = (drafted[seqs] > i).nonzero().squeeze(1)
+                seen[at, inputs[seqs[at] - i].long()] += 2
+        logits[seqs] = _penalized(logits[seqs], seen, rows[seqs], positions[seqs], tables)
     seqs = _flagged(flags, Flag.MASKED)
     if len(seqs):
         masks = tables.masks[mask_index[seqs].long()]
@@ -84,7 +98,8 @@ def apply_penalties(
 def count_tokens(tokens: Tensor, flags: Tensor, rows: Tensor, tables: PenaltyTables) -> None:
     """Count the sampled tokens [S] int32 of the PENALIZED sequences."""
     seqs = _flagged(flags, Flag.PENALIZED)
-    tables.seen[rows[seqs], tokens[seqs].long()] += 2
+    twos = torch.full_like(tokens[seqs], 2)
+    tables.seen.index_put_((rows[seqs], tokens[seqs].long()), twos, accumulate=True)
 
 
 def _flagged(flags: Tensor, flag: int) -> Tensor:
@@ -92,7 +107,7 @@ def _flagged(flags: Tensor, flag: int) -> Tensor:
     return (flags & flag).nonzero().squeeze(1)
 
 
-def _penalized(x: Tensor, rows: Tensor, positions: Tensor, tables: PenaltyTables) -> Tensor:
+def _penalized(x: Tensor, seen: Tensor, rows: Tensor, positions: Tensor, tables: PenaltyTables) -> Tensor:
     """x [A, V] float32 -> [A, V], for sequences that are all PENALIZED."""
     num_biases = tables.num_biases[rows]
     width = int(num_biases.max())
@@ -103,7 +118,6 @@ def _penalized(x: Tensor, rows: Tensor, positions: Tensor, tables: PenaltyTables
     # Write forbidden tokens only: unused entries would race with them for token 0.
     row, entry = ((ids < 0) & (positions < tables.first_end[rows]).unsqueeze(1)).nonzero(as_tuple=True)
     x[row, tokens[row, entry]] = float("-inf")
-    seen = tables.seen[rows]
     counts = seen >> 1
     presence, frequency, repetition = tables.penalties[rows].unsqueeze(2).unbind(1)
     x = torch.where(seen > 0, torch.where(x > 0, x / repetition, x * repetition), x)

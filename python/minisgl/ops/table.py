@@ -27,6 +27,7 @@ class OpTable:
     moe: Callable[[Tensor, Tensor, Tensor | Quantized, Tensor | Quantized, int, bool], Tensor] = reference.moe
     norm_rope_store: Callable[..., Tensor] = reference.norm_rope_store
     paged_attention: Callable[..., Tensor] = reference.paged_attention
+    look_up: Callable[..., tuple[Tensor, Tensor]] = reference.look_up
     apply_penalties: Callable[..., Tensor] = sampling.apply_penalties
     count_tokens: Callable[..., None] = sampling.count_tokens
     sample_rows: Callable[..., Tensor] = sampling.sample_rows

@@ -27,7 +27,7 @@ MEMORY: Final = 0.9  # how much of the estimate of a row's acceptance stays afte
 # model. The rows share it.
 HOST_S: Final = 5e-4
 PRIOR = (0.5, 1.0)
-MAX_PAUSE: Final = 16  # plain steps until the drafter is asked again
+MAX_PAUSE: Final = 32  # plain steps until the drafter is asked again
 NEVER: Final = 1 << 62
 FREE: Final = StepCosts(1.0, 0.0)  # where steps are not measured
 
@@ -169,7 +169,7 @@ class Drafts:
         index = np.arange(self.most + 1)
         tokens = len(running) - 1 + np.cumsum(rate[:, None] ** index, axis=1)
         context = int(self.rows.cached_len[running].sum())
-        seconds = self._costs.decode_seconds(len(running), context) + self._costs.per_token * index
+        seconds = self._costs.draft_seconds(len(running), index, context)
         seconds[1:] += self._host_s / len(running)
         best: Ints = np.where(index <= ready[:, None], tokens / seconds, 0.0).argmax(1).astype(np.int32)
         return best
@@ -234,7 +234,8 @@ class Drafts:
     def _pause(self, rows: npt.NDArray[np.intp], step: int) -> None:
         """Let `rows` decode plainly, for longer each time, and trust a bad estimate less when they draft again."""
         self.pause[rows] = np.clip(2 * self.pause[rows], 1, MAX_PAUSE)
-        self.resumes_at[rows] = step + 1 + self.pause[rows]
+        resumes_at = step + 1 + self.pause[rows]
+        self.resumes_at[rows] = resumes_at + -resumes_at % self.pause[rows]  # the same step for many rows
         self.ready[rows] = 0
         self.right[rows] *= 0.5
         self.tried[rows] *= 0.5

@@ -13,12 +13,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from minisgl.layout import Ints
+    from minisgl.ops.table import OpTable
 
 
 class TreeDrafter:
     """Drafts nothing on the device."""
 
-    def propose(self, history: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    def __init__(self, ops: OpTable) -> None:
+        pass
+
+    def propose(self, history: Tensor, rows: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         count = torch.zeros_like(lengths)
         return count.unsqueeze(1).expand(-1, MAX_DRAFTS), count
 

@@ -1,4 +1,4 @@
-"""Decode attention over the paged cache: one query per sequence, split over the KV length (flash decoding).
+"""Decode attention over the paged cache: few queries per sequence, split over the KV length (flash decoding).
 
 The keys of all sequences are laid end to end and cut into equal splits, one for each program of a KV head, so that all
 programs end together however long the sequences are (stream-K, arXiv:2301.03598; for attention arXiv:2405.10480). A
@@ -6,6 +6,9 @@ program computes the parts of sequences in its split; the last program to finish
 in order. `plan_decode` computes the splits on the device. The host reads nothing and no size depends on lengths that
 the host knows, so one CUDA graph serves all steps with the same number of sequences. Layers with a sliding window have
 a plan of their own, in which a sequence is as long as the window that its last position sees.
+
+A sequence with drafts has several queries. With the query heads of a KV head they are the rows of one tile, so the keys
+are read once.
 
 Letters in shapes: B sequences, T tokens, Hq/Hk query/KV heads, G = Hq / Hk, D head dimension, P pages.
 """
@@ -221,32 +224,43 @@ def _widen(pairs):
 
 
 @triton.jit
+def _head(offs_g, NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, MAX_QUERIES: tl.constexpr):
+    """The heads, counted over tokens, of the rows of a tile: heads of the first query, then of the second, ..."""
+    if MAX_QUERIES == 1:
+        return offs_g
+    return offs_g // GROUP_SIZE * (NUM_KV_HEADS * GROUP_SIZE) + offs_g % GROUP_SIZE
+
+
+@triton.jit
 def _merge(
-    part_ptr, lse_ptr, out_ptr, first_slot, num_parts, head,
-    NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr,
+    part_ptr, lse_ptr, out_ptr, first_slot, num_parts, head, num_rows, FIRST: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, MAX_QUERIES: tl.constexpr, BLOCK_G: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one sequence and KV head, weighted by their exponential sums; `out` is its first query head.
 
-    The largest log-sum is found first, so that the loads of the second loop do not wait for each other.
+    The rows of the tile are BLOCK_G from FIRST on. The largest log-sum is found first, so that the loads of the second
+    loop do not wait for each other.
     """
     LANES: tl.constexpr = 4096 // (BLOCK_G * HEAD_DIM) if BLOCK_G * HEAD_DIM < 4096 else 1  # 64 registers a thread
-    offs_g = tl.arange(0, BLOCK_G)
+    offs_g = FIRST + tl.arange(0, BLOCK_G)
     offs_d = tl.arange(0, HEAD_DIM)
     wide = tl.arange(0, 32)
     lane = tl.arange(0, LANES)
-    row = (first_slot * NUM_KV_HEADS + head) * GROUP_SIZE + offs_g  # of the first part; the next is stride_part further
-    stride_part = NUM_KV_HEADS * GROUP_SIZE
+    ROWS: tl.constexpr = MAX_QUERIES * GROUP_SIZE
+    row = (first_slot * NUM_KV_HEADS + head) * ROWS + offs_g  # of the first part; the next is stride_part further
+    stride_part = NUM_KV_HEADS * ROWS
     m = tl.full([BLOCK_G], NEGATIVE, tl.float32)
     for j in range(0, num_parts, 32):
         offs_p = j + wide[None, :]
-        is_part = (offs_p < num_parts) & (offs_g < GROUP_SIZE)[:, None]
+        is_part = (offs_p < num_parts) & (offs_g < num_rows)[:, None]
         lse = tl.load(lse_ptr + row[:, None] + offs_p * stride_part, mask=is_part, other=NEGATIVE)
         m = tl.maximum(m, tl.max(lse, 1))
     total = tl.zeros([BLOCK_G, LANES], tl.float32)
     acc = tl.zeros([BLOCK_G, LANES, HEAD_DIM], tl.float32)
     for j in range(0, num_parts, LANES):
         offs_p = j + lane[None, :]
-        is_part = (offs_p < num_parts) & (offs_g < GROUP_SIZE)[:, None]
+        is_part = (offs_p < num_parts) & (offs_g < num_rows)[:, None]
         slot = row[:, None] + offs_p * stride_part
         part_ptrs = part_ptr + slot[:, :, None].to(tl.int64) * HEAD_DIM + offs_d[None, None, :]
         x = tl.load(part_ptrs, mask=is_part[:, :, None], other=0.0)
@@ -254,29 +268,32 @@ def _merge(
         total += p
         acc += x * p[:, :, None]
     result = tl.sum(acc, 1) / tl.sum(total, 1)[:, None]
-    out_ptrs = out_ptr + offs_g[:, None] * HEAD_DIM + offs_d[None, :]
-    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=offs_g[:, None] < GROUP_SIZE)
+    out_ptrs = out_ptr + _head(offs_g, NUM_KV_HEADS, GROUP_SIZE, MAX_QUERIES)[:, None] * HEAD_DIM + offs_d[None, :]
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=offs_g[:, None] < num_rows)
 
 
 @triton.jit(
     do_not_specialize=["stride_table"],
-    do_not_specialize_on_alignment=["page_table_ptr", "out_loc_ptr"],
+    do_not_specialize_on_alignment=["page_table_ptr", "out_loc_ptr", "cu_query_lens_ptr"],
 )
 def decode_attention(
-    q_ptr, pages_ptr, kv_scale_ptr, page_table_ptr, work_ptr, counters_ptr, part_ptr, lse_ptr, out_ptr,
-    q_weight_ptr, k_weight_ptr, cos_sin_ptr, out_loc_ptr,
+    q_ptr, pages_ptr, kv_scale_ptr, page_table_ptr, cu_query_lens_ptr, work_ptr, counters_ptr, part_ptr, lse_ptr,
+    out_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, out_loc_ptr,
     scale, eps, stride_q, stride_table,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr, NUM_STAGES: tl.constexpr,
     NUM_SPLITS: tl.constexpr, WINDOW: tl.constexpr, FUSED: tl.constexpr, HAS_NORM: tl.constexpr,
-    IS_FP8: tl.constexpr, PDL: tl.constexpr,
+    IS_FP8: tl.constexpr, PDL: tl.constexpr, MAX_QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """out [B, Hq, D] = softmax(q K^T / sqrt(D)) V of each sequence; grid (NUM_SPLITS * Hk).
+    """out [T, Hq, D] = softmax(q K^T / sqrt(D)) V of each sequence, causal; grid (NUM_SPLITS * Hk).
 
-    q [B, >= Hq, D] has token stride `stride_q`; pages [P, 2, Hk, page, D]; `scale` includes log2(e). The part of
-    sequence j in split i, if j has several parts, is at index j + i of part [B + NUM_SPLITS, Hk, G, D] and
-    lse [B + NUM_SPLITS, Hk, G], float32. BLOCK_G is the smallest power of two >= G, BLOCK_M at least the smallest tile
-    of the tensor cores.
+    q [T, >= Hq, D] has token stride `stride_q`; pages [P, 2, Hk, page, D]; `scale` includes log2(e). The part of
+    sequence j in split i, if j has several parts, is at index j + i of part [B + NUM_SPLITS, Hk, MAX_QUERIES * G, D]
+    and lse [B + NUM_SPLITS, Hk, MAX_QUERIES * G], float32. BLOCK_M is the smallest power of two >= MAX_QUERIES * G,
+    and at least the smallest tile of the tensor cores; BLOCK_G of its rows are merged at once.
+
+    MAX_QUERIES: with 1, sequence j is token j. Else it has the tokens between entries j and j + 1 of `cu_query_lens`.
+    Those beyond MAX_QUERIES, which pad a step, get no output.
 
     IS_FP8: pages are float8_e4m3fn with a scale [P, 2, Hk, page] for each token and head. GEMMs are in float16, which
     holds such numbers exactly. A thread of the tensor cores wants two adjacent keys of one dimension of V, and only
@@ -290,6 +307,8 @@ def decode_attention(
     """
     if PDL:
         gdc_launch_dependents()
+        if not FUSED:
+            gdc_wait()
     offs_g = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HEAD_DIM)
     split = tl.program_id(0) // NUM_KV_HEADS
@@ -311,11 +330,18 @@ def decode_attention(
         if by_ticket:
             ticket = tl.atomic_add(work_ptr + 3, 1, sem="relaxed")
         table_ptr = page_table_ptr + row.to(tl.int64) * stride_table
-        q_seq_ptr = q_ptr + seq.to(tl.int64) * stride_q
-        out_seq_ptr = out_ptr + (seq.to(tl.int64) * NUM_KV_HEADS + head) * GROUP_SIZE * HEAD_DIM
+        token = seq
+        num_rows = GROUP_SIZE
+        if MAX_QUERIES > 1:
+            token = tl.load(cu_query_lens_ptr + seq)
+            num_queries = tl.load(cu_query_lens_ptr + seq + 1) - token
+            num_rows = tl.minimum(num_queries, MAX_QUERIES) * GROUP_SIZE
+            position = length - num_queries + offs_g // GROUP_SIZE
+        q_seq_ptr = q_ptr + token.to(tl.int64) * stride_q
+        out_seq_ptr = out_ptr + (token.to(tl.int64) * NUM_KV_HEADS + head) * GROUP_SIZE * HEAD_DIM
         if FUSED:
             slot = tl.load(out_loc_ptr + seq)
-        if PDL:
+        if PDL and FUSED:
             gdc_wait()
         if FUSED:
             query = _norm_rope(
@@ -344,8 +370,12 @@ def decode_attention(
             total = tl.where(is_last, tl.full([BLOCK_M], 1.0, tl.float32), 0.0)
             acc = tl.where(is_last, tl.broadcast_to(new_v, [BLOCK_M, HEAD_DIM]), 0.0)
         else:
-            q_ptrs = q_seq_ptr + (head * GROUP_SIZE + offs_g[:, None]) * HEAD_DIM + offs_d[None, :]
-            query = tl.load(q_ptrs, mask=offs_g[:, None] < GROUP_SIZE, other=0.0)
+            if MAX_QUERIES == 1:
+                q_ptrs = q_seq_ptr + (head * GROUP_SIZE + offs_g[:, None]) * HEAD_DIM + offs_d[None, :]
+            else:
+                q_ptrs = q_seq_ptr + (offs_g // GROUP_SIZE)[:, None].to(tl.int64) * stride_q + offs_d[None, :]
+                q_ptrs += (head * GROUP_SIZE + offs_g % GROUP_SIZE)[:, None] * HEAD_DIM
+            query = tl.load(q_ptrs, mask=offs_g[:, None] < num_rows, other=0.0)
             m = tl.full([BLOCK_M], NEGATIVE, tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
@@ -356,7 +386,7 @@ def decode_attention(
             offs_n = start + tl.arange(0, TILE_KEYS)
             is_key = offs_n < stop
             if WINDOW > 0:
-                is_key = is_key & (offs_n >= length - WINDOW)
+                is_key = is_key & (offs_n >= length - WINDOW - MAX_QUERIES + 1)
             if PAGE_SIZE >= TILE_KEYS:
                 page = tl.load(table_ptr + start // PAGE_SIZE).to(tl.int64)
                 offset = (page * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + start % PAGE_SIZE + tl.arange(0, TILE_KEYS)
@@ -378,7 +408,13 @@ def decode_attention(
                 k = tl.load(k_ptrs, mask=is_key[:, None], other=0.0)
                 v = tl.load(k_ptrs + stride_kv, mask=is_key[:, None], other=0.0)
                 x = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
-            x = tl.where(is_key[None, :], x, NEGATIVE)
+            if MAX_QUERIES == 1:
+                is_seen = is_key[None, :]
+            else:
+                is_seen = is_key[None, :] & (offs_n[None, :] <= position[:, None])
+                if WINDOW > 0:
+                    is_seen = is_seen & (offs_n[None, :] > position[:, None] - WINDOW)
+            x = tl.where(is_seen, x, NEGATIVE)
             new_m = tl.maximum(m, tl.max(x, 1))
             p = tl.exp2(x - new_m[:, None])
             correction = tl.exp2(m - new_m)
@@ -395,21 +431,23 @@ def decode_attention(
             acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, HEAD_DIM]) * 0.00390625
         acc = acc / total[:, None]
         if num_parts == 1:
-            out_ptrs = out_seq_ptr + offs_g[:, None] * HEAD_DIM + offs_d[None, :]
-            tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=offs_g[:, None] < GROUP_SIZE)
+            offs_head = _head(offs_g, NUM_KV_HEADS, GROUP_SIZE, MAX_QUERIES)
+            out_ptrs = out_seq_ptr + offs_head[:, None] * HEAD_DIM + offs_d[None, :]
+            tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=offs_g[:, None] < num_rows)
         else:
-            offs_part = ((seq + split) * NUM_KV_HEADS + head) * GROUP_SIZE + offs_g
+            offs_part = ((seq + split) * NUM_KV_HEADS + head) * (MAX_QUERIES * GROUP_SIZE) + offs_g
             part_ptrs = part_ptr + offs_part[:, None].to(tl.int64) * HEAD_DIM + offs_d[None, :]
-            tl.store(part_ptrs, acc, mask=offs_g[:, None] < GROUP_SIZE)
-            tl.store(lse_ptr + offs_part, m + tl.log2(total), mask=offs_g < GROUP_SIZE)
+            tl.store(part_ptrs, acc, mask=offs_g[:, None] < num_rows)
+            tl.store(lse_ptr + offs_part, m + tl.log2(total), mask=offs_g < num_rows)
             tl.debug_barrier()  # the whole program's parts, before one thread announces them
             done = tl.atomic_add(counters_ptr + seq * NUM_KV_HEADS + head, 1, sem="acq_rel")
             if done == num_parts - 1:
                 tl.store(counters_ptr + seq * NUM_KV_HEADS + head, 0)
-                _merge(
-                    part_ptr, lse_ptr, out_seq_ptr, seq + first_split, num_parts, head,
-                    NUM_KV_HEADS, GROUP_SIZE, BLOCK_G, HEAD_DIM,
-                )  # fmt: skip
+                for first in tl.static_range(0, MAX_QUERIES * GROUP_SIZE, BLOCK_G):
+                    _merge(
+                        part_ptr, lse_ptr, out_seq_ptr, seq + first_split, num_parts, head, num_rows, first,
+                        NUM_KV_HEADS, GROUP_SIZE, MAX_QUERIES, BLOCK_G, HEAD_DIM,
+                    )  # fmt: skip
         seq, row, start_key, length, first_split, num_parts, _ = following
         if by_ticket:  # every layer draws one ticket per split and KV head
             ticket = NUM_SPLITS * NUM_KV_HEADS + ticket % (num_splits * NUM_KV_HEADS)

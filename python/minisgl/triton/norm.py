@@ -140,12 +140,16 @@ def _norm_rope_store(
     stride_page, stride_kv, stride_head, stride_slot, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HAS_NORM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_KV_HEADS: tl.constexpr, IS_FP8: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, group of BLOCK_HEADS query heads or of BLOCK_KV_HEADS KV heads).
 
     q is rotated in place; rotated k and v go to the pages. The halves of the heads are separate tiles, so each thread
     rotates its pairs by itself, all of them by the same cos and sin.
     """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     QUERY_GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     offs_d = tl.arange(0, HEAD_DIM // 2)[None, :]
@@ -205,6 +209,7 @@ def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages:
         scale, out_loc, *data.stride()[:4], heads.eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=dim, PAGE_SIZE=page_size, HAS_NORM=has_norm,
         BLOCK_HEADS=block, BLOCK_KV_HEADS=kv_block, IS_FP8=isinstance(pages, QuantizedPages),
+        **pdl_options(qkv.device, tokens == 1),
     )  # fmt: skip
     q = qkv.view(tokens, num_heads + 2 * num_kv_heads, dim)[:, :num_heads]
     return q.view(torch.float16) if isinstance(pages, QuantizedPages) and q.element_size() == 2 else q

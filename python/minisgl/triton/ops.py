@@ -9,6 +9,7 @@ from torch import Tensor
 
 from minisgl.ops.quantized import Quantized
 from minisgl.triton.cublas import cublas_linear
+from minisgl.triton.drafts import look_up
 from minisgl.triton.linear import Norm, gemv, gemv_rows, prefers_gemv_rows, skinny_config, skinny_gemm
 from minisgl.triton.logprobs import token_logprobs
 from minisgl.triton.moe import moe
@@ -76,6 +77,7 @@ OPS: Final[Mapping[str, Callable[..., Any]]] = {
     "add_norm_linear": add_norm_linear,
     "moe": moe,
     "norm_rope_store": norm_rope_store,
+    "look_up": look_up,
     "apply_penalties": apply_penalties,
     "count_tokens": count_tokens,
     "sample_rows": sample_rows,

@@ -31,6 +31,15 @@ def _penalize(x, seen, penalties_ptr):
 
 
 @triton.jit
+def _seen(token, seen_ptr, mask, inputs_ptr, drafted):
+    """The entries of `seen`, with the `drafted` tokens that end at `inputs_ptr`."""
+    seen = tl.load(seen_ptr + token, mask=mask, other=0)
+    for i in range(drafted):
+        seen += tl.where(token == tl.load(inputs_ptr - i), 2, 0)
+    return seen
+
+
+@triton.jit
 def _apply_mask(x, token, mask_ptr, mask):
     """-inf for tokens whose bit in the token mask is 0."""
     word = tl.load(mask_ptr + token // 32, mask=mask, other=0)
@@ -41,7 +50,8 @@ def _apply_mask(x, token, mask_ptr, mask):
 def _apply_penalties(
     logits_ptr, out_ptr, flags_ptr, mask_index_ptr, rows_ptr, positions_ptr,
     seen_ptr, penalties_ptr, first_end_ptr, num_biases_ptr, bias_ids_ptr, biases_ptr, masks_ptr,
-    vocab_size, stride_masks, stride_biases, BLOCK: tl.constexpr, BLOCK_BIASES: tl.constexpr,
+    drafted_ptr, inputs_ptr, vocab_size, stride_masks, stride_biases,
+    BLOCK: tl.constexpr, BLOCK_BIASES: tl.constexpr, HAS_DRAFTS: tl.constexpr,
 ):  # fmt: skip
     """A tile of BLOCK logits of a sequence; grid (S, V / BLOCK). Logits with a bias are computed twice."""
     seq, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
@@ -55,8 +65,11 @@ def _apply_penalties(
     mask_ptr = masks_ptr
     if is_masked:
         mask_ptr += tl.load(mask_index_ptr + seq).to(tl.int64) * stride_masks
+    drafted = 0
+    if HAS_DRAFTS:
+        drafted = tl.load(drafted_ptr + seq)
     if is_penalized:
-        x = _penalize(x, tl.load(seen_ptr + offs, mask=mask, other=0), penalties_ptr)
+        x = _penalize(x, _seen(offs, seen_ptr, mask, inputs_ptr + seq, drafted), penalties_ptr)
     if is_masked:
         x = _apply_mask(x, offs, mask_ptr, mask)
     tl.store(out_ptr + seq * vocab_size + offs, x, mask=mask)
@@ -72,14 +85,21 @@ def _apply_penalties(
             y = tl.load(logits_ptr + seq * vocab_size + token, mask=hit, other=0.0).to(tl.float32)
             y += tl.load(biases_ptr + row * stride_biases + offs_b, mask=hit, other=0.0)
             y = tl.where((code < 0) & is_early, float("-inf"), y)
-            y = _penalize(y, tl.load(seen_ptr + token, mask=hit, other=0), penalties_ptr)
+            y = _penalize(y, _seen(token, seen_ptr, hit, inputs_ptr + seq, drafted), penalties_ptr)
             if is_masked:
                 y = _apply_mask(y, token, mask_ptr, hit)
             tl.store(out_ptr + seq * vocab_size + token, y, mask=hit)
 
 
 def apply_penalties(
-    logits: Tensor, flags: Tensor, mask_index: Tensor, rows: Tensor, positions: Tensor, tables: PenaltyTables
+    logits: Tensor,
+    flags: Tensor,
+    mask_index: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    tables: PenaltyTables,
+    drafted: Tensor | None = None,
+    inputs: Tensor | None = None,
 ) -> Tensor:
     """As `ops.sampling.apply_penalties`."""
     logits = logits.contiguous()
@@ -88,7 +108,9 @@ def apply_penalties(
     _apply_penalties[(sampled, triton.cdiv(vocab, BLOCK))](
         logits, out, flags, mask_index, rows, positions,
         tables.seen, tables.penalties, tables.first_end, tables.num_biases, tables.bias_ids, tables.biases,
-        tables.masks, vocab, tables.masks.shape[1], tables.biases.shape[1], BLOCK=BLOCK, BLOCK_BIASES=BLOCK_BIASES,
+        tables.masks, flags if drafted is None else drafted, flags if inputs is None else inputs,
+        vocab, tables.masks.shape[1], tables.biases.shape[1],
+        BLOCK=BLOCK, BLOCK_BIASES=BLOCK_BIASES, HAS_DRAFTS=drafted is not None,
     )  # fmt: skip
     return out
 
@@ -99,11 +121,11 @@ def _count_tokens(tokens_ptr, flags_ptr, rows_ptr, seen_ptr, vocab_size, num_seq
     mask = (offs < num_seqs) & ((tl.load(flags_ptr + offs, mask=offs < num_seqs, other=0) & PENALIZED) != 0)
     row = tl.load(rows_ptr + offs, mask=mask, other=0)
     seen_ptrs = seen_ptr + row * vocab_size + tl.load(tokens_ptr + offs, mask=mask, other=0)
-    tl.store(seen_ptrs, tl.load(seen_ptrs, mask=mask, other=0) + 2, mask=mask)
+    tl.atomic_add(seen_ptrs, 2, mask=mask, sem="relaxed")
 
 
 def count_tokens(tokens: Tensor, flags: Tensor, rows: Tensor, tables: PenaltyTables) -> None:
-    """As `ops.sampling.count_tokens`; no row may be there twice."""
+    """As `ops.sampling.count_tokens`."""
     sampled = len(rows)
     _count_tokens[(triton.cdiv(sampled, 128),)](
         tokens, flags, rows, tables.seen, tables.seen.shape[1], sampled, BLOCK=128

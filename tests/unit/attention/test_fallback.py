@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.attention.backend import AttentionBackend, AttentionSpec
+from minisgl.attention.backend import AttentionBackend, AttentionSpec, ReferenceAttention
 from minisgl.attention.selection import ATTENTION, Requirements, resolve_attention
 from minisgl.errors import ConfigError
 from minisgl.ops.table import resolve_ops
@@ -119,3 +119,31 @@ def test_optional_backends_name_their_requirements(monkeypatch: pytest.MonkeyPat
     windowed = replace(SPEC, windows=(None, 512))
     assert ATTENTION.refusal("fi", windowed) is None
     assert ATTENTION.refusal("fa3", windowed) == "sliding windows are not supported"
+
+
+class HostLengths(ReferenceAttention):
+    """Plans on the host, where the lengths of rows with drafts are not known."""
+
+    name = "host"
+    needs_host_lengths = True
+
+
+@pytest.mark.parametrize(
+    ("choice", "kinds"),
+    [
+        ("host", ("host", "cpu")),
+        ("host,cpu", ("host", "cpu")),
+        ("reference,host", ("reference", "cpu")),
+        ("cpu", ("cpu",)),
+    ],
+)
+def test_with_drafts_a_backend_that_knows_lengths_on_the_device_decodes(
+    choice: str, kinds: tuple[str, ...], registry: Registry[type[AttentionBackend]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delitem(registry._entries, "broken")
+    spec = replace(SPEC, device_type="cpu", dtype=torch.float32, page_size=16)
+    registry.add("host", f"{__name__}:HostLengths")
+    plain, drafts = (resolve_attention(choice, replace(spec, max_queries=n), resolve_ops("cpu")) for n in (1, 5))
+    found = (drafts,) if len(kinds) == 1 else (drafts.prefill, drafts.decode)
+    assert tuple(backend.name for backend in found) == kinds and not drafts.needs_host_lengths
+    assert plain.needs_host_lengths == choice.endswith("host")

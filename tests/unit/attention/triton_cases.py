@@ -37,6 +37,7 @@ class Case:
         device: str,
         seed: int = 0,
         window: int | None = None,
+        max_queries: int = 1,
     ) -> None:
         pool, table, q, self.spans = setting(mix, page_size, group, dim, dtype, seed)
         self.pages: Any = pool.layer(0).to(device)
@@ -45,7 +46,15 @@ class Case:
         self.batch = on(make_batch(self.spans), device)
         self.window = window
         spec = AttentionSpec(
-            device, dtype, q.shape[1], pool.num_kv_heads, dim, page_size, len(mix) + 1, tuple({None, window})
+            device,
+            dtype,
+            q.shape[1],
+            pool.num_kv_heads,
+            dim,
+            page_size,
+            len(mix) + 1,
+            max_queries,
+            tuple({None, window}),
         )
         self.attention = TritonAttention(spec, OpTable())
         generator = torch.Generator().manual_seed(seed)
@@ -110,9 +119,41 @@ def check_forward(
     device: str,
     seed: int = 0,
     window: int | None = None,
+    max_queries: int = 1,
 ) -> None:
-    case = Case(mix, page_size, group, dim, dtype, device, seed, window)
+    case = Case(mix, page_size, group, dim, dtype, device, seed, window, max_queries)
     assert_near(case.forward(), case.expected(case.q, case.pages), case.spans)
+
+
+def check_drafted(
+    mix: Mix,
+    page_size: int,
+    group: int,
+    dim: int,
+    dtype: torch.dtype,
+    device: str,
+    max_queries: int,
+    window: int | None = None,
+    fp8_cache: bool = False,
+) -> None:
+    """Sequences with drafts by the kernel that decodes, with unused slots and a sequence that pads behind them."""
+    case = Case(mix, page_size, group, dim, dtype, device, 0, window, max_queries)
+    if fp8_cache:
+        case.attention = TritonAttention(replace(case.attention.spec, fp8_cache=True), OpTable())
+        case.pages = quantized(case.pages)
+    layout, used, extra = case.batch.layout, len(case.q), 2 * max_queries
+    rows, kv_lens = (torch.cat([t, t.new_zeros(1)]) for t in (layout.rows, layout.kv_lens))
+    kv_lens[-1] = extra
+    cu_query_lens = torch.cat([layout.cu_query_lens, layout.cu_query_lens.new_full((1,), used + extra)])
+    lens = np.full(len(mix) + 1, max_queries, np.int32)
+    case.batch = replace(case.batch, layout=SeqLayout(lens, lens, lens, rows, kv_lens, cu_query_lens))
+    q = torch.cat([case.q, torch.full_like(case.q[:1], 0.5).expand(extra, -1, -1)])
+    poison(q)
+    ctx = case.context()
+    assert ctx.attn_metadata.num_decode == len(mix) + 1 and not ctx.attn_metadata.chunks
+    out = case.attention.forward(q, case.pages, ctx, window)
+    case.batch = replace(case.batch, layout=layout)
+    assert_near(out[:used], case.expected(case.q, case.pages), case.spans)
 
 
 def check_padded(mix: Mix, group: int, dim: int, dtype: torch.dtype, device: str, window: int | None = None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from minisgl import LLM
@@ -15,7 +16,13 @@ from minisgl.engine.costs import measure_costs
 from support.fake_engine import step_seconds
 
 SPEC = SimpleNamespace(
-    max_seq_len=40_960, page_size=16, max_step_tokens=8192, max_running_requests=256, info=SimpleNamespace(size=1)
+    max_seq_len=40_960,
+    page_size=16,
+    max_step_tokens=8192,
+    max_running_requests=256,
+    info=SimpleNamespace(size=1),
+    drafter=None,
+    draft=None,
 )
 CASES = {
     "10M on a laptop": (StepCosts(2e-3, 2e-4, 1e-6, 2e-7), 1.5),
@@ -78,3 +85,34 @@ def test_ranks_take_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
         measure_costs(run, SPEC, 10_000, is_async=False)  # type: ignore[arg-type]
     assert plans[0] == plans[1]
+
+
+def test_steps_with_drafts_are_timed_where_the_device_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device on which steps with drafts cost 1 ms more, and their tokens a tenth of those of prompts."""
+    true, clock, lengths = StepCosts(4e-3, 2.2e-5), SimpleNamespace(now=0.0), dict[int, int]()
+    monkeypatch.setattr(measured, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def run(plan: BatchPlan) -> Callable[[], object]:
+        for _, row, first, length in plan.histories.reshape(-1, 4).tolist():
+            assert first == 0
+            lengths[row] = length
+        seconds = step_seconds(true, plan)
+        if plan.has_drafts:
+            for row, start, stop, _ in plan.slots.tolist():
+                assert start == lengths[row] - 1 and stop - start == 5
+            seconds = 1e-3 + true.base + 0.1 * true.per_token * int(plan.widths.sum())
+        clock.now += seconds
+        return lambda: None
+
+    spec = SimpleNamespace(**vars(SPEC) | {"drafter": "ngram", "max_queries": 5})
+    found = measure_costs(run, spec, 10_000, is_async=True)  # type: ignore[arg-type]
+    assert [rows for rows, _ in found.plain] == [1, 8, 64] and [tokens for tokens, _ in found.drafted] == [5, 40, 320]
+    for tokens, seconds in found.drafted:
+        assert seconds == pytest.approx(true.base + 1e-3 + 0.1 * true.per_token * tokens)
+    drafts = np.arange(5)
+    one, many = found.draft_seconds(1, drafts, 0), found.draft_seconds(64, drafts, 0)
+    assert one[0] == pytest.approx(true.base + true.per_token, rel=0.01)
+    assert one[1:] == pytest.approx(true.base + 1e-3 + 0.1 * true.per_token * 5, rel=0.01)  # as long as any
+    assert many[0] == pytest.approx(true.base + true.per_token * 64, rel=0.01)
+    more = 1e-3 + true.per_token * (0.1 * 64 * (1 + drafts[1:]) - 64)
+    assert many[1:] - many[0] == pytest.approx(np.maximum(0.0, more) / 64, abs=1e-7)

@@ -20,6 +20,7 @@ from minisgl.engine.engine import Engine
 from minisgl.errors import ConfigError
 from minisgl.layout import PROPOSED
 from minisgl.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
+from minisgl.ops.table import load_ops
 from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import OfflineIO
@@ -97,11 +98,13 @@ class Oracle:
         for row, ids in zip(self.answers, answers, strict=True):
             row[: len(ids)] = ids
 
-    def propose(self, history: torch.Tensor, lengths: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def propose(
+        self, history: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, longest: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         assert lengths.min() > 0 and lengths.max() <= longest
-        rows = zip(history.numpy(), lengths.tolist(), strict=True)
-        drafts = np.stack([self.following(ids[:length], MAX_DRAFTS) for ids, length in rows])
-        ready = self.rng.integers(MAX_DRAFTS + 1, size=len(history))
+        texts = zip(history[rows].numpy(), lengths.tolist(), strict=True)
+        drafts = np.stack([self.following(ids[:length], MAX_DRAFTS) for ids, length in texts])
+        ready = self.rng.integers(MAX_DRAFTS + 1, size=len(rows))
         return torch.from_numpy(drafts), torch.from_numpy(ready.astype(np.int32))
 
     def following(self, known: np.ndarray, count: int) -> np.ndarray:
@@ -113,7 +116,7 @@ class Oracle:
         return np.where(self.rng.random(count) < 0.9, right, self.rng.integers(VOCAB, size=count)).astype(np.int32)
 
     def look_up(self, ids: np.ndarray) -> np.ndarray:
-        drafts, ready = self.propose(torch.from_numpy(ids[None]), torch.tensor([len(ids)]), len(ids))
+        drafts, ready = self.propose(torch.from_numpy(ids[None]), torch.tensor([0]), torch.tensor([len(ids)]), len(ids))
         return drafts[0, : int(ready)].numpy()
 
 
@@ -145,7 +148,7 @@ def run(
     assert engine.general.name.startswith("native" if device is None else "eager")
     scheduler = Scheduler(config, engine, io, Grammars(FakeCompiler(VOCAB)))
     if oracle is not None:
-        engine.parts.drafting._drafter = oracle
+        engine.parts.drafting.drafter = oracle
         assert scheduler.drafts is not None
 
         def guess(req: Req) -> np.ndarray:
@@ -232,7 +235,9 @@ def test_a_thousand_answers_are_equal(folder: Path, seed: int) -> None:
     check_equal(folder, 100 + seed, seed % 3, 28 + seed % 2, LAYOUTS[seed // 3 % 4], ("auto", "ngram")[seed % 2])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda o: f"pages of {o['page_size']}")
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, {"page_size": 16, "attention_backend": "reference,cpu"}], ids=lambda o: str(list(o.values()))
+)
 def test_drafts_while_late_change_no_token(folder: Path, layout: dict[str, Any]) -> None:
     """A device that runs behind the plans, op by op, with freed pages full of NaN."""
     requests = make_requests(random.Random(5), 24)
@@ -261,9 +266,10 @@ def drafts_of(*rows: list[int]) -> list[list[int]]:
     history = torch.full((len(rows), longest + 5), 7, dtype=torch.int32)
     for row, ids in zip(history, rows, strict=True):
         row[: len(ids)] = torch.tensor(ids)
-    drafts, count = NGramDrafter().propose(history, torch.tensor([len(ids) for ids in rows]), longest)
+    drafter, lengths = NGramDrafter(load_ops("reference")), torch.tensor([len(ids) for ids in rows])
+    drafts, count = drafter.propose(history, torch.arange(len(rows)), lengths, longest)
     found = [d[:n].tolist() for d, n in zip(drafts, count.tolist(), strict=True)]
-    assert [NGramDrafter().look_up(np.array(ids, np.int32)).tolist() for ids in rows] == found
+    assert [drafter.look_up(np.array(ids, np.int32)).tolist() for ids in rows] == found
     return found
 
 

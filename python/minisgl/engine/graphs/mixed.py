@@ -1,9 +1,10 @@
-"""Captures steps with prompts as CUDA graphs, where launching op by op takes longer than computing."""
+"""Captures steps with prompts or drafts as CUDA graphs, where launching op by op takes longer than computing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from minisgl.core import TILE_TOKENS, BatchPlan
 from minisgl.engine.batch import Expanded, expand
 from minisgl.engine.graphs.capture import TAILS, tail_of
-from minisgl.engine.graphs.mixed_inputs import MAX_CHUNKS, MAX_PAGE_WRITES, MixedInputs
+from minisgl.engine.graphs.mixed_inputs import MAX_CHUNKS, MAX_DRAFTED, MAX_PAGE_WRITES, MixedInputs
 from minisgl.engine.runner import ForwardOutput
 from minisgl.engine.trial import trial_plan
 from minisgl.layout import Flag
@@ -29,8 +30,10 @@ if TYPE_CHECKING:
 # (`scheduler/budget.py`), and a GEMM takes as long for half a tile as for a whole one.
 TOKEN_SIZES: Final = (32, 48, 64, 96, 128, 192, *range(2 * TILE_TOKENS, 11 * TILE_TOKENS + 1, TILE_TOKENS))
 LARGE_SIZES: Final = (*range(1536, 4097, 256), *range(4608, 8193, 512))  # for models with small layers
+# Of steps with drafts and without prompts.
+DRAFT_SIZES: Final = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 448, 512)
 LAUNCH_FLOPS: Final = 3.6e11  # of an H200 in 0.6 ms; a host takes 0.4 to 0.8 ms to launch a layer op by op
-TAIL_SIZES: Final = (8, 32, 64, 128, 192, 256)  # sequences that sample; the largest possible number is added
+TAIL_SIZES: Final = (8, 16, 32, 64, 128, 192, 256, 320, 512)  # tokens to sample; the largest possible number is added
 MAX_CONTEXT: Final = 8192  # of prompts: the tiles of attention are chosen for short contexts
 
 
@@ -39,8 +42,9 @@ class _Captured:
     """One number of tokens: a graph that leaves the hidden states from which tokens are sampled."""
 
     forward: torch.cuda.CUDAGraph
-    chunks: int  # of prompts, one of them for padding
-    samples: int  # fewer than the tokens: for an equal number the model would not select hidden states
+    size: int
+    chunks: int  # of prompts, one of them for padding; 0 without prompts
+    samples: int  # with prompts fewer than the tokens: else the model would not select hidden states
 
 
 def token_sizes(max_tokens: int, flops_per_token: float, num_layers: int) -> list[int]:
@@ -52,8 +56,17 @@ def token_sizes(max_tokens: int, flops_per_token: float, num_layers: int) -> lis
     return [t for t in (*TOKEN_SIZES, *(t for t in LARGE_SIZES if t <= large)) if t <= max_tokens]
 
 
+def draft_sizes(parts: Parts, max_decodes: int) -> list[int]:
+    """Numbers of tokens to capture for steps with drafts and without prompts."""
+    most = 0 if parts.drafting is None else max_decodes * parts.attention.spec.max_queries
+    return [t for t in DRAFT_SIZES if t <= most]
+
+
 class MixedGraphRunner:
-    """Runs steps with prompts and decoding sequences, padded to one of `token_sizes` as `MixedInputs` says.
+    """Runs steps with prompts, decoding sequences and drafts, padded to one of `token_sizes` as `MixedInputs` says.
+
+    Steps with drafts and without prompts have graphs of their own, `DRAFT_SIZES`, which read the keys of a sequence
+    once. They sample behind every token, and their tail confirms drafts and asks the drafter.
 
     Sampling is captured by the number of sequences that sample, once for all sizes, since it reads the hidden states
     from one place. Prompt logprobs run eagerly.
@@ -68,52 +81,52 @@ class MixedGraphRunner:
         self.parts = parts
         self.device: CudaDevice = parts.device  # type: ignore[assignment]
         sizes = token_sizes(max_tokens, parts.flops_per_token, parts.model.config.num_layers)
-        self._inputs = MixedInputs(max(sizes, default=0), max_decodes, parts)
+        drafted = draft_sizes(parts, max_decodes)
+        self._inputs = MixedInputs(max([*sizes, *drafted], default=0), max_decodes, parts)
         self._hidden: tuple[Tensor, Tensor] | None = None
-        self._graphs: dict[int, _Captured] = {}
-        for size in reversed(sizes):
-            self._graphs[size] = self._capture(size, capture)
-        self._graphs = dict(reversed(self._graphs.items()))
-        most = max((captured.samples for captured in self._graphs.values()), default=0)
+        graphs = [self._capture(size, True, capture) for size in reversed(sizes)]
+        graphs += [self._capture(size, False, capture) for size in reversed(drafted)]
+        self._graphs = graphs[::-1]
+        most = max((captured.samples for captured in graphs), default=0)
         self._tail_sizes = sorted({min(rows, most) for rows in (*TAIL_SIZES, most) if most})
-        self._tails = {
-            (rows, tail): capture(partial(self._sample, rows, tail)) for rows in self._tail_sizes for tail in TAILS
-        }
+        kinds = (False,) if parts.drafting is None else (False, True)
+        self._tails = {key: capture(partial(self._sample, *key)) for key in product(self._tail_sizes, TAILS, kinds)}
 
     def fits(self, plan: BatchPlan) -> bool:
         flags, stops = plan.slots["flags"], plan.slots["stop"]
         is_chunk = (flags & Flag.FROM_DEVICE) == 0
         return bool(
-            self._size(plan) is not None
-            and not plan.has_drafts
+            self._choose(plan) is not None
             and not (flags & Flag.PROMPT_LOGPROBS).any()
             and len(plan.page_writes) <= MAX_PAGE_WRITES
             and stops[is_chunk].max(initial=0) <= MAX_CONTEXT
         )
 
-    def _size(self, plan: BatchPlan) -> int | None:
-        """The smallest captured size that fits a plan, if any."""
+    def _choose(self, plan: BatchPlan) -> _Captured | None:
+        """The smallest graph that fits a plan, if any; those without prompts are the first."""
         flags = plan.slots["flags"]
         tokens = int((plan.slots["stop"] - plan.slots["start"]).sum())
         decodes = int(np.count_nonzero(flags & Flag.FROM_DEVICE))
-        samples = int(np.count_nonzero(flags & Flag.SAMPLES))
+        samples = len(plan.sampled_flags)
         chunks = max(len(flags) - decodes, len(plan.row_states))
         if decodes > self._inputs.decodes:
             return None
-        fitting = (s for s, c in self._graphs.items() if s >= tokens and c.chunks > chunks and c.samples >= samples)
-        return next(fitting, None)
+        fitting = (c for c in self._graphs if c.size >= tokens and c.samples >= samples)
+        return next((c for c in fitting if (c.chunks > chunks if c.chunks else plan.has_drafts and not chunks)), None)
 
     def launch(self, plan: BatchPlan) -> ForwardOutput:
-        size = self._size(plan)
-        assert size is not None, "the plan does not fit"
-        x = expand(plan)
-        self._upload(size, plan, x)
-        self._graphs[size].forward.replay()
+        captured, x, drafting = self._choose(plan), expand(plan), self.parts.drafting
+        assert captured is not None, "the plan does not fit"
+        if drafting is not None:
+            drafting.remember(plan)
+        self._upload(captured.size, captured.chunks > 0, plan, x)
+        captured.forward.replay()
         count = len(x.sample_rows)
 
         def sample(masks: Ints) -> Pending:
             self.parts.penalties.apply(plan.penalties, masks)
-            graph, out = self._tails[next(rows for rows in self._tail_sizes if rows >= count), tail_of(x.flags)]
+            rows = next(rows for rows in self._tail_sizes if rows >= count)
+            graph, out = self._tails[rows, tail_of(x.flags), plan.has_drafts]
 
             def work() -> Tensor:
                 graph.replay()
@@ -124,26 +137,37 @@ class MixedGraphRunner:
 
         return ForwardOutput(plan, sample)
 
-    def _upload(self, size: int, plan: BatchPlan, x: Expanded) -> None:
-        used = self._inputs.fill(size, plan, x)
+    def _upload(self, size: int, has_chunks: bool, plan: BatchPlan, x: Expanded) -> None:
+        used = self._inputs.fill(size, has_chunks, plan, x)
         self.device.upload_into(self._inputs.on_device[:used], self._inputs.on_host[:used])
 
-    def _capture(self, size: int, capture: Capture) -> _Captured:
-        chunks = min(size // 2, MAX_CHUNKS) + 1
-        samples = min(size - 1, self._inputs.decodes + chunks - 1)
+    def _capture(self, size: int, has_chunks: bool, capture: Capture) -> _Captured:
+        chunks, samples = 0, size
+        if has_chunks:
+            chunks, most = min(size // 2, MAX_CHUNKS) + 1, 0 if self.parts.drafting is None else MAX_DRAFTED
+            samples = min(size - 1, self._inputs.decodes + chunks - 1 + most)
         plan = trial_plan([(0, 0, size, Flag.SAMPLES)])
-        self._upload(size, plan, expand(plan))
+        self._upload(size, has_chunks, plan, expand(plan))
 
         def work() -> None:
-            hidden = self.parts.hidden(*self.parts.begin(self._inputs.batch(size, chunks, samples)))
-            if self._hidden is None:  # the run before the first capture, which has the most sequences
-                self._hidden = hidden[0].clone(), hidden[1].clone()
+            hidden = self.parts.hidden(*self._inputs.begin(size, chunks, samples))
+            if self._hidden is None:
+                most = self._inputs.columns
+                self._hidden = (
+                    hidden[0].new_empty(most, hidden[0].shape[1]),
+                    hidden[1].new_empty(most, hidden[1].shape[1]),
+                )
             for own, shared in zip(hidden, self._hidden, strict=True):
                 shared[:samples].copy_(own)
 
-        return _Captured(capture(work)[0], chunks, samples)
+        return _Captured(capture(work)[0], size, chunks, samples)
 
-    def _sample(self, rows: int, tail: int) -> Tensor:
+    def _sample(self, rows: int, tail: int, has_drafts: bool) -> Tensor:
         assert self._hidden is not None
         x, residual = (t[:rows] for t in self._hidden)
-        return self.parts.sample(self.parts.model.logits(x, residual), self._inputs.sampling(rows, tail))
+        sampling = self._inputs.sampling(rows, tail, has_drafts)
+        out = self.parts.sample(self.parts.model.logits(x, residual), sampling)
+        if has_drafts:
+            out = self._inputs.settle(out)
+            self.parts.count(out, sampling)
+        return out

@@ -1,4 +1,4 @@
-"""The inputs of captured steps with prompts: one buffer for all sizes, filled from a plan."""
+"""The inputs of captured steps with prompts or drafts: one buffer for all sizes, filled from a plan."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from minisgl.core import Batch, BatchPlan, Sampling, SeqLayout
 from minisgl.layout import PAGE_WRITE, ROW_STATE, Flag, words
 from minisgl.rounding import round_up
+from minisgl.triton import drafts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,24 +21,29 @@ if TYPE_CHECKING:
 
 MAX_CHUNKS: Final = 64
 MAX_PAGE_WRITES: Final = 512
+MAX_DRAFTED: Final = 512  # tokens of the slots with DRAFTS, besides one for each decoding sequence
 
 
 class MixedInputs:
-    """An int32 buffer and its named parts, equal on host and device.
+    """An int32 buffer and its named parts, equal on host and device, and what the device derives from them.
 
-    The `decodes` decoding sequences come first and have the first tokens; chunks of prompts follow. Unused slots point
-    at the dummy row, the page table's last: unused decode slots have `kv_len` 0, and the chunk behind the last one
-    takes the padding tokens. The arrays of tokens come last, so that a small step is a small upload.
+    The decoding sequences, `decodes` at most, come first and have the first tokens; chunks of prompts follow. Unused
+    slots point at the dummy row, the page table's last: unused decode slots have no tokens and `kv_len` 0, and the
+    chunk behind the last one takes the padding tokens. A step without prompts has no unused decode slots before this
+    one. The arrays of tokens come last, so that a small step is a small upload.
     """
 
     def __init__(self, max_tokens: int, max_decodes: int, parts: Parts) -> None:
+        self._parts = parts
         self._dummy_row = len(parts.state.page_table) - 1
         self._dummy_page = parts.kv_cache.num_pages - 1
+        self._max_queries = parts.attention.spec.max_queries
         self.decodes = min(max_decodes, max_tokens)
         chunks = MAX_CHUNKS + 1
         seqs = self.decodes + chunks
-        widths = dict.fromkeys(("logit_tokens", "sample_rows", "sample_positions", "sample_flags", "mask_index"), seqs)
-        widths |= {"rows": seqs, "kv_lens": seqs, "cu_query_lens": seqs + 1}
+        columns = self.columns = seqs if parts.drafting is None else seqs + MAX_DRAFTED
+        widths = dict.fromkeys(("logit_tokens", "sample_rows", "sample_flags", "mask_index"), columns)
+        widths |= {"rows": seqs, "cu_query_lens": seqs + 1}
         widths |= {"page_writes": words(PAGE_WRITE) * MAX_PAGE_WRITES, "row_states": words(ROW_STATE) * chunks}
         ends: list[int] = np.cumsum([0, *(round_up(w, 4) for w in widths.values())]).tolist()
         self._places = {name: slice(lo, lo + widths[name]) for name, lo in zip(widths, ends[:-1], strict=True)}
@@ -45,26 +51,30 @@ class MixedInputs:
         self.on_host = np.zeros(ends[-1] + 3 * max_tokens, np.int32)
         self.on_device = torch.zeros(len(self.on_host), dtype=torch.int32, device=parts.device.torch_device)
 
-    def fill(self, size: int, plan: BatchPlan, x: Expanded) -> int:
+        def ints(count: int) -> Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=parts.device.torch_device)
+
+        tokens = ints(max_tokens), ints(max_tokens), ints(max_tokens).long()
+        self._placed = drafts.Placed(*tokens, ints(seqs), ints(columns), ints(columns), ints(columns))
+
+    def fill(self, size: int, has_chunks: bool, plan: BatchPlan, x: Expanded) -> int:
         """Write a plan and its expansion to the host's buffer, padded to `size` tokens; the ints to upload."""
         host = {name: self.on_host[place] for name, place in self._places.items()}
         end = self._tokens_at + 3 * size
         tokens = self.on_host[self._tokens_at : end].reshape(3, size)
         _put(tokens[0], x.input_ids, 0)
-        _put(tokens[1], x.positions, 0)
+        _put(tokens[1], x.positions, np.arange(size - len(x.positions), dtype=np.int32))
         _put(tokens[2], x.token_rows, self._dummy_row)
         _put(host["logit_tokens"], x.logit_tokens, 0)
         _put(host["sample_rows"], x.sample_rows, self._dummy_row)
-        _put(host["sample_positions"], x.sample_positions, 1)
         _put(host["sample_flags"], x.sample_flags, 0)
         _put(host["mask_index"], x.mask_index, 0)
-        decodes, first = int(np.count_nonzero(plan.slots["flags"] & Flag.FROM_DEVICE)), self.decodes
+        decodes = int(np.count_nonzero(plan.slots["flags"] & Flag.FROM_DEVICE))
+        first, ends = self.decodes if has_chunks else decodes, np.cumsum([0, *x.query_lens], dtype=np.int32)
         _put(host["rows"][:first], x.rows[:decodes], self._dummy_row)
         _put(host["rows"][first:], x.rows[decodes:], self._dummy_row)
-        _put(host["kv_lens"][:first], x.kv_lens[:decodes], 0)
-        _put(host["kv_lens"][first:], x.kv_lens[decodes:], 0)
-        host["kv_lens"][first + len(x.rows) - decodes] = size - len(x.input_ids)
-        _put(host["cu_query_lens"][first:], np.cumsum([decodes, *x.query_lens[decodes:]], dtype=np.int32), size)
+        _put(host["cu_query_lens"][:first], ends[:decodes], ends[decodes])
+        _put(host["cu_query_lens"][first:], ends[decodes:], size)
         pages, states = host["page_writes"].view(PAGE_WRITE), host["row_states"].view(ROW_STATE)
         pages[: len(plan.page_writes)] = plan.page_writes
         pages[len(plan.page_writes) :] = (self._dummy_row, 0, self._dummy_page)
@@ -73,44 +83,79 @@ class MixedInputs:
         states["row"][len(plan.row_states) :] = self._dummy_row
         return end
 
-    def batch(self, size: int, chunks: int, samples: int) -> Batch:
-        """The device's buffer as a batch of `size` tokens, `chunks` chunks and `samples` sequences that sample.
+    def begin(self, size: int, chunks: int, samples: int) -> tuple[Tensor, Batch, Tensor]:
+        """Do what `Parts.begin` does, in a step of `size` tokens, `chunks` chunks and `samples` sampled tokens.
 
-        To be called while a graph is captured, since its conversions belong into the graph. Lengths on the host are
-        bounds of the prompts' lengths only: kernels read the device's.
+        To be called while a graph is captured. Lengths on the host only tell decoding sequences from prompts, whose
+        lengths they bound: kernels read the device's. Without chunks every token is sampled.
         """
-        x, seqs = self._views(), self.decodes + chunks
+        x, state, drafting = self._views(), self._parts.state, self._parts.drafting
+        seqs = self.decodes + chunks if chunks else min(size, self.decodes) + 1
         tokens = self.on_device[self._tokens_at : self._tokens_at + 3 * size].view(3, size)
-        lens: Ints = np.ones(seqs, np.int32)
-        lens[self.decodes :] = 2
-        lens[self.decodes] = size
-        return Batch(
-            layout=SeqLayout(lens, lens, lens, x["rows"][:seqs], x["kv_lens"][:seqs], x["cu_query_lens"][: seqs + 1]),
-            input_ids=tokens[0],
-            positions=tokens[1],
+        cu_query_lens, placed = x["cu_query_lens"][: seqs + 1], self._placed
+        drafts.place_tokens(
+            tokens,
+            cu_query_lens,
+            x["logit_tokens"][:samples],
+            x["page_writes"].view(-1, words(PAGE_WRITE)),
+            state.page_table,
+            state.last_token,
+            *((state.last_token, state.page_table) if drafting is None else (drafting.lengths, drafting.drafts)),
+            placed,
+            self._parts.kv_cache.page_size,
+        )
+        row_states = x["row_states"].view(-1, words(ROW_STATE))[:chunks]
+        state.fill(row_states)
+        lens: Ints = np.full(seqs, self._max_queries, np.int32)
+        if chunks:
+            lens[self.decodes :] += 1
+            lens[self.decodes] = size
+        batch = Batch(
+            layout=SeqLayout(lens, lens, lens, x["rows"][:seqs], placed.kv_lens[:seqs], cu_query_lens),
+            input_ids=placed.ids[:size],
+            positions=placed.positions[:size],
             token_rows=tokens[2],
             logit_tokens=x["logit_tokens"][:samples].long(),
-            sampling=self.sampling(samples, 0),
-            page_writes=x["page_writes"].view(-1, words(PAGE_WRITE)),
-            row_states=x["row_states"].view(-1, words(ROW_STATE))[:chunks],
+            sampling=self.sampling(samples, 0, False),
+            page_writes=row_states[:0],
+            row_states=row_states,
         )
+        return batch.input_ids, batch, placed.out_loc[:size]
 
-    def sampling(self, samples: int, flags: int) -> Sampling:
+    def sampling(self, samples: int, flags: int, has_drafts: bool) -> Sampling:
         """The device's buffer as the inputs of sampling; to be called while a graph is captured."""
         x = self._views()
         return Sampling(
             rows=x["sample_rows"][:samples].long(),
-            positions=x["sample_positions"][:samples],
+            positions=self._placed.sample_positions[:samples],
             row_flags=x["sample_flags"][:samples],
             mask_index=x["mask_index"][:samples],
             flags=flags,
+            drafted=self._placed.drafted[:samples] if has_drafts else None,
+            inputs=self._placed.inputs[:samples] if has_drafts else None,
         )
+
+    def settle(self, out: Tensor) -> Tensor:
+        """As `Drafting.settle`; to be called while a graph is captured."""
+        drafting, x, samples = self._parts.drafting, self._views(), out.shape[1]
+        assert drafting is not None, "a plan with DRAFTS, but no drafter"
+        codes = self.on_device[self._tokens_at :]
+        rows, cu_query_lens = x["rows"][: self.decodes], x["cu_query_lens"][: self.decodes + 1]
+        lines = out.new_zeros(2, samples + 1)  # the last column is for unused slots
+        lines[0] = 1
+        state = drafting.lengths, drafting.history, drafting.last_token
+        drafts.settle(out, self._placed.ids, codes, rows, cu_query_lens, *state, lines[0])
+        rows, longest = rows.long(), drafting.history.shape[1]
+        found, ready = drafting.drafter.propose(drafting.history, rows, drafting.lengths[rows], longest)
+        drafting.drafts[rows] = found
+        lines[1].scatter_(0, cu_query_lens[:-1].clamp(max=samples).long(), ready)
+        return torch.cat([out[:2], lines[:, :samples], out[2:]])
 
     def _views(self) -> dict[str, Tensor]:
         return {name: self.on_device[place] for name, place in self._places.items()}
 
 
-def _put(into: Ints, values: Ints, rest: int) -> None:
+def _put(into: Ints, values: Ints, rest: int | Ints) -> None:
     """Write `values`, then `rest` up to the end."""
     into[: len(values)] = values
     into[len(values) :] = rest

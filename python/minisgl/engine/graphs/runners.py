@@ -10,7 +10,7 @@ from minisgl.engine.graphs.capture import TAILS, Capture
 from minisgl.engine.graphs.decode import GraphRunner, graph_sizes
 from minisgl.engine.graphs.mixed import MixedGraphRunner
 from minisgl.engine.pooling import base_runner
-from minisgl.engine.trial import decode_plan, largest_prefill
+from minisgl.engine.trial import decode_plan, draft_plan, largest_prefill
 from minisgl.errors import ConfigError
 from minisgl.process.log import Progress
 from minisgl.triton.launch import compile_ahead
@@ -51,6 +51,8 @@ class CudaRunners:
         plans += [decode_plan(n, spec.model.vocab_size, 0) for n in sorted({rows, *SMALL_STEPS}) if n <= rows]
         # The kernels of the other tails are the same for any number of rows.
         plans += [decode_plan(rows, spec.model.vocab_size, flags) for flags in TAILS[1:]]
+        if parts.drafting is not None:
+            plans += [draft_plan(n, spec.max_queries) for n in (1, 16)]
         runner = base_runner(parts, spec)
         with compile_ahead(Progress("compiling kernels", "kernels", spec.info.rank == 0).update):
             for plan in plans:
@@ -69,7 +71,7 @@ class CudaRunners:
         with Capture() as capture:
             decode = GraphRunner(parts, graph_sizes(spec.graph_rows), capture, progress.update)
             has_draft_model = parts.drafting is not None and parts.drafting.model is not None
-            if has_draft_model or not parts.attention.captures_prompts:
+            if has_draft_model or not (parts.attention.captures_prompts or parts.drafting):
                 return [decode, eager]  # a drafter with a model computes prompts, too
-            longest = min(spec.max_step_tokens, spec.max_seq_len)
+            longest = min(spec.max_step_tokens, spec.max_seq_len) if parts.attention.captures_prompts else 0
             return [decode, MixedGraphRunner(parts, capture, longest, spec.graph_rows), eager]

@@ -1,0 +1,79 @@
+"""What a step with drafts costs on a GPU, beside a step that only decodes: random weights in the shape of a model.
+
+    PYTHONPATH=python python benchmark/draft_steps.py --shape qwen3-8b --tokens 1 2 4 5 8
+
+Each row has a context of `--context` tokens. Steps are launched one behind the other, as under load. Prints the median
+milliseconds of a step, and its ratio to the step of as many rows that only decodes (1 token without drafts).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+
+from minisgl.bench.shapes import shape_options
+from minisgl.core import BatchPlan
+from minisgl.device.device import create_device
+from minisgl.engine.config import resolve
+from minisgl.engine.engine import Engine
+from minisgl.engine.trial import spread_plan
+from minisgl.layout import HISTORY_HEAD, NO_INTS, NO_PAGE_WRITES, Flag, words
+from minisgl.settings.options import SchedulerConfig, build_config
+
+STEPS, REPEATS = 24, 5
+
+
+def plan_of(engine: Engine, rows: int, tokens: int, context: int) -> BatchPlan:
+    """A step of `tokens` tokens a row; with 1, rows only decode, and with 0 they have DRAFTS without any."""
+    stop, flags = context + max(1, tokens), Flag.SAMPLES | Flag.FROM_DEVICE
+    slack = STEPS * (REPEATS + 1) * max(1, tokens)
+    plan = spread_plan([(row, 0, stop + slack, flags) for row in range(rows)], engine.page_size, engine.num_pages)
+    plan.slots["start"], plan.slots["stop"] = context, stop
+    if tokens == 1:
+        return plan
+    plan.slots["flags"] |= Flag.DRAFTS
+    heads = np.zeros(rows, HISTORY_HEAD)
+    heads["words"], heads["row"], heads["length"] = words(HISTORY_HEAD), np.arange(rows), context + 1
+    return replace(plan, histories=heads.view(np.int32))
+
+
+def seconds(engine: Engine, plan: BatchPlan) -> tuple[float, str]:
+    """The time of a step, and its runner."""
+    engine.launch(plan).wait()
+    plan, times = replace(plan, page_writes=NO_PAGE_WRITES, histories=NO_INTS), []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        outputs = [engine.launch(plan) for _ in range(STEPS)]
+        outputs[-1].wait()
+        times.append((time.perf_counter() - began) / STEPS)
+    return median(times), next(r for r in engine.runners if r.fits(plan)).name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--quantization")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[0, 2, 4, 5, 8])
+    parser.add_argument("--context", type=int, default=512)
+    args = parser.parse_args()
+    options = {"speculate": "ngram", "num_draft_tokens": max(1, *args.tokens) - 1, "quantization": args.quantization}
+    with shape_options(args.shape, options) as given:
+        config = build_config(SchedulerConfig, given).engine
+        engine = Engine(resolve(config, "cuda"), create_device("cuda"))
+    print(f"{args.shape} {args.quantization or ''}: {engine.step_costs()}", flush=True)
+    for rows in args.rows:
+        plain, name = seconds(engine, plan_of(engine, rows, 1, args.context))
+        line = f"{rows:3} rows: plain {plain * 1e3:.3f} ms ({name})"
+        for tokens in args.tokens:
+            took, name = seconds(engine, plan_of(engine, rows, tokens, args.context))
+            line += f" | {tokens} tokens {took * 1e3:.3f} = {took / plain:.3f} x{' EAGER' * (name == 'eager')}"
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Drafts on a GPU: in float32 the built-in model's answers are those of a CPU without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from gpu.test_engine_gpu import engine
+from minisgl import LLM, Grammar, SamplingParams
+from minisgl.checkpoint.hf import BUILTIN_MODEL
+from minisgl.core import BatchPlan
+from minisgl.layout import Flag
+
+COPY = "Repeat exactly: The lighthouse keeper wrote down the weather every evening. The weather was fine."
+SCHEMA = '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer"}}}'
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    (COPY, {"temperature": 0.0}),
+    (COPY, {"temperature": 1.0, "seed": 1}),
+    (COPY, {"temperature": 1.0, "seed": 2, "top_k": 20, "top_p": 0.9}),
+    (COPY, {"temperature": 0.0, "logprobs": 3}),
+    (COPY, {"temperature": 0.5, "seed": 3, "frequency_penalty": 0.2, "repetition_penalty": 1.1, "min_p": 0.02}),
+    (COPY, {"temperature": 0.0, "logit_bias": ((70, 3.0), (2, 5.0)), "min_tokens": 40}),
+    ("Say hello and hello and hello and hello.", {"temperature": 0.0, "frequency_penalty": 0.3, "logprobs": 1}),
+    ("Who is Anna, 34 years old?", {"temperature": 0.0, "grammar": Grammar("json_schema", SCHEMA)}),
+    ("Colors?", {"temperature": 1.0, "seed": 4, "grammar": Grammar("regex", "(red, blue, ){3}red, (blue|green)")}),
+    ("Tell me a story about a fox named Lily.", {"temperature": 0.0}),
+    ("Tell me a story about a fox named Lily.", {"temperature": 0.8, "seed": 5, "speculate": False}),
+]
+Answers = list[tuple[list[int], list[float]]]
+
+
+def answers(llm: LLM) -> Answers:
+    chats = [[{"role": "user", "content": text}] for text, _ in REQUESTS]
+    done = llm.chat(chats, [SamplingParams(max_tokens=60, **given) for _, given in REQUESTS])
+    return [(c.token_ids, [t.logprob for t in c.logprobs or ()]) for c in done]
+
+
+def check(got: Answers, want: Answers) -> None:
+    for i, ((tokens, logprobs), (their_tokens, theirs)) in enumerate(zip(got, want, strict=True)):
+        assert tokens == their_tokens, REQUESTS[min(i, len(REQUESTS) - 1)]
+        assert logprobs == pytest.approx(theirs, abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> Answers:
+    return answers(LLM(device="cpu", dtype="float32", num_pages=2000))
+
+
+@contextmanager
+def watched(llm: LLM) -> Iterator[set[str]]:
+    """Collect the runners of steps with drafts."""
+    watched_engine, seen = llm.scheduler.engine, set()
+    launch = watched_engine.launch
+
+    def watching(plan: BatchPlan) -> Any:
+        if (plan.slots["flags"] & Flag.DRAFTS).any():
+            seen.add(next(r for r in watched_engine.runners if r.fits(plan)).name)
+        return launch(plan)
+
+    watched_engine.launch = watching
+    yield seen
+    del watched_engine.launch  # the method again
+
+
+GRAPHS, EAGER = {"cuda graph with prompts"}, {"eager"}
+VARIANTS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "ngram": ({"speculate": "ngram"}, GRAPHS),
+    "no overlap": ({"speculate": "ngram", "overlap": False}, GRAPHS),
+    "op by op": ({"speculate": "ngram", "cuda_graph_max_bs": 0}, EAGER),
+    "8 drafts": ({"speculate": "ngram", "num_draft_tokens": 8, "page_size": 16, "max_prefill_length": 96}, GRAPHS),
+    "auto": ({"speculate": "auto", "cache_type": "naive"}, GRAPHS),
+    "tree": ({"speculate": "tree"}, GRAPHS),
+    "dry pool": ({"speculate": "ngram", "num_pages": 40, "page_size": 16}, GRAPHS),
+    "model": ({"speculate": f"draft:{BUILTIN_MODEL}"}, EAGER),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_answers_are_those_of_a_cpu_without_drafts(on_cpu: Answers, name: str):
+    options, runners = VARIANTS[name]
+    with engine(**options) as llm, watched(llm) as seen:
+        for _ in range(2):  # cold, then with a warm prefix cache
+            check(answers(llm), on_cpu)
+        stats = llm.scheduler.stats
+        print(f"\n{name}: {stats.accepted_tokens} of {stats.drafted_tokens} drafts are right, {sorted(seen)}")
+        assert stats.accepted_tokens > 50
+        assert seen == runners
+
+
+def test_bfloat16_answers_are_the_same_every_time():
+    """Small steps are chained kernels, which start before the one before has ended."""
+    chats = [[{"role": "user", "content": text}] for text, given in REQUESTS if "grammar" not in given]
+    params = [SamplingParams(max_tokens=60, **given) for _, given in REQUESTS if "grammar" not in given]
+    with engine(dtype="bfloat16", speculate="ngram", cache_type="naive") as llm:
+        for count in (1, 3, len(chats)):
+            first, second = ([c.token_ids for c in llm.chat(chats[:count], params[:count])] for _ in range(2))
+            assert first == second
+        assert llm.scheduler.stats.accepted_tokens > 50
+
+
+def test_attention_that_needs_lengths_leaves_decoding_to_another():
+    """In bfloat16, where texts may differ."""
+    pytest.importorskip("fa3_fwd")
+    with engine(dtype="bfloat16", speculate="ngram", attention_backend="fa3", page_size=128) as llm:
+        assert len(answers(llm)) > len(REQUESTS) - 1
+        assert llm.scheduler.stats.accepted_tokens > 50
+        assert llm.scheduler.describe()["attention"] == "hybrid"
