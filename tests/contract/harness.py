@@ -73,9 +73,8 @@ class MiniEngine(Stepper):
         # Unmapped entries point at an unowned page: reading them would show up as NaN.
         state.page_table.fill_(num_pages - 1)
         windows = tuple(dict.fromkeys(config.windows))
-        spec = AttentionSpec(
-            "cpu", dtype, heads, kv_heads, config.head_dim, page_size, ROWS, windows, config.attention_scale
-        )
+        shape = heads, kv_heads, config.head_dim, page_size
+        spec = AttentionSpec("cpu", dtype, *shape, ROWS, windows=windows, score_scale=config.attention_scale)
         backend = resolve_attention(attention, spec, table)
         penalties = LogitPenalties(ROWS, config.vocab_size, 8, DEVICE)
         vocab = VocabParallel(comm, config.vocab_size)

@@ -63,10 +63,6 @@ class DraftModel(ABC):
         """As `Drafter.propose`: the drafts of the next step are made when it begins, as many as it has."""
         return history.new_zeros(len(rows), MAX_DRAFTS), torch.full_like(lengths, MAX_DRAFTS)
 
-    def look_up(self, ids: Ints) -> Ints:
-        """As `propose`, for one row."""
-        return np.zeros(MAX_DRAFTS, np.int32)
-
     def passes(self, plan: BatchPlan) -> tuple[Batch, ...]:
         """The passes before the step `plan`, with upper bounds for positions as the plan has."""
         drafted = drafted_slots(plan)

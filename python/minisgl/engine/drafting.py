@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minisgl.engine.batch import moved
 from minisgl.engine.draft_model import DraftModel
-from minisgl.layout import HISTORY_HEAD, NO_INTS, PROPOSED, SLOT, Flag, words
+from minisgl.layout import HISTORY_HEAD, PROPOSED, SLOT, Flag, words
 from minisgl.settings.options import MAX_DRAFTS
 
 if TYPE_CHECKING:
@@ -121,8 +121,7 @@ class Drafting:
 
     def settle_flat(self, out: Ints, plan: BatchPlan, inputs: Ints) -> Ints:
         """As `settle`, for a plan that was flattened."""
-        lengths, newest, drafts = (t.numpy() for t in (self.lengths, self.last_token, self.drafts))
-        history = self.history.numpy()
+        lengths, newest, history = (t.numpy() for t in (self.lengths, self.last_token, self.history))
         lines = np.zeros((2, out.shape[1]), np.int32)
         lines[0] = 1
         sampled, is_finite, before = out[0].tolist(), out[1].tolist(), inputs.tolist()
@@ -139,9 +138,8 @@ class Drafting:
             history[row, length - 1] = before[first]
             history[row, length : length + end - first] = out[0, first:end]
             lengths[row], newest[row] = length + end - first, sampled[end - 1]
-            found = NO_INTS if flags & Flag.MASKED else self.drafter.look_up(history[row, : lengths[row]])
-            drafts[row, : len(found)] = found
-            lines[0, end:stop], lines[1, first] = 0, len(found)
+            # Without a model the host proposes: it has the same tokens.
+            lines[0, end:stop], lines[1, first] = 0, MAX_DRAFTS * (self.model is not None and not flags & Flag.MASKED)
         return np.concatenate([out[:2], lines, out[2:]])
 
 

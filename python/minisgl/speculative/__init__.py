@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from minisgl.layout import Ints
     from minisgl.ops.table import OpTable
 
 
@@ -24,9 +23,6 @@ class Drafter(Protocol):
         history [R, W] int32 holds the tokens of all rows; lengths [D] int32 says how many each of `rows` [D] int64 has,
         at most `longest`. -1 is a token that is not known. Entries from the length on may hold anything.
         """
-
-    def look_up(self, ids: Ints) -> Ints:
-        """Return the drafts worth computing behind the tokens `ids` of one row, where the host is the device."""
 
 
 DRAFTERS: Final[Registry[Callable[[OpTable], Drafter]]] = Registry("drafter")

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 from minisgl.settings.options import MAX_DRAFTS
 from minisgl.speculative import lookup
-from minisgl.speculative.lookup import MAX_MATCH, MIN_MATCH, look_up
+from minisgl.speculative.lookup import MAX_MATCH, MIN_MATCH
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minisgl.layout import Ints
     from minisgl.ops.table import OpTable
 
 
@@ -24,7 +23,3 @@ class NGramDrafter:
     def propose(self, history: Tensor, rows: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         matches = (MIN_MATCH, MAX_MATCH)
         return self._ops.look_up(history, rows, lengths, longest, lookup.WINDOW, matches, MAX_DRAFTS)
-
-    def look_up(self, ids: Ints) -> Ints:
-        """As `propose`, for one row."""
-        return look_up(ids)

@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from minisgl.layout import NO_INTS
 from minisgl.settings.options import MAX_DRAFTS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minisgl.layout import Ints
     from minisgl.ops.table import OpTable
 
 
@@ -25,6 +23,3 @@ class TreeDrafter:
     def propose(self, history: Tensor, rows: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         count = torch.zeros_like(lengths)
         return count.unsqueeze(1).expand(-1, MAX_DRAFTS), count
-
-    def look_up(self, ids: Ints) -> Ints:
-        return NO_INTS

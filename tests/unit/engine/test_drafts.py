@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,37 +27,18 @@ from minisgl.scheduler.req import Req
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.stats import Stats
 from minisgl.settings.options import MAX_DRAFTS, SchedulerConfig, build_config
+from minisgl.speculative.lookup import look_up
 from minisgl.speculative.ngram import NGramDrafter
-from support.fake_grammar import FakeCompiler
+from support.fake_grammar import FakeCompiler, LateExecutor
 from support.late_device import LateDevice
+from support.tiny_model import VOCAB, write_tiny_model
 
-VOCAB = 97
 Requests = list[tuple[list[int], SamplingParams]]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 160,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "torch_dtype": "float32",
-        "eos_token_id": 0,
-    }
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), 160)
 
 
 def make_requests(rng: random.Random, count: int) -> Requests:
@@ -115,10 +95,6 @@ class Oracle:
         right = self.answers[matches[0], len(known) : len(known) + count].clip(0)
         return np.where(self.rng.random(count) < 0.9, right, self.rng.integers(VOCAB, size=count)).astype(np.int32)
 
-    def look_up(self, ids: np.ndarray) -> np.ndarray:
-        drafts, ready = self.propose(torch.from_numpy(ids[None]), torch.tensor([0]), torch.tensor([len(ids)]), len(ids))
-        return drafts[0, : int(ready)].numpy()
-
 
 @dataclass
 class Answers:
@@ -146,7 +122,8 @@ def run(
     )
     engine, io = Engine(resolve(config.engine, "cpu"), device or CpuDevice(1)), OfflineIO()
     assert engine.general.name.startswith("native" if device is None else "eager")
-    scheduler = Scheduler(config, engine, io, Grammars(FakeCompiler(VOCAB)))
+    compiling = LateExecutor()
+    scheduler = Scheduler(config, engine, io, Grammars(FakeCompiler(VOCAB), compiling))
     if oracle is not None:
         engine.parts.drafting.drafter = oracle
         assert scheduler.drafts is not None
@@ -155,7 +132,7 @@ def run(
             return oracle.following(scheduler.rows.text(req), int(oracle.rng.integers(PROPOSED)))
 
         scheduler.drafts.guess = guess
-        scheduler.drafts._asks_device = bool(len(oracle.answers) % 2)
+        scheduler.drafts._asks_device = device is not None and bool(len(oracle.answers) % 2)
     scheduler.depth = depth
     if scheduler.drafts is not None:
         scheduler.drafts._costs = StepCosts(1e-1, 1e-3)  # not those of this machine and its other work
@@ -171,6 +148,7 @@ def run(
         del todo[:2]
         if step in (9, 15, 21):
             io.inbox.extend(AbortMsg(uid) for uid in aborts)
+        compiling.work()
         scheduler.step()
         step += 1
         while io.replies:
@@ -269,7 +247,7 @@ def drafts_of(*rows: list[int]) -> list[list[int]]:
     drafter, lengths = NGramDrafter(load_ops("reference")), torch.tensor([len(ids) for ids in rows])
     drafts, count = drafter.propose(history, torch.arange(len(rows)), lengths, longest)
     found = [d[:n].tolist() for d, n in zip(drafts, count.tolist(), strict=True)]
-    assert [drafter.look_up(np.array(ids, np.int32)).tolist() for ids in rows] == found
+    assert [look_up(np.array(ids, np.int32)).tolist() for ids in rows] == found
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -21,35 +20,14 @@ from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.settings.options import SchedulerConfig, build_config
-from support.fake_grammar import FakeCompiler
+from support.fake_grammar import FakeCompiler, LateExecutor
 from support.late_device import LateDevice
-
-VOCAB = 97
+from support.tiny_model import VOCAB, write_tiny_model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "torch_dtype": "float32",
-        "eos_token_id": 0,
-    }
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), 128)
 
 
 Requests = list[tuple[list[int], SamplingParams]]
@@ -95,7 +73,8 @@ def run(
     spec = replace(resolve(config.engine, "cpu"), host_kv=host_kv)  # which is refused on a CPU, where it gains nothing
     engine, io = Engine(spec, device), OfflineIO()
     assert engine.general.name == "eager"
-    scheduler = Scheduler(config, engine, io, Grammars(FakeCompiler(VOCAB)))
+    compiling = LateExecutor()
+    scheduler = Scheduler(config, engine, io, Grammars(FakeCompiler(VOCAB), compiling))
     scheduler.cache.on_free = engine.parts.kv_cache.poison
     outputs: dict[int, list[int]] = {uid: [] for uid in range(len(requests))}
     endings: dict[int, FinishReason] = {}
@@ -108,6 +87,7 @@ def run(
             del todo[:3]
         if step in (9, 15, 21):
             io.inbox.extend(AbortMsg(uid) for uid in aborts)
+        compiling.work()
         scheduler.step()
         step += 1
         while io.replies:
