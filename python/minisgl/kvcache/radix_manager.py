@@ -252,9 +252,11 @@ class RadixCacheManager(PrefixCache):
         oldest: list[RadixTreeNode] = []
         while num_ahead > 0 and (node := self._pop_oldest(DEVICE)) is not None:
             oldest.append(node)
-            num_ahead -= node.length
-            for place in range(1, len(self.root.places)):
-                self._store(node, place, STORE_AHEAD)
+            for at in reversed(self._path(node)):  # what is above goes next, unless it is in use elsewhere
+                if num_ahead > 0 and at.ref_count == 0:
+                    num_ahead -= at.length
+                    for place in range(1, len(self.root.places)):
+                        self._store(at, place, STORE_AHEAD)
         for node in oldest:
             self._offer(node, DEVICE)
         if not self._moves:
