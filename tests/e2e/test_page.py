@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from e2e.browser import CHROMIUM, SHIFT, Browser
-from e2e.harness import ServerProcess, eventually, require_no_leak
+from e2e.harness import ServerProcess, eventually, require_no_leak, stopped
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: the page is not tested")
 
@@ -427,3 +428,80 @@ def test_the_bar_of_pages_zooms_to_what_is_used(page: Browser) -> None:
     assert "1/64" in page.evaluate("$('zoomed').textContent")
     page.evaluate(f"showPages({{...{view}, pages_free: 0, pages_cached: 995}})")
     assert page.evaluate("$('pool').hasAttribute('hidden')") and page.evaluate("$('zoomed').textContent") == ""
+
+
+def test_tiers_and_drafts_are_shown(chromium: Browser, tmp_path: Path) -> None:
+    chromium.problems.clear()
+    flags = (f"--disk-kv={tmp_path}:20M", "--num-pages", "64", "--page-size", "16", "--speculate", "ngram")
+    with ServerProcess(*flags) as server, server.client() as client:
+        chromium.look(1280, 1400)
+        chromium.open(server.url)
+        chromium.evaluate("$('tab-engine').click()")
+        chromium.wait("!$('tier-card').hidden && $('tree').textContent.startsWith('Empty')")
+        assert chromium.evaluate("$('replica-card').hidden && $('drafts').hidden")
+        for name in ("Anna", "Ben", "Cleo", "Dan", "Eva", "Anna"):  # more than 64 pages, and the first once more
+            body = {"prompt": f"{name} ran over the hill and saw a bird. " * 25, "max_tokens": 16, "temperature": 0}
+            client.post("/v1/completions", json=body).raise_for_status()
+        facts = "document.querySelector('#tiers .row').lastChild.textContent"
+        chromium.wait(f"/, [1-9][0-9]* stored, [1-9][0-9]* loaded$/.test({facts})")
+
+        def is_shown() -> bool:  # idle time goes on storing
+            view = client.get("/engine_view").json()["view"]
+            (tier,) = view["tiers"]
+            width = chromium.evaluate("document.querySelector('#tiers .disk').style.width")
+            share = 100 * tier["pages_held"] / tier["pages_total"]
+            below = sum(node["place"] == "disk" for node in view["nodes"])
+            return (
+                chromium.evaluate(facts).startswith(f"{tier['pages_held']} of ")
+                and float(width.removesuffix("%")) == pytest.approx(share, rel=1e-3)
+                and 0 < below < len(view["nodes"])
+                and chromium.evaluate("document.querySelectorAll('#tree .in-disk').length") == below
+            )
+
+        assert eventually(is_shown)
+        assert chromium.evaluate("document.querySelector('#tree .in-disk small').textContent") == "disk"
+        chromium.wait("document.querySelectorAll('#strip svg:not([hidden])').length === 4 && !$('drafts').hidden")
+        assert chromium.evaluate("steps.some((s) => s.accepted > 0)")
+        save(chromium, "tiers")
+        one = "{name: 'host', pages_total: 8, pages_held: 2, stored: 9, loaded: 3, lost: 1}"
+        chromium.evaluate(f"watching = null; showTiers([{one}])")
+        assert chromium.evaluate("$('tiers').textContent") == "host25 %2 of 8 pages, 9 stored, 3 loaded, 1 damaged"
+        bar = "document.querySelector('#tiers .host')"
+        chromium.evaluate(f"{bar}.getBoundingClientRect(); showTiers([{{...{one}, pages_held: 6}}])")
+        assert chromium.evaluate(f"{bar}.getAnimations().length") == 1  # it moves there
+        assert chromium.problems == []
+
+
+def test_each_replica_has_a_line_and_can_be_picked(chromium: Browser) -> None:
+    line = "[...$('replicas').children].map((row) => row.textContent)"
+    pressed = "[...document.querySelectorAll('#replicas button')].map((b) => b.ariaPressed).join()"
+    with ServerProcess("--dp", "2", "--num-pages", "2048", "--drain-timeout", "600") as server:
+        chromium.look(1280, 1400)
+        chromium.open(server.url)
+        chromium.evaluate("const plain = setTimeout; window.setTimeout = (f, ms) => plain(f, ms / 10)")
+        chromium.evaluate("$('tab-engine').click()")
+        chromium.wait(f"!$('replica-card').hidden && {pressed} === 'true,false' && $('tier-card').hidden")
+        assert all(text[1:].startswith("serving") for text in chromium.evaluate(line))
+        with server.client() as client, contextlib.ExitStack() as streams:
+            body = {"prompt": "Once upon a time", "n": 16, "ignore_eos": True, "stream": True}
+            response = streams.enter_context(client.stream("POST", "/v1/completions", json=body))
+            lines = response.iter_lines()
+            next(lines)
+            chromium.wait(f"{line}.every((text) => text.includes('8 running, 0 waiting'))")
+            assert chromium.evaluate("$('state').textContent") == "16 requests are being served."
+            chromium.wait("document.querySelectorAll('#batch .row').length === 8")
+            chromium.evaluate("window.first = $('batch').textContent.match(/#\\d+/g)")
+            chromium.evaluate("$('replicas').children[1].querySelector('button').click()")
+            others = "$('batch').textContent.match(/#\\d+/g).filter((uid) => !first.includes(uid))"
+            chromium.wait(f"{pressed} === 'false,true' && {others}.length === 8")
+            save(chromium, "replicas")
+            server.process.send_signal(signal.SIGUSR2)  # renews each
+            chromium.wait(f"{line}[0].includes('draining')")
+        chromium.wait(f"{line}.some((text) => text.includes('starting'))")
+        assert chromium.evaluate("$('replicas').children.length") == 2
+        chromium.wait(f"{line}.every((text) => text.includes('serving'))")
+        assert eventually(lambda: "replica 1 is ready" in server.log)
+        with stopped(server.info()["processes"]["minisgl-DP0-TP0-scheduler"]):
+            chromium.wait(f"{line}[0].includes('silent') && {pressed} === 'false,true'")
+        chromium.wait(f"{line}[0].includes('serving')")
+    chromium.problems.clear()  # the browser logs each refused view

@@ -10,10 +10,9 @@ import asyncio
 import logging
 import time
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
-import msgspec
-
+from minisgl.api.protocol import ReplicaView
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
 from minisgl.message import (
@@ -33,7 +32,7 @@ from minisgl.message import (
     ViewMsg,
 )
 from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqAsyncPushQueue
-from minisgl.routing.router import Router
+from minisgl.routing.router import SILENT_S, Replica, Router
 from minisgl.settings.options import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -47,6 +46,7 @@ class Dispatcher:
 
     def __init__(self, args: ServerArgs) -> None:
         self.router = Router()
+        self.starting: set[int] = set()  # replicas that do not live yet, by index
         self._args = args
         self._queues: dict[int, ZmqAsyncPushQueue[BackendMsg]] = {}
         self._detokenizer: ZmqAsyncPushQueue[TokenizerMsg] = ZmqAsyncPushQueue(
@@ -66,6 +66,7 @@ class Dispatcher:
         addr = replace(self._args, life=life).zmq_scheduler_addr
         self._queues[life] = ZmqAsyncPushQueue(addr, Codec(BackendMsg))
         self.router.open(life, index, time.monotonic())
+        self.starting.discard(index)
 
     def has_others(self, index: int) -> bool:
         """Whether a replica with another index lives."""
@@ -153,21 +154,10 @@ class Dispatcher:
         now = time.monotonic()
         return {r.index: now - r.heard for r in self.router.replicas.values()}
 
-    def describe(self) -> list[dict[str, Any]]:
-        """Return facts about each running replica for /server_info."""
-        silence = self.silence
-        return [
-            {
-                "replica": r.index,
-                "takes_requests": r.takes_requests,
-                "silent_seconds": round(silence[r.index], 1),
-                "requests": len(r.requests),
-                "queued_tokens": r.queued,
-                "cached_prefixes": len(r.prefixes),
-                "stats": msgspec.structs.asdict(r.stats),
-            }
-            for r in sorted(self.router.replicas.values(), key=lambda r: r.index)
-        ]
+    def describe(self) -> list[ReplicaView]:
+        """Return facts about each running replica, by index."""
+        now = time.monotonic()
+        return [_view(r, now - r.heard) for r in sorted(self.router.replicas.values(), key=lambda r: r.index)]
 
     async def close(self) -> None:
         """Close the sockets."""
@@ -178,3 +168,16 @@ class Dispatcher:
         self._detokenizer.close()
         for queue in self._queues.values():
             queue.close()
+
+
+def _view(replica: Replica, silence: float) -> ReplicaView:
+    state = "silent" if silence > SILENT_S else "serving" if replica.takes_requests else "draining"
+    return ReplicaView(
+        replica=replica.index,
+        state=state,
+        silent_seconds=round(silence, 1),
+        requests=len(replica.requests),
+        queued_tokens=replica.queued,
+        cached_prefixes=len(replica.prefixes),
+        stats=replica.stats,
+    )

@@ -180,17 +180,27 @@ class EngineWatch:
 
 
 def add_view_route(app: FastAPI) -> None:
-    """GET /engine_view: batch, pages and radix tree of a replica, the beginnings of prompts, and the last heartbeats.
+    """GET /engine_view: batch, pages, tiers and radix tree of a replica, and the last heartbeats of all.
 
     The engine does no work for it between requests.
     """
     watch = EngineWatch()
 
     @app.get("/engine_view")
-    async def engine_view(replica: int = 0) -> Response:
+    async def engine_view(replica: int | None = None) -> Response:
         frontend: FrontendManager = app.state.frontend
-        view = await watch.view(frontend, replica)
-        return json_response(EngineViewResponse(view, frontend.stats))
+        dispatcher = frontend.dispatcher
+        if replica is None:  # the first one that answers
+            best = sorted(dispatcher.describe(), key=lambda r: r.state == "silent")
+            replica = best[0].replica if best else 0
+        response = EngineViewResponse(
+            replica=replica,
+            view=await watch.view(frontend, replica),
+            stats=frontend.stats,
+            replicas=dispatcher.describe(),
+            starting=sorted(dispatcher.starting),
+        )
+        return json_response(response)
 
 
 def encode_message(request: TokenizeRequest, limits: Limits) -> EncodeMsg:

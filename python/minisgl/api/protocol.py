@@ -583,9 +583,26 @@ class ModelInfoResponse(msgspec.Struct, frozen=True, kw_only=True):
     default_sampling_params: dict[str, float]
 
 
-class EngineViewResponse(msgspec.Struct, frozen=True):
+class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
+    """What the router knows of a running replica. `stats` is its last heartbeat."""
+
+    replica: int
+    state: str  # serving, silent (no heartbeat for a while) or draining
+    silent_seconds: float
+    requests: int
+    queued_tokens: int
+    cached_prefixes: int  # in pages
+    stats: StatsMsg
+
+
+class EngineViewResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine of one `replica`, and the figures of all; `starting` are the numbers of those that do not run yet."""
+
+    replica: int
     view: EngineView
     stats: StatsMsg
+    replicas: list[ReplicaView]
+    starting: list[int]
 
 
 def parse_body(body: bytes, kind: type[T]) -> T:

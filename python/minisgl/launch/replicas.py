@@ -130,6 +130,7 @@ class Replicas:
 
     async def _start(self, index: int) -> None:
         """Begin a new life of replica number `index`, however often that takes."""
+        self._dispatcher.starting.add(index)
         while True:
             life = self._lives[index] = _Life(next(self._numbers), [])
             began = time.monotonic()

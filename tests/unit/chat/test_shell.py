@@ -95,10 +95,10 @@ def test_commands_and_messages_of_several_lines(capsys: pytest.CaptureFixture[st
 
 
 def test_prefix_tree_as_text() -> None:
-    node = {"tokens": 32, "pages": 2, "ref_count": 2, "idle_steps": 0, "hidden": 0}
+    node = {"tokens": 32, "pages": 2, "ref_count": 2, "idle_steps": 0, "hidden": 0, "place": "device"}
     nodes = [
         node | {"parent": -1, "text": "You are\nkind.", "hidden": 5},
-        node | {"parent": -1, "text": "Other", "ref_count": 0, "pages": 1},
+        node | {"parent": -1, "text": "Other", "ref_count": 0, "pages": 1, "place": "disk"},
         node | {"parent": 0, "text": "Who?", "ref_count": 1},
     ]
     pages = {"pages_total": 9, "pages_private": 1, "pages_locked": 4, "pages_cached": 2, "pages_free": 2}
@@ -108,7 +108,7 @@ def test_prefix_tree_as_text() -> None:
         "You are↵kind.  [32 tokens, 2 pages, used by 2]",
         "  Who?  [32 tokens, 2 pages, used by 1] #7",
         "  … 5 more",
-        "Other  [32 tokens, 1 page]",
+        "Other  [32 tokens, 1 page, on the disk]",
     ]
 
 
