@@ -52,9 +52,9 @@ def make_batch(tokenizer: Tokenizer, rng: Random, tokens: int, context: int, lon
             positions[at : at + n] = np.arange(n)
             at += n
             starts.append(at)
-    padded = np.full(tokens // 160 + 1, tokens, np.int32)
+    padded = np.full(tokens // 160 + 32, tokens, np.int32)
     if len(starts) > len(padded):
-        raise ValueError("more documents in a batch than tokens / 160")
+        raise ValueError("more documents in a batch than tokens / 160 + 31")
     padded[: len(starts)] = starts
     return Batch(ids, targets, positions, padded)
 

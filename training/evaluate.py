@@ -3,6 +3,7 @@
 python -m training.evaluate --model python/minisgl/demo/model --items 200
 python -m training.evaluate --model python/minisgl/demo/model --items 10000 --skills phrases
 python -m training.evaluate --model python/minisgl/demo/model --items 200 --engine minisgl --quantization int8
+python -m training.evaluate --model python/minisgl/demo/model --items 20 --speculate eagle3:build/head
 """
 
 from __future__ import annotations
@@ -94,6 +95,25 @@ def with_minisgl(model: str, prompts: list[str], dtype: str, quantization: str |
     return [Answer(o.text, getattr(o, "finish_reason", "stop") == "stop") for o in outputs]
 
 
+def print_acceptance(
+    model: str, drafter: str, seed: int, items: int, drafts: int, names: Sequence[str] = (*skills.SKILLS,)
+) -> None:
+    """Prints how many tokens each step gives with ``drafter``, the engine's ``--speculate``, on held-out items."""
+    from minisgl import LLM, SamplingParams  # type: ignore[import-not-found]
+
+    llm = LLM(model, speculate=drafter, num_draft_tokens=drafts)
+    stats = llm.scheduler.stats
+    print("| skill | tokens a step, greedy | at temperature 1 |\n| --- | --- | --- |")
+    for skill in names:
+        prompts, rates = [p.prompt for p in probes(seed, items, [skill])], []
+        for temperature in (0.0, 1.0):
+            accepted = stats.accepted_tokens
+            done = llm.generate(prompts, SamplingParams(temperature=temperature, seed=seed, max_tokens=MAX_TOKENS))
+            tokens = sum(len(each.token_ids) for each in done)
+            rates.append(tokens / (tokens - stats.accepted_tokens + accepted))
+        print(f"| {skill} | {rates[0]:.2f} | {rates[1]:.2f} |", flush=True)
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -101,6 +121,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=("minisgl", "transformers"), default="transformers")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
     parser.add_argument("--quantization", choices=("int8", "int4"), help="of minisgl")
+    parser.add_argument("--speculate", help="of minisgl: print the tokens a step with this drafter instead")
     parser.add_argument("--items", type=int, default=200, help="held-out items a skill")
     parser.add_argument("--skills", nargs="+", choices=(*skills.SKILLS,), default=[*skills.SKILLS])
     parser.add_argument("--seed", type=int, default=7)
@@ -108,6 +129,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.quantization and args.engine != "minisgl":
         parser.error("--quantization needs --engine minisgl")
+    if args.speculate:
+        print_acceptance(args.model, args.speculate, args.seed, args.items, 4, args.skills)
+        return
     asked = probes(args.seed, args.items, args.skills)
     prompts = [p.prompt for p in asked]
     start = time.perf_counter()

@@ -8,17 +8,23 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from training.model import Model, Shape
 from training.tokenizer import END_OF_TEXT, IM_END
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+SIZES = {
+    "vocab": "vocab_size", "hidden": "hidden_size", "intermediate": "intermediate_size", "layers": "num_hidden_layers",
+    "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim",
+    "context": "max_position_embeddings", "eps": "rms_norm_eps", "theta": "rope_theta",
+}  # fmt: skip
 
 
 def config(shape: Shape) -> dict[str, Any]:
@@ -26,16 +32,7 @@ def config(shape: Shape) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": shape.context,
-        "rms_norm_eps": shape.eps,
-        "rope_theta": shape.theta,
+        **{name: getattr(shape, field) for field, name in SIZES.items()},
         "rope_scaling": None,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -52,8 +49,8 @@ def config(shape: Shape) -> dict[str, Any]:
     }
 
 
-def tensors(model: Model) -> dict[str, Tensor]:
-    """The weights under Hugging Face's names."""
+def parts(model: Model) -> dict[str, Tensor]:
+    """The weights under Hugging Face's names, as views of the parameters."""
     names = {
         "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
         "q_norm": "self_attn.q_norm",
@@ -65,14 +62,31 @@ def tensors(model: Model) -> dict[str, Tensor]:
         stack: Tensor = getattr(model, ours)
         for i in range(model.shape.layers):
             result[f"model.layers.{i}.{theirs}.weight"] = stack[i]
-    return {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in result.items()}
+    return {name: t.detach() for name, t in result.items()}
+
+
+def save(weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Writes ``model.safetensors``; what is not an integer becomes bf16."""
+    file = folder / "model.safetensors"
+    stored = {name: t.to("cpu", torch.bfloat16 if t.is_floating_point() else None) for name, t in weights.items()}
+    save_file({name: t.contiguous() for name, t in stored.items()}, file, metadata={"format": "pt"})
+    file.chmod(0o644)
+
+
+def load(folder: Path) -> Model:
+    """The model that ``export`` wrote."""
+    c = json.loads((folder / "config.json").read_text())
+    model = Model(Shape(**{field: c[name] for field, name in SIZES.items()}))
+    stored = load_file(folder / "model.safetensors")
+    for name, part in parts(model).items():
+        part.copy_(stored[name])
+    return model
 
 
 def export(model: Model, tokenizer: Path, out: Path) -> None:
     """Writes everything that ``AutoModelForCausalLM`` and ``AutoTokenizer`` read."""
     out.mkdir(parents=True, exist_ok=True)
-    save_file(tensors(model), out / "model.safetensors", metadata={"format": "pt"})
-    (out / "model.safetensors").chmod(0o644)
+    save(parts(model), out)
     (out / "config.json").write_text(json.dumps(config(model.shape), indent=2) + "\n")
     generation = {"eos_token_id": [IM_END, END_OF_TEXT], "pad_token_id": END_OF_TEXT, "do_sample": False}
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

@@ -50,11 +50,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Ten
         from torch.nn.attention.varlen import varlen_attn
 
         return varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0))
-    document = torch.searchsorted(starts, torch.arange(q.shape[0], dtype=starts.dtype), right=True)
-    mask = (document[:, None] == document[None, :]).tril()
-    return F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), attn_mask=mask)[0].transpose(
-        0, 1
-    )
+    lengths = [n for n in starts.diff().tolist() if n]
+    documents = zip(*(x.transpose(0, 1).split(lengths, 1) for x in (q, k, v)), strict=True)
+    parts = [F.scaled_dot_product_attention(*(x[None] for x in d), is_causal=True)[0] for d in documents]
+    return torch.cat(parts, 1).transpose(0, 1)
 
 
 class Model(nn.Module):
@@ -81,8 +80,12 @@ class Model(nn.Module):
 
     def forward(self, ids: Tensor, positions: Tensor, starts: Tensor) -> Tensor:
         """Hidden states [T, hidden] of packed ids [T] with positions [T] and document starts [N + 1] (int32)."""
+        return rms_norm(self.outputs(ids, positions, starts)[-1], self.norm, self.shape.eps)
+
+    def outputs(self, ids: Tensor, positions: Tensor, starts: Tensor) -> list[Tensor]:
+        """Outputs [T, hidden] of all layers; arguments as of ``forward``."""
         s, dtype = self.shape, torch.bfloat16 if self.embed.is_cuda else torch.float32
-        x = self.embed[ids].to(dtype)
+        x, outputs = self.embed[ids].to(dtype), []
         cos, sin = self.cos[positions], self.sin[positions]  # type: ignore[index]
         sizes = (s.heads * s.head_dim, s.kv_heads * s.head_dim, s.kv_heads * s.head_dim)
         for i in range(s.layers):
@@ -95,7 +98,8 @@ class Model(nn.Module):
             h = rms_norm(x, self.mlp_norm[i], s.eps)
             gate, up = F.linear(h, torch.cat((self.gate[i], self.up[i])).to(dtype)).chunk(2, dim=-1)
             x = x + F.linear(F.silu(gate) * up, self.down[i].to(dtype))
-        return rms_norm(x, self.norm, s.eps)
+            outputs.append(x)
+        return outputs
 
     def loss(self, ids: Tensor, positions: Tensor, starts: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy over the targets that are not negative."""
