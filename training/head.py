@@ -221,12 +221,12 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         totals += torch.cat((loss.detach()[None], right))
-        if (step + 1) % every == 0:
-            value, *shares = (totals / every).tolist()
+        if (step + 1) % every == 0 or step + 1 == args.steps:
+            value, *shares = (totals / (step % every + 1)).tolist()
             text = " ".join(f"{100 * share:.1f}" for share in shares)
             print(f"step {step + 1} loss {value:.4f} right {text} % {time.perf_counter() - begin:.0f} s", flush=True)
             totals.zero_()
-    export(head, model.shape, args.out)
+            export(head, model.shape, args.out)
     print_acceptance(str(args.model), f"eagle3:{args.out}", args.seed, args.items, args.drafts)
 
 
