@@ -115,10 +115,11 @@ class Head(nn.Module):
         cos, sin = model.cos[positions], model.sin[positions]  # type: ignore[index]
         for k, hidden in enumerate(self.unrolled(states, embedded, cos, sin, starts, count)):
             valid = positions[slots] >= k
+            trained = valid.sum().clamp(min=1)  # a batch may be a part of a long question
             drafted = self.logits(hidden[slots])
             each = -(wanted * drafted.log_softmax(-1)).sum(-1)
-            loss = loss + DECAY**k * (each * valid).sum() / valid.sum()
-            right.append(((self.draft_ids[drafted.argmax(-1)] == likeliest) & valid).sum() / valid.sum())
+            loss = loss + DECAY**k * (each * valid).sum() / trained
+            right.append(((self.draft_ids[drafted.argmax(-1)] == likeliest) & valid).sum() / trained)
         return loss, torch.stack(right).detach()
 
 

@@ -118,3 +118,13 @@ def test_a_head_learns_a_text(model: Model) -> None:
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 2
     assert right.min() > 0.6
+
+
+def test_a_batch_without_an_answer_changes_nothing(model: Model, head: Head) -> None:
+    ids = torch.arange(20)
+    batch = (ids, ids, torch.tensor([0, 20], dtype=torch.int32), torch.full((20,), -100))
+    loss, right = head.loss(model, *batch, count=3)
+    loss.backward()
+    assert loss == 0 and not right.any()
+    assert all(not p.grad.any() for p in head.parameters() if p.grad is not None)
+    head.zero_grad()
