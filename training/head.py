@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=3_000)
     parser.add_argument("--tokens", type=int, default=32_768, help="tokens a step, a multiple of the window of 1,024")
-    parser.add_argument("--drafts", type=int, default=4, help="how many drafts training unrolls")
+    parser.add_argument("--drafts", type=int, default=4, choices=range(1, 9), help="how many drafts training unrolls")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--muon-lr", type=float, default=0.03)
     parser.add_argument("--adam-lr", type=float, default=0.006)
@@ -200,6 +200,8 @@ def main() -> None:
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
     model, tokenizer = load(args.model), args.model / "tokenizer.json"
+    if model.shape.layers < LAYERS[-1] + 2:
+        parser.error(f"the model has {model.shape.layers} layers, and the head reads layer {LAYERS[-1]} below the last")
     head = Head(model, draft_vocabulary(tokenizer, args.seed, model.shape.context)).to(device)
     model.to(device).requires_grad_(False)
     matrices = [p for name, p in head.named_parameters() if p.ndim == 2 and name != "lm_head.weight"]
@@ -218,7 +220,7 @@ def main() -> None:
             loss, right = head.loss(model, *batch, count=args.drafts)
         loss.backward()
         for optimizer, lr in zip(optimizers, base, strict=True):
-            optimizer.param_groups[0]["lr"] = lr * rate(step, args.steps, min(200, args.steps // 10))
+            optimizer.param_groups[0]["lr"] = lr * rate(step, args.steps, min(200, args.steps // 10 + 1))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         totals += torch.cat((loss.detach()[None], right))
@@ -228,7 +230,8 @@ def main() -> None:
             print(f"step {step + 1} loss {value:.4f} right {text} % {time.perf_counter() - begin:.0f} s", flush=True)
             totals.zero_()
             export(head, model.shape, args.out)
-    print_acceptance(str(args.model), f"eagle3:{args.out}", args.seed, args.items, args.drafts)
+    if args.items:
+        print_acceptance(str(args.model), f"eagle3:{args.out}", args.seed, args.items, args.drafts)
 
 
 if __name__ == "__main__":
