@@ -30,6 +30,7 @@ SMALL_CHUNK = 256
 LARGE_CHUNK = 2048
 CHUNK_CONTEXT = 8192
 DECODE_ROWS, DECODE_CONTEXT = 64, 2048
+FEW_ROWS = 4  # on a CPU, where pages that nobody has used yet take no memory
 DRAFT_ROWS, DRAFT_CONTEXT = (1, 8, 64), 128
 SLACK = (REPEATS + 1) * PIPELINED * (1 + MAX_DRAFTS)  # positions that rows with drafts move on while they are timed
 
@@ -79,7 +80,7 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
     if adapts:
         first = min(FIRST_CHUNK, longest, spec.max_step_tokens)
         large = min(LARGE_CHUNK, max(2 * first, int(first * CHUNK_S / chunk(0, first))))
-    rows = DECODE_ROWS if is_async else min(FIRST_CHUNK, large // 2)
+    rows = DECODE_ROWS if is_async else FEW_ROWS
     large = min(large, longest, spec.max_step_tokens)
     small = min(SMALL_CHUNK, large // 2)
     rows = min(rows, spec.max_running_requests)
@@ -97,13 +98,8 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
     context = min(DECODE_CONTEXT if is_async else 4 * large, longest)
     per_context = max(0.0, (decode(context, rows) - decode(context // 16, rows)) / (rows * (context - context // 16)))
     costs = StepCosts(base, per_token, per_context, per_pair)
-    if (
-        spec.drafter is None
-        or spec.draft is not None
-        or not is_async
-        or longest < DRAFT_CONTEXT + spec.max_queries + SLACK
-    ):
+    if spec.drafter is None or spec.draft is not None or longest < DRAFT_CONTEXT + spec.max_queries + SLACK:
         return costs
-    timed_rows = sorted({min(n, spec.max_running_requests) for n in DRAFT_ROWS})
+    timed_rows = sorted({min(n, spec.max_running_requests) for n in DRAFT_ROWS[: 3 if is_async else 2]})
     plain = tuple((n, decode(DRAFT_CONTEXT, n)) for n in timed_rows)
     return replace(costs, plain=plain, drafted=tuple((n * spec.max_queries, draft(n)) for n in timed_rows))
