@@ -419,7 +419,8 @@ class Host:
     async def take(self) -> AsyncIterator[Frames]:
         """Yield what the scheduler sends, until a rank ends or another API process takes it."""
         self._turn += 1
-        if (turn := self._turn) > 1:  # nobody waits for these answers, and nobody knows what the cache has
+        if (turn := self._turn) > 1:
+            # The API process before has died. Its requests end, and the cache is emptied: the new one assumes that.
             self._frames = []
             await self._backend.put([*map(AbortMsg, self._open), FlushCacheMsg()])
         while not self._cause:

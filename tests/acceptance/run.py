@@ -200,6 +200,8 @@ def main() -> int:
     parser.add_argument("clients", nargs="*", metavar="NAME", help=f"which of {', '.join(CLIENTS)} (default: all)")
     parser.add_argument("--write", action="store_true", help="write docs/clients.md")
     args = parser.parse_args()
+    if args.write and args.clients:
+        parser.error("--write needs the results of all clients")
     if unknown := set(args.clients) - CLIENTS.keys():
         parser.error(f"no client {', '.join(sorted(unknown))}")
     names = args.clients or list(CLIENTS)

@@ -185,7 +185,7 @@ def test_no_request_is_lost(cluster: Cluster, client: httpx.Client) -> None:
                     assert future.result() == expected[number]
                     few[number] = pool.submit(stream, client, number)
         assert [f.result() for f in few.values()] == expected[:2]
-    # The API process dies: another one takes the replica over, with what it computes for nobody.
+    # The API process dies. Another one takes the replica over and ends the requests of the dead one.
     life = client.get("/server_info").json()["stats"]["life"]
     with client.stream("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 1900, "stream": True}) as left:
         lines = left.iter_lines()
@@ -196,7 +196,10 @@ def test_no_request_is_lost(cluster: Cluster, client: httpx.Client) -> None:
     wait_for(lambda: num_replicas(client) == 1, "API process")
     assert stream(client, 1) == expected[1]
     assert client.get("/server_info").json()["stats"]["life"] == life
-    wait_for(lambda: client.get("/server_info").json()["stats"]["running"] == 0, "end of what nobody waits for")
+    wait_for(
+        lambda: client.get("/server_info").json()["stats"]["running"] == 0,
+        "the end of the requests of the dead API process",
+    )
     kept = ("frontend_entries", "detokenizer_entries")
     wait_for(lambda: not any(client.get("/server_info").json()[name] for name in kept), "end of all requests")
     serve.delete("llm")

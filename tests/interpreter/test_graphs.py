@@ -291,7 +291,7 @@ def test_graphs_with_drafts_give_what_the_eager_runner_gives(runners: Any, is_la
         runner = next(r for r in captured if r.fits(plan))
         want = run(alone, plan, not is_late)
         got = run(runner, plan, is_late)
-        if plan.has_drafts:  # of other rows nobody reads how many drafts there are
+        if plan.has_drafts:  # the number of drafts is read for rows with DRAFTS only
             got[3] *= np.repeat((plan.slots["flags"] & Flag.DRAFTS) != 0, plan.widths)
         assert np.array_equal(got, want)
         if plan.has_drafts:

@@ -43,7 +43,7 @@ class LateDevice(CpuDevice):
         return self.pending[-1].wait
 
     def copy(self, work: Callable[[], None], *, is_load: bool, after: Sequence[Copying]) -> Copying:
-        """Copy when somebody waits for it."""
+        """Copy only when `join` or a later copy waits for it."""
         self.join(after)
         self.copying.append(work)
         return work

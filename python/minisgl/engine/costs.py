@@ -30,7 +30,7 @@ SMALL_CHUNK = 256
 LARGE_CHUNK = 2048
 CHUNK_CONTEXT = 8192
 DECODE_ROWS, DECODE_CONTEXT = 64, 2048
-FEW_ROWS = 4  # on a CPU, where pages that nobody has used yet take no memory
+FEW_ROWS = 4  # on a CPU, where a page takes memory at its first use
 DRAFT_ROWS, DRAFT_CONTEXT = (1, 8, 64), 128
 SLACK = (REPEATS + 1) * PIPELINED * (1 + MAX_DRAFTS)  # positions that rows with drafts move on while they are timed
 

@@ -190,12 +190,11 @@ class Mover:
 
 
 def _runs(moves: Records) -> Iterator[Records]:
-    """Cut MOVE records into runs of one kind and tier."""
-    start = 0
-    for i in range(1, len(moves) + 1):
-        if i == len(moves) or i - start == RUN or (moves[["kind", "tier"]][i] != moves[["kind", "tier"]][start]):
-            yield moves[start:i]
-            start = i
+    """Cut MOVE records into runs of one kind and tier, of at most RUN records."""
+    is_new = (np.diff(moves["kind"]) != 0) | (np.diff(moves["tier"]) != 0)
+    for part in np.split(moves, 1 + np.flatnonzero(is_new)):
+        for start in range(0, len(part), RUN):
+            yield part[start : start + RUN]
 
 
 def _count_slots(flag: str, size: int, page_bytes: int) -> int:

@@ -55,7 +55,7 @@ def test_the_first_touch_of_memory_does_not_count(monkeypatch: pytest.MonkeyPatc
 
     def run(plan: BatchPlan) -> Callable[[], object]:
         pages = set(map(int, plan.page_writes["page"]))
-        clock.now += step_seconds(true, plan) + 4e-4 * len(pages - touched)
+        clock.now += step_seconds(true, plan) + 1e-3 * len(pages - touched)
         touched.update(pages)
         return lambda: None
 
