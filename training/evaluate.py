@@ -91,7 +91,8 @@ def with_minisgl(model: str, prompts: list[str], dtype: str, quantization: str |
     from minisgl import LLM, SamplingParams  # type: ignore[import-not-found]
 
     llm = LLM(model, dtype=dtype, quantization=quantization)
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
+    free = [llm.tokenizer.limits.max_model_len - len(llm.get_tokenizer().encode(p)) for p in prompts]
+    outputs = llm.generate(prompts, [SamplingParams(temperature=0, max_tokens=min(MAX_TOKENS, n)) for n in free])
     return [Answer(o.text, getattr(o, "finish_reason", "stop") == "stop") for o in outputs]
 
 
@@ -102,15 +103,13 @@ def print_acceptance(
     from minisgl import LLM, SamplingParams  # type: ignore[import-not-found]
 
     llm = LLM(model, speculate=drafter, num_draft_tokens=drafts)
-    stats = llm.scheduler.stats
     print("| skill | tokens a step, greedy | at temperature 1 |\n| --- | --- | --- |")
     for skill in names:
         prompts, rates = [p.prompt for p in probes(seed, items, [skill])], []
         for temperature in (0.0, 1.0):
-            accepted = stats.accepted_tokens
             done = llm.generate(prompts, SamplingParams(temperature=temperature, seed=seed, max_tokens=MAX_TOKENS))
             tokens = sum(len(each.token_ids) for each in done)
-            rates.append(tokens / (tokens - stats.accepted_tokens + accepted))
+            rates.append(tokens / (tokens - sum(each.accepted_tokens for each in done)))
         print(f"| {skill} | {rates[0]:.2f} | {rates[1]:.2f} |", flush=True)
 
 

@@ -25,7 +25,7 @@ from minisgl.message import UserMsg, ids_to_bytes
 from minisgl.params import Limits, SamplingParams
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.settings.options import SchedulerConfig
+from minisgl.settings.options import EngineConfig, SchedulerConfig
 
 PHASES = ("plan", "launch", "collect", "send")
 
@@ -60,8 +60,18 @@ class Clock:
 class InstantOutput:
     awaits_masks = False
 
-    def __init__(self, count: int) -> None:
-        self._result = StepResult(np.full(count, 7, np.int32), np.ones(count, np.int32))
+    def __init__(self, plan: BatchPlan, drafts: int, right: np.ndarray) -> None:
+        """`right` [S] bool: which of the plan's tokens are what a draft before them says."""
+        count = int(plan.widths.sum())
+        tokens, finite = np.full(count, 7, np.int32), np.ones(count, np.int32)
+        if not drafts or not (plan.slots["flags"] & Flag.DRAFTS).any():
+            self._result = StepResult(tokens, finite)
+            return
+        first = np.cumsum(plan.widths) - plan.widths
+        right[first] = True
+        wrong = np.cumsum(~right)
+        confirmed = (wrong == np.repeat(wrong[first], plan.widths)).astype(np.int32)
+        self._result = StepResult(tokens, finite, confirmed=confirmed, ready=np.full(count, drafts, np.int32))
 
     def wait(self) -> StepResult:
         return self._result
@@ -75,8 +85,9 @@ class InstantEngine:
     eos_token_ids = frozenset({1, 2})
     limits = Limits(max_model_len=16_384, vocab_size=150_000)
 
-    def __init__(self, rows: int, page_size: int, num_pages: int) -> None:
+    def __init__(self, rows: int, page_size: int, num_pages: int, drafts: int, acceptance: float) -> None:
         self.max_running_requests, self.page_size, self.num_pages = rows, page_size, num_pages
+        self._drafts, self._acceptance, self._noise = drafts, acceptance, np.random.default_rng(0)
 
     def step_costs(self) -> None:
         return None
@@ -85,20 +96,25 @@ class InstantEngine:
         return {}
 
     def launch(self, plan: BatchPlan) -> InstantOutput:
-        return InstantOutput(int(np.count_nonzero(plan.slots["flags"] & Flag.SAMPLES)))
+        right = self._noise.random(int(plan.widths.sum())) < self._acceptance
+        return InstantOutput(plan, self._drafts, right)
 
 
-def measure(rows: int, page_size: int, steps: int) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+def measure(
+    rows: int, page_size: int, steps: int, drafts: int, acceptance: float
+) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """Seconds by phase of `steps` steps: those without and those with page-table writes."""
-    engine = InstantEngine(rows, page_size, num_pages=rows * 64)
+    engine = InstantEngine(rows, page_size, rows * 128, drafts, acceptance)
     io = OfflineIO()
-    scheduler = Scheduler(SchedulerConfig(max_prefill_length=2**20), engine, io)  # all start in the same step
+    given = EngineConfig(speculate="ngram" if drafts else "off", num_draft_tokens=max(1, drafts))
+    config = SchedulerConfig(engine=given, max_prefill_length=2**20)  # all start in the same step
+    scheduler = Scheduler(config, engine, io)
     assert scheduler.depth == 1
     rng = np.random.default_rng(0)
     for uid in range(rows):
         # Half of the page's offsets occur, so every other step needs pages, for eight requests of 256 at once.
         prompt = rng.integers(10, 1000, size=64 + 2 * uid % page_size, dtype=np.int32)
-        params = SamplingParams(max_tokens=64 * 16, ignore_eos=uid % 2 == 0)
+        params = SamplingParams(max_tokens=64 * 64, ignore_eos=uid % 2 == 0)
         io.inbox.append(UserMsg(uid=uid, input_ids=ids_to_bytes(prompt), sampling_params=params))
     clock = Clock()
     for name in ("plan", "launch", "collect"):
@@ -129,8 +145,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--drafts", type=int, default=0, help="of each row in each step")
+    parser.add_argument("--acceptance", type=float, default=0.8, help="the share of drafts that is right")
     args = parser.parse_args()
-    steady, paging = measure(args.rows, args.page_size, args.steps)
+    steady, paging = measure(args.rows, args.page_size, args.steps, args.drafts, args.acceptance)
     print(f"{args.rows} requests, page size {args.page_size}, median (90th percentile) in us")
     for name, spent in (("steady", steady), ("paging", paging)):
         if not spent:

@@ -86,7 +86,7 @@ def test_answers_are_those_of_a_cpu_without_drafts(on_cpu: Answers, name: str):
             check(answers(llm), on_cpu)
         stats = llm.scheduler.stats
         print(f"\n{name}: {stats.accepted_tokens} of {stats.drafted_tokens} drafts are right, {sorted(seen)}")
-        assert stats.accepted_tokens > 50
+        assert stats.accepted_tokens > 10
         assert seen == runners
 
 
@@ -98,7 +98,7 @@ def test_bfloat16_answers_are_the_same_every_time():
         for count in (1, 3, len(chats)):
             first, second = ([c.token_ids for c in llm.chat(chats[:count], params[:count])] for _ in range(2))
             assert first == second
-        assert llm.scheduler.stats.accepted_tokens > 50
+        assert llm.scheduler.stats.accepted_tokens > 10
 
 
 def test_attention_that_needs_lengths_leaves_decoding_to_another():
@@ -106,5 +106,5 @@ def test_attention_that_needs_lengths_leaves_decoding_to_another():
     pytest.importorskip("fa3_fwd")
     with engine(dtype="bfloat16", speculate="ngram", attention_backend="fa3", page_size=128) as llm:
         assert len(answers(llm)) > len(REQUESTS) - 1
-        assert llm.scheduler.stats.accepted_tokens > 50
+        assert llm.scheduler.stats.accepted_tokens > 10
         assert llm.scheduler.describe()["attention"] == "hybrid"

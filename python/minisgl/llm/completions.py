@@ -28,6 +28,7 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
+    accepted_tokens: int = 0  # of the output: drafts that were right
     logprobs: list[TokenLogprob] = field(default_factory=list)
     embedding: bytes = b""
     stop_reason: str | int | None = None  # the stop string or stop token that ended the request
@@ -183,6 +184,9 @@ class Completions:
             return stopped
         self._uids.append(msg.uids)
         self._tokens.append(msg.tokens)
+        if msg.are_drafts:
+            for uid in np.frombuffer(msg.uids, "<i8").tolist():
+                self._completions[uid].accepted_tokens += 1
         for started in msg.started:
             self._completions[started.uid].cached_tokens = started.cached_tokens
         for end in msg.finished:
@@ -200,6 +204,7 @@ class Completions:
             return  # forgotten
         ids = ids_from_bytes(reply.output_ids).tolist()
         done.cached_tokens = reply.cached_tokens or done.cached_tokens
+        done.accepted_tokens = reply.accepted_tokens
         done.logprobs += reply.logprobs
         done.embedding += reply.embedding
         done.text += reply.text

@@ -111,11 +111,11 @@ def test_penalties_make_the_text_repeat_itself_less(llm: LLM) -> None:
     def repeated(tokens: list[int]) -> int:
         return len(tokens) - len(set(tokens))
 
-    usual = repeated(generate(llm, max_tokens=80, ignore_eos=True))
+    usual = repeated(generate(llm, max_tokens=160, ignore_eos=True))
     penalties = {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5}
     for name in ("frequency_penalty", "repetition_penalty"):  # presence alone is weaker than this model is sure
-        assert repeated(generate(llm, max_tokens=80, ignore_eos=True, **{name: penalties[name]})) < usual
-    assert repeated(generate(llm, max_tokens=80, ignore_eos=True, **penalties)) < usual // 2
+        assert repeated(generate(llm, max_tokens=160, ignore_eos=True, **{name: penalties[name]})) < usual
+    assert repeated(generate(llm, max_tokens=160, ignore_eos=True, **penalties)) < usual // 2
 
 
 def test_penalties_do_not_change_other_rows(llm: LLM) -> None:
