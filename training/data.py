@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 from collections.abc import Iterator
-from multiprocessing.queues import Queue
+from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 
@@ -68,31 +68,38 @@ def _work(
     tokens: int,
     context: int,
     long_share: float,
-    queue: Queue[Batch],
+    writer: Connection,
 ) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = Tokenizer.from_file(str(path))
     for index in range(first, total, stride):
-        queue.put(make_batch(tokenizer, Random(f"{seed} {index}"), tokens, context, long_share))
+        writer.send(make_batch(tokenizer, Random(f"{seed} {index}"), tokens, context, long_share))
 
 
 def batches(
     path: Path, seed: int, total: int, tokens: int, context: int, long_share: float, workers: int
 ) -> Iterator[Batch]:
-    """``total`` batches; batch ``i`` comes from worker ``i mod workers``, so their speed does not change the order."""
-    context_mp = mp.get_context("spawn")
-    queues = [context_mp.Queue(6) for _ in range(workers)]
-    processes = [
-        context_mp.Process(
-            target=_work, args=(path, seed, i, workers, total, tokens, context, long_share, queues[i]), daemon=True
-        )
-        for i in range(workers)
-    ]
-    for process in processes:
+    """``total`` batches; batch ``i`` comes from worker ``i mod workers``, so their speed does not change the order.
+
+    Raises `RuntimeError` if a worker dies.
+    """
+    spawn = mp.get_context("spawn")
+    readers, processes = [], []
+    for i in range(workers):
+        reader, writer = spawn.Pipe(duplex=False)
+        given = (path, seed, i, workers, total, tokens, context, long_share, writer)
+        process = spawn.Process(target=_work, args=given, daemon=True)
         process.start()
+        writer.close()  # the worker has the only one, so its end is the end of the pipe
+        readers.append(reader)
+        processes.append(process)
     try:
         for index in range(total):
-            yield queues[index % workers].get(timeout=300)
+            try:
+                batch: Batch = readers[index % workers].recv()
+            except (EOFError, OSError):
+                raise RuntimeError(f"data worker {index % workers} has died before batch {index}") from None
+            yield batch
     finally:
         for process in processes:
             process.terminate()

@@ -27,19 +27,25 @@ def rate(step: int, steps: int, warmup: int = 200, decay: float = 0.4) -> float:
 
 
 def on_device(source: Iterator[Batch], device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Batches as tensors on the device, copied ahead by a thread."""
-    ahead: Queue[tuple[Tensor, Tensor, Tensor, Tensor] | None] = Queue(4)
+    """Batches as tensors on the device, copied ahead by a thread. An error of `source` is raised here."""
+    ahead: Queue[tuple[Tensor, Tensor, Tensor, Tensor] | Exception | None] = Queue(4)
 
     def copy() -> None:
-        for b in source:
-            host = [torch.from_numpy(x) for x in (b.ids, b.positions, b.starts, b.targets.astype("int64"))]
-            if device.type == "cuda":
-                host = [x.pin_memory() for x in host]
-            ahead.put(tuple(x.to(device, non_blocking=True) for x in host))  # type: ignore[arg-type]
-        ahead.put(None)
+        try:
+            for b in source:
+                host = [torch.from_numpy(x) for x in (b.ids, b.positions, b.starts, b.targets.astype("int64"))]
+                if device.type == "cuda":
+                    host = [x.pin_memory() for x in host]
+                ahead.put(tuple(x.to(device, non_blocking=True) for x in host))  # type: ignore[arg-type]
+        except Exception as e:
+            ahead.put(e)
+        else:
+            ahead.put(None)
 
     Thread(target=copy, daemon=True).start()
     while (item := ahead.get()) is not None:
+        if isinstance(item, Exception):
+            raise item
         yield item
 
 
