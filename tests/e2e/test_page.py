@@ -387,13 +387,22 @@ def test_conversations_are_kept_in_the_browser(page: Browser, server: ServerProc
 
 
 def test_a_model_can_be_picked_if_there_are_several(chromium: Browser) -> None:
+    pick = "$('models').value = 'two'; $('models').dispatchEvent(new Event('change'))"
+    names = "[...$('models').children].map((e) => e.textContent).join()"
     with ServerProcess("--num-pages", "256", "--served-model-name", "one", "two") as server:
         chromium.open(server.url)
         chromium.wait("!$('models').hidden")
-        chromium.evaluate("$('models').value = 'two'")
-        assert chromium.evaluate("JSON.parse(requestBody()).model") == "two"
+        chromium.evaluate(pick)
+        assert chromium.evaluate("document.title") == "minisgl · two"
         ask(chromium, "What is 12 + 30?")
         assert "42" in chromium.evaluate("$('log').textContent")
+        chromium.open(server.url + "/?again")  # the choice is kept
+        chromium.wait("!$('models').hidden")
+        assert chromium.evaluate("JSON.parse(requestBody()).model") == "two"
+        several = "[{id: 'two'}, {id: 'one'}, {id: 'two'}]"  # from a router in front of servers with some names in common
+        chromium.evaluate(f"call = async () => ({{json: async () => ({{data: {several}}})}}); connect()")
+        chromium.wait(f"{names} === 'two,one'")
+        chromium.evaluate("localStorage.clear()")
 
 
 def test_api_is_shown_at_docs_also_behind_a_proxy_path(chromium: Browser) -> None:
