@@ -154,7 +154,8 @@ def _chat(options: argparse.Namespace) -> int:
     if wanted.get("port") != 0 and wanted.keys() <= {"model", "host", "port", "api_key", "api_key_file"}:
         args = args_from_options(given)
         key = next(iter(args.load_keys() or []), None)
-        if (url := running_server(args.host, args.port, args.scheduler.engine.model, key)) is not None:
+        model, patience = args.scheduler.engine.model, args.ready_timeout
+        if (url := running_server(args.host, args.port, model, key, patience)) is not None:
             print("minisgl: using the server that runs on this port; --port 0 starts another one", file=sys.stderr)
             return chat_with_url(url, key, sampling, options.system)
     return chat_with_own_server(args_from_options({"port": 0} | given), sampling, options.system)

@@ -399,7 +399,7 @@ def test_a_model_can_be_picked_if_there_are_several(chromium: Browser) -> None:
         chromium.open(server.url + "/?again")  # the choice is kept
         chromium.wait("!$('models').hidden")
         assert chromium.evaluate("JSON.parse(requestBody()).model") == "two"
-        several = "[{id: 'two'}, {id: 'one'}, {id: 'two'}]"  # from a router in front of servers with some names in common
+        several = "[{id: 'two'}, {id: 'one'}, {id: 'two'}]"  # from a router
         chromium.evaluate(f"call = async () => ({{json: async () => ({{data: {several}}})}}); connect()")
         chromium.wait(f"{names} === 'two,one'")
         chromium.evaluate("localStorage.clear()")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import sys
+import threading
 from collections.abc import Generator, Iterator
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
@@ -12,7 +14,7 @@ from urllib.parse import urlsplit
 from minisgl.errors import ConfigError, MinisglError
 
 TIMEOUT_S: Final = 600.0
-PROBE_TIMEOUT_S: Final = 2.0
+NOTICE_S: Final = 2.0  # of silence, after which a wait is told
 
 
 class ServerError(MinisglError):
@@ -87,13 +89,18 @@ class ChatClient:
                                 yield Delta(text, field == "reasoning_content")
 
     def get(self, path: str) -> dict[str, Any]:
-        """The JSON object at `path`. Raises `ServerError` or `OSError`."""
-        with self._request("GET", path) as response:
-            try:
+        """The JSON object at `path`; says on stderr if that takes a while. Raises `ServerError` or `OSError`."""
+        text = f"minisgl: {self.url} does not answer yet, as while a model loads; waiting (Ctrl-C stops)"
+        notice = threading.Timer(NOTICE_S, lambda: print(text, file=sys.stderr))
+        notice.start()
+        try:
+            with self._request("GET", path) as response:
                 answer: dict[str, Any] = json.load(response)
-            except ValueError as e:
-                raise ServerError(f"{path} is not JSON: {e}") from e
-            return answer
+                return answer
+        except ValueError as e:
+            raise ServerError(f"{path} is not JSON: {e}") from e
+        finally:
+            notice.cancel()
 
     def model(self) -> str:
         """The name of the first model that the server lists; "the model" if it lists none."""
@@ -118,14 +125,15 @@ class ChatClient:
             connection.close()
 
 
-def running_server(host: str, port: int, model: str, api_key: str | None) -> str | None:
+def running_server(host: str, port: int, model: str, api_key: str | None, patience: float) -> str | None:
     """The URL of a server of ours at this address that serves `model` (a name or folder; empty: any), if there is one.
 
-    Raises `ConfigError` for an address that cannot be one.
+    A server that starts listens before it answers; wait up to `patience` seconds. Raises `ConfigError` for an address
+    that cannot be one.
     """
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     try:
-        info = ChatClient(url, api_key, PROBE_TIMEOUT_S).get("/model_info")
+        info = ChatClient(url, api_key, patience).get("/model_info")
     except (ServerError, OSError):
         return None
     return url if model in ("", info.get("model"), info.get("model_path")) else None

@@ -166,23 +166,37 @@ def test_words_wrap_however_the_text_arrives(size: int) -> None:
     assert WordWrap(0).feed(text) == text
 
 
+class ModelInfo(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/model_info" else 404)
+        self.end_headers()
+        self.wfile.write(json.dumps({"model": "demo", "model_path": "/models/demo"}).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 def test_a_running_server_is_found_by_its_model() -> None:
-    info = {"model": "demo", "model_path": "/models/demo"}
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/model_info" else 404)
-            self.end_headers()
-            self.wfile.write(json.dumps(info).encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+    names = ("", "demo", "/models/demo", "x")
+    with HTTPServer(("127.0.0.1", 0), ModelInfo) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         port = server.server_port
-        found = {model: running_server("127.0.0.1", port, model, None) for model in ("", "demo", "/models/demo", "x")}
+        found = {model: running_server("127.0.0.1", port, model, None, 60.0) for model in names}
         server.shutdown()
     url = f"http://127.0.0.1:{port}"
     assert found == {"": url, "demo": url, "/models/demo": url, "x": None}
-    assert running_server("127.0.0.1", port, "", None) is None  # nobody listens any more
+    assert running_server("127.0.0.1", port, "", None, 60.0) is None  # nobody listens any more
+
+
+def test_a_server_that_starts_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("minisgl.chat.client.NOTICE_S", 0.01)
+    with HTTPServer(("127.0.0.1", 0), ModelInfo) as server:  # listens, but nobody answers yet
+        url = f"http://127.0.0.1:{server.server_port}"
+        begins = threading.Timer(0.5, server.handle_request)
+        begins.start()
+        assert running_server("127.0.0.1", server.server_port, "demo", None, 60.0) == url
+        begins.join()
+        assert capsys.readouterr().err.count(f"{url} does not answer yet") == 1
+        assert running_server("127.0.0.1", server.server_port, "demo", None, 0.05) is None
