@@ -1,4 +1,4 @@
-"""What a step with drafts costs on a GPU, beside a step that only decodes: random weights in the shape of a model.
+"""What a step with drafts costs beside a step that only decodes: random weights in the shape of a model.
 
     PYTHONPATH=python python benchmark/draft_steps.py --shape qwen3-8b --tokens 1 2 4 5 8
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -18,6 +19,7 @@ import numpy as np
 from minisgl.bench.shapes import shape_options
 from minisgl.core import BatchPlan
 from minisgl.device.device import create_device
+from minisgl.device.machine import choose_device
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
 from minisgl.engine.trial import spread_plan
@@ -44,7 +46,9 @@ def plan_of(engine: Engine, rows: int, tokens: int, context: int) -> BatchPlan:
 def seconds(engine: Engine, plan: BatchPlan) -> tuple[float, str]:
     """The time of a step, and its runner."""
     engine.launch(plan).wait()
-    plan, times = replace(plan, page_writes=NO_PAGE_WRITES, histories=NO_INTS), []
+    # On a CPU each step begins with the same lengths, which the plan bounds.
+    histories, times = NO_INTS if engine.is_async else plan.histories, []
+    plan = replace(plan, page_writes=NO_PAGE_WRITES, histories=histories)
     for _ in range(REPEATS):
         began = time.perf_counter()
         outputs = [engine.launch(plan) for _ in range(STEPS)]
@@ -53,18 +57,19 @@ def seconds(engine: Engine, plan: BatchPlan) -> tuple[float, str]:
     return median(times), next(r for r in engine.runners if r.fits(plan)).name
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--quantization")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--tokens", type=int, nargs="+", default=[0, 2, 4, 5, 8])
     parser.add_argument("--context", type=int, default=512)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     options = {"speculate": "ngram", "num_draft_tokens": max(1, *args.tokens) - 1, "quantization": args.quantization}
     with shape_options(args.shape, options) as given:
         config = build_config(SchedulerConfig, given).engine
-        engine = Engine(resolve(config, "cuda"), create_device("cuda"))
+        device = choose_device(config.device)
+        engine = Engine(resolve(config, device), create_device(device))
     print(f"{args.shape} {args.quantization or ''}: {engine.step_costs()}", flush=True)
     for rows in args.rows:
         plain, name = seconds(engine, plan_of(engine, rows, 1, args.context))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -79,7 +79,7 @@ def rate(llm: LLM, workload: Workload, chance: float, repeats: int) -> tuple[flo
     return max(r["output_tok_s"] for r in runs), runs[-1]["drafted_tokens"], runs[-1]["accepted_tokens"]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--quantization")
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=2)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     names = ("speculate", "num_draft_tokens", "quantization")
     with walking(args.shape, {name: getattr(args, name) for name in names}) as llm:
         print(f"{args.shape} {args.quantization or ''}: {llm.scheduler.engine.step_costs()}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,34 @@ def test_host_work_excludes_the_model_and_waiting(is_async: bool, host: int) -> 
     probe.steady = [[4, *parts.values()]] * 12
     figures = probe.figures(2)
     assert (figures["host"], figures["steps"], figures["rows"]) == (host, 2, 4)
+
+
+def test_the_cost_of_steps_with_drafts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import draft_steps
+
+    monkeypatch.setitem(SHAPES, "tiny", TINY | {"max_position_embeddings": 256})
+    monkeypatch.setattr(draft_steps, "STEPS", 3)
+    monkeypatch.setattr(draft_steps, "REPEATS", 1)
+    draft_steps.main(["--shape=tiny", "--rows", "1", "2", "--tokens", "0", "3", "--context=20"])
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["1", "2"]
+    for line in lines:
+        plain, *drafting = (float(ms) for ms in re.findall(r"(?:plain|tokens) ([\d.]+)", line))
+        ratios = [float(x) for x in re.findall(r"([\d.]+) x", line)]
+        assert plain > 0 and ratios == [pytest.approx(ms / plain, rel=0.1) for ms in drafting] and len(ratios) == 2
+
+
+def test_what_drafts_gain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import draft_streams
+
+    monkeypatch.setitem(SHAPES, "tiny", TINY | {"max_position_embeddings": 128})
+    sizes = ["--num-draft-tokens=2", "--batches", "1", "2", "--input-len=60", "--output-len=48", "--repeats=1"]
+    draft_streams.main(["--shape=tiny", "--speculate=ngram", "--chances", "0.6", "1", *sizes])
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0].strip() for line in lines] == ["1", "2"]
+    for line in lines:
+        (some, tried), (right, drafted) = ((int(a), int(b)) for a, b in re.findall(r"x \((\d+) of (\d+)\)", line))
+        assert some < tried and 0 < right == drafted  # where each token is followed by its successor, all are
 
 
 def test_timeline_is_a_chrome_trace(tmp_path: Path) -> None:
