@@ -119,6 +119,20 @@ def test_what_drafts_gain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         assert some < tried and 0 < right == drafted  # where each token is followed by its successor, all are
 
 
+def test_the_cost_of_a_line_in_the_request_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import request_log
+
+    monkeypatch.setattr(request_log, "KINDS", {name: request_log.KINDS[name] for name in ("off", "json")})
+    monkeypatch.setattr(request_log, "TURNS", 1)
+    request_log.main(["--requests=50"])
+    rows = (line.replace(",", "").split() for line in capsys.readouterr().out.splitlines()[2:])
+    figures = {name: list(map(float, cells)) for name, *cells in rows}
+    (off, _), (json_log, more) = figures["off"], figures["json"]
+    assert off > 0 < json_log and more == pytest.approx(json_log - off, abs=2)
+
+
 def test_timeline_is_a_chrome_trace(tmp_path: Path) -> None:
     import timeline
 
