@@ -34,12 +34,12 @@ FASTER = "const wait = setTimeout; window.setTimeout = (f, ms) => wait(f, ms ===
 
 
 def chat(url: str, name: str) -> None:
-    """Stream one answer of 96 tokens to its end."""
+    """Stream one answer of 160 tokens to its end."""
     messages = [
         {"role": "system", "content": RULES},
         {"role": "user", "content": f"Tell me a story about a fox named {name}."},
     ]
-    body = {"messages": messages, "max_tokens": 96, "ignore_eos": True, "stream": True}
+    body = {"messages": messages, "max_tokens": 160, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=600) as response:
         for _ in response.iter_lines():
             pass
