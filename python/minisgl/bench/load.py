@@ -20,8 +20,7 @@ import httptools
 
 from minisgl.bench.report import percentiles_ms
 from minisgl.bench.traffic import Request
-from minisgl.chat.client import ChatClient, ServerAddress
-from minisgl.errors import StartupError
+from minisgl.chat.client import ServerAddress
 
 POLL_S: Final = 0.005
 SHOWN_ERRORS: Final = 5
@@ -270,16 +269,6 @@ def _error_message(body: bytes) -> str:
         return str(value.get("error", value)["message"])
     except (ValueError, KeyError, TypeError, AttributeError):
         return body[:200].decode(errors="replace")
-
-
-def served_model(url: str, api_key: str | None) -> str:
-    """The first model that the server at `url` lists; raises `StartupError` without one, `ServerError` if refused."""
-    try:
-        return str(ChatClient(url, api_key).get("/v1/models")["data"][0]["id"])
-    except OSError as e:
-        raise StartupError(f"no server answers at {url} ({e})") from e
-    except (LookupError, TypeError):
-        raise StartupError("the server does not list its models at /v1/models; give --model NAME") from None
 
 
 @dataclass(frozen=True)

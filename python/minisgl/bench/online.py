@@ -17,9 +17,10 @@ from typing import Any, Final
 
 import uvloop
 
-from minisgl.bench.load import LoadGenerator, Samples, Window, served_model, summarize
+from minisgl.bench.load import LoadGenerator, Samples, Window, summarize
 from minisgl.bench.report import format_table, origin, plot_distribution, plot_throughput, provenance, shown
 from minisgl.bench.traffic import BACKGROUND, OnlineArgs, Point, Range, Request, make_points, random_requests
+from minisgl.chat.client import ChatClient
 from minisgl.errors import ConfigError, StartupError
 from minisgl.settings.sources import args_from_options
 
@@ -35,7 +36,7 @@ def run_online(args: OnlineArgs, options: dict[str, Any]) -> tuple[dict[str, Any
     points = make_points(args)
     key = options.get("api_key")
     with own_server(options) if args.url is None else nullcontext(args.url) as address:
-        model = (options.get("model") if args.url else None) or served_model(address, key)
+        model = (options.get("model") if args.url else None) or ChatClient(address, key).model()
         generator = LoadGenerator(
             address,
             model,

@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
-from minisgl.errors import ConfigError, MinisglError
+from minisgl.errors import ConfigError, MinisglError, StartupError
 
 TIMEOUT_S: Final = 600.0
 NOTICE_S: Final = 2.0  # of silence, after which a wait is told
@@ -103,11 +103,13 @@ class ChatClient:
             notice.cancel()
 
     def model(self) -> str:
-        """The name of the first model that the server lists; "the model" if it lists none."""
+        """The first model that the server lists. Raises `StartupError` if nobody answers, or `ServerError`."""
         try:
             return str(self.get("/v1/models")["data"][0]["id"])
-        except (ServerError, OSError, LookupError):
-            return "the model"
+        except OSError as e:
+            raise StartupError(f"no server answers at {self.url} ({e})") from e
+        except (LookupError, TypeError):
+            raise ServerError("the server does not list its models at /v1/models") from None
 
     @contextlib.contextmanager
     def _request(self, method: str, path: str, body: str | None = None) -> Iterator[http.client.HTTPResponse]:

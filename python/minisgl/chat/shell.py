@@ -40,8 +40,15 @@ def chat_with_own_server(args: ServerArgs, sampling: dict[str, Any], system: str
 
 
 def chat_with_url(url: str, api_key: str | None, sampling: dict[str, Any], system: str | None) -> int:
-    """Chat with a running server; returns the exit code."""
-    shell = Shell(ChatClient(url, api_key), sampling, system)
+    """Chat with a running server; returns the exit code. Raises `StartupError` if there is none."""
+    client = ChatClient(url, api_key)
+    try:
+        name = client.model()
+    except ServerError:  # it refuses messages, too, and says why
+        name = "the model"
+    if sys.stdin.isatty():
+        print(f"Chat with {name} on {url}. /help lists the commands.")
+    shell = Shell(client, sampling, system)
     shell.run(line_reader(shell.completions() if sys.stdin.isatty() else ()))
     return 0
 
@@ -80,8 +87,6 @@ class Shell:
 
     def run(self, read_line: LineReader) -> None:
         """Read and answer until the input ends or /quit."""
-        if sys.stdin.isatty():
-            print(f"Chat with {self._client.model()} on {self._client.url}. /help lists the commands.")
         with interrupt_handler(lambda *_: None):  # Ctrl-C counts only where `interruptible` says so
             while True:
                 try:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from minisgl.chat.client import ChatClient, Delta, ServerError, running_server
-from minisgl.chat.shell import Shell, tree_lines
+from minisgl.chat.shell import Shell, chat_with_url, tree_lines
 from minisgl.chat.terminal import WordWrap
-from minisgl.errors import ConfigError
+from minisgl.errors import ConfigError, StartupError
 
 
 class FakeClient(ChatClient):
@@ -186,6 +186,8 @@ def test_a_running_server_is_found_by_its_model() -> None:
     url = f"http://127.0.0.1:{port}"
     assert found == {"": url, "demo": url, "/models/demo": url, "x": None}
     assert running_server("127.0.0.1", port, "", None, 60.0) is None  # nobody listens any more
+    with pytest.raises(StartupError, match=f"no server answers at {url}"):
+        chat_with_url(url, None, {}, None)
 
 
 def test_a_server_that_starts_is_waited_for(
