@@ -63,5 +63,10 @@ class RequestError(MinisglError):
         self.status = status
 
 
+def unsupported(message: str, param: str) -> RequestError:
+    """The refusal of a value that has a meaning elsewhere and none here."""
+    return RequestError(message, param=param, code="unsupported_value")
+
+
 class InvariantError(MinisglError):
     """The engine's bookkeeping contradicts itself (a bug of ours); the message names the request or page."""

@@ -10,13 +10,13 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from minisgl.api import protocol as p
-from minisgl.api.chat import json_schema_format, prepared, shared_fields, text_of
+from minisgl.api.chat import json_schema_format, prepared, shared_fields
 from minisgl.api.frontend import Receipt
 from minisgl.api.http import anthropic_error, json_response, read_request, require_model, tell_ignored, to_json
 from minisgl.api.parsers.output import TOOL_CALLS, OutputParser, Step
 from minisgl.api.parsers.pieces import Content, ParsedCall, Piece
 from minisgl.api.replies import named_event
-from minisgl.api.requests import ServedModel
+from minisgl.api.requests import ServedModel, text_of, unsupported_type
 from minisgl.api.responses import response_to
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
@@ -28,11 +28,6 @@ ROLES: Final = ("user", "assistant", "system")
 CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 THINKS: Final = {"enabled": True, "adaptive": True, "disabled": False}
 PING: Final = named_event("ping", {})
-
-
-def _unsupported(what: str, kind: Any, param: str) -> RequestError:
-    error = f"{param}: {what} of type {str(kind)[:40]!r} is not supported"
-    return RequestError(error, param=param, code="unsupported_value")
 
 
 def chat_messages(body: p.MessagesRequest) -> list[p.ChatMessage]:
@@ -79,7 +74,7 @@ def _assistant_message(role: str, blocks: list[dict[str, Any]]) -> Iterator[p.Ch
 
 def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
-        raise _unsupported("a tool", tool["type"], "tools")
+        raise unsupported_type("a tool", tool["type"], "tools")
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
     return {"type": "function", "function": function | {k: v for k, v in tool.items() if k == "description"}}
 
@@ -92,16 +87,16 @@ def chat_request(body: p.MessagesRequest, model: ServedModel) -> p.ChatCompletio
     thinking, choice = body.thinking or p.Thinking("disabled"), body.tool_choice or p.AnthropicToolChoice("auto")
     output = body.output_config or p.OutputConfig()
     if thinking.type not in THINKS:
-        raise _unsupported("thinking", thinking.type, "thinking")
+        raise unsupported_type("thinking", thinking.type, "thinking")
     if choice.type not in (*CHOICES, "tool"):
-        raise _unsupported("a choice", choice.type, "tool_choice")
+        raise unsupported_type("a choice", choice.type, "tool_choice")
     named = {"type": "function", "function": {"name": choice.name}}
     fields = shared_fields(body, model, THINKS[thinking.type])
     if body.stop_sequences is not None:
         fields["stop"] = body.stop_sequences
     if output.format is not None:
         if output.format.get("type") != "json_schema":
-            raise _unsupported("a format", output.format.get("type"), "output_config")
+            raise unsupported_type("a format", output.format.get("type"), "output_config")
         fields["response_format"] = json_schema_format(output.format.get("schema"))
     messages = chat_messages(body)
     return p.ChatCompletionRequest(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 from fastapi import Request
@@ -16,8 +16,6 @@ from minisgl.api.requests import ServedModel, chat_message
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg
 from minisgl.settings.options import ServerArgs
-
-TEXT_PARTS: Final = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 
 
 def prepared(
@@ -62,17 +60,3 @@ def shared_fields(body: ForeignChat, model: ServedModel, thinks: bool | None) ->
 def json_schema_format(schema: Any) -> dict[str, Any]:
     """The `response_format` of a chat for a JSON Schema."""
     return {"type": "json_schema", "json_schema": {"schema": schema}}
-
-
-def text_of(content: Any, param: str) -> str:
-    """The text of `content`: a string, or a list of parts with text. Raises `RequestError` naming another type."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for part in content if isinstance(content, list) else [content]:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
-            error = f"{param} has a part of type {str(kind)[:40]!r}, which is not supported here"
-            raise RequestError(error, param=param, code="unsupported_value")
-        texts.append(part["text"])
-    return "".join(texts)

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from minisgl.api.protocol import GenerateRequest, GenerateSampling
-from minisgl.errors import RequestError, near_miss
+from minisgl.errors import RequestError, near_miss, unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +99,7 @@ def unread_kwargs(kwargs: dict[str, Any] | None, variables: frozenset[str], refu
         close = near_miss(name[:MAX_NAME], variables, CLOSE)
         if close or refuses:
             hint = f"; did you mean {close}?" if close else " (--unknown-fields refuse)"
-            error = f"{name[:MAX_NAME]} is not a variable of the chat template{hint}"
-            raise RequestError(error, param="chat_template_kwargs", code="unsupported_value")
+            raise unsupported(f"{name[:MAX_NAME]} is not a variable of the chat template{hint}", "chat_template_kwargs")
     return [f"chat_template_kwargs.{_printable(name)}" for name in unread]
 
 
@@ -130,4 +129,4 @@ def _ignored(given: dict[str, msgspec.Raw], kind: type[msgspec.Struct], refuses:
 
 
 def _refusal(name: str, why: str) -> RequestError:
-    return RequestError(f"{name[:MAX_NAME]} {why}", param=name[:MAX_NAME], code="unsupported_value")
+    return unsupported(f"{name[:MAX_NAME]} {why}", name[:MAX_NAME])

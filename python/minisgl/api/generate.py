@@ -27,7 +27,7 @@ from minisgl.api.requests import (
 )
 from minisgl.api.responses import response_to
 from minisgl.core import FinishReason
-from minisgl.errors import RequestError
+from minisgl.errors import RequestError, unsupported
 from minisgl.message import TokenizeMsg, TokenLogprob, UserReply, ids_from_bytes
 from minisgl.params import MAX_LOGPROBS, Limits
 from minisgl.settings.options import ServerArgs
@@ -94,11 +94,7 @@ def generate_messages(request: GenerateRequest, defaults: SamplingDefaults, limi
     name, prompt = _requested_prompt(request)
     fields = _sampling_fields(request)
     if fields.logprobs not in (None, False):
-        raise RequestError(
-            "logprobs is not supported here, only return_logprob beside sampling_params",
-            param="logprobs",
-            code="unsupported_value",
-        )
+        raise unsupported("logprobs is not supported here, only return_logprob beside sampling_params", "logprobs")
     form = LogprobForm.of(request)
     max_tokens = requested_max_tokens(fields, ("max_new_tokens", "max_tokens"), limits)
     params = sampling_params(

@@ -12,16 +12,16 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from minisgl.api import protocol as p
-from minisgl.api.chat import json_schema_format, prepared, shared_fields, text_of
+from minisgl.api.chat import json_schema_format, prepared, shared_fields
 from minisgl.api.frontend import Receipt
 from minisgl.api.http import json_response, read_request, require_model, tell_ignored, to_json
 from minisgl.api.parsers.output import OutputParser, Step
 from minisgl.api.parsers.pieces import Content, ParsedCall, Reasoning
 from minisgl.api.replies import named_event
-from minisgl.api.requests import ServedModel, requested_max_tokens
+from minisgl.api.requests import ServedModel, requested_max_tokens, text_of, unsupported_type
 from minisgl.api.responses import response_to
 from minisgl.core import FinishReason
-from minisgl.errors import RequestError
+from minisgl.errors import RequestError, unsupported
 from minisgl.message import UserReply
 from minisgl.params import SamplingParams
 from minisgl.settings.options import ServerArgs
@@ -29,6 +29,7 @@ from minisgl.settings.options import ServerArgs
 MAX_KEPT: Final = 4096  # responses
 MAX_KEPT_BYTES: Final = 64 << 20
 NAMES: Final = {"messages": "input", "response_format": "text"}  # of the fields in a chat completion
+TEXT_PARTS: Final = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 PLAIN_REASONING: Final = "reasoning.encrypted_content"  # in `include`: reasoning comes back as text in any case
 
 
@@ -93,20 +94,23 @@ def chat_messages(items: Sequence[p.InputItem]) -> list[p.ChatMessage]:
     for item in items:
         kind = item.type or "message"
         if kind == "message":
-            _add(messages, p.ChatMessage(item.role or "", text_of(item.content, "input")))
+            _add(messages, p.ChatMessage(item.role or "", _text_of(item.content)))
         elif kind == "function_call":
             call = p.ToolCall(p.ToolFunction(item.name or "", item.arguments), item.call_id)
             _add(messages, p.ChatMessage("assistant", tool_calls=[call]))
         elif kind == "function_call_output":
-            text = text_of(item.output, "input")
+            text = _text_of(item.output)
             messages.append(p.ChatMessage("tool", text, tool_call_id=item.call_id))
         elif kind == "reasoning":
-            reasoning = text_of(item.content or item.summary, "input")
+            reasoning = _text_of(item.content or item.summary)
             messages.append(p.ChatMessage("assistant", reasoning_content=reasoning))
         else:
-            error = f"input has an item of type {kind[:40]!r}, which is not supported"
-            raise RequestError(error, param="input", code="unsupported_value")
+            raise unsupported_type("an item", kind, "input")
     return messages
+
+
+def _text_of(content: Any) -> str:
+    return text_of(content, "input", TEXT_PARTS)
 
 
 def _add(messages: list[p.ChatMessage], message: p.ChatMessage) -> None:
@@ -123,16 +127,14 @@ def _add(messages: list[p.ChatMessage], message: p.ChatMessage) -> None:
 def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """A function tool in the form of a chat completion. Raises `RequestError` naming the type of another tool."""
     if tool.get("type") != "function":
-        error = f"tools has one of type {str(tool.get('type'))[:40]!r}; only functions are supported"
-        raise RequestError(error, param="tools", code="unsupported_value")
+        raise unsupported_type("a tool", tool.get("type"), "tools")
     return {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
 
 
 def _chat_tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if isinstance(choice, dict) and "function" not in choice:
         if choice.get("type") != "function":
-            error = f"tool_choice of type {str(choice.get('type'))[:40]!r} is not supported, only of type 'function'"
-            raise RequestError(error, param="tool_choice", code="unsupported_value")
+            raise unsupported_type("a choice", choice.get("type"), "tool_choice")
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
 
@@ -162,8 +164,7 @@ def _ignored(body: p.ResponsesRequest) -> list[str]:
     """The names of what has no effect. Raises `RequestError` for what should have one."""
     for name in body.include or ():
         if name != PLAIN_REASONING:
-            error = f"include={name[:60]!r} is not supported"
-            raise RequestError(error, param="include", code="unsupported_value")
+            raise unsupported(f"include={name[:60]!r} is not supported", "include")
     reasoning = body.reasoning or p.ResponseReasoning()
     return [f"reasoning.{n}" for n in ("summary", "generate_summary") if getattr(reasoning, n) is not None]
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from minisgl.errors import RequestError
+from minisgl.errors import RequestError, unsupported
 from minisgl.message import EngineView, StatsMsg
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -625,7 +625,7 @@ def refuse_unsupported(request: msgspec.Struct) -> None:
         if isinstance(value, msgspec.Struct):
             refuse_unsupported(value)
         if value is not None and name in supported and value != supported[name]:
-            raise RequestError(f"{name}={value!r:.60} is not supported", param=name, code="unsupported_value")
+            raise unsupported(f"{name}={value!r:.60} is not supported", name)
 
 
 @cache

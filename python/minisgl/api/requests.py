@@ -12,7 +12,7 @@ from minisgl.api.parsers.output import OutputForms
 from minisgl.api.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, SamplingFields
 from minisgl.api.structured import requested_grammar
 from minisgl.checkpoint.embedder import Embedder
-from minisgl.errors import RequestError
+from minisgl.errors import RequestError, unsupported
 from minisgl.message import TokenizeMsg, ids_to_bytes
 from minisgl.params import MAX_LOGPROBS, Limits, SamplingParams, choice_params, validate_sampling
 
@@ -164,7 +164,7 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
     """A message in the form of chat templates: text content, tool arguments as objects."""
     if message.role not in ROLES:
         raise RequestError(f"role {message.role[:40]!r} is not one of {', '.join(ROLES)}", param="messages")
-    result: dict[str, Any] = {"role": message.role, "content": _text(message.content)}
+    result: dict[str, Any] = {"role": message.role, "content": text_of(message.content, "messages")}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
             result[name] = value
@@ -180,18 +180,23 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
     return result
 
 
-def _text(content: str | list[dict[str, Any]] | None) -> str:
-    """The text of a message. Parts are joined without a separator, as templates that accept parts do."""
+def unsupported_type(what: str, kind: Any, param: str) -> RequestError:
+    """The refusal of a part, item or tool by its type."""
+    return unsupported(f"{param}: {what} of type {str(kind)[:40]!r} is not supported", param)
+
+
+def text_of(content: Any, param: str, kinds: Sequence[str] = ("text",)) -> str:
+    """The text of `content`: a string, or a list of parts with text, whose type is one of `kinds`.
+
+    Parts are joined without a separator, as templates that accept parts do. Raises `RequestError` for other types.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
-    for part in content:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise RequestError(
-                f'a content part must be {{"type": "text", "text": "..."}}; the type is {str(part.get("type"))[:40]!r}',
-                param="messages",
-                code="unsupported_value",
-            )
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in kinds or not isinstance(part.get("text"), str):
+            raise unsupported_type("a part", kind, param)
         texts.append(part["text"])
     return "".join(texts)
 
@@ -287,7 +292,7 @@ def num_choices(fields: SamplingFields, most: int) -> int:
     if not 1 <= n <= most:
         raise RequestError(f"n must be 1 to {most} (--max-choices)", param="n")
     if fields.best_of is not None and fields.best_of != n:
-        raise RequestError("best_of is only supported equal to n", param="best_of", code="unsupported_value")
+        raise unsupported("best_of is only supported equal to n", "best_of")
     return n
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from minisgl.api.protocol import ChatCompletionRequest, SamplingFields
-from minisgl.errors import RequestError
+from minisgl.errors import RequestError, unsupported
 from minisgl.params import Grammar, GrammarKind
 
 ANY_OBJECT: Final = '{"type": "object"}'
@@ -41,11 +41,8 @@ def forced_functions(request: ChatCompletionRequest) -> list[dict[str, Any]] | N
     elif isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("function"), dict):
         forced = [f for f in functions if f["name"] == choice["function"].get("name")]
     else:
-        raise RequestError(
-            'tool_choice must be "auto", "none", "required" or {"type": "function", "function": {"name": ...}}',
-            param="tool_choice",
-            code="unsupported_value",
-        )
+        known = '"auto", "none", "required" or {"type": "function", "function": {"name": ...}}'
+        raise unsupported(f"tool_choice must be {known}", "tool_choice")
     if not forced:
         raise RequestError("tool_choice names a tool that is not in tools", param="tool_choice")
     return forced
@@ -99,9 +96,7 @@ def _response_format(value: dict[str, Any], param: str) -> Grammar | None:
             if not isinstance(described, dict) or not isinstance(described.get("schema"), dict | bool):
                 raise RequestError(f'{param} must have {{"json_schema": {{"schema": {{...}}}}}}', param=param)
             return _schema(described["schema"], param)
-    raise RequestError(
-        f"{param} must have a type that is text, json_object or json_schema", param=param, code="unsupported_value"
-    )
+    raise unsupported(f"{param} must have a type that is text, json_object or json_schema", param)
 
 
 def _structured_outputs(value: dict[str, Any], param: str) -> Grammar | None:
@@ -110,7 +105,7 @@ def _structured_outputs(value: dict[str, Any], param: str) -> Grammar | None:
     if not given:
         return None
     if len(given) > 1 or not given.keys() <= _OUTPUTS.keys():
-        raise RequestError(f"{param} must have one of {', '.join(_OUTPUTS)}", param=param, code="unsupported_value")
+        raise unsupported(f"{param} must have one of {', '.join(_OUTPUTS)}", param)
     ((name, constraint),) = given.items()
     return _OUTPUTS[name](constraint, param)
 

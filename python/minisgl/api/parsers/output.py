@@ -14,7 +14,7 @@ from minisgl.api.parsers.tools import TOOL_FORMS, ToolForm, ToolParser
 from minisgl.api.protocol import AssistantMessage, ChatCompletionRequest, GeneratedFunction, GeneratedToolCall
 from minisgl.api.structured import forced_functions
 from minisgl.core import FinishReason
-from minisgl.errors import RequestError
+from minisgl.errors import RequestError, unsupported
 from minisgl.message import TokenizeMsg
 from minisgl.params import Grammar
 from minisgl.tokenizer.template import ChatTemplate
@@ -196,8 +196,8 @@ class OutputForms:
         if functions is None:
             return requested
         if self.tools is None:
-            error = "tool_choice needs a model whose form of tool calls is known (--tool-call-parser)"
-            raise RequestError(error, param="tool_choice", code="unsupported_value")
+            text = "tool_choice needs a model whose form of tool calls is known (--tool-call-parser)"
+            raise unsupported(text, "tool_choice")
         if requested is not None:
             raise RequestError(f"tool_choice and {requested.param} exclude each other", param="tool_choice")
         is_single = request.parallel_tool_calls is False or isinstance(request.tool_choice, dict)
