@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 from minisgl.api import protocol as p
 from minisgl.api.chat import json_schema_format, prepared, shared_fields
 from minisgl.api.frontend import Receipt
-from minisgl.api.http import anthropic_error, json_response, read_request, require_model, tell_ignored, to_json
+from minisgl.api.http import anthropic_error, json_response, read_request, tell_ignored, to_json
 from minisgl.api.parsers.output import TOOL_CALLS, OutputParser, Step
 from minisgl.api.parsers.pieces import Content, ParsedCall, Piece
 from minisgl.api.replies import named_event
@@ -204,8 +204,7 @@ def add_messages_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> N
     """POST /v1/messages and /v1/messages/count_tokens."""
 
     async def read(request: Request) -> tuple[p.MessagesRequest, TokenizeMsg, Callable[[], OutputParser] | None]:
-        body = await read_request(request, p.MessagesRequest, args)
-        require_model(body.model, model.name)
+        body = await read_request(request, p.MessagesRequest, args, model.name)
         tell_ignored(request, _ignored(body, model))
         message, new_parser = prepared(request, chat_request(body, model), args, model, NAMES)
         return body, msgspec.structs.replace(message, shortens=True), new_parser

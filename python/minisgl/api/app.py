@@ -19,7 +19,7 @@ from minisgl.api.embeddings import add_embeddings_routes
 from minisgl.api.frontend import RETRY_AFTER_S, FrontendManager
 from minisgl.api.gate import ANY, Access, Gate
 from minisgl.api.generate import add_generate_route
-from minisgl.api.http import error_response, read_request, require_model
+from minisgl.api.http import error_response, read_request
 from minisgl.api.items import add_responses_routes
 from minisgl.api.metrics import Metrics
 from minisgl.api.openapi import openapi_schema
@@ -138,13 +138,11 @@ def _add_openai_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> No
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        body = await read_request(request, ChatCompletionRequest, args)
-        require_model(body.model, model.name)
+        body = await read_request(request, ChatCompletionRequest, args, model.name)
         message, new_parser = prepared(request, body, args, model)
         return await respond(request, body, [message], new_parser)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = await read_request(request, CompletionRequest, args)
-        require_model(body.model, model.name)
+        body = await read_request(request, CompletionRequest, args, model.name)
         return await respond(request, body, completion_messages(body, model.defaults, model.limits))

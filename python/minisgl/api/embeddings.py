@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request, Response
 
 from minisgl.api import protocol as p
 from minisgl.api.frontend import Receipt
-from minisgl.api.http import read_request, require_model, to_json
+from minisgl.api.http import read_request, to_json
 from minisgl.api.requests import ServedModel, prompt_messages
 from minisgl.api.responses import BodyResponse
 from minisgl.checkpoint.embedder import Embedder, Vector
@@ -67,8 +67,7 @@ def add_embeddings_routes(app: FastAPI, args: ServerArgs, model: ServedModel) ->
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
-        body = await read_request(request, p.EmbeddingRequest, args)
-        require_model(body.model, model.name)
+        body = await read_request(request, p.EmbeddingRequest, args, model.name)
         encoding, length = body.encoding_format or "float", _require_embedder(model).length(body.dimensions)
         if encoding not in ENCODINGS:
             raise RequestError(
@@ -85,8 +84,7 @@ def add_embeddings_routes(app: FastAPI, args: ServerArgs, model: ServedModel) ->
 
     @app.post("/v1/score")
     async def score(request: Request) -> Response:
-        body = await read_request(request, p.ScoreRequest, args)
-        require_model(body.model, model.name)
+        body = await read_request(request, p.ScoreRequest, args, model.name)
         length = _require_embedder(model).length(None)
         first, second = ([t] if isinstance(t, str) else t for t in (body.text_1, body.text_2))
         if len(first) not in (1, len(second)) or not second:
@@ -102,8 +100,7 @@ def add_embeddings_routes(app: FastAPI, args: ServerArgs, model: ServedModel) ->
 
     @app.post("/v1/rerank")
     async def rerank(request: Request) -> Response:
-        body = await read_request(request, p.RerankRequest, args)
-        require_model(body.model, model.name)
+        body = await read_request(request, p.RerankRequest, args, model.name)
         length = _require_embedder(model).length(None)
         texts = [d if isinstance(d, str) else d.get("text") for d in body.documents]
         if not texts or not all(isinstance(text, str) for text in texts):

@@ -231,7 +231,7 @@ def add_generate_route(app: FastAPI, args: ServerArgs, model: ServedModel) -> No
 
     @app.post("/generate")
     async def generate(request: Request) -> Response:
-        body = await read_request(request, GenerateRequest, args)
+        body = await read_request(request, GenerateRequest, args, model.name)
         n = num_choices(_sampling_fields(body), args.max_choices)
         messages = with_choices(generate_messages(body, model.defaults, model.limits), n)
         is_list = n > 1 or is_batch(_requested_prompt(body)[1])

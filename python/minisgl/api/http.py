@@ -67,8 +67,8 @@ def require_json(request: Request) -> None:
         raise RequestError("the content type must be application/json", code="unsupported_media_type", status=415)
 
 
-async def read_request(request: Request, kind: type[T], args: ServerArgs) -> T:
-    """Read the body as a `kind`. Raises `RequestError` (400, 408, 413, 415)."""
+async def read_request(request: Request, kind: type[T], args: ServerArgs, served: str) -> T:
+    """Read the body as a `kind`. Raises `RequestError` (400, 404 for another model than `served`, 408, 413, 415)."""
     require_json(request)
     max_body = args.max_body
     too_large = RequestError(f"the body has more than {max_body} bytes", code="body_too_large", status=413)
@@ -85,8 +85,10 @@ async def read_request(request: Request, kind: type[T], args: ServerArgs) -> T:
     except TimeoutError:
         raise RequestError("the body did not arrive in time", code="timeout", status=408) from None
     parsed = parse_body(bytes(body), kind)
-    if getattr(parsed, "model", None) in split_list(args.served_model_name):
-        parsed = msgspec.structs.replace(parsed, model=None)  # any of its names means the served model
+    requested: str | None = getattr(parsed, "model", None)
+    if requested is not None and requested not in (served, *split_list(args.served_model_name)):
+        message = f"model {requested[:100]!r} is not served here, only {served!r}"
+        raise RequestError(message, param="model", code="model_not_found", status=404)
     tell_ignored(request, ignored_fields(bytes(body), kind, args.unknown_fields == "refuse"))
     return parsed
 
@@ -95,14 +97,3 @@ def tell_ignored(request: Request, names: list[str]) -> None:
     """Name fields without an effect in the header of the answer."""
     if names:
         request.scope[HEADERS].append((b"x-ignored-fields", ", ".join(names).encode()))
-
-
-def require_model(requested: str | None, served: str) -> None:
-    """Raises `RequestError` (404) when the request names a model that is not served."""
-    if requested is not None and requested != served:
-        raise RequestError(
-            f"model {requested[:100]!r} is not served here, only {served!r}",
-            param="model",
-            code="model_not_found",
-            status=404,
-        )

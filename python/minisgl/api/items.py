@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 from minisgl.api import protocol as p
 from minisgl.api.chat import json_schema_format, prepared, shared_fields
 from minisgl.api.frontend import Receipt
-from minisgl.api.http import json_response, read_request, require_model, tell_ignored, to_json
+from minisgl.api.http import json_response, read_request, tell_ignored, to_json
 from minisgl.api.parsers.output import OutputParser, Step
 from minisgl.api.parsers.pieces import Content, ParsedCall, Reasoning
 from minisgl.api.replies import named_event
@@ -302,8 +302,7 @@ def add_responses_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> 
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
-        body = await read_request(request, p.ResponsesRequest, args)
-        require_model(body.model, model.name)
+        body = await read_request(request, p.ResponsesRequest, args, model.name)
         tell_ignored(request, _ignored(body))
         previous = body.previous_response_id
         items = [] if previous is None else kept.conversation(previous, "previous_response_id")

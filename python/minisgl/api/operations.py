@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request, Response
 import minisgl
 from minisgl.api.fields import unread_kwargs
 from minisgl.api.frontend import FrontendManager
-from minisgl.api.http import json_response, read_request, require_json, require_model, tell_ignored
+from minisgl.api.http import json_response, read_request, require_json, tell_ignored
 from minisgl.api.protocol import (
     ChatCompletionRequest,
     DetokenizeRequest,
@@ -226,8 +226,7 @@ def add_tokenizer_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> 
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = await read_request(request, TokenizeRequest, args)
-        require_model(body.model, model.name)
+        body = await read_request(request, TokenizeRequest, args, model.name)
         refuses = args.unknown_fields == "refuse"
         tell_ignored(request, unread_kwargs(body.chat_template_kwargs, model.template_variables, refuses))
         reply = await app.state.frontend.convert(encode_message(body, model.limits))
@@ -236,8 +235,7 @@ def add_tokenizer_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> 
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        body = await read_request(request, DetokenizeRequest, args)
-        require_model(body.model, model.name)
+        body = await read_request(request, DetokenizeRequest, args, model.name)
         ids = packed_ids(body.tokens, "tokens", model.limits)
         msg = DecodeMsg(uid=0, input_ids=ids, skip_special_tokens=bool(body.skip_special_tokens))
         reply = await app.state.frontend.convert(msg)

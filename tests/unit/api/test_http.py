@@ -27,5 +27,5 @@ def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) 
 
     scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
     with pytest.raises(RequestError, match="the body did not arrive in time") as e:
-        asyncio.run(http.read_request(Request(scope, receive), Body, ServerArgs()))
+        asyncio.run(http.read_request(Request(scope, receive), Body, ServerArgs(), "demo"))
     assert e.value.status == 408
