@@ -48,6 +48,9 @@ _TIER_METRICS: Final = {
 }
 
 
+Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
+
+
 class Histogram:
     """Count the values up to each bound. Plain numbers, because every token is counted."""
 
@@ -116,6 +119,13 @@ class Metrics:
         families = self._families(stats, entries, detokenizer_entries, dropped)
         return encode(_Families([*families, *(() if router is None else self._of_replicas(router))])), media
 
+    def _family(self, kind: Kind, name: str, help: str, values: Mapping[str, float], *label: str) -> Metric:
+        """A metric with the `values` by those of its `label`; without one there is a single value."""
+        family = kind("minisgl:" + name, help, labels=["model_name", *label])
+        for key, value in values.items():
+            family.add_metric([self._model, key][: 1 + len(label)], value)
+        return family
+
     def _of_replicas(self, router: Router) -> Iterator[Metric]:
         """What each running replica does, and what the router has done."""
         gauges: dict[str, tuple[str, Callable[[Replica], int]]] = {
@@ -125,20 +135,16 @@ class Metrics:
             "replica_kv_pages_held": ("KV pages that a replica's requests use", lambda r: r.stats.pages_held),
             "replica_cached_prefixes": ("Cached prefixes of a replica, in pages", lambda r: len(r.prefixes)),
         }
+        replicas = router.replicas.values()
         for name, (help, value) in gauges.items():
-            gauge = GaugeMetricFamily("minisgl:" + name, help, labels=["model_name", "replica"])
-            for replica in router.replicas.values():
-                gauge.add_metric([self._model, str(replica.index)], value(replica))
-            yield gauge
+            yield self._family(GaugeMetricFamily, name, help, {str(r.index): value(r) for r in replicas}, "replica")
         counters = {
             "lost_replicas": ("Replicas that have died", router.deaths),
             "moved_requests": ("Requests that have gone on in another replica", router.moved),
             "routed_cached_tokens": ("Prompt tokens cached by the replica that got them", router.cached),
         }
         for name, (help, count) in counters.items():
-            counter = CounterMetricFamily("minisgl:" + name, help, labels=["model_name"])
-            counter.add_metric([self._model], count)
-            yield counter
+            yield self._family(CounterMetricFamily, name, help, {"": count})
 
     def _families(self, stats: StatsMsg, entries: int, detokenizer_entries: int, dropped: int) -> Iterator[Metric]:
         held = stats.pages_held / stats.pages_total if stats.pages_total else 0.0
@@ -166,23 +172,14 @@ class Metrics:
         }
         for family, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (help, value) in values.items():
-                metric = family("minisgl:" + name, help, labels=["model_name"])
-                metric.add_metric([self._model], value)
-                yield metric
+                yield self._family(family, name, help, {"": value})
         for name, (kind, help) in _TIER_METRICS.items():
-            metric = kind("minisgl:kv_tier_" + name, help, labels=["model_name", "tier"])
-            for tier in stats.tiers:
-                metric.add_metric([self._model, tier.name], getattr(tier, name))
-            yield metric
+            yield self._family(kind, "kv_tier_" + name, help, {t.name: getattr(t, name) for t in stats.tiers}, "tier")
         while_running = (self.time_to_first_token, self.inter_token_latency, self.queue_time)
         for histogram in (*while_running, *self._of_ended.values()):
             yield histogram.family(self._model)
-        ends = CounterMetricFamily(
-            "minisgl:request_success", "Ended requests", labels=["model_name", "finished_reason"]
-        )
-        for reason, count in self._ends.items():
-            ends.add_metric([self._model, reason.value], count)
-        yield ends
+        ends = {reason.value: count for reason, count in self._ends.items()}
+        yield self._family(CounterMetricFamily, "request_success", "Ended requests", ends, "finished_reason")
         yield from self._process.collect()
 
     def log_throughput(self, stats: StatsMsg) -> None:

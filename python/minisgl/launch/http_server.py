@@ -85,17 +85,15 @@ class HttpServer:
             if serving.done():
                 raise StartupError(f"the HTTP server could not start: {serving.exception()}")
             await asyncio.sleep(0.005)
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, self.stop)
+        handlers = {signal.SIGINT: self.stop, signal.SIGTERM: self.stop}
         for name in self._children.sentinels:
             self._watch_end(name)
         if self._replicas is not None:
             self._replicas.attach(self._frontend.dispatcher, self._watch_end, self._unwatch_end)
-            if threading.current_thread() is threading.main_thread():
-                loop.add_signal_handler(signal.SIGUSR2, self._replicas.renew)
-                loop.add_signal_handler(signal.SIGTTIN, self._replicas.add)
-                loop.add_signal_handler(signal.SIGTTOU, self._replicas.remove)
+            handlers |= self._replicas.handlers
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                loop.add_signal_handler(number, handler)
         on_ready()
         watching = asyncio.create_task(self._watch())
         await serving

@@ -25,7 +25,7 @@ from minisgl.distributed.info import Rendezvous
 from minisgl.engine.fit import Checkpoint, check_fit
 from minisgl.errors import ConfigError, StartupError
 from minisgl.launch.replicas import Replicas, divided, visible_gpus
-from minisgl.launch.targets import local_ranks, run_follower_rank, run_scheduler, run_tokenizer
+from minisgl.launch.targets import local_ranks, run_follower_rank, run_scheduler
 from minisgl.message import BackendMsg, ExitMsg
 from minisgl.params import Limits
 from minisgl.process.log import announce, configure_logging, log_format, log_level
@@ -294,15 +294,18 @@ def _children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) ->
 
 def tokenizer_children(args: ServerArgs, checked: Checked) -> list[Child]:
     """Return the detokenizer and the tokenizers."""
+    from minisgl.tokenizer.server import tokenize_worker
+
     worker_env = _log_env(args) | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     worker_env["TOKENIZERS_PARALLELISM"] = "false"
     addrs = {"minisgl-detokenizer-0": args.zmq_detokenizer_addr}
     if args.num_tokenizer:
         addrs |= {f"minisgl-tokenizer-{i}": addr for i, addr in enumerate(args.zmq_tokenizer_addrs)}
-    return [
-        Child(name, run_tokenizer, (args, checked.folder, checked.limits, checked.template, addr), worker_env)
-        for name, addr in addrs.items()
-    ]
+    model, outboxes = (
+        (checked.folder, checked.limits, checked.template),
+        (args.zmq_backend_addr, args.zmq_frontend_addr),
+    )
+    return [Child(name, tokenize_worker, (*model, addr, *outboxes), worker_env) for name, addr in addrs.items()]
 
 
 # -- serve

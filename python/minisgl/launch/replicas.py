@@ -6,9 +6,11 @@ import asyncio
 import itertools
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from minisgl.api.dispatch import Dispatcher
@@ -115,7 +117,7 @@ class Replicas:
             if name in life.names and not life.is_over:
                 life.is_over = True
                 logger.error("%s; its requests go on in other replicas", self._processes.describe_end(name))
-                self._run(self._replace(index, life))
+                self._run(partial(self._replace, index, life))
 
     async def _replace(self, index: int, life: _Life) -> None:
         await self._dispatcher.lose(life.number, has_died=True)
@@ -155,30 +157,26 @@ class Replicas:
 
     # -- signals
 
-    def renew(self) -> None:
-        """End each replica and start it again, one after the other."""
-        self._run(self._renew())
+    @property
+    def handlers(self) -> dict[signal.Signals, Callable[[], None]]:
+        """What each signal does."""
+        changes = {signal.SIGUSR2: self._renew, signal.SIGTTIN: self._add, signal.SIGTTOU: self._remove}
+        return {number: partial(self._run, change) for number, change in changes.items()}
 
-    def add(self) -> None:
-        """Start one replica more."""
-        self._run(self._add())
-
-    def remove(self) -> None:
-        """End the last replica."""
-        self._run(self._remove())
-
-    def _run(self, change: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(change)
+    def _run(self, change: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        task = asyncio.get_running_loop().create_task(change())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _renew(self) -> None:
+        """End each replica and start it again, one after the other."""
         async with self._changing:
             for index in list(self._lives):
                 if await self._retire(index):
                     await self._start(index)
 
     async def _add(self) -> None:
+        """Start one replica more."""
         async with self._changing:
             index, engine = max(self._lives) + 1, self._args.scheduler.engine
             if choose_device(engine.device) == "cuda" and len(gpu_memory()) < (index + 1) * engine.tp:
@@ -187,6 +185,7 @@ class Replicas:
             await self._start(index)
 
     async def _remove(self) -> None:
+        """End the last replica."""
         async with self._changing:
             index = max(self._lives)
             if await self._retire(index):

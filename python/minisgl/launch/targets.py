@@ -6,17 +6,12 @@ import gc
 import logging
 import os
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from minisgl.distributed.info import Rendezvous
 from minisgl.errors import RankError
-from minisgl.params import Limits
 from minisgl.process.processes import Ready
 from minisgl.settings.options import ServerArgs
-
-if TYPE_CHECKING:
-    from minisgl.tokenizer.template import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +64,3 @@ def local_ranks(args: ServerArgs) -> list[Rendezvous]:
     """The ranks on this host, in order."""
     folder = args.run_dir if args.dp == 1 else f"{args.run_dir}/life-{args.life}"
     return Rendezvous.of_local_ranks(args.scheduler.engine, folder)
-
-
-def run_tokenizer(
-    args: ServerArgs, folder: Path, limits: Limits, template: ChatTemplate, addr: str, ready: Ready
-) -> None:
-    """Run a tokenizer or the detokenizer, which receives at `addr`."""
-    from minisgl.tokenizer.server import tokenize_worker
-
-    tokenize_worker(folder, limits, template, addr, args.zmq_backend_addr, args.zmq_frontend_addr, lambda: ready({}))

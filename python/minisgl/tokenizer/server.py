@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +31,7 @@ from minisgl.message import (
     ids_to_bytes,
 )
 from minisgl.params import Limits
+from minisgl.process.processes import Ready
 from minisgl.process.queues import Codec, ZmqPullQueue, ZmqPushQueue
 from minisgl.tokenizer.detokenize import DetokenizeManager
 from minisgl.tokenizer.template import ChatTemplate
@@ -49,14 +49,14 @@ def tokenize_worker(
     inbox_addr: str,
     backend_addr: str,
     frontend_addr: str,
-    on_ready: Callable[[], None],
+    ready: Ready,
 ) -> None:
     """Serve `inbox_addr` for ever: prompts to the scheduler, tokens as text to the API server."""
     inbox: ZmqPullQueue[TokenizerMsg] = ZmqPullQueue(inbox_addr, Codec(TokenizerMsg))
     backend: ZmqPushQueue[BackendMsg] = ZmqPushQueue(backend_addr, Codec(BackendMsg))
     frontend: ZmqPushQueue[FrontendMsg] = ZmqPushQueue(frontend_addr, Codec(FrontendMsg))
     worker = Worker(TokenizeManager(folder, limits, template))
-    on_ready()
+    ready({})
     while True:
         to_backend, to_frontend = worker.handle(inbox.get(timeout=REPORT_S))
         if to_backend:

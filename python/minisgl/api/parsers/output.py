@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -115,19 +116,10 @@ class OutputParser:
 
 def _merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Adjacent texts of one kind as one piece, so that the number of events does not depend on the parser."""
-    texts: list[str] = []
-    kind: type[Content] | type[Reasoning] = Content
-    for piece in pieces:
-        if texts and not isinstance(piece, kind):
-            yield kind("".join(texts))
-            texts = []
-        if isinstance(piece, ParsedCall):
-            yield piece
-        else:
-            kind = type(piece)
-            texts.append(piece.text)
-    if texts:
-        yield kind("".join(texts))
+    for kind, group in itertools.groupby(pieces, type):
+        run = list(group)
+        texts = [piece.text for piece in run if not isinstance(piece, ParsedCall)]
+        yield from [kind("".join(texts))] if texts else run
 
 
 def _call(call: ParsedCall, arguments: str) -> GeneratedToolCall:
