@@ -412,7 +412,7 @@ def test_api_is_shown_at_docs_also_behind_a_proxy_path(chromium: Browser) -> Non
         chromium.wait("document.querySelectorAll('#api > details').length > 40")
         shown = chromium.evaluate("$('api').textContent")
         for part in (
-            "Answer a conversation",
+            "Answer a chat",
             f"{server.url}/llm/v1/chat/completions",
             "0 (greedy) to 100",
             "messages *",

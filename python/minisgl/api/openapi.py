@@ -20,67 +20,46 @@ from minisgl.api import protocol as p
 from minisgl.api.http import ANTHROPIC
 
 _COMMON: Final = (401, 403, 500, 503)  # of every endpoint; 503: starting, draining or failed
-_BODY: Final = (400, 408, 413, 415)  # of endpoints with a request body
-_GENERATION: Final = (*_BODY, 404, 429)
+_WITH_BODY: Final = (400, 404, 408, 413, 415, 429)
 _SSE: Final = "text/event-stream"
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """`response` is the type of a 200; `media` its alternative media type, if any."""
+    """`response` is the type of a 200, `media` its alternative media type, if any; `errors` are those of this one."""
 
     summary: str
     response: Any
     request: Any = None
-    errors: tuple[int, ...] = ()
     media: str = ""
+    errors: tuple[int, ...] = ()
 
 
-ENDPOINTS: Final[dict[tuple[str, str], Endpoint]] = {
-    ("post", "/v1/chat/completions"): Endpoint(
-        "Answer a conversation", p.ChatCompletionResponse, p.ChatCompletionRequest, _GENERATION, _SSE
-    ),
-    ("post", "/v1/completions"): Endpoint(
-        "Continue a text", p.CompletionResponse, p.CompletionRequest, _GENERATION, _SSE
-    ),
-    ("post", "/v1/responses"): Endpoint(
-        "Answer a conversation, in OpenAI's newer shape", p.ResponseObject, p.ResponsesRequest, _GENERATION, _SSE
-    ),
-    ("get", "/v1/responses/{name}"): Endpoint("A kept response", p.ResponseObject, errors=(404,)),
-    ("delete", "/v1/responses/{name}"): Endpoint("Forget a response", p.DeletedResponse, errors=(404,)),
-    ("post", "/v1/messages"): Endpoint(
-        "Answer a conversation, in Anthropic's shape", p.MessageObject, p.MessagesRequest, _GENERATION, _SSE
-    ),
-    ("post", "/v1/messages/count_tokens"): Endpoint(
-        "The tokens of a conversation", p.TokenCount, p.MessagesRequest, _GENERATION
-    ),
-    ("post", "/generate"): Endpoint(
-        "Continue a text, in SGLang's shape",
-        p.GenerateResponse | list[p.GenerateResponse],
-        p.GenerateRequest,
-        _GENERATION,
-        _SSE,
-    ),
-    ("post", "/v1/embeddings"): Endpoint(
-        "Texts to vectors, with an embedding model", p.EmbeddingResponse, p.EmbeddingRequest, _GENERATION
-    ),
-    ("post", "/v1/score"): Endpoint("Similarity of texts", p.ScoreResponse, p.ScoreRequest, _GENERATION),
-    ("post", "/v1/rerank"): Endpoint("Documents by similarity", p.RerankResponse, p.RerankRequest, _GENERATION),
-    ("get", "/v1/models"): Endpoint("The served model", p.ModelListResponse),
-    ("get", "/v1/models/{name}"): Endpoint("One model", p.ModelCard, errors=(404,)),
-    ("post", "/tokenize"): Endpoint("Text to tokens", p.TokenizeResponse, p.TokenizeRequest, _GENERATION),
-    ("post", "/detokenize"): Endpoint("Tokens to text", p.DetokenizeResponse, p.DetokenizeRequest, _GENERATION),
-    ("get", "/health"): Endpoint("Whether all processes are alive", p.StatusResponse),
-    ("get", "/ready"): Endpoint("Whether requests are accepted", p.StatusResponse),
-    ("get", "/health_generate"): Endpoint("One token through every process", p.StatusResponse),
-    ("get", "/metrics"): Endpoint("Prometheus metrics", None, media="text/plain"),
-    ("get", "/server_info"): Endpoint("Settings and figures", dict[str, Any]),
-    ("get", "/model_info"): Endpoint("The model", p.ModelInfoResponse),
-    ("get", "/engine_view"): Endpoint("Batch, pages, radix tree and last steps", p.EngineViewResponse),
-    ("post", "/flush_cache"): Endpoint(
-        "Drop all cached prefixes that no request uses", p.StatusResponse, errors=(415,)
-    ),
-    ("get", "/version"): Endpoint("Version of the server", p.VersionResponse),
+ENDPOINTS: Final = {
+    "POST /v1/chat/completions": Endpoint("Answer a chat", p.ChatCompletionResponse, p.ChatCompletionRequest, _SSE),
+    "POST /v1/completions": Endpoint("Continue a text", p.CompletionResponse, p.CompletionRequest, _SSE),
+    "POST /v1/responses": Endpoint("Answer, in OpenAI's newer shape", p.ResponseObject, p.ResponsesRequest, _SSE),
+    "GET /v1/responses/{name}": Endpoint("A kept response", p.ResponseObject, errors=(404,)),
+    "DELETE /v1/responses/{name}": Endpoint("Forget a response", p.DeletedResponse, errors=(404,)),
+    "POST /v1/messages": Endpoint("Answer, in Anthropic's shape", p.MessageObject, p.MessagesRequest, _SSE),
+    "POST /v1/messages/count_tokens": Endpoint("The tokens of a conversation", p.TokenCount, p.MessagesRequest),
+    "POST /generate": Endpoint("Continue a text, in SGLang's shape", p.Generated, p.GenerateRequest, _SSE),
+    "POST /v1/embeddings": Endpoint("Texts to vectors", p.EmbeddingResponse, p.EmbeddingRequest),
+    "POST /v1/score": Endpoint("Similarity of texts", p.ScoreResponse, p.ScoreRequest),
+    "POST /v1/rerank": Endpoint("Documents by similarity", p.RerankResponse, p.RerankRequest),
+    "GET /v1/models": Endpoint("The served model", p.ModelListResponse),
+    "GET /v1/models/{name}": Endpoint("One model", p.ModelCard, errors=(404,)),
+    "POST /tokenize": Endpoint("Text to tokens", p.TokenizeResponse, p.TokenizeRequest),
+    "POST /detokenize": Endpoint("Tokens to text", p.DetokenizeResponse, p.DetokenizeRequest),
+    "GET /health": Endpoint("Whether all processes are alive", p.StatusResponse),
+    "GET /ready": Endpoint("Whether requests are accepted", p.StatusResponse),
+    "GET /health_generate": Endpoint("One token through every process", p.StatusResponse),
+    "GET /metrics": Endpoint("Prometheus metrics", None, media="text/plain"),
+    "GET /server_info": Endpoint("Settings and figures", dict[str, Any]),
+    "GET /model_info": Endpoint("The model", p.ModelInfoResponse),
+    "GET /engine_view": Endpoint("Batch, pages, radix tree and last steps", p.EngineViewResponse),
+    "POST /flush_cache": Endpoint("Drop all cached prefixes that no request uses", p.StatusResponse, errors=(415,)),
+    "GET /version": Endpoint("Version of the server", p.VersionResponse),
 }
 _REF: Final = "#/components/schemas/{name}"
 
@@ -88,13 +67,13 @@ _REF: Final = "#/components/schemas/{name}"
 def openapi_schema(app: FastAPI) -> dict[str, Any]:
     """The document for the routes of `app`. Raises `LookupError` for a route without an entry in `ENDPOINTS`."""
     texts = _texts()
-    names = {
-        (method.lower(), route.path.replace(":path}", "}")): (route.name, texts.get(f"{method} {route.path}", ""))
+    routes = [
+        (f"{method} {route.path}", route.name)
         for route in app.routes
         if isinstance(route, APIRoute) and route.include_in_schema
         for method in sorted(route.methods or ())
-    }
-    described = {key: ENDPOINTS[key] for key in names}
+    ]
+    described = {key: ENDPOINTS[key.replace(":path}", "}")] for key, _ in routes}
     types = [t for e in described.values() for t in (e.request, e.response) if t is not None]
     all_types = [*types, p.AnthropicErrorResponse, p.ErrorResponse]
     schemas, components = msgspec.json.schema_components(all_types, ref_template=_REF)
@@ -105,11 +84,12 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
             if (text := next((texts[key] for key in keys if key in texts), None)) is not None:
                 shape["description"] = text
     paths: dict[str, dict[str, Any]] = {}
-    for (method, path), endpoint in described.items():
+    for key, name in routes:
+        method, path = key.replace(":path}", "}").split()
         error = schemas[-2 if path.startswith(ANTHROPIC) else -1]
-        name, text = names[method, path]
-        operation = {"operationId": name, "description": text} | _operation(path, endpoint, of_type, error)
-        paths.setdefault(path, {})[method] = operation
+        operation = {"operationId": name, "description": texts.get(key, "")}
+        operation |= _operation(path, described[key], of_type, error)
+        paths.setdefault(path, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "minisgl", "version": minisgl.__version__},
@@ -136,7 +116,7 @@ def _operation(path: str, endpoint: Endpoint, of_type: dict[str, Any], error: di
         # Of events a schema would describe each one.
         contents[endpoint.media] = {} if endpoint.media == _SSE else {"schema": {"type": "string"}}
     responses: dict[str, Any] = {"200": {"description": "OK", "content": contents}} if contents else {}
-    for status in sorted({*_COMMON, *endpoint.errors}):
+    for status in sorted({*_COMMON, *(_WITH_BODY if endpoint.request else ()), *endpoint.errors}):
         is_status = status == 503 and endpoint.response is p.StatusResponse  # a failed probe is not an error object
         schema = {"anyOf": [of_type[repr(endpoint.response)], error]} if is_status else error
         responses[str(status)] = {

@@ -502,6 +502,9 @@ class GenerateResponse(msgspec.Struct, frozen=True):
     meta_info: dict[str, Any]
 
 
+Generated = GenerateResponse | list[GenerateResponse]
+
+
 class Embedding(msgspec.Struct, frozen=True, tag_field="object", tag="embedding"):
     index: int
     embedding: list[float] | str  # base64 of little-endian float32

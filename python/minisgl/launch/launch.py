@@ -301,10 +301,8 @@ def tokenizer_children(args: ServerArgs, checked: Checked) -> list[Child]:
     addrs = {"minisgl-detokenizer-0": args.zmq_detokenizer_addr}
     if args.num_tokenizer:
         addrs |= {f"minisgl-tokenizer-{i}": addr for i, addr in enumerate(args.zmq_tokenizer_addrs)}
-    model, outboxes = (
-        (checked.folder, checked.limits, checked.template),
-        (args.zmq_backend_addr, args.zmq_frontend_addr),
-    )
+    model = checked.folder, checked.limits, checked.template
+    outboxes = args.zmq_backend_addr, args.zmq_frontend_addr
     return [Child(name, tokenize_worker, (*model, addr, *outboxes), worker_env) for name, addr in addrs.items()]
 
 

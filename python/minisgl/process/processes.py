@@ -115,9 +115,7 @@ class Processes:
             if (report := self._reports.get(name)) is None:
                 continue
             if report.poll():
-                self._facts |= self._read_report(name, report)
-                del self._reports[name]
-                report.close()
+                self._take_report(name)
             elif self.exit_code(name) is not None:
                 raise StartupError(f"{self.describe_end(name)} while it was starting")
         return not any(name in self._reports for name in names)
@@ -183,22 +181,21 @@ class Processes:
         # A child that failed has usually reported the cause before its end, so reports go first.
         for report, name in names.items():
             if report in done:
-                self._facts |= self._read_report(name, report)
-                del self._reports[name]
-                report.close()
+                self._take_report(name)
         for name, sentinel in self.sentinels.items():
             if sentinel in done and name not in self._reports:
                 raise StartupError(f"{self.describe_end(name)} while the server was starting")
         return bool(done)
 
-    def _read_report(self, name: str, connection: Connection) -> Facts:
+    def _take_report(self, name: str) -> None:
         try:
-            report: Facts | MinisglError = connection.recv()
+            report: Facts | MinisglError = self._reports[name].recv()
         except (EOFError, OSError):
             raise StartupError(f"{self.describe_end(name)} while it was starting") from None
         if isinstance(report, MinisglError):
             raise report
-        return report
+        self._facts |= report
+        self._reports.pop(name).close()
 
     def wait_end(self) -> str:
         """Wait until some child ends; return its name."""
