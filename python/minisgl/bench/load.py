@@ -20,7 +20,7 @@ import httptools
 
 from minisgl.bench.report import percentiles_ms
 from minisgl.bench.traffic import Request
-from minisgl.chat.client import ServerAddress
+from minisgl.chat.client import ServerAddress, error_message
 
 POLL_S: Final = 0.005
 SHOWN_ERRORS: Final = 5
@@ -233,7 +233,7 @@ class _Exchange(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._status != 200:
-            self._finish(f"HTTP {self._status}: {_error_message(self._rest)}")
+            self._finish(f"HTTP {self._status}: {error_message(self._rest)}")
         else:
             self._finish("" if self._record.times else "the answer is not a stream of events with tokens")
 
@@ -244,7 +244,7 @@ class _Exchange(asyncio.Protocol):
         if event.endswith(b"[DONE]"):
             self._is_complete = True
         elif event.startswith((b'data: {"error"', b'data:{"error"')):
-            record.error = _error_message(event[5:])
+            record.error = error_message(event[5:])
         else:
             if not any(mark in event for mark in _NO_CHOICES):
                 record.times.append(self._now)
@@ -261,14 +261,6 @@ class _Exchange(asyncio.Protocol):
             self._done.set_result(None)
             if self._transport is not None:
                 self._transport.close()
-
-
-def _error_message(body: bytes) -> str:
-    try:
-        value = json.loads(body)
-        return str(value.get("error", value)["message"])
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return body[:200].decode(errors="replace")
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ class ChatClient:
             connection.request(method, self._address.prefix + path, body, self._headers)
             response = connection.getresponse()
             if response.status != 200:
-                raise ServerError(_error_message(response))
+                raise ServerError(error_message(response.read(), f"HTTP {response.status} {response.reason}"))
             yield response
         except http.client.HTTPException as e:
             raise ServerError(f"the connection broke: {e!r}") from e
@@ -141,8 +141,10 @@ def running_server(host: str, port: int, model: str, api_key: str | None, patien
     return url if model in ("", info.get("model"), info.get("model_path")) else None
 
 
-def _error_message(response: http.client.HTTPResponse) -> str:
+def error_message(body: bytes, otherwise: str = "") -> str:
+    """The message in the `body` of an error; without one `otherwise`, or else the beginning of the body."""
     try:
-        return str(json.loads(response.read())["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {response.status} {response.reason}"
+        value = json.loads(body)
+        return str(value.get("error", value)["message"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return otherwise or body[:200].decode(errors="replace")
