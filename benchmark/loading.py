@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ def _rank(args: argparse.Namespace, rank: int, ranks: int, pipe: Any) -> None:
 
     from minisgl.device.device import create_device
     from minisgl.distributed.info import DistributedInfo
-    from minisgl.models.weight import load_weights
+    from minisgl.models.weight import fill, open_checkpoint
 
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -154,7 +154,8 @@ def _rank(args: argparse.Namespace, rank: int, ranks: int, pipe: Any) -> None:
         with suppress(OSError):  # not permitted: the peak is then that since the start
             Path("/proc/self/clear_refs").write_text("5")
         before = _memory("VmRSS")
-        load_weights(files, tuple(held), ignored, device, threads=args.threads)
+        with ExitStack() as stack:
+            fill(open_checkpoint(files, stack), tuple(held), ignored, device, threads=args.threads)
         peaks.append(_memory("VmHWM") - before)
 
     def facts() -> dict[str, Any]:

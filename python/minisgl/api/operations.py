@@ -40,13 +40,13 @@ PROBE_TIMEOUT_S: Final = 20.0
 VIEW_AGE_S: Final = 0.25  # the scheduler is asked for a view at most this often, however many clients watch
 
 
-async def probe(frontend: FrontendManager, timeout: float = PROBE_TIMEOUT_S) -> str:
+async def probe(frontend: FrontendManager) -> str:
     """Send one token through every process. Returns the problem, empty on success."""
     embeds = frontend.limits.embeds
     params = SamplingParams(max_tokens=0 if embeds else 1, temperature=0.0, ignore_eos=True, embed=embeds)
     message = TokenizeMsg(uid=0, sampling_params=params, input_ids=ids_to_bytes([0]))
     try:
-        async with asyncio.timeout(timeout), await frontend.submit([message]) as submission:
+        async with asyncio.timeout(PROBE_TIMEOUT_S), await frontend.submit([message]) as submission:
             while not submission.is_done:
                 for _, reply in await submission.take():
                     if reply.failure is not None:
@@ -54,7 +54,7 @@ async def probe(frontend: FrontendManager, timeout: float = PROBE_TIMEOUT_S) -> 
     except RequestError as e:
         return e.message
     except TimeoutError:
-        return f"no token within {timeout:g} s"
+        return f"no token within {PROBE_TIMEOUT_S:g} s"
     return ""
 
 

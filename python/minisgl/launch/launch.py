@@ -69,7 +69,7 @@ def launch_server(args: ServerArgs, scheduler: SchedulerTarget = run_scheduler) 
 
 
 @contextlib.contextmanager
-def background_server(args: ServerArgs, scheduler: SchedulerTarget = run_scheduler) -> Iterator[str]:
+def background_server(args: ServerArgs) -> Iterator[str]:
     """Run a server with its HTTP side in a thread of this process; yield its URL. For `minisgl chat` and `--shell`."""
     configure_logging("minisgl-api", args.log_level or "WARNING", args.log_format)
     checked = check_args(args)
@@ -78,7 +78,7 @@ def background_server(args: ServerArgs, scheduler: SchedulerTarget = run_schedul
     is_up = threading.Event()
     with (
         listening_socket(args) as sock,
-        running_children(args, checked, scheduler) as children,
+        running_children(args, checked, run_scheduler) as children,
         http_server(children, checked) as server,
     ):
         thread = threading.Thread(target=server.run, args=(sock, is_up.set), name="http")

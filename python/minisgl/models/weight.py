@@ -134,20 +134,6 @@ def open_checkpoint(files: list[Path], stack: ExitStack, quantization: Quantizat
     return stored
 
 
-def load_weights(
-    files: list[Path],
-    parameters: tuple[Parameter, ...],
-    ignored: set[str],
-    device: Device,
-    progress: Progress | None = None,
-    quantization: Quantization | None = None,
-    threads: int | None = None,
-) -> None:
-    """As `fill`, from a checkpoint. Raise `ConfigError` also for an unreadable file or repeated tensors."""
-    with ExitStack() as stack:
-        fill(open_checkpoint(files, stack, quantization), parameters, ignored, device, progress, threads)
-
-
 def fill(
     stored: dict[str, Stored],
     parameters: tuple[Parameter, ...],

@@ -15,7 +15,7 @@ from minisgl.checkpoint.quantization import read_quantization
 from minisgl.device.device import CpuDevice
 from minisgl.errors import ConfigError
 from minisgl.layers.builder import Init, Parameter, Source
-from minisgl.models.weight import load_weights
+from support.weights import load_weights
 
 ROWS, COLUMNS = 48, 160
 E4M3 = torch.float8_e4m3fn

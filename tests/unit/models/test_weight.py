@@ -21,8 +21,9 @@ from minisgl.models import weight
 from minisgl.models.llama import LlamaForCausalLM
 from minisgl.models.mlp import GatedMLP, SparseMLP
 from minisgl.models.model_config import ModelConfig
-from minisgl.models.weight import load_model, load_weights
+from minisgl.models.weight import load_model
 from minisgl.ops.table import load_ops
+from support.weights import load_weights
 
 UNTIED, TIED = "llama-gqa-llama3-untied", "qwen3-tied-wide-heads"
 IDS = list(range(30))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Final
 
 STRIDE: Final = 512  # characters read at once, so that a long text is not copied at every marker
-_NOT_SPACE: Final = re.compile(r"\S")
 _JSON_SIGNS: Final = re.compile(r'["{}\[\]]')
 _STRING_SIGNS: Final = re.compile(r'["\\]')
 
@@ -80,10 +79,9 @@ def split_at(text: str, marker: str) -> tuple[str, str, bool]:
     return text[: len(text) - n], text[len(text) - n :], False
 
 
-def first_not_space(text: str, start: int = 0) -> int:
+def first_not_space(text: str) -> int:
     """The index of the first character that is not white space, or the length of `text`."""
-    match = _NOT_SPACE.search(text, start)
-    return match.start() if match else len(text)
+    return len(text) - len(text.lstrip())
 
 
 class JsonScanner:
