@@ -1,9 +1,9 @@
-"""Record docs/images/engine.gif: the Engine view while twenty requests share a prompt.
+"""Take the pictures of the page: engine.gif, engine.png and page.png.
 
-    PYTHONPATH=python:tests python docs/images/record.py docs/images/engine.gif   # needs chromium and Pillow
+    PYTHONPATH=python:tests python docs/images/record.py docs/images   # needs chromium and Pillow
 
-Starts a server with the built-in model, sends twenty streaming chats that begin with the same long system prompt, one
-every 0.08 s, and takes a picture of the page's Engine tab for each new view.
+For engine.gif a server with the built-in model gets twenty streaming chats that begin with the same long system prompt,
+one every 0.08 s, and each new view of the page's Engine tab is a frame. engine.png has six of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from PIL import Image
 from e2e.browser import Browser
 from e2e.harness import ServerProcess
 
-SIZE = (960, 1240)
+SIZE, ENGINE_SIZE, PAGE_SIZE = (960, 1240), (1180, 1520), (1180, 760)
 FRAME_MS = 250
 LAST_FRAME_MS = 3000
 RULES = " ".join(
@@ -33,22 +33,28 @@ NAMES += ["Ida", "Tim", "Amy", "Jon", "Kim", "Rob", "Sue", "Pat", "Liz", "Ned"]
 FASTER = "const wait = setTimeout; window.setTimeout = (f, ms) => wait(f, ms === 1000 ? 100 : ms); 0"
 
 
-def chat(url: str, name: str) -> None:
-    """Stream one answer of 160 tokens to its end."""
+def chat(url: str, name: str, tokens: int = 160) -> None:
+    """Stream one answer of so many tokens to its end."""
     messages = [
         {"role": "system", "content": RULES},
         {"role": "user", "content": f"Tell me a story about a fox named {name}."},
     ]
-    body = {"messages": messages, "max_tokens": 160, "ignore_eos": True, "stream": True}
+    body = {"messages": messages, "max_tokens": tokens, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=600) as response:
         for _ in response.iter_lines():
             pass
 
 
+def slow_server(num_pages: int) -> ServerProcess:
+    """One that can be watched."""
+    flags = ("--view-texts", "--num-pages", str(num_pages), "--page-size", "16", "--threads", "1")
+    return ServerProcess(*flags, env={"MINISGL_CHECK": "0"})
+
+
 def record(path: Path) -> None:
+    """The Engine view while twenty requests come and go."""
     frames: list[Image.Image] = []
-    flags = ("--view-texts", "--num-pages", "600", "--page-size", "16", "--threads", "1")  # slow enough to watch
-    with ServerProcess(*flags, env={"MINISGL_CHECK": "0"}) as server, Browser() as browser:
+    with slow_server(600) as server, Browser() as browser:
         server.wait_ready()
         chat(server.url, "Sun")
         httpx.post(f"{server.url}/flush_cache", json={})
@@ -79,6 +85,38 @@ def record(path: Path) -> None:
     save(frames, path)
 
 
+def take(browser: Browser, path: Path) -> None:
+    """A picture in 256 colours."""
+    browser.screenshot(path)
+    Image.open(path).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def take_pictures(folder: Path) -> None:
+    """The chat, and the Engine view with six requests."""
+    with slow_server(4096) as server, Browser() as browser:
+        browser.look(*PAGE_SIZE)
+        browser.open(server.url)
+        browser.evaluate("$('temperature').value = 0")
+        for number, question in enumerate(("What is 12 + 30?", "My name is Anna.", "What is my name?"), 1):
+            browser.evaluate(f"send({json.dumps(question)})")
+            browser.wait(f"turns.length === {2 * number} && !running")
+        browser.evaluate("$('prompt').focus()")
+        take(browser, folder / "page.png")
+        browser.look(*ENGINE_SIZE)
+        httpx.post(f"{server.url}/flush_cache", json={})
+        chat(server.url, "Sun")
+        browser.evaluate(FASTER)
+        browser.evaluate("$('tab-engine').click()")
+        threads = [threading.Thread(target=chat, args=(server.url, name, 800)) for name in NAMES[:6]]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.08)
+        browser.wait("$('batch').children.length === 6 && $('running').textContent === '6'")
+        take(browser, folder / "engine.png")
+        for thread in threads:
+            thread.join()
+
+
 def save(frames: list[Image.Image], path: Path) -> None:
     """Write the frames with one palette of 64 colours, taken from the busiest frame."""
     busiest = max(frames, key=lambda frame: len(frame.getcolors(1 << 20) or []))
@@ -90,4 +128,5 @@ def save(frames: list[Image.Image], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    record(Path(sys.argv[1]))
+    record(Path(sys.argv[1]) / "engine.gif")
+    take_pictures(Path(sys.argv[1]))
