@@ -15,7 +15,7 @@ from minisgl.api.frontend import Receipt
 from minisgl.api.http import anthropic_error, json_response, read_request, tell_ignored, to_json
 from minisgl.api.parsers.output import TOOL_CALLS, OutputParser, Step
 from minisgl.api.parsers.pieces import Content, ParsedCall, Piece
-from minisgl.api.replies import named_event
+from minisgl.api.replies import Renderer, named_event
 from minisgl.api.requests import ServedModel, text_of, unsupported_type
 from minisgl.api.responses import response_to
 from minisgl.core import FinishReason
@@ -128,7 +128,7 @@ def _usage(reply: UserReply) -> p.MessageUsage:
     )
 
 
-class MessageRenderer:
+class MessageRenderer(Renderer):
     """Writes the answer as blocks: thinking, text, tool use. The events of a stream make the blocks."""
 
     def __init__(self, model: str, new_parser: Callable[[], OutputParser] | None) -> None:
@@ -155,9 +155,6 @@ class MessageRenderer:
         elif reply.finish_reason is FinishReason.LENGTH:
             reason = "max_tokens"
         return {"stop_reason": reason, "stop_sequence": matched}
-
-    def first_events(self, n: int) -> Iterator[bytes]:
-        yield from ()
 
     def events(self, index: int, reply: UserReply) -> Iterator[bytes]:
         if not self._has_begun:

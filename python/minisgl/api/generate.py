@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 from minisgl.api.frontend import Receipt
 from minisgl.api.http import read_request, to_json
 from minisgl.api.protocol import GenerateRequest, GenerateSampling
-from minisgl.api.replies import DONE, event, failure_event, finite
+from minisgl.api.replies import DONE, Renderer, event, finite
 from minisgl.api.requests import (
     SamplingDefaults,
     ServedModel,
@@ -176,7 +176,7 @@ class _Generation:
         return {"text": self._text, "output_ids": self._ids.json(), "meta_info": meta}
 
 
-class GenerateRenderer:
+class GenerateRenderer(Renderer):
     """Writes the text and tokens so far, and `meta_info`."""
 
     def __init__(self, is_list: bool, ids: list[str], logprobs: LogprobForm | None = None) -> None:
@@ -190,18 +190,12 @@ class GenerateRenderer:
         results = [self._result(i, reply) for i, reply in enumerate(replies)]
         return to_json(results if self._is_list else results[0])
 
-    def first_events(self, n: int) -> Iterator[bytes]:
-        yield from ()
-
     def events(self, index: int, reply: UserReply) -> Iterator[bytes]:
         extra = {"index": index} if self._is_list else {}
         yield event(to_json(self._result(index, reply) | extra))
 
     def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
         yield DONE
-
-    def failure(self, error: RequestError) -> bytes:
-        return failure_event(error)
 
     def _result(self, index: int, reply: UserReply) -> dict[str, Any]:
         """The whole generation so far, including `reply`."""

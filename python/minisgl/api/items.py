@@ -17,7 +17,7 @@ from minisgl.api.frontend import Receipt
 from minisgl.api.http import json_response, read_request, tell_ignored, to_json
 from minisgl.api.parsers.output import OutputParser, Step
 from minisgl.api.parsers.pieces import Content, ParsedCall, Reasoning
-from minisgl.api.replies import named_event
+from minisgl.api.replies import Renderer, named_event
 from minisgl.api.requests import ServedModel, requested_max_tokens, text_of, unsupported_type
 from minisgl.api.responses import response_to
 from minisgl.core import FinishReason
@@ -191,7 +191,7 @@ def new_response(body: p.ResponsesRequest, model: str, params: SamplingParams) -
     )
 
 
-class ItemRenderer:
+class ItemRenderer(Renderer):
     """Writes the answer as output items: reasoning, message, function call. The events of a stream make the items."""
 
     def __init__(

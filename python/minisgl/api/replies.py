@@ -57,6 +57,7 @@ class Renderer(Protocol):
 
     def first_events(self, n: int) -> Iterator[bytes]:
         """The events at the start of a stream of `n` generations."""
+        return iter(())
 
     def events(self, index: int, reply: UserReply) -> Iterator[bytes]:
         """The events for one more reply to generation `index`."""
@@ -66,9 +67,10 @@ class Renderer(Protocol):
 
     def failure(self, error: RequestError) -> bytes:
         """The last events of a stream that fails."""
+        return failure_event(error)
 
 
-class OpenAIRenderer:
+class OpenAIRenderer(Renderer):
     """Chat completions and text completions, which differ in one object and two names."""
 
     def __init__(
@@ -211,9 +213,6 @@ class OpenAIRenderer:
         if summary:
             yield event(self._chunk_head + b"]," + to_json(summary)[1:])
         yield DONE
-
-    def failure(self, error: RequestError) -> bytes:
-        return failure_event(error)
 
 
 def _without_tokens(reply: UserReply) -> UserReply:
