@@ -22,6 +22,8 @@ from minisgl.settings.options import ServerArgs
 
 MAX_INPUTS: Final = 2048  # OpenAI's limit, which clients rely on
 
+Body = Callable[[list[Vector], p.EmbeddingUsage], Any]
+
 
 def _base64(vector: Vector) -> str:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
@@ -50,11 +52,10 @@ def _cosine(a: Vector, b: Vector) -> float:
 def add_embeddings_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
     """POST /v1/embeddings, and cosine similarities by them: POST /v1/score and /v1/rerank."""
 
-    def respond(
-        inputs: str | list[Any], param: str, length: int, body: Callable[[list[Vector], p.EmbeddingUsage], Any]
-    ) -> Response:
+    def respond(inputs: str | list[Any], param: str, body: Body, dimensions: int | None = None) -> Response:
         """The response whose body is made of the embeddings of `inputs`, by the field `param`."""
         embedder = _require_embedder(model)
+        length = embedder.length(dimensions)
 
         def render(replies: list[UserReply], receipt: Receipt) -> bytes:
             assert all(reply.embedding for reply in replies), "a reply without an embedding"
@@ -68,7 +69,7 @@ def add_embeddings_routes(app: FastAPI, args: ServerArgs, model: ServedModel) ->
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
         body = await read_request(request, p.EmbeddingRequest, args, model.name)
-        encoding, length = body.encoding_format or "float", _require_embedder(model).length(body.dimensions)
+        encoding = body.encoding_format or "float"
         if encoding not in ENCODINGS:
             raise RequestError(
                 f"encoding_format {encoding[:40]!r} is not one of {', '.join(ENCODINGS)}",
@@ -80,12 +81,11 @@ def add_embeddings_routes(app: FastAPI, args: ServerArgs, model: ServedModel) ->
             data = [p.Embedding(i, encode(vector)) for i, vector in enumerate(vectors)]
             return p.EmbeddingResponse(data, model.name, usage)
 
-        return respond(body.input, "input", length, result)
+        return respond(body.input, "input", result, body.dimensions)
 
     @app.post("/v1/score")
     async def score(request: Request) -> Response:
         body = await read_request(request, p.ScoreRequest, args, model.name)
-        length = _require_embedder(model).length(None)
         first, second = ([t] if isinstance(t, str) else t for t in (body.text_1, body.text_2))
         if len(first) not in (1, len(second)) or not second:
             error = f"text_1 must be one text or as many as text_2, and has {len(first)} for {len(second)}"
@@ -96,12 +96,11 @@ def add_embeddings_routes(app: FastAPI, args: ServerArgs, model: ServedModel) ->
             scores = [p.Score(i, _cosine(a, b)) for i, (a, b) in enumerate(zip(left, right, strict=True))]
             return p.ScoreResponse(scores, model.name, usage)
 
-        return respond([*first, *second], "text_2", length, result)
+        return respond([*first, *second], "text_2", result)
 
     @app.post("/v1/rerank")
     async def rerank(request: Request) -> Response:
         body = await read_request(request, p.RerankRequest, args, model.name)
-        length = _require_embedder(model).length(None)
         texts = [d if isinstance(d, str) else d.get("text") for d in body.documents]
         if not texts or not all(isinstance(text, str) for text in texts):
             raise RequestError("documents must be texts, or objects with a text", param="documents")
@@ -117,4 +116,4 @@ def add_embeddings_routes(app: FastAPI, args: ServerArgs, model: ServedModel) ->
             ]
             return p.RerankResponse(ranked[: body.top_n], model.name, usage)
 
-        return respond([body.query, *texts], "documents", length, result)
+        return respond([body.query, *texts], "documents", result)
