@@ -130,15 +130,21 @@ class ChatClient:
 def running_server(host: str, port: int, model: str, api_key: str | None, patience: float) -> str | None:
     """The URL of a server of ours at this address that serves `model` (a name or folder; empty: any), if there is one.
 
-    A server that starts listens before it answers; wait up to `patience` seconds. Raises `ConfigError` for an address
-    that cannot be one.
+    A server that starts listens before it answers; wait up to `patience` seconds. Says on stderr why another server is
+    of no use. Raises `ConfigError` for an address that cannot be one.
     """
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     try:
         info = ChatClient(url, api_key, patience).get("/model_info")
-    except (ServerError, OSError):
+        if model in ("", info.get("model"), info.get("model_path")):
+            return url
+        why = f"serves {info.get('model')}"
+    except ServerError as e:
+        why = f"refuses ({e})"
+    except OSError:
         return None
-    return url if model in ("", info.get("model"), info.get("model_path")) else None
+    print(f"minisgl: the server at {url} {why}; starting another one", file=sys.stderr)
+    return None
 
 
 def error_message(body: bytes, otherwise: str = "") -> str:

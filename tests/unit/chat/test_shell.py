@@ -176,7 +176,7 @@ class ModelInfo(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_running_server_is_found_by_its_model() -> None:
+def test_a_running_server_is_found_by_its_model(capsys: pytest.CaptureFixture[str]) -> None:
     names = ("", "demo", "/models/demo", "x")
     with HTTPServer(("127.0.0.1", 0), ModelInfo) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -185,9 +185,24 @@ def test_a_running_server_is_found_by_its_model() -> None:
         server.shutdown()
     url = f"http://127.0.0.1:{port}"
     assert found == {"": url, "demo": url, "/models/demo": url, "x": None}
+    assert f"{url} serves demo; starting another one" in capsys.readouterr().err
     assert running_server("127.0.0.1", port, "", None, 60.0) is None  # nobody listens any more
     with pytest.raises(StartupError, match=f"no server answers at {url}"):
         chat_with_url(url, None, {}, None)
+
+
+def test_a_server_that_refuses_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    class Refusal(ModelInfo):
+        def do_GET(self) -> None:
+            self.send_response(401)
+            self.end_headers()
+            self.wfile.write(b'{"error": {"message": "a valid key is needed"}}')
+
+    with HTTPServer(("127.0.0.1", 0), Refusal) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert running_server("127.0.0.1", server.server_port, "", None, 60.0) is None
+        server.shutdown()
+    assert "refuses (a valid key is needed); starting another one" in capsys.readouterr().err
 
 
 def test_a_server_that_starts_is_waited_for(
