@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -12,7 +13,6 @@ from minisgl.bench.report import format_table
 from minisgl.device.device import create_device
 from minisgl.engine.config import EngineSpec, resolve
 from minisgl.errors import ConfigError
-from minisgl.llm.completions import Completion
 from minisgl.llm.llm import LLM
 from minisgl.settings.options import SchedulerConfig, build_config
 from minisgl.tokenizer.folder import load_tokenizer
@@ -36,6 +36,8 @@ from minisgl.verify.checks import (
 )
 from minisgl.verify.steps import engine_of, stepper_of
 from minisgl.verify.texts import check_texts
+
+T = TypeVar("T")
 
 ROWS: Final = 16
 TEXTS: Final = (
@@ -89,7 +91,9 @@ def verify(options: dict[str, Any], length: int) -> list[Result]:
     prompts = [*texts.sequences, texts.c[:5], texts.b[:20]]
     # One model in memory at a time: transformers', that of several ranks and the unrounded one are freed before.
     ranks = asked.engine.tp
-    others = {f"tp {ranks} = tp 1": _by_ranks(options, prompts)} if ranks > 1 else {}
+    others = {}
+    if ranks > 1:
+        others[f"tp {ranks} = tp 1"] = _and_freed(options, lambda llm: generate(llm, prompts))
     if config.engine.quantization is not None or config.engine.kv_cache_dtype != "auto":
         llm, results, worst = _beside_unrounded(alone, spec, texts)
     else:
@@ -127,13 +131,8 @@ def _beside_unrounded(options: dict[str, Any], spec: EngineSpec, texts: Texts) -
         found["reading"] = reading(stepper_of(engine_of(llm)), read)
         return {name: [(prefix, logits.cpu()) for prefix, logits in some] for name, some in found.items()}
 
-    with LLM(
-        **{**options, "quantization": None, "kv_cache_dtype": "auto", "dtype": str(spec.dtype).split(".")[1]}
-    ) as llm:
-        plain = cases(llm)
-    del llm
-    gc.collect()
-    torch.cuda.empty_cache()  # without effect on a CPU
+    unrounded = {"quantization": None, "kv_cache_dtype": "auto", "dtype": str(spec.dtype).split(".")[1]}
+    plain = _and_freed(options | unrounded, cases)
     llm = LLM(**options)
     ours = cases(llm)
     divergence, growth = ROUNDING_LIMITS.get(spec.quantization or "", EIGHT_BITS)
@@ -146,14 +145,14 @@ def _beside_unrounded(options: dict[str, Any], spec: EngineSpec, texts: Texts) -
     return llm, results, largest
 
 
-def _by_ranks(options: dict[str, Any], prompts: list[list[int]]) -> list[Completion]:
-    """Generate with the ranks that `options` ask for."""
+def _and_freed(options: dict[str, Any], compute: Callable[[LLM], T]) -> T:
+    """What `compute` returns of an engine with `options`, whose memory is free afterwards."""
     with LLM(**options) as llm:
-        outputs = generate(llm, prompts)
+        found = compute(llm)
     del llm
     gc.collect()
     torch.cuda.empty_cache()  # without effect on a CPU
-    return outputs
+    return found
 
 
 def _references(spec: EngineSpec, texts: Texts, device: torch.device) -> tuple[Reference | None, Reference | None]:
