@@ -86,7 +86,7 @@ class DraftModel(ABC):
             sampling = replace(now.sampling, positions=now.sampling.positions + self.ahead)
             logits = self._logits(ids, replace(now, sampling=sampling))
             if len(sampling.rows):
-                history[sampling.rows, sampling.positions.long()] = self._sample(logits, sampling)
+                history[sampling.rows, sampling.positions.long()] = self.sample(logits, sampling)
         if batch.drafts is not None:
             following = lengths.unsqueeze(1) + torch.arange(MAX_DRAFTS, device=rows.device)
             drafting.drafts[rows] = history[rows.unsqueeze(1), following].clamp(0, most)
@@ -103,7 +103,7 @@ class DraftModel(ABC):
         """Take in a step: its tokens [T], the outputs [T, H] of `layers`, and `out` as from `Drafting.settle`."""
         return
 
-    def _sample(self, logits: Tensor, sampling: Sampling) -> Tensor:
+    def sample(self, logits: Tensor, sampling: Sampling) -> Tensor:
         """Sample tokens [S] int32 from logits [S, V]; penalties do not count the drafts before."""
         parts, (rows, positions, flags) = self.parts, (sampling.rows, sampling.positions, sampling.row_flags)
         if sampling.flags & Flag.PENALIZED:
@@ -144,7 +144,7 @@ class Eagle3(DraftModel):
     def __init__(self, parts: Parts, spec: EngineSpec, head: Eagle3Head, layers: tuple[int, ...]) -> None:
         super().__init__(parts, spec)
         self.layers, self.parameters = layers, head.parameters
-        self._head, self._embed = head, parts.model.model.embed_tokens
+        self.head, self._embed = head, parts.model.model.embed_tokens
         weight = self._embed.weight
         self._hidden = weight.new_zeros(len(parts.state.last_token), weight.shape[1])
 
@@ -159,9 +159,9 @@ class Eagle3(DraftModel):
     def _run(self, ids: Tensor, features: Tensor, batch: Batch, keep: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [S, V], -inf outside of the draft vocabulary, and hidden states [S, H] of the tokens `keep`."""
         ctx = self.parts.context(batch, self.parts.out_loc(batch))
-        drafted, hidden = self._head.forward(self._embed.forward(ids), features, ctx, keep)
+        drafted, hidden = self.head.forward(self._embed.forward(ids), features, ctx, keep)
         logits = drafted.new_full((len(keep), self._vocab_size), float("-inf"))
-        logits[:, self._head.draft_ids] = self.parts.vocab.gather(drafted)
+        logits[:, self.head.draft_ids] = self.parts.vocab.gather(drafted)
         return logits, hidden
 
     def follow(self, batch: Batch, input_ids: Tensor, states: list[Tensor], out: Tensor, drafting: Drafting) -> None:
@@ -177,12 +177,12 @@ class Eagle3(DraftModel):
             columns = columns * out[2, : len(tokens)]
         newest = torch.zeros(len(history), dtype=torch.int64, device=out.device)
         newest = newest.scatter_reduce_(0, sampling.rows, columns, "amax")[sampling.rows]
-        features = self._head.join(states)
+        features = self.head.join(states)
         logits, hidden = self._run(ids, features, batch, batch.logit_tokens[newest])
         if len(tokens):
             sampling = replace(sampling, positions=sampling.positions[newest] + 1)
             self._hidden[sampling.rows] = hidden
-            history[sampling.rows, sampling.positions.long()] = self._sample(logits, sampling)
+            history[sampling.rows, sampling.positions.long()] = self.sample(logits, sampling)
 
 
 def drafted_slots(plan: BatchPlan) -> Records:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minisgl.engine.batch import moved
 from minisgl.engine.draft_model import DraftModel
-from minisgl.layout import HISTORY_HEAD, PROPOSED, SLOT, Flag, words
+from minisgl.layout import HISTORY_HEAD, PROPOSED, words
 from minisgl.settings.options import MAX_DRAFTS
 
 if TYPE_CHECKING:
@@ -93,54 +93,6 @@ class Drafting:
         lines[0, columns.columns] = is_confirmed.int()
         lines[1, columns.columns[:, 0]] = ready
         return torch.cat([out[:2], lines, out[2:]])
-
-    # -- where the host is the device, and a handful of array operations costs less than as many of torch
-
-    def flatten(self, plan: BatchPlan) -> tuple[BatchPlan, Ints]:
-        """Return `plan` with a slot for each token of its slots with DRAFTS.
-
-        These slots have the true positions, and tokens from the host. Also returns the `inputs` that `settle` takes.
-        """
-        lengths, newest, drafts = (t.numpy() for t in (self.lengths, self.last_token, self.drafts))
-        slots: list[tuple[int, int, int, int]] = []
-        tokens: list[int] = []
-        inputs: list[int] = []
-        for row, start, stop, flags in plan.slots.tolist():
-            if not flags & Flag.DRAFTS:
-                slots.append((row, start, stop, flags))
-                inputs += [0] * bool(flags & Flag.SAMPLES)
-                continue
-            first = int(lengths[row]) - 1
-            flags &= ~(Flag.DRAFTS | Flag.FROM_DEVICE)
-            slots += [(row, t, t + 1, flags) for t in range(first, first + stop - start)]
-            own = [int(newest[row]), *drafts[row, : stop - start - 1].tolist()]
-            tokens += own
-            inputs += own
-        flat = replace(plan, slots=np.array(slots, SLOT), tokens=np.append(np.array(tokens, np.int32), plan.tokens))
-        return flat, np.array(inputs, np.int32)
-
-    def settle_flat(self, out: Ints, plan: BatchPlan, inputs: Ints) -> Ints:
-        """As `settle`, for a plan that was flattened."""
-        lengths, newest, history = (t.numpy() for t in (self.lengths, self.last_token, self.history))
-        lines = np.zeros((2, out.shape[1]), np.int32)
-        lines[0] = 1
-        sampled, is_finite, before = out[0].tolist(), out[1].tolist(), inputs.tolist()
-        slots = plan.slots[(plan.slots["flags"] & Flag.SAMPLES) != 0].tolist()
-        stop = 0
-        for (row, _, _, flags), width in zip(slots, plan.widths.tolist(), strict=True):
-            first, stop = stop, stop + width
-            if not flags & Flag.DRAFTS:
-                continue
-            end = first + 1
-            while end < stop and sampled[end - 1] == before[end] and is_finite[end - 1]:
-                end += 1
-            length = int(lengths[row])
-            history[row, length - 1] = before[first]
-            history[row, length : length + end - first] = out[0, first:end]
-            lengths[row], newest[row] = length + end - first, sampled[end - 1]
-            # Without a model the host proposes: it has the same tokens.
-            lines[0, end:stop], lines[1, first] = 0, MAX_DRAFTS * (self.model is not None and not flags & Flag.MASKED)
-        return np.concatenate([out[:2], lines, out[2:]])
 
 
 def _known(records: Ints) -> tuple[Ints, Ints, Ints, Ints]:

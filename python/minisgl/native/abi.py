@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from minisgl.layout import PAGE_WRITE, SLOT, Flag
+from minisgl.layout import HISTORY_HEAD, PAGE_WRITE, PROPOSAL, PROPOSED, ROW_STATE, SLOT, Flag
+from minisgl.settings.options import MAX_DRAFTS
 
 HEADER: Final = Path(__file__).parent / "cpp" / "layout.h"
 
@@ -31,10 +32,11 @@ LAYER_WEIGHTS: Final[_Fields] = (
     ("int64_t", "window"),  # 0 = none
 )
 MODEL_SPEC: Final[_Fields] = (
-    ("int64_t", "is_bf16 head_bits layers hidden intermediate vocab heads kv_heads dim page threads is_tied"),
+    ("int64_t", "is_bf16 head_bits layers hidden intermediate vocab head_rows heads kv_heads dim page threads is_tied"),
     ("double", "eps scale"),
     ("const LayerWeights*", "weights"),  # [layers]
-    ("const void*", "embedding head"),  # [vocab, hidden]; of a tied pair only the packed head is read
+    # [vocab, hidden] and [head_rows, hidden]; of a tied pair only the packed head is read
+    ("const void*", "embedding head"),
     ("const float*", "final_norm"),
     ("void*", "cache"),  # [layers, pages, 2, kv_heads, page, dim]
     ("int64_t", "layer_stride"),  # elements
@@ -43,12 +45,22 @@ MODEL_SPEC: Final[_Fields] = (
     ("int32_t*", "last_token"),  # [rows], as are the following
     ("float*", "temperature"),
     ("int64_t*", "noise_key"),
+    ("int32_t*", "lengths drafts"),  # of `Drafting`, or null
+    ("void*", "target"),  # of a drafter: the model whose tokens it drafts; the rest is that of an EAGLE-3 head
+    ("const void*", "fc"),  # [hidden, TAPS * hidden]
+    ("int64_t", "fc_bits"),
+    ("const float*", "hidden_norm"),
+    ("const int64_t*", "draft_ids taps"),  # [head_rows] token ids, [TAPS] layers of the target
 )
+TAPS: Final = 3
 STEP_PLAN: Final[_Fields] = (  # the arrays of a `core.BatchPlan`
     ("const Slot*", "slots"),
     ("const int32_t*", "tokens"),
     ("const PageWrite*", "page_writes"),
-    ("int64_t", "num_slots num_page_writes"),
+    ("const RowState*", "row_states"),
+    ("const int32_t*", "histories"),
+    ("const Proposal*", "proposals"),
+    ("int64_t", "num_slots num_page_writes num_row_states num_history_words num_proposals"),
 )
 
 _CTYPES: Final[dict[str, Any]] = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}  # all others are pointers
@@ -84,9 +96,12 @@ def _header() -> Iterator[str]:
     flags = {name: value for name, value in vars(Flag).items() if name.isupper()}
     yield f"enum Flag : int32_t {{ {', '.join(f'k{_camel(name)} = {value}' for name, value in flags.items())} }};"
     yield ""
+    yield f"constexpr int kMaxDrafts = {MAX_DRAFTS}, kProposed = {PROPOSED}, kTaps = {TAPS};"
+    yield ""
     yield "// Records of a plan: 32-bit words, without padding."
     yield "#pragma pack(push, 4)"
-    for name, record in (("Slot", SLOT), ("PageWrite", PAGE_WRITE)):
+    records = ("Slot", SLOT), ("PageWrite", PAGE_WRITE), ("RowState", ROW_STATE), ("HistoryHead", HISTORY_HEAD)
+    for name, record in (*records, ("Proposal", PROPOSAL)):
         yield from _record(name, record)
     yield "#pragma pack(pop)"
     yield ""
@@ -106,8 +121,9 @@ def _declaration(kind: str, names: list[str]) -> str:
 def _record(name: str, record: np.dtype[Any]) -> Iterator[str]:
     assert record.fields is not None, f"has no fields: {record}"
     yield f"struct {name} {{"
-    by_type = itertools.groupby(record.fields.items(), lambda item: _CPP_TYPES[item[1][0].str[1:]])
-    yield from (f"    {kind} {', '.join(field for field, _ in fields)};" for kind, fields in by_type)
+    by_type = itertools.groupby(record.fields.items(), lambda item: _CPP_TYPES[item[1][0].base.str[1:]])
+    for kind, fields in by_type:
+        yield f"    {kind} {', '.join(field + ''.join(f'[{n}]' for n in of[0].shape) for field, of in fields)};"
     yield "};"
     yield f"static_assert(sizeof({name}) == {record.itemsize});"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import mmap
 from typing import TYPE_CHECKING, Final
 
@@ -15,40 +14,38 @@ from minisgl.ops.quantized import INT8, Quantized, unpack
 from minisgl.rounding import round_up
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-    from minisgl.models.llama import LlamaForCausalLM
     from minisgl.native.library import NativeLibrary
 
 LANES: Final = 16  # rows of a panel of packed weights
 ROUNDED_ROWS: Final = 64  # at once: intermediate results stay in L2
 
 
-def pack_weights(model: LlamaForCausalLM, library: NativeLibrary, rounds_head: bool) -> None:
-    """Pack all matrices except an untied embedding, and move them into one block of memory.
+def pack_weights(matrices: Sequence[Tensor | Quantized], rounded: Sequence[object], library: NativeLibrary) -> None:
+    """Pack matrices, and move them into one block of memory; those that are `rounded`, too, in 8 bits.
 
-    With `rounds_head` the head, and a tied embedding, are rounded to 8 bits. The tensors then hold what the library
-    reads; no op in torch can use them.
+    The tensors then hold what the library reads; no op in torch can use them.
     """
-    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
-    matrices = [
-        p.tensor
-        for p in model.parameters
-        if len(p.tensor.shape) == 2 and (p.tensor is not embedding or head is embedding)
-    ]
+    is_rounded = [any(weight is r for r in rounded) for weight in matrices]
     sizes = []
-    for weight in matrices:
-        shape = round_up(weight.shape[0], LANES), weight.shape[1]
-        bits = weight.format.bits if isinstance(weight, Quantized) else 8 if rounds_head and weight is head else 0
-        sizes.append(library.quantized_size(bits, *shape) if bits else math.prod(shape) * embedding.itemsize)
-    for weight, place in zip(matrices, _zeros(sizes), strict=True):
+    for weight, rounds in zip(matrices, is_rounded, strict=True):
+        rows, cols = round_up(weight.shape[0], LANES), weight.shape[1]
+        if isinstance(weight, Quantized) or rounds:
+            bits = weight.format.bits if isinstance(weight, Quantized) else INT8.bits
+            sizes.append(library.quantized_size(bits, rows, cols))
+        else:
+            sizes.append(rows * cols * weight.itemsize)
+    for weight, rounds, place in zip(matrices, is_rounded, _zeros(sizes), strict=True):
         if isinstance(weight, Quantized):
             _pack_quantized(weight, library, place)
             weight.data.set_(place.view(weight.data.dtype))  # type: ignore[call-overload]  # frees the old memory
             weight.scale.set_(weight.scale.new_empty(0))  # type: ignore[call-overload]
             continue
         packed = place.view(weight.dtype)
-        if rounds_head and weight is head:
+        if rounds:
             _pack_quantized(_rounded(weight), library, place)
         else:
             cols = weight.shape[1]

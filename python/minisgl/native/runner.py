@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from minisgl.core import BatchPlan, StepResult
-from minisgl.engine.batch import drafted_before, make_sampling
-from minisgl.engine.draft_model import draft_slots, draft_spec, drafted_slots
+from minisgl.engine.batch import make_sampling
+from minisgl.engine.draft_model import SAMPLED_ALIKE, Eagle3, draft_slots, draft_spec, drafted_slots
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.runner import ForwardOutput
 from minisgl.errors import ConfigError, NativeError
-from minisgl.layout import NO_INTS, NO_MASKS, NO_PAGE_WRITES, NO_ROW_STATES, SLOT, Flag, as_words
+from minisgl.layout import NO_MASKS, NO_PAGE_WRITES, NO_ROW_STATES, SLOT, Flag, as_words
 from minisgl.models.families import FAMILIES
 from minisgl.native.abi import LayerWeights, ModelSpec, StepPlan
 from minisgl.native.library import NativeLibrary, load_native
@@ -58,11 +58,8 @@ def refusal(spec: EngineSpec) -> str | None:
         return "the model makes embeddings"
     if spec.fp8_cache:
         return "the KV cache is FP8"
-    if spec.draft is not None:
-        if spec.draft.kind != "draft":
-            return "the drafter reads hidden states"
-        if (reason := refusal(draft_spec(spec))) is not None:
-            return f"the drafter's {reason}"
+    if spec.draft is not None and (reason := refusal(draft_spec(spec))) is not None:
+        return f"the drafter's {reason}"
     sizes = {"head_dim": (m.head_dim, LANES)}
     step = INT8.group if spec.quantization else LANES
     sizes |= {"hidden_size": (m.hidden_size, step), "intermediate_size": (m.intermediate_size, step)}
@@ -73,25 +70,133 @@ def refusal(spec: EngineSpec) -> str | None:
     return None
 
 
-class NativeRunner:
-    """Runs any plan. It takes over weights and K/V pages: no other runner can use them afterwards.
+class NativeModel:
+    """A model in the library. It takes over weights and K/V pages: nothing else can use them afterwards.
 
-    The weights' tensors are packed or quantized in place. The layout of the pages is that of `native/cpp/cache.h`.
+    The weights' tensors are packed or rounded in place. The layout of the pages is that of `native/cpp/cache.h`.
     """
+
+    def __init__(
+        self, parts: Parts, spec: EngineSpec, library: NativeLibrary, eagle: Eagle3 | None = None, **fields: int | None
+    ) -> None:
+        """The model of `parts`, or the head `eagle`; `fields` are more of `ModelSpec`."""
+        self._library = library
+        self._vocab_size = parts.model.config.vocab_size
+        self._kept: list[Any] = []  # what the library has addresses of, besides the weights
+        self._bits: dict[int, int] = {}  # of rounded matrices
+        model = self._model(parts, spec, fields) if eagle is None else self._eagle(eagle, fields)
+        self.handle = library.create(byref(model))
+        self._close = weakref.finalize(self, library.destroy, self.handle)
+
+    def logits(self, count: int) -> Tensor:
+        """[count, V] float32 of the last step; a view that the next step overwrites."""
+        if count == 0:
+            return torch.empty(0, self._vocab_size)
+        address = self._library.logits(self.handle)
+        kind = c_float * (count * self._vocab_size)
+        return torch.from_numpy(np.ctypeslib.as_array(kind.from_address(address))).view(count, self._vocab_size)
+
+    def _model(self, parts: Parts, spec: EngineSpec, fields: dict[str, Any]) -> ModelSpec:
+        model: Any = parts.model  # of LlamaDecoderLayers with a GatedMLP, see `refusal`
+        decoder, embedding, head = model.model, model.model.embed_tokens.weight, model.lm_head.weight
+        matrices = [p.tensor for p in model.parameters if p.tensor is not embedding or head is embedding]
+        self._pack(matrices, [head] if spec.quantization else [])
+        layers = [(x.self_attn, x.mlp, x.input_layernorm, x.post_attention_layernorm) for x in decoder.layers]
+        fields |= {"is_tied": head is embedding, "embedding": embedding.data_ptr()}
+        return self._spec(parts, spec, layers, head, decoder.norm, fields)
+
+    def _eagle(self, eagle: Eagle3, fields: dict[str, Any]) -> ModelSpec:
+        """Rounds the matrices to 8 bits where it can: a worse draft costs less than the time to read them."""
+        head = eagle.head
+        matrices: list[Any] = [p.tensor for p in head.parameters]
+        self._pack(matrices, [w for w in matrices if len(w.shape) == 2 and w.shape[1] % INT8.group == 0])
+        self._kept += [head.draft_ids, torch.tensor(eagle.layers)]
+        fields["draft_ids"], fields["taps"] = (tensor.data_ptr() for tensor in self._kept[-2:])
+        fields["fc"], fields["fc_bits"] = self._matrix(head.fc.weight)
+        fields["hidden_norm"] = self._float(head.hidden_norm.weight)
+        layer = head.attention, head.mlp, head.embedding_norm, head.mlp_norm
+        return self._spec(eagle.parts, eagle.spec, [layer], head.lm_head.weight, head.norm, fields)
+
+    def _pack(self, tensors: list[Any], rounded: list[Any]) -> None:
+        """Pack the matrices among `tensors`, those `rounded` in 8 bits."""
+        self._bits = {id(weight): INT8.bits for weight in rounded}
+        pack_weights([w for w in tensors if len(w.shape) == 2], rounded, self._library)
+
+    def _matrix(self, weight: Tensor | Quantized) -> tuple[int, int]:
+        """The address of a packed matrix, and its bits."""
+        if isinstance(weight, Quantized):
+            return weight.data.data_ptr(), weight.format.bits
+        return weight.data_ptr(), self._bits.get(id(weight), 0)
+
+    def _float(self, tensor: Tensor | None) -> int | None:
+        """The address of a float32 copy that lives as long as this model."""
+        if tensor is None:
+            return None
+        self._kept.append(tensor.float().contiguous())
+        address: int = self._kept[-1].data_ptr()
+        return address
+
+    def _spec(
+        self, parts: Parts, spec: EngineSpec, layers: list[Any], head: Any, norm: Any, fields: dict[str, Any]
+    ) -> ModelSpec:
+        """A layer is (attention, MLP, norm before each)."""
+        m, pool, state = spec.model, parts.kv_cache, parts.state
+        weights = (LayerWeights * len(layers))()
+        self._kept.append(weights)
+        for c, (attention, mlp, input_norm, post_norm), window in zip(weights, layers, m.windows, strict=True):
+            c.qkv, c.qkv_bits = self._matrix(attention.qkv_proj.weight)
+            c.o, c.o_bits = self._matrix(attention.o_proj.weight)
+            c.gate_up, c.gate_up_bits = self._matrix(mlp.gate_up_proj.weight)
+            c.down, c.down_bits = self._matrix(mlp.down_proj.weight)
+            c.qkv_bias, c.o_bias = self._float(attention.qkv_proj.bias), self._float(attention.o_proj.bias)
+            c.gate_up_bias, c.down_bias = self._float(mlp.gate_up_proj.bias), self._float(mlp.down_proj.bias)
+            c.input_norm, c.post_norm = self._float(input_norm.weight), self._float(post_norm.weight)
+            c.q_norm, c.k_norm = self._float(attention.heads.q_weight), self._float(attention.heads.k_weight)
+            c.cos_sin = attention.heads.cos_sin.data_ptr()
+            c.window = window or 0
+        fields["head"], fields["head_bits"] = self._matrix(head)
+        states = {name: getattr(state, name).data_ptr() for name in ("last_token", "temperature", "noise_key")}
+        known: dict[str, Any] = {
+            "is_bf16": spec.dtype is torch.bfloat16,
+            "layers": m.num_layers,
+            "hidden": m.hidden_size,
+            "intermediate": m.intermediate_size,
+            "vocab": self._vocab_size,
+            "head_rows": m.vocab_size,
+            "heads": m.num_heads,
+            "kv_heads": m.num_kv_heads,
+            "dim": m.head_dim,
+            "page": spec.page_size,
+            "eps": m.rms_norm_eps,
+            "scale": m.attention_scale or m.head_dim**-0.5,
+            "weights": addressof(weights),
+            "final_norm": self._float(norm.weight),
+            "cache": pool.data.data_ptr(),
+            "layer_stride": pool.data.stride(0),
+            "page_table": state.page_table.data_ptr(),
+            "table_width": state.page_table.stride(0),
+        }
+        return ModelSpec(**(known | states | fields))
+
+
+class NativeRunner:
+    """Runs any plan. No other runner can use the weights and K/V pages afterwards."""
 
     def __init__(self, parts: Parts, spec: EngineSpec, library: NativeLibrary, device: CpuDevice) -> None:
         self.name = f"native ({', '.join(filter(None, (library.isa, spec.quantization)))})"
         self.parts = parts
         self._library = library
-        self._vocab_size = spec.model.vocab_size
-        self._kept: list[Tensor] = []  # tensors whose addresses the library has, besides the weights
-        pack_weights(parts.model, library, spec.quantization is not None)
         self._device = device
-        model = self._model_spec(spec, device.threads)
-        self._model = library.create(byref(model))
-        self._close = weakref.finalize(self, library.destroy, self._model)
-        draft = None if parts.drafting is None else parts.drafting.model
-        self._draft = None if draft is None else _Drafter(draft, library, device)
+        drafting = parts.drafting
+        own: dict[str, Any] = {}
+        if drafting is not None:
+            own = {"lengths": drafting.lengths.data_ptr(), "drafts": drafting.drafts.data_ptr()}
+        self._model = NativeModel(parts, spec, library, threads=device.threads, **own)
+        self.logits = self._model.logits
+        self._drafter = None
+        if drafting is not None and drafting.model is not None:
+            own |= {"target": self._model.handle, "last_token": parts.state.last_token.data_ptr()}
+            self._drafter = _Drafter(drafting, drafting.model, library, device, own)
 
     def fits(self, plan: BatchPlan) -> bool:
         return True
@@ -106,51 +211,50 @@ class NativeRunner:
     @torch.inference_mode()
     def _run(self, plan: BatchPlan, masks: Ints) -> Ints:
         self.parts.penalties.apply(plan.penalties, masks)
-        drafting = self.parts.drafting
-        if drafting is not None:
-            drafting.remember(plan)
-            if self._draft is not None:
-                self._draft.run(plan, drafting)
-        if not plan.has_drafts:
-            return self.sampled(plan)
-        assert drafting is not None, "a plan with DRAFTS, but no drafter"
-        flat, inputs = drafting.flatten(plan)
-        out = drafting.settle_flat(self.sampled(flat, inputs), plan, inputs)
-        index = np.flatnonzero(plan.sampled_flags & Flag.PENALIZED)
-        if len(index):
-            self.parts.count(torch.from_numpy(out[:, index]), self._sampling(flat, index, inputs))
-        return out
-
-    def sampled(self, plan: BatchPlan, inputs: Ints = NO_INTS) -> Ints:
-        """Columns as `ForwardOutput` says; `inputs` [S] are the tokens before, for rows that sample several."""
+        call = _step_plan(plan)
+        if len(plan.row_states):
+            self.parts.state.fill(torch.from_numpy(as_words(plan.row_states)))
+        if self._drafter is not None and plan.has_drafts:
+            self._drafter.run(plan, call)
         if len(plan.prompt_logprob_ids):
-            return self._with_prompt_logprobs(plan, inputs)
-        out = self._call(plan)
-        special = np.flatnonzero(plan.sampled_flags & ~PLAIN)
-        if len(special):
-            out = self._sample(plan, special, self.logits(out.shape[1])[special], out, inputs)
+            out = self._with_prompt_logprobs(plan)
+        else:
+            out = self._call(plan, call)
+            special = np.flatnonzero(plan.sampled_flags & ~PLAIN)
+            if len(special):
+                out = self._sample(plan, special, self.logits(out.shape[1])[special], out)
+        return self._settle(plan, call, out) if plan.has_drafts else out
+
+    def _settle(self, plan: BatchPlan, call: StepPlan, out: Ints) -> Ints:
+        """`out` with two more lines for a plan with DRAFTS, as `StepResult` says."""
+        lines = np.zeros((2, out.shape[1]), np.int32)
+        lines[0] = 1
+        penalized = np.flatnonzero(plan.sampled_flags & Flag.PENALIZED)
+        sampling = self._sampling(plan, penalized) if len(penalized) else None  # before lengths change
+        arrays = (out[0], out[1], lines[0], lines[1])
+        self._library.settle(self._model.handle, byref(call), *(line.ctypes.data for line in arrays))
+        out = np.concatenate([out[:2], lines, out[2:]])
+        if sampling is not None:
+            self.parts.count(torch.from_numpy(out[:, penalized]), sampling)
         return out
 
     def logits_of(self, plan: BatchPlan) -> Tensor:
         """As `EagerRunner.logits_of`, in float32."""
-        return self.logits(self._call(plan).shape[1]).clone()
+        return self.logits(self._call(plan, _step_plan(plan)).shape[1]).clone()
 
-    def _call(self, plan: BatchPlan) -> Ints:
+    def _call(self, plan: BatchPlan, call: StepPlan) -> Ints:
         """Run a plan in the library -> [2, S] tokens and whether they are finite; zeros for slots sampled elsewhere."""
-        arrays = [np.ascontiguousarray(a) for a in (plan.slots, plan.tokens, plan.page_writes)]
-        call = StepPlan(*(a.ctypes.data for a in arrays), len(plan.slots), len(plan.page_writes))
-        if len(plan.row_states):
-            self.parts.state.fill(torch.from_numpy(as_words(plan.row_states)))
         out = np.zeros((2, len(plan.sampled_flags)), np.int32)
-        self._library.step(self._model, byref(call), out[0].ctypes.data, out[1].ctypes.data)
+        self._library.step(self._model.handle, byref(call), out[0].ctypes.data, out[1].ctypes.data)
         return out
 
-    def _with_prompt_logprobs(self, plan: BatchPlan, inputs: Ints) -> Ints:
+    def _with_prompt_logprobs(self, plan: BatchPlan) -> Ints:
         """Run a plan whose prompts want log-probabilities: each of these tokens is a slot of its own, in passes whose
         logits fit in memory."""
         slots = _token_by_token(plan.slots)
-        samples = np.cumsum((slots["flags"] & Flag.SAMPLES) != 0) - 1
-        pass_of_slot = np.maximum(samples, 0) // rows_per_pass(self._vocab_size)
+        widths = np.where((slots["flags"] & Flag.DRAFTS) != 0, slots["stop"] - slots["start"], 1)
+        samples = np.cumsum(np.where((slots["flags"] & Flag.SAMPLES) != 0, widths, 0)) - 1
+        pass_of_slot = np.maximum(samples, 0) // rows_per_pass(self.parts.model.config.vocab_size)
         outs = []
         special = []
         special_logits = []
@@ -160,7 +264,7 @@ class NativeRunner:
             from_host = part[(part["flags"] & Flag.FROM_DEVICE) == 0]
             count = int((from_host["stop"] - from_host["start"]).sum())
             now = replace(rest, slots=part, tokens=rest.tokens[:count])
-            out = self._call(now)
+            out = self._call(now, _step_plan(now))
             flags, logits = now.sampled_flags, self.logits(out.shape[1])
             is_prompt = (flags & Flag.PROMPT_LOGPROBS) != 0
             is_special = ((flags & ~PLAIN) != 0) & ~is_prompt
@@ -181,7 +285,7 @@ class NativeRunner:
         sampled = np.concatenate(outs, 1)
         index = np.flatnonzero(np.concatenate(special))
         if len(index):
-            sampled = self._sample(plan, index, torch.cat(special_logits), sampled, inputs)
+            sampled = self._sample(plan, index, torch.cat(special_logits), sampled)
         count = sampled.shape[1]
         columns = np.zeros((2 + StepResult.WIDTH, count + len(plan.prompt_logprob_ids)), np.int32)
         columns[: len(sampled), :count] = sampled
@@ -190,118 +294,74 @@ class NativeRunner:
         columns[2:, count:] = torch.cat(logprobs, 1).numpy()
         return columns
 
-    def _sample(self, plan: BatchPlan, special: npt.NDArray[np.intp], logits: Tensor, out: Ints, inputs: Ints) -> Ints:
+    def _sample(self, plan: BatchPlan, special: npt.NDArray[np.intp], logits: Tensor, out: Ints) -> Ints:
         """`out` with the columns `special` [n], whose logits [n, V] these are, sampled by the ops in torch."""
         self._device.use_threads_for(SAMPLING_FLOPS * logits.numel())
-        columns = self.parts.sample(logits, self._sampling(plan, special, inputs)).numpy()
+        columns = self.parts.sample(logits, self._sampling(plan, special)).numpy()
         whole = np.zeros((len(columns), out.shape[1]), np.int32)
         whole[:2] = out
         whole[:, special] = columns
         return whole
 
-    def _sampling(self, plan: BatchPlan, index: npt.NDArray[np.intp], inputs: Ints) -> Sampling:
-        sampling = make_sampling(plan, index, self._device)
-        if not len(inputs):
-            return sampling
-        drafted = drafted_before(sampling.rows.numpy(), self._device)
-        return replace(sampling, drafted=drafted, inputs=torch.from_numpy(inputs[index]))
-
-    def logits(self, count: int) -> Tensor:
-        """[count, V] float32 of the last step; a view that the next step overwrites."""
-        if count == 0:
-            return torch.empty(0, self._vocab_size)
-        address = self._library.logits(self._model)
-        kind = c_float * (count * self._vocab_size)
-        return torch.from_numpy(np.ctypeslib.as_array(kind.from_address(address))).view(count, self._vocab_size)
-
-    def _float(self, tensor: Tensor | None) -> int | None:
-        """The address of a float32 copy that lives as long as this runner."""
-        if tensor is None:
-            return None
-        self._kept.append(tensor.float().contiguous())
-        return self._kept[-1].data_ptr()
-
-    def _model_spec(self, spec: EngineSpec, threads: int) -> ModelSpec:
-        m = spec.model
-        model = self.parts.model
-        pool = self.parts.kv_cache
-        state = self.parts.state
-
-        decoder: Any = model.model  # of LlamaDecoderLayers with a GatedMLP, see `refusal`
-        layers = self._layers = (LayerWeights * m.num_layers)()
-        for c, layer, window in zip(layers, decoder.layers, m.windows, strict=True):
-            attention, mlp = layer.self_attn, layer.mlp
-            c.qkv, c.qkv_bits = _address_and_bits(attention.qkv_proj.weight)
-            c.o, c.o_bits = _address_and_bits(attention.o_proj.weight)
-            c.gate_up, c.gate_up_bits = _address_and_bits(mlp.gate_up_proj.weight)
-            c.down, c.down_bits = _address_and_bits(mlp.down_proj.weight)
-            c.qkv_bias, c.o_bias = self._float(attention.qkv_proj.bias), self._float(attention.o_proj.bias)
-            c.gate_up_bias, c.down_bias = self._float(mlp.gate_up_proj.bias), self._float(mlp.down_proj.bias)
-            c.input_norm = self._float(layer.input_layernorm.weight)
-            c.post_norm = self._float(layer.post_attention_layernorm.weight)
-            c.q_norm, c.k_norm = self._float(attention.heads.q_weight), self._float(attention.heads.k_weight)
-            c.cos_sin = attention.heads.cos_sin.data_ptr()
-            c.window = window or 0
-        head: Any = model.lm_head.weight  # always a tensor
-        return ModelSpec(
-            is_bf16=spec.dtype is torch.bfloat16,
-            head_bits=8 if spec.quantization else 0,
-            layers=m.num_layers,
-            hidden=m.hidden_size,
-            intermediate=m.intermediate_size,
-            vocab=m.vocab_size,
-            heads=m.num_heads,
-            kv_heads=m.num_kv_heads,
-            dim=m.head_dim,
-            page=spec.page_size,
-            threads=threads,
-            is_tied=m.tie_word_embeddings,
-            eps=m.rms_norm_eps,
-            scale=m.attention_scale or m.head_dim**-0.5,
-            weights=addressof(layers),
-            embedding=model.model.embed_tokens.weight.data_ptr(),
-            head=head.data_ptr(),
-            final_norm=self._float(model.model.norm.weight),
-            cache=pool.data.data_ptr(),
-            layer_stride=pool.data.stride(0),
-            page_table=state.page_table.data_ptr(),
-            table_width=state.page_table.stride(0),
-            **{name: getattr(state, name).data_ptr() for name in ("last_token", "temperature", "noise_key")},
-        )
+    def _sampling(self, plan: BatchPlan, index: npt.NDArray[np.intp]) -> Sampling:
+        """What sampling needs to know of the columns `index` of a plan."""
+        if not plan.has_drafts:
+            return make_sampling(plan, index, self._device)
+        drafting = self.parts.drafting
+        assert drafting is not None, "a plan with DRAFTS, but no drafter"
+        lengths, newest, drafts = (t.numpy() for t in (drafting.lengths, drafting.last_token, drafting.drafts))
+        slots, widths = plan.slots[(plan.slots["flags"] & Flag.SAMPLES) != 0], plan.widths
+        flat = np.repeat(slots, widths)
+        behind = np.arange(len(flat), dtype=np.int32) - np.repeat(np.cumsum(widths) - widths, widths).astype(np.int32)
+        rows, is_drafted = flat["row"], (flat["flags"] & Flag.DRAFTS) != 0
+        flat["stop"] = np.where(is_drafted, lengths[rows] + behind, flat["stop"])
+        inputs = np.where(behind == 0, newest[rows], drafts[rows, behind - 1])
+        drafted, before = self._device.upload(behind[index], inputs[index])
+        return replace(make_sampling(BatchPlan(plan.step, flat), index, self._device), drafted=drafted, inputs=before)
 
 
 class _Drafter:
-    """The passes of a small model that drafts (`engine/draft_model.py`), each in one C++ call."""
+    """A drafter with a model in the library, where it learns the tokens that its target computes."""
 
-    def __init__(self, draft: DraftModel, library: NativeLibrary, device: CpuDevice) -> None:
-        ops = replace(draft.parts.ops, count_tokens=lambda *_: None)  # penalties count no drafts
-        self._runner = NativeRunner(replace(draft.parts, ops=ops), draft.spec, library, device)
+    def __init__(
+        self, drafting: Drafting, model: DraftModel, library: NativeLibrary, device: CpuDevice, own: dict[str, Any]
+    ) -> None:
+        self._drafting = drafting
+        self._draft = model
+        self._library = library
+        self._device = device
+        eagle = model if isinstance(model, Eagle3) else None
+        self._model = NativeModel(model.parts, model.spec, library, eagle, **own)
 
-    def run(self, plan: BatchPlan, drafting: Drafting) -> None:
-        """Compute the prompts of a step, and the drafts of its slots with DRAFTS, which have their pages."""
-        drafted = drafted_slots(plan)
-        chunks = plan.slots[(plan.slots["flags"] & Flag.FROM_DEVICE) == 0]
-        if not len(drafted) + len(chunks):
-            return
-        lengths, newest, drafts, history = (
-            t.numpy() for t in (drafting.lengths, drafting.last_token, drafting.drafts, drafting.history)
-        )
-        rows, counts = drafted["row"], drafted["stop"] - drafted["start"] - 1
-        length = lengths[rows]
-        chunks["flags"] = 0
-        slots = np.concatenate([draft_slots(drafted, length - 2, length, 0), chunks])
-        tokens = np.stack([history[rows, length - 2].clip(0), newest[rows]], 1).reshape(-1)
-        first = BatchPlan(plan.step, slots, np.append(tokens, plan.tokens), plan.page_writes)
-        drafts[rows, 0] = self._runner.sampled(first)[0]
-        for i in range(1, int(counts.max(initial=0))):
-            more = counts > i
-            slots = draft_slots(drafted[more], length[more] - 1 + i, length[more] + i, 0)
-            following = self._runner.sampled(BatchPlan(plan.step, slots, drafts[rows[more], i - 1]))
-            drafts[rows[more], i] = following[0]
+    def run(self, plan: BatchPlan, call: StepPlan) -> None:
+        """Make the drafts of the slots with DRAFTS, which have their pages."""
+        slots = drafted_slots(plan)
+        counts = slots["stop"] - slots["start"] - 1
+        is_special = bool((slots["flags"] & SAMPLED_ALIKE).any())
+        for i in range(int(counts.max(initial=0))):
+            self._library.draft(self._model.handle, byref(call), i)
+            if is_special:
+                self._sample(slots[counts > i], i)
+
+    def _sample(self, slots: Records, number: int) -> None:
+        """Sample draft `number` of the rows that the library leaves to the ops in torch."""
+        rows = slots["row"]
+        stop = self._drafting.lengths.numpy()[rows] + number
+        slots = draft_slots(slots, stop - 1, stop, 0)
+        index = np.flatnonzero(slots["flags"] & SAMPLED_ALIKE)
+        sampling = make_sampling(BatchPlan(0, slots), index, self._device)
+        tokens = self._draft.sample(self._model.logits(len(slots))[index], sampling)
+        self._drafting.drafts[sampling.rows, number] = tokens
 
 
-def _address_and_bits(weight: Tensor | Quantized) -> tuple[int, int]:
-    return (weight.data.data_ptr(), weight.format.bits) if isinstance(weight, Quantized) else (weight.data_ptr(), 0)
+def _step_plan(plan: BatchPlan) -> StepPlan:
+    """The addresses of a plan's arrays."""
+    arrays = (plan.slots, plan.tokens, plan.page_writes, plan.row_states, plan.histories, plan.proposals)
+    kept = [np.ascontiguousarray(array) for array in arrays]
+    counts = [len(array) for array in kept]
+    call = StepPlan(*(array.ctypes.data for array in kept), counts[0], *counts[2:])
+    call.arrays = kept  # as long as the addresses
+    return call
 
 
 def _token_by_token(slots: Records) -> Records:

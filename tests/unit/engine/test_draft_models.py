@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from minisgl.core import BatchPlan
 from minisgl.device.device import CpuDevice
 from minisgl.engine.batch import make_batch
 from minisgl.engine.config import resolve
@@ -25,6 +26,7 @@ from minisgl.engine.trial import spread_plan
 from minisgl.errors import ConfigError
 from minisgl.layout import Flag
 from minisgl.models.llama import LlamaModel
+from minisgl.native.runner import NativeModel, NativeRunner
 from minisgl.params import SamplingParams
 from minisgl.settings.options import EngineConfig, build_config
 from support.embedding_models import write_modules
@@ -125,14 +127,15 @@ def test_answers_are_equal_with_and_without_drafts(
         assert scheduler.stats.preemptions > 0
 
 
+@pytest.mark.parametrize("kind", ["draft", "eagle3"])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda o: f"pages of {o['page_size']}")
 def test_answers_of_the_cpp_step_are_equal_to_the_byte(
-    folder: Path, drafters: dict[str, str], layout: dict[str, Any], depth: int
+    folder: Path, drafters: dict[str, str], layout: dict[str, Any], depth: int, kind: str
 ) -> None:
     requests = make_requests(random.Random(depth), 24)
     plain, _ = run(folder, requests, **layout)
-    drafted, scheduler = run(folder, requests, depth, speculate=drafters["draft"], **layout)
+    drafted, scheduler = run(folder, requests, depth, speculate=drafters[kind], **layout)
     assert drafted.tokens == plain.tokens and drafted.ends == plain.ends and drafted.logprobs == plain.logprobs
     assert 0 < scheduler.stats.accepted_tokens <= scheduler.stats.drafted_tokens
 
@@ -222,15 +225,16 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return write(path / "model", MODEL, weights), write(path / "head", HEAD, head), head
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("page_size", [1, 16, 128])
 def test_a_head_drafts_what_its_formulas_say(
-    trained: tuple[Path, Path, dict[str, Tensor]], page_size: int, depth: int, monkeypatch: pytest.MonkeyPatch
+    trained: tuple[Path, Path, dict[str, Tensor]], page_size: int, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also behind prompts of several chunks, beside other rows, and with some drafts right and some not."""
     model, path, weights = trained
     seen: list[tuple[list[int], list[int]]] = []
-    place = Drafting.place
+    texts: dict[int, list[int]] = {}
+    place, run_cpp, pack = Drafting.place, NativeRunner._run, NativeModel._pack
 
     def spy(drafting: Drafting, batch: Any) -> Any:
         columns = batch.drafts
@@ -239,14 +243,30 @@ def test_a_head_drafts_what_its_formulas_say(
             seen.append((ids, drafting.drafts[row, :count].tolist()))
         return place(drafting, batch)
 
+    def spy_cpp(runner: NativeRunner, plan: BatchPlan, masks: Any) -> Any:
+        records = plan.histories.tolist()
+        while records:
+            texts[records[1]], records = records[4 : records[0]], records[records[0] :]
+        out, column = run_cpp(runner, plan, masks), 0
+        for row, start, stop, flags in plan.slots.tolist():
+            width = stop - start if flags & Flag.DRAFTS else flags & Flag.SAMPLES
+            if flags & Flag.DRAFTS:
+                seen.append((list(texts[row]), runner.parts.drafting.drafts[row, : width - 1].tolist()))
+                texts[row] += out[0, column : column + int(out[2, column : column + width].sum())].tolist()
+            column += width
+        return out
+
     monkeypatch.setattr(Drafting, "place", spy)
+    monkeypatch.setattr(NativeRunner, "_run", spy_cpp)
+    monkeypatch.setattr(NativeModel, "_pack", lambda model, tensors, rounded: pack(model, tensors, []))
     rng = random.Random(page_size)
     greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    requests: Requests = [([rng.randrange(1, VOCAB) for _ in range(n)], greedy) for n in (1, 2, 60, 25, 90, 3)]
-    device = CpuDevice(1) if depth == 0 else LateDevice(1)
+    requests: Requests = [([rng.randrange(1, VOCAB) for _ in range(n)], greedy) for n in (1, 2, 60, 25, 90, 3, 130)]
+    depth, device = STEPS[step]
     options = {"page_size": page_size, "cache_type": "naive", "max_prefill_length": 24, "dummy_weight": False}
     _, scheduler = run(model, requests, depth, device, speculate=f"eagle3:{path}", **options)
-    reference = ReferenceHead(scheduler.engine, weights)  # type: ignore[arg-type]
+    config = EngineConfig(model=str(model), attention_backend="cpu")
+    reference = ReferenceHead(Engine(resolve(config, "cpu"), CpuDevice(1)), weights)  # not packed
     with torch.inference_mode():
         assert [drafts for _, drafts in seen] == [reference.drafts(ids, len(drafts)) for ids, drafts in seen]
     assert scheduler.stats.drafted_tokens > 300

@@ -10,7 +10,8 @@
 
 namespace minisgl {
 
-constexpr int64_t kSlice = 512;  // tokens that go through a layer together
+constexpr int64_t kSlice = 512;   // tokens that go through a layer together
+constexpr int64_t kBacklog = 64;  // tokens of a row that wait for a drafter
 
 // A matrix in the model's type T, or in 8 or 4 bits.
 template <class T>
@@ -23,7 +24,8 @@ Weight<T> weight(const void* data, int64_t bits, int64_t rows, int64_t cols, con
     return Matrix<T>{(const T*)data, rows, cols, bias};
 }
 
-// K/V and an untied embedding are T.
+// K/V and an untied embedding are T. A drafter is a decoder with a `target`: a model of the same vocabulary or, with
+// `fc`, the layer of EAGLE-3 (see speculative/eagle3.py).
 template <class T>
 class Decoder : public Model {
     using X = typename Dot<T>::X;
@@ -34,88 +36,230 @@ class Decoder : public Model {
     struct Piece {  // tokens of a slot that go through the layers together
         int64_t row, start, stop, flags;
     };
+    struct Sample {  // a token that is sampled, and the position that it will have
+        int64_t row, position, flags;
+    };
+    // Tokens of a row from `first` on that the target has computed, and the drafter has not. An EAGLE-3 layer reads
+    // `states`, the target's outputs for each, and behind the last known token its own output, `hidden`.
+    struct Backlog {
+        int64_t first = 0;
+        std::vector<int32_t> ids;
+        std::vector<X> states;
+        std::vector<float> hidden;
+    };
 
   public:
     explicit Decoder(const ModelSpec& spec)
         : s_(spec),
-          pool_((int)spec.threads),
-          scratch_(spec.threads, {std::max<int64_t>(kQueryRows, spec.heads / spec.kv_heads), spec.dim}) {
+          target_(static_cast<Decoder*>(static_cast<Model*>(spec.target))),
+          threads_(target_ ? target_->threads_ : std::make_shared<Pool>((int)spec.threads)),
+          pool_(*threads_),
+          ahead_(spec.fc != nullptr),
+          scratch_(pool_.size(), {std::max<int64_t>(kQueryRows, spec.heads / spec.kv_heads), spec.dim}) {
         const int64_t h = s_.hidden, q = s_.heads * s_.dim, all = q + 2 * s_.kv_heads * s_.dim, i = s_.intermediate;
         for (int64_t l = 0; l < s_.layers; ++l) {
             weights_.push_back(s_.weights[l]);
             const LayerWeights& w = s_.weights[l];
-            layers_.push_back({weight<T>(w.qkv, w.qkv_bits, all, h, w.qkv_bias),
+            layers_.push_back({weight<T>(w.qkv, w.qkv_bits, all, (1 + ahead_) * h, w.qkv_bias),
                                weight<T>(w.o, w.o_bits, h, q, w.o_bias),
                                weight<T>(w.gate_up, w.gate_up_bits, 2 * i, h, w.gate_up_bias),
                                weight<T>(w.down, w.down_bits, h, i, w.down_bias), nullptr});
         }
         for (int64_t l = 0; l < s_.layers; ++l) layers_[l].w = &weights_[l];
-        head_ = weight<T>(s_.head, s_.head_bits, s_.vocab, h, nullptr);
-        q_size_ = q, qkv_size_ = all;
+        head_ = weight<T>(s_.head, s_.head_bits, s_.head_rows, h, nullptr);
+        fc_ = weight<T>(s_.fc, s_.fc_bits, h, kTaps * h, nullptr);
+        q_size_ = q, qkv_size_ = all, state_size_ = ahead_ * kTaps * h;
         constexpr int64_t line = 64 / sizeof(X);  // padding: rows a power of two apart share a cache set
-        ld_hidden_ = h + line, ld_q_ = q + line, ld_inner_ = i + line;
+        ld_hidden_ = (1 + ahead_) * h + line, ld_q_ = q + line, ld_inner_ = i + line;
+        if (target_) target_->drafter_ = this;
     }
 
     void step(const StepPlan& plan, int32_t* tokens, int32_t* finite) override {
         apply(plan);
-        int64_t num_samples = 0;
-        for (int64_t i = 0; i < plan.num_slots; ++i) num_samples += (plan.slots[i].flags & kSamples) != 0;
-        logits.resize(std::max<size_t>(logits.size(), num_samples * s_.vocab));
-        std::vector<Piece> sampled;
+        sampled_.clear();
         const int32_t* ids = plan.tokens;
         for (int64_t i = 0; i < plan.num_slots; ++i) {
             const Slot& slot = plan.slots[i];
-            Piece rest{slot.row, slot.start, slot.stop, slot.flags};
-            while (rest.start < rest.stop) {
-                Piece piece = rest;
-                piece.stop = std::min(rest.stop, rest.start + kSlice - (int64_t)ids_.size());
-                if (piece.stop < rest.stop) piece.flags &= ~kSamples;
-                rest.start = piece.stop;
-                slice_.push_back(piece);
-                for (int64_t t = piece.start; t < piece.stop; ++t) {
-                    ids_.push_back(piece.flags & kFromDevice ? s_.last_token[piece.row] : *ids++);
-                    positions_.push_back(t), rows_.push_back(piece.row);
-                }
-                if ((int64_t)ids_.size() == kSlice) slice(sampled);
+            const int64_t count = slot.stop - slot.start;
+            if (slot.flags & kDrafts) {
+                int32_t own[1 + kMaxDrafts] = {s_.last_token[slot.row]};
+                std::copy_n(drafts(slot.row), count - 1, own + 1);
+                const int64_t start = s_.lengths[slot.row] - 1;
+                add({slot.row, start, start + count, slot.flags}, own);
+            } else if (slot.flags & kFromDevice) {
+                add({slot.row, slot.start, slot.stop, slot.flags}, &s_.last_token[slot.row]);
+            } else {
+                add({slot.row, slot.start, slot.stop, slot.flags}, ids);
+                ids += count;
             }
         }
-        if (!ids_.empty()) slice(sampled);
-        pool_.run((int)num_samples, [&](int i, int) {
-            const Piece& piece = sampled[i];
-            if (piece.flags & ~(kSamples | kFromDevice)) return;  // sampled by the caller
-            const Sampled c = sample_token(&logits[i * s_.vocab], s_.vocab, s_.temperature[piece.row],
-                                           s_.noise_key[piece.row], (int32_t)piece.stop);
-            tokens[i] = c.token, finite[i] = c.is_finite;
-        });
-        for (int64_t i = 0; i < num_samples; ++i)  // a row may have several
-            if (!(sampled[i].flags & ~(kSamples | kFromDevice))) s_.last_token[sampled[i].row] = tokens[i];
+        if (!ids_.empty()) slice();
+        sample(tokens, finite);
+        for (size_t i = 0; i < sampled_.size(); ++i)
+            if (is_plain(sampled_[i]) && !(sampled_[i].flags & kDrafts)) s_.last_token[sampled_[i].row] = tokens[i];
+    }
+
+    void settle(const StepPlan& plan, const int32_t* tokens, const int32_t* finite, int32_t* confirmed,
+                int32_t* ready) override {
+        for (int64_t i = 0, column = 0; i < plan.num_slots; ++i) {
+            const Slot& slot = plan.slots[i];
+            if (!(slot.flags & kSamples)) continue;
+            const int64_t first = column, count = slot.flags & kDrafts ? slot.stop - slot.start : 1;
+            column += count;
+            if (!(slot.flags & kDrafts)) continue;
+            int64_t right = 0;
+            while (right + 1 < count && tokens[first + right] == drafts(slot.row)[right] && finite[first + right])
+                ++right;
+            std::fill(confirmed + first + right + 1, confirmed + column, 0);
+            s_.lengths[slot.row] += (int32_t)right + 1;
+            s_.last_token[slot.row] = tokens[first + right];
+            ready[first] = drafter_ && !(slot.flags & kMasked) ? kMaxDrafts : 0;
+        }
+    }
+
+    void draft(const StepPlan& plan, int64_t number) override {
+        if (number == 0) target_->apply(plan);
+        sampled_.clear();
+        for (int64_t i = 0; i < plan.num_slots; ++i) {
+            const Slot& slot = plan.slots[i];
+            if (!(slot.flags & kDrafts) || slot.stop - slot.start - 1 <= number || is_proposed(plan, slot.row)) continue;
+            const int64_t newest = s_.lengths[slot.row] - 1, at = newest + number - ahead_;
+            const int64_t flags = slot.flags & (kSamples | kPenalized | kFiltered);
+            if (number > 0) {
+                add({slot.row, at, at + 1, flags}, drafts(slot.row) + number - 1);
+                continue;
+            }
+            Backlog& b = backlog(slot.row);
+            const int64_t known = newest - b.first;
+            if (known < 1 || known > (int64_t)b.ids.size()) {  // only in a trial step, which no step came before
+                b.first = newest - 1, b.ids = {0};
+                b.states.assign(kBacklog * state_size_, X());
+            } else {
+                b.ids.resize(known);
+            }
+            catch_up(slot.row, s_.last_token[slot.row], flags);
+        }
+        if (!ids_.empty()) slice();
+        std::vector<int32_t> tokens(sampled_.size()), finite(sampled_.size());
+        sample(tokens.data(), finite.data());
+        for (size_t i = 0; i < sampled_.size(); ++i)
+            if (is_plain(sampled_[i])) drafts(sampled_[i].row)[number] = tokens[i];
     }
 
   private:
+    static bool is_plain(const Sample& s) { return !(s.flags & ~(kSamples | kFromDevice | kDrafts)); }
+    static bool is_proposed(const StepPlan& plan, int64_t row) {
+        const auto is_of_row = [&](const Proposal& p) { return p.row == row; };
+        return std::any_of(plan.proposals, plan.proposals + plan.num_proposals, is_of_row);
+    }
+    int32_t* drafts(int64_t row) const { return s_.drafts + row * kMaxDrafts; }
+
+    // Write what the plan says of pages and rows. Doing so twice before `settle` changes nothing.
     void apply(const StepPlan& plan) {
         for (int64_t i = 0; i < plan.num_page_writes; ++i) {
             const PageWrite& w = plan.page_writes[i];
             s_.page_table[w.row * s_.table_width + w.index] = w.page;
         }
+        for (int64_t i = 0; drafter_ && i < plan.num_row_states; ++i)
+            drafter_->backlog(plan.row_states[i].row).first = -1, drafter_->backlog(plan.row_states[i].row).ids.clear();
+        for (int64_t i = 0; i < plan.num_history_words;) {
+            const HistoryHead& head = *(const HistoryHead*)(plan.histories + i);
+            s_.lengths[head.row] = head.length;
+            i += head.words;
+        }
+        for (int64_t i = 0; i < plan.num_proposals; ++i) {
+            const Proposal& p = plan.proposals[i];
+            for (int j = 0; j < kMaxDrafts; ++j)
+                drafts(p.row)[j] = p.tokens[std::clamp(s_.lengths[p.row] - p.first + j, 0, kProposed - 1)];
+        }
+    }
+
+    // Append tokens to the slice, and run it when it is full; `states` [tokens, state_size_] if the layer reads them.
+    void add(Piece rest, const int32_t* ids, const X* states = nullptr) {
+        while (rest.start < rest.stop) {
+            Piece piece = rest;
+            piece.stop = std::min(rest.stop, rest.start + kSlice - (int64_t)ids_.size());
+            const int64_t count = piece.stop - piece.start;
+            if (piece.stop < rest.stop && !(piece.flags & kDrafts)) piece.flags &= ~kSamples;
+            rest.start = piece.stop;
+            slice_.push_back(piece);
+            ids_.insert(ids_.end(), ids, ids + count), ids += count;
+            if (states) states_.insert(states_.end(), states, states + count * state_size_);
+            if (states) states += count * state_size_;
+            for (int64_t t = piece.start; t < piece.stop; ++t) positions_.push_back(t), rows_.push_back(piece.row);
+            if ((int64_t)ids_.size() == kSlice) slice();
+        }
+    }
+
+    Backlog& backlog(int64_t row) {
+        if (row >= (int64_t)backlogs_.size()) backlogs_.resize(row + 1);
+        return backlogs_[row];
+    }
+
+    // Append the backlog of a row to the slice; `newest` is the token behind it.
+    void catch_up(int64_t row, int32_t newest, int64_t flags) {
+        Backlog& b = backlog(row);
+        const int64_t count = (int64_t)b.ids.size();
+        b.ids.push_back(newest);
+        add({row, b.first, b.first + count + 1 - ahead_, flags}, &b.ids[ahead_], ahead_ ? b.states.data() : nullptr);
+        b.first += count, b.ids.clear();
+    }
+
+    // Take in tokens that the target has computed, and its `states` for them. They replace rejected drafts.
+    void note(const Piece& piece, const int32_t* ids, const X* states) {
+        Backlog& b = backlog(piece.row);
+        const int64_t known = piece.start - b.first;
+        const bool goes_on = 0 <= known && known <= (int64_t)b.ids.size();
+        const bool has_drafts = piece.flags & kDrafts, is_prompt = !(piece.flags & (kDrafts | kFromDevice));
+        b.first = goes_on ? b.first : piece.start, b.ids.resize(goes_on ? known : 0);
+        b.states.resize(kBacklog * state_size_);
+        for (int64_t t = piece.start; t < piece.stop; ++t, ++ids, states += state_size_) {
+            // A prompt's pages are shared as soon as it is computed, so only its last token waits. Drafts wait together,
+            // because they may be wrong. A row that decodes plainly for too long leaves a hole.
+            const int64_t size = (int64_t)b.ids.size() + (has_drafts ? piece.stop - t : 1);
+            const bool is_last = is_prompt && t + 1 == piece.stop && !b.ids.empty();
+            if (size > kBacklog || is_last) {
+                if (has_drafts || is_prompt) catch_up(piece.row, *ids, 0);
+                b.first = t, b.ids.clear();
+            }
+            std::copy_n(states, state_size_, b.states.data() + b.ids.size() * state_size_);
+            b.ids.push_back(*ids);
+        }
+    }
+
+    void sample(int32_t* tokens, int32_t* finite) {
+        pool_.run((int)sampled_.size(), [&](int i, int) {
+            const Sample& s = sampled_[i];
+            if (!is_plain(s)) return;  // sampled by the caller
+            const Sampled c = sample_token(&logits[i * s_.vocab], s_.vocab, s_.temperature[s.row], s_.noise_key[s.row],
+                                           (int32_t)s.position);
+            tokens[i] = c.token, finite[i] = c.is_finite;
+        });
     }
 
     // Run the tokens in ids_, slice_, positions_ and rows_ through all layers, and compute the logits that are sampled.
-    void slice(std::vector<Piece>& sampled) {
+    void slice() {
         int64_t m = (int64_t)ids_.size();
         grow(m);
+        if (!states_.empty()) {
+            states_.resize((m + kLanes - 1) / kLanes * kLanes * state_size_);
+            multiply(fc_, states_, state_size_, m, x_.data(), s_.hidden, false);
+        }
         pool_.run(pieces(m * s_.hidden), [&](int i, int) {
             const int n = pieces(m * s_.hidden);
-            for (int64_t t = part(m, n, i); t < part(m, n, i + 1); ++t) embed(ids_[t], &x_[t * s_.hidden]);
+            for (int64_t t = part(m, n, i); t < part(m, n, i + 1); ++t) begin(t);
         });
         std::vector<int64_t> kept;
-        const int64_t first_sample = (int64_t)sampled.size();
+        const int64_t first_sample = (int64_t)sampled_.size();
         int64_t token = 0;
-        for (const Piece& piece : slice_) {
-            token += piece.stop - piece.start;
-            if (piece.flags & kSamples) kept.push_back(token - 1), sampled.push_back(piece);
-        }
+        for (const Piece& piece : slice_)
+            for (int64_t t = piece.start; t < piece.stop; ++t, ++token)
+                if (piece.flags & kDrafts || (piece.flags & kSamples && t + 1 == piece.stop)) {
+                    kept.push_back(token);
+                    sampled_.push_back({piece.row, t + 1 + ahead_, piece.flags});
+                }
         for (const Layer& layer : layers_) {
-            norm(layer.w->input_norm, m);
+            if (!s_.fc) norm(layer.w->input_norm, m);
             multiply(layer.qkv, normed_, ld_hidden_, m, qkv_.data(), qkv_size_, false);
             rotate_and_store(layer, m);
             attention(layer);
@@ -132,11 +276,48 @@ class Decoder : public Model {
                 gated<T>(pool_, w, normed_.data(), ld_hidden_, m, inner_.data(), ld_inner_);
             }, layer.gate_up);
             multiply(layer.down, inner_, ld_inner_, m, x_.data(), s_.hidden, true);
+            if (drafter_ && drafter_->s_.fc) tap(&layer - layers_.data(), m);
         }
+        for (int64_t i = 0; s_.fc && i < m; ++i)
+            backlog(sampled_[first_sample + i].row).hidden.assign(&x_[i * s_.hidden], &x_[i * s_.hidden] + s_.hidden);
         norm(s_.final_norm, m);
+        compute_logits(first_sample, m);
+        token = 0;
+        for (size_t i = 0; drafter_ && i < slice_.size(); token += slice_[i].stop - slice_[i].start, ++i)
+            drafter_->note(slice_[i], &ids_[token], taps_.data() + token * drafter_->state_size_);
+        if (drafter_ && !drafter_->ids_.empty()) drafter_->slice();
+        ids_.clear(), positions_.clear(), rows_.clear(), slice_.clear(), states_.clear();
+    }
+
+    // The input of token `t`: its embedding, or for a layer of EAGLE-3 that of the token behind, and hidden states.
+    void begin(int64_t t) {
+        float* x = &x_[t * s_.hidden];
+        if (!s_.fc) return embed(ids_[t], x);
+        float* embedded = &embedded_[t * s_.hidden];
+        if (states_.empty()) std::copy_n(backlogs_[rows_[t]].hidden.data(), s_.hidden, x);
+        target_->embed(ids_[t], embedded);
+        rms_norm(embedded, weights_[0].input_norm, s_.hidden, &normed_[t * ld_hidden_]);
+        rms_norm(x, s_.hidden_norm, s_.hidden, &normed_[t * ld_hidden_ + s_.hidden]);
+    }
+
+    // Keep the output of a layer for the drafter if it reads it.
+    void tap(int64_t layer, int64_t m) {
+        taps_.resize(std::max<size_t>(taps_.size(), m * drafter_->state_size_));
+        for (int64_t i = 0; i < kTaps; ++i)
+            for (int64_t t = 0; drafter_->s_.taps[i] == layer && t < m; ++t)
+                for (int64_t k = 0; k < s_.hidden; k += kLanes)
+                    put(&taps_[t * drafter_->state_size_ + i * s_.hidden + k], Vec::load(&x_[t * s_.hidden + k]));
+    }
+
+    // Logits of the first `m` rows of normed_; those that no draft id leads to stay -Inf.
+    void compute_logits(int64_t first_sample, int64_t m) {
+        logits.resize(std::max<size_t>(logits.size(), sampled_.size() * s_.vocab), -INFINITY);
         float* out = logits.data() + first_sample * s_.vocab;
-        multiply(head_, normed_, ld_hidden_, m, out, s_.vocab, false);
-        ids_.clear(), positions_.clear(), rows_.clear(), slice_.clear();
+        if (!s_.draft_ids) return multiply(head_, normed_, ld_hidden_, m, out, s_.vocab, false);
+        drafted_.resize(m * s_.head_rows);
+        multiply(head_, normed_, ld_hidden_, m, drafted_.data(), s_.head_rows, false);
+        for (int64_t i = 0; i < m * s_.head_rows; ++i)
+            out[i / s_.head_rows * s_.vocab + s_.draft_ids[i % s_.head_rows]] = drafted_[i];
     }
 
     int pieces(int64_t elements) const { return (int)std::min<int64_t>(elements / 8192 + 1, 8 * pool_.size()); }
@@ -144,7 +325,7 @@ class Decoder : public Model {
     void grow(int64_t m) {
         m = (m + kLanes - 1) / kLanes * kLanes;  // GEMMs may read up to there
         if (m * s_.hidden <= (int64_t)x_.size()) return;
-        x_.resize(m * s_.hidden), normed_.resize(m * ld_hidden_), qkv_.resize(m * qkv_size_);
+        x_.resize(m * s_.hidden), embedded_.resize(ahead_ * m * s_.hidden), normed_.resize(m * ld_hidden_), qkv_.resize(m * qkv_size_);
         q_.resize(m * ld_q_), attended_.resize(m * ld_q_), inner_.resize(m * ld_inner_);
     }
 
@@ -254,19 +435,25 @@ class Decoder : public Model {
     }
 
     ModelSpec s_;
-    Pool pool_;
+    Decoder *target_, *drafter_ = nullptr;  // of a drafter, and of its target
+    std::shared_ptr<Pool> threads_;         // a drafter's are its target's
+    Pool& pool_;
+    int64_t ahead_;  // the token at which a slot's output is computed, counted from the slot's own
     std::vector<AttentionScratch<T>> scratch_;
     std::vector<LayerWeights> weights_;
     std::vector<Layer> layers_;
-    Weight<T> head_;
-    int64_t q_size_, qkv_size_, ld_hidden_, ld_q_, ld_inner_;
+    Weight<T> head_, fc_;
+    int64_t q_size_, qkv_size_, ld_hidden_, ld_q_, ld_inner_, state_size_;
+    std::vector<Backlog> backlogs_;  // of a drafter, by row
+    std::vector<Sample> sampled_;    // by the current step
     // The current slice.
-    std::vector<int64_t> ids_, positions_, rows_;
+    std::vector<int32_t> ids_;
+    std::vector<int64_t> positions_, rows_;
     std::vector<Piece> slice_;
     std::vector<Item> items_;
     std::vector<Span> spans_;
-    Aligned<float> x_, qkv_;
-    Aligned<X> normed_, q_, attended_, inner_;
+    Aligned<float> x_, embedded_, qkv_, drafted_;
+    Aligned<X> normed_, q_, attended_, inner_, states_, taps_;
 };
 
 }  // namespace minisgl
@@ -296,6 +483,16 @@ void minisgl_destroy(void* model) { delete static_cast<Model*>(model); }
 // tokens, finite [S]; entries of slots with flags other than kSamples and kFromDevice are left as they are.
 void minisgl_step(void* model, const StepPlan* plan, int32_t* tokens, int32_t* finite) {
     static_cast<Model*>(model)->step(*plan, tokens, finite);
+}
+// Confirm the drafts of a step: `confirmed` [S] holds ones, which turn to 0 behind a wrong draft.
+void minisgl_settle(void* model, const StepPlan* plan, const int32_t* tokens, const int32_t* finite, int32_t* confirmed,
+                    int32_t* ready) {
+    static_cast<Model*>(model)->settle(*plan, tokens, finite, confirmed, ready);
+}
+// Make draft `number` of the step's slots that have so many; those with flags that `minisgl_step` does not sample are
+// left to the caller, who finds their logits.
+void minisgl_draft(void* drafter, const StepPlan* plan, int64_t number) {
+    static_cast<Model*>(drafter)->draft(*plan, number);
 }
 const float* minisgl_logits(void* model) { return static_cast<Model*>(model)->logits.data(); }
 

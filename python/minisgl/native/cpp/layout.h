@@ -2,11 +2,13 @@
 #pragma once
 #include <cstdint>
 
-constexpr int64_t kLayoutVersion = 61567411;
+constexpr int64_t kLayoutVersion = 1261794176;
 
 namespace minisgl {
 
 enum Flag : int32_t { kSamples = 1, kFromDevice = 2, kPenalized = 4, kFiltered = 8, kLogprobs = 16, kPromptLogprobs = 32, kMasked = 64, kDrafts = 128 };
+
+constexpr int kMaxDrafts = 8, kProposed = 17, kTaps = 3;
 
 // Records of a plan: 32-bit words, without padding.
 #pragma pack(push, 4)
@@ -18,6 +20,22 @@ struct PageWrite {
     int32_t row, index, page;
 };
 static_assert(sizeof(PageWrite) == 12);
+struct RowState {
+    int32_t row;
+    float temperature;
+    int32_t top_k;
+    float top_p, min_p;
+    int64_t noise_key;
+};
+static_assert(sizeof(RowState) == 28);
+struct HistoryHead {
+    int32_t words, row, first, length;
+};
+static_assert(sizeof(HistoryHead) == 16);
+struct Proposal {
+    int32_t row, first, tokens[17];
+};
+static_assert(sizeof(Proposal) == 76);
 #pragma pack(pop)
 
 struct LayerWeights {
@@ -29,7 +47,7 @@ struct LayerWeights {
     int64_t window;
 };
 struct ModelSpec {
-    int64_t is_bf16, head_bits, layers, hidden, intermediate, vocab, heads, kv_heads, dim, page, threads, is_tied;
+    int64_t is_bf16, head_bits, layers, hidden, intermediate, vocab, head_rows, heads, kv_heads, dim, page, threads, is_tied;
     double eps, scale;
     const LayerWeights *weights;
     const void *embedding, *head;
@@ -41,12 +59,21 @@ struct ModelSpec {
     int32_t *last_token;
     float *temperature;
     int64_t *noise_key;
+    int32_t *lengths, *drafts;
+    void *target;
+    const void *fc;
+    int64_t fc_bits;
+    const float *hidden_norm;
+    const int64_t *draft_ids, *taps;
 };
 struct StepPlan {
     const Slot *slots;
     const int32_t *tokens;
     const PageWrite *page_writes;
-    int64_t num_slots, num_page_writes;
+    const RowState *row_states;
+    const int32_t *histories;
+    const Proposal *proposals;
+    int64_t num_slots, num_page_writes, num_row_states, num_history_words, num_proposals;
 };
 
 }  // namespace minisgl

@@ -102,7 +102,7 @@ bool step_is_deterministic() {
         for (int64_t i = 0; i < 6; ++i) table[r * pages + i] = (int32_t)(r * 6 + 5 - i);
     ModelSpec spec = {};
     spec.is_bf16 = sizeof(T) == 2, spec.layers = layers, spec.hidden = hidden, spec.intermediate = inner;
-    spec.vocab = vocab, spec.heads = heads, spec.kv_heads = kv_heads, spec.dim = dim, spec.page = page;
+    spec.vocab = spec.head_rows = vocab, spec.heads = heads, spec.kv_heads = kv_heads, spec.dim = dim, spec.page = page;
     spec.threads = 2, spec.is_tied = 1, spec.eps = 1e-6, spec.scale = 0.18, spec.weights = weights;
     spec.head = head.data(), spec.head_bits = bits, spec.final_norm = ones.data(), spec.cache = cache.data();
     spec.layer_stride = pages * 2 * kv_heads * page * dim, spec.page_table = table.data(), spec.table_width = pages;
@@ -110,7 +110,8 @@ bool step_is_deterministic() {
     spec.noise_key = key.data();
     Decoder<T> net(spec);
     auto run = [&](const Slot& slot, int64_t first) {
-        const StepPlan plan{&slot, &tokens_in[first], nullptr, 1, 0};
+        StepPlan plan = {};
+        plan.slots = &slot, plan.num_slots = 1, plan.tokens = &tokens_in[first];
         net.step(plan, sampled.data(), finite.data());
         return std::vector<float>(net.logits.begin(), net.logits.begin() + vocab);
     };
