@@ -40,7 +40,7 @@ _log = logging.getLogger("minisgl.native")
 
 DTYPES: Final = (torch.float32, torch.bfloat16)
 SAMPLING_FLOPS: Final = 50.0  # roughly, for each logit of a token that the ops in torch sample
-PLAIN: Final = Flag.SAMPLES | Flag.FROM_DEVICE
+PLAIN: Final = Flag.SAMPLES | Flag.FROM_DEVICE | Flag.DRAFTS  # flags with which the library samples
 
 
 def refusal(spec: EngineSpec) -> str | None:
