@@ -174,22 +174,28 @@ class StepCosts:
     per_context: float = 0.0  # for each token of K/V that decoding requests read
     per_pair: float = 0.0  # for each pair of a prompt token and a token that it attends to
     # Where steps with drafts are timed: (rows, seconds) of steps that only decode, and (tokens, seconds) of those.
+    # Where a model makes the drafts, `proposed` are the same steps with drafts from the host.
     plain: tuple[tuple[int, float], ...] = ()
     drafted: tuple[tuple[int, float], ...] = ()
+    proposed: tuple[tuple[int, float], ...] = ()
 
     def decode_seconds(self, num_rows: int, context: int) -> float:
         """Seconds of a step in which `num_rows` requests decode, with `context` tokens of K/V in all."""
         return self.base + self.per_token * num_rows + self.per_context * context
 
-    def draft_seconds(self, num_rows: int, drafts: npt.NDArray[np.intp], context: int) -> npt.NDArray[np.float64]:
+    def draft_seconds(
+        self, num_rows: int, drafts: npt.NDArray[np.intp], context: int, *, are_proposed: bool = False
+    ) -> npt.NDArray[np.float64]:
         """Seconds of a step in which `num_rows` requests decode, one of them with `drafts` [N].
 
         Where steps with drafts are timed, that one pays an equal part of what a step costs in which all have as many.
+        `are_proposed`: by the host.
         """
         if not self.drafted:
             return np.asarray(self.decode_seconds(num_rows, context) + self.per_token * drafts)
         plain = self._between(self.plain, np.array([num_rows]))
-        more = np.maximum(0.0, self._between(self.drafted, num_rows * (1 + drafts)) - plain)
+        points = self.proposed if are_proposed and self.proposed else self.drafted
+        more = np.maximum(0.0, self._between(points, num_rows * (1 + drafts)) - plain)
         return np.asarray(plain + self.per_context * context + np.where(drafts > 0, more / num_rows, 0.0))
 
     def _between(self, points: tuple[tuple[int, float], ...], tokens: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:

@@ -17,7 +17,7 @@ import numpy as np
 from minisgl.core import BatchPlan, StepCosts
 from minisgl.engine.config import EngineSpec
 from minisgl.engine.trial import Slot, spread_plan
-from minisgl.layout import HISTORY_HEAD, NO_INTS, NO_PAGE_WRITES, Flag, words
+from minisgl.layout import HISTORY_HEAD, NO_INTS, NO_PAGE_WRITES, PROPOSAL, Flag, words
 from minisgl.settings.options import MAX_DRAFTS
 
 DECODES = Flag.SAMPLES | Flag.FROM_DEVICE
@@ -67,7 +67,7 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
     def decode(context: int, rows: int) -> float:
         return seconds([(row, context, context + 1, DECODES) for row in range(rows)])
 
-    def draft(rows: int) -> float:
+    def draft(rows: int, *, are_proposed: bool = False) -> float:
         """Seconds of a step in which each row has all its drafts; none is likely to be right."""
         stop = DRAFT_CONTEXT + spec.max_queries
         plan = spread_plan([(row, 0, stop + SLACK, DECODES) for row in range(rows)], spec.page_size, num_pages)
@@ -75,7 +75,9 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
         plan.slots["flags"] |= Flag.DRAFTS
         heads = np.zeros(rows, HISTORY_HEAD)
         heads["words"], heads["row"], heads["length"] = words(HISTORY_HEAD), np.arange(rows), DRAFT_CONTEXT + 1
-        return timed(replace(plan, histories=heads.view(np.int32)))
+        proposals = np.zeros(rows * are_proposed, PROPOSAL)
+        proposals["row"], proposals["first"] = heads["row"][: len(proposals)], DRAFT_CONTEXT + 1
+        return timed(replace(plan, histories=heads.view(np.int32), proposals=proposals))
 
     large = LARGE_CHUNK if is_async else 4 * FIRST_CHUNK
     if adapts:
@@ -99,8 +101,11 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
     context = min(DECODE_CONTEXT if is_async else 4 * large, longest)
     per_context = max(0.0, (decode(context, rows) - decode(context // 16, rows)) / (rows * (context - context // 16)))
     costs = StepCosts(base, per_token, per_context, per_pair)
-    if spec.drafter is None or spec.draft is not None or longest < DRAFT_CONTEXT + spec.max_queries + SLACK:
+    has_model = spec.draft is not None
+    if spec.drafter is None or (has_model and is_async) or longest < DRAFT_CONTEXT + spec.max_queries + SLACK:
         return costs
     timed_rows = sorted({min(n, spec.max_running_requests) for n in DRAFT_ROWS[: 3 if is_async else 2]})
     plain = tuple((n, decode(DRAFT_CONTEXT, n)) for n in timed_rows)
-    return replace(costs, plain=plain, drafted=tuple((n * spec.max_queries, draft(n)) for n in timed_rows))
+    drafted = tuple((n * spec.max_queries, draft(n)) for n in timed_rows)
+    proposed = tuple((n * spec.max_queries, draft(n, are_proposed=True)) for n in timed_rows if has_model)
+    return replace(costs, plain=plain, drafted=drafted, proposed=proposed)

@@ -18,7 +18,7 @@ from minisgl.errors import ConfigError
 from minisgl.models.model_config import ModelConfig
 from minisgl.rounding import ceil_div
 from minisgl.settings.options import PAGE_SIZES, EngineConfig
-from minisgl.speculative.source import DraftSource, read_source
+from minisgl.speculative.source import HEAD_FOLDER, DraftSource, has_head, read_source
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZATIONS: Final = {"cpu": {"int8": 8, "int4": 4}, "cuda": {"fp8": 8, "int8": 8, "int4": 4}}  # bits a weight
@@ -46,7 +46,10 @@ class Checkpoint:
         raw = hf.load_config(folder)
         embedder = read_embedder(folder)
         model = ModelConfig.from_hf(raw if embedder is None else decoder_config(raw))
-        draft = read_source(config.speculate, model) if embedder is None else None
+        asked = config.speculate
+        if asked == "auto" and choose_device(config.device) == "cpu" and has_head(folder):
+            asked = f"eagle3:{folder / HEAD_FOLDER}"
+        draft = read_source(asked, model) if embedder is None else None
         return cls(folder, model, embedder, hf.max_model_len(raw), draft)
 
 

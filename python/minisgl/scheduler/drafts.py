@@ -9,7 +9,7 @@ import numpy as np
 from minisgl.core import StepCosts
 from minisgl.layout import HISTORY_HEAD, MAX_DRAFT_MASKS, NO_INTS, NO_PROPOSALS, PROPOSAL, PROPOSED, Flag, words
 from minisgl.scheduler.plan import DraftSlots, Step
-from minisgl.speculative.lookup import look_up
+from minisgl.speculative.lookup import MAX_MATCH, MIN_MATCH, look_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,22 +27,24 @@ MEMORY: Final = 0.9  # how much of the estimate of a row's acceptance stays afte
 # model. The rows share it.
 HOST_S: Final = 5e-4
 PRIOR = (0.5, 1.0)
+LONG_PRIOR: Final = 0.8  # of drafts behind a long match, which are looked up where a model drafts, too
+DEVICE, HOST = 0, 1  # where drafts come from
 MAX_PAUSE: Final = 32  # plain steps until the drafter is asked again
 NEVER: Final = 1 << 62
 FREE: Final = StepCosts(1.0, 0.0)  # where steps are not measured
 
 
 class Drafts:
-    """State of the rows that may draft, indexed by row.
+    """State of the rows that may draft, indexed by row; what stands for [2, row] is indexed by DEVICE and HOST first.
 
     resumes_at  int64, the first step in which a drafter is asked again; NEVER if the row may not draft
     is_tracked  bool, the row's last slot had DRAFTS, so the device knows its length and its history
     known       int32, tokens in the device's history of a row that is not tracked
     in_flight   int32, drafts in the steps in flight: by so many tokens at most `Rows.cached_len` is too high
-    ready       int32, drafts that the drafter had at the newest result, or that the host proposes
+    ready       [2, row] int32, drafts that the drafter had at the newest result, and that the host proposes
     is_forced   bool, a grammar forces these
-    right       float64, drafts that were right, the older ones counted less
-    tried       float64, drafts that were right, or the first that was not, likewise
+    right       [2, row] float64, drafts that were right, the older ones counted less
+    tried       [2, row] float64, drafts that were right, or the first that was not, likewise
     accepted    int32, drafts that were right since the request has the row
     pause       int32, the last pause: how many steps the row decoded plainly before the drafter was asked again
     """
@@ -59,7 +61,8 @@ class Drafts:
     ) -> None:
         """A row drafts `most` tokens by `kind` of drafter; with auto, as many of them as pay by `costs`.
 
-        A drafter with a model (draft:PATH) has drafts behind every prompt, and reads one token behind a chunk of it.
+        A drafter with a model (draft:PATH, or a head that auto found) has drafts behind every prompt, and reads one
+        token behind a chunk of it.
         `constrain` returns as many of a request's drafts as its grammar allows, or those that it forces, and whether
         they are forced. `is_async`: as of the engine.
         """
@@ -73,21 +76,24 @@ class Drafts:
         self._asks_tree = kind in ("auto", "tree")
         # Where the host is the device, it looks up at the price of a few array operations, before a slot has DRAFTS.
         self._looks_up = kind in ("auto", "ngram") and not is_async
-        self._asks_device = kind != "tree" and not self._looks_up
-        self._has_model = ":" in kind
+        self._has_model = ":" in kind or bool(self._costs.proposed)
+        self._asks_device = kind != "tree" and (self._has_model or not self._looks_up)
+        self._least_match = MAX_MATCH if self._has_model else MIN_MATCH
+        self._prior = np.array([PRIOR[0], LONG_PRIOR if self._has_model else PRIOR[0]])
         self.resumes_at = np.zeros(rows.num_rows, np.int64)
         self.is_tracked = np.zeros(rows.num_rows, np.bool_)
         self.is_forced = np.zeros(rows.num_rows, np.bool_)
-        self.known, self.in_flight, self.ready, self.accepted, self.pause = np.zeros((5, rows.num_rows), np.int32)
-        self.right, self.tried = np.zeros((2, rows.num_rows))
+        self.known, self.in_flight, self.accepted, self.pause = np.zeros((4, rows.num_rows), np.int32)
+        self.ready = np.zeros((2, rows.num_rows), np.int32)
+        self.right, self.tried = np.zeros((2, 2, rows.num_rows))
 
     def add(self, req: Req) -> None:
         """Forget who held the row of `req` before, whose prompt is planned completely."""
         self.resumes_at[req.row] = 0 if req.sampling_params.speculate else NEVER
         self.is_tracked[req.row] = False
         for values in (self.is_forced, self.known, self.ready, self.accepted, self.pause, self.right, self.tried):
-            values[req.row] = 0
-        self.ready[req.row] = self.most * self._has_model
+            values[..., req.row] = 0
+        self.ready[DEVICE, req.row] = self.most * self._has_model
 
     def plan(self, step: int, running: Index, max_tokens: int) -> DraftSlots | None:
         """Return which of the rows `running` have DRAFTS, and how many drafts; takes pages for them, if there are any.
@@ -104,9 +110,19 @@ class Drafts:
         is_proposed = np.isin(running, proposals["row"]) if len(proposals) else np.zeros_like(is_drafted)
         if not (is_drafted | is_proposed).any():
             return None
-        counts = np.where(is_drafted | is_proposed, self._worthwhile(running), 0)
+        own, own_rate = self._worthwhile(running, DEVICE)
+        if is_proposed.any() or is_masked.any():
+            counts, rate = self._worthwhile(running, HOST)
+            # A row's own drafter may be worth more than what the host has found.
+            is_proposed &= is_masked | ~is_drafted | (own_rate <= rate) | (not self._has_model)
+            counts = np.where(is_proposed | is_masked, counts, own)
+        else:
+            counts = own
+        counts = np.where(is_drafted | is_proposed, counts, 0)
         if self._adapts:
-            self._pause(running[is_proposed & (counts == 0)], step)
+            self._pause(running[(is_proposed | (may_ask & ~is_masked & self._has_model)) & (counts == 0)], step)
+        if self._has_model:  # which need not be asked
+            is_drafted &= (counts > 0) | (self.in_flight[running] > 0)
         counts[np.cumsum(counts) > max_tokens] = 0
         counts[is_masked & (np.cumsum(counts * is_masked) > MAX_DRAFT_MASKS)] = 0
         length, limit = rows.cached_len[running], rows.limit[running]
@@ -118,7 +134,7 @@ class Drafts:
                 rows.set_pages(req, len(req.pages), pages)
         counts = np.minimum(counts, rows.limit[running] - length - 1).astype(np.int32)
         if len(proposals):
-            proposals = proposals[np.isin(proposals["row"], running[counts > 0])]
+            proposals = proposals[np.isin(proposals["row"], running[is_proposed & (counts > 0)])]
         return DraftSlots(is_drafted | (counts > 0), counts, proposals)
 
     def _propose(
@@ -144,7 +160,7 @@ class Drafts:
                 self._pause(running[i : i + 1], step)
             count = min(len(tokens), PROPOSED) - behind
             if is_masked[i] or count > 0:
-                self.ready[req.row], self.is_forced[req.row] = max(0, count), is_forced
+                self.ready[HOST, req.row], self.is_forced[req.row] = max(0, count), is_forced
             if count > 0:
                 found.append((req.row, first, np.resize(tokens, PROPOSED)))
         return np.array(found, PROPOSAL)
@@ -153,26 +169,27 @@ class Drafts:
         """Return what followed the text of `req` in the radix tree or, unless the device is asked, earlier in it."""
         found = self.cache.continuation(req, PROPOSED) if self._asks_tree else NO_INTS
         if not len(found) and (self._looks_up or (self._asks_device and req.matcher is not None)):
-            found = look_up(self.rows.text(req))
+            found = look_up(self.rows.text(req), MIN_MATCH if req.matcher else self._least_match)
         return found
 
-    def _worthwhile(self, running: Index) -> Ints:
-        """Return how many of its drafts each row should compute: those with the most expected tokens per second.
+    def _worthwhile(self, running: Index, source: int) -> tuple[Ints, npt.NDArray[np.float64]]:
+        """Return how many of its drafts each row should compute, and the tokens per second then.
 
-        A row's choice assumes that the others decode one token.
+        These are those with the most expected tokens per second. A row's choice assumes that the others decode one.
         """
-        ready: Ints = np.minimum(self.ready[running], self.most).astype(np.int32)
+        ready: Ints = np.minimum(self.ready[source, running], self.most).astype(np.int32)
         if not self._adapts or not ready.any():
-            return ready
-        rate = (self.right[running] + PRIOR[0] * PRIOR[1]) / (self.tried[running] + PRIOR[1])
-        rate[self.is_forced[running]] = 1.0
+            return ready, np.zeros(len(running))
+        rate = (self.right[source, running] + self._prior[source] * PRIOR[1]) / (self.tried[source, running] + PRIOR[1])
+        if source == HOST:
+            rate[self.is_forced[running]] = 1.0
         index = np.arange(self.most + 1)
         tokens = len(running) - 1 + np.cumsum(rate[:, None] ** index, axis=1)
         context = int(self.rows.cached_len[running].sum())
-        seconds = self._costs.draft_seconds(len(running), index, context)
+        seconds = self._costs.draft_seconds(len(running), index, context, are_proposed=source == HOST)
         seconds[1:] += self._host_s / len(running)
-        best: Ints = np.where(index <= ready[:, None], tokens / seconds, 0.0).argmax(1).astype(np.int32)
-        return best
+        gains = np.where(index <= ready[:, None], tokens / seconds, 0.0)
+        return gains.argmax(1).astype(np.int32), gains.max(1)
 
     def histories(self, step: Step) -> Ints:
         """Return the history records of the rows that begin to draft; call it before `advance`."""
@@ -217,17 +234,17 @@ class Drafts:
         self.rows.cached_len[rows] -= drafts - right
         self.in_flight[rows] -= drafts
         self.accepted[rows] += right
-        self.ready[rows] = result.ready[first[is_drafted]]
-        is_guess = (drafts > 0) & ~self.is_forced[rows]
+        self.ready[DEVICE, rows] = result.ready[first[is_drafted]]
+        from_host = np.isin(rows, plan.proposals["row"]) if len(plan.proposals) else np.zeros(len(rows), np.bool_)
+        at = from_host.astype(np.intp), rows
+        is_guess = (drafts > 0) & ~(self.is_forced[rows] & from_host)
         memory = np.where(is_guess, MEMORY, 1.0)
-        self.right[rows] = memory * self.right[rows] + right * is_guess
-        self.tried[rows] = memory * self.tried[rows] + np.minimum(drafts, right + 1) * is_guess
+        self.right[at] = memory * self.right[at] + right * is_guess
+        self.tried[at] = memory * self.tried[at] + np.minimum(drafts, right + 1) * is_guess
         self.pause[rows[right > 0]] = 0
-        if self._adapts:
-            from_host = ((slots["flags"][is_drafted] & Flag.MASKED) != 0) | (not self._asks_device)
-            if len(plan.proposals):
-                from_host |= np.isin(rows, plan.proposals["row"])
-            is_lost = (is_guess & (right == 0)) | (~from_host & (self._worthwhile(rows) == 0))
+        if self._adapts and not self._has_model:
+            from_host |= ((slots["flags"][is_drafted] & Flag.MASKED) != 0) | (not self._asks_device)
+            is_lost = (is_guess & (right == 0)) | (~from_host & (self._worthwhile(rows, DEVICE)[0] == 0))
             self._pause(rows[is_lost], step)
         return int(drafts.sum()), int(right.sum())
 
@@ -236,9 +253,9 @@ class Drafts:
         self.pause[rows] = np.clip(2 * self.pause[rows], 1, MAX_PAUSE)
         resumes_at = step + 1 + self.pause[rows]
         self.resumes_at[rows] = resumes_at + -resumes_at % self.pause[rows]  # the same step for many rows
-        self.ready[rows] = 0
-        self.right[rows] *= 0.5
-        self.tried[rows] *= 0.5
+        self.ready[DEVICE, rows] = self.most * self._has_model
+        self.right[:, rows] *= 0.5
+        self.tried[:, rows] *= 0.5
 
 
 def _record(req: Req, first: int, tokens: Ints, length: int) -> tuple[Ints, Ints]:

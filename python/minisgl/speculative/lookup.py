@@ -17,8 +17,8 @@ MAX_MATCH: Final = 4  # beyond which a longer match is no better than a more rec
 WINDOW: Final = 32768  # the newest tokens, which are searched
 
 
-def look_up(ids: Ints) -> Ints:
-    """Return what followed the longest match of the newest of the tokens `ids`; none without a match.
+def look_up(ids: Ints, least: int = MIN_MATCH) -> Ints:
+    """Return what followed the longest match of the newest of the tokens `ids`; none without one of `least` tokens.
 
     Among equally long matches the most recent counts.
     """
@@ -30,7 +30,7 @@ def look_up(ids: Ints) -> Ints:
         if not len(longer) or not len(longer := longer[ids[longer - size] == ids[-1 - size]]):
             break
         matches, size = longer, size + 1
-    if not len(matches) or size < MIN_MATCH:
+    if not len(matches) or size < least:
         return NO_INTS
     period = len(ids) - 1 - matches[-1]
     drafts: Ints = ids[matches[-1] + 1 + np.arange(MAX_DRAFTS) % period].clip(0)

@@ -12,6 +12,7 @@ from minisgl.errors import ConfigError
 from minisgl.models.model_config import ModelConfig
 
 HEAD_ARCHITECTURE: Final = "LlamaForCausalLMEagle3"
+HEAD_FOLDER: Final = "head"  # in a model's folder: an EAGLE-3 head that ships with the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,12 @@ class DraftSource:
     folder: Path
     model: ModelConfig
     layers: tuple[int, ...] = ()
+
+
+def has_head(folder: Path) -> bool:
+    """Whether the model in `folder` ships with a head."""
+    path = folder / HEAD_FOLDER
+    return (path / "config.json").is_file() and hf.load_config(path).get("architectures") == [HEAD_ARCHITECTURE]
 
 
 def read_source(asked: str, target: ModelConfig) -> DraftSource | None:
