@@ -65,7 +65,7 @@ class NativeLibrary:
         self.settle = CFUNCTYPE(None, c_void_p, POINTER(StepPlan), c_void_p, c_void_p, c_void_p, c_void_p)(
             ("minisgl_settle", library)
         )
-        self.draft = CFUNCTYPE(None, c_void_p, POINTER(StepPlan), c_int64)(("minisgl_draft", library))
+        self.draft = CFUNCTYPE(c_int64, c_void_p, POINTER(StepPlan), c_int64)(("minisgl_draft", library))
         self.logits = CFUNCTYPE(c_void_p, c_void_p)(("minisgl_logits", library))
         self.pack = CFUNCTYPE(None, c_void_p, c_int64, c_int64, c_int64)(("minisgl_pack", library))
         self.quantized_size = CFUNCTYPE(c_int64, c_int64, c_int64, c_int64)(("minisgl_quantized_size", library))

@@ -229,13 +229,14 @@ class NativeRunner:
         """`out` with two more lines for a plan with DRAFTS, as `StepResult` says."""
         lines = np.zeros((2, out.shape[1]), np.int32)
         lines[0] = 1
-        penalized = np.flatnonzero(plan.sampled_flags & Flag.PENALIZED)
-        sampling = self._sampling(plan, penalized) if len(penalized) else None  # before lengths change
+        sampling, is_penalized = None, (plan.sampled_flags & Flag.PENALIZED) != 0
+        if is_penalized.any():
+            sampling = self._sampling(plan, np.flatnonzero(is_penalized))  # before lengths change
         arrays = (out[0], out[1], lines[0], lines[1])
         self._library.settle(self._model.handle, byref(call), *(line.ctypes.data for line in arrays))
         out = np.concatenate([out[:2], lines, out[2:]])
         if sampling is not None:
-            self.parts.count(torch.from_numpy(out[:, penalized]), sampling)
+            self.parts.count(torch.from_numpy(out[:, : len(is_penalized)][:, is_penalized]), sampling)
         return out
 
     def logits_of(self, plan: BatchPlan) -> Tensor:
@@ -335,16 +336,15 @@ class _Drafter:
 
     def run(self, plan: BatchPlan, call: StepPlan) -> None:
         """Make the drafts of the slots with DRAFTS, which have their pages."""
-        slots = drafted_slots(plan)
-        counts = slots["stop"] - slots["start"] - 1
-        is_special = bool((slots["flags"] & SAMPLED_ALIKE).any())
-        for i in range(int(counts.max(initial=0))):
-            self._library.draft(self._model.handle, byref(call), i)
+        is_special, number = bool((plan.sampled_flags & SAMPLED_ALIKE).any()), 0
+        while self._library.draft(self._model.handle, byref(call), number):
             if is_special:
-                self._sample(slots[counts > i], i)
+                self._sample(drafted_slots(plan), number)
+            number += 1
 
     def _sample(self, slots: Records, number: int) -> None:
-        """Sample draft `number` of the rows that the library leaves to the ops in torch."""
+        """Sample draft `number` of the rows among `slots` that the library leaves to the ops in torch."""
+        slots = slots[slots["stop"] - slots["start"] - 1 > number]
         rows = slots["row"]
         stop = self._drafting.lengths.numpy()[rows] + number
         slots = draft_slots(slots, stop - 1, stop, 0)
@@ -359,7 +359,8 @@ def _step_plan(plan: BatchPlan) -> StepPlan:
     arrays = (plan.slots, plan.tokens, plan.page_writes, plan.row_states, plan.histories, plan.proposals)
     kept = [np.ascontiguousarray(array) for array in arrays]
     counts = [len(array) for array in kept]
-    call = StepPlan(*(array.ctypes.data for array in kept), counts[0], *counts[2:])
+    addresses = (array.ctypes.data if len(array) else None for array in kept)
+    call = StepPlan(*addresses, counts[0], *counts[2:])
     call.arrays = kept  # as long as the addresses
     return call
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MEMORY: Final = 0.9  # how much of the estimate of a row's acceptance stays after a step with drafts
 # What a step with drafts costs besides its tokens where the host is the device: two cores need this for the built-in
 # model. The rows share it.
-HOST_S: Final = 5e-4
+HOST_S: Final = 3e-4
 PRIOR = (0.5, 1.0)
 LONG_PRIOR: Final = 0.8  # of drafts behind a long match, which are looked up where a model drafts, too
 DEVICE, HOST = 0, 1  # where drafts come from
@@ -72,6 +72,8 @@ class Drafts:
         self._constrain = constrain
         self._costs = costs or FREE
         self.most = most
+        self._index = np.arange(most + 1)
+        self._known_seconds: dict[tuple[int, int], npt.NDArray[np.float64]] = {}
         self._adapts = kind == "auto"
         self._asks_tree = kind in ("auto", "tree")
         # Where the host is the device, it looks up at the price of a few array operations, before a slot has DRAFTS.
@@ -107,7 +109,7 @@ class Drafts:
             proposals = self._propose(step, running, may_ask, is_masked)
         # A row whose length only the device knows stays with it until the last draft is collected.
         is_drafted = (may_ask & ~is_masked & self._asks_device) | (self.in_flight[running] > 0)
-        is_proposed = np.isin(running, proposals["row"]) if len(proposals) else np.zeros_like(is_drafted)
+        is_proposed = self._are_in(proposals, running)
         if not (is_drafted | is_proposed).any():
             return None
         own, own_rate = self._worthwhile(running, DEVICE)
@@ -134,7 +136,9 @@ class Drafts:
                 rows.set_pages(req, len(req.pages), pages)
         counts = np.minimum(counts, rows.limit[running] - length - 1).astype(np.int32)
         if len(proposals):
-            proposals = proposals[np.isin(proposals["row"], running[is_proposed & (counts > 0)])]
+            is_used = np.zeros(rows.num_rows, np.bool_)
+            is_used[running] = is_proposed & (counts > 0)
+            proposals = proposals[is_used[proposals["row"]]]
         return DraftSlots(is_drafted | (counts > 0), counts, proposals)
 
     def _propose(
@@ -183,13 +187,26 @@ class Drafts:
         rate = (self.right[source, running] + self._prior[source] * PRIOR[1]) / (self.tried[source, running] + PRIOR[1])
         if source == HOST:
             rate[self.is_forced[running]] = 1.0
-        index = np.arange(self.most + 1)
-        tokens = len(running) - 1 + np.cumsum(rate[:, None] ** index, axis=1)
+        tokens = len(running) - 1 + np.cumsum(rate[:, None] ** self._index, axis=1)
         context = int(self.rows.cached_len[running].sum())
-        seconds = self._costs.draft_seconds(len(running), index, context, are_proposed=source == HOST)
-        seconds[1:] += self._host_s / len(running)
-        gains = np.where(index <= ready[:, None], tokens / seconds, 0.0)
+        seconds = self._seconds(len(running), source) + self._costs.per_context * context
+        gains = np.where(self._index <= ready[:, None], tokens / seconds, 0.0)
         return gains.argmax(1).astype(np.int32), gains.max(1)
+
+    def _seconds(self, num_rows: int, source: int) -> npt.NDArray[np.float64]:
+        """Seconds of a step in which one of `num_rows` rows has 0, 1, ... `most` drafts, without context."""
+        known = self._known_seconds.get((num_rows, source))
+        if known is None:
+            known = self._costs.draft_seconds(num_rows, self._index, 0, are_proposed=source == HOST)
+            known[1:] += self._host_s / num_rows
+            self._known_seconds[num_rows, source] = known
+        return known
+
+    def _are_in(self, proposals: Records, running: Index) -> npt.NDArray[np.bool_]:
+        """Return which of the rows `running` have one of `proposals`."""
+        is_in = np.zeros(self.rows.num_rows, np.bool_)
+        is_in[proposals["row"]] = True
+        return is_in[running]
 
     def histories(self, step: Step) -> Ints:
         """Return the history records of the rows that begin to draft; call it before `advance`."""
@@ -235,7 +252,7 @@ class Drafts:
         self.in_flight[rows] -= drafts
         self.accepted[rows] += right
         self.ready[DEVICE, rows] = result.ready[first[is_drafted]]
-        from_host = np.isin(rows, plan.proposals["row"]) if len(plan.proposals) else np.zeros(len(rows), np.bool_)
+        from_host = self._are_in(plan.proposals, rows)
         at = from_host.astype(np.intp), rows
         is_guess = (drafts > 0) & ~(self.is_forced[rows] & from_host)
         memory = np.where(is_guess, MEMORY, 1.0)

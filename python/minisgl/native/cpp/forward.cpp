@@ -117,7 +117,7 @@ class Decoder : public Model {
         }
     }
 
-    void draft(const StepPlan& plan, int64_t number) override {
+    int64_t draft(const StepPlan& plan, int64_t number) override {
         if (number == 0) target_->apply(plan);
         sampled_.clear();
         for (int64_t i = 0; i < plan.num_slots; ++i) {
@@ -144,6 +144,7 @@ class Decoder : public Model {
         sample(tokens.data(), finite.data());
         for (size_t i = 0; i < sampled_.size(); ++i)
             if (is_plain(sampled_[i])) drafts(sampled_[i].row)[number] = tokens[i];
+        return (int64_t)sampled_.size();
     }
 
   private:
@@ -489,10 +490,10 @@ void minisgl_settle(void* model, const StepPlan* plan, const int32_t* tokens, co
                     int32_t* ready) {
     static_cast<Model*>(model)->settle(*plan, tokens, finite, confirmed, ready);
 }
-// Make draft `number` of the step's slots that have so many; those with flags that `minisgl_step` does not sample are
-// left to the caller, who finds their logits.
-void minisgl_draft(void* drafter, const StepPlan* plan, int64_t number) {
-    static_cast<Model*>(drafter)->draft(*plan, number);
+// Make draft `number` of the step's slots that have so many, and return how many these are. Those with flags that
+// `minisgl_step` does not sample are left to the caller, who finds their logits.
+int64_t minisgl_draft(void* drafter, const StepPlan* plan, int64_t number) {
+    return static_cast<Model*>(drafter)->draft(*plan, number);
 }
 const float* minisgl_logits(void* model) { return static_cast<Model*>(model)->logits.data(); }
 
