@@ -113,7 +113,8 @@ def _torch_facts() -> dict[str, Any]:
 def _run_workload(llm: LLM, workload: Workload, args: OfflineArgs) -> dict[str, Any]:
     generate(llm, workload.warm_up(llm.scheduler.engine.limits.vocab_size), args.temperature)
     guess = None if args.accept_length is None else remembered(llm, workload, args.temperature, args.accept_length)
-    with nullcontext() if guess is None else patch.object(llm.scheduler.drafts, "guess", guess):
+    drafts: Any = llm.scheduler.drafts
+    with nullcontext() if guess is None else patch.multiple(drafts, guess=guess, _has_model=False, _asks_device=False):
         repeats = [_measure(llm, workload, args.temperature) for _ in range(args.repeat)]
     names = [name for name, value in repeats[0].items() if isinstance(value, int | float)]
     return {

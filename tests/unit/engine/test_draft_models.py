@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace as replace_fields
@@ -15,10 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from minisgl.core import BatchPlan
+from minisgl.core import BatchPlan, StepCosts
 from minisgl.device.device import CpuDevice
 from minisgl.engine.batch import make_batch
 from minisgl.engine.config import resolve
+from minisgl.engine.draft_model import drafted_slots
 from minisgl.engine.drafting import Drafting
 from minisgl.engine.engine import Engine
 from minisgl.engine.fit import check_fit
@@ -28,6 +32,7 @@ from minisgl.layout import Flag
 from minisgl.models.llama import LlamaModel
 from minisgl.native.runner import NativeModel, NativeRunner
 from minisgl.params import SamplingParams
+from minisgl.scheduler.drafts import DEVICE, HOST, Drafts
 from minisgl.settings.options import EngineConfig, build_config
 from support.embedding_models import write_modules
 from support.late_device import LateDevice
@@ -36,6 +41,7 @@ from unit.engine.test_drafts import LAYOUTS, VOCAB, Requests, make_requests, run
 HIDDEN, HEADS, KV_HEADS, DIM, DRAFT_VOCAB = 32, 4, 2, 16, 40
 EPS, THETA, LAYERS = 1e-6, 10000.0, [0, 2, 1]
 STEPS = {"C++": (0, None), "op by op": (0, CpuDevice(1)), "op by op and late": (1, LateDevice(1))}
+PAUSED = "C++ with plain steps between"
 MODEL: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -225,7 +231,7 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return write(path / "model", MODEL, weights), write(path / "head", HEAD, head), head
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [*STEPS, PAUSED])
 @pytest.mark.parametrize("page_size", [1, 16, 128])
 def test_a_head_drafts_what_its_formulas_say(
     trained: tuple[Path, Path, dict[str, Tensor]], page_size: int, step: str, monkeypatch: pytest.MonkeyPatch
@@ -246,7 +252,9 @@ def test_a_head_drafts_what_its_formulas_say(
     def spy_cpp(runner: NativeRunner, plan: BatchPlan, masks: Any) -> Any:
         records = plan.histories.tolist()
         while records:
-            texts[records[1]], records = records[4 : records[0]], records[records[0] :]
+            row, first = records[1:3]
+            texts[row] = texts.get(row, [])[:first] + records[4 : records[0]]
+            records = records[records[0] :]
         out, column = run_cpp(runner, plan, masks), 0
         for row, start, stop, flags in plan.slots.tolist():
             width = stop - start if flags & Flag.DRAFTS else flags & Flag.SAMPLES
@@ -259,17 +267,87 @@ def test_a_head_drafts_what_its_formulas_say(
     monkeypatch.setattr(Drafting, "place", spy)
     monkeypatch.setattr(NativeRunner, "_run", spy_cpp)
     monkeypatch.setattr(NativeModel, "_pack", lambda model, tensors, rounded: pack(model, tensors, []))
+    if step == PAUSED:
+        plan_drafts = Drafts.plan
+        monkeypatch.setattr(Drafts, "plan", lambda *args: plan_drafts(*args) if args[1] % 23 < 4 else None)
     rng = random.Random(page_size)
-    greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    requests: Requests = [([rng.randrange(1, VOCAB) for _ in range(n)], greedy) for n in (1, 2, 60, 25, 90, 3, 130)]
-    depth, device = STEPS[step]
-    options = {"page_size": page_size, "cache_type": "naive", "max_prefill_length": 24, "dummy_weight": False}
+    greedy = SamplingParams(temperature=0.0, max_tokens=80 if step == PAUSED else 20, ignore_eos=True)
+    lengths = (2, 60, 75) if step == PAUSED else (1, 2, 60, 25, 90, 3, 130)  # all drafts fit into 24 tokens
+    requests: Requests = [([rng.randrange(1, VOCAB) for _ in range(n)], greedy) for n in lengths]
+    depth, device = STEPS.get(step, STEPS["C++"])
+    options = {"page_size": page_size, "cache_type": "naive", "dummy_weight": False}
+    options["max_prefill_length"] = 24 if page_size < 128 else 400
     _, scheduler = run(model, requests, depth, device, speculate=f"eagle3:{path}", **options)
     config = EngineConfig(model=str(model), attention_backend="cpu")
     reference = ReferenceHead(Engine(resolve(config, "cpu"), CpuDevice(1)), weights)  # not packed
     with torch.inference_mode():
         assert [drafts for _, drafts in seen] == [reference.drafts(ids, len(drafts)) for ids, drafts in seen]
-    assert scheduler.stats.drafted_tokens > 300
+    assert scheduler.stats.drafted_tokens > (60 if step == PAUSED else 300)
+
+
+# -- a head that ships with a model
+
+
+@pytest.fixture(scope="module")
+def shipped(trained: tuple[Path, Path, dict[str, Tensor]]) -> Path:
+    model, head, _ = trained
+    shutil.copytree(model, model.parent / "shipped")
+    shutil.copytree(head, model.parent / "shipped" / "head")
+    return model.parent / "shipped"
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda o: f"pages of {o['page_size']}")
+def test_auto_drafts_by_the_head_of_the_model_and_by_lookup(
+    shipped: Path, layout: dict[str, Any], depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[BatchPlan] = []
+    run_cpp = NativeRunner._run
+    requests = make_requests(random.Random(depth), 24)
+    plain, _ = run(shipped, requests, dummy_weight=False, **layout)
+    monkeypatch.setattr(NativeRunner, "_run", lambda *args: (plans.append(args[1]), run_cpp(*args))[1])
+    drafted, scheduler = run(shipped, requests, depth, speculate="auto", dummy_weight=False, **layout)
+    assert drafted.tokens == plain.tokens and drafted.ends == plain.ends and drafted.logprobs == plain.logprobs
+    assert scheduler.stats.accepted_tokens > 0
+    assert any(len(plan.proposals) for plan in plans) and any(len(drafted_slots(plan)) for plan in plans)
+
+
+def test_auto_takes_no_other_folder_for_a_head(shipped: Path, tmp_path: Path) -> None:
+    def drafter(speculate: str, model: Path) -> str | None:
+        return resolve(EngineConfig(model=str(model), speculate=speculate, device="cpu"), "cpu").drafter
+
+    other = Path(shutil.copytree(shipped, tmp_path / "other"))
+    (other / "head" / "config.json").write_text(json.dumps(MODEL))
+    assert [drafter("auto", m) for m in (shipped, other)] == ["eagle3", "ngram"]
+    assert [drafter("off", shipped), drafter("ngram", shipped)] == [None, "ngram"]
+
+
+@pytest.mark.parametrize(
+    ("right_by_head", "right_by_host", "want"),
+    [(0.9, 0.1, (4, False)), (0.4, 0.9, (4, True)), (0.9, 0.9, (4, True)), (0.0, 0.0, (0, False))],
+)
+def test_auto_takes_what_is_worth_more(right_by_head: float, right_by_host: float, want: tuple[int, bool]) -> None:
+    """Of equally good drafts those of the host, which cost less; none if neither pays."""
+    costs = StepCosts(1e-3, 0.0, plain=((1, 1e-3),), drafted=((5, 1.5e-3),), proposed=((5, 1.2e-3),))
+    rows: Any = SimpleNamespace(
+        num_rows=1,
+        flags=np.zeros(1, np.int32),
+        cached_len=np.full(1, 50),
+        confirmed_len=np.full(1, 51),
+        limit=np.full(1, 100),
+        max_len=np.full(1, 200),
+        requests=[SimpleNamespace(row=0, matcher=None)],
+    )
+    nothing: Any = None
+    drafts = Drafts(rows, nothing, lambda req, guess: (guess, False), costs, is_async=False, most=4, kind="auto")
+    drafts.guess = lambda req: np.arange(8, dtype=np.int32)  # type: ignore[method-assign]
+    drafts.ready[DEVICE] = 8
+    for source, rate in ((DEVICE, right_by_head), (HOST, right_by_host)):
+        drafts.right[source], drafts.tried[source] = 1000 * rate, 1000
+    slots = drafts.plan(1, np.zeros(1, np.intp), 100)
+    found = (0, False) if slots is None else (int(slots.counts[0]), len(slots.proposals) > 0)
+    assert found == want
+    assert (drafts.resumes_at[0] > 1) == (want[0] == 0)
 
 
 # -- bad input

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,8 @@ def run(
     engine, io = Engine(resolve(config.engine, "cpu"), device or CpuDevice(1)), OfflineIO()
     assert engine.general.name.startswith("native" if device is None else "eager")
     engine._costs = StepCosts(1e-1, 1e-3)  # not those of this machine and its other work
+    if engine.spec.draft is not None:
+        engine._costs = replace(engine._costs, plain=((1, 0.1),), drafted=((9, 0.11),), proposed=((9, 0.105),))
     compiling = LateExecutor()
     scheduler = Scheduler(config, engine, io, Grammars(FakeCompiler(VOCAB), compiling))
     if oracle is not None:

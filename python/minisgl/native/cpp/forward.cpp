@@ -11,7 +11,7 @@
 namespace minisgl {
 
 constexpr int64_t kSlice = 512;   // tokens that go through a layer together
-constexpr int64_t kBacklog = 64;  // tokens of a row that wait for a drafter
+constexpr int64_t kBacklog = 128;  // tokens of a row that wait for a drafter: more than a pause of its drafts has
 
 // A matrix in the model's type T, or in 8 or 4 bits.
 template <class T>
