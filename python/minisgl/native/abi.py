@@ -60,6 +60,7 @@ STEP_PLAN: Final[_Fields] = (  # the arrays of a `core.BatchPlan`
     ("const RowState*", "row_states"),
     ("const int32_t*", "histories"),
     ("const Proposal*", "proposals"),
+    ("const int32_t*", "masks"),  # null: the caller samples what has a mask
     ("int64_t", "num_slots num_page_writes num_row_states num_history_words num_proposals"),
 )
 

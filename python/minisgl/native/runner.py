@@ -40,7 +40,7 @@ _log = logging.getLogger("minisgl.native")
 
 DTYPES: Final = (torch.float32, torch.bfloat16)
 SAMPLING_FLOPS: Final = 50.0  # roughly, for each logit of a token that the ops in torch sample
-PLAIN: Final = Flag.SAMPLES | Flag.FROM_DEVICE | Flag.DRAFTS  # flags with which the library samples
+PLAIN: Final = Flag.SAMPLES | Flag.FROM_DEVICE | Flag.DRAFTS | Flag.MASKED  # flags with which the library samples
 
 
 def refusal(spec: EngineSpec) -> str | None:
@@ -211,7 +211,7 @@ class NativeRunner:
     @torch.inference_mode()
     def _run(self, plan: BatchPlan, masks: Ints) -> Ints:
         self.parts.penalties.apply(plan.penalties, masks)
-        call = _step_plan(plan)
+        call = _step_plan(plan, masks)
         if len(plan.row_states):
             self.parts.state.fill(torch.from_numpy(as_words(plan.row_states)))
         if self._drafter is not None and plan.has_drafts:
@@ -268,7 +268,7 @@ class NativeRunner:
             out = self._call(now, _step_plan(now))
             flags, logits = now.sampled_flags, self.logits(out.shape[1])
             is_prompt = (flags & Flag.PROMPT_LOGPROBS) != 0
-            is_special = ((flags & ~PLAIN) != 0) & ~is_prompt
+            is_special = ((flags & (~PLAIN | Flag.MASKED)) != 0) & ~is_prompt  # whose masks the library lacks here
             num_ids = int(is_prompt.sum())
             ids = torch.from_numpy(rest.prompt_logprob_ids[:num_ids])
             wanted = torch.full_like(ids, Flag.LOGPROBS)
@@ -354,13 +354,13 @@ class _Drafter:
         self._drafting.drafts[sampling.rows, number] = tokens
 
 
-def _step_plan(plan: BatchPlan) -> StepPlan:
+def _step_plan(plan: BatchPlan, masks: Ints = NO_MASKS) -> StepPlan:
     """The addresses of a plan's arrays."""
-    arrays = (plan.slots, plan.tokens, plan.page_writes, plan.row_states, plan.histories, plan.proposals)
+    arrays = (plan.slots, plan.tokens, plan.page_writes, plan.row_states, plan.histories, plan.proposals, masks)
     kept = [np.ascontiguousarray(array) for array in arrays]
     counts = [len(array) for array in kept]
     addresses = (array.ctypes.data if len(array) else None for array in kept)
-    call = StepPlan(*addresses, counts[0], *counts[2:])
+    call = StepPlan(*addresses, counts[0], *counts[2:6])
     call.arrays = kept  # as long as the addresses
     return call
 

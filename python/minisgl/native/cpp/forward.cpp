@@ -94,7 +94,7 @@ class Decoder : public Model {
             }
         }
         if (!ids_.empty()) slice();
-        sample(tokens, finite);
+        sample(tokens, finite, plan.masks);
         for (size_t i = 0; i < sampled_.size(); ++i)
             if (is_plain(sampled_[i]) && !(sampled_[i].flags & kDrafts)) s_.last_token[sampled_[i].row] = tokens[i];
     }
@@ -141,14 +141,14 @@ class Decoder : public Model {
         }
         if (!ids_.empty()) slice();
         std::vector<int32_t> tokens(sampled_.size()), finite(sampled_.size());
-        sample(tokens.data(), finite.data());
+        sample(tokens.data(), finite.data(), nullptr);
         for (size_t i = 0; i < sampled_.size(); ++i)
             if (is_plain(sampled_[i])) drafts(sampled_[i].row)[number] = tokens[i];
         return (int64_t)sampled_.size();
     }
 
   private:
-    static bool is_plain(const Sample& s) { return !(s.flags & ~(kSamples | kFromDevice | kDrafts)); }
+    static bool is_plain(const Sample& s) { return !(s.flags & ~(kSamples | kFromDevice | kDrafts | kMasked)); }
     static bool is_proposed(const StepPlan& plan, int64_t row) {
         const auto is_of_row = [&](const Proposal& p) { return p.row == row; };
         return std::any_of(plan.proposals, plan.proposals + plan.num_proposals, is_of_row);
@@ -228,10 +228,16 @@ class Decoder : public Model {
         }
     }
 
-    void sample(int32_t* tokens, int32_t* finite) {
+    // `masks` [M, words] of the tokens with kMasked, or null: bit i of word w allows token 32 w + i.
+    void sample(int32_t* tokens, int32_t* finite, const int32_t* masks) {
+        std::vector<int64_t> mask(sampled_.size());
+        for (size_t i = 1; i < mask.size(); ++i) mask[i] = mask[i - 1] + ((sampled_[i - 1].flags & kMasked) != 0);
         pool_.run((int)sampled_.size(), [&](int i, int) {
             const Sample& s = sampled_[i];
             if (!is_plain(s)) return;  // sampled by the caller
+            const int32_t* allowed = masks + mask[i] * ((s_.vocab + 31) / 32);
+            for (int64_t k = 0; masks && s.flags & kMasked && k < s_.vocab; ++k)
+                if (!(allowed[k / 32] >> k % 32 & 1)) logits[i * s_.vocab + k] = -INFINITY;
             const Sampled c = sample_token(&logits[i * s_.vocab], s_.vocab, s_.temperature[s.row], s_.noise_key[s.row],
                                            (int32_t)s.position);
             tokens[i] = c.token, finite[i] = c.is_finite;

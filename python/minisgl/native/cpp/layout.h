@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-constexpr int64_t kLayoutVersion = 1261794176;
+constexpr int64_t kLayoutVersion = 365039452;
 
 namespace minisgl {
 
@@ -73,6 +73,7 @@ struct StepPlan {
     const RowState *row_states;
     const int32_t *histories;
     const Proposal *proposals;
+    const int32_t *masks;
     int64_t num_slots, num_page_writes, num_row_states, num_history_words, num_proposals;
 };
 
