@@ -67,9 +67,9 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
     def decode(context: int, rows: int) -> float:
         return seconds([(row, context, context + 1, DECODES) for row in range(rows)])
 
-    def draft(rows: int, *, are_proposed: bool = False) -> float:
-        """Seconds of a step in which each row has all its drafts; none is likely to be right."""
-        stop = DRAFT_CONTEXT + spec.max_queries
+    def draft(rows: int, width: int, *, are_proposed: bool = False) -> float:
+        """Seconds of a step in which each row has `width` tokens, all but one drafts; none is likely to be right."""
+        stop = DRAFT_CONTEXT + width
         plan = spread_plan([(row, 0, stop + SLACK, DECODES) for row in range(rows)], spec.page_size, num_pages)
         plan.slots["start"], plan.slots["stop"] = DRAFT_CONTEXT, stop
         plan.slots["flags"] |= Flag.DRAFTS
@@ -106,6 +106,9 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
         return costs
     timed_rows = sorted({min(n, spec.max_running_requests) for n in DRAFT_ROWS[: 3 if is_async else 2]})
     plain = tuple((n, decode(DRAFT_CONTEXT, n)) for n in timed_rows)
-    drafted = tuple((n * spec.max_queries, draft(n)) for n in timed_rows)
-    proposed = tuple((n * spec.max_queries, draft(n, are_proposed=True)) for n in timed_rows if has_model)
+    # A CPU computes a few tokens in the time of one, and many at their full price.
+    widths = (spec.max_queries,) if is_async else sorted({2, (spec.max_queries + 1) // 2, spec.max_queries})
+    sizes = [(n, width) for n in timed_rows for width in widths]
+    drafted = tuple((n * width, draft(n, width)) for n, width in sizes)
+    proposed = tuple((n * width, draft(n, width, are_proposed=True)) for n, width in sizes if has_model)
     return replace(costs, plain=plain, drafted=drafted, proposed=proposed)

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from minisgl.scheduler.rows import Index, Rows
 
 MEMORY: Final = 0.9  # how much of the estimate of a row's acceptance stays after a step with drafts
-# What a step with drafts costs besides its tokens where the host is the device: two cores need this for the built-in
-# model. The rows share it.
-HOST_S: Final = 3e-4
+# What a step with drafts costs besides its tokens where the host is the device, and each row of it that has drafts:
+# two cores need this for the built-in model.
+HOST_S, HOST_ROW_S = 2e-4, 8e-5
 PRIOR = (0.5, 1.0)
 LONG_PRIOR: Final = 0.8  # of drafts behind a long match, which are looked up where a model drafts, too
 DEVICE, HOST = 0, 1  # where drafts come from
@@ -66,7 +66,7 @@ class Drafts:
         `constrain` returns as many of a request's drafts as its grammar allows, or those that it forces, and whether
         they are forced. `is_async`: as of the engine.
         """
-        self._host_s = 0.0 if is_async else HOST_S
+        self._is_async = is_async
         self.rows = rows
         self.cache = cache
         self._constrain = constrain
@@ -198,7 +198,7 @@ class Drafts:
         known = self._known_seconds.get((num_rows, source))
         if known is None:
             known = self._costs.draft_seconds(num_rows, self._index, 0, are_proposed=source == HOST)
-            known[1:] += self._host_s / num_rows
+            known[1:] += 0.0 if self._is_async else HOST_S / num_rows + HOST_ROW_S
             self._known_seconds[num_rows, source] = known
         return known
 

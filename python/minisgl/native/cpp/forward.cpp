@@ -133,7 +133,7 @@ class Decoder : public Model {
             const int64_t known = newest - b.first;
             if (known < 1 || known > (int64_t)b.ids.size()) {  // only in a trial step, which no step came before
                 b.first = newest - 1, b.ids = {0};
-                b.states.assign(kBacklog * state_size_, X());
+                b.states.resize(kBacklog * state_size_);
             } else {
                 b.ids.resize(known);
             }
