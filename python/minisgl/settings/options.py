@@ -254,9 +254,8 @@ class EngineConfig(Settings):
     speculate: str = option(
         "off",
         "draft several tokens a step, which never changes a text: ngram = what followed the last tokens before, "
-        "tree = what followed the text in the prefix cache, auto = as many of both as pay, on a CPU also by the model's "
-        "own head if it has one, draft:PATH = a smaller "
-        "model of the same vocabulary, eagle3:PATH = an EAGLE-3 head",
+        "tree = what followed the text in the prefix cache, auto = as many of both as pay, and on a CPU by a head that "
+        "ships with the model, draft:PATH = a smaller model of the same vocabulary, eagle3:PATH = an EAGLE-3 head",
         aliases=("speculative_algorithm", "spec_method"),
         choices=("off", "auto", "ngram", "tree", "draft:PATH", "eagle3:PATH"),
         words={"NGRAM": "ngram", "none": "off"},

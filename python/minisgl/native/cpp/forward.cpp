@@ -122,7 +122,8 @@ class Decoder : public Model {
         sampled_.clear();
         for (int64_t i = 0; i < plan.num_slots; ++i) {
             const Slot& slot = plan.slots[i];
-            if (!(slot.flags & kDrafts) || slot.stop - slot.start - 1 <= number || is_proposed(plan, slot.row)) continue;
+            if (!(slot.flags & kDrafts) || slot.stop - slot.start - 1 <= number) continue;
+            if (is_proposed(plan, slot.row)) continue;
             const int64_t newest = s_.lengths[slot.row] - 1, at = newest + number - ahead_;
             const int64_t flags = slot.flags & (kSamples | kPenalized | kFiltered);
             if (number > 0) {
@@ -215,8 +216,8 @@ class Decoder : public Model {
         b.first = goes_on ? b.first : piece.start, b.ids.resize(goes_on ? known : 0);
         b.states.resize(kBacklog * state_size_);
         for (int64_t t = piece.start; t < piece.stop; ++t, ++ids, states += state_size_) {
-            // A prompt's pages are shared as soon as it is computed, so only its last token waits. Drafts wait together,
-            // because they may be wrong. A row that decodes plainly for too long leaves a hole.
+            // A prompt's pages are shared as soon as it is computed, so only its last token waits. Drafts wait
+            // together, because they may be wrong. A row that decodes plainly for too long leaves a hole.
             const int64_t size = (int64_t)b.ids.size() + (has_drafts ? piece.stop - t : 1);
             const bool is_last = is_prompt && t + 1 == piece.stop && !b.ids.empty();
             if (size > kBacklog || is_last) {
@@ -228,18 +229,24 @@ class Decoder : public Model {
         }
     }
 
-    // `masks` [M, words] of the tokens with kMasked, or null: bit i of word w allows token 32 w + i.
+    // Bit i of word w of `mask` allows token 32 w + i.
+    void forbid(float* x, const int32_t* mask) const {
+        for (int64_t first = 0; first < s_.vocab; first += 32, ++mask)
+            for (int64_t i = 0; i < std::min<int64_t>(32, s_.vocab - first); ++i)
+                x[first + i] = (uint32_t)*mask >> i & 1 ? x[first + i] : -INFINITY;
+    }
+
+    // `masks` [M, words] are those of the tokens with kMasked, or null.
     void sample(int32_t* tokens, int32_t* finite, const int32_t* masks) {
         std::vector<int64_t> mask(sampled_.size());
         for (size_t i = 1; i < mask.size(); ++i) mask[i] = mask[i - 1] + ((sampled_[i - 1].flags & kMasked) != 0);
         pool_.run((int)sampled_.size(), [&](int i, int) {
             const Sample& s = sampled_[i];
             if (!is_plain(s)) return;  // sampled by the caller
-            const int32_t* allowed = masks + mask[i] * ((s_.vocab + 31) / 32);
-            for (int64_t k = 0; masks && s.flags & kMasked && k < s_.vocab; ++k)
-                if (!(allowed[k / 32] >> k % 32 & 1)) logits[i * s_.vocab + k] = -INFINITY;
-            const Sampled c = sample_token(&logits[i * s_.vocab], s_.vocab, s_.temperature[s.row], s_.noise_key[s.row],
-                                           (int32_t)s.position);
+            float* x = &logits[i * s_.vocab];
+            if (masks && s.flags & kMasked) forbid(x, masks + mask[i] * ((s_.vocab + 31) / 32));
+            const Sampled c =
+                sample_token(x, s_.vocab, s_.temperature[s.row], s_.noise_key[s.row], (int32_t)s.position);
             tokens[i] = c.token, finite[i] = c.is_finite;
         });
     }
@@ -332,7 +339,8 @@ class Decoder : public Model {
     void grow(int64_t m) {
         m = (m + kLanes - 1) / kLanes * kLanes;  // GEMMs may read up to there
         if (m * s_.hidden <= (int64_t)x_.size()) return;
-        x_.resize(m * s_.hidden), embedded_.resize(ahead_ * m * s_.hidden), normed_.resize(m * ld_hidden_), qkv_.resize(m * qkv_size_);
+        x_.resize(m * s_.hidden), normed_.resize(m * ld_hidden_), qkv_.resize(m * qkv_size_);
+        embedded_.resize(ahead_ * m * s_.hidden);
         q_.resize(m * ld_q_), attended_.resize(m * ld_q_), inner_.resize(m * ld_inner_);
     }
 
@@ -487,7 +495,7 @@ void* minisgl_create(const ModelSpec* spec) {
 }
 void minisgl_destroy(void* model) { delete static_cast<Model*>(model); }
 
-// tokens, finite [S]; entries of slots with flags other than kSamples and kFromDevice are left as they are.
+// tokens, finite [S]; entries of slots that `is_plain` does not hold for are left as they are.
 void minisgl_step(void* model, const StepPlan* plan, int32_t* tokens, int32_t* finite) {
     static_cast<Model*>(model)->step(*plan, tokens, finite);
 }
