@@ -1,13 +1,20 @@
-"""What K/V below the device gains: a prefix found there, conversations larger than the pool, and the cost with no hits.
+"""What K/V below the device gains: a prefix found there, conversations larger than the pool, and the cost for others.
 
     PYTHONPATH=python python benchmark/tiers.py --shape qwen3-8b --host-kv 100000000000 --prefix 32768 --pool 40000
     PYTHONPATH=python python benchmark/tiers.py --disk-kv /var/tmp/kv:2G            (the built-in model, on a CPU)
 
-Two engines, without and with the tier, answer the same prompts of random tokens, greedily. `prefix`: a prompt is
-computed, another drives it out of the pool, and it comes again: seconds to its first token, and the bytes per second
-if it was loaded. `conversations`: each turn adds tokens to one of several conversations that do not fit into the pool
-together: prompt and output tokens per second. `no hits`: prompts that share nothing. The last line says how many
-answers are equal: all on a CPU; on a GPU a cached prefix is computed in other pieces, which may round otherwise.
+Two engines, without and with the tier, answer the same prompts of random tokens, greedily.
+
+prefix         a prompt is computed, comes again at once, and again after another has driven it out of the pool, at once
+               and after idle time, in which the other was stored: seconds to the first token. The first hit needs no
+               load, so the difference is what loading costs; behind it, what the tier's speed at the start makes of it.
+streams        the longest time between two tokens of streams, alone and while such a prefix comes
+conversations  each turn adds tokens to one of several conversations that do not fit into the pool together: prompt and
+               output tokens per second
+no hits        prompts that share nothing
+
+The last line says how many answers are equal: all on a CPU; on a GPU a cached prefix is computed in other pieces, which
+may round otherwise.
 """
 
 from __future__ import annotations
@@ -20,6 +27,8 @@ from statistics import median
 
 from minisgl import LLM, SamplingParams
 from minisgl.bench.shapes import shape_options
+from minisgl.llm.completions import Completions
+from minisgl.llm.llm import prompt_messages
 
 Tokens = list[int]
 
@@ -41,18 +50,63 @@ def timed(llm: LLM, prompts: Sequence[Tokens], length: int) -> tuple[float, list
 def prefix(llm: LLM, args: argparse.Namespace, seed: int) -> tuple[str, list[Tokens]]:
     """Return what to print, and the answers."""
     rng = random.Random(seed)
-    computed, found, cached, answers = [], [], 0, []
+    seconds: dict[str, list[float]] = {"computed": [], "in the pool": [], "driven out": [], "and after idle time": []}
+    cached, answers = 0, []
     for _ in range(args.rounds):
         prompt = tokens(rng, args.prefix)
-        computed.append((first := timed(llm, [prompt], 1))[0])
-        timed(llm, [tokens(rng, args.prefix)], 1)
-        again = timed(llm, [prompt], 1)
-        found.append(again[0])
-        cached = again[2]
-        answers += first[1] + again[1]
-    gbs = cached * args.token_bytes / median(found) / 1e9
-    text = f"first token {median(computed):.3f} s computed, {median(found):.3f} s again"
-    return f"{text} ({cached} of {args.prefix} tokens found, {gbs:.1f} GB/s)", answers
+        for name, times in seconds.items():
+            if name in ("driven out", "and after idle time"):
+                timed(llm, [tokens(rng, args.prefix)], 1)
+            if name == "and after idle time":
+                idle(llm)
+            took, told, cached = timed(llm, [prompt], 1)
+            times.append(took)
+            answers += told
+    text = "first token " + ", ".join(f"{median(times):.3f} s {name}" for name, times in seconds.items())
+    if not (tiers := llm.scheduler.cache.prefix.tiers):
+        return text, answers
+    page = tiers[0].spec.page_seconds
+    load, gb = cached / args.page_size * page, cached * args.token_bytes / 1e9
+    return f"{text} ({cached} tokens, {gb:.2f} GB: {load:.3f} s at {gb / load if load else 0:.1f} GB/s)", answers
+
+
+def idle(llm: LLM) -> None:
+    """Let the scheduler do what it does while nothing is to be computed."""
+    tiers = llm.scheduler.cache.prefix.tiers
+    stored = -1
+    while stored < (stored := sum(tier.stored_pages for tier in tiers)):
+        llm.scheduler.step()
+    while llm.scheduler.launched:
+        llm.scheduler.step()
+
+
+def streams(llm: LLM, args: argparse.Namespace, seed: int) -> tuple[str, list[Tokens]]:
+    rng = random.Random(seed)
+    prompt = tokens(rng, args.prefix)
+    for driven in (prompt, tokens(rng, args.prefix)):
+        timed(llm, [driven], 1)
+    prompts = [*(tokens(rng, args.page_size) for _ in range(args.streams)), prompt]
+    lengths = [args.stream_tokens] * args.streams + [1]
+    params = [SamplingParams(max_tokens=length, ignore_eos=True, temperature=0) for length in lengths]
+    completions = Completions(llm.detokenizer, llm.prepare(prompt_messages(prompts), params))
+    late, stats = [completions.waiting.pop()], llm.scheduler.stats
+    uid = late[0].uid
+    before: list[float] = []
+    during: list[float] = []
+    count, last = stats.generation_tokens, time.perf_counter()
+    while completions.pending:
+        if late and len(before) > args.stream_tokens // 3:
+            completions.waiting.append(late.pop())
+        is_there = not late and (uid in llm.scheduler.live or not during)
+        llm.advance(completions)
+        if stats.generation_tokens > count:
+            now = time.perf_counter()
+            if late or is_there:
+                (before if late else during).append(now - last)
+            count, last = stats.generation_tokens, now
+    answers = [answer.token_ids for answer in completions.finish()]
+    text = f"{1e3 * median(before):.1f} ms between tokens, at most {1e3 * max(during):.1f} ms while the prompt comes"
+    return f"{text}, whose first token takes {sum(during):.3f} s", answers
 
 
 def conversations(llm: LLM, args: argparse.Namespace, seed: int) -> tuple[str, list[Tokens]]:
@@ -76,7 +130,7 @@ def conversations(llm: LLM, args: argparse.Namespace, seed: int) -> tuple[str, l
 
 def no_hits(llm: LLM, args: argparse.Namespace, seed: int) -> tuple[str, list[Tokens]]:
     rng = random.Random(seed)
-    prompts = [tokens(rng, args.turn) for _ in range(args.conversations)]
+    prompts = [tokens(rng, args.turn) for _ in range(args.rounds * args.conversations)]
     seconds, answers, _ = timed(llm, prompts, args.output)
     return f"{len(prompts) * (args.turn + args.output) / seconds:.0f} tok/s", answers
 
@@ -95,7 +149,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--turn", type=int, default=300, help="tokens that a turn adds")
     parser.add_argument("--output", type=int, default=16)
     parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--stream-tokens", type=int, default=120)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--skip", nargs="*", default=(), help="names of cases")
     args = parser.parse_args(argv)
     tier = {name: value for name in ("host_kv", "disk_kv") if (value := getattr(args, name))}
     if not tier:
@@ -103,7 +159,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     common = {
         "num_pages": args.pool // args.page_size, "page_size": args.page_size, "kv_cache_dtype": args.kv_cache_dtype,
     }  # fmt: skip
-    cases = {"prefix": prefix, "conversations": conversations, "no hits": no_hits}
+    cases = {"prefix": prefix, "streams": streams, "conversations": conversations, "no hits": no_hits}
+    cases = {name: case for name, case in cases.items() if name not in args.skip}
     answers: dict[str, list[list[Tokens]]] = {name: [] for name in cases}
     with shape_options(args.shape, common) as given:
         for label, more in (("without", {}), ("with", tier)):

@@ -40,7 +40,7 @@ PAGE_WRITE: Final = np.dtype([("row", "<i4"), ("index", "<i4"), ("page", "<i4")]
 # A copy of a page between the pool and a slot of a tier (`kvcache/storage.py`). `name` identifies the page's tokens and
 # all before them, so that a slot with another page is noticed.
 MOVE: Final = np.dtype([("page", "<i4"), ("tier", "<i4"), ("slot", "<i4"), ("kind", "<i4"), ("name", "<i8")])
-STORE, LOAD, STORE_AHEAD = range(3)  # kinds of moves; the pages stored ahead are not overwritten by the same step
+STORE, LOAD = range(2)  # kinds of moves
 
 # The sampling state of a newly filled row.
 ROW_STATE: Final = np.dtype(

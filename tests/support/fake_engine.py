@@ -3,11 +3,13 @@
 The next token is a checksum of the whole sequence *as read back through the page table*, so any mistake in pages, rows,
 prefix sharing, chunking or preemption changes the text, and a request's output can be compared with a plain function of
 its prompt (`expected_output`). Like a slow device, the engine executes a step only when its result is awaited or `late`
-newer steps have been launched: pages that the host frees too early are read as poison.
+newer steps have been launched: pages that the host frees too early are read as poison. Copies between pages and the
+slots of tiers run as early or as late as they may, at random.
 """
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +18,7 @@ import numpy as np
 
 from minisgl.core import BatchPlan, StepCosts, StepResult
 from minisgl.kvcache.tiers import TierSpec
-from minisgl.layout import LOAD, STORE_AHEAD, Flag
+from minisgl.layout import LOAD, Flag
 from minisgl.params import Limits
 from support.fake_grammar import FakeMatcher
 
@@ -74,6 +76,7 @@ class FakeOutput:
         self.engine, self.plan = engine, plan
         self.result: StepResult | None = None
         self.awaits_masks = plan.awaits_masks
+        self.moves: list[tuple[int, ...]] = []
 
     def sample(self, masks: np.ndarray) -> None:
         assert self.awaits_masks and self.engine.pending[-1:] in ([self], []), "too late"
@@ -83,7 +86,7 @@ class FakeOutput:
     def run(self) -> None:
         assert not self.awaits_masks, "executed before it has its masks"
         if self.result is None:
-            self.result = self.engine.execute(self.plan)
+            self.result = self.engine.execute(self.plan, self.moves)
 
     def wait(self) -> StepResult:
         self.engine.run_until(self)
@@ -123,7 +126,8 @@ class FakeEngine:
         self.slots: list[dict[int, tuple[int, np.ndarray]]] = [{} for _ in tiers]  # slot -> (name, page)
         self.damaged: set[tuple[int, int]] = set()  # (tier, slot) whose next load finds a damaged page
         self.num_moves = [0, 0]  # pages stored and loaded
-        self.ahead: list[tuple[int, ...]] = []  # moves of the last step, which the next one carries out
+        self.moves: list[tuple[int, ...]] = []  # that wait to be carried out
+        self.rng = random.Random(num_pages)
         self.pending: list[FakeOutput] = []
         self.nan_rows: set[int] = set()
         self.plans: list[bytes] = []
@@ -139,6 +143,12 @@ class FakeEngine:
         self.plans.append(packed.tobytes())
         output = FakeOutput(self, BatchPlan.unpack(packed.copy()))
         self.pending.append(output)
+        for record in plan.moves.tolist():
+            self.num_moves[record[3] == LOAD] += 1
+            output.moves.append((*record, sum(self.num_moves)))
+            self.moves.append(output.moves[-1])
+            if self.rng.random() < 0.5:
+                self.move(self.moves[-1])
         while len(self.pending) > self.late:
             self.pending.pop(0).run()
         return output
@@ -151,8 +161,15 @@ class FakeEngine:
         """What a free page holds; called at once, not in device order, to punish early frees."""
         self.kv[pages] = POISON
 
-    def move(self, page: int, tier: int, slot: int, kind: int, name: int) -> None:
-        """Copy a page to a slot or back. A page in a slot has left the device: whoever reads it there is wrong."""
+    def move(self, move: tuple[int, ...]) -> None:
+        """Copy a page to a slot or back, once, after the earlier moves of this page or slot."""
+        if move not in self.moves:
+            return
+        page, tier, slot, kind, name, _ = move
+        for earlier in self.moves[: self.moves.index(move)]:
+            if earlier[0] == page or earlier[1:3] == (tier, slot):
+                self.move(earlier)
+        self.moves.remove(move)
         if kind != LOAD:
             assert (self.kv[page] >= 0).all(), f"page {page} is stored after it was freed: {self.kv[page]}"
             self.slots[tier][slot] = name, self.kv[page].copy()
@@ -163,13 +180,11 @@ class FakeEngine:
         self.damaged.discard((tier, slot))
         self.kv[page] = DAMAGED if is_damaged else tokens
 
-    def execute(self, plan: BatchPlan) -> StepResult:
-        is_ahead = plan.moves["kind"] == STORE_AHEAD
-        for move in [*self.ahead, *plan.moves[~is_ahead].tolist()]:
-            self.move(*move)
-        for kind in plan.moves["kind"].tolist():
-            self.num_moves[kind == LOAD] += 1
-        self.ahead = plan.moves[is_ahead].tolist()  # as late as allowed
+    def execute(self, plan: BatchPlan, moves: Sequence[tuple[int, ...]] = ()) -> StepResult:
+        written = {*(plan.page_writes if len(plan.slots) else plan.moves)["page"].tolist()}
+        for move in [*self.moves]:
+            if move[0] in written or (move in moves and move[3] == LOAD):
+                self.move(move)
         for row, index, page in plan.page_writes.tolist():
             self.page_table[row, index] = page
         if self.costs is not None:

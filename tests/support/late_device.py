@@ -1,11 +1,14 @@
 """A CPU that is always late: work runs only when the next work is submitted, or when its result is awaited.
 
+Copies between pool and tiers run at once or as late as they may, at random.
+
 A race on a GPU (a buffer reused, a page freed, a row taken over while a step is in flight) becomes a wrong result here,
 every time.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -14,12 +17,26 @@ import torch
 from minisgl.device.device import Copying, CpuDevice, Pending
 
 
+class LateCopy:
+    def __init__(self, work: Callable[[], None], after: Sequence[LateCopy]) -> None:
+        self.work, self.after, self.is_done = work, after, False
+
+    def run(self) -> None:
+        if not self.is_done:
+            for copy in self.after:
+                copy.run()
+            self.work()
+            self.is_done, self.after = True, ()
+
+
 class LateWork:
-    def __init__(self, device: LateDevice, work: Callable[[], torch.Tensor]) -> None:
-        self.device, self.work = device, work
+    def __init__(self, device: LateDevice, work: Callable[[], torch.Tensor], copies: Sequence[LateCopy]) -> None:
+        self.device, self.work, self.copies = device, work, copies
         self.result: np.ndarray | None = None
 
     def run(self) -> None:
+        for copy in self.copies:
+            copy.run()
         self.result = self.work().numpy()
 
     def wait(self) -> np.ndarray:
@@ -34,21 +51,23 @@ class LateDevice(CpuDevice):
     def __init__(self, threads: int | None = None) -> None:
         super().__init__(threads)
         self.pending: list[LateWork] = []
-        self.copying: list[Callable[[], None]] = []
+        self.joined: list[LateCopy] = []  # the next work waits for these
+        self.newest: dict[bool, LateCopy] = {}
+        self.rng = random.Random(5)
 
     def submit(self, work: Callable[[], torch.Tensor], flops: float) -> Pending:
         while self.pending:
             self.pending.pop(0).run()
-        self.pending.append(LateWork(self, work))
+        self.pending.append(LateWork(self, work, self.joined))
+        self.joined = []
         return self.pending[-1].wait
 
     def copy(self, work: Callable[[], None], *, is_load: bool, after: Sequence[Copying]) -> Copying:
-        """Copy only when `join` or a later copy waits for it."""
-        self.join(after)
-        self.copying.append(work)
-        return work
+        before = [self.newest[is_load]] if is_load in self.newest else []
+        copy = self.newest[is_load] = LateCopy(work, [*before, *after])
+        if self.rng.random() < 0.5:
+            copy.run()
+        return copy
 
     def join(self, copies: Sequence[Copying]) -> None:
-        for work in [work for work in self.copying if work in copies]:
-            self.copying.remove(work)
-            work()
+        self.joined += copies

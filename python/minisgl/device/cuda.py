@@ -74,8 +74,6 @@ class CudaDevice(Device):
 
     def copy(self, work: Callable[[], None], *, is_load: bool, after: Sequence[Copying]) -> Copying:
         stream = self._loads if is_load else self._stores
-        if not is_load:
-            stream.wait_stream(torch.cuda.current_stream(self.torch_device))
         for event in after:
             stream.wait_event(event)
         with torch.cuda.stream(stream):

@@ -59,10 +59,7 @@ class Device(ABC):
 
     @abstractmethod
     def copy(self, work: Callable[[], None], *, is_load: bool, after: Sequence[Copying]) -> Copying:
-        """Run copies beside the work submitted before, or after it unless they load; and in order with `after`.
-
-        All loads run in order, and so do all others.
-        """
+        """Run copies beside submitted work, after the copies `after`. All loads run in order, and so do all others."""
 
     @abstractmethod
     def join(self, copies: Sequence[Copying]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minisgl.attention import resolve_attention
@@ -29,9 +28,7 @@ from minisgl.process.log import Progress
 from minisgl.speculative import DRAFTERS
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from minisgl.core import BatchPlan, Records, StepCosts
+    from minisgl.core import BatchPlan, StepCosts
     from minisgl.kvcache.storage import Store
     from minisgl.settings.options import EngineConfig
 
@@ -114,15 +111,11 @@ class Engine:
 
     def launch(self, plan: BatchPlan) -> ForwardOutput:
         """Start a step behind those launched before, with the first runner that fits; its moves come first."""
-        if len(plan.moves) or self.mover.is_due:
-            moved = self.device.submit(partial(self._move, plan.moves), 0.0)
-            if not len(plan.slots):
-                return ForwardOutput(plan, lambda masks: moved)
+        if not len(plan.slots):
+            self.mover.launch(plan.moves, plan.moves["page"])
+            return ForwardOutput(plan, lambda masks: self.device.submit(lambda: NO_TOKENS, 0.0))
+        self.mover.launch(plan.moves, plan.page_writes["page"])
         return next(r for r in self.runners if r.fits(plan)).launch(plan)
-
-    def _move(self, moves: Records) -> Tensor:
-        self.mover.apply(moves)
-        return NO_TOKENS
 
     def _stores(self) -> list[Store]:
         """The tiers that `--host-kv` and `--disk-kv` ask for, of which each rank takes an equal part."""

@@ -25,7 +25,10 @@ class CacheHandle:
 
 
 class MatchResult(NamedTuple):
-    """A matched prefix, and the ids of its pages [handle.num_pages]; negative for those that have to be loaded."""
+    """A matched prefix, and the ids of its pages [handle.num_pages].
+
+    The last ones may have to be loaded: such a page has no id but ~i, for the tier with index i.
+    """
 
     handle: CacheHandle
     pages: Ints
@@ -107,16 +110,13 @@ class PrefixCache(ABC):
         return False
 
     def write_back(self, num_pages: int, *, lasting: bool) -> int:
-        """Copy about `num_pages` pages to tiers, `lasting`: that outlive the process; return how many were copied.
-
-        No page may be evicted before the next `take_moves`.
-        """
+        """Copy about `num_pages` pages to tiers, `lasting`: that outlive the process; return how many were copied."""
         return 0
 
-    def take_moves(self, num_ahead: int = 0) -> Records:
+    def take_moves(self, num_next: int = 0, most: int = 0) -> Records:
         """Return the MOVE records since the last call, for the next plan.
 
-        They copy the `num_ahead` pages that will be evicted next, too, so that no step waits for that.
+        They copy about `most` of the `num_next` pages that will be evicted next, too, so that no step waits for that.
         """
         return NO_MOVES
 

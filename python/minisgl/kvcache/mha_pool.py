@@ -52,19 +52,20 @@ class MHAKVPool:
     def read(self, pages: Sequence[int]) -> torch.Tensor:
         """Return a copy of pages on the device, uint8 [n, page_bytes]."""
         index = self._index(pages)
-        return torch.cat([part[index].flatten(1).view(torch.uint8) for part in self._parts()], 1)
+        parts = [part[index].flatten(1) for part in self._parts()]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).view(torch.uint8)
 
     def write(self, pages: Sequence[int], data: torch.Tensor) -> None:
         """Overwrite pages by `data`, uint8 [n, page_bytes] on the device."""
-        index = self._index(pages)
+        index, words = self._index(pages), data.view(torch.int64)
         for part in self._parts():
-            mine, data = data[:, : part[0].nbytes], data[:, part[0].nbytes :]
-            part[index] = mine.view(part.dtype).view(len(pages), *part.shape[1:])
+            mine, words = words[:, : part[0].numel()], words[:, part[0].numel() :]
+            part[index] = mine.reshape(len(pages), *part.shape[1:])
 
     def _parts(self) -> list[torch.Tensor]:
-        """Numbers and scales, pages first."""
-        parts = [self.data.view(torch.uint8), self.scale] if self.dtype is E4M3 else [self.data]
-        return [part.transpose(0, 1) for part in parts]
+        """Numbers and scales, int64 [pages, layers, words]: long words are copied faster than short numbers."""
+        parts = [self.data, self.scale] if self.dtype is E4M3 else [self.data]
+        return [part.flatten(2).view(torch.int64).transpose(0, 1) for part in parts]
 
     def _index(self, pages: Sequence[int]) -> torch.Tensor:
         index = torch.as_tensor(pages, dtype=torch.int64)

@@ -15,7 +15,7 @@ from minisgl.errors import InvariantError
 from minisgl.kvcache.base import CacheHandle, MatchResult, PrefixCache, SizeInfo
 from minisgl.kvcache.outline import OutlinedNode, outline
 from minisgl.kvcache.tiers import Tier, page_name
-from minisgl.layout import LOAD, MOVE, NO_INTS, NO_MOVES, STORE, STORE_AHEAD
+from minisgl.layout import LOAD, MOVE, NO_INTS, NO_MOVES, STORE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DEVICE: Final = 0  # the place of pages that steps can read; tier i is place 1 + i
 NOWHERE: Final = np.empty(0, np.int32)
-ABSENT: Final = -1  # in a match: a page that has to be loaded before use
+PART: Final = 32  # pages, at least: a long edge is evicted in parts, the last pages first
 LOST: Final = b"\xff"  # no name of tokens ends so
 MAX_SIBLINGS: Final = 64  # among which a text that ends within a page is looked for
 COMPARE_BLOCK: Final = 4096  # tokens per comparison, so that an early difference in a long key ends the scan
@@ -244,19 +244,21 @@ class RadixCacheManager(PrefixCache):
                 # once after each use. Another takes what fits: it is for the oldest pages, which others would replace.
                 is_wanted = node.tried_at != node.timestamp if lasts else tier.free_size >= node.length
                 if is_wanted and len(node.pages) and count < num_pages:
+                    self._cut(node, num_pages - count)
                     node.tried_at = node.timestamp if lasts else node.tried_at
-                    count += self._store(node, place, STORE_AHEAD)
+                    count += self._store(node, place)
         return count
 
-    def take_moves(self, num_ahead: int = 0) -> Records:
+    def take_moves(self, num_next: int = 0, most: int = 0) -> Records:
         oldest: list[RadixTreeNode] = []
-        while num_ahead > 0 and (node := self._pop_oldest(DEVICE)) is not None:
+        while min(num_next, most) > 0 and (node := self._pop_oldest(DEVICE)) is not None:
             oldest.append(node)
             for at in reversed(self._path(node)):  # what is above goes next, unless it is in use elsewhere
-                if num_ahead > 0 and at.ref_count == 0:
-                    num_ahead -= at.length
-                    for place in range(1, len(self.root.places)):
-                        self._store(at, place, STORE_AHEAD)
+                if min(num_next, most) > 0 and at.ref_count == 0:
+                    if not all(map(len, at.places)):
+                        self._cut(at, min(num_next, most))
+                    num_next -= at.length
+                    most -= max(self._store(at, place) for place in range(1, len(at.places)))
         for node in oldest:
             self._offer(node, DEVICE)
         if not self._moves:
@@ -265,7 +267,7 @@ class RadixCacheManager(PrefixCache):
         self._moves = []
         return moves
 
-    def _store(self, node: RadixTreeNode, place: int, kind: int) -> int:
+    def _store(self, node: RadixTreeNode, place: int) -> int:
         """Copy a node's pages to a tier, where only older ones make room; return how many were copied."""
         tier = self.tiers[place - 1]
         if len(node.places[place]) or node.is_lost or node.length > tier.spec.num_slots:
@@ -279,7 +281,7 @@ class RadixCacheManager(PrefixCache):
             return 0
         names, (before, salt) = self._names(node), self._before(node)
         slots = tier.take(names, before, salt, node.key)
-        self._move(node, place, node.pages, slots, kind)
+        self._move(node, place, node.pages, slots, STORE)
         self._put(node, place, slots)
         return node.length
 
@@ -340,10 +342,11 @@ class RadixCacheManager(PrefixCache):
         freed: list[Ints] = []
         count = 0
         while count < num_pages and (node := self._pop_oldest(DEVICE)) is not None:
+            self._cut(node, num_pages - count)
             freed.append(node.pages)
             count += node.length
             for place in places:
-                self._store(node, place, STORE)
+                self._store(node, place)
             self._leave(node, DEVICE)
         return np.concatenate(freed) if freed else NOWHERE
 
@@ -413,7 +416,7 @@ class RadixCacheManager(PrefixCache):
         upper.ref_count = node.ref_count  # every lock at or below `node` passes through the upper part
         upper.places = [ids[:at].copy() for ids in node.places]
         upper.below = [int(len(ids) > 0) for ids in node.places]
-        upper.is_loaded = node.is_loaded
+        upper.is_loaded, upper.is_lost, upper.tried_at = node.is_loaded, node.is_lost, node.tried_at
         if node.names is not None:
             upper.names, node.names = node.names[:at].copy(), node.names[at:].copy()
         self._num_nodes += 1
@@ -425,6 +428,11 @@ class RadixCacheManager(PrefixCache):
         node.name = self._name(node.key, upper, b"")
         upper.children[node.name] = node
         return upper
+
+    def _cut(self, node: RadixTreeNode, most: int) -> None:
+        """Split off all but the last `most` pages of `node`, unless one part would be shorter than PART."""
+        if node.length >= (last := max(most, PART)) + PART:
+            self._split(node, node.length - last)
 
     def _add(self, parent: RadixTreeNode, key: Ints, salt: bytes) -> RadixTreeNode:
         """Add a node that is in no place yet."""
@@ -474,8 +482,11 @@ class RadixCacheManager(PrefixCache):
         return path[::-1]
 
     def _path_pages(self, node: RadixTreeNode) -> Ints:
-        parts = [at.pages if len(at.pages) else np.full(at.length, ABSENT, np.int32) for at in self._path(node)]
-        return np.concatenate([NOWHERE, *parts])
+        parts = [NOWHERE]
+        for at in self._path(node):
+            place = next(i for i, ids in enumerate(at.places) if len(ids))
+            parts.append(at.pages if place == DEVICE else np.full(at.length, -place, np.int32))
+        return np.concatenate(parts)
 
     def _is_evictable(self, node: RadixTreeNode, place: int) -> bool:
         is_there = node.parent is not None and len(node.places[place]) > 0

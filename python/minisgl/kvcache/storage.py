@@ -11,6 +11,7 @@ import weakref
 import zlib
 from contextlib import ExitStack
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -20,12 +21,12 @@ import torch
 
 from minisgl.errors import ConfigError
 from minisgl.kvcache.tiers import TierSpec
-from minisgl.layout import LOAD, STORE_AHEAD
+from minisgl.layout import LOAD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from minisgl.core import Records
+    from minisgl.core import Ints, Records
     from minisgl.device.device import Copying, Device
     from minisgl.kvcache.mha_pool import MHAKVPool
 
@@ -63,13 +64,15 @@ class HostStore:
         self.spec = TierSpec("host", num_slots, self._measure() if self._is_pinned else 0.0)
 
     def store(self, slots: list[int], names: list[int], data: torch.Tensor) -> None:
-        for slot, page in zip(slots, data, strict=True):
-            self._memory[slot].copy_(page, non_blocking=self._is_pinned)
+        for start, stop in _adjacent(slots):
+            mine = self._memory[slots[start] : slots[stop - 1] + 1]
+            mine.copy_(data[start:stop], non_blocking=self._is_pinned)
 
     def load(self, slots: list[int], names: list[int]) -> tuple[torch.Tensor, dict[int, str]]:
         data = torch.empty(len(slots), self._memory.shape[1], dtype=torch.uint8, device=self._device)
-        for slot, page in zip(slots, data, strict=True):
-            page.copy_(self._memory[slot], non_blocking=self._is_pinned)
+        for start, stop in _adjacent(slots):
+            mine = self._memory[slots[start] : slots[stop - 1] + 1]
+            data[start:stop].copy_(mine, non_blocking=self._is_pinned)
         return data, {}
 
     def _measure(self) -> float:
@@ -139,37 +142,37 @@ class DiskStore:
 
 
 class Mover:
-    """Carries out the moves of plans, in their order. A page that cannot be loaded becomes NaN, as do its logits."""
+    """Carries out the moves of plans beside all other work; moves of the same page or slot in their order.
+
+    A page that cannot be loaded becomes NaN, as do its logits.
+    """
 
     def __init__(self, pool: MHAKVPool, stores: list[Store], device: Device) -> None:
         self._pool = pool
         self.stores = stores
         self._device = device
-        self._ahead: list[Copying] = []  # which the next step waits for
+        self._newest: dict[tuple[int, int], Copying] = {}  # of (-1, page) and of (tier, slot)
         self._is_full = False
 
-    @property
-    def is_due(self) -> bool:
-        """Whether a step without moves has to wait for those of the step before, too."""
-        return bool(self._ahead)
+    def launch(self, moves: Records, written: Ints) -> None:
+        """Start MOVE records; a failure costs a log line.
 
-    def apply(self, moves: Records) -> None:
-        """Carry out MOVE records beside other work; a failure costs a log line.
-
-        Work submitted later waits for them, but only after the next call for those that are stored ahead. A copy waits
-        for those of the other direction with the same page or slot.
+        Work submitted later waits for the loads, and for stores only of the pages `written`, which it may overwrite.
+        Stores need not wait for work submitted before: what is stored was computed by a step whose result is known.
         """
-        before, self._ahead = self._ahead, []
-        touched: dict[tuple[int, int], Copying] = {}
-        joined = list(before)
+        if not self._newest and not len(moves):
+            return
+        newest, joined = self._newest, []
         for run in _runs(moves):
-            kind, tier = int(run["kind"][0]), int(run["tier"][0])
+            tier, is_load = int(run["tier"][0]), bool(run["kind"][0] == LOAD)
             keys = [*((-1, page) for page in run["page"].tolist()), *((tier, slot) for slot in run["slot"].tolist())]
-            after = dict.fromkeys([*before, *(touched[key] for key in keys if key in touched)])
-            copying = self._device.copy(partial(self._copy, run), is_load=kind == LOAD, after=list(after))
-            touched |= dict.fromkeys(keys, copying)
-            (self._ahead if kind == STORE_AHEAD else joined).append(copying)
-        self._device.join(joined)
+            after = dict.fromkeys(newest[key] for key in keys if key in newest)
+            copying = self._device.copy(partial(self._copy, run), is_load=is_load, after=list(after))
+            newest |= dict.fromkeys(keys, copying)
+            if is_load:
+                joined.append(copying)
+        joined += [newest.pop((-1, page)) for page in written.tolist() if (-1, page) in newest]
+        self._device.join(list(dict.fromkeys(joined)))
 
     def _copy(self, run: Records) -> None:
         store = self.stores[run["tier"][0]]
@@ -187,6 +190,11 @@ class Mover:
             if not self._is_full:
                 self._is_full = True  # a full disk stays full: one line is enough
                 _log.warning("pages cannot be written to the %s tier: %s", store.spec.name, e)
+
+
+def _adjacent(slots: list[int]) -> Iterator[tuple[int, int]]:
+    """Return the ranges of indices at which there are adjacent slots, each of which is one copy."""
+    return pairwise([0, *(i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1), len(slots)])
 
 
 def _runs(moves: Records) -> Iterator[Records]:

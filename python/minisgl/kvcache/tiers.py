@@ -102,7 +102,7 @@ class Tier:
 
     def give(self, slots: Ints) -> None:
         """Take back slots whose pages are not needed any more."""
-        self._free += slots.tolist()
+        self._free += slots[::-1].tolist()  # so that `take` returns runs of adjacent slots again
         if self.index is not None:
             self.index["name"][slots] = 0
 

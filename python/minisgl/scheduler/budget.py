@@ -7,12 +7,17 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from minisgl.core import TILE_TOKENS
 from minisgl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from minisgl.core import StepCosts, StepResult
-    from minisgl.scheduler.plan import StepOutput
+    from minisgl.scheduler.plan import Chunk, StepOutput
     from minisgl.settings.options import SchedulerConfig
 
 # Prompts always get this many tokens a step, or a slow decode step would starve them.
@@ -88,6 +93,28 @@ class StepBudget:
         return min(self._tokens, max(self._floor, _tokens_within(self._costs, self._seconds, start, self._tokens)))
 
 
+class LoadBudget:
+    """How many pages a step may load from tiers: as many as take `seconds`, the time of the step in flight.
+
+    For the first request, at least a page, and as many as take `least` seconds.
+    """
+
+    def __init__(self, seconds: float = math.inf, least: float = math.inf) -> None:
+        self.granted = 0
+        self._seconds = seconds
+        self._least = least
+
+    def grant(self, seconds: npt.NDArray[np.float64]) -> int:
+        """Grant some of the loads that take `seconds` [n], in their order; return how many."""
+        is_first, limit = self.granted == 0, self._seconds
+        if is_first:
+            limit = max(limit, self._least, *seconds[:1])
+        count = int(np.searchsorted(np.cumsum(seconds), limit, "right"))
+        self.granted += count
+        self._seconds -= float(seconds[:count].sum())
+        return count
+
+
 class Pace:
     """Turns the target for the time between two tokens of a stream into a budget for each step.
 
@@ -104,6 +131,7 @@ class Pace:
         self.tile = TILE_TOKENS if is_async else SYNC_TILE_TOKENS
         self.floor = min(FLOOR_TOKENS, self.tile)
         self.costs = None if target == 0 else costs
+        self._measured = costs
         self._target = AUTO_TARGET_S if target is None else target / 1e3
         self._is_auto = target is None
         self._most = math.inf if is_async or costs is None else SYNC_STEP * costs.base
@@ -136,6 +164,21 @@ class Pace:
             tile = LARGE_TILE_TOKENS if capacity >= 3 * LARGE_TILE_TOKENS else self.tile
             tokens = min(tokens, max(self.floor, capacity // tile * tile - num_running))
         return StepBudget(tokens, self.costs, seconds - decode, self.floor, self.tile)
+
+    def seconds(self, num_running: int, context: int, chunks: Sequence[Chunk] = ()) -> float:
+        """Return how long a step takes; endless if costs were not measured, so that nothing is held back."""
+        if (costs := self._measured) is None:
+            return math.inf
+        return costs.decode_seconds(num_running, context) + sum(
+            costs.chunk_seconds(c.start, c.stop - c.start) for c in chunks
+        )
+
+    def loads(self, num_running: int, context: int, beside: float) -> LoadBudget:
+        """Return what a step may load: `beside` the step in flight, which lasts so many seconds, nobody waits for it.
+
+        Beyond that, running requests wait for one more step at most, and new ones as for a prompt that is alone.
+        """
+        return LoadBudget(beside, self.seconds(num_running, context) if num_running else ALONE_S)
 
     def describe(self) -> dict[str, str | int | float]:
         """Facts for the banner and /server_info."""

@@ -14,7 +14,9 @@ from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
     from minisgl.core import Ints
+    from minisgl.kvcache.base import CacheHandle
     from minisgl.routing.prefixes import CachedPrefixes
+    from minisgl.scheduler.budget import LoadBudget
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Rows
 
@@ -43,6 +45,7 @@ class CacheManager:
         self.rows = rows
         self.on_free: Callable[[list[int]], None] | None = None  # called with pages that become free; tests poison them
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: recently used pages are warm
+        self._page_seconds = np.array([tier.spec.page_seconds for tier in prefix_cache.tiers])
         self._fenced: deque[tuple[int, list[int]]] = deque()
 
     def pages_for(self, num_tokens: int) -> int:
@@ -68,26 +71,41 @@ class CacheManager:
         del self._free[cut:]
         return pages
 
-    def match(self, req: Req) -> MatchResult:
-        """Return the longest cached prefix of a waiting request that leaves a token to compute.
+    def match(self, req: Req, most: int | None = None) -> MatchResult:
+        """Return the longest cached prefix, of at most so many pages, that leaves a token of a request to compute.
 
         A prompt with log-probabilities to report is computed as a whole: the cache has only its K/V.
         """
         limit = len(req.ids) - 1 if req.prompt_logprobs is None else 0
+        if most is not None:
+            limit = min(limit, most * self.page_size)
         return self.prefix.match_prefix(req.ids[:limit], salt_digest(req.sampling_params.cache_salt))
 
     def attach(self, req: Req) -> list[int]:
-        """Lock the longest cached prefix of a waiting request and return its pages, negative if not on the device."""
+        """Lock what the device has of the longest cached prefix of a waiting request, and return its pages.
+
+        `Req.is_loading` says afterwards whether the prefix goes on in a tier.
+        """
         handle, pages = self.match(req)
+        req.is_loading = bool((pages < 0).any())
+        if req.is_loading:
+            handle, pages = self.match(req, int((pages >= 0).sum()))
         self.prefix.lock_handle(handle)
         req.cache_handle = handle
         shared: list[int] = pages.tolist()
         return shared
 
-    def load(self, req: Req, pages: list[int]) -> list[int]:
-        """Load what is not on the device of the prefix of `req` into `pages`; return the prefix's pages."""
-        loaded: list[int] = self.prefix.load(req.cache_handle, np.array(pages, np.int32)).tolist()
-        return loaded
+    def load(self, req: Req, budget: LoadBudget) -> None:
+        """Load more of the cached prefix of `req`, which has computed nothing yet, into its own pages."""
+        handle, pages = self.match(req)
+        absent = ~pages[pages < 0]
+        granted = budget.grant(self._page_seconds[absent])
+        req.is_loading = granted < len(absent)
+        if req.is_loading:
+            handle, pages = self.match(req, len(pages) - len(absent) + granted)
+        own = np.array(req.pages[: handle.num_pages], np.int32)
+        self._adopt(req, handle, self.prefix.load(handle, own[pages < 0]))
+        self.rows.cached_len[req.row] = handle.num_pages * self.page_size
 
     def lose(self, req: Req) -> bool:
         """Forget the pages that were loaded for `req`, whose result is not finite; return false if there are none."""
@@ -116,21 +134,26 @@ class CacheManager:
         handle, canonical = self.prefix.insert_prefix(ids, own, salt_digest(req.sampling_params.cache_salt))
         if handle.num_pages <= req.cache_handle.num_pages:
             return
-        own = own[: handle.num_pages]
-        differing = np.flatnonzero(canonical != own)
+        cached = req.cache_handle.num_pages
+        duplicates = self._adopt(req, handle, canonical)
         if self.prefixes is not None:
-            cached = req.cache_handle.num_pages + len(differing)
-            self.prefixes.insert(ids, canonical, cached, req.sampling_params.cache_salt)
-        duplicates = own[differing].tolist()
-        for i, page in zip(differing.tolist(), canonical[differing].tolist(), strict=True):
-            self.rows.set_pages(req, i, [page])
+            self.prefixes.insert(ids, canonical, cached + len(duplicates), req.sampling_params.cache_salt)
+
+    def _adopt(self, req: Req, handle: CacheHandle, pages: Ints) -> list[int]:
+        """Let `req` use the `pages` of a longer prefix and lock it; free and return the request's own copies."""
+        own, has_begun = np.array(req.pages[: len(pages)], np.int32), self._has_begun(req)
+        differing = np.flatnonzero(pages != own)
+        for i in differing.tolist():
+            self.rows.set_pages(req, i, [int(pages[i])])
         self.prefix.lock_handle(handle)
         self.detach(req)
         req.cache_handle = handle
+        duplicates: list[int] = own[differing].tolist()
         if not self.rows.is_in_flight(req):
-            self._give(duplicates)
+            self._give(duplicates, are_used=has_begun)
         elif duplicates:
             self._fenced.append((int(self.rows.last_step[req.row]), duplicates))
+        return duplicates
 
     def continuation(self, req: Req, count: int) -> Ints:
         """Return up to `count` tokens that followed the text of `req` in a cached text with the same salt."""
@@ -141,7 +164,7 @@ class CacheManager:
 
     def release(self, req: Req) -> None:
         """Take back the pages of a request that no batch in flight holds."""
-        self._give(req.pages[req.cache_handle.num_pages :])
+        self._give(req.pages[req.cache_handle.num_pages :], are_used=self._has_begun(req))
         self.detach(req)
         req.pages = []
 
@@ -158,15 +181,24 @@ class CacheManager:
     def _give_evicted(self, pages: Ints) -> None:
         if self.prefixes is not None:
             self.prefixes.remove(pages)
-        if self.prefix.tiers:
-            self._free += pages.tolist()  # usable at once, but not to be poisoned: a plan may copy them first
-        else:
-            self._give(pages.tolist())
+        # Below the others: they are taken in the order in which they are stored, after those that need no store.
+        self._free[:0] = pages[::-1].tolist()
+        if not self.prefix.tiers:
+            self._tell_free(pages.tolist())
 
-    def _give(self, pages: list[int]) -> None:
+    def _give(self, pages: list[int], *, are_used: bool = True) -> None:
+        """Free `pages`, which a step has used; others may still have to be copied to a tier."""
         self._free.extend(pages)
+        if are_used:
+            self._tell_free(pages)
+
+    def _tell_free(self, pages: list[int]) -> None:
         if self.on_free is not None and pages:
             self.on_free(pages)
+
+    def _has_begun(self, req: Req) -> bool:
+        """Return whether a step has computed a token of `req`, or will."""
+        return bool(self.rows.cached_len[req.row] > req.cache_handle.num_pages * self.page_size)
 
     def unowned_pages(self) -> tuple[list[int], list[int]]:
         """Return the free pages and the fenced ones (for the invariant checks)."""

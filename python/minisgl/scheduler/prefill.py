@@ -16,7 +16,7 @@ from minisgl.scheduler.req import Req, Status
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from minisgl.scheduler.budget import StepBudget
+    from minisgl.scheduler.budget import LoadBudget, StepBudget
     from minisgl.scheduler.cache import CacheManager
     from minisgl.scheduler.rows import Index, Rows
 
@@ -159,8 +159,10 @@ class PrefillManager:
             self._head = head, step
         return head if step - self._head[1] >= self.patience else None
 
-    def plan(self, budget: StepBudget, running: Index | None) -> list[Chunk]:
+    def plan(self, budget: StepBudget, running: Index | None, loads: LoadBudget) -> list[Chunk]:
         """Return chunks of prompts within the budget, one prompt after the other.
+
+        A prompt with a cached prefix in a tier comes first to its loads, of which `loads` grants a part in each step.
 
         Pages are kept free for the growth of the rows `running`, which go on decoding; None admits no request. While
         the next request does not fit, only much shorter ones are admitted, but prompts already begun go on.
@@ -187,7 +189,10 @@ class PrefillManager:
                 waiting = iter(()) if is_blocked else _passing(candidate, waiting, now)
                 is_blocked, candidate = True, next(waiting, None)
                 continue
-            if not self._chunk(req, budget, chunks):
+            if req.is_loading:
+                self.cache.load(req, loads)
+                self._note_hit(req)
+            if not req.is_loading and not self._chunk(req, budget, chunks):
                 break
         return chunks
 
@@ -206,26 +211,25 @@ class PrefillManager:
         """Give `req` a row and the pages of its whole prompt, unless fewer than `reserved` tokens would stay free."""
         cache = self.cache
         shared = cache.attach(req)
-        absent = sum(page < 0 for page in shared)
-        need = cache.pages_for(len(req.ids)) - len(shared) + absent
+        need = cache.pages_for(len(req.ids)) - len(shared)
         # Alone, a request needs no margin: `Admission` has checked that the pool can hold it to its end.
         margin = cache.pages_for(reserved + self.growth.tokens(req)) if reserved else 0
         if need + margin > cache.available or (own := cache.allocate(need)) is None:
             cache.detach(req)
             return False
-        if absent:
-            shared, own = cache.load(req, own[:absent]), own[absent:]
-        cached_len = len(shared) * cache.page_size
-        self.rows.allocate(req, cached_len)
+        self.rows.allocate(req, len(shared) * cache.page_size)
         self.rows.set_pages(req, 0, shared + own)
         if req.prompt_logprobs is not None:
             req.prompt_logprobs = []  # those computed before a preemption are computed again
-        if len(req.ids) == req.prompt_len:  # a preempted request would find its own prompt
-            req.prefix_hit = cached_len
+        self._note_hit(req)
         self.remove(req)
         req.status = Status.RUNNING
         self.chunked.append(req)
         return True
+
+    def _note_hit(self, req: Req) -> None:
+        if len(req.ids) == req.prompt_len:  # a preempted request would find its own prompt
+            req.prefix_hit = int(self.rows.cached_len[req.row])
 
     def _chunk(self, req: Req, budget: StepBudget, chunks: list[Chunk]) -> bool:
         """Add the chunk of `req` that the budget allows; return whether the prompt is then complete."""

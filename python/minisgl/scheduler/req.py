@@ -70,6 +70,7 @@ class Req:
         self.table_idx: int | None = None
         self.pages: list[int] = []  # page ids by position, those shared with the prefix cache first
         self.cache_handle: Any = None  # the lock on the shared prefix
+        self.is_loading = False  # a part of its cached prefix is still to be loaded from a tier
         self.matcher: TokenMatcher | None = None  # has advanced over all confirmed tokens; None without a grammar
         # Log-probabilities of the prompt so far, columns of the step results; None once sent, or if not asked for.
         self.prompt_logprobs: list[Ints] | None = [] if sampling_params.wants_prompt_logprobs else None

@@ -28,11 +28,11 @@ from minisgl.distributed.control import PlanBus
 from minisgl.errors import ConfigError, InvariantError, RequestError
 from minisgl.kvcache import create_prefix_cache
 from minisgl.kvcache.tiers import worthwhile_tiers
-from minisgl.layout import NO_INTS
+from minisgl.layout import NO_INTS, NO_MOVES
 from minisgl.message import AbortMsg, BackendMsg, ExitMsg, Finished, FlushCacheMsg, PrefixesMsg, UserMsg, ViewMsg
 from minisgl.routing.prefixes import CachedPrefixes
 from minisgl.scheduler import endings
-from minisgl.scheduler.budget import Pace, StepClock
+from minisgl.scheduler.budget import LoadBudget, Pace, StepClock
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.check import check_idle, check_invariants
 from minisgl.scheduler.decode import DecodeManager
@@ -97,6 +97,8 @@ class Scheduler:
         prefixes = CachedPrefixes(engine.num_pages, engine.page_size) if config.tells_prefixes else None
         self.cache = CacheManager(engine.num_pages, engine.page_size, prefix_cache, self.rows, prefixes)
         self.pages_ahead = math.ceil(config.max_prefill_length / engine.page_size)  # that a step may evict
+        self.page_seconds = max((tier.spec.page_seconds for tier in tiers), default=0.0) or 1e-6  # to copy a page
+        self.step_seconds = 0.0  # that the newest launched step takes, by its costs
         self.is_mixed = config.mixed_batches
         self.prefill = PrefillManager(self.cache, self.rows, config.schedule_policy)
         self.decode = DecodeManager(self.cache, self.rows)
@@ -277,16 +279,17 @@ class Scheduler:
         drafts = None
         if self.drafts is not None:
             drafts = self.drafts.plan(self.step_number, running, max(0, self.pace.max_tokens - len(running)))
-        chunks = []
+        chunks, loads = [], LoadBudget()
         if self.prefill.has_work:
             context = int(self.rows.cached_len[running].sum())
             num_decoded = len(running) + (0 if drafts is None else int(drafts.counts.sum()))
+            loads = self.pace.loads(num_decoded, context, self.step_seconds if self.launched else 0.0)
             budget = self.pace.budget(num_decoded, context, self.prefill.backlog(self.pace.rush_tokens))
             # While running requests lack pages, new requests must not take the last ones.
-            chunks = self.prefill.plan(budget, None if is_short else running)
+            chunks = self.prefill.plan(budget, None if is_short else running, loads)
             if chunks and not self.is_mixed:
                 running, drafts = running[:0], None
-        if len(running) or chunks:
+        if len(running) or chunks or loads.granted:
             if not is_short:
                 self.prefill.growth.relax()  # not in an idle step, which a record leaves out
             return Step(running, chunks, drafts)
@@ -296,10 +299,8 @@ class Scheduler:
 
     def _write_back(self, *, lasting: bool = False) -> Step | None:
         """Return a step that copies cached pages to tiers, for idle times; `lasting`: that outlive this process."""
-        tiers = self.cache.prefix.tiers
-        slowest = max((tier.spec.page_seconds for tier in tiers), default=0.0)
-        pages = max(1, int(WRITE_BACK_S / max(slowest, 1e-6)))
-        has_copied = bool(tiers) and self.cache.prefix.write_back(pages, lasting=lasting)
+        pages = max(1, int(WRITE_BACK_S / self.page_seconds))
+        has_copied = bool(self.cache.prefix.tiers) and self.cache.prefix.write_back(pages, lasting=lasting)
         return Step(self.decode.index, []) if has_copied else None
 
     def _preempt_for(self, req: Req) -> bool:
@@ -340,8 +341,14 @@ class Scheduler:
         if self.drafts is not None:
             histories = self.drafts.histories(step)
             self.drafts.advance(step.running, step.drafts)
-        is_full = bool(self.cache.prefix.tiers) and self.cache.free_size < 2 * self.pages_ahead
-        moves = self.cache.prefix.take_moves(self.pages_ahead if is_full else 0)
+        moves = NO_MOVES
+        if self.cache.prefix.tiers:
+            context = int(self.rows.cached_len[step.running].sum())
+            self.step_seconds = self.pace.seconds(len(step.running), context, step.chunks)
+            is_full = self.cache.free_size < 2 * self.pages_ahead
+            # Copies that take longer than the step would hold up the next one.
+            most = math.ceil(min(self.pages_ahead, self.step_seconds / self.page_seconds))
+            moves = self.cache.prefix.take_moves(self.pages_ahead * is_full, most)
         plan = step.make_plan(self.step_number, self.rows, histories, moves)
         if self.grammars.num_followed:
             plan = replace(plan, masks=self.grammars.plan_masks(plan, self.rows))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from minisgl.core import BatchPlan, StepCosts
+from minisgl.core import BatchPlan, FinishReason, StepCosts
+from minisgl.kvcache import radix_manager
 from minisgl.kvcache.tiers import TierSpec
 from minisgl.layout import LOAD, MOVE
+from minisgl.scheduler import budget
+from minisgl.scheduler.budget import LoadBudget, Pace
 from minisgl.scheduler.stats import engine_view
 from support.fake_engine import FakeEngine
 from support.traces import Harness, run_random_trace
@@ -16,10 +19,22 @@ HOST, DISK = TierSpec("host", 40, 1e-6), TierSpec("disk", 60, 1e-6, lasts=True)
 CHOICES = {"host": [HOST], "disk": [DISK], "both": [HOST, DISK]}
 
 
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Edges are evicted page by page, and a step loads a page at most."""
+    monkeypatch.setattr(radix_manager, "PART", 1)
+    monkeypatch.setattr(Pace, "loads", lambda *_: LoadBudget(0.0, 0.0))
+
+
 @pytest.mark.parametrize("damage", [0.0, 0.2])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("names", CHOICES)
-def test_random_traces_with_tiers(names: str, depth: int, damage: float) -> None:
+@pytest.mark.parametrize("parts", ["large", "small"])
+def test_random_traces_with_tiers(
+    parts: str, names: str, depth: int, damage: float, request: pytest.FixtureRequest
+) -> None:
+    if parts == "small":
+        request.getfixturevalue("small_parts")
     stored = loaded = lost = 0
     for seed in range(4):
         number = 1000 * depth + seed + 500 * (damage > 0)
@@ -55,6 +70,59 @@ def test_an_evicted_prefix_is_loaded_and_not_computed(depth: int) -> None:
     assert [ask(h, 100), ask(h, 200), ask(h, 100), ask(h, 200)] == [0, 0, 36, 36]
     h.scheduler.cache.flush()
     assert ask(h, 100) == 0, "a flushed prefix was found"
+
+
+def plans(h: Harness) -> list[BatchPlan]:
+    return [BatchPlan.unpack(np.frombuffer(data, np.int32)) for data in h.engine.plans]
+
+
+def loading(monkeypatch: pytest.MonkeyPatch, depth: int, page_seconds: float) -> tuple[Harness, int]:
+    """A request decodes, and one with a prefix of 15 pages in the tier has come; return its uid."""
+    monkeypatch.setattr(radix_manager, "PART", 2)
+    tier, costs = TierSpec("host", 60, page_seconds), StepCosts(1e-3, 1e-4)
+    h = Harness(FakeEngine(rows=3, num_pages=30, vocab=5003, costs=costs, tiers=[tier], max_model_len=100), depth)
+    for start in (100, 200, 300):
+        ask(h, start, 62)
+    h.engine.plans.clear()
+    h.add(range(900, 910), 30, ignore_eos=True)
+    while not h.outputs[3]:
+        h.step()
+    return h, h.add(range(100, 162), ignore_eos=True)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("end", ["completes", "aborts", "is aborted beside another"])
+def test_a_long_prefix_is_loaded_beside_a_stream(depth: int, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts that take no longer than a step of 1.1 ms, each of which has a token of the stream."""
+    h, uid = loading(monkeypatch, depth, 3.5e-4)
+    if end == "is aborted beside another":
+        h.add(range(100, 162), ignore_eos=True)
+    if end != "completes":
+        while not h.engine.num_moves[1]:
+            h.step()
+        h.abort(uid)
+    h.finish_all()
+    h.check_outputs()
+    counts = [int((plan.moves["kind"] == LOAD).sum()) for plan in plans(h)]
+    assert all(len(plan.slots) for plan, count in zip(plans(h), counts, strict=True) if count)
+    assert max(counts) == 3
+    assert sum(counts) == 3 if end == "aborts" else sum(counts) > 10
+    if end != "aborts":
+        assert h.scheduler.stats.cached_tokens == 60
+    assert h.endings[uid] is (FinishReason.LENGTH if end == "completes" else FinishReason.ABORT)
+
+
+def test_a_request_alone_is_loaded_in_large_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For others who may come, a part takes no longer than a step with prompts does then."""
+    monkeypatch.setattr(budget, "ALONE_S", 7e-3)
+    h = small_pool([TierSpec("host", 40, 1e-3 * 0.3999)], 1)
+    assert [ask(h, 100, 48), ask(h, 200, 48)] == [0, 0]
+    h.engine.plans.clear()
+    monkeypatch.setattr(budget, "ALONE_S", 2e-3)
+    assert ask(h, 100, 48) == 44
+    counts = [int((plan.moves["kind"] == LOAD).sum()) for plan in plans(h)]
+    assert [count for count in counts if count] == [5, 5, 1]
+    assert [len(plan.slots) for plan in plans(h)][:3] == [0, 0, 1]
 
 
 def test_a_preempted_request_comes_back_from_the_host() -> None:
@@ -127,7 +195,7 @@ def test_moves_travel_in_a_packed_plan() -> None:
     h = small_pool([HOST])
     for start in (100, 200, 100):
         ask(h, start)
-    moves = np.concatenate([BatchPlan.unpack(np.frombuffer(data, np.int32)).moves for data in h.engine.plans])
+    moves = np.concatenate([plan.moves for plan in plans(h)])
     assert moves.dtype == MOVE and len(moves) == sum(h.engine.num_moves)
     stored, loaded = ({*moves["name"][(moves["kind"] == LOAD) == i].tolist()} for i in (0, 1))
     assert loaded and loaded < stored
