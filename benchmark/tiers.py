@@ -130,9 +130,13 @@ def conversations(llm: LLM, args: argparse.Namespace, seed: int) -> tuple[str, l
 
 def no_hits(llm: LLM, args: argparse.Namespace, seed: int) -> tuple[str, list[Tokens]]:
     rng = random.Random(seed)
-    prompts = [tokens(rng, args.turn) for _ in range(args.rounds * args.conversations)]
-    seconds, answers, _ = timed(llm, prompts, args.output)
-    return f"{len(prompts) * (args.turn + args.output) / seconds:.0f} tok/s", answers
+    rates, all_answers = [], []
+    for _ in range(3 * args.rounds):
+        prompts = [tokens(rng, args.turn) for _ in range(args.conversations)]
+        seconds, answers, _ = timed(llm, prompts, args.output)
+        rates.append(len(prompts) * (args.turn + args.output) / seconds)
+        all_answers += answers
+    return f"{median(rates):.0f} tok/s (from {min(rates):.0f} to {max(rates):.0f})", all_answers
 
 
 def main(argv: Sequence[str] | None = None) -> None:
