@@ -171,8 +171,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             with LLM(**given, **more) as llm:
                 args.token_bytes = int(llm.scheduler.engine.describe()["kv_bytes"]) / args.pool
                 timed(llm, [tokens(random.Random(0), args.prefix)], args.output)  # warms up
-                for name, case in cases.items():
-                    text, told = case(llm, args, seed=len(name))
+                for seed, (name, case) in enumerate(cases.items(), 1):
+                    text, told = case(llm, args, seed)
                     answers[name].append(told)
                     print(f"{name:13} {label:7} tier: {text}", flush=True)
     pairs = [pair for without, told in answers.values() for pair in zip(without, told, strict=True)]

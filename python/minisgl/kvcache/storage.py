@@ -60,7 +60,9 @@ class HostStore:
         self._device = pool.device
         self._is_pinned = pool.device.type == "cuda"
         num_slots = _count_slots("--host-kv", size, pool.page_bytes)
-        self._memory = torch.empty(num_slots, pool.page_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+        self._memory = torch.empty(num_slots, pool.page_bytes, dtype=torch.uint8)
+        if self._is_pinned:
+            _pin(self, self._memory)
         self.spec = TierSpec("host", num_slots, self._measure() if self._is_pinned else 0.0)
 
     def store(self, slots: list[int], names: list[int], data: torch.Tensor) -> None:
@@ -203,6 +205,21 @@ def _runs(moves: Records) -> Iterator[Records]:
     for part in np.split(moves, 1 + np.flatnonzero(is_new)):
         for start in range(0, len(part), RUN):
             yield part[start : start + RUN]
+
+
+def _pin(owner: object, memory: torch.Tensor) -> None:
+    """Pin `memory` as long as `owner` lives. torch's own allocator would round 20 GB up to a power of two."""
+    cudart, address = torch.cuda.cudart(), memory.data_ptr()
+    if error := int(cudart.cudaHostRegister(address, memory.nbytes, 0)):
+        raise ConfigError(
+            f"--host-kv: {memory.nbytes / GB:.1f} GB of host memory cannot be pinned (CUDA error {error})"
+        )
+
+    def unpin() -> None:
+        torch.cuda.synchronize()
+        cudart.cudaHostUnregister(address)
+
+    weakref.finalize(owner, unpin)
 
 
 def _count_slots(flag: str, size: int, page_bytes: int) -> int:

@@ -106,6 +106,8 @@ class CacheManager:
         own = np.array(req.pages[: handle.num_pages], np.int32)
         self._adopt(req, handle, self.prefix.load(handle, own[pages < 0]))
         self.rows.cached_len[req.row] = handle.num_pages * self.page_size
+        if not req.is_loading:
+            self.rows.set_pages(req, 0, req.pages)
 
     def lose(self, req: Req) -> bool:
         """Forget the pages that were loaded for `req`, whose result is not finite; return false if there are none."""

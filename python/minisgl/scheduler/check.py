@@ -103,7 +103,8 @@ def _check_row(scheduler: Scheduler, req: Req) -> None:
         raise InvariantError(f"the arrays say uid, max_len, flags = {stored}: {where}")
     may_be_dead = req.status in (Status.FINISHED, Status.PREEMPTED)  # the latter where a loaded page was damaged
     is_dead = not rows.is_live[row]
-    if limit != min(capacity, req.max_len - 1) or (req.status is Status.FINISHED) > is_dead or is_dead > may_be_dead:
+    has_limit = limit == min(capacity, req.max_len - 1) or req.is_loading
+    if not has_limit or (req.status is Status.FINISHED) > is_dead or is_dead > may_be_dead:
         raise InvariantError(f"limit or liveness ({rows.is_live[row]}) contradict the request: {where}")
     if not 0 <= cached <= min(capacity, req.max_len - 1):
         raise InvariantError(f"more tokens than the pages hold, or than the request allows: {where}")

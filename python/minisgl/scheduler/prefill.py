@@ -218,7 +218,9 @@ class PrefillManager:
             cache.detach(req)
             return False
         self.rows.allocate(req, len(shared) * cache.page_size)
-        self.rows.set_pages(req, 0, shared + own)
+        req.pages = shared + own
+        if not req.is_loading:  # else the next step would wait until pages are free that it does not use yet
+            self.rows.set_pages(req, 0, req.pages)
         if req.prompt_logprobs is not None:
             req.prompt_logprobs = []  # those computed before a preemption are computed again
         self._note_hit(req)

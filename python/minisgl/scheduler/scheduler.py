@@ -96,7 +96,7 @@ class Scheduler:
         prefix_cache = create_prefix_cache(config.cache_type, engine.page_size, tiers)
         prefixes = CachedPrefixes(engine.num_pages, engine.page_size) if config.tells_prefixes else None
         self.cache = CacheManager(engine.num_pages, engine.page_size, prefix_cache, self.rows, prefixes)
-        self.pages_ahead = math.ceil(config.max_prefill_length / engine.page_size)  # that a step may evict
+        self.pages_ahead = math.ceil(2 * config.max_prefill_length / engine.page_size)  # that two steps may evict
         self.page_seconds = max((tier.spec.page_seconds for tier in tiers), default=0.0) or 1e-6  # to copy a page
         self.step_seconds = 0.0  # that the newest launched step takes, by its costs
         self.is_mixed = config.mixed_batches
@@ -345,10 +345,9 @@ class Scheduler:
         if self.cache.prefix.tiers:
             context = int(self.rows.cached_len[step.running].sum())
             self.step_seconds = self.pace.seconds(len(step.running), context, step.chunks)
-            is_full = self.cache.free_size < 2 * self.pages_ahead
-            # Copies that take longer than the step would hold up the next one.
+            # Copies that take longer than the step could hold up the next one.
             most = math.ceil(min(self.pages_ahead, self.step_seconds / self.page_seconds))
-            moves = self.cache.prefix.take_moves(self.pages_ahead * is_full, most)
+            moves = self.cache.prefix.take_moves(self.pages_ahead - self.cache.free_size, most)
         plan = step.make_plan(self.step_number, self.rows, histories, moves)
         if self.grammars.num_followed:
             plan = replace(plan, masks=self.grammars.plan_masks(plan, self.rows))

@@ -106,6 +106,8 @@ def test_a_long_prefix_is_loaded_beside_a_stream(depth: int, end: str, monkeypat
     counts = [int((plan.moves["kind"] == LOAD).sum()) for plan in plans(h)]
     assert all(len(plan.slots) for plan, count in zip(plans(h), counts, strict=True) if count)
     assert max(counts) == 3
+    # Pages that the request does not use yet are not written to its row: the step would wait for their stores.
+    assert all({*plan.page_writes["row"].tolist()} <= {*plan.slots["row"].tolist()} for plan in plans(h))
     assert sum(counts) == 3 if end == "aborts" else sum(counts) > 10
     if end != "aborts":
         assert h.scheduler.stats.cached_tokens == 60
