@@ -114,8 +114,10 @@ class Engine:
         if not len(plan.slots):
             self.mover.launch(plan.moves, plan.moves["page"])
             return ForwardOutput(plan, lambda masks: self.device.submit(lambda: NO_TOKENS, 0.0))
-        self.mover.launch(plan.moves, plan.page_writes["page"])
-        return next(r for r in self.runners if r.fits(plan)).launch(plan)
+        others = self.mover.launch(plan.moves, plan.page_writes["page"])
+        output = next(r for r in self.runners if r.fits(plan)).launch(plan)
+        self.mover.start(others)  # the host need not start these before the step
+        return output
 
     def _stores(self) -> list[Store]:
         """The tiers that `--host-kv` and `--disk-kv` ask for, of which each rank takes an equal part."""

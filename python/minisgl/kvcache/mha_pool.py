@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from minisgl.ops.quantized import E4M3, Pages, QuantizedPages
+
+if TYPE_CHECKING:
+    from minisgl.core import Ints
 
 
 class MHAKVPool:
@@ -49,15 +54,20 @@ class MHAKVPool:
         """Return a view of the pages of layer `index`, [pages, 2, kv_heads, page_size, head_dim]."""
         return self._layers[index]
 
-    def read(self, pages: Sequence[int]) -> torch.Tensor:
+    def index(self, pages: Ints) -> torch.Tensor:
+        """Return page ids as int64 in host memory, for `read` and `write`; pinned, or each copy to a GPU would wait."""
+        index = torch.from_numpy(pages.astype(np.int64))
+        return index.pin_memory() if self.device.type == "cuda" else index
+
+    def read(self, pages: torch.Tensor) -> torch.Tensor:
         """Return a copy of pages on the device, uint8 [n, page_bytes]."""
-        index = self._index(pages)
+        index = pages.to(self.device, non_blocking=True)
         parts = [part[index].flatten(1) for part in self._parts()]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).view(torch.uint8)
 
-    def write(self, pages: Sequence[int], data: torch.Tensor) -> None:
+    def write(self, pages: torch.Tensor, data: torch.Tensor) -> None:
         """Overwrite pages by `data`, uint8 [n, page_bytes] on the device."""
-        index, words = self._index(pages), data.view(torch.int64)
+        index, words = pages.to(self.device, non_blocking=True), data.view(torch.int64)
         for part in self._parts():
             mine, words = words[:, : part[0].numel()], words[:, part[0].numel() :]
             part[index] = mine.reshape(len(pages), *part.shape[1:])
@@ -67,13 +77,7 @@ class MHAKVPool:
         parts = [self.data, self.scale] if self.dtype is E4M3 else [self.data]
         return [part.flatten(2).view(torch.int64).transpose(0, 1) for part in parts]
 
-    def _index(self, pages: Sequence[int]) -> torch.Tensor:
-        index = torch.as_tensor(pages, dtype=torch.int64)
-        if self.device.type == "cuda":
-            index = index.pin_memory()  # otherwise the host waits for the copies before
-        return index.to(self.device, non_blocking=True)
-
     def poison(self, pages: Sequence[int]) -> None:
         """Fill pages with NaN, so that tests detect reads before the next write."""
         data = self.scale if self.dtype is E4M3 else self.data
-        data[:, self._index(pages)] = float("nan")
+        data[:, torch.tensor(pages, device=self.device)] = float("nan")

@@ -156,34 +156,51 @@ class Mover:
         self._newest: dict[tuple[int, int], Copying] = {}  # of (-1, page) and of (tier, slot)
         self._is_full = False
 
-    def launch(self, moves: Records, written: Ints) -> None:
-        """Start MOVE records; a failure costs a log line.
+    def launch(self, moves: Records, written: Ints) -> Records:
+        """Start the MOVE records that the next step needs, and return the others; a failure costs a log line.
 
         Work submitted later waits for the loads, and for stores only of the pages `written`, which it may overwrite.
         Stores need not wait for work submitted before: what is stored was computed by a step whose result is known.
         """
         if not self._newest and not len(moves):
-            return
-        newest, joined = self._newest, []
-        for run in _runs(moves):
+            return moves
+        wanted = {*written.tolist()}
+        needed, keys = np.zeros(len(moves), np.bool_), {(-1, page) for page in wanted}
+        for i, (page, tier, slot, kind, _) in reversed([*enumerate(moves.tolist())]):
+            if kind == LOAD or (-1, page) in keys or (tier, slot) in keys:
+                needed[i] = True
+                keys |= {(-1, page), (tier, slot)}
+        joined = self.start(moves[needed])
+        joined += [self._newest.pop((-1, page)) for page in wanted if (-1, page) in self._newest]
+        self._device.join(list(dict.fromkeys(joined)))
+        return moves[~needed]
+
+    def start(self, moves: Records) -> list[Copying]:
+        """Start all `moves`; return the loads."""
+        loads: list[Copying] = []
+        if not len(moves):
+            return loads
+        pages = self._pool.index(moves["page"])
+        for start, stop in _runs(moves):
+            run = moves[start:stop]
             tier, is_load = int(run["tier"][0]), bool(run["kind"][0] == LOAD)
             keys = [*((-1, page) for page in run["page"].tolist()), *((tier, slot) for slot in run["slot"].tolist())]
-            after = dict.fromkeys(newest[key] for key in keys if key in newest)
-            copying = self._device.copy(partial(self._copy, run), is_load=is_load, after=list(after))
-            newest |= dict.fromkeys(keys, copying)
+            after = dict.fromkeys(self._newest[key] for key in keys if key in self._newest)
+            work = partial(self._copy, run, pages[start:stop])
+            copying = self._device.copy(work, is_load=is_load, after=list(after))
+            self._newest |= dict.fromkeys(keys, copying)
             if is_load:
-                joined.append(copying)
-        joined += [newest.pop((-1, page)) for page in written.tolist() if (-1, page) in newest]
-        self._device.join(list(dict.fromkeys(joined)))
+                loads.append(copying)
+        return loads
 
-    def _copy(self, run: Records) -> None:
+    def _copy(self, run: Records, pages: torch.Tensor) -> None:
         store = self.stores[run["tier"][0]]
-        pages, slots, names = (run[name].tolist() for name in ("page", "slot", "name"))
+        slots, names = run["slot"].tolist(), run["name"].tolist()
         if run["kind"][0] == LOAD:
             data, damaged = store.load(slots, names)
             self._pool.write(pages, data)
             for i, problem in damaged.items():
-                self._pool.poison([pages[i]])
+                self._pool.poison([int(pages[i])])
                 _log.warning("a page of the %s tier is lost and will be computed: %s", store.spec.name, problem)
             return
         try:
@@ -199,12 +216,12 @@ def _adjacent(slots: list[int]) -> Iterator[tuple[int, int]]:
     return pairwise([0, *(i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1), len(slots)])
 
 
-def _runs(moves: Records) -> Iterator[Records]:
-    """Cut MOVE records into runs of one kind and tier, of at most RUN records."""
+def _runs(moves: Records) -> Iterator[tuple[int, int]]:
+    """Return ranges of MOVE records of one kind and tier, of at most RUN records."""
     is_new = (np.diff(moves["kind"]) != 0) | (np.diff(moves["tier"]) != 0)
-    for part in np.split(moves, 1 + np.flatnonzero(is_new)):
-        for start in range(0, len(part), RUN):
-            yield part[start : start + RUN]
+    for first, end in pairwise([0, *(1 + np.flatnonzero(is_new)).tolist(), len(moves)]):
+        for start in range(first, end, RUN):
+            yield start, min(start + RUN, end)
 
 
 def _pin(owner: object, memory: torch.Tensor) -> None:

@@ -49,9 +49,10 @@ def test_moves_of_a_page_or_slot_keep_their_order(seed: int, dtype: torch.dtype)
                 moves.append((page, 0, slot, STORE, 0))
                 slots[slot] = pages[page]
         written = rng.sample(range(NUM_PAGES), rng.randrange(4))
-        mover.launch(np.array(moves, MOVE), np.array(written, np.int32))
+        others = mover.launch(np.array(moves, MOVE), np.array(written, np.int32))
         work = partial(step, pool, read, written, number % 16)  # which 8 bits hold
         steps.append((device.submit(work, 0.0), [pages[page] for page in read]))
+        mover.start(others)
         pages |= dict.fromkeys(written, number % 16)
         busy, num_loads = [*read, *written], num_loads + len(read)
         if len(steps) > 1:
