@@ -345,9 +345,10 @@ class Scheduler:
         if self.cache.prefix.tiers:
             context = int(self.rows.cached_len[step.running].sum())
             self.step_seconds = self.pace.seconds(len(step.running), context, step.chunks)
-            # Copies that take longer than the step could hold up the next one.
+            # Copies that take longer than the step could hold up the next one. In idle time, room is not made for any.
             most = math.ceil(min(self.pages_ahead, self.step_seconds / self.page_seconds))
-            moves = self.cache.prefix.take_moves(self.pages_ahead - self.cache.free_size, most)
+            is_idle = not (len(step.running) or step.chunks)
+            moves = self.cache.prefix.take_moves(self.pages_ahead - self.cache.free_size, 0 if is_idle else most)
         plan = step.make_plan(self.step_number, self.rows, histories, moves)
         if self.grammars.num_followed:
             plan = replace(plan, masks=self.grammars.plan_masks(plan, self.rows))

@@ -167,9 +167,10 @@ def test_a_tier_that_is_slower_than_computing_is_not_used() -> None:
     assert [ask(h, 100), ask(h, 200), ask(h, 100)] == [0, 0, 0]
 
 
-def test_idle_time_is_used_once() -> None:
-    """What is cached is written while nothing else is to do; then the disk is left alone, even if it is too small."""
-    h = small_pool([TierSpec("disk", 9, 1e-6, lasts=True)])
+@pytest.mark.parametrize("lasts", [True, False])
+def test_idle_time_is_used_once(lasts: bool) -> None:
+    """What is cached is written while nothing else is to do; then the tier is left alone, even if it is too small."""
+    h = small_pool([TierSpec("small", 9, 1e-6, lasts=lasts)])
     ask(h, 100, 20)
     ask(h, 200, 20)
     for _ in range(50):
