@@ -14,8 +14,10 @@ from minisgl.core import FinishReason
 from minisgl.device.device import CpuDevice, Device
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
+from minisgl.kvcache import radix_manager
 from minisgl.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.params import Grammar, SamplingParams
+from minisgl.scheduler.budget import LoadBudget, Pace
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
@@ -134,8 +136,14 @@ def test_late_execution_changes_nothing(folder: Path, alone: dict[int, list[int]
 @pytest.mark.parametrize(
     "options", [{"page_size": 4, "num_pages": 24}, {"page_size": 1, "kv_cache_dtype": "fp8"}], ids=str
 )
-def test_pages_come_back_from_the_host_as_they_were(folder: Path, options: dict[str, object]) -> None:
-    """Moves and steps run late, and each page of the pool is used many times."""
+@pytest.mark.parametrize("parts", ["large", "small"])
+def test_pages_come_back_from_the_host_as_they_were(
+    folder: Path, options: dict[str, object], parts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moves run early or late and steps late, and each page of the pool is used many times."""
+    if parts == "small":
+        monkeypatch.setattr(radix_manager, "PART", 1)
+        monkeypatch.setattr(Pace, "loads", lambda *_: LoadBudget(0.0, 0.0))
     options = {"num_pages": 100, "max_running_requests": 6, "max_prefill_length": 32, **options}
     requests = make_requests(7)
     without, _ = run(folder, CpuDevice(1), requests, **options)

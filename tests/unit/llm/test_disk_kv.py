@@ -14,6 +14,7 @@ from minisgl import LLM, SamplingParams
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.errors import ConfigError
 from minisgl.kvcache import storage
+from minisgl.scheduler.budget import LoadBudget, Pace
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=6, ignore_eos=True)
@@ -94,6 +95,22 @@ def test_two_ranks_find_their_shards(tmp_path: Path, warnings: list[str]) -> Non
     assert not warnings, "rank 0 has lost pages"
     with pytest.raises(ConfigError, match="holds pages with ranks 2, and this server has 1: give another folder"):
         LLM(**{**options, "tp": 1})
+
+
+@pytest.mark.parametrize("more", [{}, {"overlap": True}, {"tp": 2}], ids=str)
+def test_loads_in_parts_change_nothing(
+    more: dict[str, Any], disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page in each step, while other prompts are computed and answered."""
+    monkeypatch.setattr(Pace, "loads", lambda *_: LoadBudget(0.0, 0.0))
+    with LLM(**TIGHT) as llm:
+        alone = [done.token_ids for done in llm.generate(PROMPTS, GREEDY)]
+    roomy = {"num_pages": 80, "page_size": 8, **more}
+    for _ in range(2):
+        with LLM(**{**disk, **roomy}) as llm:
+            assert [done.token_ids for done in llm.generate(PROMPTS, GREEDY)] == alone
+            loaded = counts(llm)[1]
+    assert loaded > 40
 
 
 def scramble(path: Path) -> None:
