@@ -126,6 +126,7 @@ class RadixCacheManager(PrefixCache):
         self.page_size = page_size
         self.tiers = list(tiers)
         self._moves: list[Records] = []
+        self._ready = 0  # of the pages that are evicted next, about so many are in tiers
         self._now = 0
         self._evictable = 0
         self._protected = 0
@@ -251,14 +252,18 @@ class RadixCacheManager(PrefixCache):
 
     def take_moves(self, num_next: int = 0, most: int = 0) -> Records:
         oldest: list[RadixTreeNode] = []
-        while min(num_next, most) > 0 and (node := self._pop_oldest(DEVICE)) is not None:
+        if num_next - self._ready >= PART and most > 0:
+            self._ready = 0
+        else:
+            most = 0
+        while self._ready < num_next and most > 0 and (node := self._pop_oldest(DEVICE)) is not None:
             oldest.append(node)
             for at in reversed(self._path(node)):  # what is above goes next, unless it is in use elsewhere
-                if min(num_next, most) > 0 and at.ref_count == 0:
+                if self._ready < num_next and most > 0 and at.ref_count == 0:
                     if not all(map(len, at.places)):
-                        self._cut(at, min(num_next, most))
-                    num_next -= at.length
-                    most -= max(self._store(at, place) for place in range(1, len(at.places)))
+                        self._cut(at, min(num_next - self._ready, most))
+                        most -= max(self._store(at, place) for place in range(1, len(at.places)))
+                    self._ready += at.length
         for node in oldest:
             self._offer(node, DEVICE)
         if not self._moves:
@@ -345,6 +350,7 @@ class RadixCacheManager(PrefixCache):
             self._cut(node, num_pages - count)
             freed.append(node.pages)
             count += node.length
+            self._ready = max(0, self._ready - node.length)
             for place in places:
                 self._store(node, place)
             self._leave(node, DEVICE)
