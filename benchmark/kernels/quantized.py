@@ -21,11 +21,11 @@ from triton.runtime.errors import OutOfResources
 from minisgl.ops import reference
 from minisgl.ops.quantized import E4M3, Format, Quantized
 from minisgl.triton import ops
-from minisgl.triton.quantized import MAX_EXACT_ROWS, MAX_ROWS, SplitConfig, split_gemm, split_rows
+from minisgl.triton.quantized import MAX_EXACT_ROWS, MAX_ROWS, SplitConfig, split_gemm, split_rows, split_size
 
 INT8 = Format(8, 0, is_integer=True)
 FORMATS = (Format(8, 0), Format(8, 128), INT8, Format(4, 128, scale_dtype=BF16), Format(4, 32, True, torch.float16))
-TILES = [SplitConfig(*tile) for tile in product((64, 128), (128, 256), (1, 2, 4), (3, 4, 6, 8), (4, 8))]
+TILES = list(product((64, 128), (128, 256), (1, 2, 4), (3, 4, 6, 8), (4, 8)))  # without rows of x
 
 
 def matrices(kind: Format, n_out: int, n_in: int) -> list[Quantized]:
@@ -47,7 +47,8 @@ def best_tile(x: Tensor, weights: list[Quantized], gate: str) -> str:
     dtype, sum_group = torch.int8 if kind.is_integer else E4M3, kind.group if kind.bits == 4 else 0
     split = split_rows(x, None, parts, dtype=dtype, sum_group=sum_group)
     times: list[tuple[float, SplitConfig]] = []
-    for tile in TILES:
+    for block_m, rest in product({64 // parts, split_size(rows, parts)}, TILES):
+        tile = SplitConfig(block_m, *rest)
         if x.shape[1] % (tile.block_k * tile.split_k) == 0:
             calls = [partial(split_gemm, split, rows, parts, w, None, BF16, gate, tile) for w in weights]
             try:

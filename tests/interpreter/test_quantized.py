@@ -62,7 +62,7 @@ def test_linear_after_a_norm(kind: Format, rows: int, limit: float, gate: str):
     assert error(ops.linear(x, weight, None, gate), reference.linear(x, dense.half(), None, gate)) < limit
 
 
-@pytest.mark.parametrize("config", [SplitConfig(32, 128, 1, 2, 4), SplitConfig(64, 128, 3, 2, 4)])
+@pytest.mark.parametrize("config", [SplitConfig(16, 32, 128, 1, 2, 4), SplitConfig(16, 64, 128, 3, 2, 4)])
 @pytest.mark.parametrize("kind", [Format(8, 0), Format(4, 64)], ids=str)
 def test_tiles_and_parts_of_k(config: SplitConfig, kind: Format):
     weight, x = matrix(kind, 102, 384), torch.randn(9, 384).half()
@@ -77,6 +77,16 @@ def test_tiles_and_parts_of_k(config: SplitConfig, kind: Format):
 def test_more_rows_than_a_program_has(kind: Format, limit: float):
     weight, x = matrix(kind, 64, 128), torch.randn(130, 128).half()
     assert error(ops.linear(x, weight), reference.linear(x, weight.dense(x.dtype))) < limit
+
+
+@pytest.mark.parametrize("gate", ["", "gelu_tanh"])
+def test_scales_behind_cublas(gate: str):
+    """With a bias that counts, since it must not be scaled, and with scales that differ much from row to row."""
+    weight, x, residual = matrix(Format(8, 0), 64, 128), torch.randn(130, 128).half(), torch.randn(130, 128).half()
+    weight.scale.mul_(torch.logspace(-1, 1, 64).unsqueeze(1))
+    norm, bias = torch.rand(128).half(), torch.randn(64).half()
+    want, _ = reference.add_norm_linear(x, residual, norm, 1e-6, weight.dense(torch.float16), bias, gate)
+    assert error(ops.add_norm_linear(x, residual.clone(), norm, 1e-6, weight, bias, gate)[0], want) < 0.05
 
 
 @pytest.mark.parametrize("kind", [Format(4, 32), Format(4, 32, has_zeros=True)], ids=str)

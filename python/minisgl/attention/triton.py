@@ -14,7 +14,7 @@ from minisgl.ops.quantized import Pages, QuantizedPages, data_and_scale
 from minisgl.rounding import ceil_div
 from minisgl.triton.attention_decode import BEGINS, PART, PLAN_ROWS, decode_attention, plan_decode
 from minisgl.triton.attention_prefill import COUNTERS, TILE, plan_prefill, prefill_attention
-from minisgl.triton.launch import INTERPRETED, pdl_options
+from minisgl.triton.launch import INTERPRETED, MAX_CHAINED, pdl_options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -230,7 +230,7 @@ class TritonAttention(AttentionBackend):
         """Write the output of the decoding sequences to the first rows of `out`; with `heads`, q is still followed by k
         and v."""
         plan: _Plan = ctx.attn_metadata
-        is_chained = len(q) == 1
+        is_chained = len(q) <= MAX_CHAINED
         has_norm = heads is not None and heads.q_weight is not None
         decode_attention[(self._programs,)](
             q,

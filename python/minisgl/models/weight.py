@@ -33,14 +33,13 @@ from minisgl.errors import ConfigError
 from minisgl.layers.builder import Builder, Init, Parameter, Source
 from minisgl.models.dequantize import Matrix, Stored, dequantized
 from minisgl.models.families import MODELS
-from minisgl.ops.quantized import Quantized
+from minisgl.ops.quantized import Format, Quantized
 
 if TYPE_CHECKING:
     from minisgl.checkpoint.quantization import Quantization
     from minisgl.device.device import Device, Uploader
     from minisgl.models.llama import LlamaForCausalLM
     from minisgl.models.model_config import ModelConfig
-    from minisgl.ops.quantized import Format
     from minisgl.ops.table import OpTable
 
 _log = logging.getLogger(__name__)
@@ -59,6 +58,8 @@ NAMES_SHOWN: Final = 5
 
 # The projections of a decoder's layers, but not the routers of experts, whose choices small errors change.
 PROJECTION: Final = re.compile(r"\.layers\.\d+\.(.*\.)?(\w+_proj|w[123])\.weight$")
+# Of a head that is not the embedding, with any `--quantization`, as on a CPU: it is the largest matrix.
+HEAD_FORMAT: Final = Format(8, 0, is_integer=True)
 
 
 def load_model(
@@ -86,6 +87,8 @@ def load_model(
         return kind(Builder(all_ops, dtype, device.torch_device, comm.info, format_of), config)
 
     def made_format(name: str) -> Format | None:
+        if made is not None and name == HEAD and holds(HEAD_FORMAT):
+            return HEAD_FORMAT
         return made if PROJECTION.search(name) else None
 
     if dummy:

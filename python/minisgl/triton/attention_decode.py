@@ -232,6 +232,28 @@ def _head(offs_g, NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, MAX_QUER
 
 
 @triton.jit
+def _next_part(work_ptr, seq, head, split, remaining, num_splits, NUM_KV_HEADS: tl.constexpr, NUM_SPLITS: tl.constexpr):
+    """What a program does after a part: split, KV head, whether there is more, and the part."""
+    next_split = NUM_SPLITS + seq + 1  # the first part of the next sequence
+    if num_splits > NUM_SPLITS:  # every layer draws one ticket per split and KV head
+        ticket = tl.atomic_add(work_ptr + 3, 1, sem="relaxed") % (num_splits * NUM_KV_HEADS)
+        next_split = NUM_SPLITS + ticket // NUM_KV_HEADS
+        head = ticket % NUM_KV_HEADS
+    has_next = (remaining > 0) | (next_split < num_splits)
+    return next_split, head, has_next, _load_part(work_ptr + BEGINS + tl.where(has_next, next_split, split) * PART)
+
+
+@triton.jit
+def _load_query(
+    q_ptr, stride_q, token, head, is_wanted, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """The query heads of a KV head, of one token."""
+    offs_g = tl.arange(0, BLOCK_M)[:, None]
+    q_ptrs = q_ptr + token.to(tl.int64) * stride_q + (head * GROUP_SIZE + offs_g) * HEAD_DIM
+    return tl.load(q_ptrs + tl.arange(0, HEAD_DIM)[None, :], mask=is_wanted & (offs_g < GROUP_SIZE), other=0.0)
+
+
+@triton.jit
 def _merge(
     part_ptr, lse_ptr, out_ptr, first_slot, num_parts, head, num_rows, FIRST: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, MAX_QUERIES: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -318,17 +340,24 @@ def decode_attention(
     num_splits = tl.load(work_ptr)
     num_seqs = tl.load(work_ptr + 1)
     gap = tl.load(work_ptr + 2)
-    by_ticket = num_splits > NUM_SPLITS
-    ticket = 0
     seq, row, start_key, length, first_split, num_parts, remaining = _load_part(parts_ptr + split * PART)
     remaining = tl.where(split < num_splits, remaining, 0)
+    LOADS_AHEAD: tl.constexpr = MAX_QUERIES == 1 and not FUSED
+    if LOADS_AHEAD:
+        next_query = _load_query(q_ptr, stride_q, seq, head, remaining > 0, GROUP_SIZE, HEAD_DIM, BLOCK_M)
     while remaining > 0:
         stop = tl.minimum(start_key + remaining * TILE_KEYS, length)
         remaining -= tl.cdiv(stop - start_key, TILE_KEYS) + gap
         remaining = tl.where(seq + 1 < num_seqs, remaining, 0)
-        following = _load_part(parts_ptr + (NUM_SPLITS + tl.where(remaining > 0, seq + 1, seq)) * PART)
-        if by_ticket:
-            ticket = tl.atomic_add(work_ptr + 3, 1, sem="relaxed")
+        if FUSED:  # a part may have no key but the new one
+            next_split, next_head, has_next, following = _next_part(
+                work_ptr, seq, head, split, remaining, num_splits, NUM_KV_HEADS, NUM_SPLITS
+            )
+        else:
+            next_split, next_head, has_next = split, head, False
+            following = seq, row, start_key, length, first_split, num_parts, remaining
+        if LOADS_AHEAD:
+            query = next_query
         table_ptr = page_table_ptr + row.to(tl.int64) * stride_table
         token = seq
         num_rows = GROUP_SIZE
@@ -370,12 +399,10 @@ def decode_attention(
             total = tl.where(is_last, tl.full([BLOCK_M], 1.0, tl.float32), 0.0)
             acc = tl.where(is_last, tl.broadcast_to(new_v, [BLOCK_M, HEAD_DIM]), 0.0)
         else:
-            if MAX_QUERIES == 1:
-                q_ptrs = q_seq_ptr + (head * GROUP_SIZE + offs_g[:, None]) * HEAD_DIM + offs_d[None, :]
-            else:
+            if MAX_QUERIES > 1:
                 q_ptrs = q_seq_ptr + (offs_g // GROUP_SIZE)[:, None].to(tl.int64) * stride_q + offs_d[None, :]
                 q_ptrs += (head * GROUP_SIZE + offs_g % GROUP_SIZE)[:, None] * HEAD_DIM
-            query = tl.load(q_ptrs, mask=offs_g[:, None] < num_rows, other=0.0)
+                query = tl.load(q_ptrs, mask=offs_g[:, None] < num_rows, other=0.0)
             m = tl.full([BLOCK_M], NEGATIVE, tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
@@ -383,6 +410,14 @@ def decode_attention(
             query_even, query_odd = tl.split(tl.reshape(query.to(tl.float16), [BLOCK_M, HEAD_DIM // 2, 2]))
             acc, acc_odd = tl.split(tl.reshape(acc * 256.0, [BLOCK_M, HEAD_DIM // 2, 2]))
         for start in tl.range(start_key, stop, TILE_KEYS, num_stages=NUM_STAGES):
+            if not FUSED and start == start_key:  # what follows is loaded while the first keys are on their way
+                next_split, next_head, has_next, following = _next_part(
+                    work_ptr, seq, head, split, remaining, num_splits, NUM_KV_HEADS, NUM_SPLITS
+                )
+                if LOADS_AHEAD:
+                    next_query = _load_query(
+                        q_ptr, stride_q, following[0], next_head, has_next, GROUP_SIZE, HEAD_DIM, BLOCK_M
+                    )
             offs_n = start + tl.arange(0, TILE_KEYS)
             is_key = offs_n < stop
             if WINDOW > 0:
@@ -448,11 +483,6 @@ def decode_attention(
                         part_ptr, lse_ptr, out_seq_ptr, seq + first_split, num_parts, head, num_rows, first,
                         NUM_KV_HEADS, GROUP_SIZE, MAX_QUERIES, BLOCK_G, HEAD_DIM,
                     )  # fmt: skip
-        seq, row, start_key, length, first_split, num_parts, _ = following
-        if by_ticket:  # every layer draws one ticket per split and KV head
-            ticket = NUM_SPLITS * NUM_KV_HEADS + ticket % (num_splits * NUM_KV_HEADS)
-            split = ticket // NUM_KV_HEADS
-            head = ticket % NUM_KV_HEADS
-            split_ptr = parts_ptr + tl.minimum(split, num_splits - 1) * PART
-            seq, row, start_key, length, first_split, num_parts, remaining = _load_part(split_ptr)
-            remaining = tl.where(split < num_splits, remaining, 0)
+        seq, row, start_key, length, first_split, num_parts, whole = following
+        if num_splits > NUM_SPLITS:
+            split, head, remaining = next_split, next_head, tl.where(has_next, whole, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Final
 
 import torch
@@ -56,7 +57,16 @@ class CublasLinear:
 
         return self._loaded_product(weight, groups == 1, len(x), product)
 
-    def _loaded_product(self, weight: Tensor, kind: bool, rows: int, product: Callable[[int], Tensor]) -> Tensor:
+    def unscaled(self, x: Tensor, weight: Tensor) -> Tensor:
+        """As `scaled` without scales, in bfloat16."""
+        one = _one(x.device)
+
+        def product(rows: int) -> Tensor:
+            return torch._scaled_mm(x[:rows], weight.t(), one, one, out_dtype=torch.bfloat16)
+
+        return self._loaded_product(weight, "unscaled", len(x), product)
+
+    def _loaded_product(self, weight: Tensor, kind: object, rows: int, product: Callable[[int], Tensor]) -> Tensor:
         if self._is_loading and _can_load(weight):
             key = weight.shape, weight.dtype, kind
             loaded = self._loaded.get(key, 0)
@@ -65,6 +75,12 @@ class CublasLinear:
                 if loaded < fewer < rows and (weight.element_size() > 1 or fewer % 16 == 0):
                     product(fewer)
         return product(rows)
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    """1 in float32; made by a call before any is captured."""
+    return torch.ones((), device=device)
 
 
 def _can_load(weight: Tensor) -> bool:

@@ -17,6 +17,7 @@ from triton.compiler import CompiledKernel
 INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it when it is first imported
 COUNTERS: Final = 1 << 14
 MAX_COMPILE_THREADS: Final = 16
+MAX_CHAINED: Final = 256  # rows of a step whose kernels are chained
 
 _WITHOUT_PDL: Final[dict[str, Any]] = {"PDL": False}
 _WITH_PDL: Final[dict[str, Any]] = {"PDL": True, "launch_pdl": True}

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.ops.quantized import Pages, QuantizedPages, data_and_scale
 from minisgl.ops.reference import HeadTransform
-from minisgl.triton.launch import pdl_options
+from minisgl.triton.launch import MAX_CHAINED, pdl_options
 
 
 @triton.jit
@@ -209,7 +209,7 @@ def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages:
         scale, out_loc, *data.stride()[:4], heads.eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=dim, PAGE_SIZE=page_size, HAS_NORM=has_norm,
         BLOCK_HEADS=block, BLOCK_KV_HEADS=kv_block, IS_FP8=isinstance(pages, QuantizedPages),
-        **pdl_options(qkv.device, tokens == 1),
+        **pdl_options(qkv.device, tokens <= MAX_CHAINED),
     )  # fmt: skip
     q = qkv.view(tokens, num_heads + 2 * num_kv_heads, dim)[:, :num_heads]
     return q.view(torch.float16) if isinstance(pages, QuantizedPages) and q.element_size() == 2 else q

@@ -15,17 +15,20 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor, empty
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.ops.quantized import E4M3, Quantized
 from minisgl.triton.cublas import cublas_linear
-from minisgl.triton.launch import INTERPRETED, counters
-from minisgl.triton.linear import Norm
+from minisgl.triton.launch import INTERPRETED, MAX_CHAINED, counters, pdl_options
+from minisgl.triton.linear import NUM_SMS, Norm
 from minisgl.triton.norm import add_rms_norm, gate_and_mul, gated, rms_norm
 from minisgl.triton.quantized_gemv import quantized_gemv
 
 # The most rows that our kernel multiplies with weights of so many bits, and of these the most that are split in two.
-MAX_ROWS: Final = {8: 64, 4: 64}
+# A layer of 8B with attention at 96 and 128 rows takes 149 and 165 us, by cuBLAS 170 and 186.
+MAX_ROWS: Final = {8: 128, 4: 256}
 MAX_EXACT_ROWS: Final = {8: 32, 4: 16}
+MAX_ONE_SCALE: Final = 256
 
 
 class Split(NamedTuple):
@@ -43,7 +46,7 @@ class Split(NamedTuple):
 def _split_rows(
     x_ptr, residual_ptr, norm_weight_ptr, order_ptr, parts_ptr, scale_ptr, sums_ptr, max_rows, n, eps,
     PARTS: tl.constexpr, SCALE_GROUP: tl.constexpr, SUM_GROUP: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row a program: residual += x and the RMS norm as in `norm.py`, then the parts, their scales and sums.
 
@@ -51,6 +54,9 @@ def _split_rows(
     """
     IS_INT: tl.constexpr = parts_ptr.dtype.element_ty == tl.int8
     MAX: tl.constexpr = 127.0 if IS_INT else 448.0
+    if PDL:  # in this order, or the GEMM behind would crowd on the SMs that the one in front has left
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < n
@@ -112,7 +118,7 @@ def split_rows(
         found, scale, sums, max_rows, n, 0.0 if norm is None else norm.eps,
         PARTS=parts, SCALE_GROUP=scale_group, SUM_GROUP=sum_group, HAS_NORM=norm is not None,
         HAS_RESIDUAL=residual is not None, HAS_ORDER=order is not None, BLOCK=block,
-        num_warps=min(8, max(1, block // 256)),
+        num_warps=min(8, max(1, block // 256)), **pdl_options(x.device, rows <= MAX_CHAINED),
     )  # fmt: skip
     return Split(found, scale, sums)
 
@@ -229,7 +235,7 @@ def _split_gemm(
     rows, max_rows, n_rows, n_in,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
     PARTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, GATE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[M, N] = x[M, K] weight[n_rows, K]^T for x in PARTS; grid (M / ROWS, SPLIT_K, n_rows / BLOCK_N).
 
@@ -255,6 +261,9 @@ def _split_gemm(
         GROUPS: tl.constexpr = BLOCK_K // GROUP
         offs_scale = row.to(tl.int64) * (n_in // GROUP)
         scales = group_scales(scale_ptr + offs_scale, begin // GROUP, GROUPS)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     for start in tl.range(begin, begin + length, BLOCK_K, num_stages=NUM_STAGES):
         if BITS == 8:
             offs_k = start + tl.arange(0, BLOCK_K)
@@ -314,8 +323,9 @@ def _split_gemm(
 
 
 class SplitConfig(NamedTuple):
-    """Tile (rows of weights by inputs), programs per tile, pipeline stages, warps."""
+    """Tile (rows of x, rows of weights, inputs), programs per tile, pipeline stages, warps."""
 
+    block_m: int
     block_n: int
     block_k: int
     split_k: int
@@ -323,19 +333,27 @@ class SplitConfig(NamedTuple):
     num_warps: int
 
 
-def split_config(rows: int, parts: int, bits: int, n_in: int, gate: str) -> SplitConfig:
-    """The best or nearly so of 60 tiles for the projections of 8B, at 2, 16, 32 and 64 rows; arithmetic bounds more."""
-    width = parts * split_size(rows, parts)
-    if rows > 128:
-        return SplitConfig(128, 128, 1, 3, 8)  # gate and up at 8,192 rows: 1,350 us, cuBLAS in int8 1,865, FP8 1,359
+def split_config(rows: int, parts: int, bits: int, n_rows: int, n_in: int, gate: str) -> SplitConfig:
+    """The best or nearly so of 16 to 60 tiles for the projections of 8B, at 2, 16, 32, 64, 96, 128 and 256 rows."""
+    if parts == 2 or rows <= 64:
+        block_m = split_size(rows, parts)
+    else:
+        block_m = 128 if bits == 4 or gate or rows > 128 else 64
     if bits == 4:
-        split_k = 1 if gate or n_in % 256 else 2
-        block_k = 256 if width <= 32 and n_in % (256 * split_k) == 0 else 128
-        return SplitConfig(64, block_k, split_k, 3, 4)
-    stages = 8
-    if gate or width == 128:
-        stages = 3 if gate and width == 128 else 4
-    return SplitConfig(64, 128, 1, stages, 4)
+        if parts == 2:
+            split_k = 1 if gate or n_in % 256 else 2
+            block_k = 256 if block_m <= 16 and n_in % (256 * split_k) == 0 else 128
+            return SplitConfig(block_m, 64, block_k, split_k, 3, 4)
+        if n_in > 2 * n_rows and n_in % 256 == 0:
+            return SplitConfig(64, 128, 128, 2, 3, 8)  # down, 128 rows: 51 us; 57 if K is not split
+        return SplitConfig(block_m, 64, 128, 1, 3, 4)
+    if rows > 128:
+        return SplitConfig(128, 128, 128, 1, 3, 8)  # int8, gate and up at 8,192 rows: 1,350 us, cuBLAS 1,865
+    if gate:
+        return SplitConfig(block_m, 64, 128, 1, 3 if block_m == 128 else 4, 4)
+    # A program for itself on an SM if all have one, since the SM's copies from L2 are the bound.
+    is_one_wave = triton.cdiv(n_rows, 64) * triton.cdiv(rows, block_m) <= NUM_SMS
+    return SplitConfig(block_m, 64, 128, 1, 8 if is_one_wave else 6, 4)
 
 
 def split_gemm(
@@ -345,11 +363,11 @@ def split_gemm(
     """x [M, K] in one part or two, weight [N or 2N, K] -> [M, N] in `dtype`; gated as in `linear.py: gemv`."""
     n_rows, n_in = weight.shape
     if config is None:
-        config = split_config(rows, parts, weight.format.bits, n_in, gate)
-    block_n, block_k, split_k, num_stages, num_warps = config
+        config = split_config(rows, parts, weight.format.bits, n_rows, n_in, gate)
+    size, block_n, block_k, split_k, num_stages, num_warps = config
     out = empty((rows, n_rows // (2 if gate else 1)), dtype=dtype, device=x.parts.device)
     partial_sums, counter = out, out
-    tiles, size = triton.cdiv(n_rows, block_n), split_size(rows, parts)
+    tiles = triton.cdiv(n_rows, block_n)
     if split_k > 1:
         partial_sums = empty((split_k, tiles * block_n, rows), dtype=torch.float32, device=out.device)
         counter = counters(out.device)
@@ -359,30 +377,34 @@ def split_gemm(
         PARTS=parts, ROWS=size, BLOCK_N=block_n, BLOCK_K=block_k, SPLIT_K=split_k, NUM_STAGES=num_stages,
         BITS=weight.format.bits, GROUP=weight.format.group, HAS_ZEROS=weight.zeros is not None, GATE=gate,
         HAS_BIAS=bias is not None, EVEN_K=n_in % (block_k * split_k) == 0, INTERPRETED=INTERPRETED,
-        num_warps=num_warps,
+        num_warps=num_warps, **pdl_options(out.device, rows <= MAX_CHAINED),
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _widen(
-    data_ptr, scale_ptr, zeros_ptr, order_ptr, out_ptr, n_in,
-    GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_ORDER: tl.constexpr,
+    data_ptr, scale_ptr, zeros_ptr, order_ptr, out_ptr, n_out, n_in,
+    GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_ORDER: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out[N, K] = (q - zero) scale of 4-bit numbers; grid (N, K / 128)."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    packed = tl.load(data_ptr + row * (n_in // 2) + chunk * 64 + tl.arange(0, 64))
-    for i in tl.static_range(2):
-        offs_k = chunk * 128 + i * 64 + tl.arange(0, 64)
-        at = row * (n_in // GROUP) + offs_k // GROUP
-        q = ((packed >> (4 * i)) & 15).to(tl.float32)
-        zeros = 8.0
-        if HAS_ZEROS:
-            zeros = tl.load(zeros_ptr + at).to(tl.float32)
-        w = (q - zeros) * tl.load(scale_ptr + at).to(tl.float32)
-        if HAS_ORDER:
-            offs_k = tl.load(order_ptr + offs_k)
-        tl.store(out_ptr + row * n_in + offs_k, w.to(out_ptr.dtype.element_ty))
+    """out[N, K] = (q - zero) scale of 4-bit numbers; grid (K / 128, N / BLOCK_N)."""
+    row = tl.minimum(tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), n_out - 1).to(tl.int64)
+    WIDTH: tl.constexpr = GROUP if GROUP < 64 else 64  # bytes, whose low halves belong to one group
+    for start in tl.static_range(0, 64, WIDTH):
+        offs_b = tl.program_id(0) * 64 + start + tl.arange(0, WIDTH)
+        packed = tl.load(data_ptr + row[:, None] * (n_in // 128 * 64) + offs_b[None, :])
+        for i in tl.static_range(2):
+            first = tl.program_id(0) * 128 + i * 64 + start
+            offs_g = row * (n_in // GROUP) + first // GROUP
+            zeros = tl.full([BLOCK_N], 8.0, tl.float32)
+            if HAS_ZEROS:
+                zeros = tl.load(zeros_ptr + offs_g).to(tl.float32)
+            w = ((packed >> (4 * i)) & 15).to(tl.float32) - zeros[:, None]
+            w *= tl.load(scale_ptr + offs_g).to(tl.float32)[:, None]
+            offs_k = first + tl.arange(0, WIDTH)
+            if HAS_ORDER:
+                offs_k = tl.load(order_ptr + offs_k)
+            tl.store(out_ptr + row[:, None] * n_in + offs_k[None, :], w.to(out_ptr.dtype.element_ty))
 
 
 def widen(weight: Quantized, dtype: torch.dtype) -> Tensor:
@@ -390,9 +412,45 @@ def widen(weight: Quantized, dtype: torch.dtype) -> Tensor:
     rows, columns = weight.shape
     out = empty((rows, columns), dtype=dtype, device=weight.data.device)
     zeros = weight.scale if weight.zeros is None else weight.zeros
-    _widen[(rows, columns // weight.format.chunk)](
-        weight.data, weight.scale, zeros, out if weight.order is None else weight.order, out, columns,
-        GROUP=weight.format.group, HAS_ZEROS=weight.zeros is not None, HAS_ORDER=weight.order is not None, num_warps=1,
+    _widen[(columns // weight.format.chunk, triton.cdiv(rows, 64))](
+        weight.data, weight.scale, zeros, out if weight.order is None else weight.order, out, rows, columns,
+        GROUP=weight.format.group, HAS_ZEROS=weight.zeros is not None, HAS_ORDER=weight.order is not None, BLOCK_N=64,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _rescale(
+    x_ptr, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, n,
+    GATE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[m] = x[m] x_scale[m] scale + bias, or with GATE one of `reference.GATES` of that; grid (M, n / BLOCK)."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < n
+    WIDTH: tl.constexpr = 2 if GATE != "" else 1
+    result = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(WIDTH):
+        up = tl.load(x_ptr + row * WIDTH * n + i * n + offs, mask=mask, other=0.0).to(tl.float32)
+        up *= tl.load(x_scale_ptr + row) * tl.load(scale_ptr + i * n + offs, mask=mask, other=0.0)
+        if HAS_BIAS:
+            up += tl.load(bias_ptr + i * n + offs, mask=mask, other=0.0).to(tl.float32)
+        result = gated(result, up, GATE) if i == 1 else up
+    tl.store(out_ptr + row * n + offs, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _scaled_after(x: Split, rows: int, weight: Quantized, bias: Tensor | None, dtype: torch.dtype, gate: str) -> Tensor:
+    """x weight^T with scales of rows by cuBLAS's kernels for one scale, which are faster; scales and bias follow."""
+    products = cublas_linear.unscaled(x.parts, weight.data)
+    n = len(weight) // (2 if gate else 1)
+    out = empty((rows, n), dtype=dtype, device=products.device)
+    block = min(1024, triton.next_power_of_2(n))
+    _rescale[(rows, triton.cdiv(n, block))](
+        products, x.scale, weight.scale, out if bias is None else bias, out, n, GATE=gate, HAS_BIAS=bias is not None,
+        BLOCK=block, **pdl_options(out.device, rows <= MAX_CHAINED),
     )  # fmt: skip
     return out
 
@@ -401,20 +459,24 @@ def quantized_linear(
     x: Tensor, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None = None
 ) -> tuple[Tensor, Tensor]:
     """x [M, K] -> (as `reference.linear` after `norm`, x + residual); overwrites the residual unless M is 1."""
-    rows, kind = len(x), weight.format
+    rows, kind, (n_rows, n_in) = len(x), weight.format, weight.shape
     x = x.contiguous()
     if rows == 1:
         return quantized_gemv(x, weight, bias, gate, norm)
     total = x if norm is None or norm.residual is None else norm.residual
     # cuBLAS reads the scales of blocks four at a time.
     is_ours = kind.is_integer or (kind.bits == 8 and kind.group and weight.scale.shape[1] % 4)
-    if is_ours or rows <= MAX_ROWS[kind.bits]:
+    # Down at 64 and 96 rows: 24 us, by cuBLAS for one scale 16 and 17.
+    is_long = kind.bits == 8 and not kind.group and n_in > 2 * n_rows
+    if is_ours or rows <= (MAX_EXACT_ROWS[8] if is_long else MAX_ROWS[kind.bits]):
         parts = 2 if rows <= MAX_EXACT_ROWS[kind.bits] else 1
         dtype, sum_group = torch.int8 if kind.is_integer else E4M3, kind.group if kind.bits == 4 else 0
         split = split_rows(x, norm, parts, dtype=dtype, sum_group=sum_group, order=weight.order)
         return split_gemm(split, rows, parts, weight, bias, x.dtype, gate), total
     if kind.bits == 8:
         split = split_rows(x, norm, 1, scale_group=kind.group)
+        if not kind.group and (gate or rows <= MAX_ONE_SCALE):
+            return _scaled_after(split, rows, weight, bias, x.dtype, gate), total
         out = cublas_linear.scaled(split.parts, weight.data, split.scale, weight.scale, x.dtype)[:rows]
         out = out if bias is None else out.add_(bias)
     else:
