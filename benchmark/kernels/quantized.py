@@ -21,7 +21,8 @@ from triton.runtime.errors import OutOfResources
 from minisgl.ops import reference
 from minisgl.ops.quantized import E4M3, Format, Quantized
 from minisgl.triton import ops
-from minisgl.triton.quantized import MAX_EXACT_ROWS, MAX_ROWS, SplitConfig, split_gemm, split_rows, split_size
+from minisgl.triton.cublas import cublas_linear
+from minisgl.triton.quantized import MAX_EXACT_ROWS, SplitConfig, max_rows, split_gemm, split_rows, split_size
 
 INT8 = Format(8, 0, is_integer=True)
 FORMATS = (Format(8, 0), Format(8, 128), INT8, Format(4, 128, scale_dtype=BF16), Format(4, 32, True, torch.float16))
@@ -59,10 +60,18 @@ def best_tile(x: Tensor, weights: list[Quantized], gate: str) -> str:
     return f", best of {len(times)} tiles {best:.1f} {tuple(tile)}"
 
 
+def cublas(x: Tensor, weights: list[Quantized]) -> str:
+    """cuBLAS with scales of rows, and with one scale, without the rounding of activations."""
+    split = split_rows(x, None, 1)
+    scaled = [partial(cublas_linear.scaled, split.parts, w.data, split.scale, w.scale, BF16) for w in weights]
+    unscaled = [partial(cublas_linear.unscaled, split.parts, w.data) for w in weights]
+    return f", cuBLAS {time_us(scaled):.1f}, with one scale {time_us(unscaled):.1f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8B", choices=("0.6B", "8B", "14B"))
-    parser.add_argument("--rows", default="1,2,16,32,64,128,256", help="numbers of rows")
+    parser.add_argument("--rows", default="1,2,16,32,64,96,128,160,192,256", help="numbers of rows")
     parser.add_argument("--tiles", action="store_true", help="also time other tiles of our kernel")
     args = parser.parse_args()
     for name, (n_out, n_in) in linears(args.model).items():
@@ -81,7 +90,8 @@ def main() -> None:
                 line = f"{args.model} {name} x{rows}, {kind}: floor {weights[0].nbytes / CEILING:.1f}"
                 line += f", ours {time_us(ours):.1f} (error {error:.4f})"
                 line += f", bfloat16 {time_us([partial(F.linear, x, w) for w in plain]):.1f}"
-                has_tiles = args.tiles and rows <= MAX_ROWS[kind.bits] and (rows > 1 or kind.bits == 4)
+                line += cublas(x, weights) if kind == FORMATS[0] else ""
+                has_tiles = args.tiles and rows <= max_rows(weights[0]) and (rows > 1 or kind.bits == 4)
                 print(line + (best_tile(x, weights, gate) if has_tiles else ""), flush=True)
 
 

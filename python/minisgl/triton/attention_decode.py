@@ -232,18 +232,6 @@ def _head(offs_g, NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, MAX_QUER
 
 
 @triton.jit
-def _next_part(work_ptr, seq, head, split, remaining, num_splits, NUM_KV_HEADS: tl.constexpr, NUM_SPLITS: tl.constexpr):
-    """What a program does after a part: split, KV head, whether there is more, and the part."""
-    next_split = NUM_SPLITS + seq + 1  # the first part of the next sequence
-    if num_splits > NUM_SPLITS:  # every layer draws one ticket per split and KV head
-        ticket = tl.atomic_add(work_ptr + 3, 1, sem="relaxed") % (num_splits * NUM_KV_HEADS)
-        next_split = NUM_SPLITS + ticket // NUM_KV_HEADS
-        head = ticket % NUM_KV_HEADS
-    has_next = (remaining > 0) | (next_split < num_splits)
-    return next_split, head, has_next, _load_part(work_ptr + BEGINS + tl.where(has_next, next_split, split) * PART)
-
-
-@triton.jit
 def _load_query(
     q_ptr, stride_q, token, head, is_wanted, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr
 ):
@@ -340,6 +328,7 @@ def decode_attention(
     num_splits = tl.load(work_ptr)
     num_seqs = tl.load(work_ptr + 1)
     gap = tl.load(work_ptr + 2)
+    by_ticket = num_splits > NUM_SPLITS
     seq, row, start_key, length, first_split, num_parts, remaining = _load_part(parts_ptr + split * PART)
     remaining = tl.where(split < num_splits, remaining, 0)
     LOADS_AHEAD: tl.constexpr = MAX_QUERIES == 1 and not FUSED
@@ -349,13 +338,12 @@ def decode_attention(
         stop = tl.minimum(start_key + remaining * TILE_KEYS, length)
         remaining -= tl.cdiv(stop - start_key, TILE_KEYS) + gap
         remaining = tl.where(seq + 1 < num_seqs, remaining, 0)
-        if FUSED:  # a part may have no key but the new one
-            next_split, next_head, has_next, following = _next_part(
-                work_ptr, seq, head, split, remaining, num_splits, NUM_KV_HEADS, NUM_SPLITS
-            )
-        else:
-            next_split, next_head, has_next = split, head, False
-            following = seq, row, start_key, length, first_split, num_parts, remaining
+        next_split, next_head = NUM_SPLITS + seq + 1, head  # the first part of the next sequence
+        if by_ticket:  # every layer draws one ticket per split and KV head
+            ticket = tl.atomic_add(work_ptr + 3, 1, sem="relaxed") % (num_splits * NUM_KV_HEADS)
+            next_split, next_head = NUM_SPLITS + ticket // NUM_KV_HEADS, ticket % NUM_KV_HEADS
+        has_next = (remaining > 0) | (next_split < num_splits)
+        following = _load_part(parts_ptr + tl.where(has_next, next_split, split) * PART)
         if LOADS_AHEAD:
             query = next_query
         table_ptr = page_table_ptr + row.to(tl.int64) * stride_table
@@ -410,14 +398,10 @@ def decode_attention(
             query_even, query_odd = tl.split(tl.reshape(query.to(tl.float16), [BLOCK_M, HEAD_DIM // 2, 2]))
             acc, acc_odd = tl.split(tl.reshape(acc * 256.0, [BLOCK_M, HEAD_DIM // 2, 2]))
         for start in tl.range(start_key, stop, TILE_KEYS, num_stages=NUM_STAGES):
-            if not FUSED and start == start_key:  # what follows is loaded while the first keys are on their way
-                next_split, next_head, has_next, following = _next_part(
-                    work_ptr, seq, head, split, remaining, num_splits, NUM_KV_HEADS, NUM_SPLITS
+            if LOADS_AHEAD and start == start_key:  # the first keys are on their way
+                next_query = _load_query(
+                    q_ptr, stride_q, following[0], next_head, has_next, GROUP_SIZE, HEAD_DIM, BLOCK_M
                 )
-                if LOADS_AHEAD:
-                    next_query = _load_query(
-                        q_ptr, stride_q, following[0], next_head, has_next, GROUP_SIZE, HEAD_DIM, BLOCK_M
-                    )
             offs_n = start + tl.arange(0, TILE_KEYS)
             is_key = offs_n < stop
             if WINDOW > 0:
@@ -484,5 +468,5 @@ def decode_attention(
                         NUM_KV_HEADS, GROUP_SIZE, MAX_QUERIES, BLOCK_G, HEAD_DIM,
                     )  # fmt: skip
         seq, row, start_key, length, first_split, num_parts, whole = following
-        if num_splits > NUM_SPLITS:
+        if by_ticket:
             split, head, remaining = next_split, next_head, tl.where(has_next, whole, 0)

@@ -9,6 +9,7 @@ rounded to 8 bits (cuBLAS; for integers, our kernel), or weights of 4 bits widen
 
 from __future__ import annotations
 
+import math
 from typing import Final, NamedTuple
 
 import torch
@@ -24,10 +25,8 @@ from minisgl.triton.linear import NUM_SMS, Norm
 from minisgl.triton.norm import add_rms_norm, gate_and_mul, gated, rms_norm
 from minisgl.triton.quantized_gemv import quantized_gemv
 
-# The most rows that our kernel multiplies with weights of so many bits, and of these the most that are split in two.
-# A layer of 8B with attention at 96 and 128 rows takes 149 and 165 us, by cuBLAS 170 and 186.
-MAX_ROWS: Final = {8: 128, 4: 256}
-MAX_EXACT_ROWS: Final = {8: 32, 4: 16}
+MAX_EXACT_ROWS: Final = {8: 32, 4: 16}  # that are split in two, for weights of so many bits
+# Of rows for which cuBLAS with one scale, and a kernel for all other scales behind, is faster than with those of rows.
 MAX_ONE_SCALE: Final = 256
 
 
@@ -455,20 +454,30 @@ def _scaled_after(x: Split, rows: int, weight: Quantized, bias: Tensor | None, d
     return out
 
 
+def max_rows(weight: Quantized) -> float:
+    """The most rows for which our kernel is as fast as cuBLAS, or the only one."""
+    kind, (n_rows, n_in) = weight.format, weight.shape
+    if kind.bits == 4:
+        return 256  # gate and up: 79 us; 143 with weights widened for cuBLAS
+    # cuBLAS reads the scales of blocks four at a time.
+    if kind.is_integer or (kind.group and weight.scale.shape[1] % 4):
+        return math.inf
+    if kind.group:
+        return 64
+    # A layer with attention takes 165 us for 128 rows, by cuBLAS 186. But down takes 24 for 64 rows, by cuBLAS 16.
+    return 32 if n_in > 2 * n_rows else 128
+
+
 def quantized_linear(
     x: Tensor, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None = None
 ) -> tuple[Tensor, Tensor]:
     """x [M, K] -> (as `reference.linear` after `norm`, x + residual); overwrites the residual unless M is 1."""
-    rows, kind, (n_rows, n_in) = len(x), weight.format, weight.shape
+    rows, kind = len(x), weight.format
     x = x.contiguous()
     if rows == 1:
         return quantized_gemv(x, weight, bias, gate, norm)
     total = x if norm is None or norm.residual is None else norm.residual
-    # cuBLAS reads the scales of blocks four at a time.
-    is_ours = kind.is_integer or (kind.bits == 8 and kind.group and weight.scale.shape[1] % 4)
-    # Down at 64 and 96 rows: 24 us, by cuBLAS for one scale 16 and 17.
-    is_long = kind.bits == 8 and not kind.group and n_in > 2 * n_rows
-    if is_ours or rows <= (MAX_EXACT_ROWS[8] if is_long else MAX_ROWS[kind.bits]):
+    if rows <= max_rows(weight):
         parts = 2 if rows <= MAX_EXACT_ROWS[kind.bits] else 1
         dtype, sum_group = torch.int8 if kind.is_integer else E4M3, kind.group if kind.bits == 4 else 0
         split = split_rows(x, norm, parts, dtype=dtype, sum_group=sum_group, order=weight.order)

@@ -104,6 +104,18 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("scheme", MADE["cuda"])
+def test_a_head_of_its_own_has_8_bits(scheme: str, ranks: int, experts: Path) -> None:
+    """Whatever the layers have, if the device holds such numbers."""
+    made = MADE["cuda"][scheme]
+    held, plain = (load(experts, holds, made, ranks, ranks - 1) for holds in (True, False))
+    head, want = held.lm_head.weight, plain.lm_head.weight
+    assert isinstance(head, Quantized) and str(head.format) == "int8 with scales for rows" and isinstance(want, Tensor)
+    assert float((head.dense(torch.float32) - want.float()).norm() / want.float().norm()) < 0.015
+    assert isinstance(load(experts, True, None, ranks).lm_head.weight, Tensor)
+
+
 def moe_layer(model: LlamaForCausalLM) -> SparseMLP:
     layer = model.model.layers[1].mlp
     assert isinstance(layer, SparseMLP)
