@@ -216,7 +216,7 @@ def _skinny_gemm(
     weight_ptrs = weight_ptr + tl.minimum(offs_n, n_out - 1).to(tl.int64)[:, None] * n_in
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    length = n_in // SPLIT_K
+    length = n_in // (SPLIT_K * BLOCK_K) * BLOCK_K  # aligned: else copies are of 4 or 8 bytes
     for start in tl.range(split * length, split * length + length, BLOCK_K, num_stages=NUM_STAGES):
         offs_k = start + tl.arange(0, BLOCK_K)
         x = tl.load(x_ptr + offs_m[:, None] * n_in + offs_k[None, :], mask=(offs_m < rows)[:, None], other=0.0)

@@ -254,7 +254,7 @@ def _split_gemm(
     # 64 is told to be a divisor: else 8 bytes are copied at a time.
     weight_ptrs = weight_ptr + row.to(tl.int64)[:, None] * (n_in // 128 * 64 if BITS == 4 else n_in)
     acc = tl.zeros([BLOCK_N, PARTS * ROWS], tl.int32 if IS_INT else tl.float32)
-    length = n_in // SPLIT_K
+    length = n_in // (SPLIT_K * BLOCK_K) * BLOCK_K if EVEN_K else n_in  # aligned: else copies are of 4 or 8 bytes
     begin = split * length
     if BITS == 4:
         GROUPS: tl.constexpr = BLOCK_K // GROUP

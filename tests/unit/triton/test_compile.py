@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import pytest
@@ -12,15 +13,21 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 triton = pytest.importorskip("triton")
 backends = pytest.importorskip("triton.backends.compiler")
 
-from minisgl.triton import attention_decode, attention_prefill, moe, norm, quantized, quantized_gemv  # noqa: E402
+from minisgl.triton import attention_decode, attention_prefill, linear, moe, norm, quantized, quantized_gemv  # noqa: E402
 
 
-def compile_kernel(kernel: Any, pointers: dict[str, str], constants: dict[str, Any]) -> bytes:
-    """The machine code of `kernel` for sm_90; arguments that are neither pointers nor constants are 64-bit ints."""
+def compile_kernel(
+    kernel: Any, pointers: dict[str, str], constants: dict[str, Any], form: str = "cubin", is_aligned: bool = False
+) -> Any:
+    """The machine code of `kernel` for sm_90; arguments that are neither pointers nor constants are 64-bit ints.
+
+    `is_aligned`: all of these are multiples of 16, as the launcher tells the compiler where they are.
+    """
     signature = {name: pointers.get(name, "i64") for name in kernel.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
-    source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    return triton.compile(source, target=backends.GPUTarget("cuda", 90, 32)).asm["cubin"]
+    attrs = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind != "constexpr"}
+    source = triton.compiler.ASTSource(kernel, signature, constants, attrs if is_aligned else None)
+    return triton.compile(source, target=backends.GPUTarget("cuda", 90, 32)).asm[form]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (4, 2, 32), (3, 1, 16), (5, 1, 256)])
@@ -45,10 +52,48 @@ def test_products_with_quantized_weights_compile(parts: int, name: str, group: i
     pointers = dict.fromkeys(("x_scale_ptr", "sums_ptr", "partial_ptr", "scale_ptr"), "*fp32")
     pointers |= {"x_ptr": TYPES["int8" if name == "int8" else "fp8"], "weight_ptr": TYPES[name], "counter_ptr": "*i32"}
     pointers |= dict.fromkeys(("zeros_ptr", "bias_ptr", "out_ptr"), "*bf16")
-    sizes = {"ROWS": 16, "BLOCK_N": 64, "BLOCK_K": 128, "SPLIT_K": 2, "NUM_STAGES": 4, "INTERPRETED": False}
+    sizes = {
+        "ROWS": 16,
+        "BLOCK_N": 64,
+        "BLOCK_K": 128,
+        "SPLIT_K": 2,
+        "NUM_STAGES": 4,
+        "INTERPRETED": False,
+        "PDL": True,
+    }
     kind = {"PARTS": parts, "BITS": 4 if name == "int4" else 8, "GROUP": group, "HAS_ZEROS": group == 32, "GATE": gate}
     kind |= {"HAS_BIAS": True, "EVEN_K": name == "int4"}
     assert compile_kernel(quantized._split_gemm, pointers, sizes | kind)
+
+
+@pytest.mark.parametrize("gate", ["", "gelu_tanh"])
+def test_scales_behind_a_product_compile(gate: str):
+    pointers = {"x_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16", "x_scale_ptr": "*fp32", "scale_ptr": "*fp32"}
+    assert compile_kernel(quantized._rescale, pointers, {"GATE": gate, "HAS_BIAS": True, "BLOCK": 1024, "PDL": True})
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_widening_compiles(group: int):
+    pointers = {"data_ptr": "*u8", "scale_ptr": "*bf16", "zeros_ptr": "*bf16", "order_ptr": "*i32", "out_ptr": "*bf16"}
+    kind = {"GROUP": group, "HAS_ZEROS": group == 32, "HAS_ORDER": True, "BLOCK_N": 64}
+    assert compile_kernel(quantized._widen, pointers, kind)
+
+
+@pytest.mark.parametrize(("bits", "split_k"), [(8, 1), (8, 4), (4, 1), (4, 2), (16, 1), (16, 8)])
+def test_tiles_are_copied_16_bytes_at_a_time(bits: int, split_k: int):
+    """Where K is split, too: copies of 4 bytes made that slower than not to split it."""
+    pointers = dict.fromkeys(("x_scale_ptr", "sums_ptr", "partial_ptr", "scale_ptr", "zeros_ptr"), "*fp32")
+    pointers |= {"weight_ptr": {8: "*fp8e4nv", 4: "*u8", 16: "*bf16"}[bits], "counter_ptr": "*i32"}
+    pointers |= dict.fromkeys(("bias_ptr", "out_ptr"), "*bf16") | {"x_ptr": "*bf16" if bits == 16 else "*fp8e4nv"}
+    own = {"BLOCK_N": 64, "BLOCK_K": 128, "SPLIT_K": split_k, "NUM_STAGES": 3, "GATE": "", "HAS_BIAS": False}
+    kernel, rest = linear._skinny_gemm, {"BLOCK_M": 16}
+    if bits < 16:
+        kernel, rest = quantized._split_gemm, {"ROWS": 64, "PARTS": 1, "BITS": bits, "GROUP": 128 if bits == 4 else 0}
+        rest |= {"HAS_ZEROS": False, "EVEN_K": True, "INTERPRETED": False, "PDL": True}
+    copies = re.findall(
+        r"cp\.async\.c[ag]\.shared.*?, (0x\w+)", compile_kernel(kernel, pointers, own | rest, "ptx", True)
+    )
+    assert set(copies) == {"0x10"}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +147,15 @@ def test_attention_over_pages_of_8_bits_compiles():
     pointers |= dict.fromkeys(("page_table_ptr", "work_ptr", "counters_ptr"), "*i32")
     pointers |= {"pages_ptr": "*fp8e4nv", "out_loc_ptr": "*i64", "scale": "fp32", "eps": "fp32"}
     sizes = {"NUM_KV_HEADS": 8, "GROUP_SIZE": 4, "HEAD_DIM": 128, "PAGE_SIZE": 64, "WINDOW": 0, "IS_FP8": True}
-    decode = {"BLOCK_G": 4, "BLOCK_M": 16, "TILE_KEYS": 64, "NUM_STAGES": 5, "NUM_SPLITS": 66, "PDL": False}
+    decode = {
+        "BLOCK_G": 4,
+        "BLOCK_M": 16,
+        "TILE_KEYS": 64,
+        "NUM_STAGES": 5,
+        "NUM_SPLITS": 66,
+        "PDL": False,
+        "MAX_QUERIES": 1,
+    }
     for is_fused, query in ((False, "*fp16"), (True, "*bf16")):
         kind = {"FUSED": is_fused, "HAS_NORM": is_fused}
         assert compile_kernel(attention_decode.decode_attention, pointers | {"q_ptr": query}, sizes | decode | kind)
