@@ -290,22 +290,22 @@ def _split_gemm(
             HAS_ZEROS, False,
         )  # fmt: skip
     offs_m = first + tl.arange(0, ROWS)
-    is_m = (offs_m < rows)[None, :]
     result = join_parts(acc, BLOCK_N, ROWS, PARTS)
     is_last = True
     if SPLIT_K > 1:
-        offs = (tile * BLOCK_N + tl.arange(0, BLOCK_N))[:, None] * rows + offs_m[None, :]
-        size = tl.num_programs(2) * BLOCK_N * rows
-        tl.store(partial_ptr + split * size + offs, result, mask=is_m)
+        place = tl.program_id(0) * tl.num_programs(2) + tile
+        offs = (place * BLOCK_N + tl.arange(0, BLOCK_N))[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        size = tl.num_programs(0) * tl.num_programs(2) * BLOCK_N * ROWS
+        tl.store(partial_ptr + split * size + offs, result)
         tl.debug_barrier()
-        counter_ptr += tl.program_id(0) * tl.num_programs(2) + tile
+        counter_ptr += place
         is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLIT_K - 1
     if is_last:
         if SPLIT_K > 1:
             tl.store(counter_ptr, 0)
             result = tl.zeros([BLOCK_N, ROWS], tl.float32)
             for i in tl.static_range(SPLIT_K):
-                result += tl.load(partial_ptr + i * size + offs, mask=is_m, other=0.0, cache_modifier=".cg")
+                result += tl.load(partial_ptr + i * size + offs, cache_modifier=".cg")
         result *= tl.load(x_scale_ptr + offs_m, mask=offs_m < rows, other=0.0)[None, :]
         if BITS == 8 and GROUP == 0:
             result *= tl.load(scale_ptr + row)[:, None]
@@ -366,11 +366,11 @@ def split_gemm(
     size, block_n, block_k, split_k, num_stages, num_warps = config
     out = empty((rows, n_rows // (2 if gate else 1)), dtype=dtype, device=x.parts.device)
     partial_sums, counter = out, out
-    tiles = triton.cdiv(n_rows, block_n)
+    grid = triton.cdiv(rows, size), split_k, triton.cdiv(n_rows, block_n)
     if split_k > 1:
-        partial_sums = empty((split_k, tiles * block_n, rows), dtype=torch.float32, device=out.device)
+        partial_sums = empty((math.prod(grid), block_n, size), dtype=torch.float32, device=out.device)
         counter = counters(out.device)
-    _split_gemm[(triton.cdiv(rows, size), split_k, tiles)](
+    _split_gemm[grid](
         x.parts, x.scale, x.sums, weight.data, weight.scale, weight.scale if weight.zeros is None else weight.zeros,
         out if bias is None else bias, out, partial_sums, counter, rows, len(x.parts) // parts, n_rows, n_in,
         PARTS=parts, ROWS=size, BLOCK_N=block_n, BLOCK_K=block_k, SPLIT_K=split_k, NUM_STAGES=num_stages,
