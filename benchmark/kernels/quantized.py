@@ -63,8 +63,8 @@ def best_tile(x: Tensor, weights: list[Quantized], gate: str) -> str:
 def cublas(x: Tensor, weights: list[Quantized]) -> str:
     """cuBLAS with scales of rows, and with one scale, without the rounding of activations."""
     split = split_rows(x, None, 1)
-    scaled = [partial(cublas_linear.scaled, split.parts, w.data, split.scale, w.scale, BF16) for w in weights]
-    unscaled = [partial(cublas_linear.unscaled, split.parts, w.data) for w in weights]
+    scaled = [partial(cublas_linear.scaled, split.parts, w.data, (split.scale, w.scale), BF16) for w in weights]
+    unscaled = [partial(cublas_linear.scaled, split.parts, w.data, None, BF16) for w in weights]
     return f", cuBLAS {time_us(scaled):.1f}, with one scale {time_us(unscaled):.1f}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,39 @@ def test_products(kind: Format) -> None:
             want, wanted_total = reference.add_norm_linear(*floats, 1e-6, dense, bias.float(), gate)
             assert error(got, want) < limit and error(total, wanted_total) < 0.006
             assert error(ops.linear(x, weight, None, gate), reference.linear(x.float(), dense, None, gate)) < limit
+
+
+@pytest.mark.parametrize("rows", [2, 40, 100, 200, 300])
+@pytest.mark.parametrize("kind", FORMATS[:4], ids=str)
+def test_a_chain_of_layers(kind: Format, rows: int) -> None:
+    """Kernels that start before their predecessors end give the same bits as one after the other."""
+    torch.manual_seed(0)
+    ops, norm = load_ops("triton"), torch.rand(1024, device="cuda").bfloat16()
+    layers = []
+    for _ in range(6):
+        pair = kind.empty(4096, 1024, norm.device), kind.empty(1024, 2048, norm.device)
+        for weight in pair:
+            weight.round_from(torch.randn(weight.shape, device="cuda") * 0.03)
+        layers.append(pair)
+    first = torch.randn(rows, 1024, device="cuda").bfloat16()
+
+    def run(between: Callable[[], None]) -> torch.Tensor:
+        x, residual = first, first.clone()
+        for up, down in layers:
+            hidden, residual = ops.add_norm_linear(x, residual, norm, 1e-6, up, None, "silu")
+            between()
+            x = ops.linear(hidden, down)
+            between()
+        return x
+
+    want = run(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(lambda: None)
+    for _ in range(20):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("kind", FORMATS[:4], ids=str)

@@ -42,29 +42,23 @@ class CublasLinear:
         """x [M, K] contiguous, weight [N, K], bias [N] -> [M, N]."""
         return self._loaded_product(weight, bias is None, len(x), lambda rows: F.linear(x[:rows], weight, bias))
 
-    def scaled(self, x: Tensor, weight: Tensor, x_scale: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    def scaled(self, x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor] | None, dtype: torch.dtype) -> Tensor:
         """x [M, K] and weight [N, K] in 8 bits, M a multiple of 16 -> [M, N] in `dtype`.
 
-        Scales are of rows, [1, M] and [N, 1], or of blocks, [K / 128, M] and [N / 128, K / 128].
+        Scales of x and weight are of rows, [1, M] and [N, 1], or of blocks, [K / 128, M] and [N / 128, K / 128].
+        Without any, cuBLAS takes its kernels for one scale, which are faster.
         """
-        groups = len(x_scale)
 
         def product(rows: int) -> Tensor:
-            own = x_scale.view(-1)[: groups * rows].view(groups, rows).t()
+            own = other = _one(x.device)
+            if scales is not None:
+                groups = len(scales[0])
+                own, other = scales[0].view(-1)[: groups * rows].view(groups, rows).t(), scales[1].t()
             # Without fast accumulation: the tensor cores' sums of 12,288 positive products were off by 20 % with it.
             # Row scales need a result in bfloat16.
-            return torch._scaled_mm(x[:rows], weight.t(), own, scale.t(), out_dtype=torch.bfloat16).to(dtype)
+            return torch._scaled_mm(x[:rows], weight.t(), own, other, out_dtype=torch.bfloat16).to(dtype)
 
-        return self._loaded_product(weight, groups == 1, len(x), product)
-
-    def unscaled(self, x: Tensor, weight: Tensor) -> Tensor:
-        """As `scaled` without scales, in bfloat16."""
-        one = _one(x.device)
-
-        def product(rows: int) -> Tensor:
-            return torch._scaled_mm(x[:rows], weight.t(), one, one, out_dtype=torch.bfloat16)
-
-        return self._loaded_product(weight, "unscaled", len(x), product)
+        return self._loaded_product(weight, scales and len(scales[0]) == 1, len(x), product)
 
     def _loaded_product(self, weight: Tensor, kind: object, rows: int, product: Callable[[int], Tensor]) -> Tensor:
         if self._is_loading and _can_load(weight):

@@ -93,22 +93,50 @@ def gated(gate, up, GATE: tl.constexpr):
 
 
 @triton.jit
-def _gate_and_mul(x_ptr, out_ptr, n, GATE: tl.constexpr, BLOCK: tl.constexpr):
-    """out[t] = gate(x[t, :n]) * x[t, n:]; grid (T, n / BLOCK)."""
+def _finish(
+    x_ptr, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, n,
+    GATE: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[t] = x[t] x_scale[t] scale + bias, or with GATE gate(g) up of its halves; grid (T, n / BLOCK)."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(x_ptr + row * 2 * n + offs, mask=offs < n, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * 2 * n + n + offs, mask=offs < n, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * n + offs, gated(gate, up, GATE).to(out_ptr.dtype.element_ty), mask=offs < n)
+    mask = offs < n
+    HALVES: tl.constexpr = 2 if GATE != "" else 1
+    result = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(HALVES):
+        x = tl.load(x_ptr + (row * HALVES + i) * n + offs, mask=mask, other=0.0).to(tl.float32)
+        if HAS_SCALES:
+            x *= tl.load(x_scale_ptr + row) * tl.load(scale_ptr + i * n + offs, mask=mask, other=0.0)
+        if HAS_BIAS:
+            x += tl.load(bias_ptr + i * n + offs, mask=mask, other=0.0).to(tl.float32)
+        result = gated(result, x, GATE) if i == 1 else x
+    tl.store(out_ptr + row * n + offs, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def finish(
+    x: Tensor, rows: int, gate: str, dtype: torch.dtype, scales: tuple[Tensor, Tensor] | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """What follows products x [rows or more, N] -> [rows, N or N / 2]: scales of rows [T] and of columns [N], bias [N],
+    and `gate_and_mul`, rounded once.
+    """
+    n = x.shape[1] // (2 if gate else 1)
+    out = empty((rows, n), dtype=dtype, device=x.device)
+    block = min(1024, triton.next_power_of_2(n))
+    x_scale, scale = scales or (x, x)
+    _finish[(rows, triton.cdiv(n, block))](
+        x, x_scale, scale, x if bias is None else bias, out, n, GATE=gate, HAS_SCALES=scales is not None,
+        HAS_BIAS=bias is not None, BLOCK=block, **pdl_options(x.device, scales is not None and rows <= MAX_CHAINED),
+    )  # fmt: skip
+    return out
 
 
 def gate_and_mul(x: Tensor, gate: str) -> Tensor:
     """As `reference.gate_and_mul`, rounded once."""
-    rows, n = x.shape[0], x.shape[1] // 2
-    out = empty((rows, n), dtype=x.dtype, device=x.device)
-    block = min(1024, triton.next_power_of_2(n))
-    _gate_and_mul[(rows, triton.cdiv(n, block))](x, out, n, GATE=gate, BLOCK=block)
-    return out
+    return finish(x, len(x), gate, x.dtype)
 
 
 @triton.jit

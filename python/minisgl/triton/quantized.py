@@ -22,7 +22,7 @@ from minisgl.ops.quantized import E4M3, Quantized
 from minisgl.triton.cublas import cublas_linear
 from minisgl.triton.launch import INTERPRETED, MAX_CHAINED, counters, pdl_options
 from minisgl.triton.linear import NUM_SMS, Norm
-from minisgl.triton.norm import add_rms_norm, gate_and_mul, gated, rms_norm
+from minisgl.triton.norm import add_rms_norm, finish, gate_and_mul, gated, rms_norm
 from minisgl.triton.quantized_gemv import quantized_gemv
 
 MAX_EXACT_ROWS: Final = {8: 32, 4: 16}  # that are split in two, for weights of so many bits
@@ -418,42 +418,6 @@ def widen(weight: Quantized, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@triton.jit
-def _rescale(
-    x_ptr, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, n,
-    GATE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """out[m] = x[m] x_scale[m] scale + bias, or with GATE one of `reference.GATES` of that; grid (M, n / BLOCK)."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < n
-    WIDTH: tl.constexpr = 2 if GATE != "" else 1
-    result = tl.zeros([BLOCK], tl.float32)
-    for i in tl.static_range(WIDTH):
-        up = tl.load(x_ptr + row * WIDTH * n + i * n + offs, mask=mask, other=0.0).to(tl.float32)
-        up *= tl.load(x_scale_ptr + row) * tl.load(scale_ptr + i * n + offs, mask=mask, other=0.0)
-        if HAS_BIAS:
-            up += tl.load(bias_ptr + i * n + offs, mask=mask, other=0.0).to(tl.float32)
-        result = gated(result, up, GATE) if i == 1 else up
-    tl.store(out_ptr + row * n + offs, result.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-def _scaled_after(x: Split, rows: int, weight: Quantized, bias: Tensor | None, dtype: torch.dtype, gate: str) -> Tensor:
-    """x weight^T with scales of rows by cuBLAS's kernels for one scale, which are faster; scales and bias follow."""
-    products = cublas_linear.unscaled(x.parts, weight.data)
-    n = len(weight) // (2 if gate else 1)
-    out = empty((rows, n), dtype=dtype, device=products.device)
-    block = min(1024, triton.next_power_of_2(n))
-    _rescale[(rows, triton.cdiv(n, block))](
-        products, x.scale, weight.scale, out if bias is None else bias, out, n, GATE=gate, HAS_BIAS=bias is not None,
-        BLOCK=block, **pdl_options(out.device, rows <= MAX_CHAINED),
-    )  # fmt: skip
-    return out
-
-
 def max_rows(weight: Quantized) -> float:
     """The most rows for which our kernel is as fast as cuBLAS, or the only one."""
     kind, (n_rows, n_in) = weight.format, weight.shape
@@ -485,8 +449,9 @@ def quantized_linear(
     if kind.bits == 8:
         split = split_rows(x, norm, 1, scale_group=kind.group)
         if not kind.group and (gate or rows <= MAX_ONE_SCALE):
-            return _scaled_after(split, rows, weight, bias, x.dtype, gate), total
-        out = cublas_linear.scaled(split.parts, weight.data, split.scale, weight.scale, x.dtype)[:rows]
+            products = cublas_linear.scaled(split.parts, weight.data, None, torch.bfloat16)
+            return finish(products, rows, gate, x.dtype, (split.scale, weight.scale), bias), total
+        out = cublas_linear.scaled(split.parts, weight.data, (split.scale, weight.scale), x.dtype)[:rows]
         out = out if bias is None else out.add_(bias)
     else:
         if norm is not None:

@@ -69,7 +69,8 @@ def test_products_with_quantized_weights_compile(parts: int, name: str, group: i
 @pytest.mark.parametrize("gate", ["", "gelu_tanh"])
 def test_scales_behind_a_product_compile(gate: str):
     pointers = {"x_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16", "x_scale_ptr": "*fp32", "scale_ptr": "*fp32"}
-    assert compile_kernel(quantized._rescale, pointers, {"GATE": gate, "HAS_BIAS": True, "BLOCK": 1024, "PDL": True})
+    options = {"GATE": gate, "HAS_SCALES": True, "HAS_BIAS": True, "BLOCK": 1024, "PDL": True}
+    assert compile_kernel(norm._finish, pointers, options)
 
 
 @pytest.mark.parametrize("group", [32, 128])
