@@ -186,17 +186,16 @@ class StepCosts:
     def draft_seconds(
         self, num_rows: int, drafts: npt.NDArray[np.intp], context: int, *, are_proposed: bool = False
     ) -> npt.NDArray[np.float64]:
-        """Seconds of a step in which `num_rows` requests decode, one of them with `drafts` [N].
+        """Seconds of a step in which `num_rows` requests decode, with `drafts` [N] in all; of a plain one without any.
 
-        Where steps with drafts are timed, that one pays an equal part of what a step costs in which all have as many.
         `are_proposed`: by the host.
         """
-        if not self.drafted:
-            return np.asarray(self.decode_seconds(num_rows, context) + self.per_token * drafts)
-        plain = self._between(self.plain, np.array([num_rows]))
-        points = self.proposed if are_proposed and self.proposed else self.drafted
-        more = np.maximum(0.0, self._between(points, num_rows * (1 + drafts)) - plain)
-        return np.asarray(plain + self.per_context * context + np.where(drafts > 0, more / num_rows, 0.0))
+        seconds = self.decode_seconds(num_rows, 0) + self.per_token * drafts
+        if self.drafted:
+            points = self.proposed if are_proposed and self.proposed else self.drafted
+            plain = self._between(self.plain, np.array([num_rows]))
+            seconds = np.where(drafts > 0, np.maximum(plain, self._between(points, num_rows + drafts)), plain)
+        return np.asarray(seconds + self.per_context * context)
 
     def _between(self, points: tuple[tuple[int, float], ...], tokens: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
         counts, seconds = np.array(points).T

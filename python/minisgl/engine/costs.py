@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 
@@ -31,7 +32,8 @@ LARGE_CHUNK = 2048
 CHUNK_CONTEXT = 8192
 DECODE_ROWS, DECODE_CONTEXT = 64, 2048
 FEW_ROWS = 4  # on a CPU, where a page takes memory at its first use
-DRAFT_ROWS, DRAFT_CONTEXT = (1, 8, 64), 128
+DRAFT_ROWS, DRAFT_CONTEXT = (1, 8, 64, 256), 128
+DRAFT_TOKENS: Final = 512  # of the largest timed step with drafts, unless 64 rows with all of theirs have more
 SLACK = (REPEATS + 1) * PIPELINED * (1 + MAX_DRAFTS)  # positions that rows with drafts move on while they are timed
 
 Run = Callable[[BatchPlan], Callable[[], object]]
@@ -104,11 +106,12 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
     has_model = spec.draft is not None
     if spec.drafter is None or (has_model and is_async) or longest < DRAFT_CONTEXT + spec.max_queries + SLACK:
         return costs
-    timed_rows = sorted({min(n, spec.max_running_requests) for n in DRAFT_ROWS[: 3 if is_async else 2]})
+    timed_rows = sorted({min(n, spec.max_running_requests) for n in DRAFT_ROWS[: 4 if is_async else 2]})
     plain = tuple((n, decode(DRAFT_CONTEXT, n)) for n in timed_rows)
     # A CPU computes a few tokens in the time of one, and many at their full price.
-    widths = (spec.max_queries,) if is_async else sorted({2, (spec.max_queries + 1) // 2, spec.max_queries})
-    sizes = [(n, width) for n in timed_rows for width in widths]
-    drafted = tuple((n * width, draft(n, width)) for n, width in sizes)
-    proposed = tuple((n * width, draft(n, width, are_proposed=True)) for n, width in sizes if has_model)
+    widths = (1, 2, spec.max_queries) if is_async else (2, (spec.max_queries + 1) // 2, spec.max_queries)
+    most = max(DRAFT_TOKENS, DECODE_ROWS * spec.max_queries)
+    sizes = {n * width: (n, width) for n in timed_rows for width in widths if n * width <= most}
+    drafted = tuple((n, draft(*sizes[n])) for n in sorted(sizes))
+    proposed = tuple((n, draft(*sizes[n], are_proposed=True)) for n in sorted(sizes) if has_model)
     return replace(costs, plain=plain, drafted=drafted, proposed=proposed)

@@ -26,7 +26,9 @@ MEMORY: Final = 0.9  # how much of the estimate of a row's acceptance stays afte
 # What a step with drafts costs besides its tokens where the host is the device, and each row of it that has drafts:
 # two cores need this for the built-in model.
 HOST_S, HOST_ROW_S = 2e-4, 8e-5
-PRIOR = (0.5, 1.0)
+WON_MEMORY: Final = 0.8  # how much of what drafts have won counts after another step with drafts
+PRIOR: Final = 0.5  # the first estimate of acceptance
+PRIOR_TRIES, ROW_TRIES = 1.0, 3.0  # the weight of this estimate, and of that of all rows in the estimate of a row
 LONG_PRIOR: Final = 0.8  # of drafts behind a long match, which are looked up where a model drafts, too
 DEVICE, HOST = 0, 1  # where drafts come from
 MAX_PAUSE: Final = 32  # plain steps until the drafter is asked again
@@ -80,8 +82,11 @@ class Drafts:
         self._looks_up = kind in ("auto", "ngram") and not is_async
         self._has_model = ":" in kind or bool(self._costs.proposed)
         self._asks_device = kind != "tree" and (self._has_model or not self._looks_up)
+        self._is_shared = self._asks_device and not self._has_model
+        self._resumes_at = 0  # of rows that begin, where the pause is shared
+        self._won = 0.0  # seconds, by the last steps with drafts
         self._least_match = MAX_MATCH if self._has_model else MIN_MATCH
-        self._prior = np.array([PRIOR[0], LONG_PRIOR if self._has_model else PRIOR[0]])
+        self._prior = np.array([PRIOR, LONG_PRIOR if self._has_model else PRIOR])
         self.resumes_at = np.zeros(rows.num_rows, np.int64)
         self.is_tracked = np.zeros(rows.num_rows, np.bool_)
         self.is_forced = np.zeros(rows.num_rows, np.bool_)
@@ -91,9 +96,13 @@ class Drafts:
 
     def add(self, req: Req) -> None:
         """Forget who held the row of `req` before, whose prompt is planned completely."""
-        self.resumes_at[req.row] = 0 if req.sampling_params.speculate else NEVER
+        if not self._is_shared:
+            self.pause[req.row] = 0
+        elif np.count_nonzero(self.rows.is_live) <= 1:
+            self._resumes_at = 0  # there are no others that pay for asking
+        self.resumes_at[req.row] = self._resumes_at if req.sampling_params.speculate else NEVER
         self.is_tracked[req.row] = False
-        for values in (self.is_forced, self.known, self.ready, self.accepted, self.pause, self.right, self.tried):
+        for values in (self.is_forced, self.known, self.ready, self.accepted, self.right, self.tried):
             values[..., req.row] = 0
         self.ready[DEVICE, req.row] = self.most * self._has_model
 
@@ -112,16 +121,11 @@ class Drafts:
         is_proposed = self._are_in(proposals, running)
         if not (is_drafted | is_proposed).any():
             return None
-        own, own_rate = self._worthwhile(running, DEVICE)
-        if is_proposed.any() or is_masked.any():
-            counts, rate = self._worthwhile(running, HOST)
-            # A row's own drafter may be worth more than what the host has found.
-            is_proposed &= is_masked | ~is_drafted | (own_rate <= rate) | (not self._has_model)
-            counts = np.where(is_proposed | is_masked, counts, own)
-        else:
-            counts = own
-        counts = np.where(is_drafted | is_proposed, counts, 0)
-        if self._adapts:
+        is_proposed |= is_masked
+        source = self._sources(running, is_drafted & ~is_masked, is_proposed)
+        is_proposed &= source == HOST
+        counts = self._worthwhile(running, source, is_drafted | is_proposed)
+        if self._adapts and not self._is_shared:
             self._pause(running[(is_proposed | (may_ask & ~is_masked & self._has_model)) & (counts == 0)], step)
         if self._has_model:  # which need not be asked
             is_drafted &= (counts > 0) | (self.in_flight[running] > 0)
@@ -176,31 +180,51 @@ class Drafts:
             found = look_up(self.rows.text(req), MIN_MATCH if req.matcher else self._least_match)
         return found
 
-    def _worthwhile(self, running: Index, source: int) -> tuple[Ints, npt.NDArray[np.float64]]:
-        """Return how many of its drafts each row should compute, and the tokens per second then.
+    def _rates(self, source: Index, running: Index) -> npt.NDArray[np.float64]:
+        """Return how likely the next draft of each row is right, if those before are; rows tell about each other."""
+        right, tried = self.right[source, running], self.tried[source, running]
+        prior = self._prior[source]
+        mean = (right.sum() + prior * PRIOR_TRIES) / (tried.sum() + PRIOR_TRIES)
+        rates = (right + mean * ROW_TRIES) / (tried + ROW_TRIES)
+        return np.where((source == HOST) & self.is_forced[running], 1.0, rates)
 
-        These are those with the most expected tokens per second. A row's choice assumes that the others decode one.
-        """
-        ready: Ints = np.minimum(self.ready[source, running], self.most).astype(np.int32)
+    def _sources(self, running: Index, is_drafted: npt.NDArray[np.bool_], is_proposed: npt.NDArray[np.bool_]) -> Index:
+        """Return whether each row uses its own drafts or the host's; with a model, those with more expected tokens."""
+        if not (self._adapts and self._has_model):
+            return is_proposed.astype(np.intp)
+        gains = []
+        for source in (DEVICE, HOST):
+            rates = self._rates(np.full(len(running), source), running)
+            drafts = np.minimum(self.ready[source, running], self.most)
+            gains.append(np.where(self._index[1:] <= drafts[:, None], rates[:, None] ** self._index[1:], 0.0).sum(1))
+        from_host: Index = (is_proposed & (~is_drafted | (gains[HOST] >= gains[DEVICE]))).astype(np.intp)
+        return from_host
+
+    def _worthwhile(self, running: Index, source: Index, has_drafts: npt.NDArray[np.bool_]) -> Ints:
+        """Return how many of its drafts each row should compute: those with the most expected tokens per second."""
+        ready: Ints = np.where(has_drafts, np.minimum(self.ready[source, running], self.most), 0).astype(np.int32)
         if not self._adapts or not ready.any():
-            return ready, np.zeros(len(running))
-        rate = (self.right[source, running] + self._prior[source] * PRIOR[1]) / (self.tried[source, running] + PRIOR[1])
-        if source == HOST:
-            rate[self.is_forced[running]] = 1.0
-        tokens = len(running) - 1 + np.cumsum(rate[:, None] ** self._index, axis=1)
-        context = int(self.rows.cached_len[running].sum())
-        seconds = self._seconds(len(running), source) + self._costs.per_context * context
-        gains = np.where(self._index <= ready[:, None], tokens / seconds, 0.0)
-        return gains.argmax(1).astype(np.int32), gains.max(1)
+            return ready
+        index = self._index[1:]
+        gains = np.where(index <= ready[:, None], self._rates(source, running)[:, None] ** index, 0.0).ravel()
+        order = np.argsort(-gains, kind="stable")[: int(ready.sum())]  # of a row, earlier drafts come first
+        seconds = self._seconds(running, are_proposed=not (ready * (source == DEVICE)).any())[: len(order) + 1]
+        if not self._is_async:
+            seconds[1:] += HOST_ROW_S * (order % self.most == 0).cumsum()
+        tokens = len(running) + np.concatenate([[0.0], gains[order].cumsum()])
+        best = order[: (tokens / seconds).argmax()]
+        return np.bincount(best // self.most, minlength=len(running)).astype(np.int32)
 
-    def _seconds(self, num_rows: int, source: int) -> npt.NDArray[np.float64]:
-        """Seconds of a step in which one of `num_rows` rows has 0, 1, ... `most` drafts, without context."""
-        known = self._known_seconds.get((num_rows, source))
+    def _seconds(self, running: Index, are_proposed: bool) -> npt.NDArray[np.float64]:
+        """Seconds of a step in which the rows `running` have 0, 1, ... drafts in all."""
+        count = len(running)
+        known = self._known_seconds.get((count, are_proposed))
         if known is None:
-            known = self._costs.draft_seconds(num_rows, self._index, 0, are_proposed=source == HOST)
-            known[1:] += 0.0 if self._is_async else HOST_S / num_rows + HOST_ROW_S
-            self._known_seconds[num_rows, source] = known
-        return known
+            number = np.arange(count * self.most + 1)
+            known = self._costs.draft_seconds(count, number, 0, are_proposed=are_proposed)
+            known[1:] += 0.0 if self._is_async else HOST_S
+            self._known_seconds[count, are_proposed] = known
+        return known + self._costs.per_context * int(self.rows.cached_len[running].sum())
 
     def _are_in(self, proposals: Records, running: Index) -> npt.NDArray[np.bool_]:
         """Return which of the rows `running` have one of `proposals`."""
@@ -251,25 +275,46 @@ class Drafts:
         self.rows.cached_len[rows] -= drafts - right
         self.in_flight[rows] -= drafts
         self.accepted[rows] += right
-        self.ready[DEVICE, rows] = result.ready[first[is_drafted]]
+        # What the device drafted for a row that decodes plainly by now is behind its text.
+        self.ready[DEVICE, rows] = np.where(self.is_tracked[rows], result.ready[first[is_drafted]], 0)
         from_host = self._are_in(plan.proposals, rows)
         at = from_host.astype(np.intp), rows
         is_guess = (drafts > 0) & ~(self.is_forced[rows] & from_host)
         memory = np.where(is_guess, MEMORY, 1.0)
         self.right[at] = memory * self.right[at] + right * is_guess
         self.tried[at] = memory * self.tried[at] + np.minimum(drafts, right + 1) * is_guess
-        self.pause[rows[right > 0]] = 0
-        if self._adapts and not self._has_model:
-            from_host |= ((slots["flags"][is_drafted] & Flag.MASKED) != 0) | (not self._asks_device)
-            is_lost = (is_guess & (right == 0)) | (~from_host & (self._worthwhile(rows, DEVICE)[0] == 0))
-            self._pause(rows[is_lost], step)
+        if self._adapts and self._is_shared:
+            self._weigh(rows, int(drafts.sum()), int(right.sum()), step)
+        else:
+            self.pause[rows[right > 0]] = 0
+            if self._adapts and not self._has_model:
+                self._pause(rows[is_guess & (right == 0)], step)
         return int(drafts.sum()), int(right.sum())
+
+    def _weigh(self, rows: Index, drafts: int, right: int, step: int) -> None:
+        """Let all rows decode plainly for a while if drafts do not pay: asking for them costs all rows of a step.
+
+        What they won is how much longer plain steps would have taken for the same tokens.
+        """
+        seconds = self._seconds(rows, are_proposed=False)
+        self._won = WON_MEMORY * self._won + (1 + right / len(rows)) * seconds[0] - seconds[max(1, drafts)]
+        if self._won > 0:
+            self.pause[:] = 0
+        source = np.full(len(rows), DEVICE)
+        pays = self._worthwhile(rows, source, np.ones(len(rows), np.bool_)).any() and (self._won >= 0 or not drafts)
+        if self._resumes_at <= step and not pays:
+            self._pause(np.flatnonzero(self.resumes_at < NEVER), step)
+            self._won = 0.0
 
     def _pause(self, rows: npt.NDArray[np.intp], step: int) -> None:
         """Let `rows` decode plainly, for longer each time, and trust a bad estimate less when they draft again."""
+        if not len(rows):
+            return
         self.pause[rows] = np.clip(2 * self.pause[rows], 1, MAX_PAUSE)
         resumes_at = step + 1 + self.pause[rows]
         self.resumes_at[rows] = resumes_at + -resumes_at % self.pause[rows]  # the same step for many rows
+        if self._is_shared:
+            self._resumes_at = int(self.resumes_at[rows].max())
         self.ready[DEVICE, rows] = self.most * self._has_model
         self.right[:, rows] *= 0.5
         self.tried[:, rows] *= 0.5
