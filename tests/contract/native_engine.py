@@ -13,7 +13,7 @@ from minisgl.core import BatchPlan
 from minisgl.distributed.group import Group
 from minisgl.distributed.info import ALONE
 from minisgl.engine.engine import Engine
-from minisgl.layout import NO_ROW_STATES, PAGE_WRITE, SLOT, Flag
+from minisgl.layout import NO_MASKS, NO_ROW_STATES, PAGE_WRITE, SLOT, Flag
 from minisgl.native.runner import NativeRunner
 from minisgl.settings.options import EngineConfig
 
@@ -66,7 +66,9 @@ class NativeEngine:
         table = self.engine.parts.state.page_table
         table[target, : len(self.mapped[target])] = torch.tensor(self.mapped[target], dtype=torch.int32)
 
-    def step(self, spans: list[Span], flags: int = 0, rows: np.ndarray | None = None) -> torch.Tensor:
+    def step(
+        self, spans: list[Span], flags: int = 0, rows: np.ndarray | None = None, masks: np.ndarray = NO_MASKS
+    ) -> torch.Tensor:
         """One step -> logits [sampling spans, V] float32; its tokens and flags are `self.tokens`, `self.ok`."""
         pages = []
         for span in spans:
@@ -80,6 +82,7 @@ class NativeEngine:
             np.concatenate([np.array(s.ids, np.int32) for s in spans]),
             np.array(pages, PAGE_WRITE),
             NO_ROW_STATES if rows is None else rows,
+            masks=masks,
         )
         result = self.engine.launch(plan).wait()
         self.tokens, self.ok = result.tokens, result.finite

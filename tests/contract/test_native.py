@@ -24,7 +24,7 @@ from minisgl.distributed.info import ALONE
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
 from minisgl.engine.runner import EagerRunner
-from minisgl.layout import ROW_STATE
+from minisgl.layout import ROW_STATE, Flag
 from minisgl.models.families import FAMILIES
 from minisgl.models.positions import SLIDING
 from minisgl.native import build
@@ -228,6 +228,24 @@ def test_drawn_tokens_have_the_noise_of_the_reference(tmp_path: Path, isa: str):
         temperature = torch.arange(len(keys)) + 0.5
         tokens, ok = sample(logits, temperature, zeros.int(), ones, zeros, torch.tensor(keys), positions)
         assert engine.tokens.tolist() == tokens.tolist() and ok.all() and engine.ok.tolist() == [1] * len(keys)
+
+
+def test_masks_forbid_tokens(tmp_path: Path, isa: str):
+    """In a vocabulary that is no multiple of a mask's words; a mask that allows nothing is told."""
+    save(tmp_path, SHAPES["wide-heads-odd-vocabulary"])
+    engine, vocab = NativeEngine.load(tmp_path), 161
+    spans = [Span(row, 0, ids, samples=True) for row, ids in enumerate((A, B, C, A))]
+    logits = engine.step(spans)
+    allowed = np.random.default_rng(0).random((4, vocab)) < 0.3
+    allowed[0, -1] = allowed[0, int(logits[0].argmax())] = False
+    allowed[2] = np.arange(vocab) == vocab - 1
+    allowed[3] = False
+    bits = np.zeros((4, 192), np.bool_)
+    bits[:, :vocab] = allowed
+    masks = np.packbits(bits, 1, "little").view(np.int32)
+    engine.step(spans, Flag.MASKED, masks=masks)
+    assert engine.ok.tolist() == [1, 1, 1, 0]
+    assert engine.tokens[:3].tolist() == np.where(allowed, logits, -np.inf)[:3].argmax(1).tolist()
 
 
 def test_of_equal_logits_the_first_is_chosen(tmp_path: Path, isa: str):

@@ -179,10 +179,11 @@ class Launched:
         widths = self.plan.widths
         slots = np.repeat(np.arange(len(widths)), widths)
         offsets = columns - np.repeat(np.cumsum(widths) - widths, widths)
-        for offset in range(int(widths.max(initial=1))):
-            at = np.flatnonzero((offsets == offset) & (result.confirmed != 0))
-            if offset == 0 or len(at):
-                yield Wave(self.sampled[slots[at]], at, result.tokens[at], result.finite[at])
+        confirmed = np.flatnonzero(result.confirmed)
+        offsets = offsets[confirmed]
+        for offset in range(int(offsets.max(initial=0)) + 1):
+            at = confirmed[offsets == offset]
+            yield Wave(self.sampled[slots[at]], at, result.tokens[at], result.finite[at])
 
 
 @dataclass(frozen=True, slots=True)

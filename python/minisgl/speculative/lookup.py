@@ -33,5 +33,5 @@ def look_up(ids: Ints, least: int = MIN_MATCH) -> Ints:
     if not len(matches) or size < least:
         return NO_INTS
     period = len(ids) - 1 - matches[-1]
-    drafts: Ints = ids[matches[-1] + 1 + np.arange(MAX_DRAFTS) % period].clip(0)
+    drafts: Ints = np.maximum(ids[matches[-1] + 1 + np.arange(MAX_DRAFTS) % period], 0)
     return drafts
