@@ -22,7 +22,7 @@ from minisgl.layout import HISTORY_HEAD, NO_INTS, NO_PAGE_WRITES, PROPOSAL, Flag
 from minisgl.settings.options import MAX_DRAFTS
 
 DECODES = Flag.SAMPLES | Flag.FROM_DEVICE
-REPEATS = 3
+REPEATS, CPU_REPEATS = 3, 8  # on a CPU the shortest counts, and other work makes most of them longer
 FIRST_CHUNK = 16  # tokens, on a CPU
 CHUNK_S = 0.04  # how long its largest chunk may take
 SLOW_S = 0.2  # a first step that takes longer is not repeated
@@ -45,6 +45,7 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
     longest = min(spec.max_seq_len, num_pages * spec.page_size) - 1
     pipelined = PIPELINED if is_async else 1
     adapts = not is_async and spec.info.size == 1
+    repeats = CPU_REPEATS if adapts else REPEATS
 
     def seconds(slots: list[Slot]) -> float:
         return timed(spread_plan(slots, spec.page_size, num_pages))
@@ -52,7 +53,7 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
     def timed(plan: BatchPlan) -> float:
         times: list[float] = []
         # The first, which may touch memory for the first time, counts only where it is too slow for that to matter.
-        while len(times) <= REPEATS and (not adapts or sum(times) < (CHUNK_S if times[1:] else SLOW_S)):
+        while len(times) <= repeats and (not adapts or sum(times) < (CHUNK_S if times[1:] else SLOW_S)):
             count = pipelined if times else 1
             started = time.perf_counter()
             waits = [run(plan) for _ in range(count)]

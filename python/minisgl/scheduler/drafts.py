@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Index, Rows
 
-MEMORY: Final = 0.9  # how much of the estimate of a row's acceptance stays after a step with drafts
+# How much of the estimate of a row's acceptance stays after a step with drafts, one without, and a pause.
+MEMORY, IDLE_MEMORY, PAUSE_MEMORY = 0.9, 0.98, 0.5
 # What a step with drafts costs besides its tokens where the host is the device, and each row of it that has drafts:
 # two cores need this for the built-in model.
 HOST_S, HOST_ROW_S = 2e-4, 8e-5
@@ -82,8 +83,8 @@ class Drafts:
         self._looks_up = kind in ("auto", "ngram") and not is_async
         self._has_model = ":" in kind or bool(self._costs.proposed)
         self._asks_device = kind != "tree" and (self._has_model or not self._looks_up)
-        self._is_shared = self._asks_device and not self._has_model
-        self._resumes_at = 0  # of rows that begin, where the pause is shared
+        self._is_shared = self._adapts and self._asks_device  # the pause
+        self._resumes_at = 0  # of rows that begin, where it is
         self._won = 0.0  # seconds, by the last steps with drafts
         self._least_match = MAX_MATCH if self._has_model else MIN_MATCH
         self._prior = np.array([PRIOR, LONG_PRIOR if self._has_model else PRIOR])
@@ -113,11 +114,14 @@ class Drafts:
         """
         rows = self.rows
         may_ask, is_masked = self.resumes_at[running] <= step, (rows.flags[running] & Flag.MASKED) != 0
+        in_flight = self.in_flight[running] > 0
+        if not (may_ask | is_masked | in_flight).any():
+            return None
         proposals = NO_PROPOSALS
         if self._asks_tree or self._looks_up or is_masked.any():
             proposals = self._propose(step, running, may_ask, is_masked)
         # A row whose length only the device knows stays with it until the last draft is collected.
-        is_drafted = (may_ask & ~is_masked & self._asks_device) | (self.in_flight[running] > 0)
+        is_drafted = (may_ask & ~is_masked & self._asks_device) | in_flight
         is_proposed = self._are_in(proposals, running)
         if not (is_drafted | is_proposed).any():
             return None
@@ -125,10 +129,14 @@ class Drafts:
         source = self._sources(running, is_drafted & ~is_masked, is_proposed)
         is_proposed &= source == HOST
         counts = self._worthwhile(running, source, is_drafted | is_proposed)
-        if self._adapts and not self._is_shared:
-            self._pause(running[(is_proposed | (may_ask & ~is_masked & self._has_model)) & (counts == 0)], step)
+        if self._adapts:
+            self._forget(running[may_ask & (counts == 0)], IDLE_MEMORY)
+            if not self._is_shared:
+                self._pause(running[is_proposed & (counts == 0)], step)
+            elif self._has_model and may_ask.any() and not counts.any():
+                self._pause_all(step)
         if self._has_model:  # which need not be asked
-            is_drafted &= (counts > 0) | (self.in_flight[running] > 0)
+            is_drafted &= (counts > 0) | in_flight
         counts[np.cumsum(counts) > max_tokens] = 0
         counts[is_masked & (np.cumsum(counts * is_masked) > MAX_DRAFT_MASKS)] = 0
         length, limit = rows.cached_len[running], rows.limit[running]
@@ -275,20 +283,20 @@ class Drafts:
         self.rows.cached_len[rows] -= drafts - right
         self.in_flight[rows] -= drafts
         self.accepted[rows] += right
-        # What the device drafted for a row that decodes plainly by now is behind its text.
-        self.ready[DEVICE, rows] = np.where(self.is_tracked[rows], result.ready[first[is_drafted]], 0)
+        # What was looked up for a row that decodes plainly by now is behind its text.
+        is_current = self.is_tracked[rows] | self._has_model
+        self.ready[DEVICE, rows] = np.where(is_current, result.ready[first[is_drafted]], 0)
         from_host = self._are_in(plan.proposals, rows)
         at = from_host.astype(np.intp), rows
         is_guess = (drafts > 0) & ~(self.is_forced[rows] & from_host)
         memory = np.where(is_guess, MEMORY, 1.0)
         self.right[at] = memory * self.right[at] + right * is_guess
         self.tried[at] = memory * self.tried[at] + np.minimum(drafts, right + 1) * is_guess
-        if self._adapts and self._is_shared:
-            self._weigh(rows, int(drafts.sum()), int(right.sum()), step)
-        else:
+        if self._is_shared:
+            self._weigh(slots["row"].astype(np.intp), int(drafts.sum()), int(right.sum()), step)
+        elif self._adapts:
             self.pause[rows[right > 0]] = 0
-            if self._adapts and not self._has_model:
-                self._pause(rows[is_guess & (right == 0)], step)
+            self._pause(rows[is_guess & (right == 0)], step)
         return int(drafts.sum()), int(right.sum())
 
     def _weigh(self, rows: Index, drafts: int, right: int, step: int) -> None:
@@ -300,11 +308,17 @@ class Drafts:
         self._won = WON_MEMORY * self._won + (1 + right / len(rows)) * seconds[0] - seconds[max(1, drafts)]
         if self._won > 0:
             self.pause[:] = 0
-        source = np.full(len(rows), DEVICE)
-        pays = self._worthwhile(rows, source, np.ones(len(rows), np.bool_)).any() and (self._won >= 0 or not drafts)
+        pays = self._won >= 0 or not drafts
+        if not self._has_model:  # whose drafts need not be asked for
+            source, may_draft = np.full(len(rows), DEVICE), self.resumes_at[rows] < NEVER
+            pays &= bool(self._worthwhile(rows, source, may_draft).any())
         if self._resumes_at <= step and not pays:
-            self._pause(np.flatnonzero(self.resumes_at < NEVER), step)
-            self._won = 0.0
+            self._pause_all(step)
+
+    def _pause_all(self, step: int) -> None:
+        self._pause(np.flatnonzero(self.resumes_at < NEVER), step)
+        self._resumes_at = int(self.resumes_at[self.resumes_at < NEVER].max(initial=0))
+        self._won = 0.0
 
     def _pause(self, rows: npt.NDArray[np.intp], step: int) -> None:
         """Let `rows` decode plainly, for longer each time, and trust a bad estimate less when they draft again."""
@@ -313,11 +327,12 @@ class Drafts:
         self.pause[rows] = np.clip(2 * self.pause[rows], 1, MAX_PAUSE)
         resumes_at = step + 1 + self.pause[rows]
         self.resumes_at[rows] = resumes_at + -resumes_at % self.pause[rows]  # the same step for many rows
-        if self._is_shared:
-            self._resumes_at = int(self.resumes_at[rows].max())
         self.ready[DEVICE, rows] = self.most * self._has_model
-        self.right[:, rows] *= 0.5
-        self.tried[:, rows] *= 0.5
+        self._forget(rows, PAUSE_MEMORY)
+
+    def _forget(self, rows: npt.NDArray[np.intp], memory: float) -> None:
+        self.right[:, rows] *= memory
+        self.tried[:, rows] *= memory
 
 
 def _record(req: Req, first: int, tokens: Ints, length: int) -> tuple[Ints, Ints]:
