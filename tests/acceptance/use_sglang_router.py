@@ -77,6 +77,13 @@ def chat_stream() -> None:
 
 
 @check
+def chat_without_a_model() -> None:
+    messages = [{"role": "user", "content": "What is 12 + 30?"}]
+    reply = json.loads(ask("/v1/chat/completions", {"messages": messages, "temperature": 0}))
+    assert "42" in reply["choices"][0]["message"]["content"]
+
+
+@check
 def generate() -> None:
     reply = json.loads(ask("/generate", {"text": STORY, "sampling_params": {"max_new_tokens": 8, "temperature": 0}}))
     assert reply["text"] and reply["meta_info"]["completion_tokens"] == 8

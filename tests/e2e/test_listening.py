@@ -90,7 +90,8 @@ def test_several_keys_and_names(tmp_path: Path) -> None:
         client.headers["authorization"] = "Bearer second"
         assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["one", "org/two"]
         assert client.get("/v1/models/org/two").json()["id"] == "org/two"
-        for name, status in (("one", 200), ("org/two", 200), ("three", 404)):
+        names = {"one": 200, "org/two": 200, "default": 200, "unknown": 200, "three": 404}
+        for name, status in names.items():
             body = {"model": name, "prompt": "a b", "max_tokens": 2}
             answer = client.post("/v1/completions", json=body)
             assert answer.status_code == status

@@ -27,6 +27,8 @@ HEADERS: Final = "minisgl.headers"
 REQUEST_ID: Final = "minisgl.request_id"
 SUBMISSION: Final = "minisgl.submission"
 
+# The served model, whatever its name: in SGLang, and as sglang-router writes it into a request that names none.
+ANY_MODEL: Final = ("default", "unknown")
 ANTHROPIC: Final = "/v1/messages"  # paths that begin so have Anthropic's errors
 
 to_json: Final = msgspec.json.Encoder().encode
@@ -86,7 +88,7 @@ async def read_request(request: Request, kind: type[T], args: ServerArgs, served
         raise RequestError("the body did not arrive in time", code="timeout", status=408) from None
     parsed = parse_body(bytes(body), kind)
     requested: str | None = getattr(parsed, "model", None)
-    if requested is not None and requested not in (served, *split_list(args.served_model_name)):
+    if requested is not None and requested not in (served, *ANY_MODEL, *split_list(args.served_model_name)):
         message = f"model {requested[:100]!r} is not served here, only {served!r}"
         raise RequestError(message, param="model", code="model_not_found", status=404)
     tell_ignored(request, ignored_fields(bytes(body), kind, args.unknown_fields == "refuse"))
