@@ -90,7 +90,7 @@ class ChatClient:
 
     def get(self, path: str) -> dict[str, Any]:
         """The JSON object at `path`; says on stderr if that takes a while. Raises `ServerError` or `OSError`."""
-        text = f"minisgl: {self.url} does not answer yet, as while a model loads; waiting (Ctrl-C stops)"
+        text = f"minisgl: waiting for {self.url}, which may still be loading its model (Ctrl-C stops)"
         notice = threading.Timer(NOTICE_S, lambda: print(text, file=sys.stderr))
         notice.start()
         try:

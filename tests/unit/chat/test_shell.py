@@ -215,5 +215,5 @@ def test_a_server_that_starts_is_waited_for(
         begins.start()
         assert running_server("127.0.0.1", server.server_port, "demo", None, 60.0) == url
         begins.join()
-        assert capsys.readouterr().err.count(f"{url} does not answer yet") == 1
+        assert capsys.readouterr().err.count(f"waiting for {url}") == 1
         assert running_server("127.0.0.1", server.server_port, "demo", None, 0.05) is None
