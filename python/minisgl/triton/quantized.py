@@ -53,7 +53,7 @@ def _split_rows(
     """
     IS_INT: tl.constexpr = parts_ptr.dtype.element_ty == tl.int8
     MAX: tl.constexpr = 127.0 if IS_INT else 448.0
-    if PDL:  # in this order, or the GEMM behind would crowd on the SMs that the one in front has left
+    if PDL:
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)

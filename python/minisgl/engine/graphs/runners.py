@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("minisgl.engine")
 
 # Rows or tokens: with the largest steps they use all kernels but those for unusual sizes.
-SMALL_STEPS: Final = (1, 2, 3, 16, 64)
+SMALL_STEPS: Final = (1, 2, 3, 16, 64, 128)
 
 
 class CudaRunners:
