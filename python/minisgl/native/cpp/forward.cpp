@@ -276,6 +276,8 @@ class Decoder : public Model {
             if (!s_.fc) norm(layer.w->input_norm, m);
             multiply(layer.qkv, normed_, ld_hidden_, m, qkv_.data(), qkv_size_, false);
             rotate_and_store(layer, m);
+            if (&layer == &layers_.back() && kept.empty()) m = 0;
+            if (m == 0) break;
             attention(layer);
             if (&layer == &layers_.back()) {  // only tokens with logits are still needed
                 m = (int64_t)kept.size();
