@@ -17,7 +17,7 @@ from e2e.harness import PATIENCE_S, ServerProcess, eventually, require_no_leak
 from e2e.test_matrix import TOOLS
 from e2e.test_processes import run_cli
 
-STORY: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+STORY: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 500, "ignore_eos": True, "temperature": 0}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 200}
 TEXT, CHATS = "/v1/completions", "/v1/chat/completions"
 NAMES = {"type": "array", "items": {"type": "string", "maxLength": 8}, "minItems": 24, "maxItems": 24}

@@ -33,4 +33,4 @@ def test_ranks_start_without_a_guard(way: str, tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": paths},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["imported", ", a hungry robin"]
+    assert done.stdout.splitlines() == ["imported", ", a funny turtle"]

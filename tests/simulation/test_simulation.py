@@ -27,7 +27,7 @@ from simulation.history import ENDINGS, run_history, summary
 
 HISTORIES = int(os.environ.get("MINISGL_HISTORIES", "200"))
 SOAK = int(os.environ.get("MINISGL_HISTORIES", "20000"))
-WITHIN = 600  # histories that find a planted bug
+WITHIN = 1000  # histories that find a planted bug
 
 
 def run(seeds: range) -> None:

@@ -309,7 +309,7 @@ def save_gptq(source: Path, target: Path) -> None:
         tensors |= {f"{module}.{last}": t.contiguous() for last, t in new.items()}
     save_file(tensors, target / "model.safetensors")
     for path in source.iterdir():
-        if path.suffix != ".safetensors":
+        if path.is_file() and path.suffix != ".safetensors":
             (target / path.name).write_bytes(path.read_bytes())
     config = load_config(source) | {"quantization_config": {"quant_method": "gptq", "bits": 4, "desc_act": True}}
     (target / "config.json").write_text(json.dumps(config))
