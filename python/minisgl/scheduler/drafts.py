@@ -35,6 +35,7 @@ DEVICE, HOST = 0, 1  # where drafts come from
 MAX_PAUSE: Final = 32  # plain steps until the drafter is asked again
 NEVER: Final = 1 << 62
 FREE: Final = StepCosts(1.0, 0.0)  # where steps are not measured
+NO_RATES: Final = np.zeros((2, 0))
 
 
 class Drafts:
@@ -126,11 +127,14 @@ class Drafts:
         if not (is_drafted | is_proposed).any():
             return None
         is_proposed |= is_masked
-        source = self._sources(running, is_drafted & ~is_masked, is_proposed)
-        is_proposed &= source == HOST
-        counts = self._worthwhile(running, source, is_drafted | is_proposed)
+        rates = self._rates(running) if self._adapts else NO_RATES
+        if self._adapts and self._has_model and is_proposed.any():
+            expected = self._expected(running, rates)
+            is_proposed &= ~(is_drafted & ~is_masked) | (expected[HOST] >= expected[DEVICE])
+        counts = self._worthwhile(running, rates, is_proposed.astype(np.intp), is_drafted | is_proposed)
         if self._adapts:
-            self._forget(running[may_ask & (counts == 0)], IDLE_MEMORY)
+            if not counts.all():
+                self._forget(running[may_ask & (counts == 0)], IDLE_MEMORY)
             if not self._is_shared:
                 self._pause(running[is_proposed & (counts == 0)], step)
             elif self._has_model and may_ask.any() and not counts.any():
@@ -188,38 +192,42 @@ class Drafts:
             found = look_up(self.rows.text(req), MIN_MATCH if req.matcher else self._least_match)
         return found
 
-    def _rates(self, source: Index, running: Index) -> npt.NDArray[np.float64]:
-        """Return how likely the next draft of each row is right, if those before are; rows tell about each other."""
-        right, tried = self.right[source, running], self.tried[source, running]
-        prior = self._prior[source]
-        mean = (right.sum() + prior * PRIOR_TRIES) / (tried.sum() + PRIOR_TRIES)
-        rates = (right + mean * ROW_TRIES) / (tried + ROW_TRIES)
-        return np.where((source == HOST) & self.is_forced[running], 1.0, rates)
+    def _rates(self, running: Index) -> npt.NDArray[np.float64]:
+        """Return how likely the next draft of each row is right if those before are, [2, row] by DEVICE and HOST.
 
-    def _sources(self, running: Index, is_drafted: npt.NDArray[np.bool_], is_proposed: npt.NDArray[np.bool_]) -> Index:
-        """Return whether each row uses its own drafts or the host's; with a model, those with more expected tokens."""
-        if not (self._adapts and self._has_model):
-            return is_proposed.astype(np.intp)
-        gains = []
-        for source in (DEVICE, HOST):
-            rates = self._rates(np.full(len(running), source), running)
-            drafts = np.minimum(self.ready[source, running], self.most)
-            gains.append(np.where(self._index[1:] <= drafts[:, None], rates[:, None] ** self._index[1:], 0.0).sum(1))
-        from_host: Index = (is_proposed & (~is_drafted | (gains[HOST] >= gains[DEVICE]))).astype(np.intp)
-        return from_host
+        Rows with few results are thought to be as all rows are.
+        """
+        right, tried = self.right[:, running], self.tried[:, running]
+        mean = (right.sum(1) + self._prior * PRIOR_TRIES) / (tried.sum(1) + PRIOR_TRIES)
+        rates: npt.NDArray[np.float64] = (right + mean[:, None] * ROW_TRIES) / (tried + ROW_TRIES)
+        rates[HOST, self.is_forced[running]] = 1.0
+        return rates
 
-    def _worthwhile(self, running: Index, source: Index, has_drafts: npt.NDArray[np.bool_]) -> Ints:
-        """Return how many of its drafts each row should compute: those with the most expected tokens per second."""
-        ready: Ints = np.where(has_drafts, np.minimum(self.ready[source, running], self.most), 0).astype(np.int32)
+    def _expected(self, running: Index, rates: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return how many of the drafts of each row, [2, row], are likely to be right."""
+        drafts = np.minimum(self.ready[:, running], self.most)
+        index = self._index[1:]
+        expected: npt.NDArray[np.float64] = (rates[..., None] ** index * (index <= drafts[..., None])).sum(2)
+        return expected
+
+    def _worthwhile(
+        self, running: Index, rates: npt.NDArray[np.float64], source: Index, has_drafts: npt.NDArray[np.bool_]
+    ) -> Ints:
+        """Return how many of its drafts each row should compute: those with the most expected tokens per second.
+
+        Rows with `has_drafts` take those of `source`, DEVICE or HOST.
+        """
+        ready: Ints = np.minimum(self.ready[source, running], self.most) * has_drafts
         if not self._adapts or not ready.any():
             return ready
         index = self._index[1:]
-        gains = np.where(index <= ready[:, None], self._rates(source, running)[:, None] ** index, 0.0).ravel()
-        order = np.argsort(-gains, kind="stable")[: int(ready.sum())]  # of a row, earlier drafts come first
-        seconds = self._seconds(running, are_proposed=not (ready * (source == DEVICE)).any())[: len(order) + 1]
+        gains = rates[source, np.arange(len(running))][:, None] ** index * (index <= ready[:, None])
+        order = np.argsort(-gains, axis=None, kind="stable")[: int(ready.sum())]  # of a row, earlier drafts come first
+        seconds = self._seconds(running, are_proposed=bool(source.all()))[: len(order) + 1]
         if not self._is_async:
             seconds[1:] += HOST_ROW_S * (order % self.most == 0).cumsum()
-        tokens = len(running) + np.concatenate([[0.0], gains[order].cumsum()])
+        tokens = np.full(len(order) + 1, float(len(running)))
+        tokens[1:] += gains.ravel()[order].cumsum()
         best = order[: (tokens / seconds).argmax()]
         return np.bincount(best // self.most, minlength=len(running)).astype(np.int32)
 
@@ -236,6 +244,8 @@ class Drafts:
 
     def _are_in(self, proposals: Records, running: Index) -> npt.NDArray[np.bool_]:
         """Return which of the rows `running` have one of `proposals`."""
+        if not len(proposals):
+            return np.zeros(len(running), np.bool_)
         is_in = np.zeros(self.rows.num_rows, np.bool_)
         is_in[proposals["row"]] = True
         return is_in[running]
@@ -311,7 +321,7 @@ class Drafts:
         pays = self._won >= 0 or not drafts
         if not self._has_model:  # whose drafts need not be asked for
             source, may_draft = np.full(len(rows), DEVICE), self.resumes_at[rows] < NEVER
-            pays &= bool(self._worthwhile(rows, source, may_draft).any())
+            pays &= bool(self._worthwhile(rows, self._rates(rows), source, may_draft).any())
         if self._resumes_at <= step and not pays:
             self._pause_all(step)
 
