@@ -123,10 +123,10 @@ class Drafts:
             proposals = self._propose(step, running, may_ask, is_masked)
         # A row whose length only the device knows stays with it until the last draft is collected.
         is_drafted = (may_ask & ~is_masked & self._asks_device) | in_flight
-        is_proposed = self._are_in(proposals, running)
-        if not (is_drafted | is_proposed).any():
+        is_found = self._are_in(proposals, running)
+        if not (is_drafted | is_found).any():
             return None
-        is_proposed |= is_masked
+        is_proposed = is_found | is_masked
         rates = self._rates(running) if self._adapts else NO_RATES
         if self._adapts and self._has_model and is_proposed.any():
             expected = self._expected(running, rates)
@@ -136,7 +136,7 @@ class Drafts:
             if not counts.all():
                 self._forget(running[may_ask & (counts == 0)], IDLE_MEMORY)
             if not self._is_shared:
-                self._pause(running[is_proposed & (counts == 0)], step)
+                self._pause(running[is_found & (counts == 0)], step)
             elif self._has_model and may_ask.any() and not counts.any():
                 self._pause_all(step)
         if self._has_model:  # which need not be asked
@@ -318,10 +318,10 @@ class Drafts:
         self._won = WON_MEMORY * self._won + (1 + right / len(rows)) * seconds[0] - seconds[max(1, drafts)]
         if self._won > 0:
             self.pause[:] = 0
-        pays = self._won >= 0 or not drafts
-        if not self._has_model:  # whose drafts need not be asked for
+        pays = self._won > 0
+        if not pays and not drafts:  # drafts were asked for: are there any worth a try?
             source, may_draft = np.full(len(rows), DEVICE), self.resumes_at[rows] < NEVER
-            pays &= bool(self._worthwhile(rows, self._rates(rows), source, may_draft).any())
+            pays = bool(self._worthwhile(rows, self._rates(rows), source, may_draft).any())
         if self._resumes_at <= step and not pays:
             self._pause_all(step)
 
