@@ -12,22 +12,22 @@ import argparse
 import os
 from random import Random
 
-os.environ["MINISGL_CHECK"] = "0"
-
 import numpy as np
+from scheduler.bench import InstantEngine, InstantOutput
 
 from minisgl.core import BatchPlan, StepCosts, StepResult
 from minisgl.layout import Flag
 from minisgl.message import UserMsg, ids_to_bytes
-from minisgl.params import Limits, SamplingParams
+from minisgl.params import SamplingParams
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.settings.options import MAX_DRAFTS, EngineConfig, SchedulerConfig
 from minisgl.speculative.lookup import MIN_MATCH, look_up
 
 SIZE = 16
-# Seconds in bfloat16 by rows (plain) and by tokens (drafted), as an engine measures them at its start; those with one
-# or two tokens a row are from docs/notebook/2026-11-23-drafts-on-a-gpu.md, or interpolated.
+# Seconds in bfloat16 by rows (plain) and by tokens (drafted). Measured for 1, 8 and 64 rows
+# without drafts and with 4. Those with 0 or 1 draft a row follow docs/notebook/2026-11-23-drafts-on-a-gpu.md, and those
+# of 256 rows are estimates.
 COSTS = {
     "qwen3-8b": StepCosts(
         base=5.77e-3,
@@ -50,27 +50,11 @@ COSTS = {
 ASKING = 1.05  # what a step costs in which rows ask for drafts and have none
 
 
-class Output:
-    awaits_masks = False
-
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
-
-    def wait(self) -> StepResult:
-        return self._result
-
-
-class WalkingEngine:
+class WalkingEngine(InstantEngine):
     """Walks, looks up what follows in each text as a device does, and counts `seconds`."""
 
-    is_async = True
-    tiers = ()
-    eos_token_ids = frozenset({1, 2})
-    limits = Limits(max_model_len=16_384, vocab_size=150_000)
-    page_size = 64
-
     def __init__(self, rows: int, costs: StepCosts, chance: float) -> None:
-        self.max_running_requests, self.num_pages = rows, rows * 64
+        super().__init__(rows, page_size=64, num_pages=rows * 64, drafts=0, acceptance=0.0)
         self.seconds = 0.0
         self._costs, self._chance, self._rng = costs, chance, np.random.default_rng(1)
         self._texts: dict[int, list[int]] = {}
@@ -79,10 +63,7 @@ class WalkingEngine:
     def step_costs(self) -> StepCosts:
         return self._costs
 
-    def describe(self) -> dict[str, str | int | float]:
-        return {}
-
-    def launch(self, plan: BatchPlan) -> Output:
+    def launch(self, plan: BatchPlan) -> InstantOutput:
         tokens, confirmed, ready = [], [], []
         rows = context = first = 0
         for row, start, stop, flags in plan.slots.tolist():
@@ -103,8 +84,8 @@ class WalkingEngine:
         values = (np.array(x, np.int32) for x in (tokens, np.ones(len(tokens)), confirmed, ready))
         ids, finite, is_right, drafted = values
         if not plan.has_drafts:
-            return Output(StepResult(ids, finite))
-        return Output(StepResult(ids, finite, confirmed=is_right, ready=drafted))
+            return InstantOutput(StepResult(ids, finite))
+        return InstantOutput(StepResult(ids, finite, confirmed=is_right, ready=drafted))
 
     def _walk(self, text: list[int], drafts: list[int]) -> list[int]:
         """Append the tokens up to the first that differs from its draft; return them."""
@@ -145,6 +126,7 @@ def seconds(
 
 
 def main() -> None:
+    os.environ["MINISGL_CHECK"] = "0"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 256])
     parser.add_argument("--chances", type=float, nargs="+", default=[0.1, 0.5, 0.7, 0.9, 1.0], help="the p of walks")

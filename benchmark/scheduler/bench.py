@@ -15,12 +15,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-os.environ["MINISGL_CHECK"] = "0"
-
 import numpy as np
 
 from minisgl.core import BatchPlan, StepResult
-from minisgl.layout import Flag
 from minisgl.message import UserMsg, ids_to_bytes
 from minisgl.params import Limits, SamplingParams
 from minisgl.scheduler.io import OfflineIO
@@ -60,18 +57,8 @@ class Clock:
 class InstantOutput:
     awaits_masks = False
 
-    def __init__(self, plan: BatchPlan, drafts: int, right: np.ndarray) -> None:
-        """`right` [S] bool: which of the plan's tokens are what a draft before them says."""
-        count = int(plan.widths.sum())
-        tokens, finite = np.full(count, 7, np.int32), np.ones(count, np.int32)
-        if not drafts or not (plan.slots["flags"] & Flag.DRAFTS).any():
-            self._result = StepResult(tokens, finite)
-            return
-        first = np.cumsum(plan.widths) - plan.widths
-        right[first] = True
-        wrong = np.cumsum(~right)
-        confirmed = (wrong == np.repeat(wrong[first], plan.widths)).astype(np.int32)
-        self._result = StepResult(tokens, finite, confirmed=confirmed, ready=np.full(count, drafts, np.int32))
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
 
     def wait(self) -> StepResult:
         return self._result
@@ -96,8 +83,17 @@ class InstantEngine:
         return {}
 
     def launch(self, plan: BatchPlan) -> InstantOutput:
-        right = self._noise.random(int(plan.widths.sum())) < self._acceptance
-        return InstantOutput(plan, self._drafts, right)
+        count = int(plan.widths.sum())
+        tokens, finite = np.full(count, 7, np.int32), np.ones(count, np.int32)
+        if not plan.has_drafts:
+            return InstantOutput(StepResult(tokens, finite))
+        first = np.cumsum(plan.widths) - plan.widths
+        right = self._noise.random(count) < self._acceptance  # what the draft before says
+        right[first] = True
+        wrong = np.cumsum(~right)
+        confirmed = (wrong == np.repeat(wrong[first], plan.widths)).astype(np.int32)
+        ready = np.full(count, self._drafts, np.int32)
+        return InstantOutput(StepResult(tokens, finite, confirmed=confirmed, ready=ready))
 
 
 def measure(
@@ -141,6 +137,7 @@ def measure(
 
 
 def main() -> None:
+    os.environ["MINISGL_CHECK"] = "0"
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--page-size", type=int, default=64)
