@@ -231,7 +231,7 @@ def test_drawn_tokens_have_the_noise_of_the_reference(tmp_path: Path, isa: str):
 
 
 def test_masks_forbid_tokens(tmp_path: Path, isa: str):
-    """In a vocabulary that is no multiple of a mask's words; a mask that allows nothing is told."""
+    """The vocabulary does not fill the last word of a mask. A mask that allows no token is reported."""
     save(tmp_path, SHAPES["wide-heads-odd-vocabulary"])
     engine, vocab = NativeEngine.load(tmp_path), 161
     spans = [Span(row, 0, ids, samples=True) for row, ids in enumerate((A, B, C, A))]

@@ -103,7 +103,7 @@ class ChatClient:
             notice.cancel()
 
     def model(self) -> str:
-        """The first model that the server lists. Raises `StartupError` if nobody answers, or `ServerError`."""
+        """Return the first model that the server lists. Raise `StartupError` if no server answers, or `ServerError`."""
         try:
             return str(self.get("/v1/models")["data"][0]["id"])
         except OSError as e:

@@ -174,9 +174,9 @@ class Pace:
         )
 
     def loads(self, num_running: int, context: int, beside: float) -> LoadBudget:
-        """Return what a step may load: `beside` the step in flight, which lasts so many seconds, nobody waits for it.
+        """Return how many seconds of loads a step may start. The step in flight takes `beside` seconds.
 
-        Beyond that, running requests wait for one more step at most, and new ones as for a prompt that is alone.
+        Loads that end with the step in flight delay no request. Longer ones delay running requests by at most a step.
         """
         return LoadBudget(beside, self.seconds(num_running, context) if num_running else ALONE_S)
 

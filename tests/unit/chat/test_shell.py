@@ -186,7 +186,7 @@ def test_a_running_server_is_found_by_its_model(capsys: pytest.CaptureFixture[st
     url = f"http://127.0.0.1:{port}"
     assert found == {"": url, "demo": url, "/models/demo": url, "x": None}
     assert f"{url} serves demo; starting another one" in capsys.readouterr().err
-    assert running_server("127.0.0.1", port, "", None, 60.0) is None  # nobody listens any more
+    assert running_server("127.0.0.1", port, "", None, 60.0) is None  # no server listens any more
     with pytest.raises(StartupError, match=f"no server answers at {url}"):
         chat_with_url(url, None, {}, None)
 
@@ -209,7 +209,7 @@ def test_a_server_that_starts_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("minisgl.chat.client.NOTICE_S", 0.01)
-    with HTTPServer(("127.0.0.1", 0), ModelInfo) as server:  # listens, but nobody answers yet
+    with HTTPServer(("127.0.0.1", 0), ModelInfo) as server:  # listens, but does not answer yet
         url = f"http://127.0.0.1:{server.server_port}"
         begins = threading.Timer(0.5, server.handle_request)
         begins.start()
