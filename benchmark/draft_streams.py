@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,7 +23,7 @@ from unittest.mock import patch
 import torch
 
 from minisgl import LLM
-from minisgl.bench.offline import _measure, generate
+from minisgl.bench.offline import _measure
 from minisgl.bench.shapes import shape_options
 from minisgl.bench.traffic import Request
 from minisgl.bench.workloads import Workload
@@ -72,11 +72,17 @@ def temperature(chance: float) -> float:
     return 0.0 if chance == 1 else (NEXT - OTHER) / math.log((SIZE - 1) * chance / (1 - chance))
 
 
-def rate(llm: LLM, workload: Workload, chance: float, repeats: int) -> tuple[float, int, int]:
-    """The best tokens per second of several runs behind one more, and drafted and accepted tokens of the last."""
-    generate(llm, workload, temperature(chance))
-    runs = [_measure(llm, workload, temperature(chance)) for _ in range(repeats)]
-    return max(r["output_tok_s"] for r in runs), runs[-1]["drafted_tokens"], runs[-1]["accepted_tokens"]
+def rates(llm: LLM, workload: Workload, chance: float, repeats: int) -> tuple[float, float, int, int]:
+    """The best tokens per second of some runs without and with drafts, in turn, behind one more of each, and drafted
+    and accepted tokens of the last run.
+    """
+    best, without = [0.0, 0.0], patch.object(llm.scheduler, "drafts", None)
+    for number in range(repeats + 1):
+        for i, drafts in enumerate((without, nullcontext())):
+            with drafts:
+                run = _measure(llm, workload, temperature(chance))
+            best[i] = max(best[i], run["output_tok_s"] * (number > 0))
+    return *best, run["drafted_tokens"], run["accepted_tokens"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -95,15 +101,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     with walking(args.shape, {name: getattr(args, name) for name in names}) as llm:
         print(f"{args.shape} {args.quantization or ''}: {llm.scheduler.engine.step_costs()}", flush=True)
         for batch in args.batches:
-            line = ""
+            line = f"{batch:3}:"
             for chance in args.chances:
                 workload = walks(batch, chance, args.input_len, args.output_len)
-                if not line:
-                    with patch.object(llm.scheduler, "drafts", None):
-                        off = rate(llm, workload, chance, args.repeats)[0]
-                    line = f"{batch:3}: off {off:6.0f} tok/s"
-                on, drafted, accepted = rate(llm, workload, chance, args.repeats)
-                line += f" | {chance:g}: {on / off:.3f} x ({accepted} of {drafted})"
+                off, on, drafted, accepted = rates(llm, workload, chance, args.repeats)
+                line += f" | {chance:g}: {off:.0f} tok/s, {on / off:.3f} x ({accepted} of {drafted})"
             print(line, flush=True)
 
 

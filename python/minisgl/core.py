@@ -11,6 +11,7 @@ Data flows down and results flow up: each hop makes a new frozen value. (What mu
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -165,6 +166,9 @@ class StepResult:
         return b"" if self.embeddings is None else self.embeddings[:, column].tobytes()
 
 
+Points = tuple[tuple[int, float], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StepCosts:
     """Predicts the seconds that a step takes, by coefficients that the engine measures at its start."""
@@ -173,11 +177,11 @@ class StepCosts:
     per_token: float  # for each token computed, of prompts or of decoding requests
     per_context: float = 0.0  # for each token of K/V that decoding requests read
     per_pair: float = 0.0  # for each pair of a prompt token and a token that it attends to
-    # Where steps with drafts are timed: (rows, seconds) of steps that only decode, and (tokens, seconds) of those.
-    # Where a model makes the drafts, `proposed` are the same steps with drafts from the host.
-    plain: tuple[tuple[int, float], ...] = ()
-    drafted: tuple[tuple[int, float], ...] = ()
-    proposed: tuple[tuple[int, float], ...] = ()
+    # Where steps with drafts are timed: (rows, seconds) of steps that only decode, and for each of these numbers of
+    # rows (tokens, seconds) with drafts. Where a model makes the drafts, `proposed` are the times with the host's.
+    plain: Points = ()
+    drafted: tuple[Points, ...] = ()
+    proposed: tuple[Points, ...] = ()
 
     def decode_seconds(self, num_rows: int, context: int) -> float:
         """Seconds of a step in which `num_rows` requests decode, with `context` tokens of K/V in all."""
@@ -190,16 +194,20 @@ class StepCosts:
 
         `are_proposed`: by the host.
         """
-        seconds = self.decode_seconds(num_rows, 0) + self.per_token * drafts
-        if self.drafted:
-            points = self.proposed if are_proposed and self.proposed else self.drafted
-            plain = self._between(self.plain, np.array([num_rows]))
-            seconds = np.where(drafts > 0, np.maximum(plain, self._between(points, num_rows + drafts)), plain)
-        return np.asarray(seconds + self.per_context * context)
-
-    def _between(self, points: tuple[tuple[int, float], ...], tokens: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
-        counts, seconds = np.array(points).T
-        return np.asarray(np.interp(tokens, counts, seconds) + self.per_token * np.maximum(0, tokens - counts[-1]))
+        if not self.drafted:
+            return np.asarray(self.decode_seconds(num_rows, context) + self.per_token * drafts)
+        width = 1 + drafts / num_rows
+        curves = self.proposed if are_proposed and self.proposed else self.drafted
+        timed = []
+        for (rows, plain), curve in zip(self.plain, curves, strict=True):
+            tokens, seconds = np.array(curve).T
+            found = np.interp(rows * width, tokens, seconds) + self.per_token * np.maximum(0, rows * width - tokens[-1])
+            timed.append(np.where(drafts > 0, np.maximum(plain, found), plain))
+        counts = [rows for rows, _ in self.plain]
+        at = float(np.interp(num_rows, counts, range(len(counts))))
+        below, above = timed[int(at)], timed[math.ceil(at)]
+        more = self.per_token * width * max(0, num_rows - counts[-1])
+        return np.asarray(below + at % 1 * (above - below) + more + self.per_context * context)
 
     def chunk_seconds(self, start: int, count: int) -> float:
         """Seconds that `count` tokens of a prompt, from position `start` on, add to a step."""

@@ -81,6 +81,7 @@ PROPOSED: Final = 17  # the most drafts of a step, and as many tokens as such a 
 PROPOSAL: Final = np.dtype([("row", "<i4"), ("first", "<i4"), ("tokens", "<i4", (PROPOSED,))])
 
 MAX_DRAFT_MASKS: Final = 64  # tokens of a step that are sampled behind drafts with a mask
+MAX_DRAFT_TOKENS: Final = 1280  # of a step with drafts, besides those of prompts
 
 WORD: Final = np.dtype("<i4")
 NO_INTS: Final[Ints] = np.empty(0, WORD)

@@ -74,7 +74,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "auto": ({"speculate": "auto", "cache_type": "naive"}, GRAPHS),
     "tree": ({"speculate": "tree"}, GRAPHS),
     "dry pool": ({"speculate": "ngram", "num_pages": 40, "page_size": 16}, GRAPHS),
-    "model": ({"speculate": f"draft:{BUILTIN_MODEL}"}, EAGER),
+    "model": ({"speculate": f"draft:{BUILTIN_MODEL}"}, GRAPHS),
+    "head": ({"speculate": f"eagle3:{BUILTIN_MODEL}/head"}, GRAPHS),
+    "head, op by op": ({"speculate": f"eagle3:{BUILTIN_MODEL}/head", "cuda_graph_max_bs": 0}, EAGER),
 }
 
 
@@ -86,7 +88,8 @@ def test_answers_are_those_of_a_cpu_without_drafts(on_cpu: Answers, name: str):
             check(answers(llm), on_cpu)
         stats = llm.scheduler.stats
         print(f"\n{name}: {stats.accepted_tokens} of {stats.drafted_tokens} drafts are right, {sorted(seen)}")
-        assert stats.accepted_tokens > 10
+        # With auto, drafts must pay by the times that were measured, which other work on the GPU may change.
+        assert stats.accepted_tokens > 10 or name == "auto"
         assert seen == runners
 
 

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core import BatchPlan, StepResult
+from minisgl.core import Batch, BatchPlan, StepResult
 from minisgl.device.device import CpuDevice
 from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import ALONE
 from minisgl.distributed.tensor_parallel import VocabParallel
+from minisgl.engine.draft_model import DraftModel
 from minisgl.engine.drafting import Drafting
 from minisgl.engine.graphs import decode as graph
 from minisgl.engine.graphs import mixed as token_graph
@@ -33,6 +34,7 @@ from minisgl.ops.table import load_ops
 from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.plan import decode_flags, penalty_record, sampling_flags
 from minisgl.scheduler.req import Req
+from minisgl.settings.options import MAX_DRAFTS
 from minisgl.speculative.ngram import NGramDrafter
 from minisgl.triton import decode_io
 
@@ -98,6 +100,8 @@ class Table:
         if self.repeats:
             positions = context.batch.positions.long()
             half[torch.arange(len(at)), positions % 3] += 9 * (positions < 50)
+        for layer in context.taps:
+            context.taps[layer] = half
         half = half[context.batch.logit_tokens]
         return half, half
 
@@ -105,7 +109,38 @@ class Table:
         return x + residual
 
 
-def parts(ops: str | None = None) -> Parts:
+class Head(DraftModel):
+    """Knows how the texts go on, and notes what it is shown."""
+
+    layers = (0,)
+
+    def __init__(self) -> None:
+        self.parameters = ()
+        self.notes = torch.zeros(ROWS + 1, VOCAB + 2)
+
+    def passes(self, plan: BatchPlan) -> tuple[Batch, ...]:
+        return ()
+
+    def draft(self, batch: Batch, drafting: Drafting) -> None:
+        if batch.drafts is not None:
+            rows = batch.drafts.rows
+            drafting.drafts[rows] = ((drafting.lengths[rows].unsqueeze(1) - 1 + torch.arange(MAX_DRAFTS)) % 3).int()
+
+    def follow(
+        self, batch: Batch, input_ids: torch.Tensor, states: list[torch.Tensor], out: torch.Tensor, drafting: Drafting
+    ) -> None:
+        at = batch.logit_tokens
+        seen = torch.cat([out[0, : len(at)].unsqueeze(1), input_ids[at].unsqueeze(1), states[0][at].float()], 1)
+        self.notes.index_add_(0, batch.sampling.rows, seen * batch.positions[at].unsqueeze(1))
+
+    def _first(self, plan: BatchPlan, drafted: Any) -> list[BatchPlan]:
+        raise AssertionError
+
+    def _logits(self, ids: torch.Tensor, batch: Batch) -> torch.Tensor:
+        raise AssertionError
+
+
+def parts(ops: str | None = None, *, has_model: bool = False) -> Parts:
     """With drafts, if `ops` names those of the drafter."""
     comm, device = SoloCommunicator(ALONE, CPU), Device(1)
     state = RowState(ROWS + 1, WIDTH, CPU)
@@ -117,7 +152,8 @@ def parts(ops: str | None = None) -> Parts:
     played: Any = (Table(ops is not None), pool, SimpleNamespace(prepare=lambda *_: None, spec=spec))
     drafting = None
     if ops is not None:
-        drafting = Drafting(ROWS + 1, 80, state.last_token, NGramDrafter(load_ops(ops)), device)
+        drafter = Head() if has_model else NGramDrafter(load_ops(ops))
+        drafting = Drafting(ROWS + 1, 80, state.last_token, drafter, device)
     return Parts(device, load_ops("reference"), *played, state, penalties, comm, vocab, drafting)
 
 
@@ -221,13 +257,13 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[EagerRunner, 
         monkeypatch.setattr(decode_io, name, lambda *args, ring=ring: ring(*args, pin=False))
     monkeypatch.setattr(torch.cuda, "Event", Event)
 
-    def made(drafts: bool = False) -> tuple[EagerRunner, list[Any]]:
-        captured = parts("triton" if drafts else None)
+    def made(drafts: bool = False, has_model: bool = False) -> tuple[EagerRunner, list[Any]]:
+        captured = parts("triton" if drafts else None, has_model=has_model)
         eager: Any = EagerRunner(captured)
         decode = graph.GraphRunner(captured, [1, 2, 4, ROWS], capture)  # type: ignore[arg-type]
         tokens = token_graph.MixedGraphRunner(captured, capture, 48, ROWS)  # type: ignore[arg-type]
         captured.state.page_table.fill_(ROWS * WIDTH)
-        return EagerRunner(parts("reference" if drafts else None)), [decode, tokens, eager]
+        return EagerRunner(parts("reference" if drafts else None, has_model=has_model)), [decode, tokens, eager]
 
     return made
 
@@ -276,8 +312,9 @@ def test_graphs_give_what_the_eager_runner_gives(runners: Any, is_late: bool) ->
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["masks with the plan", "masks behind it"])
-def test_graphs_with_drafts_give_what_the_eager_runner_gives(runners: Any, is_late: bool) -> None:
-    alone, captured = runners(drafts=True)
+@pytest.mark.parametrize("has_model", [False, True], ids=["looked up", "by a model"])
+def test_graphs_with_drafts_give_what_the_eager_runner_gives(runners: Any, is_late: bool, has_model: bool) -> None:
+    alone, captured = runners(drafts=True, has_model=has_model)
     traffic, used, right = Traffic(41), set(), 0
     rng = traffic.rng
     for _ in range(60):
@@ -307,6 +344,9 @@ def test_graphs_with_drafts_give_what_the_eager_runner_gives(runners: Any, is_la
             assert torch.equal(texts[0], texts[1]) and texts[0].tolist() == traffic.texts[row]
         tail = tail_of(int(np.bitwise_or.reduce(plan.slots["flags"])))
         used.add((runner.name, tail, plan.has_drafts, bool(full)))
+    if has_model:
+        notes, theirs = (p.drafting.drafter.notes[:ROWS] for p in (captured[0].parts, alone.parts))
+        assert notes.any(1).all() and torch.allclose(notes, theirs)
     assert right > 100
     assert {(name, has_drafts, full) for name, _, has_drafts, full in used} >= {
         ("cuda graph with prompts", True, False),
@@ -348,5 +388,5 @@ def test_prompts_of_any_length_up_to_the_largest_size_are_graphs(runners: Any) -
 def test_large_steps_are_captured_where_layers_are_small(
     max_tokens: int, parameters: float, layers: int, largest: int
 ) -> None:
-    sizes = token_graph.token_sizes(max_tokens, 2 * parameters, layers)
+    sizes = token_graph.token_sizes(max_tokens, token_graph.LAUNCH_FLOPS * layers / (2 * parameters))
     assert sizes[-1] == largest and sizes == sorted(sizes)

@@ -11,14 +11,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
 
 import numpy as np
 
-from minisgl.core import BatchPlan, StepCosts
+from minisgl.core import BatchPlan, Points, StepCosts
 from minisgl.engine.config import EngineSpec
 from minisgl.engine.trial import Slot, spread_plan
-from minisgl.layout import HISTORY_HEAD, NO_INTS, NO_PAGE_WRITES, PROPOSAL, Flag, words
+from minisgl.layout import HISTORY_HEAD, MAX_DRAFT_TOKENS, NO_INTS, NO_PAGE_WRITES, PROPOSAL, Flag, words
 from minisgl.settings.options import MAX_DRAFTS
 
 DECODES = Flag.SAMPLES | Flag.FROM_DEVICE
@@ -33,7 +32,6 @@ CHUNK_CONTEXT = 8192
 DECODE_ROWS, DECODE_CONTEXT = 64, 2048
 FEW_ROWS = 4  # on a CPU, where a page takes memory at its first use
 DRAFT_ROWS, DRAFT_CONTEXT = (1, 8, 64, 256), 128
-DRAFT_TOKENS: Final = 512  # of the largest timed step with drafts, unless 64 rows with all of theirs have more
 SLACK = (REPEATS + 1) * PIPELINED * (1 + MAX_DRAFTS)  # positions that rows with drafts move on while they are timed
 
 Run = Callable[[BatchPlan], Callable[[], object]]
@@ -105,14 +103,16 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
     per_context = max(0.0, (decode(context, rows) - decode(context // 16, rows)) / (rows * (context - context // 16)))
     costs = StepCosts(base, per_token, per_context, per_pair)
     has_model = spec.draft is not None
-    if spec.drafter is None or (has_model and is_async) or longest < DRAFT_CONTEXT + spec.max_queries + SLACK:
+    if spec.drafter is None or longest < DRAFT_CONTEXT + spec.max_queries + SLACK:
         return costs
     timed_rows = sorted({min(n, spec.max_running_requests) for n in DRAFT_ROWS[: 4 if is_async else 2]})
     plain = tuple((n, decode(DRAFT_CONTEXT, n)) for n in timed_rows)
     # A CPU computes a few tokens in the time of one, and many at their full price.
     widths = (1, 2, spec.max_queries) if is_async else (2, (spec.max_queries + 1) // 2, spec.max_queries)
-    most = max(DRAFT_TOKENS, DECODE_ROWS * spec.max_queries)
-    sizes = {n * width: (n, width) for n in timed_rows for width in widths if n * width <= most}
-    drafted = tuple((n, draft(*sizes[n])) for n in sorted(sizes))
-    proposed = tuple((n, draft(*sizes[n], are_proposed=True)) for n in sorted(sizes) if has_model)
-    return replace(costs, plain=plain, drafted=drafted, proposed=proposed)
+
+    def curves(*, are_proposed: bool) -> tuple[Points, ...]:
+        sizes = {n: [w for w in widths if n * w <= MAX_DRAFT_TOKENS] for n in timed_rows}
+        return tuple(tuple((n * w, draft(n, w, are_proposed=are_proposed)) for w in sizes[n]) for n in timed_rows)
+
+    proposed = curves(are_proposed=True) if has_model else ()
+    return replace(costs, plain=plain, drafted=curves(are_proposed=False), proposed=proposed)

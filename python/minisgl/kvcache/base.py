@@ -87,6 +87,10 @@ class PrefixCache(ABC):
     def reset(self) -> Ints:
         """Evict all unlocked pages; return their ids."""
 
+    def has_continuation(self, handle: CacheHandle) -> bool:
+        """Return whether some cached text goes on behind the locked prefix."""
+        return False
+
     def continuation(self, handle: CacheHandle, input_ids: Ints, count: int, salt: bytes = b"") -> Ints:
         """Return up to `count` tokens that followed the locked prefix and `input_ids` in a cached text; maybe none."""
         return NO_INTS

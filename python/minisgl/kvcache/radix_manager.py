@@ -185,6 +185,9 @@ class RadixCacheManager(PrefixCache):
                 node.ref_count += 1
             node = node.parent
 
+    def has_continuation(self, handle: CacheHandle) -> bool:
+        return bool(handle.node.children)
+
     def continuation(self, handle: CacheHandle, input_ids: Ints, count: int, salt: bytes = b"") -> Ints:
         node, rest, found = handle.node, input_ids, NO_INTS
         while len(found) < count:

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from minisgl.core import StepCosts
-from minisgl.layout import HISTORY_HEAD, MAX_DRAFT_MASKS, NO_INTS, NO_PROPOSALS, PROPOSAL, PROPOSED, Flag, words
+from minisgl.layout import (
+    HISTORY_HEAD,
+    MAX_DRAFT_MASKS,
+    MAX_DRAFT_TOKENS,
+    NO_INTS,
+    NO_PROPOSALS,
+    PROPOSAL,
+    PROPOSED,
+    Flag,
+    words,
+)
 from minisgl.scheduler.plan import DraftSlots, Step
 from minisgl.speculative.lookup import MAX_MATCH, MIN_MATCH, look_up
 
@@ -32,7 +42,7 @@ PRIOR: Final = 0.5  # the first estimate of acceptance
 PRIOR_TRIES, ROW_TRIES = 1.0, 3.0  # the weight of this estimate, and of that of all rows in the estimate of a row
 LONG_PRIOR: Final = 0.8  # of drafts behind a long match, which are looked up where a model drafts, too
 DEVICE, HOST = 0, 1  # where drafts come from
-MAX_PAUSE: Final = 32  # plain steps until the drafter is asked again
+MIN_PAUSE, MAX_PAUSE = 4, 32  # plain steps until the drafter is asked again; the first pause of a row alone is 1
 NEVER: Final = 1 << 62
 FREE: Final = StepCosts(1.0, 0.0)  # where steps are not measured
 NO_RATES: Final = np.zeros((2, 0))
@@ -114,6 +124,7 @@ class Drafts:
         `step` is the number of the step, which has at most `max_tokens` drafts in all. None if no row has DRAFTS.
         """
         rows = self.rows
+        max_tokens = min(max_tokens, max(0, MAX_DRAFT_TOKENS - len(running)))
         may_ask, is_masked = self.resumes_at[running] <= step, (rows.flags[running] & Flag.MASKED) != 0
         in_flight = self.in_flight[running] > 0
         if not (may_ask | is_masked | in_flight).any():
@@ -173,6 +184,8 @@ class Drafts:
         for i in np.flatnonzero(is_asked).tolist():
             req = rows.requests[running[i]]
             assert req is not None, f"row {running[i]} runs without a request"
+            if not (is_masked[i] or self._looks_up or self.cache.prefix.has_continuation(req.cache_handle)):
+                continue
             first = int(rows.confirmed_len[req.row])
             behind = int(rows.cached_len[req.row]) + 1 - first  # tokens in flight, at most
             tokens, is_forced = self._constrain(req, self.guess(req) if may_ask[i] else NO_INTS)
@@ -334,7 +347,7 @@ class Drafts:
         """Let `rows` decode plainly, for longer each time, and trust a bad estimate less when they draft again."""
         if not len(rows):
             return
-        self.pause[rows] = np.clip(2 * self.pause[rows], 1, MAX_PAUSE)
+        self.pause[rows] = np.clip(2 * self.pause[rows], MIN_PAUSE if self._is_shared else 1, MAX_PAUSE)
         resumes_at = step + 1 + self.pause[rows]
         self.resumes_at[rows] = resumes_at + -resumes_at % self.pause[rows]  # the same step for many rows
         self.ready[DEVICE, rows] = self.most * self._has_model

@@ -328,7 +328,7 @@ def test_auto_takes_no_other_folder_for_a_head(shipped: Path, tmp_path: Path) ->
 )
 def test_auto_takes_what_is_worth_more(right_by_head: float, right_by_host: float, want: tuple[int, bool]) -> None:
     """Of equally good drafts those of the host, which cost less; none if neither pays."""
-    costs = StepCosts(1e-3, 0.0, plain=((1, 1e-3),), drafted=((5, 1.5e-3),), proposed=((5, 1.2e-3),))
+    costs = StepCosts(1e-3, 0.0, plain=((1, 1e-3),), drafted=(((5, 1.5e-3),),), proposed=(((5, 1.2e-3),),))
     rows: Any = SimpleNamespace(
         num_rows=1,
         flags=np.zeros(1, np.int32),

@@ -124,7 +124,7 @@ def run(
     assert engine.general.name.startswith("native" if device is None else "eager")
     engine._costs = StepCosts(1e-1, 1e-3)  # not those of this machine and its other work
     if engine.spec.draft is not None:
-        engine._costs = replace(engine._costs, plain=((1, 0.1),), drafted=((9, 0.11),), proposed=((9, 0.105),))
+        engine._costs = replace(engine._costs, plain=((1, 0.1),), drafted=(((9, 0.11),),), proposed=(((9, 0.105),),))
     compiling = LateExecutor()
     scheduler = Scheduler(config, engine, io, Grammars(FakeCompiler(VOCAB), compiling))
     if oracle is not None:

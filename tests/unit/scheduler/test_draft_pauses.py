@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from minisgl.scheduler.drafts import MAX_PAUSE, Drafts
+from minisgl.scheduler.drafts import MAX_PAUSE, MIN_PAUSE, Drafts
 
 
 def test_rows_whose_drafts_are_wrong_pause_for_longer_and_ask_in_the_same_steps() -> None:
@@ -21,5 +21,5 @@ def test_rows_whose_drafts_are_wrong_pause_for_longer_and_ask_in_the_same_steps(
             pauses[row].append(int(drafts.pause[row]))
             assert drafts.pause[row] < drafts.resumes_at[row] - step <= 2 * drafts.pause[row]
         steps = drafts.resumes_at[:6].copy()
-    assert all(p == [1, 2, 4, 8, 16, *[MAX_PAUSE] * 4] for p in pauses)
+    assert all(p == [MIN_PAUSE, 8, 16, *[MAX_PAUSE] * 6] for p in pauses)
     assert len(set((steps % MAX_PAUSE).tolist())) == 1

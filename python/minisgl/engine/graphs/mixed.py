@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Final
@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from minisgl.core import TILE_TOKENS, BatchPlan
-from minisgl.engine.batch import Expanded, expand
+from minisgl.engine.batch import Expanded, expand, make_batch
 from minisgl.engine.graphs.capture import TAILS, tail_of
 from minisgl.engine.graphs.mixed_inputs import MAX_CHUNKS, MAX_DRAFTED, MAX_PAGE_WRITES, MixedInputs
 from minisgl.engine.runner import ForwardOutput
 from minisgl.engine.trial import trial_plan
-from minisgl.layout import Flag
+from minisgl.layout import MAX_DRAFT_TOKENS, Flag
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from minisgl.core import Ints
     from minisgl.device.cuda import CudaDevice
     from minisgl.device.device import Pending
@@ -32,8 +34,21 @@ TOKEN_SIZES: Final = (32, 48, 64, 96, 128, 192, *range(2 * TILE_TOKENS, 11 * TIL
 LARGE_SIZES: Final = (*range(1536, 4097, 256), *range(4608, 8193, 512))  # for models with small layers
 # Of steps with drafts and without prompts.
 DRAFT_SIZES: Final = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 448, 512)
+LARGE_DRAFT_SIZES: Final = (640, 768, 1024, MAX_DRAFT_TOKENS)
 LAUNCH_FLOPS: Final = 3.6e11  # of an H200 in 0.6 ms; a host takes 0.4 to 0.8 ms to launch a layer op by op
-TAIL_SIZES: Final = (8, 16, 32, 64, 128, 192, 256, 320, 512)  # tokens to sample; the largest possible number is added
+TAIL_SIZES: Final = (
+    8,
+    16,
+    32,
+    64,
+    128,
+    192,
+    256,
+    320,
+    512,
+    768,
+    1024,
+)  # tokens to sample; the largest possible number is added
 MAX_CONTEXT: Final = 8192  # of prompts: the tiles of attention are chosen for short contexts
 
 
@@ -47,26 +62,26 @@ class _Captured:
     samples: int  # with prompts fewer than the tokens: else the model would not select hidden states
 
 
-def token_sizes(max_tokens: int, flops_per_token: float, num_layers: int) -> list[int]:
-    """Numbers of tokens to capture: `TOKEN_SIZES`, and `LARGE_SIZES` that take longer to launch than to compute.
+def token_sizes(max_tokens: int, large: float) -> list[int]:
+    """Numbers of tokens to capture: `TOKEN_SIZES`, and `LARGE_SIZES` up to `large`, which launch longer than compute.
 
     Each costs the start one launch, one capture and its arithmetic.
     """
-    large = LAUNCH_FLOPS * num_layers / flops_per_token
     return [t for t in (*TOKEN_SIZES, *(t for t in LARGE_SIZES if t <= large)) if t <= max_tokens]
 
 
-def draft_sizes(parts: Parts, max_decodes: int) -> list[int]:
+def draft_sizes(parts: Parts, max_decodes: int, large: float) -> list[int]:
     """Numbers of tokens to capture for steps with drafts and without prompts."""
     most = 0 if parts.drafting is None else max_decodes * parts.attention.spec.max_queries
-    return [t for t in DRAFT_SIZES if t <= most]
+    return [t for t in (*DRAFT_SIZES, *(t for t in LARGE_DRAFT_SIZES if t <= large)) if t <= most]
 
 
 class MixedGraphRunner:
     """Runs steps with prompts, decoding sequences and drafts, padded to one of `token_sizes` as `MixedInputs` says.
 
     Steps with drafts and without prompts have graphs of their own, `DRAFT_SIZES`, which read the keys of a sequence
-    once. They sample behind every token, and their tail confirms drafts and asks the drafter.
+    once. They sample behind every token, and their tail confirms drafts and asks the drafter. A drafter with a model
+    runs op by op before and behind the graph: it has few layers, which are launched while the device computes.
 
     Sampling is captured by the number of sequences that sample, once for all sizes, since it reads the hidden states
     from one place. Prompt logprobs run eagerly.
@@ -80,10 +95,16 @@ class MixedGraphRunner:
     def __init__(self, parts: Parts, capture: Capture, max_tokens: int, max_decodes: int) -> None:
         self.parts = parts
         self.device: CudaDevice = parts.device  # type: ignore[assignment]
-        sizes = token_sizes(max_tokens, parts.flops_per_token, parts.model.config.num_layers)
-        drafted = draft_sizes(parts, max_decodes)
-        self._inputs = MixedInputs(max([*sizes, *drafted], default=0), max_decodes, parts)
+        large = LAUNCH_FLOPS * parts.model.config.num_layers / parts.flops_per_token
+        sizes = token_sizes(max_tokens, large)
+        drafted = draft_sizes(parts, max_decodes, large)
+        most_drafted = max(drafted, default=0)
+        most_tokens = max([*sizes, most_drafted])
+        self._inputs = MixedInputs(most_tokens, max_decodes, most_drafted, parts)
         self._hidden: tuple[Tensor, Tensor] | None = None
+        self._model = None if parts.drafting is None else parts.drafting.model
+        self._states: dict[int, Tensor] = {}  # [most_tokens, H], outputs of the layers that the model reads
+        self._most_tokens = most_tokens
         graphs = [self._capture(size, True, capture) for size in reversed(sizes)]
         graphs += [self._capture(size, False, capture) for size in reversed(drafted)]
         self._graphs = graphs[::-1]
@@ -119,6 +140,7 @@ class MixedGraphRunner:
         assert captured is not None, "the plan does not fit"
         if drafting is not None:
             drafting.remember(plan)
+        follow = self._draft(plan)
         self._upload(captured.size, captured.chunks > 0, plan, x)
         captured.forward.replay()
         count = len(x.sample_rows)
@@ -130,12 +152,24 @@ class MixedGraphRunner:
 
             def work() -> Tensor:
                 graph.replay()
+                follow(out[:, :count])
                 return out
 
             padded = self.device.submit(work, 0.0)
             return lambda: padded()[:, :count]
 
         return ForwardOutput(plan, sample)
+
+    @torch.inference_mode()
+    def _draft(self, plan: BatchPlan) -> Callable[[Tensor], None]:
+        """Run the drafter's model before a step; what runs it behind the step takes the sampled columns."""
+        parts, model, drafting = self.parts, self._model, self.parts.drafting
+        if model is None or drafting is None:
+            return lambda out: None
+        batch = replace(make_batch(plan, parts.device), passes=model.passes(plan))
+        input_ids, batch, _ = parts.begin(batch)
+        states = [self._states[layer][: len(input_ids)] for layer in model.layers]
+        return torch.inference_mode()(lambda out: model.follow(batch, input_ids, states, out, drafting))
 
     def _upload(self, size: int, has_chunks: bool, plan: BatchPlan, x: Expanded) -> None:
         used = self._inputs.fill(size, has_chunks, plan, x)
@@ -150,7 +184,13 @@ class MixedGraphRunner:
         self._upload(size, has_chunks, plan, expand(plan))
 
         def work() -> None:
-            hidden = self.parts.hidden(*self._inputs.begin(size, chunks, samples))
+            inputs = self._inputs.begin(size, chunks, samples)
+            taps = dict.fromkeys(self._model.layers if self._model else (), inputs[0])  # the model replaces the values
+            hidden = self.parts.hidden(*inputs, taps)
+            for layer, state in taps.items():
+                if layer not in self._states:
+                    self._states[layer] = state.new_empty(self._most_tokens, state.shape[1])
+                self._states[layer][:size].copy_(state)
             if self._hidden is None:
                 most = self._inputs.columns
                 self._hidden = (

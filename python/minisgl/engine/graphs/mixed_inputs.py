@@ -33,7 +33,8 @@ class MixedInputs:
     one. The arrays of tokens come last, so that a small step is a small upload.
     """
 
-    def __init__(self, max_tokens: int, max_decodes: int, parts: Parts) -> None:
+    def __init__(self, max_tokens: int, max_decodes: int, max_drafted: int, parts: Parts) -> None:
+        """`max_drafted`: tokens of a step with drafts and without prompts."""
         self._parts = parts
         self._dummy_row = len(parts.state.page_table) - 1
         self._dummy_page = parts.kv_cache.num_pages - 1
@@ -41,7 +42,7 @@ class MixedInputs:
         self.decodes = min(max_decodes, max_tokens)
         chunks = MAX_CHUNKS + 1
         seqs = self.decodes + chunks
-        columns = self.columns = seqs if parts.drafting is None else seqs + MAX_DRAFTED
+        columns = self.columns = seqs if parts.drafting is None else max(max_drafted, seqs + MAX_DRAFTED)
         widths = dict.fromkeys(("logit_tokens", "sample_rows", "sample_flags", "mask_index"), columns)
         widths |= {"rows": seqs, "cu_query_lens": seqs + 1}
         widths |= {"page_writes": words(PAGE_WRITE) * MAX_PAGE_WRITES, "row_states": words(ROW_STATE) * chunks}

@@ -70,8 +70,7 @@ class CudaRunners:
         progress = Progress("capturing CUDA graphs", "batch sizes", spec.info.rank == 0)
         with Capture() as capture:
             decode = GraphRunner(parts, graph_sizes(spec.graph_rows), capture, progress.update)
-            has_draft_model = parts.drafting is not None and parts.drafting.model is not None
-            if has_draft_model or not (parts.attention.captures_prompts or parts.drafting):
-                return [decode, eager]  # a drafter with a model computes prompts, too
+            if not (parts.attention.captures_prompts or parts.drafting):
+                return [decode, eager]
             longest = min(spec.max_step_tokens, spec.max_seq_len) if parts.attention.captures_prompts else 0
             return [decode, MixedGraphRunner(parts, capture, longest, spec.graph_rows), eager]
