@@ -80,6 +80,17 @@ VARIANTS: dict[str, tuple[dict[str, Any], set[str]]] = {
 }
 
 
+@pytest.mark.parametrize("kind", ["head", "model"])
+def test_drafts_are_right_as_often_as_op_by_op(kind: str) -> None:
+    right = []
+    for options in ({}, {"cuda_graph_max_bs": 0}):
+        with engine(**VARIANTS[kind][0] | options) as llm:
+            answers(llm)
+            right.append((llm.scheduler.stats.accepted_tokens, llm.scheduler.stats.drafted_tokens))
+    print(f"\n{kind}: {right}")
+    assert right[0] == right[1]
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_answers_are_those_of_a_cpu_without_drafts(on_cpu: Answers, name: str):
     options, runners = VARIANTS[name]

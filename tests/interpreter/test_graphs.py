@@ -118,8 +118,11 @@ class Head(DraftModel):
         self.parameters = ()
         self.notes = torch.zeros(ROWS + 1, VOCAB + 2)
 
-    def passes(self, plan: BatchPlan) -> tuple[Batch, ...]:
+    def passes(self, plan: BatchPlan, *, has_drafts: bool = True) -> tuple[Batch, ...]:
         return ()
+
+    def draft_rows(self, inputs: torch.Tensor, flags: int, drafting: Drafting) -> None:
+        """The drafts come with `draft`."""
 
     def draft(self, batch: Batch, drafting: Drafting) -> None:
         if batch.drafts is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention import resolve_attention
-from minisgl.core import Batch, BatchPlan
+from minisgl.core import Batch, BatchPlan, Sampling, SeqLayout
 from minisgl.distributed.tensor_parallel import VocabParallel, parallel_ops
 from minisgl.engine.batch import make_batch, moved
 from minisgl.engine.memory import make_pool
@@ -25,7 +25,7 @@ from minisgl.speculative.eagle3 import Eagle3Head
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from minisgl.core import Ints, Sampling
+    from minisgl.core import Ints
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.drafting import Drafting
     from minisgl.engine.runner import Parts
@@ -45,6 +45,7 @@ class DraftModel(ABC):
     """
 
     ahead: ClassVar[int]  # slot p is computed from the tokens up to p + ahead
+    first: ClassVar[int]  # the draft that the first pass of `draft_rows` makes; before 0, it fills a hole
     layers: tuple[int, ...] = ()  # of the target, whose outputs `follow` gets
     parameters: tuple[Parameter, ...]
 
@@ -63,9 +64,12 @@ class DraftModel(ABC):
         """As `Drafter.propose`: the drafts of the next step are made when it begins, as many as it has."""
         return history.new_zeros(len(rows), MAX_DRAFTS), torch.full_like(lengths, MAX_DRAFTS)
 
-    def passes(self, plan: BatchPlan) -> tuple[Batch, ...]:
-        """The passes before the step `plan`, with upper bounds for positions as the plan has."""
-        drafted = drafted_slots(plan)
+    def passes(self, plan: BatchPlan, *, has_drafts: bool = True) -> tuple[Batch, ...]:
+        """The passes before the step `plan`, with upper bounds for positions as the plan has.
+
+        Without `has_drafts`, only that of its prompts.
+        """
+        drafted = drafted_slots(plan)[: None if has_drafts else 0]
         counts = drafted["stop"] - drafted["start"] - 1
         plans = self._first(plan, drafted)
         for i in range(1, int(counts.max(initial=0))):
@@ -90,6 +94,31 @@ class DraftModel(ABC):
         if batch.drafts is not None:
             following = lengths.unsqueeze(1) + torch.arange(MAX_DRAFTS, device=rows.device)
             drafting.drafts[rows] = history[rows.unsqueeze(1), following].clamp(0, most)
+
+    def draft_rows(self, inputs: Tensor, flags: int, drafting: Drafting) -> None:
+        """Make the drafts of rows whose lengths only the device knows: pass by pass, one token of each row.
+
+        inputs [3, R] int32 are the rows, their numbers of drafts, and their flags, of which `flags` has all. The drafts
+        are in `drafting.history` then. A row without a draft in a pass is replaced by the last row, the dummy row.
+        """
+        history, page_table = drafting.history, self.parts.state.page_table
+        wanted, counts, row_flags = inputs[0].long(), inputs[1], inputs[2]
+        lengths = drafting.lengths[wanted].long()
+        history[wanted, (lengths - 1).clamp(min=0)] = drafting.last_token[wanted]
+        ones = np.ones(len(wanted), np.int32)
+        ends = torch.arange(len(wanted) + 1, dtype=torch.int32, device=inputs.device)
+        for i in range(self.first, self.parts.attention.spec.max_queries - 1):
+            takes_part = counts > max(i, 0)
+            rows = torch.where(takes_part, wanted, len(page_table) - 1)
+            at = torch.where(takes_part, lengths - 1 + i - self.ahead, 0).int()  # slots
+            ids = history[rows, at.long() + self.ahead].clamp(0, self._vocab_size - 1)
+            sampling = Sampling(rows, at + 1 + self.ahead, row_flags, torch.zeros_like(at), flags)
+            layout = SeqLayout(ones, ones, ones, rows.int(), at + 1, ends)
+            nothing = inputs[0, :0]
+            batch = Batch(layout, ids, at, layout.rows, ends[:-1].long(), sampling, nothing, nothing)
+            logits = self._logits(ids, batch)
+            if i >= 0:
+                history[rows, sampling.positions.long()] = self.sample(logits, sampling)
 
     @abstractmethod
     def _first(self, plan: BatchPlan, drafted: Records) -> list[BatchPlan]:
@@ -118,7 +147,7 @@ class SmallModel(DraftModel):
     This is where all drafts were right: the first pass computes the newest two tokens. It also computes the prompts.
     """
 
-    ahead = 0
+    ahead, first = 0, -1
 
     def __init__(self, parts: Parts, spec: EngineSpec) -> None:
         super().__init__(parts, spec)
@@ -139,7 +168,7 @@ class SmallModel(DraftModel):
 class Eagle3(DraftModel):
     """An EAGLE-3 head. When a step ends, `follow` runs it over the step's tokens, which gives the first draft."""
 
-    ahead = 1
+    ahead, first = 1, 1
 
     def __init__(self, parts: Parts, spec: EngineSpec, head: Eagle3Head, layers: tuple[int, ...]) -> None:
         super().__init__(parts, spec)

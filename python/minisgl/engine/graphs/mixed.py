@@ -14,6 +14,7 @@ from torch import Tensor
 from minisgl.core import TILE_TOKENS, BatchPlan
 from minisgl.engine.batch import Expanded, expand, make_batch
 from minisgl.engine.graphs.capture import TAILS, tail_of
+from minisgl.engine.graphs.drafts import DraftGraphs
 from minisgl.engine.graphs.mixed_inputs import MAX_CHUNKS, MAX_DRAFTED, MAX_PAGE_WRITES, MixedInputs
 from minisgl.engine.runner import ForwardOutput
 from minisgl.engine.trial import trial_plan
@@ -81,7 +82,8 @@ class MixedGraphRunner:
 
     Steps with drafts and without prompts have graphs of their own, `DRAFT_SIZES`, which read the keys of a sequence
     once. They sample behind every token, and their tail confirms drafts and asks the drafter. A drafter with a model
-    runs op by op before and behind the graph: it has few layers, which are launched while the device computes.
+    has graphs for its drafts. It reads prompts, and what a step computed, op by op: that is one pass, which is launched
+    while the device computes.
 
     Sampling is captured by the number of sequences that sample, once for all sizes, since it reads the hidden states
     from one place. Prompt logprobs run eagerly.
@@ -102,7 +104,9 @@ class MixedGraphRunner:
         most_tokens = max([*sizes, most_drafted])
         self._inputs = MixedInputs(most_tokens, max_decodes, most_drafted, parts)
         self._hidden: tuple[Tensor, Tensor] | None = None
-        self._model = None if parts.drafting is None else parts.drafting.model
+        self._model = None
+        if parts.drafting is not None and (model := parts.drafting.model) is not None:
+            self._model, self._drafts = model, DraftGraphs(parts, parts.drafting, model, capture, max_decodes)
         self._states: dict[int, Tensor] = {}  # [most_tokens, H], outputs of the layers that the model reads
         self._most_tokens = most_tokens
         graphs = [self._capture(size, True, capture) for size in reversed(sizes)]
@@ -166,7 +170,10 @@ class MixedGraphRunner:
         parts, model, drafting = self.parts, self._model, self.parts.drafting
         if model is None or drafting is None:
             return lambda out: None
-        batch = replace(make_batch(plan, parts.device), passes=model.passes(plan))
+        batch = replace(make_batch(plan, parts.device), passes=model.passes(plan, has_drafts=False))
+        if plan.has_drafts:
+            parts.state.apply(batch.page_writes, batch.row_states)
+            self._drafts.draft(plan)
         input_ids, batch, _ = parts.begin(batch)
         states = [self._states[layer][: len(input_ids)] for layer in model.layers]
         return torch.inference_mode()(lambda out: model.follow(batch, input_ids, states, out, drafting))
