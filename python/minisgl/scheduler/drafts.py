@@ -43,6 +43,7 @@ PRIOR_TRIES, ROW_TRIES = 1.0, 3.0  # the weight of this estimate, and of that of
 LONG_PRIOR: Final = 0.8  # of drafts behind a long match, which are looked up where a model drafts, too
 DEVICE, HOST = 0, 1  # where drafts come from
 MIN_PAUSE, MAX_PAUSE = 4, 32  # plain steps until the drafter is asked again; the first pause of a row alone is 1
+PEEK_ROWS, PEEK_TOKENS = 64, 1 << 16  # what the host looks up in less than a millisecond
 NEVER: Final = 1 << 62
 FREE: Final = StepCosts(1.0, 0.0)  # where steps are not measured
 NO_RATES: Final = np.zeros((2, 0))
@@ -125,6 +126,8 @@ class Drafts:
         """
         rows = self.rows
         max_tokens = min(max_tokens, max(0, MAX_DRAFT_TOKENS - len(running)))
+        if self._is_shared and not self._has_model:
+            self._peek(step, running)
         may_ask, is_masked = self.resumes_at[running] <= step, (rows.flags[running] & Flag.MASKED) != 0
         in_flight = self.in_flight[running] > 0
         if not (may_ask | is_masked | in_flight).any():
@@ -167,6 +170,23 @@ class Drafts:
             is_used[running] = is_proposed & (counts > 0)
             proposals = proposals[is_used[proposals["row"]]]
         return DraftSlots(is_drafted | (counts > 0), counts, proposals)
+
+    def _peek(self, step: int, running: Index) -> None:
+        """Prolong a pause that ends if the texts so far offer no drafts that are worth it.
+
+        All rows pay for a step in which the device is asked, and the host finds the same, a little later.
+        """
+        rows = self.rows
+        asking = running[(self.resumes_at[running] <= step) & ((rows.flags[running] & Flag.MASKED) == 0)]
+        is_much = len(asking) > PEEK_ROWS or rows.confirmed_len[asking].sum() > PEEK_TOKENS
+        if not len(asking) or is_much or self.is_tracked[asking].any():
+            return
+        for req in rows.holders(asking):
+            self.ready[DEVICE, req.row] = len(self._constrain(req, look_up(rows.text(req)))[0])
+        source = np.full(len(asking), DEVICE)
+        if not self._worthwhile(asking, self._rates(asking), source, np.ones(len(asking), np.bool_)).any():
+            self._pause_all(step)
+        self.ready[DEVICE, asking] = 0
 
     def _propose(
         self, step: int, running: Index, may_ask: npt.NDArray[np.bool_], is_masked: npt.NDArray[np.bool_]
