@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 # Rows of a GEMM tile on a GPU. Half a tile takes as long as a whole one, so steps with prompts have whole tiles.
 TILE_TOKENS: Final = 128
+DRAFT_CONTEXT: Final = 128  # tokens of K/V of each row in the steps that `StepCosts` times for drafts
 
 
 class FinishReason(enum.StrEnum):

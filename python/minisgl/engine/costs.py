@@ -2,7 +2,7 @@
 
 On a GPU the whole takes a fraction of a second. A CPU may need a second for 64 tokens, so there the sizes follow from
 a first chunk's time, but for several ranks, which must take the same steps. Other processes delay a CPU's steps, so
-there the shortest time counts.
+there the shortest CPU time of the thread counts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from minisgl.core import BatchPlan, Points, StepCosts
+from minisgl.core import DRAFT_CONTEXT, BatchPlan, Points, StepCosts
 from minisgl.engine.config import EngineSpec
 from minisgl.engine.trial import Slot, spread_plan
 from minisgl.layout import HISTORY_HEAD, MAX_DRAFT_TOKENS, NO_INTS, NO_PAGE_WRITES, PROPOSAL, Flag, words
@@ -31,7 +31,7 @@ LARGE_CHUNK = 2048
 CHUNK_CONTEXT = 8192
 DECODE_ROWS, DECODE_CONTEXT = 64, 2048
 FEW_ROWS = 4  # on a CPU, where a page takes memory at its first use
-DRAFT_ROWS, DRAFT_CONTEXT = (1, 8, 64, 256), 128
+DRAFT_ROWS = (1, 8, 64, 256)
 SLACK = (REPEATS + 1) * PIPELINED * (1 + MAX_DRAFTS)  # positions that rows with drafts move on while they are timed
 
 Run = Callable[[BatchPlan], Callable[[], object]]
@@ -43,7 +43,7 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
     longest = min(spec.max_seq_len, num_pages * spec.page_size) - 1
     pipelined = PIPELINED if is_async else 1
     adapts = not is_async and spec.info.size == 1
-    repeats = CPU_REPEATS if adapts else REPEATS
+    repeats, clock = (CPU_REPEATS, time.thread_time) if adapts else (REPEATS, time.perf_counter)
 
     def seconds(slots: list[Slot]) -> float:
         return timed(spread_plan(slots, spec.page_size, num_pages))
@@ -53,11 +53,11 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
         # The first, which may touch memory for the first time, counts only where it is too slow for that to matter.
         while len(times) <= repeats and (not adapts or sum(times) < (CHUNK_S if times[1:] else SLOW_S)):
             count = pipelined if times else 1
-            started = time.perf_counter()
+            started = clock()
             waits = [run(plan) for _ in range(count)]
             for wait in waits:
                 wait()
-            times.append((time.perf_counter() - started) / count)
+            times.append((clock() - started) / count)
             # On a CPU each step begins with the same lengths, which the plan bounds.
             plan = replace(plan, page_writes=NO_PAGE_WRITES, histories=NO_INTS if is_async else plan.histories)
         return (statistics.median if is_async else min)(times[1:] or times)

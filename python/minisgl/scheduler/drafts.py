@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from minisgl.core import StepCosts
+from minisgl.core import DRAFT_CONTEXT, StepCosts
 from minisgl.layout import (
     HISTORY_HEAD,
     MAX_DRAFT_MASKS,
@@ -34,13 +34,12 @@ if TYPE_CHECKING:
 
 # How much of the estimate of a row's acceptance stays after a step with drafts, one without, and a pause.
 MEMORY, IDLE_MEMORY, PAUSE_MEMORY = 0.9, 0.98, 0.5
-# What a step with drafts costs besides its tokens where the host is the device, and each row of it that has drafts:
-# two cores need this for the built-in model.
-HOST_S, HOST_ROW_S = 2e-4, 8e-5
+HOST_S: Final = 5e-4  # what a step with drafts costs the host, which counts where it is the device
 WON_MEMORY: Final = 0.8  # how much of what drafts have won counts after another step with drafts
 PRIOR: Final = 0.5  # the first estimate of acceptance
 PRIOR_TRIES, ROW_TRIES = 1.0, 3.0  # the weight of this estimate, and of that of all rows in the estimate of a row
-LONG_PRIOR: Final = 0.8  # of drafts behind a long match, which are looked up where a model drafts, too
+MODEL_PRIOR: Final = 0.8  # where a model drafts; only drafts behind a long match are then looked up
+PAST_TRIES: Final = 32.0  # the weight of earlier results in the first estimate, where a model drafts
 DEVICE, HOST = 0, 1  # where drafts come from
 MIN_PAUSE, MAX_PAUSE = 4, 32  # plain steps until the drafter is asked again; the first pause of a row alone is 1
 PEEK_ROWS, PEEK_TOKENS = 64, 1 << 16  # what the host looks up in less than a millisecond
@@ -99,7 +98,7 @@ class Drafts:
         self._resumes_at = 0  # of rows that begin, where it is
         self._won = 0.0  # seconds, by the last steps with drafts
         self._least_match = MAX_MATCH if self._has_model else MIN_MATCH
-        self._prior = np.array([PRIOR, LONG_PRIOR if self._has_model else PRIOR])
+        self._first_prior = self._prior = np.full(2, MODEL_PRIOR if self._has_model else PRIOR)
         self.resumes_at = np.zeros(rows.num_rows, np.int64)
         self.is_tracked = np.zeros(rows.num_rows, np.bool_)
         self.is_forced = np.zeros(rows.num_rows, np.bool_)
@@ -257,8 +256,6 @@ class Drafts:
         gains = rates[source, np.arange(len(running))][:, None] ** index * (index <= ready[:, None])
         order = np.argsort(-gains, axis=None, kind="stable")[: int(ready.sum())]  # of a row, earlier drafts come first
         seconds = self._seconds(running, are_proposed=bool(source.all()))[: len(order) + 1]
-        if not self._is_async:
-            seconds[1:] += HOST_ROW_S * (order % self.most == 0).cumsum()
         tokens = np.full(len(order) + 1, float(len(running)))
         tokens[1:] += gains.ravel()[order].cumsum()
         best = order[: (tokens / seconds).argmax()]
@@ -273,7 +270,8 @@ class Drafts:
             known = self._costs.draft_seconds(count, number, 0, are_proposed=are_proposed)
             known[1:] += 0.0 if self._is_async else HOST_S
             self._known_seconds[count, are_proposed] = known
-        return known + self._costs.per_context * int(self.rows.cached_len[running].sum())
+        context = int(self.rows.cached_len[running].sum()) - count * DRAFT_CONTEXT  # besides that of the timed steps
+        return known + self._costs.per_context * max(0, context)
 
     def _are_in(self, proposals: Records, running: Index) -> npt.NDArray[np.bool_]:
         """Return which of the rows `running` have one of `proposals`."""
@@ -333,8 +331,12 @@ class Drafts:
         at = from_host.astype(np.intp), rows
         is_guess = (drafts > 0) & ~(self.is_forced[rows] & from_host)
         memory = np.where(is_guess, MEMORY, 1.0)
-        self.right[at] = memory * self.right[at] + right * is_guess
-        self.tried[at] = memory * self.tried[at] + np.minimum(drafts, right + 1) * is_guess
+        found, tries = right * is_guess, np.minimum(drafts, right + 1) * is_guess
+        self.right[at] = memory * self.right[at] + found
+        self.tried[at] = memory * self.tried[at] + tries
+        if self._adapts and self._has_model:
+            found, tries = np.bincount(at[0], found, 2), np.bincount(at[0], tries, 2)
+            self._prior = (self._prior * PAST_TRIES + found) / (PAST_TRIES + tries)
         if self._is_shared:
             self._weigh(slots["row"].astype(np.intp), int(drafts.sum()), int(right.sum()), step)
         elif self._adapts:
@@ -362,6 +364,7 @@ class Drafts:
         self._pause(np.flatnonzero(self.resumes_at < NEVER), step)
         self._resumes_at = int(self.resumes_at[self.resumes_at < NEVER].max(initial=0))
         self._won = 0.0
+        self._prior = IDLE_MEMORY * self._prior + (1 - IDLE_MEMORY) * self._first_prior  # it is tried again one day
 
     def _pause(self, rows: npt.NDArray[np.intp], step: int) -> None:
         """Let `rows` decode plainly, for longer each time, and trust a bad estimate less when they draft again."""

@@ -31,11 +31,17 @@ CASES = {
 }
 
 
+def _tell_time(monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace, busy: float = 1.0) -> None:
+    """Let `clock` tell the CPU time of a thread on a machine where all takes `busy` times as long."""
+    times = SimpleNamespace(perf_counter=lambda: busy * clock.now, thread_time=lambda: clock.now)
+    monkeypatch.setattr(measured, "time", times)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_costs_are_recovered(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     true, most = CASES[case]
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(measured, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    _tell_time(monkeypatch, clock)
 
     def run(plan: BatchPlan) -> Callable[[], object]:
         clock.now += step_seconds(true, plan)
@@ -51,7 +57,7 @@ def test_costs_are_recovered(case: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_first_touch_of_memory_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     true, clock, touched = CASES["10M on a laptop"][0], SimpleNamespace(now=0.0), set[int]()
-    monkeypatch.setattr(measured, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    _tell_time(monkeypatch, clock)
 
     def run(plan: BatchPlan) -> Callable[[], object]:
         pages = set(map(int, plan.page_writes["page"]))
@@ -62,6 +68,18 @@ def test_the_first_touch_of_memory_does_not_count(monkeypatch: pytest.MonkeyPatc
     found = measure_costs(run, SPEC, 10_000, is_async=False)  # type: ignore[arg-type]
     assert found.per_context == pytest.approx(true.per_context, rel=0.05)
     assert found.per_pair == pytest.approx(true.per_pair, rel=0.3)
+
+
+def test_other_work_on_a_cpu_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    true, clock = CASES["10M on a laptop"][0], SimpleNamespace(now=0.0)
+    _tell_time(monkeypatch, clock, busy=5.0)
+
+    def run(plan: BatchPlan) -> Callable[[], object]:
+        clock.now += step_seconds(true, plan)
+        return lambda: None
+
+    found = measure_costs(run, SPEC, 10_000, is_async=False)  # type: ignore[arg-type]
+    assert found.per_token == pytest.approx(true.per_token, rel=0.3)
 
 
 def test_a_cpu_has_costs() -> None:
@@ -76,7 +94,7 @@ def test_ranks_take_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[list[bytes]] = [[], []]
     for per_token, seen in zip((1e-5, 1e-2), plans, strict=True):
         clock = SimpleNamespace(now=0.0)
-        monkeypatch.setattr(measured, "time", SimpleNamespace(perf_counter=lambda c=clock: c.now))
+        _tell_time(monkeypatch, clock)
 
         def run(plan: BatchPlan, per_token: float = per_token, seen: list[bytes] = seen, c: Any = clock) -> Any:
             c.now += step_seconds(StepCosts(1e-3, per_token), plan)
@@ -90,7 +108,7 @@ def test_ranks_take_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps_with_drafts_are_timed_where_the_device_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device on which steps with drafts cost 1 ms more, and their tokens a tenth of those of prompts."""
     true, clock, lengths = StepCosts(4e-3, 2.2e-5), SimpleNamespace(now=0.0), dict[int, int]()
-    monkeypatch.setattr(measured, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    _tell_time(monkeypatch, clock)
 
     def run(plan: BatchPlan) -> Callable[[], object]:
         for _, row, first, length in plan.histories.reshape(-1, 4).tolist():
