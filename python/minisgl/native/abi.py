@@ -47,8 +47,7 @@ MODEL_SPEC: Final[_Fields] = (
     ("int64_t*", "noise_key"),
     ("int32_t*", "lengths drafts"),  # of `Drafting`, or null
     ("void*", "target"),  # of a drafter: the model whose tokens it drafts; the rest is that of an EAGLE-3 head
-    ("const void*", "fc"),  # [hidden, TAPS * hidden]
-    ("int64_t", "fc_bits"),
+    ("const void*", "fc"),  # [hidden, TAPS * hidden], in 8 bits
     ("const float*", "hidden_norm"),
     ("const int64_t*", "draft_ids taps"),  # [head_rows] token ids, [TAPS] layers of the target
 )

@@ -62,7 +62,9 @@ def refusal(spec: EngineSpec) -> str | None:
         return f"the drafter's {reason}"
     sizes = {"head_dim": (m.head_dim, LANES)}
     step = INT8.group if spec.quantization else LANES
-    sizes |= {"hidden_size": (m.hidden_size, step), "intermediate_size": (m.intermediate_size, step)}
+    has_head = spec.draft is not None and spec.draft.kind == "eagle3"  # which reads hidden states in 8 bits
+    sizes |= {"hidden_size": (m.hidden_size, INT8.group if has_head else step)}
+    sizes |= {"intermediate_size": (m.intermediate_size, step)}
     sizes |= {"heads * head_dim": (m.num_heads * m.head_dim, step)}
     for name, (size, divisor) in sizes.items():
         if size % divisor:
@@ -112,7 +114,7 @@ class NativeModel:
         self._pack(matrices, [w for w in matrices if len(w.shape) == 2 and w.shape[1] % INT8.group == 0])
         self._kept += [head.draft_ids, torch.tensor(eagle.layers)]
         fields["draft_ids"], fields["taps"] = (tensor.data_ptr() for tensor in self._kept[-2:])
-        fields["fc"], fields["fc_bits"] = self._matrix(head.fc.weight)
+        fields["fc"], _ = self._matrix(head.fc.weight)
         fields["hidden_norm"] = self._float(head.hidden_norm.weight)
         layer = head.attention, head.mlp, head.embedding_norm, head.mlp_norm
         return self._spec(eagle.parts, eagle.spec, [layer], head.lm_head.weight, head.norm, fields)

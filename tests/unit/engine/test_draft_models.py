@@ -28,9 +28,10 @@ from minisgl.engine.engine import Engine
 from minisgl.engine.fit import check_fit
 from minisgl.engine.trial import spread_plan
 from minisgl.errors import ConfigError
-from minisgl.layout import Flag
+from minisgl.layout import SLOT, Flag
 from minisgl.models.llama import LlamaModel
 from minisgl.native.runner import NativeModel, NativeRunner
+from minisgl.ops.quantized import INT8
 from minisgl.params import SamplingParams
 from minisgl.scheduler.drafts import DEVICE, HOST, Drafts
 from minisgl.settings.options import EngineConfig, build_config
@@ -167,8 +168,9 @@ def test_a_model_that_drafts_for_itself_is_right(folder: Path, drafters: dict[st
 class ReferenceHead:
     """The formulas of EAGLE-3 over whole sequences, without a cache."""
 
-    def __init__(self, engine: Engine, weights: dict[str, Tensor]) -> None:
-        self.engine, self.weights = engine, weights
+    def __init__(self, engine: Engine, weights: dict[str, Tensor], rounds: bool) -> None:
+        """`rounds`: the hidden states and `fc` to 8 bits, as the C++ step."""
+        self.engine, self.weights, self.rounds = engine, weights, rounds
 
     def features(self, ids: list[int]) -> Tensor:
         """Hidden states [T, H] of all tokens, from the outputs of the layers, each as a model that ends there."""
@@ -182,7 +184,14 @@ class ReferenceHead:
             cut = LlamaModel(model.embed_tokens, model.layers[: i + 1], model.norm)
             x, residual = cut.forward(input_ids, parts.context(batch, out_loc))
             states.append(x + residual)
-        return torch.cat(states, 1) @ self.weights["fc.weight"].T
+        joined, fc = torch.cat(states, 1), self.weights["fc.weight"]
+        if not self.rounds:
+            return joined @ fc.T
+        matrix = INT8.empty(*fc.shape, fc.device)
+        matrix.round_from(fc)
+        groups = joined.unflatten(1, (-1, INT8.group))
+        scale = groups.abs().amax(2, keepdim=True) / 127
+        return ((groups / scale).round() * scale).flatten(1) @ matrix.dense(torch.float32).T
 
     def drafts(self, ids: list[int], count: int) -> list[int]:
         """The drafts behind `ids`."""
@@ -266,7 +275,11 @@ def test_a_head_drafts_what_its_formulas_say(
 
     monkeypatch.setattr(Drafting, "place", spy)
     monkeypatch.setattr(NativeRunner, "_run", spy_cpp)
-    monkeypatch.setattr(NativeModel, "_pack", lambda model, tensors, rounded: pack(model, tensors, []))
+
+    def pack_most(native: NativeModel, tensors: list[Tensor], rounded: list[Tensor]) -> None:
+        pack(native, tensors, [w for w in rounded if w.shape == (HIDDEN, 3 * HIDDEN)])  # fc has 8 bits always
+
+    monkeypatch.setattr(NativeModel, "_pack", pack_most)
     if step == PAUSED:
         plan_drafts = Drafts.plan
         monkeypatch.setattr(Drafts, "plan", lambda *args: plan_drafts(*args) if args[1] % 23 < 4 else None)
@@ -279,7 +292,7 @@ def test_a_head_drafts_what_its_formulas_say(
     options["max_prefill_length"] = 24 if page_size < 128 else 400
     _, scheduler = run(model, requests, depth, device, speculate=f"eagle3:{path}", **options)
     config = EngineConfig(model=str(model), attention_backend="cpu")
-    reference = ReferenceHead(Engine(resolve(config, "cpu"), CpuDevice(1)), weights)  # not packed
+    reference = ReferenceHead(Engine(resolve(config, "cpu"), CpuDevice(1)), weights, device is None)  # not packed
     with torch.inference_mode():
         assert [drafts for _, drafts in seen] == [reference.drafts(ids, len(drafts)) for ids, drafts in seen]
     assert scheduler.stats.drafted_tokens > (60 if step == PAUSED else 300)
@@ -322,15 +335,12 @@ def test_auto_takes_no_other_folder_for_a_head(shipped: Path, tmp_path: Path) ->
     assert [drafter("off", shipped), drafter("ngram", shipped)] == [None, "ngram"]
 
 
-@pytest.mark.parametrize(
-    ("right_by_head", "right_by_host", "want"),
-    [(0.9, 0.1, (4, False)), (0.4, 0.9, (4, True)), (0.9, 0.9, (4, True)), (0.0, 0.0, (0, False))],
-)
-def test_auto_takes_what_is_worth_more(right_by_head: float, right_by_host: float, want: tuple[int, bool]) -> None:
-    """Of equally good drafts those of the host, which cost less; none if neither pays."""
-    costs = StepCosts(1e-3, 0.0, plain=((1, 1e-3),), drafted=(((5, 1.5e-3),),), proposed=(((5, 1.2e-3),),))
+def _drafts(costs: StepCosts) -> Drafts:
+    """Of one row, by a head and by lookup."""
+    nothing: Any = None
     rows: Any = SimpleNamespace(
         num_rows=1,
+        is_live=np.ones(1, np.bool_),
         flags=np.zeros(1, np.int32),
         cached_len=np.full(1, 50),
         confirmed_len=np.full(1, 51),
@@ -338,8 +348,17 @@ def test_auto_takes_what_is_worth_more(right_by_head: float, right_by_host: floa
         max_len=np.full(1, 200),
         requests=[SimpleNamespace(row=0, matcher=None)],
     )
-    nothing: Any = None
-    drafts = Drafts(rows, nothing, lambda req, guess: (guess, False), costs, is_async=False, most=4, kind="auto")
+    return Drafts(rows, nothing, lambda req, guess: (guess, False), costs, is_async=False, most=4, kind="auto")
+
+
+@pytest.mark.parametrize(
+    ("right_by_head", "right_by_host", "want"),
+    [(0.9, 0.1, (4, False)), (0.4, 0.9, (4, True)), (0.9, 0.9, (4, True)), (0.0, 0.0, (0, False))],
+)
+def test_auto_takes_what_is_worth_more(right_by_head: float, right_by_host: float, want: tuple[int, bool]) -> None:
+    """Of equally good drafts those of the host, which cost less; none if neither pays."""
+    costs = StepCosts(1e-3, 0.0, plain=((1, 1e-3),), drafted=(((5, 1.5e-3),),), proposed=(((5, 1.2e-3),),))
+    drafts = _drafts(costs)
     drafts.guess = lambda req: np.arange(8, dtype=np.int32)  # type: ignore[method-assign]
     drafts.ready[DEVICE] = 8
     for source, rate in ((DEVICE, right_by_head), (HOST, right_by_host)):
@@ -348,6 +367,21 @@ def test_auto_takes_what_is_worth_more(right_by_head: float, right_by_host: floa
     found = (0, False) if slots is None else (int(slots.counts[0]), len(slots.proposals) > 0)
     assert found == want
     assert (drafts.resumes_at[0] > 1) == (want[0] == 0)
+
+
+@pytest.mark.parametrize("right", [0, 4])
+def test_a_request_begins_with_what_others_have_shown(right: int) -> None:
+    costs = StepCosts(1e-3, 0.0, plain=((1, 1e-3),), drafted=(((5, 1.5e-3),),), proposed=(((5, 1.2e-3),),))
+    drafts, index = _drafts(costs), np.zeros(1, np.intp)
+    slots = np.array([(0, 50, 55, Flag.SAMPLES | Flag.FROM_DEVICE | Flag.DRAFTS)], SLOT)
+    confirmed = (np.arange(5) <= right).astype(np.int32)
+    result: Any = SimpleNamespace(confirmed=confirmed, ready=np.full(5, 8, np.int32))
+    for step in range(30):
+        drafts.collect(step, BatchPlan(step, slots), result)
+    drafts.add(SimpleNamespace(row=0, sampling_params=SamplingParams()))  # type: ignore[arg-type]
+    by_head, by_host = drafts._rates(index)[:, 0]
+    assert by_head > 0.95 if right else by_head < 0.5
+    assert by_host == pytest.approx(0.8, abs=0.01), "nothing was looked up"
 
 
 # -- bad input

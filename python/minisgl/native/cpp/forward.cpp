@@ -24,13 +24,22 @@ Weight<T> weight(const void* data, int64_t bits, int64_t rows, int64_t cols, con
     return Matrix<T>{(const T*)data, rows, cols, bias};
 }
 
+// The rows of a matrix from `first` on, a multiple of 16.
+template <class T>
+Weight<T> rows_from(const Weight<T>& weight, int64_t first) {
+    return std::visit([&](auto w) -> Weight<T> {
+        w.data = w.panel(first / kLanes), w.rows -= first, w.bias = w.bias ? w.bias + first : nullptr;
+        return w;
+    }, weight);
+}
+
 // K/V and an untied embedding are T. A drafter is a decoder with a `target`: a model of the same vocabulary or, with
 // `fc`, the layer of EAGLE-3 (see speculative/eagle3.py).
 template <class T>
 class Decoder : public Model {
     using X = typename Dot<T>::X;
     struct Layer {
-        Weight<T> qkv, o, gate_up, down;
+        Weight<T> qkv, o, gate_up, down, kv;  // kv is the part of qkv for tokens that nothing but K/V is needed of
         const LayerWeights* w;
     };
     struct Piece {  // tokens of a slot that go through the layers together
@@ -40,11 +49,11 @@ class Decoder : public Model {
         int64_t row, position, flags;
     };
     // Tokens of a row from `first` on that the target has computed, and the drafter has not. An EAGLE-3 layer reads
-    // `states`, the target's outputs for each, and behind the last known token its own output, `hidden`.
+    // `states`, the target's outputs for each in 8 bits, and behind the last known token its own output, `hidden`.
     struct Backlog {
         int64_t first = 0;
         std::vector<int32_t> ids;
-        std::vector<X> states;
+        std::vector<QuantGroup> states;
         std::vector<float> hidden;
     };
 
@@ -63,12 +72,13 @@ class Decoder : public Model {
             layers_.push_back({weight<T>(w.qkv, w.qkv_bits, all, (1 + ahead_) * h, w.qkv_bias),
                                weight<T>(w.o, w.o_bits, h, q, w.o_bias),
                                weight<T>(w.gate_up, w.gate_up_bits, 2 * i, h, w.gate_up_bias),
-                               weight<T>(w.down, w.down_bits, h, i, w.down_bias), nullptr});
+                               weight<T>(w.down, w.down_bits, h, i, w.down_bias), {}, nullptr});
+            layers_[l].kv = rows_from<T>(layers_[l].qkv, q);
         }
         for (int64_t l = 0; l < s_.layers; ++l) layers_[l].w = &weights_[l];
         head_ = weight<T>(s_.head, s_.head_bits, s_.head_rows, h, nullptr);
-        fc_ = weight<T>(s_.fc, s_.fc_bits, h, kTaps * h, nullptr);
-        q_size_ = q, qkv_size_ = all, state_size_ = ahead_ * kTaps * h;
+        fc_ = {(const Int8*)s_.fc, h, kTaps * h};
+        q_size_ = q, qkv_size_ = all, state_size_ = ahead_ * kTaps * h / kGroup;
         constexpr int64_t line = 64 / sizeof(X);  // padding: rows a power of two apart share a cache set
         ld_hidden_ = (1 + ahead_) * h + line, ld_q_ = q + line, ld_inner_ = i + line;
         if (target_) target_->drafter_ = this;
@@ -177,7 +187,7 @@ class Decoder : public Model {
     }
 
     // Append tokens to the slice, and run it when it is full; `states` [tokens, state_size_] if the layer reads them.
-    void add(Piece rest, const int32_t* ids, const X* states = nullptr) {
+    void add(Piece rest, const int32_t* ids, const QuantGroup* states = nullptr) {
         while (rest.start < rest.stop) {
             Piece piece = rest;
             piece.stop = std::min(rest.stop, rest.start + kSlice - (int64_t)ids_.size());
@@ -208,25 +218,28 @@ class Decoder : public Model {
     }
 
     // Take in tokens that the target has computed, and its `states` for them. They replace rejected drafts.
-    void note(const Piece& piece, const int32_t* ids, const X* states) {
+    void note(const Piece& piece, const int32_t* ids, const QuantGroup* states) {
         Backlog& b = backlog(piece.row);
         const int64_t known = piece.start - b.first;
         const bool goes_on = 0 <= known && known <= (int64_t)b.ids.size();
+        const int64_t count = piece.stop - piece.start;
         const bool has_drafts = piece.flags & kDrafts, is_prompt = !(piece.flags & (kDrafts | kFromDevice));
         b.first = goes_on ? b.first : piece.start, b.ids.resize(goes_on ? known : 0);
         b.states.resize(kBacklog * state_size_);
-        for (int64_t t = piece.start; t < piece.stop; ++t, ++ids, states += state_size_) {
-            // A prompt's pages are shared as soon as it is computed, so only its last token waits. Drafts wait
-            // together, because they may be wrong. A row that decodes plainly for too long leaves a hole.
-            const int64_t size = (int64_t)b.ids.size() + (has_drafts ? piece.stop - t : 1);
-            const bool is_last = is_prompt && t + 1 == piece.stop && !b.ids.empty();
-            if (size > kBacklog || is_last) {
-                if (has_drafts || is_prompt) catch_up(piece.row, *ids, 0);
-                b.first = t, b.ids.clear();
-            }
-            std::copy_n(states, state_size_, b.states.data() + b.ids.size() * state_size_);
-            b.ids.push_back(*ids);
+        // A prompt's pages are shared as soon as it is computed, so only its last token waits. Drafts wait together,
+        // because they may be wrong. A row that decodes plainly for too long leaves a hole.
+        if (is_prompt || (int64_t)b.ids.size() + count > kBacklog) {
+            if ((is_prompt || has_drafts) && !b.ids.empty()) catch_up(piece.row, *ids, 0);
+            b.first = piece.start, b.ids.clear();
         }
+        int64_t first = 0;
+        if (is_prompt) {
+            add({piece.row, piece.start, piece.stop - ahead_, 0}, ids + ahead_, ahead_ ? states : nullptr);
+            b.first = piece.stop - 1, first = count - 1;
+        }
+        b.ids.insert(b.ids.end(), ids + first, ids + count);
+        std::copy_n(states + first * state_size_, (count - first) * state_size_,
+                    b.states.data() + (b.ids.size() - (count - first)) * state_size_);
     }
 
     // Bit i of word w of `mask` allows token 32 w + i.
@@ -256,8 +269,7 @@ class Decoder : public Model {
         int64_t m = (int64_t)ids_.size();
         grow(m);
         if (!states_.empty()) {
-            states_.resize((m + kLanes - 1) / kLanes * kLanes * state_size_);
-            multiply(fc_, states_, state_size_, m, x_.data(), s_.hidden, false);
+            linear<T>(pool_, fc_, states_.data(), state_size_, m, x_.data(), s_.hidden, false);
         }
         pool_.run(pieces(m * s_.hidden), [&](int i, int) {
             const int n = pieces(m * s_.hidden);
@@ -274,9 +286,10 @@ class Decoder : public Model {
                 }
         for (const Layer& layer : layers_) {
             if (!s_.fc) norm(layer.w->input_norm, m);
-            multiply(layer.qkv, normed_, ld_hidden_, m, qkv_.data(), qkv_size_, false);
-            rotate_and_store(layer, m);
-            if (&layer == &layers_.back() && kept.empty()) m = 0;
+            const int64_t skipped = &layer == &layers_.back() && kept.empty() ? q_size_ : 0;
+            multiply(skipped ? layer.kv : layer.qkv, normed_, ld_hidden_, m, qkv_.data() + skipped, qkv_size_, false);
+            rotate_and_store(layer, m, skipped ? 0 : s_.heads);
+            if (skipped) m = 0;
             if (m == 0) break;
             attention(layer);
             if (&layer == &layers_.back()) {  // only tokens with logits are still needed
@@ -319,10 +332,17 @@ class Decoder : public Model {
     // Keep the output of a layer for the drafter if it reads it.
     void tap(int64_t layer, int64_t m) {
         taps_.resize(std::max<size_t>(taps_.size(), m * drafter_->state_size_));
-        for (int64_t i = 0; i < kTaps; ++i)
-            for (int64_t t = 0; drafter_->s_.taps[i] == layer && t < m; ++t)
-                for (int64_t k = 0; k < s_.hidden; k += kLanes)
-                    put(&taps_[t * drafter_->state_size_ + i * s_.hidden + k], Vec::load(&x_[t * s_.hidden + k]));
+        const int64_t groups = s_.hidden / kGroup;
+        for (int64_t i = 0; i < kTaps; ++i) {
+            if (drafter_->s_.taps[i] != layer) continue;
+            const int n = pieces(m * s_.hidden);
+            pool_.run(n, [&](int piece, int) {
+                for (int64_t t = part(m, n, piece); t < part(m, n, piece + 1); ++t)
+                    for (int64_t g = 0; g < groups; ++g)
+                        quantize_group<Int8::kOffset>(&x_[t * s_.hidden + g * kGroup],
+                                                      taps_[t * drafter_->state_size_ + i * groups + g]);
+            });
+        }
     }
 
     // Logits of the first `m` rows of normed_; those that no draft id leads to stay -Inf.
@@ -351,8 +371,8 @@ class Decoder : public Model {
         if (!s_.is_tied)
             for (int64_t k = 0; k < s_.hidden; ++k) x[k] = to_float(row[k]);
         else
-            std::visit([&](const auto& w) {
-                for (int64_t k = 0; k < s_.hidden; ++k) x[k] = to_float(w.at(id, k));
+            std::visit([&](const auto w) {  // a copy, which no write to x can change
+                for (int64_t k = 0, n = s_.hidden; k < n; ++k) x[k] = to_float(w.at(id, k));
             }, head_);
     }
 
@@ -397,7 +417,7 @@ class Decoder : public Model {
         for (int64_t d = 0; d < s_.dim; d += kLanes) put(out + d, Vec::load(head + d));
     }
 
-    void rotate_and_store(const Layer& layer, int64_t m) {
+    void rotate_and_store(const Layer& layer, int64_t m, int64_t query_heads) {
         const Cache<T> cache = cache_of(layer);
         const int n = (int)std::min<int64_t>(m, pieces(8 * m * qkv_size_));
         pool_.run(n, [&](int piece, int thread) {
@@ -407,7 +427,7 @@ class Decoder : public Model {
                 const int64_t slot = page * s_.page + positions_[t] % s_.page;
                 float* heads = &qkv_[t * qkv_size_];
                 const float* cos = layer.w->cos_sin + positions_[t] * s_.dim;
-                for (int64_t h = 0; h < s_.heads; ++h)
+                for (int64_t h = 0; h < query_heads; ++h)
                     rotate(heads + h * s_.dim, layer.w->q_norm, cos, &q_[t * ld_q_ + h * s_.dim]);
                 const bool is_first = t == 0 || rows_[t - 1] != rows_[t];
                 const bool is_last = t + 1 == m || rows_[t + 1] != rows_[t];
@@ -459,7 +479,8 @@ class Decoder : public Model {
     std::vector<AttentionScratch<T>> scratch_;
     std::vector<LayerWeights> weights_;
     std::vector<Layer> layers_;
-    Weight<T> head_, fc_;
+    Weight<T> head_;
+    Matrix<Int8> fc_;
     int64_t q_size_, qkv_size_, ld_hidden_, ld_q_, ld_inner_, state_size_;
     std::vector<Backlog> backlogs_;  // of a drafter, by row
     std::vector<Sample> sampled_;    // by the current step
@@ -470,7 +491,8 @@ class Decoder : public Model {
     std::vector<Item> items_;
     std::vector<Span> spans_;
     Aligned<float> x_, embedded_, qkv_, drafted_;
-    Aligned<X> normed_, q_, attended_, inner_, states_, taps_;
+    Aligned<X> normed_, q_, attended_, inner_;
+    std::vector<QuantGroup> states_, taps_;
 };
 
 }  // namespace minisgl

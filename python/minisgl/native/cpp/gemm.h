@@ -246,8 +246,8 @@ void gemm(Pool& pool, const Matrix<T>& w, const X<T>* x, int64_t ldx, int64_t m,
 }
 
 // y [m, ldy] = x W^T + bias; with `adds`, y += x W^T + bias.
-template <class T, class W>
-void linear(Pool& pool, const Matrix<W>& w, const X<T>* x, int64_t ldx, int64_t m, float* y, int64_t ldy, bool adds) {
+template <class T, class W, class In>
+void linear(Pool& pool, const Matrix<W>& w, const In* x, int64_t ldx, int64_t m, float* y, int64_t ldy, bool adds) {
     const auto to = [&](int64_t row, int64_t panel) { return y + row * ldy + panel * kLanes; };
     gemm<T>(pool, w, x, ldx, m, false, to, [&](int64_t row, int rows, int64_t panel, int count, const float* tile) {
         for (int i = 0; i < rows; ++i)

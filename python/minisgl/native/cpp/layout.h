@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-constexpr int64_t kLayoutVersion = 365039452;
+constexpr int64_t kLayoutVersion = 4269918914;
 
 namespace minisgl {
 
@@ -62,7 +62,6 @@ struct ModelSpec {
     int32_t *lengths, *drafts;
     void *target;
     const void *fc;
-    int64_t fc_bits;
     const float *hidden_norm;
     const int64_t *draft_ids, *taps;
 };
