@@ -31,7 +31,7 @@ LARGE_CHUNK = 2048
 CHUNK_CONTEXT = 8192
 DECODE_ROWS, DECODE_CONTEXT = 64, 2048
 FEW_ROWS = 4  # on a CPU, where a page takes memory at its first use
-DRAFT_ROWS = (1, 8, 64, 256)
+DRAFT_ROWS, CPU_DRAFT_ROWS = (1, 8, 64, 256), (1, 8, 32)
 SLACK = (REPEATS + 1) * PIPELINED * (1 + MAX_DRAFTS)  # positions that rows with drafts move on while they are timed
 
 Run = Callable[[BatchPlan], Callable[[], object]]
@@ -105,7 +105,7 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
     has_model = spec.draft is not None
     if spec.drafter is None or longest < DRAFT_CONTEXT + spec.max_queries + SLACK:
         return costs
-    timed_rows = sorted({min(n, spec.max_running_requests) for n in DRAFT_ROWS[: 4 if is_async else 2]})
+    timed_rows = sorted({min(n, spec.max_running_requests) for n in (DRAFT_ROWS if is_async else CPU_DRAFT_ROWS)})
     plain = tuple((n, decode(DRAFT_CONTEXT, n)) for n in timed_rows)
     # A CPU computes a few tokens in the time of one, and many at their full price.
     widths = (1, 2, spec.max_queries) if is_async else (2, (spec.max_queries + 1) // 2, spec.max_queries)
