@@ -283,6 +283,10 @@ class FlushCacheMsg(msgspec.Struct, tag="flush", frozen=True):
     """Drop every cached prefix that no running request locks."""
 
 
+class TellPrefixesMsg(msgspec.Struct, tag="tell", frozen=True):
+    """Ask for a `PrefixesMsg` with all that is cached, and for the changes from then on."""
+
+
 class ViewMsg(msgspec.Struct, tag="view", frozen=True):
     """Ask for an `EngineView`, which carries the same `uid`."""
 
@@ -293,7 +297,7 @@ class ExitMsg(msgspec.Struct, tag="exit", frozen=True):
     """Leave the loop; requests that are still running end with an error reply."""
 
 
-BackendMsg = UserMsg | AbortMsg | FlushCacheMsg | ViewMsg | ExitMsg
+BackendMsg = UserMsg | AbortMsg | FlushCacheMsg | TellPrefixesMsg | ViewMsg | ExitMsg
 
 
 # -- to the API server
@@ -377,14 +381,16 @@ class StatsMsg(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
 
 
 class PrefixesMsg(msgspec.Struct, tag="prefixes", frozen=True, kw_only=True):
-    """Which prefixes a scheduler's cache has, as changes since its last message.
+    """Where a scheduler's cache has prefixes of whole pages, as changes since its last message.
 
-    `added` and `removed` are uint64 bytes: the hash of each prefix of whole pages (`routing/prefixes.py`).
+    `hashes` are uint64 bytes (`routing/prefixes.py`), `places` a byte for each: 0 for the device, more for a tier, -1
+    for none. `costs`: of a page in each place, in pages to compute; 0 on the device, as far as a tier's is loaded.
     """
 
     page_size: int
-    added: bytes
-    removed: bytes
+    costs: list[float]
+    hashes: bytes
+    places: bytes
     life: int = 0
 
 

@@ -38,9 +38,9 @@ from minisgl.message import (
     AbortMsg,
     BackendMsg,
     DetokenizeMsg,
-    FlushCacheMsg,
     FrontendMsg,
     StatsMsg,
+    TellPrefixesMsg,
     TokenizerMsg,
     UserMsg,
 )
@@ -97,7 +97,7 @@ def app(options: Mapping[str, Any]) -> serve.Application:
         raise ConfigError("disk_kv is for one replica here: two on a node would have the same folder")
     if engine.tp % engine.nnodes:
         raise ConfigError(f"--tp {engine.tp} ranks cannot be spread evenly over --nnodes {engine.nnodes} hosts")
-    args = replace(args, scheduler=replace(args.scheduler, engine=engine, tells_prefixes=True))
+    args = replace(args, scheduler=replace(args.scheduler, engine=engine))
     ranks = engine.tp // engine.nnodes
     bundle = {"CPU": float(ranks * (engine.threads or 1))} | ({"GPU": float(ranks)} if engine.device == "cuda" else {})
     replicas = serve.deployment(
@@ -253,7 +253,7 @@ class Api:
             replace(self._args, life=life).zmq_scheduler_addr, FrameCodec()
         )
         logger.info("replica %d is linked", index)
-        dispatcher.open(life, index)
+        await dispatcher.open(life, index)
         leaving = asyncio.create_task(ticket.leaving.wait())
         carrying = [asyncio.create_task(self._take(host)), asyncio.create_task(_give(host, inbox))]
         try:
@@ -420,9 +420,9 @@ class Host:
         """Yield what the scheduler sends, until a rank ends or another API process takes it."""
         self._turn += 1
         if (turn := self._turn) > 1:
-            # The API process before has died. Its requests end, and the cache is emptied: the new one assumes that.
+            # The API process before has died. Its requests end, and what the new one may have been told is said again.
             self._frames = []
-            await self._backend.put([*map(AbortMsg, self._open), FlushCacheMsg()])
+            await self._backend.put([*map(AbortMsg, self._open), TellPrefixesMsg()])
         while not self._cause:
             await self._news.wait()
             if turn != self._turn:

@@ -165,8 +165,7 @@ class SimulatedServer:
         with self._sockets(None):
             self.frontend = FrontendManager(args, engine.limits, Metrics("simulated"))
         dispatcher = self.frontend.dispatcher
-        open_life = dispatcher.open
-        dispatcher.open = self._sockets(None)(open_life)  # type: ignore[method-assign]
+        dispatcher._add = self._sockets(None)(dispatcher._add)  # type: ignore[method-assign]
         app: Any = SimpleNamespace(state=SimpleNamespace(frontend=self.frontend))
         children: Any = Children(self.processes, self.ended)
         replicas = None if args.dp == 1 else Replicas(args, children, self._replica_children)
@@ -182,7 +181,7 @@ class SimulatedServer:
 
     def _add_replica(self, place: int, life: int) -> str:
         """A scheduler in a process that is not started; return its name."""
-        args = replace(self.args, life=life, scheduler=replace(self.args.scheduler, tells_prefixes=self.args.dp > 1))
+        args = replace(self.args, life=life)
         name = SCHEDULER if args.dp == 1 else f"minisgl-DP{place}-TP0-scheduler"
         self._add(name, partial(self._run_scheduler, name, args))
         engine = self.make_engine()

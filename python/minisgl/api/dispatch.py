@@ -26,6 +26,7 @@ from minisgl.message import (
     LostMsg,
     PrefixesMsg,
     StatsMsg,
+    TellPrefixesMsg,
     TokenizerMsg,
     UserMsg,
     UserReply,
@@ -53,7 +54,7 @@ class Dispatcher:
             args.zmq_detokenizer_addr, Codec(TokenizerMsg)
         )
         for index in range(0 if args.replicas_join else args.dp):
-            self.open(index, index)
+            self._add(index, index)
         self._inbox: ZmqAsyncPullQueue[BackendMsg] | None = None
         if args.is_routed:
             self._inbox = ZmqAsyncPullQueue(args.zmq_backend_addr, Codec(BackendMsg))
@@ -61,8 +62,12 @@ class Dispatcher:
 
     # -- lives
 
-    def open(self, life: int, index: int) -> None:
+    async def open(self, life: int, index: int) -> None:
         """Send requests to a new `life` of replica number `index`."""
+        self._add(life, index)
+        await self._queues[life].put([TellPrefixesMsg()])
+
+    def _add(self, life: int, index: int) -> None:
         addr = replace(self._args, life=life).zmq_scheduler_addr
         self._queues[life] = ZmqAsyncPushQueue(addr, Codec(BackendMsg))
         self.router.open(life, index, time.monotonic())
@@ -111,6 +116,8 @@ class Dispatcher:
     # -- requests
 
     async def _forward(self, inbox: ZmqAsyncPullQueue[BackendMsg]) -> None:
+        for queue in list(self._queues.values()):  # of those that were there from the start
+            await queue.put([TellPrefixesMsg()])
         while True:
             for msg in await inbox.get():
                 if isinstance(msg, UserMsg):

@@ -124,6 +124,16 @@ class PrefixCache(ABC):
         """
         return NO_MOVES
 
+    def tell_prefixes(self) -> None:  # noqa: B027, a cache that keeps nothing has nothing to tell
+        """Let `take_changes` return all prefixes that there are, and from then on what has changed."""
+
+    def take_changes(self) -> dict[int, int]:
+        """Return the prefixes whose place has changed since the last call; none before `tell_prefixes`.
+
+        The keys are hashes (`routing/prefixes.py`), the values are 0 for the device, i for `tiers[i - 1]`, -1 for none.
+        """
+        return {}
+
     @property
     @abstractmethod
     def size_info(self) -> SizeInfo: ...

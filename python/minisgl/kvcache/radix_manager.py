@@ -16,15 +16,18 @@ from minisgl.kvcache.base import CacheHandle, MatchResult, PrefixCache, SizeInfo
 from minisgl.kvcache.outline import OutlinedNode, outline
 from minisgl.kvcache.tiers import Tier, page_name
 from minisgl.layout import LOAD, MOVE, NO_INTS, NO_MOVES, STORE
+from minisgl.routing.prefixes import continued_hashes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from minisgl.core import Ints, Records
     from minisgl.kvcache.tiers import Names
+    from minisgl.routing.prefixes import Hashes
 
 DEVICE: Final = 0  # the place of pages that steps can read; tier i is place 1 + i
 NOWHERE: Final = np.empty(0, np.int32)
+NO_HASHES: Final = np.empty(0, np.uint64)
 PART: Final = 32  # pages, at least: a long edge is evicted in parts, the last pages first
 LOST: Final = b"\xff"  # no name of tokens ends so
 MAX_SIBLINGS: Final = 64  # among which a text that ends within a page is looked for
@@ -52,6 +55,7 @@ class RadixTreeNode:
     below       for each place, the number of children that are there
     name        bytes of the first page of the key, prefixed by the salt if the parent is the root
     names       `page_name` of each page, int64 [length]; None until they are needed
+    hashes      of the prefix that each page ends, uint64 [length]; none unless a router wants them
     children    name of the child -> child
     ref_count   locks on this node or below
     timestamp   step of the last use of this node or of a node below
@@ -65,6 +69,7 @@ class RadixTreeNode:
         "below",
         "children",
         "depth",
+        "hashes",
         "is_candidate",
         "is_loaded",
         "is_lost",
@@ -88,6 +93,7 @@ class RadixTreeNode:
         self.places: list[Ints] = [NOWHERE] * num_places
         self.below = [0] * num_places
         self.names: Names | None = None
+        self.hashes: Hashes = NO_HASHES
         self.parent = parent
         self.children: dict[bytes, RadixTreeNode] = {}
         self.ref_count = 0
@@ -102,6 +108,11 @@ class RadixTreeNode:
     def pages(self) -> Ints:
         """The page ids on the device; none if the edge is only in tiers."""
         return self.places[DEVICE]
+
+    @property
+    def place(self) -> int:
+        """The first place that the pages are in; -1 if they are nowhere."""
+        return next((place for place, ids in enumerate(self.places) if len(ids)), -1)
 
     @property
     def is_salted(self) -> bool:
@@ -126,6 +137,7 @@ class RadixCacheManager(PrefixCache):
         self.page_size = page_size
         self.tiers = list(tiers)
         self._moves: list[Records] = []
+        self._changes: dict[int, int] | None = None  # for a router: hash -> place
         self._ready = 0  # of the pages that are evicted next, about so many are in tiers
         self._now = 0
         self._evictable = 0
@@ -205,7 +217,7 @@ class RadixCacheManager(PrefixCache):
             if len(node.pages):
                 continue
             mine, pages = pages[: node.length], pages[node.length :]
-            place = next(i for i, ids in enumerate(node.places) if len(ids))
+            place = node.place
             self._move(node, place, mine, node.places[place], LOAD)
             self.tiers[place - 1].loaded_pages += node.length
             self._put(node, DEVICE, mine)
@@ -230,6 +242,8 @@ class RadixCacheManager(PrefixCache):
             top.parent.children[top.name] = top
             for node in reversed(_subtree(top)):
                 node.is_lost = True
+                self._tell(node, -1)
+                node.hashes = NO_HASHES
                 for place, tier in enumerate(self.tiers, 1):
                     tier.lost_pages += len(node.places[place])
                     self._leave(node, place)
@@ -340,6 +354,31 @@ class RadixCacheManager(PrefixCache):
                 todo.append((node, run[-1].name))
         tier.keep(kept)
 
+    # -- what a router wants to know
+
+    def tell_prefixes(self) -> None:
+        self._changes = {}
+        for node in _subtree(self.root)[1:]:
+            if not node.is_lost:
+                self._hash(node)
+                self._tell(node, node.place)
+
+    def take_changes(self) -> dict[int, int]:
+        if not self._changes:
+            return {}
+        changes, self._changes = self._changes, {}
+        return changes
+
+    def _hash(self, node: RadixTreeNode) -> None:
+        parent = node.parent
+        assert parent is not None
+        before = int.from_bytes(self._before(node)[1][:8]) if parent is self.root else int(parent.hashes[-1])
+        node.hashes = continued_hashes(node.key, self.page_size, before, parent.depth * self.page_size)
+
+    def _tell(self, node: RadixTreeNode, place: int) -> None:
+        if self._changes is not None:
+            self._changes.update(dict.fromkeys(node.hashes.tolist(), place))
+
     # -- eviction
 
     def evict(self, num_pages: int) -> Ints:
@@ -428,6 +467,7 @@ class RadixCacheManager(PrefixCache):
         upper.is_loaded, upper.is_lost, upper.tried_at = node.is_loaded, node.is_lost, node.tried_at
         if node.names is not None:
             upper.names, node.names = node.names[:at].copy(), node.names[at:].copy()
+        upper.hashes, node.hashes = node.hashes[:at].copy(), node.hashes[at:].copy()
         self._num_nodes += 1
         parent.children[upper.name] = upper
         node.key = node.key[cut:].copy()
@@ -449,14 +489,18 @@ class RadixCacheManager(PrefixCache):
         node = RadixTreeNode(self._name(key, parent, salt), key, length, parent, self._now, places)
         parent.children[node.name] = node
         self._num_nodes += 1
+        if self._changes is not None:
+            self._hash(node)
         return node
 
     def _put(self, node: RadixTreeNode, place: int, ids: Ints) -> None:
         """Set where the pages of `node` are in `place`."""
         parent = node.parent
         assert parent is not None
-        change = int(len(ids) > 0) - int(len(node.places[place]) > 0)
+        change, before = int(len(ids) > 0) - int(len(node.places[place]) > 0), node.place
         node.places[place] = ids
+        if node.place != before:
+            self._tell(node, node.place)
         parent.below[place] += change
         if place == DEVICE and node.ref_count:
             self._protected += change * node.length
@@ -471,9 +515,10 @@ class RadixCacheManager(PrefixCache):
         if place != DEVICE:
             self.tiers[place - 1].give(node.places[place])
         self._put(node, place, NOWHERE)
-        if any(len(ids) for ids in node.places):
+        if node.place >= 0:
             return
         for at in reversed(_subtree(node)):  # what is below is in tiers, where nothing leads to it any more
+            self._tell(at, -1)
             for other, tier in enumerate(self.tiers, 1):
                 tier.give(at.places[other])
             assert at.parent is not None and not len(at.pages) and not at.ref_count
@@ -493,8 +538,7 @@ class RadixCacheManager(PrefixCache):
     def _path_pages(self, node: RadixTreeNode) -> Ints:
         parts = [NOWHERE]
         for at in self._path(node):
-            place = next(i for i, ids in enumerate(at.places) if len(ids))
-            parts.append(at.pages if place == DEVICE else np.full(at.length, -place, np.int32))
+            parts.append(at.pages if at.place == DEVICE else np.full(at.length, -at.place, np.int32))
         return np.concatenate(parts)
 
     def _is_evictable(self, node: RadixTreeNode, place: int) -> bool:

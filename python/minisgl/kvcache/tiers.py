@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from minisgl.errors import InvariantError
+from minisgl.routing.prefixes import SALT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,13 +29,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("minisgl.kvcache")
 
-SALT_BYTES: Final = 16
 NO_SALT: Final = bytes(SALT_BYTES)
-
-
-def salt_digest(salt: str) -> bytes:
-    """Return what stands for the salt of a request in tree and index: SALT_BYTES bytes, or none without a salt."""
-    return blake2b(salt.encode(errors="surrogatepass"), digest_size=SALT_BYTES).digest() if salt else b""
 
 
 def page_name(before: int, salt: bytes, tokens: bytes) -> int:

@@ -274,7 +274,7 @@ def replica_children(args: ServerArgs, scheduler: SchedulerTarget, index: int, l
     if args.dp > 1:
         prefix = f"minisgl-DP{index}"
         args = divided(args, index)
-        args = replace(args, life=life, scheduler=replace(args.scheduler, tells_prefixes=True))
+        args = replace(args, life=life)
         scheduler_env |= visible_gpus(args, index)
         Path(f"{args.run_dir}/life-{life}").mkdir(mode=0o700)
     if (threads := args.scheduler.engine.threads) is not None:

@@ -150,7 +150,7 @@ class Replicas:
                 life.is_over = True
                 await self._end(life, 0.0)
                 await asyncio.sleep(RETRY_S)
-        self._dispatcher.open(life.number, index)
+        await self._dispatcher.open(life.number, index)
         for name in life.names:
             self._watch(name)
         logger.info("replica %d is ready after %.1f s", index, time.monotonic() - began)

@@ -8,7 +8,7 @@ compares tokens.
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -19,13 +19,20 @@ if TYPE_CHECKING:
 
     Hashes = npt.NDArray[np.uint64]
 
+SALT_BYTES: Final = 16
 
-def prefix_hashes(ids: Ints, page_size: int, salt: str) -> Hashes:
+
+def salt_digest(salt: str) -> bytes:
+    """Return what stands for the salt of a request everywhere: SALT_BYTES bytes, or none without a salt."""
+    return blake2b(salt.encode(errors="surrogatepass"), digest_size=SALT_BYTES).digest() if salt else b""
+
+
+def prefix_hashes(ids: Ints, page_size: int, salt: bytes) -> Hashes:
     """Return the hash of each prefix of `ids` in whole pages: uint64 [len(ids) // page_size]."""
-    return _continued(ids, page_size, _of_salt(salt), 0)
+    return continued_hashes(ids, page_size, int.from_bytes(salt[:8]), 0)
 
 
-def _continued(ids: Ints, page_size: int, before: int, start: int) -> Hashes:
+def continued_hashes(ids: Ints, page_size: int, before: int, start: int) -> Hashes:
     """Return the hashes of the prefixes that end in `ids`, behind `start` tokens with the hash `before`."""
     pages = len(ids) // page_size
     mixed = np.arange(start, start + pages * page_size, dtype=np.uint64)
@@ -36,11 +43,6 @@ def _continued(ids: Ints, page_size: int, before: int, start: int) -> Hashes:
     return hashes
 
 
-def _of_salt(salt: str) -> int:
-    digest = blake2b(salt.encode(errors="surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest) if salt else 0
-
-
 def _scatter(x: Hashes) -> None:
     """Apply the finalizer of splitmix64 (Steele, Lea & Flood, OOPSLA 2014) in place."""
     x ^= x >> np.uint64(30)
@@ -48,36 +50,3 @@ def _scatter(x: Hashes) -> None:
     x ^= x >> np.uint64(27)
     x *= np.uint64(0x94D049BB133111EB)
     x ^= x >> np.uint64(31)
-
-
-class CachedPrefixes:
-    """The hashes of the prefixes in one prefix cache, and what has changed since the last `take`.
-
-    Every page in the cache ends one prefix, so the hashes are kept by page id.
-    """
-
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self.page_size = page_size
-        self._hashes = np.zeros(num_pages, np.uint64)
-        self._changes: dict[int, bool] = {}  # hash -> whether the cache has it
-
-    def insert(self, ids: Ints, pages: Ints, start: int, salt: str) -> None:
-        """Record that the cache has got `pages` [n], which hold the tokens `ids`; the first `start` it had before."""
-        before = int(self._hashes[pages[start - 1]]) if start else _of_salt(salt)
-        tokens = start * self.page_size
-        hashes = _continued(ids[tokens:], self.page_size, before, tokens)
-        self._hashes[pages[start:]] = hashes
-        self._changes.update(dict.fromkeys(hashes.tolist(), True))
-
-    def remove(self, pages: Ints) -> None:
-        """Record that `pages` have left the cache."""
-        self._changes.update(dict.fromkeys(self._hashes[pages].tolist(), False))
-
-    def take(self) -> tuple[bytes, bytes] | None:
-        """Return the hashes that were added and removed since the last call, as uint64 bytes; None without changes."""
-        if not self._changes:
-            return None
-        added = [h for h, is_cached in self._changes.items() if is_cached]
-        removed = [h for h, is_cached in self._changes.items() if not is_cached]
-        self._changes = {}
-        return np.array(added, np.uint64).tobytes(), np.array(removed, np.uint64).tobytes()

@@ -13,7 +13,7 @@ import numpy as np
 
 from minisgl.core import FinishReason
 from minisgl.message import Failure, Finished, PrefixesMsg, StatsMsg, TierView, UserMsg, UserReply, ids_from_bytes
-from minisgl.routing.prefixes import prefix_hashes
+from minisgl.routing.prefixes import prefix_hashes, salt_digest
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ NOT_ADDED: Final = ("life", "step", "page_size", "tiers")
 class Routed:
     """An open request, the replica that has it, and the tokens sent so far.
 
-    `queued` are the prompt tokens that the replica has to compute before the first token.
+    `queued` is the work of the replica before the first token, in prompt tokens to compute.
     """
 
     msg: UserMsg
@@ -50,9 +50,17 @@ class Replica:
     takes_requests: bool = True
     queued: int = 0  # the sum over `requests`
     requests: dict[int, Routed] = field(default_factory=dict)  # by uid
-    prefixes: set[int] = field(default_factory=set)  # hashes of what its cache has
+    prefixes: dict[int, int] = field(default_factory=dict)  # hash of what its cache has -> place
+    costs: list[float] = field(default_factory=list)  # of a page in each place, in pages to compute
     page_size: int = 1 << 30  # until it tells
     stats: StatsMsg = field(default_factory=StatsMsg)
+
+    def find(self, hashes: list[int]) -> tuple[int, float]:
+        """Return how many of a prompt's prefixes are cached, and what it costs to load them, in pages to compute."""
+        # All shorter prefixes of a cached one are cached, and those of one on the device are on the device.
+        count = bisect_left(hashes, True, key=lambda h: h not in self.prefixes)
+        on_device = bisect_left(hashes, True, hi=count, key=lambda h: self.prefixes[h] > 0)
+        return count, sum(self.costs[self.prefixes[h]] for h in hashes[on_device:count])
 
 
 class Router:
@@ -60,7 +68,8 @@ class Router:
 
     A request waits for the prompt tokens queued before it and for its own that are not cached there. Each request that
     runs beside it costs about one token of work for each token of its answer, whose length is estimated from the
-    answers so far. What a replica has cached is known, not estimated: each tells its changes after each step.
+    answers so far. What a replica has cached is known, not estimated: each tells its changes after each step. What it
+    has in a tier costs as many tokens of work as could be computed while it is loaded, by the costs that it measured.
     """
 
     def __init__(self) -> None:
@@ -154,19 +163,20 @@ class Router:
             return None
         usable = ids[:0] if msg.sampling_params.wants_prompt_logprobs and not routed.output else ids[:-1]
         page_size = min(r.page_size for r in candidates)
-        hashes = prefix_hashes(usable, page_size, msg.sampling_params.cache_salt).tolist()
-        hits = {r.life: page_size * _num_cached(hashes, r.prefixes) for r in candidates}
+        hashes = prefix_hashes(usable, page_size, salt_digest(msg.sampling_params.cache_salt)).tolist()
+        found = {r.life: r.find(hashes) for r in candidates}
+        todo = {life: len(ids) - round(page_size * (count - cost)) for life, (count, cost) in found.items()}
         answer = min(self._answer_tokens, msg.sampling_params.max_tokens or self._answer_tokens)
 
         def cost(replica: Replica) -> tuple[bool, float, int, int]:
-            work = replica.queued + len(ids) - hits[replica.life] + answer * len(replica.requests)
+            work = replica.queued + todo[replica.life] + answer * len(replica.requests)
             return now - replica.heard > SILENT_S, work, len(replica.requests), replica.index
 
         best = min(candidates, key=cost)
-        routed.life, routed.queued = best.life, len(ids) - hits[best.life]
+        routed.life, routed.queued = best.life, todo[best.life]
         best.queued += routed.queued
         best.requests[msg.uid] = self._requests[msg.uid] = routed
-        self.cached += hits[best.life]
+        self.cached += page_size * found[best.life][0]
         return best.life
 
     # -- what replicas tell
@@ -174,9 +184,11 @@ class Router:
     def note_prefixes(self, msg: PrefixesMsg) -> None:
         """Apply the changes of a replica's cache."""
         if (replica := self.replicas.get(msg.life)) is not None:
-            replica.page_size = msg.page_size
-            replica.prefixes.update(np.frombuffer(msg.added, np.uint64).tolist())
-            replica.prefixes.difference_update(np.frombuffer(msg.removed, np.uint64).tolist())
+            replica.page_size, replica.costs = msg.page_size, msg.costs
+            hashes, places = np.frombuffer(msg.hashes, np.uint64), np.frombuffer(msg.places, np.int8)
+            replica.prefixes.update(zip(hashes.tolist(), places.tolist(), strict=True))
+            for gone in hashes[places < 0].tolist():
+                del replica.prefixes[gone]
 
     def note_stats(self, msg: StatsMsg, now: float) -> None:
         """Keep a heartbeat."""
@@ -187,11 +199,6 @@ class Router:
     def stats(self) -> StatsMsg:
         """The sum over all replicas; counters include lives that are over."""
         return _sum([self._past, *(r.stats for r in self.replicas.values())])
-
-
-def _num_cached(hashes: list[int], prefixes: set[int]) -> int:
-    """Return how many of the `hashes` are cached: those of a prefix and of all shorter ones are, or none behind it."""
-    return bisect_left(hashes, True, key=lambda h: h not in prefixes)
 
 
 def _sum(stats: Sequence[StatsMsg]) -> StatsMsg:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minisgl.kvcache.base import MatchResult, PrefixCache
-from minisgl.kvcache.tiers import salt_digest
 from minisgl.rounding import ceil_div
+from minisgl.routing.prefixes import salt_digest
 
 if TYPE_CHECKING:
     from minisgl.core import Ints
     from minisgl.kvcache.base import CacheHandle
-    from minisgl.routing.prefixes import CachedPrefixes
     from minisgl.scheduler.budget import LoadBudget
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Rows
@@ -29,16 +28,7 @@ class CacheManager:
     still read them: they become free when that step is collected.
     """
 
-    def __init__(
-        self,
-        num_pages: int,
-        page_size: int,
-        prefix_cache: PrefixCache,
-        rows: Rows,
-        prefixes: CachedPrefixes | None = None,
-    ) -> None:
-        """`prefixes`: kept up to date with the prefix cache, for a router."""
-        self.prefixes = prefixes
+    def __init__(self, num_pages: int, page_size: int, prefix_cache: PrefixCache, rows: Rows) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix = prefix_cache
@@ -134,15 +124,11 @@ class CacheManager:
         ids = self.rows.text(req)[: count * self.page_size]
         own = np.array(req.pages[:count], np.int32)
         handle, canonical = self.prefix.insert_prefix(ids, own, salt_digest(req.sampling_params.cache_salt))
-        if handle.num_pages <= req.cache_handle.num_pages:
-            return
-        cached = req.cache_handle.num_pages
-        duplicates = self._adopt(req, handle, canonical)
-        if self.prefixes is not None:
-            self.prefixes.insert(ids, canonical, cached + len(duplicates), req.sampling_params.cache_salt)
+        if handle.num_pages > req.cache_handle.num_pages:
+            self._adopt(req, handle, canonical)
 
-    def _adopt(self, req: Req, handle: CacheHandle, pages: Ints) -> list[int]:
-        """Let `req` use the `pages` of a longer prefix and lock it; free and return the request's own copies."""
+    def _adopt(self, req: Req, handle: CacheHandle, pages: Ints) -> None:
+        """Let `req` use the `pages` of a longer prefix and lock it; free the request's own copies."""
         own, has_begun = np.array(req.pages[: len(pages)], np.int32), self._has_begun(req)
         differing = np.flatnonzero(pages != own)
         for i in differing.tolist():
@@ -155,7 +141,6 @@ class CacheManager:
             self._give(duplicates, are_used=has_begun)
         elif duplicates:
             self._fenced.append((int(self.rows.last_step[req.row]), duplicates))
-        return duplicates
 
     def continuation(self, req: Req, count: int) -> Ints:
         """Return up to `count` tokens that followed the text of `req` in a cached text with the same salt."""
@@ -181,8 +166,6 @@ class CacheManager:
         self._give_evicted(self.prefix.reset())
 
     def _give_evicted(self, pages: Ints) -> None:
-        if self.prefixes is not None:
-            self.prefixes.remove(pages)
         # Below the others: they are taken in the order in which they are stored, after those that need no store.
         self._free[:0] = pages[::-1].tolist()
         if not self.prefix.tiers:

@@ -29,8 +29,17 @@ from minisgl.errors import ConfigError, InvariantError, RequestError
 from minisgl.kvcache import create_prefix_cache
 from minisgl.kvcache.tiers import worthwhile_tiers
 from minisgl.layout import NO_INTS, NO_MOVES
-from minisgl.message import AbortMsg, BackendMsg, ExitMsg, Finished, FlushCacheMsg, PrefixesMsg, UserMsg, ViewMsg
-from minisgl.routing.prefixes import CachedPrefixes
+from minisgl.message import (
+    AbortMsg,
+    BackendMsg,
+    ExitMsg,
+    Finished,
+    FlushCacheMsg,
+    PrefixesMsg,
+    TellPrefixesMsg,
+    UserMsg,
+    ViewMsg,
+)
 from minisgl.scheduler import endings
 from minisgl.scheduler.budget import LoadBudget, Pace, StepClock
 from minisgl.scheduler.cache import CacheManager
@@ -94,8 +103,9 @@ class Scheduler:
         )
         tiers = worthwhile_tiers(engine.tiers, engine.page_size, costs, is_fresh=config.record is not None)
         prefix_cache = create_prefix_cache(config.cache_type, engine.page_size, tiers)
-        prefixes = CachedPrefixes(engine.num_pages, engine.page_size) if config.tells_prefixes else None
-        self.cache = CacheManager(engine.num_pages, engine.page_size, prefix_cache, self.rows, prefixes)
+        self.cache = CacheManager(engine.num_pages, engine.page_size, prefix_cache, self.rows)
+        computing = math.inf if costs is None else costs.per_token * engine.page_size
+        self._place_costs = [0.0, *(tier.spec.page_seconds / computing for tier in tiers)]
         self.pages_ahead = math.ceil(2 * config.max_prefill_length / engine.page_size)  # that two steps may evict
         self.page_seconds = max((tier.spec.page_seconds for tier in tiers), default=0.0) or 1e-6  # to copy a page
         self.step_seconds = 0.0  # that the newest launched step takes, by its costs
@@ -209,10 +219,17 @@ class Scheduler:
             self.io.send_stats(heartbeat)
 
     def _tell_prefixes(self) -> None:
-        """Tell a router what has changed in the prefix cache."""
-        if self.cache.prefixes is not None and (changes := self.cache.prefixes.take()) is not None:
-            added, removed = changes
-            self.io.send_prefixes(PrefixesMsg(page_size=self.cache.page_size, added=added, removed=removed))
+        """Tell a router what has changed in the prefix cache, if one has asked."""
+        if changes := self.cache.prefix.take_changes():
+            hashes, places = np.array([*changes], np.uint64), np.array([*changes.values()], np.int8)
+            self.io.send_prefixes(
+                PrefixesMsg(
+                    page_size=self.cache.page_size,
+                    costs=self._place_costs,
+                    hashes=hashes.tobytes(),
+                    places=places.tobytes(),
+                )
+            )
 
     # -- messages
 
@@ -225,6 +242,8 @@ class Scheduler:
                     self.finish(req, endings.aborted(req))
             case FlushCacheMsg():
                 self.cache.flush()
+            case TellPrefixesMsg():
+                self.cache.prefix.tell_prefixes()
             case ViewMsg(uid):
                 self.io.send_view(engine_view(self, uid))
             case ExitMsg():

@@ -382,7 +382,6 @@ class SchedulerConfig(Settings):
     sampling_seed: int = option(
         0, "base of the sampling noise of requests without a seed of their own", aliases=("seed", "random_seed")
     )
-    tells_prefixes: bool = False  # to a router, what the prefix cache has; not an option
 
 
 @dataclass(frozen=True, kw_only=True)

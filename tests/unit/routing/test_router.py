@@ -5,16 +5,26 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from minisgl.core import FinishReason
-from minisgl.kvcache.tiers import salt_digest
-from minisgl.message import PrefixesMsg, StatsMsg, TierView, UserMsg, UserReply, ids_from_bytes, ids_to_bytes
+from minisgl.core import FinishReason, StepCosts
+from minisgl.kvcache.tiers import TierSpec
+from minisgl.message import (
+    PrefixesMsg,
+    StatsMsg,
+    TellPrefixesMsg,
+    TierView,
+    UserMsg,
+    UserReply,
+    ids_from_bytes,
+    ids_to_bytes,
+)
 from minisgl.params import SamplingParams
-from minisgl.routing.prefixes import prefix_hashes
+from minisgl.routing.prefixes import prefix_hashes, salt_digest
 from minisgl.routing.router import ANSWER_TOKENS, MAX_DEATHS, SILENT_S, Router
 from support.fake_engine import FakeEngine
 from support.traces import Harness
@@ -34,28 +44,36 @@ def router_of(count: int) -> Router:
     return router
 
 
-def cache(router: Router, life: int, ids: Sequence[int], salt: str = "") -> None:
-    added = prefix_hashes(np.array(ids, np.int32), PAGE, salt).tobytes()
-    router.note_prefixes(PrefixesMsg(page_size=PAGE, added=added, removed=b"", life=life))
+def cache(router: Router, life: int, ids: Sequence[int], place: int = 0, start: int = 0) -> None:
+    """Tell that replica `life` has the pages of `ids` from `start` on in `place`; loading costs 10 % of computing."""
+    hashes = prefix_hashes(np.array(ids, np.int32), PAGE, b"")[start:]
+    places = np.full(len(hashes), place, np.int8).tobytes()
+    msg = PrefixesMsg(page_size=PAGE, costs=[0.0, 0.1], hashes=hashes.tobytes(), places=places, life=life)
+    router.note_prefixes(msg)
 
 
 def end(router: Router, msg: UserMsg, tokens: int = 1) -> None:
     router.note_reply(UserReply(uid=msg.uid, completion_tokens=tokens, finish_reason=FinishReason.STOP))
 
 
-@pytest.mark.parametrize("cache_type", ["radix", "naive"])
+@pytest.mark.parametrize("cache_type", ["radix", "naive", "host", "host and disk"])
 @pytest.mark.parametrize("seed", range(6))
-def test_known_prefixes_are_those_of_the_tree(seed: int, cache_type: str) -> None:
-    """In random traffic on a small pool, at every step and for every prompt, with and without a salt."""
+def test_known_prefixes_are_those_of_the_tree(seed: int, cache_type: str, tmp_path: Path) -> None:
+    """In random traffic on a small pool, at every step and for every prompt, with and without a salt, with tiers."""
     rng = random.Random(seed)
     page_size = rng.choice((1, 2, 4))
-    engine = FakeEngine(rows=3, num_pages=80 // page_size, page_size=page_size, max_model_len=64, vocab=5)
-    h = Harness(engine, 0, cache_type=cache_type, tells_prefixes=True)
+    tiers = [TierSpec("host", 48 // page_size, 0.2)] if "host" in cache_type else []
+    tiers += [TierSpec("disk", 160 // page_size, 0.5, True, str(tmp_path))] if "disk" in cache_type else []
+    sizes: dict[str, Any] = {"num_pages": 80 // page_size, "page_size": page_size, "tiers": tiers}
+    engine = FakeEngine(rows=3, max_model_len=64, vocab=5, costs=StepCosts(0.1, 1.0), **sizes)
+    h = Harness(engine, 0, cache_type="naive" if cache_type == "naive" else "radix")
     router = router_of(1)
     h.io.send_prefixes = router.note_prefixes  # type: ignore[method-assign]
+    h.io.inbox.append(TellPrefixesMsg())
+    h.step()
     prefixes = [[rng.randrange(1, 5) for _ in range(40)] for _ in range(3)]
-    hits = 0
-    for _ in range(150):
+    hits = loads = 0
+    for turn in range(150):
         prompt = rng.choice(prefixes)[: rng.randrange(1, 41)] + [rng.randrange(1, 5) for _ in range(rng.randrange(4))]
         salt = rng.choice(("", "", "a"))
         h.add(prompt, rng.choice((1, 9)), ignore_eos=True, cache_salt=salt)
@@ -64,17 +82,42 @@ def test_known_prefixes_are_those_of_the_tree(seed: int, cache_type: str) -> Non
         if rng.random() < 0.02:
             h.scheduler.cache.flush()
             h.step()
-        known = {n: len(router.replicas[n].prefixes) for n in router.replicas}
-        assert known[0] == len(h.scheduler.cache.prefix.owned_pages())
+        if turn % 50 == 49:  # another router
+            router.lose(0, has_died=False)
+            router.open(0, 0, 0.0)
+            h.io.inbox.append(TellPrefixesMsg())
+            h.step()
+        if turn == 100 and "disk" in cache_type:  # another process, which finds what the disk has
+            while h.scheduler.is_busy:
+                h.step()
+            while engine.moves:
+                engine.move(engine.moves[0])
+            kept = engine.slots[-1]
+            engine = FakeEngine(rows=3, max_model_len=64, vocab=5, costs=StepCosts(0.1, 1.0), **sizes)
+            engine.slots[-1] = kept
+            h._start(engine)
+            h.io.send_prefixes = router.note_prefixes  # type: ignore[method-assign]
+            router.lose(0, has_died=False)
+            router.open(0, 0, 0.0)
+            h.io.inbox.append(TellPrefixesMsg())
+            h.step()
+            assert router.replicas[0].prefixes
+        replica, prefix = router.replicas[0], h.scheduler.cache.prefix
+        assert sum(place == 0 for place in replica.prefixes.values()) == len(prefix.owned_pages())
         for salt in ("", "a"):
             asked, before = message(prompt, cache_salt=salt), router.cached
             router.route(asked, 0.0)
             end(router, asked)
             ids = np.array(prompt[:-1], np.int32)
-            match = h.scheduler.cache.prefix.match_prefix(ids, salt_digest(salt))
+            match = prefix.match_prefix(ids, salt_digest(salt))
             assert router.cached - before == match.handle.num_pages * page_size
-            hits += match.handle.num_pages
-    assert (hits > 100) == (cache_type == "radix")
+            absent = ~match.pages[match.pages < 0]
+            cost = sum(tiers[i].page_seconds / page_size for i in absent)
+            hashes = prefix_hashes(ids, page_size, salt_digest(salt)).tolist()
+            assert replica.find(hashes) == (match.handle.num_pages, pytest.approx(cost))
+            hits, loads = hits + match.handle.num_pages, loads + len(absent)
+    assert (hits > 100) == (cache_type != "naive")
+    assert (loads > 20) == ("host" in cache_type)
 
 
 def test_requests_go_where_their_prefix_is_cached() -> None:
@@ -87,12 +130,23 @@ def test_requests_go_where_their_prefix_is_cached() -> None:
     assert router.route(message(prompt[:20], max_tokens=1), 0.0) == 1  # 2 has it too, and a request
     salted = message(prompt, cache_salt="a", max_tokens=1)
     assert router.route(salted, 0.0) == 0
-    router.note_prefixes(PrefixesMsg(page_size=PAGE, added=b"", removed=cached_bytes(prompt[:32], 4), life=2))
+    cache(router, 2, prompt[:32], place=-1, start=4)
     assert router.route(message(prompt, max_tokens=1), 0.0) == 1
 
 
-def cached_bytes(ids: Sequence[int], first: int) -> bytes:
-    return prefix_hashes(np.array(ids, np.int32), PAGE, "")[first:].tobytes()
+def test_a_prefix_in_a_tier_counts_by_the_time_to_load_it() -> None:
+    router = router_of(3)
+    prompt = list(range(4000))
+    cache(router, 1, prompt, place=1)
+    assert router.route(message(prompt, max_tokens=1), 0.0) == 1
+    assert router.replicas[1].queued == PAGE + round(0.1 * (4000 - PAGE))  # the last token is computed
+    cache(router, 2, prompt[:3800])
+    assert router.route(message(prompt, max_tokens=1), 0.0) == 2  # 200 to compute instead of 400 to load
+    cache(router, 2, prompt[:3800], place=-1)
+    assert router.route(message(prompt, max_tokens=1), 0.0) == 1
+    cache(router, 0, prompt[:400])
+    cache(router, 0, prompt[:3000], place=1, start=100)
+    assert router.replicas[0].find(prefix_hashes(np.array(prompt, np.int32), PAGE, b"").tolist()) == (750, pytest.approx(65))
 
 
 def test_load_outweighs_a_cached_prefix() -> None:
