@@ -44,6 +44,7 @@ class Store(Protocol):
     """The slots of one tier of one rank."""
 
     spec: TierSpec
+    blocks: bool  # whether copies take the host's time, as those of a file do
 
     def store(self, slots: list[int], names: list[int], data: torch.Tensor) -> None:
         """Keep pages `data`, uint8 [n, page_bytes] on the device, in slots. Raises `OSError` if one cannot be kept."""
@@ -54,6 +55,8 @@ class Store(Protocol):
 
 class HostStore:
     """Slots in host memory, pinned if the pool is on a GPU."""
+
+    blocks = False
 
     def __init__(self, pool: MHAKVPool, size: int) -> None:
         """Take `size` bytes. Raises `ConfigError` if no page fits."""
@@ -92,6 +95,8 @@ class HostStore:
 
 class DiskStore:
     """Slots in a file, each with its page's name and a checksum. The file is found again by the next process."""
+
+    blocks = True
 
     def __init__(self, pool: MHAKVPool, folder: Path, size: int, rank: int, owner: Mapping[str, Any]) -> None:
         """Use `size` bytes of `folder`, all of which are taken from the disk now.
@@ -175,6 +180,11 @@ class Mover:
         self._device.join(list(dict.fromkeys(joined)))
         return moves[~needed]
 
+    def close(self) -> None:
+        """Wait for all copies, and close the files."""
+        self._device.join(list(dict.fromkeys(self._newest.values())))
+        self.stores.clear()
+
     def start(self, moves: Records) -> list[Copying]:
         """Start all `moves`; return the loads."""
         loads: list[Copying] = []
@@ -187,7 +197,8 @@ class Mover:
             keys = [*((-1, page) for page in run["page"].tolist()), *((tier, slot) for slot in run["slot"].tolist())]
             after = dict.fromkeys(self._newest[key] for key in keys if key in self._newest)
             work = partial(self._copy, run, pages[start:stop])
-            copying = self._device.copy(work, is_load=is_load, after=list(after))
+            blocks = self.stores[tier].blocks
+            copying = self._device.copy(work, is_load=is_load, after=list(after), blocks=blocks)
             self._newest |= dict.fromkeys(keys, copying)
             if is_load:
                 loads.append(copying)

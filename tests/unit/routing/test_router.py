@@ -146,7 +146,8 @@ def test_a_prefix_in_a_tier_counts_by_the_time_to_load_it() -> None:
     assert router.route(message(prompt, max_tokens=1), 0.0) == 1
     cache(router, 0, prompt[:400])
     cache(router, 0, prompt[:3000], place=1, start=100)
-    assert router.replicas[0].find(prefix_hashes(np.array(prompt, np.int32), PAGE, b"").tolist()) == (750, pytest.approx(65))
+    hashes = prefix_hashes(np.array(prompt, np.int32), PAGE, b"").tolist()
+    assert router.replicas[0].find(hashes) == (750, pytest.approx(65))
 
 
 def test_load_outweighs_a_cached_prefix() -> None:
