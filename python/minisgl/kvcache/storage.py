@@ -206,6 +206,10 @@ class Mover:
 
     def _copy(self, run: Records, pages: torch.Tensor) -> None:
         store = self.stores[run["tier"][0]]
+        if store.blocks and len(run) > 1:  # page by page, since one fits into the CPU's cache
+            for i in range(len(run)):
+                self._copy(run[i : i + 1], pages[i : i + 1])
+            return
         slots, names = run["slot"].tolist(), run["name"].tolist()
         if run["kind"][0] == LOAD:
             data, damaged = store.load(slots, names)
