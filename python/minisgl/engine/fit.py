@@ -6,6 +6,7 @@ left to `engine/memory.py`.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -148,6 +149,9 @@ def check_fit(config: EngineConfig, replicas: int = 1) -> Checkpoint:
     needs = Footprint.of(checkpoint, config, device, ITEM_BYTES[dtype])
     if config.host_kv > (memory := available_memory()):
         raise ConfigError(f"--host-kv {config.host_kv / GB:.1f} GB is more than the free {memory / GB:.1f} GB")
+    if config.disk_tier is not None:
+        folder, size = config.disk_tier
+        _check_disk(folder, size // config.nnodes)
     if device == "cuda":
         gpus = gpu_memory()
         if len(gpus) < ranks:
@@ -156,6 +160,17 @@ def check_fit(config: EngineConfig, replicas: int = 1) -> Checkpoint:
     else:
         _check_memory(config, needs, dtype, ranks, available_memory(), "the available memory")
     return checkpoint
+
+
+def _check_disk(folder: Path, size: int) -> None:
+    """Raise `ConfigError` if the disk has less than `size` bytes for the files in `folder`, which may be there."""
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+        free = shutil.disk_usage(there).free + sum(file.stat().st_size for file in folder.rglob("*.kv"))
+    except OSError:
+        return  # the engine says why the folder cannot be used
+    if size > free:
+        raise ConfigError(f"--disk-kv {folder} lacks space: {size / GB:.1f} GB are asked for, {free / GB:.1f} are free")
 
 
 def _check_cores(config: EngineConfig, ranks: int, asked: str) -> None:

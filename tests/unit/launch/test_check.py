@@ -64,3 +64,16 @@ def test_replicas_divide_the_tiers(tmp_path: Path) -> None:
     args = ServerArgs(dp=2, scheduler=SchedulerConfig(engine=engine))
     for index in range(2):
         assert divided(args, index).scheduler.engine.disk_tier == (tmp_path / f"replica-{index}", 500)
+
+
+def test_a_disk_without_room_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+    def check(folder: Path, size: str) -> None:
+        check_args(ServerArgs(scheduler=SchedulerConfig(engine=EngineConfig(device="cpu", disk_kv=f"{folder}:{size}"))))
+
+    with pytest.raises(ConfigError, match=r"lacks space: 1000000\.0 GB are asked for"):
+        check(tmp_path / "not" / "there", "1000000000000000")
+    assert not [*tmp_path.iterdir()]
+    free = shutil.disk_usage(tmp_path).free
+    with (tmp_path / "rank0.kv").open("wb") as file:
+        file.truncate(1 << 40)  # what the files have already is not asked for again
+    check(tmp_path, str((1 << 40) + free // 2))
