@@ -62,7 +62,7 @@ class LateDevice(CpuDevice):
         self.joined = []
         return self.pending[-1].wait
 
-    def copy(self, work: Callable[[], None], *, is_load: bool, after: Sequence[Copying], blocks: bool) -> Copying:
+    def copy(self, work: Callable[[], None], *, is_load: bool, after: Sequence[Copying]) -> Copying:
         before = [self.newest[is_load]] if is_load in self.newest else []
         copy = self.newest[is_load] = LateCopy(work, [*before, *after])
         if self.rng.random() < 0.5:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from minisgl.device.device import Copying, Device, Pending, Uploader, storing_thread
+from minisgl.device.device import Copying, Device, Pending, Uploader
 from minisgl.rounding import ceil_div, round_up
 
 RING: Final = 4  # buffers for each direction: more than the steps in flight
@@ -34,7 +33,6 @@ class CudaDevice(Device):
         self.has_fp8 = torch.cuda.get_device_capability(index) >= (8, 9)  # its kernels multiply quantized matrices
         self._up, self._down = _Ring(), _Ring()
         self._stores, self._loads = (torch.cuda.Stream(self.torch_device) for _ in range(2))
-        self._storing = storing_thread()
 
     def upload(self, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
         """Upload all arrays by one copy."""
@@ -74,22 +72,18 @@ class CudaDevice(Device):
 
         return wait
 
-    def copy(self, work: Callable[[], None], *, is_load: bool, after: Sequence[Copying], blocks: bool) -> Copying:
+    def copy(self, work: Callable[[], None], *, is_load: bool, after: Sequence[Copying]) -> Copying:
         stream = self._loads if is_load else self._stores
-
-        def run() -> torch.cuda.Event:
-            with torch.cuda.stream(stream):  # also makes the stream's device the current one of a thread
-                self.join(after)
-                work()
-                event = torch.cuda.Event()
-                event.record()
-            return event
-
-        return self._storing.submit(run) if blocks and not is_load else run()
+        for event in after:
+            stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            work()
+            event = torch.cuda.Event()
+            event.record()
+        return event
 
     def join(self, copies: Sequence[Copying]) -> None:
-        for copying in copies:
-            event = copying.result() if isinstance(copying, Future) else copying
+        for event in copies:
             torch.cuda.current_stream(self.torch_device).wait_event(event)
 
     def uploader(self) -> Uploader:

@@ -6,7 +6,6 @@ import ctypes
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
@@ -59,11 +58,8 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def copy(self, work: Callable[[], None], *, is_load: bool, after: Sequence[Copying], blocks: bool) -> Copying:
-        """Run copies beside submitted work, after the copies `after`. All loads run in order, and so do all others.
-
-        Other copies than loads run in a thread if they block the host. (Loads need none: the next step needs them.)
-        """
+    def copy(self, work: Callable[[], None], *, is_load: bool, after: Sequence[Copying]) -> Copying:
+        """Run copies beside submitted work, after the copies `after`. All loads run in order, and so do all others."""
 
     @abstractmethod
     def join(self, copies: Sequence[Copying]) -> None:
@@ -88,11 +84,6 @@ class Device(ABC):
     @abstractmethod
     def describe(self) -> str:
         """Return a name for people."""
-
-
-def storing_thread() -> ThreadPoolExecutor:
-    """Return a thread for copies, which starts with the first one and does not take all cores from the step."""
-    return ThreadPoolExecutor(1, "minisgl-stores", torch.set_num_threads, (1,))
 
 
 # With two threads on two free cores, a step of 16 rows of the built-in model (0.2 GFLOP) is 1.3 x as fast as with one,
@@ -124,7 +115,6 @@ class CpuDevice(Device):
         self.num_processes = num_processes
         self.threads = threads or max(1, usable_cores() // num_processes)
         torch.set_num_threads(self.threads)
-        self._storing = storing_thread()
 
     def upload(self, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
         return [torch.from_numpy(array.copy()) for array in arrays]
@@ -143,17 +133,13 @@ class CpuDevice(Device):
         if threads != torch.get_num_threads():
             torch.set_num_threads(threads)
 
-    def copy(self, work: Callable[[], None], *, is_load: bool, after: Sequence[Copying], blocks: bool) -> Copying:
-        def run() -> None:
-            self.join(after)
-            work()
-
-        return run() if is_load else self._storing.submit(run)
+    def copy(self, work: Callable[[], None], *, is_load: bool, after: Sequence[Copying]) -> Copying:
+        self.use_threads_for(0.0)  # a page is small, too
+        work()
+        return None
 
     def join(self, copies: Sequence[Copying]) -> None:
-        for copying in copies:
-            if copying is not None:
-                copying.result()
+        pass
 
     def uploader(self) -> Uploader:
         return _CpuUploader()

@@ -101,7 +101,7 @@ class Engine:
         """Leave the other ranks. The engine cannot be used afterwards."""
         self.runners = []  # NCCL waits until the graphs that contain its kernels are gone
         gc.collect()
-        self.mover.close()  # unlocks the files
+        self.mover.stores.clear()  # unlocks their files
         self.parts.comm.close()
 
     @property

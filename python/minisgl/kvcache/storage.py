@@ -44,7 +44,7 @@ class Store(Protocol):
     """The slots of one tier of one rank."""
 
     spec: TierSpec
-    blocks: bool  # whether copies take the host's time, as those of a file do
+    is_file: bool
 
     def store(self, slots: list[int], names: list[int], data: torch.Tensor) -> None:
         """Keep pages `data`, uint8 [n, page_bytes] on the device, in slots. Raises `OSError` if one cannot be kept."""
@@ -56,7 +56,7 @@ class Store(Protocol):
 class HostStore:
     """Slots in host memory, pinned if the pool is on a GPU."""
 
-    blocks = False
+    is_file = False
 
     def __init__(self, pool: MHAKVPool, size: int) -> None:
         """Take `size` bytes. Raises `ConfigError` if no page fits."""
@@ -96,7 +96,7 @@ class HostStore:
 class DiskStore:
     """Slots in a file, each with its page's name and a checksum. The file is found again by the next process."""
 
-    blocks = True
+    is_file = True
 
     def __init__(self, pool: MHAKVPool, folder: Path, size: int, rank: int, owner: Mapping[str, Any]) -> None:
         """Use `size` bytes of `folder`, all of which are taken from the disk now.
@@ -180,11 +180,6 @@ class Mover:
         self._device.join(list(dict.fromkeys(joined)))
         return moves[~needed]
 
-    def close(self) -> None:
-        """Wait for all copies, and close the files."""
-        self._device.join(list(dict.fromkeys(self._newest.values())))
-        self.stores.clear()
-
     def start(self, moves: Records) -> list[Copying]:
         """Start all `moves`; return the loads."""
         loads: list[Copying] = []
@@ -197,8 +192,7 @@ class Mover:
             keys = [*((-1, page) for page in run["page"].tolist()), *((tier, slot) for slot in run["slot"].tolist())]
             after = dict.fromkeys(self._newest[key] for key in keys if key in self._newest)
             work = partial(self._copy, run, pages[start:stop])
-            blocks = self.stores[tier].blocks
-            copying = self._device.copy(work, is_load=is_load, after=list(after), blocks=blocks)
+            copying = self._device.copy(work, is_load=is_load, after=list(after))
             self._newest |= dict.fromkeys(keys, copying)
             if is_load:
                 loads.append(copying)
@@ -206,7 +200,7 @@ class Mover:
 
     def _copy(self, run: Records, pages: torch.Tensor) -> None:
         store = self.stores[run["tier"][0]]
-        if store.blocks and len(run) > 1:  # page by page, since one fits into the CPU's cache
+        if store.is_file and len(run) > 1:  # page by page, since one fits into the CPU's cache
             for i in range(len(run)):
                 self._copy(run[i : i + 1], pages[i : i + 1])
             return

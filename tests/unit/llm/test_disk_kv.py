@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -168,29 +167,6 @@ def test_a_failing_disk_costs_log_lines(
         assert tokens(llm) == want
     assert sum("cannot be written" in line for line in warnings) == (call == "pwritev")
     assert sum("is lost" in line for line in warnings) > 0
-
-
-def test_steps_do_not_wait_for_a_slow_disk(disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is stored before room is needed is written beside the steps, also when the disk hangs; later it is there."""
-    is_asked, may_write, write = threading.Event(), threading.Event(), os.pwritev
-
-    def write_late(*args: Any) -> int:
-        is_asked.set()
-        assert may_write.wait(30), "a step waits for the disk"
-        return write(*args)
-
-    long = "".join(PROMPTS) * 2
-    with LLM(**{**disk, "num_pages": 100}) as llm:
-        monkeypatch.setattr(storage.os, "pwritev", write_late)
-        first = llm.generate(long, GREEDY)[0].token_ids
-        for text in PROMPTS[1:]:
-            llm.generate(text, GREEDY)
-        assert is_asked.wait(30), "nothing is stored"
-        assert not may_write.is_set()
-        may_write.set()
-        llm.generate([f"{i} {text}" for i, text in enumerate(PROMPTS * 4)], GREEDY)  # which drive the first one out
-        assert llm.generate(long, GREEDY)[0].token_ids == first
-        assert counts(llm)[1] > 0 and counts(llm)[2] == 0
 
 
 def test_what_cannot_work_is_refused_in_a_sentence(disk: dict[str, Any], tmp_path: Path) -> None:
