@@ -11,7 +11,7 @@ prefix         a prompt is computed, comes again at once, and again after anothe
 streams        the longest time between two tokens of streams, alone and while such a prefix comes
 conversations  each turn adds tokens to one of several conversations that do not fit into the pool together: prompt and
                output tokens per second
-no hits        prompts that share nothing
+no hits        prompts that share nothing, in turns
 
 The last line says how many answers are equal: all on a CPU; on a GPU a cached prefix is computed in other pieces, which
 may round otherwise.
@@ -128,15 +128,22 @@ def conversations(llm: LLM, args: argparse.Namespace, seed: int) -> tuple[str, l
     return f"{total / seconds:.0f} tok/s of prompts and outputs, {cached} tokens found", all_answers
 
 
-def no_hits(llm: LLM, args: argparse.Namespace, seed: int) -> tuple[str, list[Tokens]]:
+def no_hits(engines: dict[str, LLM], args: argparse.Namespace, seed: int) -> tuple[str, list[list[Tokens]]]:
+    """In turns, since the machine may become slower or faster meanwhile: return what to print, and both's answers."""
     rng = random.Random(seed)
-    rates, all_answers = [], []
-    for _ in range(3 * args.rounds):
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    all_answers: list[list[Tokens]] = [[] for _ in engines]
+    for number in range(3 * args.rounds):
         prompts = [tokens(rng, args.turn) for _ in range(args.conversations)]
-        seconds, answers, _ = timed(llm, prompts, args.output)
-        rates.append(len(prompts) * (args.turn + args.output) / seconds)
-        all_answers += answers
-    return f"{median(rates):.0f} tok/s (from {min(rates):.0f} to {max(rates):.0f})", all_answers
+        pairs = list(zip(engines.items(), all_answers, strict=True))
+        for (name, llm), answers in pairs if number % 2 else reversed(pairs):
+            took, told, _ = timed(llm, prompts, args.output)
+            seconds[name].append(took)
+            answers += told
+    count = args.conversations * (args.turn + args.output)
+    rates = ", ".join(f"{count / median(took):.0f} tok/s {name} tier" for name, took in seconds.items())
+    ratios = sorted(b / a for a, b in zip(*seconds.values(), strict=True))
+    return f"{rates}; with it {median(ratios):.3f} x as long (from {ratios[0]:.3f} to {ratios[-1]:.3f})", all_answers
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -163,19 +170,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     common = {
         "num_pages": args.pool // args.page_size, "page_size": args.page_size, "kv_cache_dtype": args.kv_cache_dtype,
     }  # fmt: skip
-    cases = {"prefix": prefix, "streams": streams, "conversations": conversations, "no hits": no_hits}
-    cases = {name: case for name, case in cases.items() if name not in args.skip}
-    answers: dict[str, list[list[Tokens]]] = {name: [] for name in cases}
-    with shape_options(args.shape, common) as given:
-        for label, more in (("without", {}), ("with", tier)):
-            with LLM(**given, **more) as llm:
-                args.token_bytes = int(llm.scheduler.engine.describe()["kv_bytes"]) / args.pool
-                timed(llm, [tokens(random.Random(0), args.prefix)], args.output)  # warms up
-                for seed, (name, case) in enumerate(cases.items(), 1):
+    cases = {"prefix": prefix, "streams": streams, "conversations": conversations}
+    answers: list[list[list[Tokens]]] = []
+    with shape_options(args.shape, common) as given, LLM(**given) as plain, LLM(**given, **tier) as tiered:
+        engines = {"without": plain, "with": tiered}
+        args.token_bytes = int(plain.scheduler.engine.describe()["kv_bytes"]) / args.pool
+        for llm in engines.values():
+            timed(llm, [tokens(random.Random(0), args.prefix)], args.output)  # warms up
+        for seed, (name, case) in enumerate(cases.items(), 1):
+            if name not in args.skip:
+                answers.append([])
+                for label, llm in engines.items():
                     text, told = case(llm, args, seed)
-                    answers[name].append(told)
+                    answers[-1].append(told)
                     print(f"{name:13} {label:7} tier: {text}", flush=True)
-    pairs = [pair for without, told in answers.values() for pair in zip(without, told, strict=True)]
+        if "no hits" not in args.skip:
+            text, told = no_hits(engines, args, len(cases) + 1)
+            answers.append(told)
+            print(f"no hits       {text}", flush=True)
+    pairs = [pair for without, told in answers for pair in zip(without, told, strict=True)]
     print(f"{sum(a == b for a, b in pairs)} of {len(pairs)} answers are equal")
 
 
