@@ -110,7 +110,7 @@ class WalkingEngine(InstantEngine):
 
 
 def seconds(
-    costs: StepCosts, rows: int, chance: float, kind: str, seed: int, input_len: int = 128, output_len: int = 128
+    costs: StepCosts, rows: int, chance: float, kind: str, seed: int = 0, input_len: int = 128, output_len: int = 128
 ) -> float:
     """Seconds in which `rows` requests decode, all at once."""
     engine, io = WalkingEngine(rows, costs, chance, seed), OfflineIO()

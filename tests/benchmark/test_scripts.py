@@ -180,14 +180,14 @@ def test_events_from_byte_templates_are_four_times_as_cheap_as_fastapis() -> Non
 
 
 def test_auto_never_costs_much_and_gains_where_drafts_are_right() -> None:
-    """Simulated with the times of an H200; always drafting is down to 0.57 there."""
+    """Simulated with the times of an H200; always drafting is down to 0.66 there."""
     from draft_policy import COSTS, seconds
 
     for costs in COSTS.values():
-        for rows in (1, 8, 64):
+        for rows, texts in ((1, 16), (8, 4), (64, 1)):
             gains = [
-                seconds(costs, rows, chance, "off") / seconds(costs, rows, chance, "auto")
+                sum(seconds(costs, rows, chance, "off", seed) for seed in range(texts))
+                / sum(seconds(costs, rows, chance, "auto", seed) for seed in range(texts))
                 for chance in (0.1, 0.5, 0.9, 1)
             ]
-            assert gains[0] > 0.98 and gains[1] > 0.95 and gains[2] > 1.15 and gains[3] > 2.7
-            assert rows > 1 or gains[2] > 2
+            assert gains[0] > 0.97 and gains[1] > 0.96 and gains[2] > 1.15 and gains[3] > 2.7
