@@ -47,7 +47,9 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> dict[str, Any]:
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A disk that is used, however busy it is."""
+    monkeypatch.setattr(storage, "_page_seconds", lambda folder, stride: 1e-6)
     return {**TIGHT, "disk_kv": f"{tmp_path / 'kv'}:50M"}
 
 
