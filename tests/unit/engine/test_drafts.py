@@ -203,7 +203,8 @@ def check_equal(folder: Path, seed: int, depth: int, count: int, layout: dict[st
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda o: f"pages of {o['page_size']}")
 def test_answers_are_equal_with_and_without_drafts(folder: Path, layout: dict[str, Any], depth: int) -> None:
-    stats = check_equal(folder, 9 + depth, depth, 30 + depth % 2, layout, ("auto", "ngram")[depth % 2])
+    count = 60 if "num_pages" in layout else 30 + depth % 2
+    stats = check_equal(folder, 9 + depth, depth, count, layout, ("auto", "ngram")[depth % 2])
     if "num_pages" in layout:
         assert stats.preemptions > 0 and stats.cached_tokens > 0
 
