@@ -105,8 +105,9 @@ class WalkingEngine(InstantEngine):
         return tokens
 
     def _step_seconds(self, rows: int, tokens: int, context: int, has_drafts: bool) -> float:
-        plain, drafted = self._costs.draft_seconds(rows, np.array([0, max(1, tokens - rows)]), context)
-        return float(drafted if has_drafts else plain)  # asking costs about as much as one draft
+        plain, drafted = self._costs.draft_seconds(rows, np.array([0, max(1, tokens - rows)]))
+        seconds = drafted if has_drafts else plain  # asking costs about as much as one draft
+        return float(seconds + self._costs.draft_context_seconds(rows, context))
 
 
 def seconds(

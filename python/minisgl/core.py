@@ -189,14 +189,14 @@ class StepCosts:
         return self.base + self.per_token * num_rows + self.per_context * context
 
     def draft_seconds(
-        self, num_rows: int, drafts: npt.NDArray[np.intp], context: int, *, are_proposed: bool = False
+        self, num_rows: int, drafts: npt.NDArray[np.intp], *, are_proposed: bool = False
     ) -> npt.NDArray[np.float64]:
         """Seconds of a step in which `num_rows` requests decode, with `drafts` [N] in all; of a plain one without any.
 
-        `are_proposed`: by the host.
+        `are_proposed`: by the host. Without `draft_context_seconds`.
         """
         if not self.drafted:
-            return np.asarray(self.decode_seconds(num_rows, context) + self.per_token * drafts)
+            return np.asarray(self.decode_seconds(num_rows, 0) + self.per_token * drafts)
         width = 1 + drafts / num_rows
         curves = self.proposed if are_proposed and self.proposed else self.drafted
         timed = []
@@ -208,7 +208,11 @@ class StepCosts:
         at = float(np.interp(num_rows, counts, range(len(counts))))
         below, above = timed[int(at)], timed[math.ceil(at)]
         more = self.per_token * width * max(0, num_rows - counts[-1])
-        return np.asarray(below + at % 1 * (above - below) + more + self.per_context * context)
+        return np.asarray(below + at % 1 * (above - below) + more)
+
+    def draft_context_seconds(self, num_rows: int, context: int) -> float:
+        """Seconds that `context` tokens of K/V in all add to `draft_seconds`; the timed steps have some."""
+        return self.per_context * max(0, context - num_rows * DRAFT_CONTEXT * bool(self.drafted))
 
     def chunk_seconds(self, start: int, count: int) -> float:
         """Seconds that `count` tokens of a prompt, from position `start` on, add to a step."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from minisgl.core import DRAFT_CONTEXT, StepCosts
+from minisgl.core import StepCosts
 from minisgl.layout import (
     HISTORY_HEAD,
     MAX_DRAFT_MASKS,
@@ -267,11 +267,10 @@ class Drafts:
         known = self._known_seconds.get((count, are_proposed))
         if known is None:
             number = np.arange(count * self.most + 1)
-            known = self._costs.draft_seconds(count, number, 0, are_proposed=are_proposed)
+            known = self._costs.draft_seconds(count, number, are_proposed=are_proposed)
             known[1:] += 0.0 if self._is_async else HOST_S
             self._known_seconds[count, are_proposed] = known
-        context = int(self.rows.cached_len[running].sum()) - count * DRAFT_CONTEXT  # besides that of the timed steps
-        return known + self._costs.per_context * max(0, context)
+        return known + self._costs.draft_context_seconds(count, int(self.rows.cached_len[running].sum()))
 
     def _are_in(self, proposals: Records, running: Index) -> npt.NDArray[np.bool_]:
         """Return which of the rows `running` have one of `proposals`."""

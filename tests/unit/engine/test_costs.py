@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from minisgl import LLM
-from minisgl.core import BatchPlan, StepCosts
+from minisgl.core import DRAFT_CONTEXT, BatchPlan, StepCosts
 from minisgl.engine import costs as measured
 from minisgl.engine.costs import measure_costs
 from support.fake_engine import step_seconds
@@ -132,7 +133,15 @@ def test_steps_with_drafts_are_timed_where_the_device_drafts(monkeypatch: pytest
         assert seconds == pytest.approx(true.base + 1e-3 + 0.1 * true.per_token * tokens)
     for rows in (1, 64):
         drafts = np.array([0, 1, rows, 4 * rows])
-        plain, *others = found.draft_seconds(rows, drafts, 1000)
+        plain, *others = found.draft_seconds(rows, drafts)
         assert plain == pytest.approx(true.base + true.per_token * rows, rel=0.01)
         least = np.maximum(plain, true.base + 1e-3 + 0.1 * true.per_token * (rows + drafts[1:]))
         assert others == pytest.approx(least, rel=0.01)
+
+
+def test_context_counts_beyond_that_of_the_timed_steps() -> None:
+    costs = StepCosts(1e-3, 0.0, per_context=1e-6)
+    assert costs.draft_context_seconds(2, 300) == pytest.approx(300e-6)
+    timed = replace(costs, plain=((1, 1e-3),), drafted=(((5, 1.5e-3),),))
+    assert timed.draft_context_seconds(2, 300) == pytest.approx((300 - 2 * DRAFT_CONTEXT) * 1e-6)
+    assert timed.draft_context_seconds(2, 100) == 0

@@ -37,19 +37,8 @@ LARGE_SIZES: Final = (*range(1536, 4097, 256), *range(4608, 8193, 512))  # for m
 DRAFT_SIZES: Final = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 448, 512)
 LARGE_DRAFT_SIZES: Final = (640, 768, 1024, MAX_DRAFT_TOKENS)
 LAUNCH_FLOPS: Final = 3.6e11  # of an H200 in 0.6 ms; a host takes 0.4 to 0.8 ms to launch a layer op by op
-TAIL_SIZES: Final = (
-    8,
-    16,
-    32,
-    64,
-    128,
-    192,
-    256,
-    320,
-    512,
-    768,
-    1024,
-)  # tokens to sample; the largest possible number is added
+# Of tokens to sample; the largest possible number is added.
+TAIL_SIZES: Final = (8, 16, 32, 64, 128, 192, 256, 320, 512, 768, 1024)
 MAX_CONTEXT: Final = 8192  # of prompts: the tiles of attention are chosen for short contexts
 
 
