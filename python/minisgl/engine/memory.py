@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 from minisgl.engine.graphs.capture import TAILS
 from minisgl.engine.pooling import base_runner
-from minisgl.engine.trial import decode_plan, largest_prefill
+from minisgl.engine.trial import decode_plan, draft_plan, largest_prefill
 from minisgl.errors import ConfigError
 from minisgl.kvcache.mha_pool import MHAKVPool
+from minisgl.layout import MAX_DRAFT_TOKENS
 from minisgl.ops.quantized import E4M3
 from minisgl.triton.cublas import cublas_linear
 
@@ -70,7 +71,9 @@ def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
     runner, rows = base_runner(parts, spec), spec.max_running_requests
     comm.all_gather_int(0)  # ranks may share memory: wait until all have loaded their weights
     free = device.free_memory()
-    trials = (largest_prefill(spec), *(decode_plan(rows, m.vocab_size, flags) for flags in (0, TAILS[-1])))
+    trials = [largest_prefill(spec), *(decode_plan(rows, m.vocab_size, flags) for flags in (0, TAILS[-1]))]
+    if parts.drafting is not None:  # samples behind each of its tokens
+        trials.append(draft_plan(min(rows, MAX_DRAFT_TOKENS // spec.max_queries), spec.max_queries))
     with cublas_linear.loading():
         step_bytes = sum(device.peak_memory(partial(_run, runner, plan)) for plan in trials)
     if spec.num_pages is not None:
