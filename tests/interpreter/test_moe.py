@@ -165,6 +165,17 @@ def test_quantized_experts(kind: Format, tokens: int, limit: float):
     assert float((got - want).norm() / want.norm()) < limit
 
 
+@pytest.mark.parametrize("kind", [Format(4, 128), Format(4, 64, has_zeros=True), MXFP4], ids=str)
+def test_one_token_of_many_columns(kind: Format):
+    """One tile has all columns of gate and up; those beyond 1,152 are masked."""
+    torch.manual_seed(0)
+    gate_up, x = experts_of(kind, 3, 48, 1152), torch.randn(1, 1152).to(HALF)
+    experts, _ = route(torch.randn(1, 3), 2, True)
+    dense = torch.stack([gate_up[int(e)].dense(torch.float64) for e in experts[0]])
+    want = reference.gate_and_mul(torch.einsum("pnk,k->pn", dense, x[0].double()), "silu")
+    assert_close(pair_gate_up(x, experts, gate_up).double(), want, rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize("kind", [Format(8, 0, is_integer=True), Format(4, 32), MXFP4], ids=str)
 @pytest.mark.parametrize("tokens", [1, 2, 33])
 def test_experts_of_which_one_matrix_has_16_bits(kind: Format, tokens: int):

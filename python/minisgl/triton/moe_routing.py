@@ -42,6 +42,12 @@ def _store_lists(order_ptr, tiles_ptr, choices, tokens, before, total, is_first,
             tl.store(tile_ptrs + 4 * i + 2, start + total, mask=mask)
 
 
+@triton.jit
+def _ordered(bits):
+    """The bits of a float as an integer of the same order; its own inverse."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "block_m"])
 def _route(
     logits_ptr, experts_ptr, weights_ptr, counts_ptr, order_ptr, tiles_ptr, num_tokens, block_m,
@@ -70,10 +76,14 @@ def _route(
     choices = tl.full([BLOCK_T, BLOCK_E], -1, tl.int32)
     experts = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
     probabilities = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
+    # Integers of the same order: a maximum or a minimum of a warp's integers is one instruction.
+    keys = _ordered((remaining + 0.0).to(tl.int32, bitcast=True))  # + 0.0, since -0.0 equals 0.0
     for j in tl.static_range(TOP_K):
-        value, expert = tl.max(remaining, 1, return_indices=True, return_indices_tie_break_left=True)
+        key = tl.max(keys, 1)
+        expert = tl.min(tl.where(keys == key[:, None], offs_e, BLOCK_E), 1)
+        value = _ordered(key).to(tl.float32, bitcast=True)
         is_expert = offs_e == expert[:, None]
-        remaining = tl.where(is_expert, float("-inf"), remaining)
+        keys = tl.where(is_expert, -(2**31), keys)
         choices = tl.where(is_expert & is_token, j, choices)
         experts = tl.where(offs_k == j, expert[:, None], experts)
         probabilities = tl.where(offs_k == j, (tl.exp(value - highest) * scale)[:, None], probabilities)
