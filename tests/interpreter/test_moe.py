@@ -84,6 +84,8 @@ def test_non_finite_logits_still_choose_different_experts():
     experts, weights = route(logits, 2, True)
     assert experts.tolist() == [[0, 1], [0, 2], [0, 1], [0, 1], [2, 0], [2, 0]]
     assert bool(weights[:4].isnan().all()) and weights[4:].tolist() == [[1, 0], [1, 0]]
+    zeros, _ = route(torch.tensor([[-1.0, -0.0, 0.0], [0.0, -0.0, 0.0]]), 2, True)
+    assert zeros.tolist() == [[1, 2], [0, 1]], "both zeros are equal"
     _, lists = route_and_list(logits, 2, True, 4)
     check_lists(lists, experts)
 

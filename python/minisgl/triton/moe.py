@@ -500,6 +500,7 @@ DOWN_TILES: Final = (
     (float("inf"), GemvTile(1, 1024, 4)),
 )
 INT4_TILE: Final = GemvTile(16, 1024, 4)  # gate and up: 8.1 us at 1 token of Qwen3-30B-A3B (bytes: 2.9), 22.1 at 4
+INT4_UP_TILE: Final = GemvTile(8, 2048, 4)  # one token, up to 2,048 inputs: 7.5 us instead of 8.1
 FP8_DOWN_TILE: Final = GemvTile(4, 128, 4, 8, 3)  # 5.5 us (bytes: 2.8); 6.7 with one expert at a time
 
 
@@ -511,7 +512,8 @@ def pair_gate_up(x: Tensor, experts: Tensor, gate_up: Tensor | Quantized, tile: 
     pairs = experts.numel()
     out = empty((pairs, n_out), dtype=x.dtype, device=x.device)
     if isinstance(gate_up, Quantized) and gate_up.format.bits == 4:
-        return _pair_gemv_of_4_bits(x, experts, gate_up, out, True, tile or INT4_TILE)
+        own = INT4_UP_TILE if len(x) == 1 and 1024 < n_in <= 2048 else INT4_TILE
+        return _pair_gemv_of_4_bits(x, experts, gate_up, out, True, tile or own)
     data, scale, _, kind = _numbers(gate_up)
     tile = tile or (FP8_UP_TILE if kind else UP_TILE)
     _gate_up_gemv[(triton.cdiv(n_out, tile.block_n), pairs)](
