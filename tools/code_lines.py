@@ -72,7 +72,7 @@ def room_of(path: Path) -> str:
 def count_rooms() -> dict[str, tuple[int, int]]:
     """(code lines, files) of each room that has any."""
     counts: dict[str, tuple[int, int]] = {}
-    for path in sorted(p for pattern in ("*.py", "*.cpp", "*.h") for p in PACKAGE.rglob(pattern)):
+    for path in sorted(p for pattern in ("*.py", "*.cpp", "*.h", "*.cu") for p in PACKAGE.rglob(pattern)):
         lines, files = counts.get(room_of(path), (0, 0))
         counts[room_of(path)] = lines + code_lines(path), files + 1
     return counts

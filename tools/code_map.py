@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.code_lines import PACKAGE, ROOT, count_rooms
 
-KINDS = {".py", ".cpp", ".h", ".html"}
+KINDS = {".py", ".cpp", ".h", ".cu", ".html"}
 GENERATED = {"prebuilt", "__pycache__"}
 PARTS: dict[str, tuple[str, ...]] = {
     "**core**: plans, steps, pages, models": (
@@ -28,7 +28,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "models",
     ),
     "attention backends and ops": ("attention", "ops"),
-    "kernels for NVIDIA GPUs": ("triton",),
+    "kernels for NVIDIA GPUs": ("triton", "triton/cuda"),
     "the CPU's step, called from Python": ("native",),
     "the CPU's step in C++": ("native/cpp",),
     "several ranks": ("distributed",),

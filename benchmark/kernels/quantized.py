@@ -1,7 +1,9 @@
 """Times products with quantized weights on a GPU, as nodes of a CUDA graph, beside bfloat16 and other tiles.
 
     PYTHONPATH=python python benchmark/kernels/quantized.py [--model 8B] [--rows 1,2,16,64,256] [--tiles]
+    PYTHONPATH=python python benchmark/kernels/quantized.py --chain
 
+The second times one row through the GEMVs of 24 layers, without attention, by the engine's kernel and by Triton's.
 `ours` is what the engine runs, with the rounding of activations. Weights rotate beyond the L2. The floor is the bytes
 of the weights over 4,550 GB/s. Every figure is in microseconds; the error is relative to float32 products.
 """
@@ -9,6 +11,7 @@ of the weights over 4,550 GB/s. Every figure is in microseconds; the error is re
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 
@@ -22,23 +25,34 @@ from minisgl.ops import reference
 from minisgl.ops.quantized import E4M3, Format, Quantized
 from minisgl.triton import ops
 from minisgl.triton.cublas import cublas_linear
-from minisgl.triton.quantized import MAX_EXACT_ROWS, SplitConfig, max_rows, split_gemm, split_rows, split_size
+from minisgl.triton.linear import Norm
+from minisgl.triton.quantized import (
+    MAX_EXACT_ROWS,
+    SplitConfig,
+    max_rows,
+    quantized_linear,
+    split_gemm,
+    split_rows,
+    split_size,
+)
+from minisgl.triton.quantized_gemv import quantized_gemv
 
 INT8 = Format(8, 0, is_integer=True)
 FORMATS = (Format(8, 0), Format(8, 128), INT8, Format(4, 128, scale_dtype=BF16), Format(4, 32, True, torch.float16))
 TILES = list(product((64, 128), (128, 256), (1, 2, 4), (3, 4, 6, 8), (4, 8)))  # without rows of x
 
 
+def matrix(kind: Format, n_out: int, n_in: int) -> Quantized:
+    weight = kind.empty(n_out, n_in, GPU)
+    weight.round_from(randn(n_out, n_in, scale=0.02))
+    if weight.zeros is not None:
+        weight.zeros.fill_(7)
+    return weight
+
+
 def matrices(kind: Format, n_out: int, n_in: int) -> list[Quantized]:
     """As many matrices as fill the L2 three times."""
-    found = []
-    for _ in range(max(2, int(150e6 * 8 / (n_out * n_in * kind.bits)))):
-        weight = kind.empty(n_out, n_in, GPU)
-        weight.round_from(randn(n_out, n_in, scale=0.02))
-        if weight.zeros is not None:
-            weight.zeros.fill_(7)
-        found.append(weight)
-    return found
+    return [matrix(kind, n_out, n_in) for _ in range(max(2, int(150e6 * 8 / (n_out * n_in * kind.bits))))]
 
 
 def best_tile(x: Tensor, weights: list[Quantized], gate: str) -> str:
@@ -68,12 +82,41 @@ def cublas(x: Tensor, weights: list[Quantized]) -> str:
     return f", cuBLAS {time_us(scaled):.1f}, with one scale {time_us(unscaled):.1f}"
 
 
+def chain_us(gemv: Callable[..., tuple[Tensor, Tensor]], layers: list[list[Quantized]]) -> float:
+    """Microseconds of a layer, whose GEMVs are qkv, o, gate and up, and down, in a graph of all layers."""
+    width = layers[0][0].shape[1]
+    first, weight = randn(1, width), torch.rand(width, device=GPU).to(BF16)
+
+    def run() -> None:
+        x, residual = first, first.clone()
+        for qkv, o, gate_up, down in layers:
+            heads, residual = gemv(x, qkv, None, "", Norm(residual, weight, 1e-6))
+            x = gemv(heads[:, : o.shape[1]], o, None, "")[0]
+            hidden, residual = gemv(x, gate_up, None, "silu", Norm(residual, weight, 1e-6))
+            x = gemv(hidden, down, None, "")[0]
+
+    return time_us([run], nodes=1, repeats=25) / len(layers)
+
+
+def print_chains(model: str) -> None:
+    shapes = [linears(model)[name] for name in ("qkv", "o", "gate_up", "down")]
+    for kind in FORMATS:
+        layers = [[matrix(kind, *shape) for shape in shapes] for _ in range(24)]
+        ours, theirs = (chain_us(gemv, layers) for gemv in (quantized_linear, quantized_gemv))
+        floor = sum(weight.nbytes for weight in layers[0]) / CEILING
+        print(f"{model}, {kind}: floor {floor:.1f}, ours {ours:.1f}, Triton {theirs:.1f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8B", choices=("0.6B", "8B", "14B"))
     parser.add_argument("--rows", default="1,2,16,32,64,96,128,160,192,256", help="numbers of rows")
     parser.add_argument("--tiles", action="store_true", help="also time other tiles of our kernel")
+    parser.add_argument("--chain", action="store_true", help="only time one row through the GEMVs of 24 layers")
     args = parser.parse_args()
+    if args.chain:
+        print_chains(args.model)
+        return
     for name, (n_out, n_in) in linears(args.model).items():
         if name == "lm_head":
             continue

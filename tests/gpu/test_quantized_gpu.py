@@ -61,7 +61,7 @@ def test_products(kind: Format) -> None:
             assert error(ops.linear(x, weight, None, gate), reference.linear(x.float(), dense, None, gate)) < limit
 
 
-@pytest.mark.parametrize("rows", [2, 40, 100, 200, 300])
+@pytest.mark.parametrize("rows", [1, 2, 40, 100, 200, 300])
 @pytest.mark.parametrize("kind", FORMATS[:4], ids=str)
 def test_a_chain_of_layers(kind: Format, rows: int) -> None:
     """Kernels that start before their predecessors end give the same bits as one after the other."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import cache
@@ -22,6 +22,7 @@ MAX_CHAINED: Final = 256  # rows; 64 rows of a layer of 8B in FP8: 101 us instea
 _WITHOUT_PDL: Final[dict[str, Any]] = {"PDL": False}
 _WITH_PDL: Final[dict[str, Any]] = {"PDL": True, "launch_pdl": True}
 _counters: dict[tuple[torch.device, int, int], Tensor] = {}
+_noted: dict[Hashable, Callable[[], object]] | None = None  # how to load the kernels of `compile_ahead`, while it notes
 
 
 @cache
@@ -63,6 +64,13 @@ def _launch_nothing(*_: Any) -> None:
     pass
 
 
+def is_noted(key: Hashable, load: Callable[[], object]) -> bool:
+    """Whether `compile_ahead` calls `load` at its end, so that a kernel that is not Triton's must not be launched."""
+    if _noted is not None:
+        _noted[key] = load
+    return _noted is not None
+
+
 class _Uncompiled:
     """Stands for a kernel that is yet to be compiled."""
 
@@ -77,7 +85,9 @@ def compile_ahead(progress: Callable[[int, int], None] | None = None) -> Iterato
     One after the other they took 7 s of a cold start. What runs within computes garbage, and ranks whose kernels wait
     for each other need not have launched the same ones before. `progress` is called with (kernels done, all kernels).
     """
-    noted: dict[tuple[Any, str], Callable[[], object]] = {}
+    global _noted
+    cached: list[tuple[Any, str]] = []
+    noted = _noted = {}
 
     def note(key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         kernel = fn.jit_function
@@ -89,6 +99,7 @@ def compile_ahead(progress: Callable[[int, int], None] | None = None) -> Iterato
             return kernel.preload(data)
 
         noted[kernel, key] = load
+        cached.append((kernel, key))
         return True  # do not compile it now
 
     hook, run = knobs.runtime.jit_cache_hook, CompiledKernel.run
@@ -97,8 +108,8 @@ def compile_ahead(progress: Callable[[int, int], None] | None = None) -> Iterato
     try:
         yield
     finally:
-        knobs.runtime.jit_cache_hook, CompiledKernel.run = hook, run
-        for kernel, key in noted:
+        knobs.runtime.jit_cache_hook, CompiledKernel.run, _noted = hook, run, None
+        for kernel, key in cached:
             for caches in kernel.device_caches.values():
                 caches[0].pop(key, None)
     with ThreadPoolExecutor(min(MAX_COMPILE_THREADS, os.cpu_count() or 1)) as pool:

@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.ops.quantized import E4M3, Quantized
 from minisgl.triton.cublas import cublas_linear
+from minisgl.triton.cuda_gemv import cuda_gemv
 from minisgl.triton.launch import INTERPRETED, MAX_CHAINED, counters, pdl_options
 from minisgl.triton.linear import NUM_SMS, Norm
 from minisgl.triton.norm import add_rms_norm, finish, gate_and_mul, gated, rms_norm
@@ -439,7 +440,7 @@ def quantized_linear(
     rows, kind = len(x), weight.format
     x = x.contiguous()
     if rows == 1:
-        return quantized_gemv(x, weight, bias, gate, norm)
+        return cuda_gemv(x, weight, bias, gate, norm) or quantized_gemv(x, weight, bias, gate, norm)
     total = x if norm is None or norm.residual is None else norm.residual
     if rows <= max_rows(weight):
         parts = 2 if rows <= MAX_EXACT_ROWS[kind.bits] else 1

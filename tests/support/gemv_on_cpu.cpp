@@ -1,0 +1,199 @@
+// Runs `gemv.cu` on a CPU: a thread for each thread of a CTA, and one CTA after another.
+//
+// Asynchronous copies happen when they are waited for. A read of weights beyond their end, a misaligned copy and a read
+// of x before the wait for the predecessor end the process.
+#include <algorithm>
+#include <barrier>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __shared__
+#define __align__(n) __attribute__((aligned(n)))
+#define __launch_bounds__(...)
+#define __expf std::exp
+#define __fdividef(a, b) ((a) / (b))
+using std::max, std::min;
+
+struct uint2 {
+    unsigned x, y;
+};
+struct float2 {
+    float x, y;
+};
+struct Index {
+    unsigned x;
+};
+uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+float2 make_float2(float x, float y) { return {x, y}; }
+
+#if IS_FP8
+using Sum = float;
+#else
+using Sum = int;
+#endif
+
+thread_local Index threadIdx, blockIdx;
+Index gridDim;
+
+template <class A, class B>
+A bits(B b) {
+    static_assert(sizeof(A) == sizeof(B));
+    A a;
+    memcpy(&a, &b, sizeof a);
+    return a;
+}
+float __uint_as_float(unsigned v) { return bits<float>(v); }
+unsigned __float_as_uint(float v) { return bits<unsigned>(v); }
+int __float2int_rn(float v) { return std::isnan(v) ? 0 : (int)std::nearbyint(v); }
+float rsqrtf(float v) { return 1 / std::sqrt(v); }
+float from_half(unsigned short v) { return (float)bits<_Float16>(v); }
+unsigned short to_half(float f) { return bits<unsigned short>((_Float16)f); }
+unsigned short to_bfloat(float f) {
+    unsigned u = bits<unsigned>(f);
+    return std::isnan(f) ? 0x7fc0 : (u + 0x7fff + (u >> 16 & 1)) >> 16;
+}
+unsigned short fp8_as_half(unsigned b) {
+    int exponent = b >> 3 & 15, mantissa = b & 7;
+    float v = exponent ? std::ldexp(1 + mantissa / 8.f, exponent - 7) : std::ldexp(mantissa / 8.f, -6);
+    return to_half((b & 127) == 127 ? NAN : b & 128 ? -v : v);
+}
+void fp8_to_half(unsigned w, unsigned& low, unsigned& high) {
+    low = fp8_as_half(w & 255) | fp8_as_half(w >> 8 & 255) << 16;
+    high = fp8_as_half(w >> 16 & 255) | fp8_as_half(w >> 24) << 16;
+}
+
+// -- Threads
+
+std::unique_ptr<std::barrier<>> all_warps;
+std::vector<std::unique_ptr<std::barrier<>>> of_warp;
+void __syncwarp() { of_warp[threadIdx.x / 32]->arrive_and_wait(); }
+bool is_idle() { return false; }
+void wait_for_warps() { all_warps->arrive_and_wait(); }
+
+[[noreturn]] void fail(const char* what) {
+    fprintf(stderr, "gemv.cu: %s\n", what);
+    abort();
+}
+
+thread_local bool has_waited;
+void launch_dependents() { has_waited = false; }
+void wait_for_predecessor() { has_waited = true; }
+uint2 load_from_l2(const unsigned short* from) {
+    if (!has_waited) fail("x is read before the wait");
+    return *(const uint2*)from;
+}
+
+// -- Asynchronous copies
+
+struct Copy {
+    void* to;
+    const void* from;
+    int size;
+    bool is_valid;
+};
+thread_local std::vector<Copy> copies;
+thread_local std::deque<std::vector<Copy>> groups;
+const uint8_t *weights_begin, *weights_end;
+
+template <int SIZE>
+void copy_async(void* to, const void* from, bool is_valid) {
+    auto* begin = (const uint8_t*)from;
+    if (SIZE == 16 && is_valid && (begin < weights_begin || begin + SIZE > weights_end)) fail("no weights there");
+    if ((uintptr_t)to % SIZE || (uintptr_t)from % SIZE) fail("a misaligned copy");
+    memset(to, 0xff, SIZE);
+    copies.push_back({to, from, SIZE, is_valid});
+}
+void commit() { groups.push_back(std::exchange(copies, {})); }
+template <int PENDING>
+void wait_for_copies() {
+    for (; groups.size() > PENDING; groups.pop_front())
+        for (auto& copy : groups.front()) {
+            if (copy.is_valid)
+                memcpy(copy.to, copy.from, copy.size);
+            else
+                memset(copy.to, 0, copy.size);
+        }
+}
+
+// -- What a warp does together
+
+unsigned a_of[32][32][4], b_of[32][32][2];
+
+// The fragments of mma.m16n8k16 (16 bits) and m16n8k32 (8 bits) in the PTX ISA: PER elements in a register.
+void multiply(Sum* c, const unsigned (&a)[4], const unsigned (&b)[2], auto element) {
+    constexpr int PER = IS_FP8 ? 2 : 4;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    memcpy(a_of[warp][lane], a, sizeof a), memcpy(b_of[warp][lane], b, sizeof b);
+    __syncwarp();
+    for (int i = 0; i < 4; i++) {
+        int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 8 * PER; k++) {
+            int half = k / (4 * PER), t = k % (4 * PER) / PER;
+            unsigned weight = a_of[warp][row % 8 * 4 + t][half * 2 + row / 8];
+            c[i] += element(weight, k % PER, true) * element(b_of[warp][column * 4 + t][half], k % PER, false);
+        }
+    }
+    __syncwarp();
+}
+void mma(Sum* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    multiply(c, {a0, a1, a2, a3}, {b0, b1}, [](unsigned word, int i, bool is_weight) -> Sum {
+        if (IS_FP8) return from_half(word >> (16 * i));
+        auto byte = (uint8_t)(word >> (8 * i));
+        return is_weight && BITS == 4 ? (int)byte : (int)(int8_t)byte;
+    });
+}
+
+template <class T, class Join>
+T over_warp(T v, Join join) {
+    static T all[32][32];
+    T* mine = all[threadIdx.x / 32];
+    mine[threadIdx.x % 32] = v;
+    __syncwarp();
+    T result = mine[0];
+    for (int i = 1; i < 32; i++) result = join(result, mine[i]);
+    __syncwarp();
+    return result;
+}
+unsigned most_of_warp(unsigned v) {
+    return over_warp(v, [](unsigned a, unsigned b) { return max(a, b); });
+}
+int sum_of_warp(int v) {
+    return over_warp(v, [](int a, int b) { return a + b; });
+}
+float sum_of_warp(float v) {
+    return over_warp(v, [](float a, float b) { return a + b; });
+}
+
+#include SOURCE
+
+__attribute__((aligned(128))) u8 shared[1 << 19];
+
+extern "C" int shared_bytes() { return sizeof(Warp) * WARPS; }
+
+extern "C" void run(const Arguments* arguments, int grid, long long weight_bytes) {
+    weights_begin = arguments->weight, weights_end = weights_begin + weight_bytes;
+    gridDim.x = grid;
+    all_warps = std::make_unique<std::barrier<>>(WARPS * 32);
+    of_warp.clear();
+    for (int i = 0; i < WARPS; i++) of_warp.push_back(std::make_unique<std::barrier<>>(32));
+    for (int cta = 0; cta < grid; cta++) {
+        memset(shared, 0xff, sizeof shared);
+        std::vector<std::jthread> threads;
+        for (int i = 0; i < WARPS * 32; i++)
+            threads.emplace_back([=] {
+                threadIdx.x = i, blockIdx.x = cta;
+                gemv(*arguments);
+            });
+    }
+}
