@@ -17,7 +17,7 @@ from triton.runtime.cache import get_cache_manager
 from minisgl.ops.quantized import Quantized
 from minisgl.rounding import ceil_div, round_up
 from minisgl.triton.launch import is_noted
-from minisgl.triton.linear import NUM_SMS, Norm
+from minisgl.triton.linear import Norm
 
 logger = logging.getLogger(__name__)
 _warn_once = cache(logger.warning)  # not for each shape
@@ -106,7 +106,7 @@ class Launch(NamedTuple):
 
 def plan_launch(
     x: Tensor, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None, total: Tensor, out: Tensor,
-    num_sms: int = NUM_SMS,
+    num_sms: int,
 ) -> Launch:  # fmt: skip
     """As many stages of a warp's ring as fit; a stage has two units, or one if a warp has few or an odd number."""
     kind, n_in, n_out = weight.format, weight.shape[1], out.shape[1]
@@ -195,7 +195,8 @@ def cuda_gemv(
         return None
     out = empty((1, weight.shape[0] // (2 if gate else 1)), dtype=x.dtype, device=x.device)
     total = x if norm is None or norm.residual is None else empty_like(x)
-    defines, arguments, grid, shared = plan_launch(x, weight, bias, gate, norm, total, out)
+    num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    defines, arguments, grid, shared = plan_launch(x, weight, bias, gate, norm, total, out, num_sms)
     load = partial(_load, x.device, **defines)
     if is_noted((x.device, *defines.items()), load):
         return out, total

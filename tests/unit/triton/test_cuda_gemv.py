@@ -114,10 +114,23 @@ def test_without_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     monkeypatch.setattr(cuda_gemv, "find_or_compile", fail)
     monkeypatch.setattr(cuda_gemv, "supports", lambda x, weight: True)
     monkeypatch.setattr(cuda_gemv, "_libraries", lambda: (None, None))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     x, weights = torch.zeros(1, 512).bfloat16(), [FP8.empty(16 << i, 512, torch.device("cpu")) for i in (0, 10)]
     with caplog.at_level(logging.WARNING), compile_ahead():
         assert cuda_gemv.cuda_gemv(x, weights[0], None) is not None, "noted, not launched"
     assert not any(cuda_gemv.cuda_gemv(x, weight, None) for weight in weights * 2)
     assert [record.message for record in caplog.records] == [
         "one row takes Triton's kernel, because gemv.cu cannot be compiled or loaded: no compiler"
+    ]
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(name: str) -> None:
+        raise OSError(f"no {name}")
+
+    monkeypatch.setattr(ctypes, "CDLL", fail)
+    with caplog.at_level(logging.DEBUG):
+        assert cuda_gemv._libraries.__wrapped__() is None
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("DEBUG", "one row in 8 and 4 bits takes Triton's kernel: no libcuda.so.1")
     ]
