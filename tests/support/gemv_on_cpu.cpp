@@ -22,7 +22,6 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
 #define __expf std::exp
-#define __fdividef(a, b) ((a) / (b))
 using std::max, std::min;
 
 struct uint2 {
@@ -36,12 +35,6 @@ struct Index {
 };
 uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 float2 make_float2(float x, float y) { return {x, y}; }
-
-#if IS_FP8
-using Sum = float;
-#else
-using Sum = int;
-#endif
 
 thread_local Index threadIdx, blockIdx;
 Index gridDim;
@@ -78,7 +71,6 @@ void fp8_to_half(unsigned w, unsigned& low, unsigned& high) {
 std::unique_ptr<std::barrier<>> all_warps;
 std::vector<std::unique_ptr<std::barrier<>>> of_warp;
 void __syncwarp() { of_warp[threadIdx.x / 32]->arrive_and_wait(); }
-bool is_idle() { return false; }
 void wait_for_warps() { all_warps->arrive_and_wait(); }
 
 [[noreturn]] void fail(const char* what) {
@@ -131,9 +123,10 @@ void wait_for_copies() {
 unsigned a_of[32][32][4], b_of[32][32][2];
 
 // The fragments of mma.m16n8k16 (16 bits) and m16n8k32 (8 bits) in the PTX ISA: PER elements in a register.
-void multiply(Sum* c, const unsigned (&a)[4], const unsigned (&b)[2], auto element) {
-    constexpr int PER = IS_FP8 ? 2 : 4;
+template <int PER, class T, class Element>
+void mma(T* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1, Element element) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    unsigned a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
     memcpy(a_of[warp][lane], a, sizeof a), memcpy(b_of[warp][lane], b, sizeof b);
     __syncwarp();
     for (int i = 0; i < 4; i++) {
@@ -146,11 +139,14 @@ void multiply(Sum* c, const unsigned (&a)[4], const unsigned (&b)[2], auto eleme
     }
     __syncwarp();
 }
-void mma(Sum* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-    multiply(c, {a0, a1, a2, a3}, {b0, b1}, [](unsigned word, int i, bool is_weight) -> Sum {
-        if (IS_FP8) return from_half(word >> (16 * i));
+void mma_half(float* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    mma<2>(c, a0, a1, a2, a3, b0, b1, [](unsigned word, int i, bool) { return from_half(word >> (16 * i)); });
+}
+template <bool IS_SIGNED>
+void mma_bytes(int* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    mma<4>(c, a0, a1, a2, a3, b0, b1, [](unsigned word, int i, bool is_weight) {
         auto byte = (uint8_t)(word >> (8 * i));
-        return is_weight && BITS == 4 ? (int)byte : (int)(int8_t)byte;
+        return is_weight && !IS_SIGNED ? (int)byte : (int)(int8_t)byte;
     });
 }
 
@@ -177,9 +173,9 @@ float sum_of_warp(float v) {
 
 #include SOURCE
 
-__attribute__((aligned(128))) u8 shared[1 << 19];
+__attribute__((aligned(16))) u8 shared[1 << 19];
 
-extern "C" int shared_bytes() { return sizeof(Warp) * WARPS; }
+extern "C" int shared_bytes() { return sizeof(Warp) * WARPS + sizeof(float) * WARPS; }
 
 extern "C" void run(const Arguments* arguments, int grid, long long weight_bytes) {
     weights_begin = arguments->weight, weights_end = weights_begin + weight_bytes;

@@ -37,6 +37,8 @@ REGISTERS: Final = 1 << 16  # of an SM
 SHARED_MEMORY: Final = {True: 118 << 10, False: 107 << 10}
 MORE_THAN_HALF: Final = 114 << 10
 
+_SHARED_MEMORY_CARVEOUT: Final = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
+
 
 class Arguments(ctypes.Structure):
     """`struct Arguments` in `gemv.cu`."""
@@ -116,7 +118,7 @@ def plan_launch(
     warp_units = ceil_div(n_in * kind.bits // 8, UNIT * WARPS)
     units = 2 if kind.bits == 4 or warp_units % 2 == 0 else 1
     blocks = ceil_div(ceil_div(warp_units, units) * units * (512 // kind.bits), 128)
-    other = round_up(blocks * 260 + rows * 4 + 4, 128)  # of a warp: x and its sums; `struct Warp` in `gemv.cu`
+    other = blocks * 264 + rows * 4 + 16  # of a warp: x, scales of its groups, sums; `struct Warp` in `gemv.cu`
     stage = units * (16 * UNIT + (64 if kind.bits == 4 else 0))
     stages = (SHARED_MEMORY[norm is not None] // WARPS - other) // stage
     defines = {
@@ -179,6 +181,8 @@ def _load(device: torch.device, **defines: int) -> tuple[int, int] | None:
     try:
         cubin = find_or_compile(libraries[1], defines)
         _, function, registers, *_ = driver.active.utils.load_binary("gemv", cubin, 1 << 16, device.index)
+        handle = ctypes.c_void_p(function)
+        _check(libraries[0].cuFuncSetAttribute(handle, _SHARED_MEMORY_CARVEOUT, 100), "cuFuncSetAttribute")
     except (OSError, RuntimeError) as error:
         _warn_once("one row takes Triton's kernel, because gemv.cu cannot be compiled or loaded: %s", str(error))
         return None

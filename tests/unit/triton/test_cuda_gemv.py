@@ -65,7 +65,7 @@ def test_one_row(
     assert compiler is not None
     subprocess.run([compiler, *options, "-o", tmp_path / "gemv.so", ON_CPU], check=True)
     library = ctypes.CDLL(str(tmp_path / "gemv.so"))
-    assert library.shared_bytes() == launch.shared <= SHARED_MEMORY[has_norm]
+    assert library.shared_bytes() <= launch.shared <= SHARED_MEMORY[has_norm]
     library.run(ctypes.byref(launch.arguments), launch.grid, ctypes.c_longlong(weight.data.numel()))
 
     dense = weight.dense(torch.float32)

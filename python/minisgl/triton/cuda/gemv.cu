@@ -9,7 +9,7 @@
 // that 64 columns of x take: float16, or 64 high bytes and then 64 low ones.
 // The compiler's options define WARPS, BITS, IS_FP8, N_IN, UNITS (of a stage), STAGES, ROWS (of a CTA's tiles),
 // HAS_NORM, GATE (0, 1 SiLU, 2 GELU with tanh), HAS_ZEROS, IS_HALF (x is float16, else bfloat16) and SCALE_IS_HALF (of
-// 4 bits). `tests/support/gemv_on_cpu.cpp` compiles this file for a CPU.
+// 4 bits).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -17,22 +17,6 @@ typedef unsigned char u8;
 
 #define WIDTH (N_IN * BITS / 8)  // bytes of a row
 #define MAX_THREADS 640          // with the idle warps
-
-#if IS_FP8
-typedef float Sum;
-#define X_BITS 15  // the largest number of a warp's x is from 2^(X_BITS - 1) to 2^X_BITS
-#define SUM "+f"
-#define TYPES "m16n8k16.row.col.f32.f16.f16.f32"
-#else
-typedef int Sum;
-#define X_BITS 13
-#define SUM "+r"
-#if BITS == 8
-#define TYPES "m16n8k32.row.col.s32.s8.s8.s32"
-#else
-#define TYPES "m16n8k32.row.col.s32.u8.s8.s32"
-#endif
-#endif
 
 struct Arguments {
     const u16 *x, *residual;
@@ -53,16 +37,17 @@ struct Four {
 #ifdef __CUDACC__
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ bool is_idle() { return __all_sync(~0u, threadIdx.x >= WARPS * 32); }
-__device__ __forceinline__ void wait_for_warps() { asm volatile("bar.sync 0;" ::: "memory"); }
 template <int BYTES>
 __device__ __forceinline__ void copy_async(void *to, const void *from, bool is_valid) {
-    u32 address = (u32)__cvta_generic_to_shared(to), size = is_valid ? BYTES : 0;
+    u32 address = (u32)__cvta_generic_to_shared(to);
     if (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(size) : "memory");
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(from),
+                     "r"(is_valid ? 16 : 0) : "memory");
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(from), "n"(BYTES), "r"(size) : "memory");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(from), "n"(BYTES),
+                     "r"(is_valid ? BYTES : 0) : "memory");
 }
+__device__ __forceinline__ void wait_for_warps() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
@@ -75,9 +60,18 @@ __device__ __forceinline__ void fp8_to_half(u32 bytes, u32 &low, u32 &high) {
     asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
         : "=r"(low), "=r"(high) : "r"(bytes));
 }
-__device__ __forceinline__ void mma(Sum *c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned." TYPES " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : SUM(c[0]), SUM(c[1]), SUM(c[2]), SUM(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+__device__ __forceinline__ void mma_half(float *c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+template <bool IS_SIGNED>
+__device__ __forceinline__ void mma_bytes(int *c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if (IS_SIGNED)
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 __device__ __forceinline__ u32 most_of_warp(u32 v) { return __reduce_max_sync(~0u, v); }
 __device__ __forceinline__ int sum_of_warp(int v) { return __reduce_add_sync(~0u, v); }
@@ -115,12 +109,11 @@ constexpr int SCALE_BYTES = BITS == 4 ? 2 * UNITS : 0;
 constexpr int STAGE_BYTES = UNITS * 1024 + 32 * SCALE_BYTES;
 constexpr int TILE = GATE ? 8 : 16;  // outputs of a tile; its rows are those of gate, and then those of up
 
-struct __align__(128) Warp {
+struct __align__(16) Warp {
     u8 ring[STAGES * STAGE_BYTES];
     u8 x[BLOCKS * 256];
-    float groups[BLOCKS];  // of 4 bits: what a zero point of 1 adds
+    float2 groups[BLOCKS];  // of 4 bits: scale, and what a zero point of 1 adds
     float sums[ROWS];
-    float square;  // the sum of squares of this warp's x
 };
 
 // Copy the weights of a stage, and with 4 bits the scales and zeros.
@@ -135,7 +128,7 @@ __device__ __forceinline__ void load(const Arguments &a, u8 *slot, int row, int 
         copy_async<16>(slot + u * 1024 + 512 + lane * 16, from_high + u * 64, unit + u < UNITS_IN_ROW);
     }
 #if BITS == 4
-    if (HAS_ZEROS || t < 2) {
+    if (HAS_ZEROS ? true : t < 2) {
         const u8 *from = (const u8 *)(t < 2 ? a.scale : a.zeros) + (t % 2 ? high : low) * (N_IN / 64) + unit * 2;
         copy_async<SCALE_BYTES>(slot + UNITS * 1024 + (t * 8 + g) * SCALE_BYTES, from, unit < UNITS_IN_ROW);
     }
@@ -144,12 +137,14 @@ __device__ __forceinline__ void load(const Arguments &a, u8 *slot, int row, int 
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Arguments a) {
     launch_dependents();
-    if (is_idle()) return wait_for_warps();  // a warp keeps its registers until it ends
-    extern __shared__ __align__(128) u8 shared[];
+    if (threadIdx.x >= WARPS * 32) return;  // idle warps only take registers
+    extern __shared__ __align__(16) u8 shared[];
     Warp *warps = (Warp *)shared;
+    float *squares = (float *)(warps + WARPS);
     int thread = (int)threadIdx.x, lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
     Warp &my = warps[warp];
-    int first = (int)(blockIdx.x * (u32)a.n_out / gridDim.x), last = (int)((blockIdx.x + 1) * (u32)a.n_out / gridDim.x) - 1;
+    int first = (int)((long long)blockIdx.x * a.n_out / gridDim.x);
+    int last = (int)((blockIdx.x + 1LL) * a.n_out / gridDim.x) - 1;
     int stages = (last - first + TILE) / TILE * STEPS, column = warp * WARP_COLUMNS;
 
     // Before the wait: the first stages, and what else no kernel writes.
@@ -170,26 +165,31 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Argument
             if (a.bias) bias[i] = widen<IS_HALF>(a.bias[output + i * a.n_out]);
         }
     }
+    uint2 raw[BLOCKS], norm[HAS_NORM ? BLOCKS : 1] = {};
     auto is_mine = [&](int block) {
         int offset = block * 128 + lane * 4;
         return offset < WARP_COLUMNS && column + offset < N_IN;
     };
-    auto half_of = [](uint2 v, int i) { return (u16)((i < 2 ? v.x : v.y) >> (i % 2 * 16)); };
-    uint2 raw[BLOCKS] = {}, other[BLOCKS] = {}, norm[BLOCKS] = {};
+#if HAS_NORM
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
-        if (HAS_NORM && is_mine(i)) norm[i] = *(const uint2 *)(a.norm_weight + column + i * 128 + lane * 4);
+        if (is_mine(i)) norm[i] = *(const uint2 *)(a.norm_weight + column + i * 128 + lane * 4);
     }
+#endif
     wait_for_predecessor();
 
-    // x of this warp's columns, into its cells. The factor of the norm comes at the end.
+    // x of this warp's columns, into its cells.
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
+        raw[i] = make_uint2(0, 0);
         if (is_mine(i)) raw[i] = load_from_l2(a.x + column + i * 128 + lane * 4);
     }
-    if (HAS_NORM && a.residual) {
+    auto half_of = [](uint2 v, int i) { return (u16)((i < 2 ? v.x : v.y) >> (i % 2 * 16)); };
+    if (a.residual) {
+        uint2 other[BLOCKS];
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++) {
+            other[i] = make_uint2(0, 0);
             if (is_mine(i)) other[i] = load_from_l2(a.residual + column + i * 128 + lane * 4);
         }
 #pragma unroll
@@ -201,54 +201,86 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Argument
             if (blockIdx.x == 0 && is_mine(i)) *(uint2 *)(a.total + column + i * 128 + lane * 4) = raw[i];
         }
     }
+    float square = 0.0f, factor = 1.0f;  // `factor` of this warp's sums
+    u32 most = 0;
     auto value = [&](int block, int j) {
         float v = widen<IS_HALF>(half_of(raw[block], j));
-        return HAS_NORM ? v * widen<IS_HALF>(half_of(norm[block], j)) : v;
+        return HAS_NORM ? v * widen<IS_HALF>(half_of(norm[HAS_NORM ? block : 0], j)) : v;
     };
-    float square = 0.0f;
-    u32 most = 0;
-#pragma unroll
-    for (int i = 0; i < BLOCKS * 4; i++) {
-        float v = widen<IS_HALF>(half_of(raw[i / 4], i % 4));
-        square += v * v;
-        most = max(most, __float_as_uint(value(i / 4, i % 4)) & 0x7fffffff);
-    }
-    square = sum_of_warp(square);
-    if (lane == 0) my.square = square;
-    most = most_of_warp(most);
-    u32 exponent = max(most >> 23, 32u);
-    float up = __uint_as_float((253 + X_BITS - exponent) << 23);
-    float factor = __uint_as_float((exponent + 1 - X_BITS - (BITS == 4 ? 4 : 0)) << 23);
-    if (most >= 0x7f800000) factor = __uint_as_float(most);  // no integer is infinite or NaN
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
-        u32 words[2] = {0, 0};
-        int sum = 0;
+        u32 block_most = 0;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            float v = value(i, j) * up;
+            float v = widen<IS_HALF>(half_of(raw[i], j));
+            square += v * v;
+            block_most = max(block_most, __float_as_uint(value(i, j)) & 0x7fffffff);  // a NaN is more than any number
+        }
+        if (BITS == 4) {
+            block_most = most_of_warp(block_most);
+            float scale = fmaxf(__uint_as_float(block_most), 1e-30f) / 16256.0f;
+            if (block_most > 0x7f800000) scale = __uint_as_float(block_most);
+            float up = 1.0f / scale;
+            int q[4], sum = 0;
+#pragma unroll
+            for (int j = 0; j < 4; j++) sum += q[j] = __float2int_rn(value(i, j) * up);
+            sum = sum_of_warp(sum);
+            u32 high = 0, low = 0;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                int part = (q[j] + 64) >> 7;
+                high |= (part & 255) << (8 * j);
+                low |= ((q[j] - part * 128) & 255) << (8 * j);
+            }
+            u8 *cell = my.x + (i * 2 + lane / 16) * 128 + lane % 16 * 4;
+            *(u32 *)cell = high;
+            *(u32 *)(cell + 64) = low;
+            if (lane == 0) my.groups[i] = make_float2(scale / 16.0f, scale * (float)sum);
+        }
+        most = max(most, block_most);
+    }
+    if (BITS == 8) {
+        most = most_of_warp(most);
+#if IS_FP8
+        // float16 has a larger range than x needs, once the largest number is near 2^15.
+        u32 exponent = max(most >> 23, 15u);
+        float up = __uint_as_float((268 - exponent) << 23);
+        factor = __uint_as_float((exponent - 14) << 23);
+#else
+        float up = 16256.0f / fmaxf(__uint_as_float(most), 1e-30f);
+        factor = most > 0x7f800000 ? __uint_as_float(most) : 1.0f / up;
+#endif
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) {
+            u32 words[2] = {0, 0};
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                if (IS_FP8) {
+                    words[j / 2] |= (u32)to_half(value(i, j) * up) << (j % 2 * 16);
+                } else {
+                    int q = __float2int_rn(value(i, j) * up), part = (q + 64) >> 7;
+                    words[0] |= (part & 255) << (8 * j);
+                    words[1] |= ((q - part * 128) & 255) << (8 * j);
+                }
+            }
+            u8 *cell = my.x + (i * 2 + lane / 16) * 128;
             if (IS_FP8) {
-                words[j / 2] |= (u32)to_half(v) << (j % 2 * 16);
+                *(uint2 *)(cell + lane % 16 * 8) = make_uint2(words[0], words[1]);
             } else {
-                int q = __float2int_rn(v), high = (q + 64) >> 7;
-                words[0] |= (high & 255) << (8 * j);
-                words[1] |= ((q - high * 128) & 255) << (8 * j);
-                sum += q;
+                *(u32 *)(cell + lane % 16 * 4) = words[0];
+                *(u32 *)(cell + 64 + lane % 16 * 4) = words[1];
             }
         }
-        u8 *cell = my.x + (i * 2 + lane / 16) * 128 + lane % 16 * (IS_FP8 ? 8 : 4);
-        *(u32 *)cell = words[0];
-        *(u32 *)(cell + (IS_FP8 ? 4 : 64)) = words[1];
-        if (BITS == 4) {
-            sum = sum_of_warp(sum);
-            if (lane == 0) my.groups[i] = 16.0f * (float)sum;
-        }
     }
+    square = sum_of_warp(square);
+    if (lane == 0) squares[warp] = square;
     __syncwarp();
 
     // The stream.
-#if BITS == 8
-    Sum sums[2][4] = {};
+#if IS_FP8
+    float sums[2][4] = {};
+#elif BITS == 8
+    int sums[2][4] = {};
 #endif
     float low_sum = 0.0f, high_sum = 0.0f;
     int slot = 0;
@@ -269,13 +301,14 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Argument
                 u32 a0, a1, a2, a3;
                 fp8_to_half(low.v[j], a0, a2);
                 fp8_to_half(high.v[j], a1, a3);
-                mma(sums[j % 2], a0, a1, a2, a3, x[j / 2].v[j % 2 * 2], x[j / 2].v[j % 2 * 2 + 1]);
+                mma_half(sums[j % 2], a0, a1, a2, a3, x[j / 2].v[j % 2 * 2], x[j / 2].v[j % 2 * 2 + 1]);
             }
 #elif BITS == 8
             Four x = four(my.x + unit * 128 + g % 2 * 64 + t * 16);
 #pragma unroll
             for (int j = 0; j < 2; j++)
-                mma(sums[j], low.v[2 * j], high.v[2 * j], low.v[2 * j + 1], high.v[2 * j + 1], x.v[2 * j], x.v[2 * j + 1]);
+                mma_bytes<true>(sums[j], low.v[2 * j], high.v[2 * j], low.v[2 * j + 1], high.v[2 * j + 1], x.v[2 * j],
+                                x.v[2 * j + 1]);
 #else
             // Low halves as they are and high ones as 16 times what they are.
             int c[2][4] = {};
@@ -285,31 +318,38 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Argument
                 Four x = four(my.x + (unit * 2 + half) * 128 + g % 2 * 64 + t * 16);
 #pragma unroll
                 for (int j = 0; j < 2; j++)
-                    mma(c[half], low.v[2 * j] & mask, high.v[2 * j] & mask, low.v[2 * j + 1] & mask,
-                        high.v[2 * j + 1] & mask, x.v[2 * j], x.v[2 * j + 1]);
+                    mma_bytes<false>(c[half], low.v[2 * j] & mask, high.v[2 * j] & mask, low.v[2 * j + 1] & mask,
+                                     high.v[2 * j + 1] & mask, x.v[2 * j], x.v[2 * j + 1]);
             }
+            float2 group = my.groups[unit];
             auto number = [&](int which) {
-                return widen<SCALE_IS_HALF>(*(const u16 *)(from + UNITS * 1024 + (which * 8 + g) * SCALE_BYTES + u * 2));
+                const u8 *p = from + UNITS * 1024 + (which * 8 + g) * SCALE_BYTES + u * 2;
+                return widen<SCALE_IS_HALF>(*(const u16 *)p);
             };
-            auto total = [&](int i) { return (float)((c[0][i] * 16 + c[1][i]) * 128 + c[0][i + 1] * 16 + c[1][i + 1]); };
-            low_sum += (total(0) - (HAS_ZEROS ? number(2) : 8.0f) * my.groups[unit]) * number(0);
-            high_sum += (total(2) - (HAS_ZEROS ? number(3) : 8.0f) * my.groups[unit]) * number(1);
+            float zero_low = 8.0f, zero_high = 8.0f;
+            if (HAS_ZEROS) zero_low = number(2), zero_high = number(3);
+            int total_low = (c[0][0] * 16 + c[1][0]) * 128 + c[0][1] * 16 + c[1][1];
+            int total_high = (c[0][2] * 16 + c[1][2]) * 128 + c[0][3] * 16 + c[1][3];
+            low_sum += ((float)total_low * group.x - zero_low * group.y) * number(0);
+            high_sum += ((float)total_high * group.x - zero_high * group.y) * number(1);
 #endif
         }
         if (BITS == 4) __syncwarp();
         load_next(slot);
         slot = slot + 1 == STAGES ? 0 : slot + 1;
         if (++done == STEPS) {
-#if BITS == 8
-            // Of integers the first column has the products with high bytes, the second those with low ones.
-            for (int i = 0; i < 2; i++) {
-                low_sum += (float)sums[i][0] * (IS_FP8 ? 1.0f : 128.0f) + (IS_FP8 ? 0.0f : (float)sums[i][1]);
-                high_sum += (float)sums[i][2] * (IS_FP8 ? 1.0f : 128.0f) + (IS_FP8 ? 0.0f : (float)sums[i][3]);
-                sums[i][0] = sums[i][1] = sums[i][2] = sums[i][3] = 0;
-            }
+#if IS_FP8
+            low_sum = (sums[0][0] + sums[1][0]) * factor, high_sum = (sums[0][2] + sums[1][2]) * factor;
+#elif BITS == 8
+            low_sum = ((float)(sums[0][0] + sums[1][0]) * 128.0f + (float)(sums[0][1] + sums[1][1])) * factor;
+            high_sum = ((float)(sums[0][2] + sums[1][2]) * 128.0f + (float)(sums[0][3] + sums[1][3])) * factor;
 #endif
-            if (t == 0) my.sums[row_of_tile + g] = low_sum * factor, my.sums[row_of_tile + g + 8] = high_sum * factor;
+            if (t == 0) my.sums[row_of_tile + g] = low_sum, my.sums[row_of_tile + g + 8] = high_sum;
             low_sum = high_sum = 0.0f;
+#if BITS == 8
+#pragma unroll
+            for (int i = 0; i < 8; i++) sums[i / 4][i % 4] = 0;
+#endif
             done = 0, row_of_tile += 16;
         }
     }
@@ -319,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Argument
         float norm_factor = 1.0f, result[2] = {0.0f, 0.0f};
         if (HAS_NORM) {
             float sum = 0.0f;
-            for (int w = 0; w < WARPS; w++) sum += warps[w].square;
+            for (int w = 0; w < WARPS; w++) sum += squares[w];
             norm_factor = rsqrtf(sum / (float)N_IN + a.eps);
         }
         for (int i = 0; i < (GATE ? 2 : 1); i++) {
@@ -330,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Argument
         if (GATE) {
             float gate = result[0], z = gate;
             if (GATE == 2) z = fmaxf(1.5957691216057308f * gate * (1.0f + 0.044715f * gate * gate), -80.0f);
-            result[0] = __fdividef(gate, 1.0f + __expf(-z)) * result[1];
+            result[0] = gate / (1.0f + __expf(-z)) * result[1];
         }
         a.out[output] = narrow(result[0]);
     }
