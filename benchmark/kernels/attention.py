@@ -70,7 +70,7 @@ DECODE_VARIANTS: dict[str, dict[str, int]] = {
     "7 stages": {"NUM_STAGES": 7},
     "4 warps": {"num_warps": 4},
 }
-FUSED_VARIANTS: dict[str, dict[str, int]] = {"default": {}, "4 warps": {"num_warps": 4}}
+FUSED_VARIANTS: dict[str, dict[str, int]] = {"default": {}, "2 warps": {"num_warps": 2}, "4 warps": {"num_warps": 4}}
 PREFILL_VARIANTS: dict[str, dict[str, int]] = {
     "default": {},
     "large": {"BLOCK_M": 128},
@@ -152,7 +152,8 @@ class Setting:
             tiling = replace(attention._large, queries=queries, kernel=kernel)
             attention._small = attention._large = replace(tiling, plan={**tiling.plan, "BLOCK_Q": queries})
         elif kind != "prefill":
-            attention._decode.update(changes)
+            for options in (*attention._decode.values(), attention._decode_few):
+                options.update(changes)
         fields = {**vars(self), "attention": attention}
         return Setting(**fields)
 

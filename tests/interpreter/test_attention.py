@@ -52,6 +52,14 @@ def test_fused_decode(page_size: int, group: int, dim: int, with_norm: bool):
     check_attend(MIXES["decode"] + [(1, 65), (1, 2)], page_size, group, dim, HALF, CPU, with_norm)
 
 
+@pytest.mark.parametrize(("group", "lengths"), [(1, (1, 2, 3)), (3, (1, 33)), (2, (1, 65, 900))])
+@pytest.mark.parametrize("rows", [1, 8, 9])
+def test_fused_decode_of_few_rows_and_of_more(rows: int, group: int, lengths: tuple[int, ...]):
+    """Parts that hold the new key alone, and parts of one row that are merged."""
+    mix = [(1, lengths[-1 - i % len(lengths)]) for i in range(rows)]
+    check_attend(mix, 32, group, 64, HALF, CPU, True)
+
+
 @pytest.mark.slow
 def test_attend_of_mixed_batches_and_large_ones():
     check_attend(MIXES["mixed"], 16, 2, 64, HALF, CPU, True)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from minisgl.ops.table import OpTable
 
 LOG2_E: Final = log2(2.718281828459045)
+FEW_ROWS: Final = 8  # up to this many sequences, latency decides: half as many programs of twice the warps
 FUSED_ROWS: Final = 64  # up to this many sequences, a decode step fuses norm, RoPE and K/V storage into attention
 LONG_CONTEXT: Final = 8192  # keys from which on reading them once for more queries pays more than many programs
 INTERPRETER_SMS: Final = 4  # tests run the kernels in Triton's interpreter on a CPU
@@ -36,6 +37,7 @@ class _Plan:
 
     num_decode: int
     max_queries: int
+    kernel: dict[str, int]  # options of `decode_attention`
     chunks: dict[Window, _Tiles]  # empty without prompts
 
 
@@ -82,9 +84,10 @@ class TritonAttention(AttentionBackend):
         self._scale = spec.scale * LOG2_E
         shared = {"NUM_KV_HEADS": heads, "GROUP_SIZE": group, "HEAD_DIM": dim, "PAGE_SIZE": spec.page_size}
 
-        # Four programs of two warps (255 registers a thread) are resident on an SM if tiles are not too large.
+        # Resident on an SM are two programs of four warps, or four of two (255 registers a thread) if tiles are not too
+        # large.
         resident = 4 if dim <= 128 else 2
-        splits = max(1, resident * self._num_sms // heads)
+        splits, few_splits = (max(1, n * self._num_sms // heads) for n in (resident, 2))
         slots = (spec.max_rows + splits) * heads * group * spec.max_queries
         int32, float32 = torch.int32, torch.float32
         size = BEGINS.value + (splits + spec.max_rows) * PART.value
@@ -94,8 +97,6 @@ class TritonAttention(AttentionBackend):
         self._lse = torch.empty(slots, dtype=float32, device=device)
         # As many bytes at once of 8-bit pages as of 16-bit ones.
         tile = {"TILE_KEYS": 64 if spec.fp8_cache and dim <= 128 else 32}
-        self._plan_decode = {"NUM_SPLITS": splits, "NUM_KV_HEADS": heads} | tile
-        self._programs = splits * heads
         self._decode = {}
         for queries in {1, spec.max_queries}:
             block = next_power_of_2(queries * group)
@@ -109,6 +110,7 @@ class TritonAttention(AttentionBackend):
                 "NUM_SPLITS": splits,
                 "num_warps": 2 if block * dim <= 4096 else 4,
             }
+        self._decode_few = {**self._decode[1], "NUM_SPLITS": few_splits, "num_warps": 4}
 
         # Large tiles read the keys half as often (with 64 rows, 400 TFLOP/s would take all of the L2's bandwidth). With
         # 128 registers two of their programs are resident: one computes while the other one waits. Small tiles are for
@@ -136,25 +138,27 @@ class TritonAttention(AttentionBackend):
         num_decode = int(is_chunk.argmax()) if is_chunk.any() else num_seqs
         has_several = (layout.query_lens_host[:num_decode] > 1).any()
         assert num_decode <= self.spec.max_rows, f"{num_decode} sequences decode, of at most {self.spec.max_rows}"
-        plan = _Plan(num_decode, self.spec.max_queries if has_several else 1, {})
+        max_queries = self.spec.max_queries if has_several else 1
+        is_few = max_queries == 1 and num_decode == num_seqs <= FEW_ROWS
+        plan = _Plan(num_decode, max_queries, self._decode_few if is_few else self._decode[max_queries], {})
         for window in self.spec.windows:
             if num_decode:
                 # The first of several queries sees as many more keys.
-                reach = 0 if window is None else window + plan.max_queries - 1
-                self._list_decode(layout, num_decode, window, reach)
+                reach = 0 if window is None else window + max_queries - 1
+                self._list_decode(layout, plan, window, reach)
             if num_decode < num_seqs:
                 plan.chunks[window] = self._list_chunks(layout, num_decode, window)
         return plan
 
-    def _list_decode(self, layout: SeqLayout, num_decode: int, window: Window, reach: int) -> None:
-        plan_decode[(ceil_div(num_decode, PLAN_ROWS.value),)](
+    def _list_decode(self, layout: SeqLayout, plan: _Plan, window: Window, reach: int) -> None:
+        plan_decode[(ceil_div(plan.num_decode, PLAN_ROWS.value),)](
             layout.rows,
             layout.kv_lens,
             self._work[window],
             self._counters,
-            num_decode,
+            plan.num_decode,
             WINDOW=reach,
-            **self._plan_decode,
+            **{name: plan.kernel[name] for name in ("NUM_SPLITS", "NUM_KV_HEADS", "TILE_KEYS")},
         )
 
     def _list_chunks(self, layout: SeqLayout, num_decode: int, window: Window) -> _Tiles:
@@ -232,7 +236,7 @@ class TritonAttention(AttentionBackend):
         plan: _Plan = ctx.attn_metadata
         is_chained = len(q) <= MAX_CHAINED
         has_norm = heads is not None and heads.q_weight is not None
-        decode_attention[(self._programs,)](
+        decode_attention[(plan.kernel["NUM_SPLITS"] * self.spec.num_kv_heads,)](
             q,
             *data_and_scale(layer_pages),
             ctx.page_table,
@@ -255,5 +259,5 @@ class TritonAttention(AttentionBackend):
             HAS_NORM=has_norm,
             IS_FP8=isinstance(layer_pages, QuantizedPages),
             **pdl_options(q.device, is_chained),
-            **self._decode[plan.max_queries],
+            **plan.kernel,
         )

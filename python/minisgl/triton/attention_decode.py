@@ -165,47 +165,80 @@ def plan_decode(
 
 
 @triton.jit
-def _norm_rope(
-    x_ptr, weight_ptr, cos_sin_ptr, position, mask, eps,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, HAS_NORM: tl.constexpr,
-):  # fmt: skip
-    """RMS norm (or none) and RoPE of BLOCK_M adjacent heads, rounded as in the reference -> [BLOCK_M, D] float32."""
-    dtype = x_ptr.dtype.element_ty
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, HEAD_DIM)
-    offs_pair = (offs_d + HEAD_DIM // 2) % HEAD_DIM
-    a = tl.load(x_ptr + offs_m[:, None] * HEAD_DIM + offs_d[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
-    b = tl.load(x_ptr + offs_m[:, None] * HEAD_DIM + offs_pair[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
-    if HAS_NORM:
-        inverse = tl.rsqrt(tl.sum(a * a, 1) / HEAD_DIM + eps)[:, None]
-        wa = tl.load(weight_ptr + offs_d).to(tl.float32)[None, :]
-        wb = tl.load(weight_ptr + offs_pair).to(tl.float32)[None, :]
-        a = ((a * inverse).to(weight_ptr.dtype.element_ty).to(tl.float32) * wa).to(dtype).to(tl.float32)
-        b = ((b * inverse).to(weight_ptr.dtype.element_ty).to(tl.float32) * wb).to(dtype).to(tl.float32)
-    cos = tl.load(cos_sin_ptr + position * HEAD_DIM + offs_d % (HEAD_DIM // 2))
-    sin = tl.load(cos_sin_ptr + position * HEAD_DIM + HEAD_DIM // 2 + offs_d % (HEAD_DIM // 2))
-    sin = tl.where(offs_d < HEAD_DIM // 2, -sin, sin)
-    return (a * cos[None, :] + b * sin[None, :]).to(dtype).to(tl.float32)
+def _load_halves(ptr, offs_m, mask, HEAD_DIM: tl.constexpr):
+    """The first and the second halves of heads that begin at `offs_m` -> twice [BLOCK_M, D / 2]."""
+    ptrs = ptr + offs_m[:, None] + tl.arange(0, HEAD_DIM // 2)[None, :]
+    low = tl.load(ptrs, mask=mask[:, None], other=0.0)
+    return low, tl.load(ptrs + HEAD_DIM // 2, mask=mask[:, None], other=0.0)
 
 
 @triton.jit
-def _round(x):
-    """Rows x [N, D] float32 -> (float8_e4m3fn [N, D], scales [N], the rounded rows); as `_rounded` in `norm.py`.
+def _whole(low, high):
+    """Halves of heads, twice [BLOCK_M, D / 2] -> [BLOCK_M, D]."""
+    return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [low.shape[0], 2 * low.shape[1]])
 
-    The rounded rows have a conversion of their own, with the numbers of a pair exchanged: ptxas 12.8 reads a register
-    before it is written if a packed pair is both stored as a part of 32 bits and unpacked again (seen with D = 256).
+
+@triton.jit
+def _normed(half, inverse, weight):
+    rounded = (half.to(tl.float32) * inverse[:, None]).to(weight.dtype).to(tl.float32)
+    return (rounded * weight.to(tl.float32)[None, :]).to(half.dtype)
+
+
+@triton.jit
+def _norm_rope(low, high, weight_ptr, cos, sin, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr):
+    """RMS norm (or none) and RoPE of halves of heads, rounded as in the reference -> the same in float32."""
+    dtype = low.dtype
+    if HAS_NORM:
+        offs_d = tl.arange(0, HEAD_DIM // 2)
+        low_weight, high_weight = tl.load(weight_ptr + offs_d), tl.load(weight_ptr + HEAD_DIM // 2 + offs_d)
+        a, b = low.to(tl.float32), high.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(a * a + b * b, 1) / HEAD_DIM + eps)
+        low, high = _normed(low, inverse, low_weight), _normed(high, inverse, high_weight)
+    a, b = low.to(tl.float32), high.to(tl.float32)
+    low = (a * cos[None, :] - b * sin[None, :]).to(dtype).to(tl.float32)
+    return low, (b * cos[None, :] + a * sin[None, :]).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _prefetch(ptr, SIZE: tl.constexpr, LINE: tl.constexpr):
+    """Bring SIZE elements to L2, in lines of LINE elements."""
+    if IS_COMPILED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; // $0",
+            "=r,l",
+            [ptr + tl.arange(0, (SIZE + LINE - 1) // LINE) * LINE],
+            tl.int32,
+            False,
+            1,
+        )
+
+
+@triton.jit
+def _round(low, high):
+    """Halves of rows, float32 -> halves in float8_e4m3fn, scales [N], halves as rounded; as `_rounded` in `norm.py`."""
+    most = tl.maximum(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 1e-30)
+    low, rounded_low = _round_half(low * (448.0 / most)[:, None])
+    high, rounded_high = _round_half(high * (448.0 / most)[:, None])
+    scale = most / 448.0
+    return low, high, scale, rounded_low * scale[:, None], rounded_high * scale[:, None]
+
+
+@triton.jit
+def _round_half(x):
+    """x in float8_e4m3fn, and that in float32.
+
+    The latter has a conversion of its own, with the numbers of a pair exchanged: ptxas 12.8 reads a register before
+    it is written if a packed pair is both stored as a part of 32 bits and unpacked again (seen with D = 256).
     """
-    most = tl.maximum(tl.max(tl.abs(x), 1), 1e-30)
-    scaled = x * (448.0 / most)[:, None]
     if IS_COMPILED:
         rounded = tl.inline_asm_elementwise(
             """{ .reg .b16 pair; .reg .b32 t; cvt.rn.satfinite.e4m3x2.f32 pair, $1, $2;
             cvt.rn.f16x2.e4m3x2 t, pair; prmt.b32 $0, t, t, 0x1032; }""",
-            "=r,r,r", [scaled], tl.float16, True, 2,
+            "=r,r,r", [x], tl.float16, True, 2,
         )  # fmt: skip
     else:
-        rounded = scaled.to(tl.float8e4nv)
-    return scaled.to(tl.float8e4nv), most / 448.0, rounded.to(tl.float32) * (most / 448.0)[:, None]
+        rounded = x.to(tl.float8e4nv)
+    return x.to(tl.float8e4nv), rounded.to(tl.float32)
 
 
 @triton.jit
@@ -249,23 +282,16 @@ def _merge(
 ):  # fmt: skip
     """Merge the parts of one sequence and KV head, weighted by their exponential sums; `out` is its first query head.
 
-    The rows of the tile are BLOCK_G from FIRST on. The largest log-sum is found first, so that the loads of the second
-    loop do not wait for each other.
+    The rows of the tile are BLOCK_G from FIRST on. Each lane has a maximum of its own, so that no load waits for one.
     """
     LANES: tl.constexpr = 4096 // (BLOCK_G * HEAD_DIM) if BLOCK_G * HEAD_DIM < 4096 else 1  # 64 registers a thread
     offs_g = FIRST + tl.arange(0, BLOCK_G)
     offs_d = tl.arange(0, HEAD_DIM)
-    wide = tl.arange(0, 32)
     lane = tl.arange(0, LANES)
     ROWS: tl.constexpr = MAX_QUERIES * GROUP_SIZE
     row = (first_slot * NUM_KV_HEADS + head) * ROWS + offs_g  # of the first part; the next is stride_part further
     stride_part = NUM_KV_HEADS * ROWS
-    m = tl.full([BLOCK_G], NEGATIVE, tl.float32)
-    for j in range(0, num_parts, 32):
-        offs_p = j + wide[None, :]
-        is_part = (offs_p < num_parts) & (offs_g < num_rows)[:, None]
-        lse = tl.load(lse_ptr + row[:, None] + offs_p * stride_part, mask=is_part, other=NEGATIVE)
-        m = tl.maximum(m, tl.max(lse, 1))
+    m = tl.full([BLOCK_G, LANES], NEGATIVE, tl.float32)
     total = tl.zeros([BLOCK_G, LANES], tl.float32)
     acc = tl.zeros([BLOCK_G, LANES, HEAD_DIM], tl.float32)
     for j in range(0, num_parts, LANES):
@@ -273,11 +299,15 @@ def _merge(
         is_part = (offs_p < num_parts) & (offs_g < num_rows)[:, None]
         slot = row[:, None] + offs_p * stride_part
         part_ptrs = part_ptr + slot[:, :, None].to(tl.int64) * HEAD_DIM + offs_d[None, None, :]
+        lse = tl.load(lse_ptr + slot, mask=is_part, other=NEGATIVE)
         x = tl.load(part_ptrs, mask=is_part[:, :, None], other=0.0)
-        p = tl.exp2(tl.load(lse_ptr + slot, mask=is_part, other=NEGATIVE) - m[:, None])
-        total += p
-        acc += x * p[:, :, None]
-    result = tl.sum(acc, 1) / tl.sum(total, 1)[:, None]
+        new_m = tl.maximum(m, lse)
+        correction, p = tl.exp2(m - new_m), tl.exp2(lse - new_m)
+        total = total * correction + p
+        acc = acc * correction[:, :, None] + x * p[:, :, None]
+        m = new_m
+    p = tl.exp2(m - tl.max(m, 1)[:, None])
+    result = tl.sum(acc * p[:, :, None], 1) / tl.sum(total * p, 1)[:, None]
     out_ptrs = out_ptr + _head(offs_g, NUM_KV_HEADS, GROUP_SIZE, MAX_QUERIES)[:, None] * HEAD_DIM + offs_d[None, :]
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=offs_g[:, None] < num_rows)
 
@@ -311,9 +341,11 @@ def decode_attention(
     and even and odd dimensions have an accumulator each; so have those of K, whose query then needs no moves.
     FUSED: q is followed by the new keys and values, as the projection left them; each is the last of its sequence. Norm
     and RoPE are computed here, and the program with a sequence's last part stores its key and value at `out_loc`; the
-    other programs do not need them.
-    PDL: the start overlaps with the kernel before, so all reads of its results come after `gdc_wait`; the work list and
-    the step's inputs must be older (an ordinary launch between `plan_decode` and this kernel ensures that).
+    other programs do not need them. All this is part of the first round of the loop over keys, which has begun to load
+    keys and values by then.
+    PDL: the start overlaps with the kernel before, so all reads of its results come after `gdc_wait`; the work list,
+    the step's inputs and the keys of earlier steps must be older (an ordinary launch between `plan_decode` and this
+    kernel ensures that).
     """
     if PDL:
         gdc_launch_dependents()
@@ -356,52 +388,72 @@ def decode_attention(
             position = length - num_queries + offs_g // GROUP_SIZE
         q_seq_ptr = q_ptr + token.to(tl.int64) * stride_q
         out_seq_ptr = out_ptr + (token.to(tl.int64) * NUM_KV_HEADS + head) * GROUP_SIZE * HEAD_DIM
+        m = tl.full([BLOCK_M], NEGATIVE, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+        end_key = stop
         if FUSED:
+            query = tl.zeros([BLOCK_M, HEAD_DIM], q_ptr.dtype.element_ty)
+            is_last, stop = stop == length, tl.minimum(stop, length - 1)
+            end_key = tl.maximum(stop, start_key + 1)  # one at least, perhaps without keys
             slot = tl.load(out_loc_ptr + seq)
-        if PDL and FUSED:
-            gdc_wait()
-        if FUSED:
-            query = _norm_rope(
-                q_seq_ptr + head * GROUP_SIZE * HEAD_DIM, q_weight_ptr, cos_sin_ptr, length - 1, offs_g < GROUP_SIZE,
-                eps, HEAD_DIM, BLOCK_M, HAS_NORM,
-            )  # fmt: skip
-            query = query.to(q_ptr.dtype.element_ty)
-            new_ptr = q_seq_ptr + (NUM_KV_HEADS * GROUP_SIZE + head) * HEAD_DIM
-            one = tl.arange(0, 1)
-            new_k = _norm_rope(new_ptr, k_weight_ptr, cos_sin_ptr, length - 1, one < 1, eps, HEAD_DIM, 1, HAS_NORM)
-            new_v = tl.load(new_ptr + NUM_KV_HEADS * HEAD_DIM + offs_d[None, :]).to(tl.float32)
-            # The softmax begins with the new key in one program per sequence and head, without keys in the others.
-            is_last = stop == length
-            stop = tl.minimum(stop, length - 1)
-            index = (slot // PAGE_SIZE * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + slot % PAGE_SIZE
-            k_slot, v_slot = new_k, new_v
-            if IS_FP8:
-                k_slot, new_k_scale, new_k = _round(new_k)
-                v_slot, new_v_scale, new_v = _round(new_v)
-                tl.store(kv_scale_ptr + index + one, new_k_scale, mask=is_last & (one < 1))
-                tl.store(kv_scale_ptr + index + NUM_KV_HEADS * PAGE_SIZE + one, new_v_scale, mask=is_last & (one < 1))
-            new_k_ptrs, mask = pages_ptr + index * HEAD_DIM + offs_d[None, :], is_last & (offs_d < HEAD_DIM)[None, :]
-            tl.store(new_k_ptrs, k_slot.to(pages_ptr.dtype.element_ty), mask=mask)
-            tl.store(new_k_ptrs + stride_kv, v_slot.to(pages_ptr.dtype.element_ty), mask=mask)
-            m = tl.where(is_last, tl.sum(query.to(tl.float32) * new_k, 1) * scale, NEGATIVE)
-            total = tl.where(is_last, tl.full([BLOCK_M], 1.0, tl.float32), 0.0)
-            acc = tl.where(is_last, tl.broadcast_to(new_v, [BLOCK_M, HEAD_DIM]), 0.0)
-        else:
-            if MAX_QUERIES > 1:
-                q_ptrs = q_seq_ptr + (offs_g // GROUP_SIZE)[:, None].to(tl.int64) * stride_q + offs_d[None, :]
-                q_ptrs += (head * GROUP_SIZE + offs_g % GROUP_SIZE)[:, None] * HEAD_DIM
-                query = tl.load(q_ptrs, mask=offs_g[:, None] < num_rows, other=0.0)
-            m = tl.full([BLOCK_M], NEGATIVE, tl.float32)
-            total = tl.zeros([BLOCK_M], tl.float32)
-            acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+            _prefetch(cos_sin_ptr + (length - 1) * HEAD_DIM, HEAD_DIM, 32)
+            if HAS_NORM:
+                _prefetch(q_weight_ptr, HEAD_DIM, 64)
+                _prefetch(k_weight_ptr, HEAD_DIM, 64)
+        elif MAX_QUERIES > 1:
+            q_ptrs = q_seq_ptr + (offs_g // GROUP_SIZE)[:, None].to(tl.int64) * stride_q + offs_d[None, :]
+            q_ptrs += (head * GROUP_SIZE + offs_g % GROUP_SIZE)[:, None] * HEAD_DIM
+            query = tl.load(q_ptrs, mask=offs_g[:, None] < num_rows, other=0.0)
         if IS_FP8:
             query_even, query_odd = tl.split(tl.reshape(query.to(tl.float16), [BLOCK_M, HEAD_DIM // 2, 2]))
-            acc, acc_odd = tl.split(tl.reshape(acc * 256.0, [BLOCK_M, HEAD_DIM // 2, 2]))
-        for start in tl.range(start_key, stop, TILE_KEYS, num_stages=NUM_STAGES):
+            acc, acc_odd = tl.split(tl.reshape(acc, [BLOCK_M, HEAD_DIM // 2, 2]))
+        for start in tl.range(start_key, end_key, TILE_KEYS, num_stages=NUM_STAGES):
             if LOADS_AHEAD and start == start_key:  # the first keys are on their way
                 next_query = _load_query(
                     q_ptr, stride_q, following[0], next_head, has_next, GROUP_SIZE, HEAD_DIM, BLOCK_M
                 )
+            if FUSED and start == start_key:
+                if PDL:
+                    gdc_wait()
+                # Every row has the new key and value, so that no row waits for another one, and all loads come first.
+                new_ptr = q_seq_ptr + (NUM_KV_HEADS * GROUP_SIZE + head) * HEAD_DIM
+                q_low, q_high = _load_halves(
+                    q_seq_ptr, (head * GROUP_SIZE + offs_g) * HEAD_DIM, offs_g < GROUP_SIZE, HEAD_DIM
+                )
+                k_low, k_high = _load_halves(new_ptr, offs_g * 0, offs_g < GROUP_SIZE, HEAD_DIM)
+                v_low, v_high = _load_halves(
+                    new_ptr + NUM_KV_HEADS * HEAD_DIM, offs_g * 0, offs_g < GROUP_SIZE, HEAD_DIM
+                )
+                half = tl.arange(0, HEAD_DIM // 2)
+                cos = tl.load(cos_sin_ptr + (length - 1) * HEAD_DIM + half)
+                sin = tl.load(cos_sin_ptr + (length - 1) * HEAD_DIM + HEAD_DIM // 2 + half)
+                q_low, q_high = _norm_rope(q_low, q_high, q_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
+                k_low, k_high = _norm_rope(k_low, k_high, k_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
+                index = (slot // PAGE_SIZE * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + slot % PAGE_SIZE
+                k_ptrs = pages_ptr + index * HEAD_DIM + half[None, :] + offs_g[:, None] * 0
+                is_stored = is_last & (offs_g == 0)
+                if IS_FP8:
+                    k8_low, k8_high, new_k_scale, k_low, k_high = _round(k_low, k_high)
+                    v8_low, v8_high, new_v_scale, v_low, v_high = _round(v_low.to(tl.float32), v_high.to(tl.float32))
+                    scale_ptrs = kv_scale_ptr + index + offs_g * 0
+                    tl.store(scale_ptrs, new_k_scale, mask=is_stored)
+                    tl.store(scale_ptrs + NUM_KV_HEADS * PAGE_SIZE, new_v_scale, mask=is_stored)
+                else:
+                    k8_low, k8_high, v8_low, v8_high = k_low, k_high, v_low, v_high
+                dtype = pages_ptr.dtype.element_ty
+                tl.store(k_ptrs, k8_low.to(dtype), mask=is_stored[:, None])
+                tl.store(k_ptrs + HEAD_DIM // 2, k8_high.to(dtype), mask=is_stored[:, None])
+                tl.store(k_ptrs + stride_kv, v8_low.to(dtype), mask=is_stored[:, None])
+                tl.store(k_ptrs + stride_kv + HEAD_DIM // 2, v8_high.to(dtype), mask=is_stored[:, None])
+                # The softmax begins with the new key in one program per sequence and head, without keys in the others.
+                m = tl.where(is_last, tl.sum(q_low * k_low + q_high * k_high, 1) * scale, NEGATIVE)
+                total = tl.where(is_last, tl.full([BLOCK_M], 1.0, tl.float32), 0.0)
+                query = _whole(q_low, q_high).to(q_ptr.dtype.element_ty)
+                acc = tl.where(is_last, _whole(v_low.to(tl.float32), v_high.to(tl.float32)), 0.0)
+                if IS_FP8:
+                    query_even, query_odd = tl.split(tl.reshape(query.to(tl.float16), [BLOCK_M, HEAD_DIM // 2, 2]))
+                    acc, acc_odd = tl.split(tl.reshape(acc * 256.0, [BLOCK_M, HEAD_DIM // 2, 2]))
             offs_n = start + tl.arange(0, TILE_KEYS)
             is_key = offs_n < stop
             if WINDOW > 0:
