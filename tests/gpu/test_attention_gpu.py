@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from contract.test_attention import MIXES
+from minisgl.attention.triton import TritonAttention
 from minisgl.ops import reference
+from minisgl.triton.linear import gemv
 from unit.attention.triton_cases import (
     Case,
     assert_near,
@@ -16,6 +21,7 @@ from unit.attention.triton_cases import (
     check_fp8,
     check_padded,
     check_repeats,
+    quantized,
 )
 
 pytestmark = pytest.mark.gpu
@@ -66,11 +72,49 @@ def test_long_sequences_and_large_batches(mix: str, group: int):
     check_forward(LONG[mix], 64, group, 128, BF16, CUDA)
 
 
-@pytest.mark.parametrize("mix", [[(1, 1)], [(1, 700)], MIXES["decode"], [(1, 30 * i + 1) for i in range(40)]], ids=len)
+@pytest.mark.parametrize(
+    "mix",
+    [[(1, 1)], [(1, 700)], [(1, 20_000)], MIXES["decode"], [(1, 30 * i + 1) for i in range(40)]],
+    ids=lambda mix: f"{len(mix)} x {mix[0][1]}",
+)
 @pytest.mark.parametrize("group", [2, 5])
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_attend_matches_reference(mix: list[tuple[int, int]], group: int, with_norm: bool):
     check_attend(mix, 64, group, 128, BF16, CUDA, with_norm)
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("mix", [[(1, 1)], [(1, 300)], [(1, 20_000)]], ids=str)
+def test_one_row_behind_its_projection(mix: list[tuple[int, int]], is_fp8: bool):
+    """The kernel starts while the projection still runs, and must not read what an earlier replay left."""
+    case = Case(mix, 64, 4, 128, BF16, CUDA)
+    if is_fp8:
+        case.attention = TritonAttention(replace(case.attention.spec, fp8_cache=True), case.attention.ops)
+        case.pages = quantized(case.pages)
+    heads, width = case.heads(True), case.qkv[0].numel()
+    weight = torch.randn(width, 16384, dtype=BF16, device=CUDA) / 128
+    x = torch.zeros(1, 16384, dtype=BF16, device=CUDA)
+
+    def step() -> torch.Tensor:
+        ctx = case.context()
+        qkv, _ = gemv(x.clone(), weight, None)  # an ordinary launch after the plan, then the chain
+        return case.attention.attend(qkv, heads, case.pages, ctx)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(5):
+        x.normal_()
+        out.fill_(float("nan"))
+        graph.replay()
+        qkv, pages = gemv(x, weight, None)[0], copy.deepcopy(case.pages)
+        q = reference.norm_rope_store(qkv, heads, case.batch.positions, pages, case.out_loc)
+        assert_near(out, case.expected(q, pages), case.spans, 0.02 if is_fp8 else 0.0)
 
 
 @pytest.mark.parametrize("window", [None, 50])
