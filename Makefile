@@ -34,7 +34,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 serve: $(VENV)/.installed  ## serve the built-in model (MODEL=, HOST=, PORT=, ARGS= are honoured)
-	$(BIN)/minisgl serve $(or $(MODEL),"" --speculate auto) $(FLAGS)
+	$(BIN)/minisgl serve $(or $(MODEL),"") $(FLAGS)
 
 chat: $(VENV)/.installed  ## talk to the built-in model in this terminal
 	$(BIN)/minisgl chat $(MODEL) $(FLAGS)

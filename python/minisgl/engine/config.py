@@ -85,10 +85,10 @@ class EngineSpec:
         )
 
 
-def _drafter(asked: str, checkpoint: Checkpoint) -> str | None:
-    if asked == "off" or checkpoint.embedder is not None:
-        return None
-    return DRAFTERS.choose(asked) if checkpoint.draft is None else checkpoint.draft.kind
+def _drafter(asked: str | None, checkpoint: Checkpoint) -> str | None:
+    if checkpoint.draft is not None:
+        return checkpoint.draft.kind
+    return None if asked in (None, "off") or checkpoint.embedder is not None else DRAFTERS.choose(asked)
 
 
 def resolve(

@@ -47,7 +47,7 @@ class Checkpoint:
         raw = hf.load_config(folder)
         embedder = read_embedder(folder)
         model = ModelConfig.from_hf(raw if embedder is None else decoder_config(raw))
-        asked = config.speculate
+        asked = config.speculate or "auto"
         if asked == "auto" and choose_device(config.device) == "cpu" and has_head(folder):
             asked = f"eagle3:{folder / HEAD_FOLDER}"
         draft = read_source(asked, model) if embedder is None else None
@@ -124,7 +124,7 @@ def check_settings(checkpoint: Checkpoint, config: EngineConfig, device: str) ->
         raise ConfigError(f"--cuda-graph-max-bs needs an NVIDIA GPU, and the device is {device}")
     if config.cuda_graph_max_bs and checkpoint.embedder is not None:
         raise ConfigError("--cuda-graph-max-bs is not for an embedding model: its steps are not captured")
-    if checkpoint.embedder is not None and config.speculate not in ("off", "auto"):
+    if checkpoint.embedder is not None and config.speculate not in (None, "off", "auto"):
         raise ConfigError(f"--speculate {config.speculate} is for models that generate text; this one makes embeddings")
     if config.quantization is not None:
         if device == "cuda" and checkpoint.model.quantization is not None:

@@ -114,7 +114,9 @@ class Scheduler:
         self.decode = DecodeManager(self.cache, self.rows)
         self.grammars = Grammars() if grammars is None else grammars
         self.drafts: Drafts | None = None
-        if (kind := config.engine.speculate) != "off" and not limits.embeds:
+        has_head = costs is not None and bool(costs.proposed)  # that ships with the model
+        kind = config.engine.speculate or ("auto" if has_head else "off")
+        if kind != "off" and not limits.embeds:
             most = config.engine.num_draft_tokens
             self.drafts = Drafts(self.rows, self.cache, self._constrain, costs, engine.is_async, most, kind)
         self.replies = Replies(io)

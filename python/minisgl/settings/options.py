@@ -251,11 +251,12 @@ class EngineConfig(Settings):
         "random weights instead of the checkpoint's (needs only config.json)",
         switches={"load_format": {"auto": False, "safetensors": False, "dummy": True}},
     )
-    speculate: str = option(
-        "off",
+    speculate: str | None = option(
+        None,
         "draft several tokens a step, which never changes a text: ngram = what followed the last tokens before, "
         "tree = what followed the text in the prefix cache, auto = as many of both as pay, and on a CPU by a head that "
-        "ships with the model, draft:PATH = a smaller model of the same vocabulary, eagle3:PATH = an EAGLE-3 head",
+        "ships with the model, draft:PATH = a smaller model of the same vocabulary, eagle3:PATH = an EAGLE-3 head; "
+        "default = auto on a CPU if the model has such a head, else off",
         aliases=("speculative_algorithm", "spec_method"),
         choices=("off", "auto", "ngram", "tree", "draft:PATH", "eagle3:PATH"),
         words={"NGRAM": "ngram", "none": "off"},
