@@ -56,6 +56,7 @@ class NativeEngine:
             threads=threads,
             dummy_weight=dummy,
             quantization=quantization,
+            speculate="off",
         )
         return cls(Engine.from_config(config, 8192, Group(ALONE)))
 

@@ -46,7 +46,7 @@ def check(got: Answers, want: Answers) -> None:
 
 @pytest.fixture(scope="module")
 def on_cpu() -> Answers:
-    return answers(LLM(device="cpu", dtype="float32", num_pages=2000))
+    return answers(LLM(device="cpu", dtype="float32", num_pages=2000, speculate="off"))
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def drive(llm: LLM, requests: Requests, aborts: frozenset[int] = frozenset()) ->
 @pytest.fixture(scope="module")
 def requests_and_tokens() -> tuple[Requests, dict[int, list[int]]]:
     """On one rank, each request alone."""
-    llm = LLM(**OPTIONS)
+    llm = LLM(speculate="off", **OPTIONS)
     requests = make_requests(llm)
     return requests, {uid: drive(llm, [request])[0] for uid, request in enumerate(requests)}
 
@@ -107,7 +107,7 @@ def test_masks_follow_a_step_to_all_ranks(speculate: str, monkeypatch: pytest.Mo
     )
     kinds: list[dict] = [{"grammar": grammar}, {"grammar": forcing}, {"grammar": grammar, "top_k": 9}, {}]
     requests = [([300 + i, 17, 40], SamplingParams(max_tokens=16, seed=i, **kinds[i % 4])) for i in range(6)]
-    llm = LLM(**OPTIONS)
+    llm = LLM(speculate="off", **OPTIONS)
     alone = {uid: drive(llm, [request])[0] for uid, request in enumerate(requests)}
     with LLM(tp=2, speculate=speculate, num_draft_tokens=6, **OPTIONS) as llm:
         sent: list[int] = []

@@ -22,7 +22,7 @@ from minisgl.models.weight import FLOATS, PROJECTION, open_all
 from minisgl.ops.quantized import BLOCK, positive, round_fp8, round_int4
 from minisgl.process.log import Progress
 
-WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.gguf")  # files that are not copied
+NOT_COPIED: Final = (".*", "*.bin", "*.pth", "*.pt", "*.gguf")  # hidden: the output may be in the folder of the input
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +152,12 @@ def _write(folder: Path, target: Path, config: dict[str, Any], scheme: Scheme) -
         (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     config["quantization_config"] = scheme.config(group) | {scheme.ignored: plain}
     (target / "config.json").write_text(json.dumps(config, indent=2))
-    left = shutil.ignore_patterns(".*", "*.index.json", *WEIGHTS)  # hidden: `target` itself may be in `folder`
+    left = shutil.ignore_patterns("*.safetensors", "*.index.json", *NOT_COPIED)
     names = [path.name for path in folder.iterdir()]
     for name in {*names} - left(str(folder), names) - {"config.json"}:
         if (folder / name).is_dir():
-            shutil.copytree(folder / name, target / name, ignore=left)
+            # With the weights of a draft head.
+            shutil.copytree(folder / name, target / name, ignore=shutil.ignore_patterns(*NOT_COPIED))
         else:
             shutil.copy(folder / name, target)
     return before, after

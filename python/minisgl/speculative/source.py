@@ -32,7 +32,9 @@ class DraftSource:
 def has_head(folder: Path) -> bool:
     """Whether the model in `folder` ships with a head."""
     path = folder / HEAD_FOLDER
-    return (path / "config.json").is_file() and hf.load_config(path).get("architectures") == [HEAD_ARCHITECTURE]
+    if not (path / "config.json").is_file() or next(path.glob("*.safetensors"), None) is None:
+        return False
+    return hf.load_config(path).get("architectures") == [HEAD_ARCHITECTURE]
 
 
 def read_source(asked: str, target: ModelConfig) -> DraftSource | None:

@@ -317,7 +317,7 @@ def test_auto_drafts_by_the_head_of_the_model_and_by_lookup(
     plans: list[BatchPlan] = []
     run_cpp = NativeRunner._run
     requests = make_requests(random.Random(depth), 24)
-    plain, _ = run(shipped, requests, dummy_weight=False, **layout)
+    plain, _ = run(shipped, requests, speculate="off", dummy_weight=False, **layout)
     monkeypatch.setattr(NativeRunner, "_run", lambda *args: (plans.append(args[1]), run_cpp(*args))[1])
     drafted, scheduler = run(shipped, requests, depth, speculate="auto", dummy_weight=False, **layout)
     assert drafted.tokens == plain.tokens and drafted.ends == plain.ends and drafted.logprobs == plain.logprobs
@@ -325,14 +325,19 @@ def test_auto_drafts_by_the_head_of_the_model_and_by_lookup(
     assert any(len(plan.proposals) for plan in plans) and any(len(drafted_slots(plan)) for plan in plans)
 
 
-def test_auto_takes_no_other_folder_for_a_head(shipped: Path, tmp_path: Path) -> None:
-    def drafter(speculate: str, model: Path) -> str | None:
-        return resolve(EngineConfig(model=str(model), speculate=speculate, device="cpu"), "cpu").drafter
+def test_a_head_is_used_where_one_ships_with_the_model(shipped: Path, tmp_path: Path) -> None:
+    """By default and with auto; not if its weights are missing, or if its heads cannot be divided among the ranks."""
 
-    other = Path(shutil.copytree(shipped, tmp_path / "other"))
+    def drafter(speculate: str | None, model: Path, tp: int = 1) -> str | None:
+        return resolve(EngineConfig(model=str(model), speculate=speculate, device="cpu", tp=tp), "cpu").drafter
+
+    other, empty = (Path(shutil.copytree(shipped, tmp_path / name)) for name in ("other", "empty"))
     (other / "head" / "config.json").write_text(json.dumps(MODEL))
-    assert [drafter("auto", m) for m in (shipped, other)] == ["eagle3", "ngram"]
+    (empty / "head" / "model.safetensors").unlink()
+    assert [drafter("auto", m) for m in (shipped, other, empty)] == ["eagle3", "ngram", "ngram"]
+    assert [drafter(None, m) for m in (shipped, other, empty)] == ["eagle3", None, None]
     assert [drafter("off", shipped), drafter("ngram", shipped)] == [None, "ngram"]
+    assert [drafter(speculate, shipped, tp=64) for speculate in ("auto", None)] == ["ngram", None]
 
 
 def _drafts(costs: StepCosts) -> Drafts:

@@ -41,6 +41,7 @@ def test_what_is_written_is_served(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     for quantization in (None, "int8"):  # as it is, and made anew for the C++ step
         with LLM(str(out), threads=1, num_pages=200, quantization=quantization) as llm:
+            assert llm.scheduler.drafts is not None, "the draft head was copied, too"
             assert llm.chat(QUESTION, SamplingParams(max_tokens=20, temperature=0))[0].text == "12 + 30 = 42."
     before, after = load_file(BUILTIN_MODEL / "model.safetensors"), load_file(out / "model.safetensors")
     name = "model.layers.3.mlp.down_proj"
