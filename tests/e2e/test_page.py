@@ -234,7 +234,7 @@ def test_batch_and_tree_are_shown_live(page: Browser, server: ServerProcess) -> 
         lines: list[Iterator[str]] = []  # dropping an iterator closes its stream
         for letter in letters:
             messages = [{"role": "system", "content": system}, {"role": "user", "content": letter}]
-            body = {"messages": messages, "stream": True, "ignore_eos": True}
+            body = {"messages": messages, "stream": True, "ignore_eos": True, "speculate": False}
             response = streams.enter_context(client.stream("POST", "/v1/chat/completions", json=body))
             lines.append(response.iter_lines())
             for _ in range(8):  # its prompt is computed and in the cache

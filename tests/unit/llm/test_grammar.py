@@ -27,11 +27,11 @@ def run(llm: LLM, which: list[int]) -> list[Completion]:
 
 
 def test_overlap_batching_and_preemption_do_not_change_the_text() -> None:
-    plain = LLM(threads=1, num_pages=400, overlap=False)
+    plain = LLM(threads=1, num_pages=400, overlap=False, speculate="off")
     want = [run(plain, [i])[0].token_ids for i in range(6)]
     overlapped = LLM(threads=1, num_pages=400, overlap=True)
     assert [c.token_ids for c in run(overlapped, list(range(6)))] == want
-    tight = LLM(threads=1, num_pages=16, overlap=True, max_prefill_length=16)
+    tight = LLM(threads=1, num_pages=16, overlap=True, max_prefill_length=16, speculate="off")
     tight.scheduler.prefill.growth.fraction = 0.0  # admit every request
     assert [c.token_ids for c in run(tight, list(range(6)))] == want
     assert tight.scheduler.stats.preemptions > 0
