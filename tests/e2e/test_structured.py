@@ -101,6 +101,7 @@ def test_heavy_grammar_does_not_stall_streams(http: httpx.Client) -> None:
     body = {"prompt": "Once upon a time", "ignore_eos": True, "stream": True}
     meanwhile = 0
     with ThreadPoolExecutor(1) as pool, http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200, response.read()
         lines = filter(None, response.iter_lines())
         next(lines)
         answer = pool.submit(http.post, "/v1/completions", json=slow)
