@@ -11,6 +11,7 @@ import torch
 
 from contract.test_attention import MIXES
 from minisgl.attention.triton import TritonAttention
+from minisgl.engine.graphs.capture import Capture
 from minisgl.ops import reference
 from minisgl.triton.linear import gemv
 from unit.attention.triton_cases import (
@@ -100,17 +101,12 @@ def test_one_row_behind_its_projection(mix: list[tuple[int, int]], is_fp8: bool)
         qkv, _ = gemv(x.clone(), weight, None)  # an ordinary launch after the plan, then the chain
         return case.attention.attend(qkv, heads, case.pages, ctx)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    with Capture() as capture:
+        graph, out = capture(step)
     for _ in range(5):
         x.normal_()
-        out.fill_(float("nan"))
+        with torch.inference_mode():
+            out.fill_(float("nan"))
         graph.replay()
         qkv, pages = gemv(x, weight, None)[0], copy.deepcopy(case.pages)
         q = reference.norm_rope_store(qkv, heads, case.batch.positions, pages, case.out_loc)

@@ -51,8 +51,8 @@ class Checkpoint:
         if asked == "auto" and choose_device(config.device) == "cpu" and has_head(folder):
             asked = f"eagle3:{folder / HEAD_FOLDER}"
         draft = read_source(asked, model) if embedder is None else None
-        if draft is not None and config.speculate in (None, "auto") and draft.model.num_heads % config.tp:
-            draft = None  # nobody asked for a head that cannot be divided
+        if draft is not None and asked != config.speculate and draft.model.num_heads % config.tp:
+            draft = None  # The ranks cannot divide this head, and the user did not name it.
         return cls(folder, model, embedder, hf.max_model_len(raw), draft)
 
 

@@ -22,7 +22,7 @@ from minisgl.models.weight import FLOATS, PROJECTION, open_all
 from minisgl.ops.quantized import BLOCK, positive, round_fp8, round_int4
 from minisgl.process.log import Progress
 
-NOT_COPIED: Final = (".*", "*.bin", "*.pth", "*.pt", "*.gguf")  # hidden: the output may be in the folder of the input
+NOT_COPIED: Final = (".*", "*.bin", "*.pth", "*.pt", "*.gguf")  # a hidden folder may be the output, half written
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def _write(folder: Path, target: Path, config: dict[str, Any], scheme: Scheme) -
     names = [path.name for path in folder.iterdir()]
     for name in {*names} - left(str(folder), names) - {"config.json"}:
         if (folder / name).is_dir():
-            # With the weights of a draft head.
+            # A folder may have a draft head, which keeps its weights.
             shutil.copytree(folder / name, target / name, ignore=shutil.ignore_patterns(*NOT_COPIED))
         else:
             shutil.copy(folder / name, target)

@@ -114,7 +114,7 @@ class Scheduler:
         self.decode = DecodeManager(self.cache, self.rows)
         self.grammars = Grammars() if grammars is None else grammars
         self.drafts: Drafts | None = None
-        has_head = costs is not None and bool(costs.proposed)  # that ships with the model
+        has_head = costs is not None and bool(costs.proposed)  # the engine found one that ships with the model
         kind = config.engine.speculate or ("auto" if has_head else "off")
         if kind != "off" and not limits.embeds:
             most = config.engine.num_draft_tokens
