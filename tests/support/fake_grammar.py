@@ -109,3 +109,12 @@ class LateExecutor(Executor):
                     future.set_result(fn(*args))
                 except Exception as e:
                     future.set_exception(e)
+
+
+class AtOnce(LateExecutor):
+    """Runs a job when it is submitted."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = super().submit(fn, *args, **kwargs)
+        self.work()
+        return future
