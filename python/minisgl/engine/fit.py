@@ -77,6 +77,8 @@ class Footprint:
             bits = m.quantization.bits
         expert_bits = bits if device == "cuda" else 8 * item
         weights = m.num_others * item + (m.num_projections * bits + m.num_expert_weights * expert_bits) // 8
+        if config.quantization is not None and device == "cuda" and not m.tie_word_embeddings:
+            weights -= m.vocab_size * m.hidden_size * (item - 1)  # the head has 8 bits: `HEAD_FORMAT`
         if checkpoint.draft is not None:
             page += page_size * _token_bytes(checkpoint.draft.model, config, item)
             weights += checkpoint.draft.model.num_weights * item

@@ -126,6 +126,17 @@ def test_weights_and_pages_are_counted() -> None:
     assert (needs.weights, needs.page) == (2 * elements, m.num_layers * 2 * m.num_kv_heads * 4 * m.head_dim * 2)
 
 
+def test_a_head_of_8_bits_is_counted(tmp_path: Path) -> None:
+    """8.19e9 weights: 0.62e9 of the embedding in 16 bits, as many of the head in 8, the others in 4."""
+    asked = config(tmp_path, SHAPES["qwen3-8b"], quantization="int4")
+    checkpoint = Checkpoint.read(asked)
+    m = checkpoint.model
+    assert not m.tie_word_embeddings
+    assert (
+        Footprint.of(checkpoint, asked, "cuda", 2).weights == 3 * m.vocab_size * m.hidden_size + m.num_projections // 2
+    )
+
+
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "qwen3-32b"])
 def test_large_models_have_the_size_of_their_name(tmp_path: Path, name: str) -> None:
     billions = Checkpoint.read(config(tmp_path, SHAPES[name])).model.num_weights / 1e9
