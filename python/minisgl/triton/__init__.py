@@ -1,1 +1,1 @@
-"""Kernels for NVIDIA GPUs, and the GEMMs that are chosen among them."""
+"""Kernels for NVIDIA GPUs, and the choice of a kernel for each size."""

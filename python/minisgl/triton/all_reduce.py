@@ -72,7 +72,7 @@ class Inbox:
 
 @triton.jit
 def _unpack(words, DTYPE: tl.constexpr):
-    """The two numbers in each word, as float32."""
+    """Unpack the two values in each word to float32."""
     low = words.to(tl.int16).to(DTYPE, bitcast=True)
     high = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True)
     return low.to(tl.float32), high.to(tl.float32)
@@ -80,7 +80,7 @@ def _unpack(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def _pack(low, high, DTYPE: tl.constexpr):
-    """Two numbers rounded to DTYPE in a word."""
+    """Pack two values, rounded to DTYPE, into a word."""
     low16 = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32)
     high16 = high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32)
     return (low16 & 0xFFFF) | (high16 << 16)
@@ -98,7 +98,7 @@ def _send(peers_ptr, peer, offset, words, N: tl.constexpr, BLOCK: tl.constexpr):
 def _receive(
     row_ptr, stride_part, patience, N: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The sum of PARTS rows of the inbox, once all have arrived; the rows are EMPTY afterwards."""
+    """Wait for PARTS rows of the inbox, set them to EMPTY, and return their sum."""
     offs = tl.arange(0, BLOCK)
     mask = offs < N
     low = tl.zeros([BLOCK], tl.float32)
@@ -129,7 +129,7 @@ def _all_reduce(
     N: tl.constexpr, RANKS: tl.constexpr, TWO_SHOT: tl.constexpr, HAS_NORM: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes every `programs`-th row of N words; all programs of the grid are resident at once.
+    """Each program processes every `programs`-th row of N words; all programs of the grid are resident at once.
 
     HAS_NORM: residual += sum, out = rms_norm(residual) * weight; else out = sum. A program sends all its rows before it
     waits, so ranks cannot wait for each other in a circle.
@@ -144,7 +144,7 @@ def _all_reduce(
     if PDL:
         gdc_wait()
     slot = tl.load(state_ptr, volatile=True)
-    n = tl.full([], N, tl.int64)  # words a row, for offsets beyond 31 bits
+    n = tl.full([], N, tl.int64)  # words per row, for offsets beyond 31 bits
     base = slot * slot_rows * n
 
     for row in range(program, rows, programs):
@@ -175,7 +175,7 @@ def _all_reduce(
 
     for row in range(program, rows, programs):
         offset = row * n
-        if HAS_NORM:  # loaded while the parts are on their way
+        if HAS_NORM:  # loaded while the parts arrive
             r_low, r_high = _unpack(tl.load(residual_ptr + offset + offs, mask=mask, other=0), DTYPE)
         if TWO_SHOT:
             low, high = _receive(inbox_ptr + sums + offset, stride_part, patience, N, 1, DTYPE, BLOCK)
@@ -195,7 +195,7 @@ def _all_reduce(
 
 @cache
 def _resident_programs(device: torch.device) -> int:
-    """One program an SM, so that all are resident at once: they wait for each other across ranks."""
+    """Return one program per SM, so that all are resident at once: they wait for each other across ranks."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -209,7 +209,7 @@ def all_reduce(
     num_warps: int | None = None,
     patience: int = PATIENCE,
 ) -> Tensor:
-    """The sum of all ranks' x [T, H] (bfloat16 or float16); all ranks call it with the same shapes and options.
+    """Sum x [T, H] (bfloat16 or float16) over the ranks; all ranks call it with the same shapes and options.
 
     With norm = (residual [T, H], weight [H], eps): adds the sum to `residual`, which is overwritten and the same on all
     ranks, and returns rms_norm(residual) * weight, as `reference.add_rms_norm`. A rank that waits for more than

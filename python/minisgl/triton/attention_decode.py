@@ -1,14 +1,14 @@
 """Decode attention over the paged cache: few queries per sequence, split over the KV length (flash decoding).
 
-The keys of all sequences are laid end to end and cut into equal splits, one for each program of a KV head, so that all
-programs end together however long the sequences are (stream-K, arXiv:2301.03598; for attention arXiv:2405.10480). A
-program computes the parts of sequences in its split; the last program to finish a sequence of several parts merges them
-in order. `plan_decode` computes the splits on the device. The host reads nothing and no size depends on lengths that
-the host knows, so one CUDA graph serves all steps with the same number of sequences. Layers with a sliding window have
-a plan of their own, in which a sequence is as long as the window that its last position sees.
+The keys of all sequences are laid end to end and cut into equal splits, one per program of a KV head, so that all
+programs end together whatever the lengths (stream-K, arXiv:2301.03598; for attention arXiv:2405.10480). A program
+computes the parts of sequences in its split. The last program to finish a sequence of several parts merges them in
+order. `plan_decode` computes the splits on the device. The host reads nothing and no size depends on sequence lengths,
+so one CUDA graph serves all steps with the same number of sequences. Layers with a sliding window have their own plan,
+in which a sequence has the length of its last position's window.
 
-A sequence with drafts has several queries. With the query heads of a KV head they are the rows of one tile, so the keys
-are read once.
+A sequence with draft tokens has several queries. These queries, each with the query heads of a KV head, form the rows
+of one tile, so keys are read once.
 
 Letters in shapes: B sequences, T tokens, Hq/Hk query/KV heads, G = Hq / Hk, D head dimension, P pages.
 """
@@ -25,20 +25,20 @@ IS_COMPILED = tl.constexpr(not INTERPRETED)  # the interpreter has no PTX
 NEGATIVE = tl.constexpr(-1e30)  # instead of -inf, whose differences are NaN
 
 # The `work` buffer, int32: [0] number of splits, [1] number of sequences if splits may have parts of several, else 0,
-# [2] gap: tiles that the beginning of a sequence counts for, [3] tickets drawn; from BEGINS on, the first part of each
+# [2] gap: the cost of beginning a sequence, in tiles, [3] tickets drawn; from BEGINS on, the first part of each
 # split, then the first part of each sequence. A part is: sequence, row of the page table, first key, length of the
 # sequence, its first split, its number of parts, tiles that remain to the split (if the split begins here). If there
 # are more than NUM_SPLITS splits, each is a whole sequence, and their parts also fill the entries of the sequences.
 BEGINS = tl.constexpr(8)
-PART = tl.constexpr(8)  # numbers per part, one of them unused
-MIN_KEYS = tl.constexpr(64)  # of a split
-GAP = tl.constexpr(1)  # what the beginning of a sequence costs a program, in tiles
+PART = tl.constexpr(8)  # integers per part, one of them unused
+MIN_KEYS = tl.constexpr(64)  # per split
+GAP = tl.constexpr(1)  # cost of beginning a sequence, in tiles
 PLAN_ROWS = tl.constexpr(8)  # sequences per program of `plan_decode`
 
 
 @triton.jit
 def _first_key(length, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr):
-    """The first key of the first tile: at or before the first key that the last position sees."""
+    """Return the first key of the first tile, at or before the first key that the last position sees."""
     if WINDOW == 0:
         return tl.zeros_like(length)
     return tl.maximum(length - WINDOW, 0) // TILE_KEYS * TILE_KEYS
@@ -46,7 +46,7 @@ def _first_key(length, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _tiles(kv_lens_ptr, seqs, num_seqs, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr):
-    """The number of tiles of each sequence, 0 beyond the last sequence."""
+    """Return the number of tiles of each sequence, 0 beyond the last sequence."""
     length = tl.load(kv_lens_ptr + seqs, mask=seqs < num_seqs, other=0)
     return tl.cdiv(length - _first_key(length, TILE_KEYS, WINDOW), TILE_KEYS)
 
@@ -64,7 +64,7 @@ def _store_part(part_ptr, seq, row, lo, length, first_split, parts, remaining, m
 
 @triton.jit
 def _load_part(part_ptr):
-    """A part as stored: sequence, row, first key, length, first split, number of parts, remaining tiles."""
+    """Load a part: sequence, row, first key, length, first split, number of parts, remaining tiles."""
     seq = tl.load(part_ptr)
     row = tl.load(part_ptr + 1)
     lo = tl.load(part_ptr + 2)
@@ -85,11 +85,11 @@ def plan_decode(
     NUM_SPLITS is the number of programs per KV head that run at the same time. `decode_attention` reads TILE_KEYS keys
     at once, aligned to TILE_KEYS. The tiles of all sequences are laid end to end and cut into as many equal splits,
     except in two cases, found by timing whole steps on an H200:
-    - Many sequences, none longer than a fair split: each is a split, the longest first, and programs draw tickets. With
-      many sequences that is as even, and merges nothing.
-    - Few sequences, so that splits are short and a second beginning is expensive: a split keeps to one sequence, if it
-      grows by no more than half.
-    Sequences without keys, which pad a graph, come last. Also zeroes the merge counters [B, Hk].
+    - Many sequences, none longer than an equal split: each sequence is a split, and programs draw tickets, the longest
+      first. This is as balanced, and there is nothing to merge.
+    - Few sequences, so that splits are short and beginning a second sequence is expensive: a split has one sequence,
+      unless it would grow by more than half.
+    Padding sequences of a graph, which have no keys, come last. The merge counters [B, Hk] are set to zero.
     """
     BLOCK: tl.constexpr = 256
     LANES: tl.constexpr = 16
@@ -124,7 +124,7 @@ def plan_decode(
     if not are_whole:
         split_size = tl.maximum(tl.cdiv(total_tiles + total_seqs * GAP, NUM_SPLITS), MIN_TILES)
 
-    # A sequence begins behind all before it, laid end to end with their gaps, or each rounded up to whole splits.
+    # A sequence begins where the preceding ones end: laid end to end with gaps, or each rounded up to whole splits.
     before = tl.zeros([PLAN_ROWS], tl.int32)
     total = tl.zeros([BLOCK], tl.int32)
     for start in range(0, num_seqs, BLOCK):
@@ -147,7 +147,7 @@ def plan_decode(
     for start in range(0, tl.max(parts, 0), LANES):
         i = start + tl.arange(0, LANES)[None, :]
         split = first_split[:, None] + i
-        tile = split * split_size - begin_tile[:, None]  # of the sequence; negative in the gap before
+        tile = split * split_size - begin_tile[:, None]  # within the sequence; negative in the gap before it
         is_begun = (i < parts[:, None]) & (split * split_size >= before[:, None])
         remaining = split_size + tl.minimum(tile, 0)
         lo = begin[:, None] + tl.maximum(tile, 0) * TILE_KEYS
@@ -166,7 +166,7 @@ def plan_decode(
 
 @triton.jit
 def _load_halves(ptr, offs_m, mask, HEAD_DIM: tl.constexpr):
-    """The first and the second halves of heads that begin at `offs_m` -> twice [BLOCK_M, D / 2]."""
+    """Load the first and second halves of the heads that begin at `offs_m`: two tiles [BLOCK_M, D / 2]."""
     ptrs = ptr + offs_m[:, None] + tl.arange(0, HEAD_DIM // 2)[None, :]
     low = tl.load(ptrs, mask=mask[:, None], other=0.0)
     return low, tl.load(ptrs + HEAD_DIM // 2, mask=mask[:, None], other=0.0)
@@ -174,7 +174,7 @@ def _load_halves(ptr, offs_m, mask, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _whole(low, high):
-    """Halves of heads, twice [BLOCK_M, D / 2] -> [BLOCK_M, D]."""
+    """Join two halves of heads [BLOCK_M, D / 2] to [BLOCK_M, D]."""
     return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [low.shape[0], 2 * low.shape[1]])
 
 
@@ -186,7 +186,7 @@ def _normed(half, inverse, weight):
 
 @triton.jit
 def _norm_rope(low, high, weight_ptr, cos, sin, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr):
-    """RMS norm (or none) and RoPE of halves of heads, rounded as in the reference -> the same in float32."""
+    """Apply RMS norm (or none) and RoPE to halves of heads, in float32 with the reference's rounding."""
     dtype = low.dtype
     if HAS_NORM:
         offs_d = tl.arange(0, HEAD_DIM // 2)
@@ -201,7 +201,7 @@ def _norm_rope(low, high, weight_ptr, cos, sin, eps, HEAD_DIM: tl.constexpr, HAS
 
 @triton.jit
 def _prefetch(ptr, SIZE: tl.constexpr, LINE: tl.constexpr):
-    """Bring SIZE elements to L2, in lines of LINE elements."""
+    """Prefetch SIZE elements to L2, in cache lines of LINE elements."""
     if IS_COMPILED:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; // $0",
@@ -215,7 +215,7 @@ def _prefetch(ptr, SIZE: tl.constexpr, LINE: tl.constexpr):
 
 @triton.jit
 def _round(low, high):
-    """Halves of rows, float32 -> halves in float8_e4m3fn, scales [N], halves as rounded; as `_rounded` in `norm.py`."""
+    """Quantize float32 halves of rows -> float8_e4m3fn halves, scales [N], dequantized halves (`norm.py: _rounded`)."""
     most = tl.maximum(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 1e-30)
     low, rounded_low = _round_half(low * (448.0 / most)[:, None])
     high, rounded_high = _round_half(high * (448.0 / most)[:, None])
@@ -225,10 +225,10 @@ def _round(low, high):
 
 @triton.jit
 def _round_half(x):
-    """x in float8_e4m3fn, and that in float32.
+    """Return x as float8_e4m3fn, and the result in float32.
 
-    The latter has a conversion of its own, with the numbers of a pair exchanged: ptxas 12.8 reads a register before
-    it is written if a packed pair is both stored as a part of 32 bits and unpacked again (seen with D = 256).
+    The float32 result has its own conversion, with the two values of a pair swapped: ptxas 12.8 reads a register before
+    it is written if a packed pair is both stored as part of 32 bits and unpacked again (seen with D = 256).
     """
     if IS_COMPILED:
         rounded = tl.inline_asm_elementwise(
@@ -243,7 +243,7 @@ def _round_half(x):
 
 @triton.jit
 def _widen(pairs):
-    """The low and high bytes of uint16, float8_e4m3fn, in float16; four bytes in three instructions."""
+    """Convert the low and high float8_e4m3fn bytes of uint16 to float16: four bytes in three instructions."""
     if IS_COMPILED:
         low, high = tl.inline_asm_elementwise(
             """{ .reg .b32 t; .reg .b16 low, high; prmt.b32 t, $2, $2, 0x3120; mov.b32 {low, high}, t;
@@ -258,7 +258,7 @@ def _widen(pairs):
 
 @triton.jit
 def _head(offs_g, NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, MAX_QUERIES: tl.constexpr):
-    """The heads, counted over tokens, of the rows of a tile: heads of the first query, then of the second, ..."""
+    """Return the query head of each row of a tile: first all heads of query 0, then those of query 1, ..."""
     if MAX_QUERIES == 1:
         return offs_g
     return offs_g // GROUP_SIZE * (NUM_KV_HEADS * GROUP_SIZE) + offs_g % GROUP_SIZE
@@ -268,7 +268,7 @@ def _head(offs_g, NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, MAX_QUER
 def _load_query(
     q_ptr, stride_q, token, head, is_wanted, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """The query heads of a KV head, of one token."""
+    """Load one token's query heads of a KV head."""
     offs_g = tl.arange(0, BLOCK_M)[:, None]
     q_ptrs = q_ptr + token.to(tl.int64) * stride_q + (head * GROUP_SIZE + offs_g) * HEAD_DIM
     return tl.load(q_ptrs + tl.arange(0, HEAD_DIM)[None, :], mask=is_wanted & (offs_g < GROUP_SIZE), other=0.0)
@@ -282,14 +282,14 @@ def _merge(
 ):  # fmt: skip
     """Merge the parts of one sequence and KV head, weighted by their exponential sums; `out` is its first query head.
 
-    The rows of the tile are BLOCK_G from FIRST on. Each lane has a maximum of its own, so that no load waits for one.
+    The tile's rows are the BLOCK_G from FIRST on. Each lane keeps its own maximum, so that no load waits for another.
     """
-    LANES: tl.constexpr = 4096 // (BLOCK_G * HEAD_DIM) if BLOCK_G * HEAD_DIM < 4096 else 1  # 64 registers a thread
+    LANES: tl.constexpr = 4096 // (BLOCK_G * HEAD_DIM) if BLOCK_G * HEAD_DIM < 4096 else 1  # 64 registers per thread
     offs_g = FIRST + tl.arange(0, BLOCK_G)
     offs_d = tl.arange(0, HEAD_DIM)
     lane = tl.arange(0, LANES)
     ROWS: tl.constexpr = MAX_QUERIES * GROUP_SIZE
-    row = (first_slot * NUM_KV_HEADS + head) * ROWS + offs_g  # of the first part; the next is stride_part further
+    row = (first_slot * NUM_KV_HEADS + head) * ROWS + offs_g  # of the first part; parts are stride_part apart
     stride_part = NUM_KV_HEADS * ROWS
     m = tl.full([BLOCK_G, LANES], NEGATIVE, tl.float32)
     total = tl.zeros([BLOCK_G, LANES], tl.float32)
@@ -332,20 +332,23 @@ def decode_attention(
     and lse [B + NUM_SPLITS, Hk, MAX_QUERIES * G], float32. BLOCK_M is the smallest power of two >= MAX_QUERIES * G,
     and at least the smallest tile of the tensor cores; BLOCK_G of its rows are merged at once.
 
-    MAX_QUERIES: with 1, sequence j is token j. Else it has the tokens between entries j and j + 1 of `cu_query_lens`.
-    Those beyond MAX_QUERIES, which pad a step, get no output.
+    MAX_QUERIES: if 1, sequence j is token j. Otherwise its tokens are those between entries j and j + 1 of
+    `cu_query_lens`. Tokens beyond MAX_QUERIES, which pad a step, get no output.
 
     IS_FP8: pages are float8_e4m3fn with a scale [P, 2, Hk, page] for each token and head. GEMMs are in float16, which
-    holds such numbers exactly. A thread of the tensor cores wants two adjacent keys of one dimension of V, and only
-    16-bit numbers are transposed between shared memory and registers. So two dimensions are read as one 16-bit number,
-    and even and odd dimensions have an accumulator each; so have those of K, whose query then needs no moves.
-    FUSED: q is followed by the new keys and values, as the projection left them; each is the last of its sequence. Norm
-    and RoPE are computed here, and the program with a sequence's last part stores its key and value at `out_loc`; the
-    other programs do not need them. All this is part of the first round of the loop over keys, which has begun to load
-    keys and values by then.
-    PDL: the start overlaps with the kernel before, so all reads of its results come after `gdc_wait`; the work list,
-    the step's inputs and the keys of earlier steps must be older (an ordinary launch between `plan_decode` and this
-    kernel ensures that).
+    represents these values exactly. The tensor cores need two adjacent keys of one dimension of V in a register, but
+    only 16-bit elements can be transposed between shared memory and registers. So two dimensions of V are read as one
+    16-bit element, and even and odd dimensions are accumulated separately. K is split likewise, so that the query needs
+    no shuffles.
+
+    FUSED: q is followed by the new keys and values, straight from the projection; each is the last of its sequence.
+    This kernel applies norm and RoPE, and the program with a sequence's last part stores its key and value at
+    `out_loc`; no other program needs them. This happens in the first iteration of the loop over keys, whose prefetch
+    has begun by then.
+
+    PDL: the start overlaps with the preceding kernel, so all reads of its results follow `gdc_wait`. The work list, the
+    step's inputs and the keys of earlier steps must be older: an ordinary launch between `plan_decode` and this kernel
+    ensures that.
     """
     if PDL:
         gdc_launch_dependents()
@@ -395,7 +398,7 @@ def decode_attention(
         if FUSED:
             query = tl.zeros([BLOCK_M, HEAD_DIM], q_ptr.dtype.element_ty)
             is_last, stop = stop == length, tl.minimum(stop, length - 1)
-            end_key = tl.maximum(stop, start_key + 1)  # one at least, perhaps without keys
+            end_key = tl.maximum(stop, start_key + 1)  # at least one part, perhaps without keys
             slot = tl.load(out_loc_ptr + seq)
             _prefetch(cos_sin_ptr + (length - 1) * HEAD_DIM, HEAD_DIM, 32)
             if HAS_NORM:
@@ -409,14 +412,14 @@ def decode_attention(
             query_even, query_odd = tl.split(tl.reshape(query.to(tl.float16), [BLOCK_M, HEAD_DIM // 2, 2]))
             acc, acc_odd = tl.split(tl.reshape(acc, [BLOCK_M, HEAD_DIM // 2, 2]))
         for start in tl.range(start_key, end_key, TILE_KEYS, num_stages=NUM_STAGES):
-            if LOADS_AHEAD and start == start_key:  # the first keys are on their way
+            if LOADS_AHEAD and start == start_key:  # the first keys are being loaded
                 next_query = _load_query(
                     q_ptr, stride_q, following[0], next_head, has_next, GROUP_SIZE, HEAD_DIM, BLOCK_M
                 )
             if FUSED and start == start_key:
                 if PDL:
                     gdc_wait()
-                # Every row has the new key and value, so that no row waits for another one, and all loads come first.
+                # Every row loads the new key and value, so that no row waits for another, and all loads come first.
                 new_ptr = q_seq_ptr + (NUM_KV_HEADS * GROUP_SIZE + head) * HEAD_DIM
                 q_low, q_high = _load_halves(
                     q_seq_ptr, (head * GROUP_SIZE + offs_g) * HEAD_DIM, offs_g < GROUP_SIZE, HEAD_DIM
@@ -446,7 +449,7 @@ def decode_attention(
                 tl.store(k_ptrs + HEAD_DIM // 2, k8_high.to(dtype), mask=is_stored[:, None])
                 tl.store(k_ptrs + stride_kv, v8_low.to(dtype), mask=is_stored[:, None])
                 tl.store(k_ptrs + stride_kv + HEAD_DIM // 2, v8_high.to(dtype), mask=is_stored[:, None])
-                # The softmax begins with the new key in one program per sequence and head, without keys in the others.
+                # One program per sequence and head starts its softmax with the new key; the others start without keys.
                 m = tl.where(is_last, tl.sum(q_low * k_low + q_high * k_high, 1) * scale, NEGATIVE)
                 total = tl.where(is_last, tl.full([BLOCK_M], 1.0, tl.float32), 0.0)
                 query = _whole(q_low, q_high).to(q_ptr.dtype.element_ty)
@@ -464,7 +467,7 @@ def decode_attention(
             else:
                 page = tl.load(table_ptr + offs_n // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
                 offset = (page * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + offs_n % PAGE_SIZE
-            # Masked loads, since masking the scores does not remove NaN beyond the last key.
+            # Loads are masked, too: masking the scores does not remove a NaN beyond the last key.
             if IS_FP8:
                 k_ptrs = pages_ptr.to(tl.pointer_type(tl.uint16)) + offset[:, None] * (HEAD_DIM // 2)
                 k_ptrs += tl.arange(0, HEAD_DIM // 2)[None, :]
@@ -491,7 +494,7 @@ def decode_attention(
             correction = tl.exp2(m - new_m)
             total = total * correction + tl.sum(p, 1)
             if IS_FP8:
-                p = (p * (v_scale * 256.0)[None, :]).to(tl.float16)  # the sum of many small ones must not vanish
+                p = (p * (v_scale * 256.0)[None, :]).to(tl.float16)  # else many small terms would underflow
                 v_even, v_odd = _widen(v_pairs)
                 acc = tl.dot(p, v_even, acc * correction[:, None])
                 acc_odd = tl.dot(p, v_odd, acc_odd * correction[:, None])
@@ -510,7 +513,7 @@ def decode_attention(
             part_ptrs = part_ptr + offs_part[:, None].to(tl.int64) * HEAD_DIM + offs_d[None, :]
             tl.store(part_ptrs, acc, mask=offs_g[:, None] < num_rows)
             tl.store(lse_ptr + offs_part, m + tl.log2(total), mask=offs_g < num_rows)
-            tl.debug_barrier()  # the whole program's parts, before one thread announces them
+            tl.debug_barrier()  # all threads store their parts before one announces them
             done = tl.atomic_add(counters_ptr + seq * NUM_KV_HEADS + head, 1, sem="acq_rel")
             if done == num_parts - 1:
                 tl.store(counters_ptr + seq * NUM_KV_HEADS + head, 0)

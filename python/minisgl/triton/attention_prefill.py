@@ -1,10 +1,10 @@
 """Causal attention of prompt chunks over the paged cache (FlashAttention-2, arXiv:2307.08691).
 
 A tile is BLOCK_Q consecutive queries of one sequence with all G query heads of one KV head: BLOCK_M = BLOCK_Q * G rows
-(or a few less, for odd G) that share every key they read. `plan_prefill` lists the tiles on the device, longest first.
+(or a few less, for odd G) that share the keys they read. `plan_prefill` lists the tiles on the device, longest first.
 If there are too few tiles to fill the GPU (a short chunk after a long context), the keys of every tile are split into
-equal parts, and the last program to finish a tile merges its parts in index order. Layers with a sliding window have a
-list of their own, which splits less.
+equal parts, and the last program to finish a tile merges its parts in index order. Layers with a sliding window have
+their own list, which splits less.
 
 Letters in shapes: T tokens, B sequences, Hq/Hk query/KV heads, G = Hq / Hk, D head dimension, P pages.
 """
@@ -18,8 +18,8 @@ import triton.language as tl
 # head (used only if tiles are split), then the items, which are parts of tiles: row of the page table, first position,
 # first token, number of queries.
 COUNTERS = tl.constexpr(2)
-TILE = tl.constexpr(4)  # numbers per item
-MIN_PART = tl.constexpr(256)  # keys of a part
+TILE = tl.constexpr(4)  # integers per item
+MIN_PART = tl.constexpr(256)  # keys per part
 NEGATIVE = tl.constexpr(-1e30)  # instead of -inf, whose differences are NaN
 
 
@@ -88,7 +88,7 @@ def plan_prefill(
 
 @triton.jit
 def _load_lengths(kv_lens_ptr, cu_query_lens_ptr, seqs, num_seqs):
-    """KV and query lengths, 0 beyond the last sequence."""
+    """Load KV and query lengths, 0 beyond the last sequence."""
     mask = seqs < num_seqs
     begin = tl.load(cu_query_lens_ptr + seqs, mask=mask, other=0)
     end = tl.load(cu_query_lens_ptr + seqs + 1, mask=mask, other=0)
@@ -97,10 +97,10 @@ def _load_lengths(kv_lens_ptr, cu_query_lens_ptr, seqs, num_seqs):
 
 @triton.jit
 def _scaled(x, scale):
-    """Keys or values x [N, D] float8_e4m3fn with their scales [N] -> 16 times the numbers in float16, up to 4,088.
+    """Dequantize keys or values x [N, D] float8_e4m3fn with scales [N] to 16 times their value in float16 (<= 4,088).
 
-    The scales of small numbers stay exact enough in float16 so. To scale the products instead takes 200 instructions
-    more a tile, since every thread of a tensor core has 16 keys.
+    The factor 16 keeps the scales of small values precise in float16. Scaling the scores instead would take 200 more
+    instructions per tile, since each thread has 16 keys of a score tile.
     """
     return x.to(tl.float16) * tl.minimum(scale * 16.0, 146.0).to(tl.float16)[:, None]
 
@@ -111,10 +111,10 @@ def _add_keys(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_FP8: tl.constexpr, NUM_STAGES: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add keys [lo, hi) to the online softmax; without MASKED, whole tiles of keys that every query sees.
+    """Add keys [lo, hi) to the online softmax; without MASKED, these are whole tiles that every query sees.
 
-    A query that has seen no key yet adds up the values of masked keys. The first key that it does see, here or when
-    parts are merged, outweighs them completely.
+    A query that has seen no key yet accumulates the values of masked keys. Their weight becomes 0 with the first key
+    that it sees, here or when parts are merged.
     """
     offs_d = tl.arange(0, HEAD_DIM)
     for start in tl.range(lo, hi, BLOCK_N, num_stages=NUM_STAGES):
@@ -128,7 +128,7 @@ def _add_keys(
             offset = (page * 2 * NUM_KV_HEADS + head) * PAGE_SIZE * HEAD_DIM + (offs_n % PAGE_SIZE) * HEAD_DIM
         k_ptrs = pages_ptr + offset[:, None] + offs_d[None, :]
         v_ptrs = k_ptrs + NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
-        if MASKED:  # masked loads, since masking the scores does not remove NaN beyond the last key
+        if MASKED:  # loads, too: masking the scores does not remove a NaN beyond the last key
             k = tl.load(k_ptrs, mask=offs_n[:, None] < hi, other=0.0)
             v = tl.load(v_ptrs, mask=offs_n[:, None] < hi, other=0.0)
         else:
@@ -143,7 +143,7 @@ def _add_keys(
             is_seen = offs_n[None, :] <= position[:, None]
             if WINDOW > 0:
                 is_seen = is_seen & (offs_n[None, :] > position[:, None] - WINDOW)
-            # Scaled first: an FMA of NEGATIVE * scale with the subtraction below would leave a large remainder.
+            # Scale before masking: an FMA of NEGATIVE * scale with the subtraction below would leave a large remainder.
             x = tl.where(is_seen, x * scale, NEGATIVE)
             new_m = tl.maximum(m, tl.max(x, 1))
             p = tl.exp2(x - new_m[:, None])
@@ -171,8 +171,9 @@ def prefill_attention(
     """out [T, Hq, D] = softmax(scale q K^T) V of the listed tiles, causal; grid (at least items * Hk).
 
     q [T, >= Hq, D] has token stride `stride_q`; pages [P, 2, Hk, page, D]; `scale` includes log2(e);
-    part [MAX_PARTS * BLOCK_M, D] and lse [MAX_PARTS * BLOCK_M] float32. IS_FP8 is that of `decode_attention`; q should
-    be float16 then, since Triton keeps only what is loaded in shared memory and the rest in 32 registers of a thread.
+    part [MAX_PARTS * BLOCK_M, D] and lse [MAX_PARTS * BLOCK_M] float32. IS_FP8 is that of `decode_attention`. Then q
+    should be float16: a converted q would take 32 registers per thread, since Triton keeps only loaded operands in
+    shared memory.
     """
     head = tl.program_id(0) % NUM_KV_HEADS
     index = tl.program_id(0) // NUM_KV_HEADS
@@ -197,14 +198,14 @@ def prefill_attention(
     query = tl.load(q_ptrs, mask=is_row[:, None], other=0.0)
     if IS_FP8:
         query = query.to(tl.float16)
-        scale *= 0.0625  # keys are 16 times as large, see `_scaled`
+        scale *= 0.0625  # keys are multiplied by 16, see `_scaled`
 
     end = first_position + num_queries
     first_key = 0
     if WINDOW > 0:
         first_key = tl.maximum(first_position + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
     span = tl.cdiv(tl.cdiv(end - first_key, parts), BLOCK_N) * BLOCK_N
-    lo = tl.minimum(first_key + index % parts * span, end)  # by rounding up, the last parts may have no keys
+    lo = tl.minimum(first_key + index % parts * span, end)  # `span` is rounded up, so the last parts may have no keys
     hi = tl.minimum(lo + span, end)
     unmasked_end = tl.maximum(tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, hi), lo)
     m = tl.full([BLOCK_M], NEGATIVE, tl.float32)
@@ -235,17 +236,17 @@ def prefill_attention(
     if parts == 1:
         tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_row[:, None])
     else:
-        # A part without keys has no weight in the merge.
+        # A part without keys gets weight 0 in the merge.
         offs_part = tl.program_id(0) * BLOCK_M + offs_m
         has_keys = total > 0
         total = tl.where(has_keys, total, 1.0)
         tl.store(part_ptr + offs_part[:, None] * HEAD_DIM + offs_d[None, :], acc / total[:, None])
         tl.store(lse_ptr + offs_part, tl.where(has_keys, m + tl.log2(total), NEGATIVE))
-        tl.debug_barrier()  # the whole program's part, before one thread announces it
+        tl.debug_barrier()  # all threads store their part before one announces it
         tile = index // parts
         done = tl.atomic_add(work_ptr + COUNTERS + tile * NUM_KV_HEADS + head, 1, sem="acq_rel")
         if done == parts - 1:
-            tl.store(work_ptr + COUNTERS + tile * NUM_KV_HEADS + head, 0)  # the next layer counts again
+            tl.store(work_ptr + COUNTERS + tile * NUM_KV_HEADS + head, 0)  # for the next layer
             m = tl.full([BLOCK_M], NEGATIVE, tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)

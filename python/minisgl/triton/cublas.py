@@ -1,4 +1,4 @@
-"""Linear layers by cuBLAS, in 16 and in 8 bits, whose kernels are loaded at the start."""
+"""16-bit and FP8 GEMMs by cuBLAS, whose kernels are loaded at the start."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from torch.nn import functional as F
 
 from minisgl.core import TILE_TOKENS
 
-# cuBLAS may take another kernel for every number of rows. Among these are all numbers of sequences that sample, and
-# whole tiles of tokens, to which the scheduler cuts prompts (`scheduler/budget.py`).
+# cuBLAS may choose another kernel for every number of rows. These are all numbers of sampled sequences, and the whole
+# tiles of tokens to which the scheduler cuts prompts (`scheduler/budget.py`).
 LOADED_ROWS: Final = (*range(2, 257), *range(288, 4096, 32), *range(4096, 16385, TILE_TOKENS))
 
 
 class CublasLinear:
-    """Products with kernels for fewer rows loaded beforehand.
+    """GEMMs whose kernels can be loaded ahead of their first use.
 
-    The first launch of a kernel waits until the device is idle: under load, for as long as the steps in flight take (80
-    to 110 ms).
+    The first launch of a kernel waits until the device is idle, which takes 80 to 110 ms under load.
     """
 
     def __init__(self) -> None:
@@ -31,7 +30,7 @@ class CublasLinear:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Within, every call that is not captured also loads the kernels for fewer rows of its weight."""
+        """Inside this context, every uncaptured call also loads the kernels for fewer rows of the same weight."""
         self._is_loading = True
         try:
             yield
@@ -43,10 +42,10 @@ class CublasLinear:
         return self._loaded_product(weight, bias is None, len(x), lambda rows: F.linear(x[:rows], weight, bias))
 
     def scaled(self, x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor] | None, dtype: torch.dtype) -> Tensor:
-        """x [M, K] and weight [N, K] in 8 bits, M a multiple of 16 -> [M, N] in `dtype`.
+        """x [M, K] and weight [N, K] float8_e4m3fn, M a multiple of 16 -> [M, N] in `dtype`.
 
-        Scales of x and weight are of rows, [1, M] and [N, 1], or of blocks, [K / 128, M] and [N / 128, K / 128].
-        Without any, cuBLAS takes its kernels for one scale, which are faster.
+        The scales of x and weight are per row, [1, M] and [N, 1], or per block, [K / 128, M] and [N / 128, K / 128].
+        None selects cuBLAS's kernels for per-tensor scales, which are faster, with both scales 1.
         """
 
         def product(rows: int) -> Tensor:
@@ -54,8 +53,8 @@ class CublasLinear:
             if scales is not None:
                 groups = len(scales[0])
                 own, other = scales[0].view(-1)[: groups * rows].view(groups, rows).t(), scales[1].t()
-            # Without fast accumulation: the tensor cores' sums of 12,288 positive products were off by 20 % with it.
-            # Row scales need a result in bfloat16.
+            # No fast accumulation: with it, a sum of 12,288 positive terms was off by 20 %.
+            # Per-row scales need a bfloat16 result.
             return torch._scaled_mm(x[:rows], weight.t(), own, other, out_dtype=torch.bfloat16).to(dtype)
 
         return self._loaded_product(weight, scales and len(scales[0]) == 1, len(x), product)
@@ -73,7 +72,7 @@ class CublasLinear:
 
 @cache
 def _one(device: torch.device) -> Tensor:
-    """1 in float32; made by a call before any is captured."""
+    """Return the scale 1 in float32. The first call, which is not captured, creates it."""
     return torch.ones((), device=device)
 
 

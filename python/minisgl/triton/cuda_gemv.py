@@ -1,4 +1,4 @@
-"""Compiles and launches `gemv.cu`: one row and quantized weights on Hopper, in CUDA C++."""
+"""Compiles and launches `gemv.cu`, the GEMV with quantized weights for Hopper in CUDA C++."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from minisgl.triton.launch import is_noted
 from minisgl.triton.linear import Norm
 
 logger = logging.getLogger(__name__)
-_warn_once = cache(logger.warning)  # not for each shape
+_warn_once = cache(logger.warning)  # once, not once per shape
 
 SOURCE: Final = Path(__file__).parent / "cuda" / "gemv.cu"
 WARPS: Final = 8
-UNIT: Final = 64  # bytes of a row that are copied and multiplied together
-MAX_INPUTS: Final = 20480  # a part of a larger x does not fit into the registers
-MAX_OUTPUTS: Final = 256  # of a CTA, one for each thread of its WARPS
-GATES: Final = ("", "silu", "gelu_tanh")  # by their number in `gemv.cu`
+UNIT: Final = 64  # bytes of a row that a warp copies and multiplies at once
+MAX_INPUTS: Final = 20480  # a warp's columns of x must fit in its registers
+MAX_OUTPUTS: Final = 256  # per CTA: one per thread of its WARPS
+GATES: Final = ("", "silu", "gelu_tanh")  # indexed by GATE in `gemv.cu`
 MAX_WARPS: Final = 20  # MAX_THREADS in `gemv.cu`
-REGISTERS: Final = 1 << 16  # of an SM
-# Bytes of shared memory of a CTA with a norm, and of one without: one of each fits on an SM, with 1 KB more for each.
-# Two of a kind must not, or else an SM could get two where attention left room, and another SM none. Those with a norm
-# take more than half of the shared memory, those without more than half of the registers, by idle warps. In a layer
-# the two kinds take turns.
+REGISTERS: Final = 1 << 16  # per SM
+# Shared memory of a CTA with a norm and of one without, in bytes. In a layer, GEMVs with and without a norm alternate.
+# One CTA of each kind fits on an SM, so that the next GEMV can prefetch its weights. Two CTAs of one kind must not fit:
+# otherwise an SM that attention has left first would get two of them and another SM none. So a CTA with a norm takes
+# more than half of the shared memory, and one without a norm has idle warps that take more than half of the registers.
 SHARED_MEMORY: Final = {True: 118 << 10, False: 107 << 10}
 MORE_THAN_HALF: Final = 114 << 10
 
@@ -69,9 +69,9 @@ _PDL: Final = _LaunchAttribute(6, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_
 
 @cache
 def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL] | None:
-    """The driver and NVRTC, which PyTorch brings."""
+    """Load the CUDA driver and NVRTC, which PyTorch installs; return None if one is missing."""
     name = f"libnvrtc.so.{str(torch.version.cuda).split('.')[0]}"
-    path = next(Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}"), name)  # else one of the system
+    path = next(Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}"), name)  # else the system's
     try:
         return ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(str(path))
     except OSError as error:
@@ -80,7 +80,7 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL] | None:
 
 
 def supports(x: Tensor, weight: Quantized) -> bool:
-    """Whether `cuda_gemv` takes the weights: scales of rows in 8 bits, groups of 128 columns in 4."""
+    """Whether `cuda_gemv` has a kernel: for per-row scales with 8 bits, and for groups of 128 columns with 4 bits."""
     kind, n_in, floats = weight.format, weight.shape[1], (torch.bfloat16, torch.float16)
     if kind.bits == 8:
         is_supported = kind.group == 0 and n_in % UNIT == 0 and kind.scale_dtype is torch.float32
@@ -98,7 +98,7 @@ def supports(x: Tensor, weight: Quantized) -> bool:
 
 
 class Launch(NamedTuple):
-    """What `gemv.cu` is compiled for, its arguments, the number of CTAs and their bytes of shared memory."""
+    """`gemv.cu`'s macros and arguments, its number of CTAs, and the shared memory of each in bytes."""
 
     defines: dict[str, int]
     arguments: Arguments
@@ -110,7 +110,7 @@ def plan_launch(
     x: Tensor, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None, total: Tensor, out: Tensor,
     num_sms: int,
 ) -> Launch:  # fmt: skip
-    """As many stages of a warp's ring as fit; a stage has two units, or one if a warp has few or an odd number."""
+    """Choose the sizes: a warp's ring has as many stages as fit, and a stage one or two units."""
     kind, n_in, n_out = weight.format, weight.shape[1], out.shape[1]
     tile, most = (8, MAX_OUTPUTS // 2) if gate else (16, MAX_OUTPUTS)
     grid = num_sms * ceil_div(n_out, num_sms * most)
@@ -118,7 +118,7 @@ def plan_launch(
     warp_units = ceil_div(n_in * kind.bits // 8, UNIT * WARPS)
     units = 2 if kind.bits == 4 or warp_units % 2 == 0 else 1
     blocks = ceil_div(ceil_div(warp_units, units) * units * (512 // kind.bits), 128)
-    other = blocks * 264 + rows * 4 + 16  # of a warp: x, scales of its groups, sums; `struct Warp` in `gemv.cu`
+    other = blocks * 264 + rows * 4 + 16  # of a warp's x, group scales and sums: `struct Warp` in `gemv.cu`
     stage = units * (16 * UNIT + (64 if kind.bits == 4 else 0))
     stages = (SHARED_MEMORY[norm is not None] // WARPS - other) // stage
     defines = {
@@ -138,7 +138,7 @@ def _check(code: int, what: str) -> None:
 
 
 def compile_source(nvrtc: ctypes.CDLL, source: bytes, options: list[bytes]) -> bytes:
-    """Return a cubin. Raises `RuntimeError` with what the compiler says."""
+    """Return a cubin. Raises `RuntimeError` with the compiler's messages."""
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     array = (ctypes.c_char_p * len(options))(*options)
     _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"gemv.cu", 0, None, None), "nvrtcCreateProgram")
@@ -157,7 +157,10 @@ def compile_source(nvrtc: ctypes.CDLL, source: bytes, options: list[bytes]) -> b
 
 
 def find_or_compile(nvrtc: ctypes.CDLL, defines: dict[str, int]) -> bytes:
-    """Return the cubin that Triton's cache has behind its digest, or compile it. Raises `RuntimeError`, `OSError`."""
+    """Return the cubin from Triton's cache, where a digest precedes it, or compile it.
+
+    Raises `RuntimeError` and `OSError`.
+    """
     major, minor = ctypes.c_int(), ctypes.c_int()
     _check(nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
     source = SOURCE.read_bytes()
@@ -167,7 +170,7 @@ def find_or_compile(nvrtc: ctypes.CDLL, defines: dict[str, int]) -> bytes:
     path = files.get_file("gemv.cubin")
     stored = b"" if path is None else Path(path).read_bytes()
     digest, cubin = stored[:32], stored[32:]
-    if digest != hashlib.sha256(cubin).digest():  # the driver might read beyond the end of a damaged one
+    if digest != hashlib.sha256(cubin).digest():  # the driver may read beyond the end of a damaged cubin
         cubin = compile_source(nvrtc, source, options)
         files.put(hashlib.sha256(cubin).digest() + cubin, "gemv.cubin")
     return cubin
@@ -175,7 +178,7 @@ def find_or_compile(nvrtc: ctypes.CDLL, defines: dict[str, int]) -> bytes:
 
 @cache
 def _load(device: torch.device, **defines: int) -> tuple[int, int] | None:
-    """Return a kernel's handle and the warps of its CTA, or None if it cannot be compiled or loaded."""
+    """Return a kernel's handle and its warps per CTA, or None if it cannot be compiled or loaded."""
     libraries = _libraries()
     assert libraries is not None, "supports() asks for them"
     try:
@@ -186,7 +189,7 @@ def _load(device: torch.device, **defines: int) -> tuple[int, int] | None:
     except (OSError, RuntimeError) as error:
         _warn_once("one row takes Triton's kernel, because gemv.cu cannot be compiled or loaded: %s", str(error))
         return None
-    # Without a norm, a CTA has so many warps that a second one lacks the registers.
+    # Without a norm: enough warps to take more than half of the registers (see SHARED_MEMORY).
     warps = min(MAX_WARPS, REGISTERS // (2 * 32 * round_up(registers, 8)) + 1)
     return function, (WARPS if defines["HAS_NORM"] else max(WARPS, warps))
 
@@ -194,7 +197,7 @@ def _load(device: torch.device, **defines: int) -> tuple[int, int] | None:
 def cuda_gemv(
     x: Tensor, weight: Quantized, bias: Tensor | None, gate: str = "", norm: Norm | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """x [1, K] -> (out [1, N], x + residual [1, K], or x itself without a residual), or None without a kernel."""
+    """x [1, K] -> (out [1, N], x + residual [1, K], or x itself without a residual); None if there is no kernel."""
     if not supports(x, weight):
         return None
     out = empty((1, weight.shape[0] // (2 if gate else 1)), dtype=x.dtype, device=x.device)

@@ -1,10 +1,10 @@
-"""The first and the last kernel of a captured decode step: the plan comes from, and the tokens go to, pinned memory.
+"""The first and last kernels of a captured decode step: they read the plan from, and write tokens to, pinned memory.
 
-Both kernels access the host's memory directly. A copy of the plan in front of the graph would cost 10 us of GPU time a
-step (H200); a kernel that fetches 2 KB over the bus costs 3 us.
+Both access host memory directly. Copying the plan before the graph would cost 10 us of GPU time per step (H200); a
+kernel that fetches 2 KB over the bus costs 3 us.
 
-`step` [1] int32 counts the captured steps on the device, as the runner does on the host: together they walk through the
-rings. A slot of the input ring, int32, is [count, number of page writes, rows [capacity], stops [capacity],
+`step` [1] int32 counts the captured steps on the device. The runner counts them on the host, and both use the count to
+index the rings. A slot of the input ring, int32, is [count, number of page writes, rows [capacity], stops [capacity],
 flags [capacity], indices of masks [capacity], page writes as triples (row, index, page)]; a slot of the output ring is
 [2 + StepResult.WIDTH, capacity], of which most steps write the first two lines only.
 """
@@ -40,7 +40,7 @@ def _begin_decode(
     step = tl.load(step_ptr)
     slot_ptr = ring_ptr + (step % RING) * stride_ring
     offs = tl.arange(0, BLOCK)
-    # No load of these waits for another: each is a round trip over the bus.
+    # Independent loads, since each is a round trip over the bus.
     count = tl.load(slot_ptr, volatile=True)
     num_writes = tl.load(slot_ptr + 1, volatile=True)
     mask = offs < size
@@ -57,7 +57,7 @@ def _begin_decode(
         index = tl.load(write_ptrs + 1, mask=offs_w < num_writes, other=0, volatile=True)
         page = tl.load(write_ptrs + 2, mask=offs_w < num_writes, other=0, volatile=True)
         tl.store(page_table_ptr + target * stride_table + index, page, mask=offs_w < num_writes)
-    tl.debug_barrier()  # the pages just written are read below, by other threads
+    tl.debug_barrier()  # other threads read the pages just written
     position = stop - 1
     page_ptrs = page_table_ptr + row.to(tl.int64) * stride_table + position // PAGE_SIZE
     page = tl.load(page_ptrs, mask=mask, other=0, cache_modifier=".cg")
@@ -74,7 +74,7 @@ def _begin_decode(
 
 @triton.jit(do_not_specialize=["size"])
 def _publish(out_ptr, ring_ptr, step_ptr, stride_ring, capacity, size, BLOCK: tl.constexpr, RING: tl.constexpr):
-    """Copy a line of `out` to the slot of the step that has just begun; one line a program."""
+    """Copy one line of `out` per program to the slot of the step that has just begun."""
     line = tl.program_id(0)
     slot_ptr = ring_ptr + ((tl.load(step_ptr) - 1) % RING) * stride_ring
     offs = tl.arange(0, BLOCK)
@@ -117,7 +117,7 @@ def publish(out: Tensor, ring: Tensor, step: Tensor, capacity: int) -> None:
 
 
 def _block(size: int) -> int:
-    """Lanes for `size` rows; the usual batch sizes share one kernel."""
+    """Return the lanes for `size` rows; common batch sizes share one kernel."""
     return max(256, triton.next_power_of_2(size))
 
 
@@ -138,11 +138,11 @@ def write_input(slot: Ints, plan: BatchPlan, capacity: int) -> None:
 
 
 def input_ring(capacity: int, page_writes: int, pin: bool = True) -> Tensor:
-    """The host's side of `begin_decode`: [RING, n] int32."""
+    """Allocate the host's side of `begin_decode`: [RING, n] int32."""
     width = HEAD + COLUMNS * capacity + words(PAGE_WRITE) * page_writes
     return torch.zeros(RING, width, dtype=torch.int32, pin_memory=pin)
 
 
 def output_ring(capacity: int, pin: bool = True) -> Tensor:
-    """The host's side of `publish`: [RING, 2 + StepResult.WIDTH, capacity] int32."""
+    """Allocate the host's side of `publish`: [RING, 2 + StepResult.WIDTH, capacity] int32."""
     return torch.zeros(RING, 2 + StepResult.WIDTH, capacity, dtype=torch.int32, pin_memory=pin)

@@ -1,6 +1,6 @@
-"""What a captured step with drafts does around the forward pass: true positions before, confirmation and lookup behind.
+"""The parts of a captured step with drafts around the forward pass: true positions before; confirmation, n-gram lookup.
 
-One launch each, instead of dozens of small ones. `engine/drafting.py` says the same in torch.
+Each is one launch instead of dozens of small ones. `engine/drafting.py` has the same in torch.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_TOKENS: Final = 1024
-BLOCK_DRAFTS: Final = 16  # more than a slot computes
+BLOCK_DRAFTS: Final = 16  # more than the queries of a sequence
 BLOCK_HISTORY: Final = 2048
-BASE = tl.constexpr(1 << 16)  # more than the positions that are searched
+BASE = tl.constexpr(1 << 16)  # larger than every position that is searched
 
 
 @triton.jit
 def _place(t, mask, codes_ptr, planned_ptr, rows_ptr, lengths_ptr):
-    """The code, row and true position of tokens."""
+    """Return the code, row and true position of tokens."""
     code = tl.load(codes_ptr + t, mask=mask, other=0)
     position = tl.load(planned_ptr + t, mask=mask, other=0)
     row = tl.load(rows_ptr + t, mask=mask, other=0)
@@ -30,7 +30,7 @@ def _place(t, mask, codes_ptr, planned_ptr, rows_ptr, lengths_ptr):
 
 @triton.jit
 def _id(code, row, mask, last_token_ptr, drafts_ptr, stride_drafts):
-    """The token id that a code stands for."""
+    """Return the token id that a code stands for."""
     newest = tl.load(last_token_ptr + row, mask=mask & (code < 0), other=0)
     draft = tl.load(drafts_ptr + row * stride_drafts - 3 - code, mask=mask & (code < -2), other=0)
     return tl.where(code >= 0, code, tl.where(code >= -2, newest, draft))
@@ -44,7 +44,7 @@ def _place_tokens(
     num_writes, num_tokens, num_seqs, num_samples, stride_table, stride_drafts,
     PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program, so that the page writes come first."""
+    """Runs as a single program, so that the page writes come first."""
     offs = tl.arange(0, BLOCK)
     for first in range(0, num_writes, BLOCK):
         mask = first + offs < num_writes
@@ -52,7 +52,7 @@ def _place_tokens(
         entry = tl.load(write_ptrs, mask=mask, other=0).to(tl.int64) * stride_table
         entry += tl.load(write_ptrs + 1, mask=mask, other=0)
         tl.store(page_table_ptr + entry, tl.load(write_ptrs + 2, mask=mask, other=0), mask=mask)
-    tl.debug_barrier()  # the pages just written are read below, by other threads
+    tl.debug_barrier()  # other threads read the pages just written
     for first in range(0, num_tokens, BLOCK):
         t = first + offs
         mask = t < num_tokens
@@ -79,9 +79,9 @@ def _place_tokens(
 
 
 class Placed(NamedTuple):
-    """What `place_tokens` derives of T tokens, B sequences and S sampled tokens; int32, but `out_loc` is int64.
+    """The results of `place_tokens` for T tokens, B sequences and S sampled tokens; int32, but `out_loc` is int64.
 
-    Fields are those of `Batch` and `Sampling`. They may have room for more.
+    Fields are those of `Batch` and `Sampling`. Buffers may be longer than T, B and S.
     """
 
     ids: Tensor  # [T]
@@ -105,10 +105,10 @@ def place_tokens(
     placed: Placed,
     page_size: int,
 ) -> None:
-    """Apply page writes [P, 3], and derive `placed` from what the host knows.
+    """Apply page writes [P, 3], and compute `placed` from the host's inputs, all int32.
 
-    That is `tokens` [3, T]: `Batch.input_ids`, planned positions and rows; cu_query_lens [B + 1]; and logit_tokens [S];
-    all int32. `lengths` and `drafts` are those of `Drafting`; without DRAFTS they may be anything.
+    These are `tokens` [3, T] (`Batch.input_ids`, planned positions, rows), cu_query_lens [B + 1] and logit_tokens [S].
+    `lengths` and `drafts` are those of `Drafting`; they are not read without DRAFTS.
     """
     _place_tokens[(1,)](
         *tokens, cu_query_lens, logit_tokens, page_writes, page_table, last_token, lengths, drafts, *placed,
@@ -122,7 +122,7 @@ def _settle(
     out_ptr, ids_ptr, codes_ptr, rows_ptr, cu_query_lens_ptr, lengths_ptr, history_ptr, last_token_ptr, confirmed_ptr,
     num_samples, stride_history, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One sequence a program; column i of `out` is token i."""
+    """One program per sequence; column i of `out` is token i."""
     first = tl.load(cu_query_lens_ptr + tl.program_id(0))
     width = tl.load(cu_query_lens_ptr + tl.program_id(0) + 1) - first
     code = tl.load(codes_ptr + first, mask=width > 0, other=0)
@@ -137,7 +137,7 @@ def _settle(
         count = tl.min(tl.where(is_right, BLOCK, offs), 0) + 1
         tl.store(confirmed_ptr + first + offs, (offs < count).to(tl.int32), mask=offs < width)
         history_ptr += row * stride_history
-        tl.store(history_ptr + length - 1, tl.load(ids_ptr + first))  # it may have been in flight
+        tl.store(history_ptr + length - 1, tl.load(ids_ptr + first))  # the host may not have known it
         tl.store(history_ptr + length + offs, token, mask=offs < count)
         tl.store(lengths_ptr + row, length + count)
         tl.store(last_token_ptr + row, tl.sum(tl.where(offs == count - 1, token, 0), 0))
@@ -154,11 +154,11 @@ def settle(
     last_token: Tensor,
     confirmed: Tensor,
 ) -> None:
-    """Confirm the tokens of the first sequences of a step as `Drafting.settle` does, but draft nothing.
+    """Confirm the tokens of a step's first sequences as `Drafting.settle` does, without drafting.
 
-    out [2 or more, S] int32 are sampled tokens and whether they are finite, for each token of these sequences in order.
-    ids and codes [T], and cu_query_lens [B + 1] are those of `place_tokens`; rows [B] int32. Written: lengths, history
-    and last_token of the rows with DRAFTS, and their entries of `confirmed` [S].
+    out [2 or more, S] int32 has, for each token of these sequences in order, the sampled token and whether its logits
+    were finite. ids and codes [T] and cu_query_lens [B + 1] are those of `place_tokens`; rows [B] int32. For rows with
+    DRAFTS it writes lengths, history, last_token, and their entries of `confirmed` [S].
     """
     _settle[(len(cu_query_lens) - 1,)](
         out, ids, codes, rows, cu_query_lens, lengths, history, last_token, confirmed, out.stride(0), history.stride(0),
@@ -171,13 +171,13 @@ def _look_up(
     history_ptr, rows_ptr, lengths_ptr, drafts_ptr, counts_ptr, stride_history, window,
     MIN_MATCH: tl.constexpr, MAX_MATCH: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program. COUNT is a power of two."""
+    """One program per row. COUNT is a power of two."""
     index = tl.program_id(0)
     ids_ptr = history_ptr + tl.load(rows_ptr + index) * stride_history
     length = tl.load(lengths_ptr + index)
     newest = tl.maximum(length - 1, 0)
     first = tl.maximum(length - window, 0)
-    best = tl.zeros([BLOCK], tl.int32)  # the most tokens that match, and there the last position
+    best = tl.zeros([BLOCK], tl.int32)  # the longest match, and its last position
     for start in range(first, newest, BLOCK):
         offs = start + tl.arange(0, BLOCK)
         is_match = offs < newest
@@ -200,7 +200,7 @@ def _look_up(
 def look_up(
     history: Tensor, rows: Tensor, lengths: Tensor, longest: int, window: int, matches: tuple[int, int], count: int
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.look_up`, but drafts of rows without a match are 0."""
+    """`reference.look_up`, except that drafts of rows without a match are 0."""
     assert window <= BASE.value and count & (count - 1) == 0, f"a window of {window} tokens, or {count} drafts"
     drafts = torch.empty(len(rows), count, dtype=torch.int32, device=rows.device)
     counts = torch.empty_like(lengths)

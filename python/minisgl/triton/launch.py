@@ -17,12 +17,12 @@ from triton.compiler import CompiledKernel
 INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it when it is first imported
 COUNTERS: Final = 1 << 14
 MAX_COMPILE_THREADS: Final = 16
-MAX_CHAINED: Final = 256  # rows; 64 rows of a layer of 8B in FP8: 101 us instead of 106
+MAX_CHAINED: Final = 256  # rows; a layer of 8B in FP8 at 64 rows takes 101 us instead of 106
 
 _WITHOUT_PDL: Final[dict[str, Any]] = {"PDL": False}
 _WITH_PDL: Final[dict[str, Any]] = {"PDL": True, "launch_pdl": True}
 _counters: dict[tuple[torch.device, int, int], Tensor] = {}
-_noted: dict[Hashable, Callable[[], object]] | None = None  # how to load the kernels of `compile_ahead`, while it notes
+_noted: dict[Hashable, Callable[[], object]] | None = None  # loaders of kernels, inside `compile_ahead`
 
 
 @cache
@@ -32,28 +32,28 @@ def has_pdl(device: torch.device) -> bool:
 
 
 def pdl_options(device: torch.device, is_chained: bool = True) -> dict[str, Any]:
-    """Launch options of a kernel with the parameter `PDL: tl.constexpr`; PDL is on if the kernel `is_chained`.
+    """Return the launch options of a kernel with the parameter `PDL: tl.constexpr`; PDL is on if it `is_chained`.
 
-    Chained are the kernels of a one-row step, those of one op, and of up to MAX_CHAINED rows those of quantized layers
-    and in front of attention. With PDL a kernel first calls `gdc_launch_dependents`, may then read what no kernel of
-    the step writes (weights), and calls `gdc_wait` before anything else. Every kernel of a chain must wait: its end
-    stands for the end of all kernels before only if it has itself waited for its predecessor. Where a kernel waits
-    before it launches its dependents, these may read the results of its predecessor before they wait (`moe.py:
-    _down_gemv`). Small kernels between two GEMMs do so, too: else the second GEMM would start while the first still
-    fills most SMs, and crowd on the others.
+    Chained kernels are those of a one-row step, those inside one op, and, up to MAX_CHAINED rows, those of quantized
+    layers and before attention. With PDL, a kernel first calls `gdc_launch_dependents`. It may then read what no kernel
+    of the step writes (weights), and calls `gdc_wait` before anything else. Every kernel of a chain must wait, because
+    its end implies the end of all earlier kernels only if it has waited for its predecessor. If a kernel waits before
+    it launches its dependents, these may read its predecessor's results before they wait (`moe.py: _down_gemv`). Small
+    kernels between two GEMMs do this, too: otherwise the second GEMM would start while the first still fills most SMs,
+    and crowd onto the few that are free.
     """
     return _WITH_PDL if is_chained and has_pdl(device) else _WITHOUT_PDL
 
 
 def counters(device: torch.device, idle: int = 0, stride: int = 1) -> Tensor:
-    """COUNTERS int32, every `stride`-th of them in use, that hold `idle` between kernels.
+    """Return COUNTERS int32 that are `idle` between kernels; every `stride`-th is in use.
 
-    For kernels whose last program to arrive does the rest and restores the counters. All such kernels share them, so
-    they must run in one stream.
+    For kernels whose last program finishes the work and resets the counters. All such kernels share them, so they must
+    run in one stream.
     """
     tensor = _counters.get((device, idle, stride))
     if tensor is None:
-        # Made during a capture, they would be filled at replay only and live in the graph's memory.
+        # If allocated during a capture, they would be filled only at replay, and would be in the graph's memory.
         assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run once before capturing"
         tensor = torch.full((COUNTERS * stride,), idle, dtype=torch.int32, device=device)
         _counters[device, idle, stride] = tensor
@@ -65,14 +65,14 @@ def _launch_nothing(*_: Any) -> None:
 
 
 def is_noted(key: Hashable, load: Callable[[], object]) -> bool:
-    """Whether `compile_ahead` calls `load` at its end, so that a kernel that is not Triton's must not be launched."""
+    """Whether `compile_ahead` is active. It then calls `load` at its end, and the kernel must not be launched now."""
     if _noted is not None:
         _noted[key] = load
     return _noted is not None
 
 
 class _Uncompiled:
-    """Stands for a kernel that is yet to be compiled."""
+    """A stand-in for a kernel that is not compiled yet."""
 
     function = packed_metadata = None
     launch_metadata = run = staticmethod(_launch_nothing)
@@ -80,10 +80,10 @@ class _Uncompiled:
 
 @contextmanager
 def compile_ahead(progress: Callable[[int, int], None] | None = None) -> Iterator[None]:
-    """Within, note kernels instead of launching them; at the end, compile or load all of them at once in threads.
+    """Record kernels instead of launching them; at the end, compile or load all of them in parallel threads.
 
-    One after the other they took 7 s of a cold start. What runs within computes garbage, and ranks whose kernels wait
-    for each other need not have launched the same ones before. `progress` is called with (kernels done, all kernels).
+    Compiled one by one they took 7 s of a cold start. Results of ops in this context are garbage. Ranks whose kernels
+    wait for each other need not launch the same kernels in it. `progress` is called with (kernels done, all kernels).
     """
     global _noted
     cached: list[tuple[Any, str]] = []
@@ -100,7 +100,7 @@ def compile_ahead(progress: Callable[[int, int], None] | None = None) -> Iterato
 
         noted[kernel, key] = load
         cached.append((kernel, key))
-        return True  # do not compile it now
+        return True  # tells Triton not to compile it now
 
     hook, run = knobs.runtime.jit_cache_hook, CompiledKernel.run
     knobs.runtime.jit_cache_hook = note

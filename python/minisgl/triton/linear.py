@@ -22,7 +22,7 @@ NUM_SMS: Final = 132  # of an H100 or H200
 
 
 class Norm(NamedTuple):
-    """What precedes a product: `residual` += x, if there is one, and an RMS norm."""
+    """What precedes a GEMM: `residual` += x, if there is a residual, and an RMS norm."""
 
     residual: Tensor | None
     weight: Tensor
@@ -40,10 +40,10 @@ def _gemv(
 ):  # fmt: skip
     """out[N] = f(x)[K] weight[N, K]^T; grid (N / BLOCK_N). The weights go straight to registers.
 
-    HAS_RESIDUAL: x + residual in place of x; the first program also stores the sum to `total`, another buffer, since
-    the other programs may not have read `residual` yet. HAS_NORM: RMS norm of x; its scale is applied to the result, so
-    one pass over x is enough. GATE: weight is [2N, K], gate above up, and out is one of `reference.GATES` of both; ""
-    is a plain GEMV. K <= BLOCK_K * NUM_BLOCKS_K.
+    HAS_RESIDUAL: x + residual replaces x. The first program stores the sum to `total`, a separate buffer, since other
+    programs may not have read `residual` yet. HAS_NORM: RMS norm of x; the result is multiplied by its scale, so one
+    pass over x is enough. GATE: weight is [2N, K], gate before up, and out is one of `reference.GATES` of both; "" is a
+    plain GEMV. K <= BLOCK_K * NUM_BLOCKS_K.
     """
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first_k = tl.arange(0, BLOCK_K)
@@ -99,7 +99,7 @@ def _gemv(
 
 
 class GemvConfig(NamedTuple):
-    """Tile of a program (outputs by inputs), and warps."""
+    """Tile (outputs, inputs) and warps."""
 
     block_n: int
     block_k: int
@@ -107,10 +107,10 @@ class GemvConfig(NamedTuple):
 
 
 def gemv_config(n_out: int, n_in: int) -> GemvConfig:
-    """Tiles of 1,024 inputs (8 a thread) by 2 outputs; by 4 if one such tile is all of K and there are many.
+    """Return the tile: 1,024 inputs (8 per thread) by 2 outputs; by 4 if it covers K and there are many outputs.
 
-    For 2 and 4 outputs: N x K = 151936 x 1024 92.6, 69.6; 4096 x 1024 3.51, 2.89; 1024 x 2048 2.39, 2.63; 6144 x 4096
-    11.9, 13.1; 5120 x 17408 41.1, 41.3. A gated tile has twice the weights: 12288 x 4096 51.8, 55.7.
+    Times with 2 and 4 outputs: N x K = 151936 x 1024 92.6, 69.6; 4096 x 1024 3.51, 2.89; 1024 x 2048 2.39, 2.63; 6144 x
+    4096 11.9, 13.1; 5120 x 17408 41.1, 41.3. A gated tile has twice the weights: 12288 x 4096 51.8, 55.7.
     """
     block_k = min(1024, max(16, triton.next_power_of_2(n_in)))
     block_n = 4 if n_in <= 1024 and n_out >= 4096 else 2
@@ -152,10 +152,7 @@ def _gemv_rows(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_BLOCKS_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """As `_gemv` for rows <= BLOCK_M: the weights of BLOCK_N outputs meet all rows in registers.
-
-    Tiles are [BLOCK_M, BLOCK_N, BLOCK_K].
-    """
+    """`_gemv` for up to BLOCK_M rows, with tiles [BLOCK_M, BLOCK_N, BLOCK_K] in registers."""
     m3, k0 = tl.arange(0, BLOCK_M)[:, None, None], tl.arange(0, BLOCK_K)[None, None, :]
     n3 = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), n_out - 1)[None, :, None]
     acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
@@ -174,16 +171,16 @@ def _gemv_rows(
 
 
 def prefers_gemv_rows(rows: int, n_out: int, n_in: int) -> bool:
-    """Whether the CUDA cores are faster for a few rows: small matrices only, since they read x again for each output.
+    """Whether the CUDA cores are faster for a few rows, as for small matrices: every program reads all of x.
 
-    Against the best of `skinny_gemm` and cuBLAS, 2 rows and 4: N x K = 1024 x 2048 3.4 / 4.9, 4.1 / 5.0; 1024 x 3072
-    4.0 / 5.6, 4.7 / 5.7; 4096 x 1024 4.8 / 5.0, 5.9 / 5.0.
+    `gemv_rows` / the best of `skinny_gemm` and cuBLAS, for 2 rows and for 4: N x K = 1024 x 2048 3.4 / 4.9, 4.1 / 5.0;
+    1024 x 3072 4.0 / 5.6, 4.7 / 5.7; 4096 x 1024 4.8 / 5.0, 5.9 / 5.0.
     """
     return 2 <= rows <= 4 and n_out <= 2048 and n_in <= 4096
 
 
 def gemv_rows(x: Tensor, weight: Tensor, bias: Tensor | None, block_n: int = 2) -> Tensor:
-    """x [M, K], weight [N, K] -> [M, N], `block_n` outputs a program."""
+    """x [M, K], weight [N, K] -> [M, N], with `block_n` outputs per program."""
     (rows, n_in), n_out = x.shape, len(weight)
     out = empty((rows, n_out), dtype=x.dtype, device=x.device)
     block_k = min(1024, max(16, triton.next_power_of_2(n_in)))
@@ -204,10 +201,10 @@ def _skinny_gemm(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """out[M, N] = x[M, K] weight[N, K]^T; grid (N / BLOCK_N, SPLIT_K). The weights are the M side of the tensor cores.
+    """out[M, N] = x[M, K] weight[N, K]^T; grid (N / BLOCK_N, SPLIT_K). The weights are the tensor cores' M operand.
 
-    SPLIT_K programs share a tile of outputs, each with a part of K. The last to arrive adds up the partial sums in
-    order, so the result does not depend on which program that is. Counters are left at zero. K is a multiple of
+    SPLIT_K programs share a tile of outputs, each with a part of K. The last one to finish adds the partial sums in
+    order, so the result does not depend on which program is last. Counters are left at zero. K is a multiple of
     BLOCK_K * SPLIT_K.
     """
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -216,7 +213,7 @@ def _skinny_gemm(
     weight_ptrs = weight_ptr + tl.minimum(offs_n, n_out - 1).to(tl.int64)[:, None] * n_in
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    length = n_in // (SPLIT_K * BLOCK_K) * BLOCK_K  # aligned: else copies are of 4 or 8 bytes
+    length = n_in // (SPLIT_K * BLOCK_K) * BLOCK_K  # aligned, for copies of 16 bytes
     for start in tl.range(split * length, split * length + length, BLOCK_K, num_stages=NUM_STAGES):
         offs_k = start + tl.arange(0, BLOCK_K)
         x = tl.load(x_ptr + offs_m[:, None] * n_in + offs_k[None, :], mask=(offs_m < rows)[:, None], other=0.0)
@@ -250,7 +247,7 @@ def _skinny_gemm(
 
 
 class SkinnyConfig(NamedTuple):
-    """Tile (outputs by inputs), programs per tile of outputs, pipeline stages, warps."""
+    """Tile (outputs, inputs), programs per tile of outputs, pipeline stages, warps."""
 
     block_n: int
     block_k: int
@@ -260,12 +257,12 @@ class SkinnyConfig(NamedTuple):
 
 
 def skinny_config(rows: int, n_out: int, n_in: int, dtype: torch.dtype, is_gated: bool = False) -> SkinnyConfig | None:
-    """The tiles for `rows` rows, or None if cuBLAS is as fast or the shape does not fit.
+    """Return the tile for `rows` rows, or None if cuBLAS is as fast or the shape does not fit.
 
-    Tiles of 64 outputs are the smallest that wgmma takes. K is split to have up to NUM_SMS programs, but into nothing
-    shorter than pays. A last wave with few programs costs more than is won, unless programs are long or waves many.
-    Against cuBLAS at 4 rows: N x K = 4096 x 1024 5.0 / 5.3, 4096 x 4096 11.2 / 13.0, 4096 x 12288 27.2 / 30.0, 5120 x
-    17408 44.4 / 48.9, 151936 x 4096 275 / 287; cuBLAS wins 5120 x 5120 with 15.5 / 16.0. Gated, against cuBLAS and the
+    Tiles of 64 outputs are the smallest that wgmma takes. K is split so that there are up to NUM_SMS programs, unless
+    parts become too short to pay. A partial last wave costs more than split-K gains, unless waves are many or long.
+    Ours / cuBLAS at 4 rows: N x K = 4096 x 1024 5.0 / 5.3, 4096 x 4096 11.2 / 13.0, 4096 x 12288 27.2 / 30.0, 5120 x
+    17408 44.4 / 48.9, 151936 x 4096 275 / 287; cuBLAS wins 5120 x 5120 with 15.5 / 16.0. Gated, ours / cuBLAS plus the
     activation: 3072 x 1024 6.4 / 7.1, 12288 x 4096 48.5 / 49.2; cuBLAS wins 17408 x 5120 (136 tiles) with 88 / 93.
     """
     if not 2 <= rows <= MAX_GEMM_ROWS or dtype not in (torch.bfloat16, torch.float16):

@@ -1,7 +1,7 @@
-"""Log-probabilities of sampled tokens and of the likeliest ones: the TOP of each tile of a row, then the TOP of these.
+"""Log-probabilities of the sampled and the likeliest tokens: the TOP of each tile of a row, then the TOP of these.
 
-A logit and its token are packed into one int64 key, which orders them: the larger logit first, the lower token first
-among equals. Keys are distinct, so removing the largest leaves the next.
+A logit and its token are packed into one int64 key. Keys sort by logit, and among equal logits by token, the lowest
+first. They are distinct, so removing the largest leaves the next.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _token(key):
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _tile_tops(logits_ptr, flags_ptr, tops_ptr, peaks_ptr, masses_ptr, vocab_size, num_tiles, BLOCK: tl.constexpr):
-    """Of a tile: its TOP keys, its largest logit, and its sum of exp(logit - largest); grid (S, V / BLOCK)."""
+    """Find a tile's TOP keys, largest logit, and sum of exp(logit - largest); grid (S, V / BLOCK)."""
     seq, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if (tl.load(flags_ptr + seq) & LOGPROBS) != 0:
         offs = tile * BLOCK + tl.arange(0, BLOCK)
@@ -67,7 +67,7 @@ def _logprobs(
     logits_ptr, flags_ptr, tokens_ptr, tops_ptr, peaks_ptr, masses_ptr, out_ptr, vocab_size, num_tiles, num_seqs,
     BLOCK_TILES: tl.constexpr, BLOCK_TOPS: tl.constexpr,
 ):  # fmt: skip
-    """A sequence's column of out [StepResult.WIDTH, S]; grid (S)."""
+    """Write a sequence's column of out [StepResult.WIDTH, S]; grid (S)."""
     seq = tl.program_id(0).to(tl.int64)
     is_wanted = (tl.load(flags_ptr + seq) & LOGPROBS) != 0
     logprob, log_sum = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
@@ -92,7 +92,7 @@ def _logprobs(
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, flags: Tensor) -> Tensor:
-    """As `ops.sampling.token_logprobs`; the lowest of equally likely tokens comes first."""
+    """`ops.sampling.token_logprobs`; of equally likely tokens the lowest comes first."""
     logits = logits.contiguous()
     count, vocab = logits.shape
     device, tiles = logits.device, triton.cdiv(vocab, BLOCK)

@@ -1,8 +1,8 @@
-"""Mixture of experts: grouped GEMMs over pairs sorted by expert, or a GEMV for each pair if there are few.
+"""Mixture of experts: grouped GEMMs over pairs sorted by expert, or one GEMV per pair if there are few.
 
-Both are bound by reading the weights of the experts. Weights of 8 and 4 bits meet activations as in `quantized.py`, in
-two parts of 8 bits or in one. Letters: T tokens, E experts, k experts per token, P = T k pairs (see `moe_routing.py`),
-H hidden size, I intermediate size; N output features, K input features of an expert's matrix.
+Both are bound by reading the experts' weights. For 8-bit and 4-bit weights, activations are quantized to 8 bits, in one
+part or two, as in `quantized.py`. Letters: T tokens, E experts, k experts per token, P = T k pairs (see
+`moe_routing.py`), H hidden size, I intermediate size; N output features, K input features of an expert's matrix.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from minisgl.triton.quantized import (
 )
 from minisgl.triton.quantized_gemv import numbers_as_float
 
-# A GEMV for each pair if there is at most one pair to so many experts, since then few experts are chosen twice. Against
-# sorted lists at 1, 2, 4 tokens: Qwen3-30B-A3B 22, 39, 72 / 29, 45, 75 us; Mixtral 8x7B 162, 316, 621 / 171, 287, 455.
+# GEMVs are used if there are at least this many experts per pair, since then few experts are chosen twice. GEMV /
+# grouped GEMM at 1, 2, 4 tokens: Qwen3-30B-A3B 22, 39, 72 / 29, 45, 75 us; Mixtral 8x7B 162, 316, 621 / 171, 287, 455.
 MIN_EXPERTS_PER_PAIR: Final = 4
-# And, with weights of 8 bits, if down has at most so many inputs. Mixtral, 1 token, GEMV / grouped GEMM: 108 / 109 with
-# scales of rows, 207 / 110 with scales of blocks.
+# With 8-bit weights, down must also have at most this many inputs. Mixtral, 1 token, GEMV / grouped GEMM: 108 / 109
+# with per-row scales, 207 / 110 with block scales.
 MAX_FP8_GEMV_INPUTS: Final = 1024
-GROUP_M: Final = 8  # tiles of rows that read the same weights one after the other, while these are in L2
+GROUP_M: Final = 8  # tiles of rows that read the same weights in succession, while these are in L2
 
 
 def moe(
@@ -46,10 +46,10 @@ def moe(
     top_k: int,
     normalise: bool,
 ) -> Tensor:
-    """As `reference.moe`; of equally probable experts the lowest is chosen.
+    """`reference.moe`, with the lowest of equally probable experts chosen.
 
-    A CUDA graph can hold it: the host reads nothing. A row's bits do not depend on the other rows, only (by the choice
-    of kernels) on their number.
+    The host reads nothing, so a CUDA graph can capture it. A row's bits depend only on the number of rows, which
+    selects the kernels, not on the other rows.
     """
     if not len(x):
         return empty_like(x)
@@ -66,10 +66,10 @@ def moe(
 
 
 def _numbers(weight: Tensor | Quantized) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The numbers of matrices, their scales and zeros (or anything), and SCALE.
+    """Return matrices' data, scales, zero points (or a placeholder), and SCALE.
 
-    SCALE is 0 in 16 bits, 1 if each row has a scale, 128 if each block of 128 by 128 has one, and in 4 bits the columns
-    of a row that share one.
+    SCALE is 0 for 16-bit weights, 1 for per-row scales, 128 for scales of 128 x 128 blocks, and the group size for
+    4-bit weights.
     """
     if not isinstance(weight, Quantized):
         return weight, weight, weight, 0
@@ -88,14 +88,14 @@ def _grouped_gemm(
     NUM_STAGES: tl.constexpr, SWAP_AB: tl.constexpr, EVEN_K: tl.constexpr, GROUP_M: tl.constexpr, PARTS: tl.constexpr,
     SCALE: tl.constexpr, BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of BLOCK_M pairs of one expert by BLOCK_N of its `n_rows` rows of weights [E, n_rows, K] a program.
+    """Each program computes a tile: BLOCK_M pairs of one expert by BLOCK_N rows of its weights [n_rows, K].
 
-    IS_GATED: the weights are gate above up, read alternately, so that both halves of an output are neighbours; rows of
-    x are those of the pairs' tokens, rows of out [P, n_rows / 2] in the order of the lists. Otherwise x is in the order
-    of the lists and out [P, n_rows] in that of the pairs. SWAP_AB: the weights are the M side of the tensor cores, for
-    few pairs. EVEN_K: BLOCK_K divides K. PARTS: x has 8 bits and weights have BITS, x [PARTS max_rows, K] a scale for
-    each row, and weights SCALE as `_numbers` says; two parts and 4 bits need SWAP_AB. Programs beyond the last tile
-    return.
+    IS_GATED: the first half of the weights is gate, the second up. Their rows are interleaved in a tile, so that the
+    two terms of an output are neighbours. Rows of x are tokens, and rows of out [P, n_rows / 2] are in list order.
+    Otherwise x is in list order and out [P, n_rows] in pair order. SWAP_AB: the weights are the M operand of the tensor
+    cores, for few pairs. EVEN_K: BLOCK_K divides K. PARTS: x [PARTS max_rows, K] is quantized to 8 bits with a scale
+    for each row, and weights have BITS and SCALE (see `_numbers`); two parts and 4-bit weights need SWAP_AB. Programs
+    beyond the last tile return at once.
     """
     IS_INT: tl.constexpr = weight_ptr.dtype.element_ty == tl.int8
     IS_E2M1: tl.constexpr = scale_ptr.dtype.element_ty == tl.uint8
@@ -112,7 +112,7 @@ def _grouped_gemm(
         size = tl.maximum(tl.minimum(num_tiles - first, GROUP_M), 1)
         tile = first + pid % (GROUP_M * num_columns) % size
         column = pid % (GROUP_M * num_columns) // size
-    # Volatile, or the compiler would load them only after it knows that there is such a tile: one round trip more.
+    # Volatile: else the compiler loads them only once it knows that the tile exists, which is one more round trip.
     expert = tl.load(tiles_ptr + 4 + 4 * tile, volatile=True).to(tl.int64)
     first_m = tl.load(tiles_ptr + 5 + 4 * tile, volatile=True)
     end = tl.load(tiles_ptr + 6 + 4 * tile, volatile=True)
@@ -138,7 +138,7 @@ def _grouped_gemm(
     x_ptrs = x_ptr + source_x.to(tl.int64)[:, None] * n_in
     WIDTH: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
     if BITS == 8 and SCALE > 1:
-        # A step has one scale, or one for gate (even rows) and one for up: loading BLOCK_N would take longer.
+        # A step needs one scale, or one for gate (even rows) and one for up, which is faster than loading BLOCK_N.
         block_ptr = scale_ptr + (expert * n_rows + column * WIDTH) // SCALE * (n_in // SCALE)
         is_up = tl.arange(0, BLOCK_N) % 2 == 1
     row += expert * n_rows
@@ -165,7 +165,7 @@ def _grouped_gemm(
             x = tl.load(x_ptrs + offs_k, mask=is_x[:, None] & (offs_k < n_in), other=0.0)
         if BITS == 4:
             pass
-        elif SCALE > 1:  # sums on the tensor cores end after BLOCK_K inputs, as they have only 14 bits there
+        elif SCALE > 1:  # the tensor cores accumulate FP8 with 14 bits, so a sum covers only BLOCK_K inputs
             scale = tl.load(block_ptr + start // SCALE)
             if IS_GATED:
                 up_scale = tl.load(block_ptr + n_out // SCALE * (n_in // SCALE) + start // SCALE)
@@ -206,7 +206,7 @@ def _grouped_gemm(
 
 @triton.jit
 def _combine(x_ptr, weights_ptr, out_ptr, n, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """out[t] = sum over i of weights[t, i] x[t k + i], in this order and in float32; grid (T, n / BLOCK)."""
+    """out[t] = sum over i of weights[t, i] x[t k + i], in order and in float32; grid (T, n / BLOCK)."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -220,7 +220,7 @@ def _combine(x_ptr, weights_ptr, out_ptr, n, TOP_K: tl.constexpr, BLOCK: tl.cons
 
 
 class GemmTile(NamedTuple):
-    """Rows of weights and inputs of a program's tile, pipeline stages, warps."""
+    """Tile (rows of weights, inputs), pipeline stages, warps."""
 
     block_n: int
     block_k: int
@@ -229,7 +229,7 @@ class GemmTile(NamedTuple):
 
 
 class MoeConfig(NamedTuple):
-    """Pairs of a tile, whether the weights are the M side, the tiles of both GEMMs, and the parts of 8 bits of x."""
+    """Pairs per tile, whether the weights are the M operand, the tiles of both GEMMs, and the number of parts of x."""
 
     block_m: int
     swap_ab: bool
@@ -238,8 +238,8 @@ class MoeConfig(NamedTuple):
     parts: int = 0
 
 
-# Each is for up to so many rows of an expert on average. Of 6 to 9 tiles at 12 numbers of tokens these are the best or
-# nearly so for Qwen3-30B-A3B, its halves and quarters, and Mixtral 8x7B on an H200.
+# Bounds are the mean number of rows per expert. Of 6 to 9 tiles at 12 numbers of tokens, these are the fastest or
+# nearly so on an H200, for Qwen3-30B-A3B, its halves and quarters, and Mixtral 8x7B.
 CONFIGS: Final = (
     (8.0, MoeConfig(16, True, GemmTile(64, 128, 3, 4), GemmTile(128, 128, 3, 4))),
     (20.0, MoeConfig(32, True, GemmTile(64, 128, 3, 4), GemmTile(128, 64, 4, 4))),
@@ -249,14 +249,14 @@ CONFIGS: Final = (
 FLOAT32: Final = MoeConfig(16, False, GemmTile(32, 32, 2, 4), GemmTile(32, 32, 2, 4))  # without tensor cores
 
 
-# For weights of 8 bits: the best or nearly so of 5 to 15 tiles at 7 numbers of tokens for Qwen3-30B-A3B on an H200.
+# For 8-bit weights: the fastest or nearly so of 5 to 15 tiles at 7 numbers of tokens (Qwen3-30B-A3B, H200).
 FP8_CONFIGS: Final = (
     (8.0, MoeConfig(16, True, GemmTile(64, 128, 6, 4), GemmTile(64, 128, 4, 4), 2)),
     (20.0, MoeConfig(32, True, GemmTile(128, 128, 4, 8), GemmTile(128, 128, 4, 8), 2)),
     (float("inf"), MoeConfig(64, False, GemmTile(128, 128, 4, 8), GemmTile(128, 128, 3, 4), 1)),
 )
 
-# For weights of 4 bits: the best or nearly so of 2 to 8 tiles at 7 numbers of tokens for the same on an H200.
+# For 4-bit weights: the fastest or nearly so of 2 to 8 tiles at 7 numbers of tokens (Qwen3-30B-A3B, H200).
 INT4_CONFIGS: Final = (
     (8.0, MoeConfig(16, True, GemmTile(128, 128, 4, 4), GemmTile(128, 128, 4, 4), 2)),
     (20.0, MoeConfig(32, True, GemmTile(64, 128, 4, 4), GemmTile(64, 128, 4, 4), 2)),
@@ -266,7 +266,7 @@ INT4_CONFIGS: Final = (
 
 
 def moe_config(pairs: int, num_experts: int, dtype: torch.dtype, bits: int = 16) -> MoeConfig:
-    """The tiles for `pairs` pairs, from the mean number of pairs of an expert."""
+    """Return the tiles for `pairs` pairs, chosen by the mean number of pairs per expert."""
     if dtype is torch.float32 and bits == 16:
         return FLOAT32
     configs = {16: CONFIGS, 8: FP8_CONFIGS, 4: INT4_CONFIGS}[bits]
@@ -276,7 +276,7 @@ def moe_config(pairs: int, num_experts: int, dtype: torch.dtype, bits: int = 16)
 def grouped_gemm(
     x: Tensor, weight: Tensor | Quantized, lists: Lists, top_k: int, config: MoeConfig, *, is_gated: bool
 ) -> Tensor:
-    """One of the two GEMMs, as `_grouped_gemm` says: weight [E, n_rows, K] -> [P, n_rows / 2 or n_rows]."""
+    """Run one of the two GEMMs of `_grouped_gemm`: weight [E, n_rows, K] -> [P, n_rows / 2 or n_rows]."""
     n_rows, n_in = weight.shape[1:]
     out = empty((len(lists.order), n_rows // 2 if is_gated else n_rows), dtype=x.dtype, device=x.device)
     (data, scale, zeros, kind), x_scale, sums, max_rows = _numbers(weight), x, x, 0
@@ -289,7 +289,7 @@ def grouped_gemm(
     if x.dtype is torch.float32:  # 16 bits beside 8 in the other GEMM
         block_n, block_k, num_stages, num_warps = FLOAT32.up
     if block_k > 64 and n_in % block_k:
-        block_k, num_stages = block_k // 2, num_stages + 1  # 192 inputs: 24 instead of 27 us
+        block_k, num_stages = block_k // 2, num_stages + 1  # at 192 inputs 24 us instead of 27
     _grouped_gemm[(lists.max_tiles * triton.cdiv(n_rows, block_n),)](
         x, x_scale, sums, data, scale, zeros, out, lists.order, lists.tiles, max_rows, n_rows, n_in,
         TOP_K=top_k, IS_GATED=is_gated, BLOCK_M=lists.block_m, BLOCK_N=block_n, BLOCK_K=block_k,
@@ -312,14 +312,14 @@ def combine(outputs: Tensor, weights: Tensor) -> Tensor:
     return out
 
 
-# -- GEMV, on the CUDA cores: the weights go straight to registers, as in `linear.py`, once for each pair
+# -- GEMV on the CUDA cores: weights go straight to registers, as in `linear.py`, once for each pair
 
 
 @triton.jit
 def _block_scales(scale_ptrs, start, groups, BLOCK_K: tl.constexpr, SCALE: tl.constexpr):
-    """The scales of BLOCK_K inputs from `start` on; `scale_ptrs` point to the first of `groups` of each row."""
+    """Return the scales of BLOCK_K inputs from `start` on; `scale_ptrs` point to the first of each row's `groups`."""
     scale = tl.load(scale_ptrs + start // SCALE)
-    for i in tl.static_range(1, BLOCK_K // SCALE):  # a load for each input would cost more
+    for i in tl.static_range(1, BLOCK_K // SCALE):  # cheaper than a load for each input
         next_scale = tl.load(scale_ptrs + tl.minimum(start // SCALE + i, groups - 1))
         scale = tl.where(tl.arange(0, BLOCK_K) // SCALE == i, next_scale, scale)
     return scale
@@ -334,7 +334,7 @@ def _gate_up_gemv(
     """out[pair] = silu(gate x) * (up x) of the pair's expert and token; grid (I / BLOCK_N, P)."""
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()  # not before: `_down_gemv` may read the experts as soon as it runs
+        gdc_launch_dependents()  # only now: `_down_gemv` may read `experts` as soon as it runs
     pair = tl.program_id(1)
     expert = tl.load(experts_ptr + pair).to(tl.int64)
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -372,8 +372,8 @@ def _down_gemv(
 ):  # fmt: skip
     """out[t] = sum over i of weights[t, i] down x[t k + i], in float32; grid (H / BLOCK_N, T).
 
-    Tiles are [BLOCK_P, BLOCK_N, BLOCK_K], of BLOCK_P experts at a time. Their weights are loaded AHEAD tiles before
-    they are needed, so the first AHEAD before x is there.
+    Tiles are [BLOCK_P, BLOCK_N, BLOCK_K], for BLOCK_P experts at a time. Weights are loaded AHEAD tiles before their
+    use, so the first AHEAD tiles are loaded before x is available.
     """
     token = tl.program_id(1)
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -382,7 +382,7 @@ def _down_gemv(
         gdc_launch_dependents()
     NUM_TILES: tl.constexpr = (TOP_K + BLOCK_P - 1) // BLOCK_P * NUM_BLOCKS_K
     acc = tl.zeros([BLOCK_P, BLOCK_N, BLOCK_K], tl.float32)
-    firsts, tiles = tl.tuple([]), tl.tuple([])  # the experts' first rows; weights
+    firsts, tiles = tl.tuple([]), tl.tuple([])  # the experts' first rows; their weights
     for step in tl.static_range(NUM_TILES + AHEAD):
         if step < NUM_TILES:
             choice = step // NUM_BLOCKS_K * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -428,16 +428,16 @@ def _gemv_of_4_bits(
     NUM_BLOCKS_K: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `_gate_up_gemv` if IS_GATED, else out[pair] = down x[pair], with weights of 4 bits; grid (n_out / OUT, P)."""
+    """`_gate_up_gemv` with 4-bit weights if IS_GATED, else out[pair] = down x[pair]; grid (n_out / OUT, P)."""
     IS_E2M1: tl.constexpr = scale_ptr.dtype.element_ty == tl.uint8
     HALF: tl.constexpr = 32 if IS_E2M1 else 64
-    WIDTH: tl.constexpr = HALF if GROUP > HALF else GROUP  # bytes, whose low halves belong to one group
+    WIDTH: tl.constexpr = HALF if GROUP > HALF else GROUP  # bytes whose low nibbles share a group
     GROUPS: tl.constexpr = BLOCK_K // 2 // WIDTH
     OUT: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
     if PDL and IS_GATED:
         gdc_wait()
     if PDL:
-        gdc_launch_dependents()  # not before, as in `_gate_up_gemv`
+        gdc_launch_dependents()  # only now, as in `_gate_up_gemv`
     n_out = n_rows // 2 if IS_GATED else n_rows
     pair = tl.program_id(1)
     offs_n = tl.program_id(0) * OUT + tl.arange(0, BLOCK_N) % OUT
@@ -481,7 +481,7 @@ def _gemv_of_4_bits(
 
 
 class GemvTile(NamedTuple):
-    """Outputs and inputs of a program's tile, and warps; of down also its experts, and the tiles loaded ahead."""
+    """Tile (outputs, inputs) and warps; for `_down_gemv` also experts per tile, and tiles loaded ahead."""
 
     block_n: int
     block_k: int
@@ -491,17 +491,17 @@ class GemvTile(NamedTuple):
 
 
 UP_TILE: Final = GemvTile(1, 1024, 4)
-FP8_UP_TILE: Final = GemvTile(16, 256, 4)  # 8.5 us for Qwen3-30B-A3B (bytes: 5.5); 16 bits 13.0 (11.1)
-# Each is for up to so many inputs; at 192, 384, 768 and 14,336 the best of eight on an H200.
+FP8_UP_TILE: Final = GemvTile(16, 256, 4)  # 8.5 us for Qwen3-30B-A3B (floor 5.5); 16-bit 13.0 (11.1)
+# Bounds are numbers of inputs. At 192, 384, 768 and 14,336 these are the fastest of eight on an H200.
 DOWN_TILES: Final = (
     (256, GemvTile(4, 256, 1)),
     (512, GemvTile(1, 256, 1)),
     (1023, GemvTile(2, 512, 2)),
     (float("inf"), GemvTile(1, 1024, 4)),
 )
-INT4_TILE: Final = GemvTile(16, 1024, 4)  # gate and up: 8.1 us at 1 token of Qwen3-30B-A3B (bytes: 2.9), 22.1 at 4
+INT4_TILE: Final = GemvTile(16, 1024, 4)  # gate_up: 8.1 us at 1 token of Qwen3-30B-A3B (floor 2.9), 22.1 at 4
 INT4_UP_TILE: Final = GemvTile(8, 2048, 4)  # one token, up to 2,048 inputs: 7.5 us instead of 8.1
-FP8_DOWN_TILE: Final = GemvTile(4, 128, 4, 8, 3)  # 5.5 us (bytes: 2.8); 6.7 with one expert at a time
+FP8_DOWN_TILE: Final = GemvTile(4, 128, 4, 8, 3)  # 5.5 us (floor 2.8); 6.7 with one expert at a time
 
 
 def pair_gate_up(x: Tensor, experts: Tensor, gate_up: Tensor | Quantized, tile: GemvTile | None = None) -> Tensor:

@@ -1,7 +1,7 @@
-"""Routing of a mixture of experts: the experts of each token, and the lists by which the grouped GEMMs find their rows.
+"""Mixture-of-experts routing: the experts of each token, and the lists from which the grouped GEMMs take their rows.
 
 Letters: T tokens, E experts, k experts per token. A *pair* is one token at one of its experts; pair t k + i is choice i
-of token t. Sizes depend on T only and the host reads nothing, so a CUDA graph can hold all of it. There are no
+of token t. Sizes depend on T only and the host reads nothing, so a CUDA graph can capture all of it. There are no
 atomics: the same logits give the same lists.
 """
 
@@ -19,11 +19,11 @@ from minisgl.triton.launch import pdl_options
 
 @triton.jit
 def _store_lists(order_ptr, tiles_ptr, choices, tokens, before, total, is_first, block_m, TOP_K: tl.constexpr):
-    """Store the pairs of some tokens in the order of their experts; if `is_first`, also the tiles of all pairs.
+    """Store the pairs of a block of tokens, sorted by expert; if `is_first`, also the tiles of all pairs.
 
-    choices [BLOCK_T, BLOCK_E]: i if the expert is choice i of the token, else -1; total [BLOCK_E]: tokens of each
-    expert; before [BLOCK_E]: those of them in earlier blocks. A token's rank among the tokens of an expert is a running
-    sum, as no token chooses an expert twice.
+    choices [BLOCK_T, BLOCK_E]: i if the expert is choice i of the token, else -1; total [BLOCK_E]: tokens per expert;
+    before [BLOCK_E]: tokens per expert in earlier blocks. A token's rank among an expert's tokens is a running sum,
+    because no token chooses an expert twice.
     """
     is_chosen = (choices >= 0).to(tl.int32)
     rank = tl.cumsum(is_chosen, 0) - is_chosen
@@ -44,7 +44,7 @@ def _store_lists(order_ptr, tiles_ptr, choices, tokens, before, total, is_first,
 
 @triton.jit
 def _ordered(bits):
-    """The bits of a float as an integer of the same order; its own inverse."""
+    """Map the bits of a float to an integer that sorts like the float. The map is its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -54,10 +54,9 @@ def _route(
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALISE: tl.constexpr, LISTS: tl.constexpr, COUNTS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Experts and weights [T, k] of BLOCK_T tokens a program.
+    """Compute the experts and weights [T, k] of BLOCK_T tokens per program.
 
-    LISTS: also the lists, if there is one program. COUNTS: also how many of the tokens go to each expert, for
-    `_list_blocks`.
+    LISTS: a single program also makes the lists. COUNTS: also count the tokens of each expert, for `_list_blocks`.
     """
     if PDL:
         gdc_launch_dependents()
@@ -70,13 +69,13 @@ def _route(
     x = tl.where(offs_e < NUM_EXPERTS, x, float("-inf"))
     highest = tl.max(x, 1)
     scale = 1 / tl.sum(tl.exp(x - highest[:, None]), 1)
-    # Experts that remain are above -inf even if their logits are -inf or NaN, so no expert is chosen twice.
+    # Experts not chosen yet rank above -inf even if their logits are -inf or NaN, so no expert is chosen twice.
     LOWEST: tl.constexpr = -3.4e38
     remaining = tl.where(offs_e < NUM_EXPERTS, tl.where(x > LOWEST, x, LOWEST), float("-inf"))
     choices = tl.full([BLOCK_T, BLOCK_E], -1, tl.int32)
     experts = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
     probabilities = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
-    # Integers of the same order: a maximum or a minimum of a warp's integers is one instruction.
+    # Compared as integers, since the maximum or minimum over a warp's integers is one instruction.
     keys = _ordered((remaining + 0.0).to(tl.int32, bitcast=True))  # + 0.0, since -0.0 equals 0.0
     for j in tl.static_range(TOP_K):
         key = tl.max(keys, 1)
@@ -105,7 +104,7 @@ def _list_blocks(
     experts_ptr, counts_ptr, order_ptr, tiles_ptr, num_tokens, num_blocks, block_m,
     TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The lists of BLOCK_T tokens a program, from the counts of all programs of `_route`."""
+    """Make the lists for BLOCK_T tokens per program, from the counts of all programs of `_route`."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -137,21 +136,21 @@ class Lists(NamedTuple):
 
     @property
     def max_tiles(self) -> int:
-        """The most tiles that any routing of so many tokens can have."""
+        """The largest number of tiles of any routing."""
         return len(self.tiles) - 1
 
 
 def route(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    """Experts [T, k] int32, the most probable first and the lowest of equals, and their weights [T, k] float32.
+    """Return experts [T, k] int32, most probable first (the lowest of equals), and their weights [T, k] float32.
 
-    logits [T, E], contiguous. The weights are those of `reference.moe`, NaN where the softmax is; even then the experts
-    of a token differ.
+    logits [T, E] are contiguous. Weights are those of `reference.moe`: NaN where the softmax is NaN. Even then the
+    experts of a token differ.
     """
     return _route_tokens(logits, top_k, normalise, None)
 
 
 def route_and_list(logits: Tensor, top_k: int, normalise: bool, block_m: int) -> tuple[Tensor, Lists]:
-    """The weights of `route`, and the pairs by expert in tiles of `block_m`."""
+    """Return the weights of `route`, and the pairs sorted by expert in tiles of `block_m`."""
     pairs = len(logits) * top_k
     max_tiles = min(pairs, (pairs + min(logits.shape[1], pairs) * (block_m - 1)) // block_m)
     order = empty(pairs, dtype=int32, device=logits.device)
@@ -161,7 +160,7 @@ def route_and_list(logits: Tensor, top_k: int, normalise: bool, block_m: int) ->
 
 
 def _route_tokens(logits: Tensor, top_k: int, normalise: bool, lists: Lists | None) -> tuple[Tensor, Tensor]:
-    """As `route`; fills `lists` too, if given."""
+    """Do what `route` does, and fill `lists` if given."""
     tokens, num_experts = logits.shape
     if lists is None:
         block_t = 1  # tokens are independent

@@ -29,7 +29,7 @@ def _embedding(ids_ptr, weight_ptr, out_ptr, n, BLOCK: tl.constexpr, PDL: tl.con
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """As `reference.embedding`; the first kernel of a one-row step."""
+    """`reference.embedding`, as the first kernel of a one-row step."""
     tokens, n = len(ids), weight.shape[1]
     out = empty((tokens, n), dtype=weight.dtype, device=weight.device)
     options = pdl_options(weight.device, tokens == 1)
@@ -61,7 +61,7 @@ def _rms_norm(
 
 
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """8 elements a thread (16 bytes), up to 8 warps: 4 at 1,024 and 8 at 4,096 were fastest on an H200."""
+    """Launch with 8 elements (16 bytes) per thread and up to 8 warps: the fastest on an H200 at 1,024 and 4,096."""
     n = x.shape[-1]
     rows, block = x.numel() // n, triton.next_power_of_2(n)
     out = empty_like(x)
@@ -73,18 +73,18 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Ten
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `reference.rms_norm`."""
+    """`reference.rms_norm`."""
     return _norm(x.contiguous(), None, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As `reference.add_rms_norm`; overwrites `residual`."""
+    """`reference.add_rms_norm`; overwrites `residual`."""
     return _norm(x, residual, weight, eps), residual
 
 
 @triton.jit
 def gated(gate, up, GATE: tl.constexpr):
-    """One of `reference.GATES`, in float32; g / 2 (1 + tanh(z)) is g / (1 + exp(-2 z))."""
+    """Apply one of `reference.GATES` in float32; g / 2 (1 + tanh(z)) is g / (1 + exp(-2 z))."""
     z = gate
     if GATE == "gelu_tanh":
         z = 1.5957691216057308 * gate * (1 + 0.044715 * gate * gate)  # 2 sqrt(2 / pi)
@@ -97,7 +97,7 @@ def _finish(
     x_ptr, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, n,
     GATE: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = x[t] x_scale[t] scale + bias, or with GATE gate(g) up of its halves; grid (T, n / BLOCK)."""
+    """out[t] = x[t] x_scale[t] scale + bias; with GATE, gate(g) * up of its two halves; grid (T, n / BLOCK)."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -120,8 +120,9 @@ def finish(
     x: Tensor, rows: int, gate: str, dtype: torch.dtype, scales: tuple[Tensor, Tensor] | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """What follows products x [rows or more, N] -> [rows, N or N / 2]: scales of rows [T] and of columns [N], bias [N],
-    and `gate_and_mul`, rounded once.
+    """Finish a GEMM's result x [rows or more, N] -> [rows, N or N / 2].
+
+    Applies the scales of rows [T] and columns [N], the bias [N] and `gate_and_mul`, and rounds once.
     """
     n = x.shape[1] // (2 if gate else 1)
     out = empty((rows, n), dtype=dtype, device=x.device)
@@ -135,13 +136,13 @@ def finish(
 
 
 def gate_and_mul(x: Tensor, gate: str) -> Tensor:
-    """As `reference.gate_and_mul`, rounded once."""
+    """`reference.gate_and_mul`, rounded once."""
     return finish(x, len(x), gate, x.dtype)
 
 
 @triton.jit
 def _rotated(x1, x2, weight_ptr, cos, sin, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr):
-    """RMS norm (or none) and RoPE of heads given as halves [heads, D / 2]."""
+    """Apply RMS norm (or none) and RoPE to heads given as two halves [heads, D / 2]."""
     offs_d = tl.arange(0, HEAD_DIM // 2)
     f1, f2 = x1.to(tl.float32), x2.to(tl.float32)
     if HAS_NORM:
@@ -155,7 +156,7 @@ def _rotated(x1, x2, weight_ptr, cos, sin, eps, HEAD_DIM: tl.constexpr, HAS_NORM
 
 @triton.jit
 def _rounded(x1, x2, scale_ptrs, mask):
-    """Store the scales of heads given as halves [heads, D / 2]; return the halves as float8_e4m3fn."""
+    """Quantize heads given as two halves [heads, D / 2]: store their scales, return the halves as float8_e4m3fn."""
     f1, f2 = x1.to(tl.float32), x2.to(tl.float32)
     most = tl.maximum(tl.max(tl.maximum(tl.abs(f1), tl.abs(f2)), 1), 1e-30)[:, None]
     tl.store(scale_ptrs, most / 448.0, mask=mask)
@@ -170,10 +171,10 @@ def _norm_rope_store(
     HAS_NORM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_KV_HEADS: tl.constexpr, IS_FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, group of BLOCK_HEADS query heads or of BLOCK_KV_HEADS KV heads).
+    """Grid: (token, group of BLOCK_HEADS query heads or of BLOCK_KV_HEADS KV heads).
 
-    q is rotated in place; rotated k and v go to the pages. The halves of the heads are separate tiles, so each thread
-    rotates its pairs by itself, all of them by the same cos and sin.
+    q is rotated in place; rotated k and v are stored in the pages. The two halves of heads are separate tiles, so a
+    thread has both elements of each pair that it rotates, and one cos and sin serve all heads.
     """
     if PDL:
         gdc_launch_dependents()
@@ -190,7 +191,7 @@ def _norm_rope_store(
         x2 = tl.load(q_ptrs + HEAD_DIM // 2, mask=mask, other=0.0)
         cos, sin = tl.load(cos_ptrs), tl.load(cos_ptrs + HEAD_DIM // 2)
         x1, x2 = _rotated(x1, x2, q_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
-        tl.debug_barrier()  # all have read their part of q
+        tl.debug_barrier()  # all threads have read their part of q
         if IS_FP8 and q_ptrs.dtype.element_ty.primitive_bitwidth == 16:
             q_ptrs = q_ptrs.to(tl.pointer_type(tl.float16))
         tl.store(q_ptrs, x1.to(q_ptrs.dtype.element_ty), mask=mask)
@@ -218,13 +219,13 @@ def _norm_rope_store(
 
 
 def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages: Pages, out_loc: Tensor) -> Tensor:
-    """As `reference.norm_rope_store`; the queries returned are a view of `qkv`. D is a power of two.
+    """`reference.norm_rope_store`; the returned queries are a view of `qkv`. D is a power of two.
 
-    For pages of 8 bits, queries of 16 bits are float16, the dtype of attention's GEMMs then.
+    With FP8 pages, 16-bit queries become float16, the dtype of attention's GEMMs in that case.
 
-    Programs of 1,024 elements: with 16 query and 8 KV heads of 128, 1 / 64 / 256 / 8192 / 16384 tokens take 1.7 / 1.8 /
-    2.2 / 38 / 75 us on an H200; fewer warps and more heads a program are within 2 us of that (`benchmark/kernels/ops.py
-    small`).
+    Programs have 1,024 elements: with 16 query and 8 KV heads of 128, 1 / 64 / 256 / 8192 / 16384 tokens take 1.7 / 1.8
+    / 2.2 / 38 / 75 us on an H200. Fewer warps or more heads per program change that by at most 2 us
+    (`benchmark/kernels/ops.py small`).
     """
     tokens = len(qkv)
     num_kv_heads, page_size, dim = pages.shape[2:]

@@ -22,7 +22,7 @@ MAX_FUSED_INPUTS: Final = 2048
 
 
 def linear(x: Tensor, weight: Tensor | Quantized, bias: Tensor | None = None, gate: str = "") -> Tensor:
-    """As `reference.linear`: one of our kernels for up to 16 rows where it is faster, else cuBLAS."""
+    """`reference.linear`, by one of our kernels for up to 16 rows where it is faster, else by cuBLAS."""
     if isinstance(weight, Quantized):
         return quantized_linear(x, weight, bias, gate)[0]
     rows = len(x)
@@ -40,11 +40,11 @@ def linear(x: Tensor, weight: Tensor | Quantized, bias: Tensor | None = None, ga
 
 
 def _is_fused(x: Tensor) -> bool:
-    """Whether norm and projection are one kernel: for one row, while K is small.
+    """Whether norm and projection are one kernel, as for one row and a small K.
 
-    For a larger K, loading the residual and the norm's weight in every program costs more than a separate kernel, which
-    takes 1.5 to 1.9 us. With and without the norm, N x K: 151936 x 1024 70.8 / 69.6; 6144 x 4096 15.9 / 13.1 (11.9 in
-    tiles of 2); 24576 x 4096 51.8 / 45.3; 34816 x 5120 97.7 / 79.2; 151936 x 5120 388 / 334.
+    With a larger K, loading the residual and the norm's weight in every program costs more than a separate kernel,
+    which takes 1.5 to 1.9 us. With / without the norm, N x K: 151936 x 1024 70.8 / 69.6; 6144 x 4096 15.9 / 13.1 (11.9
+    in tiles of 2); 24576 x 4096 51.8 / 45.3; 34816 x 5120 97.7 / 79.2; 151936 x 5120 388 / 334.
     """
     return len(x) == 1 and x.shape[1] <= MAX_FUSED_INPUTS
 
@@ -58,7 +58,7 @@ def add_norm_linear(
     bias: Tensor | None = None,
     gate: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.add_norm_linear`; overwrites `residual` unless one kernel does all."""
+    """`reference.add_norm_linear`; overwrites `residual` unless one kernel does it all."""
     if isinstance(weight, Quantized):
         return quantized_linear(x, weight, bias, gate, Norm(residual, norm_weight, eps))
     if _is_fused(x):

@@ -1,4 +1,4 @@
-"""Penalties, logit bias, forbidden end tokens and token masks in one launch, with no synchronisation."""
+"""Penalties, logit bias, forbidden end tokens and token masks in one launch, without synchronisation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MASKED = tl.constexpr(Flag.MASKED)
 
 @triton.jit
 def _penalize(x, seen, penalties_ptr):
-    """Repetition, frequency and presence penalty; `seen` is 2 x the count of a token, + 1 if it is in the prompt."""
+    """Apply repetition, frequency and presence penalties; `seen` is 2 x the token's count, + 1 if in the prompt."""
     presence, frequency = tl.load(penalties_ptr), tl.load(penalties_ptr + 1)
     repetition = tl.load(penalties_ptr + 2)
     count = seen >> 1
@@ -32,7 +32,7 @@ def _penalize(x, seen, penalties_ptr):
 
 @triton.jit
 def _seen(token, seen_ptr, mask, inputs_ptr, drafted):
-    """The entries of `seen`, with the `drafted` tokens that end at `inputs_ptr`."""
+    """Load entries of `seen`, and add the `drafted` tokens that end at `inputs_ptr`."""
     seen = tl.load(seen_ptr + token, mask=mask, other=0)
     for i in range(drafted):
         seen += tl.where(token == tl.load(inputs_ptr - i), 2, 0)
@@ -41,7 +41,7 @@ def _seen(token, seen_ptr, mask, inputs_ptr, drafted):
 
 @triton.jit
 def _apply_mask(x, token, mask_ptr, mask):
-    """-inf for tokens whose bit in the token mask is 0."""
+    """Set tokens whose bit in the token mask is 0 to -inf."""
     word = tl.load(mask_ptr + token // 32, mask=mask, other=0)
     return tl.where(((word >> (token % 32)) & 1) != 0, x, float("-inf"))
 
@@ -53,7 +53,7 @@ def _apply_penalties(
     drafted_ptr, inputs_ptr, vocab_size, stride_masks, stride_biases,
     BLOCK: tl.constexpr, BLOCK_BIASES: tl.constexpr, HAS_DRAFTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of BLOCK logits of a sequence; grid (S, V / BLOCK). Logits with a bias are computed twice."""
+    """Process a tile of BLOCK logits of a sequence; grid (S, V / BLOCK). Logits with a bias are computed twice."""
     seq, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     flags, row = tl.load(flags_ptr + seq), tl.load(rows_ptr + seq)
     offs = start + tl.arange(0, BLOCK)
@@ -76,7 +76,7 @@ def _apply_penalties(
     if is_penalized:
         count = tl.load(num_biases_ptr + row)
         is_early = tl.load(positions_ptr + seq) < tl.load(first_end_ptr + row)
-        tl.debug_barrier()  # other threads have stored what is overwritten below
+        tl.debug_barrier()  # other threads have stored the logits that are overwritten below
         for first in range(0, count, BLOCK_BIASES):
             offs_b = first + tl.arange(0, BLOCK_BIASES)
             code = tl.load(bias_ids_ptr + row * stride_biases + offs_b, mask=offs_b < count, other=0)
@@ -101,7 +101,7 @@ def apply_penalties(
     drafted: Tensor | None = None,
     inputs: Tensor | None = None,
 ) -> Tensor:
-    """As `ops.sampling.apply_penalties`."""
+    """`ops.sampling.apply_penalties`."""
     logits = logits.contiguous()
     sampled, vocab = logits.shape
     out = torch.empty_like(logits, dtype=torch.float32)
@@ -125,7 +125,7 @@ def _count_tokens(tokens_ptr, flags_ptr, rows_ptr, seen_ptr, vocab_size, num_seq
 
 
 def count_tokens(tokens: Tensor, flags: Tensor, rows: Tensor, tables: PenaltyTables) -> None:
-    """As `ops.sampling.count_tokens`."""
+    """`ops.sampling.count_tokens`."""
     sampled = len(rows)
     _count_tokens[(triton.cdiv(sampled, 128),)](
         tokens, flags, rows, tables.seen, tables.seen.shape[1], sampled, BLOCK=128

@@ -1,8 +1,8 @@
-"""Linear layers with quantized weights for one row: a few programs stream through the weights.
+"""GEMV with quantized weights: persistent programs stream the weights through shared memory.
 
-The weights of a program's next tiles are on their way through shared memory while it computes, and at its start before
-the kernel in front has ended. Weights of 8 bits meet x in float32. Those of 4 bits meet integers of 8 bits, to which x
-is rounded with a scale for each chunk of 128 columns: four products an instruction. Letters are those of `linear.py`.
+A program loads the weights of its next tiles while it computes, and those of its first tiles before the preceding
+kernel has ended. 8-bit weights are multiplied by x in float32. For 4-bit weights, x is rounded to int8 with a scale for
+each chunk of 128 columns, and one instruction does four multiplications. Dimension letters are those of `linear.py`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from minisgl.triton.launch import INTERPRETED, pdl_options
 from minisgl.triton.linear import NUM_SMS, Norm
 from minisgl.triton.norm import gated
 
-SHARED_MEMORY: Final = 220 << 10  # bytes on an SM, less what else a program needs
+SHARED_MEMORY: Final = 220 << 10  # bytes on an SM for the tiles in flight
 
 
 @triton.jit
 def _dot(words, x, start, IS_HIGH: tl.constexpr, INTERPRETED: tl.constexpr):
-    """start + the products of 8 signed bytes with the low or high halves of the bytes of a word."""
+    """Return start + the dot product of 8 signed bytes with the low or high nibbles of a 64-bit word."""
     if INTERPRETED:
         for i in tl.static_range(8):
             byte = ((x >> (8 * i)) & 255).to(tl.int32)
@@ -43,7 +43,10 @@ def _dot(words, x, start, IS_HIGH: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def numbers_as_float(w, INTERPRETED: tl.constexpr):
-    """Numbers in float32. A byte is shifted into 2^23 + 128 + w: converting integers takes longer than loading them."""
+    """Convert weights to float32.
+
+    An int8 w becomes the bits of 2^23 + 128 + w, since the conversion instruction is slower than the loads.
+    """
     if INTERPRETED or w.dtype != tl.int8:
         return w.to(tl.float32)
     else:
@@ -59,8 +62,10 @@ def numbers_as_float(w, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _words(x, CHUNKS: tl.constexpr, PARTS: tl.constexpr):
-    """x [CHUNKS * 128] -> words of 8 bytes that meet the low and the high halves of the weights, their sums for each
-    of PARTS parts of a half [CHUNKS * PARTS], and the scales, likewise.
+    """Quantize x [CHUNKS * 128] to int8.
+
+    Returns words of 8 bytes for the low and for the high nibbles of the weights, the sums of these bytes for each of
+    PARTS parts of a half chunk [CHUNKS * PARTS], and the scales [CHUNKS * PARTS].
     """
     x = tl.reshape(x, [CHUNKS, 128])
     most = tl.maximum(tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1), 1e-30)  # no integer is NaN, so its scale is
@@ -83,7 +88,7 @@ def _read(
     BITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_K: tl.constexpr, NUM_BLOCKS_K: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ORDER: tl.constexpr,
 ):  # fmt: skip
-    """The factor that norms a result, and x as it meets the weights, as a tuple of blocks."""
+    """Return the norm's factor for the result, and x as a tuple of blocks that can be multiplied by the weights."""
     squares = tl.zeros([BLOCK_K], tl.float32)
     blocks = tl.tuple(())
     for i in tl.static_range(NUM_BLOCKS_K):
@@ -113,7 +118,7 @@ def _read(
 
 @triton.jit
 def _zeros(BITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_K: tl.constexpr, NUM_BLOCKS_K: tl.constexpr):
-    """Blocks of the types that `_read` returns."""
+    """Return zeros with the types and shapes of what `_read` returns."""
     blocks = tl.tuple(())
     for _ in tl.static_range(NUM_BLOCKS_K):
         if BITS == 4:
@@ -127,7 +132,7 @@ def _zeros(BITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_K: tl.constexpr, NUM_B
 
 @triton.jit
 def _rows(tile, n_out, BLOCK_N: tl.constexpr, OUT: tl.constexpr):
-    """The rows of a tile, of gate and then of up if OUT is half of BLOCK_N."""
+    """Return the rows of a tile. If OUT is half of BLOCK_N, rows of gate come first, then those of up."""
     offs = tl.minimum(tile * OUT + tl.arange(0, BLOCK_N) % OUT, n_out - 1)
     return (offs + tl.arange(0, BLOCK_N) // OUT * n_out).to(tl.int64)
 
@@ -137,7 +142,7 @@ def _scales(
     ptr, rows, num_groups, GROUP: tl.constexpr, PARTS: tl.constexpr, CHUNKS: tl.constexpr, NUM_BLOCKS_K: tl.constexpr,
     FIRST: tl.constexpr,
 ):  # fmt: skip
-    """For each block the scales or zeros [rows, CHUNKS * PARTS] of PARTS groups of a chunk, from the group FIRST on."""
+    """Load the scales or zero points [rows, CHUNKS * PARTS] of each block: PARTS groups per chunk, from FIRST on."""
     offs = tl.arange(0, CHUNKS * PARTS)
     found = tl.tuple(())
     for i in tl.static_range(NUM_BLOCKS_K):
@@ -152,7 +157,7 @@ def _all_scales(
     scale_ptr, zeros_ptr, rows, num_groups, BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
     PARTS: tl.constexpr, CHUNKS: tl.constexpr, NUM_BLOCKS_K: tl.constexpr,
 ):  # fmt: skip
-    """Scales and zeros of the low halves, and if they have groups of their own, of the high halves."""
+    """Load scales and zero points for the low nibbles, and for the high ones if these are in other groups."""
     found = tl.tuple(())
     if GROUP > 0:
         rows = rows // GROUP if BITS == 8 else rows
@@ -171,13 +176,14 @@ def _quantized_gemv(
     NUM_BLOCKS_K: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     HAS_ORDER: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[N] = f(x)[K] weight[N, K]^T as `_gemv`; any number of programs. HAS_ORDER: x in the order of its columns.
+    """out[N] = f(x)[K] weight[N, K]^T as `_gemv`, with any number of programs.
 
-    A row of the weights has `width` elements: of 8 bits, or of 8 bytes with 16 columns of 4 bits.
+    HAS_ORDER: columns of x are read in the order that `order_ptr` gives. A row of weights has `width` elements: bytes,
+    or 64-bit words with 16 columns of 4 bits each.
     """
     OUT: tl.constexpr = BLOCK_N // 2 if GATE != "" else BLOCK_N
     CHUNKS: tl.constexpr = BLOCK_K // 128
-    PARTS: tl.constexpr = 2 if GROUP == 32 else 1  # groups in half of a chunk
+    PARTS: tl.constexpr = 2 if GROUP == 32 else 1  # groups per half chunk
     WIDTH: tl.constexpr = BLOCK_K // 16 if BITS == 4 else BLOCK_K
     tiles = tl.cdiv(n_out, OUT)
     first = tl.program_id(0) * tiles // tl.num_programs(0)
@@ -191,7 +197,7 @@ def _quantized_gemv(
         scale_ptr, zeros_ptr, rows, num_groups, BITS, GROUP, HAS_ZEROS, PARTS, CHUNKS, NUM_BLOCKS_K
     )  # fmt: skip
     for tile in tl.range(first, last, num_stages=NUM_STAGES):
-        if tile == first:  # within the loop, which has begun to load weights by now
+        if tile == first:  # inside the loop, whose prefetch of weights has begun by now
             if PDL:
                 gdc_wait()
             factor, x = _read(
@@ -221,7 +227,7 @@ def _quantized_gemv(
                         sums = x[5 * i + 2 + half]
                         if GROUP == 128:
                             sums += x[5 * i + 2]
-                        # `scales` are those of all blocks and then their zeros, first of the low halves.
+                        # `scales`: those of all blocks, then the zero points; low nibbles first.
                         zero = tl.full([BLOCK_N, CHUNKS * PARTS], 8.0, tl.float32)
                         if HAS_ZEROS:
                             zero = scales[(half * 2 * (GROUP < 128) + 1) * NUM_BLOCKS_K + i].to(tl.float32)
@@ -248,7 +254,7 @@ def _quantized_gemv(
 
 
 class StreamConfig(NamedTuple):
-    """Rows of a tile, columns of a block, programs on an SM, pipeline stages, warps."""
+    """Rows per tile, columns per block, programs per SM, pipeline stages, warps."""
 
     block_n: int
     block_k: int
@@ -258,10 +264,10 @@ class StreamConfig(NamedTuple):
 
 
 def stream_config(bits: int, n_in: int, gate: str) -> StreamConfig:
-    """The best or nearly so of 10 tiles in a chain of the layers of 8B.
+    """Return the fastest, or nearly so, of 10 tiles in a chain of the layers of 8B.
 
-    A layer takes 56 us in 8 bits and 36 in 4 (bytes over 4.55 TB/s: 42.4 and 21.9), with `_gemv` and separate norms 60
-    in 8 bits and 93 in 16.
+    A layer takes 56 us with 8-bit and 36 with 4-bit weights (floors at 4.55 TB/s: 42.4 and 21.9). With `_gemv` and
+    separate norms it takes 60 with 8-bit and 93 with 16-bit weights.
     """
     block_k = next((b for b in (4096, 2048) if triton.cdiv(n_in, b) * b <= 1.2 * n_in), 1024)
     if bits == 8:

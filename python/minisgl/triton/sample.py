@@ -20,7 +20,7 @@ from minisgl.triton.top_k_top_p import find_cuts
 if TYPE_CHECKING:
     from minisgl.ops.sampling import SamplingState
 
-BLOCK: Final = 256  # logits of a tile: one warp, 8 a thread
+BLOCK: Final = 256  # logits per tile: one warp, 8 per thread
 PROGRAMS: Final = 8192  # two waves; 256 rows at T = 0.6 take 55 us, and 63 with tiles of 512 and one wave (H200)
 MAX_SPLITS: Final = 512
 IDLE: Final = -(2**31)  # less than the key of every score
@@ -30,7 +30,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 MAX_NOISE = tl.constexpr(33.1)  # in units of log2: x is at least 2^-33
 ROUNDING = tl.constexpr(1e-3)  # bounds how much noise jumps where its two formulas meet
 MAX_SCALE = tl.constexpr(1e30)  # for tiny temperatures; keeps finite scores finite
-LINE = tl.constexpr(32)  # leaders have cache lines of their own: all programs of a row read one at every tile
+LINE = tl.constexpr(32)  # each leader has its own cache line: all programs of a row read it at every tile
 APPROXIMATE = tl.constexpr(not INTERPRETED)  # the interpreter has no PTX
 
 
@@ -62,7 +62,7 @@ def noise_bits(token, a, b):
 
 @triton.jit
 def _log2(x):
-    """The hardware's logarithm; `tl.log2` is a polynomial of a dozen instructions."""
+    """Return the hardware's logarithm; `tl.log2` is a polynomial of a dozen instructions."""
     if APPROXIMATE:
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     else:
@@ -74,7 +74,7 @@ def noise_log2(bits):
     """Gumbel noise in units of log2: -log2(e) with e = -ln(1 - x).
 
     Large noise comes from small x, where e is the series x + x^2/2 + x^3/3 (off by a 4e6th at 0.01), since the
-    hardware's log2 near 1 has an absolute error of 2^-22.6. Beyond 0.01 the error of e is 1e-5 at most, relatively.
+    hardware's log2 near 1 has an absolute error of 2^-22.6. Beyond 0.01 the relative error of e is at most 1e-5.
     """
     x = tl.minimum(bits.to(tl.float32) * 2.0**-32 + 2.0**-33, 1.0 - 2.0**-24)
     series = x * (1.0 + x * (0.5 + x * 0.33333334))
@@ -83,7 +83,7 @@ def noise_log2(bits):
 
 @triton.jit
 def _key(x):
-    """float32 -> int32 in the same order; its own inverse on the bits, see `_score`."""
+    """Map float32 to int32 that sorts alike. On the bits the map is its own inverse, see `_score`."""
     i = x.to(tl.int32, bitcast=True)
     return i ^ ((i >> 31) & 0x7FFFFFFF)
 
@@ -100,7 +100,7 @@ def _sample(
     BLOCK: tl.constexpr, MAX_SPLITS: tl.constexpr, IDLE: tl.constexpr, FILTERED: tl.constexpr, PARTIAL: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Argmax of the scores of a row; grid (S, splits), `steps` tiles of BLOCK logits a program.
+    """Find the argmax of a row's scores; grid (S, splits), `steps` tiles of BLOCK logits per program.
 
     The last program of a sequence to arrive compares the best of all splits. `leader` holds the key of the best score
     that any split has found. A tile that cannot reach the leader is skipped after its largest logit is known, or its
@@ -185,7 +185,7 @@ def _sample(
 
 
 def sample_rows(logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, is_filtered: bool) -> Tensor:
-    """As `ops.sampling.sample_rows`; for one sequence the last kernel of a one-row step."""
+    """`ops.sampling.sample_rows`; for one sequence, the last kernel of a one-row step."""
     cuts = None
     if is_filtered:
         logits = logits.contiguous()
@@ -194,7 +194,7 @@ def sample_rows(logits: Tensor, rows: Tensor, positions: Tensor, state: Sampling
 
 
 def candidates(logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, first: int) -> Tensor:
-    """As `ops.sampling.candidates`, but the scores of rows with a temperature are in units of log2."""
+    """`ops.sampling.candidates`, except that scores of rows with a temperature are in units of log2."""
     return _launch(logits, rows, positions, state, None, first)
 
 

@@ -1,4 +1,4 @@
-"""min-p, top-k and top-p without a sort of the vocabulary: each row's logit, and among equals the index, to cut at.
+"""min-p, top-k and top-p without sorting the vocabulary: they find the logit, and among equals the index, to cut at.
 
 Kept are the tokens with logit > cut, or logit == cut and index <= cut_index. One pass over a row finds the peaks of its
 lanes (every BLOCK-th logit); at least k logits reach the k-th largest peak, and seldom many more. A second pass
@@ -20,12 +20,12 @@ from minisgl.triton.launch import COUNTERS, INTERPRETED, counters
 if TYPE_CHECKING:
     from minisgl.ops.sampling import SamplingState
 
-BLOCK: Final = 4096  # logits of a tile, lanes, and the largest number of candidates
+BLOCK: Final = 4096  # logits per tile, lanes, and the largest number of candidates
 MAX_WANTED: Final = 1024  # the largest k that candidates are collected for
-WANTED: Final = 128  # candidates without top-k, at first
+WANTED: Final = 128  # candidates at first, without top-k
 NUM_WARPS: Final = 16
-MAX_REGISTERS: Final = 64  # a thread, so that two programs fit on an SM
-SHIFT: Final = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # float32's low bits that such values leave 0
+MAX_REGISTERS: Final = 64  # per thread, so that two programs fit on an SM
+SHIFT: Final = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # float32's low bits that are 0 in such values
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_SCALE = tl.constexpr(1e30)
@@ -37,7 +37,7 @@ PAIR_J = tl.constexpr(32)
 
 @triton.jit
 def _key(x, SHIFT: tl.constexpr):
-    """float32 -> int32 in the same order; successive values of the logits' dtype are successive keys."""
+    """Map float32 to int32 that sorts alike; successive values of the logits' dtype are successive keys."""
     i = x.to(tl.int32, bitcast=True)
     return (i ^ ((i >> 31) & 0x7FFFFFFF)) >> SHIFT
 
@@ -57,7 +57,7 @@ def _middle(low, high):
 
 @triton.jit
 def _sum_above(values_ptr, n, bound, peak, scale, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """How many of values[:n] are above `bound`, or their mass, the sum of 2^((value - peak) scale)."""
+    """Return how many of values[:n] are above `bound`, or their mass: the sum of 2^((value - peak) scale)."""
     acc = tl.zeros([BLOCK], tl.float32)
     lane = tl.arange(0, BLOCK)
     for start in range(0, n, TILES * BLOCK):
@@ -75,7 +75,7 @@ def _sum_above(values_ptr, n, bound, peak, scale, MASS: tl.constexpr, BLOCK: tl.
 def _find_key(
     values_ptr, n, low, high, limit, peak, scale, MASS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The smallest key in [low, high] above which count or mass is less than `limit`; no value is above `high`."""
+    """Find the smallest key in [low, high] above which count or mass is less than `limit`; no value is above `high`."""
     while low < high:
         key = _middle(low, high)
         is_less = _sum_above(values_ptr, n, _value(key, SHIFT), peak, scale, MASS, BLOCK) < limit
@@ -86,7 +86,7 @@ def _find_key(
 
 @triton.jit
 def _index_of(values_ptr, n, value, rank, BLOCK: tl.constexpr):
-    """The index in values[:n] of the rank-th (from 1) that equals `value`; n if there are fewer."""
+    """Return the index in values[:n] of the rank-th value (from 1) that equals `value`; n if there are fewer."""
     seen = tl.full((), 0, tl.int32)
     index = tl.full((), 0, tl.int32) + n
     for start in range(0, n, BLOCK):
@@ -102,7 +102,7 @@ def _index_of(values_ptr, n, value, rank, BLOCK: tl.constexpr):
 
 @triton.jit
 def _lane_peaks(logits_ptr, vocab_size, BLOCK: tl.constexpr):
-    """The largest of every BLOCK-th logit [BLOCK]; NaN counts as +Inf."""
+    """Return the peak of each lane [BLOCK], where lane i has every BLOCK-th logit from i on; NaN counts as +Inf."""
     lane = tl.arange(0, BLOCK)
     peaks = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, vocab_size, TILES * BLOCK):
@@ -118,7 +118,7 @@ def _collect(
     logits_ptr, vocab_size, floor, cut, peak, scale, values_ptr, indices_ptr, count_ptr, MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the logits >= `floor` and their indices, in any order, and how many there are.
+    """Store the logits >= `floor` and their indices in any order, and their number.
 
     Returns the mass of the logits >= `cut` if MASS.
     """
@@ -138,7 +138,7 @@ def _collect(
 
 @triton.jit
 def _sort(values_ptr, indices_ptr, n, sorted_values_ptr, sorted_indices_ptr):
-    """Sort values[:n] descending, the lowest index first among equals: the rank of each is how many come before it."""
+    """Sort values[:n] descending, the lowest index first among equals, by counting how many come before each."""
     for start in range(0, n, PAIR_I):
         offs_i = start + tl.arange(0, PAIR_I)
         x = tl.load(values_ptr + offs_i, mask=offs_i < n, other=float("-inf"))
@@ -160,7 +160,7 @@ def _find_cuts(
     values_ptr, indices_ptr, counter_ptr, vocab_size,
     BLOCK: tl.constexpr, MAX_WANTED: tl.constexpr, WANTED: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """One row a program. values and indices [S, 2, BLOCK] are scratch; counters are left at zero."""
+    """One program per row. values and indices [S, 2, BLOCK] are scratch; counters are left at zero."""
     seq = tl.program_id(0)
     row = tl.load(rows_ptr + seq)
     temperature = tl.load(temperature_ptr + row)
@@ -267,9 +267,9 @@ def _find_cuts(
 
 
 def find_cuts(logits: Tensor, rows: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
-    """The cut [S] float32 and its index [S] int32 (see above) for logits [S, V] and the parameters of `rows` [S].
+    """Return the cut [S] float32 and its index [S] int32 (see above) for logits [S, V] and `rows` [S].
 
-    A greedy row, one with non-finite logits and one without filters keep all tokens: (-inf, V).
+    Rows that are greedy, have non-finite logits or have no filters keep all tokens: (-inf, V).
     """
     num_seqs, vocab_size = logits.shape
     device = logits.device

@@ -1,22 +1,23 @@
-// y = f(norm(x + residual)) W^T for one row x and weights in 8 or 4 bits, on Hopper.
+// GEMV with 8-bit or 4-bit weights for Hopper: y = f(norm(x + residual)) W^T for a single row x.
 //
-// One CTA on each SM has an equal share of the outputs and about half of the SM, so that the next kernel's CTA fills its
-// ring with weights meanwhile. Each warp has a part of the columns and works alone until the sums are added up: a lane
-// copies to its ring, with cp.async, just the weights that it computes with. Tensor cores take the weights of 16 rows as
-// one operand and x as the other, the same in all 8 columns (for integers: two parts of 8 bits in turn).
+// There is one CTA per SM. Each computes the same number of outputs and leaves half of the SM to the next GEMV's CTA,
+// which prefetches its weights meanwhile. Each warp takes a slice of the columns and does not synchronize with the
+// others until their sums are added up: a lane copies with cp.async exactly the weights that it multiplies. One operand
+// of an MMA is 16 rows of weights, the other is x, repeated in all 8 columns (for int8, its two 8-bit parts in turn).
 //
-// A unit is 64 bytes of 16 rows; lane 4 g + t has 16 bytes of rows g and g + 8, from 16 t on. A cell is the 128 bytes
-// that 64 columns of x take: float16, or 64 high bytes and then 64 low ones.
-// The compiler's options define WARPS, BITS, IS_FP8, N_IN, UNITS (of a stage), STAGES, ROWS (of a CTA's tiles),
-// HAS_NORM, GATE (0, 1 SiLU, 2 GELU with tanh), HAS_ZEROS, IS_HALF (x is float16, else bfloat16) and SCALE_IS_HALF (of
-// 4 bits).
+// A unit is 64 bytes of each of 16 rows: lane 4 g + t copies 16 bytes, from byte 16 t on, of rows g and g + 8. A cell
+// is the 128 bytes in which 64 columns of x are stored: as float16, or as 64 high bytes followed by 64 low ones.
+//
+// Macros from the compiler's options: WARPS, BITS, IS_FP8, N_IN, UNITS (per stage), STAGES, ROWS (weight rows per CTA),
+// HAS_NORM, GATE (0 none, 1 SiLU, 2 GELU with tanh), HAS_ZEROS, IS_HALF (x is float16, else bfloat16), SCALE_IS_HALF
+// (of the scales of 4-bit weights).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 
-#define WIDTH (N_IN * BITS / 8)  // bytes of a row
-#define MAX_THREADS 640          // with the idle warps
+#define WIDTH (N_IN * BITS / 8)  // bytes per row
+#define MAX_THREADS 640          // including idle warps
 
 struct Arguments {
     const u16 *x, *residual;
@@ -103,20 +104,20 @@ __device__ __forceinline__ u16 narrow(float f) { return IS_HALF ? to_half(f) : t
 constexpr int UNITS_IN_ROW = WIDTH / 64;
 constexpr int WARP_UNITS = (UNITS_IN_ROW + WARPS * UNITS - 1) / (WARPS * UNITS) * UNITS;
 constexpr int WARP_COLUMNS = WARP_UNITS * (512 / BITS);
-constexpr int BLOCKS = (WARP_COLUMNS + 127) / 128;  // of 128 columns, 4 for each lane
-constexpr int STEPS = WARP_UNITS / UNITS;           // stages of a tile
+constexpr int BLOCKS = (WARP_COLUMNS + 127) / 128;  // of 128 columns, 4 per lane
+constexpr int STEPS = WARP_UNITS / UNITS;           // stages per tile
 constexpr int SCALE_BYTES = BITS == 4 ? 2 * UNITS : 0;
 constexpr int STAGE_BYTES = UNITS * 1024 + 32 * SCALE_BYTES;
-constexpr int TILE = GATE ? 8 : 16;  // outputs of a tile; its rows are those of gate, and then those of up
+constexpr int TILE = GATE ? 8 : 16;  // outputs per tile; with GATE its rows are 8 of gate, then 8 of up
 
 struct __align__(16) Warp {
     u8 ring[STAGES * STAGE_BYTES];
     u8 x[BLOCKS * 256];
-    float2 groups[BLOCKS];  // of 4 bits: scale, and what a zero point of 1 adds
+    float2 groups[BLOCKS];  // for 4-bit weights: scale, and what a zero point of 1 adds
     float sums[ROWS];
 };
 
-// Copy the weights of a stage, and with 4 bits the scales and zeros.
+// Copy the weights of a stage, and for 4-bit weights their scales and zero points.
 __device__ __forceinline__ void load(const Arguments &a, u8 *slot, int row, int last, int unit, int lane) {
     int g = lane / 4, t = lane % 4;
     long long low = min(row + g, last), high = GATE ? low + a.n_out : min(row + g + 8, last);
@@ -137,7 +138,7 @@ __device__ __forceinline__ void load(const Arguments &a, u8 *slot, int row, int 
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Arguments a) {
     launch_dependents();
-    if (threadIdx.x >= WARPS * 32) return;  // idle warps only take registers
+    if (threadIdx.x >= WARPS * 32) return;  // idle warps only occupy registers
     extern __shared__ __align__(16) u8 shared[];
     Warp *warps = (Warp *)shared;
     float *squares = (float *)(warps + WARPS);
@@ -147,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Argument
     int last = (int)((blockIdx.x + 1LL) * a.n_out / gridDim.x) - 1;
     int stages = (last - first + TILE) / TILE * STEPS, column = warp * WARP_COLUMNS;
 
-    // Before the wait: the first stages, and what else no kernel writes.
+    // Before the wait, load only what no kernel writes: the first stages of weights, and parameters.
     int row = first, step = 0, loaded = 0;
     auto load_next = [&](int slot) {
         if (loaded++ < stages) {
@@ -178,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Argument
 #endif
     wait_for_predecessor();
 
-    // x of this warp's columns, into its cells.
+    // Load this warp's columns of x, and store them in its cells.
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
         raw[i] = make_uint2(0, 0);
@@ -201,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Argument
             if (blockIdx.x == 0 && is_mine(i)) *(uint2 *)(a.total + column + i * 128 + lane * 4) = raw[i];
         }
     }
-    float square = 0.0f, factor = 1.0f;  // `factor` of this warp's sums
+    float square = 0.0f, factor = 1.0f;  // this warp's sums are multiplied by `factor`
     u32 most = 0;
     auto value = [&](int block, int j) {
         float v = widen<IS_HALF>(half_of(raw[block], j));
@@ -214,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Argument
         for (int j = 0; j < 4; j++) {
             float v = widen<IS_HALF>(half_of(raw[i], j));
             square += v * v;
-            block_most = max(block_most, __float_as_uint(value(i, j)) & 0x7fffffff);  // a NaN is more than any number
+            block_most = max(block_most, __float_as_uint(value(i, j)) & 0x7fffffff);  // NaN > any number, as an integer
         }
         if (BITS == 4) {
             block_most = most_of_warp(block_most);
@@ -242,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Argument
     if (BITS == 8) {
         most = most_of_warp(most);
 #if IS_FP8
-        // float16 has a larger range than x needs, once the largest number is near 2^15.
+        // Scale x so that its largest element is near 2^15: float16 then has enough range for the others.
         u32 exponent = max(most >> 23, 15u);
         float up = __uint_as_float((268 - exponent) << 23);
         factor = __uint_as_float((exponent - 14) << 23);
@@ -276,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Argument
     if (lane == 0) squares[warp] = square;
     __syncwarp();
 
-    // The stream.
+    // Stream the weights.
 #if IS_FP8
     float sums[2][4] = {};
 #elif BITS == 8
@@ -310,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Argument
                 mma_bytes<true>(sums[j], low.v[2 * j], high.v[2 * j], low.v[2 * j + 1], high.v[2 * j + 1], x.v[2 * j],
                                 x.v[2 * j + 1]);
 #else
-            // Low halves as they are and high ones as 16 times what they are.
+            // Low nibbles have their own value, high ones 16 times theirs.
             int c[2][4] = {};
 #pragma unroll
             for (int half = 0; half < 2; half++) {
