@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Expanded:
-    """A plan by tokens T, sequences B and sampled sequences S; all int32. The fields are those of `Batch`."""
+    """A plan expanded to tokens T, sequences B and sampled sequences S; all int32. Fields are those of `Batch`."""
 
     rows: Ints  # [B]
     query_lens: Ints  # [B]
@@ -38,12 +38,12 @@ class Expanded:
 
     @property
     def flags(self) -> int:
-        """All flags that a sampled sequence has."""
+        """The union of the flags of the sampled sequences."""
         return int(np.bitwise_or.reduce(self.sample_flags, initial=0))
 
 
 def expand(plan: BatchPlan) -> Expanded:
-    """Slots to tokens; reads nothing but the plan."""
+    """Expand slots to tokens. Reads only the plan."""
     row, start, stop, flags = (plan.slots[name] for name in ("row", "start", "stop", "flags"))
     lens = stop - start
     ends = np.cumsum(lens, dtype=np.int32)
@@ -79,13 +79,13 @@ def expand(plan: BatchPlan) -> Expanded:
 
 
 def mask_index(flags: Ints) -> Ints:
-    """Index into a plan's masks of each sequence, by the flags [S] of the sequences that sample."""
+    """Return each sequence's index into a plan's masks, from the flags [S] of the sequences that sample."""
     index: Ints = np.cumsum((flags & Flag.MASKED) != 0, dtype=np.int32) - 1
     return index
 
 
 def _logprob_tokens(flags: Ints, lens: Ints, ends: Ints) -> Ints:
-    """All tokens of the PROMPT_LOGPROBS slots but those whose logits are sampled."""
+    """Return the tokens of the PROMPT_LOGPROBS slots except those that are sampled from."""
     is_wanted = np.repeat((flags & Flag.PROMPT_LOGPROBS) != 0, lens)
     is_wanted[(ends - 1)[(flags & Flag.SAMPLES) != 0]] = False
     return np.flatnonzero(is_wanted).astype(np.int32)
@@ -132,7 +132,7 @@ def moved(batch: Batch, shift: torch.Tensor) -> Batch:
 
 
 def draft_columns(plan: BatchPlan, device: Device) -> DraftColumns:
-    """The slots with DRAFTS of a plan that has some."""
+    """Return the slots with DRAFTS of a plan that has some."""
     slots = plan.slots[(plan.slots["flags"] & Flag.SAMPLES) != 0]
     is_drafted = (slots["flags"] & Flag.DRAFTS) != 0
     first = (np.cumsum(plan.widths, dtype=np.int32) - plan.widths)[is_drafted]
@@ -143,14 +143,14 @@ def draft_columns(plan: BatchPlan, device: Device) -> DraftColumns:
 
 
 def drafted_before(rows: Ints, device: Device) -> torch.Tensor:
-    """`Sampling.drafted` of the tokens that `rows` [S] sample."""
+    """Return `Sampling.drafted` of the tokens that `rows` [S] sample."""
     index = np.arange(len(rows), dtype=np.int32)
     first = np.maximum.accumulate(np.where(np.diff(rows, prepend=-1) != 0, index, 0))
     return device.upload(index - first)[0]
 
 
 def make_sampling(plan: BatchPlan, index: npt.NDArray[np.intp], device: Device) -> Sampling:
-    """Upload what sampling needs to know of the sequences `index` among those of a plan that sample."""
+    """Upload the sampling inputs of the sequences `index`, counted among those of a plan that sample."""
     slots = plan.slots[(plan.slots["flags"] & Flag.SAMPLES) != 0]
     places = mask_index(slots["flags"])
     slots = slots[index]

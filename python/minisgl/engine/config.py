@@ -1,4 +1,4 @@
-"""Turns the settings that a user asked for into what one checkpoint and device will do, by one pure function."""
+"""Resolves a user's settings for one checkpoint and device, in one pure function."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class EngineSpec:
 
     folder: Path
     model: ModelConfig
-    dtype: torch.dtype  # of activations, and of K/V cache and weights that are not quantized
-    quantization: str | None  # one of `fit.QUANTIZATIONS`, made at the start
+    dtype: torch.dtype  # of activations, and of an unquantized KV cache and weights
+    quantization: str | None  # one of `fit.QUANTIZATIONS`, applied at the start
     fp8_cache: bool
     max_seq_len: int
     page_size: int
@@ -50,9 +50,9 @@ class EngineSpec:
     pooling: Pooling | None  # of an embedding model
     drafter: str | None = None  # a name of `speculative.DRAFTERS`, or the kind of `draft`
     draft: DraftSource | None = None
-    max_queries: int = 1  # the most tokens of a decoding sequence in a step: its newest, and drafts
-    host_kv: int = 0  # bytes of all ranks
-    disk_kv: tuple[Path, int] | None = None  # a folder, and bytes of all ranks
+    max_queries: int = 1  # tokens of a decoding sequence in a step, at most: the newest one and drafts
+    host_kv: int = 0  # bytes, over all ranks
+    disk_kv: tuple[Path, int] | None = None  # a folder, and bytes over all ranks
 
     @property
     def pages_per_row(self) -> int:
@@ -60,16 +60,16 @@ class EngineSpec:
 
     @property
     def num_heads(self) -> int:
-        """Attention heads of this rank."""
+        """The number of attention heads of this rank."""
         return len(self.info.shard(self.model.num_heads, "attention heads"))
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads of this rank."""
+        """The number of KV heads of this rank."""
         return len(self.info.shard_or_replicate(self.model.num_kv_heads, "KV heads"))
 
     def attention_spec(self, device_type: str) -> AttentionSpec:
-        """What this rank asks of an attention backend."""
+        """This rank's requirements of an attention backend."""
         return AttentionSpec(
             device_type=device_type,
             dtype=self.dtype,
@@ -103,7 +103,7 @@ def resolve(
             _log.warning("config.json ties lm_head.weight to the embedding, but it differs in the checkpoint: not tied")
         model = replace(model, tie_word_embeddings=False)
     dtype = config.dtype if config.dtype != "auto" else "float32" if device_type == "cpu" else model.dtype
-    has_graphs = device_type == "cuda" and embedder is None  # graphs are for steps that sample
+    has_graphs = device_type == "cuda" and embedder is None  # only steps that sample are captured
     wanted = config.max_running_requests if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
     drafter = _drafter(config.speculate, checkpoint)
     graph_rows = min(wanted, config.max_running_requests) if has_graphs else 0

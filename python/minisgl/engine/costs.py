@@ -1,7 +1,7 @@
 """Times a few steps at the start, so that the scheduler can predict what a step costs on this device.
 
-On a GPU the whole takes a fraction of a second. A CPU may need a second for 64 tokens, so there the sizes follow from
-a first chunk's time, but for several ranks, which must take the same steps. Other processes delay a CPU's steps, so
+On a GPU this takes a fraction of a second. A CPU may need a second for 64 tokens, so there the sizes follow from the
+time of a first chunk, except with several ranks, which must run the same steps. Other processes delay a CPU's steps, so
 there the shortest CPU time of the thread counts.
 """
 
@@ -21,18 +21,18 @@ from minisgl.layout import HISTORY_HEAD, MAX_DRAFT_TOKENS, NO_INTS, NO_PAGE_WRIT
 from minisgl.settings.options import MAX_DRAFTS
 
 DECODES = Flag.SAMPLES | Flag.FROM_DEVICE
-REPEATS, CPU_REPEATS = 3, 8  # on a CPU the shortest counts, and other work makes most of them longer
+REPEATS, CPU_REPEATS = 3, 8  # more on a CPU, where other work delays most of them and the shortest counts
 FIRST_CHUNK = 16  # tokens, on a CPU
-CHUNK_S = 0.04  # how long its largest chunk may take
+CHUNK_S = 0.04  # the longest time of its largest chunk
 SLOW_S = 0.2  # a first step that takes longer is not repeated
-PIPELINED = 3  # steps in a row, as under load: each is launched while the one before is computed
+PIPELINED = 3  # consecutive steps, as under load: each is launched while its predecessor runs
 SMALL_CHUNK = 256
 LARGE_CHUNK = 2048
 CHUNK_CONTEXT = 8192
 DECODE_ROWS, DECODE_CONTEXT = 64, 2048
-FEW_ROWS = 4  # on a CPU, where a page takes memory at its first use
+FEW_ROWS = 4  # on a CPU, where the first use of a page allocates memory
 DRAFT_ROWS, CPU_DRAFT_ROWS = (1, 8, 64, 256), (1, 8, 32)
-SLACK = (REPEATS + 1) * PIPELINED * (1 + MAX_DRAFTS)  # positions that rows with drafts move on while they are timed
+SLACK = (REPEATS + 1) * PIPELINED * (1 + MAX_DRAFTS)  # positions that rows with drafts advance while they are timed
 
 Run = Callable[[BatchPlan], Callable[[], object]]
 """Launches a plan and returns a function that waits for its result."""
@@ -50,7 +50,7 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
 
     def timed(plan: BatchPlan) -> float:
         times: list[float] = []
-        # The first, which may touch memory for the first time, counts only where it is too slow for that to matter.
+        # The first step may be the first to touch its memory. It counts only if it is too slow for that to matter.
         while len(times) <= repeats and (not adapts or sum(times) < (CHUNK_S if times[1:] else SLOW_S)):
             count = pipelined if times else 1
             started = clock()
@@ -58,7 +58,7 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
             for wait in waits:
                 wait()
             times.append((clock() - started) / count)
-            # On a CPU each step begins with the same lengths, which the plan bounds.
+            # On a CPU each step must begin with the same lengths, since the plan bounds them.
             plan = replace(plan, page_writes=NO_PAGE_WRITES, histories=NO_INTS if is_async else plan.histories)
         return (statistics.median if is_async else min)(times[1:] or times)
 
@@ -69,7 +69,7 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
         return seconds([(row, context, context + 1, DECODES) for row in range(rows)])
 
     def draft(rows: int, width: int, *, are_proposed: bool = False) -> float:
-        """Seconds of a step in which each row has `width` tokens, all but one drafts; none is likely to be right."""
+        """Time a step in which each row has `width` tokens, all but one drafts, which are likely to be rejected."""
         stop = DRAFT_CONTEXT + width
         plan = spread_plan([(row, 0, stop + SLACK, DECODES) for row in range(rows)], spec.page_size, num_pages)
         plan.slots["start"], plan.slots["stop"] = DRAFT_CONTEXT, stop
@@ -93,10 +93,10 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
     context = min(CHUNK_CONTEXT if is_async else 4 * large, longest - large)
     per_pair = max(0.0, (chunk(context, large) - many) / (large * context)) if context > 0 else 0.0
     pairs = (large * large - small * small) / 2
-    # At least half of the large chunk's rate: a base that is measured too high must not make tokens free.
+    # At least half of the large chunk's time per token: a base that is measured too high must not make tokens free.
     per_token = max(many / large / 2, (many - few - per_pair * pairs) / (large - small))
     base = max(0.0, few - per_token * small)
-    # GEMMs of medium size are less efficient than the line through both ends: raise the line to an upper bound.
+    # GEMMs of medium size are slower than the line through both ends predicts: raise the line to an upper bound.
     middle = (small + large) // 2
     base += max(0.0, chunk(0, middle) - base - per_token * middle - per_pair * middle * middle / 2)
     context = min(DECODE_CONTEXT if is_async else 4 * large, longest)
@@ -107,7 +107,7 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
         return costs
     timed_rows = sorted({min(n, spec.max_running_requests) for n in (DRAFT_ROWS if is_async else CPU_DRAFT_ROWS)})
     plain = tuple((n, decode(DRAFT_CONTEXT, n)) for n in timed_rows)
-    # A CPU computes a few tokens in the time of one, and many at their full price.
+    # A CPU computes a few tokens in the time of one, but many at the full cost.
     widths = (1, 2, spec.max_queries) if is_async else (2, (spec.max_queries + 1) // 2, spec.max_queries)
 
     def curves(*, are_proposed: bool) -> tuple[Points, ...]:

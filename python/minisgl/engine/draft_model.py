@@ -1,4 +1,4 @@
-"""Drafters with a model: a small one of the same vocabulary, or a head on top of the target's hidden states."""
+"""Drafters with a model: a small model with the same vocabulary, or a head on the target's hidden states."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
     from minisgl.layout import Records
     from minisgl.ops.quantized import Format
 
-SAMPLED_ALIKE: Final = Flag.PENALIZED | Flag.FILTERED  # flags with which drafts are sampled as the target samples
+SAMPLED_ALIKE: Final = Flag.PENALIZED | Flag.FILTERED  # flags for which drafts are sampled like the target's tokens
 
 
 class DraftModel(ABC):
-    """Drafts the tokens that a model would sample, with the noise of the target.
+    """Drafts the tokens that a model would sample with the target's noise.
 
-    The model's K/V is in a pool of its own, whose pages have the ids of the target's: page tables, cached prefixes,
-    preemption and ranks are the same. A step with DRAFTS begins with a pass for each draft, because then the row's slot
-    has the pages where the passes write. Steps that only decode do not run the model, and leave holes in its K/V.
+    The model's K/V is in a separate pool with the target's page ids, so page tables, cached prefixes, preemption and
+    ranks need nothing else. A step with DRAFTS begins with a pass for each draft, because by then the row has the pages
+    that the passes write. Steps that only decode do not run the model, and leave holes in its K/V.
     """
 
-    ahead: ClassVar[int]  # slot p is computed from the tokens up to p + ahead
-    first: ClassVar[int]  # the draft that the first pass of `draft_rows` makes; before 0, it fills a hole
-    layers: tuple[int, ...] = ()  # of the target, whose outputs `follow` gets
+    ahead: ClassVar[int]  # slot p depends on the tokens up to p + ahead
+    first: ClassVar[int]  # the draft that the first pass of `draft_rows` makes; -1: it fills a hole
+    layers: tuple[int, ...] = ()  # the target's layers whose outputs `follow` gets
     parameters: tuple[Parameter, ...]
 
     def __init__(self, parts: Parts, spec: EngineSpec) -> None:
-        """`parts` have the pool, the attention backend and the vocabulary of the drafter; `spec` has its model."""
-        state = copy(parts.state)  # the same parameters of each row, but a draft is not the row's last token
+        """`parts` has the pool, attention backend and vocabulary of the drafter; `spec` has its model."""
+        state = copy(parts.state)  # the same sampling parameters, but a separate last token
         state.last_token = torch.zeros_like(state.last_token)
         self.parts, self.spec = replace(parts, state=state), spec
         self._vocab_size = parts.model.config.vocab_size
@@ -61,13 +61,13 @@ class DraftModel(ABC):
         self.parts = replace(self.parts, kv_cache=make_pool(self.spec, num_pages, self.parts.device))
 
     def propose(self, history: Tensor, rows: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """As `Drafter.propose`: the drafts of the next step are made when it begins, as many as it has."""
+        """`Drafter.propose`. The drafts of the next step are made when that step begins."""
         return history.new_zeros(len(rows), MAX_DRAFTS), torch.full_like(lengths, MAX_DRAFTS)
 
     def passes(self, plan: BatchPlan, *, has_drafts: bool = True) -> tuple[Batch, ...]:
-        """The passes before the step `plan`, with upper bounds for positions as the plan has.
+        """Return the passes before the step `plan`, with upper bounds for positions like those of the plan.
 
-        Without `has_drafts`, only that of its prompts.
+        Without `has_drafts`, this is only the pass over its prompts.
         """
         drafted = drafted_slots(plan)[: None if has_drafts else 0]
         counts = drafted["stop"] - drafted["start"] - 1
@@ -96,10 +96,10 @@ class DraftModel(ABC):
             drafting.drafts[rows] = history[rows.unsqueeze(1), following].clamp(0, most)
 
     def draft_rows(self, inputs: Tensor, flags: int, drafting: Drafting) -> None:
-        """Make the drafts of rows whose lengths only the device knows: pass by pass, one token of each row.
+        """Make the drafts of rows whose lengths only the device knows: each pass makes one token per row.
 
-        inputs [3, R] int32 are the rows, their numbers of drafts, and their flags, of which `flags` has all. The drafts
-        are in `drafting.history` then. A row without a draft in a pass is replaced by the last row, the dummy row.
+        inputs [3, R] int32 are rows, numbers of drafts, and flags; `flags` is the union of the latter. The drafts are
+        stored in `drafting.history`. In a pass that makes no draft for a row, the dummy row (the last one) replaces it.
         """
         history, page_table = drafting.history, self.parts.state.page_table
         wanted, counts, row_flags = inputs[0].long(), inputs[1], inputs[2]
@@ -122,18 +122,18 @@ class DraftModel(ABC):
 
     @abstractmethod
     def _first(self, plan: BatchPlan, drafted: Records) -> list[BatchPlan]:
-        """The pass for the first draft of the slots `drafted`, if the step before did not make it."""
+        """Return the pass for the first draft of the slots `drafted`, if the preceding step did not make it."""
 
     @abstractmethod
     def _logits(self, ids: Tensor, batch: Batch) -> Tensor:
         """Compute logits [S, V] of a pass from token ids [T], those at slot + `ahead`."""
 
     def follow(self, batch: Batch, input_ids: Tensor, states: list[Tensor], out: Tensor, drafting: Drafting) -> None:
-        """Take in a step: its tokens [T], the outputs [T, H] of `layers`, and `out` as from `Drafting.settle`."""
+        """Process a step's tokens [T], the outputs [T, H] of `layers`, and the result `out` of `Drafting.settle`."""
         return
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Tensor:
-        """Sample tokens [S] int32 from logits [S, V]; penalties do not count the drafts before."""
+        """Sample tokens [S] int32 from logits [S, V]; penalties do not count earlier drafts."""
         parts, (rows, positions, flags) = self.parts, (sampling.rows, sampling.positions, sampling.row_flags)
         if sampling.flags & Flag.PENALIZED:
             flags = flags & Flag.PENALIZED
@@ -142,9 +142,10 @@ class DraftModel(ABC):
 
 
 class SmallModel(DraftModel):
-    """A model of its own. A slot has the K/V of the token there, so the step before left one hole at most.
+    """A separate model. A slot has the K/V of its own token, so the preceding step leaves at most one hole.
 
-    This is where all drafts were right: the first pass computes the newest two tokens. It also computes the prompts.
+    There is a hole if all drafts were accepted: then the first pass computes the newest two tokens. The first pass also
+    computes prompts.
     """
 
     ahead, first = 0, -1
@@ -186,7 +187,7 @@ class Eagle3(DraftModel):
         return logits
 
     def _run(self, ids: Tensor, features: Tensor, batch: Batch, keep: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [S, V], -inf outside of the draft vocabulary, and hidden states [S, H] of the tokens `keep`."""
+        """Return logits [S, V], -inf outside of the draft vocabulary, and hidden states [S, H] of the tokens `keep`."""
         ctx = self.parts.context(batch, self.parts.out_loc(batch))
         drafted, hidden = self.head.forward(self._embed.forward(ids), features, ctx, keep)
         logits = drafted.new_full((len(keep), self._vocab_size), float("-inf"))
@@ -200,7 +201,7 @@ class Eagle3(DraftModel):
         # The token behind a chunk came with the plan.
         ids[ends] = history[batch.layout.rows.long(), batch.positions[ends].long() + 1].clamp(0, self._vocab_size - 1)
         ids[batch.logit_tokens] = tokens
-        # Of each row, the column of its newest token.
+        # The column of each row's newest token.
         columns = torch.arange(len(tokens), device=out.device)
         if batch.drafts is not None:
             columns = columns * out[2, : len(tokens)]
@@ -215,14 +216,14 @@ class Eagle3(DraftModel):
 
 
 def drafted_slots(plan: BatchPlan) -> Records:
-    """The slots of `plan` with DRAFTS that the host proposes nothing for."""
+    """Return the slots of `plan` with DRAFTS and without a proposal of the host."""
     is_drafted = (plan.slots["flags"] & Flag.DRAFTS) != 0
     slots: Records = plan.slots[is_drafted & ~np.isin(plan.slots["row"], plan.proposals["row"])]
     return slots
 
 
 def draft_slots(slots: Records, start: Ints, stop: Ints, from_device: int) -> Records:
-    """The rows of `slots` with other positions, and FROM_DEVICE or 0: each samples one token, as the target does."""
+    """Return slots for the rows of `slots` at other positions; each samples one token, like the target."""
     slots = slots.copy()
     slots["start"], slots["stop"] = start, stop
     slots["flags"] = slots["flags"] & SAMPLED_ALIKE | Flag.SAMPLES | from_device
@@ -230,13 +231,13 @@ def draft_slots(slots: Records, start: Ints, stop: Ints, from_device: int) -> Re
 
 
 def draft_spec(spec: EngineSpec) -> EngineSpec:
-    """The spec of the drafter of a spec that has a `draft`; its weights are not rounded."""
+    """Return the drafter's spec, for a spec that has a `draft`; its weights are not quantized."""
     assert spec.draft is not None, "the drafter has no model"
     return replace(spec, model=spec.draft.model, quantization=None, draft=None)
 
 
 def make_draft_model(parts: Parts, spec: EngineSpec, holds: Callable[[Format], bool]) -> DraftModel:
-    """Load the drafter of a spec that has a `draft`, with a pool of one page. `parts` are those of the target."""
+    """Load the drafter of a spec that has a `draft`, with a pool of one page. `parts` is the target's."""
     source, device, own = spec.draft, parts.device, draft_spec(spec)
     assert source is not None, "the drafter has no model"
     attention = resolve_attention(spec.attention_backend, own.attention_spec(device.type), parts.ops)

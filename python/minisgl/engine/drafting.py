@@ -1,4 +1,4 @@
-"""Drafts on the device: what it knows of the rows that draft, where their slots begin, and which drafts are right."""
+"""The device's state of rows that draft: their true lengths and tokens, and which drafts are accepted."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class Drafting:
-    """What the device keeps of each row from step to step while the row's slots have DRAFTS.
+    """The state of each row that the device keeps from step to step while the row's slots have DRAFTS.
 
     lengths  [rows] int32, tokens of the sequence; the newest, `last_token`, is the only one without K/V
-    history  [rows, tokens] int32, these tokens; the newest may be missing, -1 is one that is not known
+    history  [rows, tokens] int32, these tokens; the newest may be missing, -1 is an unknown token
     drafts   [rows, MAX_DRAFTS] int32, what may follow
     """
 
@@ -34,7 +34,7 @@ class Drafting:
         self.model = drafter if isinstance(drafter, DraftModel) else None
         self._device = device
 
-        def empty(*shape: int) -> Tensor:  # on a CPU, memory that was never written costs nothing
+        def empty(*shape: int) -> Tensor:  # uninitialised, since untouched memory is free on a CPU
             return torch.empty(*shape, dtype=torch.int32, device=last_token.device)
 
         self.lengths = empty(rows).zero_()
@@ -57,7 +57,7 @@ class Drafting:
             self.drafts[rows.long()] = self.history[rows.long().unsqueeze(1), at.long()] = drafts
 
     def shift(self, drafts: DraftColumns | None) -> Tensor:
-        """Return what is added to the planned positions of each row [rows] int32: 0 or less."""
+        """Return the correction of the planned positions of each row [rows] int32, <= 0."""
         shift = torch.zeros_like(self.lengths)
         if drafts is not None:
             shift[drafts.rows] = self.lengths[drafts.rows] - 1 - drafts.starts
@@ -72,8 +72,8 @@ class Drafting:
     def settle(self, out: Tensor, columns: DraftColumns, inputs: Tensor) -> Tensor:
         """Confirm the tokens up to the first that differs from its draft, and draft what follows.
 
-        out [2 or more, C] int32 holds the sampled tokens, and whether they are finite; inputs [S] int32 are the tokens
-        before them, drafts included. Returns `out` with two more lines behind these, as `StepResult` says.
+        out [2 or more, C] int32 has the sampled tokens, and whether their logits are finite; inputs [S] int32 are the
+        tokens before them, drafts included. Returns `out` with two more lines after these two, see `StepResult`.
         """
         rows, index = columns.rows, torch.arange(columns.columns.shape[1], device=out.device)
         tokens, is_finite = out[0][columns.columns], out[1][columns.columns] != 0
@@ -82,8 +82,8 @@ class Drafting:
         count = 1 + is_right.int().cumprod(1).sum(1)
         newest = self.lengths[rows]
         at = newest.long().unsqueeze(1) + index
-        self.history[rows, newest.long() - 1] = inputs[columns.columns[:, 0]]  # it may have been in flight
-        self.history[rows.unsqueeze(1), at] = tokens  # rejected ones are beyond the length
+        self.history[rows, newest.long() - 1] = inputs[columns.columns[:, 0]]  # the host may not have known it
+        self.history[rows.unsqueeze(1), at] = tokens  # rejected drafts are beyond the length
         self.lengths[rows] = newest + count.int()
         self.last_token[rows] = tokens.gather(1, count.unsqueeze(1) - 1).squeeze(1)
         self.drafts[rows], ready = self.drafter.propose(self.history, rows, self.lengths[rows], columns.longest)
@@ -96,7 +96,7 @@ class Drafting:
 
 
 def _known(records: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Rows, positions and tokens of history records, -1 for tokens that are not known; and [rows, lengths]."""
+    """Return rows, positions and tokens of history records (-1: unknown), and [rows, lengths]."""
     parts, ends = [], []
     while len(records):
         count, row, first, length = records[: words(HISTORY_HEAD)].tolist()

@@ -1,7 +1,7 @@
-"""Whether settings and model go together and fit this machine, from config.json alone.
+"""Checks from config.json alone that settings and model are compatible and fit this machine.
 
-Imports no torch: a server asks before it starts anything heavy. What needs measuring (the largest step, CUDA graphs) is
-left to `engine/memory.py`.
+Imports no torch: a server checks this before it starts anything heavy. `engine/memory.py` checks what must be measured
+(the largest step, CUDA graphs).
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from minisgl.settings.options import PAGE_SIZES, EngineConfig
 from minisgl.speculative.source import HEAD_FOLDER, DraftSource, has_head, read_source
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-QUANTIZATIONS: Final = {"cpu": {"int8": 8, "int4": 4}, "cuda": {"fp8": 8, "int8": 8, "int4": 4}}  # bits a weight
-MAX_THREADS_PER_CORE: Final = 4  # more only wait for each other
+QUANTIZATIONS: Final = {"cpu": {"int8": 8, "int4": 4}, "cuda": {"fp8": 8, "int8": 8, "int4": 4}}  # bits per weight
+MAX_THREADS_PER_CORE: Final = 4  # more threads only wait for each other
 GB: Final = 1e9
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model folder, and what its configuration says."""
+    """A model folder and its configuration."""
 
     folder: Path
     model: ModelConfig
     embedder: Embedder | None
     max_model_len: int
-    draft: DraftSource | None = None  # of a drafter with a model
+    draft: DraftSource | None = None  # if the drafter has a model
 
     @classmethod
     def read(cls, config: EngineConfig) -> Checkpoint:
-        """Find and read the model; a hub's weights are downloaded, too, unless they will be random.
+        """Find and read the model. Weights of a hub's model are downloaded, too, unless random ones are asked for.
 
-        Raises `ConfigError` for one that cannot be served.
+        Raises `ConfigError` for a model that cannot be served.
         """
         folder = hf.resolve_model(config.model, config.download_source, not config.dummy_weight, config.revision)
         raw = hf.load_config(folder)
@@ -58,7 +58,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that a rank needs at least: of its weights, of what it keeps for each row, of a page and of a token."""
+    """The least bytes that a rank needs for weights, for the state of all rows, and for a page."""
 
     weights: int
     rows: int
@@ -67,7 +67,7 @@ class Footprint:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: EngineConfig, device: str, item: int) -> Footprint:
-        """The footprint with elements of `item` bytes. Raises `ConfigError` if the model cannot be split so."""
+        """Return the footprint with elements of `item` bytes. Raises `ConfigError` if ranks cannot divide the model."""
         m, page_size = checkpoint.model, config.page_size or PAGE_SIZES[device]
         page = page_size * _token_bytes(m, config, item)
         pages = ceil_div(config.max_seq_len or checkpoint.max_model_len, page_size)
@@ -86,7 +86,7 @@ class Footprint:
 
 
 def _token_bytes(model: ModelConfig, config: EngineConfig, item: int) -> int:
-    """Bytes of a token's K/V on a rank. Raises `ConfigError` if the model cannot be split so."""
+    """Return a token's bytes of K/V on a rank. Raises `ConfigError` if ranks cannot divide the model."""
     m, info = model, DistributedInfo(0, config.tp)
     info.shard(m.num_heads, "attention heads")
     kv_heads = len(info.shard_or_replicate(m.num_kv_heads, "KV heads"))
@@ -99,7 +99,7 @@ def _token_bytes(model: ModelConfig, config: EngineConfig, item: int) -> int:
 
 
 def estimate_step(model: ModelConfig, config: EngineConfig, max_tokens: int, item: int) -> int:
-    """Roughly the bytes that the largest step of a rank takes besides weights and K/V; the engine measures them."""
+    """Estimate the bytes of a rank's largest step, without weights and K/V; the engine measures them later."""
     m, ranks = model, config.tp
     mlp = m.experts.top_k * m.experts.intermediate_size if m.experts is not None else m.intermediate_size
     attention = (2 * m.num_heads + 2 * m.num_kv_heads) * m.head_dim // ranks
@@ -108,14 +108,14 @@ def estimate_step(model: ModelConfig, config: EngineConfig, max_tokens: int, ite
 
 
 def least_dtype(model: ModelConfig, config: EngineConfig, device: str) -> str:
-    """The type with the fewest bytes that `--dtype` may lead to."""
+    """Return the smallest type that `--dtype` may resolve to."""
     if config.dtype != "auto":
         return config.dtype
     return model.dtype if device == "cuda" or model.is_large_bfloat16 else "float32"
 
 
 def check_settings(checkpoint: Checkpoint, config: EngineConfig, device: str) -> None:
-    """Raise `ConfigError` for settings that do not go with this model or kind of device."""
+    """Raise `ConfigError` for settings that this model or kind of device does not support."""
     if config.max_seq_len is not None and config.max_seq_len > checkpoint.max_model_len:
         raise ConfigError(f"--max-seq-len {config.max_seq_len} is more than the model's {checkpoint.max_model_len}")
     if (dtype := least_dtype(checkpoint.model, config, device)) not in ITEM_BYTES:

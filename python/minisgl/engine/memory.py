@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.runner import Parts, Runner
 
-MIN_EVENNESS: Final = 0.75  # least free memory of a rank over most
+MIN_EVENNESS: Final = 0.75  # the smallest free memory of a rank over the largest
 
 
 def make_pool(spec: EngineSpec, num_pages: int, device: Device) -> MHAKVPool:
-    """Make a pool of `num_pages` and a dummy page, where the unused rows of a captured step write."""
+    """Make a pool of `num_pages` and a dummy page, to which unused slots of a captured step write."""
     m, dtype = spec.model, E4M3 if spec.fp8_cache else spec.dtype
     return MHAKVPool(
         m.num_layers, num_pages + 1, spec.num_kv_heads, spec.page_size, m.head_dim, dtype, device.torch_device
@@ -43,11 +43,11 @@ class MemoryPlan:
     free_bytes: int
 
     def with_weights(self, size: int) -> MemoryPlan:
-        """The plan with weights of another size."""
+        """Return the plan with weights of another size."""
         return replace(self, weight_bytes=size, free_bytes=self.free_bytes + self.weight_bytes - size)
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for the log."""
         gib = 2.0**30
         parts = {"weights": self.weight_bytes, "KV cache": self.num_pages * self.page_bytes}
         if self.step_bytes:
@@ -57,7 +57,7 @@ class MemoryPlan:
 
 
 def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
-    """Count the pages of the pool: `--num-pages`, else what fits, but no more than all rows can fill.
+    """Choose the number of pages of the pool: `--num-pages`, else as many as fit and all rows can use.
 
     All ranks take the count of the rank with the least memory. `parts.kv_cache` may be a single page: trial steps map
     every position to page 0. Raises `ConfigError` when no page fits, or when the ranks' free memory is too uneven.
@@ -72,7 +72,7 @@ def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
     comm.all_gather_int(0)  # ranks may share memory: wait until all have loaded their weights
     free = device.free_memory()
     trials = [largest_prefill(spec), *(decode_plan(rows, m.vocab_size, flags) for flags in (0, TAILS[-1]))]
-    if parts.drafting is not None:  # samples behind each of its tokens
+    if parts.drafting is not None:  # a step with drafts samples after each token
         trials.append(draft_plan(min(rows, MAX_DRAFT_TOKENS // spec.max_queries), spec.max_queries))
     with cublas_linear.loading():
         step_bytes = sum(device.peak_memory(partial(_run, runner, plan)) for plan in trials)
@@ -90,7 +90,7 @@ def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
 
 
 def require_even(free: list[int]) -> None:
-    """Raise `ConfigError` when one rank has much less free memory than another, since the least decides for all."""
+    """Raise `ConfigError` if a rank has much less free memory than another, since the smallest counts for all."""
     if min(free) < MIN_EVENNESS * max(free):
         each = ", ".join(f"rank {rank} {size / 2**30:.2f} GiB" for rank, size in enumerate(free))
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Plans of steps that no request asked for: to measure memory and time, to compile kernels, to capture graphs."""
+"""Synthetic plans: to measure memory and time, to compile kernels, to capture graphs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def trial_plan(
     page_writes: Sequence[tuple[int, int, int]] = (),
     masks: Ints = NO_MASKS,
 ) -> BatchPlan:
-    """A step of `slots`; `page_writes` are (row, index in the row, page). Without `tokens`, all tokens are 0."""
+    """Make a step of `slots`; `page_writes` are (row, index in the row, page). Without `tokens`, all tokens are 0."""
     records = np.array(slots, SLOT)
     if tokens is None:
         is_chunk = (records["flags"] & Flag.FROM_DEVICE) == 0
@@ -34,7 +34,7 @@ def trial_plan(
 
 
 def largest_prefill(spec: EngineSpec) -> BatchPlan:
-    """A step of as many prompt tokens as a step may have, in as few sequences as can hold them."""
+    """Make a step of as many prompt tokens as a step may have, in as few sequences as possible."""
     slots, remaining = [], spec.max_step_tokens
     for row in range(spec.max_running_requests):
         if remaining:
@@ -44,19 +44,19 @@ def largest_prefill(spec: EngineSpec) -> BatchPlan:
 
 
 def decode_plan(rows: int, vocab_size: int, flags: int) -> BatchPlan:
-    """The first token of each of `rows` rows, sampled with `flags`; masks allow all tokens."""
+    """Make a decode step of `rows` rows at their first token, sampled with `flags`; masks allow all tokens."""
     masks = np.full((rows, ceil_div(vocab_size, 32)), -1, np.int32) if flags & Flag.MASKED else NO_MASKS
     flags |= Flag.SAMPLES | Flag.FROM_DEVICE
     return trial_plan([(row, 0, 1, flags) for row in range(rows)], masks=masks)
 
 
 def draft_plan(rows: int, max_queries: int) -> BatchPlan:
-    """The first tokens of each of `rows` rows, all but one of which are drafts."""
+    """Make a decode step of `rows` rows at their first tokens, all but one of which are drafts."""
     flags = Flag.SAMPLES | Flag.FROM_DEVICE | Flag.DRAFTS
     return trial_plan([(row, 0, max_queries, flags) for row in range(rows)])
 
 
 def spread_plan(slots: Sequence[Slot], page_size: int, num_pages: int) -> BatchPlan:
-    """A step of `slots` whose rows are spread over as many different pages as the pool has."""
+    """Make a step of `slots` whose rows are spread over as many pages as the pool has."""
     pages = [(row, index) for row, _, stop, _ in slots for index in range(ceil_div(stop, page_size))]
     return trial_plan(slots, page_writes=[(row, index, i % num_pages) for i, (row, index) in enumerate(pages)])

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step takes on, so that running streams keep their pace, and how late it may be planned."""
+"""The budget of prompt tokens per step, so that running streams keep their pace; and how late a step may be planned."""
 
 from __future__ import annotations
 
@@ -20,40 +20,41 @@ if TYPE_CHECKING:
     from minisgl.scheduler.plan import Chunk, StepOutput
     from minisgl.settings.options import SchedulerConfig
 
-# Prompts always get this many tokens a step, or a slow decode step would starve them.
+# The minimum number of prompt tokens per step: otherwise slow decode steps would starve prompts.
 FLOOR_TOKENS: Final = 64
-# The target when none is given. A stream then moves faster than people read, and a step is long enough to spend most of
-# its time on the prompt (a quarter of it is overhead where a step costs 7 ms besides its tokens): 1,024 tokens of an 8B
-# model beside 64 streams. Steps may take 8 % more when the device has reached its power limit. Where decoding alone
-# takes more than half of the target, prompts may double the step's time: a fixed target would leave them the floor.
+# The default target. Streams are then faster than people read, and a step is long enough to spend most of its time on
+# the prompt: a step with a fixed cost of 7 ms spends three quarters of it, on 1,024 tokens of an 8B model beside 64
+# streams. Steps may take 8 % longer when the device has reached its power limit. If decoding alone takes more than half
+# of the target, prompts may double the step's time: with a fixed target they would get only the minimum.
 AUTO_TARGET_S: Final = 0.029
 AUTO_STRETCH: Final = 2.0
-# While prompts wait, a step may take as long as all of them but the longest, and this long at most: a queue is served
-# at nearly the full rate, and streams that have only just begun stutter for a moment instead of the last in the queue
-# waiting twice as long. The longest does not count, since no other request waits for it: it is the last, or alone.
+# While prompts wait, a step may take as long as all waiting prompts but the longest, up to this limit. A queue is then
+# served at nearly the full rate: streams stutter for a moment, but the last request of the queue waits half as long.
+# The longest prompt does not count, since it runs last and no other request waits for it.
 AUTO_RUSH_S: Final = 0.075
-# Where no stream runs, a step ends after this time for the sake of requests that come meanwhile, but not before it has
-# TILE_TOKENS. 8B on a GPU computes prompts at nearly the full rate in such steps, and a CPU does with 128 tokens.
+# If no stream runs, a step is limited to this time, so that new requests need not wait long, but it has at least
+# TILE_TOKENS. Such steps compute prompts of 8B on a GPU at nearly the full rate. On a CPU, 128 tokens are enough for
+# it.
 ALONE_S: Final = 0.1
-# A step in which a prompt is cut has whole tiles of TILE_TOKENS, since the kernels for other numbers of rows may not be
-# loaded yet (`triton/cublas.py`). Where the pace allows three times this number, the budget is a multiple of it: 8B
-# computes 44,500 tokens/s in steps of 3,072, 43,900 in steps of 3,328, and 42,700 in steps of 3,200.
+# A step that cuts a prompt has whole tiles of TILE_TOKENS, since kernels for other numbers of rows may not be loaded
+# yet (`triton/cublas.py`). If the pace allows three times this number, the budget is a multiple of it: 8B computes
+# 44,500 tokens/s in steps of 3,072, 43,900 in steps of 3,328, and 42,700 in steps of 3,200.
 LARGE_TILE_TOKENS: Final = 512
 # A CPU computes a few dozen tokens at nearly the full rate. There a step takes this many times its base cost, or
-# AUTO_STRETCH times what decoding takes: a new request waits for the step in flight and is in the next.
+# AUTO_STRETCH times the time of decoding: a new request waits for the step in flight and joins the next one.
 SYNC_STEP: Final = 8
 SYNC_TILE_TOKENS: Final = 16  # the C++ step needs no whole tiles; fewer tokens would be mostly overhead
 
-RECENT_STEPS: Final = 4  # the shortest of them predicts how long a step takes
+RECENT_STEPS: Final = 4  # the shortest of these predicts the time of the next
 PLAN_MARGIN_S: Final = 0.0015  # for planning and launching
-LATE_S: Final = 0.0001  # a result that was there within this time may have been waiting
+LATE_S: Final = 0.0001  # a result that arrives within this time may have been ready earlier
 
 
 class StepBudget:
-    """The rest of one step for prompts: `tokens` and, where a pace must be kept, `seconds`.
+    """What remains of one step for prompts: `tokens` and, if a pace must be kept, `seconds`.
 
-    `floor` tokens are granted in any case; chunks of more than that together take no longer than the seconds. A prompt
-    that does not fit is cut so that the step has whole tiles of `tile` tokens.
+    `floor` tokens are granted in any case; beyond them, chunks take no more than `seconds`. A prompt that does not fit
+    is cut so that the step has whole tiles of `tile` tokens.
     """
 
     def __init__(
@@ -72,13 +73,13 @@ class StepBudget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether no prompt can get a token any more; the first tokens of a prompt are the cheapest."""
+        """Whether no prompt can get another token; the first tokens of a prompt are the cheapest."""
         return self._affordable(0) <= 0
 
     def take(self, start: int, wanted: int) -> int:
-        """Grant a prompt some of the `wanted` tokens from position `start` on; return how many."""
+        """Grant a prompt up to `wanted` tokens from position `start` on; return how many."""
         count = max(0, min(wanted, self._affordable(start)))
-        if count < wanted:  # leave a multiple of a tile, so that the step's tokens are whole tiles, too
+        if count < wanted:  # cut to whole tiles
             whole = count - (count - self._tokens) % self._tile
             count = max(whole, min(count, self._floor), 0)
         self._tokens -= count
@@ -94,9 +95,9 @@ class StepBudget:
 
 
 class LoadBudget:
-    """How many pages a step may load from tiers: as many as take `seconds`, the time of the step in flight.
+    """The number of pages that a step may load from tiers: as many as take `seconds`, the time of the step in flight.
 
-    For the first request, at least a page, and as many as take `least` seconds.
+    The first request gets at least a page, and as many as take `least` seconds.
     """
 
     def __init__(self, seconds: float = math.inf, least: float = math.inf) -> None:
@@ -105,7 +106,7 @@ class LoadBudget:
         self._least = least
 
     def grant(self, seconds: npt.NDArray[np.float64]) -> int:
-        """Grant some of the loads that take `seconds` [n], in their order; return how many."""
+        """Grant a prefix of the loads that take `seconds` [n]; return its length."""
         is_first, limit = self.granted == 0, self._seconds
         if is_first:
             limit = max(limit, self._least, *seconds[:1])
@@ -118,12 +119,12 @@ class LoadBudget:
 class Pace:
     """Turns the target for the time between two tokens of a stream into a budget for each step.
 
-    A step's time is predicted with costs that were measured when the engine started, and not corrected by measured
-    steps: the same requests make the same plans, and under overlap the host sees queueing as much as computing.
+    A step's time is predicted from costs measured at the start and not corrected by later steps. So the same requests
+    lead to the same plans; and under overlap the host could not tell queueing from computing.
     """
 
     def __init__(self, config: SchedulerConfig, costs: StepCosts | None, is_async: bool = True) -> None:
-        """`is_async`: whether the device computes beside the host, as a GPU does and a CPU does not."""
+        """`is_async`: whether the device computes beside the host (a GPU does, a CPU does not)."""
         target = config.itl_target_ms
         if target and costs is None:
             raise ConfigError("--itl-target-ms needs the costs of a step, which are not measured on this device")
@@ -138,15 +139,15 @@ class Pace:
 
     @property
     def rush_tokens(self) -> int:
-        """Waiting prompt tokens beyond which steps grow no longer; 0 where a user's own target always holds."""
+        """The number of waiting prompt tokens beyond which steps do not grow; 0 if the user set a target."""
         if self.costs is None or not self._is_auto or self.costs.per_token == 0:
             return 0
         return int(AUTO_RUSH_S / self.costs.per_token)
 
     def budget(self, num_running: int, context: int, backlog: int = 0) -> StepBudget:
-        """Return the budget of a step in which `num_running` requests with `context` tokens of K/V in all decode.
+        """Return the budget of a step in which `num_running` requests decode, with `context` tokens of K/V in total.
 
-        `backlog`: tokens of all waiting prompts but the longest, counted up to `rush_tokens`.
+        `backlog` is the number of tokens of all waiting prompts but the longest, counted up to `rush_tokens`.
         """
         tokens = self.max_tokens - num_running
         if self.costs is None:
@@ -159,14 +160,14 @@ class Pace:
         if self._is_auto:
             rush = min(AUTO_RUSH_S, decode + self.costs.per_token * backlog)
             seconds = max(min(max(seconds, rush), self._most), AUTO_STRETCH * decode)
-        if self.costs.per_token > 0:  # whole tiles together with the decoding rows
+        if self.costs.per_token > 0:  # whole tiles, decoding rows included
             capacity = num_running + int((seconds - decode) / self.costs.per_token)
             tile = LARGE_TILE_TOKENS if capacity >= 3 * LARGE_TILE_TOKENS else self.tile
             tokens = min(tokens, max(self.floor, capacity // tile * tile - num_running))
         return StepBudget(tokens, self.costs, seconds - decode, self.floor, self.tile)
 
     def seconds(self, num_running: int, context: int, chunks: Sequence[Chunk] = ()) -> float:
-        """Return how long a step takes; endless if costs were not measured, so that nothing is held back."""
+        """Return the time of a step; infinite if costs were not measured, so that nothing is held back."""
         if (costs := self._measured) is None:
             return math.inf
         return costs.decode_seconds(num_running, context) + sum(
@@ -174,7 +175,7 @@ class Pace:
         )
 
     def loads(self, num_running: int, context: int, beside: float) -> LoadBudget:
-        """Return how many seconds of loads a step may start. The step in flight takes `beside` seconds.
+        """Return the seconds of loads that a step may start while a step of `beside` seconds is in flight.
 
         Loads that end with the step in flight delay no request. Longer ones delay running requests by at most a step.
         """
@@ -188,15 +189,15 @@ class Pace:
 
 
 class StepClock:
-    """Predicts when the device will finish the step in flight, from the last steps that only decoded.
+    """Predicts when the device will finish the step in flight, from the latest steps that only decoded.
 
-    The next step is best planned just before that: requests that arrive until then are in it and not in the one after.
-    If the plan came too late, the device has been idle and the step's time is unknown: all is forgotten, and the next
-    plan does not wait.
+    The next step is best planned just before that time, so that it has the requests that arrive until then. If a plan
+    came too late, the device has been idle and the step's time is unknown: the history is dropped, and the next plan
+    does not wait.
     """
 
     def __init__(self) -> None:
-        self.seconds = 0.0  # that the last collected step took
+        self.seconds = 0.0  # the time of the last collected step
         self._started = 0.0
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
 
@@ -213,7 +214,7 @@ class StepClock:
         return result
 
     def collect(self, asked: float, now: float, is_decode: bool) -> None:
-        """Record that the oldest step in flight, waited for since `asked`, has ended and the next one has begun."""
+        """Record the end of the oldest step in flight, waited for since `asked`, and the begin of the next."""
         if now - asked < LATE_S:
             self._recent.clear()
         elif is_decode:
@@ -227,9 +228,9 @@ class StepClock:
 
 
 def _tokens_within(costs: StepCosts, seconds: float, start: int, limit: int) -> int:
-    """Return the most tokens, up to `limit`, of a chunk from position `start` on that takes at most `seconds`.
+    """Return the largest chunk from position `start` on, of at most `limit` tokens, that takes at most `seconds`.
 
-    The larger root of pair/2 n^2 + (token + pair start) n = seconds, in the form that stays exact when pair is 0.
+    This is the larger root of pair/2 n^2 + (token + pair start) n = seconds, in a form that is exact for pair = 0.
     """
     linear = costs.per_token + costs.per_pair * start
     root = math.sqrt(linear * linear + 2 * costs.per_pair * max(seconds, 0.0))

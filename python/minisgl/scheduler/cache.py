@@ -1,4 +1,4 @@
-"""KV pages on the host: their owners, and their way from a request into the prefix cache and back."""
+"""The host's bookkeeping of KV pages: who owns each, and how pages move between requests and the prefix cache."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class CacheManager:
     """Every page is free, in the prefix cache, privately owned by one request, or fenced.
 
-    A request's `pages` start with those that its `cache_handle` covers: they belong to the prefix cache, and the
-    request holds a lock on them; the rest are the request's own. Fenced pages have no owner, but a batch in flight may
-    still read them: they become free when that step is collected.
+    A request's `pages` start with those covered by its `cache_handle`. These belong to the prefix cache, and the
+    request holds a lock on them; the others are private. Fenced pages have no owner, but a batch in flight may still
+    read them: they become free when that step is collected.
     """
 
     def __init__(self, num_pages: int, page_size: int, prefix_cache: PrefixCache, rows: Rows) -> None:
@@ -47,11 +47,11 @@ class CacheManager:
 
     @property
     def available(self) -> int:
-        """Pages that `allocate` can provide now."""
+        """The number of pages that `allocate` can provide now."""
         return len(self._free) + self.prefix.evictable_size
 
     def allocate(self, count: int) -> list[int] | None:
-        """Return `count` pages, evicting cached prefixes as needed; None, without evicting, if there are too few."""
+        """Return `count` pages, evicting cached prefixes as needed; None, and evict nothing, if there are too few."""
         if count > len(self._free):
             if count > self.available:
                 return None
@@ -64,7 +64,7 @@ class CacheManager:
     def match(self, req: Req, most: int | None = None) -> MatchResult:
         """Return the longest cached prefix, of at most so many pages, that leaves a token of a request to compute.
 
-        A prompt with log-probabilities to report is computed as a whole: the cache has only its K/V.
+        A prompt whose log-probabilities are asked for is computed as a whole: the cache has only K/V.
         """
         limit = len(req.ids) - 1 if req.prompt_logprobs is None else 0
         if most is not None:
@@ -72,9 +72,9 @@ class CacheManager:
         return self.prefix.match_prefix(req.ids[:limit], salt_digest(req.sampling_params.cache_salt))
 
     def attach(self, req: Req) -> list[int]:
-        """Lock what the device has of the longest cached prefix of a waiting request, and return its pages.
+        """Lock the part of a waiting request's longest cached prefix that is on the device, and return its pages.
 
-        `Req.is_loading` says afterwards whether the prefix goes on in a tier.
+        `Req.is_loading` then says whether the prefix continues in a tier.
         """
         handle, pages = self.match(req)
         req.is_loading = bool((pages < 0).any())
@@ -100,7 +100,7 @@ class CacheManager:
             self.rows.set_pages(req, 0, req.pages)
 
     def lose(self, req: Req) -> bool:
-        """Forget the pages that were loaded for `req`, whose result is not finite; return false if there are none."""
+        """Drop the pages that were loaded for `req`, whose logits are not finite; return false if there are none."""
         return req.cache_handle is not None and self.prefix.lose(req.cache_handle)
 
     def detach(self, req: Req) -> None:
@@ -109,10 +109,10 @@ class CacheManager:
         req.cache_handle = None
 
     def share_prefix(self, req: Req) -> None:
-        """Insert the request's whole pages into the prefix cache, as far as their K/V has led to finite logits.
+        """Insert the request's full pages into the prefix cache, as far as their K/V has led to finite logits.
 
-        Where another request has inserted the same prefix before, the row is remapped to the cached pages and the
-        request's own copies are freed, behind a fence: the newest batch that holds the row may still read them.
+        If another request has inserted the same prefix before, the row is remapped to the cached pages and the
+        request's copies are fenced: the newest batch that holds the row may still read them.
         """
         finite = self.rows.finite_len(req)
         if not finite or self.prefix.is_lost(req.cache_handle):
@@ -128,7 +128,7 @@ class CacheManager:
             self._adopt(req, handle, canonical)
 
     def _adopt(self, req: Req, handle: CacheHandle, pages: Ints) -> None:
-        """Let `req` use the `pages` of a longer prefix and lock it; free the request's own copies."""
+        """Lock a longer prefix, let `req` use its `pages`, and free the request's own copies."""
         own, has_begun = np.array(req.pages[: len(pages)], np.int32), self._has_begun(req)
         differing = np.flatnonzero(pages != own)
         for i in differing.tolist():
@@ -157,7 +157,7 @@ class CacheManager:
 
     def lower_fences(self) -> None:
         """Free the fenced pages that no step in flight can read any more."""
-        # In order of fencing: one may stay fenced a step too long behind that of a busier row.
+        # In order of fencing: a page may stay fenced a step too long behind the page of a busier row.
         while self._fenced and self._fenced[0][0] <= self.rows.retired:
             self._give(self._fenced.popleft()[1])
 
@@ -172,7 +172,7 @@ class CacheManager:
             self._tell_free(pages.tolist())
 
     def _give(self, pages: list[int], *, are_used: bool = True) -> None:
-        """Free `pages`, which a step has used; others may still have to be copied to a tier."""
+        """Free `pages` that a step has used; some may still have to be copied to a tier."""
         self._free.extend(pages)
         if are_used:
             self._tell_free(pages)
@@ -182,9 +182,9 @@ class CacheManager:
             self.on_free(pages)
 
     def _has_begun(self, req: Req) -> bool:
-        """Return whether a step has computed a token of `req`, or will."""
+        """Return whether a step has computed a token of `req`, or is planned to."""
         return bool(self.rows.cached_len[req.row] > req.cache_handle.num_pages * self.page_size)
 
     def unowned_pages(self) -> tuple[list[int], list[int]]:
-        """Return the free pages and the fenced ones (for the invariant checks)."""
+        """Return the free and the fenced pages (for the invariant checks)."""
         return list(self._free), [p for _, pages in self._fenced for p in pages]

@@ -1,4 +1,4 @@
-"""Running requests: one token each per step, and preemption when there is no page for the next token."""
+"""Running requests: one token each per step, and preemption when pages run out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class DecodeManager:
-    """The requests whose prompt is planned completely, oldest first. Every step serves them before any prompt."""
+    """The requests whose prompt is completely planned, oldest first. Every step serves them before any prompt."""
 
     def __init__(self, cache: CacheManager, rows: Rows) -> None:
         self.cache = cache

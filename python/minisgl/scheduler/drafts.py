@@ -1,4 +1,4 @@
-"""How many tokens each running row drafts in the next step, from the results so far and the costs of a step."""
+"""Decides how many tokens each running row drafts in the next step, from past acceptance and the costs of a step."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ if TYPE_CHECKING:
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Index, Rows
 
-# How much of the estimate of a row's acceptance stays after a step with drafts, one without, and a pause.
+# The weight that a row's acceptance estimate keeps after a step with drafts, a step without, and a pause.
 MEMORY, IDLE_MEMORY, PAUSE_MEMORY = 0.9, 0.98, 0.5
-HOST_S: Final = 5e-4  # what a step with drafts costs the host, which counts where it is the device
-WON_MEMORY: Final = 0.8  # how much of what drafts have won counts after another step with drafts
-PRIOR: Final = 0.5  # the first estimate of acceptance
-PRIOR_TRIES, ROW_TRIES = 1.0, 3.0  # the weight of this estimate, and of that of all rows in the estimate of a row
-MODEL_PRIOR: Final = 0.8  # where a model drafts; only drafts behind a long match are then looked up
-PAST_TRIES: Final = 32.0  # the weight of earlier results in the first estimate, where a model drafts
-DEVICE, HOST = 0, 1  # where drafts come from
-MIN_PAUSE, MAX_PAUSE = 4, 32  # plain steps until the drafter is asked again; the first pause of a row alone is 1
-PEEK_ROWS, PEEK_TOKENS = 64, 1 << 16  # what the host looks up in less than a millisecond
+HOST_S: Final = 5e-4  # the host's cost of a step with drafts, which counts on a CPU
+WON_MEMORY: Final = 0.8  # the weight that earlier gains keep after another step with drafts
+PRIOR: Final = 0.5  # the first estimate of the acceptance rate
+PRIOR_TRIES, ROW_TRIES = 1.0, 3.0  # the weights of PRIOR, and of the estimate for all rows in that of one row
+MODEL_PRIOR: Final = 0.8  # the same if a model drafts; n-gram lookup then needs a long match
+PAST_TRIES: Final = 32.0  # the weight of earlier results in the first estimate, if a model drafts
+DEVICE, HOST = 0, 1  # the source of drafts
+MIN_PAUSE, MAX_PAUSE = 4, 32  # plain steps until the drafter is asked again; a row's own first pause is 1
+PEEK_ROWS, PEEK_TOKENS = 64, 1 << 16  # limits of n-gram lookup on the host, which then takes less than a millisecond
 NEVER: Final = 1 << 62
-FREE: Final = StepCosts(1.0, 0.0)  # where steps are not measured
+FREE: Final = StepCosts(1.0, 0.0)  # if steps are not measured
 NO_RATES: Final = np.zeros((2, 0))
 
 
 class Drafts:
-    """State of the rows that may draft, indexed by row; what stands for [2, row] is indexed by DEVICE and HOST first.
+    """State of the rows that may draft, indexed by row; arrays [2, row] are indexed by DEVICE or HOST first.
 
     resumes_at  int64, the first step in which a drafter is asked again; NEVER if the row may not draft
     is_tracked  bool, the row's last slot had DRAFTS, so the device knows its length and its history
     known       int32, tokens in the device's history of a row that is not tracked
-    in_flight   int32, drafts in the steps in flight: by so many tokens at most `Rows.cached_len` is too high
-    ready       [2, row] int32, drafts that the drafter had at the newest result, and that the host proposes
+    in_flight   int32, drafts in the steps in flight; `Rows.cached_len` may be too high by up to this many
+    ready       [2, row] int32, drafts that the drafter had at the newest result, and those that the host proposes
     is_forced   bool, a grammar forces these
-    right       [2, row] float64, drafts that were right, the older ones counted less
-    tried       [2, row] float64, drafts that were right, or the first that was not, likewise
-    accepted    int32, drafts that were right since the request has the row
-    pause       int32, the last pause: how many steps the row decoded plainly before the drafter was asked again
+    right       [2, row] float64, accepted drafts, with decaying weights
+    tried       [2, row] float64, accepted drafts and first rejected ones, likewise
+    accepted    int32, drafts accepted since the request has had the row
+    pause       int32, the last pause: the number of plain steps before the drafter was asked again
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class Drafts:
         self.right, self.tried = np.zeros((2, 2, rows.num_rows))
 
     def add(self, req: Req) -> None:
-        """Forget who held the row of `req` before, whose prompt is planned completely."""
+        """Reset the row of `req`, whose prompt is completely planned."""
         if not self._is_shared:
             self.pause[req.row] = 0
         elif np.count_nonzero(self.rows.is_live) <= 1:
-            self._resumes_at = 0  # there are no others that pay for asking
+            self._resumes_at = 0  # no other row pays for asking
         self.resumes_at[req.row] = self._resumes_at if req.sampling_params.speculate else NEVER
         self.is_tracked[req.row] = False
         for values in (self.is_forced, self.known, self.ready, self.accepted, self.right, self.tried):
@@ -119,9 +119,9 @@ class Drafts:
         self.ready[DEVICE, req.row] = self.most * self._has_model
 
     def plan(self, step: int, running: Index, max_tokens: int) -> DraftSlots | None:
-        """Return which of the rows `running` have DRAFTS, and how many drafts; takes pages for them, if there are any.
+        """Return which of the rows `running` have DRAFTS, and how many; None if no row has. Allocates pages for drafts.
 
-        `step` is the number of the step, which has at most `max_tokens` drafts in all. None if no row has DRAFTS.
+        `step` is the number of the step, which has at most `max_tokens` drafts in total.
         """
         rows = self.rows
         max_tokens = min(max_tokens, max(0, MAX_DRAFT_TOKENS - len(running)))
@@ -134,7 +134,7 @@ class Drafts:
         proposals = NO_PROPOSALS
         if self._asks_tree or self._looks_up or is_masked.any():
             proposals = self._propose(step, running, may_ask, is_masked)
-        # A row whose length only the device knows stays with it until the last draft is collected.
+        # A row whose length only the device knows keeps DRAFTS until its last draft is collected.
         is_drafted = (may_ask & ~is_masked & self._asks_device) | in_flight
         is_found = self._are_in(proposals, running)
         if not (is_drafted | is_found).any():
@@ -171,9 +171,9 @@ class Drafts:
         return DraftSlots(is_drafted | (counts > 0), counts, proposals)
 
     def _peek(self, step: int, running: Index) -> None:
-        """Prolong a pause that ends if the texts so far offer no drafts that are worth it.
+        """Extend a pause that is about to end if n-gram lookup on the host finds no drafts worth computing.
 
-        All rows pay for a step in which the device is asked, and the host finds the same, a little later.
+        All rows pay for a step in which the device is asked. The host finds the same drafts, a little later.
         """
         rows = self.rows
         asking = running[(self.resumes_at[running] <= step) & ((rows.flags[running] & Flag.MASKED) == 0)]
@@ -190,10 +190,10 @@ class Drafts:
     def _propose(
         self, step: int, running: Index, may_ask: npt.NDArray[np.bool_], is_masked: npt.NDArray[np.bool_]
     ) -> Records:
-        """Return what the host proposes for the rows `running`, and set `ready` of the rows that it knows best.
+        """Return the host's proposals for the rows `running`, and set `ready` of these rows.
 
-        Only the host can tell what a grammar allows, and what the radix tree holds. It proposes what may follow the
-        confirmed text, of which the tokens in flight take up a part.
+        Only the host knows grammars and the radix tree. Its proposals continue the confirmed text, so they begin with
+        the tokens in flight.
         """
         rows, is_asked = self.rows, is_masked | (may_ask & (self._asks_tree or self._looks_up))
         is_asked &= self.resumes_at[running] < NEVER
@@ -225,9 +225,9 @@ class Drafts:
         return found
 
     def _rates(self, running: Index) -> npt.NDArray[np.float64]:
-        """Return how likely the next draft of each row is right if those before are, [2, row] by DEVICE and HOST.
+        """Return the probability [2, row] that a draft is accepted if its predecessors are, by source (DEVICE, HOST).
 
-        Rows with few results are thought to be as all rows are.
+        For rows with few results it is close to that of all rows.
         """
         right, tried = self.right[:, running], self.tried[:, running]
         mean = (right.sum(1) + self._prior * PRIOR_TRIES) / (tried.sum(1) + PRIOR_TRIES)
@@ -236,7 +236,7 @@ class Drafts:
         return rates
 
     def _expected(self, running: Index, rates: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return how many of the drafts of each row, [2, row], are likely to be right."""
+        """Return the expected number of accepted drafts of each row, [2, row]."""
         drafts = np.minimum(self.ready[:, running], self.most)
         index = self._index[1:]
         expected: npt.NDArray[np.float64] = (rates[..., None] ** index * (index <= drafts[..., None])).sum(2)
@@ -245,7 +245,7 @@ class Drafts:
     def _worthwhile(
         self, running: Index, rates: npt.NDArray[np.float64], source: Index, has_drafts: npt.NDArray[np.bool_]
     ) -> Ints:
-        """Return how many of its drafts each row should compute: those with the most expected tokens per second.
+        """Return how many drafts each row should compute to maximise the expected tokens per second.
 
         Rows with `has_drafts` take those of `source`, DEVICE or HOST.
         """
@@ -254,7 +254,7 @@ class Drafts:
             return ready
         index = self._index[1:]
         gains = rates[source, np.arange(len(running))][:, None] ** index * (index <= ready[:, None])
-        order = np.argsort(-gains, axis=None, kind="stable")[: int(ready.sum())]  # of a row, earlier drafts come first
+        order = np.argsort(-gains, axis=None, kind="stable")[: int(ready.sum())]  # earlier drafts of a row come first
         seconds = self._seconds(running, are_proposed=bool(source.all()))[: len(order) + 1]
         tokens = np.full(len(order) + 1, float(len(running)))
         tokens[1:] += gains.ravel()[order].cumsum()
@@ -262,7 +262,7 @@ class Drafts:
         return np.bincount(best // self.most, minlength=len(running)).astype(np.int32)
 
     def _seconds(self, running: Index, are_proposed: bool) -> npt.NDArray[np.float64]:
-        """Seconds of a step in which the rows `running` have 0, 1, ... drafts in all."""
+        """Return the seconds of a step in which the rows `running` have 0, 1, ... drafts in total."""
         count = len(running)
         known = self._known_seconds.get((count, are_proposed))
         if known is None:
@@ -273,7 +273,7 @@ class Drafts:
         return known + self._costs.draft_context_seconds(count, int(self.rows.cached_len[running].sum()))
 
     def _are_in(self, proposals: Records, running: Index) -> npt.NDArray[np.bool_]:
-        """Return which of the rows `running` have one of `proposals`."""
+        """Return which of the rows `running` have a proposal."""
         if not len(proposals):
             return np.zeros(len(running), np.bool_)
         is_in = np.zeros(self.rows.num_rows, np.bool_)
@@ -281,7 +281,7 @@ class Drafts:
         return is_in[running]
 
     def histories(self, step: Step) -> Ints:
-        """Return the history records of the rows that begin to draft; call it before `advance`."""
+        """Return the history records of the rows that begin to draft. Call this before `advance`."""
         records = [NO_INTS]
         rows = self.rows
         if self._has_model:
@@ -297,7 +297,7 @@ class Drafts:
         return np.concatenate(records)
 
     def advance(self, running: Index, slots: DraftSlots | None) -> None:
-        """Count the drafts of a step as planned; call it before `Rows.advance`."""
+        """Count the drafts of a step as planned. Call this before `Rows.advance`."""
         if slots is None:
             plain = running
         else:
@@ -306,11 +306,11 @@ class Drafts:
             self.is_tracked[drafted] = True
         left = plain[self.is_tracked[plain]]
         if len(left):
-            self.known[left] = self.rows.cached_len[left] + 1  # those in flight are written by the device
+            self.known[left] = self.rows.cached_len[left] + 1  # the device writes the tokens in flight
             self.is_tracked[left] = False
 
     def collect(self, step: int, plan: BatchPlan, result: StepResult) -> tuple[int, int]:
-        """Correct the planned lengths of a step's rows; return how many drafts it had, and how many were right.
+        """Correct the planned lengths of a step's rows; return its numbers of drafts and of accepted drafts.
 
         `step` is the number of the newest step that was planned.
         """
@@ -323,7 +323,7 @@ class Drafts:
         self.rows.cached_len[rows] -= drafts - right
         self.in_flight[rows] -= drafts
         self.accepted[rows] += right
-        # What was looked up for a row that decodes plainly by now is behind its text.
+        # Drafts looked up for a row that decodes plainly by now are outdated.
         is_current = self.is_tracked[rows] | self._has_model
         self.ready[DEVICE, rows] = np.where(is_current, result.ready[first[is_drafted]], 0)
         from_host = self._are_in(plan.proposals, rows)
@@ -344,16 +344,16 @@ class Drafts:
         return int(drafts.sum()), int(right.sum())
 
     def _weigh(self, rows: Index, drafts: int, right: int, step: int) -> None:
-        """Let all rows decode plainly for a while if drafts do not pay: asking for them costs all rows of a step.
+        """Let all rows decode plainly for a while if drafts do not pay, since asking for them slows every row.
 
-        What they won is how much longer plain steps would have taken for the same tokens.
+        The gain of drafts is the extra time that plain steps would have taken for the same tokens.
         """
         seconds = self._seconds(rows, are_proposed=False)
         self._won = WON_MEMORY * self._won + (1 + right / len(rows)) * seconds[0] - seconds[max(1, drafts)]
         if self._won > 0:
             self.pause[:] = 0
         pays = self._won > 0
-        if not pays and not drafts:  # drafts were asked for: are there any worth a try?
+        if not pays and not drafts:  # the drafter was asked: is any draft worth trying?
             source, may_draft = np.full(len(rows), DEVICE), self.resumes_at[rows] < NEVER
             pays = bool(self._worthwhile(rows, self._rates(rows), source, may_draft).any())
         if self._resumes_at <= step and not pays:
@@ -363,10 +363,10 @@ class Drafts:
         self._pause(np.flatnonzero(self.resumes_at < NEVER), step)
         self._resumes_at = int(self.resumes_at[self.resumes_at < NEVER].max(initial=0))
         self._won = 0.0
-        self._prior = IDLE_MEMORY * self._prior + (1 - IDLE_MEMORY) * self._first_prior  # it is tried again one day
+        self._prior = IDLE_MEMORY * self._prior + (1 - IDLE_MEMORY) * self._first_prior  # so drafts are tried again
 
     def _pause(self, rows: npt.NDArray[np.intp], step: int) -> None:
-        """Let `rows` decode plainly, for longer each time, and trust a bad estimate less when they draft again."""
+        """Let `rows` decode plainly, longer each time, and lower the weight of a bad estimate for the next try."""
         if not len(rows):
             return
         self.pause[rows] = np.clip(2 * self.pause[rows], MIN_PAUSE if self._is_shared else 1, MAX_PAUSE)
@@ -381,7 +381,7 @@ class Drafts:
 
 
 def _record(req: Req, first: int, tokens: Ints, length: int) -> tuple[Ints, Ints]:
-    """The history record of `tokens` from position `first` on, in two parts."""
+    """Return the history record of `tokens` from position `first` on, in two parts."""
     head = np.zeros(1, HISTORY_HEAD)
     head[0] = words(HISTORY_HEAD) + len(tokens), req.row, first, length
     return head.view(np.int32), tokens

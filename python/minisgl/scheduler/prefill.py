@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from minisgl.scheduler.cache import CacheManager
     from minisgl.scheduler.rows import Index, Rows
 
-# Ranking by cached prefix costs a tree walk a request; beyond this many it would cost more than it gains.
+# Ranking by cached prefix costs a tree walk per request; beyond this many requests it costs more than it gains.
 LPM_MAX_WAITING = 128
-# How many tokens of other prompts a prompt lets pass for each token of its own, beyond those that arrived before it.
-# With more, the mean time to the first token in a rush falls further, but the bound protects less.
+# For each of its tokens, a prompt lets this many tokens of later prompts overtake it. A larger number lowers the mean
+# time to first token in a rush, but weakens the bound on a request's wait.
 OVERTAKING: Final = 16
-# After so many steps at the head of the queue a request takes the place of a running one that has MUCH_LONGER times as
-# many tokens still to come. What the other has computed stays in the prefix cache, so it loses a page at most.
+# After this many steps at the head of the queue, a request preempts a running one that has MUCH_LONGER times as many
+# tokens to go. The preempted one's pages stay in the prefix cache, so it loses at most a page of work.
 PATIENCE_STEPS: Final = 8
 MUCH_LONGER: Final = 4
-# One of so many rows is left to requests of other clients by all but the first prompt or choice of a request.
+# One in this many rows is kept for other clients: only a request's first prompt or choice may take it.
 KEPT_ROWS: Final = 8
 
 
 class GrowthEstimate:
-    """The fraction of the tokens still to be generated that is kept free when a new request is admitted.
+    """The fraction of the tokens still to be generated that is reserved when a new request is admitted.
 
-    Full reservation wastes most of the pool (few requests reach their limit), none makes requests preempt each other.
-    So the fraction decays while pages suffice and jumps after a preemption. Deterministic by construction.
+    Reserving all of them wastes most of the pool, since few requests reach their limit; with none, requests preempt
+    each other. So the fraction decays while pages suffice, and jumps after a preemption. No clock is involved.
     """
 
     START = 0.5
@@ -55,11 +55,11 @@ class GrowthEstimate:
         self.fraction = min(1.0, self.fraction + self.JUMP)
 
     def tokens(self, *reqs: Req) -> int:
-        """Return the reservation of requests that have not begun to decode."""
+        """Return the tokens to reserve for requests that have not begun to decode."""
         return sum(int((r.max_len - len(r.ids)) * self.fraction) + 1 for r in reqs)
 
     def tokens_of_rows(self, rows: Rows, running: Index) -> int:
-        """Return the reservation of the requests that decode in the rows `running`."""
+        """Return the tokens to reserve for the requests that decode in the rows `running`."""
         remaining = rows.max_len[running] - rows.cached_len[running] - 1
         return int((remaining * self.fraction).astype(np.int64).sum()) + len(running)
 

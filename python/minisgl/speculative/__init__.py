@@ -1,4 +1,4 @@
-"""Drafters: what may follow a row's tokens. They only propose; which drafts are right is decided by sampling."""
+"""Drafters: they propose tokens that may follow a row's text. Sampling decides which drafts are accepted."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Drafter(Protocol):
     """Proposes tokens on the device; nothing waits for the host."""
 
     def propose(self, history: Tensor, rows: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """Return drafts [D, MAX_DRAFTS] int32 of what follows, and how many of them are worth computing [D] int32.
+        """Return drafts [D, MAX_DRAFTS] int32, and how many of them are worth computing [D] int32.
 
-        history [R, W] int32 holds the tokens of all rows; lengths [D] int32 says how many each of `rows` [D] int64 has,
-        at most `longest`. -1 is a token that is not known. Entries from the length on may hold anything.
+        history [R, W] int32 has the tokens of all rows, -1 where one is not known. lengths [D] int32, at most
+        `longest`, are the lengths of `rows` [D] int64; entries beyond them are undefined.
         """
 
 

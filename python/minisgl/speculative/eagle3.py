@@ -27,10 +27,10 @@ OPTIONAL: Final = {"d2t", "t2d", "embed_tokens.weight"}  # the embedding is the 
 
 
 class Eagle3Head:
-    """The layer in slot p reads hidden states of token p and the embedding of token p + 1, and drafts token p + 2.
+    """At slot p, the layer reads hidden states of token p and the embedding of token p + 1, and drafts token p + 2.
 
-    The target's hidden states come from three layers, joined by `fc`. Behind the last known token the head's own hidden
-    state takes their place. `draft_ids` [draft vocabulary] int64 are the drafts' token ids.
+    The hidden states come from three layers of the target, joined by `fc`; beyond the last known token they are the
+    head's own. `draft_ids` [draft vocabulary] int64 are the token ids of the draft vocabulary.
     """
 
     def __init__(self, builder: Builder, source: DraftSource) -> None:
@@ -62,7 +62,7 @@ class Eagle3Head:
                 self.draft_ids += found.data[:].to(self.draft_ids)
                 if bool(((self.draft_ids < 0) | (self.draft_ids >= vocab_size)).any()):
                     raise ConfigError(f"d2t of the head in {source.folder} leads out of the vocabulary")
-            # The parts of the layer have the names of a whole model.
+            # The layer's tensors are named as in a whole model.
             renamed = {name.replace("midlayer.", "model.layers.0."): tensor for name, tensor in stored.items()}
             fill(renamed, self.parameters, OPTIONAL, device)
 

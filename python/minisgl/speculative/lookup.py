@@ -1,4 +1,4 @@
-"""Prompt lookup on the host: what followed the last few tokens before. Imports no torch."""
+"""N-gram lookup on the host: finds an earlier occurrence of the last few tokens. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from minisgl.settings.options import MAX_DRAFTS
 if TYPE_CHECKING:
     from minisgl.layout import Ints
 
-MIN_MATCH: Final = 2  # tokens that must have occurred before
-MAX_MATCH: Final = 4  # beyond which a longer match is no better than a more recent one
-WINDOW: Final = 32768  # the newest tokens, which are searched
+MIN_MATCH: Final = 2  # tokens that must match
+MAX_MATCH: Final = 4  # tokens beyond which a longer match is no better than a more recent one
+WINDOW: Final = 32768  # only the newest tokens are searched
 
 
 def look_up(ids: Ints, least: int = MIN_MATCH) -> Ints:
-    """Return what followed the longest match of the newest of the tokens `ids`; none without one of `least` tokens.
+    """Return what followed the longest earlier match of the last tokens of `ids`; empty if shorter than `least` tokens.
 
-    Among equally long matches the most recent counts.
+    Of equally long matches the most recent one counts.
     """
     ids = ids[-WINDOW:]
     matches = (ids[:-1] == ids[-1]).nonzero()[0]

@@ -1,4 +1,4 @@
-"""What followed the last few tokens before, in prompt or output (prompt lookup, github.com/apoorvumang)."""
+"""N-gram lookup in prompt and output on the device (prompt lookup decoding, github.com/apoorvumang)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class NGramDrafter:
-    """Drafts what followed the longest match of the newest tokens, and among equally long ones the most recent."""
+    """Drafts what followed the longest earlier match of the last tokens; of equally long ones, the most recent."""
 
     def __init__(self, ops: OpTable) -> None:
         self._ops = ops

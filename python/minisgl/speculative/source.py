@@ -1,4 +1,4 @@
-"""The folder of a drafter with a model, from its config.json: whether it goes with the model. Imports no torch."""
+"""Reads a draft model's config.json and checks that it fits the target model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ HEAD_FOLDER: Final = "head"  # in a model's folder: an EAGLE-3 head that ships w
 
 @dataclass(frozen=True, slots=True)
 class DraftSource:
-    """A drafter of `kind` "draft" or "eagle3", and the folder with its weights.
+    """A draft model or head: its `kind` ("draft" or "eagle3"), the folder with its weights, and its configuration.
 
-    A head's `model` is that of its one layer, and its vocabulary that of its drafts. `layers` are those of the target
-    whose outputs the head reads.
+    A head's `model` describes its one layer, with the draft vocabulary. `layers` are the target's layers whose outputs
+    the head reads.
     """
 
     kind: str
@@ -38,9 +38,9 @@ def has_head(folder: Path) -> bool:
 
 
 def read_source(asked: str, target: ModelConfig) -> DraftSource | None:
-    """Read what `--speculate KIND:PATH` names; None for a drafter without a model.
+    """Read the model that `--speculate KIND:PATH` names; None for a drafter without a model.
 
-    Raise `ConfigError` if the folder is none, or does not go with the model `target`.
+    Raise `ConfigError` if PATH is not a model folder, or does not fit the model `target`.
     """
     kind, _, path = asked.partition(":")
     if not path:
@@ -52,7 +52,7 @@ def read_source(asked: str, target: ModelConfig) -> DraftSource | None:
         source = _READERS[kind](folder, hf.load_config(folder), target)
     except ConfigError as e:
         raise ConfigError(f"--speculate {kind}: {e}") from None
-    # RoPE has no end: a drafter for a shorter context drafts worse beyond it, and no position is out of range.
+    # A shorter context is accepted: RoPE has no largest position, so drafts only become worse beyond it.
     longest = max(source.model.max_position_embeddings, target.max_position_embeddings)
     return replace(source, model=replace(source.model, max_position_embeddings=longest))
 
@@ -82,7 +82,7 @@ def _read_head(folder: Path, raw: dict[str, Any], target: ModelConfig) -> DraftS
 
 
 def _layers(raw: dict[str, Any], count: int) -> tuple[int, ...]:
-    """The three layers, by default a low, a middle and a high one."""
+    """Return the three layers; by default a low, a middle and a high one."""
     config = raw.get("eagle_config")
     given = config.get("eagle_aux_hidden_state_layer_ids") if isinstance(config, dict) else None
     layers = [1, count // 2 - 1, count - 4] if given is None else given

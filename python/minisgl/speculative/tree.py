@@ -1,4 +1,4 @@
-"""The drafter for continuations from the radix tree, which the host proposes (`scheduler/drafts.py`): nothing else."""
+"""The drafter for continuations from the radix tree, which the host proposes (`scheduler/drafts.py`)."""
 
 from __future__ import annotations
 

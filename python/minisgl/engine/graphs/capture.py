@@ -14,8 +14,8 @@ from minisgl.triton.cublas import cublas_linear
 
 T = TypeVar("T")
 
-# What the graphs that sample can do, as flags. Each can do all that the one before can, and a step takes the first that
-# is enough: few graphs are captured, and most steps take the cheapest.
+# The capabilities of the graphs that sample, as flags. Each has those of its predecessor and more, and a step takes the
+# first that suffices: so few graphs are captured, and most steps take the cheapest.
 TAILS: Final = (
     0,
     Flag.FILTERED,
@@ -25,7 +25,7 @@ TAILS: Final = (
 
 
 def tail_of(flags: int) -> int:
-    """The first of `TAILS` that is enough for sequences with `flags`."""
+    """Return the first of `TAILS` that suffices for sequences with `flags`."""
     wanted = flags & TAILS[-1]
     return next(tail for tail in TAILS if not wanted & ~tail)
 
@@ -54,7 +54,7 @@ class Capture:
         gc.enable()
 
     def __call__(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Capture `work`; the graph, and what `work` returned while it was captured."""
+        """Capture `work`; return the graph, and what `work` returned during the capture."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.inference_mode(), torch.cuda.stream(self._stream):

@@ -1,4 +1,4 @@
-"""Captures the passes of a drafter with a model: one launch for all drafts of a step."""
+"""Captures the passes of a draft model as CUDA graphs: one launch makes all drafts of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROW_SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class DraftGraphs:
-    """The passes before a step, for some numbers of rows; the page table's last row, the dummy row, pads them."""
+    """The passes before a step, captured for some numbers of rows; the dummy row (the last one) pads them."""
 
     def __init__(self, parts: Parts, drafting: Drafting, model: DraftModel, capture: Capture, max_rows: int) -> None:
         self._device: CudaDevice = parts.device  # type: ignore[assignment]
@@ -37,7 +37,7 @@ class DraftGraphs:
             self._graphs[size, flags] = capture(partial(model.draft_rows, inputs, flags, drafting))[0]
 
     def draft(self, plan: BatchPlan) -> None:
-        """Make the drafts of a plan that has some, but for those that the host proposes."""
+        """Make the drafts of a plan that has some, except those that the host proposes."""
         slots = plan.slots[(plan.slots["flags"] & Flag.DRAFTS) != 0]
         size = next(size for size in self._sizes if size >= len(slots))
         inputs: Ints = np.zeros((3, size), np.int32)
