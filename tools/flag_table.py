@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ROOT / "docs" / "flags.json"
 PAGE = ROOT / "docs" / "coming_from.md"
 BEGIN, END = "<!-- flags: `make rooms` -->", "<!-- end of flags -->"
-WORKS, ANYWAY, NAMED, UNKNOWN = "works", "as we do anyway", "a sentence", "unknown"
+WORKS, ANYWAY, NAMED, UNKNOWN = "works", "no effect", "error with advice", "unknown"
 OTHERS = {"config", "shell_mode"}  # flags of `minisgl serve` that are not options
 
 
@@ -55,12 +55,12 @@ def works() -> list[str]:
         spelling = spellings_of(ServerArgs).get(name.lstrip("-").replace("-", "_"))
         if spelling is not None and name != spelling.option.flags[0]:
             ours[spelling.option.flags[0]].append(f"`{name}`")
-    return ["| there | here |", "|---|---|", *(f"| {', '.join(names)} | `{flag}` |" for flag, names in ours.items())]
+    return ["| their flag | ours |", "|---|---|", *(f"| {', '.join(names)} | `{flag}` |" for flag, names in ours.items())]
 
 
 def values() -> list[str]:
     """Return the table of other engines' words for our values."""
-    lines = ["| option | there = here |", "|---|---|"]
+    lines = ["| option | their value = ours |", "|---|---|"]
     for option in options_of(ServerArgs).values():
         shown = [f"`{word}` = `{value}`" for word, value in option.words.items() if value is not None]
         lines += [f"| `{option.flags[0]}` | {', '.join(shown)} |"] if shown else []
@@ -68,14 +68,14 @@ def values() -> list[str]:
 
 
 def sentences() -> list[str]:
-    """Return the table of flags that end the start with a sentence."""
+    """Return the table of flags that are an error with advice."""
     tried = list(dict.fromkeys(flag for names in flags().values() for flag in names))
     by_sentence = defaultdict(list)
     for flag in tried:
         if outcome(flag) == NAMED:
             by_sentence[sentence_for(flag.lstrip("-").replace("-", "_"))].append(f"`{flag}`")
     order = [sentence for sentence in dict.fromkeys(foreign().sentences.values()) if sentence in by_sentence]
-    lines = ["| flags | the sentence |", "|---|---|"]
+    lines = ["| flags | the error says |", "|---|---|"]
     for sentence in order:
         names = by_sentence[sentence]
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
@@ -94,15 +94,15 @@ def block() -> str:
         "\n".join(counts()),
         "## Flags with another name",
         "\n".join(works()),
-        "Values, too, have their names there:",
+        "Some values also have other names:",
         "\n".join(values()),
-        "## Flags that ask for what happens anyway",
-        "With these values they change nothing; with other values the start ends with a sentence.\n\n"
+        "## Flags without effect",
+        "With these values they ask for what minisgl always does. Other values are an error.\n\n"
         + ", ".join(anyway),
-        "## Flags that have no equal",
+        "## Flags without an equivalent",
         "\n".join(sentences()),
         "## Unknown flags",
-        "They end the start as a misspelt flag does.\n\n" + ", ".join(dict.fromkeys(unknown)),
+        "These are an error, like a misspelt flag.\n\n" + ", ".join(dict.fromkeys(unknown)),
     ]
     return "\n\n".join(parts)
 
