@@ -55,7 +55,11 @@ def works() -> list[str]:
         spelling = spellings_of(ServerArgs).get(name.lstrip("-").replace("-", "_"))
         if spelling is not None and name != spelling.option.flags[0]:
             ours[spelling.option.flags[0]].append(f"`{name}`")
-    return ["| their flag | ours |", "|---|---|", *(f"| {', '.join(names)} | `{flag}` |" for flag, names in ours.items())]
+    return [
+        "| their flag | ours |",
+        "|---|---|",
+        *(f"| {', '.join(names)} | `{flag}` |" for flag, names in ours.items()),
+    ]
 
 
 def values() -> list[str]:
@@ -97,8 +101,7 @@ def block() -> str:
         "Some values also have other names:",
         "\n".join(values()),
         "## Flags without effect",
-        "With these values they ask for what minisgl always does. Other values are an error.\n\n"
-        + ", ".join(anyway),
+        "With these values they ask for what minisgl always does. Other values are an error.\n\n" + ", ".join(anyway),
         "## Flags without an equivalent",
         "\n".join(sentences()),
         "## Unknown flags",
