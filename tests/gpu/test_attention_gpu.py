@@ -20,6 +20,7 @@ from unit.attention.triton_cases import (
     check_attend,
     check_forward,
     check_fp8,
+    check_needle,
     check_padded,
     check_repeats,
     quantized,
@@ -51,6 +52,10 @@ def test_decode_over_pages_of_8_bits(dim: int, window: int | None):
     """One row in a chain, few rows with all before attention in one kernel, and many rows."""
     for mix in ([(1, 1)], [(1, 700)], [(1, 30 * i + 1) for i in range(40)], [(1, 10 * i + 1) for i in range(70)]):
         check_fp8(mix, 64, 4, dim, BF16, CUDA, window)
+
+
+def test_a_needle_among_32_000_keys_of_8_bits():
+    check_needle(32_000, BF16, CUDA)
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])

@@ -15,6 +15,7 @@ from unit.attention.triton_cases import (
     check_drafted,
     check_forward,
     check_fp8,
+    check_needle,
     check_padded,
     check_repeats,
     poison,
@@ -73,6 +74,10 @@ def test_one_long_sequence_among_short_ones():
 @pytest.mark.parametrize(("mix", "window"), [("decode", None), ("chunks", None), ("mixed", None), ("mixed", 40)])
 def test_steps_padded_as_graphs_are(mix: str, window: int | None):
     check_padded(MIXES[mix], 2, 64, HALF, CPU, window)
+
+
+def test_needle_in_pages_of_8_bits():
+    check_needle(1500, HALF, CPU)
 
 
 DRAFTED = [(3, 3), (1, 70), (5, 17), (2, 128), (5, 300), (1, 1), (4, 33)]

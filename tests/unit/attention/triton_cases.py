@@ -241,6 +241,26 @@ def check_fp8(
     assert float((stored - wanted).norm() / wanted.norm()) < 0.01
 
 
+def check_needle(length: int, dtype: torch.dtype, device: str) -> None:
+    """One key of many has most of the weight, wherever it is; rounding the cache to 8 bits changes the output little.
+
+    The expected output is that of the pages before they are rounded.
+    """
+    for place in (0, length // 3, length - 1):
+        for queries in (1, 32):
+            case = Case([(queries, length + queries)], 64, 4, 128, dtype, device)
+            page, offset = case.table[case.batch.layout.rows[0].long(), place // 64].long(), place % 64
+            direction = torch.ones(case.dim, device=device).to(dtype)
+            case.q[:] += direction
+            case.pages[page, 0, :, offset] = direction * (np.log(length) + 3) / case.dim**0.5
+            want = case.expected(case.q, case.pages)
+            needle = case.pages[page, 1, :, offset].repeat_interleave(4, 0)
+            assert (want - needle).norm(dim=-1).mean() < 0.3 * needle.norm(dim=-1).mean(), "it has most of the weight"
+            case.attention = TritonAttention(replace(case.attention.spec, fp8_cache=True), OpTable())
+            case.pages = quantized(case.pages)
+            assert_near(case.attention.forward(case.q, case.pages, case.context(), None), want, case.spans, 0.04)
+
+
 def check_repeats(mix: Mix, group: int, dtype: torch.dtype, device: str) -> None:
     """Whichever program comes last merges the parts in the same order."""
     case = Case(mix, 64, group, 128, dtype, device)
