@@ -61,6 +61,30 @@ def test_products(kind: Format) -> None:
             assert error(ops.linear(x, weight, None, gate), reference.linear(x.float(), dense, None, gate)) < limit
 
 
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("rows", "n"), [(129, 1024), (256, 12288), (1000, 9728), (130, 336)])
+def test_activated_rows_in_one_part(rows: int, n: int, gate: str) -> None:
+    """Scales, bias, activation and rounding in one kernel; a row that is not finite stays so."""
+    from minisgl.triton.epilogue import Products, finish
+    from minisgl.triton.quantized import split_gated_rows
+
+    torch.manual_seed(0)
+    scales = torch.rand(1, rows + 16, device="cuda") / 10, torch.rand(2 * n, 1, device="cuda") / 10
+    x, bias = 50 * torch.randn(rows + 16, 2 * n, device="cuda").bfloat16(), torch.randn(2 * n, device="cuda").bfloat16()
+    for products in (Products(x, rows, gate, torch.float32, scales, each) for each in (None, bias)):
+        parts, scale, _ = split_gated_rows(products)
+        want = finish(*products)
+        assert error(parts[:rows].float() * scale[0, :rows, None], want) < 0.04
+        assert torch.allclose(scale[0, :rows] * 448, want.abs().amax(1), rtol=1e-5)
+    for bad in (torch.nan, torch.inf):
+        for column in (0, n - 1, n, 2 * n - 1):
+            broken = x.clone()
+            broken[5, column] = bad
+            parts, scale, _ = split_gated_rows(products._replace(x=broken))
+            finite = (parts[:rows].float() * scale[0, :rows, None]).isfinite()
+            assert not scale[0, 5].isfinite() and not finite[5].all() and finite[:5].all() and finite[6:].all()
+
+
 @pytest.mark.parametrize("rows", [1, 2, 40, 100, 200, 300])
 @pytest.mark.parametrize("kind", FORMATS[:4], ids=str)
 def test_a_chain_of_layers(kind: Format, rows: int) -> None:
@@ -82,7 +106,7 @@ def test_a_chain_of_layers(kind: Format, rows: int) -> None:
             between()
             x = ops.linear(hidden, down)
             between()
-        return x
+        return x + residual  # inside the graph, since x may be unfinished
 
     want = run(torch.cuda.synchronize)
     graph = torch.cuda.CUDAGraph()

@@ -9,8 +9,9 @@ from torch.testing import assert_close
 from minisgl.ops import reference
 from minisgl.ops.quantized import Format, Quantized
 from minisgl.triton import ops
+from minisgl.triton.epilogue import Products, Unfinished, finish
 from minisgl.triton.launch import counters
-from minisgl.triton.quantized import SplitConfig, split_gemm, split_rows, widen
+from minisgl.triton.quantized import SplitConfig, split_gated_rows, split_gemm, split_rows, widen
 from minisgl.triton.quantized_gemv import StreamConfig, quantized_gemv
 
 ORDER = torch.randperm(384, generator=torch.Generator().manual_seed(0)).int().numpy().tobytes()
@@ -87,6 +88,73 @@ def test_scales_behind_cublas(gate: str):
     norm, bias = torch.rand(128).half(), torch.randn(64).half()
     want, _ = reference.add_norm_linear(x, residual, norm, 1e-6, weight.dense(torch.float16), bias, gate)
     assert error(ops.add_norm_linear(x, residual.clone(), norm, 1e-6, weight, bias, gate)[0], want) < 0.05
+
+
+@pytest.mark.parametrize(("gate", "has_bias", "rows"), [("silu", True, 130), ("gelu_tanh", False, 200)])
+def test_an_activation_is_left_to_the_next_layer(gate: str, has_bias: bool, rows: int):
+    """Which quantizes its result without writing it."""
+    up, down = matrix(Format(8, 0), 224, 128), matrix(Format(8, 0), 48, 112)
+    up.scale.mul_(torch.logspace(-1, 1, 224).unsqueeze(1))
+    x, norm, bias = torch.randn(rows, 128).half(), torch.rand(128).half(), torch.randn(224).half() if has_bias else None
+    hidden, _ = ops.add_norm_linear(x, None, norm, 1e-6, up, bias, gate)
+    want = reference.rms_norm(x.float(), norm.float(), 1e-6)
+    want = reference.linear(want, up.dense(torch.float32), None if bias is None else bias.float(), gate)
+    got = ops.linear(hidden, down)
+    assert isinstance(hidden, Unfinished) and hidden.products is not None, "no kernel has finished it"
+    assert error(got, want @ down.dense(torch.float32).T) < 0.06
+    assert error(hidden, want) < 0.05
+    assert error(ops.linear(hidden, down), got) < 0.01, "the finished result is rounded once more"
+
+
+def products(rows: int, n: int, gate: str, dtype: torch.dtype = torch.float16) -> Products:
+    """Products [rows, n], and more rows, which do not count."""
+    torch.manual_seed(n)
+    scales = torch.rand(1, rows + 3) / 10, torch.rand(n, 1) / 10
+    return Products(torch.randn(rows + 3, n).bfloat16() * 50, rows, gate, dtype, scales, torch.randn(n).to(dtype))
+
+
+@pytest.mark.parametrize("n", [16, 336, 5008])
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+def test_activated_rows_in_one_part(n: int, gate: str):
+    given = products(3, 2 * n, gate, torch.float32)
+    parts, scale, _ = split_gated_rows(given)
+    want = finish(*given)
+    assert_close(parts[:3].float() * scale[0, :3, None], want, rtol=0.07, atol=2e-3 * float(scale.max()))
+    assert_close(scale[0, :3], want.abs().amax(1) / 448)
+
+
+@pytest.mark.parametrize("half", [0, 336])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_an_activated_row_that_is_not_finite_stays_so(half: int):
+    for bad in (torch.nan, torch.inf):
+        given = products(4, 672, "silu")
+        given.x[1, half + 7] = bad
+        parts, scale, _ = split_gated_rows(given)
+        finite = (parts[:4].float() * scale[0, :4, None]).isfinite()
+        assert finite[[0, 2, 3]].all() and not finite[1].all() and not scale[0, 1].isfinite()
+
+
+def test_a_row_of_zeros_is_one_of_zeros_when_activated():
+    given = products(2, 64, "silu")
+    given.x.zero_()
+    parts, scale, _ = split_gated_rows(given._replace(bias=None))
+    assert not parts[:2].float().any() and scale[0, :2].isfinite().all()
+
+
+def test_an_unfinished_result_is_finished_for_others():
+    given = products(5, 48, "")
+    want, index = finish(*given), torch.tensor([3, 1])
+    for read in (torch.clone, lambda x: x.index_select(0, index), lambda x: torch.zeros_like(want).copy_(x)):
+        x = Unfinished(given)
+        assert x.shape == want.shape and x.dtype is want.dtype and len(x) == 5 and x.products is not None
+        got = read(x)
+        assert type(got) is torch.Tensor and torch.equal(got, read(want)) and x.products is None
+    x = Unfinished(given)
+    x.mul_(2)
+    assert torch.equal(x, want * 2) and x.data_ptr() == x.finished().data_ptr()
+    kept = torch.zeros(9, 48).half()
+    kept[index] = Unfinished(given)[:2]
+    assert torch.equal(kept[index], want[:2]) and torch.equal(torch.cat([Unfinished(given), want])[:5], want)
 
 
 @pytest.mark.parametrize("kind", [Format(4, 32), Format(4, 32, has_zeros=True)], ids=str)
