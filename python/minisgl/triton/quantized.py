@@ -49,13 +49,16 @@ class Split(NamedTuple):
 
 @triton.jit
 def _split_rows(
-    x_ptr, residual_ptr, norm_weight_ptr, order_ptr, parts_ptr, scale_ptr, sums_ptr, max_rows, n, eps,
-    PARTS: tl.constexpr, SCALE_GROUP: tl.constexpr, SUM_GROUP: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, x_scale_ptr, column_scale_ptr, bias_ptr, residual_ptr, norm_weight_ptr, order_ptr, parts_ptr, scale_ptr,
+    sums_ptr, max_rows, n, eps,
+    PARTS: tl.constexpr, SCALE_GROUP: tl.constexpr, SUM_GROUP: tl.constexpr, HAS_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ORDER: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Quantize one row per program: residual += x and the RMS norm as in `norm.py`, then the parts, scales and sums.
 
-    HAS_ORDER: columns are read in the order that `order_ptr` gives (GPTQ's `desc_act`).
+    HAS_SCALES: x is a GEMM's result, which is finished and rounded to the residual's dtype first. HAS_ORDER: columns
+    are read in the order that `order_ptr` gives (GPTQ's `desc_act`).
     """
     IS_INT: tl.constexpr = parts_ptr.dtype.element_ty == tl.int8
     MAX: tl.constexpr = 127.0 if IS_INT else 448.0
@@ -68,7 +71,12 @@ def _split_rows(
     offs_x = offs
     if HAS_ORDER:
         offs_x = tl.load(order_ptr + offs, mask=mask, other=0)
-    x = tl.load(x_ptr + row * n + offs_x, mask=mask, other=0.0)
+    if HAS_SCALES:
+        x_ptr += row * n
+        x = load_finished(x_ptr, x_scale_ptr + row, column_scale_ptr, bias_ptr, offs_x, mask, True, HAS_BIAS)
+        x = x.to(residual_ptr.dtype.element_ty)
+    else:
+        x = tl.load(x_ptr + row * n + offs_x, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * n + offs_x, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
@@ -112,8 +120,14 @@ def split_rows(
     `scale_group` is the number of columns that share a scale (0: the whole row); `sum_group` likewise for `Split.sums`
     (0: no sums).
     """
-    x = finished(x)
     rows, n = x.shape
+    residual = None if norm is None else norm.residual
+    products = x.products if isinstance(x, Unfinished) and residual is not None else None
+    if products is None or products.gate:
+        x, scales, bias = finished(x), None, None
+    else:
+        x, scales, bias = products.x, products.scales, products.bias
+    x_scale, column_scale = scales or (x, x)
     # cuBLAS needs a multiple of 16 rows.
     max_rows = (
         triton.cdiv(rows, 16) * 16 if parts == 1 else split_size(rows, 2) * triton.cdiv(rows, split_size(rows, 2))
@@ -122,13 +136,15 @@ def split_rows(
     found = empty((max_rows * parts, n), dtype=dtype, device=x.device)
     scale = empty((n // scale_group if scale_group else 1, max_rows), dtype=torch.float32, device=x.device)
     sums = empty((n // sum_group, parts * max_rows), dtype=torch.float32, device=x.device) if sum_group else scale
-    residual = None if norm is None else norm.residual
+    # An unfinished row of 4,096 takes 2.9 us with 16 warps, 3.8 with 8 (256 rows).
     _split_rows[(rows,)](
-        x, x if residual is None else residual, x if norm is None else norm.weight, x if order is None else order,
-        found, scale, sums, max_rows, n, 0.0 if norm is None else norm.eps,
-        PARTS=parts, SCALE_GROUP=scale_group, SUM_GROUP=sum_group, HAS_NORM=norm is not None,
-        HAS_RESIDUAL=residual is not None, HAS_ORDER=order is not None, BLOCK=block,
-        num_warps=min(8, max(1, block // 256)), **pdl_options(x.device, rows <= MAX_CHAINED),
+        x, x_scale, column_scale, x if bias is None else bias, x if residual is None else residual,
+        x if norm is None else norm.weight, x if order is None else order, found, scale, sums, max_rows, n,
+        0.0 if norm is None else norm.eps,
+        PARTS=parts, SCALE_GROUP=scale_group, SUM_GROUP=sum_group, HAS_SCALES=scales is not None,
+        HAS_BIAS=bias is not None, HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None,
+        HAS_ORDER=order is not None, BLOCK=block, num_warps=min(16 if scales else 8, max(1, block // 256)),
+        **pdl_options(x.device, rows <= MAX_CHAINED),
     )  # fmt: skip
     return Split(found, scale, sums)
 
@@ -513,10 +529,10 @@ def quantized_linear(
 ) -> tuple[Tensor, Tensor]:
     """x [M, K] -> (`reference.linear` after `norm`, x + residual); overwrites the residual unless M is 1.
 
-    The result of a gated layer may be `Unfinished`.
+    The result may be `Unfinished`.
     """
     rows, kind = len(x), weight.format
-    x = x.contiguous()
+    x = x if isinstance(x, Unfinished) else x.contiguous()
     if rows == 1:
         return cuda_gemv(x, weight, bias, gate, norm) or quantized_gemv(x, weight, bias, gate, norm)
     total = x if norm is None or norm.residual is None else norm.residual
@@ -528,11 +544,15 @@ def quantized_linear(
     if kind.bits == 8:
         is_plain = norm is None and not kind.group and x.shape[1] <= MAX_GATED
         products = x.products if is_plain and isinstance(x, Unfinished) else None
-        split = split_rows(x, norm, 1, scale_group=kind.group) if products is None else split_gated_rows(products)
+        if products is not None and products.gate:
+            split = split_gated_rows(products)
+        else:
+            split = split_rows(x, norm, 1, scale_group=kind.group)
         if not kind.group and (gate or rows <= MAX_ONE_SCALE):
             out = cublas_linear.scaled(split.parts, weight.data, None, torch.bfloat16)
             result = Unfinished(Products(out, rows, gate, x.dtype, (split.scale, weight.scale), bias))
-            return (result if gate else result.finished()), total
+            # Attention and sampling read what follows a norm without a gate; they would only have it finished.
+            return (result if gate or norm is None else result.finished()), total
         out = cublas_linear.scaled(split.parts, weight.data, (split.scale, weight.scale), x.dtype)[:rows]
         out = out if bias is None else out.add_(bias)
     else:

@@ -98,6 +98,17 @@ def test_quantizing_activated_rows_compiles(gate: str, is_even: bool):
     assert len(re.findall(r"ld\.global\S*\.v4", ptx)) >= (18 if is_even else 12)
 
 
+@pytest.mark.parametrize(("has_scales", "has_bias"), [(False, False), (True, False), (True, True)])
+def test_quantizing_rows_behind_a_norm_compiles(has_scales: bool, has_bias: bool):
+    """Rows of 4,096, 8 columns a thread."""
+    pointers = dict.fromkeys(("x_ptr", "bias_ptr", "residual_ptr", "norm_weight_ptr"), "*bf16")
+    pointers |= dict.fromkeys(("x_scale_ptr", "column_scale_ptr", "scale_ptr", "sums_ptr"), "*fp32")
+    pointers |= {"order_ptr": "*i32", "parts_ptr": "*fp8e4nv", "eps": "fp32"}
+    kind = {"PARTS": 1, "SCALE_GROUP": 0, "SUM_GROUP": 0, "HAS_SCALES": has_scales, "HAS_BIAS": has_bias}
+    kind |= {"HAS_NORM": True, "HAS_RESIDUAL": True, "HAS_ORDER": False, "BLOCK": 4096, "PDL": True}
+    assert compile_kernel(quantized._split_rows, pointers, kind, num_warps=16 if has_scales else 8)
+
+
 @pytest.mark.parametrize("group", [32, 128])
 def test_widening_compiles(group: int):
     pointers = {"data_ptr": "*u8", "scale_ptr": "*bf16", "zeros_ptr": "*bf16", "order_ptr": "*i32", "out_ptr": "*bf16"}
