@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional as F
 
 from minisgl.ops import reference
-from minisgl.triton import linear, norm, ops, sample, top_k_top_p
+from minisgl.triton import epilogue, linear, norm, ops, sample, top_k_top_p
 
 BF16, GPU, VOCAB = torch.bfloat16, torch.device("cuda", 0), 151936
 CEILING = 4.55e6  # bytes per us
@@ -226,7 +226,7 @@ def small_cells(everything: bool) -> Iterator[Cell]:
                 calls = [lambda i=i, xs=xs, rs=rs, w=w: norm.add_rms_norm(xs[i], rs[i], w, 1e-6) for i in range(sets)]
                 yield Cell(f"{model} add_rms_norm x{tokens}", "ours", calls, 8 * xs[0].numel())
                 gs = randn(min(sets, 4), tokens, 2 * size)
-                calls = [lambda i=i, gs=gs: norm.gate_and_mul(gs[i], "silu") for i in range(len(gs))]
+                calls = [lambda i=i, gs=gs: epilogue.gate_and_mul(gs[i], "silu") for i in range(len(gs))]
                 yield Cell(f"{model} gate_and_mul x{tokens}", "ours", calls, 3 * gs[0].numel())
             width = (heads + 16) * 128
             qkv, w = randn(min(sets, 4), tokens, width), randn(128)

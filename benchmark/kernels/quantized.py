@@ -1,16 +1,20 @@
 """Times products with quantized weights on a GPU, as nodes of a CUDA graph, beside bfloat16 and other tiles.
 
     PYTHONPATH=python python benchmark/kernels/quantized.py [--model 8B] [--rows 1,2,16,64,256] [--tiles]
-    PYTHONPATH=python python benchmark/kernels/quantized.py --chain
+    PYTHONPATH=python python benchmark/kernels/quantized.py --chain [--rows 1,160,256,8192] [--profile]
 
-The second times one row through the GEMVs of 24 layers, without attention, by the engine's kernel and by Triton's.
-`ours` is what the engine runs, with the rounding of activations. Weights rotate beyond the L2. The floor is the bytes
-of the weights over 4,550 GB/s. Every figure is in microseconds; the error is relative to float32 products.
+The second times the layers' GEMMs with norms and activations, without attention, in one CUDA graph: one row through 24
+layers, by the engine's kernel and by Triton's, and more rows through 8 layers of FP8, by the engine's ops, in three
+graphs. `--profile` adds the kernels of a layer. As in the engine, cuBLASLt has no workspace, unless
+CUBLASLT_WORKSPACE_SIZE=1024 (KiB, PyTorch's default) is set. `ours` is what the engine runs, with the rounding of
+activations. Weights rotate beyond the L2. The floor is the bytes of the weights over 4,550 GB/s. Every figure is in
+microseconds; the error is relative to float32 products.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -98,6 +102,46 @@ def chain_us(gemv: Callable[..., tuple[Tensor, Tensor]], layers: list[list[Quant
     return time_us([run], nodes=1, repeats=25) / len(layers)
 
 
+def layer_run(layers: list[list[Quantized]], rows: int) -> Callable[[], Tensor]:
+    """`rows` rows through all layers by the engine's ops; what attention returns is always the same."""
+    width = layers[0][0].shape[1]
+    first, attended, weight = randn(rows, width), randn(rows, layers[0][1].shape[1]), torch.rand(width, device=GPU)
+    weight = weight.to(BF16)
+
+    def run() -> Tensor:
+        x, residual = first, first.clone()
+        for qkv, o, gate_up, down in layers:
+            _, residual = ops.add_norm_linear(x, residual, weight, 1e-6, qkv)
+            x = ops.linear(attended, o)
+            hidden, residual = ops.add_norm_linear(x, residual, weight, 1e-6, gate_up, None, "silu")
+            x = ops.linear(hidden, down)
+        return ops.rms_norm(x, weight, 1e-6)
+
+    return run
+
+
+def print_kernels(run: Callable[[], Tensor], layers: int) -> None:
+    """The kernels of a layer in order of their time, in microseconds, launched one by one."""
+    run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    for event in sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total):
+        us, count = event.self_device_time_total / layers, event.count / layers
+        print(f"    {us:8.1f} us, {count:.1f} launches of {event.key[:100]}", flush=True)
+
+
+def print_layers(model: str, rows: list[int], has_profile: bool) -> None:
+    shapes = [linears(model)[name] for name in ("qkv", "o", "gate_up", "down")]
+    layers = [[matrix(FORMATS[0], *shape) for shape in shapes] for _ in range(8)]
+    for count in rows:
+        run = layer_run(layers, count)
+        times = [time_us([run], nodes=1, repeats=25) / len(layers) for _ in range(3)]
+        print(f"{model}, {FORMATS[0]}, x{count}: a layer {', '.join(f'{us:.1f}' for us in times)}", flush=True)
+        if has_profile:
+            print_kernels(run, len(layers))
+
+
 def print_chains(model: str) -> None:
     shapes = [linears(model)[name] for name in ("qkv", "o", "gate_up", "down")]
     for kind in FORMATS:
@@ -110,12 +154,18 @@ def print_chains(model: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8B", choices=("0.6B", "8B", "14B"))
-    parser.add_argument("--rows", default="1,2,16,32,64,96,128,160,192,256", help="numbers of rows")
+    parser.add_argument("--rows", help="numbers of rows (1,2,16,32,64,96,128,160,192,256; 1 of --chain)")
     parser.add_argument("--tiles", action="store_true", help="also time other tiles of our kernel")
-    parser.add_argument("--chain", action="store_true", help="only time one row through the GEMVs of 24 layers")
+    parser.add_argument("--chain", action="store_true", help="only time rows through layers")
+    parser.add_argument("--profile", action="store_true", help="with --chain, also print the kernels of a layer")
     args = parser.parse_args()
+    rows = [*map(int, (args.rows or ("1" if args.chain else "1,2,16,32,64,96,128,160,192,256")).split(","))]
+    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")  # see `minisgl/device/cuda.py`
     if args.chain:
-        print_chains(args.model)
+        if 1 in rows:
+            print_chains(args.model)
+        if max(rows) > 1:
+            print_layers(args.model, [count for count in rows if count > 1], args.profile)
         return
     for name, (n_out, n_in) in linears(args.model).items():
         if name == "lm_head":
@@ -125,16 +175,15 @@ def main() -> None:
         for kind in FORMATS:
             weights = matrices(kind, n_out, n_in)
             dense = weights[0].dense(torch.float32)
-            for rows in map(int, args.rows.split(",")):
-                x = randn(rows, n_in)
-
+            for count in rows:
+                x = randn(count, n_in)
                 ours = [partial(ops.linear, x, w, None, gate) for w in weights]
                 error = relative(ours[0](), reference.linear(x.float(), dense, None, gate))
-                line = f"{args.model} {name} x{rows}, {kind}: floor {weights[0].nbytes / CEILING:.1f}"
+                line = f"{args.model} {name} x{count}, {kind}: floor {weights[0].nbytes / CEILING:.1f}"
                 line += f", ours {time_us(ours):.1f} (error {error:.4f})"
                 line += f", bfloat16 {time_us([partial(F.linear, x, w) for w in plain]):.1f}"
                 line += cublas(x, weights) if kind == FORMATS[0] else ""
-                has_tiles = args.tiles and rows <= max_rows(weights[0]) and (rows > 1 or kind.bits == 4)
+                has_tiles = args.tiles and count <= max_rows(weights[0]) and (count > 1 or kind.bits == 4)
                 print(line + (best_tile(x, weights, gate) if has_tiles else ""), flush=True)
 
 

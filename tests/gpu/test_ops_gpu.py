@@ -26,8 +26,8 @@ if torch.cuda.is_available():
         noise64,
     )
     from minisgl.triton import linear, sample, top_k_top_p
+    from minisgl.triton.epilogue import gate_and_mul
     from minisgl.triton.launch import counters
-    from minisgl.triton.norm import gate_and_mul
 
     OPS = load_ops("triton")
 

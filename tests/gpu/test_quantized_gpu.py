@@ -61,6 +61,67 @@ def test_products(kind: Format) -> None:
             assert error(ops.linear(x, weight, None, gate), reference.linear(x.float(), dense, None, gate)) < limit
 
 
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("rows", "n"), [(129, 1024), (256, 12288), (1000, 9728), (130, 336)])
+def test_activated_rows_in_one_part(rows: int, n: int, gate: str) -> None:
+    """Scales, bias, activation and rounding in one kernel; a row that is not finite stays so."""
+    from minisgl.triton.epilogue import Products, finish
+    from minisgl.triton.quantized import split_gated_rows
+
+    torch.manual_seed(0)
+    scales = torch.rand(1, rows + 16, device="cuda") / 10, torch.rand(2 * n, 1, device="cuda") / 10
+    x, bias = 50 * torch.randn(rows + 16, 2 * n, device="cuda").bfloat16(), torch.randn(2 * n, device="cuda").bfloat16()
+    for products in (Products(x, rows, gate, torch.float32, scales, each) for each in (None, bias)):
+        parts, scale, _ = split_gated_rows(products)
+        want = finish(*products)
+        assert error(parts[:rows].float() * scale[0, :rows, None], want) < 0.04
+        assert torch.allclose(scale[0, :rows] * 448, want.abs().amax(1), rtol=1e-5)
+    for bad in (torch.nan, torch.inf):
+        for column in (0, n - 1, n, 2 * n - 1):
+            broken = x.clone()
+            broken[5, column] = bad
+            parts, scale, _ = split_gated_rows(products._replace(x=broken))
+            finite = (parts[:rows].float() * scale[0, :rows, None]).isfinite()
+            assert not scale[0, 5].isfinite() and not finite[5].all() and finite[:5].all() and finite[6:].all()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("rows", [33, 129, 256])
+def test_a_partial_result_is_left_to_the_norm_behind(rows: int, has_bias: bool) -> None:
+    """It becomes the same bits as by a kernel of its own, also in a graph, and for other readers."""
+    torch.manual_seed(0)
+    ops, cuda = load_ops("triton"), torch.device("cuda")
+    down, qkv = FORMATS[0].empty(4096, 9216, cuda), FORMATS[0].empty(512, 4096, cuda)
+    for weight in (down, qkv):
+        weight.round_from(torch.randn(weight.shape, device=cuda) * 0.02)
+    x, residual = torch.randn(rows, 9216, device=cuda).bfloat16(), torch.randn(rows, 4096, device=cuda).bfloat16()
+    norm, bias = torch.rand(4096, device=cuda).bfloat16(), torch.randn(4096, device=cuda).bfloat16()
+    x[5, 7] = torch.nan
+
+    def run(read: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        out = read(ops.linear(x, down, bias if has_bias else None))
+        result: tuple[torch.Tensor, torch.Tensor] = ops.add_norm_linear(out, residual.clone(), norm, 1e-6, qkv)
+        return result
+
+    want, want_total = run(torch.clone)
+    left, left_total = run(lambda out: out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, captured_total = run(lambda out: out)
+    graph.replay()
+    finite = torch.arange(rows, device=cuda) != 5
+    for got, total in ((left, left_total), (captured, captured_total)):
+        assert not got[5].isfinite().any() and not total[5].isfinite().any()
+        assert torch.equal(total[finite], want_total[finite])
+        assert error(got[finite], want[finite]) < 0.01  # the norm's sum has another order
+    exact = reference.linear(x.float(), down.dense(torch.float32), bias.float() if has_bias else None) + residual
+    assert error(want_total[finite], exact[finite]) < 0.05
+    with torch.inference_mode():
+        normed, _ = ops.add_rms_norm(ops.linear(x, down), residual.clone(), norm, 1e-6)
+        wanted, _ = ops.add_rms_norm(ops.linear(x, down).clone(), residual.clone(), norm, 1e-6)
+        assert torch.equal(normed[finite], wanted[finite])
+
+
 @pytest.mark.parametrize("rows", [1, 2, 40, 100, 200, 300])
 @pytest.mark.parametrize("kind", FORMATS[:4], ids=str)
 def test_a_chain_of_layers(kind: Format, rows: int) -> None:
@@ -82,7 +143,7 @@ def test_a_chain_of_layers(kind: Format, rows: int) -> None:
             between()
             x = ops.linear(hidden, down)
             between()
-        return x
+        return x + residual  # inside the graph, since x may be unfinished
 
     want = run(torch.cuda.synchronize)
     graph = torch.cuda.CUDAGraph()

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.testing import assert_close
 
+from minisgl.distributed.communicator import Communicator
+from minisgl.distributed.tensor_parallel import parallel_ops
 from minisgl.ops import reference
 from minisgl.ops.quantized import Format, Quantized
-from minisgl.triton import ops
+from minisgl.ops.table import OpTable
+from minisgl.triton import epilogue, ops
+from minisgl.triton.epilogue import Products, Unfinished, finish
 from minisgl.triton.launch import counters
-from minisgl.triton.quantized import SplitConfig, split_gemm, split_rows, widen
+from minisgl.triton.quantized import SplitConfig, split_gated_rows, split_gemm, split_rows, widen
 from minisgl.triton.quantized_gemv import StreamConfig, quantized_gemv
+from support.ranks import run_ranks
 
 ORDER = torch.randperm(384, generator=torch.Generator().manual_seed(0)).int().numpy().tobytes()
 FORMATS = [
@@ -87,6 +94,136 @@ def test_scales_behind_cublas(gate: str):
     norm, bias = torch.rand(128).half(), torch.randn(64).half()
     want, _ = reference.add_norm_linear(x, residual, norm, 1e-6, weight.dense(torch.float16), bias, gate)
     assert error(ops.add_norm_linear(x, residual.clone(), norm, 1e-6, weight, bias, gate)[0], want) < 0.05
+
+
+@pytest.mark.parametrize(("gate", "has_bias", "rows"), [("silu", True, 130), ("gelu_tanh", False, 200)])
+def test_an_activation_is_left_to_the_next_layer(gate: str, has_bias: bool, rows: int):
+    """Which quantizes its result without writing it."""
+    up, down = matrix(Format(8, 0), 224, 128), matrix(Format(8, 0), 48, 112)
+    up.scale.mul_(torch.logspace(-1, 1, 224).unsqueeze(1))
+    x, norm, bias = torch.randn(rows, 128).half(), torch.rand(128).half(), torch.randn(224).half() if has_bias else None
+    hidden, _ = ops.add_norm_linear(x, None, norm, 1e-6, up, bias, gate)
+    want = reference.rms_norm(x.float(), norm.float(), 1e-6)
+    want = reference.linear(want, up.dense(torch.float32), None if bias is None else bias.float(), gate)
+    got = ops.linear(hidden, down)
+    assert isinstance(hidden, Unfinished) and hidden.products is not None, "no kernel has finished it"
+    assert error(got, want @ down.dense(torch.float32).T) < 0.06
+    assert error(hidden, want) < 0.05
+    assert error(ops.linear(hidden, down), got) < 0.01, "the finished result is rounded once more"
+
+
+def products(rows: int, n: int, gate: str, dtype: torch.dtype = torch.float16) -> Products:
+    """Products [rows, n], and more rows, which do not count."""
+    torch.manual_seed(n)
+    scales = torch.rand(1, rows + 3) / 10, torch.rand(n, 1) / 10
+    return Products(torch.randn(rows + 3, n).bfloat16() * 50, rows, gate, dtype, scales, torch.randn(n).to(dtype))
+
+
+@pytest.mark.parametrize("n", [16, 336, 5008])
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+def test_activated_rows_in_one_part(n: int, gate: str):
+    given = products(3, 2 * n, gate, torch.float32)
+    parts, scale, _ = split_gated_rows(given)
+    want = finish(*given)
+    assert_close(parts[:3].float() * scale[0, :3, None], want, rtol=0.07, atol=2e-3 * float(scale.max()))
+    assert_close(scale[0, :3], want.abs().amax(1) / 448)
+
+
+@pytest.mark.parametrize("half", [0, 336])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_an_activated_row_that_is_not_finite_stays_so(half: int):
+    for bad in (torch.nan, torch.inf):
+        given = products(4, 672, "silu")
+        given.x[1, half + 7] = bad
+        parts, scale, _ = split_gated_rows(given)
+        finite = (parts[:4].float() * scale[0, :4, None]).isfinite()
+        assert finite[[0, 2, 3]].all() and not finite[1].all() and not scale[0, 1].isfinite()
+
+
+def test_a_row_of_zeros_is_one_of_zeros_when_activated():
+    given = products(2, 64, "silu")
+    given.x.zero_()
+    parts, scale, _ = split_gated_rows(given._replace(bias=None))
+    assert not parts[:2].float().any() and scale[0, :2].isfinite().all()
+
+
+def test_an_unfinished_result_is_finished_for_others():
+    given = products(5, 48, "")
+    want, index = finish(*given), torch.tensor([3, 1])
+    for read in (torch.clone, lambda x: x.index_select(0, index), lambda x: torch.zeros_like(want).copy_(x)):
+        x = Unfinished(given)
+        assert x.shape == want.shape and x.dtype is want.dtype and len(x) == 5 and x.products is not None
+        got = read(x)
+        assert type(got) is torch.Tensor and torch.equal(got, read(want)) and x.products is None
+    x = Unfinished(given)
+    x.mul_(2)
+    assert torch.equal(x, want * 2) and x.data_ptr() == x.finished().data_ptr()
+    kept = torch.zeros(9, 48).half()
+    kept[index] = Unfinished(given)[:2]
+    assert torch.equal(kept[index], want[:2]) and torch.equal(torch.cat([Unfinished(given), want])[:5], want)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("rows", [33, 200])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_partial_result_is_left_to_the_norm_behind(rows: int, has_bias: bool):
+    """down's result gets the same bits from the kernel that adds, norms and quantizes as from a kernel of its own."""
+    down, qkv = matrix(Format(8, 0), 48, 256), matrix(Format(8, 0), 160, 48)
+    down.scale.mul_(torch.logspace(-1, 1, 48).unsqueeze(1))
+    x, residual, norm = torch.randn(rows, 256).half(), torch.randn(rows, 48).half(), torch.rand(48).half()
+    bias = torch.randn(48).half() if has_bias else None
+    x[5, 7] = torch.nan
+    left = ops.linear(x, down, bias)
+    assert isinstance(left, Unfinished) and left.products is not None
+    got, total = ops.add_norm_linear(left, residual.clone(), norm, 1e-6, qkv)
+    assert left.products is not None, "no kernel has finished it"
+    assert type(got) is torch.Tensor and not got[5].isfinite().any() and not total[5].isfinite().any()
+    want, want_total = ops.add_norm_linear(left.finished(), residual.clone(), norm, 1e-6, qkv)
+    assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    assert_close(total, want_total, rtol=0, atol=0, equal_nan=True)
+    finite = torch.arange(rows) != 5
+    exact = reference.linear(x.float(), down.dense(torch.float32), None if bias is None else bias.float())
+    assert error(total[finite], (exact + residual)[finite]) < 0.05
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+def test_any_format_reads_a_partial_result(kind: Format):
+    """And norms of their own, as in front of experts. Without a norm the result is finished first."""
+    weight, left = matrix(kind, 32, 384), Unfinished(products(40, 384, ""))
+    residual, norm = torch.randn(40, 384).half(), torch.rand(384).half()
+    got, total = ops.add_norm_linear(left, residual.clone(), norm, 1e-6, weight)
+    whole = finish(*products(40, 384, ""))
+    want, want_total = ops.add_norm_linear(whole, residual.clone(), norm, 1e-6, weight)
+    assert torch.equal(got, want) and torch.equal(total, want_total)
+    left = Unfinished(products(40, 384, ""))
+    want, _ = ops.add_rms_norm(whole, residual.clone(), norm, 1e-6)
+    assert torch.equal(ops.add_rms_norm(left, residual.clone(), norm, 1e-6)[0], want)
+    left = Unfinished(products(40, 384, ""))
+    assert torch.equal(ops.rms_norm(left, norm, 1e-6), ops.rms_norm(whole, norm, 1e-6))
+    whole = finish(*products(130, 384, ""))
+    assert torch.equal(ops.linear(Unfinished(products(130, 384, "")), weight), ops.linear(whole, weight))
+
+
+def test_ranks_add_up_finished_results(monkeypatch: pytest.MonkeyPatch):
+    def finished(x: torch.Tensor, rows: int, gate: str, dtype: torch.dtype, scales: Any, bias: Any) -> torch.Tensor:
+        return (x[:rows] * scales[0][0, :rows, None] * scales[1].T + bias).to(dtype)
+
+    monkeypatch.setattr(epilogue, "finish", finished)  # kernels are not interpreted in two threads
+    given, residual, norm = products(5, 48, "", torch.float32), torch.randn(5, 48), torch.rand(48)
+    want, want_total = reference.add_rms_norm(3 * finished(*given), residual, norm, 1e-6)
+
+    def rank(comm: Communicator) -> None:
+        own = given._replace(x=given.x * (comm.info.rank + 1), bias=given.bias * (comm.info.rank + 1))
+        table = parallel_ops(OpTable(), comm, has_post_norms=False)
+        for got, total in (
+            table.add_rms_norm(Unfinished(own), residual.clone(), norm, 1e-6),
+            table.add_norm_linear(Unfinished(own), residual.clone(), norm, 1e-6, torch.eye(48)),
+        ):
+            assert_close(got, want)
+            assert_close(total, want_total)
+        assert_close(table.all_reduce(Unfinished(own)), 3 * finished(*given))
+
+    run_ranks(2, rank)
 
 
 @pytest.mark.parametrize("kind", [Format(4, 32), Format(4, 32, has_zeros=True)], ids=str)

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor, empty, empty_like
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.triton.epilogue import gated
 from minisgl.triton.launch import counters, pdl_options
-from minisgl.triton.norm import gated
 
 MAX_GEMM_ROWS: Final = 16
 NUM_SMS: Final = 132  # of an H100 or H200

@@ -1,4 +1,4 @@
-"""Embedding, norms, activations, and the transform between QKV projection and attention: one kernel each.
+"""Embedding, norms, and the transform between QKV projection and attention: one kernel each.
 
 All arithmetic is in float32; values are rounded to the activations' dtype where `ops/reference.py` rounds them.
 """
@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.ops.quantized import Pages, QuantizedPages, data_and_scale
 from minisgl.ops.reference import HeadTransform
+from minisgl.triton.epilogue import finished
 from minisgl.triton.launch import MAX_CHAINED, pdl_options
 
 
@@ -62,7 +63,7 @@ def _rms_norm(
 
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """Launch with 8 elements (16 bytes) per thread and up to 8 warps: the fastest on an H200 at 1,024 and 4,096."""
-    n = x.shape[-1]
+    x, n = finished(x), x.shape[-1]
     rows, block = x.numel() // n, triton.next_power_of_2(n)
     out = empty_like(x)
     _rms_norm[(rows,)](
@@ -80,64 +81,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`reference.add_rms_norm`; overwrites `residual`."""
     return _norm(x, residual, weight, eps), residual
-
-
-@triton.jit
-def gated(gate, up, GATE: tl.constexpr):
-    """Apply one of `reference.GATES` in float32; g / 2 (1 + tanh(z)) is g / (1 + exp(-2 z))."""
-    z = gate
-    if GATE == "gelu_tanh":
-        z = 1.5957691216057308 * gate * (1 + 0.044715 * gate * gate)  # 2 sqrt(2 / pi)
-        z = tl.maximum(z, -80.0)  # exp(80) is large enough, and finite
-    return gate / (1 + tl.exp(-z)) * up
-
-
-@triton.jit
-def _finish(
-    x_ptr, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, n,
-    GATE: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """out[t] = x[t] x_scale[t] scale + bias; with GATE, gate(g) * up of its two halves; grid (T, n / BLOCK)."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < n
-    HALVES: tl.constexpr = 2 if GATE != "" else 1
-    result = tl.zeros([BLOCK], tl.float32)
-    for i in tl.static_range(HALVES):
-        x = tl.load(x_ptr + (row * HALVES + i) * n + offs, mask=mask, other=0.0).to(tl.float32)
-        if HAS_SCALES:
-            x *= tl.load(x_scale_ptr + row) * tl.load(scale_ptr + i * n + offs, mask=mask, other=0.0)
-        if HAS_BIAS:
-            x += tl.load(bias_ptr + i * n + offs, mask=mask, other=0.0).to(tl.float32)
-        result = gated(result, x, GATE) if i == 1 else x
-    tl.store(out_ptr + row * n + offs, result.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-def finish(
-    x: Tensor, rows: int, gate: str, dtype: torch.dtype, scales: tuple[Tensor, Tensor] | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Finish a GEMM's result x [rows or more, N] -> [rows, N or N / 2].
-
-    Applies the scales of rows [T] and columns [N], the bias [N] and `gate_and_mul`, and rounds once.
-    """
-    n = x.shape[1] // (2 if gate else 1)
-    out = empty((rows, n), dtype=dtype, device=x.device)
-    block = min(1024, triton.next_power_of_2(n))
-    x_scale, scale = scales or (x, x)
-    _finish[(rows, triton.cdiv(n, block))](
-        x, x_scale, scale, x if bias is None else bias, out, n, GATE=gate, HAS_SCALES=scales is not None,
-        HAS_BIAS=bias is not None, BLOCK=block, **pdl_options(x.device, scales is not None and rows <= MAX_CHAINED),
-    )  # fmt: skip
-    return out
-
-
-def gate_and_mul(x: Tensor, gate: str) -> Tensor:
-    """`reference.gate_and_mul`, rounded once."""
-    return finish(x, len(x), gate, x.dtype)
 
 
 @triton.jit
@@ -227,7 +170,7 @@ def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages:
     / 2.2 / 38 / 75 us on an H200. Fewer warps or more heads per program change that by at most 2 us
     (`benchmark/kernels/ops.py small`).
     """
-    tokens = len(qkv)
+    qkv, tokens = finished(qkv), len(qkv)
     num_kv_heads, page_size, dim = pages.shape[2:]
     num_heads = qkv.shape[1] // dim - num_kv_heads * 2
     has_norm = heads.q_weight is not None

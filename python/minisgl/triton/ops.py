@@ -10,10 +10,11 @@ from torch import Tensor
 from minisgl.ops.quantized import Quantized
 from minisgl.triton.cublas import cublas_linear
 from minisgl.triton.drafts import look_up
+from minisgl.triton.epilogue import gate_and_mul
 from minisgl.triton.linear import Norm, gemv, gemv_rows, prefers_gemv_rows, skinny_config, skinny_gemm
 from minisgl.triton.logprobs import token_logprobs
 from minisgl.triton.moe import moe
-from minisgl.triton.norm import add_rms_norm, embedding, gate_and_mul, norm_rope_store, rms_norm
+from minisgl.triton.norm import add_rms_norm, embedding, norm_rope_store, rms_norm
 from minisgl.triton.penalties import apply_penalties, count_tokens
 from minisgl.triton.quantized import quantized_linear
 from minisgl.triton.sample import candidates, sample_rows

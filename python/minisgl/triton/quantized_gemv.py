@@ -16,9 +16,9 @@ from torch import Tensor, empty, empty_like
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.ops.quantized import Quantized
+from minisgl.triton.epilogue import gated
 from minisgl.triton.launch import INTERPRETED, pdl_options
 from minisgl.triton.linear import NUM_SMS, Norm
-from minisgl.triton.norm import gated
 
 SHARED_MEMORY: Final = 220 << 10  # bytes on an SM for the tiles in flight
 

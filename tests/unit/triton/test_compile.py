@@ -13,11 +13,25 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 triton = pytest.importorskip("triton")
 backends = pytest.importorskip("triton.backends.compiler")
 
-from minisgl.triton import attention_decode, attention_prefill, linear, moe, norm, quantized, quantized_gemv  # noqa: E402
+from minisgl.triton import (  # noqa: E402
+    attention_decode,
+    attention_prefill,
+    epilogue,
+    linear,
+    moe,
+    norm,
+    quantized,
+    quantized_gemv,
+)
 
 
 def compile_kernel(
-    kernel: Any, pointers: dict[str, str], constants: dict[str, Any], form: str = "cubin", is_aligned: bool = False
+    kernel: Any,
+    pointers: dict[str, str],
+    constants: dict[str, Any],
+    form: str = "cubin",
+    is_aligned: bool = False,
+    **options: int,
 ) -> Any:
     """The machine code of `kernel` for sm_90; arguments that are neither pointers nor constants are 64-bit ints.
 
@@ -27,7 +41,7 @@ def compile_kernel(
     signature |= dict.fromkeys(constants, "constexpr")
     attrs = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind != "constexpr"}
     source = triton.compiler.ASTSource(kernel, signature, constants, attrs if is_aligned else None)
-    return triton.compile(source, target=backends.GPUTarget("cuda", 90, 32)).asm[form]
+    return triton.compile(source, target=backends.GPUTarget("cuda", 90, 32), options=options).asm[form]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (4, 2, 32), (3, 1, 16), (5, 1, 256)])
@@ -70,7 +84,29 @@ def test_products_with_quantized_weights_compile(parts: int, name: str, group: i
 def test_scales_behind_a_product_compile(gate: str):
     pointers = {"x_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16", "x_scale_ptr": "*fp32", "scale_ptr": "*fp32"}
     options = {"GATE": gate, "HAS_SCALES": True, "HAS_BIAS": True, "BLOCK": 1024, "PDL": True}
-    assert compile_kernel(norm._finish, pointers, options)
+    assert compile_kernel(epilogue._finish, pointers, options)
+
+
+@pytest.mark.parametrize(("gate", "is_even"), [("silu", True), ("gelu_tanh", False)])
+def test_quantizing_activated_rows_compiles(gate: str, is_even: bool):
+    """Of two programs on an SM, each thread has 64 registers."""
+    pointers = {"x_ptr": "*bf16", "bias_ptr": "*bf16", "parts_ptr": "*fp8e4nv"}
+    pointers |= dict.fromkeys(("x_scale_ptr", "column_scale_ptr", "scale_ptr"), "*fp32")
+    kind = {"GATE": gate, "HAS_BIAS": not is_even, "NUM_BLOCKS": 3, "BLOCK": 4096, "EVEN": is_even, "PDL": True}
+    ptx = compile_kernel(quantized._split_gated_rows, pointers, kind, "ptx", True, num_warps=16, maxnreg=64)
+    assert ".maxnreg 64" in ptx and "max.NaN.f32" in ptx
+    assert len(re.findall(r"ld\.global\S*\.v4", ptx)) >= (18 if is_even else 12)
+
+
+@pytest.mark.parametrize(("has_scales", "has_bias"), [(False, False), (True, False), (True, True)])
+def test_quantizing_rows_behind_a_norm_compiles(has_scales: bool, has_bias: bool):
+    """Rows of 4,096, 8 columns a thread."""
+    pointers = dict.fromkeys(("x_ptr", "bias_ptr", "residual_ptr", "norm_weight_ptr"), "*bf16")
+    pointers |= dict.fromkeys(("x_scale_ptr", "column_scale_ptr", "scale_ptr", "sums_ptr"), "*fp32")
+    pointers |= {"order_ptr": "*i32", "parts_ptr": "*fp8e4nv", "eps": "fp32"}
+    kind = {"PARTS": 1, "SCALE_GROUP": 0, "SUM_GROUP": 0, "HAS_SCALES": has_scales, "HAS_BIAS": has_bias}
+    kind |= {"HAS_NORM": True, "HAS_RESIDUAL": True, "HAS_ORDER": False, "BLOCK": 4096, "PDL": True}
+    assert compile_kernel(quantized._split_rows, pointers, kind, num_warps=16 if has_scales else 8)
 
 
 @pytest.mark.parametrize("group", [32, 128])
