@@ -192,3 +192,22 @@ def test_auto_never_costs_much_and_gains_where_drafts_are_right() -> None:
                 for chance in (0.1, 0.5, 0.9, 1)
             ]
             assert gains[0] > 0.97 and gains[1] > 0.96 and gains[2] > 1.15 and gains[3] > 2.7
+
+
+def test_replicas_scale_share_prefixes_and_survive(capsys: pytest.CaptureFixture[str]) -> None:
+    import replicas
+
+    sizes = "--requests=6 --longest=24 --prefixes=3 --prefix-len=160 --each=2 --clients=2 --streams=8 --stream-len=96"
+    replicas.main([*sizes.split(), "--num-pages=256", "--dtype=float32"])
+    table = capsys.readouterr().out.partition("requests")[2]
+    names = re.findall(r"^(.+?) {2,}\d+ ", table, re.MULTILINE)
+    assert [name.partition(",")[0] for name in names] == [
+        "workload A",
+        "prefixes",
+        "workload A",
+        "2 x workload A",
+        "prefixes",
+        "death of one of two replicas",
+    ]
+    assert "wrong length" not in table and "8 got all 96 tokens" in table and "8 of 8 texts are equal" in table
+    assert float(re.findall(r"longest pause ([\d.]+) s", table)[0]) > 0

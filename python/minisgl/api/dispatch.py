@@ -29,7 +29,6 @@ from minisgl.message import (
     TellPrefixesMsg,
     TokenizerMsg,
     UserMsg,
-    UserReply,
     ViewMsg,
 )
 from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqAsyncPushQueue
@@ -143,11 +142,9 @@ class Dispatcher:
         for replica in replicas:
             await self._queues[replica.life].put([msg])
 
-    async def note(self, msg: UserReply | StatsMsg | PrefixesMsg | LostMsg) -> None:
-        """Take in what concerns the choice."""
+    async def note(self, msg: StatsMsg | PrefixesMsg | LostMsg) -> None:
+        """Take in what concerns the choice, besides the replies."""
         match msg:
-            case UserReply():
-                self.router.note_reply(msg)
             case StatsMsg():
                 self.router.note_stats(msg, time.monotonic())
             case PrefixesMsg():

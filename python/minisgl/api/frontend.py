@@ -454,15 +454,16 @@ class FrontendManager:
     async def _receive(self) -> None:
         while True:
             for msg in await self._inbox.get():
-                if isinstance(msg, UserReply | StatsMsg | PrefixesMsg | LostMsg):
-                    await self.dispatcher.note(msg)
-                if isinstance(msg, UserReply):
+                if isinstance(msg, UserReply):  # first and without a coroutine: there is one for each token
+                    self.dispatcher.router.note_reply(msg)
                     if (submission := self._submissions.get(msg.uid)) is not None:
                         submission.push(msg)
                 elif isinstance(msg, ConversionReply | EngineView):
                     self._questions.answer(msg)
-                elif isinstance(msg, StatsMsg):
-                    self.metrics.log_throughput(self.stats)
+                elif isinstance(msg, StatsMsg | PrefixesMsg | LostMsg):
+                    await self.dispatcher.note(msg)
+                    if isinstance(msg, StatsMsg):
+                        self.metrics.log_throughput(self.stats)
                 elif isinstance(msg, DetokenizerStatsMsg):
                     self.detokenizer_entries += msg.entries
                     self._dropped += msg.dropped

@@ -43,6 +43,7 @@ class Record:
     output_tokens: int = 0
     cached_tokens: int = 0
     error: str = ""
+    events: list[bytes] = field(default_factory=list)  # those with a token, if the generator `keeps_events`
 
     @property
     def tokens(self) -> int:
@@ -85,12 +86,14 @@ class LoadGenerator:
         is_text: bool = False,
         ignore_eos: bool = True,
         timeout: float = 600.0,
+        keeps_events: bool = False,
     ) -> None:
         """Raises `ConfigError` for a `url` that is not like http://host:port."""
         self._address = ServerAddress.parse(url)
         self._tls = ssl.create_default_context() if self._address.is_tls else None
         self._is_text = is_text
         self._timeout = timeout
+        self._keeps_events = keeps_events
         self._headers = f"Host: {self._address.authority}\r\nConnection: close\r\nContent-Type: application/json\r\n"
         if api_key:
             self._headers += f"Authorization: Bearer {api_key}\r\n"
@@ -167,7 +170,7 @@ class LoadGenerator:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         record = job.record
-        protocol = _Exchange(job.message, record, done)
+        protocol = _Exchange(job.message, record, done, self._keeps_events)
         transport: asyncio.Transport | None = None
         record.sent = time.perf_counter()
         try:
@@ -189,8 +192,9 @@ class LoadGenerator:
 class _Exchange(asyncio.Protocol):
     """One request and its response; `done` is set when the response is complete or the connection is closed."""
 
-    def __init__(self, message: bytes, record: Record, done: asyncio.Future[None]) -> None:
+    def __init__(self, message: bytes, record: Record, done: asyncio.Future[None], keeps_events: bool) -> None:
         self._message = message
+        self._keeps_events = keeps_events
         self._record = record
         self._done = done
         self._parser = httptools.HttpResponseParser(self)
@@ -248,6 +252,8 @@ class _Exchange(asyncio.Protocol):
         else:
             if not any(mark in event for mark in _NO_CHOICES):
                 record.times.append(self._now)
+                if self._keeps_events:
+                    record.events.append(event)
             if b'"usage":{' in event or b'"usage": {' in event:
                 usage = json.loads(event[5:])["usage"]
                 record.prompt_tokens = usage["prompt_tokens"]

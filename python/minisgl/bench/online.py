@@ -163,11 +163,11 @@ def server_flags(options: dict[str, Any]) -> list[str]:
 
 
 @contextmanager
-def own_server(options: dict[str, Any]) -> Iterator[str]:
+def own_server(options: dict[str, Any], env: dict[str, str] | None = None) -> Iterator[str]:
     """Run `minisgl serve` with `options` on a free port, in its own processes; yields its URL.
 
-    Raises `ConfigError` for options that cannot work and `StartupError`, with the last line of its log, when the server
-    does not start.
+    `env` is added to its environment. Raises `ConfigError` for options that cannot work and `StartupError`, with the
+    last line of its log, when the server does not start.
     """
     options = {"port": 0, **options}
     ready_s = args_from_options(options).ready_timeout
@@ -181,7 +181,7 @@ def own_server(options: dict[str, Any]) -> Iterator[str]:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONPATH": python_path},
+                env=os.environ | {"PYTHONPATH": python_path} | (env or {}),
             )
         try:
             yield _wait_ready(process, log, ready_s)
