@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from minisgl.ops import reference
 from minisgl.triton import epilogue, linear, norm, ops, sample, top_k_top_p
+from minisgl.triton.gemm import GemmConfig, gemm
 
 BF16, GPU, VOCAB = torch.bfloat16, torch.device("cuda", 0), 151936
 CEILING = 4.55e6  # bytes per us
@@ -85,7 +86,7 @@ def linears(model: str) -> dict[str, tuple[int, int]]:
     }
 
 
-SKINNY = [(64, 128, 1, 4, 4), (64, 128, 2, 4, 4), (64, 128, 4, 4, 4), (64, 64, 8, 4, 4), (128, 128, 1, 3, 8)]
+TILES = [(64, 128, 1, 3, 4), (64, 128, 1, 6, 4), (64, 128, 2, 6, 4), (64, 128, 4, 6, 4), (128, 128, 1, 3, 8)]
 
 
 def projection(
@@ -146,16 +147,17 @@ def other_configurations(
         for bn in (2, 4):
             config = linear.GemvConfig(bn, 1024, 4)
             yield projection(row, f"bn{bn}", x, ws, lambda x, w, c=config: linear.gemv(x, w, None, config=c)[0], exact)
-    elif rows <= 4 and n_out * n_in < 30_000_000:
-        for bn in (1, 2, 4):
-            yield projection(row, f"rows bn{bn}", x, ws, lambda x, w, bn=bn: linear.gemv_rows(x, w, None, bn), exact)
-    for c in SKINNY if rows in (4, 16) else ():
-        config = linear.SkinnyConfig(*c)
+    for c in TILES if rows in (4, 16, 64) else ():
+        config = GemmConfig(max(16, rows), *c)
         if n_in % (config.block_k * config.split_k) or (config.split_k > 1 and n_out > 100_000):
             continue
-        yield projection(row, f"skinny {c}", x, ws, lambda x, w, c=config: linear.skinny_gemm(x, w, None, c), exact)
+
+        def call(x: torch.Tensor, w: torch.Tensor, gate: str = "", config: GemmConfig = config) -> torch.Tensor:
+            return gemm(x, len(x), 1, w, None, x.dtype, gate, config)
+
+        yield projection(row, f"tile {c}", x, ws, call, exact)
         if gated and config.split_k == 1:
-            gated_op = partial(linear.skinny_gemm, bias=None, config=config, gate="silu")
+            gated_op = partial(call, gate="silu")
             yield projection(row, f"gated {c}", x, ws, gated_op, lambda: reference.gate_and_mul(exact(), "silu"))
 
 

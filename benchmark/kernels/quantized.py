@@ -29,13 +29,12 @@ from minisgl.ops import reference
 from minisgl.ops.quantized import E4M3, Format, Quantized
 from minisgl.triton import ops
 from minisgl.triton.cublas import cublas_linear
+from minisgl.triton.gemm import GemmConfig, gemm
 from minisgl.triton.linear import Norm
 from minisgl.triton.quantized import (
     MAX_EXACT_ROWS,
-    SplitConfig,
     max_rows,
     quantized_linear,
-    split_gemm,
     split_rows,
     split_size,
 )
@@ -65,11 +64,11 @@ def best_tile(x: Tensor, weights: list[Quantized], gate: str) -> str:
     parts = 2 if rows <= MAX_EXACT_ROWS[kind.bits] else 1
     dtype, sum_group = torch.int8 if kind.is_integer else E4M3, kind.group if kind.bits == 4 else 0
     split = split_rows(x, None, parts, dtype=dtype, sum_group=sum_group)
-    times: list[tuple[float, SplitConfig]] = []
+    times: list[tuple[float, GemmConfig]] = []
     for block_m, rest in product({64 // parts, split_size(rows, parts)}, TILES):
-        tile = SplitConfig(block_m, *rest)
+        tile = GemmConfig(block_m, *rest)
         if x.shape[1] % (tile.block_k * tile.split_k) == 0:
-            calls = [partial(split_gemm, split, rows, parts, w, None, BF16, gate, tile) for w in weights]
+            calls = [partial(gemm, split, rows, parts, w, None, BF16, gate, tile) for w in weights]
             try:
                 times.append((time_us(calls, repeats=3), tile))
             except OutOfResources:

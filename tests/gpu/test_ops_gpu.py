@@ -25,7 +25,7 @@ if torch.cuda.is_available():
         mixed_state,
         noise64,
     )
-    from minisgl.triton import linear, sample, top_k_top_p
+    from minisgl.triton import sample, top_k_top_p
     from minisgl.triton.epilogue import gate_and_mul
     from minisgl.triton.launch import counters
 
@@ -75,15 +75,6 @@ def test_linear(n_out: int, n_in: int, dtype: torch.dtype):
         for bias in (None, b):
             out = OPS.linear(x, w, bias)
             near(out, reference.linear(x.double(), w.double(), None if bias is None else bias.double()))
-
-
-@pytest.mark.parametrize(("n_out", "n_in"), [(1024, 2048), (101, 72), (4097, 1000)])
-def test_gemv_of_several_rows(n_out: int, n_in: int):
-    w, b = randn(n_out, n_in), randn(n_out)
-    for rows in (2, 3, 4, 8):
-        x = randn(rows, n_in)
-        for block_n in (1, 2, 4):
-            near(linear.gemv_rows(x, w, b, block_n), reference.linear(x.double(), w.double(), b.double()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

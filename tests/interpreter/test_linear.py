@@ -9,8 +9,9 @@ from torch.testing import assert_close
 
 from minisgl.ops import reference
 from minisgl.triton import ops
+from minisgl.triton.gemm import GemmConfig, gemm
 from minisgl.triton.launch import COUNTERS, counters
-from minisgl.triton.linear import GemvConfig, SkinnyConfig, gemv, gemv_rows, skinny_config, skinny_gemm
+from minisgl.triton.linear import MAX_GEMM_ROWS, GemvConfig, gemm_config, gemv
 
 
 def inputs(rows: int, n_out: int, n_in: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -45,38 +46,39 @@ def test_one_row_with_a_separate_norm_and_a_fused_one(fused: int, has_residual: 
             assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("rows", [2, 3])
-def test_gemv_of_a_few_rows(rows: int):
-    x, w, b = inputs(rows, 13, 200, torch.float32)
-    for bias in (None, b):
-        assert_close(gemv_rows(x, w, bias), reference.linear(x, w, bias), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("config", [SkinnyConfig(32, 64, 1, 2, 4), SkinnyConfig(64, 32, 2, 2, 4)])
-@pytest.mark.parametrize("rows", [2, 16])
-def test_skinny_gemm(config: SkinnyConfig, rows: int):
+@pytest.mark.parametrize(
+    ("rows", "config"),
+    [
+        (2, GemmConfig(16, 32, 64, 1, 2, 4)),
+        (16, GemmConfig(16, 64, 32, 2, 2, 4)),
+        (40, GemmConfig(32, 64, 32, 4, 2, 4)),
+        (64, GemmConfig(64, 64, 128, 1, 2, 4)),
+    ],
+)
+def test_gemm(rows: int, config: GemmConfig):
     x, w, b = inputs(rows, 102, 128, torch.float16)
     for bias in (None, b):
-        assert_close(skinny_gemm(x, w, bias, config), reference.linear(x, w, bias), rtol=1e-2, atol=1e-1)
-        for gate in reference.GATES if config.split_k == 1 else ():
+        for gate in ("", *reference.GATES):
             want = reference.linear(x, w, bias, gate)
-            assert_close(skinny_gemm(x, w, bias, config, gate=gate), want, rtol=1e-2, atol=2e-1)
+            got = gemm(x, rows, 1, w, bias, x.dtype, gate, config)
+            assert_close(got, want, rtol=1e-2, atol=2e-1 if gate else 1e-1)
     assert not counters(x.device).any()
 
 
-@pytest.mark.parametrize("is_gated", [False, True])
-def test_configurations_fit_or_are_refused(is_gated: bool):
-    def config(rows: int, n_out: int, n_in: int, dtype: torch.dtype = torch.bfloat16) -> SkinnyConfig | None:
-        return skinny_config(rows, n_out, n_in, dtype, is_gated)
-
-    assert config(1, 4096, 4096) is None and config(17, 4096, 4096) is None
-    assert config(2, 4096, 4096, torch.float32) is None
-    for n_out in (48, 1024, 2048, 3072, 4096, 5120, 6144, 12288, 17408, 151936):
-        assert config(2, n_out, 96) is None
-        for n_in in (1024, 3072, 4096, 5120, 17408):
-            found = config(2, n_out, n_in)
-            if found is not None:
+@pytest.mark.parametrize("gate", ["", "silu"])
+def test_configurations_fit_or_are_refused(gate: str):
+    bf16 = torch.bfloat16
+    assert gemm_config(1, 4096, 4096, bf16, gate) is None
+    assert gemm_config(MAX_GEMM_ROWS + 1, 4096, 4096, bf16, gate) is None
+    assert gemm_config(2, 4096, 4096, torch.float32, gate) is None
+    for n_rows in (48, 1024, 2048, 3072, 4096, 5120, 6144, 12288, 17408, 151936):
+        assert gemm_config(2, n_rows, 96, bf16, gate) is None
+        for n_in in (128, 640, 1024, 2048, 3072, 4096, 5120, 17408):
+            for rows in (2, 16, 17, 64):
+                found = gemm_config(rows, n_rows, n_in, bf16, gate)
+                if found is None:
+                    assert not gate and n_in >= 4096 or n_rows > 8192
+                    continue
                 assert n_in % (found.block_k * found.split_k) == 0
-                assert found.split_k == 1 or not is_gated
-                assert found.split_k == 1 or triton.cdiv(n_out, found.block_n) <= COUNTERS
-    assert config(16, 3072 if is_gated else 4096, 1024) is not None
+                assert found.split_k == 1 or triton.cdiv(n_rows, 64) * triton.cdiv(rows, found.block_m) <= COUNTERS
+                assert (found.block_m + 64) * found.block_k * 2 * found.num_stages <= 227 << 10

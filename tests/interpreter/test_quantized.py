@@ -15,8 +15,9 @@ from minisgl.ops.quantized import Format, Quantized
 from minisgl.ops.table import OpTable
 from minisgl.triton import epilogue, ops
 from minisgl.triton.epilogue import Products, Unfinished, finish
+from minisgl.triton.gemm import GemmConfig, gemm
 from minisgl.triton.launch import counters
-from minisgl.triton.quantized import SplitConfig, split_gated_rows, split_gemm, split_rows, widen
+from minisgl.triton.quantized import split_gated_rows, split_rows, widen
 from minisgl.triton.quantized_gemv import StreamConfig, quantized_gemv
 from support.ranks import run_ranks
 
@@ -69,13 +70,13 @@ def test_linear_after_a_norm(kind: Format, rows: int, limit: float, gate: str):
     assert error(ops.linear(x, weight, None, gate), reference.linear(x, dense.half(), None, gate)) < limit
 
 
-@pytest.mark.parametrize("config", [SplitConfig(16, 32, 128, 1, 2, 4), SplitConfig(16, 64, 128, 3, 2, 4)])
+@pytest.mark.parametrize("config", [GemmConfig(16, 32, 128, 1, 2, 4), GemmConfig(16, 64, 128, 3, 2, 4)])
 @pytest.mark.parametrize("kind", [Format(8, 0), Format(4, 64)], ids=str)
-def test_tiles_and_parts_of_k(config: SplitConfig, kind: Format):
+def test_tiles_and_parts_of_k(config: GemmConfig, kind: Format):
     weight, x = matrix(kind, 102, 384), torch.randn(9, 384).half()
     split = split_rows(x, None, 2, sum_group=kind.group)
     for gate in ("", "gelu_tanh"):
-        got = split_gemm(split, 9, 2, weight, None, x.dtype, gate, config)
+        got = gemm(split, 9, 2, weight, None, x.dtype, gate, config)
         assert error(got, reference.linear(x, weight.dense(x.dtype), None, gate)) < 0.01
     assert not counters(x.device).any()
 

@@ -15,17 +15,20 @@ from minisgl.triton.launch import MAX_CHAINED, pdl_options
 
 
 @triton.jit
-def gated(gate, up, GATE: tl.constexpr):
+def gated(gate, up, GATE: tl.constexpr, USE_ROOT: tl.constexpr = False):
     """Apply one of `reference.GATES` in float32; g / 2 (1 + tanh(z)) is g / (1 + exp(-2 z)).
 
-    exp2 and rsqrt are one instruction each; exp and a division are five each.
+    USE_ROOT: exp2 and rsqrt are one instruction each, exp and a division five each. But they take more registers: with
+    them, fewer programs of a GEMV fit on an SM, and one stream of 0.6B takes 637 us instead of 616.
     """
     z = gate
     if GATE == "gelu_tanh":
         z = 1.5957691216057308 * gate * (1 + 0.044715 * gate * gate)  # 2 sqrt(2 / pi)
         z = tl.maximum(z, -80.0)  # exp(80) is large enough, and finite
-    root = tl.rsqrt(1 + tl.exp2(-1.4426950408889634 * z))  # log2(e)
-    return (gate * root) * (root * up)
+    if USE_ROOT:
+        root = tl.rsqrt(1 + tl.exp2(-1.4426950408889634 * z))  # log2(e)
+        return (gate * root) * (root * up)
+    return gate / (1 + tl.exp(-z)) * up
 
 
 @triton.jit

@@ -34,13 +34,13 @@ def has_pdl(device: torch.device) -> bool:
 def pdl_options(device: torch.device, is_chained: bool = True) -> dict[str, Any]:
     """Return the launch options of a kernel with the parameter `PDL: tl.constexpr`; PDL is on if it `is_chained`.
 
-    Chained kernels are those of a one-row step, those inside one op, and, up to MAX_CHAINED rows, those of quantized
-    layers and before attention. With PDL, a kernel first calls `gdc_launch_dependents`. It may then read what no kernel
-    of the step writes (weights), and calls `gdc_wait` before anything else. Every kernel of a chain must wait, because
-    its end implies the end of all earlier kernels only if it has waited for its predecessor. If a kernel waits before
-    it launches its dependents, these may read its predecessor's results before they wait (`moe.py: _down_gemv`). Small
-    kernels between two GEMMs do this, too: otherwise the second GEMM would start while the first still fills most SMs,
-    and crowd onto the few that are free.
+    Chained kernels are those of a one-row step, those inside one op, our GEMMs and, up to MAX_CHAINED rows, norms,
+    rounding and the transform before attention. With PDL, a kernel first calls `gdc_launch_dependents`. It may then
+    read what no kernel of the step writes (weights), and calls `gdc_wait` before anything else. Every kernel of a chain
+    must wait, because its end implies the end of all earlier kernels only if it has waited for its predecessor. If a
+    kernel waits before it launches its dependents, these may read its predecessor's results before they wait
+    (`moe.py: _down_gemv`). Small kernels between two GEMMs do this, too: otherwise the second GEMM would start while
+    the first still fills most SMs, and crowd onto the few that are free.
     """
     return _WITH_PDL if is_chained and has_pdl(device) else _WITHOUT_PDL
 

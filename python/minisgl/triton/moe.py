@@ -16,17 +16,17 @@ from torch import Tensor, empty, empty_like
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.ops.quantized import E4M3, E8M0, Quantized
-from minisgl.triton.launch import INTERPRETED, pdl_options
-from minisgl.triton.moe_routing import Lists, route, route_and_list
-from minisgl.triton.quantized import (
+from minisgl.triton.gemm import (
     add_4bit_products,
     as_float,
     group_scales,
     half_as_fp8,
     join_parts,
     less_zeros,
-    split_rows,
 )
+from minisgl.triton.launch import INTERPRETED, pdl_options
+from minisgl.triton.moe_routing import Lists, route, route_and_list
+from minisgl.triton.quantized import split_rows
 from minisgl.triton.quantized_gemv import numbers_as_float
 
 # GEMVs are used if there are at least this many experts per pair, since then few experts are chosen twice. GEMV /

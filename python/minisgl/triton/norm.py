@@ -46,11 +46,12 @@ def _rms_norm(
     row = tl.program_id(0).to(tl.int64) * n
     offs = tl.arange(0, BLOCK)
     mask = offs < n
-    if PDL:
+    if PDL and tl.num_programs(0) == 1:
         gdc_launch_dependents()
     w = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()  # of several rows only now: see `pdl_options`
     total = tl.load(x_ptr + row + offs, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row + offs, mask=mask, other=0.0)
@@ -68,7 +69,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Ten
     out = empty_like(x)
     _rms_norm[(rows,)](
         x, x if residual is None else residual, weight, out, n, eps, HAS_RESIDUAL=residual is not None, BLOCK=block,
-        num_warps=min(8, max(1, block // 256)), **pdl_options(x.device, rows == 1),
+        num_warps=min(8, max(1, block // 256)), **pdl_options(x.device, rows <= MAX_CHAINED),
     )  # fmt: skip
     return out
 

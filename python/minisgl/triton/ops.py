@@ -11,7 +11,8 @@ from minisgl.ops.quantized import Quantized
 from minisgl.triton.cublas import cublas_linear
 from minisgl.triton.drafts import look_up
 from minisgl.triton.epilogue import gate_and_mul
-from minisgl.triton.linear import Norm, gemv, gemv_rows, prefers_gemv_rows, skinny_config, skinny_gemm
+from minisgl.triton.gemm import gemm
+from minisgl.triton.linear import Norm, gemm_config, gemv
 from minisgl.triton.logprobs import token_logprobs
 from minisgl.triton.moe import moe
 from minisgl.triton.norm import add_rms_norm, embedding, norm_rope_store, rms_norm
@@ -23,20 +24,17 @@ MAX_FUSED_INPUTS: Final = 2048
 
 
 def linear(x: Tensor, weight: Tensor | Quantized, bias: Tensor | None = None, gate: str = "") -> Tensor:
-    """`reference.linear`, by one of our kernels for up to 16 rows where it is faster, else by cuBLAS."""
+    """`reference.linear`, by one of our kernels for few rows, else by cuBLAS."""
     if isinstance(weight, Quantized):
         return quantized_linear(x, weight, bias, gate)[0]
     rows = len(x)
-    n_out = weight.shape[0] // (2 if gate else 1)
-    n_in = weight.shape[1]
     x = x.contiguous()
     if rows == 1:
         return gemv(x, weight, bias, gate=gate)[0]
-    if not gate and prefers_gemv_rows(rows, n_out, n_in):
-        return gemv_rows(x, weight, bias)
-    config = skinny_config(rows, n_out, n_in, x.dtype, is_gated=bool(gate))
+    n_rows, n_in = weight.shape
+    config = gemm_config(rows, n_rows, n_in, x.dtype, gate)
     if config is not None:
-        return skinny_gemm(x, weight, bias, config, gate=gate)
+        return gemm(x, rows, 1, weight, bias, x.dtype, gate, config)
     return gate_and_mul(linear(x, weight, bias), gate) if gate else cublas_linear(x, weight, bias)
 
 

@@ -17,7 +17,7 @@ from minisgl.triton import (  # noqa: E402
     attention_decode,
     attention_prefill,
     epilogue,
-    linear,
+    gemm,
     moe,
     norm,
     quantized,
@@ -77,7 +77,7 @@ def test_products_with_quantized_weights_compile(parts: int, name: str, group: i
     }
     kind = {"PARTS": parts, "BITS": 4 if name == "int4" else 8, "GROUP": group, "HAS_ZEROS": group == 32, "GATE": gate}
     kind |= {"HAS_BIAS": True, "EVEN_K": name == "int4"}
-    assert compile_kernel(quantized._split_gemm, pointers, sizes | kind)
+    assert compile_kernel(gemm._gemm, pointers, sizes | kind)
 
 
 @pytest.mark.parametrize("gate", ["", "gelu_tanh"])
@@ -122,14 +122,11 @@ def test_tiles_are_copied_16_bytes_at_a_time(bits: int, split_k: int):
     pointers = dict.fromkeys(("x_scale_ptr", "sums_ptr", "partial_ptr", "scale_ptr", "zeros_ptr"), "*fp32")
     pointers |= {"weight_ptr": {8: "*fp8e4nv", 4: "*u8", 16: "*bf16"}[bits], "counter_ptr": "*i32"}
     pointers |= dict.fromkeys(("bias_ptr", "out_ptr"), "*bf16") | {"x_ptr": "*bf16" if bits == 16 else "*fp8e4nv"}
-    own = {"BLOCK_N": 64, "BLOCK_K": 128, "SPLIT_K": split_k, "NUM_STAGES": 3, "GATE": "", "HAS_BIAS": False}
-    kernel, rest = linear._skinny_gemm, {"BLOCK_M": 16}
-    if bits < 16:
-        kernel, rest = quantized._split_gemm, {"ROWS": 64, "PARTS": 1, "BITS": bits, "GROUP": 128 if bits == 4 else 0}
-        rest |= {"HAS_ZEROS": False, "EVEN_K": True, "INTERPRETED": False, "PDL": True}
-    copies = re.findall(
-        r"cp\.async\.c[ag]\.shared.*?, (0x\w+)", compile_kernel(kernel, pointers, own | rest, "ptx", True)
-    )
+    sizes = {"BLOCK_N": 64, "BLOCK_K": 128, "SPLIT_K": split_k, "NUM_STAGES": 3, "GATE": "", "HAS_BIAS": False}
+    sizes |= {"ROWS": 64, "PARTS": 1, "BITS": bits, "GROUP": 128 if bits == 4 else 0}
+    sizes |= {"HAS_ZEROS": False, "EVEN_K": True, "INTERPRETED": False, "PDL": True}
+    code = compile_kernel(gemm._gemm, pointers, sizes, "ptx", True)
+    copies = re.findall(r"cp\.async\.c[ag]\.shared.*?, (0x\w+)", code)
     assert set(copies) == {"0x10"}
 
 
