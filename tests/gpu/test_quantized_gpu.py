@@ -122,6 +122,18 @@ def test_a_partial_result_is_left_to_the_norm_behind(rows: int, has_bias: bool) 
         assert torch.equal(normed[finite], wanted[finite])
 
 
+@pytest.mark.parametrize("kind", [FORMATS[0], FORMATS[2], FORMATS[3]], ids=str)
+@pytest.mark.parametrize(("n_out", "n_in", "gate"), [(25601, 5120, "silu"), (17000, 1024, "silu"), (5120, 25600, "")])
+def test_one_row_of_large_matrices(kind: Format, n_out: int, n_in: int, gate: str) -> None:
+    """The most outputs and inputs for which a CTA has one turn, as in the shapes of 14B and 32B."""
+    torch.manual_seed(0)
+    weight = kind.empty(n_out * (2 if gate else 1), n_in, torch.device("cuda"))
+    weight.round_from(torch.randn(weight.shape, device="cuda") * 0.02)
+    x = torch.randn(1, n_in, device="cuda").bfloat16()
+    want = reference.linear(x.float(), weight.dense(torch.float32), None, gate)
+    assert error(load_ops("triton").linear(x, weight, None, gate), want) < 0.006
+
+
 @pytest.mark.parametrize("rows", [1, 2, 40, 100, 200, 300])
 @pytest.mark.parametrize("kind", FORMATS[:4], ids=str)
 def test_a_chain_of_layers(kind: Format, rows: int) -> None:

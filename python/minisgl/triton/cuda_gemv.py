@@ -25,7 +25,7 @@ _warn_once = cache(logger.warning)  # once, not once per shape
 SOURCE: Final = Path(__file__).parent / "cuda" / "gemv.cu"
 WARPS: Final = 8
 UNIT: Final = 64  # bytes of a row that a warp copies and multiplies at once
-MAX_INPUTS: Final = 20480  # a warp's columns of x must fit in its registers
+MAX_INPUTS: Final = 25600  # a warp's columns of x must fit in its registers
 MAX_OUTPUTS: Final = 256  # per CTA: one per thread of its WARPS
 GATES: Final = ("", "silu", "gelu_tanh")  # indexed by GATE in `gemv.cu`
 MAX_WARPS: Final = 20  # MAX_THREADS in `gemv.cu`
@@ -112,13 +112,13 @@ def plan_launch(
 ) -> Launch:  # fmt: skip
     """Choose the sizes: a warp's ring has as many stages as fit, and a stage one or two units."""
     kind, n_in, n_out = weight.format, weight.shape[1], out.shape[1]
-    tile, most = (8, MAX_OUTPUTS // 2) if gate else (16, MAX_OUTPUTS)
-    grid = num_sms * ceil_div(n_out, num_sms * most)
-    rows = ceil_div(ceil_div(n_out, grid), tile) * 16
+    grid = num_sms * ceil_div(n_out, num_sms * MAX_OUTPUTS)
+    rows = ceil_div(ceil_div(n_out, grid), 8 if gate else 16) * 16
     warp_units = ceil_div(n_in * kind.bits // 8, UNIT * WARPS)
     units = 2 if kind.bits == 4 or warp_units % 2 == 0 else 1
     blocks = ceil_div(ceil_div(warp_units, units) * units * (512 // kind.bits), 128)
-    other = blocks * 264 + rows * 4 + 16  # of a warp's x, group scales and sums: `struct Warp` in `gemv.cu`
+    # Of a warp's x, group scales and sums, `struct Warp` in `gemv.cu`, and its part of what the CTA has behind them.
+    other = round_up(blocks * 264 + rows * 4, 32) + 16
     stage = units * (16 * UNIT + (64 if kind.bits == 4 else 0))
     stages = (SHARED_MEMORY[norm is not None] // WARPS - other) // stage
     defines = {

@@ -39,6 +39,7 @@ compiler = shutil.which("c++")
         (FP8, 50, 1088, "silu", True, True, torch.bfloat16),  # the last warps have no or fewer columns
         (FP8, 150, 2048, "", False, False, torch.bfloat16),  # several tiles: the ring goes round
         (INT8, 50, 1088, "gelu_tanh", True, False, torch.float16),
+        (FP8, 403, 1024, "silu", True, True, torch.bfloat16),  # many outputs per CTA
         (INT4, 3, 2048, "", False, False, torch.float16),
         (INT4, 150, 2048, "", False, False, torch.bfloat16),
         (WITH_ZEROS, 50, 1280, "silu", True, True, torch.bfloat16),

@@ -110,7 +110,7 @@ constexpr int SCALE_BYTES = BITS == 4 ? 2 * UNITS : 0;
 constexpr int STAGE_BYTES = UNITS * 1024 + 32 * SCALE_BYTES;
 constexpr int TILE = GATE ? 8 : 16;  // outputs per tile; with GATE its rows are 8 of gate, then 8 of up
 
-struct __align__(16) Warp {
+struct __align__(32) Warp {  // copies into rings that begin amid a 32-byte sector are slower
     u8 ring[STAGES * STAGE_BYTES];
     u8 x[BLOCKS * 256];
     float2 groups[BLOCKS];  // for 4-bit weights: scale, and what a zero point of 1 adds
