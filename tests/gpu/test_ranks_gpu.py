@@ -63,11 +63,13 @@ def test_one_process_can_lead_ranks_again() -> None:
             assert llm.generate(PROMPTS[0], PARAMS[0])[0].token_ids
 
 
-def test_all_reduce_uses_peer_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_all_reduce_uses_peer_memory(quantization: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16, with the invariant mode, in which the ranks compare their tokens."""
     monkeypatch.setenv("MINISGL_CHECK", "1")
-    questions = [[{"role": "user", "content": f"What is {a} + 30?"}] for a in range(10, 42)]
-    with LLM(device="cuda", dtype="bfloat16", num_pages=400, tp=min(4, torch.cuda.device_count())) as llm:
+    questions = [[{"role": "user", "content": f"What is {a} + 30?"}] for a in range(10, 58)]
+    options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "num_pages": 400, "quantization": quantization}
+    with LLM(**options, tp=min(4, torch.cuda.device_count())) as llm:
         assert str(llm.scheduler.engine.describe()["communicator"]).startswith("peers")
         for asked in (questions[:1], questions):
             answers = [c.text for c in llm.chat(asked, SamplingParams(temperature=0, max_tokens=20))]

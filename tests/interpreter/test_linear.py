@@ -77,7 +77,7 @@ def test_configurations_fit_or_are_refused(gate: str):
             for rows in (2, 16, 17, 64):
                 found = gemm_config(rows, n_rows, n_in, bf16, gate)
                 if found is None:
-                    assert not gate and n_in >= 4096 or n_rows > 8192
+                    assert (not gate and n_in >= 4096) or n_rows > 8192
                     continue
                 assert n_in % (found.block_k * found.split_k) == 0
                 assert found.split_k == 1 or triton.cdiv(n_rows, 64) * triton.cdiv(rows, found.block_m) <= COUNTERS
