@@ -112,7 +112,7 @@ def _parser() -> Parser:
     )
     replay.add_argument("file", metavar="FILE", help="what `minisgl serve --record FILE` has written")
     replay.add_argument("--port", type=int, metavar="INT", help="then show each step in a browser (0: any port)")
-    help = "what this machine can run, what not and why, and what a model leaves free; also called env"
+    help = "report what this machine can run, and the memory that a model needs; also called env"
     doctor = commands.add_parser("doctor", aliases=["env"], help=help, allow_abbrev=False)
     add_model_argument(doctor)
     add_options(doctor)
@@ -148,7 +148,9 @@ def _chat(options: argparse.Namespace) -> int:
     given = take_options(options)
     if options.url is not None:
         if extra := given.keys() - {"api_key"}:
-            raise ConfigError(f"--url talks to a running server, so it goes with --api-key only, not {sorted(extra)}")
+            raise ConfigError(
+                f"--url uses a running server and allows only --api-key: leave out {', '.join(sorted(extra))}"
+            )
         return chat_with_url(options.url, given.get("api_key"), sampling, options.system)
     wanted = server_options(given)
     if wanted.get("port") != 0 and wanted.keys() <= {"model", "host", "port", "api_key", "api_key_file"}:
@@ -162,7 +164,7 @@ def _chat(options: argparse.Namespace) -> int:
 
 
 def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The options of the engine. Raises `ConfigError` before torch is imported if they do not fit this machine."""
+    """Return the engine's options. Raises `ConfigError` before torch is imported if they do not fit this machine."""
     given = engine_options(take_options(options))
     check_fit(build_config(SchedulerConfig, given).engine)
     return given
@@ -239,9 +241,9 @@ def _is_flag_or_model(word: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; return the exit code: 0 = done, 1 = failed, 2 = the command line or the settings cannot work."""
+    """Run a command. Return the exit code: 0 = done, 1 = failed, 2 = the command line or settings cannot work."""
     argv = sys.argv[1:] if argv is None else argv
-    # `python -m minisgl --model X` serves, and so does a model that is named alone, but not a mistyped command.
+    # `python -m minisgl --model X` and a model alone start a server; a mistyped command does not.
     if not argv or (argv[0] not in (*COMMANDS, "-h", "--help", "--version") and _is_flag_or_model(argv[0])):
         argv = ["serve", *argv]
     try:
