@@ -329,14 +329,14 @@ class Replica:
         self._unlinked: float | None = None  # when the link was lost
         self._hosts = []
         for index, bundle in enumerate(group.bundle_specs):
-            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-            size = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0)}
-            self._hosts.append(ray.remote(Host).options(scheduling_strategy=place, **size).remote())
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            resources = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0)}
+            self._hosts.append(ray.remote(Host).options(scheduling_strategy=strategy, **resources).remote())
         addr = await self._hosts[0].free_address.remote() if engine.nnodes > 1 else ""
         starts = []
         for rank, host in enumerate(self._hosts):
-            own = replace(args.scheduler, engine=replace(engine, node_rank=rank, dist_init_addr=addr))
-            starts.append(host.start.remote(replace(args, life=self._life, scheduler=own)))
+            scheduler = replace(args.scheduler, engine=replace(engine, node_rank=rank, dist_init_addr=addr))
+            starts.append(host.start.remote(replace(args, life=self._life, scheduler=scheduler)))
         self._facts = (await asyncio.gather(*starts))[0]
 
     async def link(self, ticket: None) -> AsyncIterator[tuple[Any, int, Facts]]:

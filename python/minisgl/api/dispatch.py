@@ -106,7 +106,7 @@ class Dispatcher:
             await self._queues[target].put([request])
         if ended:
             await self._end(ended)
-        logger.info("%d requests go on in other replicas, %d end", len(moved), len(ended))
+        logger.info("%d requests moved to other replicas, %d ended", len(moved), len(ended))
 
     async def _end(self, ended: list[Finished]) -> None:
         """End requests that no replica has. The detokenizer drops their state and replies."""

@@ -36,7 +36,7 @@ def _require_embedder(model: ServedModel) -> Embedder:
     """Return the embedder. Raises `RequestError` (400) if the model generates text."""
     if model.embedder is None:
         raise RequestError(
-            f"{model.name!r} generates text and computes no embeddings: its folder has no modules.json",
+            f"{model.name!r} generates text and does not compute embeddings: its folder has no modules.json",
             param="model",
             code="unsupported_endpoint",
         )

@@ -256,25 +256,25 @@ class ItemRenderer(Renderer):
             self._items.append(item | {"status": "in_progress"})
             yield self._item_event("added")
         item = self._items[-1]
-        place = {"item_id": item["id"], "output_index": len(self._items) - 1, "content_index": 0}
+        position = {"item_id": item["id"], "output_index": len(self._items) - 1, "content_index": 0}
         if step == "open":
-            yield self._event("response.content_part.added", **place, part=part)
+            yield self._event("response.content_part.added", **position, part=part)
         elif step == "more":
-            yield self._event(f"response.{kind}.delta", **place, delta=piece.text, **logprobs)
+            yield self._event(f"response.{kind}.delta", **position, delta=piece.text, **logprobs)
         else:
             item |= {"content": [part], "status": status}
-            yield self._event(f"response.{kind}.done", **place, text=piece.text, **logprobs)
-            yield self._event("response.content_part.done", **place, part=part)
+            yield self._event(f"response.{kind}.done", **position, text=piece.text, **logprobs)
+            yield self._event("response.content_part.done", **position, part=part)
             yield self._item_event("done")
 
     def _call(self, call: ParsedCall) -> Iterator[bytes]:
         item = {"id": "fc_" + uuid.uuid4().hex, "type": "function_call", "call_id": call.id, "name": call.name}
         self._items.append(item | {"arguments": "", "status": "in_progress"})
         yield self._item_event("added")
-        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        position = {"item_id": item["id"], "output_index": len(self._items) - 1}
         self._items[-1] = item | {"arguments": call.arguments, "status": "completed"}
-        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
-        yield self._event("response.function_call_arguments.done", **place, arguments=call.arguments)
+        yield self._event("response.function_call_arguments.delta", **position, delta=call.arguments)
+        yield self._event("response.function_call_arguments.done", **position, arguments=call.arguments)
         yield self._item_event("done")
 
     def _item_event(self, state: str) -> bytes:

@@ -195,13 +195,13 @@ class Metrics:
         decode = stats.generation_tokens - old.generation_tokens
         if not prefill and not decode:
             return
-        asked, hit = stats.looked_up_tokens - old.looked_up_tokens, stats.cached_tokens - old.cached_tokens
+        looked_up, hits = stats.looked_up_tokens - old.looked_up_tokens, stats.cached_tokens - old.cached_tokens
         logger.info(
             "in %.0f s: prefill %.0f tok/s, decode %.0f tok/s, cache hits %s; now: running %d, queued %d, KV %.0f %%",
             seconds,
             prefill / seconds,
             decode / seconds,
-            f"{100 * hit / asked:.0f} %" if asked else "none looked up",
+            f"{100 * hits / looked_up:.0f} %" if looked_up else "none looked up",
             stats.running,
             stats.waiting,
             100 * stats.pages_held / max(1, stats.pages_total),

@@ -41,10 +41,10 @@ class SamplingDefaults:
     def from_generation_config(cls, config: dict[str, Any]) -> SamplingDefaults:
         """Return the parameters in `config` that are numbers."""
         values: dict[str, Any] = {}
-        for name, usual in asdict(cls()).items():
+        for name, default in asdict(cls()).items():
             value = config.get(name)
             if isinstance(value, int | float) and not isinstance(value, bool):
-                values[name] = type(usual)(value)
+                values[name] = type(default)(value)
         return cls(**values)
 
 
@@ -74,7 +74,9 @@ def sampling_params(
     prompt_logprobs: bool = False,
 ) -> SamplingParams:
     """Return validated `SamplingParams`. Raises `RequestError` for the first field that cannot be honoured."""
-    chosen = {name: usual if (v := getattr(fields, name)) is None else v for name, usual in asdict(defaults).items()}
+    chosen = {
+        name: default if (v := getattr(fields, name)) is None else v for name, default in asdict(defaults).items()
+    }
     stop = fields.stop or ()
     params = SamplingParams(
         max_tokens=max_tokens,

@@ -175,7 +175,7 @@ def require_complete(path: Path) -> None:
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:
         raise ConfigError(f"{path} cannot be read ({e}); is the download complete?") from None
     if length < promised:
-        raise ConfigError(f"{path} has {length} bytes, but its header says {promised}: download it again")
+        raise ConfigError(f"{path} has {length} bytes, and its header promises {promised}: download it again")
 
 
 def fingerprint(folder: Path, *, has_weights: bool) -> str:
@@ -198,8 +198,8 @@ def weight_files(folder: Path) -> list[Path]:
 
     The choice is that of transformers: model.safetensors, else the files in the index, else model* or all files.
     """
-    if (whole := folder / "model.safetensors").is_file():
-        return [whole]
+    if (single := folder / "model.safetensors").is_file():
+        return [single]
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))

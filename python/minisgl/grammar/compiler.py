@@ -227,9 +227,9 @@ class TokenMatcher:
 
     def compute_mask(self, mask: Ints) -> None:
         """Compute the tokens that may come next into `mask`, or set `error`."""
-        began = time.thread_time()
+        start = time.thread_time()
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        self._overdraft = max(0.0, self._overdraft + time.thread_time() - began - MASK_S)
+        self._overdraft = max(0.0, self._overdraft + time.thread_time() - start - MASK_S)
         self.set_mask(mask)
 
     def set_mask(self, mask: Ints) -> None:
@@ -314,11 +314,7 @@ def _after(text: str, source: str) -> str:
     return json.dumps({"grammars": [{"name": "head", "lark_grammar": head}, body | {"name": "body"}]})
 
 
-def _one_line(error: str) -> str:
-    return " ".join(error.split())[:MAX_ERROR_CHARS] or "unknown error"
-
-
 def refusal(grammar: Grammar, error: str) -> RequestError:
-    return RequestError(
-        f"{grammar.param} is not a usable grammar: {_one_line(error)}", param=grammar.param, code=INVALID
-    )
+    """Return the error for an invalid grammar; the library's `error` may have several lines."""
+    cause = " ".join(error.split())[:MAX_ERROR_CHARS] or "unknown error"
+    return RequestError(f"{grammar.param} is not a usable grammar: {cause}", param=grammar.param, code=INVALID)

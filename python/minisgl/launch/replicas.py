@@ -138,13 +138,13 @@ class Replicas:
         self._dispatcher.starting.add(index)
         while True:
             life = self._lives[index] = _Life(next(self._numbers), [])
-            began = time.monotonic()
+            start = time.monotonic()
             try:
                 for child in self._make(index, life.number):
                     life.names.append(child.name)
                     self._processes.start(child)
                 while not self._processes.is_ready(life.names):
-                    if time.monotonic() - began > self._args.ready_timeout:
+                    if time.monotonic() - start > self._args.ready_timeout:
                         raise StartupError(f"not ready after {self._args.ready_timeout:g} s (--ready-timeout)")
                     await asyncio.sleep(POLL_S)
                 break
@@ -156,7 +156,7 @@ class Replicas:
         await self._dispatcher.open(life.number, index)
         for name in life.names:
             self._watch(name)
-        logger.info("replica %d is ready after %.1f s", index, time.monotonic() - began)
+        logger.info("replica %d is ready after %.1f s", index, time.monotonic() - start)
 
     # -- signals
 

@@ -89,7 +89,8 @@ class _Parts:
     def scale(self, name: str) -> Stored:
         """Take a tensor of scales. Raises `ConfigError` if there is none, or if a scale is 0 or not finite."""
         found = self.need(name)
-        values = _floats(found.whole())
+        stored = found.whole()
+        values = (stored.view(E8M0) if stored.dtype is torch.uint8 else stored).float()  # bytes are powers of two
         if not bool((values.isfinite() & (values != 0)).all()):
             raise ConfigError(f"tensor {self.prefix}{name} in {found.path} has scales that are 0 or not finite")
         return found
@@ -119,11 +120,6 @@ def dequantized(stored: dict[str, Stored], quantization: Quantization) -> dict[s
         for module, (matrix, shape) in read(parts, quantization).items():
             result[f"{module}.weight"] = Stored(tensor.path, matrix, shape, "F32")
     return rest | result
-
-
-def _floats(scale: Tensor) -> Tensor:
-    """Return scales in float32; bytes are powers of two (E8M0)."""
-    return (scale.view(E8M0) if scale.dtype is torch.uint8 else scale).float()
 
 
 # -- 8 bits, one element each
@@ -276,8 +272,8 @@ def _compressed(parts: _Parts, quantization: Quantization) -> Matrices:
         lambda r, c, upload: _slice(words.data, 1, c, r, shifts, bits, upload),
         lambda r: scales.data[r],
         lambda r: middle if zeros is None else _slice(zeros.data, 0, r, groups, shifts, bits).t(),
-        of := _column_groups(parts, columns, num_groups, order),
-        _format(bits, columns, scales, of, num_groups, zeros is not None),
+        group_of := _column_groups(parts, columns, num_groups, order),
+        _format(bits, columns, scales, group_of, num_groups, zeros is not None),
     )
     return {parts.module: (matrix, (rows, columns))}
 
@@ -297,8 +293,8 @@ def _awq(parts: _Parts, quantization: Quantization) -> Matrices:
         lambda r, c, upload: _slice(words.data, 1, r, c, shifts, bits, upload).t(),
         lambda r: scales.data[groups, r].t(),
         lambda r: _slice(zeros.data, 1, r, groups, shifts, bits).t(),
-        of := _column_groups(parts, columns, num_groups, None),
-        _format(bits, columns, scales, of, num_groups, True),
+        group_of := _column_groups(parts, columns, num_groups, None),
+        _format(bits, columns, scales, group_of, num_groups, True),
     )
     return {parts.module: (matrix, (rows, columns))}
 
@@ -321,8 +317,8 @@ def _gptq(parts: _Parts, quantization: Quantization) -> Matrices:
         lambda r, c, upload: _slice(words.data, 0, c, r, shifts, bits, upload),
         lambda r: scales.data[groups, r].t(),
         zeros_of,
-        of := _column_groups(parts, columns, num_groups, order),
-        _format(bits, columns, scales, of, num_groups, not is_symmetric),
+        group_of := _column_groups(parts, columns, num_groups, order),
+        _format(bits, columns, scales, group_of, num_groups, not is_symmetric),
     )
     return {parts.module: (matrix, (rows, columns))}
 

@@ -91,8 +91,8 @@ def _words(flag: str) -> str:
 class _Take(argparse.Action):
     """Converts the value of a flag as other sources' values, and stores it under the option's main name."""
 
-    def __init__(self, cls: type, **usual: Any) -> None:
-        super().__init__(**{**usual, "default": argparse.SUPPRESS})
+    def __init__(self, cls: type, **options: Any) -> None:
+        super().__init__(**{**options, "default": argparse.SUPPRESS})
         self._cls = cls
 
     def __call__(

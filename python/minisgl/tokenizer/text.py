@@ -89,10 +89,10 @@ class WindowDecoder:
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._window = list(context)
-        whole = len(self._window)
-        ends = range(whole, max(whole - MAX_CHAR_TOKENS, -1), -1)
+        length = len(self._window)
+        ends = range(length, max(length - MAX_CHAR_TOKENS, -1), -1)
         # The tokens of the window whose text was shown. The context may end with a partial character.
-        self._shown = next((end for end in ends if not self._text(end).endswith("\ufffd")), whole)
+        self._shown = next((end for end in ends if not self._text(end).endswith("\ufffd")), length)
 
     def feed(self, token: int) -> str:
         self._window.append(token)
