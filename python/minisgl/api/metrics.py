@@ -41,10 +41,10 @@ _OF_ENDED: Final = {
 # Fields of `TierView`.
 _TIER_METRICS: Final = {
     "pages_total": (GaugeMetricFamily, "KV pages that a tier below the device can hold"),
-    "pages_held": (GaugeMetricFamily, "KV pages that a tier holds"),
+    "pages_held": (GaugeMetricFamily, "KV pages that are in a tier"),
     "stored": (CounterMetricFamily, "KV pages copied to a tier"),
     "loaded": (CounterMetricFamily, "KV pages copied from a tier to the device"),
-    "lost": (CounterMetricFamily, "KV pages of a tier that were damaged, and forgotten"),
+    "lost": (CounterMetricFamily, "KV pages dropped from a tier because they were damaged"),
 }
 
 
@@ -140,7 +140,7 @@ class Metrics:
             yield self._family(GaugeMetricFamily, name, help, {str(r.index): value(r) for r in replicas}, "replica")
         counters = {
             "lost_replicas": ("Replicas that have died", router.deaths),
-            "moved_requests": ("Requests that have gone on in another replica", router.moved),
+            "moved_requests": ("Requests moved to another replica", router.moved),
             "routed_cached_tokens": ("Prompt tokens cached by the replica that got them", router.cached),
         }
         for name, (help, count) in counters.items():
@@ -164,11 +164,11 @@ class Metrics:
             "computed_prompt_tokens": ("Prompt tokens computed by the model", stats.computed_prompt_tokens),
             "generation_tokens": ("Tokens generated", stats.generation_tokens),
             "drafted_tokens": ("Tokens drafted", stats.drafted_tokens),
-            "accepted_tokens": ("Tokens drafted and found right", stats.accepted_tokens),
+            "accepted_tokens": ("Draft tokens accepted", stats.accepted_tokens),
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", stats.looked_up_tokens),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache", stats.cached_tokens),
             "num_preemptions": ("Requests preempted for lack of KV pages", stats.preemptions),
-            "dropped_messages": ("Messages between processes that contradicted themselves or earlier ones", dropped),
+            "dropped_messages": ("Inconsistent messages between processes", dropped),
         }
         for family, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (help, value) in values.items():
