@@ -30,9 +30,8 @@ MAX_KEPT: Final = 4096  # responses
 MAX_KEPT_BYTES: Final = 64 << 20
 NAMES: Final = {"messages": "input", "response_format": "text"}  # field of a chat -> name in a response
 TEXT_PARTS: Final = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
-PLAIN_REASONING: Final = (
-    "reasoning.encrypted_content"  # a value of `include` without an effect: reasoning is always returned as text
-)
+# A value of `include` without an effect: reasoning is always returned as text.
+PLAIN_REASONING: Final = "reasoning.encrypted_content"
 
 
 class KeptResponses:
@@ -41,9 +40,8 @@ class KeptResponses:
     def __init__(self, max_count: int = MAX_KEPT, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self._max_count = max_count
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, tuple[bytes, bytes]] = (
-            OrderedDict()
-        )  # id -> JSON of the response, and of all items
+        # id -> (JSON of the response, JSON of all items)
+        self._kept: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
         self._owners: dict[str, str] = {}  # id of an output item -> id of its response
         self._bytes = 0
 

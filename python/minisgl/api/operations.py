@@ -117,11 +117,8 @@ def add_information_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -
     }
 
     path = args.scheduler.engine.model or str(BUILTIN_MODEL)
-    names = {
-        "served_model_name": model.name,
-        "model_path": path,
-        "tokenizer_path": path,
-    }  # the names that sglang-router reads
+    # The names that sglang-router reads.
+    names = {"served_model_name": model.name, "model_path": path, "tokenizer_path": path}
 
     @app.get("/v1/models")
     async def list_models() -> Response:

@@ -121,9 +121,7 @@ class OnlineArgs(Settings):
     speed: float = option(1.0, "replay the trace this many times as fast", above=0)
     temperature: float = option(0.0, "sampling temperature", minimum=0)
     vocab: int = option(4096, "prompts have token ids below this; all models have the default's", minimum=2)
-    seed: int = option(
-        0, "seed of prompts and arrivals; change it if the server has cached the prompts of the last run"
-    )
+    seed: int = option(0, "seed of prompts and arrivals; change it if the server has cached the last prompts")
     warm_up: int = option(4, "short requests before the measurement", minimum=0)
     timeout: float = option(600.0, "seconds after which a request counts as failed", above=0)
     text: bool = option(False, "send prompts as text, for servers that accept no token ids")

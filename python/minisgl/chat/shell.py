@@ -25,12 +25,7 @@ HELP: Final = '''\
 /quit                  leave (also Ctrl-D); Ctrl-C stops an answer
 A line that ends with \\ continues on the next one, and """ begins and ends a text of several lines.'''
 BLOCK: Final = '"""'
-OUR_FIELDS: Final = {
-    "messages",
-    "stream",
-    "stream_options",
-    "return_timing",
-}  # fields of a request that the chat itself sets
+OUR_FIELDS: Final = {"messages", "stream", "stream_options", "return_timing"}  # set by the chat itself
 TYPES: Final = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
 

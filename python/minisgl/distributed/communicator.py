@@ -159,9 +159,8 @@ class GlooCommunicator(TorchCommunicator):
 
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
-        options._devices = [
-            gloo.create_device(hostname=host)
-        ]  # by default, gloo listens at the address of the host's name
+        # By default, gloo listens at the address of the host's name.
+        options._devices = [gloo.create_device(hostname=host)]
         options._timeout = TIMEOUT
         return gloo(store, self.info.rank, self.info.size, options)
 

@@ -44,8 +44,8 @@ def connection_limit() -> int:
 class Connections:
     """The connections that wait for a complete request head, oldest first. Limits the number of all connections."""
 
-    def __init__(self, max_connections: int) -> None:
-        self._max_connections = max_connections
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._deadlines: dict[BoundedHttpProtocol, float] = {}
         self._is_sweeping = False
         self._logged = -LOG_EVERY_S
@@ -65,13 +65,11 @@ class Connections:
 
     def admit(self, connection: BoundedHttpProtocol, total: int) -> None:
         """Admit `connection`, the last of `total`. If that is too many, close the one that has waited longest."""
-        if total > self._max_connections:
+        if total > self._limit:
             now = asyncio.get_running_loop().time()
             if now - self._logged >= LOG_EVERY_S:
                 self._logged = now
-                logger.warning(
-                    "%d connections are open, which is the limit: idle ones are closed", self._max_connections
-                )
+                logger.warning("%d connections are open, which is the limit: idle ones are closed", self._limit)
             if (oldest := next(iter(self._deadlines), None)) is None:
                 connection.refuse(503, "too many connections")
                 return

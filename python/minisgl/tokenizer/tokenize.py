@@ -43,9 +43,7 @@ class TokenizeManager:
         self.limits = limits or model_limits(folder)
         self.template = template or ChatTemplate.of_folder(folder)
         longest = max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=1)
-        self._last: tuple[TokenizeMsg, Ints] | None = (
-            None  # the newest prompt, since the choices of a request follow each other
-        )
+        self._last: tuple[TokenizeMsg, Ints] | None = None  # the newest prompt: choices of a request repeat it
         self._max_chars = self.limits.max_model_len * longest  # longer texts cannot fit
 
     def tokenize(self, msg: TokenizeMsg) -> Ints:

@@ -40,9 +40,8 @@ class OutputParser:
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
         self._parsers: list[Parser] = [p for p in (reasoning, tools) if p is not None]
         self._calls = 0
-        self._block: tuple[type[Content] | type[Reasoning], list[str]] | None = (
-            None  # the open block: its type and texts
-        )
+        # The open block: its type and texts.
+        self._block: tuple[type[Content] | type[Reasoning], list[str]] | None = None
         self._has_blocks = False
 
     def feed(self, text: str, is_last: bool = False) -> list[Piece]:

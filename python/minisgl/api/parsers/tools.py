@@ -137,9 +137,7 @@ class ToolParser(Parser):
 
     def flush(self) -> list[Piece]:
         pieces: list[Piece] = []
-        if (
-            self._state == self._in_tail
-        ):  # the closing marker is missing: the model omitted it, or a stop string cut it off
+        if self._state == self._in_tail:  # the model omitted the closing marker, or a stop string cut it off
             self._end_call(pieces)
         else:
             self._reject(pieces)
