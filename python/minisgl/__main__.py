@@ -24,31 +24,31 @@ from minisgl.settings.sources import (
 )
 
 DESCRIPTION = """\
-Serve a language model, or talk to one. Without MODEL the small demo model of the package is used.
+Serve a language model, or talk to one. Without MODEL, the built-in demo model is used.
 
   minisgl serve                         the built-in model on http://127.0.0.1:1919 (OpenAI's API)
   minisgl serve ~/models/Qwen3-0.6B     a folder in Hugging Face's layout
   minisgl chat                          chat in this terminal
   minisgl generate "Once upon a time"   answer prompts and exit; no server
   minisgl bench offline                 measure the engine; `minisgl bench online` measures any server
-  minisgl verify ~/models/Qwen3-0.6B    check the numbers of a checkpoint on this machine
+  minisgl verify ~/models/Qwen3-0.6B    check that this machine computes a checkpoint correctly
   minisgl quantize IN OUT --scheme fp8  write a checkpoint with half of the bytes, or with int4 a quarter
-  minisgl replay FILE                   run a scheduler again that `minisgl serve --record FILE` has recorded
-  minisgl doctor ~/models/Qwen3-0.6B    what this machine can run, what not and why; for bug reports, too
+  minisgl replay FILE                   run the scheduler again that `minisgl serve --record FILE` has recorded
+  minisgl doctor ~/models/Qwen3-0.6B    report what this machine can run, and why not the rest; for bug reports, too
 
-  minisgl serve --help                  its options; every command has such a list
+  minisgl serve --help                  list its options, as for every command
 """
 EPILOG = """\
-`minisgl COMMAND --help` explains the options; each option can also be set by an environment variable, for example
-MINISGL_PORT=8000. Most flags of vLLM and SGLang work, or name ours. `--log-level DEBUG` shows detail.
+`minisgl COMMAND --help` explains the options. Each option can also be set by an environment variable, for example
+MINISGL_PORT=8000. Most flags of vLLM and SGLang work, or lead to ours. `--log-level DEBUG` shows details.
 `python -m minisgl [--model X] [--shell]` is `minisgl serve`.
 """
 VERIFY = """\
-Check the numbers of a checkpoint on this machine, and exit with 1 if any is wrong. Logits are compared with those of
-transformers (`pip install 'minisgl[verify]'`) in prefill, chunks, decode, behind a shared prefix and in mixed batches;
-greedy outputs with those of the same engine with a filled prefix cache, with and without overlap and CUDA graphs.
-float32 must agree to 1e-4 of the largest logit, other types as closely as transformers agrees with itself;
-docs/models.md says why.
+Check that this machine computes a checkpoint correctly, and exit with 1 if not. Logits are compared with those of
+transformers (`pip install 'minisgl[verify]'`) in prefill, chunks, decode, after a shared prefix and in mixed batches.
+Greedy outputs are compared with those of the same engine with a filled prefix cache, with and without overlap and CUDA
+graphs. In float32, logits must agree to 1e-4 of the largest logit; in other types, as closely as transformers agrees
+with itself. docs/models.md explains the limits.
 
   minisgl verify ~/models/Qwen3-0.6B                    the same computation as `minisgl serve`
   minisgl verify ~/models/Qwen3-0.6B --dtype float32    the strictest comparison
@@ -96,7 +96,7 @@ def _parser() -> Parser:
     add_options(generate, SchedulerConfig)
 
     add_bench(commands)
-    verify = commands.add_parser("verify", help="check a model's numbers", description=VERIFY, allow_abbrev=False)
+    verify = commands.add_parser("verify", help="check a model's logits", description=VERIFY, allow_abbrev=False)
     add_model_argument(verify)
     verify.add_argument(
         "--length", type=int, default=192, metavar="INT", help="tokens of the longest text (default: 192)"
@@ -112,7 +112,7 @@ def _parser() -> Parser:
     )
     replay.add_argument("file", metavar="FILE", help="what `minisgl serve --record FILE` has written")
     replay.add_argument("--port", type=int, metavar="INT", help="then show each step in a browser (0: any port)")
-    help = "what this machine can run, what not and why, and what a model leaves free; also called env"
+    help = "report what this machine can run, and the memory that a model needs; also called env"
     doctor = commands.add_parser("doctor", aliases=["env"], help=help, allow_abbrev=False)
     add_model_argument(doctor)
     add_options(doctor)
@@ -148,7 +148,9 @@ def _chat(options: argparse.Namespace) -> int:
     given = take_options(options)
     if options.url is not None:
         if extra := given.keys() - {"api_key"}:
-            raise ConfigError(f"--url talks to a running server, so it goes with --api-key only, not {sorted(extra)}")
+            raise ConfigError(
+                f"--url uses a running server and allows only --api-key: leave out {', '.join(sorted(extra))}"
+            )
         return chat_with_url(options.url, given.get("api_key"), sampling, options.system)
     wanted = server_options(given)
     if wanted.get("port") != 0 and wanted.keys() <= {"model", "host", "port", "api_key", "api_key_file"}:
@@ -162,7 +164,7 @@ def _chat(options: argparse.Namespace) -> int:
 
 
 def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The options of the engine. Raises `ConfigError` before torch is imported if they do not fit this machine."""
+    """Return the engine's options. Raises `ConfigError` before torch is imported if they do not fit this machine."""
     given = engine_options(take_options(options))
     check_fit(build_config(SchedulerConfig, given).engine)
     return given
@@ -239,9 +241,9 @@ def _is_flag_or_model(word: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; return the exit code: 0 = done, 1 = failed, 2 = the command line or the settings cannot work."""
+    """Run a command. Return the exit code: 0 = done, 1 = failed, 2 = the command line or settings cannot work."""
     argv = sys.argv[1:] if argv is None else argv
-    # `python -m minisgl --model X` serves, and so does a model that is named alone, but not a mistyped command.
+    # `python -m minisgl --model X` and a model alone start a server; a mistyped command does not.
     if not argv or (argv[0] not in (*COMMANDS, "-h", "--help", "--version") and _is_flag_or_model(argv[0])):
         argv = ["serve", *argv]
     try:

@@ -1,9 +1,9 @@
-"""The data that the rooms pass to each other. It has no behaviour beyond derived properties and imports no torch.
+"""The data that rooms pass to each other: no behaviour beyond derived properties, and no torch.
 
-Data flows down and results flow up: each hop makes a new frozen value. (What mutates is `scheduler.req.Req`.)
+Data flows down and results flow up, and each hop makes a new frozen value. Only `scheduler.req.Req` mutates.
 
     BatchPlan        one step as host integers: what is uploaded and what other ranks replay
-    StepResult       what it computed, as host integers
+    StepResult       the result of a step, as host integers
     Batch            the same step as tensors on the device
     Context          what a forward pass needs besides its inputs
 """
@@ -47,7 +47,7 @@ DRAFT_CONTEXT: Final = 128  # tokens of K/V of each row in the steps that `StepC
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended. The first two are OpenAI's words."""
+    """Why a request ended. The first two values are OpenAI's."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -63,12 +63,12 @@ class BatchPlan:
     tokens             int32 [T]       input tokens of the slots without FROM_DEVICE, in slot order
     page_writes        PAGE_WRITE [P]  page-table entries to write first
     row_states         ROW_STATE [R]   sampling state of newly filled rows
-    penalties          int32 [A]       penalty records of newly filled rows, one behind the other
-    masks              int32 [M, W]    what the tokens sampled by MASKED slots may be, in slot order: bit i of word w
-                                       allows token 32 w + i; empty where the masks come later (`StepOutput.sample`)
-    prompt_logprob_ids int32 [N]       the token after each token of the PROMPT_LOGPROBS slots, in slot order, without
-                                       the tokens whose logits are sampled
-    histories          int32 [H]       history records of rows that begin to draft, one behind the other
+    penalties          int32 [A]       penalty records of newly filled rows, concatenated
+    masks              int32 [M, W]    the tokens that MASKED slots may sample, in slot order: bit i of word w allows
+                                       token 32 w + i; empty if the masks come later (`StepOutput.sample`)
+    prompt_logprob_ids int32 [N]       the token after each token of the PROMPT_LOGPROBS slots, in slot order, except
+                                       after tokens whose logits are sampled
+    histories          int32 [H]       history records of rows that begin to draft, concatenated
     proposals          PROPOSAL [D]    drafts from the host
     moves              MOVE [N]        pages to copy to and from tiers, in this order, before anything else
     """
@@ -87,29 +87,29 @@ class BatchPlan:
 
     @cached_property
     def has_drafts(self) -> bool:
-        """Whether a slot has DRAFTS: then its result has several columns."""
+        """Whether a slot has DRAFTS; the result of such a slot has several columns."""
         return bool((self.slots["flags"] & Flag.DRAFTS).any())
 
     @cached_property
     def widths(self) -> Ints:
-        """How many tokens each slot that samples does sample: 1 without DRAFTS."""
+        """The number of tokens that each sampling slot samples: 1 without DRAFTS."""
         slots = self.slots[(self.slots["flags"] & Flag.SAMPLES) != 0]
         return np.where((slots["flags"] & Flag.DRAFTS) != 0, slots["stop"] - slots["start"], 1).astype(np.int32)
 
     @cached_property
     def sampled_flags(self) -> Ints:
-        """The flags [S] of each token that is sampled, in slot order."""
+        """The flags [S] of each sampled token, in slot order."""
         flags: Ints = self.slots["flags"]
         sampled: Ints = flags[(flags & Flag.SAMPLES) != 0]
         return np.repeat(sampled, self.widths) if self.has_drafts else sampled
 
     @property
     def awaits_masks(self) -> bool:
-        """Whether sampling has to wait for masks that the plan does not have."""
+        """Whether sampling must wait for masks that the plan does not have."""
         return not len(self.masks) and bool((self.sampled_flags & Flag.MASKED).any())
 
     def pack(self) -> Ints:
-        """The plan as one buffer: a PLAN_HEAD, then PLAN_ARRAYS."""
+        """Return the plan as one buffer: a PLAN_HEAD, then PLAN_ARRAYS."""
         head = np.zeros(1, PLAN_HEAD)
         head["step"], head["mask_words"] = self.step, self.masks.shape[1]
         arrays = []
@@ -121,7 +121,7 @@ class BatchPlan:
 
     @staticmethod
     def unpack(buffer: Ints) -> BatchPlan:
-        """The inverse of `pack`; the arrays are views of `buffer`."""
+        """Return the plan that was packed into `buffer`. Its arrays are views of the buffer."""
         offset = words(PLAN_HEAD)
         head = buffer[:offset].view(PLAN_HEAD)[0]
         mask_words = int(head["mask_words"])
@@ -137,19 +137,18 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step computed, on the host: int32 arrays.
+    """The result of a step, as int32 arrays on the host.
 
     tokens      [S]             the sampled tokens, in slot order
-    finite      [S]             1 where the logits were finite
+    finite      [S]             1 if the logits were finite
     logprobs    [WIDTH, S + N]  for the sampled tokens, then for the plan's `prompt_logprob_ids`: the token's
-                                log-probability (float bits; meaningless where it is not wanted), then the ids of the
-                                TOP likeliest tokens, then their log-probabilities (float bits). None if the plan
-                                wants none
-    embeddings  [H, S]          of an embedding model: the pooled hidden states (float bits). Then the tokens are
-                                meaningless and `finite` is about the embeddings; else None
-    confirmed   [S]             1 where all drafts before are right, so that the token is one of the answer; None if no
-                                slot has DRAFTS
-    ready       [S]             in a slot's first column: how many drafts it has for the next step; None likewise
+                                log-probability (float bits; undefined unless requested), then the ids of the TOP most
+                                likely tokens, then their log-probabilities (float bits). None if the plan requests none
+    embeddings  [H, S]          of an embedding model: the pooled hidden states (float bits). Then tokens are undefined,
+                                and `finite` is about the embeddings. None for other models
+    confirmed   [S]             1 if all drafts before were accepted, so that the token belongs to the answer; None if
+                                no slot has DRAFTS
+    ready       [S]             in a slot's first column: its number of drafts for the next step; None likewise
     """
 
     tokens: Ints
@@ -163,7 +162,7 @@ class StepResult:
     WIDTH: ClassVar[int] = 1 + 2 * TOP
 
     def embedding(self, column: int) -> bytes:
-        """The embedding of the sequence that samples in `column`, float32 [H]; empty if the model generates text."""
+        """Return the embedding of the sequence that samples in `column`, float32 bytes [H]; b"" for other models."""
         return b"" if self.embeddings is None else self.embeddings[:, column].tobytes()
 
 
@@ -172,28 +171,28 @@ Points = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Predicts the seconds that a step takes, by coefficients that the engine measures at its start."""
+    """Predicts the time of a step in seconds, with coefficients that the engine measures at the start."""
 
-    base: float  # of any step
-    per_token: float  # for each token computed, of prompts or of decoding requests
-    per_context: float = 0.0  # for each token of K/V that decoding requests read
-    per_pair: float = 0.0  # for each pair of a prompt token and a token that it attends to
-    # Where steps with drafts are timed: (rows, seconds) of steps that only decode, and for each of these numbers of
-    # rows (tokens, seconds) with drafts. Where a model makes the drafts, `proposed` are the times with the host's.
+    base: float  # per step
+    per_token: float  # per computed token, of prompts or decoding requests
+    per_context: float = 0.0  # per token of K/V that decoding requests read
+    per_pair: float = 0.0  # per pair of a prompt token and a token that it attends to
+    # If steps with drafts are timed: (rows, seconds) of steps that only decode, and for each of these numbers of rows
+    # (tokens, seconds) with drafts. If a model makes the drafts, `proposed` are the times with drafts from the host.
     plain: Points = ()
     drafted: tuple[Points, ...] = ()
     proposed: tuple[Points, ...] = ()
 
     def decode_seconds(self, num_rows: int, context: int) -> float:
-        """Seconds of a step in which `num_rows` requests decode, with `context` tokens of K/V in all."""
+        """Return the seconds of a step in which `num_rows` requests decode, with `context` tokens of K/V in total."""
         return self.base + self.per_token * num_rows + self.per_context * context
 
     def draft_seconds(
         self, num_rows: int, drafts: npt.NDArray[np.intp], *, are_proposed: bool = False
     ) -> npt.NDArray[np.float64]:
-        """Seconds of a step in which `num_rows` requests decode, with `drafts` [N] in all; of a plain one without any.
+        """Return the seconds [N] of steps in which `num_rows` requests decode with `drafts` [N] in total.
 
-        `are_proposed`: by the host. Without `draft_context_seconds`.
+        `are_proposed` means that the drafts are from the host. `draft_context_seconds` are not included.
         """
         if not self.drafted:
             return np.asarray(self.decode_seconds(num_rows, 0) + self.per_token * drafts)
@@ -205,10 +204,10 @@ class StepCosts:
             found = np.interp(rows * width, tokens, seconds) + self.per_token * np.maximum(0, rows * width - tokens[-1])
             timed.append(np.where(drafts > 0, np.maximum(plain, found), plain))
         counts = [rows for rows, _ in self.plain]
-        at = float(np.interp(num_rows, counts, range(len(counts))))
-        below, above = timed[int(at)], timed[math.ceil(at)]
-        more = self.per_token * width * max(0, num_rows - counts[-1])
-        return np.asarray(below + at % 1 * (above - below) + more)
+        index = float(np.interp(num_rows, counts, range(len(counts))))
+        below, above = timed[int(index)], timed[math.ceil(index)]
+        extra = self.per_token * width * max(0, num_rows - counts[-1])
+        return np.asarray(below + index % 1 * (above - below) + extra)
 
     def draft_context_seconds(self, num_rows: int, context: int) -> float:
         """Seconds that `context` tokens of K/V in all add to `draft_seconds`; the timed steps have some."""
@@ -235,29 +234,29 @@ class SeqLayout:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every sequence computes exactly one token."""
+        """Whether all sequences compute exactly one token."""
         return bool((self.query_lens_host == 1).all())
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The S tokens that a step samples, as device tensors. A sequence with DRAFTS samples several, in their order."""
+    """The S tokens that a step samples, as device tensors. A sequence with DRAFTS samples several, in order."""
 
     rows: torch.Tensor  # [S] int64, row of each
     positions: torch.Tensor  # [S] int32, position that the sampled token will have
     row_flags: torch.Tensor  # [S] int32, `Flag`s of each
-    mask_index: torch.Tensor  # [S] int32, index into the step's masks; meaningless where the sequence is not MASKED
-    flags: int  # all flags that one of them has or, in a captured step, may have
+    mask_index: torch.Tensor  # [S] int32, index into the step's masks; undefined if the sequence is not MASKED
+    flags: int  # the union of all flags; in a captured step, of all that are allowed
     drafted: torch.Tensor | None = None  # [S] int32, in a step with DRAFTS: how many drafts of its row are before each
     inputs: torch.Tensor | None = None  # [S] int32, likewise: the token before each
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """The N prompt tokens whose log-probabilities a step computes, and where in the hidden states their logits begin.
+    """The N prompt tokens whose log-probabilities a step computes, and the hidden states that they need.
 
-    With it, the model keeps the hidden states of `kept` [K] int64, ascending indices into T. Of these, `sampled_at` [S]
-    int64 are sampled, and `logprobs_at` [N] int64 give the log-probabilities of `token_ids` [N] int32.
+    The model keeps the hidden states of `kept` [K] int64, ascending indices into T. Among these, `sampled_at` [S] int64
+    are sampled, and `logprobs_at` [N] int64 give the log-probabilities of `token_ids` [N] int32.
     """
 
     kept: torch.Tensor
@@ -268,18 +267,18 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class DraftColumns:
-    """The D slots of a step that have DRAFTS, and the columns of the result that are theirs."""
+    """The D slots of a step that have DRAFTS, and their columns of the result."""
 
     rows: torch.Tensor  # [D] int64
     starts: torch.Tensor  # [D] int32, upper bounds of their first positions
-    counts: torch.Tensor  # [D] int32, drafts of each
+    counts: torch.Tensor  # [D] int32, numbers of drafts
     columns: torch.Tensor  # [D, 1 + most drafts] int64, indices into S; those of slots with fewer repeat their last
-    longest: int  # no row has more tokens after this step
+    longest: int  # the largest possible length of a row after this step
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step as device tensors; derived from a `BatchPlan` alone."""
+    """One step as device tensors, derived only from a `BatchPlan`."""
 
     layout: SeqLayout
     input_ids: (
@@ -293,7 +292,7 @@ class Batch:
     row_states: torch.Tensor  # [R, 7] int32, columns of ROW_STATE
     prompt_logprobs: PromptLogprobs | None = None
     drafts: DraftColumns | None = None
-    passes: tuple[Batch, ...] = ()  # those of a drafter with a model, before the step
+    passes: tuple[Batch, ...] = ()  # the passes of a draft model, before the step
 
     @property
     def num_tokens(self) -> int:
@@ -304,9 +303,9 @@ class Batch:
 class Context:
     """What a forward pass needs besides its inputs. It is an argument, never a global.
 
-    `kv_cache.layer(i)` gives layer i's pages; `attn_metadata` is what `attention.prepare` made of this batch; `out_loc`
-    [T] int64 is the slot (page * page_size + offset) where each token's K/V goes; `page_table` is [rows, pages per row]
-    int32. The model puts the outputs [T, H] of the layers that are keys of `taps` there; the last layer is none.
+    `kv_cache.layer(i)` returns layer i's pages. `attn_metadata` is the result of `attention.prepare` for this batch.
+    `out_loc` [T] int64 is the slot (page * page_size + offset) of each token's K/V. `page_table` is [rows, pages per
+    row] int32. The model stores the outputs [T, H] of the layers that are keys of `taps`, but not of the last layer.
     """
 
     batch: Batch

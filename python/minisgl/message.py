@@ -1,12 +1,12 @@
-"""The messages between the processes: typed msgpack, a closed table of types for each channel, no torch, no pickle.
+"""The messages between processes: typed msgpack, with a closed set of types per channel. No torch, no pickle.
 
     API server --TokenizerMsg--> tokenizer --BackendMsg--> scheduler --DetokenizeMsg--> detokenizer --FrontendMsg--> API
 
 With several replicas of the scheduler, the tokenizers' messages go through the API server, which chooses the replica.
-A *life* is one run of a replica's processes; messages carry its number, which is never used again.
+A *life* is one run of a replica's processes; its number is in messages and is never used again.
 
-A frame on the wire is a *list* of messages of one channel (`process/queues.py: Codec`), so every message has its batch
-form. A request and its abort take the same path, so an abort never overtakes its request.
+A frame on the wire is a *list* of messages of one channel (`process/queues.py: Codec`), so all messages can be batched.
+A request and its abort take the same path, so an abort never overtakes its request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from minisgl.core import FinishReason
 from minisgl.errors import RequestError
 from minisgl.params import SamplingParams
 
-CONTEXT_TOKENS: Final = 16  # of the prompt: enough to decode the text behind them as if behind all of it
+CONTEXT_TOKENS: Final = 16  # the last tokens of a prompt: enough context to decode the text that follows
 
 if TYPE_CHECKING:
     from minisgl.core import Ints
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 def ids_to_bytes(ids: Ints | Sequence[int]) -> bytes:
     """Pack token ids as little-endian int32 bytes: 4 bytes a token, no parsing.
 
-    Raises `struct.error` for an item of a list that is not an int32, and `TypeError` for an array that does not hold
-    integers. (`struct` packs a list in half the time that numpy takes.)
+    Raises `struct.error` if an item of a list is not an int32, and `TypeError` for an array of other than integers.
+    (`struct` packs a list in half the time of numpy.)
     """
     if isinstance(ids, np.ndarray):
         return ids.astype("<i4", casting="same_kind", copy=False).tobytes()
@@ -40,12 +40,12 @@ def ids_to_bytes(ids: Ints | Sequence[int]) -> bytes:
 
 
 def ids_from_bytes(data: bytes) -> Ints:
-    """Read-only int32 view of `ids_to_bytes`' output; raises `ValueError` when the length is not a multiple of 4."""
+    """Return a read-only int32 view of packed ids. Raises `ValueError` if the length is not a multiple of 4."""
     return np.frombuffer(data, dtype="<i4")
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """Why a request failed: the content of a `RequestError`, or status 500 for an error of ours."""
+    """Why a request failed: the content of a `RequestError`, or status 500 for our own error."""
 
     message: str
     param: str | None = None
@@ -57,7 +57,7 @@ class Failure(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         return cls(message=error.message, param=error.param, code=error.code, status=error.status)
 
     def error(self) -> RequestError:
-        """The inverse of `of`."""
+        """Return the `RequestError` with this content, the inverse of `of`."""
         return RequestError(self.message, param=self.param, code=self.code, status=self.status)
 
 
@@ -65,21 +65,21 @@ class Failure(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 class RequestView(msgspec.Struct, frozen=True, kw_only=True):
-    """A request in the batch. Its tokens are `prefix_tokens` found in the cache, more of the prompt, and the output."""
+    """A running request. Its tokens are `prefix_tokens` from the cache, the rest of the prompt, and the output."""
 
     uid: int
-    is_prefill: bool  # a part of the prompt is still to be computed
+    is_prefill: bool  # a part of the prompt is not computed yet
     prompt_tokens: int
     prefix_tokens: int
     computed_tokens: int  # of prompt and output: K/V in the pool or in flight
     output_tokens: int
-    accepted_tokens: int  # of the output: drafts that were right, since the request has its row
+    accepted_tokens: int  # output tokens that were accepted drafts, since the request has its row
     pages: int
     node: int  # index of the deepest tree node that the request locks, -1 if that node is not shown
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of the radix tree with the edge of one or more pages that leads to the node."""
+    """A node of the radix tree, with the edge of one or more pages that leads to it."""
 
     parent: int  # index of an earlier node, -1 for the root
     tokens: int
@@ -97,7 +97,7 @@ class StepView(msgspec.Struct, frozen=True):
 
     step: int
     ms: float
-    rows: int  # that got a token besides those whose prompt was completed
+    rows: int  # that decoded, without those whose prompt was completed
     prompt_tokens: int
     drafted: int
     accepted: int
@@ -111,13 +111,13 @@ class TierView(msgspec.Struct, frozen=True, kw_only=True):
     pages_held: int  # copies of pages of the tree; some of these pages are on the device, too
     stored: int  # pages copied there
     loaded: int  # pages copied back
-    lost: int  # pages forgotten because a copy was damaged
+    lost: int  # pages dropped because a copy was damaged
 
 
 class EngineView(msgspec.Struct, tag="view", frozen=True, kw_only=True):
-    """The running batch, the pages by owner, and the radix tree as far as it fits. Answers the `ViewMsg` of `uid`.
+    """The running batch, the pages by owner, and a part of the radix tree: the answer to the `ViewMsg` of `uid`.
 
-    Every page is in one of the four counts, so the counts add up to `pages_total`.
+    Each page is in one of the four counts, which add up to `pages_total`.
     """
 
     uid: int
@@ -144,8 +144,8 @@ class EngineView(msgspec.Struct, tag="view", frozen=True, kw_only=True):
 class TokenizeMsg(msgspec.Struct, tag="tokenize", frozen=True, kw_only=True, omit_defaults=True):
     """A validated request on its way to the engine. Exactly one of `text`, `messages`, `input_ids` is set.
 
-    `shortens`: an answer of `max_tokens` may be more than the context has left. Without it, such a request is refused.
-    `place`: its number among the prompts and choices of one HTTP request, which wait longer the higher it is.
+    With `shortens`, `max_tokens` is cut to what the context has left; without it, such a request is refused. `place` is
+    its number among the prompts and choices of one HTTP request: higher numbers wait longer.
     """
 
     uid: int
@@ -163,7 +163,7 @@ class TokenizeMsg(msgspec.Struct, tag="tokenize", frozen=True, kw_only=True, omi
 
 
 class EncodeMsg(msgspec.Struct, tag="encode", frozen=True, kw_only=True):
-    """Tokenize the text or messages of `prompt` without generating. Answered by a `ConversionReply`."""
+    """Ask to tokenize the text or messages of `prompt`. The answer is a `ConversionReply`."""
 
     uid: int
     prompt: TokenizeMsg
@@ -171,7 +171,7 @@ class EncodeMsg(msgspec.Struct, tag="encode", frozen=True, kw_only=True):
 
 
 class DecodeMsg(msgspec.Struct, tag="decode", frozen=True, kw_only=True):
-    """Turn `input_ids` (int32 bytes) into text. Answered by a `ConversionReply`."""
+    """Ask for the text of `input_ids` (int32 bytes). The answer is a `ConversionReply`."""
 
     uid: int
     input_ids: bytes
@@ -179,18 +179,18 @@ class DecodeMsg(msgspec.Struct, tag="decode", frozen=True, kw_only=True):
 
 
 class AbortMsg(msgspec.Struct, tag="abort", frozen=True):
-    """Stop working on `uid`: the client is gone, or a stop string was found.
+    """End request `uid`: the client is gone, or a stop string was found.
 
-    The tokenizer passes this on to the scheduler, which ignores an unknown uid: the request has ended already.
+    The tokenizer forwards this to the scheduler. An unknown uid is ignored, since that request has ended already.
     """
 
     uid: int
 
 
 class LogprobColumns(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """The log-probabilities of some tokens [K] of request `uid`, each with the `top` likeliest alternatives.
+    """The log-probabilities of K tokens of request `uid`, each with its `top` most likely alternatives.
 
-    `logprobs` are float32 bytes [K]; `top_ids` int32 and `top_logprobs` float32 bytes [K, top], likeliest first.
+    `logprobs` are float32 bytes [K]; `top_ids` int32 and `top_logprobs` float32 bytes [K, top], most likely first.
     """
 
     uid: int
@@ -201,12 +201,12 @@ class LogprobColumns(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
 
 
 class Started(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """The facts about a request that the detokenizer needs before the first token.
+    """The facts about a request that the detokenizer needs for the first token.
 
     `queue_seconds` is the time from acceptance to the first step that computes a part of the prompt, `prefill_chunks`
     the number of such parts. `prompt_ids` (int32 bytes) is the prompt if its text (`echo`) or its log-probabilities are
-    wanted, else its last CONTEXT_TOKENS, behind which the text goes on; `prompt_logprobs` are those of the prompt's
-    tokens except the first. `embedding` (float32 bytes) is the result of an embedding model.
+    requested, else its last CONTEXT_TOKENS. `prompt_logprobs` are those of the prompt's tokens except the first.
+    `embedding` (float32 bytes) is the result of an embedding model.
     """
 
     uid: int
@@ -221,7 +221,7 @@ class Started(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """The end of a request. `has_text` is false when the last token must not be shown (an EOS or stop token)."""
+    """The end of a request. `has_text` is false if the last token must not be shown (an EOS or stop token)."""
 
     uid: int
     reason: FinishReason
@@ -233,11 +233,11 @@ class Finished(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 class DetokenizeMsg(msgspec.Struct, tag="detokenize", frozen=True, kw_only=True):
     """The results of one step, packed.
 
-    `uids` (int64) and `tokens` (int32) are parallel arrays: one new token for each request in the step. `started` holds
-    the requests whose first token is among `tokens`. `finished` holds the requests that end with this step; a request
-    that ends without a new token (abort, error) is only in `finished`. `logprobs` are the log-probabilities that were
-    asked for. `drafted` holds (uid, number of drafts) of the requests that drafted in the step. A step with right
-    drafts has several messages, in which `are_drafts` is true from the second on. `life` is that of the sender.
+    `uids` (int64) and `tokens` (int32) are parallel arrays: one new token for each request in the step. `started` has
+    the requests whose first token is among `tokens`. `finished` has the requests that end with this step; a request
+    that ends without a new token (abort, error) is only there. `logprobs` are the requested log-probabilities.
+    `drafted` has (uid, number of drafts) of the requests that drafted in the step. A step with accepted drafts has
+    several messages, and `are_drafts` is true from the second on. `life` is that of the sender.
     """
 
     uids: bytes
@@ -251,9 +251,9 @@ class DetokenizeMsg(msgspec.Struct, tag="detokenize", frozen=True, kw_only=True)
 
 
 class LostMsg(msgspec.Struct, tag="lost", frozen=True):
-    """The replica's `life` is over. The detokenizer drops what may still arrive from it, and sends this message back.
+    """A replica's `life` is over. The detokenizer drops its further messages, and sends this message back.
 
-    Behind the answer no reply comes from that life, so its open requests can go on elsewhere.
+    After the answer, no reply of that life can arrive, so its open requests can move to other replicas.
     """
 
     life: int
@@ -268,8 +268,8 @@ TokenizerMsg = TokenizeMsg | EncodeMsg | DecodeMsg | AbortMsg | DetokenizeMsg | 
 class UserMsg(msgspec.Struct, tag="user", frozen=True, kw_only=True, omit_defaults=True):
     """A tokenized request; `input_ids` are int32 bytes.
 
-    `output_ids` (int32 bytes) are the tokens that another replica has generated for it: the request goes on behind
-    them. None: the request is new.
+    `output_ids` (int32 bytes) are the tokens that another replica has generated for it, after which it continues. None
+    means that the request is new.
     """
 
     uid: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -280,21 +280,21 @@ class UserMsg(msgspec.Struct, tag="user", frozen=True, kw_only=True, omit_defaul
 
 
 class FlushCacheMsg(msgspec.Struct, tag="flush", frozen=True):
-    """Drop every cached prefix that no running request locks."""
+    """Drop all cached prefixes that no running request locks."""
 
 
 class TellPrefixesMsg(msgspec.Struct, tag="tell", frozen=True):
-    """Ask for a `PrefixesMsg` with all that is cached, and for the changes from then on."""
+    """Ask for a `PrefixesMsg` with all cached prefixes, and for messages with all later changes."""
 
 
 class ViewMsg(msgspec.Struct, tag="view", frozen=True):
-    """Ask for an `EngineView`, which carries the same `uid`."""
+    """Ask for an `EngineView` with the same `uid`."""
 
     uid: int
 
 
 class ExitMsg(msgspec.Struct, tag="exit", frozen=True):
-    """Leave the loop; requests that are still running end with an error reply."""
+    """End the scheduler. Requests that are still running get an error reply."""
 
 
 BackendMsg = UserMsg | AbortMsg | FlushCacheMsg | TellPrefixesMsg | ViewMsg | ExitMsg
@@ -306,9 +306,9 @@ BackendMsg = UserMsg | AbortMsg | FlushCacheMsg | TellPrefixesMsg | ViewMsg | Ex
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """A token and its log-probability before temperature, penalties and filters.
 
-    `data` are the token's bytes (perhaps half a character), `offset` is its position in the text in characters.
-    `logprob` is None for the first token of a prompt. `top` holds (id, bytes, logprob) of the likeliest tokens,
-    likeliest first.
+    `data` are the token's bytes, perhaps a partial character. `offset` is its position in the text, in characters.
+    `logprob` is None for the first token of a prompt. `top` has (id, bytes, logprob) of the most likely tokens, in
+    order.
     """
 
     id: int
@@ -319,15 +319,15 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 class UserReply(msgspec.Struct, tag="reply", frozen=True, kw_only=True, omit_defaults=True):
-    """An increment of one request's text. Exactly one reply per uid has `finish_reason` set: the last one.
+    """An increment of one request's text. Exactly one reply per uid has `finish_reason`: the last one.
 
-    `text` is the new text only and may be empty (half a character, a possible stop string); `completion_tokens` counts
-    all tokens so far. `stop_reason` is the stop string or stop token id that ended the request, `failure` the error
-    that did. Only the reply to the first token has `queue_seconds` and `prefill_chunks`, see `Started`. `logprobs` are
-    those of the new tokens, if asked for; the first reply begins with the prompt's text if `echo` was asked for, and
-    with its tokens if their `logprobs` were. `output_ids` (int32 bytes) are the new tokens including hidden ones, as
-    many as `completion_tokens` counts. `embedding` (float32 bytes) is in the only reply to a request for an embedding.
-    `drafted_tokens` counts all drafts so far, `accepted_tokens` those of them that are tokens of the answer.
+    `text` is only the new text, and may be empty (for a partial character or a possible stop string).
+    `completion_tokens` counts all tokens so far. `stop_reason` is the stop string or stop token id that ended the
+    request, `failure` the error that did. Only the reply to the first token has `queue_seconds` and `prefill_chunks`
+    (see `Started`). `logprobs` are those of the new tokens, if requested. The first reply begins with the prompt's text
+    if `echo` was requested, and with its tokens if their `logprobs` were. `output_ids` (int32 bytes) are all new
+    tokens, including hidden ones. `embedding` (float32 bytes) is in the only reply to a request for an embedding.
+    `drafted_tokens` counts all drafts so far, `accepted_tokens` the accepted ones.
     """
 
     uid: int
@@ -357,7 +357,7 @@ class ConversionReply(msgspec.Struct, tag="conversion", frozen=True, kw_only=Tru
 
 
 class StatsMsg(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
-    """The scheduler's heartbeat, about twice a second, also when idle. Token counts are totals since the start."""
+    """The scheduler's heartbeat, about twice a second, even when idle. Token counts are totals since the start."""
 
     life: int = 0
     step: int = 0
@@ -376,15 +376,15 @@ class StatsMsg(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     preemptions: int = 0
-    dropped: int = 0  # messages that contradict themselves or earlier ones
+    dropped: int = 0  # inconsistent messages
     tiers: list[TierView] = []
 
 
 class PrefixesMsg(msgspec.Struct, tag="prefixes", frozen=True, kw_only=True):
-    """Where a scheduler's cache has prefixes of whole pages, as changes since its last message.
+    """Changes of the prefixes of whole pages in a scheduler's cache since its last message.
 
-    `hashes` are uint64 bytes (`routing/prefixes.py`), `places` a byte for each: 0 for the device, more for a tier, -1
-    for none. `costs`: of a page in each place, in pages to compute; 0 on the device, as far as a tier's is loaded.
+    `hashes` are uint64 bytes (`routing/prefixes.py`). `places` has a byte for each: 0 for the device, more for a tier,
+    -1 if it is gone. `costs` has the cost of loading a page from each place, in pages to compute; 0 for the device.
     """
 
     page_size: int
@@ -395,7 +395,7 @@ class PrefixesMsg(msgspec.Struct, tag="prefixes", frozen=True, kw_only=True):
 
 
 class DetokenizerStatsMsg(msgspec.Struct, tag="detokenizer", frozen=True):
-    """By how much the counts of a detokenizer or tokenizer have changed: tracked requests, and dropped messages."""
+    """The changes of a detokenizer's or tokenizer's counts: tracked requests, and dropped messages."""
 
     entries: int
     dropped: int = 0

@@ -1,8 +1,8 @@
-"""What a request may ask for: the parameters, their limits, and their one validation.
+"""The parameters of a request, their limits, and their validation.
 
-Sent between processes as it stands. `validate_sampling` is called where the parameters are made (the API process, or
-`LLM`), `validate_prompt` where token ids are known (the tokenizer). The scheduler repeats both: the engine never sees
-invalid ones. No torch.
+Processes exchange these structs unchanged. `validate_sampling` is called where parameters are made (the API process or
+`LLM`), `validate_prompt` where token ids are known (the tokenizer). The scheduler repeats both, so the engine never
+sees invalid values. No torch.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     """The form that an answer must have.
 
     `text` is a JSON Schema, a regular expression, a JSON list of strings, a grammar in Lark's or GBNF's notation, or
-    the JSON of a `ToolCalls`. It constrains the answer from behind the first `after` (such as "</think>"). `param` is
-    the field to blame for an invalid grammar.
+    the JSON of a `ToolCalls`. It constrains the answer after the first `after` (such as "</think>"). `param` is the
+    field that errors name.
     """
 
     kind: GrammarKind
@@ -41,7 +41,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
 class ToolCalls(msgspec.Struct, frozen=True):
     """An answer made of tool calls: `special`, `begin`, calls separated by `between` (None: only one call), `end`.
 
-    Each call is `open`, one of `calls` (text before the arguments, JSON Schema of the arguments, text behind them),
+    Each call is `open`, one of `calls` (text before the arguments, JSON Schema of the arguments, text after them),
     `close`. `special` is a special token if the tokenizer has it, else text.
     """
 
@@ -55,7 +55,7 @@ class ToolCalls(msgspec.Struct, frozen=True):
 
 
 class _SuggestsFields(type(msgspec.Struct)):  # type: ignore[misc]
-    """Makes the `TypeError` for a keyword that is no field say which field it may mean."""
+    """Makes the `TypeError` for an unknown keyword suggest the field that it may mean."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
         for name in fields.keys() - {*cls.__struct_fields__}:
@@ -66,20 +66,19 @@ class _SuggestsFields(type(msgspec.Struct)):  # type: ignore[misc]
 class SamplingParams(msgspec.Struct, metaclass=_SuggestsFields, frozen=True, kw_only=True, omit_defaults=True):
     """How to sample and when to stop. `temperature` 0 means greedy; `top_k` 0, `top_p` 1 and `min_p` 0 mean off.
 
-    `max_tokens` None means the rest of the context, 0 generates nothing. `seed` makes the output a function of the
-    prompt and the seed alone, whatever else runs. `presence_penalty` and `frequency_penalty` count generated tokens,
-    `repetition_penalty` the prompt's, too (1 = off). `logit_bias` holds (token id, value added to its logit) pairs. No
-    EOS or stop token is sampled before `min_tokens`. With `include_stop_str_in_output` the answer
-    includes the stop string or stop token that ends it.
+    `max_tokens` None means the rest of the context; 0 generates nothing. With a `seed`, the output depends only on the
+    prompt and the seed, whatever else runs. `presence_penalty` and `frequency_penalty` count generated tokens;
+    `repetition_penalty` (1 = off) counts the prompt's, too. `logit_bias` has pairs (token id, value added to its
+    logit). No EOS or stop token is sampled before `min_tokens`. With `include_stop_str_in_output`, the answer includes
+    the stop string or stop token that ends it.
 
-    `logprobs` asks for the log-probability of each generated token and of so many likeliest alternatives, by the
+    `logprobs` asks for the log-probability of each generated token and of that many most likely alternatives, in the
     model's own distribution: before temperature, penalties, biases and filters. `echo` puts the prompt in front of the
-    answer, with its log-probabilities if `logprobs` asks for them; `prompt_logprobs` asks for these without the text.
-    `grammar` allows only tokens that can still lead to a valid answer, which ends where nothing more may follow.
-    `n` asks for so many choices (in Python; a request to the scheduler has one).
-    `embed` asks for the prompt's embedding and nothing else. Only requests with the same `cache_salt` share cached
-    prefixes, so that response times tell other clients nothing about a prompt. Without `speculate` the request drafts
-    no tokens.
+    answer, with its log-probabilities if `logprobs` is set; `prompt_logprobs` asks for these without the text.
+    `grammar` allows only tokens that can still lead to a valid answer, which ends where nothing can follow. `n` is the
+    number of choices (in Python; a request to the scheduler has one). `embed` asks only for the prompt's embedding.
+    Requests share cached prefixes only if they have the same `cache_salt`, so that response times tell other clients
+    nothing about a prompt. Without `speculate`, the request drafts no tokens.
     """
 
     max_tokens: int | None = None
@@ -108,9 +107,9 @@ class SamplingParams(msgspec.Struct, metaclass=_SuggestsFields, frozen=True, kw_
     n: int = 1
 
     def __post_init__(self) -> None:
-        """Convert each value to the type of its field. Raises `RequestError` with the field where that is impossible.
+        """Convert each value to the type of its field. Raises `RequestError` for a field where that is impossible.
 
-        A single string is a list of one, `top_k` -1 (vLLM's and SGLang's "off") is 0, `logit_bias` may be a mapping.
+        A string becomes a list of one, `top_k` -1 (vLLM's and SGLang's "off") becomes 0, `logit_bias` may be a mapping.
         """
         for field in _fields():
             value = getattr(self, field.name)
@@ -130,7 +129,7 @@ class SamplingParams(msgspec.Struct, metaclass=_SuggestsFields, frozen=True, kw_
 
     @property
     def length_field(self) -> str:
-        """The field of the request to blame when prompt and answer are too long."""
+        """The field that the error names if prompt and answer are too long."""
         return "input" if self.embed else "max_tokens" if self.max_tokens else "prompt"
 
     @property
@@ -152,7 +151,7 @@ def _converted(field: msgspec.structs.FieldInfo, value: Any) -> Any:
         given = (value,)
     elif isinstance(value, Mapping):
         given = tuple(value.items())
-    elif hasattr(value, "tolist"):  # an array or a number of numpy's
+    elif hasattr(value, "tolist"):  # a numpy array or number
         given = value.tolist()
     try:
         return msgspec.convert(given, field.type)
@@ -164,7 +163,7 @@ EMBED: Final = SamplingParams(max_tokens=0, embed=True)
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a request to one model. With `embeds` the model computes embeddings and no text."""
+    """The limits of a request to one model. With `embeds`, the model computes embeddings and no text."""
 
     max_model_len: int
     vocab_size: int
@@ -189,9 +188,9 @@ MAX_N: Final = 1024
 
 
 def choice_params(params: SamplingParams, index: int) -> SamplingParams:
-    """Return the parameters of one choice of `n`: choice 0 has the seed itself, the others have seeds derived from it.
+    """Return the parameters of choice `index` of `n`. Choice 0 has the given seed, the others have hashes of it.
 
-    The derived seeds are hashes: with `seed + index`, requests with neighbouring seeds would share choices.
+    With `seed + index`, requests with adjacent seeds would share choices.
     """
     seed = params.seed
     if seed is not None and index:
@@ -205,7 +204,7 @@ def _refuse(param: str, message: str) -> NoReturn:
 
 
 def validate_sampling(params: SamplingParams, limits: Limits) -> None:
-    """Raise `RequestError` with the first field that has an invalid value. NaN fails every range."""
+    """Raise `RequestError` for the first field with an invalid value. NaN is outside every range."""
     p = params
     if p.embed != limits.embeds:
         does, does_not = ("computes embeddings", "generate text") if limits.embeds else ("generates text", "embed it")
@@ -275,9 +274,9 @@ def validate_prompt(input_ids: npt.NDArray[np.int32], params: SamplingParams, li
 
 
 def too_long(limits: Limits, has: str, param: str = "prompt") -> RequestError:
-    """Return the refusal of a prompt that does not fit, in OpenAI's words.
+    """Return the error for a prompt that is too long, in OpenAI's words.
 
-    LangChain recognises this error by "prompt is too long", LiteLLM by "this model's maximum context length is".
+    LangChain recognises it by "prompt is too long", LiteLLM by "this model's maximum context length is".
     """
     return RequestError(
         f"the prompt is too long: this model's maximum context length is {limits.max_model_len} tokens, and the prompt "

@@ -2,9 +2,9 @@
 
     serve run minisgl.ray:app model=Qwen/Qwen3-8B tp=2 max_replicas=4 api_key_file=KEYS
 
-A request does not become a call of Ray. The API process has one *link* to each replica, which carries the messages that
-`minisgl serve --dp` sends over sockets: one packed message a step, however many streams there are. So the same
-`Dispatcher` places requests where their prefix is cached, and moves them when a replica is lost or leaves.
+Requests are not calls of Ray. The API process has one *link* to each replica. A link carries the messages that
+`minisgl serve --dp` sends over sockets: one packed message per step for all streams. So the same `Dispatcher` sends
+requests to the replica that has their prefix in its cache, and moves them when a replica is lost or removed.
 """
 
 from __future__ import annotations
@@ -53,48 +53,48 @@ from minisgl.settings.sources import server_options
 logger = logging.getLogger(__name__)
 
 OF_RAY: Final = {"host", "port", "uds", "ssl_certfile", "ssl_keyfile", "dp", "node_rank", "dist_init_addr", "record"}
-MANY: Final = 1 << 20  # calls at a time, since the API process has its own limits
+UNLIMITED: Final = 1 << 20  # concurrent calls: the API process has its own limits
 LIFE_BITS: Final = 30
 RETRY_S: Final = 1.0
-UNLINKED_S: Final = 60.0  # without a link, after which a replica that had one is replaced
-LEAVE_S: Final = 30.0  # for what follows on the end of the last request
+UNLINKED_S: Final = 60.0  # a replica that has lost its link is replaced after this time
+LEAVE_S: Final = 30.0  # for the shutdown after the last request has ended
 
-Frames = list[tuple[bool, bytes]]  # from a scheduler: whether it is for the detokenizer or else for the API; the frame
+Frames = list[tuple[bool, bytes]]  # (whether it is for the detokenizer instead of the API, frame), from a scheduler
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale(Settings):
-    """How many replicas there are."""
+    """The options that decide how many replicas there are."""
 
-    min_replicas: int = option(1, "replicas at least", minimum=1)
-    max_replicas: int = option(1, "replicas at most", minimum=1)
-    target_requests: float = option(64.0, "open requests for each of which there is a replica", above=0)
-    upscale_delay: float = seconds(10.0, "seconds for which more replicas are wanted before they start")
-    downscale_delay: float = seconds(300.0, "seconds for which fewer replicas are wanted before some end")
+    min_replicas: int = option(1, "the least number of replicas", minimum=1)
+    max_replicas: int = option(1, "the largest number of replicas", minimum=1)
+    target_requests: float = option(64.0, "open requests per replica that autoscaling aims at", above=0)
+    upscale_delay: float = seconds(10.0, "seconds of higher load before replicas are added")
+    downscale_delay: float = seconds(300.0, "seconds of lower load before replicas are removed")
 
 
 def app(options: Mapping[str, Any]) -> serve.Application:
-    """Return the application. Its options are those of `Scale` and, by any spelling, those of `minisgl serve`.
+    """Return the application. Its options are those of `Scale` and, in any spelling, those of `minisgl serve`.
 
-    Raises `ConfigError`.
+    Raises `ConfigError` for options that cannot work.
     """
     scale = build_config(Scale, _values(options, options.keys() & options_of(Scale).keys(), Scale))
     if scale.max_replicas < scale.min_replicas:
         raise ConfigError(f"max_replicas={scale.max_replicas} is below min_replicas={scale.min_replicas}")
     given = _values(options, options.keys() - options_of(Scale).keys(), ServerArgs)
     for name in sorted(given.keys() & OF_RAY):
-        raise ConfigError(f"{name}: leave this to Ray; its Serve listens, and places the replicas")
+        raise ConfigError(f"{name}: leave this option out; Ray Serve listens for requests and places the replicas")
     if not given.keys() & {"api_key", "api_key_file"} and given.get("auth", True):
         raise ConfigError(
-            "give api_key_file=FILE or api_key=KEY, or auth=false to allow everybody who reaches Ray Serve"
+            "give api_key_file=FILE or api_key=KEY, or auth=false to allow everyone who can reach Ray Serve"
         )
     args = build_config(ServerArgs, server_options(given) | {"host": "0.0.0.0", "dp": 1})
     engine = args.scheduler.engine
     engine = replace(engine, device="cpu" if engine.device == "cpu" else "cuda", dist_init_addr="")
     if engine.device == "cpu" and engine.threads is None:
-        raise ConfigError("give threads=N with device=cpu: Ray reserves as many CPUs for each rank")
+        raise ConfigError("give threads=N with device=cpu: Ray reserves N CPUs for each rank")
     if engine.disk_kv is not None and scale.max_replicas > 1:
-        raise ConfigError("disk_kv is for one replica here: two on a node would have the same folder")
+        raise ConfigError("disk_kv needs max_replicas=1: two replicas on a node would share its folder")
     if engine.tp % engine.nnodes:
         raise ConfigError(f"--tp {engine.tp} ranks cannot be spread evenly over --nnodes {engine.nnodes} hosts")
     args = replace(args, scheduler=replace(args.scheduler, engine=engine))
@@ -106,7 +106,7 @@ def app(options: Mapping[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
         placement_group_bundles=[bundle] * engine.nnodes,
         placement_group_strategy="STRICT_SPREAD" if engine.nnodes > 1 else "PACK",
-        max_ongoing_requests=MANY,
+        max_ongoing_requests=UNLIMITED,
         health_check_period_s=2,
         graceful_shutdown_timeout_s=args.drain_timeout + LEAVE_S,
         graceful_shutdown_wait_loop_s=0.5,
@@ -126,7 +126,7 @@ def app(options: Mapping[str, Any]) -> serve.Application:
         serve.ingress()(Api),
         name="Api",
         num_replicas=1,
-        max_ongoing_requests=MANY,
+        max_ongoing_requests=UNLIMITED,
         health_check_period_s=2,
         graceful_shutdown_timeout_s=args.drain_timeout,
     )
@@ -134,20 +134,20 @@ def app(options: Mapping[str, Any]) -> serve.Application:
 
 
 def _values(options: Mapping[str, Any], names: set[str], cls: type) -> dict[str, Any]:
-    """The values of some `options` by our names; from a command line all are texts, from YAML they have types."""
+    """Return the values of the options `names` by our names. They are strings from a command line, typed from YAML."""
     given = {name: options[name] for name in names if options[name] is not None}
     texts = {name: ",".join(map(str, v)) if isinstance(v, list) else str(v) for name, v in given.items()}
     return named_values([(name, text, "", f"{name}=") for name, text in texts.items()], cls, is_text=True)
 
 
 def wanted_replicas(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """As many replicas as the open requests of all need. Ray applies the bounds and the delays."""
+    """Return the number of replicas for the open requests of all replicas. Ray applies the bounds and delays."""
     requests = sum((context.aggregated_metrics or {}).get("open_requests", {}).values())
     return max(1, ceil(requests / context.config.target_ongoing_requests)), {}
 
 
 class Members(RequestRouter):  # type: ignore[misc]
-    """Gives each link a replica of its own, and tells the link when Ray takes that replica out of service."""
+    """Gives each link its own replica, and informs the link when Ray takes that replica out of service."""
 
     def initialize_state(self) -> None:
         self._linked: dict[ReplicaID, Ticket] = {}
@@ -156,7 +156,7 @@ class Members(RequestRouter):  # type: ignore[misc]
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # or Ray asks again without a pause
+            pending_request.routing_context.should_backoff = True  # or Ray would ask again without a pause
         taken = {replica_id for replica_id, ticket in self._linked.items() if not ticket.has_failed}
         return [[r for r in candidate_replicas if r.replica_id not in taken]]
 
@@ -170,7 +170,7 @@ class Members(RequestRouter):  # type: ignore[misc]
 
 
 class Ticket:
-    """Names a link to `Members`, which is in the same process; a replica sees None in its place."""
+    """Identifies a link to `Members`, in the same process. A replica receives None instead."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -178,7 +178,7 @@ class Ticket:
         self.has_failed = False
 
     def leave(self) -> None:
-        """Let the replica leave; callable from any thread."""
+        """Set `leaving`. Callable from any thread."""
         self._loop.call_soon_threadsafe(self.leaving.set)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -189,13 +189,13 @@ class Ticket:
 
 
 class Api:
-    """The HTTP API, its tokenizers and detokenizer, and a link to each replica."""
+    """The HTTP API with its tokenizers and detokenizer, and a link to each replica."""
 
     async def __init__(self, args: ServerArgs, replicas: DeploymentHandle) -> None:  # type: ignore[misc]
         configure_logging("minisgl-api", args.log_level, args.log_format)
         self._resources = contextlib.ExitStack()
         folder = self._resources.enter_context(run_dir())
-        # No two API processes use the same uid: replicas may still work for the one before.
+        # A random life, so that uids differ from those of the previous API process: replicas may still work for it.
         args = self._args = replace(args, run_dir=str(folder), life=random.getrandbits(LIFE_BITS))
         self._replicas = replicas.options(stream=True)
         checked = check_model(args)
@@ -222,7 +222,7 @@ class Api:
         return self._app
 
     def check_health(self) -> None:
-        """Raise if this process cannot serve any more; Ray then replaces it."""
+        """Raise if this process can no longer serve; Ray then replaces it."""
         if problem := self._app.state.frontend.failure:
             raise RuntimeError(problem)
 
@@ -231,13 +231,13 @@ class Api:
         self._app.state.frontend.fail(f"the server failed: {self._processes.describe_end(name)}")
 
     async def _open_links(self) -> None:
-        """Link each replica that there is, or will be."""
+        """Link all replicas, and each new one."""
         while True:
             ticket = Ticket()
             call = self._replicas.link.remote(ticket)
             try:
                 host, life, facts = await anext(call)
-            except Exception as e:  # it has just died
+            except Exception as e:  # the replica has just died
                 logger.warning("a replica could not be linked: %s", e)
                 ticket.has_failed = True
                 await asyncio.sleep(RETRY_S)
@@ -264,7 +264,7 @@ class Api:
                 await asyncio.wait([draining, *carrying], return_when=asyncio.FIRST_COMPLETED)
                 await _end(draining)
             if has_died := any(task.done() for task in carrying):
-                logger.error("replica %d is lost; its requests go on in others", index)
+                logger.error("replica %d is lost; other replicas take over its requests", index)
             await dispatcher.lose(life, has_died)
         finally:
             await _end(leaving, *carrying)
@@ -274,7 +274,7 @@ class Api:
         logger.info("replica %d has left", index)
 
     async def _take(self, host: Any) -> None:
-        """Pass on what the scheduler sends, until it or its host ends."""
+        """Forward what the scheduler sends, until the scheduler or its host ends."""
         addrs = self._args.zmq_frontend_addr, self._args.zmq_detokenizer_addr
         queues: list[ZmqAsyncPushQueue[bytes]] = [ZmqAsyncPushQueue(addr, FrameCodec()) for addr in addrs]
         try:
@@ -287,7 +287,7 @@ class Api:
 
 
 async def _give(host: Any, inbox: ZmqAsyncPullQueue[bytes]) -> None:
-    """Pass on what is sent to the scheduler, in order, until its host ends."""
+    """Forward messages to the scheduler, in order, until its host ends."""
     while True:
         await host.give.remote(await inbox.get())
 
@@ -303,7 +303,7 @@ async def _end(*tasks: asyncio.Task[Any]) -> None:
 
 
 class FrameCodec(Codec[bytes]):
-    """Frames as they are."""
+    """Passes frames through unchanged."""
 
     def __init__(self) -> None:
         pass
@@ -320,28 +320,28 @@ class FrameCodec(Codec[bytes]):
 
 
 class Replica:
-    """The model once, on the hosts of a placement group. Ray starts, checks and ends it; the messages pass it by."""
+    """One copy of the model on the hosts of a placement group. Ray starts, checks and ends it; it sees no messages."""
 
     async def __init__(self, args: ServerArgs) -> None:  # type: ignore[misc]
         engine, group = args.scheduler.engine, ray.util.get_current_placement_group()
         self._life = random.getrandbits(LIFE_BITS)
         self._over = asyncio.Event()
-        self._unlinked: float | None = None  # since when, if it had a link
+        self._unlinked: float | None = None  # when the link was lost
         self._hosts = []
         for index, bundle in enumerate(group.bundle_specs):
-            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-            size = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0)}
-            self._hosts.append(ray.remote(Host).options(scheduling_strategy=place, **size).remote())
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            resources = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0)}
+            self._hosts.append(ray.remote(Host).options(scheduling_strategy=strategy, **resources).remote())
         addr = await self._hosts[0].free_address.remote() if engine.nnodes > 1 else ""
         starts = []
         for rank, host in enumerate(self._hosts):
-            own = replace(args.scheduler, engine=replace(engine, node_rank=rank, dist_init_addr=addr))
-            starts.append(host.start.remote(replace(args, life=self._life, scheduler=own)))
+            scheduler = replace(args.scheduler, engine=replace(engine, node_rank=rank, dist_init_addr=addr))
+            starts.append(host.start.remote(replace(args, life=self._life, scheduler=scheduler)))
         self._facts = (await asyncio.gather(*starts))[0]
 
     async def link(self, ticket: None) -> AsyncIterator[tuple[Any, int, Facts]]:
-        """Give the API process what it needs to talk to the scheduler; the replica is in use until the call ends."""
-        self._over.set()  # for the API process before
+        """Yield (host of rank 0, life, facts) to the API process; the replica is in use until the call ends."""
+        self._over.set()  # end the link of the previous API process
         over = self._over = asyncio.Event()
         self._unlinked = None
         try:
@@ -352,7 +352,7 @@ class Replica:
                 self._unlinked = time.monotonic()
 
     async def check_health(self) -> None:
-        """Raise if a rank has ended or hangs, or the link is broken; Ray then replaces the replica."""
+        """Raise if a rank has ended or hangs, or if the link is lost; Ray then replaces the replica."""
         if self._unlinked is not None and time.monotonic() - self._unlinked > UNLINKED_S:
             raise RuntimeError("the API process has no link to this replica")
         await asyncio.gather(*(host.check.remote() for host in self._hosts))
@@ -371,13 +371,13 @@ class Host:
         self._frames: Frames = []
         self._news = asyncio.Event()
         self._turn = 0
-        self._heard = self._patience = inf  # until rank 0 is ready; other ranks are not heard
-        self._open: set[int] = set()  # the requests that the scheduler has
+        self._heard = self._patience = inf  # until rank 0 is ready; other ranks send no heartbeats
+        self._open: set[int] = set()  # uids of the requests that the scheduler has
         self._stats = StatsMsg()
         self._codec: Codec[BackendMsg] = Codec(BackendMsg)
 
     def free_address(self) -> str:
-        """Return where the other hosts may connect."""
+        """Return an address to which the other hosts can connect."""
         with socket.create_server(("", 0)) as s:
             return f"{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"
 
@@ -417,10 +417,10 @@ class Host:
             self._news.set()
 
     async def take(self) -> AsyncIterator[Frames]:
-        """Yield what the scheduler sends, until a rank ends or another API process takes it."""
+        """Yield what the scheduler sends, until a rank ends or another API process calls this."""
         self._turn += 1
         if (turn := self._turn) > 1:
-            # The API process before has died. Its requests end, and what the new one may have been told is said again.
+            # The previous API process has died: abort its requests, and report all cached prefixes to the new one.
             self._frames = []
             await self._backend.put([*map(AbortMsg, self._open), TellPrefixesMsg()])
         while not self._cause:
@@ -432,14 +432,14 @@ class Host:
             yield frames
 
     async def give(self, frames: list[bytes]) -> None:
-        """Send to the scheduler."""
+        """Send frames to the scheduler."""
         for frame in frames:
             messages = self._codec.decode(frame)
             self._open.update(m.uid for m in messages if isinstance(m, UserMsg))
             await self._backend.put(messages)
 
     def check(self) -> None:
-        """Raise if a rank has ended, or gives no sign of life. (Only rank 0 does, between two steps.)"""
+        """Raise if a rank has ended, or if rank 0 sends no heartbeat. Other ranks send none."""
         if self._cause:
             raise RuntimeError(self._cause)
         if (silent := time.monotonic() - self._heard) > self._patience:

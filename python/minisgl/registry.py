@@ -1,4 +1,4 @@
-"""Named alternatives of one kind of thing (ops, attention backends, models), imported only when chosen."""
+"""Registries of named alternatives (ops, attention backends, models), which are imported only when chosen."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Entry:
 
 
 class Registry(Generic[T]):
-    """Alternatives in order of preference: adding one is one file and one line.
+    """Alternatives in order of preference. Adding one takes a file and a line.
 
     `kind` is the word for messages ("attention backend"). Registration imports nothing, so `supports` must be a light
     function (or a `Requirements.refusal`) that lives apart from the implementation.
@@ -33,25 +33,25 @@ class Registry(Generic[T]):
         self._entries: dict[str, _Entry] = {}
 
     def add(self, name: str, target: str, supports: Supports | None = None) -> None:
-        """Declare `name` as the attribute `target` ("package.module:attribute"), after those declared before."""
+        """Declare `name` as the attribute `target` ("package.module:attribute"), after all earlier ones."""
         assert name not in self._entries and name != "auto", f"{self.kind} {name!r} is declared twice or reserved"
         assert target.count(":") == 1, f"{target!r} is not module:attribute"
         self._entries[name] = _Entry(target, supports)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every declared name, in order of preference."""
+        """All declared names, in order of preference."""
         return tuple(self._entries)
 
     def refusal(self, name: str, *args: Any) -> str | None:
-        """Why `name` cannot serve `args`; None when it can. Raises `ConfigError` for an unknown name."""
+        """Return why `name` does not fit `args`; None if it does. Raises `ConfigError` for an unknown name."""
         supports = self._entry(name).supports
         return None if supports is None else supports(*args)
 
     def choose(self, name: str, *args: Any) -> str:
-        """`name` itself, or for "auto" the first one that fits `args`.
+        """Return `name`, or for "auto" the first name that fits `args`.
 
-        Raises `ConfigError` with every candidate's reason when none fits.
+        Raises `ConfigError` with the reason of each candidate if none fits.
         """
         candidates = self.names if name == "auto" else (name,)
         reasons = []
@@ -69,7 +69,7 @@ class Registry(Generic[T]):
         return loaded
 
     def resolve(self, name: str, *args: Any) -> T:
-        """`load` what `choose` chooses."""
+        """Load what `choose` returns."""
         return self.load(self.choose(name, *args))
 
     def _entry(self, name: str) -> _Entry:

@@ -1,6 +1,6 @@
 """`minisgl replay`: runs a scheduler again on the inputs of a record (`scheduler/record.py`), without model or device.
 
-It must make the same plans. Then any step can be looked at in the Engine view of the page.
+It must make the same plans. Then the Engine view of the page can show any step.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 
 class ReplayError(MinisglError):
-    """The scheduler of this version plans otherwise than the recorded one."""
+    """The scheduler of this version makes other plans than the recorded one."""
 
 
 class Replay:
-    """A scheduler on the way through a record. `step` is the number of the entries that have been replayed.
+    """A scheduler that replays a record. `step` is the number of replayed entries.
 
-    Raises `ConfigError` for a file that is no record.
+    Raises `ConfigError` for a file that is not a record.
     """
 
     def __init__(self, path: str) -> None:
@@ -58,12 +58,12 @@ class Replay:
         try:
             self.header = msgspec.msgpack.decode(self._frame() or b"", type=Header)
         except msgspec.MsgspecError as e:
-            raise ConfigError(f"{path} is no record of minisgl {minisgl.__version__}: {e}") from e
+            raise ConfigError(f"{path} is not a record of minisgl {minisgl.__version__}: {e}") from e
         self.scheduler = _ReplayingScheduler(self.header)
         self.step = 0
 
     def _frame(self) -> memoryview | None:
-        """The next of the file's frames; None at the end, or where the last one was cut off."""
+        """Return the next frame of the file; None at the end, or if the last frame is cut off."""
         end = 4 + int.from_bytes(self._data[:4], "little")
         if not self._data or len(self._data) < end:
             return None
@@ -71,8 +71,10 @@ class Replay:
         return frame
 
     def advance(self, steps: int | None = None) -> bool:
-        """Replay so many steps, or all; return whether there were so many. Raises `ReplayError` at the first
-        step with another plan."""
+        """Replay until `step` is `steps`, or all entries. Return whether the record has so many.
+
+        Raises `ReplayError` at the first step with another plan.
+        """
         while steps is None or self.step < steps:
             if (frame := self._frame()) is None:
                 return False
@@ -82,7 +84,7 @@ class Replay:
 
 
 class _Output:
-    """A launched step, whose result the record has."""
+    """A launched step. Its result is in the record."""
 
     def __init__(self, plan: BatchPlan, results: deque[Result]) -> None:
         self._plan = plan
@@ -94,7 +96,7 @@ class _Output:
 
     def wait(self) -> StepResult:
         if not self._results:
-            raise ReplayError("a step waits for a result that it did not wait for in the record")
+            raise ReplayError("a step collects a result that the recorded step did not collect")
         result = self._results.popleft()
         tokens = ids_from_bytes(result.tokens)
         finite = ids_from_bytes(result.finite) if result.finite else np.ones(len(tokens), np.int32)
@@ -105,7 +107,7 @@ class _Output:
 
 
 class _Engine:
-    """Launches nothing."""
+    """An engine that computes nothing: its results come from the record."""
 
     def __init__(self, header: Header) -> None:
         self.num_pages = header.num_pages
@@ -132,7 +134,7 @@ class _Engine:
 
 
 class _Matcher:
-    """What is known of a grammar: how it ended."""
+    """A matcher without a grammar. Only its end is known, from the record."""
 
     mask = NO_INTS
 
@@ -144,7 +146,7 @@ class _Matcher:
 
 
 class _Grammars(Grammars):
-    """Grammars that are ready, and end, when they did in the record."""
+    """Grammars that become ready and end when they did in the record."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,11 +183,11 @@ class _ReplayingScheduler(Scheduler):
         self._answers = _Grammars()
         clock = lambda: self._answers.entry.now  # noqa: E731
         super().__init__(header.config, self._device, self._channels, self._answers, clock=clock)
-        limits = msgspec.structs.replace(header.limits, vocab_size=2**31)  # hashed tokens are no ids
+        limits = msgspec.structs.replace(header.limits, vocab_size=2**31)  # hashes may stand for token ids
         self.admission = Admission(header.config, limits, header.num_pages * header.page_size)
 
     def replay(self, entry: Entry) -> None:
-        """Take one step; raises `ReplayError` if its plan is another one."""
+        """Run one step. Raises `ReplayError` if its plan differs from the record."""
         self._answers.entry = entry
         self._channels.inbox.extend(entry.messages)
         self._device.results.extend(entry.results)
@@ -193,7 +195,7 @@ class _ReplayingScheduler(Scheduler):
         self.step()
         self._channels.replies.clear()
         if entry.plan or self._device.results:
-            raise ReplayError(f"step {entry.step} has no plan, or waits for less than in the record")
+            raise ReplayError(f"step {entry.step} has no plan, or collects fewer results than in the record")
 
     def _constrain(self, req: Req, guess: Ints) -> tuple[Ints, bool]:
         count, is_forced = self._answers.entry.drafts.pop(0)
@@ -203,7 +205,7 @@ class _ReplayingScheduler(Scheduler):
         super().launch(step)
         plan, entry = self.launched[-1].plan, self._answers.entry
         if checksum(plan) != entry.plan:
-            raise ReplayError(f"step {entry.step} is planned otherwise than in the record: {plan.slots}")
+            raise ReplayError(f"step {entry.step} has another plan than in the record: {plan.slots}")
         entry.plan = 0
 
 
@@ -211,33 +213,34 @@ class _ReplayingScheduler(Scheduler):
 
 
 def check(path: str) -> int:
-    """Replay a whole record; return the number of its steps. Raises `ReplayError`."""
+    """Replay a whole record; return the number of its steps. Raises `ReplayError` at the first difference."""
     replay = Replay(path)
     replay.advance()
     return replay.step
 
 
 def serve(path: str, steps: int, port: int) -> None:
-    """Serve the page with the Engine view of each of the `steps`, until Ctrl-C. Port 0 is any free one."""
-    at = Replay(path)
+    """Serve the page with the Engine view of each of the `steps`, until Ctrl-C. Port 0 means any free port."""
+    replay = Replay(path)
 
     async def models(_: Request) -> Response:
         return JSONResponse({"data": [{"id": Path(path).name}], "replay": True})
 
-    async def view(request: Request) -> Response:
-        nonlocal at
-        wanted = min(steps, int(request.query_params.get("step", steps)))
-        if wanted < at.step:
-            at = Replay(path)
-        at.advance(wanted)
-        shown, stats = engine_view(at.scheduler, 0), at.scheduler.stats.snapshot(at.scheduler)
-        body = {"view": shown, "stats": stats, "replay": {"step": at.step, "steps": steps}}
+    async def show_step(request: Request) -> Response:
+        nonlocal replay
+        step = min(steps, int(request.query_params.get("step", steps)))
+        if step < replay.step:
+            replay = Replay(path)
+        replay.advance(step)
+        scheduler = replay.scheduler
+        view, stats = engine_view(scheduler, 0), scheduler.stats.snapshot(scheduler)
+        body = {"view": view, "stats": stats, "replay": {"step": replay.step, "steps": steps}}
         return Response(msgspec.json.encode(body), media_type="application/json")
 
     app = FastAPI(openapi_url=None)
     add_page(app)
     app.add_api_route("/v1/models", models)
-    app.add_api_route("/engine_view", view)
+    app.add_api_route("/engine_view", show_step)
     app.add_middleware(Gate, access=Access.of(ServerArgs()))
     with socket.create_server(("127.0.0.1", port)) as sock:
         print(f"the Engine view of each step: http://127.0.0.1:{sock.getsockname()[1]}", flush=True)

@@ -218,11 +218,11 @@ def test_ranks_on_two_nodes_meet(cluster: Cluster, client: httpx.Client) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"port": 1}, "port: leave this to Ray"),
+        ({"port": 1}, "port: leave this option out"),
         ({"auth": "true"}, "give api_key_file"),
         ({"tp": 3, "nnodes": 2}, "cannot be spread evenly"),
         ({"threads": None}, "give threads=N with device=cpu"),
-        ({"disk_kv": "/tmp/kv:1G", "max_replicas": 2}, "disk_kv is for one replica here"),
+        ({"disk_kv": "/tmp/kv:1G", "max_replicas": 2}, "disk_kv needs max_replicas=1"),
         ({"min_replicas": 2}, "max_replicas=1 is below min_replicas=2"),
         ({"max_replicas": "none"}, "max_replicas='none' is not of type int"),
         ({"replicas": 2}, "there is no option 'replicas'"),

@@ -193,8 +193,8 @@ def test_without_a_replica_requests_are_refused_at_once_and_served_again_later()
     ("flags", "sentence"),
     [
         (("--dp", "64"), "--dp 64 --tp 1 is too much for a machine"),
-        (("--dp", "2", "--nnodes", "2", "--tp", "2"), "--dp is for one host"),
-        (("--dp", "2", "--record", "file"), "--record is for one replica"),
+        (("--dp", "2", "--nnodes", "2", "--tp", "2"), "--dp works on one host only"),
+        (("--dp", "2", "--record", "file"), "--record works with one replica only"),
         (("--dp", "0"), "--dp 0 must be at least 1"),
     ],
 )

@@ -121,7 +121,7 @@ def test_previous_response_id_continues_the_conversation(client: openai.OpenAI) 
         client.responses.retrieve(first.id)
     assert "Anna" in ask(client, "What is my name?", previous_response_id=second.id).output_text
     unkept = ask(client, "Hello", store=False)
-    with pytest.raises(openai.BadRequestError, match="is not kept") as e:
+    with pytest.raises(openai.BadRequestError, match="is not stored") as e:
         ask(client, "Hello", previous_response_id=unkept.id)
     assert (e.value.param, e.value.code) == ("previous_response_id", "previous_response_not_found")
 

@@ -94,7 +94,7 @@ def test_without_transformers_the_rest_is_checked(tmp_path: Path, monkeypatch: p
         (("--dummy-weight",), "no checkpoint to verify"),
         (("--max-running-requests", "2"), "--max-running-requests of 16"),
         (("--length", "10"), "too short"),
-        (("--tp", "2", "--nnodes", "2"), "for one host"),
+        (("--tp", "2", "--nnodes", "2"), "works on one host"),
         (("/no/such/model",), "does not exist"),
     ],
 )

@@ -65,8 +65,8 @@ SIGNALS = (signal.SIGUSR2, signal.SIGTTIN, signal.SIGTTOU)  # to renew, add and 
 EXPECTED_ERRORS = (  # of the log
     "; the server stops",
     " hangs for ",
-    "; its requests go on in other replicas",
-    "does not end now",
+    "; other replicas take over its requests",
+    " is not ended: ",
 )
 
 

@@ -1,4 +1,4 @@
-"""Anthropic's `/v1/messages` and `/v1/messages/count_tokens`: blocks -> a chat completion; its answer -> blocks."""
+"""Anthropic's `/v1/messages` and `/v1/messages/count_tokens`, translated to and from chat completions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 from minisgl.api import protocol as p
 from minisgl.api.chat import json_schema_format, prepared, shared_fields
 from minisgl.api.frontend import Receipt
-from minisgl.api.http import anthropic_error, json_response, read_request, tell_ignored, to_json
+from minisgl.api.http import anthropic_error, json_response, read_request, report_ignored, to_json
 from minisgl.api.parsers.output import TOOL_CALLS, OutputParser, Step
 from minisgl.api.parsers.pieces import Content, ParsedCall, Piece
 from minisgl.api.replies import Renderer, named_event
@@ -23,7 +23,7 @@ from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg, UserReply
 from minisgl.settings.options import ServerArgs
 
-NAMES: Final = {"stop": "stop_sequences", "response_format": "output_config.format"}  # of the fields in a chat
+NAMES: Final = {"stop": "stop_sequences", "response_format": "output_config.format"}  # field of a chat -> Anthropic's
 ROLES: Final = ("user", "assistant", "system")
 CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 THINKS: Final = {"enabled": True, "adaptive": True, "disabled": False}
@@ -31,7 +31,7 @@ PING: Final = named_event("ping", {})
 
 
 def chat_messages(body: p.MessagesRequest) -> list[p.ChatMessage]:
-    """The messages of a chat. Raises `RequestError` naming the type of a block that is not supported."""
+    """Return the messages of a chat. Raises `RequestError` for a type of block that is not supported."""
     messages = []
     if body.system is not None:
         messages.append(p.ChatMessage("system", text_of(body.system, "system")))
@@ -46,7 +46,7 @@ def chat_messages(body: p.MessagesRequest) -> list[p.ChatMessage]:
 
 
 def _other_messages(role: str, blocks: list[dict[str, Any]]) -> Iterator[p.ChatMessage]:
-    """The results of tools, then the text."""
+    """Yield the results of tools, then the text."""
     texts = []
     for block in blocks:
         if block.get("type") != "tool_result" or role != "user":
@@ -80,9 +80,9 @@ def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def chat_request(body: p.MessagesRequest, model: ServedModel) -> p.ChatCompletionRequest:
-    """The chat completion that `body` asks for. Raises `RequestError`.
+    """Translate `body` to a chat completion. Raises `RequestError` for what is not supported.
 
-    An assistant's message at the end is the beginning of the answer.
+    If the last message is the assistant's, the answer continues it.
     """
     thinking, choice = body.thinking or p.Thinking("disabled"), body.tool_choice or p.AnthropicToolChoice("auto")
     output = body.output_config or p.OutputConfig()
@@ -112,7 +112,7 @@ def chat_request(body: p.MessagesRequest, model: ServedModel) -> p.ChatCompletio
 
 
 def _ignored(body: p.MessagesRequest, model: ServedModel) -> list[str]:
-    """The names of what has no effect: nothing limits the reasoning but `max_tokens`."""
+    """Return the names of fields without an effect: only `max_tokens` limits the reasoning."""
     if body.thinking is None:
         return []
     if model.forms.reasoning is None:
@@ -129,7 +129,7 @@ def _usage(reply: UserReply) -> p.MessageUsage:
 
 
 class MessageRenderer(Renderer):
-    """Writes the answer as blocks: thinking, text, tool use. The events of a stream make the blocks."""
+    """Writes the answer as blocks: thinking, text, tool use. A whole answer is built from the events of its stream."""
 
     def __init__(self, model: str, new_parser: Callable[[], OutputParser] | None) -> None:
         self._parser = new_parser() if new_parser else OutputParser(None, None)
@@ -147,7 +147,7 @@ class MessageRenderer(Renderer):
         return p.MessageObject(id=self._name, model=self._model, usage=_usage(reply), **fields)
 
     def _end(self, reply: UserReply) -> dict[str, str | None]:
-        assert reply.finish_reason is not None, "a generation without an end"
+        assert reply.finish_reason is not None, "the generation has not ended"
         matched = reply.stop_reason if isinstance(reply.stop_reason, str) else None
         reason = "stop_sequence" if matched is not None else "end_turn"
         if self._parser.finish_reason(reply.finish_reason) == TOOL_CALLS:
@@ -162,7 +162,7 @@ class MessageRenderer(Renderer):
             yield named_event("message_start", {"message": self._message(reply)})
         steps = list(self._parser.steps(reply.text, reply.finish_reason is not None))
         if not steps:
-            yield PING  # while the parser waits, the client sees that the model works
+            yield PING  # shows the client that the model works while the parser waits
         for step, piece in steps:
             yield from self._grow(step, piece)
 
@@ -198,11 +198,11 @@ class MessageRenderer(Renderer):
 
 
 def add_messages_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
-    """POST /v1/messages and /v1/messages/count_tokens."""
+    """Add POST /v1/messages and /v1/messages/count_tokens."""
 
     async def read(request: Request) -> tuple[p.MessagesRequest, TokenizeMsg, Callable[[], OutputParser] | None]:
         body = await read_request(request, p.MessagesRequest, args, model.name)
-        tell_ignored(request, _ignored(body, model))
+        report_ignored(request, _ignored(body, model))
         message, new_parser = prepared(request, chat_request(body, model), args, model, NAMES)
         return body, msgspec.structs.replace(message, shortens=True), new_parser
 

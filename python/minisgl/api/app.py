@@ -39,7 +39,7 @@ from minisgl.settings.options import ServerArgs
 
 
 def create_app(args: ServerArgs, model: ServedModel) -> FastAPI:
-    """The application; its lifespan owns the `FrontendManager`, at `app.state.frontend`."""
+    """Create the application. Its lifespan owns the `FrontendManager` at `app.state.frontend`."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -82,7 +82,7 @@ def create_app(args: ServerArgs, model: ServedModel) -> FastAPI:
 
 
 def _allow_head(app: FastAPI) -> None:
-    """Accept HEAD wherever there is GET (RFC 9110, 9.1): probes use it. The HTTP server leaves the body out."""
+    """Accept HEAD wherever GET is accepted (RFC 9110, 9.1), since probes use it. The HTTP server omits the body."""
     for route in app.routes:
         if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
             route.methods.add("HEAD")
@@ -101,7 +101,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error_response(path, RequestError(message, status=e.status_code), dict(e.headers or {}))
 
     async def client_gone(_: Request, e: Exception) -> Response:
-        return Response(status_code=499)  # nginx's code; no client reads it
+        return Response(status_code=499)  # nginx's code for a closed connection; no client reads it
 
     async def internal_error(request: Request, e: Exception) -> Response:
         return error_response(request.url.path, RequestError("internal error; see the server's log", status=500))

@@ -1,4 +1,4 @@
-"""A chat completion, as every API of conversations asks for it."""
+"""Prepares chat completions for all APIs of conversations: OpenAI's two and Anthropic's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from fastapi import Request
 
 from minisgl.api.fields import unread_kwargs
-from minisgl.api.http import tell_ignored
+from minisgl.api.http import report_ignored
 from minisgl.api.parsers.output import SWITCHES, OutputParser
 from minisgl.api.protocol import ChatCompletionRequest, ForeignChat, SamplingFields
 from minisgl.api.requests import ServedModel, chat_message
@@ -25,13 +25,13 @@ def prepared(
     model: ServedModel,
     names: Mapping[str, str] | None = None,
 ) -> tuple[TokenizeMsg, Callable[[], OutputParser] | None]:
-    """The message for `chat`, which `request` asks for, and the factory of its parser (None: no parser needed).
+    """Return the message for `chat`, and a factory of its output parser (None: it needs no parser).
 
-    `names` are the names that the request's API has for fields of a chat. Raises `RequestError` with these names.
+    `names` maps fields of a chat to their names in the API of `request`. Errors (`RequestError`) use these names.
     """
     names = names or {}
     refuses = args.unknown_fields == "refuse"
-    tell_ignored(request, unread_kwargs(chat.chat_template_kwargs, model.template_variables, refuses))
+    report_ignored(request, unread_kwargs(chat.chat_template_kwargs, model.template_variables, refuses))
     try:
         message, new_parser = model.forms.prepare(chat, chat_message(chat, model.defaults, model.limits))
     except RequestError as e:
@@ -40,16 +40,16 @@ def prepared(
         text = e.message.replace(e.param, names[e.param], 1)
         raise RequestError(text, param=names[e.param], code=e.code, status=e.status) from e
     params = message.sampling_params
-    if params.grammar is not None and params.grammar.param in names:  # its text is judged later
+    if params.grammar is not None and params.grammar.param in names:  # the tokenizer or scheduler checks its text later
         grammar = msgspec.structs.replace(params.grammar, param=names[params.grammar.param])
         message = msgspec.structs.replace(message, sampling_params=msgspec.structs.replace(params, grammar=grammar))
     return message, new_parser
 
 
 def shared_fields(body: ForeignChat, model: ServedModel, thinks: bool | None) -> dict[str, Any]:
-    """The fields of the chat that `body` has under the same names.
+    """Return the fields of a chat that `body` has under the same names.
 
-    `thinks` sets the template's switch for reasoning, if it has one and `body` does not set it.
+    `thinks` turns reasoning on or off, if the template has a switch for it that `body` does not set.
     """
     switches = {} if thinks is None else {name: thinks for name in SWITCHES if name in model.template_variables}
     kwargs = switches | (body.chat_template_kwargs or {})
@@ -58,5 +58,5 @@ def shared_fields(body: ForeignChat, model: ServedModel, thinks: bool | None) ->
 
 
 def json_schema_format(schema: Any) -> dict[str, Any]:
-    """The `response_format` of a chat for a JSON Schema."""
+    """Return the `response_format` of a chat for a JSON Schema."""
     return {"type": "json_schema", "json_schema": {"schema": schema}}

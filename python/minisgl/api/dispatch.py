@@ -1,7 +1,7 @@
-"""The way from the tokenizers to the scheduler, or to one of several replicas, which the `Router` chooses.
+"""Forwards requests from the tokenizers to the replica that the `Router` chooses.
 
-The choice is made in the API process, which sees every reply: it knows the load of each replica, and the tokens that a
-request has got if it must go on elsewhere. The tokenizers, of which there may be several, know the prompt alone.
+This happens in the API process, which sees every reply. So it knows the load of each replica, and the output tokens of
+a request that has to move. A tokenizer knows only prompts, and there may be several tokenizers.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from minisgl.settings.options import ServerArgs
 
 logger = logging.getLogger(__name__)
 
-OWN_LIFE: Final = -1  # of messages to the detokenizer that no replica has sent
+OWN_LIFE: Final = -1  # the life in messages that the dispatcher itself sends to the detokenizer
 POLL_S: Final = 0.02
 
 
 class Dispatcher:
-    """The sockets to all replicas. With one replica the tokenizers send to it directly, and nothing is chosen."""
+    """The sockets to all replicas. A single replica gets its requests directly from the tokenizers."""
 
     def __init__(self, args: ServerArgs) -> None:
         self.router = Router()
-        self.starting: set[int] = set()  # replicas that do not live yet, by index
+        self.starting: set[int] = set()  # indices of replicas that are starting
         self._args = args
         self._queues: dict[int, ZmqAsyncPushQueue[BackendMsg]] = {}
         self._detokenizer: ZmqAsyncPushQueue[TokenizerMsg] = ZmqAsyncPushQueue(
@@ -62,7 +62,7 @@ class Dispatcher:
     # -- lives
 
     async def open(self, life: int, index: int) -> None:
-        """Send requests to a new `life` of replica number `index`."""
+        """Open a socket to a new `life` of replica number `index`, which then gets requests."""
         self._add(life, index)
         await self._queues[life].put([TellPrefixesMsg()])
 
@@ -73,13 +73,13 @@ class Dispatcher:
         self.starting.discard(index)
 
     def has_others(self, index: int) -> bool:
-        """Whether a replica with another index lives."""
+        """Return whether a replica with another index is running."""
         return any(r.index != index for r in self.router.replicas.values())
 
     async def drain(self, life: int, timeout: float) -> bool:
-        """Send no new requests to `life`; wait up to `timeout` seconds for the end of those that it has.
+        """Send no new requests to `life`, and wait up to `timeout` seconds for its requests to end.
 
-        Wait longer if no other replica could take them. Return whether this one still lives.
+        Wait longer if no other replica could take them over. Return whether `life` is still running.
         """
         deadline = time.monotonic() + timeout
         while (replica := self.router.replicas.get(life)) is not None:
@@ -91,12 +91,12 @@ class Dispatcher:
         return False
 
     async def lose(self, life: int, has_died: bool) -> None:
-        """Send nothing more to `life`. Its requests go on elsewhere once the detokenizer takes nothing more from it."""
+        """Send nothing more to `life`. Its requests move once the detokenizer drops all further replies from it."""
         if self.router.lose(life, has_died):
             await self._detokenizer.put([LostMsg(life)])
 
     async def _move(self, life: int) -> None:
-        """Let the requests of `life` go on elsewhere. If it still runs, it may exit, since no reply of it counts."""
+        """Move the requests of `life` to other replicas. If it still runs, tell it to exit: its replies are dropped."""
         queue = self._queues.pop(life)
         await queue.put([ExitMsg()])
         queue.close()
@@ -105,17 +105,17 @@ class Dispatcher:
             await self._queues[target].put([request])
         if ended:
             await self._end(ended)
-        logger.info("%d requests go on in other replicas, %d end", len(moved), len(ended))
+        logger.info("%d requests moved to other replicas, %d ended", len(moved), len(ended))
 
     async def _end(self, ended: list[Finished]) -> None:
-        """End requests that no replica has, by way of the detokenizer, which forgets them."""
+        """End requests that no replica has. The detokenizer drops their state and replies."""
         msg = DetokenizeMsg(uids=b"", tokens=b"", started=[], finished=ended, life=OWN_LIFE)
         await self._detokenizer.put([msg])
 
     # -- requests
 
     async def _forward(self, inbox: ZmqAsyncPullQueue[BackendMsg]) -> None:
-        for queue in list(self._queues.values()):  # of those that were there from the start
+        for queue in list(self._queues.values()):  # replicas that were running before
             await queue.put([TellPrefixesMsg()])
         while True:
             for msg in await inbox.get():
@@ -135,7 +135,7 @@ class Dispatcher:
         await self._end([Finished(uid=msg.uid, reason=FinishReason.ERROR, has_text=False, failure=failure)])
 
     async def put(self, msg: FlushCacheMsg | ViewMsg, index: int | None = None) -> None:
-        """Send to replica number `index`, or to all. Raises `RequestError` (404) if there is none."""
+        """Send a message to replica number `index`, or to all. Raises `RequestError` (404) if none is running."""
         replicas = [r for r in self.router.replicas.values() if index is None or r.index == index]
         if not replicas:
             raise RequestError(f"replica {index} is not running", code="no_replica", status=404)
@@ -143,7 +143,7 @@ class Dispatcher:
             await self._queues[replica.life].put([msg])
 
     async def note(self, msg: StatsMsg | PrefixesMsg | LostMsg) -> None:
-        """Take in what concerns the choice, besides the replies."""
+        """Give the router what it needs to know for its choice, besides the replies."""
         match msg:
             case StatsMsg():
                 self.router.note_stats(msg, time.monotonic())
@@ -154,12 +154,12 @@ class Dispatcher:
 
     @property
     def silence(self) -> dict[int, float]:
-        """The seconds since the last heartbeat of each replica, which it sends between two steps."""
+        """The seconds since the last heartbeat of each replica, by index. Replicas send one between two steps."""
         now = time.monotonic()
         return {r.index: now - r.heard for r in self.router.replicas.values()}
 
     def describe(self) -> list[ReplicaView]:
-        """Return facts about each running replica, by index."""
+        """Return facts about each running replica, in the order of their indices."""
         now = time.monotonic()
         return [_view(r, now - r.heard) for r in sorted(self.router.replicas.values(), key=lambda r: r.index)]
 

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, `/v1/score` and `/v1/rerank`: vectors of texts and their similarity, by an embedding model."""
+"""`/v1/embeddings`, `/v1/score` and `/v1/rerank`: embeddings of texts and their cosine similarity."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ ENCODINGS: Final[dict[str, Callable[[Vector], str | list[float]]]] = {"float": n
 
 
 def _require_embedder(model: ServedModel) -> Embedder:
-    """Raises `RequestError` (400) for a model that generates text."""
+    """Return the embedder. Raises `RequestError` (400) if the model generates text."""
     if model.embedder is None:
         raise RequestError(
-            f"{model.name!r} is served as a generator of text, and does not compute embeddings: its folder has no "
-            "modules.json that would say how",
+            f"{model.name!r} generates text and does not compute embeddings: its folder has no modules.json",
             param="model",
             code="unsupported_endpoint",
         )
@@ -50,10 +49,10 @@ def _cosine(a: Vector, b: Vector) -> float:
 
 
 def add_embeddings_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
-    """POST /v1/embeddings, and cosine similarities by them: POST /v1/score and /v1/rerank."""
+    """Add POST /v1/embeddings, /v1/score and /v1/rerank."""
 
     def respond(inputs: str | list[Any], param: str, body: Body, dimensions: int | None = None) -> Response:
-        """The response whose body is made of the embeddings of `inputs`, by the field `param`."""
+        """Return the response whose body `body` makes from the embeddings of `inputs`, which are in field `param`."""
         embedder = _require_embedder(model)
         length = embedder.length(dimensions)
 

@@ -1,4 +1,4 @@
-"""Fields that are not in `protocol`: refused where they would change the answer, else accepted and told.
+"""Unknown fields: those that would change the answer elsewhere are refused, the others are accepted and reported.
 
 The names are those of OpenAI, vLLM, SGLang, mini-sglang, llama.cpp and TGI; docs/api.md shows both tables.
 """
@@ -26,7 +26,7 @@ decoder_input_details details include response_fields return_full_text
 token_ids_logprob top_n_tokens
 bootstrap_host bootstrap_port bootstrap_room kv_transfer_params
 """
-# Not implemented, and a request with them means another answer. The value changes nothing, as null does.
+# Fields that are not implemented and would change the answer -> the value that changes nothing, as null does.
 FOREIGN: Final[dict[str, Any]] = dict.fromkeys(_WITHOUT_A_NEUTRAL_VALUE.split()) | {
     "add_bos_token": True,
     "diversity_penalty": 0,
@@ -63,38 +63,38 @@ background cache_prompt conversation_id custom_labels data_parallel_rank externa
 id_slot log_metrics metadata no_logs prompt_cache_key prompt_cache_options prompt_cache_retention provider request_id
 require_reasoning return_bytes rid safety_identifier service_tier store timings_per_token user
 """
-# These say who asks, or how a service bills, stores and routes; no server of one model differs by them.
+# Fields that identify the client, or say how a service bills, stores and routes: they have no effect in any server.
 HARMLESS: Final = frozenset(_HARMLESS.split())
-MAX_TOLD: Final = 16  # names in the header; each with at most MAX_NAME characters
+MAX_REPORTED: Final = 16  # names in the header; each with at most MAX_NAME characters
 MAX_NAME: Final = 64
-CLOSE: Final = 0.84  # how similar a misspelt name is to its field
+CLOSE: Final = 0.84  # the least similarity of a misspelt name to its field
 
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
 def ignored_fields(body: bytes, kind: type[msgspec.Struct], refuses: bool) -> list[str]:
-    """The names in the JSON object `body`, which is a `kind`, that have no effect.
+    """Return the names in the JSON object `body`, which is a `kind`, that have no effect.
 
-    Raises `RequestError` (400) for a name that would have one elsewhere, that misspells a field, or, with `refuses`,
-    that is not a field.
+    Raises `RequestError` (400) for a name that has an effect in other servers, that misspells a field, or, with
+    `refuses`, that is not a field.
     """
     given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     ignored = _ignored(given, kind, refuses)
     if kind is GenerateRequest and (inner := bytes(given.get("sampling_params", b"null"))) != b"null":
         ignored += _ignored(msgspec.json.decode(inner, type=dict[str, msgspec.Raw]), GenerateSampling, refuses)
     for name in ignored:
-        if name not in _told and len(_told) < 1000:
-            _told.add(name)
+        if name not in _logged and len(_logged) < 1000:
+            _logged.add(name)
             logger.info("clients send the field %r, which has no effect", name)
     return ignored
 
 
 def unread_kwargs(kwargs: dict[str, Any] | None, variables: frozenset[str], refuses: bool) -> list[str]:
-    """The names in `chat_template_kwargs` that are not among the `variables` which the template reads.
+    """Return the names in `chat_template_kwargs` that are not `variables` of the template.
 
     Raises `RequestError` (400) for a name that misspells a variable, or, with `refuses`, for any such name.
     """
-    unread = sorted((kwargs or {}).keys() - variables)[:MAX_TOLD]
+    unread = sorted((kwargs or {}).keys() - variables)[:MAX_REPORTED]
     for name in unread:
         close = near_miss(name[:MAX_NAME], variables, CLOSE)
         if close or refuses:
@@ -115,7 +115,7 @@ def _ignored(given: dict[str, msgspec.Raw], kind: type[msgspec.Struct], refuses:
         if value == b"null" or name in HARMLESS:
             continue
         if kind is GenerateRequest and name in GenerateSampling.__struct_fields__:
-            raise _refusal(name, "belongs into sampling_params")
+            raise _refusal(name, "belongs in sampling_params")
         if name in FOREIGN:
             if msgspec.json.decode(value) != FOREIGN[name]:
                 raise _refusal(name, "is not supported")
@@ -125,7 +125,7 @@ def _ignored(given: dict[str, msgspec.Raw], kind: type[msgspec.Struct], refuses:
         if refuses:
             raise _refusal(name, "is not a field (--unknown-fields refuse)")
         ignored.append(_printable(name))
-    return sorted(ignored)[:MAX_TOLD]
+    return sorted(ignored)[:MAX_REPORTED]
 
 
 def _refusal(name: str, why: str) -> RequestError:

@@ -1,4 +1,4 @@
-"""The API process's side of the message channels: requests out, replies back to the HTTP requests."""
+"""The API process's end of the message channels: sends requests, and delivers replies to the HTTP requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqAsyncPushQueue
 from minisgl.settings.options import ServerArgs
 
 RETRY_AFTER_S: Final = 1
-UID_BITS: Final = 32  # of a uid count the requests of one API process; those above are its life
+UID_BITS: Final = 32  # the lower bits of a uid number the requests of one API process; the bits above are its life
 VIEW_TIMEOUT_S: Final = 5.0
 _ENCODE_ERRORS: Final = (OverflowError, ValueError, TypeError, RecursionError)  # of the codec, for odd values
 
@@ -51,7 +51,7 @@ class ClientGoneError(Exception):
 
 
 def joined(replies: Sequence[UserReply]) -> UserReply:
-    """One reply with the increments of all `replies` of one request, in order."""
+    """Join successive `replies` to one request into one reply."""
     if len(replies) == 1:
         return replies[0]
     return msgspec.structs.replace(
@@ -63,15 +63,15 @@ def joined(replies: Sequence[UserReply]) -> UserReply:
 
 
 class Receipt:
-    """Timing of one HTTP request (`return_timing`), from readings of the monotonic clock in seconds.
+    """The timing of one HTTP request (`return_timing`), in seconds of the monotonic clock.
 
-    Several generations count with the longest wait and the sum of their prefill chunks. A receipt is written at the
-    first token and at the end of each generation, not in between.
+    Of several generations, the longest wait and the sum of prefill chunks count. A receipt is updated only at the first
+    token and at the end of each generation.
     """
 
     def __init__(self, created: float) -> None:
         self.created = created
-        self._first: float | None = None  # time of the first token of any generation
+        self._first: float | None = None  # the time of the first token of any generation
         self._last = created
         self._queue_seconds = 0.0
         self._chunks = 0
@@ -90,7 +90,7 @@ class Receipt:
         self._last = now
 
     def phases(self) -> dict[str, tuple[float, float]]:
-        """When the wait in the queue, prefill (with tokenizing) and decode began and ended, as far as they came."""
+        """Return begin and end of the phases that were reached: queue, prefill (with tokenization), and decode."""
         if self._first is None:
             return {"queue": (self.created, max(self.created, self._last))}
         queued = min(self.created + self._queue_seconds, self._first)
@@ -98,7 +98,7 @@ class Receipt:
         return {"queue": (self.created, queued), "prefill": (queued, self._first), "decode": (self._first, last)}
 
     def timing(self, completion_tokens: int, cached_tokens: int) -> Timing:
-        """The timing for the client. The rate excludes the first token of each generation; None without others."""
+        """Return the timing for the client. The rate excludes first tokens; it is None if there are no others."""
         first = self._last if self._first is None else self._first
         decoded = completion_tokens - self._num_started
         seconds = self._last - first
@@ -114,14 +114,14 @@ class Receipt:
 class Submission:
     """The generations of one HTTP request, by index.
 
-    Use it as an async context manager: at the end, unfinished generations are aborted and all are forgotten.
+    Use it as an async context manager: at its end, unfinished generations are aborted, and all are removed.
 
-    Of several choices for one prompt the first is sent alone, the others when it has a token: by then the prefix cache
-    holds the prompt, and they need not compute it again. `_held` keeps them until then, by the uid of the first.
+    Of several choices for one prompt, only the first is sent at once. The others (`_held`, by the uid of the first)
+    follow when the first has a token: then the prompt is in the prefix cache, and need not be computed again.
     """
 
     def __init__(self, frontend: FrontendManager, messages: Sequence[TokenizeMsg], n: int) -> None:
-        """`messages` have their uids; each `n` adjacent ones are choices for one prompt."""
+        """Take `messages` that have uids. Each `n` adjacent ones are choices for one prompt."""
         uids = [m.uid for m in messages]
         self.receipt = Receipt(time.monotonic())
         self.uids = tuple(uids)
@@ -130,21 +130,21 @@ class Submission:
         self._index = {uid: i for i, uid in enumerate(uids)}
         self._unfinished = set(uids)
         self._pending: dict[int, UserReply] = {}
-        self._waiter: asyncio.Future[None] | None = None  # of the reader in `take`
+        self._waiter: asyncio.Future[None] | None = None  # set while `take` waits
         self._held = {uids[i]: messages[i + 1 : i + n] for i in range(0, len(uids), n) if n > 1}
         self._is_abandoned = False
-        self._first_token: dict[int, tuple[float, float]] = {}  # its time, and the seconds in the queue before
+        self._first_token: dict[int, tuple[float, float]] = {}  # (time, seconds in the queue before)
         self._last_token: dict[int, float] = {}
         self._last_reply: dict[int, UserReply] = {}
 
     @property
     def last_replies(self) -> list[UserReply]:
-        """The newest reply to each generation, by index; an empty one to those that have none."""
+        """The newest reply to each generation, by index; an empty reply if there is none."""
         return [self._last_reply.get(uid) or UserReply(uid=uid) for uid in self.uids]
 
     @property
     def is_done(self) -> bool:
-        """Whether every generation has ended and been taken."""
+        """Whether all generations have ended and `take` has returned their ends."""
         return not self._unfinished and not self._pending
 
     @property
@@ -152,9 +152,9 @@ class Submission:
         return frozenset(self._unfinished)
 
     def push(self, reply: UserReply) -> None:
-        """Add a reply to one of the uids. Replies after the terminal one are ignored.
+        """Add a reply to a generation. Replies after the terminal one are ignored.
 
-        Replies that a slow reader has not taken are joined, so its backlog is one reply for each generation.
+        Replies that a slow client has not read are joined, so its backlog is one reply per generation.
         """
         uid = reply.uid
         if uid not in self._unfinished:
@@ -188,7 +188,7 @@ class Submission:
             self.receipt.end(now)
 
     def _figures(self, reply: UserReply, now: float) -> dict[str, float]:
-        """The tokens and times of a generation that ends now, for `Metrics.observe_end`."""
+        """Return tokens and times of a generation that ends `now`, for `Metrics.observe_end`."""
         first, queued = self._first_token.get(reply.uid, (now, reply.queue_seconds))
         total, decode, tokens = now - self.receipt.created, now - first, reply.completion_tokens
         figures = {
@@ -202,12 +202,15 @@ class Submission:
         return figures | ({"request_time_per_output_token_seconds": decode / (tokens - 1)} if tokens > 1 else {})
 
     def abandon(self) -> None:
-        """Note that the client is gone: `take` raises `ClientGoneError`."""
+        """Record that the client is gone: `take` then raises `ClientGoneError`."""
         self._is_abandoned = True
         self._wake()
 
     async def take(self) -> list[tuple[int, UserReply]]:
-        """Wait for replies: (index, all increments since the last call), at most one for each generation."""
+        """Wait for replies. Return (index, everything since the last call) of the generations that have any.
+
+        Raises `ClientGoneError` after `abandon`.
+        """
         if not self._pending and not self._is_abandoned:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -215,8 +218,8 @@ class Submission:
             raise ClientGoneError
         pending, self._pending = self._pending, {}
         if self._held:
-            begun = [uid for uid, reply in pending.items() if reply.failure is None]
-            await self._frontend.send([m for uid in begun for m in self._held.pop(uid, ())])
+            started = [uid for uid, reply in pending.items() if reply.failure is None]
+            await self._frontend.send([m for uid in started for m in self._held.pop(uid, ())])
         return [(self._index[uid], reply) for uid, reply in pending.items()]
 
     async def __aenter__(self) -> Submission:
@@ -229,7 +232,7 @@ class Submission:
 
 
 class Questions:
-    """Questions to other processes (/tokenize, /detokenize, /engine_view) that wait for their reply, by uid."""
+    """Open questions to other processes (/tokenize, /detokenize, /engine_view), by the uid of their reply."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, asyncio.Future[ConversionReply | EngineView]] = {}
@@ -250,7 +253,7 @@ class Questions:
         return reply
 
     def answer(self, reply: ConversionReply | EngineView) -> None:
-        """Deliver a reply; one without a waiting question is ignored."""
+        """Deliver a reply. It is ignored if its question is no longer open."""
         future = self._waiting.get(reply.uid)
         if future is not None and not future.done():
             future.set_result(reply)
@@ -266,14 +269,14 @@ def _unrepresentable(e: Exception) -> RequestError:
 
 
 class FrontendManager:
-    """Owns the sockets of the API process and all open submissions. Lives on one event loop."""
+    """Owns the sockets of the API process and all open submissions. Runs on one event loop."""
 
     def __init__(self, args: ServerArgs, limits: Limits, metrics: Metrics) -> None:
         self.limits = limits
         self.metrics = metrics
         self.detokenizer_entries = 0
         self._dropped = 0  # messages that tokenizers and detokenizer have dropped
-        self.failure = ""  # the reason why no request can be served any more
+        self.failure = ""  # why requests can no longer be served
         self.stalled = ""  # which process gives no sign of life
         self.is_draining = False
         self._max_of_replica = args.scheduler.max_queued_requests + args.scheduler.engine.max_running_requests
@@ -294,16 +297,16 @@ class FrontendManager:
 
     @property
     def entries(self) -> int:
-        """The number of open requests and questions; 0 when idle, or something leaks."""
+        """The number of open requests and questions. It must be 0 when the server is idle."""
         return len(self._submissions) + len(self._questions)
 
     @property
     def stats(self) -> StatsMsg:
-        """The last heartbeat, or the sum of those of all replicas."""
+        """The last heartbeat; the sum over all replicas if there are several."""
         return self.dispatcher.router.stats
 
     def render_metrics(self, accept: str) -> tuple[bytes, str]:
-        """The body of `/metrics` and its media type, by the header `accept`."""
+        """Return the body of `/metrics` and its media type, for a header `accept`."""
         dropped = self.stats.dropped + self._dropped
         return self.metrics.render(
             self.stats, self.entries, self.detokenizer_entries, dropped, accept, self.dispatcher.router
@@ -311,7 +314,7 @@ class FrontendManager:
 
     @property
     def health_problem(self) -> str:
-        """The reason why the server is unhealthy; empty when it is healthy."""
+        """Why the server is unhealthy; "" if it is healthy."""
         if self.failure:
             return self.failure
         silence = self.dispatcher.silence.values()
@@ -322,10 +325,10 @@ class FrontendManager:
         return self.stalled
 
     async def submit(self, messages: Sequence[TokenizeMsg], n: int = 1) -> Submission:
-        """Assign uids, send the requests and return their submission, to be used with `async with`.
+        """Assign uids, send the requests, and return their submission for use with `async with`.
 
-        Each `n` adjacent messages are choices for one prompt; the submission sends all but the first of them later.
-        Raises `RequestError`: 503 when draining or broken, 429 when too many requests are open.
+        Each `n` adjacent messages are choices for one prompt. The submission sends all but the first of them later.
+        Raises `RequestError`: 503 if the server drains or has failed, 429 if too many requests are open.
         """
         self._require_capacity(len(messages))
         numbered = [msgspec.structs.replace(m, uid=next(self._uids), place=i) for i, m in enumerate(messages)]
@@ -356,7 +359,7 @@ class FrontendManager:
         return reply
 
     async def prompt_ids(self, message: TokenizeMsg) -> list[int]:
-        """The token ids of the prompt of `message`, by a tokenizer if needed. Raises `RequestError` like `convert`."""
+        """Return the token ids of a prompt; ask a tokenizer if needed. Raises `RequestError` like `convert`."""
         packed = message.input_ids
         if packed is None:
             add_special = message.add_special_tokens if message.messages is None else None
@@ -365,9 +368,9 @@ class FrontendManager:
         return ids
 
     async def engine_view(self, index: int = 0) -> EngineView:
-        """Ask the scheduler, or that of replica number `index`, for a view of the engine.
+        """Ask the scheduler of replica number `index` for a view of the engine.
 
-        Raises `RequestError`: 503 without a timely reply, 404 if there is no such replica.
+        Raises `RequestError`: 503 without a reply in time, 404 if there is no such replica.
         """
         self.require_ready()
         uid = next(self._uids)
@@ -375,7 +378,7 @@ class FrontendManager:
             async with asyncio.timeout(VIEW_TIMEOUT_S):
                 reply = await self._ask(uid, self.dispatcher.put(ViewMsg(uid=uid), index))
         except TimeoutError:
-            raise RequestError("the engine is too busy to show itself", code="no_view", status=503) from None
+            raise RequestError("the engine is too busy to send a view; try again", code="no_view", status=503) from None
         assert isinstance(reply, EngineView), f"a {type(reply).__name__} is not a view"
         return reply
 
@@ -397,7 +400,7 @@ class FrontendManager:
             raise RequestError("too many requests; try again later", code="queue_full", status=429)
 
     def require_ready(self) -> None:
-        """Raises `RequestError` (503) when the server accepts no new work."""
+        """Raise `RequestError` (503) if the server accepts no new requests."""
         if self.failure:
             raise RequestError(self.failure, code="server_failed", status=503)
         if self.health_problem:
@@ -406,7 +409,7 @@ class FrontendManager:
             raise RequestError("the server is shutting down", code="shutting_down", status=503)
 
     async def forget(self, submission: Submission) -> None:
-        """Drop a submission and abort its unfinished generations."""
+        """Remove a submission, and abort its unfinished generations."""
         for uid in submission.unfinished:
             await self._tokenizer(uid).put([AbortMsg(uid=uid)])
             self.metrics.observe_end(FinishReason.ABORT, {})
@@ -420,13 +423,13 @@ class FrontendManager:
         await self.dispatcher.put(FlushCacheMsg())
 
     async def drain(self, timeout: float) -> None:
-        """Accept no new work and wait for the open requests; fail the remaining ones after `timeout` seconds."""
+        """Accept no new requests, and wait for open ones; end the rest with an error after `timeout` seconds."""
         self.is_draining = True
         if not await self.wait_idle(timeout):
             self.fail(f"the server is shutting down; the request did not finish within {timeout:g} s")
 
     def fail(self, cause: str) -> None:
-        """End every open request with an error and accept no new one."""
+        """End all open requests with an error, and accept no new ones."""
         self.failure = self.failure or cause
         failure = Failure(message=cause, code="server_failed", status=503)
         self._questions.fail(failure)
@@ -434,7 +437,7 @@ class FrontendManager:
             submission.push(UserReply(uid=uid, finish_reason=FinishReason.ERROR, failure=failure))
 
     async def wait_idle(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds until every submission and question has been answered; whether they have."""
+        """Wait up to `timeout` seconds until no submission or question is open. Return whether none is."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout)
         return self._idle.is_set()
@@ -467,4 +470,4 @@ class FrontendManager:
                 elif isinstance(msg, DetokenizerStatsMsg):
                     self.detokenizer_entries += msg.entries
                     self._dropped += msg.dropped
-            await asyncio.sleep(0)  # a flood of replies must not keep the writers from writing
+            await asyncio.sleep(0)  # let the writers run, even in a flood of replies

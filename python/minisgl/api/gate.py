@@ -1,4 +1,4 @@
-"""Who may send a request: the API key, the names of this server, and the web pages that may use it."""
+"""Access control: the API key, the host names of this server, and the web pages that may use it."""
 
 from __future__ import annotations
 
@@ -16,32 +16,35 @@ from minisgl.errors import RequestError
 from minisgl.settings.options import ServerArgs, is_loopback, split_list
 
 MAX_REQUEST_ID: Final = 128
-# Paths that need no key: the probes, and the page, which is static and holds no secret. A browser cannot send a key
-# with an address that a user types, so the page asks for the key and sends it with its requests.
+# Paths that need no key: the probes and the page, which is static and has no secrets. A browser sends no key with an
+# address that a user types, so the page asks for the key and sends it with its requests.
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/", "/docs"})
 ANY: Final = "*"
 
 
 @dataclass(frozen=True)
 class Access:
-    """What a request needs.
+    """The conditions for a request to be allowed.
 
-    hosts    the values of the Host header that are served, without ports; `ANY` for all. A web page whose own name
-             resolves to this machine (DNS rebinding) sends its name there
-    origins  the web pages of other hosts that may use the server, such as https://example.com; `ANY` for all
+    hosts    accepted values of the Host header, without ports; `ANY` for all. This stops DNS rebinding, where a web
+             page's own name resolves to this machine
+    origins  web pages of other hosts that may use the server, such as https://example.com; `ANY` for all
     """
 
     api_keys: tuple[bytes, ...] | None
     hosts: frozenset[str]
     origins: frozenset[str]
     open_paths: frozenset[str] = OPEN_PATHS
-    root_path: str = ""  # which a proxy may have left in front of a path
+    root_path: str = ""  # a prefix that a proxy may leave in paths
 
     @classmethod
     def of(cls, args: ServerArgs) -> Access:
-        """The access that the options give. Without `--allowed-hosts` a loopback server serves this machine's names."""
+        """Return the access that the options ask for.
+
+        Without `--allowed-hosts`, a server on a loopback address accepts only the names of this machine.
+        """
         hosts = _names(args.allowed_hosts)
-        if not hosts:  # a unix socket is out of a web page's reach; the proxy in front knows the names
+        if not hosts:  # web pages cannot reach a unix socket, and the proxy in front of it checks names
             is_local = args.uds is None and is_loopback(args.host)
             hosts = {"localhost", "127.0.0.1", "[::1]", args.host} if is_local else {ANY}
         paths = OPEN_PATHS | {"/metrics"} if args.open_metrics else OPEN_PATHS
@@ -52,7 +55,7 @@ class Access:
         )
 
     def refusal(self, path: str, headers: Headers) -> Response | None:
-        """The response to a request that is not allowed."""
+        """Return the response to a request that is not allowed; None if it is."""
         error = self._problem(path, headers)
         if error is None:
             return None
@@ -71,7 +74,7 @@ class Access:
             return None
         scheme, _, given = headers.get("authorization", "").partition(" ")
         sent = [headers.get("x-api-key", ""), given.strip() if scheme.lower() == "bearer" else ""]
-        # As long for every key.
+        # Compare with all keys, in constant time.
         if sum(hmac.compare_digest(one.encode("latin-1"), key) for one in sent for key in self.api_keys) > 0:
             return None
         message = "a valid key is needed: `Authorization: Bearer KEY` or `x-api-key: KEY`"
@@ -88,7 +91,7 @@ def _without_port(host: str) -> str:
 
 
 class Gate:
-    """Middleware that lets allowed requests pass, and names each in the header `x-request-id`: the client's or ours."""
+    """Middleware that passes allowed requests on, and sets `x-request-id` to the client's id or a new one."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app

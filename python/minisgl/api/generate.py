@@ -1,4 +1,4 @@
-"""SGLang's `/generate`: its bodies -> `TokenizeMsg`; replies -> its response and its stream, which is cumulative."""
+"""SGLang's `/generate`: bodies to `TokenizeMsg`, and replies to its response or its cumulative stream."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LogprobEntry = tuple[float | None, int, str | None]  # log-probability, token id
 
 @dataclass(frozen=True)
 class LogprobForm:
-    """The log-probabilities to show: those of the output, and of the prompt from token `start` on (None: none)."""
+    """The log-probabilities to return: of the output, and of the prompt from token `start` on (None: without it)."""
 
     start: int | None
     has_top: bool
@@ -47,7 +47,7 @@ class LogprobForm:
 
     @classmethod
     def of(cls, request: GenerateRequest) -> LogprobForm | None:
-        """The form for `request`, None without log-probabilities. Raises `RequestError` naming the field."""
+        """Return the form for `request`; None without log-probabilities. Raises `RequestError` for invalid fields."""
         top = request.top_logprobs_num or 0
         if not 0 <= top <= MAX_LOGPROBS:
             raise RequestError(f"top_logprobs_num must be 0 to {MAX_LOGPROBS}", param="top_logprobs_num")
@@ -62,16 +62,16 @@ class LogprobForm:
         return cls(None if start < 0 else start, top > 0, bool(request.return_text_in_logprobs))
 
     def entry(self, token: int, data: bytes, logprob: float | None) -> LogprobEntry:
-        """A token in SGLang's form."""
+        """Return a token in SGLang's form."""
         return finite(logprob), token, data.decode(errors="replace") if self.has_text else None
 
     def alternatives(self, token: TokenLogprob) -> list[LogprobEntry]:
-        """The likeliest tokens at the position of `token`."""
+        """Return the most likely tokens at the position of `token`."""
         return [self.entry(*alternative) for alternative in token.top]
 
 
 def _requested_prompt(request: GenerateRequest) -> tuple[str, str | list[Any]]:
-    """(name of the field, prompt). Raises `RequestError` unless there is exactly one."""
+    """Return (name of the field, prompt). Raises `RequestError` unless there is exactly one prompt."""
     given = [(name, v) for name in ("text", "prompt", "input_ids") if (v := getattr(request, name)) is not None]
     if len(given) != 1:
         raise RequestError("give exactly one of text, prompt and input_ids", param=given[0][0] if given else "text")
@@ -79,18 +79,19 @@ def _requested_prompt(request: GenerateRequest) -> tuple[str, str | list[Any]]:
 
 
 def _sampling_fields(request: GenerateRequest) -> GenerateSampling:
-    """`sampling_params`, or mini-sglang's fields beside the prompt. Raises `RequestError` for both."""
-    beside = {name: v for name in ("max_tokens", "ignore_eos") if (v := getattr(request, name)) is not None}
+    """Return `sampling_params`, or mini-sglang's fields at the top level. Raises `RequestError` for both."""
+    top_level = {name: v for name in ("max_tokens", "ignore_eos") if (v := getattr(request, name)) is not None}
     fields = request.sampling_params or GenerateSampling()
-    if beside and request.sampling_params is not None:
-        raise RequestError(f"{next(iter(beside))} and sampling_params exclude each other", param=next(iter(beside)))
+    if top_level and request.sampling_params is not None:
+        name = next(iter(top_level))
+        raise RequestError(f"{name} and sampling_params exclude each other", param=name)
     if fields.min_new_tokens is not None:
-        beside["min_tokens"] = fields.min_new_tokens
-    return msgspec.structs.replace(fields, **beside)
+        top_level["min_tokens"] = fields.min_new_tokens
+    return msgspec.structs.replace(fields, **top_level)
 
 
 def generate_messages(request: GenerateRequest, defaults: SamplingDefaults, limits: Limits) -> list[TokenizeMsg]:
-    """One message for each prompt of /generate. Raises `RequestError`."""
+    """Return a message for each prompt of /generate. Raises `RequestError` for an invalid field."""
     name, prompt = _requested_prompt(request)
     fields = _sampling_fields(request)
     if fields.logprobs not in (None, False):
@@ -110,9 +111,9 @@ def generate_messages(request: GenerateRequest, defaults: SamplingDefaults, limi
 
 
 def generation_ids(rid: str | list[str] | None, count: int, n: int, is_list: bool) -> list[str]:
-    """The `meta_info.id` of each of `count` generations, `n` adjacent ones for each prompt.
+    """Return the `meta_info.id` of each of `count` generations; each `n` adjacent ones are of one prompt.
 
-    `rid` names the request or each of its prompts. Raises `RequestError` for another number of names than prompts.
+    `rid` names the request, or each of its prompts. Raises `RequestError` if it has another number of names.
     """
     if isinstance(rid, list):
         if len(rid) * n != count:
@@ -149,7 +150,7 @@ class _Generation:
         self._top_logprobs = {"input": _GrowingArray(), "output": _GrowingArray()}
 
     def add(self, reply: UserReply) -> None:
-        """Add an increment. The first one begins with the prompt's log-probabilities if those are requested."""
+        """Add an increment. The first one begins with the log-probabilities of the prompt, if requested."""
         self._text += reply.text
         for token_id in ids_from_bytes(reply.output_ids).tolist():
             self._ids.append(token_id)
@@ -159,7 +160,7 @@ class _Generation:
         if not self._has_begun and self._form.start is not None:
             prompt, tokens = tokens[: reply.prompt_tokens], tokens[reply.prompt_tokens :]
             for i, token in enumerate(prompt[self._form.start :]):
-                # SGLang gives no value for the first token that it looks at, wherever that token is.
+                # SGLang gives no value for the first token that it returns, wherever that token is.
                 self._logprobs["input"].append(self._form.entry(token.id, token.data, token.logprob if i else None))
                 self._top_logprobs["input"].append(self._form.alternatives(token) if i else None)
         self._has_begun = True
@@ -168,7 +169,7 @@ class _Generation:
             self._top_logprobs["output"].append(self._form.alternatives(token))
 
     def result(self, meta: dict[str, Any]) -> dict[str, Any]:
-        """The body of the response, with `meta` in its `meta_info`."""
+        """Return the body of the response, with `meta` in its `meta_info`."""
         if self._form is not None:
             meta |= {f"{side}_token_logprobs": array.json() for side, array in self._logprobs.items()}
             if self._form.has_top:
@@ -180,7 +181,7 @@ class GenerateRenderer(Renderer):
     """Writes the text and tokens so far, and `meta_info`."""
 
     def __init__(self, is_list: bool, ids: list[str], logprobs: LogprobForm | None = None) -> None:
-        """`is_list`: the response is a list; `ids` name the generations."""
+        """`is_list` makes the response a list; `ids` are those of the generations."""
         self._is_list = is_list
         self._ids = ids
         self._started = time.monotonic()
@@ -198,7 +199,7 @@ class GenerateRenderer(Renderer):
         yield DONE
 
     def _result(self, index: int, reply: UserReply) -> dict[str, Any]:
-        """The whole generation so far, including `reply`."""
+        """Add `reply` to a generation; return the whole generation so far."""
         generation = self._generations[index]
         generation.add(reply)
         reason: dict[str, Any] | None = None
@@ -221,7 +222,7 @@ class GenerateRenderer(Renderer):
 
 
 def add_generate_route(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
-    """POST /generate."""
+    """Add POST /generate."""
 
     @app.post("/generate")
     async def generate(request: Request) -> Response:

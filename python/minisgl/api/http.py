@@ -1,4 +1,4 @@
-"""What all routes share: reading a body, JSON responses and errors."""
+"""Shared by all routes: reading a body, JSON responses, and errors."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from minisgl.settings.options import ServerArgs, split_list
 T = TypeVar("T", bound=msgspec.Struct)
 
 BODY_TIMEOUT_S: Final = 60.0
-# Scope key of the `send` that the framework has not wrapped: several layers cheaper for each event of a stream.
+# Scope key of the server's own `send`: without the framework's layers, it is much cheaper per event of a stream.
 RAW_SEND: Final = "minisgl.send"
-# Scope key of a call that ends the connection at once, with everything in its buffers.
+# Scope key of a function that resets the connection and discards its buffers.
 DROP: Final = "minisgl.drop"
 
-# Scope key of a list of headers, (name, value) in bytes, that the response gets besides its own.
+# Scope key of a list of additional response headers, (name, value) in bytes.
 HEADERS: Final = "minisgl.headers"
-# Scope keys of what the request log tells: the name of the request, and its `Submission` once it has one.
+# Scope keys for the request log: the id of the request, and its `Submission` once it has one.
 REQUEST_ID: Final = "minisgl.request_id"
 SUBMISSION: Final = "minisgl.submission"
 
-# The served model, whatever its name: in SGLang, and as sglang-router writes it into a request that names none.
+# A name that always means the served model: SGLang accepts it, and sglang-router adds it to requests without a name.
 ANY_MODEL: Final = ("default", "unknown")
-ANTHROPIC: Final = "/v1/messages"  # paths that begin so have Anthropic's errors
+ANTHROPIC: Final = "/v1/messages"  # paths with this prefix have Anthropic's form of errors
 
 to_json: Final = msgspec.json.Encoder().encode
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """`value` as a JSON response."""
+    """Return `value` as a JSON response."""
     return Response(to_json(value), status, headers, media_type="application/json")
 
 
 def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> ErrorResponse:
-    """OpenAI's error object."""
+    """Return OpenAI's error object."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return ErrorResponse(error=ErrorDetail(message=message, type=kind, param=param, code=code))
 
 
 def error_response(path: str, error: RequestError, headers: dict[str, str] | None = None) -> Response:
-    """The `error` in the shape of the API that `path` belongs to."""
+    """Return the response for `error`, in the form of the API that `path` belongs to."""
     body: Any = error_body(error.message, error.status, error.param, error.code)
     if path.startswith(ANTHROPIC):
         body = anthropic_error(error)
@@ -55,7 +55,7 @@ def error_response(path: str, error: RequestError, headers: dict[str, str] | Non
 
 
 def anthropic_error(error: RequestError) -> AnthropicErrorResponse:
-    """Anthropic's error object."""
+    """Return Anthropic's error object."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
     kinds |= {429: "rate_limit_error", 503: "overloaded_error"}
     kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
@@ -63,14 +63,14 @@ def anthropic_error(error: RequestError) -> AnthropicErrorResponse:
 
 
 def require_json(request: Request) -> None:
-    """Raises `RequestError` (415). A page of another site cannot send this type without a preflight request."""
+    """Raise `RequestError` (415) unless the body is JSON. Pages of other sites cannot send JSON without a preflight."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise RequestError("the content type must be application/json", code="unsupported_media_type", status=415)
 
 
 async def read_request(request: Request, kind: type[T], args: ServerArgs, served: str) -> T:
-    """Read the body as a `kind`. Raises `RequestError` (400, 404 for another model than `served`, 408, 413, 415)."""
+    """Read the body as a `kind`. Raises `RequestError`: 400, 408, 413, 415, or 404 for a model other than `served`."""
     require_json(request)
     max_body = args.max_body
     too_large = RequestError(f"the body has more than {max_body} bytes", code="body_too_large", status=413)
@@ -91,11 +91,11 @@ async def read_request(request: Request, kind: type[T], args: ServerArgs, served
     if requested is not None and requested not in (served, *ANY_MODEL, *split_list(args.served_model_name)):
         message = f"model {requested[:100]!r} is not served here, only {served!r}"
         raise RequestError(message, param="model", code="model_not_found", status=404)
-    tell_ignored(request, ignored_fields(bytes(body), kind, args.unknown_fields == "refuse"))
+    report_ignored(request, ignored_fields(bytes(body), kind, args.unknown_fields == "refuse"))
     return parsed
 
 
-def tell_ignored(request: Request, names: list[str]) -> None:
-    """Name fields without an effect in the header of the answer."""
+def report_ignored(request: Request, names: list[str]) -> None:
+    """List fields without an effect in a header of the response."""
     if names:
         request.scope[HEADERS].append((b"x-ignored-fields", ", ".join(names).encode()))

@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/responses`: input items -> a chat completion; its answer -> output items, whole or as a stream."""
+"""OpenAI's `/v1/responses`, translated to and from chat completions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 from minisgl.api import protocol as p
 from minisgl.api.chat import json_schema_format, prepared, shared_fields
 from minisgl.api.frontend import Receipt
-from minisgl.api.http import json_response, read_request, tell_ignored, to_json
+from minisgl.api.http import json_response, read_request, report_ignored, to_json
 from minisgl.api.parsers.output import OutputParser, Step
 from minisgl.api.parsers.pieces import Content, ParsedCall, Reasoning
 from minisgl.api.replies import Renderer, named_event
@@ -28,23 +28,25 @@ from minisgl.settings.options import ServerArgs
 
 MAX_KEPT: Final = 4096  # responses
 MAX_KEPT_BYTES: Final = 64 << 20
-NAMES: Final = {"messages": "input", "response_format": "text"}  # of the fields in a chat completion
+NAMES: Final = {"messages": "input", "response_format": "text"}  # field of a chat -> name in a response
 TEXT_PARTS: Final = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
-PLAIN_REASONING: Final = "reasoning.encrypted_content"  # in `include`: reasoning comes back as text in any case
+# A value of `include` without an effect: reasoning is always returned as text.
+PLAIN_REASONING: Final = "reasoning.encrypted_content"
 
 
 class KeptResponses:
-    """Responses and their conversations by id. Beyond a limit the least recently used go."""
+    """Responses and their conversations, by id. Beyond a limit, the least recently used ones are dropped."""
 
     def __init__(self, max_count: int = MAX_KEPT, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self._max_count = max_count
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()  # the JSON of a response, and of all items
-        self._owners: dict[str, str] = {}  # id of an output item -> that of its response
+        # id -> (JSON of the response, JSON of all items)
+        self._kept: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
+        self._owners: dict[str, str] = {}  # id of an output item -> id of its response
         self._bytes = 0
 
     def keep(self, response: p.ResponseObject, body: bytes, items: Sequence[p.InputItem]) -> None:
-        """Keep the JSON `body` of `response`, and the `items` of its conversation before its output."""
+        """Store the JSON `body` of `response`, and the `items` of its conversation before its output."""
         conversation = to_json([*items, *response.output])
         self._kept[response.id] = body, conversation
         self._owners |= {item["id"]: response.id for item in response.output}
@@ -53,20 +55,20 @@ class KeptResponses:
             self.drop(next(iter(self._kept)))
 
     def body(self, name: str) -> bytes:
-        """The JSON of response `name`. Raises `RequestError` (404) if it is not kept."""
+        """Return the JSON of response `name`. Raises `RequestError` (404) if it is not stored."""
         return self._find(name)[0]
 
     def conversation(self, name: str, param: str) -> list[p.InputItem]:
-        """The items up to and with response `name`. Raises `RequestError` (400) naming `param` if it is not kept."""
+        """Return all items up to and including response `name`. Raises `RequestError` (400) if it is not stored."""
         return msgspec.json.decode(self._find(name, param)[1], type=list[p.InputItem])
 
     def item(self, name: str | None) -> p.InputItem:
-        """The output item with the id `name`. Raises `RequestError` (400) if its response is not kept."""
+        """Return the output item with the id `name`. Raises `RequestError` (400) if its response is not stored."""
         owner = self._owners.get(name or "", f"item {name}")
         return next(item for item in self.conversation(owner, "input") if item.id == name)
 
     def drop(self, name: str) -> None:
-        """Forget response `name`. Raises `RequestError` (404) if it is not kept."""
+        """Delete response `name`. Raises `RequestError` (404) if it is not stored."""
         body, conversation = self._find(name)
         del self._kept[name]
         for item in msgspec.json.decode(body, type=p.ResponseObject).output:
@@ -76,7 +78,7 @@ class KeptResponses:
     def _find(self, name: str, param: str | None = None) -> tuple[bytes, bytes]:
         if name not in self._kept:
             raise RequestError(
-                f"{name[:100]!r} is not kept: store was false, or others have taken its place",
+                f"{name[:100]!r} is not stored: store was false, or newer ones have replaced it",
                 param=param,
                 code="previous_response_not_found" if param == "previous_response_id" else "not_found",
                 status=400 if param else 404,
@@ -86,9 +88,10 @@ class KeptResponses:
 
 
 def chat_messages(items: Sequence[p.InputItem]) -> list[p.ChatMessage]:
-    """The messages of a conversation in `items`, none of them a reference. Raises `RequestError`.
+    """Return the messages of the conversation in `items`, none of which is a reference.
 
-    An assistant's reasoning, text and calls are items of their own, and one message of a chat.
+    An assistant's reasoning, text and calls are separate items, but one message of a chat. Raises `RequestError` for
+    an unsupported type of item.
     """
     messages: list[p.ChatMessage] = []
     for item in items:
@@ -114,7 +117,7 @@ def _text_of(content: Any) -> str:
 
 
 def _add(messages: list[p.ChatMessage], message: p.ChatMessage) -> None:
-    """Append `message`, or add it to an assistant's message that has reasoning, text or calls so far."""
+    """Append `message`, or merge it into the assistant's message before it."""
     last = messages[-1] if messages else None
     if last is None or last.role != "assistant" or message.role != "assistant" or (message.content and last.content):
         messages.append(message)
@@ -125,7 +128,7 @@ def _add(messages: list[p.ChatMessage], message: p.ChatMessage) -> None:
 
 
 def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A function tool in the form of a chat completion. Raises `RequestError` naming the type of another tool."""
+    """Return a function tool in the form of a chat completion. Raises `RequestError` for other types of tools."""
     if tool.get("type") != "function":
         raise unsupported_type("a tool", tool.get("type"), "tools")
     return {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
@@ -140,7 +143,7 @@ def _chat_tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, An
 
 
 def chat_request(body: p.ResponsesRequest, model: ServedModel, items: Sequence[p.InputItem]) -> p.ChatCompletionRequest:
-    """The chat completion that `body` asks for after the `items` of its conversation. Raises `RequestError`."""
+    """Translate `body` to a chat completion over the `items` of its conversation. Raises `RequestError`."""
     messages = chat_messages(items)
     if body.instructions is not None:
         messages.insert(0, p.ChatMessage("system", body.instructions))
@@ -161,7 +164,7 @@ def chat_request(body: p.ResponsesRequest, model: ServedModel, items: Sequence[p
 
 
 def _ignored(body: p.ResponsesRequest) -> list[str]:
-    """The names of what has no effect. Raises `RequestError` for what should have one."""
+    """Return the names of fields without an effect. Raises `RequestError` for fields that should have one."""
     for name in body.include or ():
         if name != PLAIN_REASONING:
             raise unsupported(f"include={name[:60]!r} is not supported", "include")
@@ -170,7 +173,7 @@ def _ignored(body: p.ResponsesRequest) -> list[str]:
 
 
 def new_response(body: p.ResponsesRequest, model: str, params: SamplingParams) -> p.ResponseObject:
-    """The response to `body` before the first token."""
+    """Return the response to `body` before the first token."""
     return p.ResponseObject(
         id="resp_" + uuid.uuid4().hex,
         created_at=int(time.time()),
@@ -192,7 +195,7 @@ def new_response(body: p.ResponsesRequest, model: str, params: SamplingParams) -
 
 
 class ItemRenderer(Renderer):
-    """Writes the answer as output items: reasoning, message, function call. The events of a stream make the items."""
+    """Writes the answer as output items: reasoning, message, function call; built from the events of a stream."""
 
     def __init__(
         self,
@@ -200,7 +203,7 @@ class ItemRenderer(Renderer):
         new_parser: Callable[[], OutputParser] | None,
         keep: Callable[[p.ResponseObject, bytes], None],
     ) -> None:
-        """`keep` gets the complete response and its JSON."""
+        """`keep` is called with the complete response and its JSON."""
         self._response = response
         self._parser = new_parser() if new_parser else OutputParser(None, None)
         self._keep = keep
@@ -251,32 +254,32 @@ class ItemRenderer(Renderer):
             self._items.append(item | {"status": "in_progress"})
             yield self._item_event("added")
         item = self._items[-1]
-        place = {"item_id": item["id"], "output_index": len(self._items) - 1, "content_index": 0}
+        position = {"item_id": item["id"], "output_index": len(self._items) - 1, "content_index": 0}
         if step == "open":
-            yield self._event("response.content_part.added", **place, part=part)
+            yield self._event("response.content_part.added", **position, part=part)
         elif step == "more":
-            yield self._event(f"response.{kind}.delta", **place, delta=piece.text, **logprobs)
+            yield self._event(f"response.{kind}.delta", **position, delta=piece.text, **logprobs)
         else:
             item |= {"content": [part], "status": status}
-            yield self._event(f"response.{kind}.done", **place, text=piece.text, **logprobs)
-            yield self._event("response.content_part.done", **place, part=part)
+            yield self._event(f"response.{kind}.done", **position, text=piece.text, **logprobs)
+            yield self._event("response.content_part.done", **position, part=part)
             yield self._item_event("done")
 
     def _call(self, call: ParsedCall) -> Iterator[bytes]:
         item = {"id": "fc_" + uuid.uuid4().hex, "type": "function_call", "call_id": call.id, "name": call.name}
         self._items.append(item | {"arguments": "", "status": "in_progress"})
         yield self._item_event("added")
-        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        position = {"item_id": item["id"], "output_index": len(self._items) - 1}
         self._items[-1] = item | {"arguments": call.arguments, "status": "completed"}
-        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
-        yield self._event("response.function_call_arguments.done", **place, arguments=call.arguments)
+        yield self._event("response.function_call_arguments.delta", **position, delta=call.arguments)
+        yield self._event("response.function_call_arguments.done", **position, arguments=call.arguments)
         yield self._item_event("done")
 
     def _item_event(self, state: str) -> bytes:
         return self._event(f"response.output_item.{state}", output_index=len(self._items) - 1, item=self._items[-1])
 
     def _end(self, reply: UserReply) -> bytes:
-        """The JSON of the complete response, which is kept."""
+        """Complete and store the response; return its JSON."""
         is_cut = reply.finish_reason is FinishReason.LENGTH
         usage = p.ResponseUsage(
             input_tokens=reply.prompt_tokens,
@@ -297,13 +300,13 @@ class ItemRenderer(Renderer):
 
 
 def add_responses_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
-    """POST /v1/responses; GET and DELETE /v1/responses/{name} of those that are kept."""
+    """Add POST /v1/responses, and GET and DELETE /v1/responses/{name} for stored ones."""
     kept = KeptResponses()
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
         body = await read_request(request, p.ResponsesRequest, args, model.name)
-        tell_ignored(request, _ignored(body))
+        report_ignored(request, _ignored(body))
         previous = body.previous_response_id
         items = [] if previous is None else kept.conversation(previous, "previous_response_id")
         given = [p.InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input

@@ -26,9 +26,9 @@ _QUEUE_BUCKETS: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.3, 0.6, 1
 _ITL_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.3, 0.6, 1.2, 2.5, 5.0)
 _E2E_BUCKETS: Final = (0.05, 0.1, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 _TOKEN_BUCKETS: Final = tuple(float(digit * 10**zeros) for zeros in range(6) for digit in (1, 2, 5))
-# What Prometheus asks for. Without the escaping prometheus_client writes minisgl_ for minisgl: in every sample.
+# What Prometheus requests. Without the escaping, prometheus_client would write minisgl_ instead of minisgl: in samples.
 _OPENMETRICS: Final = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8"
-# Of each request that ends by itself.
+# Histograms of requests that end by themselves.
 _OF_ENDED: Final = {
     "e2e_request_latency_seconds": ("Arrival to end", _E2E_BUCKETS),
     "request_prompt_tokens": ("Tokens of the prompt", _TOKEN_BUCKETS),
@@ -41,10 +41,10 @@ _OF_ENDED: Final = {
 # Fields of `TierView`.
 _TIER_METRICS: Final = {
     "pages_total": (GaugeMetricFamily, "KV pages that a tier below the device can hold"),
-    "pages_held": (GaugeMetricFamily, "KV pages that a tier holds"),
+    "pages_held": (GaugeMetricFamily, "KV pages that are in a tier"),
     "stored": (CounterMetricFamily, "KV pages copied to a tier"),
     "loaded": (CounterMetricFamily, "KV pages copied from a tier to the device"),
-    "lost": (CounterMetricFamily, "KV pages of a tier that were damaged, and forgotten"),
+    "lost": (CounterMetricFamily, "KV pages dropped from a tier because they were damaged"),
 }
 
 
@@ -52,7 +52,7 @@ Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
 class Histogram:
-    """Count the values up to each bound. Plain numbers, because every token is counted."""
+    """Counts the values up to each bound. Uses plain numbers, since every token is counted."""
 
     def __init__(self, name: str, help: str, bounds: tuple[float, ...]) -> None:
         self.name = name
@@ -66,7 +66,7 @@ class Histogram:
         self._sum += value
 
     def family(self, model: str) -> HistogramMetricFamily:
-        """The histogram in Prometheus' form: cumulative counts by upper bound."""
+        """Return the histogram in Prometheus' form: cumulative counts by upper bound."""
         family = HistogramMetricFamily("minisgl:" + self.name, self.help, labels=["model_name"])
         bounds = [*map(str, self.bounds), "+Inf"]
         family.add_metric([model], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
@@ -82,7 +82,7 @@ class _Families(Collector):
 
 
 class Metrics:
-    """Everything that `/metrics` shows, and the throughput line."""
+    """The metrics of the API process, the text of `/metrics`, and the throughput line of the log."""
 
     def __init__(self, model: str) -> None:
         self.time_to_first_token = Histogram("time_to_first_token_seconds", "Arrival to first token", _TTFT_BUCKETS)
@@ -96,7 +96,7 @@ class Metrics:
         self._logged_at = time.monotonic()
 
     def observe_end(self, reason: FinishReason, figures: Mapping[str, float]) -> None:
-        """Count a request that has ended, with its `figures` by the names of `_OF_ENDED` if it ended by itself."""
+        """Count a request that has ended. If it ended by itself, observe its `figures`, named as in `_OF_ENDED`."""
         self._ends[reason] += 1
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             for name, value in figures.items():
@@ -111,23 +111,23 @@ class Metrics:
         accept: str = "",
         router: Router | None = None,
     ) -> tuple[bytes, str]:
-        """The last heartbeat and what this process has measured, and their media type.
+        """Return the figures of the last heartbeat and of this process as text, and its media type.
 
-        That is OpenMetrics if the header `accept` asks for it, else Prometheus' text format.
+        The format is OpenMetrics if the header `accept` asks for it, else Prometheus' text format.
         """
         encode, media = choose_encoder(_OPENMETRICS if "application/openmetrics-text" in accept else "")
         families = self._families(stats, entries, detokenizer_entries, dropped)
         return encode(_Families([*families, *(() if router is None else self._of_replicas(router))])), media
 
     def _family(self, kind: Kind, name: str, help: str, values: Mapping[str, float], *label: str) -> Metric:
-        """A metric with the `values` by those of its `label`; without one there is a single value."""
+        """Return a metric with `values` by label; without a label, there is a single value."""
         family = kind("minisgl:" + name, help, labels=["model_name", *label])
         for key, value in values.items():
             family.add_metric([self._model, key][: 1 + len(label)], value)
         return family
 
     def _of_replicas(self, router: Router) -> Iterator[Metric]:
-        """What each running replica does, and what the router has done."""
+        """Yield the metrics of each running replica, and those of the router."""
         gauges: dict[str, tuple[str, Callable[[Replica], int]]] = {
             "replica_requests": ("Open requests of a replica", lambda r: len(r.requests)),
             "replica_queued_tokens": ("Prompt tokens that a replica has to compute", lambda r: r.queued),
@@ -140,7 +140,7 @@ class Metrics:
             yield self._family(GaugeMetricFamily, name, help, {str(r.index): value(r) for r in replicas}, "replica")
         counters = {
             "lost_replicas": ("Replicas that have died", router.deaths),
-            "moved_requests": ("Requests that have gone on in another replica", router.moved),
+            "moved_requests": ("Requests moved to another replica", router.moved),
             "routed_cached_tokens": ("Prompt tokens cached by the replica that got them", router.cached),
         }
         for name, (help, count) in counters.items():
@@ -164,11 +164,11 @@ class Metrics:
             "computed_prompt_tokens": ("Prompt tokens computed by the model", stats.computed_prompt_tokens),
             "generation_tokens": ("Tokens generated", stats.generation_tokens),
             "drafted_tokens": ("Tokens drafted", stats.drafted_tokens),
-            "accepted_tokens": ("Tokens drafted and found right", stats.accepted_tokens),
+            "accepted_tokens": ("Draft tokens accepted", stats.accepted_tokens),
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", stats.looked_up_tokens),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache", stats.cached_tokens),
             "num_preemptions": ("Requests preempted for lack of KV pages", stats.preemptions),
-            "dropped_messages": ("Messages between processes that contradicted themselves or earlier ones", dropped),
+            "dropped_messages": ("Inconsistent messages between processes", dropped),
         }
         for family, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (help, value) in values.items():
@@ -183,7 +183,7 @@ class Metrics:
         yield from self._process.collect()
 
     def log_throughput(self, stats: StatsMsg) -> None:
-        """One line every few seconds while tokens flow; silence when idle."""
+        """Log a line every few seconds while tokens are generated; nothing when idle."""
         now = time.monotonic()
         seconds = now - self._logged_at
         if seconds < LOG_INTERVAL_S:
@@ -195,13 +195,13 @@ class Metrics:
         decode = stats.generation_tokens - old.generation_tokens
         if not prefill and not decode:
             return
-        asked, hit = stats.looked_up_tokens - old.looked_up_tokens, stats.cached_tokens - old.cached_tokens
+        looked_up, hits = stats.looked_up_tokens - old.looked_up_tokens, stats.cached_tokens - old.cached_tokens
         logger.info(
             "in %.0f s: prefill %.0f tok/s, decode %.0f tok/s, cache hits %s; now: running %d, queued %d, KV %.0f %%",
             seconds,
             prefill / seconds,
             decode / seconds,
-            f"{100 * hit / asked:.0f} %" if asked else "none looked up",
+            f"{100 * hits / looked_up:.0f} %" if looked_up else "none looked up",
             stats.running,
             stats.waiting,
             100 * stats.pages_held / max(1, stats.pages_total),

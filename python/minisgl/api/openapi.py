@@ -1,6 +1,6 @@
-"""/openapi.json: the request, response and error types of each endpoint, from the types in `protocol`.
+"""Generates /openapi.json: request, response and error types of each endpoint, from the types in `protocol`.
 
-The descriptions are those of docs/api.md, which `make rooms` writes into texts.json.
+Descriptions come from docs/api.md; `make rooms` writes them into texts.json.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SSE: Final = "text/event-stream"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """`response` is the type of a 200, `media` its alternative media type, if any; `errors` are those of this one."""
+    """An endpoint: `response` is the type of a 200, `media` an alternative media type, `errors` further statuses."""
 
     summary: str
     response: Any
@@ -65,7 +65,7 @@ _REF: Final = "#/components/schemas/{name}"
 
 
 def openapi_schema(app: FastAPI) -> dict[str, Any]:
-    """The document for the routes of `app`. Raises `LookupError` for a route without an entry in `ENDPOINTS`."""
+    """Return the document for the routes of `app`. Raises `LookupError` for a route that is not in `ENDPOINTS`."""
     texts = _texts()
     routes = [
         (f"{method} {route.path}", route.name)
@@ -103,7 +103,7 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
 
 
 def _texts() -> dict[str, str]:
-    """What docs/api.md says of "GET /path" and "Type.field"."""
+    """Return the descriptions in docs/api.md of "GET /path" and "Type.field"."""
     texts: dict[str, str] = json.loads(Path(__file__).with_name("texts.json").read_text(encoding="utf-8"))
     return texts
 

@@ -1,4 +1,4 @@
-"""Routes without generation: health, information, models, metrics, the engine view, the cache, and tokenization."""
+"""Routes that generate nothing: health, information, models, metrics, the engine view, the cache, and tokenization."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request, Response
 import minisgl
 from minisgl.api.fields import unread_kwargs
 from minisgl.api.frontend import FrontendManager
-from minisgl.api.http import json_response, read_request, require_json, tell_ignored
+from minisgl.api.http import json_response, read_request, report_ignored, require_json
 from minisgl.api.protocol import (
     ChatCompletionRequest,
     DetokenizeRequest,
@@ -37,11 +37,11 @@ from minisgl.params import Limits, SamplingParams
 from minisgl.settings.options import ServerArgs, split_list
 
 PROBE_TIMEOUT_S: Final = 20.0
-VIEW_AGE_S: Final = 0.25  # the scheduler is asked for a view at most this often, however many clients watch
+VIEW_AGE_S: Final = 0.25  # the least time between two requests for a view, however many clients watch
 
 
 async def probe(frontend: FrontendManager) -> str:
-    """Send one token through every process. Returns the problem, empty on success."""
+    """Send one token through every process. Return the problem; "" on success."""
     embeds = frontend.limits.embeds
     params = SamplingParams(max_tokens=0 if embeds else 1, temperature=0.0, ignore_eos=True, embed=embeds)
     message = TokenizeMsg(uid=0, sampling_params=params, input_ids=ids_to_bytes([0]))
@@ -59,14 +59,14 @@ async def probe(frontend: FrontendManager) -> str:
 
 
 def _status(problem: str) -> Response:
-    """200 without a `problem`, 503 with one."""
+    """Return 200 without a `problem`, 503 with one."""
     if problem:
         return json_response(StatusResponse("unhealthy", problem), 503)
     return json_response(StatusResponse("ok"))
 
 
 def add_status_routes(app: FastAPI) -> None:
-    """Liveness, readiness, metrics, version, and emptying the cache."""
+    """Add the routes for liveness, readiness, metrics, version, and flushing the cache."""
 
     @app.get("/health")
     async def health() -> Response:
@@ -103,7 +103,7 @@ def add_status_routes(app: FastAPI) -> None:
 
 
 def add_information_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
-    """The server, and the model under OpenAI's and SGLang's paths."""
+    """Add the routes that describe the server, and the model under OpenAI's and SGLang's paths."""
     limits = model.limits
     cards = {
         name: ModelCard(
@@ -117,7 +117,8 @@ def add_information_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -
     }
 
     path = args.scheduler.engine.model or str(BUILTIN_MODEL)
-    names = {"served_model_name": model.name, "model_path": path, "tokenizer_path": path}  # as sglang-router reads them
+    # The names that sglang-router reads.
+    names = {"served_model_name": model.name, "model_path": path, "tokenizer_path": path}
 
     @app.get("/v1/models")
     async def list_models() -> Response:
@@ -163,14 +164,14 @@ def add_information_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -
 
 
 class EngineWatch:
-    """Asks schedulers for a view of the engine, once for all clients that want one at the same time."""
+    """Asks schedulers for views of the engine, once for all clients that ask at the same time."""
 
     def __init__(self) -> None:
         self._asking = asyncio.Lock()
-        self._views: dict[int, tuple[float, EngineView]] = {}  # by replica, with the time when it was taken
+        self._views: dict[int, tuple[float, EngineView]] = {}  # by replica: the time of the view, and the view
 
     async def view(self, frontend: FrontendManager, replica: int) -> EngineView:
-        """A view at most `VIEW_AGE_S` old. Raises `RequestError` (503, 404) when the engine does not reply."""
+        """Return a view that is at most `VIEW_AGE_S` old. Raises `RequestError` (503, 404) without a reply."""
         async with self._asking:
             taken, view = self._views.get(replica, (0.0, None))
             if view is None or time.monotonic() - taken > VIEW_AGE_S:
@@ -180,9 +181,9 @@ class EngineWatch:
 
 
 def add_view_route(app: FastAPI) -> None:
-    """GET /engine_view: batch, pages, tiers and radix tree of a replica, and the last heartbeats of all.
+    """Add GET /engine_view: batch, pages, tiers and radix tree of a replica, and the last heartbeats of all replicas.
 
-    The engine does no work for it between requests.
+    The engine works for it only when a client asks.
     """
     watch = EngineWatch()
 
@@ -204,7 +205,7 @@ def add_view_route(app: FastAPI) -> None:
 
 
 def encode_message(request: TokenizeRequest, limits: Limits) -> EncodeMsg:
-    """The question to a tokenizer, without a uid. Raises `RequestError`."""
+    """Return the message to a tokenizer, without a uid. Raises `RequestError` for an invalid request."""
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give exactly one of prompt and messages", param="prompt")
     if request.messages is None:
@@ -222,13 +223,13 @@ def encode_message(request: TokenizeRequest, limits: Limits) -> EncodeMsg:
 
 
 def add_tokenizer_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
-    """POST /tokenize and /detokenize. This process has no tokenizer, so both ask a tokenizer process."""
+    """Add POST /tokenize and /detokenize. Both ask a tokenizer process, since this process has no tokenizer."""
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         body = await read_request(request, TokenizeRequest, args, model.name)
         refuses = args.unknown_fields == "refuse"
-        tell_ignored(request, unread_kwargs(body.chat_template_kwargs, model.template_variables, refuses))
+        report_ignored(request, unread_kwargs(body.chat_template_kwargs, model.template_variables, refuses))
         reply = await app.state.frontend.convert(encode_message(body, model.limits))
         tokens = ids_from_bytes(reply.input_ids).tolist()
         return json_response(TokenizeResponse(tokens, len(tokens), model.limits.max_model_len))

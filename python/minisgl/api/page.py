@@ -1,4 +1,4 @@
-"""The page at `/`, and at `/docs` its part about the API: one static file that talks to this server only."""
+"""The page at `/`, and its part about the API at `/docs`: one static file that talks only to this server."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _PAGE: Final = Path(__file__).with_name("page.html")
 
 
 def _hash_source(page: str, tag: str) -> str:
-    """The Content-Security-Policy source that allows the page's one inline `tag`, and no other."""
+    """Return the Content-Security-Policy source that allows only the page's own inline `tag`."""
     inside = page.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
     assert inside, f"page.html has no <{tag}>"
     return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
 
 
 def content_security_policy(page: str) -> str:
-    """A policy that allows the page's own style and script, requests to its server, and nothing else."""
+    """Return a policy that allows only the page's own style and script, and requests to its server."""
     policy = {
         "default-src": "'none'",
         "style-src": _hash_source(page, "style"),
@@ -36,13 +36,13 @@ def content_security_policy(page: str) -> str:
 
 
 def add_page(app: FastAPI) -> None:
-    """Serve the page. It holds no secret and needs no key (see `gate.OPEN_PATHS`); its requests do."""
+    """Serve the page. It has no secrets and needs no key (see `gate.OPEN_PATHS`), but its requests do."""
     page = _PAGE.read_text(encoding="utf-8")
     headers = {
         "content-security-policy": content_security_policy(page),
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
-        "cache-control": "no-cache",  # an old page must not meet the new API after an update of the server
+        "cache-control": "no-cache",  # or an old page could meet the API of an updated server
     }
     body = page.encode()
 

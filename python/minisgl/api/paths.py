@@ -1,4 +1,4 @@
-"""What a path that does not exist probably means."""
+"""Suggests what a path that does not exist probably means."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from minisgl.errors import near_miss
 
 MAX_SHOWN: Final = 100
-# Paths of Ollama, llama.cpp, TGI and of older APIs, whose names say nothing about ours.
+# Paths of Ollama, llama.cpp, TGI and older APIs -> ours, where the names are not similar.
 ELSEWHERE: Final = {
     "/api/chat": "/v1/chat/completions",
     "/api/generate": "/v1/completions",
@@ -31,10 +31,10 @@ ELSEWHERE: Final = {
 
 
 def unknown_path(path: str, paths: Iterable[str]) -> str:
-    """The message for `path`, which is not among the served `paths`: it names the one that is probably meant.
+    """Return the error message for `path`, which is not among the served `paths`, with the path that is probably meant.
 
-    That is the one in `ELSEWHERE`, else the longest one whose end, without /v1, ends `path` (a base URL with too much
-    or too little), else the one that `path` misspells.
+    That is the one in `ELSEWHERE`, else the longest one that, without /v1, ends `path` (the base URL is wrong), else
+    the one that `path` misspells.
     """
     path = path.rstrip("/") or "/"
     served = [p for p in paths if "{" not in p and p != "/"]

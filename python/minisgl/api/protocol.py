@@ -1,8 +1,8 @@
 """The types of all request and response bodies, and the one way to read a request.
 
-Every optional field may be null. A known field with an unsupported value is refused by name; unknown fields are judged
-in `api/fields.py`. Responses are encoded from the types below, except stream events and the growing arrays of
-/generate, which are assembled from bytes; `tests/e2e/test_openapi.py` checks real responses against them.
+Every optional field may be null. A known field with an unsupported value is refused by name; `api/fields.py` handles
+unknown fields. Responses are encoded from the types below, except stream events and the growing arrays of /generate,
+which are assembled from bytes. `tests/e2e/test_openapi.py` checks real responses against the types.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def _only(value: Any = None) -> msgspec.Meta:
-    """Mark a field that has no effect here: null and `value` are the only values that are not refused."""
+    """Mark a field without an effect: all values but null and `value` are refused."""
     return msgspec.Meta(extra={"only": value})
 
 
@@ -69,7 +69,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    logprobs: bool | int | None = None  # a switch for chat, a number for completions
+    logprobs: bool | int | None = None  # a boolean for chat, a number for completions
     cache_salt: str | None = None
     speculate: bool | None = None
     # Structured output (`api/structured.py`), under OpenAI's, vLLM's and SGLang's names.
@@ -261,7 +261,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     input_ids: list[Any] | None = None
     sampling_params: GenerateSampling | None = None
     stream: bool | None = None
-    max_tokens: int | None = None  # mini-sglang's place for these two
+    max_tokens: int | None = None  # mini-sglang has these two at the top level
     ignore_eos: bool | None = None
     rid: str | list[str] | None = None
     return_logprob: bool | None = None
@@ -587,7 +587,7 @@ class ModelInfoResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
-    """What the router knows of a running replica. `stats` is its last heartbeat."""
+    """The router's view of a running replica. `stats` is its last heartbeat."""
 
     replica: int
     state: str  # serving, silent (no heartbeat for a while) or draining
@@ -621,7 +621,7 @@ def parse_body(body: bytes, kind: type[T]) -> T:
 
 
 def refuse_unsupported(request: msgspec.Struct) -> None:
-    """Raises `RequestError` for the first field whose value is not supported."""
+    """Raise `RequestError` for the first field whose value is not supported."""
     supported = _only_values(type(request))
     for name in request.__struct_fields__:
         value = getattr(request, name)
@@ -633,13 +633,13 @@ def refuse_unsupported(request: msgspec.Struct) -> None:
 
 @cache
 def _only_values(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Field -> the value of its `_only` mark, if it has one."""
+    """Return the values of the fields with an `_only` mark."""
     marks = {f.name: getattr(f.type, "__metadata__", ()) for f in msgspec.structs.fields(kind)}
     return {name: meta[0].extra["only"] for name, meta in marks.items() if meta}
 
 
 def _field_of(error: str) -> str | None:
-    """The top-level field named in a msgspec error."""
+    """Return the top-level field that a msgspec error names."""
     if (path := re.search(r"at `\$\.(\w+)", error)) is not None:
         return path[1]
     missing = re.search(r"missing required field `(\w+)`", error)

@@ -1,6 +1,6 @@
-"""Replies -> response bodies and stream events in OpenAI's shapes.
+"""Turns replies into response bodies and stream events in OpenAI's format.
 
-Events are byte templates around one small JSON string: several times cheaper than encoding an object for each token.
+Events are byte templates around one small JSON string. This is several times cheaper than encoding an object per token.
 """
 
 from __future__ import annotations
@@ -35,43 +35,43 @@ MIN_LOGPROB: Final = -9999.0  # OpenAI's value for a token of probability 0; JSO
 
 
 def event(body: bytes) -> bytes:
-    """One server-sent event."""
+    """Return a server-sent event with the data `body`."""
     return b"data: " + body + b"\n\n"
 
 
 def named_event(name: str, fields: dict[str, Any]) -> bytes:
-    """One server-sent event with a name, which is also the `type` of its data."""
+    """Return a server-sent event with a name, which is also the `type` in its data."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), to_json({"type": name} | fields))
 
 
 def failure_event(error: RequestError) -> bytes:
-    """The end of a failed stream in OpenAI's shape."""
+    """Return the last event of a failed stream in OpenAI's format."""
     return event(to_json(error_body(error.message, error.status, error.param, error.code))) + DONE
 
 
 class Renderer(Protocol):
-    """Writes the responses of one API, in one piece or as a stream."""
+    """Writes the responses of one API, as one body or as a stream."""
 
     def body(self, replies: list[UserReply], receipt: Receipt) -> bytes:
-        """The response in one piece as JSON, from the whole reply to each generation."""
+        """Return the response as one JSON body, from the joined replies to each generation."""
 
     def first_events(self, n: int) -> Iterator[bytes]:
-        """The events at the start of a stream of `n` generations."""
+        """Yield the events at the start of a stream of `n` generations."""
         return iter(())
 
     def events(self, index: int, reply: UserReply) -> Iterator[bytes]:
-        """The events for one more reply to generation `index`."""
+        """Yield the events for a reply to generation `index`."""
 
     def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
-        """The events after the last reply; `replies` are the last ones by index."""
+        """Yield the events after the last reply. `replies` are the last ones of each generation."""
 
     def failure(self, error: RequestError) -> bytes:
-        """The last events of a stream that fails."""
+        """Return the last events of a stream that fails."""
         return failure_event(error)
 
 
 class OpenAIRenderer(Renderer):
-    """Chat completions and text completions, which differ in one object and two names."""
+    """Writes chat completions and text completions, which differ in one object and two names."""
 
     def __init__(
         self,
@@ -86,10 +86,10 @@ class OpenAIRenderer(Renderer):
         with_usage: bool = False,
         prompt_ids: list[list[int]] | None = None,
     ) -> None:
-        """`new_parser` makes the parser of one chat answer; without it all text is content.
+        """`new_parser` makes the parser of a chat answer; without it, all text is content.
 
         Each `n` adjacent generations are choices for one prompt. `with_usage` ends every stream with the usage.
-        `prompt_ids` are the token ids of each prompt, to be shown with those of the answers.
+        `prompt_ids` has the token ids of each prompt, if they are to be returned.
         """
         self._prompt_ids = prompt_ids
         self._with_logprobs = with_logprobs
@@ -133,7 +133,7 @@ class OpenAIRenderer(Renderer):
         return ChatChoice(message=parser.message(reply.text), finish_reason=parser.finish_reason(reason), **rest)
 
     def _prompt(self, index: int) -> dict[str, Any]:
-        """The token ids of the prompt of generation `index`, if they are to be shown."""
+        """Return the token ids of the prompt of generation `index`, if they are to be returned."""
         return {} if self._prompt_ids is None else {"prompt_token_ids": self._prompt_ids[index // self._n]}
 
     def _logprobs(self, tokens: list[TokenLogprob]) -> dict[str, Any] | None:
@@ -165,12 +165,12 @@ class OpenAIRenderer(Renderer):
                 parser = self._parsers[index] = self._new_parser()
             deltas = list(parser.deltas(reply.text, reply.finish_reason is not None))
             if not deltas and reply.finish_reason is None:
-                deltas = [b'{"content":""}']  # while the parser waits, the client sees that the model works
+                deltas = [b'{"content":""}']  # shows the client that the model works while the parser waits
             if not deltas and reply.logprobs:
                 deltas = [b"{}"]
             for delta in deltas:
                 yield self._chunk(index, delta, reply, None)
-                reply = _without_tokens(reply)  # they stand beside the first delta
+                reply = _without_tokens(reply)  # they are in the first delta
             reason = reply.finish_reason and parser.finish_reason(reply.finish_reason)
         if reason is not None:
             yield self._chunk(index, b"{}", reply, reason)
@@ -220,9 +220,9 @@ def _without_tokens(reply: UserReply) -> UserReply:
 
 
 def usage_of(replies: list[UserReply], n: int = 1) -> Usage:
-    """OpenAI's usage object, from the last reply to each generation of one request.
+    """Return OpenAI's usage object, from the last reply to each generation of one request.
 
-    Each `n` adjacent generations share a prompt. It counts once, as the first of them found it.
+    Each `n` adjacent generations share a prompt. It counts once, with the cached tokens of the first generation.
     """
     prompt = sum(r.prompt_tokens for r in replies[::n])
     completion = sum(r.completion_tokens for r in replies)
@@ -237,7 +237,7 @@ def usage_of(replies: list[UserReply], n: int = 1) -> Usage:
 
 
 def chat_logprobs(tokens: list[TokenLogprob]) -> dict[str, Any]:
-    """`choices[].logprobs` of a chat completion."""
+    """Return `choices[].logprobs` of a chat completion."""
     content = []
     for t in tokens:
         top = [_chat_token(data, logprob) for _, data, logprob in t.top]
@@ -250,7 +250,7 @@ def _chat_token(data: bytes, logprob: float | None) -> dict[str, Any]:
 
 
 def text_logprobs(tokens: list[TokenLogprob]) -> dict[str, Any]:
-    """`choices[].logprobs` of a text completion. The token itself is always among its alternatives."""
+    """Return `choices[].logprobs` of a text completion. The token itself is always among its alternatives."""
     return {
         "tokens": [token_text(t.data) for t in tokens],
         "token_logprobs": [finite(t.logprob) for t in tokens],
@@ -267,7 +267,7 @@ def _alternatives(token: TokenLogprob) -> dict[str, float | None] | None:
 
 
 def token_text(data: bytes) -> str:
-    """The token as text. A token that is not valid UTF-8 is written as "bytes:" and its bytes, as by OpenAI."""
+    """Return the token as text. Like OpenAI, write "bytes:" and the bytes if they are not valid UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -275,5 +275,5 @@ def token_text(data: bytes) -> str:
 
 
 def finite(logprob: float | None) -> float | None:
-    """`logprob`, at least `MIN_LOGPROB`; None stays None."""
+    """Return `logprob`, but at least `MIN_LOGPROB`; None for None."""
     return None if logprob is None else max(logprob, MIN_LOGPROB)

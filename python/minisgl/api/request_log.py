@@ -1,4 +1,4 @@
-"""The request log (`--log-requests`): a line for each request when its response has ended, without texts."""
+"""The request log (`--log-requests`): a line without texts for each request, when its response has ended."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from minisgl.api.replies import usage_of
 
 logger = logging.getLogger(__name__)
 
-# What machines and the page ask for every few seconds.
+# Not logged: paths that probes and the page request every few seconds.
 QUIET: Final = OPEN_PATHS | {"/metrics", "/health_generate", "/engine_view"}
 MAX_PATH: Final = 100
 CLIENT_GONE: Final = 499  # nginx's code
 
 
-Sink = Callable[[Scope, dict[str, Any], float], None]  # takes (scope, fields, when the request began)
+Sink = Callable[[Scope, dict[str, Any], float], None]  # (scope, fields, start time)
 
 
 class RequestEnds:
-    """Middleware around all others, so that refusals count, too: gives each `sink` the requests that have ended."""
+    """Middleware that calls each sink when a request has ended. It surrounds all others, to include refusals."""
 
     def __init__(self, app: ASGIApp, root_path: str, sinks: Sequence[Sink]) -> None:
         self._app = app
@@ -39,7 +39,7 @@ class RequestEnds:
             await self._app(scope, receive, send)
             return
         started = time.monotonic()
-        status = CLIENT_GONE  # of a request without a response
+        status = CLIENT_GONE  # if there is no response
 
         async def send_and_note(message: Message) -> None:
             nonlocal status
@@ -50,7 +50,7 @@ class RequestEnds:
         try:
             await self._app(scope, receive, send_and_note)
         except Exception:
-            status = 500  # the response is made outside of this
+            status = 500  # the outer error handler makes the response
             raise
         finally:
             fields = request_fields(scope, status, time.monotonic() - started)
@@ -64,7 +64,7 @@ def write_line(scope: Scope, fields: dict[str, Any], started: float) -> None:
 
 
 def request_fields(scope: Scope, status: int, seconds: float) -> dict[str, Any]:
-    """The fields of a line: of a request that generates also its tokens, times in milliseconds, and how it ended."""
+    """Return the fields of a log line; for a generation also tokens, times in milliseconds, and how it ended."""
     fields: dict[str, Any] = {
         "request_id": scope.get(REQUEST_ID, ""),
         "method": scope["method"],
@@ -88,7 +88,7 @@ def request_fields(scope: Scope, status: int, seconds: float) -> dict[str, Any]:
 
 
 def log_line(fields: dict[str, Any]) -> str:
-    """The fields as text: what was asked and the status, then name=value."""
+    """Return the fields as text: method, path and status, then name=value."""
     names = ("method", "path", "status")
     rest = (f"{name}={value}" for name, value in fields.items() if name not in names and value is not None)
     return " ".join([*(str(fields[name]) for name in names), *rest])

@@ -1,4 +1,4 @@
-"""Request bodies -> validated `TokenizeMsg`. The `FrontendManager` assigns their uids later."""
+"""Turns request bodies into validated `TokenizeMsg`s. The `FrontendManager` assigns uids later."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minisgl.params import MAX_LOGPROBS, Limits, SamplingParams, choice_params, 
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 MAX_PROMPTS: Final = 1024
-MAX_GENERATIONS: Final = 1024  # in one request: prompts times choices
+MAX_GENERATIONS: Final = 1024  # per request: prompts times choices
 MAX_ANSWER_BYTES: Final = 64 << 20
 TOKEN_BYTES: Final = 8  # of a token's text in an answer
 LOGPROB_BYTES: Final = 120  # of one log-probability with its token and bytes
@@ -29,7 +29,7 @@ _RESERVED_KWARGS: Final = ("messages", "tools", "documents", "add_generation_pro
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Sampling parameters for requests without their own; a model's generation_config.json may set them."""
+    """Sampling parameters of requests that set none. A model's generation_config.json may define them."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -39,18 +39,18 @@ class SamplingDefaults:
 
     @classmethod
     def from_generation_config(cls, config: dict[str, Any]) -> SamplingDefaults:
-        """The parameters in `config` that are numbers."""
+        """Return the parameters in `config` that are numbers."""
         values: dict[str, Any] = {}
-        for name, usual in asdict(cls()).items():
+        for name, default in asdict(cls()).items():
             value = config.get(name)
             if isinstance(value, int | float) and not isinstance(value, bool):
-                values[name] = type(usual)(value)
+                values[name] = type(default)(value)
         return cls(**values)
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model and the processes behind the API."""
+    """What the API knows about the model and the processes behind it."""
 
     name: str
     limits: Limits
@@ -73,8 +73,10 @@ def sampling_params(
     echo: bool = False,
     prompt_logprobs: bool = False,
 ) -> SamplingParams:
-    """The validated `SamplingParams`. Raises `RequestError` naming the first field that cannot be honoured."""
-    chosen = {name: usual if (v := getattr(fields, name)) is None else v for name, usual in asdict(defaults).items()}
+    """Return validated `SamplingParams`. Raises `RequestError` for the first field that cannot be honoured."""
+    chosen = {
+        name: default if (v := getattr(fields, name)) is None else v for name, default in asdict(defaults).items()
+    }
     stop = fields.stop or ()
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -101,7 +103,7 @@ def sampling_params(
 
 
 def _logit_bias(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
-    """(token id, bias) pairs. OpenAI writes token ids as JSON keys; "7" and "07" are the same token given twice."""
+    """Return (token id, bias) pairs. Token ids are JSON keys, so a token may be given twice, as "7" and "07"."""
     pairs = {}
     for key, bias in biases.items():
         if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS) or int(key) in pairs:
@@ -111,7 +113,7 @@ def _logit_bias(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
 
 
 def requested_max_tokens(request: Any, names: Sequence[str], limits: Limits, least: int = 0) -> int | None:
-    """The value of the first of the fields `names` that is set. Raises `RequestError` naming that field."""
+    """Return the value of the first field among `names` that is set. Raises `RequestError` if it is out of range."""
     name = next((n for n in names if getattr(request, n) is not None), None)
     if name is None:
         return None
@@ -122,7 +124,7 @@ def requested_max_tokens(request: Any, names: Sequence[str], limits: Limits, lea
 
 
 def chat_message(request: ChatCompletionRequest, defaults: SamplingDefaults, limits: Limits) -> TokenizeMsg:
-    """The message for a chat completion, before `OutputForms.prepare`. Raises `RequestError`."""
+    """Return the message for a chat completion, before `OutputForms.prepare`. Raises `RequestError`."""
     max_tokens = requested_max_tokens(request, ("max_completion_tokens", "max_tokens"), limits, least=1)
     if not request.messages:
         raise RequestError("messages is empty", param="messages")
@@ -150,7 +152,7 @@ def chat_message(request: ChatCompletionRequest, defaults: SamplingDefaults, lim
 
 
 def _num_chat_logprobs(request: ChatCompletionRequest) -> int | None:
-    """The number of alternatives to each token; None for no log-probabilities."""
+    """Return the number of alternatives to each token; None without log-probabilities."""
     if request.logprobs is not None and not isinstance(request.logprobs, bool):
         raise RequestError("logprobs must be true or false", param="logprobs", code="invalid_type")
     if request.top_logprobs is not None and not 0 <= request.top_logprobs <= MAX_LOGPROBS:
@@ -161,7 +163,7 @@ def _num_chat_logprobs(request: ChatCompletionRequest) -> int | None:
 
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:
-    """A message in the form of chat templates: text content, tool arguments as objects."""
+    """Return a message in the form that chat templates expect: text content, tool arguments as objects."""
     if message.role not in ROLES:
         raise RequestError(f"role {message.role[:40]!r} is not one of {', '.join(ROLES)}", param="messages")
     result: dict[str, Any] = {"role": message.role, "content": text_of(message.content, "messages")}
@@ -181,14 +183,14 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
 
 
 def unsupported_type(what: str, kind: Any, param: str) -> RequestError:
-    """The refusal of a part, item or tool by its type."""
+    """Return the error for an unsupported type of part, item or tool."""
     return unsupported(f"{param}: {what} of type {str(kind)[:40]!r} is not supported", param)
 
 
 def text_of(content: Any, param: str, kinds: Sequence[str] = ("text",)) -> str:
-    """The text of `content`: a string, or a list of parts with text, whose type is one of `kinds`.
+    """Return the text of `content`: a string, or a list of text parts whose type is one of `kinds`.
 
-    Parts are joined without a separator, as templates that accept parts do. Raises `RequestError` for other types.
+    Parts are joined without a separator, as in templates that accept parts. Raises `RequestError` for other types.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -232,7 +234,7 @@ def _check_template_kwargs(kwargs: dict[str, Any]) -> None:
 
 
 def completion_messages(request: CompletionRequest, defaults: SamplingDefaults, limits: Limits) -> list[TokenizeMsg]:
-    """One message for each prompt of a text completion. Raises `RequestError`."""
+    """Return a message for each prompt of a text completion. Raises `RequestError`."""
     if isinstance(request.logprobs, bool):
         raise RequestError("logprobs must be a number", param="logprobs", code="invalid_type")
     params = sampling_params(
@@ -251,16 +253,16 @@ def completion_messages(request: CompletionRequest, defaults: SamplingDefaults, 
 
 
 def is_batch(prompt: str | Sequence[Any]) -> bool:
-    """Whether `prompt` is a list of prompts instead of one text or one list of token ids."""
+    """Return whether `prompt` is a list of prompts instead of one text or one list of token ids."""
     return not isinstance(prompt, str) and (not prompt or not isinstance(prompt[0], int))
 
 
 def prompt_messages(
     prompt: str | list[Any], param: str, params: SamplingParams, limits: Limits, most: int = MAX_PROMPTS
 ) -> list[TokenizeMsg]:
-    """One message for each of at most `most` prompts: a text, a list of token ids, or a list of either.
+    """Return a message for each of at most `most` prompts: a text, a list of token ids, or a list of either.
 
-    Raises `RequestError` naming the field `param`.
+    Raises `RequestError` for the field `param`.
     """
     prompts = prompt if not isinstance(prompt, str) and is_batch(prompt) else [prompt]
     if not 1 <= len(prompts) <= most:
@@ -280,14 +282,14 @@ def prompt_messages(
 
 
 def packed_ids(ids: list[int], param: str, limits: Limits) -> bytes:
-    """The token ids as int32 bytes. Raises `RequestError` for an id outside the vocabulary."""
+    """Return token ids as int32 bytes. Raises `RequestError` for an id outside the vocabulary."""
     if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
         raise RequestError(f"{param} has a token id outside 0 to {limits.vocab_size - 1}", param=param)
     return ids_to_bytes(ids)
 
 
 def num_choices(fields: SamplingFields, most: int) -> int:
-    """The number of choices for each prompt (`n`), at most `most`. Raises `RequestError`."""
+    """Return the number of choices per prompt (`n`). Raises `RequestError` if it is more than `most`."""
     n = 1 if fields.n is None else fields.n
     if not 1 <= n <= most:
         raise RequestError(f"n must be 1 to {most} (--max-choices)", param="n")
@@ -297,7 +299,7 @@ def num_choices(fields: SamplingFields, most: int) -> int:
 
 
 def with_choices(messages: Sequence[TokenizeMsg], n: int) -> list[TokenizeMsg]:
-    """`n` messages for each of `messages`, those of one prompt adjacent. Raises `RequestError` for too many.
+    """Return `n` adjacent copies of each message. Raises `RequestError` for too many.
 
     Each choice is a request of its own; the prefix cache shares the prompt.
     """
@@ -307,9 +309,9 @@ def with_choices(messages: Sequence[TokenizeMsg], n: int) -> list[TokenizeMsg]:
 
 
 def require_answer_fits(messages: Sequence[TokenizeMsg], limits: Limits) -> None:
-    """Raises `RequestError` if the answer to `messages`, in one piece, might have more than `MAX_ANSWER_BYTES`.
+    """Raise `RequestError` if the answer to `messages` in one body might have more than `MAX_ANSWER_BYTES`.
 
-    Such an answer is collected in memory, and encoding it holds up all other requests for a moment.
+    Such a body is collected in memory, and encoding it blocks all other requests for a moment.
     """
     size = 0
     for message in messages:

@@ -20,8 +20,8 @@ from minisgl.message import TokenizeMsg, UserReply
 
 logger = logging.getLogger(__name__)
 
-CHECKS: Final = 4  # of a write's duration within the time limit
-AT_ONCE: Final = 256  # generations and log-probabilities; more are rendered by a thread, beside the other requests
+CHECKS: Final = 4  # checks of a write per time limit
+AT_ONCE: Final = 256  # generations and log-probabilities; a thread renders larger answers, without blocking others
 _STREAM_HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -33,8 +33,8 @@ class WriteTimeout:
     """A time limit for each write, cheap enough to surround every token.
 
     Use `async with WriteTimeout(seconds) as limit`, with `limit.begin()` before each write and `limit.end()` after it.
-    Raises `TimeoutError` out of the block when a write takes longer. One periodic timer replaces a timer for each
-    write, which would cost more than making the event.
+    The block raises `TimeoutError` if a write takes longer. There is one periodic timer: a timer per write would cost
+    more than making the event.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -76,7 +76,7 @@ def _raise_if_failed(reply: UserReply) -> None:
 
 
 class BodyResponse(Response):
-    """Submits the messages and responds in one piece. When the client leaves, its generations are aborted."""
+    """Submits the messages and responds with one body. If the client disconnects, its generations are aborted."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class BodyResponse(Response):
         render: Callable[[list[UserReply], Receipt], bytes],
         n: int = 1,
     ) -> None:
-        """`render` makes the body; each `n` adjacent messages are choices for one prompt."""
+        """`render` makes the body. Each `n` adjacent messages are choices for one prompt."""
         super().__init__()
         self._frontend = frontend
         self._messages = messages
@@ -93,7 +93,7 @@ class BodyResponse(Response):
         self._render = render
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises `RequestError` when refused before the first byte."""
+        """Respond. Raises `RequestError` if the request is refused before the first byte."""
         submission = await self._frontend.submit(self._messages, self._n)
         scope[SUBMISSION] = submission
         async with submission:
@@ -101,7 +101,7 @@ class BodyResponse(Response):
             try:
                 await self._respond(submission, scope, receive, send)
             except ClientGoneError:
-                logger.debug("a client left before its response was complete")
+                logger.debug("a client disconnected before its response was complete")
             finally:
                 watcher.cancel()
 
@@ -120,10 +120,10 @@ class BodyResponse(Response):
 
 
 class StreamResponse(BodyResponse):
-    """The same with server-sent events.
+    """Submits the messages and responds with server-sent events.
 
-    The first reply is awaited before the first byte, so that a refusal has its HTTP status; a later failure is an event
-    in the stream. A client that does not read for `--write-timeout` seconds is treated like one that has left.
+    It waits for the first reply before it sends the first byte, so that a refusal has its HTTP status. A later failure
+    is an event in the stream. A client that does not read for `--write-timeout` seconds counts as disconnected.
     """
 
     def __init__(self, frontend: FrontendManager, messages: Sequence[TokenizeMsg], renderer: Renderer, n: int) -> None:
@@ -132,7 +132,7 @@ class StreamResponse(BodyResponse):
 
     async def _respond(self, submission: Submission, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            # A separate task is woken for each token without passing through the framework's layers.
+            # A separate task wakes for each token without the framework's layers.
             await asyncio.create_task(self._stream(submission, scope))
         except TimeoutError:
             logger.warning("a client did not read for %g s; its request is aborted", self._frontend.write_timeout)
@@ -169,7 +169,7 @@ class StreamResponse(BodyResponse):
 
 
 async def _watch(receive: Receive, submission: Submission) -> None:
-    """Abandon the submission when its client is gone. The body has been read, so no other message can come."""
+    """Abandon the submission when its client disconnects. The body has been read, so no other message can arrive."""
     while (await receive())["type"] != "http.disconnect":
         pass
     submission.abandon()
@@ -178,7 +178,7 @@ async def _watch(receive: Receive, submission: Submission) -> None:
 def response_to(
     frontend: FrontendManager, messages: Sequence[TokenizeMsg], renderer: Renderer, is_stream: bool | None, n: int
 ) -> Response:
-    """A streamed response or one in one piece, as requested. Raises `RequestError` if that piece might be too large."""
+    """Return a stream or a response in one body, as requested. Raises `RequestError` if the body might be too large."""
     if is_stream:
         return StreamResponse(frontend, messages, renderer, n)
     require_answer_fits(messages, frontend.limits)

@@ -1,4 +1,4 @@
-"""Structured output: the fields that constrain an answer -> a `Grammar`; and the meaning of `tool_choice`."""
+"""Structured output: turns the fields that constrain an answer into a `Grammar`, and interprets `tool_choice`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ANY_OBJECT: Final = '{"type": "object"}'
 
 
 def requested_grammar(fields: SamplingFields) -> Grammar | None:
-    """The grammar of a request, None without one. Raises `RequestError` for several or for an invalid value."""
+    """Return the grammar of a request, or None. Raises `RequestError` for several, and for an invalid value."""
     found = [
         (name, grammar)
         for name, read in _FIELDS.items()
@@ -28,9 +28,9 @@ def requested_grammar(fields: SamplingFields) -> Grammar | None:
 
 
 def forced_functions(request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
-    """The functions of which `tool_choice` forces a call; None when a call is optional or not allowed.
+    """Return the functions one of which must be called; None if a call is optional or not allowed.
 
-    Raises `RequestError` (400) for an invalid choice.
+    Raises `RequestError` (400) for an invalid `tool_choice`.
     """
     choice = request.tool_choice
     if choice in (None, "auto", "none"):
@@ -49,7 +49,7 @@ def forced_functions(request: ChatCompletionRequest) -> list[dict[str, Any]] | N
 
 
 def json_text(value: Any, param: str) -> str:
-    """`value` as JSON text. Raises `RequestError` for a value without a JSON form."""
+    """Return `value` as JSON text. Raises `RequestError` for a value that JSON cannot represent."""
     try:
         return msgspec.json.encode(value).decode()
     except (msgspec.MsgspecError, ValueError, RecursionError) as e:
@@ -57,7 +57,7 @@ def json_text(value: Any, param: str) -> str:
 
 
 def _schema(value: Any, param: str) -> Grammar:
-    """A JSON Schema, given as an object or as JSON text."""
+    """Return the grammar of a JSON Schema, given as an object or as JSON text."""
     if not isinstance(value, dict | bool | str):
         raise RequestError(f"{param} must be a JSON Schema", param=param, code="invalid_type")
     if isinstance(value, str):
@@ -100,7 +100,7 @@ def _response_format(value: dict[str, Any], param: str) -> Grammar | None:
 
 
 def _structured_outputs(value: dict[str, Any], param: str) -> Grammar | None:
-    """vLLM's object with one of json, json_object, regex, choice, grammar."""
+    """Return the grammar of vLLM's object with one of json, json_object, regex, choice, grammar."""
     given = {name: v for name, v in value.items() if v is not None and v is not False}
     if not given:
         return None

@@ -1,7 +1,7 @@
-"""OpenTelemetry traces (`--otlp-endpoint`, the extra `otel`): a span for each request, its queue, prefill and decode.
+"""OpenTelemetry traces (`--otlp-endpoint`, the extra `otel`): spans of each request, its queue, prefill and decode.
 
-Spans are made when the response has ended, from times that are kept anyway. A thread of the SDK sends them, so a slow
-collector delays no request.
+Spans are made when the response has ended, from times that are recorded anyway. A thread of the SDK sends them, so a
+slow collector delays no request.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ATTRIBUTES: Final = {
 
 
 def is_traced(args: ServerArgs) -> bool:
-    """Whether traces are asked for and can be made. Raises `ConfigError` for an option that cannot work."""
+    """Return whether traces are enabled and possible. Raises `ConfigError` for an option that cannot work."""
     endpoint = args.otlp_endpoint
     if endpoint is None and not any(map(os.environ.get, VARIABLES)):
         return False
@@ -52,14 +52,14 @@ def is_traced(args: ServerArgs) -> bool:
     missing = "traces need the extra otel: pip install 'minisgl[otel]'"
     if endpoint is not None:
         raise ConfigError(f"--otlp-endpoint {endpoint}: {missing}")
-    logger.warning("%s; there are none", missing)  # a cluster may set the variables for everything that runs in it
+    logger.warning("%s; there are none", missing)  # a cluster may set the variables for all its processes
     return False
 
 
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a parent
+    except ModuleNotFoundError:  # of the parent package
         return False
 
 
@@ -74,7 +74,7 @@ class Traces:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        # OpenTelemetry's environment variables set everything that is not given here.
+        # OpenTelemetry's environment variables configure the rest.
         endpoint = args.otlp_endpoint and args.otlp_endpoint.rstrip("/").removesuffix(PATH) + PATH
         name = os.environ.get("OTEL_SERVICE_NAME", "minisgl")
         self._provider: TracerProvider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
@@ -85,7 +85,7 @@ class Traces:
         self._model = model
 
     def record(self, scope: Scope, fields: dict[str, Any], began: float) -> None:
-        """Send the spans of a request that began then, by the monotonic clock, and ends now."""
+        """Send the spans of a request that began at `began`, by the monotonic clock, and ends now."""
         now = time.monotonic()
         epoch = time.time() - now
 
@@ -111,5 +111,5 @@ class Traces:
         span.end(ns(now))
 
     def close(self) -> None:
-        """Send what has not been sent yet."""
+        """Send all remaining spans."""
         self._provider.shutdown()

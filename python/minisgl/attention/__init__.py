@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache, one backend per kind of hardware."""
+"""Attention over the paged KV cache: the backends, and the choice between them."""
 
 from minisgl.attention.selection import resolve_attention
 

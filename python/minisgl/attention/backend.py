@@ -1,4 +1,4 @@
-"""The contract of the attention backends, and the reference backend as the smallest example."""
+"""The interface of attention backends, and the reference backend as the smallest implementation."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Window = int | None
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What a model and a KV pool need from a backend; `dtype` is that of queries and, unless `fp8_cache`, of the cache.
+    """The requirements of a model and a KV pool. `dtype` is that of queries and, unless `fp8_cache`, of the cache.
 
-    `max_rows` bounds the sequences of a step: the largest number of running requests, and one row for padding.
-    `max_queries` bounds the tokens that a decoding sequence computes: more than 1 with drafts.
-    `windows` lists the distinct windows of the layers. Scores are multiplied by `scale`, which is 1 / sqrt(head_dim)
-    unless `score_scale` is given.
+    `max_rows` is the largest number of sequences in a step: the running requests, and one row for padding.
+    `max_queries` is the largest number of tokens that a decoding sequence computes: more than 1 with drafts. `windows`
+    has the distinct windows of the layers. Scores are multiplied by `scale`, which is 1 / sqrt(head_dim) unless
+    `score_scale` is given.
     """
 
     device_type: str
@@ -54,17 +54,17 @@ class AttentionSpec:
 class AttentionBackend(ABC):
     """Causal attention of a mixed batch over the paged cache.
 
-    `prepare` runs once per step, in step order and after the step's page-table writes; layers then call `attend` once
-    each. When `forward` runs, the pages contain the K/V of this step's tokens. Slots at or beyond a sequence's kv_len
-    and unowned pages may hold anything, NaN included. Other sequences of the batch affect the result of a sequence at
-    most by the split of its sums, that is in the last bits.
+    `prepare` runs once per step, in the order of steps and after the step's page-table writes. Then each layer calls
+    `attend` once. When `forward` runs, the pages have the K/V of this step's tokens. Slots at or beyond a sequence's
+    kv_len and unowned pages may have any values, NaN included. Other sequences of the batch may change only the last
+    bits of a sequence's result, by the split of its sums.
     """
 
     name: ClassVar[str]
-    # Whether pure decode steps read device data only (never the layout's host copies), so that a graph can replay them.
+    # Whether pure decode steps read only device data (never the layout's host copies), so that a graph can replay them.
     is_capturable: bool = False
-    captures_prompts: bool = False  # the same for steps with prompts, whose host lengths only tell "> 1" in a graph
-    # Whether the layout's host copies must be exact, so that it cannot decode with drafts, where they are upper bounds.
+    captures_prompts: bool = False  # the same for steps with prompts; a graph knows of their host lengths only "> 1"
+    # Whether the host copies of the layout must be exact. With drafts they are upper bounds: then it cannot decode.
     needs_host_lengths: bool = False
 
     def __init__(self, spec: AttentionSpec, ops: OpTable) -> None:
@@ -73,15 +73,15 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def prepare(self, batch: Batch, page_table: Tensor) -> Any:
-        """Return what all layers of this step share, passed to them as `ctx.attn_metadata`.
+        """Return what all layers of this step share; they get it as `ctx.attn_metadata`.
 
         page_table is [rows, pages per row] int32.
         """
 
     def attend(self, qkv: Tensor, heads: HeadTransform, layer_pages: Pages, ctx: Context) -> Tensor:
-        """Normalise and rotate q and k, store k and v, then attend: qkv [T, (Hq + 2 Hk) D] -> [T, Hq, D].
+        """Normalise and rotate q and k, store k and v, and attend: qkv [T, (Hq + 2 Hk) D] -> [T, Hq, D].
 
-        qkv may be overwritten.
+        May overwrite qkv.
         """
         q = self.ops.norm_rope_store(qkv, heads, ctx.batch.positions, layer_pages, ctx.out_loc)
         return self.forward(q, layer_pages, ctx, heads.window)
@@ -95,7 +95,7 @@ class AttentionBackend(ABC):
 
 
 class ReferenceAttention(AttentionBackend):
-    """The op table's `paged_attention`: slow, and right on every device."""
+    """The op table's `paged_attention`: slow, but correct on every device."""
 
     name = "reference"
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from minisgl.ops.table import OpTable
 
 TILE: Final = 128  # keys per tile; page sizes are multiples
-# The wheel only has kernels that load pages by TMA. They are selected if the bound on a sequence's queries times the
-# group size exceeds a tile of queries (192 for head dimension 64). A larger bound costs nothing.
+# The wheel has only kernels that load pages by TMA. They are selected if the largest number of queries times the group
+# size exceeds a tile of queries (192 for head dimension 64). A larger number costs nothing.
 MIN_QUERY_BOUND: Final = 256
 # Up to this many rows (tokens times query heads, 128 per tile) there are fewer tiles than SMs, so that splitting the
 # keys pays. The limit also bounds the memory of partial results, MAX_SPLITS * SPLIT_ROWS * D float32.
@@ -43,11 +43,11 @@ class _Plan:
 
 
 class FA3Attention(AttentionBackend):
-    """One kernel for decode, prompts and mixed batches on Hopper; the fastest for prompts, slow for decode.
+    """One kernel for decode, prompts and mixed batches on Hopper: the fastest for prompts, slow for decode.
 
-    The kernel multiplies the values between a sequence's end and the end of the tile by zero, so NaN would spread from
-    there: `forward` zeroes these values first. They belong to this sequence, because sequences share whole pages only.
-    Not capturable: the slots to zero and the bounds that select the kernel come from the host.
+    The kernel multiplies values between a sequence's end and the end of the tile by zero, so NaN there would spread:
+    `forward` zeroes these values first. They belong to this sequence, because sequences share only whole pages. Graphs
+    cannot capture it: the slots to zero and the sizes that select the kernel come from the host.
     """
 
     name = "fa3"
@@ -81,7 +81,7 @@ class FA3Attention(AttentionBackend):
         )
 
     def _tails(self, layout: SeqLayout, page_table: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the slots between each sequence's end and the end of its last tile; short tails repeat slots."""
+        """Return the slots from each sequence's end to the end of its last tile. Short tails repeat slots."""
         has_tail = layout.kv_lens_host % TILE != 0
         if not has_tail.any():
             return None
@@ -97,7 +97,7 @@ class FA3Attention(AttentionBackend):
         if plan.tails is not None:
             v.index_put_(plan.tails, self._zero)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        # The op itself, without the overhead of the Python wrapper in every layer.
+        # Call the op directly, to avoid the overhead of the Python wrapper in each layer.
         torch.ops.fa3_fwd.fwd(
             q,
             k,

@@ -25,10 +25,10 @@ TENSOR_CORE_GROUP: Final = 4  # from this many query heads per KV head on, tenso
 
 
 class FlashInferAttention(AttentionBackend):
-    """Pure decode steps by FlashInfer's decode kernels, all others by its prefill kernels; a wrapper for each window.
+    """FlashInfer's decode kernels for pure decode steps, its prefill kernels for all others; one wrapper per window.
 
-    Our pages are FlashInfer's paged cache in layout "HND". Not capturable: every step is planned on the host from the
-    layout's host copies, and the plan determines the grid. A plan is valid until the next `prepare`.
+    Our pages are FlashInfer's paged cache in layout "HND". Graphs cannot capture it: each step is planned on the host
+    from the layout's host copies, and the plan determines the grid. A plan is valid until the next `prepare`.
     """
 
     name = "fi"
@@ -39,7 +39,7 @@ class FlashInferAttention(AttentionBackend):
         self._device = torch.device(spec.device_type, torch.cuda.current_device())
         group = spec.num_heads // spec.num_kv_heads
         self._planned = torch.cuda.Event()
-        # Plans write to the wrappers' buffers, also from the threads of `_build`: these must not be inference tensors.
+        # Plans write to the wrappers' buffers, even in threads of `_build`, so these must not be inference tensors.
         with torch.inference_mode(False):
             workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
             self._prefill = {
@@ -55,7 +55,7 @@ class FlashInferAttention(AttentionBackend):
 
     def prepare(self, batch: Batch, page_table: Tensor) -> dict[Window, Any]:
         """Plan this step; return the wrappers by window."""
-        # Plans are copied from one pinned buffer, which is free once the copy of the last plan is done.
+        # All plans use one pinned buffer, which is free once the copy of the last plan is done.
         self._planned.synchronize()
         wrappers = self._plan(batch.layout, page_table)
         self._planned.record()
@@ -94,7 +94,7 @@ class FlashInferAttention(AttentionBackend):
         return out
 
     def _build(self) -> None:
-        """Compile the kernels of both kinds of steps in parallel, so that a failure shows now and not under load."""
+        """Compile the kernels of both kinds of steps in parallel, so that they fail now and not under load."""
         s, device = self.spec, self._device
         pages = torch.zeros(2, 2, s.num_kv_heads, s.page_size, s.head_dim, dtype=s.dtype, device=device)
         table = torch.arange(2, dtype=torch.int32, device=device).view(1, 2)

@@ -1,4 +1,4 @@
-"""Two backends in one: the first for prompts, the second for decoding sequences."""
+"""Combines two backends: one for prompts, one for decoding sequences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A run of sequences of the step for one of the backends."""
+    """Consecutive sequences of the step, for one of the backends."""
 
     backend: AttentionBackend
     batch: Batch
@@ -31,7 +31,7 @@ class _Part:
 
 
 class HybridAttention(AttentionBackend):
-    """Splits a mixed step between two backends on the same cache; plans put the decoding sequences first."""
+    """Splits a mixed step between two backends on the same cache. Decoding sequences come first in a plan."""
 
     name = "hybrid"
 
@@ -41,7 +41,7 @@ class HybridAttention(AttentionBackend):
         self.decode = decode
         self.is_capturable = decode.is_capturable
         self.captures_prompts = prefill.captures_prompts
-        self.needs_host_lengths = decode.needs_host_lengths  # those of prompts are exact
+        self.needs_host_lengths = decode.needs_host_lengths  # lengths of prompts are always exact
 
     def prepare(self, batch: Batch, page_table: Tensor) -> list[_Part]:
         is_prompt = batch.layout.query_lens_host > self.spec.max_queries
@@ -55,7 +55,7 @@ class HybridAttention(AttentionBackend):
 
     def attend(self, qkv: Tensor, heads: HeadTransform, layer_pages: Pages, ctx: Context) -> Tensor:
         parts: list[_Part] = ctx.attn_metadata
-        if len(parts) == 1:  # the backend may fuse all of it into one kernel
+        if len(parts) == 1:  # the backend may fuse everything into one kernel
             return parts[0].backend.attend(qkv, heads, layer_pages, parts[0].context(ctx))
         return super().attend(qkv, heads, layer_pages, ctx)
 

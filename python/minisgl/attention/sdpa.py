@@ -1,8 +1,8 @@
-"""Paged attention on a CPU in pure torch: gather the pages of a sequence, then `scaled_dot_product_attention`.
+"""Paged attention on a CPU in pure torch: gathers the pages of a sequence, then `scaled_dot_product_attention`.
 
 Sequences are computed one by one: padding them to a common length costs 2 to 26 times as much (measured on the
-prototype), and the result of a sequence does not depend on the batch. What depends on the layer by its window only
-(the rows to gather, views into the gathered buffer, masks) is computed once per step.
+prototype), and so a result does not depend on the batch. What depends only on a layer's window (the rows to gather,
+views of the gathered buffer, masks) is computed once per step.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from minisgl.core import Batch, Context
     from minisgl.ops.table import OpTable
 
-GATHER_BYTES: Final = 8 << 20  # K/V gathered at once; more would not stay in the CPU's cache
+GATHER_BYTES: Final = 8 << 20  # of K/V gathered at a time; more would not stay in the CPU's cache
 QUERY_BLOCK: Final = 256  # queries per masked call
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Queries [start, stop) of the batch, all of one sequence, and the K/V that the last of them attends to."""
+    """Queries [start, stop) of the batch, all of one sequence, and the K/V that the last one attends to."""
 
     start: int
     stop: int
@@ -55,7 +55,7 @@ class _Group:
 
 
 class CpuAttention(AttentionBackend):
-    """Attention in float dtypes; every layer of every step reuses the same scratch memory."""
+    """Attention in float dtypes. All layers and steps use the same scratch memory."""
 
     name = "cpu"
 
@@ -72,7 +72,7 @@ class CpuAttention(AttentionBackend):
         heads = 2 * self.spec.num_kv_heads
         table = page_table.numpy()
         starts = (np.cumsum(layout.query_lens_host) - layout.query_lens_host).tolist()
-        # The host's copies are upper bounds where a sequence has drafts.
+        # If a sequence has drafts, the host's copies are upper bounds.
         kv_lens, query_lens = layout.kv_lens.tolist(), layout.query_lens_host.tolist()
         first_page = [_first_visible(q, kv, window) // page_size for q, kv in zip(query_lens, kv_lens, strict=True)]
         num_pages = [ceil_div(kv, page_size) - first for kv, first in zip(kv_lens, first_page, strict=True)]
@@ -119,15 +119,15 @@ class CpuAttention(AttentionBackend):
         return out.squeeze(0).transpose(0, 1).contiguous()
 
     def _attend(self, q: Tensor, b: _Block) -> Tensor:
-        """[1, Hq, queries, D] -> the same shape."""
+        """Attend: q [1, Hq, queries, D] -> the same shape."""
         return F.scaled_dot_product_attention(
             q, b.k, b.v, b.mask, is_causal=b.is_causal, scale=self.spec.scale, enable_gqa=True
         )
 
     def _half_decode(self, q: Tensor, b: _Block) -> Tensor:
-        """Compute `_attend` for one query [1, Hq, 1, D], with the query heads of a KV head as rows of one matrix.
+        """Attend with one query [1, Hq, 1, D], where the query heads of a KV head are the rows of one matrix.
 
-        With a single row torch's bfloat16 kernel takes five times as long (114 instead of 21 us for 200 tokens).
+        With a single row, torch's bfloat16 kernel takes five times as long (114 instead of 21 us for 200 tokens).
         """
         num_kv_heads, head_dim = self.spec.num_kv_heads, self.spec.head_dim
         q = q.reshape(1, num_kv_heads, -1, head_dim)
@@ -143,7 +143,7 @@ class CpuAttention(AttentionBackend):
             self._scratch = torch.empty(rows, width, dtype=self.spec.dtype)
 
     def _mask_band(self, query_lens: list[int], kv_lens: list[int], window: Window) -> Tensor | None:
-        """Return [r, c + r] of 0 and -inf, in which row i ends at column c + i: every mask is a slice of it.
+        """Return [r, c + r] of 0 and -inf, where row i ends at column c + i: every mask is a slice of it.
 
         r is the longest query block that needs a mask, c the longest context before such a block.
         """
@@ -157,12 +157,12 @@ class CpuAttention(AttentionBackend):
 
 
 def _first_visible(query_len: int, kv_len: int, window: Window) -> int:
-    """Return the first position that any of a sequence's last `query_len` queries attends to."""
+    """Return the first position that the last `query_len` queries of a sequence attend to."""
     return 0 if window is None else max(kv_len - query_len + 1 - window, 0)
 
 
 def _is_plain(query_len: int, kv_len: int, window: Window) -> bool:
-    """Whether this is a whole prompt within the window."""
+    """Return whether this is a whole prompt within the window."""
     return query_len == kv_len and (window is None or kv_len <= window)
 
 

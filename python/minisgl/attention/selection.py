@@ -1,4 +1,4 @@
-"""The attention backends in order of preference, and the selection of one."""
+"""The attention backends in order of preference, and the choice of one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What a backend supports and needs; None means everything. Checking imports no kernels."""
+    """What a backend supports and needs; None means no restriction. Checking imports no kernels."""
 
     device_types: tuple[str, ...] | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
@@ -29,12 +29,12 @@ class Requirements:
     page_sizes: tuple[int, ...] | None = None
     windows: bool = True
     fp8_cache: bool = False
-    module: str = ""  # of an optional package, which `extra` installs
+    module: str = ""  # a module of an optional package, which `extra` installs
     extra: str = ""
     capability: tuple[int, int] | None = None
 
     def refusal(self, spec: AttentionSpec) -> str | None:
-        """Return the reason why the backend does not support `spec` on this machine; None if it does."""
+        """Return why the backend does not support `spec` on this machine; None if it does."""
         for word, value, allowed in (
             ("device", spec.device_type, self.device_types),
             ("dtype", spec.dtype, self.dtypes),
@@ -56,9 +56,9 @@ class Requirements:
 
 HALVES: Final = (torch.bfloat16, torch.float16)
 FLOATS: Final = (torch.float32, *HALVES)
-# triton comes before fi and fa3, which need a package each, because it decodes fastest: on an H200 in 0.8 to 0.93 of
-# fi's time and a third of fa3's, with no plan on the host (0.1 to 0.8 ms in fi) and captured in graphs. For prompts
-# alone fa3 takes 0.68 to 0.8 of its time: `--attn fa3,triton`, pages of 128 (benchmark/kernels/backends.py).
+# triton comes before fi and fa3, which each need a package, because it decodes fastest: on an H200 it takes 0.8 to 0.93
+# of fi's time and a third of fa3's, needs no plan on the host (0.1 to 0.8 ms in fi), and is captured in graphs. For
+# prompts alone, fa3 takes 0.68 to 0.8 of its time: `--attn fa3,triton`, pages of 128 (benchmark/kernels/backends.py).
 ATTENTION: Final[Registry[type[AttentionBackend]]] = Registry("attention backend")
 ATTENTION.add("cpu", "minisgl.attention.sdpa:CpuAttention", Requirements(("cpu",), FLOATS, fp8_cache=True).refusal)
 ATTENTION.add(
@@ -92,8 +92,8 @@ ATTENTION.add("reference", "minisgl.attention.backend:ReferenceAttention")
 def resolve_attention(choice: str, spec: AttentionSpec, ops: OpTable) -> AttentionBackend:
     """Return the backend for "auto", a name, or "PREFILL,DECODE" (two names; the second is for decoding sequences).
 
-    A named backend that does not support this model or machine, or fails to build, is replaced by the first one that
-    works, with a warning. Raise `ConfigError` for an unknown name, or with all reasons if no backend works.
+    A named backend that does not support this model or machine, or cannot be built, is replaced by the first one that
+    works, with a warning. Raises `ConfigError` for an unknown name, or with all reasons if no backend works.
     """
     choices = [part.strip() for part in choice.split(",")]
     if len(choices) > 2:
@@ -115,7 +115,7 @@ def resolve_attention(choice: str, spec: AttentionSpec, ops: OpTable) -> Attenti
 
 
 def _build(choice: str, spec: AttentionSpec, ops: OpTable, built: dict[str, AttentionBackend]) -> AttentionBackend:
-    """Return the backend `choice`, or the first other one that works; backends in `built` are reused."""
+    """Return the backend `choice`, or the first other one that works. Backends in `built` are reused."""
     candidates = [choice] if choice != "auto" else []
     candidates += [name for name in ATTENTION.names if name != choice]
     reasons, warnings = [], []

@@ -1,4 +1,4 @@
-"""Paged attention on an NVIDIA GPU in Triton; the kernels and their ideas are in `triton/attention_*`."""
+"""Paged attention on an NVIDIA GPU in Triton. The kernels and their ideas are in `triton/attention_*`."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from minisgl.ops.table import OpTable
 
 LOG2_E: Final = log2(2.718281828459045)
-FEW_ROWS: Final = 8  # up to this many sequences, latency decides: half as many programs of twice the warps
+FEW_ROWS: Final = 8  # up to this many sequences, latency counts: half as many programs with twice the warps
 FUSED_ROWS: Final = 64  # up to this many sequences, a decode step fuses norm, RoPE and K/V storage into attention
-LONG_CONTEXT: Final = 8192  # keys from which on reading them once for more queries pays more than many programs
+LONG_CONTEXT: Final = 8192  # from this many keys on, reading them for more queries pays more than many programs
 INTERPRETER_SMS: Final = 4  # tests run the kernels in Triton's interpreter on a CPU
 
 
 @dataclass(slots=True)
 class _Plan:
-    """The work of a step: `num_decode` sequences with up to `max_queries` queries each, then chunks of prompts."""
+    """The work of a step: `num_decode` sequences of up to `max_queries` queries each, then chunks of prompts."""
 
     num_decode: int
     max_queries: int
@@ -60,12 +60,12 @@ class _Tiling:
 
 
 class TritonAttention(AttentionBackend):
-    """Decode by `decode_attention`, prompt chunks by `prefill_attention`, mixed batches by both without copies.
+    """Runs `decode_attention` for decoding sequences and `prefill_attention` for prompt chunks, without copies.
 
-    A pure decode step reads device tensors only, so it can be captured in a CUDA graph. The buffers of decode are
-    allocated once, because graphs keep their addresses, and serve all layers and steps, which must run in one stream.
-    The split of a sequence over programs depends on the whole batch, and so do the last bits of its result; the same
-    batch gives the same bits every time.
+    A pure decode step reads only device tensors, so a CUDA graph can capture it. The buffers for decoding are allocated
+    once, because graphs keep their addresses. All layers and steps use them, and must run in one stream. The split of a
+    sequence over programs depends on the whole batch, and so do the last bits of its result; the same batch always
+    gives the same bits.
     """
 
     name = "triton"
@@ -84,7 +84,7 @@ class TritonAttention(AttentionBackend):
         self._scale = spec.scale * LOG2_E
         shared = {"NUM_KV_HEADS": heads, "GROUP_SIZE": group, "HEAD_DIM": dim, "PAGE_SIZE": spec.page_size}
 
-        # Resident on an SM are two programs of four warps, or four of two (255 registers a thread) if tiles are not too
+        # An SM holds two programs of four warps, or four of two warps (255 registers per thread) if tiles are not too
         # large.
         resident = 4 if dim <= 128 else 2
         splits, few_splits = (max(1, n * self._num_sms // heads) for n in (resident, 2))
@@ -95,7 +95,7 @@ class TritonAttention(AttentionBackend):
         self._counters = torch.empty(spec.max_rows * heads, dtype=int32, device=device)
         self._part = torch.empty(slots, dim, dtype=float32, device=device)
         self._lse = torch.empty(slots, dtype=float32, device=device)
-        # As many bytes at once of 8-bit pages as of 16-bit ones.
+        # Read as many bytes at a time from 8-bit pages as from 16-bit ones.
         tile = {"TILE_KEYS": 64 if spec.fp8_cache and dim <= 128 else 32}
         self._decode = {}
         for queries in {1, spec.max_queries}:
@@ -112,9 +112,9 @@ class TritonAttention(AttentionBackend):
             }
         self._decode_few = {**self._decode[1], "NUM_SPLITS": few_splits, "num_warps": 4}
 
-        # Large tiles read the keys half as often (with 64 rows, 400 TFLOP/s would take all of the L2's bandwidth). With
-        # 128 registers two of their programs are resident: one computes while the other one waits. Small tiles are for
-        # chunks that make too few large ones.
+        # Large tiles read the keys half as often (with 64 rows, 400 TFLOP/s would need the whole bandwidth of the L2).
+        # With 128 registers, an SM holds two of their programs: one computes while the other waits. Small tiles are for
+        # chunks with too few large ones.
         small = {"BLOCK_M": 64, "BLOCK_N": 64 if dim <= 128 else 32, "NUM_STAGES": 2, "num_warps": 4}
         large = {"BLOCK_M": 128, "BLOCK_N": 64, "NUM_STAGES": 2, "num_warps": 8}
         if dim <= 128:
@@ -143,7 +143,7 @@ class TritonAttention(AttentionBackend):
         plan = _Plan(num_decode, max_queries, self._decode_few if is_few else self._decode[max_queries], {})
         for window in self.spec.windows:
             if num_decode:
-                # The first of several queries sees as many more keys.
+                # The first of several queries attends to that many more keys.
                 reach = 0 if window is None else window + max_queries - 1
                 self._list_decode(layout, plan, window, reach)
             if num_decode < num_seqs:
@@ -231,8 +231,10 @@ class TritonAttention(AttentionBackend):
         window: Window,
         heads: HeadTransform | None = None,
     ) -> None:
-        """Write the output of the decoding sequences to the first rows of `out`; with `heads`, q is still followed by k
-        and v."""
+        """Write the output of the decoding sequences to the first rows of `out`.
+
+        With `heads`, `q` has q, k and v, which are not normalised and rotated yet.
+        """
         plan: _Plan = ctx.attn_metadata
         is_chained = len(q) <= MAX_CHAINED
         has_norm = heads is not None and heads.q_weight is not None

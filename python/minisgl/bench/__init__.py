@@ -1,1 +1,1 @@
-"""`minisgl bench`."""
+"""`minisgl bench`: measures the engine or a server."""

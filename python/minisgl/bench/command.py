@@ -1,4 +1,4 @@
-"""The `minisgl bench` command. `minisgl --help` imports this module too, so it imports nothing heavy."""
+"""The `minisgl bench` command. `minisgl --help` imports this module, so its imports are light."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DESCRIPTION: Final = """\
-Measure the engine or a server; docs/benchmarks.md explains each figure.
+Measure the engine or a server. docs/benchmarks.md explains each figure.
 
   minisgl bench offline     the engine alone, in this process
-  minisgl bench online      any server with OpenAI's API, or one of our own
+  minisgl bench online      any server with OpenAI's API; without --url, one that is started for the run
 """
 OFFLINE: Final = """\
-Measure the engine alone, without MODEL the built-in one.
+Measure the engine alone, with MODEL or the built-in model.
 
   minisgl bench offline --num-prompts 8 --input-len 64 --output-len 32        seconds, on any CPU
   minisgl bench offline --workload a,batch64,single,prefill --shape qwen3-8b  random weights, no download
   minisgl bench offline ~/models/Qwen3-0.6B --workload a --repeat 5 --json a.json
 """
 ONLINE: Final = """\
-Send requests to a server and measure the latencies that clients see. Without --url, a server is started.
+Send requests to a server and measure the latencies that clients see. Without --url, start a server for the run.
 
   minisgl bench online --streams 4 --num-requests 16 --input-len 32-128 --output-len 32    seconds, on any CPU
   minisgl bench online --shape qwen3-8b --json closed.json         64 streams, 192 requests
@@ -87,12 +87,12 @@ def add_offline(parser: argparse.ArgumentParser) -> None:
 
 
 def bench_args(cls: type[T], options: argparse.Namespace) -> T:
-    """The `OfflineArgs` or `OnlineArgs` of a parsed command line; raises `ConfigError` for values that cannot work."""
+    """Build `OfflineArgs` or `OnlineArgs` from a parsed command line. Raises `ConfigError` for invalid values."""
     return build_config(cls, {name: value for name, value in vars(options).items() if name in options_of(cls)})
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """Run a parsed command line; returns the exit code, 1 when a request failed."""
+    """Run a parsed command line. Return the exit code: 1 if a request failed, else 0."""
     return _offline(options) if options.kind == "offline" else _online(options)
 
 
@@ -116,7 +116,7 @@ def _online(options: argparse.Namespace) -> int:
     args = bench_args(OnlineArgs, options)
     check_writable(args.json, "--json")
     if args.plot is not None:
-        new_figure()  # no matplotlib: an error before the measurement
+        new_figure()  # without matplotlib, fail before the measurement
     given = take_options(options)
     if args.url is None:
         given = server_options(given)

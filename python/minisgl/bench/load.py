@@ -1,7 +1,7 @@
-"""The load generator: sends prepared requests over HTTP, takes a time stamp of each event, and computes the metrics.
+"""The load generator: sends prepared requests over HTTP, records the time of each event, and computes the metrics.
 
-The parser does as little as possible, since the client shares the machine with the server under test: httptools for
-HTTP, and of an event only whether there is a token, the usage or an error in it.
+The client shares the machine with the server under test, so its parser does little: httptools parses HTTP, and of an
+event only the kind (a token, the usage, an error) is determined.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from minisgl.chat.client import ServerAddress, error_message
 
 POLL_S: Final = 0.005
 SHOWN_ERRORS: Final = 5
-# One token each in the usual vocabularies, with the space before them.
+# Each is one token in common vocabularies, with the space before it.
 WORDS: Final = ("time", "year", "people", "way", "day", "man", "thing", "life", "child", "world", "school", "state")
 _NO_CHOICES: Final = (b'"choices":[]', b'"choices": []')
 
@@ -37,7 +37,7 @@ class Record:
     output_len: int
     scheduled: float | None = None
     sent: float = 0.0
-    times: list[float] = field(default_factory=list)  # of the events with a token
+    times: list[float] = field(default_factory=list)  # of events with a token
     end: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -47,17 +47,17 @@ class Record:
 
     @property
     def tokens(self) -> int:
-        """Output tokens as the server counts them, else one for each event."""
+        """Output tokens as counted by the server; without a count, one per event."""
         return self.output_tokens or len(self.times)
 
     def gaps(self, start: float = 0.0, end: float = float("inf")) -> list[float]:
-        """Times between events, of those that end between `start` and `end`."""
+        """Return the times between successive events, for gaps that end between `start` and `end`."""
         return [b - a for a, b in itertools.pairwise(self.times) if start <= b <= end]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request as bytes, made before the measurement, and its record."""
+    """A request as bytes, encoded before the measurement, and its record. `at` is as in `Request`."""
 
     message: bytes
     record: Record
@@ -66,7 +66,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Window:
-    """A burst from its first request to its last answer, and the requests of the streams beside it."""
+    """The time of a burst, from its first request to its last answer, and the background requests during it."""
 
     start: float
     end: float
@@ -74,7 +74,7 @@ class Window:
 
 
 class LoadGenerator:
-    """Sends completion requests to one server. A request that fails is an error in its record, not an exception."""
+    """Sends completion requests to one server. A failed request has an error in its record and raises nothing."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class LoadGenerator:
         timeout: float = 600.0,
         keeps_events: bool = False,
     ) -> None:
-        """Raises `ConfigError` for a `url` that is not like http://host:port."""
+        """Raise `ConfigError` for a `url` that is not like http://host:port."""
         self._address = ServerAddress.parse(url)
         self._tls = ssl.create_default_context() if self._address.is_tls else None
         self._is_text = is_text
@@ -106,7 +106,7 @@ class LoadGenerator:
         }
 
     def job(self, request: Request) -> Job:
-        """The HTTP request for `request`, ready to be sent."""
+        """Encode `request` as an HTTP request."""
         prompt: str | list[int] = request.prompt
         if self._is_text:
             prompt = " ".join(WORDS[i % len(WORDS)] for i in request.prompt)
@@ -116,7 +116,7 @@ class LoadGenerator:
         return Job(head.encode() + b"\r\n\r\n" + body, record, request.at)
 
     async def closed(self, jobs: Iterable[Job], streams: int) -> None:
-        """Send from `streams` streams, each of which sends its next request when its last one is answered."""
+        """Send from `streams` streams: each sends its next request when its last one is answered."""
         waiting = iter(jobs)
 
         async def stream() -> None:
@@ -126,7 +126,7 @@ class LoadGenerator:
         await asyncio.gather(*(stream() for _ in range(streams)))
 
     async def open(self, jobs: list[Job]) -> None:
-        """Send each request at its own time, whether or not earlier ones are answered; the record shows a delay."""
+        """Send each request at its scheduled time, whether or not earlier ones are answered. Records show delays."""
         start = time.perf_counter()
         sending = []
         for job in sorted(jobs, key=lambda job: job.at or 0.0):
@@ -137,7 +137,7 @@ class LoadGenerator:
         await asyncio.gather(*sending)
 
     async def burst(self, jobs: list[Job], background: Callable[[int], Request], streams: int) -> Window:
-        """Send all at once while `streams` streams are in the middle of their answers; the streams end with the burst.
+        """Send all jobs at once while `streams` background streams are receiving answers; then end these streams.
 
         The streams send `background(0)`, `background(1)`, ...
         """
@@ -166,7 +166,7 @@ class LoadGenerator:
         return Window(start, end, records)
 
     async def _send(self, job: Job) -> None:
-        """Send one request over its own connection and fill in its record until the response is complete."""
+        """Send one request over its own connection, and fill in its record until the response is complete."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         record = job.record
@@ -190,7 +190,7 @@ class LoadGenerator:
 
 
 class _Exchange(asyncio.Protocol):
-    """One request and its response; `done` is set when the response is complete or the connection is closed."""
+    """One request and its response. `done` is set when the response is complete or the connection is closed."""
 
     def __init__(self, message: bytes, record: Record, done: asyncio.Future[None], keeps_events: bool) -> None:
         self._message = message
@@ -216,7 +216,7 @@ class _Exchange(asyncio.Protocol):
             self._finish(f"the response is not HTTP: {e}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # Without a length, the body ends with the connection: only [DONE] or the status tells a complete one.
+        # Without a length, the body ends with the connection: only [DONE] shows that it is complete.
         self._finish("" if self._is_complete else f"the connection broke{f': {exc}' if exc else ''}")
 
     # -- called by the parser
@@ -271,21 +271,21 @@ class _Exchange(asyncio.Protocol):
 
 @dataclass(frozen=True)
 class Samples:
-    """The values behind the distributions, in seconds."""
+    """The samples behind the percentiles, in seconds."""
 
     ttft: list[float]
     itl: list[float]
 
 
 def summarize(records: list[Record], window: Window | None = None) -> tuple[dict[str, Any], Samples]:
-    """The metrics of a run, and the samples for plots. Failed requests count among the errors only.
+    """Return the metrics of a run, and the samples for plots. Failed requests count only as errors.
 
     With the `window` of a burst, `itl_ms` covers the burst and the background streams during it.
     """
     done = [r for r in records if not r.error and r.times]
-    own = [gap for r in done for gap in r.gaps()]
-    beside = [gap for r in window.background for gap in r.gaps(window.start, window.end)] if window else []
-    samples = Samples([r.times[0] - r.sent for r in done], own + beside)
+    gaps = [gap for r in done for gap in r.gaps()]
+    background = [gap for r in window.background for gap in r.gaps(window.start, window.end)] if window else []
+    samples = Samples([r.times[0] - r.sent for r in done], gaps + background)
     late = [r.sent - r.scheduled for r in records if r.scheduled is not None]
     wall = max((r.end for r in records), default=0.0) - min((r.sent for r in records), default=0.0)
     tokens = sum(r.tokens for r in done)
@@ -312,10 +312,10 @@ def summarize(records: list[Record], window: Window | None = None) -> tuple[dict
         "late_ms": percentiles_ms(late),
     }
     if window is not None:
-        figures["own_itl_ms"] = percentiles_ms(own)
+        figures["own_itl_ms"] = percentiles_ms(gaps)
         figures["background"] = {
             "requests": len(window.background),
             "tokens": sum(window.start <= t <= window.end for r in window.background for t in r.times),
-            "itl_ms": percentiles_ms(beside),
+            "itl_ms": percentiles_ms(background),
         }
     return figures, samples

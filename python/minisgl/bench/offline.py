@@ -1,4 +1,4 @@
-"""`minisgl bench offline`: the engine in this process, without server, sockets or tokenizing of text."""
+"""`minisgl bench offline`: measures the engine in this process, without server, sockets or tokenization."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ if TYPE_CHECKING:
 
 
 class TokenClock:
-    """The time of each token's confirmation: one entry per step, so that a step costs two list operations."""
+    """Records when each token was confirmed, with one entry per step: a step costs two list operations."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
         self._uids: list[bytes] = []
 
     def record(self, msg: DetokenizeMsg) -> None:
+        """Record the tokens of a step."""
         self._times.append(time.perf_counter())
         self._uids.append(msg.uids)
 
     def figures(self, start: float) -> dict[str, Any]:
-        """TTFT (from `start`), ITL and the median time per output token of all requests, in milliseconds."""
+        """Return TTFT (from `start`), ITL and the median time per output token over all requests, in milliseconds."""
         uids = np.frombuffer(b"".join(self._uids), "<i8")
         times = np.repeat(np.array(self._times), [len(u) // 8 for u in self._uids])
         order = np.argsort(uids, kind="stable")
@@ -51,8 +52,8 @@ class TokenClock:
         is_first[1:] = uids[1:] != uids[:-1]
         firsts = np.flatnonzero(is_first)
         lasts = np.append(firsts[1:], len(uids)) - 1
-        many = lasts > firsts
-        tpot = (times[lasts] - times[firsts])[many] / (lasts - firsts)[many]
+        has_gaps = lasts > firsts
+        tpot = (times[lasts] - times[firsts])[has_gaps] / (lasts - firsts)[has_gaps]
         gaps = np.diff(times)[~is_first[1:]]
         return {
             "steps": len(self._times),
@@ -63,9 +64,10 @@ class TokenClock:
 
 
 def run_offline(args: OfflineArgs, options: dict[str, Any]) -> dict[str, Any]:
-    """Start an engine with `options`, run the workloads, and return everything measured, ready for JSON.
+    """Start an engine with `options`, run the workloads, and return the report, ready for JSON.
 
-    Raises `ConfigError` for settings that cannot work and `MinisglError` for a wrong number of generated tokens.
+    Raises `ConfigError` for settings that cannot work, and `MinisglError` if the engine generates a wrong number of
+    tokens.
     """
     start = time.perf_counter()
     if args.accept_length is not None:
@@ -84,9 +86,9 @@ def run_offline(args: OfflineArgs, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def start_engine(args: OfflineArgs, options: dict[str, Any]) -> tuple[LLM, list[Workload]]:
-    """An engine with `options`, and the workloads for its vocabulary.
+    """Start an engine with `options`, and make the workloads for its vocabulary.
 
-    Raises `ConfigError`, before the engine starts, for a workload that the model's context cannot hold.
+    Raises `ConfigError` before the engine starts if a workload exceeds the model's context.
     """
     source = options.get("download_source", EngineConfig.download_source)
     folder = resolve_model(options.get("model", ""), source, weights=False, revision=options.get("revision"))
@@ -112,7 +114,7 @@ def _torch_facts() -> dict[str, Any]:
 
 def _run_workload(llm: LLM, workload: Workload, args: OfflineArgs) -> dict[str, Any]:
     generate(llm, workload.warm_up(llm.scheduler.engine.limits.vocab_size), args.temperature)
-    guess = None if args.accept_length is None else remembered(llm, workload, args.temperature, args.accept_length)
+    guess = None if args.accept_length is None else make_guess(llm, workload, args.temperature, args.accept_length)
     drafts: Any = llm.scheduler.drafts
     with nullcontext() if guess is None else patch.multiple(drafts, guess=guess, _has_model=False, _asks_device=False):
         repeats = [_measure(llm, workload, args.temperature) for _ in range(args.repeat)]
@@ -128,22 +130,23 @@ def _run_workload(llm: LLM, workload: Workload, args: OfflineArgs) -> dict[str, 
     }
 
 
-def remembered(llm: LLM, workload: Workload, temperature: float, length: float) -> Callable[[Any], Ints]:
-    """Generate the answers of `workload`; return `Drafts.guess` for their next run: `length` tokens a step on average.
+def make_guess(llm: LLM, workload: Workload, temperature: float, length: float) -> Callable[[Any], Ints]:
+    """Return a `Drafts.guess` for `workload` with which a step confirms `length` tokens of a request on average.
 
-    Each token is remembered with the same probability. Raises `ConfigError` for more tokens than a step may have.
+    It proposes the answers of a first run, in which each token is replaced by a wrong one with the same probability.
+    Raises `ConfigError` if a step cannot have so many tokens.
     """
-    assert llm.scheduler.drafts is not None, "nothing is drafted"
+    assert llm.scheduler.drafts is not None, "there is no drafter"
     most, vocab_size = llm.scheduler.drafts.most, llm.scheduler.engine.limits.vocab_size
     if length > most + 1:
         raise ConfigError(f"--accept-length {length:g} needs --num-draft-tokens of {math.ceil(length) - 1} or more")
-    chances = np.linspace(0, 1, 1001)
-    chance = np.interp(length, (chances[:, None] ** np.arange(most + 1)).sum(1), chances)
+    rates = np.linspace(0, 1, 1001)
+    acceptance = np.interp(length, (rates[:, None] ** np.arange(most + 1)).sum(1), rates)
     noise, texts = np.random.default_rng(0), {}
     for r, done in zip(workload.requests, complete(llm, workload, temperature), strict=True):
         text = np.array([*r.prompt, *done.token_ids], np.int32)
-        is_lost = noise.random(len(text)) >= chance
-        texts[ids_to_bytes(r.prompt)] = np.where(is_lost, (text + 1) % vocab_size, text).astype(np.int32)
+        is_wrong = noise.random(len(text)) >= acceptance
+        texts[ids_to_bytes(r.prompt)] = np.where(is_wrong, (text + 1) % vocab_size, text).astype(np.int32)
 
     def guess(req: Any) -> Ints:
         first = int(llm.scheduler.rows.confirmed_len[req.row])
@@ -153,15 +156,15 @@ def remembered(llm: LLM, workload: Workload, temperature: float, length: float) 
 
 
 def generate(llm: LLM, workload: Workload, temperature: float) -> int:
-    """Run `workload` on an empty prefix cache; returns the number of prompt tokens found in the cache nevertheless.
+    """Run `workload` with an empty prefix cache; return the number of prompt tokens that requests shared by it.
 
-    Raises `MinisglError` for a request with another number of tokens than asked for.
+    Raises `MinisglError` if a request gets another number of tokens than it asks for.
     """
     return sum(done.cached_tokens for done in complete(llm, workload, temperature))
 
 
 def complete(llm: LLM, workload: Workload, temperature: float) -> list[Completion]:
-    """As `generate`, for all that the engine returns; the same in every run."""
+    """Run `workload` as `generate` does; return the completions, which are the same in every run."""
     llm.scheduler.handle(FlushCacheMsg())
     requests = workload.requests
     params = [
@@ -179,7 +182,7 @@ def complete(llm: LLM, workload: Workload, temperature: float) -> list[Completio
 
 
 def _measure(llm: LLM, workload: Workload, temperature: float) -> dict[str, Any]:
-    """One timed run from the call of `generate` to its return, detokenizing included."""
+    """Time one call of `generate`, detokenization included; return the figures."""
     clock = TokenClock()
     stats = llm.scheduler.stats
     preemptions, drafted, accepted = stats.preemptions, stats.drafted_tokens, stats.accepted_tokens
@@ -189,7 +192,7 @@ def _measure(llm: LLM, workload: Workload, temperature: float) -> dict[str, Any]
         clock.record(msg)
         send(msg)
 
-    gc.collect()  # the last run's garbage is not this run's time
+    gc.collect()  # or this run would pay for the garbage of the last one
     with patch.object(llm.scheduler.io, "send", timed_send):
         start = time.perf_counter()
         cached = generate(llm, workload, temperature)
@@ -208,16 +211,17 @@ def _measure(llm: LLM, workload: Workload, temperature: float) -> dict[str, Any]
 
 
 def offline_table(report: dict[str, Any]) -> str:
-    """The report as text: medians of the repeats, and the spread of the headline figure."""
+    """Format a report as text: medians of the repeats, and the spread of the headline figure."""
     rows = []
     for result in report["results"]:
         summary = {name: value["median"] for name, value in result["summary"].items()}
         ttft = result["repeats"][0]["ttft_ms"]
         headline = result["summary"].get(result["headline"])
-        off = spread_percent(headline) if headline and len(result["repeats"]) > 1 else None
+        spread_cell = spread_percent(headline) if headline and len(result["repeats"]) > 1 else None
         size = f"{result['requests']} x {result['prompt_tokens']:,}/{result['output_tokens']:,}"
         figures = [summary[name] for name in ("wall_s", "output_tok_s", "input_tok_s", "total_tok_s")]
-        rows.append([result["workload"], size, *figures, summary.get("ms_per_token"), ttft["p50"], ttft["p99"], off])
+        times = summary.get("ms_per_token"), ttft["p50"], ttft["p99"]
+        rows.append([result["workload"], size, *figures, *times, spread_cell])
     headers = ["workload", "requests x in/out", "wall s", "out tok/s", "in tok/s", "all tok/s"]
     headers += ["ms/token", "TTFT p50 ms", "TTFT p99 ms", "spread %"]
     engine = report["engine"]

@@ -1,4 +1,4 @@
-"""`minisgl bench online`: load on any server with OpenAI's API, and the latencies that its clients see. No torch."""
+"""`minisgl bench online`: loads a server with OpenAI's API and measures the latencies of its clients. No torch."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ POLL_S: Final = 0.05
 
 
 def run_online(args: OnlineArgs, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Samples]]:
-    """Load the server at `args.url`, or one started with `options`; returns the report, and each point's samples.
+    """Load the server at `args.url`, or one started with `options`; return the report, and the samples of each point.
 
-    Raises `ConfigError` for settings that cannot work and `StartupError` when no server answers.
+    Raises `ConfigError` for settings that cannot work, and `StartupError` if no server answers.
     """
     points = make_points(args)
     key = options.get("api_key")
@@ -70,7 +70,7 @@ def _measure(point: Point, args: OnlineArgs, generator: LoadGenerator) -> tuple[
 
     jobs = list(map(generator.job, point.requests))
     gc.collect()
-    gc.freeze()  # a collection of the prompts would look like a pause of the server
+    gc.freeze()  # scanning the prompts in a collection would look like a pause of the server
     cpu, wall = time.process_time(), time.perf_counter()
     window: Window | None = None
     if args.pattern == "burst":
@@ -87,7 +87,7 @@ def _measure(point: Point, args: OnlineArgs, generator: LoadGenerator) -> tuple[
 
 
 def online_table(report: dict[str, Any]) -> str:
-    """The report as text."""
+    """Format a report as text."""
     rows = []
     for r in report["results"]:
         ttft, itl = r["ttft_ms"], r["itl_ms"]
@@ -98,32 +98,32 @@ def online_table(report: dict[str, Any]) -> str:
     headers = ["load", "done", "req/s", "out tok/s", "TTFT p50", "p90", "p99", "ITL p50", "p99", "TPOT p50", "E2E p50"]
     lines = [
         f"minisgl bench online · {report['model']} · {report['settings']['pattern']} · times in ms",
-        _measured(report),
+        _origin(report),
         format_table([*headers, "late p99", "client %"], rows),
     ]
     lines += [f"{r['label']}: {note}" for r in report["results"] for note in _notes(r)]
     return "\n".join(lines)
 
 
-def _measured(report: dict[str, Any]) -> str:
-    """Where and when; of a server that runs elsewhere only the machine of the clients is known."""
+def _origin(report: dict[str, Any]) -> str:
+    """Return where and when a report was measured. For `--url`, only the clients' machine is known."""
     clients = "" if report["url"] is None else f"{report['url']}, clients on "
     return clients + origin(report["machine"])
 
 
 def _notes(r: dict[str, Any]) -> Iterator[str]:
-    """Warnings about the figures of one point."""
+    """Yield warnings about the figures of one point."""
     for message, count in r["error_messages"].items():
         yield f"{count} x {message}"
     if r["wrong_length"]:
-        yield f"{r['wrong_length']} answers have another length than asked for"
+        yield f"{r['wrong_length']} answers do not have the requested length"
     if r["cached_tokens"]:
         cached = 100 * r["cached_tokens"] / r["prompt_tokens"]
         yield f"{cached:.0f} % of the prompt tokens came from the server's prefix cache"
     if (per_event := r["tokens_per_event"]) is not None and per_event > 1.01:
         yield f"{per_event:.2f} tokens per event, so ITL is the time between events, not tokens"
     if (late := r["late_ms"]["p99"]) is not None and late > 10:
-        yield f"the client itself was late by {late:.0f} ms (p99): the times above are too good"
+        yield f"the client sent requests {late:.0f} ms late (p99): the times above are too short"
     if r["client_cpu"] > 0.8:
         yield f"the client was busy {100 * r['client_cpu']:.0f} % of the time and may be the limit"
     if (background := r.get("background")) and background["requests"]:
@@ -132,10 +132,10 @@ def _notes(r: dict[str, Any]) -> Iterator[str]:
 
 
 def draw(report: dict[str, Any], samples: dict[str, Samples], folder: Path) -> list[Path]:
-    """Draw the plots of a report in `folder`; returns their paths."""
+    """Draw the plots of a report in `folder`; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "ttft.png", folder / "itl.png"]
-    title = f"{report['model']} · {report['settings']['pattern']}\n{_measured(report)}"
+    title = f"{report['model']} · {report['settings']['pattern']}\n{_origin(report)}"
     plot_distribution({name: s.ttft for name, s in samples.items()}, "time to first token", title, paths[0])
     plot_distribution({name: s.itl for name, s in samples.items()}, "inter-token latency", title, paths[1])
     points = [
@@ -151,7 +151,7 @@ def draw(report: dict[str, Any], samples: dict[str, Samples], folder: Path) -> l
 
 
 def server_flags(options: dict[str, Any]) -> list[str]:
-    """The command-line flags that set `options`."""
+    """Return the command-line flags that set `options`."""
     flags = []
     for name, value in options.items():
         dashed = name.replace("_", "-")
@@ -164,14 +164,14 @@ def server_flags(options: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def own_server(options: dict[str, Any], env: dict[str, str] | None = None) -> Iterator[str]:
-    """Run `minisgl serve` with `options` on a free port, in its own processes; yields its URL.
+    """Run `minisgl serve` with `options` on a free port; yield its URL.
 
-    `env` is added to its environment. Raises `ConfigError` for options that cannot work and `StartupError`, with the
-    last line of its log, when the server does not start.
+    `env` is added to its environment. Raises `ConfigError` for options that cannot work, and `StartupError` with the
+    last line of the log if the server does not start.
     """
     options = {"port": 0, **options}
     ready_s = args_from_options(options).ready_timeout
-    package = str(Path(__file__).resolve().parents[2])  # first, so that the server runs the same code
+    package = str(Path(__file__).resolve().parents[2])  # first in the path, so that the server runs the same code
     python_path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH", "")) if p)
     with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as folder:
         log = Path(folder) / "log"

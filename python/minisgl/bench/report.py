@@ -1,6 +1,6 @@
-"""Percentiles, tables, plots and JSON, with the machine and the code that were measured. Imports no torch.
+"""Percentiles, tables, plots and JSON of a report, and the facts of machine and code. Imports no torch.
 
-matplotlib is an extra (`pip install 'minisgl[bench]'`), imported when first needed.
+matplotlib is an extra (`pip install 'minisgl[bench]'`) and is imported when first needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from minisgl.errors import ConfigError
 
 
 def percentiles_ms(seconds: Sequence[float] | npt.NDArray[np.float64]) -> dict[str, float | None]:
-    """Return p50, p90, p99 (linear between neighbours) and mean in milliseconds; None without values."""
+    """Return p50, p90, p99 (with linear interpolation) and mean in milliseconds; None without values."""
     if not len(seconds):
         return dict.fromkeys(("p50", "p90", "p99", "mean"))
     ms = np.asarray(seconds, np.float64) * 1e3
@@ -33,17 +33,17 @@ def percentiles_ms(seconds: Sequence[float] | npt.NDArray[np.float64]) -> dict[s
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and extremes of repeated measurements."""
+    """Return median, minimum and maximum of repeated measurements."""
     return {"median": float(np.median(values)), "min": min(values), "max": max(values)}
 
 
 def spread_percent(values: dict[str, float]) -> float:
-    """The distance between the extremes in percent of the median."""
+    """Return the difference between maximum and minimum in percent of the median."""
     return 100 * (values["max"] - values["min"]) / values["median"]
 
 
 def shown(value: Any) -> str:
-    """A table cell: four significant digits, more for integers; a dash for None."""
+    """Format a table cell: floats with four significant digits, None as a dash."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -52,20 +52,20 @@ def shown(value: Any) -> str:
 
 
 def format_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Aligned columns, the first flush left, the others flush right."""
+    """Return a table with aligned columns: the first one flush left, the others flush right."""
     cells = [list(headers), *([shown(value) for value in row] for row in rows)]
     first, *others = (max(map(len, column)) for column in zip(*cells, strict=True))
     return "\n".join("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]).rstrip() for row in cells)
 
 
 def check_writable(path: str | None, flag: str) -> None:
-    """Raise `ConfigError` before minutes of measuring if the folder of `path` does not exist."""
+    """Raise `ConfigError` if the folder of `path` does not exist: better now than after the measurement."""
     if path is not None and not Path(path).expanduser().absolute().parent.is_dir():
         raise ConfigError(f"{flag} {path}: the folder {Path(path).parent} does not exist")
 
 
 def write_json(path: str | None, value: dict[str, Any]) -> None:
-    """Write `value` to `path`, if any; raises `ConfigError` if that fails, `ValueError` for NaN (our bug)."""
+    """Write `value` to `path`, if given. Raises `ConfigError` if that fails, and `ValueError` for NaN (our bug)."""
     if path is None:
         return
     text = json.dumps(value, indent=2, allow_nan=False, default=str)
@@ -76,7 +76,7 @@ def write_json(path: str | None, value: dict[str, Any]) -> None:
 
 
 def provenance() -> dict[str, Any]:
-    """The command, commit, versions and processor of this run."""
+    """Return the command, commit, versions and CPU of this run."""
     import minisgl
 
     return {
@@ -92,14 +92,14 @@ def provenance() -> dict[str, Any]:
 
 
 def origin(machine: dict[str, Any]) -> str:
-    """One line that says where and when the figures of a report were measured, from its `provenance`."""
+    """Return one line that says where and when a report was measured, from its `provenance`."""
     gpus = machine.get("gpus")
     device = f"{len(gpus)} x {gpus[0]}" if gpus else f"{machine['cores']} x {machine['cpu']}"
     return f"{device} · minisgl {machine['minisgl']} ({machine['commit'] or 'installed'}) · {machine['date']}"
 
 
 def _commit() -> str | None:
-    """The checkout's commit, with -dirty when files differ from it; None for an installed package."""
+    """Return the checkout's commit, with -dirty if files differ from it; None for an installed package."""
     git = ["git", "-C", str(Path(__file__).resolve().parent)]
     try:
         subprocess.run([*git, "ls-files", "--error-unmatch", "../__main__.py"], check=True, capture_output=True)
@@ -110,7 +110,7 @@ def _commit() -> str | None:
 
 
 def new_figure(width: float = 7, height: float = 4, title: str = "") -> Any:
-    """A matplotlib figure (inches) with nothing but its title; raises `ConfigError` without matplotlib."""
+    """Return a matplotlib figure of this size in inches, with only a title. Raises `ConfigError` without matplotlib."""
     try:
         figure = importlib.import_module("matplotlib.figure")
     except ImportError:
@@ -121,7 +121,10 @@ def new_figure(width: float = 7, height: float = 4, title: str = "") -> Any:
 
 
 def plot_throughput(points: list[tuple[float, float, float | None]], label: str, title: str, path: Path) -> None:
-    """Plot throughput and median TTFT over the load that `label` names: (load, output tok/s, TTFT p50 in ms)."""
+    """Plot throughput and median TTFT over load, from points (load, output tok/s, TTFT p50 in ms).
+
+    `label` names the load.
+    """
     figure = new_figure(title=title)
     axes = figure.subplots()
     loads = [load for load, _, _ in points]
@@ -135,7 +138,7 @@ def plot_throughput(points: list[tuple[float, float, float | None]], label: str,
 
 
 def plot_distribution(series: dict[str, list[float]], label: str, title: str, path: Path) -> None:
-    """Plot the cumulative distribution of each named series of seconds, over a logarithmic axis to show the tail."""
+    """Plot the cumulative distribution of each named series of seconds, on a logarithmic axis that shows the tail."""
     figure = new_figure(title=title)
     axes = figure.subplots()
     for name, values in series.items():

@@ -1,4 +1,4 @@
-"""Named model shapes: the config.json of well-known models, for runs with random weights and no download."""
+"""Named model shapes: the config.json of well-known models, for runs with random weights, without a download."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
     "llama-3.1-8b": _LLAMA_3_1 | _sizes(4096, 14336, 32, 32),
     "llama-3.1-70b": _LLAMA_3_1 | _sizes(8192, 28672, 80, 64),
 }
-SHAPE_HELP: Final = f"random weights in the shape of {', '.join(SHAPES)}"
+SHAPE_HELP: Final = f"use random weights in the shape of this model: {', '.join(SHAPES)}"
 
 
 def write_config(shape: str, folder: Path) -> None:
     """Write config.json of `shape` and the built-in model's tokenizer to the new folder `folder`.
 
-    A sampled id beyond that tokenizer's vocabulary has no text. Raises `ConfigError` for an unknown shape.
+    Sampled ids beyond that tokenizer's vocabulary have no text. Raises `ConfigError` for an unknown shape.
     """
     if shape not in SHAPES:
-        raise ConfigError(f"there is no shape {shape!r}; known: {', '.join(SHAPES)}")
+        raise ConfigError(f"--shape {shape!r} is unknown; known: {', '.join(SHAPES)}")
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=2))
     for name in TOKENIZER_FILES:
@@ -88,9 +88,9 @@ def write_config(shape: str, folder: Path) -> None:
 
 @contextmanager
 def shape_options(shape: str | None, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """`options` with the model of `shape` (if any) and random weights, in a folder that exists until the block ends.
+    """Yield `options`; with a `shape`, they name its model, in a temporary folder, and ask for random weights.
 
-    Raises `ConfigError` for an unknown shape or when `options` name a model, too.
+    Raises `ConfigError` for an unknown shape, or if `options` also name a model.
     """
     if shape is None:
         yield options

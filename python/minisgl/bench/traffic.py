@@ -1,4 +1,4 @@
-"""Load on a server: the traffic patterns, and requests with exact lengths and arrival times from a seed or a trace."""
+"""Traffic for a server: the patterns, and requests with lengths and arrival times from a seed or a trace."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ N = TypeVar("N", int, float)
 
 ANY_LENGTH: Final = "1-1000000"
 BLOCK: Final = 16  # tokens per hash id of the Qwen trace
-# (mean, standard deviation) of the tokens in ShareGPT's conversations, from NanoFlow (arXiv 2408.12757).
+# (mean, standard deviation) of token counts in ShareGPT's conversations, from NanoFlow (arXiv:2408.12757).
 SHAREGPT_IN: Final = (246.0, 547.0)
 SHAREGPT_OUT: Final = (322.0, 244.0)
 
 
 @dataclass(frozen=True)
 class Request:
-    """One completion, sent `at` seconds after the start; None = when a stream is free."""
+    """One completion request, sent `at` seconds after the start, or as soon as a stream is free if None."""
 
     prompt: list[int]
     output_len: int
@@ -43,13 +43,13 @@ class Range:
 
     @classmethod
     def parse(cls, text: str, flag: str) -> Range:
-        """Parse "100-1024" or "128"; raises `ConfigError`."""
+        """Parse "100-1024" or "128". Raises `ConfigError` for anything else."""
         low, dash, high = text.partition("-")
         if not low.isdecimal() or (dash and not high.isdecimal()):
             raise ConfigError(f"{flag} {text!r} is not a number of tokens or a range like 100-1024")
         lengths = cls(int(low), int(high) if dash else int(low))
         if not 1 <= lengths.low <= lengths.high:
-            raise ConfigError(f"{flag} {text!r} must be 1 or more, the smaller number first")
+            raise ConfigError(f"{flag} {text!r} must have lengths of 1 or more, the smaller one first")
         return lengths
 
     def draw(self, rng: random.Random) -> int:
@@ -57,6 +57,7 @@ class Range:
         return rng.randint(self.low, self.high)
 
     def clip(self, n: float) -> int:
+        """Return the integer in this range that is nearest to `n`, rounded down."""
         return int(min(max(n, self.low), self.high))
 
 
@@ -101,32 +102,32 @@ PATTERNS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineArgs(Settings):
-    """The server, the requests and what to do with the results."""
+    """The options of `minisgl bench online`: the server, the requests, and the output."""
 
-    url: str | None = option(None, "a running server, http://host:port; --model is then the name to ask for")
+    url: str | None = option(None, "measure the server at http://host:port; --model is then the name in requests")
     shape: str | None = option(None, SHAPE_HELP)
     pattern: str = option(
         "closed",
         "; ".join(f"{name} = {pattern.help}" for name, pattern in PATTERNS.items()),
         choices=tuple(PATTERNS),
     )
-    num_requests: int | None = option(None, "requests of each point; default = the pattern's", minimum=1)
-    input_len: str | None = option(None, "tokens of a prompt, N or N-M; for sharegpt and trace the limits")
-    output_len: str | None = option(None, "tokens of an output, N or N-M; for sharegpt and trace the limits")
-    streams: str = option("64", "streams of the closed loop; several (1,8,64) = several points")
-    rates: str = option("", "requests per second; several (1,2,4) = several points")
-    background: int = option(0, "streams that run when the burst comes", minimum=0)
+    num_requests: int | None = option(None, "requests per point; default = the pattern's", minimum=1)
+    input_len: str | None = option(None, "tokens per prompt, N or N-M; for sharegpt and trace these are limits")
+    output_len: str | None = option(None, "tokens per output, N or N-M; for sharegpt and trace these are limits")
+    streams: str = option("64", "concurrent streams of --pattern closed; a list (1,8,64) measures several points")
+    rates: str = option("", "requests per second; a list (1,2,4) measures several points")
+    background: int = option(0, "streams that are running when the burst arrives", minimum=0)
     trace: str | None = option(None, "JSONL file in the format of the Qwen-Bailian traces")
-    speed: float = option(1.0, "speed of the replay", above=0)
+    speed: float = option(1.0, "replay the trace this many times as fast", above=0)
     temperature: float = option(0.0, "sampling temperature", minimum=0)
-    vocab: int = option(4096, "prompt ids are below this; every model has the default's", minimum=2)
-    seed: int = option(0, "seed of prompts and arrivals; use another one when the server has cached the last run's")
+    vocab: int = option(4096, "prompts have token ids below this; all models have the default's", minimum=2)
+    seed: int = option(0, "seed of prompts and arrivals; change it if the server has cached the last prompts")
     warm_up: int = option(4, "short requests before the measurement", minimum=0)
-    timeout: float = option(600.0, "seconds for one request", above=0)
-    text: bool = option(False, "send prompts as text, for servers that take no token ids")
-    ignore_eos: bool = option(True, "ask for outputs of exactly --output-len; off for servers that refuse the field")
-    json: str | None = option(None, "write everything measured to this file")
-    plot: str | None = option(None, "draw throughput and distributions in this folder (needs matplotlib)")
+    timeout: float = option(600.0, "seconds after which a request counts as failed", above=0)
+    text: bool = option(False, "send prompts as text, for servers that accept no token ids")
+    ignore_eos: bool = option(True, "ask for outputs of exactly --output-len; turn off if the server refuses the field")
+    json: str | None = option(None, "write the full report to this file")
+    plot: str | None = option(None, "draw throughput and latency distributions in this folder (needs matplotlib)")
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that cannot work."""
@@ -134,14 +135,14 @@ class OnlineArgs(Settings):
         if (self.trace is None) == (self.pattern == "trace"):
             raise ConfigError("--pattern trace needs --trace FILE, and no other pattern takes one")
         if self.background and self.pattern != "burst":
-            raise ConfigError("--background goes with --pattern burst")
+            raise ConfigError("--background needs --pattern burst")
         if self.rates and not PATTERNS[self.pattern].rates:
-            raise ConfigError(f"--rates does not go with --pattern {self.pattern}")
+            raise ConfigError(f"--rates has no meaning with --pattern {self.pattern}: leave it out")
 
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement; `offered` is the number of requests per second that are sent."""
+    """One measurement. `offered` is the rate of arrivals, in requests per second."""
 
     label: str
     requests: list[Request]
@@ -150,36 +151,36 @@ class Point:
 
 
 def make_points(args: OnlineArgs) -> list[Point]:
-    """The requests of each measurement; raises `ConfigError` for bad lengths, streams or rates.
+    """Make the requests of each measurement. Points share no prompts.
 
-    Points share no prompts, except in a trace.
+    Raises `ConfigError` for invalid lengths, streams or rates, and for a trace that cannot be read.
     """
-    own = PATTERNS[args.pattern]
-    inputs = Range.parse(args.input_len or own.inputs, "--input-len")
-    outputs = Range.parse(args.output_len or own.outputs, "--output-len")
-    n, vocab = args.num_requests or own.num_requests, args.vocab
+    pattern = PATTERNS[args.pattern]
+    inputs = Range.parse(args.input_len or pattern.inputs, "--input-len")
+    outputs = Range.parse(args.output_len or pattern.outputs, "--output-len")
+    n, vocab = args.num_requests or pattern.num_requests, args.vocab
     if args.trace is not None:
         requests = trace_requests(args.trace, n, args.speed, inputs, outputs, vocab)
         span = max(r.at or 0.0 for r in requests)
         return [Point(f"x{args.speed:g}", requests, offered=len(requests) / span if span else None)]
-    assert n is not None, "a pattern without a number of requests"
+    assert n is not None, "a pattern has no number of requests"
     if args.pattern == "closed":
         return [
             Point(f"{s} streams", random_requests(n, inputs, outputs, vocab, f"{args.seed} closed {s}"), streams=s)
-            for s in _positive(args.streams, int, "--streams")
+            for s in _parse_positive(args.streams, int, "--streams")
         ]
     if args.pattern == "burst":
         return [Point(f"{n} at once", random_requests(n, inputs, outputs, vocab, f"{args.seed} burst"))]
-    drawn: tuple[Lengths, Lengths] = inputs, outputs
+    lengths: tuple[Lengths, Lengths] = inputs, outputs
     if args.pattern == "sharegpt":
-        drawn = LogNormal(*SHAREGPT_IN, inputs), LogNormal(*SHAREGPT_OUT, outputs)
+        lengths = LogNormal(*SHAREGPT_IN, inputs), LogNormal(*SHAREGPT_OUT, outputs)
     return [
-        Point(f"{rate:g}/s", random_requests(n, *drawn, vocab, f"{args.seed} {rate}", rate), offered=rate)
-        for rate in _positive(args.rates or own.rates, float, "--rates")
+        Point(f"{rate:g}/s", random_requests(n, *lengths, vocab, f"{args.seed} {rate}", rate), offered=rate)
+        for rate in _parse_positive(args.rates or pattern.rates, float, "--rates")
     ]
 
 
-def _positive(text: str, kind: type[N], flag: str) -> list[N]:
+def _parse_positive(text: str, kind: type[N], flag: str) -> list[N]:
     try:
         numbers = [kind(part) for part in text.split(",")]
     except ValueError:
@@ -190,21 +191,21 @@ def _positive(text: str, kind: type[N], flag: str) -> list[N]:
 
 
 def random_prompt(rng: random.Random, length: int, vocab: int) -> list[int]:
-    """`length` random token ids below `vocab`."""
+    """Return `length` random token ids below `vocab`."""
     return rng.choices(range(vocab), k=length)
 
 
 def random_requests(
     n: int, inputs: Lengths, outputs: Lengths, vocab: int, seed: str, rate: float | None = None
 ) -> list[Request]:
-    """`n` requests with random lengths; with a `rate` (requests per second), arrivals are a Poisson process."""
+    """Return `n` requests with random lengths. With a `rate` (per second), arrivals are a Poisson process."""
     rng = random.Random(seed)
     times = poisson_times(rng, n, rate)
     return [Request(random_prompt(rng, inputs.draw(rng), vocab), outputs.draw(rng), at) for at in times]
 
 
 def poisson_times(rng: random.Random, n: int, rate: float | None) -> Sequence[float | None]:
-    """Arrival times with exponential gaps of mean 1/`rate` seconds, the first at 0; all None without a rate."""
+    """Return arrival times with exponential gaps of mean 1/`rate` seconds, from 0 on; all None without a rate."""
     if rate is None:
         return [None] * n
     gaps = [rng.expovariate(rate) for _ in range(n)]
@@ -214,11 +215,11 @@ def poisson_times(rng: random.Random, n: int, rate: float | None) -> Sequence[fl
 def trace_requests(
     path: str, limit: int | None, speed: float, inputs: Range, outputs: Range, vocab: int
 ) -> list[Request]:
-    """The first `limit` requests of a file in the format of the Qwen-Bailian traces, `speed` times as fast.
+    """Read the first `limit` requests of a file in the format of the Qwen-Bailian traces, `speed` times as fast.
 
     Each line is JSON with `timestamp` (seconds), `input_length`, `output_length` and `hash_ids`: one id per 16-token
-    block of the prompt, equal ids for equal blocks. Lengths are clipped to the ranges. Raises `ConfigError`, with the
-    number of the line, for a line that cannot be read.
+    block of the prompt, equal ids for equal blocks. Lengths are clipped to the ranges. Raises `ConfigError` with the
+    line number for a line that cannot be read.
     """
     rows = sorted(read_trace(path, limit), key=lambda row: row[0])
     zero = rows[0][0]
@@ -229,10 +230,11 @@ def trace_requests(
 
 
 TraceRow = tuple[float, int, int, list[int]]
+"""(timestamp, input length, output length, hash ids)."""
 
 
 def read_trace(path: str, limit: int | None) -> list[TraceRow]:
-    """(timestamp, input length, output length, hash ids) of the first `limit` lines; raises `ConfigError`."""
+    """Return the first `limit` rows of a trace. Raises `ConfigError` if the file or a line cannot be read."""
     rows: list[TraceRow] = []
     try:
         with Path(path).expanduser().open(encoding="utf-8") as lines:
@@ -269,7 +271,7 @@ def _trace_row(line: str, where: str) -> TraceRow:
 
 
 def block_prompt(hash_ids: list[int], length: int, vocab: int) -> list[int]:
-    """A prompt in which each block is a function of its hash id alone: equal ids give equal blocks, others never do."""
+    """Return a prompt whose blocks are equal if and only if their hash ids are equal."""
     prompt: list[int] = []
     for hash_id in hash_ids[: ceil_div(length, BLOCK)]:
         prompt += _block(hash_id, vocab)
@@ -277,7 +279,7 @@ def block_prompt(hash_ids: list[int], length: int, vocab: int) -> list[int]:
 
 
 def _block(hash_id: int, vocab: int) -> list[int]:
-    # Half of the block is the id in base `vocab`, so different ids below vocab^8 give different blocks.
+    # Half of the block is the id in base `vocab`, so different ids below vocab^8 have different blocks.
     block: list[int] = []
     rest = hash_id
     for _ in range(BLOCK // 2):

@@ -1,4 +1,4 @@
-"""Offline workloads: random prompts and output lengths, the same in every run."""
+"""Offline workloads: random prompts and lengths, the same in every run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minisgl.bench.traffic import Request
 from minisgl.errors import ConfigError
 from minisgl.settings.options import Settings, option
 
-ID_RANGE: Final = 10_000  # prompts are made of ids 0 to this, as in the public benchmark
+ID_RANGE: Final = 10_000  # the largest token id of a prompt, as in the public benchmark
 MIN_LEN: Final = 100  # shortest prompt and output of workload A
 WARM_UP_OUT: Final = 16
 WARM_UP_SHIFT: Final = 7
@@ -20,7 +20,7 @@ WARM_UP_SHIFT: Final = 7
 
 @dataclass(frozen=True)
 class Size:
-    """The number of requests and their lengths in tokens (for workload A the longest lengths)."""
+    """The number of requests and their lengths in tokens; for workload A, the largest lengths."""
 
     num_prompts: int
     input_len: int
@@ -29,7 +29,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Workload:
-    """A named list of requests; `headline` names the figure that the workload measures."""
+    """A named list of requests. `headline` names the figure that the workload measures."""
 
     name: str
     headline: str
@@ -45,11 +45,11 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, prompt and output together."""
+        """The number of tokens of the longest request, prompt and output together."""
         return max(len(r.prompt) + r.output_len for r in self.requests)
 
     def warm_up(self, vocab_size: int) -> Workload:
-        """The same batch sizes with other token ids, so that the prefix cache does not help, and short outputs."""
+        """Return the same batch sizes with short outputs, and with other token ids, so that no prefix is cached."""
         requests = [
             Request([(i + WARM_UP_SHIFT) % vocab_size for i in r.prompt], min(r.output_len, WARM_UP_OUT))
             for r in self.requests
@@ -58,12 +58,12 @@ class Workload:
 
 
 def _random_ids(rng: random.Random, n: int, vocab_size: int) -> list[int]:
-    # Drawn from the public range and folded into the vocabulary: later draws, so all lengths, stay the same.
+    # Draw from the public range and fold into the vocabulary: so later draws, such as lengths, do not depend on it.
     return [rng.randint(0, ID_RANGE) % vocab_size for _ in range(n)]
 
 
 def _public(size: Size, vocab_size: int) -> list[Request]:
-    """The benchmark of nano-vllm and mini-sglang: first every prompt (its length, then its ids), then every output."""
+    """Make the benchmark of nano-vllm and mini-sglang: draw all prompts (length, then ids), then all output lengths."""
     rng = random.Random(0)
     low = min(MIN_LEN, size.input_len)
     prompts = [_random_ids(rng, rng.randint(low, size.input_len), vocab_size) for _ in range(size.num_prompts)]
@@ -72,7 +72,7 @@ def _public(size: Size, vocab_size: int) -> list[Request]:
 
 
 def _fixed(size: Size, vocab_size: int, common_len: int = 0) -> list[Request]:
-    """Requests of one size, whose prompts begin with the same `common_len` tokens."""
+    """Make requests of one size, whose prompts share a prefix of `common_len` tokens."""
     rng = random.Random(0)
     common = _random_ids(rng, common_len, vocab_size)
     return [
@@ -82,13 +82,13 @@ def _fixed(size: Size, vocab_size: int, common_len: int = 0) -> list[Request]:
 
 
 def _shared(size: Size, vocab_size: int) -> list[Request]:
-    """Prompts with a common prefix of seven eighths of their length."""
+    """Make prompts that share seven eighths of their length."""
     return _fixed(size, vocab_size, size.input_len * 7 // 8)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How to make a workload: `size` holds unless flags say otherwise."""
+    """How to make a workload. Flags override `size`."""
 
     make: Callable[[Size, int], list[Request]]
     size: Size
@@ -107,32 +107,32 @@ WORKLOADS: Final[dict[str, Kind]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineArgs(Settings):
-    """The requests and what to do with the results."""
+    """The options of `minisgl bench offline`: the requests and the output."""
 
     shape: str | None = option(None, SHAPE_HELP)
     workload: str = option(
         "a", "comma-separated: " + "; ".join(f"{name} = {kind.help}" for name, kind in WORKLOADS.items())
     )
     num_prompts: int | None = option(None, "requests; default = the workload's", minimum=1)
-    input_len: int | None = option(None, "tokens of a prompt, for workload a the maximum", minimum=1)
-    output_len: int | None = option(None, "tokens of an output, for workload a the maximum", minimum=1)
+    input_len: int | None = option(None, "tokens per prompt; for workload a, the largest number", minimum=1)
+    output_len: int | None = option(None, "tokens per output; for workload a, the largest number", minimum=1)
     temperature: float = option(0.6, "sampling temperature", minimum=0, maximum=100)
     accept_length: float | None = option(
         None,
-        "tokens of a request in a step, on average: drafts come from the answers of a first run, with mistakes; "
-        "at most --num-draft-tokens + 1",
+        "simulate drafts with which a step confirms this many tokens per request on average; at most "
+        "--num-draft-tokens + 1",
         minimum=1,
     )
     repeat: int = option(3, "timed runs of each workload", minimum=1)
-    json: str | None = option(None, "write everything measured to this file")
+    json: str | None = option(None, "write the full report to this file")
 
 
 def make_workloads(args: OfflineArgs, vocab_size: int) -> list[Workload]:
-    """The requests of each workload, with token ids below `vocab_size`; raises `ConfigError` for an impossible one."""
+    """Make the requests of each workload, with token ids below `vocab_size`. Raises `ConfigError` for invalid ones."""
     workloads = []
     for name in args.workload.split(","):
         if name not in WORKLOADS:
-            raise ConfigError(f"there is no workload {name!r}; known: {', '.join(WORKLOADS)}")
+            raise ConfigError(f"--workload {name!r} is unknown; known: {', '.join(WORKLOADS)}")
         kind = WORKLOADS[name]
         size = Size(
             args.num_prompts or kind.size.num_prompts,

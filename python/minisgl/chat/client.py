@@ -1,4 +1,4 @@
-"""A small client of the chat API that needs only the standard library, for the terminal chat and the examples."""
+"""A small client of the chat API, for the terminal chat and the examples. Needs only the standard library."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 from minisgl.errors import ConfigError, MinisglError, StartupError
 
 TIMEOUT_S: Final = 600.0
-NOTICE_S: Final = 2.0  # of silence, after which a wait is told
+NOTICE_S: Final = 2.0  # of silence, after which a message says that the client waits
 
 
 class ServerError(MinisglError):
-    """The server refused the request or broke off; the message is the server's."""
+    """The server refused the request, or ended its answer early. The message is the server's."""
 
 
 class Delta(NamedTuple):
@@ -29,7 +29,7 @@ class Delta(NamedTuple):
 
 
 class ServerAddress(NamedTuple):
-    """The address of a server; `authority` is the host and port as the URL has them, `prefix` the path before /v1."""
+    """The address of a server. `authority` is the host and port as in the URL, `prefix` the path before /v1."""
 
     host: str
     port: int
@@ -39,7 +39,7 @@ class ServerAddress(NamedTuple):
 
     @classmethod
     def parse(cls, url: str) -> ServerAddress:
-        """From http://host:port, with or without http:// and /v1; raises `ConfigError`."""
+        """Parse http://host:port, with or without http:// and /v1. Raises `ConfigError` for an invalid address."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
             port = parts.port
@@ -53,10 +53,10 @@ class ServerAddress(NamedTuple):
 
 
 class ChatClient:
-    """Talks to one server. `account` has the usage and timing of the last answer, as far as the server tells them."""
+    """Talks to one server. `account` has the usage and timing of the last answer, if the server reports them."""
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = TIMEOUT_S) -> None:
-        """`timeout` in seconds for each step of a connection."""
+        """`timeout` is in seconds, for each operation of a connection."""
         self.account: dict[str, Any] = {}
         self.url = url
         self._timeout = timeout
@@ -68,7 +68,7 @@ class ChatClient:
     def stream_chat(self, messages: list[dict[str, Any]], **fields: Any) -> Generator[Delta, None, None]:
         """Yield the pieces of the answer as they arrive, then set `account`.
 
-        Closing the iterator early makes the server stop. Raises `ServerError` or `OSError`.
+        Closing the iterator early stops the answer. Raises `ServerError` or `OSError`.
         """
         self.account = {}
         options = {"stream": True, "stream_options": {"include_usage": True}, "return_timing": True}
@@ -89,7 +89,7 @@ class ChatClient:
                                 yield Delta(text, field == "reasoning_content")
 
     def get(self, path: str) -> dict[str, Any]:
-        """The JSON object at `path`; says on stderr if that takes a while. Raises `ServerError` or `OSError`."""
+        """Return the JSON object at `path`; print a notice if that takes long. Raises `ServerError` or `OSError`."""
         text = f"minisgl: waiting for {self.url}, which may still be loading its model (Ctrl-C stops)"
         notice = threading.Timer(NOTICE_S, lambda: print(text, file=sys.stderr))
         notice.start()
@@ -103,7 +103,7 @@ class ChatClient:
             notice.cancel()
 
     def model(self) -> str:
-        """Return the first model that the server lists. Raise `StartupError` if no server answers, or `ServerError`."""
+        """Return the first model that the server lists. Raises `StartupError` if none answers, or `ServerError`."""
         try:
             return str(self.get("/v1/models")["data"][0]["id"])
         except OSError as e:
@@ -128,10 +128,10 @@ class ChatClient:
 
 
 def running_server(host: str, port: int, model: str, api_key: str | None, patience: float) -> str | None:
-    """The URL of a server of ours at this address that serves `model` (a name or folder; empty: any), if there is one.
+    """Return the URL of a minisgl server at this address that serves `model` (a name or folder; "" for any), or None.
 
-    A server that starts listens before it answers; wait up to `patience` seconds. Says on stderr why another server is
-    of no use. Raises `ConfigError` for an address that cannot be one.
+    A starting server listens before it answers, so wait up to `patience` seconds. If another server is there, print why
+    it cannot be used. Raises `ConfigError` for an invalid address.
     """
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     try:
@@ -148,7 +148,7 @@ def running_server(host: str, port: int, model: str, api_key: str | None, patien
 
 
 def error_message(body: bytes, otherwise: str = "") -> str:
-    """The message in the `body` of an error; without one `otherwise`, or else the beginning of the body."""
+    """Return the message in the `body` of an error; without one, `otherwise`, or the beginning of the body."""
     try:
         value = json.loads(body)
         return str(value.get("error", value)["message"])

@@ -1,4 +1,4 @@
-"""Chat in the terminal: answers stream in, the conversation is kept, Ctrl-C stops an answer and not the session."""
+"""A chat in the terminal: answers stream in, and Ctrl-C stops an answer but not the session."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ HELP: Final = '''\
 /quit                  leave (also Ctrl-D); Ctrl-C stops an answer
 A line that ends with \\ continues on the next one, and """ begins and ends a text of several lines.'''
 BLOCK: Final = '"""'
-OUR_FIELDS: Final = {"messages", "stream", "stream_options", "return_timing"}  # of a request, set by the chat itself
+OUR_FIELDS: Final = {"messages", "stream", "stream_options", "return_timing"}  # set by the chat itself
 TYPES: Final = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
 
 def chat_with_own_server(args: ServerArgs, sampling: dict[str, Any], system: str | None) -> int:
-    """Start a server, chat with it, stop it."""
+    """Start a server, chat with it, and stop it. Return the exit code."""
     from minisgl.launch.launch import background_server
 
     if args.uds is not None or args.ssl_certfile is not None:
-        raise ConfigError("the chat talks to a port without TLS; leave out --uds and --ssl-certfile")
+        raise ConfigError("the chat needs a port without TLS: leave out --uds and --ssl-certfile")
     with background_server(args) as url:
         return chat_with_url(url, next(iter(args.load_keys() or []), None), sampling, system)
 
 
 def chat_with_url(url: str, api_key: str | None, sampling: dict[str, Any], system: str | None) -> int:
-    """Chat with a running server; returns the exit code. Raises `StartupError` if there is none."""
+    """Chat with a running server; return the exit code. Raises `StartupError` if there is none."""
     client = ChatClient(url, api_key)
     try:
         name = client.model()
-    except ServerError:  # it refuses messages, too, and says why
+    except ServerError:  # it will also refuse messages, and say why
         name = "the model"
     if sys.stdin.isatty():
         print(f"Chat with {name} on {url}. /help lists the commands.")
@@ -73,7 +73,7 @@ class Shell:
 
     @cached_property
     def _fields(self) -> dict[str, dict[str, Any]]:
-        """The fields of a chat request and their JSON Schemas, as the server describes them; empty if it does not."""
+        """The JSON Schemas of a chat request's fields, from the server's description; {} if it has none."""
         try:
             schemas = self._client.get("/openapi.json")["components"]["schemas"]
             fields: dict[str, dict[str, Any]] = schemas["ChatCompletionRequest"]["properties"]
@@ -82,11 +82,11 @@ class Shell:
         return {name: schema for name, schema in fields.items() if name not in OUR_FIELDS}
 
     def completions(self) -> list[str]:
-        """The beginnings of lines that Tab completes."""
+        """The texts that Tab completes."""
         return [*self._commands, "/quit", *(f"/params {name}=" for name in self._fields)]
 
     def run(self, read_line: LineReader) -> None:
-        """Read and answer until the input ends or /quit."""
+        """Read messages and print answers, until the input ends or /quit."""
         with interrupt_handler(lambda *_: None):  # Ctrl-C counts only where `interruptible` says so
             while True:
                 try:
@@ -120,9 +120,9 @@ class Shell:
         return ([{"role": "system", "content": self._system}] if self._system else []) + self._turns
 
     def _answer(self, text: str) -> None:
-        """Ask and print the answer; the text of a stopped answer stays in the conversation.
+        """Send a message and print the answer. The text of a stopped answer stays in the conversation.
 
-        The model's reasoning is shown and then forgotten.
+        The model's reasoning is shown, but not kept.
         """
         self._turns.append({"role": "user", "content": text})
         answer = ""
@@ -155,7 +155,7 @@ class Shell:
             self._turns.pop()
 
     def _speed(self) -> str:
-        """The length and speed of the last answer by the server's clock, as far as the server tells them."""
+        """Return length and speed of the last answer by the server's clock, if the server reports them."""
         usage, timing = (self._client.account.get(name, {}) for name in ("usage", "timing"))
         facts = {
             "{} tokens": usage.get("completion_tokens"),
@@ -193,7 +193,7 @@ class Shell:
         print(f"parameters: {shown or 'those of the model'}")
 
     def _check_param(self, name: str, value: Any) -> None:
-        """Raises `ValueError` for a name or a type that the server does not describe."""
+        """Raise `ValueError` for a field or a type that the server does not describe."""
         if name in OUR_FIELDS:
             raise ValueError(f"{name} is set by the chat itself")
         if self._fields and name not in self._fields:
@@ -225,7 +225,7 @@ def _pairs(facts: dict[str, Any]) -> str:
 
 
 def tree_lines(view: dict[str, Any]) -> list[str]:
-    """The radix tree of an `EngineView` as text, children below their parents."""
+    """Return the radix tree of an `EngineView` as lines of text, children below their parents."""
     nodes = view["nodes"]
     requests: dict[int, str] = {}  # node -> the requests that end there
     for request in view["requests"]:
@@ -250,7 +250,7 @@ def tree_lines(view: dict[str, Any]) -> list[str]:
 
 
 def read_message(read_line: LineReader) -> str:
-    """One message: a line, lines that each end with a backslash except the last, or a text between triple quotes."""
+    """Read a message: a line, several lines that end with a backslash except the last, or text in triple quotes."""
     line = read_line("> ")
     if line.strip().startswith(BLOCK):
         lines = [line.strip().removeprefix(BLOCK)]

@@ -1,4 +1,4 @@
-"""What the chat needs of a terminal: lines with editing and completion, words that wrap, no echo while text streams."""
+"""Terminal input and output for the chat: line editing and completion, word wrap, no echo while text streams."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
 
 TAB: Final = 8
-# A word, or one character: a space, or one of a script without spaces, which may end any line.
+# A word, or a character after which a line may end: a space, or one of a script without spaces.
 PIECE: Final = re.compile(r"[^\s\u2e80-\U0010ffff]+|[\s\S]")
 
-LineReader = Callable[[str], str]  # prompt -> the typed line; raises EOFError at the end, and KeyboardInterrupt
+LineReader = Callable[[str], str]  # prompt -> line; raises EOFError at the end of the input, and KeyboardInterrupt
 
 
 class WordWrap:
-    """Breaks streaming text between words. `width` is that of the terminal in columns, 0 to break nothing."""
+    """Breaks streamed text between words. `width` is the terminal's in columns; with 0, nothing is broken."""
 
     def __init__(self, width: int) -> None:
         self._width = width
         self._column = 0
-        self._word = ""  # held back: it may go on, and then belong on the next line
+        self._word = ""  # held back: if it continues, it may belong on the next line
 
     @classmethod
     def of_stdout(cls) -> WordWrap:
-        """For the terminal that shows stdout; nothing is broken in a file."""
+        """Return a `WordWrap` for the terminal of stdout. If stdout is a file, it breaks nothing."""
         return cls(shutil.get_terminal_size().columns if sys.stdout.isatty() else 0)
 
     def feed(self, text: str) -> str:
-        """Return what to write of the text so far."""
+        """Add text; return what can be written now."""
         if not self._width:
             return text
         pieces = PIECE.findall(self._word + text)
@@ -46,7 +46,7 @@ class WordWrap:
         return "".join(map(self._place, pieces))
 
     def flush(self) -> str:
-        """Return the rest, at the end of the text."""
+        """Return the rest of the text, at its end."""
         word, self._word = self._word, ""
         return self._place(word)
 
@@ -68,7 +68,7 @@ def _columns(character: str) -> int:
 
 @contextlib.contextmanager
 def no_echo() -> Iterator[None]:
-    """Do not show what is typed within the block. The next prompt has it, also after a Ctrl-C."""
+    """Hide what is typed within the block. The next prompt gets it, even after a Ctrl-C."""
     if not sys.stdin.isatty():
         yield
         return
@@ -83,7 +83,7 @@ def no_echo() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupt_handler(handler: Callable[..., Any]) -> Iterator[None]:
-    """Call `handler` for SIGINT within the block; for the main thread."""
+    """Call `handler` for SIGINT within the block. Only for the main thread."""
     old = signal.signal(signal.SIGINT, handler)
     try:
         yield
@@ -97,7 +97,7 @@ def interruptible() -> contextlib.AbstractContextManager[None]:
 
 
 def line_reader(commands: Sequence[str]) -> LineReader:
-    """The best reader that the terminal and the installed packages allow; Tab completes `commands`."""
+    """Return the best line reader that the terminal and the installed packages allow. Tab completes `commands`."""
     if not sys.stdin.isatty():
         return lambda _: _interruptible_input("")
     try:
@@ -137,7 +137,7 @@ def _session(commands: Sequence[str]) -> PromptSession[str]:
 
 
 def _history_file() -> Path | None:
-    """The file that keeps the history between sessions, readable by this user only; None if it cannot be made."""
+    """Return the file with the history of earlier sessions, readable only by this user; None if it cannot be made."""
     folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "minisgl"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Embedding checkpoints, described by sentence-transformers' files. Imports no torch."""
+"""Reads embedding checkpoints from sentence-transformers' files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ POOLINGS: Final[dict[str, Pooling]] = {"lasttoken": "last", "mean_tokens": "mean
 class Embedder:
     """How to compute an embedding [H] from the final hidden states [n, H] of a text of n tokens.
 
-    The embedding is the last state or the mean, divided by its length if `normalises`. `dimensions` are the numbers of
-    leading elements that are embeddings on their own (Kusupati et al. 2022, arXiv:2205.13147): H alone unless
-    config.json has `is_matryoshka` or `matryoshka_dimensions`.
+    The embedding is the last state or the mean, divided by its norm if `normalises`. `dimensions` are the lengths to
+    which an embedding may be cut (Kusupati et al. 2022, arXiv:2205.13147): only H, unless config.json has
+    `is_matryoshka` or `matryoshka_dimensions`.
     """
 
     pooling: Pooling
@@ -34,7 +34,7 @@ class Embedder:
     dimensions: Sequence[int]
 
     def length(self, wanted: int | None) -> int:
-        """Return the number of elements for a request, all by default; raise `RequestError` for an invalid number."""
+        """Return the length of a request's embeddings, H by default. Raises `RequestError` for an invalid length."""
         known = self.dimensions
         if wanted is None or wanted in known:
             return wanted or known[-1]
@@ -45,16 +45,16 @@ class Embedder:
         )
 
     def vector(self, pooled: bytes, length: int) -> Vector:
-        """Return the embedding [length] from the engine's float32 bytes."""
+        """Return the embedding [length] from the engine's pooled states, float32 bytes [H]."""
         vector = np.frombuffer(pooled, "<f4")[:length]
         norm = np.linalg.norm(vector)
         return vector / norm if self.normalises and norm > 0 else vector
 
 
 def read_embedder(folder: Path) -> Embedder | None:
-    """Read modules.json of `folder`; return None without one, since the checkpoint then generates text.
+    """Read modules.json of `folder`. Return None without one: then the checkpoint generates text.
 
-    Raise `ConfigError` for unsupported modules and poolings.
+    Raises `ConfigError` for unsupported modules and poolings.
     """
     path = folder / "modules.json"
     if not path.is_file():
@@ -71,9 +71,9 @@ def read_embedder(folder: Path) -> Embedder | None:
 
 
 def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the text generator with the decoder of an embedding checkpoint.
+    """Return an embedding checkpoint's config.json with the architecture of the corresponding text generator.
 
-    Embedding checkpoints may name the decoder alone (`Qwen3Model`); a head is not used.
+    Embedding checkpoints may name only the decoder (`Qwen3Model`). A head is not used.
     """
     names = config.get("architectures")
     if isinstance(names, list):
@@ -82,7 +82,7 @@ def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pooling(path: Path) -> Pooling:
-    """Read the pooling, which is a switch for each pooling in old files and a name in new ones."""
+    """Read the pooling. Old files have a boolean for each pooling, new ones a name."""
     config = hf.read_json(path)
     prefix = "pooling_mode_"
     switches = [

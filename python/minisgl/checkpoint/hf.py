@@ -1,4 +1,4 @@
-"""Model folders in Hugging Face's layout: finding them and reading their small files. Imports no torch."""
+"""Finds model folders in Hugging Face's layout, and reads their small files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from minisgl.errors import ConfigError
 
 BUILTIN_MODEL: Final = Path(__file__).resolve().parent.parent / "demo" / "model"
 BUILTIN_NAME: Final = "minisgl-demo"
-# The hubs: the module with `snapshot_download(id, allow_patterns=...)`, and what to install for it.
+# Hub -> (the module with `snapshot_download(id, allow_patterns=...)`, the package that has it).
 HUBS: Final = {
     "huggingface": ("huggingface_hub", "huggingface_hub"),
     "modelscope": ("modelscope", "'minisgl[modelscope]'"),
 }
-MAX_HEADER: Final = 100_000_000  # bytes, as the format says
-PIECE_BYTES: Final = 4096  # of a tensor, for the digest of a model
+MAX_HEADER: Final = 100_000_000  # bytes, the limit of the safetensors format
+PIECE_BYTES: Final = 4096  # read from each tensor for the fingerprint of a model
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _OTHER_FORMATS: Final = {
     "*.gguf": "GGUF weights",
@@ -34,8 +34,8 @@ _WEIGHTS: Final = ["*.safetensors"]
 def resolve_model(model: str, source: str = "huggingface", weights: bool = True, revision: str | None = None) -> Path:
     """Return the folder of `model`: "" for the built-in model, else a local folder or an id of the hub `source`.
 
-    Models of a hub are downloaded once, at `revision` if given: the small files first, then the weights if `weights`.
-    Raise `ConfigError` if there is no such model.
+    Models of a hub are downloaded once, at `revision` if given: the small files first, then, with `weights`, the
+    weights. Raises `ConfigError` if there is no such model.
     """
     if not model:
         if not (BUILTIN_MODEL / "config.json").is_file():
@@ -62,9 +62,9 @@ def _require_config(folder: Path, name: str) -> None:
 
 
 def _other_formats(folder: Path, name: str) -> str:
-    """Name what the folder has instead of safetensors."""
+    """Return the part of a message that says what the folder has instead of safetensors; "" if nothing."""
     found = [what for pattern, what in _OTHER_FORMATS.items() if any(folder.glob(pattern))]
-    if "gguf" in name.lower() and not found:  # of a hub's model, such files are not downloaded
+    if "gguf" in name.lower() and not found:  # such files are not downloaded from a hub
         found = ["GGUF weights"]
     return f", but {' and '.join(found)}, which cannot be served" if found else ""
 
@@ -82,7 +82,7 @@ def _download(hub_id: str, source: str, revision: str | None, patterns: list[str
         ) from None
     try:
         return Path(download(hub_id, revision=revision, allow_patterns=patterns))
-    except Exception as e:  # its errors have many unrelated bases: HTTP, file system, missing repository, offline mode
+    except Exception as e:  # errors of hubs have no common base: HTTP, file system, missing repository, offline mode
         cause = str(e).strip().partition("\n")[0]
         raise ConfigError(
             f"could not download {hub_id} from {source} ({type(e).__name__}: {cause}); "
@@ -99,7 +99,7 @@ def model_name(model: str) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in `path`; raise `ConfigError` if that fails."""
+    """Read the JSON object in `path`. Raises `ConfigError` if that fails."""
     value = read_json_value(path)
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is not a JSON object")
@@ -107,7 +107,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_value(path: Path) -> Any:
-    """Read the JSON value in `path`; raise `ConfigError` if that fails."""
+    """Read the JSON value in `path`. Raises `ConfigError` if that fails."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
@@ -117,7 +117,7 @@ def read_json_value(path: Path) -> Any:
 
 
 def load_config(folder: Path) -> dict[str, Any]:
-    """Read config.json, and ModelOpt's hf_quant_config.json where that stands beside it."""
+    """Read config.json, and ModelOpt's hf_quant_config.json if the folder has it."""
     config, other = read_json(folder / "config.json"), folder / "hf_quant_config.json"
     if "quantization_config" not in config and other.is_file():
         found = read_json(other).get("quantization")
@@ -126,13 +126,13 @@ def load_config(folder: Path) -> dict[str, Any]:
 
 
 def load_generation_config(folder: Path) -> dict[str, Any]:
-    """Read generation_config.json; empty if the folder has none."""
+    """Read generation_config.json; {} if the folder has none."""
     path = folder / "generation_config.json"
     return read_json(path) if path.is_file() else {}
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Return all token ids that end a request by default, of config.json and generation_config.json, ascending."""
+    """Return all token ids that end a request by default, from config.json and generation_config.json, sorted."""
     ids: set[int] = set()
     for config in (load_config(folder), load_generation_config(folder)):
         value = config.get("eos_token_id")
@@ -146,9 +146,9 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
 
 
 def max_model_len(config: dict[str, Any]) -> int:
-    """Return the model's context in tokens.
+    """Return the model's context length in tokens.
 
-    With longrope the context ends at the original length: beyond, the frequencies of all positions would change.
+    LongRoPE's context ends at the original length: beyond it, the frequencies of all positions would change.
     """
     longest = config.get("max_position_embeddings")
     if not isinstance(longest, int) or not 2 <= longest < 2**31:
@@ -162,7 +162,7 @@ def max_model_len(config: dict[str, Any]) -> int:
 
 
 def require_complete(path: Path) -> None:
-    """Raise `ConfigError` unless the safetensors file `path` has all the bytes that its header promises."""
+    """Raise `ConfigError` unless the safetensors file `path` is as long as its header says."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -179,7 +179,7 @@ def require_complete(path: Path) -> None:
 
 
 def fingerprint(folder: Path, *, has_weights: bool) -> str:
-    """Return a digest of config.json and, with `has_weights`, of a piece of each tensor: it differs between models."""
+    """Return a digest that identifies the model: of config.json and, with `has_weights`, a piece of each tensor."""
     digest = blake2b(json.dumps(load_config(folder), sort_keys=True).encode(), digest_size=16)
     for path in weight_files(folder) if has_weights else ():
         with path.open("rb") as file:
@@ -194,12 +194,12 @@ def fingerprint(folder: Path, *, has_weights: bool) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the checkpoint's safetensors files in name order, without other sets of files beside it.
+    """Return the checkpoint's safetensors files, sorted by name.
 
-    As transformers does, take model.safetensors, else the files of the index; else all files, model* if there are any.
+    The choice is that of transformers: model.safetensors, else the files in the index, else model* or all files.
     """
-    if (whole := folder / "model.safetensors").is_file():
-        return [whole]
+    if (single := folder / "model.safetensors").is_file():
+        return [single]
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""Quantized checkpoints: what config.json says about the layout of their matrices. Imports no torch."""
+"""Reads the layout of a quantized checkpoint's matrices from config.json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from minisgl.errors import ConfigError
 class Quantization:
     """The layout of a checkpoint's quantized matrices (`models/dequantize.py`).
 
-    Which matrices are quantized is seen from the tensors that the checkpoint has: authors leave some out.
+    The checkpoint's tensors show which matrices are quantized: authors leave some out.
     """
 
     layout: str  # a key of `dequantize.LAYOUTS`
     bits: int = 8
-    block: tuple[int, int] | None = None  # rows and columns of the blocks that share a scale, where not told by shapes
+    block: tuple[int, int] | None = None  # (rows, columns) that share a scale, unless shapes show it
     zero_offset: int = 0  # added to stored zero points
 
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
-    """Return what config.json says; None for a checkpoint that is not quantized.
+    """Return the layout; None for a checkpoint that is not quantized.
 
-    Raises `ConfigError`, naming the field, for a method or an option of it that is not supported.
+    Raises `ConfigError` with the name of the field for an unsupported method or option.
     """
     settings = config.get("quantization_config")
     if settings is None:
@@ -50,7 +50,7 @@ def _one_of(settings: Mapping[str, Any], name: str, known: tuple[Any, ...], defa
 
 
 def _block(name: str, value: Any) -> tuple[int, int] | None:
-    """The rows and columns of a block, which compressed-tensors may also write as "128x128"."""
+    """Return the rows and columns of a block, which compressed-tensors may also write as "128x128"."""
     if isinstance(value, str):
         value = [int(n) for n in value.split("x") if n.isdecimal()]
     if value is None:
@@ -61,7 +61,7 @@ def _block(name: str, value: Any) -> tuple[int, int] | None:
 
 
 def _fp8(settings: Mapping[str, Any]) -> Quantization:
-    """DeepSeek's and Qwen3's blocks with `weight_scale_inv`, or one `weight_scale` a matrix or row."""
+    """Read DeepSeek's and Qwen3's blocks with `weight_scale_inv`, or one `weight_scale` per matrix or row."""
     _one_of(settings, "fmt", ("e4m3", None))
     block = _block("weight_block_size", settings.get("weight_block_size"))
     return Quantization("scaled", block=block)

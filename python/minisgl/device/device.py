@@ -1,4 +1,4 @@
-"""The contract of a device, and the CPU: the only room that tells kinds of devices apart."""
+"""The interface of a device, and the CPU. Only this room distinguishes types of devices."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Uploader(Protocol):
         """Overwrite `target` with the host tensor `source` of the same shape and any float dtype, asynchronously."""
 
     def run(self, work: Callable[[Callable[[torch.Tensor], torch.Tensor]], object]) -> None:
-        """Call `work` with a function that copies a host tensor to the device; all is done in order, asynchronously."""
+        """Call `work` with a function that copies a host tensor to the device; all runs in order, asynchronously."""
 
     def finish(self) -> None:
         """Block until all copies are done."""
 
 
 class Device(ABC):
-    """Holds tensors and runs work, in the order of `submit`, which does not wait for the work."""
+    """Holds tensors and runs work in the order of `submit`, which does not wait for the work."""
 
     torch_device: torch.device
     is_async: bool  # whether planning ahead on the host saves time
@@ -48,30 +48,30 @@ class Device(ABC):
 
     @abstractmethod
     def upload(self, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
-        """Return copies on the device, in order; the arrays may be changed afterwards."""
+        """Return copies of the arrays on the device, in order. The arrays may be changed afterwards."""
 
     @abstractmethod
     def submit(self, work: Callable[[], torch.Tensor], flops: float) -> Pending:
-        """Run `work` after all work submitted before, and copy its int32 result to the host.
+        """Run `work` after all earlier work, and copy its int32 result to the host.
 
-        `flops` is a rough count of floating-point operations, for devices that select threads by size.
+        `flops` is a rough number of floating-point operations, for devices that choose their threads by it.
         """
 
     @abstractmethod
     def copy(self, work: Callable[[], None], *, is_load: bool, after: Sequence[Copying]) -> Copying:
-        """Run copies beside submitted work, after the copies `after`. All loads run in order, and so do all others."""
+        """Run copies beside submitted work, after the copies `after`. Loads keep their order; so do stores."""
 
     @abstractmethod
     def join(self, copies: Sequence[Copying]) -> None:
-        """Let work that is submitted later wait for these copies."""
+        """Make work that is submitted later wait for these copies."""
 
     @abstractmethod
     def uploader(self) -> Uploader:
-        """Create an uploader for one thread; its buffers are all the memory that copying takes besides the tensors."""
+        """Create an uploader for one thread. Copying takes no memory besides the tensors and its buffers."""
 
     @abstractmethod
     def use_large_pages(self, tensor: torch.Tensor) -> None:
-        """Ask for large memory pages for the new, empty `tensor`."""
+        """Ask the system for large memory pages for a new, unwritten `tensor`."""
 
     @abstractmethod
     def free_memory(self) -> int:
@@ -79,15 +79,15 @@ class Device(ABC):
 
     @abstractmethod
     def peak_memory(self, work: Callable[[], object]) -> int:
-        """Return the peak bytes of `work`; 0, without running it, on devices that cannot measure them."""
+        """Run `work` and return its peak memory in bytes; return 0 without running it if the device cannot measure."""
 
     @abstractmethod
     def describe(self) -> str:
-        """Return a name for people."""
+        """Return a name for messages."""
 
 
-# With two threads on two free cores, a step of 16 rows of the built-in model (0.2 GFLOP) is 1.3 x as fast as with one,
-# a chunk of 500 tokens (7 GFLOP) 1.9 x; beside one busy process the former is up to 100 x slower
+# With two threads on two idle cores, a step of 16 rows of the built-in model (0.2 GFLOP) is 1.3 x as fast as with one,
+# and a chunk of 500 tokens (7 GFLOP) 1.9 x. If another process is busy, the former is up to 100 x slower
 # (docs/notebook/2026-11-21.md).
 SMALL_WORK_FLOPS = 1e9
 HUGE_PAGE = 2 << 20
@@ -110,7 +110,7 @@ class CpuDevice(Device):
     is_async = False
 
     def __init__(self, threads: int | None = None, num_processes: int = 1) -> None:
-        """Use an equal part of cores and memory of each of `num_processes` processes."""
+        """Use an equal part of the cores and memory, for one of `num_processes` processes."""
         self.torch_device = torch.device("cpu")
         self.num_processes = num_processes
         self.threads = threads or max(1, usable_cores() // num_processes)
@@ -124,10 +124,10 @@ class CpuDevice(Device):
         return work().numpy
 
     def use_threads_for(self, flops: float) -> None:
-        """Use all threads for large work and one for small work.
+        """Use all threads for large work, and one for small work.
 
-        A step of a tiny model has hundreds of parallel regions of some microseconds. With other work on the cores, each
-        region may wait a time slice for the other thread.
+        A step of a tiny model has hundreds of parallel regions of some microseconds. If the cores are busy, each region
+        may wait a time slice for the other thread.
         """
         threads = self.threads if flops > SMALL_WORK_FLOPS else 1
         if threads != torch.get_num_threads():
@@ -145,7 +145,7 @@ class CpuDevice(Device):
         return _CpuUploader()
 
     def use_large_pages(self, tensor: torch.Tensor) -> None:
-        """Ask the kernel by madvise: writing fresh memory was 2.5 x as fast with large pages, reading K/V 1.3 x."""
+        """Call madvise: with large pages, writing new memory was 2.5 x as fast, and reading K/V 1.3 x."""
         start = round_up(tensor.data_ptr(), mmap.PAGESIZE)
         size = tensor.data_ptr() + tensor.nbytes - start
         if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -153,7 +153,7 @@ class CpuDevice(Device):
             libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)  # a refusal is harmless
 
     def free_memory(self) -> int:
-        """Return this process's part of the available memory, within the limit of its control group."""
+        """Return this process's part of the available memory, within its cgroup's limit."""
         return available_memory() // self.num_processes
 
     def peak_memory(self, work: Callable[[], object]) -> int:
@@ -164,9 +164,9 @@ class CpuDevice(Device):
 
 
 def create_device(name: str, threads: int | None = None, index: int = 0, count: int = 1) -> Device:
-    """Create the device `name` (auto, cpu, cuda) for process `index` of `count` on this machine, with a GPU for each.
+    """Create the device `name` (auto, cpu, cuda) for process `index` of `count` on this machine; each gets its own GPU.
 
-    Raise `ConfigError` if this machine does not have the device.
+    Raises `ConfigError` if this machine does not have the device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""What this machine has, for processes that do not import torch: cores, memory and GPUs."""
+"""Reports the cores, memory and GPUs of this machine, without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_DEVICE: Final = 100  # CUDA_ERROR_NO_DEVICE
 
 
 def cpu_name() -> str:
-    """Return the marketing name of the processor."""
+    """Return the CPU's model name."""
     info = Path("/proc/cpuinfo")
     for line in info.read_text().splitlines() if info.is_file() else ():
         if line.startswith("model name"):
@@ -30,7 +30,7 @@ def usable_cores() -> int:
 
 
 def available_memory() -> int:
-    """Return the bytes of memory that can still be used, within the limit of this process's control group."""
+    """Return the bytes of memory that can still be allocated, within this process's cgroup limit."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with open("/proc/meminfo") as f:
         for line in f:
@@ -40,7 +40,7 @@ def available_memory() -> int:
 
 
 def _cgroup_free() -> int:
-    """Return the bytes left under the control group's limit (version 2); a huge number without a limit."""
+    """Return the bytes left below the cgroup's limit (version 2); a huge number without a limit."""
     group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text().strip()
@@ -48,13 +48,13 @@ def _cgroup_free() -> int:
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except OSError:
         return 2**62
-    cached = int(stat["active_file"]) + int(stat["inactive_file"])  # a new file leaves its pages here: they are free
+    cached = int(stat["active_file"]) + int(stat["inactive_file"])  # the page cache, which can be freed
     return 2**62 if limit == "max" else max(0, int(limit) - used + cached)
 
 
 @cache
 def gpu_memory() -> tuple[int, ...]:
-    """Return the bytes of each GPU, by NVIDIA's driver. Raises `OSError` with the reason if torch can use none."""
+    """Return the bytes of each GPU, from NVIDIA's driver. Raises `OSError` with the reason if torch can use none."""
     if version("torch").endswith("+cpu"):
         raise OSError("this torch is a CPU build")
     try:
@@ -76,7 +76,7 @@ def gpu_memory() -> tuple[int, ...]:
 
 
 def choose_device(name: str) -> str:
-    """Return the type of the device `name` (auto, cpu, cuda); raise `ConfigError` if this machine does not have it."""
+    """Return the type of the device `name` (auto, cpu, cuda). Raises `ConfigError` if this machine does not have it."""
     if name == "cpu":
         return name
     try:

@@ -1,4 +1,4 @@
-"""Collectives over the ranks: the contract, the trivial one, and those of torch (gloo and NCCL)."""
+"""Collectives over the ranks: the interface, the implementation for one rank, and those with torch (gloo and NCCL)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """The signature of `reference.add_rms_norm`."""
-TIMEOUT: Final = timedelta(minutes=10)  # of one collective; during the first one, ranks may still load weights
+TIMEOUT: Final = timedelta(minutes=10)  # per collective; during the first one, ranks may still load weights
 SIOCGIFADDR: Final = 0x8915  # linux/sockios.h
 
 
 class Store(Protocol):
-    """A key-value store that all ranks reach, such as torch's FileStore and TCPStore."""
+    """A key-value store that all ranks can reach, such as torch's FileStore and TCPStore."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -54,7 +54,7 @@ class Communicator(ABC):
         self.device = device
 
     def with_peers(self, max_tokens: int, hidden: int, dtype: torch.dtype, ops: OpTable) -> Communicator:
-        """This communicator, or one that sums [tokens, hidden] through peer memory where that is faster."""
+        """Return a communicator that sums [tokens, hidden] through peer memory if that is faster, else this one."""
         if not self.is_nccl:
             return self
         from minisgl.distributed.peer import with_peers
@@ -63,7 +63,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over the ranks, bit-equal on all of them; `x` may be overwritten with the sum."""
+        """Return the sum over the ranks, bit-equal on all of them. May overwrite `x` with the sum."""
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
@@ -72,9 +72,9 @@ class Communicator(ABC):
     def all_reduce_add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, add_norm: AddNorm
     ) -> tuple[Tensor, Tensor]:
-        """Apply `add_norm` to the sum over the ranks of x [T, H].
+        """Apply `add_norm` to the sum of x [T, H] over the ranks and to `residual`, which is equal on all ranks.
 
-        `residual` is the same on all ranks and may be overwritten.
+        May overwrite `residual`.
         """
         return add_norm(self.all_reduce(x), residual, weight, eps)
 
@@ -83,7 +83,7 @@ class Communicator(ABC):
         """Leave the group without waiting for the other ranks."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the `value` of every rank, in rank order, of types that msgpack has; block until all ranks call."""
+        """Return the `value` (of msgpack's types) of every rank, in rank order. Blocks until all ranks call this."""
         data = msgspec.msgpack.encode(value)
         sizes = self.all_gather_int(len(data))
         words = torch.zeros(ceil_div(max(sizes), 8), dtype=torch.int64)
@@ -92,7 +92,7 @@ class Communicator(ABC):
         return [msgspec.msgpack.decode(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def all_gather_int(self, value: int) -> list[int]:
-        """Return the `value` of every rank, in rank order; block until all ranks call."""
+        """Return the `value` of every rank, in rank order. Blocks until all ranks call this."""
         values: list[int] = (
             self.all_gather(torch.tensor([value], dtype=torch.int64, device=self.device)).view(-1).tolist()
         )
@@ -118,7 +118,7 @@ class TorchCommunicator(Communicator):
     """A process group of torch that belongs to this object and not to the process."""
 
     def __init__(self, info: DistributedInfo, device: torch.device, store: Store, host: str) -> None:
-        """Block until all ranks have joined; `host` is the address of this rank."""
+        """Block until all ranks have joined. `host` is the address of this rank."""
         super().__init__(info, device)
         try:
             self._group = self._join(store, host)
@@ -159,7 +159,8 @@ class GlooCommunicator(TorchCommunicator):
 
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=host)]  # by default gloo listens where the host's name leads
+        # By default, gloo listens at the address of the host's name.
+        options._devices = [gloo.create_device(hostname=host)]
         options._timeout = TIMEOUT
         return gloo(store, self.info.rank, self.info.size, options)
 
@@ -180,26 +181,26 @@ class NcclCommunicator(TorchCommunicator):
         return nccl(store, self.info.rank, self.info.size, options)
 
 
-def _on(device_type: str, needs_pynccl: bool = False) -> Callable[[str, bool], str | None]:
-    def refusal(asked_type: str, use_pynccl: bool) -> str | None:
-        if asked_type != device_type:
-            return f"needs device {device_type}, not {asked_type}"
+def _requires(device_type: str, needs_pynccl: bool = False) -> Callable[[str, bool], str | None]:
+    def refusal(given_type: str, use_pynccl: bool) -> str | None:
+        if given_type != device_type:
+            return f"needs device {device_type}, not {given_type}"
         return "--disable-pynccl was given" if needs_pynccl and not use_pynccl else None
 
     return refusal
 
 
-# Asked with the device's type and whether PyNCCL is allowed; constructed with (info, device, store, host).
+# Chosen by (type of device, whether PyNCCL is allowed); constructed with (info, device, store, host).
 COMMUNICATORS: Final[Registry[Callable[[DistributedInfo, torch.device, Store, str], Communicator]]] = Registry(
     "communicator"
 )
-COMMUNICATORS.add("pynccl", "minisgl.distributed.pynccl:PyNcclCommunicator", _on("cuda", needs_pynccl=True))
-COMMUNICATORS.add("nccl", "minisgl.distributed.communicator:NcclCommunicator", _on("cuda"))
-COMMUNICATORS.add("gloo", "minisgl.distributed.communicator:GlooCommunicator", _on("cpu"))
+COMMUNICATORS.add("pynccl", "minisgl.distributed.pynccl:PyNcclCommunicator", _requires("cuda", needs_pynccl=True))
+COMMUNICATORS.add("nccl", "minisgl.distributed.communicator:NcclCommunicator", _requires("cuda"))
+COMMUNICATORS.add("gloo", "minisgl.distributed.communicator:GlooCommunicator", _requires("cpu"))
 
 
 def bind_nccl(host: str) -> None:
-    """Let NCCL use only the network interface with the IPv4 address `host`, unless the environment names another."""
+    """Restrict NCCL to the network interface with the IPv4 address `host`, unless the environment names another."""
     if interface := _interface(host):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 

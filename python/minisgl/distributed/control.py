@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Frame(msgspec.Struct, frozen=True, array_like=True):
     """The plan of one step, or the late masks of the previous plan, or the end of the stream if both are absent.
 
-    In the invariant mode a frame also carries digests to compare: `digest` of all plans so far, and `results` of the
-    first `collected` steps.
+    In the invariant mode, a frame also has digests to compare: `digest` of all plans so far, and `results` of the first
+    `collected` steps.
     """
 
     plan: bytes | None
@@ -55,7 +55,7 @@ class Digest:
 
 
 class PlanBus:
-    """The end of rank 0: publishes to the other ranks, if there are any."""
+    """Rank 0's end of the channel: publishes to the other ranks, if there are any."""
 
     def __init__(self, links: Mapping[int, Connection] | None = None, is_checked: bool = False) -> None:
         self._links = dict(links or {})
@@ -65,7 +65,7 @@ class PlanBus:
         self._lost: int | None = None  # set by `watch`
 
     def publish(self, pack: Callable[[], Array]) -> None:
-        """Send the packed plan that every rank must launch as its next step; raise `RankError` if a rank is gone."""
+        """Send the packed plan that all ranks must launch as their next step. Raises `RankError` if a rank is gone."""
         if not self._links:
             return
         plan = pack().tobytes()
@@ -74,7 +74,7 @@ class PlanBus:
         self._send(self._frame(plan))
 
     def publish_masks(self, masks: Array) -> None:
-        """Send the late grammar masks of the newest plan; raise `RankError` if a rank is gone."""
+        """Send the late grammar masks of the newest plan. Raises `RankError` if a rank is gone."""
         if not self._links:
             return
         data = masks.tobytes()
@@ -83,9 +83,9 @@ class PlanBus:
         self._send(Frame(None, data))
 
     def note_result(self, result: Array) -> None:
-        """Record the result of the oldest running step, which the other ranks compare in the invariant mode.
+        """Record the result of the oldest running step. In the invariant mode, the other ranks compare it.
 
-        Raise `RankError` if a rank is known to be gone, because the step may have been cut short.
+        Raises `RankError` if a rank is known to be gone, because the step may be incomplete.
         """
         if self._lost is not None:
             raise RankError(f"rank {self._lost} is gone")
@@ -129,14 +129,14 @@ class PlanBus:
 
 
 class PlanFeed:
-    """The end of another rank."""
+    """The end of the channel on another rank."""
 
     def __init__(self, link: Connection) -> None:
         self._link = link
         self._plans = Digest()
 
     def receive(self) -> Frame:
-        """Return the next frame; raise `RankError` if rank 0 is gone, `InvariantError` if the digests differ."""
+        """Return the next frame. Raises `RankError` if rank 0 is gone, and `InvariantError` if the digests differ."""
         try:
             frame = msgspec.msgpack.decode(self._link.recv_bytes(), type=Frame)
         except (EOFError, OSError) as e:

@@ -1,7 +1,7 @@
-"""How the ranks find each other: rank 0 listens, each other rank says hello, and rank 0 admits the expected ones.
+"""How the ranks meet: rank 0 listens, each other rank says hello, and rank 0 admits the expected ones.
 
-On one host the socket is a file in a private folder, else TCP at the given address. Once all ranks have joined, nothing
-listens any more.
+On one host, the socket is a file in a private folder; between hosts, it is TCP at the given address. Once all ranks
+have joined, the socket is closed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """The reply of rank 0: where the store for setting up collectives is, or the reason for a refusal."""
+    """The reply of rank 0: the location of the store for setting up collectives, or the reason for a refusal."""
 
     store: str | tuple[str, int] = ""
     error: str = ""
@@ -45,9 +45,9 @@ class Welcome(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of one model; `host` is the address of this rank and `store` is shared by all ranks.
+    """The ranks of one model. `host` is the address of this rank, `store` is shared by all ranks.
 
-    Rank 0 publishes plans on `bus`, the other ranks receive them from their `feed`.
+    Rank 0 publishes plans on `bus`. The other ranks receive them from their `feed`.
     """
 
     info: DistributedInfo
@@ -57,14 +57,14 @@ class Group:
     feed: PlanFeed | None = None
 
     def communicator(self, device: torch.device, use_pynccl: bool) -> Communicator:
-        """Create the collectives of this rank on `device`; block until the other ranks do the same."""
+        """Create the collectives of this rank on `device`. Blocks until the other ranks do the same."""
         if self.store is None:
             assert self.info.size == 1, "the ranks have not met"
             return SoloCommunicator(self.info, device)
         create = COMMUNICATORS.resolve("auto", device.type, use_pynccl)
         comm = create(self.info, device, self.store, self.host)
         if comm.needs_abort:
-            self.bus.watch(lambda rank: comm.close())  # else the running step would wait for the lost rank for ever
+            self.bus.watch(lambda rank: comm.close())  # or the running step would wait forever for the lost rank
         return comm
 
 
@@ -74,9 +74,9 @@ def meet(
     is_checked: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> Group:
-    """Block until all ranks have joined; raise `ConfigError` if their `settings` differ.
+    """Block until all ranks have joined. Raises `ConfigError` if their `settings` differ.
 
-    Rank 0 calls `check` repeatedly while waiting; `is_checked` lets rank 0 send digests of plans and results.
+    Rank 0 calls `check` repeatedly while it waits. With `is_checked`, it later sends digests of plans and results.
     """
     info = rendezvous.info
     if info.size == 1:
@@ -101,7 +101,7 @@ def _make_store(rendezvous: Rendezvous) -> tuple[str, str | tuple[str, int], Sto
     sock = bind_tcp(host, 0)
     sock.listen()
     port = sock.getsockname()[1]
-    # By itself the store would listen at every address of the host.
+    # Without this socket, the store would listen at all addresses of the host.
     store = TCPStore(host, port, None, True, TIMEOUT, wait_for_workers=False, master_listen_fd=sock.detach())
     return host, (host, port), store
 
@@ -109,9 +109,9 @@ def _make_store(rendezvous: Rendezvous) -> tuple[str, str | tuple[str, int], Sto
 def _admit(
     rendezvous: Rendezvous, settings: dict[str, str], store: str | tuple[str, int], check: Callable[[], None]
 ) -> dict[int, Connection]:
-    """As rank 0, wait for all other ranks; `check` is called repeatedly and raises when a rank has failed.
+    """Wait on rank 0 for all other ranks. `check` is called repeatedly, and raises if a rank has failed.
 
-    Raise `ConfigError` for an unusable address and for a rank with other settings.
+    Raises `ConfigError` for an unusable address, and for a rank with other settings.
     """
     links: dict[int, Connection] = {}
     with _listen(rendezvous) as listener:
@@ -134,9 +134,9 @@ def _admit(
 
 
 def _join(rendezvous: Rendezvous, settings: dict[str, str]) -> tuple[Connection, str | tuple[str, int], str]:
-    """As another rank, wait for rank 0; return the link, the store's location and the address of this rank.
+    """Wait on another rank for rank 0. Return the link, the store's location, and the address of this rank.
 
-    Raise `ConfigError` when rank 0 refuses.
+    Raises `ConfigError` if rank 0 refuses.
     """
     sock = _connect(rendezvous)
     host = "127.0.0.1" if rendezvous.address is None else str(sock.getsockname()[0])
@@ -183,7 +183,7 @@ def _listen(rendezvous: Rendezvous) -> socket.socket:
 
 
 def bind_tcp(host: str, port: int) -> socket.socket:
-    """Return a TCP socket bound to exactly this address; raise `ConfigError` if the address is unusable."""
+    """Return a TCP socket bound to exactly this address. Raises `ConfigError` if the address is unusable."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
@@ -215,7 +215,7 @@ def _connect(rendezvous: Rendezvous) -> socket.socket:
 
 
 def _connection(sock: socket.socket) -> Connection:
-    """Wrap a connected socket as a connection for messages, which owns it from now on."""
+    """Wrap a connected socket as a connection for messages, which takes over the socket."""
     sock.settimeout(None)
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,4 +1,4 @@
-"""Which rank this process is, which shards it holds, and where the ranks meet. Imports no torch."""
+"""The rank of this process, its shards, and where the ranks meet. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ class DistributedInfo:
 
     @property
     def local_rank(self) -> int:
-        """The rank's number on its host, which is also the index of its GPU."""
+        """The number of the rank on its host, which is also the index of its GPU."""
         return self.rank % self.local_size
 
     def shard(self, count: int, what: str) -> range:
-        """Return this rank's equal shard of `count` units; raise `ConfigError` if they do not divide evenly."""
+        """Return this rank's equal shard of `count` units. Raises `ConfigError` if they do not divide evenly."""
         if count % self.size:
             raise ConfigError(f"{count} {what} cannot be divided among {self.size} ranks; give another --tp")
         each = count // self.size
         return range(each * self.rank, each * (self.rank + 1))
 
     def shard_or_replicate(self, count: int, what: str) -> range:
-        """Return the shard as `shard` does; with fewer units than ranks, neighbouring ranks hold the same unit."""
+        """Return what `shard` does; if there are fewer units than ranks, adjacent ranks have the same unit."""
         if count >= self.size or self.size % count:
             return self.shard(count, what)
-        own = self.rank * count // self.size
-        return range(own, own + 1)
+        index = self.rank * count // self.size
+        return range(index, index + 1)
 
     def balanced_shard(self, count: int, rank: int | None = None) -> range:
-        """Return the shard of this rank (or of `rank`) of `count` units; shard sizes differ by at most 1."""
+        """Return this rank's (or `rank`'s) shard of `count` units. Sizes of shards differ by at most 1."""
         rank = self.rank if rank is None else rank
         return range(count * rank // self.size, count * (rank + 1) // self.size)
 
@@ -60,7 +60,7 @@ class Rendezvous:
 
     @classmethod
     def of_local_ranks(cls, config: EngineConfig, folder: str) -> list[Rendezvous]:
-        """Return the rendezvous of each rank on this host, in order; raise `ConfigError` for impossible settings."""
+        """Return the rendezvous of each rank on this host, in order. Raises `ConfigError` for impossible settings."""
         size, nodes, node = config.tp, config.nnodes, config.node_rank
         if size % nodes:
             raise ConfigError(f"--tp {size} ranks cannot be spread evenly over --nnodes {nodes} hosts")
@@ -82,7 +82,7 @@ class Rendezvous:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Split "host:port" into (host, port); raise `ConfigError` if it is malformed."""
+    """Split "host:port" into (host, port). Raises `ConfigError` for anything else."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"--dist-init-addr {text!r} is not HOST:PORT, the address of node 0")

@@ -1,7 +1,7 @@
-"""All-reduce between the GPUs of one host through peer memory: set-up, and the choice of an algorithm by size.
+"""All-reduce between the GPUs of one host through peer memory: its setup, and the choice of an algorithm by size.
 
-Memory is shared by CUDA IPC handles, as torch shares tensors between processes. (torch's symmetric memory, still alpha,
-creates NVLink multicast objects by default; this module does without them.)
+Memory is shared through CUDA IPC handles, as torch does it for tensors. (torch's symmetric memory, still alpha, creates
+NVLink multicast objects by default; this module needs none.)
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger("minisgl.distributed")
 
 DEVICE_TYPES: Final = ("cuda",)
-MAX_TOKENS: Final = 2048  # beyond, NCCL is as fast or faster on 2 and 4 H200s
-ONE_SHOT_ROWS: Final = 512  # capacity of an inbox for one shot, even where two shots would need less
+MAX_TOKENS: Final = 2048  # beyond this, NCCL is as fast or faster on 2 and 4 H200s
+ONE_SHOT_ROWS: Final = 512  # capacity of an inbox for one shot, even if two shots would need less
 UNMEASURED_ONE_SHOT_ROWS: Final = 64
-TIMED_CALLS: Final = 20  # in one graph
+TIMED_CALLS: Final = 20  # per graph
+TIMED_REPLAYS: Final = 5  # of two replays each; the median counts
 ONE_SHOT: Final = "one shot"
 TWO_SHOTS: Final = "two shots"
 OTHER: Final = "other"
@@ -40,7 +41,7 @@ OTHER: Final = "other"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The algorithm for messages of up to `rows` rows: two shots or one, or the other communicator if not `is_own`."""
+    """The algorithm for up to `rows` rows: one shot or two; if not `is_own`, the other communicator."""
 
     rows: int
     two_shot: bool
@@ -48,20 +49,20 @@ class Choice:
 
 
 def choices(times: Mapping[int, Mapping[str, float]]) -> tuple[Choice, ...]:
-    """Return the fastest algorithm up to each measured size; `times` is in us by rows and algorithm."""
+    """Return the fastest algorithm up to each measured size. `times` are in us, by rows and algorithm."""
     best = []
     for rows, by_algorithm in sorted(times.items()):
-        own = min((name for name in by_algorithm if name != OTHER), key=by_algorithm.__getitem__)
-        best.append(Choice(rows, own == TWO_SHOTS, by_algorithm[own] <= by_algorithm[OTHER]))
+        fastest = min((name for name in by_algorithm if name != OTHER), key=by_algorithm.__getitem__)
+        best.append(Choice(rows, fastest == TWO_SHOTS, by_algorithm[fastest] <= by_algorithm[OTHER]))
     return tuple(best)
 
 
 class PeerAllReduce:
-    """Sums [tokens, hidden] over the ranks of `comm`, each on a GPU of one host with access to the other GPUs' memory.
+    """Sums [tokens, hidden] over the ranks of `comm`, each on a GPU of one host that can access the others' memory.
 
-    All methods but `takes` are collective: all ranks make the same calls in the same order, each in one stream. Calls
-    can be captured in CUDA graphs. Results are bit-equal on all ranks, by either algorithm. The constructor raises
-    `ConfigError`, on all ranks alike, if the GPUs, their number or the shape do not allow this.
+    All methods except `takes` are collective: all ranks make the same calls in the same order, each in one stream. CUDA
+    graphs can capture the calls. Results are bit-equal on all ranks, with either algorithm. The constructor raises
+    `ConfigError` on all ranks if the GPUs, their number or the shape do not allow this.
     """
 
     def __init__(
@@ -84,22 +85,22 @@ class PeerAllReduce:
             if refusal is None:
                 words = Inbox.empty(self.ranks, one_shot_rows, max_tokens, hidden, device)
                 torch.cuda.synchronize(device)
-                # One for each reader: handles are counted, and memory with an unopened handle is never freed.
+                # Make one for each reader: handles are counted, and memory with an unopened handle is never freed.
                 handles = [() if rank == self.rank else _handle(words) for rank in range(self.ranks)]
         except RuntimeError as error:  # out of memory, or an allocator that cannot share
             refusal = _first_line(error)
-        told = comm.all_gather_object((os.uname().nodename, refusal, handles))
-        if len({host for host, _, _ in told}) > 1:
+        reports = comm.all_gather_object((os.uname().nodename, refusal, handles))
+        if len({host for host, _, _ in reports}) > 1:
             raise ConfigError("peer-to-peer all-reduce: the ranks are on several hosts")
-        self._agree([refusal for _, refusal, _ in told])
+        self._require_none([refusal for _, refusal, _ in reports])
         try:
-            for rank, (_, _, handles) in enumerate(told):
+            for rank, (_, _, handles) in enumerate(reports):
                 self._peers.append(
                     words.untyped_storage() if rank == self.rank else _open(handles[self.rank], words.device)
                 )
         except RuntimeError as error:
             refusal = f"cannot reach the memory of rank {len(self._peers)}: {_first_line(error)}"
-        self._agree(comm.all_gather_object(refusal))
+        self._require_none(comm.all_gather_object(refusal))
         addresses = torch.tensor([peer.data_ptr() for peer in self._peers], dtype=torch.int64, device=device)
         self.inbox = Inbox(words, addresses, torch.zeros(2, dtype=torch.int32, device=device), self.rank, one_shot_rows)
         self.choices: tuple[Choice, ...] = (
@@ -116,7 +117,7 @@ class PeerAllReduce:
             return f"needs rows of whole 16 bytes, not {self.hidden} numbers"
         return None if self.device.type in DEVICE_TYPES else f"needs NVIDIA GPUs, not {self.device.type}"
 
-    def _agree(self, refusals: list[str | None]) -> None:
+    def _require_none(self, refusals: list[str | None]) -> None:
         for rank, refusal in enumerate(refusals):
             if refusal is not None:
                 raise ConfigError(f"peer-to-peer all-reduce: rank {rank} {refusal}")
@@ -124,23 +125,23 @@ class PeerAllReduce:
     # -- use
 
     def takes(self, rows: int) -> bool:
-        """Whether `rows` rows fit and the other communicator was not measured to be faster."""
+        """Return whether `rows` rows fit, and the other communicator is not faster for them."""
         return rows <= self.max_tokens and self._choice(rows).is_own
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' x [T, hidden] as a new tensor; T is at most `max_tokens`."""
+        """Return the sum of all ranks' x [T, hidden], with T <= `max_tokens`, as a new tensor."""
         return self._run(x, self._choice(len(x)).two_shot, None)
 
     def all_reduce_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Apply `reference.add_rms_norm` to the sum of all ranks' x [T, hidden]; T is at most `max_tokens`.
+        """Apply `reference.add_rms_norm` to the sum of all ranks' x [T, hidden], with T <= `max_tokens`.
 
-        `residual` [T, hidden], the same on all ranks, is overwritten and returned; weight [hidden].
+        `residual` [T, hidden] is equal on all ranks; it is overwritten and returned. weight is [hidden].
         """
         return self._run(x, self._choice(len(x)).two_shot, (residual, weight, eps)), residual
 
     def _choice(self, rows: int) -> Choice:
-        """Return the choice of the smallest listed size >= rows."""
-        assert rows <= self.max_tokens, f"an all-reduce of {rows} rows, made for {self.max_tokens}"
+        """Return the choice for the smallest measured size >= rows."""
+        assert rows <= self.max_tokens, f"an all-reduce of {rows} rows exceeds {self.max_tokens}"
         return self.choices[bisect_left(self.choices, rows, key=lambda choice: choice.rows)]
 
     def _run(self, x: Tensor, two_shot: bool, norm: tuple[Tensor, Tensor, float] | None) -> Tensor:
@@ -153,10 +154,10 @@ class PeerAllReduce:
     # -- measuring
 
     def measure(self, other: Callable[[Tensor, Tensor, Tensor, float], object]) -> dict[int, dict[str, float]]:
-        """Time both algorithms and `other`, an equivalent of `all_reduce_add_norm`; use the fastest from now on.
+        """Time both algorithms and `other`, which does the same as `all_reduce_add_norm`; then use the fastest.
 
-        Return us by rows (powers of two, and `max_tokens`) and algorithm, as rank 0 measured them in CUDA graphs. All
-        ranks follow rank 0.
+        Return the times in us by rows (powers of two, and `max_tokens`) and algorithm, measured by rank 0 in CUDA
+        graphs. All ranks use rank 0's times.
         """
         times: dict[int, dict[str, float]] = {}
         for rows in sorted({self.max_tokens, *(1 << i for i in range(self.max_tokens.bit_length()))}):
@@ -188,14 +189,14 @@ def _handle(words: Tensor) -> tuple[Any, ...]:
 def _open(handle: tuple[Any, ...], device: torch.device) -> torch.UntypedStorage:
     """Map the memory behind another process's handle for `device`.
 
-    The first item of a handle is its owner's device. The last says whether to wait for an event of the owner's stream,
-    which is needless here because the owner synchronised before sending the handle.
+    The first item of a handle is its owner's device. The last item says whether to wait for an event of the owner's
+    stream; this is not needed, because the owner synchronised before it sent the handle.
     """
     return torch.UntypedStorage._new_shared_cuda(device.index, *handle[1:-1], False)
 
 
-def graph_us(call: Callable[[], object], comm: Communicator, calls: int = TIMED_CALLS, repeats: int = 5) -> float:
-    """Return the median us of one `call`, captured `calls` times in a CUDA graph that all ranks of `comm` replay."""
+def graph_us(call: Callable[[], object], comm: Communicator) -> float:
+    """Return the median us of one `call`, captured several times in a CUDA graph that all ranks of `comm` replay."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.inference_mode(), torch.cuda.stream(stream):
@@ -204,27 +205,27 @@ def graph_us(call: Callable[[], object], comm: Communicator, calls: int = TIMED_
         graph = torch.cuda.CUDAGraph()
         # Thread-local: NCCL's watchdog thread queries events, which a global capture forbids to all threads.
         graph.capture_begin(capture_error_mode="thread_local")
-        for _ in range(calls):
+        for _ in range(TIMED_CALLS):
             call()
         graph.capture_end()
         graph.replay()
         stream.synchronize()
         times: list[float] = []
-        for _ in range(repeats):
+        for _ in range(TIMED_REPLAYS):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            comm.all_gather_int(0)  # wait for the others
-            graph.replay()  # aligns the GPUs, which collectives do more closely than the hosts
+            comm.all_gather_int(0)  # wait for the other ranks
+            graph.replay()  # the collectives align the GPUs more closely than the hosts are
             start.record()
             graph.replay()
             graph.replay()
             end.record()
             end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / (2 * calls))
+            times.append(start.elapsed_time(end) * 1e3 / (2 * TIMED_CALLS))
     return statistics.median(times)
 
 
 class PeerCommunicator(Communicator):
-    """`comm`, with all-reduces through peer memory for the sizes at which that is faster."""
+    """`comm` with all-reduces through peer memory, for sizes where that is faster."""
 
     def __init__(self, comm: Communicator, peers: PeerAllReduce) -> None:
         super().__init__(comm.info, comm.device)
@@ -253,7 +254,7 @@ class PeerCommunicator(Communicator):
 
 
 def with_peers(comm: Communicator, max_tokens: int, hidden: int, dtype: torch.dtype, ops: OpTable) -> Communicator:
-    """Add a `PeerAllReduce`, measured against `comm`, if the ranks' GPUs allow it; else return `comm` itself."""
+    """Return `comm` with a `PeerAllReduce`, which is measured against it; `comm` itself if the GPUs do not allow it."""
     try:
         peers = PeerAllReduce(comm, min(max_tokens, MAX_TOKENS), hidden, dtype)
     except ConfigError as e:

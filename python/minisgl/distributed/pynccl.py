@@ -1,7 +1,7 @@
-"""NCCL through ctypes: two collectives on the current stream, without torch's process groups around them.
+"""NCCL through ctypes: two collectives on the current stream, without torch's process groups.
 
-torch's process groups add events, a watchdog thread and bookkeeping to every call. Here a call is one library function,
-eagerly and during graph capture.
+torch's process groups add events, a watchdog thread and bookkeeping to every call. Here a call is one library call,
+both eagerly and during graph capture.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _UniqueId(ctypes.Structure):
 def load_nccl() -> ctypes.CDLL:
     """Load the library that torch uses: from its wheel's package, else from the loader's search path.
 
-    Raise `ConfigError` if there is none.
+    Raises `ConfigError` if there is none.
     """
     spec = find_spec("nvidia.nccl") if find_spec("nvidia") else None
     folders = list(spec.submodule_search_locations or ()) if spec else []
@@ -78,14 +78,14 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 class PyNcclCommunicator(Communicator):
-    """NCCL on the current stream, with one GPU for each rank."""
+    """NCCL on the current stream, with one GPU per rank."""
 
     name = "pynccl"
     is_nccl = True
     needs_abort = True
 
     def __init__(self, info: DistributedInfo, device: torch.device, store: Store, host: str) -> None:
-        """Block until all ranks have joined; the `store` carries NCCL's id from rank 0 to the others."""
+        """Block until all ranks have joined. Rank 0 sends NCCL's id to the others through `store`."""
         super().__init__(info, device)
         bind_nccl(host)
         self._library = load_nccl()
@@ -112,9 +112,9 @@ class PyNcclCommunicator(Communicator):
         return out
 
     def close(self) -> None:
-        """Abort, because destroying would wait for collectives that lost ranks never join.
+        """Abort the communicator: destroying it would wait for collectives that lost ranks never join.
 
-        Aborting waits for CUDA graphs that hold a collective, so the wait is limited.
+        Aborting waits for CUDA graphs that have a collective, so the wait is limited.
         """
         if self._comm is not None:
             abort = threading.Thread(target=self._library.ncclCommAbort, args=(self._comm,), daemon=True)

@@ -1,4 +1,4 @@
-"""Where tensor parallelism enters: all-reduces in the model's ops, and sampling from logits of a sharded vocabulary."""
+"""Tensor parallelism: all-reduces in the model's ops, and sampling from the logits of a sharded vocabulary."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def parallel_ops(ops: OpTable, comm: Communicator, has_post_norms: bool) -> OpTable:
-    """Return `ops` for the layers of one rank, with all-reduces where partial sums become whole.
+    """Return `ops` for the layers of one rank, with all-reduces that complete partial sums.
 
-    A block (attention, MLP) returns this rank's partial sum. Without post-norms every partial sum x [T, H] is consumed
-    by one of two ops that add x to the residual and normalise the total. The all-reduce is in these ops: one kernel
-    can do all three steps, and only tokens that are still needed are summed. Without a residual, x is the output of the
-    embedding, which is already whole. A model with post-norms sums in front of the norm, by `all_reduce`.
+    A block (attention, MLP) returns this rank's partial sum. Without post-norms, each partial sum x [T, H] goes into
+    one of two ops that add x to the residual and normalise the total. The all-reduce is in these ops: one kernel can do
+    all three steps, and only tokens that are still needed are summed. Without a residual, x is the output of the
+    embedding, which is complete. A model with post-norms calls `all_reduce` before the norm.
     """
     if comm.info.size == 1:
         return ops
@@ -41,7 +41,7 @@ def parallel_ops(ops: OpTable, comm: Communicator, has_post_norms: bool) -> OpTa
 
 
 class VocabParallel:
-    """Sampling across ranks; `shard` is the range of token ids whose logits this rank computes."""
+    """Sampling across ranks. `shard` is the range of token ids whose logits this rank computes."""
 
     def __init__(self, comm: Communicator, vocab_size: int) -> None:
         info = comm.info
@@ -55,7 +55,7 @@ class VocabParallel:
         return len(self._sizes) == 1
 
     def gather(self, logits: Tensor) -> Tensor:
-        """Gather [S, shard] to [S, V], the same on every rank."""
+        """Gather logits [S, shard] to [S, V], equal on all ranks."""
         if self.is_whole:
             return logits
         widest = max(self._sizes)
@@ -65,14 +65,14 @@ class VocabParallel:
         return torch.cat([part[:, :size] for part, size in zip(parts, self._sizes, strict=True)], dim=1)
 
     def best(self, candidates: Tensor) -> Tensor:
-        """Return `winners` of all ranks' candidates, given this rank's [2, S]."""
+        """Return the `winners` among all ranks' candidates, given this rank's [2, S]."""
         return winners(self._comm.all_gather(candidates))
 
 
 def winners(candidates: Tensor) -> Tensor:
-    """Return the best candidate of each sequence; candidates [ranks, 2, S] int32 as from `ops/sampling.py: candidates`.
+    """Return the best candidate of each sequence, from `ops/sampling.py: candidates` of all ranks [ranks, 2, S] int32.
 
-    The result [2, S] int32 is that of `sample_rows`: token ids, and 1 where the logits are finite. Of equal scores the
+    The result [2, S] int32 is as from `sample_rows`: token ids, and 1 if the logits are finite. Among equal scores, the
     lowest token id wins.
     """
     tokens, bits = candidates.unbind(1)

@@ -174,7 +174,7 @@ def _check_disk(folder: Path, size: int) -> None:
     except OSError:
         return  # the engine says why the folder cannot be used
     if size > free:
-        raise ConfigError(f"--disk-kv {folder} lacks space: {size / GB:.1f} GB are asked for, {free / GB:.1f} are free")
+        raise ConfigError(f"--disk-kv {folder} lacks space: {size / GB:.1f} GB are needed, {free / GB:.1f} GB are free")
 
 
 def _check_cores(config: EngineConfig, ranks: int, asked: str) -> None:

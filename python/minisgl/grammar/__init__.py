@@ -1,1 +1,1 @@
-"""Structured output: grammars compiled by llguidance, and followed token by token. No torch."""
+"""Structured output: compiles grammars with llguidance, and follows them token by token. No torch."""

@@ -1,8 +1,8 @@
-"""Grammars -> matchers that make token masks, by llguidance (an Earley parser over a token trie).
+"""Compiles grammars to matchers that compute token masks, with llguidance (an Earley parser over a token trie).
 
-Compiling is bounded: the text is short (`params.Limits`) and llguidance limits its own work ("fuel"). Measured on one
-core (AMD EPYC): common schemas 1 ms, the worst text found 2.3 s; a mask over 151,000 tokens 14 us in the median, 3.6 ms
-at most.
+Compiling is bounded: texts are short (`params.Limits`), and llguidance limits its own work ("fuel"). Measured on one
+core (AMD EPYC): common schemas take 1 ms, the worst text found 2.3 s; a mask over 151,000 tokens takes 14 us in the
+median, and 3.6 ms at most.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from minisgl.core import Ints
 
-# JSON as `json.dumps` writes it: where white space is allowed anywhere, a model may never stop writing it.
+# JSON as `json.dumps` writes it: if white space is allowed anywhere, a model may never stop writing it.
 JSON_STYLE: Final[dict[str, Any]] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -43,15 +43,15 @@ INVALID: Final = "invalid_grammar"
 MAX_SCHEMA_DEPTH: Final = 200  # levels of JSON
 MAX_EXACT: Final = 2**53
 _NUMERIC: Final = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-# A mask is computed in the engine's loop. It may take MASK_S on average, and MASK_BURST_S more now and then.
+# A mask is computed in the engine's loop. It may take MASK_S on average, with bursts of MASK_BURST_S.
 MASK_S: Final = 0.002
 MASK_BURST_S: Final = 0.04
-PARALLEL_FROM: Final = 4  # masks; waking threads costs about as much as one
+PARALLEL_FROM: Final = 4  # masks from which on threads are used: waking them costs about as much as one mask
 MAX_THREADS: Final = 8
 
 
 class _Vocabulary:
-    """The tokens in the form of llguidance: bytes by id, and a call that encodes text (bytes)."""
+    """The vocabulary in the form that llguidance expects: bytes by id, and a function that encodes text (bytes)."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
         bytes_of = TokenBytes(tokenizer)
@@ -91,23 +91,23 @@ class GrammarCompiler:
         )
 
     def load(self) -> None:
-        """Read the tokenizer now instead of with the first grammar."""
+        """Load the tokenizer now, instead of with the first grammar."""
         assert self._tokenizer is not None, "a cached property"
 
     @cached_property
     def _executor(self) -> LLExecutor | None:
-        """Threads, if there are cores besides those of the engine."""
+        """Return threads for masks; None if the engine needs all cores."""
         cores = len(os.sched_getaffinity(0))
         return LLExecutor(min(cores // 2, MAX_THREADS)) if cores >= 4 else None
 
     def is_known(self, grammar: Grammar, ignore_eos: bool) -> bool:
-        """Whether `compile` waits for no trial."""
+        """Return whether `compile` need not wait for a trial."""
         return True
 
     def compile(self, grammar: Grammar, ignore_eos: bool) -> TokenMatcher:
-        """Return a matcher at the start of `grammar`; raises `RequestError` if the grammar is invalid.
+        """Return a matcher at the start of `grammar`. Raises `RequestError` if the grammar is invalid.
 
-        With `ignore_eos` the text ends only where nothing more may follow.
+        With `ignore_eos`, the text ends only where nothing can follow.
         """
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         try:
@@ -122,7 +122,7 @@ class GrammarCompiler:
         return TokenMatcher(grammar, matcher, self._vocab_size, self._eos_ids, may_end=not ignore_eos)
 
     def compute_masks(self, matchers: Sequence[TokenMatcher]) -> None:
-        """Compute the mask of each matcher, or the error of one whose grammar has become too ambiguous to follow."""
+        """Compute the mask of each matcher; set its error if its grammar has become too ambiguous to follow."""
         masks = np.zeros((len(matchers), ceil_div(self._vocab_size, 32)), np.int32)
         # In this order: a trial, whose memory is limited, has one matcher and starts no threads.
         if len(matchers) < PARALLEL_FROM or self._executor is None:
@@ -153,15 +153,15 @@ class TokenMatcher:
     """The state of one request in its grammar.
 
     mask         int32 [ceil(V / 32)], bit i of word w: token 32 w + i may come next
-    is_stale     the mask is that of a token before
+    is_stale     the mask is that of an earlier token
     is_complete  the text is complete: only an EOS may follow
-    error        why the grammar cannot be followed any further
+    error        why the grammar can no longer be followed
     """
 
     def __init__(
         self, grammar: Grammar, matcher: LLMatcher, vocab_size: int, eos_ids: list[int], may_end: bool
     ) -> None:
-        """Raises `RequestError` when the `grammar` has no first token."""
+        """Raise `RequestError` if no token can begin the `grammar`."""
         self.matcher = matcher
         self._grammar = grammar
         self._ends = np.zeros(ceil_div(vocab_size, 32), np.uint32)
@@ -173,8 +173,8 @@ class TokenMatcher:
         self.is_stale = False
         self.is_complete = False
         self.error: RequestError | None = None
-        self._ahead: list[tuple[int, Ints, bool]] = []  # drafts, and `mask` and `is_complete` behind them
-        self._overdraft = 0.0  # seconds that the masks have taken beyond MASK_S each
+        self._ahead: list[tuple[int, Ints, bool]] = []  # drafts, with `mask` and `is_complete` after each
+        self._overdraft = 0.0  # seconds by which masks have exceeded MASK_S each
         matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes)  # builds tables, off the engine's loop
         self.set_mask(self.mask)
         if self.error is not None:
@@ -184,12 +184,12 @@ class TokenMatcher:
 
     @property
     def continuations(self) -> Ints:
-        """`mask` without the EOS tokens."""
+        """Return `mask` without the EOS tokens."""
         continuations: Ints = self.mask & ~self._ends.view(np.int32)
         return continuations
 
     def advance(self, token: int) -> None:
-        """Append a sampled `token`, which is not an EOS; unless it was a draft, the mask has to be computed again."""
+        """Append a sampled `token`, which is not an EOS. Unless it was a draft, the mask must be computed again."""
         self.matcher.consume_token(token)  # an error shows when the mask is computed
         self.is_stale = not self._ahead or self._ahead[0][0] != token
         if self.is_stale:
@@ -198,7 +198,7 @@ class TokenMatcher:
             _, self.mask, self.is_complete = self._ahead.pop(0)
 
     def forced(self) -> Ints:
-        """Return the tokens of the text that must come next, as the tokenizer writes it; maybe none."""
+        """Return the tokens of the text that must come next, as the tokenizer encodes it; maybe none."""
         return np.array(self.matcher.compute_ff_tokens(), np.int32)
 
     def count_allowed(self, tokens: Ints) -> int:
@@ -208,9 +208,9 @@ class TokenMatcher:
         return count
 
     def along(self, drafts: Ints) -> list[Ints]:
-        """Return the mask behind each of `drafts`; behind one that may not come next, any mask.
+        """Return the mask after each of `drafts`; after a draft that is not allowed, any mask.
 
-        A copy follows them: a draft that nobody samples must cause no error.
+        A copy of the matcher follows them, since a rejected draft must cause no error.
         """
         probe = self.matcher.deep_copy()
         self._ahead = []
@@ -227,13 +227,13 @@ class TokenMatcher:
 
     def compute_mask(self, mask: Ints) -> None:
         """Compute the tokens that may come next into `mask`, or set `error`."""
-        began = time.thread_time()
+        start = time.thread_time()
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        self._overdraft = max(0.0, self._overdraft + time.thread_time() - began - MASK_S)
+        self._overdraft = max(0.0, self._overdraft + time.thread_time() - start - MASK_S)
         self.set_mask(mask)
 
     def set_mask(self, mask: Ints) -> None:
-        """Take the computed `mask`, with the EOS tokens as they apply."""
+        """Use the computed `mask`, with the EOS tokens that are allowed now."""
         if self.matcher.is_error():
             self.error = refusal(self._grammar, f"it cannot be followed: {self.matcher.get_error()}")
             return
@@ -244,7 +244,7 @@ class TokenMatcher:
         self.is_stale = False
 
     def _finish(self, matcher: LLMatcher, mask: Ints) -> bool:
-        """Set the EOS tokens in the `mask` of `matcher` as they apply; return whether only an EOS may follow."""
+        """Allow the EOS tokens in `mask` if the text may end here; return whether only an EOS may follow."""
         bits = mask.view(np.uint32)
         bits &= ~self._ends
         is_complete = not bits.any()
@@ -254,12 +254,12 @@ class TokenMatcher:
 
 
 def _quoted(text: str) -> str:
-    """Return `text` as a string of Lark's notation; empty for an empty text."""
+    """Return `text` as a string literal of Lark; "" for an empty text."""
     return json.dumps(text) if text else ""
 
 
 def _require_exact(schema: Any) -> None:
-    """Raises `ValueError` for nesting or numbers that the library does not handle."""
+    """Raise `ValueError` for nesting or numbers that the library does not handle."""
     level, depth = [schema], 0
     while level:
         depth += 1
@@ -289,7 +289,7 @@ def _choice(text: str) -> str:
 
 
 def _ebnf(text: str) -> str:
-    """Accept Lark's form (a rule `start:`) and GBNF's (`root ::=`)."""
+    """Return a grammar in Lark's form (a rule `start:`), converted if it is GBNF (`root ::=`)."""
     lines = [line.strip() for line in text.splitlines()]
     if any(line.startswith("%llguidance") or line.partition(":")[0].rstrip() == "start" for line in lines):
         return LLMatcher.grammar_from_lark(text)
@@ -314,11 +314,7 @@ def _after(text: str, source: str) -> str:
     return json.dumps({"grammars": [{"name": "head", "lark_grammar": head}, body | {"name": "body"}]})
 
 
-def _one_line(error: str) -> str:
-    return " ".join(error.split())[:MAX_ERROR_CHARS] or "unknown error"
-
-
 def refusal(grammar: Grammar, error: str) -> RequestError:
-    return RequestError(
-        f"{grammar.param} is not a usable grammar: {_one_line(error)}", param=grammar.param, code=INVALID
-    )
+    """Return the error for an invalid grammar; the library's `error` may have several lines."""
+    cause = " ".join(error.split())[:MAX_ERROR_CHARS] or "unknown error"
+    return RequestError(f"{grammar.param} is not a usable grammar: {cause}", param=grammar.param, code=INVALID)

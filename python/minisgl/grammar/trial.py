@@ -1,9 +1,9 @@
-"""Grammars tried in processes that can be killed, before the scheduler's process compiles them.
+"""Tries grammars in processes that can be killed, before the scheduler's process compiles them.
 
-The grammar library does all its work natively: a hostile text can make it crash, loop, or take gigabytes, and no thread
-can be stopped. So one small process has the tokenizer loaded and forks for every grammar. The fork compiles the grammar
-and follows it over some tokens, within limits on time, memory and stack, and only what has passed there is compiled for
-the request. The library is deterministic, so what has passed once passes again.
+The grammar library is native code: a hostile grammar can make it crash, loop, or take gigabytes, and a thread cannot be
+stopped. So a small process loads the tokenizer and forks for every grammar. The fork compiles the grammar and follows
+it over some tokens, with limits on time, memory and stack. Only a grammar that passes is compiled for the request. The
+library is deterministic, so what has passed once passes again.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from minisgl.process.limits import limit_resources, module_environment
 
 logger = logging.getLogger(__name__)
 CPU_S: Final = 1  # to compile a grammar and follow it; common ones take a millisecond
-WALL_S: Final = 4.0  # the same on a busy machine
-FROZEN_S: Final = 4 * WALL_S  # without a verdict: the process itself hangs, since no more than AT_ONCE wait for it
+WALL_S: Final = 4.0  # the same in wall time, for busy machines
+FROZEN_S: Final = 4 * WALL_S  # without a verdict for so long, the process hangs: at most AT_ONCE wait for it
 TRIES: Final = 3
-MEMORY: Final = 256 << 20  # bytes beyond those of the tokenizer
-STACK: Final = 4 << 20  # bytes, half of what the threads have that compile for the request
-TOKENS: Final = 32  # to follow the grammar over, chosen at random
+MEMORY: Final = 256 << 20  # bytes, besides those of the tokenizer
+STACK: Final = 4 << 20  # bytes, half of that of the threads that compile for requests
+TOKENS: Final = 32  # random tokens over which the grammar is followed
 AT_ONCE: Final = 16
-VERDICTS: Final = 1024  # to remember
+VERDICTS: Final = 1024  # verdicts that are kept
 DIED: Final = "the grammar library cannot compile it (too deeply nested, too large, or a number out of its range)"
 TOO_SLOW: Final = f"it takes more than {CPU_S} s to compile"
 
@@ -54,14 +54,14 @@ class _Job(msgspec.Struct, array_like=True):
 
 
 class _Verdict(msgspec.Struct, array_like=True):
-    """`error`: the message of the refusal; empty for a usable grammar."""
+    """The result of a trial. `error` is the message of the refusal; "" for a usable grammar."""
 
     id: int
     error: str = ""
 
 
 def _write(fd: int, message: msgspec.Struct) -> None:
-    """Raises `OSError` if the reader is gone, or does not read for `FROZEN_S`."""
+    """Write a message. Raises `OSError` if the reader is gone, or does not read for `FROZEN_S`."""
     data = msgspec.msgpack.encode(message)
     rest = memoryview(len(data).to_bytes(4, "little") + data)
     writable = select.poll()
@@ -73,7 +73,7 @@ def _write(fd: int, message: msgspec.Struct) -> None:
 
 
 def _read(fd: int) -> bytes:
-    """The next message; empty at the end. Reads no further, so that `fd` is ready as long as there are messages."""
+    """Read one message; b"" at the end. Reads nothing more, so that `fd` stays ready while there are messages."""
     return _read_exactly(fd, int.from_bytes(_read_exactly(fd, 4), "little"))
 
 
@@ -85,7 +85,7 @@ def _read_exactly(fd: int, size: int) -> bytes:
 
 
 class Trials:
-    """Tries grammars for the tokenizer in `folder`; the arguments are those of `GrammarCompiler`."""
+    """Tries grammars in a child process. The arguments are those of `GrammarCompiler`."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._arguments = [str(folder), str(vocab_size), *map(str, sorted(eos_ids))]
@@ -96,7 +96,7 @@ class Trials:
         self._count = 0
 
     def require(self, grammar: Grammar, ignore_eos: bool) -> None:
-        """Return when `grammar` has passed; raises `RequestError` if it has not. Blocks: call it from a thread."""
+        """Block until `grammar` has passed its trial. Raises `RequestError` if it fails. Call this in a thread."""
         error = self.verdict(grammar, ignore_eos)
         if error is None:
             error = self._try(grammar, ignore_eos)
@@ -108,12 +108,12 @@ class Trials:
             raise RequestError(error, param=grammar.param, code=INVALID)
 
     def verdict(self, grammar: Grammar, ignore_eos: bool) -> str | None:
-        """The remembered reason to refuse the grammar: empty for a usable one, None before its trial."""
+        """Return why the grammar is refused: "" if it is usable, None if it was not tried yet."""
         with self._lock:
             return self._verdicts.get(_key(grammar, ignore_eos))
 
     def close(self) -> None:
-        """End the process; the next grammar starts another."""
+        """End the child process. The next grammar starts another."""
         with self._lock:
             self._kill()
 
@@ -125,7 +125,7 @@ class Trials:
                 self.close()
             except OSError as e:
                 logger.warning("%s", e)
-        raise OSError("no process answers that tries grammars")
+        raise OSError("the process that tries grammars does not answer")
 
     def _submit(self, grammar: Grammar, ignore_eos: bool) -> Future[str]:
         future: Future[str] = Future()
@@ -152,7 +152,7 @@ class Trials:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=module_environment(),
-            process_group=0,  # a terminal's Ctrl-C is for the parent, whose end is the end of standard input
+            process_group=0,  # Ctrl-C in a terminal goes to the parent, whose end closes standard input
         )
         self._pending = {}
         arguments = process, self._pending
@@ -181,7 +181,7 @@ def _key(grammar: Grammar, ignore_eos: bool) -> bytes:
 
 
 class TriedCompiler(GrammarCompiler):
-    """Compiles grammars that have passed their trial; raises `RequestError` for the others."""
+    """Compiles grammars after their trial. Raises `RequestError` for those that fail it."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_ids: frozenset[int]) -> None:
         super().__init__(folder, vocab_size, eos_ids)
@@ -209,7 +209,7 @@ class _Trial:
 
 
 def main(folder: str, vocab_size: str, *eos_ids: str) -> None:
-    """Try what comes on standard input until it ends."""
+    """Try the grammars that arrive on standard input, until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     compiler = GrammarCompiler(Path(folder), int(vocab_size), frozenset(map(int, eos_ids)))
     compiler.load()
@@ -258,7 +258,7 @@ def _fork(compiler: GrammarCompiler, job: _Job) -> tuple[int, _Trial]:
 
 
 def _try(compiler: GrammarCompiler, job: _Job) -> str:
-    """The reason to refuse the grammar; empty if there is none."""
+    """Compile and follow a grammar. Return why it is refused; "" if it is usable."""
     try:
         matcher = compiler.compile(job.grammar, job.ignore_eos)
         rng = random.Random(0)

@@ -15,5 +15,5 @@ PREFIX_CACHES.add("naive", "minisgl.kvcache.naive_manager:NaiveCacheManager")
 
 
 def create_prefix_cache(name: str, page_size: int, tiers: Sequence[Tier] = ()) -> PrefixCache:
-    """Create a prefix cache with what its tiers have kept; raise `ConfigError` for an unknown name."""
+    """Create a prefix cache, filled from the pages that its tiers have kept. Raises `ConfigError` for unknown names."""
     return PREFIX_CACHES.load(name)(page_size, tiers)

@@ -1,4 +1,4 @@
-"""The contract of the prefix caches, which manage host integers; the K/V tensors are in `mha_pool`."""
+"""The interface of prefix caches. They manage page ids on the host; the K/V tensors are in `mha_pool.py`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class CacheHandle:
 
 
 class MatchResult(NamedTuple):
-    """A matched prefix, and the ids of its pages [handle.num_pages].
+    """A matched prefix, and the ids of its pages, int32 [handle.num_pages].
 
-    The last ones may have to be loaded: such a page has no id but ~i, for the tier with index i.
+    The last pages may be in tiers only. Such a page has ~i instead of an id, where i is the index of its tier.
     """
 
     handle: CacheHandle
@@ -44,40 +44,40 @@ class SizeInfo(NamedTuple):
 class PrefixCache(ABC):
     """Owns the pages of cached prefixes.
 
-    All sizes count pages and all keys are whole pages: a prefix of n tokens uses its first n // page_size pages. Page
-    ids enter by `insert_prefix` and leave by `evict` or `reset`; in between, the cache owns them. Locks nest and reach
-    from a node up to the root; only unlocked pages are evicted, least recently used first. Time is the caller's step
-    number (`tick`) and not the clock, so all runs with the same requests evict the same pages. A prefix that was
-    inserted with a `salt` is found with the same salt only.
+    All sizes count pages, and only whole pages are cached: a prefix of n tokens has n // page_size pages. Page ids
+    enter by `insert_prefix` and leave by `evict` or `reset`; in between, the cache owns them. A lock holds a node and
+    all its ancestors, and locks are counted. Only unlocked pages are evicted, least recently used first. Time is the
+    caller's step number (`tick`), not the clock, so runs with the same requests evict the same pages. A prefix inserted
+    with a `salt` is found only with the same salt.
 
-    A cache with `tiers` copies evicted pages there, finds them again, and loads them. The copies are `moves` of the
-    next plan, so an evicted page may be used at once. A loaded page may turn out to be damaged: the device then reads
-    NaN. So its request either vouches for the loaded pages, or loses them.
+    A cache with `tiers` stores evicted pages there, and loads them when a request needs them. These copies are the
+    `moves` of the next plan, so an evicted page can be reused at once. A loaded page may prove damaged: then the device
+    reads NaN. So the request that loaded it calls `vouch` after a finite result, and `lose` after a non-finite one.
     """
 
     tiers: Sequence[Tier] = ()
 
     @abstractmethod
     def tick(self, step: int) -> None:
-        """Set the time of every use from now on."""
+        """Set the current time, which is recorded at each use of a prefix, to the number of a step."""
 
     @abstractmethod
     def match_prefix(self, input_ids: Ints, salt: bytes = b"") -> MatchResult:
-        """Return the longest cached prefix of `input_ids` in whole pages; lock the handle to keep the prefix."""
+        """Return the longest cached prefix of `input_ids` in whole pages. The caller locks the handle to keep it."""
 
     @abstractmethod
     def insert_prefix(self, input_ids: Ints, pages: Ints, salt: bytes = b"") -> MatchResult:
-        """Offer the pages of the first len(pages) * page_size tokens.
+        """Offer `pages`, which hold the first len(pages) * page_size tokens.
 
-        Return the canonical pages of that prefix, or of the part that the cache keeps: a naive cache keeps none, and no
-        cache takes what is behind a loaded page that nobody has vouched for. Where the prefix was cached already, the
-        canonical pages differ from the offered ones: the caller uses the canonical pages and frees the offered ones.
-        The cache owns all other offered pages from now on.
+        Return the canonical pages of that prefix, or of the part that the cache accepts: a naive cache accepts none,
+        and no cache accepts pages behind a loaded page without a `vouch`. If the prefix was cached already, canonical
+        pages differ from the offered ones: the caller uses the canonical ones and frees its own. The cache owns all
+        other offered pages from now on.
         """
 
     @abstractmethod
     def lock_handle(self, handle: CacheHandle, unlock: bool = False) -> None:
-        """Lock a handle's node and all its ancestors; with `unlock`, release one lock of each."""
+        """Add one lock to the handle's node and to all its ancestors; with `unlock`, remove one."""
 
     @abstractmethod
     def evict(self, num_pages: int) -> Ints:
@@ -88,49 +88,57 @@ class PrefixCache(ABC):
         """Evict all unlocked pages; return their ids."""
 
     def has_continuation(self, handle: CacheHandle) -> bool:
-        """Return whether some cached text goes on behind the locked prefix."""
+        """Return whether a cached text continues the locked prefix."""
         return False
 
     def continuation(self, handle: CacheHandle, input_ids: Ints, count: int, salt: bytes = b"") -> Ints:
-        """Return up to `count` tokens that followed the locked prefix and `input_ids` in a cached text; maybe none."""
+        """Return up to `count` tokens, maybe none, that follow the locked prefix and `input_ids` in a cached text."""
         return NO_INTS
 
     def load(self, handle: CacheHandle, pages: Ints) -> Ints:
-        """Load the absent pages of a locked prefix into `pages`, as many as are absent; return the prefix's pages."""
+        """Load the pages of a locked prefix that are only in tiers into the page ids `pages`, one for each.
+
+        Return the ids of all pages of the prefix.
+        """
         raise NotImplementedError("there are no tiers")
 
     def vouch(self, handle: CacheHandle) -> None:  # noqa: B027, nothing to do without tiers
-        """Note that the pages of this prefix have led to a finite result."""
+        """Record that a finite result was computed from this prefix, so its loaded pages are intact."""
 
     def lose(self, handle: CacheHandle) -> bool:
-        """Forget what was loaded for this prefix and what is below, as damaged; return false if nothing was loaded.
+        """Drop the loaded pages of this prefix without a `vouch` and all pages below them, as damaged.
 
-        Requests that hold these pages keep them until they unlock.
+        Return false if there are none. Requests that have locked such pages keep them until they unlock.
         """
         return False
 
     def is_lost(self, handle: CacheHandle) -> bool:
-        """Return whether a part of this prefix was forgotten as damaged."""
+        """Return whether a part of this prefix was dropped as damaged."""
         return False
 
     def write_back(self, num_pages: int, *, lasting: bool) -> int:
-        """Copy about `num_pages` pages to tiers, `lasting`: that outlive the process; return how many were copied."""
+        """Store about `num_pages` pages in tiers; with `lasting`, only in tiers that outlive the process.
+
+        Return the number of copied pages.
+        """
         return 0
 
-    def take_moves(self, num_next: int = 0, most: int = 0) -> Records:
-        """Return the MOVE records since the last call, for the next plan.
+    def take_moves(self, num_next: int = 0, max_stores: int = 0) -> Records:
+        """Return the MOVE records made since the last call, for the next plan.
 
-        They copy about `most` of the `num_next` pages that will be evicted next, too, so that no step waits for that.
+        Also store about `max_stores` of the `num_next` pages that will be evicted next, so that no step waits for
+        their copies later.
         """
         return NO_MOVES
 
-    def tell_prefixes(self) -> None:  # noqa: B027, a cache that keeps nothing has nothing to tell
-        """Let `take_changes` return all prefixes that there are, and from then on what has changed."""
+    def tell_prefixes(self) -> None:  # noqa: B027, a cache that keeps nothing has nothing to report
+        """Make the next `take_changes` return all cached prefixes, and later calls only the changes."""
 
     def take_changes(self) -> dict[int, int]:
         """Return the prefixes whose place has changed since the last call; none before `tell_prefixes`.
 
-        The keys are hashes (`routing/prefixes.py`), the values are 0 for the device, i for `tiers[i - 1]`, -1 for none.
+        Keys are prefix hashes (`routing/prefixes.py`). Values are 0 for the device, i for `tiers[i - 1]`, and -1 for a
+        prefix that is no longer cached.
         """
         return {}
 
@@ -148,16 +156,16 @@ class PrefixCache(ABC):
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes of the tree; 0 without a tree."""
+        """The number of nodes in the tree; 0 without a tree."""
         return 0
 
     def outline(self) -> tuple[list[OutlinedNode], int]:
-        """Return a bounded view of the tree for people, see `outline.py`."""
+        """Return a bounded view of the tree for people; see `outline.py`."""
         return [], 0
 
     @abstractmethod
     def owned_pages(self) -> list[int]:
-        """Return all owned page ids in any order, for the invariant checks."""
+        """Return the ids of all owned pages in any order, for the invariant checks."""
 
     @abstractmethod
     def check_integrity(self) -> None:

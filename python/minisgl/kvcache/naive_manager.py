@@ -1,4 +1,4 @@
-"""No prefix sharing: the ablation, and the smallest example of the contract."""
+"""A prefix cache that caches nothing: an ablation, and the smallest implementation of the interface."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class NaiveCacheManager(PrefixCache):
-    """A cache that never keeps a page."""
+    """A cache that accepts no page and finds no prefix."""
 
     def __init__(self, page_size: int, tiers: Sequence[Tier] = ()) -> None:
         self.page_size = page_size

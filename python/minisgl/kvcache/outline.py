@@ -1,4 +1,4 @@
-"""A bounded view of the radix tree for people: its most interesting nodes, for a tree of any size."""
+"""A bounded view of the radix tree for people: locked and recently used nodes, from a tree of any size."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from minisgl.kvcache.radix_manager import RadixTreeNode
 
 MAX_NODES: Final = 160
-MAX_CHILDREN: Final = 16  # of one node
-MAX_LOOKS: Final = 2000  # examined children in all, which bounds the time
+MAX_CHILDREN: Final = 16  # shown per node
+MAX_LOOKS: Final = 2000  # children examined in total, which bounds the time
 
 
 class OutlinedNode(NamedTuple):
-    """A node, its parent's index in the outline (-1 below the root), and the number of children not shown."""
+    """A node, its parent's index in the outline (-1 for the root), and the number of its children not shown."""
 
     node: RadixTreeNode
     parent: int
@@ -23,21 +23,22 @@ class OutlinedNode(NamedTuple):
 
 
 def outline(root: RadixTreeNode) -> tuple[list[OutlinedNode], int]:
-    """Return locked nodes, then the most recently used ones, parents first; and the root's number of hidden children.
+    """Return locked nodes, then the most recently used ones; and the number of the root's children not shown.
 
-    A parent is locked if a child is, and was used when a child was, so the best nodes are found from the root down.
+    Parents come before their children. A parent is locked if a child is, and used when a child is, so a search from
+    the root down finds the best nodes.
     """
     found: list[tuple[RadixTreeNode, int]] = [(root, -1)]
-    shown: dict[RadixTreeNode, int] = {root: 0}  # children
-    best: list[tuple[tuple[bool, int], int, RadixTreeNode, int]] = []  # a heap; the serial number decides a tie
+    shown: dict[RadixTreeNode, int] = {root: 0}  # node -> number of its children that are shown
+    best: list[tuple[tuple[bool, int], int, RadixTreeNode, int]] = []  # a heap; the serial number breaks ties
     serial = looks = 0
-    for at, (node, _) in enumerate(found):
+    for index, (node, _) in enumerate(found):
         children = list(islice(reversed(node.children.values()), max(0, MAX_LOOKS - looks)))  # newest first
         looks += len(children)
         for child in heapq.nlargest(MAX_CHILDREN, children, key=_interest):
             serial += 1
             is_locked, timestamp = _interest(child)
-            heapq.heappush(best, ((not is_locked, -timestamp), serial, child, at))
+            heapq.heappush(best, ((not is_locked, -timestamp), serial, child, index))
         if len(found) > MAX_NODES:
             break
         if best:

@@ -1,7 +1,7 @@
-"""The radix tree of cached prefixes. Host integers only; one edge holds one or more whole pages.
+"""The radix tree of cached prefixes, in host integers. An edge has one or more whole pages.
 
-The pages of an edge are in one or more *places*: in the device's pool, and in tiers below (`tiers.py`). What is evicted
-from the pool is copied to the tiers, and copied back when a request needs it.
+The pages of an edge are in one or more *places*: the device's pool, and the tiers below it (`tiers.py`). Pages evicted
+from the pool are stored in the tiers, and loaded again when a request needs them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 DEVICE: Final = 0  # the place of pages that steps can read; tier i is place 1 + i
 NOWHERE: Final = np.empty(0, np.int32)
 NO_HASHES: Final = np.empty(0, np.uint64)
-PART: Final = 32  # pages, at least: a long edge is evicted in parts, the last pages first
-LOST: Final = b"\xff"  # no name of tokens ends so
-MAX_SIBLINGS: Final = 64  # among which a text that ends within a page is looked for
+PART: Final = 32  # pages: a long edge is evicted in parts of at least this length, the last part first
+LOST: Final = b"\xff"  # suffix of the child key of a damaged node; token ids are not negative, so no key ends so
+MAX_SIBLINGS: Final = 64  # the most children that are searched for a text that ends within a page
 COMPARE_BLOCK: Final = 4096  # tokens per comparison, so that an early difference in a long key ends the scan
 
 
@@ -51,22 +51,23 @@ class RadixTreeNode:
 
     key         tokens of this edge, int32 [length * page_size]
     length      pages of this edge
-    places      for each place, where the pages are there: page ids or slots, int32 [length], or NOWHERE
-    below       for each place, the number of children that are there
-    name        bytes of the first page of the key, prefixed by the salt if the parent is the root
-    names       `page_name` of each page, int64 [length]; None until they are needed
-    hashes      of the prefix that each page ends, uint64 [length]; none unless a router wants them
-    children    name of the child -> child
+    places      for each place, the page ids or slots of the pages, int32 [length], or NOWHERE
+    below       for each place, the number of children with pages there
+    child_key   the key in the parent's `children`: bytes of the first page, after the salt if the parent is the root
+    page_names  `page_name` of each page, int64 [length]; None until needed
+    hashes      prefix hash at the end of each page, uint64 [length]; empty unless a router asked for them
+    children    child key -> child
     ref_count   locks on this node or below
     timestamp   step of the last use of this node or of a node below
-    tried_at    timestamp when the pages were last to be written back, -1 if never
+    tried_at    timestamp at the last attempt to write the pages back; -1 if never
     depth       pages from the root up to and including this edge
-    is_loaded   the pages came from a tier, and no result has shown yet that they are whole
-    is_lost     the pages, or those above, are damaged: not found any more, and gone once unlocked
+    is_loaded   the pages came from a tier, and no finite result has confirmed them yet
+    is_lost     these pages or pages above are damaged: no request finds them, and they are freed once unlocked
     """
 
     __slots__ = (
         "below",
+        "child_key",
         "children",
         "depth",
         "hashes",
@@ -75,8 +76,7 @@ class RadixTreeNode:
         "is_lost",
         "key",
         "length",
-        "name",
-        "names",
+        "page_names",
         "parent",
         "places",
         "ref_count",
@@ -85,14 +85,14 @@ class RadixTreeNode:
     )
 
     def __init__(
-        self, name: bytes, key: Ints, length: int, parent: RadixTreeNode | None, timestamp: int, num_places: int
+        self, child_key: bytes, key: Ints, length: int, parent: RadixTreeNode | None, timestamp: int, num_places: int
     ) -> None:
-        self.name = name
+        self.child_key = child_key
         self.key = key
         self.length = length
         self.places: list[Ints] = [NOWHERE] * num_places
         self.below = [0] * num_places
-        self.names: Names | None = None
+        self.page_names: Names | None = None
         self.hashes: Hashes = NO_HASHES
         self.parent = parent
         self.children: dict[bytes, RadixTreeNode] = {}
@@ -106,48 +106,48 @@ class RadixTreeNode:
 
     @property
     def pages(self) -> Ints:
-        """The page ids on the device; none if the edge is only in tiers."""
+        """The page ids on the device; empty if the edge is only in tiers."""
         return self.places[DEVICE]
 
     @property
     def place(self) -> int:
-        """The first place that the pages are in; -1 if they are nowhere."""
+        """The first place that has the pages; -1 if none has."""
         return next((place for place, ids in enumerate(self.places) if len(ids)), -1)
 
     @property
     def is_salted(self) -> bool:
-        """Whether the prefix was inserted with a salt. Not for the root."""
+        """Whether the prefix was inserted with a salt. Undefined for the root."""
         node = self
         while node.parent is not None and node.parent.parent is not None:
             node = node.parent
-        return len(node.name) * node.length > node.key.nbytes
+        return len(node.child_key) * node.length > node.key.nbytes
 
 
 class RadixCacheManager(PrefixCache):
-    """Prefix sharing through a radix tree over pages.
+    """A prefix cache as a radix tree over pages.
 
     Invariants (checked by `check_integrity`): a node's ref_count is the number of locks at or below it, hence never
     smaller than a child's; siblings differ in their first page; every page id and every slot appears once; a node is in
-    some place, and on the device only if its parent is; evictable + protected = pages on the device; a parent's
+    at least one place, and on the device only if its parent is; evictable + protected = pages on the device; a parent's
     timestamp is never older than a child's.
     """
 
     def __init__(self, page_size: int, tiers: Sequence[Tier] = ()) -> None:
-        """`tiers`, the fastest first: what they have kept of an earlier process is in the tree."""
+        """Create the tree from the pages that `tiers`, the fastest first, have kept of an earlier process."""
         self.page_size = page_size
         self.tiers = list(tiers)
         self._moves: list[Records] = []
-        self._changes: dict[int, int] | None = None  # for a router: hash -> place
-        self._ready = 0  # of the pages that are evicted next, about so many are in tiers
+        self._changes: dict[int, int] | None = None  # for a router: hash -> place; None until it asks
+        self._num_stored = 0  # about how many of the pages that are evicted next are in tiers
         self._now = 0
         self._evictable = 0
         self._protected = 0
         self._num_nodes = 0
         self.root = RadixTreeNode(b"", NOWHERE, 0, None, 0, 1 + len(self.tiers))
         self.root.ref_count = 1  # never evicted
-        # For each place an eviction queue of (timestamp, serial, node): at most one entry per node, pushed when the
-        # node becomes unlocked without children there, and rechecked when popped. Entries may be stale (locked,
-        # extended, used) but not missing.
+        # An eviction queue of (timestamp, serial, node) for each place. A node has at most one entry, which is pushed
+        # when the node is unlocked and has no children there, and checked again when popped. Entries may be stale
+        # (locked, extended, used), but none is missing.
         self._candidates: list[list[tuple[int, int, RadixTreeNode]]] = [[] for _ in self.root.places]
         self._serial = 0
         for place, tier in enumerate(self.tiers, 1):
@@ -167,16 +167,16 @@ class RadixCacheManager(PrefixCache):
         ids = np.ascontiguousarray(input_ids[: len(pages) * size], dtype=np.int32)
         assert len(ids) == len(pages) * size, f"{len(pages)} pages offered for {len(ids)} tokens"
         node, matched = self._walk(ids, salt)
-        for at in self._path(node):
-            if at.is_loaded:  # nobody has vouched for these pages: computed ones must not be given up for them
-                assert at.parent is not None
-                return MatchResult(CacheHandle(at.parent.depth, at.parent), self._path_pages(at.parent))
-            if not len(at.pages):  # of a tier: the computed pages are as good as a copy
-                self._put(at, DEVICE, np.array(pages[at.depth - at.length : at.depth], np.int32))
+        for edge in self._path(node):
+            if edge.is_loaded:  # these pages may be damaged: they must not replace computed ones
+                assert edge.parent is not None
+                return MatchResult(CacheHandle(edge.parent.depth, edge.parent), self._path_pages(edge.parent))
+            if not len(edge.pages):  # only in a tier: take the computed pages instead of loading
+                self._set_place(edge, DEVICE, np.array(pages[edge.depth - edge.length : edge.depth], np.int32))
         if matched < len(pages):
             # Copies, so that a node does not keep a request's whole token buffer alive.
             node = self._add(node, ids[matched * size :].copy(), salt)
-            self._put(node, DEVICE, np.array(pages[matched:], np.int32))
+            self._set_place(node, DEVICE, np.array(pages[matched:], np.int32))
         return MatchResult(CacheHandle(len(pages), node), self._path_pages(node))
 
     def lock_handle(self, handle: CacheHandle, unlock: bool = False) -> None:
@@ -189,7 +189,7 @@ class RadixCacheManager(PrefixCache):
                     self._protected -= len(node.pages)
                     self._evictable += len(node.pages)
                     for place in range(len(node.places)):
-                        self._offer(node, place)
+                        self._push_candidate(node, place)
             else:
                 if node.ref_count == 0:
                     self._evictable -= len(node.pages)
@@ -203,7 +203,7 @@ class RadixCacheManager(PrefixCache):
     def continuation(self, handle: CacheHandle, input_ids: Ints, count: int, salt: bytes = b"") -> Ints:
         node, rest, found = handle.node, input_ids, NO_INTS
         while len(found) < count:
-            child = self._next(node, rest, salt)
+            child = self._find_child(node, rest, salt)
             if child is None or common_prefix_len(child.key, rest) < min(len(child.key), len(rest)):
                 break
             found = np.append(found, child.key[len(rest) :])
@@ -216,13 +216,13 @@ class RadixCacheManager(PrefixCache):
         for node in self._path(handle.node):
             if len(node.pages):
                 continue
-            mine, pages = pages[: node.length], pages[node.length :]
+            targets, pages = pages[: node.length], pages[node.length :]
             place = node.place
-            self._move(node, place, mine, node.places[place], LOAD)
+            self._move(node, place, targets, node.places[place], LOAD)
             self.tiers[place - 1].loaded_pages += node.length
-            self._put(node, DEVICE, mine)
+            self._set_place(node, DEVICE, targets)
             node.is_loaded = True
-        assert not len(pages), f"{len(pages)} pages more than are absent"
+        assert not len(pages), f"load() was given {len(pages)} pages too many"
         return self._path_pages(handle.node)
 
     def vouch(self, handle: CacheHandle) -> None:
@@ -236,17 +236,17 @@ class RadixCacheManager(PrefixCache):
             return False
         if not top.is_lost:
             assert top.parent is not None
-            del top.parent.children[top.name]
-            while top.name in top.parent.children or not top.name.endswith(LOST):
-                top.name += LOST
-            top.parent.children[top.name] = top
+            del top.parent.children[top.child_key]
+            while top.child_key in top.parent.children or not top.child_key.endswith(LOST):
+                top.child_key += LOST
+            top.parent.children[top.child_key] = top
             for node in reversed(_subtree(top)):
                 node.is_lost = True
-                self._tell(node, -1)
+                self._report(node, -1)
                 node.hashes = NO_HASHES
                 for place, tier in enumerate(self.tiers, 1):
                     tier.lost_pages += len(node.places[place])
-                    self._leave(node, place)
+                    self._remove(node, place)
         return True
 
     def is_lost(self, handle: CacheHandle) -> bool:
@@ -258,31 +258,31 @@ class RadixCacheManager(PrefixCache):
         for place, tier in enumerate(self.tiers, 1):
             lasts = tier.spec.lasts
             for node in _subtree(self.root)[1:] if lasts or not lasting else ():
-                # Where a tier is full, two nodes would replace each other for ever. So one that lasts takes each node
-                # once after each use. Another takes what fits: it is for the oldest pages, which others would replace.
+                # In a full tier, two nodes could replace each other forever. So a lasting tier takes each node once
+                # after each use. Host memory takes only what fits: it is for the pages that are evicted next.
                 is_wanted = node.tried_at != node.timestamp if lasts else tier.free_size >= node.length
                 if is_wanted and len(node.pages) and count < num_pages:
-                    self._cut(node, num_pages - count)
+                    self._trim(node, num_pages - count)
                     node.tried_at = node.timestamp if lasts else node.tried_at
                     count += self._store(node, place)
         return count
 
-    def take_moves(self, num_next: int = 0, most: int = 0) -> Records:
+    def take_moves(self, num_next: int = 0, max_stores: int = 0) -> Records:
         oldest: list[RadixTreeNode] = []
-        if num_next - self._ready >= PART and most > 0:
-            self._ready = 0
+        if num_next - self._num_stored >= PART and max_stores > 0:
+            self._num_stored = 0
         else:
-            most = 0
-        while self._ready < num_next and most > 0 and (node := self._pop_oldest(DEVICE)) is not None:
+            max_stores = 0
+        while self._num_stored < num_next and max_stores > 0 and (node := self._pop_oldest(DEVICE)) is not None:
             oldest.append(node)
-            for at in reversed(self._path(node)):  # what is above goes next, unless it is in use elsewhere
-                if self._ready < num_next and most > 0 and at.ref_count == 0:
-                    if not all(map(len, at.places)):
-                        self._cut(at, min(num_next - self._ready, most))
-                        most -= max(self._store(at, place) for place in range(1, len(at.places)))
-                    self._ready += at.length
+            for edge in reversed(self._path(node)):  # unlocked ancestors are evicted next
+                if self._num_stored < num_next and max_stores > 0 and edge.ref_count == 0:
+                    if not all(map(len, edge.places)):
+                        self._trim(edge, min(num_next - self._num_stored, max_stores))
+                        max_stores -= max(self._store(edge, place) for place in range(1, len(edge.places)))
+                    self._num_stored += edge.length
         for node in oldest:
-            self._offer(node, DEVICE)
+            self._push_candidate(node, DEVICE)
         if not self._moves:
             return NO_MOVES
         moves = np.concatenate(self._moves)
@@ -290,53 +290,53 @@ class RadixCacheManager(PrefixCache):
         return moves
 
     def _store(self, node: RadixTreeNode, place: int) -> int:
-        """Copy a node's pages to a tier, where only older ones make room; return how many were copied."""
+        """Store a node's pages in a tier, where only older ones are evicted for them; return how many were stored."""
         tier = self.tiers[place - 1]
         if len(node.places[place]) or node.is_lost or node.length > tier.spec.num_slots:
             return 0
         while tier.free_size < node.length and (old := self._pop_oldest(place)) is not None:
             if old.timestamp > node.timestamp:
-                self._offer(old, place)
+                self._push_candidate(old, place)
                 return 0
-            self._leave(old, place)
+            self._remove(old, place)
         if tier.free_size < node.length:
             return 0
-        names, (before, salt) = self._names(node), self._before(node)
-        slots = tier.take(names, before, salt, node.key)
+        names, (before, salt) = self._page_names(node), self._predecessor(node)
+        slots = tier.allocate(names, before, salt, node.key)
         self._move(node, place, node.pages, slots, STORE)
-        self._put(node, place, slots)
+        self._set_place(node, place, slots)
         return node.length
 
     def _move(self, node: RadixTreeNode, place: int, pages: Ints, slots: Ints, kind: int) -> None:
         moves = np.empty(node.length, MOVE)
-        moves["page"], moves["slot"], moves["name"] = pages, slots, self._names(node)
+        moves["page"], moves["slot"], moves["name"] = pages, slots, self._page_names(node)
         moves["tier"], moves["kind"] = self.tiers[place - 1].number, kind
         self._moves.append(moves)
 
-    def _names(self, node: RadixTreeNode) -> Names:
-        """The names of the node's pages; those of all nodes above are known afterwards."""
-        for at in self._path(node):
-            if at.names is None:
-                before, salt = self._before(at)
+    def _page_names(self, node: RadixTreeNode) -> Names:
+        """Return the names of the node's pages, int64 [length]. Also sets `page_names` of all ancestors."""
+        for edge in self._path(node):
+            if edge.page_names is None:
+                before, salt = self._predecessor(edge)
                 names = []
-                for page in at.key.reshape(at.length, -1):
+                for page in edge.key.reshape(edge.length, -1):
                     before, salt = page_name(before, salt, page.tobytes()), b""
                     names.append(before)
-                at.names = np.array(names, np.int64)
-        assert node.names is not None
-        return node.names
+                edge.page_names = np.array(names, np.int64)
+        assert node.page_names is not None
+        return node.page_names
 
-    def _before(self, node: RadixTreeNode) -> tuple[int, bytes]:
-        """The name of the page before the node, and the salt; 0 and the salt where there is none."""
+    def _predecessor(self, node: RadixTreeNode) -> tuple[int, bytes]:
+        """Return the name of the page before the node and b""; or 0 and the salt for a first page."""
         parent = node.parent
         assert parent is not None
         if parent is self.root:
-            return 0, node.name[: len(node.name) - node.key.nbytes // node.length]
-        assert parent.names is not None
-        return int(parent.names[-1]), b""
+            return 0, node.child_key[: len(node.child_key) - node.key.nbytes // node.length]
+        assert parent.page_names is not None
+        return int(parent.page_names[-1]), b""
 
     def _restore(self, place: int, tier: Tier) -> None:
-        """Add what the tier has kept; a run of pages is one edge."""
+        """Add the pages that the tier has kept. A run of pages without branches becomes one edge."""
         found = tier.restore()
         kept: list[int] = []
         todo = [(self.root, 0)]
@@ -347,21 +347,21 @@ class RadixCacheManager(PrefixCache):
                 while len(after := found.get(run[-1].name, [])) == 1:
                     run += after
                 node = self._add(parent, np.concatenate([page.tokens for page in run]), first.salt)
-                node.names = np.array([page.name for page in run], np.int64)
+                node.page_names = np.array([page.name for page in run], np.int64)
                 slots = [page.slot for page in run]
-                self._put(node, place, np.array(slots, np.int32))
+                self._set_place(node, place, np.array(slots, np.int32))
                 kept += slots
                 todo.append((node, run[-1].name))
-        tier.keep(kept)
+        tier.claim(kept)
 
-    # -- what a router wants to know
+    # -- changes for a router
 
     def tell_prefixes(self) -> None:
         self._changes = {}
         for node in _subtree(self.root)[1:]:
             if not node.is_lost:
                 self._hash(node)
-                self._tell(node, node.place)
+                self._report(node, node.place)
 
     def take_changes(self) -> dict[int, int]:
         if not self._changes:
@@ -372,10 +372,10 @@ class RadixCacheManager(PrefixCache):
     def _hash(self, node: RadixTreeNode) -> None:
         parent = node.parent
         assert parent is not None
-        before = int.from_bytes(self._before(node)[1][:8]) if parent is self.root else int(parent.hashes[-1])
+        before = int.from_bytes(self._predecessor(node)[1][:8]) if parent is self.root else int(parent.hashes[-1])
         node.hashes = continued_hashes(node.key, self.page_size, before, parent.depth * self.page_size)
 
-    def _tell(self, node: RadixTreeNode, place: int) -> None:
+    def _report(self, node: RadixTreeNode, place: int) -> None:
         if self._changes is not None:
             self._changes.update(dict.fromkeys(node.hashes.tolist(), place))
 
@@ -385,23 +385,23 @@ class RadixCacheManager(PrefixCache):
         return self._evict(num_pages, range(1, len(self.root.places)))
 
     def _evict(self, num_pages: int, places: Sequence[int]) -> Ints:
-        """Evict from the device, with copies in the tiers `places`."""
+        """Evict at least `num_pages` pages, if there are so many, and store them in the tiers `places`; return them."""
         freed: list[Ints] = []
         count = 0
         while count < num_pages and (node := self._pop_oldest(DEVICE)) is not None:
-            self._cut(node, num_pages - count)
+            self._trim(node, num_pages - count)
             freed.append(node.pages)
             count += node.length
-            self._ready = max(0, self._ready - node.length)
+            self._num_stored = max(0, self._num_stored - node.length)
             for place in places:
                 self._store(node, place)
-            self._leave(node, DEVICE)
+            self._remove(node, DEVICE)
         return np.concatenate(freed) if freed else NOWHERE
 
     def reset(self) -> Ints:
         for place in range(1, len(self.root.places)):
             while (node := self._pop_oldest(place)) is not None:
-                self._leave(node, place)
+                self._remove(node, place)
         return self._evict(self._evictable, ())
 
     @property
@@ -417,34 +417,37 @@ class RadixCacheManager(PrefixCache):
 
     # -- internals
 
-    def _name(self, ids: Ints, parent: RadixTreeNode, salt: bytes) -> bytes:
-        """Return the key of the edge for `ids` in `parent`; pages have one size, so different salts never collide."""
+    def _child_key(self, ids: Ints, parent: RadixTreeNode, salt: bytes) -> bytes:
+        """Return the key for `ids` in `parent.children`. Pages have one size, so different salts never collide."""
         page = ids[: self.page_size].tobytes()
         return salt + page if parent is self.root else page
 
-    def _next(self, node: RadixTreeNode, ids: Ints, salt: bytes) -> RadixTreeNode | None:
-        """Return the child of `node` for `ids`; where they do not fill a page, the child used last that begins so."""
+    def _find_child(self, node: RadixTreeNode, ids: Ints, salt: bytes) -> RadixTreeNode | None:
+        """Return the child of `node` that begins with the first page of `ids`, if any.
+
+        If `ids` are less than a page, return the most recently used child that begins with them.
+        """
         if len(ids) >= self.page_size:
-            return node.children.get(self._name(ids, node, salt))
+            return node.children.get(self._child_key(ids, node, salt))
         if len(node.children) > MAX_SIBLINGS:
             return None
-        name = ids.tobytes()
-        fits = [
-            c
-            for c in node.children.values()
-            if c.key[: len(ids)].tobytes() == name and c.name == self._name(c.key, node, salt)
+        start = ids.tobytes()
+        matches = [
+            child
+            for child in node.children.values()
+            if child.key[: len(ids)].tobytes() == start and child.child_key == self._child_key(child.key, node, salt)
         ]
-        return max(fits, key=lambda c: c.timestamp, default=None)
+        return max(matches, key=lambda child: child.timestamp, default=None)
 
     def _walk(self, input_ids: Ints, salt: bytes) -> tuple[RadixTreeNode, int]:
-        """Return the last node of the longest cached prefix, split off if needed, and the prefix's length in pages."""
+        """Return the last node of the longest cached prefix and the prefix's length in pages; may split an edge."""
         size = self.page_size
         ids = np.ascontiguousarray(input_ids, dtype=np.int32)
         node, matched = self.root, 0
         total = len(ids) // size
         while matched < total:
             rest = ids[matched * size :]
-            child = node.children.get(self._name(rest, node, salt))
+            child = node.children.get(self._child_key(rest, node, salt))
             if child is None:
                 break
             common = common_prefix_len(child.key, rest) // size
@@ -455,75 +458,75 @@ class RadixCacheManager(PrefixCache):
                 break
         return node, matched
 
-    def _split(self, node: RadixTreeNode, at: int) -> RadixTreeNode:
-        """Split an edge after `at` pages and return the new upper part; handles on `node` stay valid."""
+    def _split(self, node: RadixTreeNode, length: int) -> RadixTreeNode:
+        """Split an edge after `length` pages and return the new upper part. Handles on `node` stay valid."""
         parent = node.parent
-        assert parent is not None and 0 < at < node.length
-        cut = at * self.page_size
-        upper = RadixTreeNode(node.name, node.key[:cut].copy(), at, parent, node.timestamp, len(node.places))
+        assert parent is not None and 0 < length < node.length
+        cut = length * self.page_size
+        upper = RadixTreeNode(node.child_key, node.key[:cut].copy(), length, parent, node.timestamp, len(node.places))
         upper.ref_count = node.ref_count  # every lock at or below `node` passes through the upper part
-        upper.places = [ids[:at].copy() for ids in node.places]
+        upper.places = [ids[:length].copy() for ids in node.places]
         upper.below = [int(len(ids) > 0) for ids in node.places]
         upper.is_loaded, upper.is_lost, upper.tried_at = node.is_loaded, node.is_lost, node.tried_at
-        if node.names is not None:
-            upper.names, node.names = node.names[:at].copy(), node.names[at:].copy()
-        upper.hashes, node.hashes = node.hashes[:at].copy(), node.hashes[at:].copy()
+        if node.page_names is not None:
+            upper.page_names, node.page_names = node.page_names[:length].copy(), node.page_names[length:].copy()
+        upper.hashes, node.hashes = node.hashes[:length].copy(), node.hashes[length:].copy()
         self._num_nodes += 1
-        parent.children[upper.name] = upper
+        parent.children[upper.child_key] = upper
         node.key = node.key[cut:].copy()
-        node.length -= at
-        node.places = [ids[at:].copy() for ids in node.places]
+        node.length -= length
+        node.places = [ids[length:].copy() for ids in node.places]
         node.parent = upper
-        node.name = self._name(node.key, upper, b"")
-        upper.children[node.name] = node
+        node.child_key = self._child_key(node.key, upper, b"")
+        upper.children[node.child_key] = node
         return upper
 
-    def _cut(self, node: RadixTreeNode, most: int) -> None:
-        """Split off all but the last `most` pages of `node`, unless one part would be shorter than PART."""
-        if node.length >= (last := max(most, PART)) + PART:
+    def _trim(self, node: RadixTreeNode, max_pages: int) -> None:
+        """Trim `node` to its last `max_pages` pages by splitting off the rest; no part gets shorter than PART."""
+        if node.length >= (last := max(max_pages, PART)) + PART:
             self._split(node, node.length - last)
 
     def _add(self, parent: RadixTreeNode, key: Ints, salt: bytes) -> RadixTreeNode:
         """Add a node that is in no place yet."""
         length, places = len(key) // self.page_size, len(parent.places)
-        node = RadixTreeNode(self._name(key, parent, salt), key, length, parent, self._now, places)
-        parent.children[node.name] = node
+        node = RadixTreeNode(self._child_key(key, parent, salt), key, length, parent, self._now, places)
+        parent.children[node.child_key] = node
         self._num_nodes += 1
         if self._changes is not None:
             self._hash(node)
         return node
 
-    def _put(self, node: RadixTreeNode, place: int, ids: Ints) -> None:
-        """Set where the pages of `node` are in `place`."""
+    def _set_place(self, node: RadixTreeNode, place: int, ids: Ints) -> None:
+        """Set the page ids or slots of `node` in `place`; NOWHERE if it has left."""
         parent = node.parent
         assert parent is not None
         change, before = int(len(ids) > 0) - int(len(node.places[place]) > 0), node.place
         node.places[place] = ids
         if node.place != before:
-            self._tell(node, node.place)
+            self._report(node, node.place)
         parent.below[place] += change
         if place == DEVICE and node.ref_count:
             self._protected += change * node.length
         elif place == DEVICE:
             self._evictable += change * node.length
-        self._offer(node if len(ids) else parent, place)
+        self._push_candidate(node if len(ids) else parent, place)
 
-    def _leave(self, node: RadixTreeNode, place: int) -> None:
-        """Forget the pages of `node` in `place`, and the node with all below once they are nowhere."""
+    def _remove(self, node: RadixTreeNode, place: int) -> None:
+        """Remove the pages of `node` from `place`; if no place has them, remove the node and its subtree."""
         if not len(node.places[place]):
             return
         if place != DEVICE:
-            self.tiers[place - 1].give(node.places[place])
-        self._put(node, place, NOWHERE)
+            self.tiers[place - 1].free(node.places[place])
+        self._set_place(node, place, NOWHERE)
         if node.place >= 0:
             return
-        for at in reversed(_subtree(node)):  # what is below is in tiers, where nothing leads to it any more
-            self._tell(at, -1)
+        for edge in reversed(_subtree(node)):  # pages below are in tiers, and no walk can reach them any more
+            self._report(edge, -1)
             for other, tier in enumerate(self.tiers, 1):
-                tier.give(at.places[other])
-            assert at.parent is not None and not len(at.pages) and not at.ref_count
-            del at.parent.children[at.name]
-            at.parent = None
+                tier.free(edge.places[other])
+            assert edge.parent is not None and not len(edge.pages) and not edge.ref_count
+            del edge.parent.children[edge.child_key]
+            edge.parent = None
             self._num_nodes -= 1
 
     def _path(self, node: RadixTreeNode) -> list[RadixTreeNode]:
@@ -537,22 +540,22 @@ class RadixCacheManager(PrefixCache):
 
     def _path_pages(self, node: RadixTreeNode) -> Ints:
         parts = [NOWHERE]
-        for at in self._path(node):
-            parts.append(at.pages if at.place == DEVICE else np.full(at.length, -at.place, np.int32))
+        for edge in self._path(node):
+            parts.append(edge.pages if edge.place == DEVICE else np.full(edge.length, -edge.place, np.int32))
         return np.concatenate(parts)
 
     def _is_evictable(self, node: RadixTreeNode, place: int) -> bool:
         is_there = node.parent is not None and len(node.places[place]) > 0
         return is_there and node.ref_count == 0 and node.below[place] == 0
 
-    def _offer(self, node: RadixTreeNode, place: int) -> None:
+    def _push_candidate(self, node: RadixTreeNode, place: int) -> None:
         if self._is_evictable(node, place) and not node.is_candidate[place]:
             node.is_candidate[place] = True
             self._serial += 1
             heapq.heappush(self._candidates[place], (node.timestamp, self._serial, node))
 
     def _pop_oldest(self, place: int) -> RadixTreeNode | None:
-        """Return the evictable node of `place` that was used least recently. It has to leave, or to be offered."""
+        """Pop the least recently used evictable node of `place`. The caller removes it from there or pushes it back."""
         queue = self._candidates[place]
         while queue:
             stamp, _, node = heapq.heappop(queue)
@@ -560,7 +563,7 @@ class RadixCacheManager(PrefixCache):
             if self._is_evictable(node, place):
                 if node.timestamp == stamp:
                     return node
-                self._offer(node, place)
+                self._push_candidate(node, place)
         return None
 
     # -- invariants
@@ -574,22 +577,22 @@ class RadixCacheManager(PrefixCache):
         for node in nodes:
             parent = node.parent
             where = f"radix node at depth {node.depth}"
-            if parent is None or parent.children.get(node.name) is not node:
+            if parent is None or parent.children.get(node.child_key) is not node:
                 raise InvariantError(f"{where} is not its parent's child")
             page = node.key[: self.page_size].tobytes()
-            name = node.name.rstrip(LOST) if node.is_lost else node.name
+            name = node.child_key.rstrip(LOST) if node.is_lost else node.child_key
             if not (name.endswith(page) if parent is self.root else name == page):
-                raise InvariantError(f"{where} has the name of other tokens")
+                raise InvariantError(f"{where} has the child key of other tokens")
             if len(node.key) != node.length * self.page_size or {len(x) for x in node.places} - {0, node.length}:
                 raise InvariantError(f"{where} has {len(node.key)} tokens for {node.length} pages in {node.places}")
             if not any(map(len, node.places)) or (
                 len(node.pages) and parent is not self.root and not len(parent.pages)
             ):
-                raise InvariantError(f"{where} is nowhere, or on the device without its parent: {node.places}")
+                raise InvariantError(f"{where} is in no place, or on the device without its parent: {node.places}")
             if node.below != [
                 sum(len(c.places[i]) > 0 for c in node.children.values()) for i in range(len(node.below))
             ]:
-                raise InvariantError(f"{where} counts its children wrongly: {node.below}")
+                raise InvariantError(f"{where} has wrong counts of children: {node.below}")
             if node.depth != parent.depth + node.length:
                 raise InvariantError(f"{where} should be at depth {parent.depth + node.length}")
             if parent is not self.root and (parent.ref_count < node.ref_count or parent.timestamp < node.timestamp):

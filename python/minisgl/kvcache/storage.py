@@ -1,4 +1,4 @@
-"""Tiers below the pool, as one rank keeps them: copies of its shard of a page, in pinned host memory or in a file."""
+"""One rank's storage of the tiers below the pool: its shard of each page, in pinned host memory or in a file."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("minisgl.kvcache")
 
-HEADER_BYTES: Final = 4096  # of a file: says whose pages it holds, as JSON
+HEADER_BYTES: Final = 4096  # of a file: JSON that identifies the model and format of its pages
 PAGE_HEAD: Final = np.dtype([("name", "<i8"), ("checksum", "<i8")])
 GB: Final = 1e9
-TRIAL_BYTES: Final = 8 << 20  # written and read to measure a disk
-TRIALS, TRIAL_S = 3, 0.2  # at least; a disk is read for so long
-RUN: Final = 32  # pages that are copied between two events
+TRIAL_BYTES: Final = 8 << 20  # written once and read repeatedly to measure a disk
+TRIALS, TRIAL_S = 3, 0.2  # the least number of measurements, and the least time spent reading a disk
+RUN: Final = 32  # pages per copy: each copy has one event
 
 
 class Store(Protocol):
@@ -47,10 +47,10 @@ class Store(Protocol):
     is_file: bool
 
     def store(self, slots: list[int], names: list[int], data: torch.Tensor) -> None:
-        """Keep pages `data`, uint8 [n, page_bytes] on the device, in slots. Raises `OSError` if one cannot be kept."""
+        """Copy `data`, uint8 [n, page_bytes] on the device, into slots. Raises `OSError` if the write fails."""
 
     def load(self, slots: list[int], names: list[int]) -> tuple[torch.Tensor, dict[int, str]]:
-        """Return pages from slots, uint8 [n, page_bytes] on the device, and what is wrong with some, by their index."""
+        """Return the pages in slots, uint8 [n, page_bytes] on the device; and an error message per damaged index."""
 
 
 class HostStore:
@@ -59,32 +59,32 @@ class HostStore:
     is_file = False
 
     def __init__(self, pool: MHAKVPool, size: int) -> None:
-        """Take `size` bytes. Raises `ConfigError` if no page fits."""
+        """Allocate `size` bytes. Raises `ConfigError` if that is less than a page, or if memory cannot be pinned."""
         self._device = pool.device
         self._is_pinned = pool.device.type == "cuda"
         num_slots = _count_slots("--host-kv", size, pool.page_bytes)
         self._memory = torch.empty(num_slots, pool.page_bytes, dtype=torch.uint8)
         if self._is_pinned:
             _pin(self, self._memory)
-        self.spec = TierSpec("host", num_slots, self._measure() if self._is_pinned else 0.0)
+        self.spec = TierSpec("host", num_slots, self._measure_load() if self._is_pinned else 0.0)
 
     def store(self, slots: list[int], names: list[int], data: torch.Tensor) -> None:
-        for start, stop in _adjacent(slots):
-            mine = self._memory[slots[start] : slots[stop - 1] + 1]
-            mine.copy_(data[start:stop], non_blocking=self._is_pinned)
+        for start, stop in _adjacent_ranges(slots):
+            memory = self._memory[slots[start] : slots[stop - 1] + 1]
+            memory.copy_(data[start:stop], non_blocking=self._is_pinned)
 
     def load(self, slots: list[int], names: list[int]) -> tuple[torch.Tensor, dict[int, str]]:
         data = torch.empty(len(slots), self._memory.shape[1], dtype=torch.uint8, device=self._device)
-        for start, stop in _adjacent(slots):
-            mine = self._memory[slots[start] : slots[stop - 1] + 1]
-            data[start:stop].copy_(mine, non_blocking=self._is_pinned)
+        for start, stop in _adjacent_ranges(slots):
+            memory = self._memory[slots[start] : slots[stop - 1] + 1]
+            data[start:stop].copy_(memory, non_blocking=self._is_pinned)
         return data, {}
 
-    def _measure(self) -> float:
-        """Return the seconds to load a page."""
+    def _measure_load(self) -> float:
+        """Return the seconds that loading a page takes."""
         slots = list(range(min(RUN, len(self._memory))))
         times = []
-        for _ in range(TRIALS):  # the best, since the first ones get memory
+        for _ in range(TRIALS):  # take the best: the first ones allocate memory
             torch.cuda.synchronize()
             started = time.perf_counter()
             self.load(slots, slots)
@@ -94,15 +94,15 @@ class HostStore:
 
 
 class DiskStore:
-    """Slots in a file, each with its page's name and a checksum. The file is found again by the next process."""
+    """Slots in a file, each with its page's name and a checksum. The next process uses the file again."""
 
     is_file = True
 
     def __init__(self, pool: MHAKVPool, folder: Path, size: int, rank: int, owner: Mapping[str, Any]) -> None:
-        """Use `size` bytes of `folder`, all of which are taken from the disk now.
+        """Open or create a file of `size` bytes in `folder`, and reserve all of its space on the disk.
 
-        `owner` says which model's pages these are, and in which form. Raises `ConfigError` if the folder has those of
-        another owner, is in use, or if the disk has too little space.
+        `owner` identifies the model and the format of its pages. Raises `ConfigError` if the file has another owner, if
+        another server uses the folder, or if the disk has too little space.
         """
         self._device = pool.device
         self._stride = PAGE_HEAD.itemsize + pool.page_bytes
@@ -129,7 +129,7 @@ class DiskStore:
             head["checksum"] = zlib.crc32(page)
             written = os.pwritev(self._fd, [head.tobytes(), page], self._offset(slot))
             if written < self._stride:
-                raise OSError(f"only {written} bytes of {self._stride} were written")
+                raise OSError(f"only {written} of {self._stride} bytes were written")
 
     def load(self, slots: list[int], names: list[int]) -> tuple[torch.Tensor, dict[int, str]]:
         data = torch.empty(len(slots), self._stride - PAGE_HEAD.itemsize, dtype=torch.uint8)
@@ -149,39 +149,39 @@ class DiskStore:
 
 
 class Mover:
-    """Carries out the moves of plans beside all other work; moves of the same page or slot in their order.
+    """Executes the moves of plans asynchronously. Moves of the same page or slot keep their order.
 
-    A page that cannot be loaded becomes NaN, as do its logits.
+    A page that cannot be loaded is filled with NaN, which makes the logits of its requests NaN.
     """
 
     def __init__(self, pool: MHAKVPool, stores: list[Store], device: Device) -> None:
         self._pool = pool
         self.stores = stores
         self._device = device
-        self._newest: dict[tuple[int, int], Copying] = {}  # of (-1, page) and of (tier, slot)
-        self._is_full = False
+        self._newest: dict[tuple[int, int], Copying] = {}  # the last copy of each (-1, page) and (tier, slot)
+        self._has_warned = False
 
     def launch(self, moves: Records, written: Ints) -> Records:
-        """Start the MOVE records that the next step needs, and return the others; a failure costs a log line.
+        """Start the MOVE records that the next step must wait for; return the others, for `start`.
 
-        Work submitted later waits for the loads, and for stores only of the pages `written`, which it may overwrite.
-        Stores need not wait for work submitted before: what is stored was computed by a step whose result is known.
+        Work submitted later waits for all loads, and for stores of the pages `written`, which it may overwrite. Stores
+        need not wait for earlier work: they copy pages of collected steps. A failed store is only logged.
         """
         if not self._newest and not len(moves):
             return moves
-        wanted = {*written.tolist()}
-        needed, keys = np.zeros(len(moves), np.bool_), {(-1, page) for page in wanted}
+        overwritten = {(-1, page) for page in written.tolist()}
+        is_needed, keys = np.zeros(len(moves), np.bool_), set(overwritten)
         for i, (page, tier, slot, kind, _) in reversed([*enumerate(moves.tolist())]):
             if kind == LOAD or (-1, page) in keys or (tier, slot) in keys:
-                needed[i] = True
+                is_needed[i] = True
                 keys |= {(-1, page), (tier, slot)}
-        joined = self.start(moves[needed])
-        joined += [self._newest.pop((-1, page)) for page in wanted if (-1, page) in self._newest]
-        self._device.join(list(dict.fromkeys(joined)))
-        return moves[~needed]
+        copies = self.start(moves[is_needed])
+        copies += [self._newest.pop(key) for key in overwritten if key in self._newest]
+        self._device.join(list(dict.fromkeys(copies)))
+        return moves[~is_needed]
 
     def start(self, moves: Records) -> list[Copying]:
-        """Start all `moves`; return the loads."""
+        """Start the copies of all `moves`; return those that load."""
         loads: list[Copying] = []
         if not len(moves):
             return loads
@@ -200,7 +200,7 @@ class Mover:
 
     def _copy(self, run: Records, pages: torch.Tensor) -> None:
         store = self.stores[run["tier"][0]]
-        if store.is_file and len(run) > 1:  # page by page, since one fits into the CPU's cache
+        if store.is_file and len(run) > 1:  # page by page, since one page fits into the CPU's cache
             for i in range(len(run)):
                 self._copy(run[i : i + 1], pages[i : i + 1])
             return
@@ -208,25 +208,25 @@ class Mover:
         if run["kind"][0] == LOAD:
             data, damaged = store.load(slots, names)
             self._pool.write(pages, data)
-            for i, problem in damaged.items():
+            for i, error in damaged.items():
                 self._pool.poison([int(pages[i])])
-                _log.warning("a page of the %s tier is lost and will be computed: %s", store.spec.name, problem)
+                _log.warning("a page of the %s tier is lost and will be computed: %s", store.spec.name, error)
             return
         try:
             store.store(slots, names, self._pool.read(pages))
         except OSError as e:
-            if not self._is_full:
-                self._is_full = True  # a full disk stays full: one line is enough
+            if not self._has_warned:
+                self._has_warned = True  # a broken disk stays broken: one line is enough
                 _log.warning("pages cannot be written to the %s tier: %s", store.spec.name, e)
 
 
-def _adjacent(slots: list[int]) -> Iterator[tuple[int, int]]:
-    """Return the ranges of indices at which there are adjacent slots, each of which is one copy."""
+def _adjacent_ranges(slots: list[int]) -> Iterator[tuple[int, int]]:
+    """Return the ranges of indices (start, stop) with adjacent slots. Each range is one copy."""
     return pairwise([0, *(i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1), len(slots)])
 
 
 def _runs(moves: Records) -> Iterator[tuple[int, int]]:
-    """Return ranges of MOVE records of one kind and tier, of at most RUN records."""
+    """Yield ranges (start, stop) of at most RUN moves with the same kind and tier."""
     is_new = (np.diff(moves["kind"]) != 0) | (np.diff(moves["tier"]) != 0)
     for first, end in pairwise([0, *(1 + np.flatnonzero(is_new)).tolist(), len(moves)]):
         for start in range(first, end, RUN):
@@ -234,11 +234,11 @@ def _runs(moves: Records) -> Iterator[tuple[int, int]]:
 
 
 def _pin(owner: object, memory: torch.Tensor) -> None:
-    """Pin `memory` as long as `owner` lives. torch's own allocator would round 20 GB up to a power of two."""
+    """Pin `memory` while `owner` lives. torch's own allocator would round 20 GB up to a power of two."""
     cudart, address = torch.cuda.cudart(), memory.data_ptr()
     if error := int(cudart.cudaHostRegister(address, memory.nbytes, 0)):
         raise ConfigError(
-            f"--host-kv: {memory.nbytes / GB:.1f} GB of host memory cannot be pinned (CUDA error {error})"
+            f"--host-kv: {memory.nbytes / GB:.1f} GB of host memory cannot be pinned (CUDA error {error}): give less"
         )
 
     def unpin() -> None:
@@ -250,7 +250,7 @@ def _pin(owner: object, memory: torch.Tensor) -> None:
 
 def _count_slots(flag: str, size: int, page_bytes: int) -> int:
     if size < page_bytes:
-        raise ConfigError(f"{flag} has {max(0, size)} bytes for this rank, and a page takes {page_bytes}: give more")
+        raise ConfigError(f"{flag} leaves {max(0, size)} bytes for this rank, but a page takes {page_bytes}: give more")
     return size // page_bytes
 
 
@@ -262,9 +262,9 @@ def _lock(fd: int, folder: Path) -> None:
 
 
 def _claim(fd: int, path: Path, owner: Mapping[str, Any]) -> None:
-    """Write whose pages the file holds; raise `ConfigError` if they are another owner's."""
+    """Write `owner` into the file's header. Raises `ConfigError` if the file has another owner."""
     ours = json.dumps(owner, sort_keys=True).encode().ljust(HEADER_BYTES, b"\n")
-    assert len(ours) == HEADER_BYTES, f"a long header: {owner}"
+    assert len(ours) == HEADER_BYTES, f"the header is too long: {owner}"
     theirs = os.pread(fd, HEADER_BYTES, 0)
     if theirs in (b"", ours):
         os.pwrite(fd, ours, 0)
@@ -275,27 +275,27 @@ def _claim(fd: int, path: Path, owner: Mapping[str, Any]) -> None:
         raise ConfigError(f"{path} is not a file of K/V pages: give another folder for --disk-kv") from None
     name = next((name for name in owner if old.get(name) != owner[name]), "form")
     raise ConfigError(
-        f"--disk-kv {path.parent} holds pages with {name} {old.get(name)}, and this server has {owner.get(name)}: "
-        "give another folder, or delete that one"
+        f"--disk-kv {path.parent} holds pages with {name} {old.get(name)}, but this server has {owner.get(name)}: "
+        "give another folder, or delete this one"
     )
 
 
 def _reserve(fd: int, folder: Path, size: int) -> None:
-    """Give the file `size` bytes of the disk: a hole could not be filled once the disk is full."""
+    """Allocate `size` bytes on the disk: a hole in the file could not be filled once the disk is full."""
     disk, before = os.fstatvfs(fd), os.fstat(fd).st_size
     if size - before > (free := disk.f_bavail * disk.f_frsize):
-        raise ConfigError(f"--disk-kv {folder} lacks space: {size / GB:.1f} GB are asked for, {free / GB:.1f} are free")
+        raise ConfigError(f"--disk-kv {folder} lacks space: {size / GB:.1f} GB are needed, {free / GB:.1f} GB are free")
     os.ftruncate(fd, min(size, before))
     os.posix_fallocate(fd, 0, size)
 
 
 def _page_seconds(folder: Path, stride: int) -> float:
-    """Measure how long the disk takes to read `stride` bytes that are not in memory."""
+    """Return the seconds that the disk takes to read `stride` bytes that are not in the page cache."""
     with TemporaryFile(dir=folder, buffering=0) as file:
         file.write(bytes(TRIAL_BYTES))
         os.fsync(file.fileno())
         times: list[float] = []
-        while len(times) < TRIALS or sum(times) < TRIAL_S:  # the best, since other processes delay most
+        while len(times) < TRIALS or sum(times) < TRIAL_S:  # take the best: other processes delay the rest
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             started = time.perf_counter()
             zlib.crc32(os.pread(file.fileno(), TRIAL_BYTES, 0))

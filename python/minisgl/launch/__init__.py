@@ -1,1 +1,1 @@
-"""From settings to a running server and back."""
+"""Starts, watches and ends the processes of a server."""

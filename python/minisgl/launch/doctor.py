@@ -1,4 +1,4 @@
-"""`minisgl doctor`: what this machine can run, what it cannot and why, and what a model would leave free."""
+"""`minisgl doctor`: reports what this machine can run, what it cannot run and why, and the memory plan of a model."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ from minisgl.settings.options import EngineConfig, ServerArgs
 
 PACKAGES: Final = ("torch", "triton", "numpy", "tokenizers", "safetensors", "fastapi", "uvicorn", "pyzmq", "msgspec")
 LENGTHS: Final = (1024, 4096, 32768)  # of the requests in the memory plan, in tokens
-TRIED_STEPS: Final = 20
+TIMED_STEPS: Final = 20
 
 Facts = Iterator[tuple[str, str]]
 
 
 def examine(args: ServerArgs) -> int:
-    """Print what a server with `args` would find here; return 1 if it could not start. Imports torch."""
+    """Print the facts of this machine and model that matter to a server with `args`. Imports torch.
+
+    Return the exit code: 1 if the server could not start, else 0.
+    """
     problems = []
     try:
         check_args(args)
@@ -50,8 +53,8 @@ def _machine() -> Facts:
     yield "minisgl", f"{minisgl.__version__}, Python {platform.python_version()}, {platform.platform()}"
     yield "packages", ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
     yield "processor", f"{cpu_name()}, {usable_cores()} cores usable"
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    yield "memory", f"{available_memory() / GB:.1f} GB available of {whole / GB:.1f} GB"
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield "memory", f"{available_memory() / GB:.1f} GB available of {total / GB:.1f} GB"
     try:
         gpu_memory()
     except OSError as e:
@@ -81,15 +84,15 @@ def _cpu_step() -> Facts:
     from minisgl.native.library import ISAS, load_native, missing_features
 
     try:
-        told = subprocess.run([find_compiler(), "--version"], capture_output=True, text=True, check=False).stdout
-        yield "compiler", told.partition("\n")[0]
+        version = subprocess.run([find_compiler(), "--version"], capture_output=True, text=True, check=False).stdout
+        yield "compiler", version.partition("\n")[0]
     except NativeError as e:
         yield "compiler", str(e)
-    lacks = {isa: ", ".join(missing_features(isa)) for isa in ISAS}
-    yield "instruction sets", "; ".join(f"{isa}: " + (f"lacks {x}" if x else "usable") for isa, x in lacks.items())
+    missing = {isa: ", ".join(missing_features(isa)) for isa in ISAS}
+    yield "instruction sets", "; ".join(f"{isa}: " + (f"lacks {x}" if x else "usable") for isa, x in missing.items())
     try:
         library = load_native()
-        yield "CPU step", f"{library.isa}, a step of the built-in model takes {try_step():.2f} ms; {library.path}"
+        yield "CPU step", f"{library.isa}, a step of the built-in model takes {time_step():.2f} ms; {library.path}"
     except MinisglError as e:
         yield "CPU step", f"none, so steps run op by op, several times slower: {e}"
     folder = cache_dir()
@@ -97,8 +100,11 @@ def _cpu_step() -> Facts:
     yield "cache", f"{folder}, " + ("writable" if os.access(existing, os.W_OK) else f"but {existing} is not writable")
 
 
-def try_step() -> float:
-    """Milliseconds of a step of the built-in model on the CPU. Raises `NativeError` if its logits are not finite."""
+def time_step() -> float:
+    """Return the milliseconds of a decode step of the built-in model on the CPU.
+
+    Raises `NativeError` if its logits are not finite.
+    """
     from minisgl.device.device import create_device
     from minisgl.engine.config import resolve
     from minisgl.engine.engine import Engine
@@ -107,16 +113,16 @@ def try_step() -> float:
     config = EngineConfig(device="cpu", num_pages=1, max_running_requests=1)
     engine = Engine(resolve(config, "cpu", 64), create_device("cpu"))
     plan = decode_plan(1, engine.spec.model.vocab_size, 0)
-    if not engine.launch(plan).wait().finite.all():  # the first step is slower, too
-        raise NativeError("a step of the built-in model gives logits that are not finite")
-    began = time.perf_counter()
-    for _ in range(TRIED_STEPS):
+    if not engine.launch(plan).wait().finite.all():  # not timed: the first step is slower
+        raise NativeError("a step of the built-in model computes non-finite logits")
+    start = time.perf_counter()
+    for _ in range(TIMED_STEPS):
         engine.launch(plan).wait()
-    return 1000 * (time.perf_counter() - began) / TRIED_STEPS
+    return 1000 * (time.perf_counter() - start) / TIMED_STEPS
 
 
 def _model(args: ServerArgs) -> Facts:
-    """The attention backends and the memory plan of a rank, as the engine will make it, the largest step estimated."""
+    """Yield the attention backends and a rank's memory plan: the engine's, with an estimate of the largest step."""
     config = args.scheduler.engine
     try:
         checkpoint = check_fit(config)
@@ -137,8 +143,8 @@ def _model(args: ServerArgs) -> Facts:
     )
     if device == "cpu":
         yield "its steps", f"op by op: {reason}" if (reason := refusal(spec)) else "in C++, if this machine has them"
-    wanted = spec.attention_spec(device)
-    yield "attention", "; ".join(f"{name}: {ATTENTION.refusal(name, wanted) or 'usable'}" for name in ATTENTION.names)
+    required = spec.attention_spec(device)
+    yield "attention", "; ".join(f"{name}: {ATTENTION.refusal(name, required) or 'usable'}" for name in ATTENTION.names)
 
     needs = Footprint.of(checkpoint, config, device, item)
     free = create_device(config.device, config.threads, 0, config.tp // config.nnodes).free_memory()
@@ -151,5 +157,5 @@ def _model(args: ServerArgs) -> Facts:
     yield "memory plan", f"{shown}, left {(free - sum(parts.values())) / GB:.2f} GB of {free / GB:.2f} GB for each rank"
     lengths = [*(n for n in LENGTHS if n < spec.max_seq_len), spec.max_seq_len]
     counts = (min(spec.max_running_requests, pages // ceil_div(n, needs.page_size)) for n in lengths)
-    fits = ", or ".join(f"{count} of {n} tokens" for count, n in zip(counts, lengths, strict=True))
-    yield "requests at once", fits if pages else "none, for want of K/V pages: raise --memory-ratio, or lower the rest"
+    capacity = ", or ".join(f"{count} of {n} tokens" for count, n in zip(counts, lengths, strict=True))
+    yield "requests at once", capacity if pages else "none: no memory is left for K/V pages; raise --memory-ratio"

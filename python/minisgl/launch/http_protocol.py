@@ -1,6 +1,6 @@
-"""HTTP/1.1 connections with limits on bytes, time and number, around uvicorn's protocol.
+"""Limits the bytes, the time and the number of HTTP/1.1 connections, on top of uvicorn's protocol.
 
-Every limit applies before the API key is checked: a stranger can hold a connection, and this file says for how long.
+All limits apply before the API key is checked, so they bound what a client without a key can occupy.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from minisgl.api.http import DROP, error_body, to_json
 
-HEAD_BYTES: Final = 64 * 1024  # of request line, headers and trailers together; of requests sent ahead of their turn
+HEAD_BYTES: Final = 64 * 1024  # of request line, headers and trailers together; also of pipelined requests
 HEAD_S: Final = 10.0  # from the first byte of a request (or from connecting) to the end of its headers
-IDLE_S: Final = 30.0  # from an answer to the next request
-LINGER_S: Final = 2.0  # for a client that is answered early to read that answer
+IDLE_S: Final = 30.0  # from a response to the next request
+LINGER_S: Final = 2.0  # for a client to read a response that was sent before its request was complete
 SWEEP_S: Final = 0.5
-OTHER_FILES: Final = 128  # descriptors for everything but connections
+OTHER_FILES: Final = 128  # file descriptors that are not connections
 MAX_CONNECTIONS: Final = 16_384
 LOG_EVERY_S: Final = 60.0
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def connection_limit() -> int:
-    """Raise the soft limit on open files as far as allowed, and return how many connections fit below it."""
+    """Raise the soft limit on open files as far as allowed; return the number of connections that it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + OTHER_FILES
     best = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
@@ -42,16 +42,16 @@ def connection_limit() -> int:
 
 
 class Connections:
-    """The connections that wait for a complete head, the oldest first, and what happens when there are too many."""
+    """The connections that wait for a complete request head, oldest first. Limits the number of all connections."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._deadlines: dict[BoundedHttpProtocol, float] = {}
         self._is_sweeping = False
         self._logged = -LOG_EVERY_S
 
     def wait(self, connection: BoundedHttpProtocol, seconds: float) -> None:
-        """Let `connection` wait so long, behind all others."""
+        """Expire `connection` after `seconds`, unless `done` is called before; it becomes the newest."""
         loop = asyncio.get_running_loop()
         self._deadlines.pop(connection, None)
         self._deadlines[connection] = loop.time() + seconds
@@ -60,16 +60,16 @@ class Connections:
             loop.call_later(SWEEP_S, self._sweep)
 
     def done(self, connection: BoundedHttpProtocol) -> None:
-        """`connection` waits no longer."""
+        """Cancel the deadline of `connection`."""
         self._deadlines.pop(connection, None)
 
     def admit(self, connection: BoundedHttpProtocol, total: int) -> None:
-        """Make room for `connection`, the last of `total`, by closing the one that has waited longest."""
-        if total > self._most:
+        """Admit `connection`, the last of `total`. If that is too many, close the one that has waited longest."""
+        if total > self._limit:
             now = asyncio.get_running_loop().time()
             if now - self._logged >= LOG_EVERY_S:
                 self._logged = now
-                logger.warning("%d connections are open, the most that fit: idle ones are closed", self._most)
+                logger.warning("%d connections are open, which is the limit: idle ones are closed", self._limit)
             if (oldest := next(iter(self._deadlines), None)) is None:
                 connection.refuse(503, "too many connections")
                 return
@@ -90,7 +90,7 @@ class Connections:
 
 
 class _EarlyAnswer:
-    """The transport of a response: closing it lets the client read the response before the connection ends."""
+    """The transport of a response. Closing it lets the client read the response before the connection ends."""
 
     def __init__(self, connection: BoundedHttpProtocol) -> None:
         self._connection = connection
@@ -104,8 +104,8 @@ class _EarlyAnswer:
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection.
 
-    A request that is answered before it has arrived whole is the connection's last: what follows is read and dropped
-    for `LINGER_S`. Requests sent ahead of their turn never stop the reading, so a client that leaves is always seen.
+    If a request is answered before it has arrived completely, the connection ends: further bytes are read and dropped
+    for `LINGER_S`. Pipelined requests never pause reading, so a client that disconnects is always noticed.
     """
 
     def __init__(self, connections: Connections, **uvicorn: Any) -> None:
@@ -113,12 +113,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._connections = connections
         self._running: RequestResponseCycle | None = None
         self._in_head = True
-        self._is_whole = True  # no request has arrived in part
+        self._is_complete = True  # the last request has arrived completely
         self._is_lingering = False
         self._keeps_alive = False
         self._line_bytes = 0  # since the last byte of a body
         self._head_bytes = 0
-        self._bytes_ahead = 0
+        self._pipelined_bytes = 0
 
     # -- the connection
 
@@ -128,7 +128,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if isinstance(exc, TimeoutError):
-            logger.warning("a client did not read within --write-timeout; its connection is ended")
+            logger.warning("a client read nothing for --write-timeout seconds: its connection is closed")
         self._connections.done(self)
         self.pipeline.clear()
         if self._running is not None and not self._running.response_complete:
@@ -137,7 +137,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def expire(self) -> None:
-        """End a connection that has waited for too long."""
+        """End a connection whose deadline has passed."""
         if self._is_lingering:
             self.drop()
         elif self._line_bytes:
@@ -146,14 +146,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def drop(self) -> None:
-        """End the connection at once, with everything that is in its buffers."""
+        """Reset the connection, and discard what is in its buffers."""
         sock = self.transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 
     def finish(self) -> None:
-        """End the connection after a response: now, or when the client has had time to read it."""
-        if self._is_whole:
+        """Close the connection after a response: now, or after LINGER_S if the request is incomplete."""
+        if self._is_complete:
             self.transport.close()
         else:
             self._is_lingering = True
@@ -161,7 +161,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._connections.wait(self, LINGER_S)
 
     def refuse(self, status: int, message: str) -> None:
-        """Answer a request that cannot be read, unless another answer has begun, and end the connection."""
+        """Send an error response, unless another response has begun, and end the connection."""
         running = self._running
         if running is not None and not running.response_complete:
             if running.response_started or not running.more_body:
@@ -172,7 +172,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         body = to_json(error_body(message, status))
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
         self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
-        self._is_whole = False
+        self._is_complete = False
         self.finish()
 
     # -- bytes
@@ -181,11 +181,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._is_lingering:
             return
         if self._is_answering:
-            self._bytes_ahead += len(data)
-            if self._bytes_ahead > HEAD_BYTES:
+            self._pipelined_bytes += len(data)
+            if self._pipelined_bytes > HEAD_BYTES:
                 self.drop()
                 return
-        elif self._is_whole and not self._line_bytes:
+        elif self._is_complete and not self._line_bytes:
             self._connections.wait(self, HEAD_S)
         self._line_bytes += len(data)
         super().data_received(data)
@@ -198,7 +198,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _is_answering(self) -> bool:
-        """Whether a request that has arrived whole waits for the end of its response."""
+        """Whether a complete request waits for the end of its response."""
         running = self._running
         return running is not None and not running.response_complete and not running.more_body
 
@@ -212,7 +212,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._in_head = True
-        self._is_whole = False
+        self._is_complete = False
         self._head_bytes = 0
         super().on_message_begin()
 
@@ -235,7 +235,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._is_whole = True
+        self._is_complete = True
         self._line_bytes = 0
         self.cycle.keep_alive = self._keeps_alive
         super().on_message_complete()
@@ -248,7 +248,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
-        self._bytes_ahead = 0
+        self._pipelined_bytes = 0
         super().on_response_complete()
         if not (self._is_answering or self._is_lingering or self.transport.is_closing()):
-            self._connections.wait(self, IDLE_S if self._is_whole else HEAD_S)
+            self._connections.wait(self, IDLE_S if self._is_complete else HEAD_S)

@@ -1,4 +1,4 @@
-"""The HTTP server of the main process: uvicorn, and its end by a signal or because a child process has ended."""
+"""The HTTP server of the main process: uvicorn, which stops on a signal or when a child process ends."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from minisgl.launch.replicas import Replicas
 from minisgl.process.processes import Processes
 
 WATCH_S: Final = 1.0
-SILENT_S: Final = 4.0  # a busy machine may keep a process from running for a moment
-LAST_WORDS_S: Final = 1.0  # for error events to reach their clients before the connections are closed
+SILENT_S: Final = 4.0  # without a sign of life, until /health reports a process: a busy machine may delay it
+LAST_WORDS_S: Final = 1.0  # for error events to reach clients before connections are closed
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +33,12 @@ logger = logging.getLogger(__name__)
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Leave the signals to `HttpServer`, which drains before it stops."""
+        """Install no signal handlers: `HttpServer` has its own, which drain requests first."""
         yield
 
 
 class HttpServer:
-    """Serves `app` and watches the child processes; `exit_code` is 1 after a child has ended by itself."""
+    """Serves `app` and watches the child processes. `exit_code` is 1 if a child has ended unexpectedly."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
         replicas: Replicas | None = None,
     ) -> None:
-        """With `replicas`, the death of one does not end the server."""
+        """With `replicas`, the server outlives the death of a replica."""
         self.exit_code = 0
         self._hang_timeout = hang_timeout
         self._app = app
@@ -74,7 +74,7 @@ class HttpServer:
         self._uvicorn = _Uvicorn(config)
 
     def run(self, sock: socket.socket, on_ready: Callable[[], None]) -> None:
-        """Serve in this thread until stopped; `on_ready` is called once requests are accepted."""
+        """Serve in this thread until stopped. Calls `on_ready` once requests are accepted."""
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._serve(sock, on_ready))
 
@@ -100,19 +100,19 @@ class HttpServer:
         watching.cancel()
 
     async def _watch(self) -> None:
-        """Say which process gives no sign of life, and kill one that stays silent or in one step."""
+        """Report a silent process in `stalled`; kill one that stays silent or in one step for the hang timeout."""
         while True:
             await asyncio.sleep(WATCH_S)
             replicas, silence = self._replicas, self._children.silence()
-            vital = silence if replicas is None else {n: s for n, s in silence.items() if not replicas.owns(n)}
-            name, silent = max(vital.items(), key=lambda item: item[1])
-            self._frontend.stalled = f"no sign of life from {name} for {silent:.0f} s" if silent > SILENT_S else ""
+            watched = silence if replicas is None else {n: s for n, s in silence.items() if not replicas.owns(n)}
+            name, seconds = max(watched.items(), key=lambda item: item[1])
+            self._frontend.stalled = f"no sign of life from {name} for {seconds:.0f} s" if seconds > SILENT_S else ""
             schedulers = {0: next(iter(silence))} if replicas is None else replicas.schedulers
-            for index, seconds in self._frontend.dispatcher.silence.items():
-                vital[schedulers[index]] = max(seconds, silence[schedulers[index]])
-            name, silent = max(vital.items(), key=lambda item: item[1])
-            if silent > self._hang_timeout and not self._uvicorn.should_exit:
-                logger.error("%s hangs for %.0f s (--heartbeat-timeout); it is killed", name, silent)
+            for index, since_step in self._frontend.dispatcher.silence.items():
+                watched[schedulers[index]] = max(since_step, silence[schedulers[index]])
+            name, seconds = max(watched.items(), key=lambda item: item[1])
+            if seconds > self._hang_timeout and not self._uvicorn.should_exit:
+                logger.error("%s hangs for %.0f s (--heartbeat-timeout); it is killed", name, seconds)
                 await asyncio.get_running_loop().run_in_executor(None, self._children.give_up, name)
                 if replicas is None or not replicas.owns(name):
                     return
@@ -123,18 +123,18 @@ class HttpServer:
         return frontend
 
     def stop(self) -> None:
-        """Drain the open requests on the first call, end them at once on the second."""
+        """Stop the server: finish open requests first; on a second call, end them at once."""
         if self._stopping is None and (n := self._frontend.entries):
             logger.info("finishing %d requests; repeat the signal to stop now", n)
         self._end(self._drain(0.0 if self._stopping else self._drain_timeout))
 
     def stop_from_other_thread(self) -> None:
-        """`stop`, callable from any thread; does nothing when the server has ended."""
+        """Call `stop` from any thread. Does nothing if the server has ended."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.stop)
 
     def _watch_end(self, name: str) -> None:
-        """Have `_child_ended` called when a process ends."""
+        """Call `_child_ended` when the process `name` ends."""
         sentinel = self._children.sentinels[name]
         asyncio.get_running_loop().add_reader(sentinel, self._child_ended, name, sentinel)
 
@@ -154,20 +154,20 @@ class HttpServer:
         self._end(self._fail(f"the server failed: {cause}"))
 
     def _end(self, ending: Coroutine[Any, Any, None]) -> None:
-        """Run `ending` instead of the ending in progress, if any."""
+        """Run `ending`; cancel the one in progress, if any."""
         if self._stopping is not None:
             self._stopping.cancel()
         self._stopping = asyncio.create_task(ending)
 
     async def _drain(self, timeout: float) -> None:
-        """Take no new work; wait up to `timeout` seconds for open requests and end the remaining ones with an error."""
+        """Refuse new requests, wait up to `timeout` seconds for open ones, and end the rest with an error."""
         await self._frontend.drain(timeout)
         if not await self._frontend.wait_idle(LAST_WORDS_S):
             logger.warning("%d requests are still open", self._frontend.entries)
         self._uvicorn.should_exit = True
 
     async def _fail(self, cause: str) -> None:
-        """End every open request with the error `cause`."""
+        """End every open request with the error `cause`, then stop."""
         self._frontend.fail(cause)
         await asyncio.sleep(LAST_WORDS_S)  # for the error events, and for /health to show the cause to a probe
         self._uvicorn.should_exit = True

@@ -1,4 +1,4 @@
-"""From `ServerArgs` to a running server and back: check, bind, spawn, serve, drain, clean up."""
+"""The life of a server: check the settings, bind the socket, spawn processes, serve, drain, clean up."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ SchedulerTarget = Callable[[ServerArgs, Ready], None]
 
 
 def launch_server(args: ServerArgs, scheduler: SchedulerTarget = run_scheduler) -> int:
-    """Run the server until it is told to stop; return the exit code of the process.
+    """Run a server until it is told to stop; return the exit code.
 
-    Raises `ConfigError` or `StartupError` when it cannot start.
+    Raises `ConfigError` or `StartupError` if it cannot start.
     """
     configure_logging("minisgl-api", args.log_level, args.log_format)
     checked = check_args(args)
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # during the start: clean up and leave
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # during the start: clean up and exit
     try:
         if args.scheduler.engine.node_rank:
             return _run_other_host(args, checked, scheduler)
@@ -70,11 +70,11 @@ def launch_server(args: ServerArgs, scheduler: SchedulerTarget = run_scheduler) 
 
 @contextlib.contextmanager
 def background_server(args: ServerArgs) -> Iterator[str]:
-    """Run a server with its HTTP side in a thread of this process; yield its URL. For `minisgl chat` and `--shell`."""
+    """Run a server whose HTTP side is a thread of this process; yield its URL. For `minisgl chat` and `--shell`."""
     configure_logging("minisgl-api", args.log_level or "WARNING", args.log_format)
     checked = check_args(args)
     if args.scheduler.engine.node_rank:
-        raise ConfigError("the chat is on host 0; start `minisgl serve` with the same settings on the others")
+        raise ConfigError("the chat runs on node 0: start `minisgl serve` with the same settings on the other nodes")
     is_up = threading.Event()
     with (
         listening_socket(args) as sock,
@@ -94,7 +94,7 @@ def background_server(args: ServerArgs) -> Iterator[str]:
 
 
 def _run_other_host(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) -> int:
-    """Run the ranks of a host that does not serve until one of them ends; all ranks end when rank 0 does."""
+    """Run the ranks of a host without HTTP until one of them ends. All ranks end when rank 0 does."""
     with running_children(args, checked, scheduler) as children:
         processes = children.processes
         announce(f"ready: {', '.join(processes.pids)}")
@@ -111,7 +111,7 @@ def _run_other_host(args: ServerArgs, checked: Checked, scheduler: SchedulerTarg
 
 @dataclass(frozen=True)
 class Checked:
-    """The results of the cheap checks that come before anything heavy starts."""
+    """The results of the cheap checks before anything heavy starts."""
 
     folder: Path
     limits: Limits
@@ -122,7 +122,10 @@ class Checked:
 
 
 def check_args(args: ServerArgs) -> Checked:
-    """Raises `ConfigError` for a model that is missing, broken or too large; imports no torch, takes under a second."""
+    """Check settings, model and memory in less than a second, without torch.
+
+    Raises `ConfigError` for settings that cannot work, and for a model that is missing, broken or too large.
+    """
     from minisgl.api.tracing import is_traced
 
     log_level()
@@ -137,7 +140,7 @@ def check_args(args: ServerArgs) -> Checked:
 
 
 def check_model(args: ServerArgs) -> Checked:
-    """As `check_args`, for a machine that has the model's files and no ranks."""
+    """Do the part of `check_args` that needs the model's files but no device, for a machine without ranks."""
     from minisgl.tokenizer.template import ChatTemplate
     from minisgl.tokenizer.tokenize import TokenizeManager, model_limits
 
@@ -149,18 +152,18 @@ def check_model(args: ServerArgs) -> Checked:
     limits = model_limits(folder, engine.max_seq_len)
     template = ChatTemplate.of_folder(folder, engine.load_chat_template(), engine.template_kwargs)
     TokenizeManager(folder, limits, template)
-    for name, problem in template.problems.items():
-        logger.warning("the chat template %r cannot be used: %s; requests that need it are refused", name, problem)
+    for name, error in template.problems.items():
+        logger.warning("the chat template %r cannot be used: %s; requests that need it are refused", name, error)
     name = next(iter(split_list(args.served_model_name)), "") or hf.model_name(engine.model)
     return Checked(folder, limits, name, hf.load_generation_config(folder), template, _tls(args))
 
 
 def _tls(args: ServerArgs) -> ssl.SSLContext | None:
-    """The context of HTTPS, if it is asked for. Raises `ConfigError` for a certificate or key that cannot be used."""
+    """Return the TLS context, or None without a certificate. Raises `ConfigError` if certificate or key is unusable."""
     if args.ssl_certfile is None and args.ssl_keyfile is None:
         return None
     if args.ssl_certfile is None or args.ssl_keyfile is None:
-        raise ConfigError("--ssl-certfile and --ssl-keyfile go together")
+        raise ConfigError("HTTPS needs both --ssl-certfile and --ssl-keyfile: give the other one, too")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile, lambda: "")  # no prompt for a passphrase
@@ -174,7 +177,7 @@ def _tls(args: ServerArgs) -> ssl.SSLContext | None:
 
 
 def bind_socket(args: ServerArgs) -> socket.socket:
-    """Bind and listen on a TCP socket; raises `ConfigError` when the address is not available."""
+    """Bind and listen on a TCP socket. Raises `ConfigError` if the address is not available."""
     host, port = args.host, args.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -182,7 +185,7 @@ def bind_socket(args: ServerArgs) -> socket.socket:
         raise ConfigError(f"--host {host} is not an address of this machine ({e.strerror})") from e
     sock = socket.socket(family, kind, protocol)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Connections inherit it: the kernel ends one whose client takes nothing of what waits for it, closed ones too.
+    # Accepted connections inherit this: the kernel ends one whose client acknowledges nothing, even after `close`.
     if sys.platform == "linux":
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(args.write_timeout * 1000)))
     try:
@@ -198,7 +201,7 @@ def bind_socket(args: ServerArgs) -> socket.socket:
 
 @contextlib.contextmanager
 def listening_socket(args: ServerArgs) -> Iterator[socket.socket]:
-    """The socket that the options ask for, closed afterwards. Raises `ConfigError` when it cannot be had."""
+    """Yield a socket that listens where the options say; close it afterwards. Raises `ConfigError` if it cannot."""
     with contextlib.closing(bind_socket(args) if args.uds is None else bind_uds(args.uds)) as sock:
         try:
             yield sock
@@ -208,7 +211,7 @@ def listening_socket(args: ServerArgs) -> Iterator[socket.socket]:
 
 
 def bind_uds(path: str) -> socket.socket:
-    """Bind and listen on a unix socket, in place of one that nobody listens on any more. Raises `ConfigError`."""
+    """Bind and listen on a unix socket; replace a stale one. Raises `ConfigError` if the path cannot be used."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode) and sock.connect_ex(path):
@@ -235,19 +238,19 @@ def _url(sock: socket.socket, is_tls: bool) -> str:
 
 @dataclass(frozen=True)
 class Running:
-    """The child processes when they are ready."""
+    """The child processes of a server, all ready."""
 
     args: ServerArgs  # with the run directory
     processes: Processes
     facts: Facts
-    replica: Callable[[int, int], list[Child]]  # the children of a replica, by index and life
+    replica: Callable[[int, int], list[Child]]  # (index, life) -> the processes to start for that life
 
 
 @contextlib.contextmanager
 def running_children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) -> Iterator[Running]:
-    """Start the child processes in a run directory of their own, and wait until they are ready; end them afterwards.
+    """Start the child processes in a new run directory, and yield them when all are ready; end them afterwards.
 
-    On host 0 these are the ranks there, tokenizers and detokenizer; on other hosts only the ranks.
+    Host 0 has its ranks, the tokenizers and the detokenizer. Other hosts have only ranks.
     """
     with run_dir() as folder:
         args = replace(args, run_dir=str(folder))
@@ -265,10 +268,10 @@ def _log_env(args: ServerArgs) -> dict[str, str]:
 
 
 def replica_children(args: ServerArgs, scheduler: SchedulerTarget, index: int, life: int) -> list[Child]:
-    """Return the ranks on this host of replica number `index`, in its `life`."""
-    # OpenMP's threads wait for each other by spinning for milliseconds: when the API server or a client wants the same
-    # core, every step of the engine waits for the spinning thread. A short spin costs nothing on idle cores; the
-    # figures are in docs/notebook/2026-11-21.md.
+    """Return the processes to start for this host's ranks of replica number `index`, in its `life`."""
+    # By default, OpenMP's threads spin for milliseconds while they wait. If the API server or a client needs the same
+    # core, each step of the engine then waits for a spinning thread. A short spin costs nothing on idle cores;
+    # measured in docs/notebook/2026-11-21.md.
     scheduler_env = _log_env(args) | {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000")}
     prefix = "minisgl"
     if args.dp > 1:
@@ -293,7 +296,7 @@ def _children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) ->
 
 
 def tokenizer_children(args: ServerArgs, checked: Checked) -> list[Child]:
-    """Return the detokenizer and the tokenizers."""
+    """Return the processes to start for the detokenizer and the tokenizers."""
     from minisgl.tokenizer.server import tokenize_worker
 
     worker_env = _log_env(args) | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -302,8 +305,8 @@ def tokenizer_children(args: ServerArgs, checked: Checked) -> list[Child]:
     if args.num_tokenizer:
         addrs |= {f"minisgl-tokenizer-{i}": addr for i, addr in enumerate(args.zmq_tokenizer_addrs)}
     model = checked.folder, checked.limits, checked.template
-    outboxes = args.zmq_backend_addr, args.zmq_frontend_addr
-    return [Child(name, tokenize_worker, (*model, addr, *outboxes), worker_env) for name, addr in addrs.items()]
+    outputs = args.zmq_backend_addr, args.zmq_frontend_addr
+    return [Child(name, tokenize_worker, (*model, addr, *outputs), worker_env) for name, addr in addrs.items()]
 
 
 # -- serve
@@ -311,7 +314,7 @@ def tokenizer_children(args: ServerArgs, checked: Checked) -> list[Child]:
 
 @contextlib.contextmanager
 def http_server(children: Running, checked: Checked) -> Iterator[HttpServer]:
-    """Yield the HTTP server, ready to run; tell the scheduler to leave afterwards."""
+    """Yield the HTTP server, ready to run; tell the schedulers to exit afterwards."""
     from minisgl.api.app import create_app
     from minisgl.launch.http_server import HttpServer
 
@@ -345,7 +348,7 @@ def served_model(args: ServerArgs, checked: Checked, facts: Facts, processes: Pr
 
 
 def banner(args: ServerArgs, checked: Checked, facts: Facts, url: str) -> str:
-    """The facts to print at the start, and a command to try."""
+    """Return the lines to print at the start: facts of the server, and a command to try."""
     path, body = "chat/completions", json.dumps({"messages": [{"role": "user", "content": "Hello! Who are you?"}]})
     if checked.limits.embeds:
         path, body = "embeddings", json.dumps({"input": "Hello!"})

@@ -1,4 +1,4 @@
-"""What the child processes of a server run."""
+"""The entry points of a server's child processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minisgl.settings.options import ServerArgs
 
 logger = logging.getLogger(__name__)
 
-CAUSE_FIRST_S: Final = 0.3  # lets the parent see the rank that ended first, before the ranks that end because of it
+CAUSE_FIRST_S: Final = 0.3  # lets the parent see the rank that failed first, before the ranks that end because of it
 
 
 def run_scheduler(args: ServerArgs, ready: Ready) -> None:
@@ -32,7 +32,7 @@ def run_scheduler(args: ServerArgs, ready: Ready) -> None:
             io = ZmqIO(args.zmq_scheduler_addr, args.zmq_detokenizer_addr, args.zmq_frontend_addr, args.life)
             scheduler = Scheduler.from_config(args.scheduler, io, group)
             gc.collect()
-            gc.freeze()  # or a full collection would scan the model and its graphs in the middle of a step
+            gc.freeze()  # or full collections would scan the model and its graphs during steps
             group.bus.watch(_end_after)
             ready(scheduler.describe())
             scheduler.run_forever()
@@ -44,14 +44,14 @@ def run_scheduler(args: ServerArgs, ready: Ready) -> None:
 
 
 def _end_after(rank: int) -> None:
-    """End this process, which may be waiting forever for the lost `rank` on a device."""
+    """End this process, since its device may wait forever for the lost `rank`."""
     logger.error("rank %d is gone", rank)
     time.sleep(CAUSE_FIRST_S)
     os._exit(1)
 
 
 def run_follower_rank(args: ServerArgs, index: int, ready: Ready) -> None:
-    """Run another rank, number `index` of the ranks on this host."""
+    """Run a follower: number `index` of the ranks on this host."""
     import torch
 
     from minisgl.scheduler.follower import run_follower
@@ -61,6 +61,6 @@ def run_follower_rank(args: ServerArgs, index: int, ready: Ready) -> None:
 
 
 def local_ranks(args: ServerArgs) -> list[Rendezvous]:
-    """The ranks on this host, in order."""
+    """Return the rendezvous of each rank on this host, in order."""
     folder = args.run_dir if args.dp == 1 else f"{args.run_dir}/life-{args.life}"
     return Rendezvous.of_local_ranks(args.scheduler.engine, folder)

@@ -1,4 +1,4 @@
-"""The builder that creates the weights of layers, and the record of these weights for the loader."""
+"""Creates the weights of layers, and records for the loader which checkpoint tensors fill them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Init(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor of the checkpoint whose part `take` fills the rows of a parameter from `start` on."""
+    """A checkpoint tensor whose part `take` fills the rows of a parameter from `start` on."""
 
     name: str
     shape: tuple[int, ...]  # in the checkpoint
@@ -35,13 +35,13 @@ class Source:
 
     @property
     def rows(self) -> int:
-        """The number of the parameter's rows that are filled."""
+        """The number of rows that it fills."""
         return int(self.take[0].stop - self.take[0].start)
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A tensor on the device, and the checkpoint tensors that fill it, with `offset` added."""
+    """A tensor on the device, and the checkpoint tensors that fill it; `offset` is added to their values."""
 
     tensor: Tensor | Quantized
     sources: tuple[Source, ...]
@@ -51,7 +51,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """This rank's elements [start, stop) of a dimension with `size` elements in the checkpoint."""
+    """This rank's elements [start, stop) of a dimension that has `size` elements in the checkpoint."""
 
     size: int
     start: int
@@ -69,10 +69,10 @@ Rows = Size | Sequence[Size]
 
 
 class Builder:
-    """Carries ops, dtype, device and rank to the layers of a model under construction, and creates their weights.
+    """Creates the weights of a model's layers, and gives the layers their ops, dtype, device and rank.
 
-    `format_of` tells how the checkpoint's matrix of a name is held, None for the model's dtype. `parameters` lists the
-    created weights in order.
+    `format_of` returns the format of the matrix with this checkpoint name; None means the model's dtype. `parameters`
+    lists the created weights in order.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class Builder:
         self.parameters: list[Parameter] = []
 
     def shard(self, count: int, what: str, *, unit: int = 1) -> Shard:
-        """Return this rank's shard of `count` units with `unit` elements each, the same number of units on each rank.
+        """Return this rank's equal shard of `count` units of `unit` elements each.
 
-        Raise `ConfigError`, which names the units by `what`, if the units do not divide evenly.
+        Raises `ConfigError` if the units do not divide evenly; `what` names them.
         """
         return _shard(count, self.info.shard(count, what), unit)
 
     def shard_or_replicate(self, count: int, what: str, *, unit: int = 1) -> Shard:
-        """Return the shard as `shard` does; with fewer units than ranks, neighbouring ranks hold the same unit."""
+        """Return what `shard` does; if there are fewer units than ranks, adjacent ranks have the same unit."""
         return _shard(count, self.info.shard_or_replicate(count, what), unit)
 
     def balanced_shard(self, count: int) -> Shard:
@@ -113,10 +113,10 @@ class Builder:
         dtype: torch.dtype | None = None,
         offset: float = 0.0,
     ) -> Tensor:
-        """Create an uninitialised weight [sum of parts, *shape]; `parts` maps checkpoint names to rows, in order.
+        """Create an uninitialised weight [sum of parts, *shape]. `parts` maps checkpoint names to rows, in order.
 
-        The weight holds this rank's shard of each dimension. `dtype` defaults to the model's; `offset` is added to the
-        values of the checkpoint.
+        The weight has this rank's shard of each dimension. `dtype` defaults to the model's. `offset` is added to the
+        checkpoint's values.
         """
         columns = [_whole(size) for size in shape]
         sources, rows = _sources(parts, columns)
@@ -125,14 +125,17 @@ class Builder:
         return tensor
 
     def matrix(self, parts: Mapping[str, Rows], in_features: Size) -> Tensor | Quantized:
-        """Create a weight [sum of parts, in_features] for products, quantized if `format_of` says so of all parts.
+        """Create a weight [sum of parts, in_features] of a GEMM, quantized if `format_of` has a format for all parts.
 
-        It is not quantized where this rank's part does not begin and end with a scale, nor in MXFP4.
+        It is not quantized in MXFP4, or if this rank's shard does not consist of whole groups of a scale.
         """
         return self._matrix(parts, in_features, lambda kind: kind.name != "mxfp4")
 
     def experts(self, parts: Mapping[str, Rows], in_features: Size, count: int) -> Tensor | Quantized:
-        """As `matrix`, of `count` experts with equally many parts: [count, N, in_features]; not in an order."""
+        """Create a weight [count, N, in_features] of experts with equally many parts, as `matrix` does.
+
+        Formats with an order of columns are not supported.
+        """
         weight = self._matrix(parts, in_features, lambda kind: not kind.order)
         return weight.experts(count) if isinstance(weight, Quantized) else weight.view(count, -1, weight.shape[1])
 
@@ -151,7 +154,7 @@ class Builder:
 
 
 def _sources(parts: Mapping[str, Rows], columns: list[Shard]) -> tuple[tuple[Source, ...], int]:
-    """Return the checkpoint tensors of stacked parts, and the rows of this rank."""
+    """Return the checkpoint tensors of stacked parts, and this rank's number of rows."""
     sources, start = [], 0
     for name, rows in parts.items():
         fused = [_whole(size) for size in (rows if isinstance(rows, Sequence) else [rows])]

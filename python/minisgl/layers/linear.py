@@ -1,4 +1,4 @@
-"""Projections, the norms in front of them, and the embedding."""
+"""Projections, the norms before them, and the embedding."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class RMSNorm:
-    """RMSNorm with weight [size]; `name` is the checkpoint's module name.
+    """RMSNorm with weight [size]. `name` is the checkpoint's module name.
 
-    An `offset` is added to the checkpoint's weight in float32, and such norms are computed in float32.
+    An `offset` is added to the checkpoint's weight. Norms with an offset are computed in float32.
     """
 
     def __init__(self, builder: Builder, name: str, size: int, eps: float, offset: float = 0.0) -> None:
@@ -34,16 +34,16 @@ class RMSNorm:
         return self._rms_norm(self._all_reduce(x), self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (the normalised x + residual, x + residual), each [T, size]; `residual` may be overwritten."""
+        """Return (norm(x + residual), x + residual), each [T, size]; may overwrite `residual`."""
         return self._add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Linear:
-    """x W^T + b with weight [sum of parts, in_features] and bias [sum of parts] or None.
+    """A projection x W^T + b, with weight [sum of parts, in_features] and bias [sum of parts] or None.
 
     `parts` maps the checkpoint's module names to output features: one for a plain projection; q, k, v; gate and up.
-    Sharded outputs are a shard of the result. Sharded inputs give a partial sum, to which rank 0 adds the bias. `tied`
-    is the weight of another layer, taken instead of one of its own.
+    If outputs are sharded, the result is a shard. If inputs are sharded, it is a partial sum, to which rank 0 adds the
+    bias. `tied` is another layer's weight, used instead of an own one.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Linear:
         self._add_norm_linear = builder.ops.add_norm_linear
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, in_features] -> [T, sum of parts]."""
+        """Project x [T, in_features] -> [T, sum of parts]."""
         return self._linear(x, self.weight, self.bias)
 
     def after_norm(self, x: Tensor, residual: Tensor | None, norm: RMSNorm, gate: str = "") -> tuple[Tensor, Tensor]:
-        """Return (the projection of the normalised x + residual, x + residual); `residual` may be overwritten.
+        """Return (projection of norm(x + residual), x + residual); may overwrite `residual`.
 
         With a `gate` of `reference.GATES`, the projection is gate and up, and the activation follows.
         """
@@ -84,17 +84,17 @@ class Embedding:
 
     def __init__(self, builder: Builder, name: str, vocab_size: int, hidden_size: int, scale: float = 1.0) -> None:
         self.scale = float(torch.tensor(scale, dtype=builder.dtype))
-        self._own = builder.balanced_shard(vocab_size)
-        self.weight = builder.parameter({f"{name}.weight": self._own}, hidden_size)
+        self._shard = builder.balanced_shard(vocab_size)
+        self.weight = builder.parameter({f"{name}.weight": self._shard}, hidden_size)
         self._all_reduce, self._embedding = builder.ops.all_reduce, builder.ops.embedding
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up [T] int32 -> [T, H], whole on every rank."""
-        own = self._own
-        if own.count == own.size:
+        """Look up ids [T] int32 -> [T, H], all of it on every rank."""
+        shard = self._shard
+        if shard.count == shard.size:
             x = self._embedding(ids, self.weight)
         else:
-            is_own = (ids >= own.start) & (ids < own.stop)
-            x = self._embedding((ids - own.start).clamp(0, own.count - 1), self.weight)
+            is_own = (ids >= shard.start) & (ids < shard.stop)
+            x = self._embedding((ids - shard.start).clamp(0, shard.count - 1), self.weight)
             x = self._all_reduce(x.masked_fill_(~is_own.unsqueeze(1), 0.0))
         return x if self.scale == 1.0 else x.mul_(self.scale)

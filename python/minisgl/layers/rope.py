@@ -10,7 +10,7 @@ ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn", "longrope", "dynamic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """The parameters of a rotary embedding; each `type` of ROPE_TYPES reads the fields that it needs."""
+    """The parameters of a rotary embedding. Each `type` of ROPE_TYPES reads the fields that it needs."""
 
     theta: float = 10000.0
     type: str = "default"

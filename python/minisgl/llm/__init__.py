@@ -1,1 +1,1 @@
-"""The engine inside one Python process, without server or sockets."""
+"""The engine in a Python process, without server or sockets."""

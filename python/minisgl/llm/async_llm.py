@@ -1,4 +1,4 @@
-"""`AsyncLLM`: many concurrent requests on one engine, from asyncio."""
+"""`AsyncLLM`: concurrent requests to one engine, from asyncio."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncLLM:
-    """An `LLM` in a thread of its own, for callers in any event loop; `options` are those of `LLM`.
+    """An `LLM` in its own thread, for callers in any event loop. `options` are those of `LLM`.
 
-    `generate` and `chat` are async iterators of pieces. To leave the loop aborts the request:
+    `generate` and `chat` are async iterators of pieces. Leaving the loop aborts the request:
 
         async for piece in llm.generate("Once upon a time", SamplingParams(max_tokens=50)):
             print(piece.text, end="")
@@ -42,11 +42,11 @@ class AsyncLLM:
         thread = threading.Thread(target=self._worker.run, args=arguments, name="minisgl-engine", daemon=True)
         thread.start()
         self._llm = started.result()
-        self._lock = threading.Lock()  # of the tokenizer
+        self._lock = threading.Lock()  # for the tokenizer
         self._close = weakref.finalize(self, _stop, self._worker, thread)
 
     def close(self) -> None:
-        """End all requests with an error, and the engine."""
+        """End all requests with an error, and end the engine."""
         self._close()
 
     async def __aenter__(self) -> AsyncLLM:
@@ -56,11 +56,11 @@ class AsyncLLM:
         await asyncio.to_thread(self.close)
 
     def get_tokenizer(self) -> TextTokenizer:
-        """The model's tokenizer and chat template."""
+        """Return the model's tokenizer and chat template."""
         return self._llm.get_tokenizer()
 
     def generate(self, prompt: Prompt, sampling_params: Params | None = None) -> AsyncGenerator[Piece, None]:
-        """The pieces of the completion of one prompt, or of its `n` choices. Raises `RequestError`."""
+        """Yield the pieces of the completion of one prompt, or of its `n` choices. Raises `RequestError`."""
         return self._pieces(prompt_messages(prompt), sampling_params)
 
     def chat(
@@ -71,12 +71,12 @@ class AsyncLLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[Piece, None]:
-        """The pieces of the assistant's next message. Raises `RequestError`."""
+        """Yield the pieces of the assistant's next message. Raises `RequestError`."""
         messages = chat_messages(conversation, tools=tools, template_kwargs=chat_template_kwargs or {})
         return self._pieces(messages, sampling_params)
 
     async def complete(self, prompt: Prompt, sampling_params: Params | None = None) -> Completion:
-        """The whole completion of one prompt. Raises `RequestError`."""
+        """Return the whole completion of one prompt. Raises `RequestError`."""
         choices: dict[int, Completion] = {}
         async for piece in self.generate(prompt, sampling_params):
             choices[piece.index] = piece.completion
@@ -85,7 +85,7 @@ class AsyncLLM:
 
     async def _pieces(self, messages: list[TokenizeMsg], sampling_params: Params | None) -> AsyncGenerator[Piece, None]:
         if len(messages) != 1:
-            raise RequestError("give one prompt; several are several calls, which run together", param="prompt")
+            raise RequestError("give one prompt per call; concurrent calls run together", param="prompt")
         with self._lock:
             (request,) = self._llm.prepare(messages, sampling_params)
         loop, uids = asyncio.get_running_loop(), [user.uid for user in request.users]
@@ -114,7 +114,7 @@ class AsyncLLM:
 
 
 class _Worker:
-    """The thread of the engine: takes jobs between steps, and hands each event loop the pieces of a step at once."""
+    """The engine's thread. It runs jobs between steps, and passes all pieces of a step to an event loop at once."""
 
     def __init__(self) -> None:
         self.outbox: defaultdict[asyncio.AbstractEventLoop, list[tuple[Inbox, Piece]]] = defaultdict(list)
@@ -123,14 +123,14 @@ class _Worker:
         self._failure: MinisglError | None = None
 
     def submit(self, job: Job | None) -> None:
-        """Have the thread run `job`, or end if it is None. Raises the cause if it has ended."""
+        """Let the thread run `job`, or end if it is None. Raises the cause if the thread has ended."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
             self._jobs.put(job)
 
     def run(self, model: str, options: dict[str, Any], started: Future[LLM]) -> None:
-        """Load the model, and compute until told to end."""
+        """Load the model, and run steps until the thread is to end."""
         try:
             llm = LLM(model, **options)
         except BaseException as e:
@@ -155,7 +155,7 @@ class _Worker:
         llm.close()
 
     def _run_jobs(self, llm: LLM, completions: Completions, waits: bool) -> bool:
-        """Run the jobs that are there, and wait for one if `waits`; whether to go on."""
+        """Run all queued jobs; with `waits`, wait for one. Return whether to continue."""
         while waits or not self._jobs.empty():
             if (job := self._jobs.get()) is None:
                 return False

@@ -1,4 +1,4 @@
-"""The scheduler's messages about the open requests of a call, or of an `AsyncLLM` -> their completions."""
+"""Collects the scheduler's messages about the open requests of a call, or of an `AsyncLLM`, into completions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from minisgl.tokenizer.detokenize import DetokenizeManager
 
 @dataclass(slots=True)
 class Completion:
-    """One finished request. `text` has no stop string and no special tokens; `token_ids` has every generated token.
+    """One finished request. `text` has no stop string and no special tokens; `token_ids` has all generated tokens.
 
-    With `echo`, `text` and `logprobs` begin with the prompt's. `embedding` (float32 bytes) is for `LLM.embed`. A result
-    also reads as vLLM's (`result.outputs[0].text`) and SGLang's (`result["text"]`); `logprobs` have our own form only.
+    With `echo`, `text` and `logprobs` begin with the prompt's. `embedding` (float32 bytes) is for `LLM.embed`. A
+    completion can also be read like vLLM's (`result.outputs[0].text`) and SGLang's (`result["text"]`), except for
+    `logprobs`.
     """
 
     prompt_tokens: int
@@ -28,19 +29,19 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
-    accepted_tokens: int = 0  # of the output: drafts that were right
+    accepted_tokens: int = 0  # output tokens that were accepted drafts
     logprobs: list[TokenLogprob] = field(default_factory=list)
     embedding: bytes = b""
     stop_reason: str | int | None = None  # the stop string or stop token that ended the request
     prompt: str | None = None  # if it was given as text
     prompt_ids: bytes = b""  # int32
     request_id: str = ""
-    index: int = 0  # among the choices of its prompt
+    index: int = 0  # of the choice of its prompt
     others: list[Completion] = field(default_factory=list, repr=False)  # the other choices, of choice 0
 
     @property
     def outputs(self) -> list[Completion]:
-        """All choices (`SamplingParams.n`)."""
+        """All choices of the prompt (`SamplingParams.n`)."""
         return [self, *self.others]
 
     @property
@@ -57,7 +58,7 @@ class Completion:
         return self.finish_reason is not None
 
     def __getitem__(self, name: str) -> Any:
-        """SGLang's `text`, `output_ids` and `meta_info`."""
+        """Return SGLang's `text`, `output_ids` or `meta_info`."""
         if name == "meta_info":
             reason = None if self.finish_reason is None else {"type": str(self.finish_reason)}
             if reason is not None and self.stop_reason is not None:
@@ -69,9 +70,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The newest text and tokens of choice `index`; `completion` has all of them so far. Only the last has a reason.
+    """The newest text and tokens of choice `index`. `completion` has all so far; only the last has a finish reason.
 
-    A piece also reads as the results of vLLM's AsyncLLM do: `piece.outputs[0].text` is all text so far.
+    A piece can also be read like a result of vLLM's AsyncLLM: `piece.outputs[0].text` is all text so far.
     """
 
     index: int
@@ -95,18 +96,18 @@ Listener = Callable[[Piece], None]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a prompt becomes: a message for each of its choices, with uids that follow each other."""
+    """The requests of one prompt: a message for each choice, with consecutive uids."""
 
     users: list[UserMsg]
     prompt: str | None = None  # if it was given as text
 
 
 class Completions:
-    """The open requests: send what is `waiting` to the scheduler, `take` each of its messages, then `finish`.
+    """The open requests. Send what is `waiting` to the scheduler, `take` each of its messages, then call `finish`.
 
-    Choices of a prompt behind the first wait until the first has a token, and find the prompt in the cache. Tokens are
-    decoded as they arrive if there is a listener, a stop string, or more than text to return. Otherwise they are only
-    stored and decoded in the end, so that a step costs next to nothing.
+    Choices after the first wait until the first has a token; then the prompt is in the cache. Tokens are decoded as
+    they arrive if there is a listener, a stop string, or more than text to return. Otherwise they are decoded at the
+    end, so that a step costs next to nothing.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Completions:
         requests: Sequence[Request] = (),
         on_token: Callable[[int, str], None] | None = None,
     ) -> None:
-        """Open the `requests` of a call, or none for an `AsyncLLM`, which calls `add`."""
+        """Open the `requests` of a call. An `AsyncLLM` opens none here and calls `add`."""
         users = [user for request in requests for user in request.users]
         self.pending = 0
         self.waiting: deque[UserMsg] = deque()
@@ -124,14 +125,14 @@ class Completions:
         self._completions: dict[int, Completion] = {}
         self._listeners: dict[int, Listener] = {}
         self._on_token = on_token
-        self._first = users[0].uid if users else 0  # of a call; the other uids follow
+        self._first = users[0].uid if users else 0  # the first uid of a call; the others follow
         self._params = [u.sampling_params for u in users]
         self._streams = (
             on_token is not None
             or not users
             or any(p.stop or p.echo or p.embed or p.logprobs is not None for p in self._params)
         )
-        # Where to cut the tokens that have text; None = nowhere.
+        # The index at which to cut the tokens that have text; None = nowhere.
         self._text_stop: list[int | None] = [None] * len(users)
         self._uids: list[bytes] = []
         self._tokens: list[bytes] = []
@@ -139,7 +140,7 @@ class Completions:
             self.add(request)
 
     def add(self, request: Request, listener: Listener | None = None) -> None:
-        """Open a request; `listener` hears of each token of all its choices, and of failures."""
+        """Open a request. `listener` is called for each token of all its choices, and for failures."""
         first, *others = request.users
         for index, user in enumerate(request.users):
             self._completions[user.uid] = Completion(
@@ -157,7 +158,7 @@ class Completions:
         self.pending += len(request.users)
 
     def forget(self, uids: Sequence[int]) -> None:
-        """Drop requests, whose ends will come, or which the scheduler does not know yet."""
+        """Drop requests. Their ends may still arrive, or the scheduler does not know them yet."""
         unsent = {u.uid for u in self.waiting} | {u.uid for users in self._held.values() for u in users}
         self.waiting = deque(u for u in self.waiting if u.uid not in uids)
         for uid in uids:
@@ -167,13 +168,13 @@ class Completions:
                 self.pending -= 1
 
     def fail(self, error: MinisglError) -> None:
-        """Tell the listeners of all open requests that there will be no more."""
+        """End all open requests: call their listeners with `error`."""
         for uid, listener in self._listeners.items():
             done = self._completions[uid]
             listener(Piece(done.index, "", [], FinishReason.ERROR, done, error))
 
     def take(self, msg: DetokenizeMsg) -> list[int]:
-        """Take in one step; return the uids that a stop string has ended. Raises `RequestError` if one has failed."""
+        """Add the tokens of a step; return the uids that a stop string has ended. Raises `RequestError` on failure."""
         if self._held:
             for uid in (*(s.uid for s in msg.started), *(f.uid for f in msg.finished)):
                 self.waiting.extend(self._held.pop(uid, ()))
@@ -222,7 +223,7 @@ class Completions:
             raise failure
 
     def drop(self, msg: DetokenizeMsg) -> None:
-        """Ignore a message that arrives when the call has returned or failed."""
+        """Ignore a message that arrives after the call has returned or failed."""
         if self._streams:
             self._detokenizer.detokenize(msg)
 

@@ -34,27 +34,27 @@ Params = SamplingParams | Mapping[str, Any]
 Message = dict[str, Any]
 
 
-# In a batch job no stream has a pace to keep: steps as large as the token budget finish it soonest. Its queue may be as
-# long as the job.
+# A batch job has no streams whose pace matters, so steps as large as the token budget finish it soonest. Its queue has
+# no limits.
 BATCH: Final = {"itl_target_ms": 0.0, "max_queue_time": 1e6, "max_queued_tokens": 1 << 62}
 
 
 class LLM:
-    """Owns a scheduler and steps it until its requests are done.
+    """Owns a scheduler, and runs its steps until all requests are done.
 
-    `options` are those of `minisgl generate --help`, e.g. `LLM(model, page_size=1, dtype="bfloat16", tp_size=2)`.
+    `options` are those of `minisgl generate --help`, such as `LLM(model, page_size=1, dtype="bfloat16", tp_size=2)`.
     Raises `ConfigError` for settings that cannot work.
 
-    With `tp` above 1 the other ranks are child processes (`followers`), which end with this object or at `close()`.
+    With `tp` above 1, the other ranks are child processes (`followers`), which end with this object or with `close()`.
     """
 
     def __init__(self, model: str = "", **options: Any) -> None:
         given = {"model": model, **options} if model else options
         config = build_config(SchedulerConfig, {**BATCH, **given})
-        own = config.engine
-        folder = resolve_model(own.model, own.download_source, weights=False, revision=own.revision)
-        template = ChatTemplate.of_folder(folder, own.load_chat_template(), own.template_kwargs)
-        self.tokenizer = TokenizeManager(folder, model_limits(folder, own.max_seq_len), template)
+        engine = config.engine
+        folder = resolve_model(engine.model, engine.download_source, weights=False, revision=engine.revision)
+        template = ChatTemplate.of_folder(folder, engine.load_chat_template(), engine.template_kwargs)
+        self.tokenizer = TokenizeManager(folder, model_limits(folder, engine.max_seq_len), template)
         self.detokenizer = DetokenizeManager(self.tokenizer.tokenizer)
         self._embedder = read_embedder(folder)
         with contextlib.ExitStack() as stack:
@@ -62,7 +62,7 @@ class LLM:
             self._io = OfflineIO()
             self.scheduler = ranks.start(lambda: Scheduler.from_config(config, self._io, ranks.group))
             stack.callback(self.scheduler.engine.shutdown)
-            stack.callback(ranks.group.bus.close)  # called before: some collectives end only when all ranks leave
+            stack.callback(ranks.group.bus.close)  # called earlier: some collectives end only when all ranks leave
             stack.callback(self.scheduler.save)
             self.followers = ranks.followers
             self._close = weakref.finalize(self, stack.pop_all().close)
@@ -70,7 +70,7 @@ class LLM:
         self._has_failed = False
 
     def close(self) -> None:
-        """End the other ranks, if there are any; afterwards nothing can be generated."""
+        """End the engine and the other ranks. Afterwards nothing can be generated."""
         self._has_failed = True
         self._close()
 
@@ -88,19 +88,18 @@ class LLM:
         on_token: Callable[[int, str], None] | None = None,
         use_tqdm: bool = True,
     ) -> list[Completion]:
-        """Complete each prompt (text, token ids, or vLLM's mappings); results are in the order of the prompts.
+        """Complete each prompt (text, token ids, or vLLM's mappings). Results are in the order of the prompts.
 
-        `on_token(index, text)` is called with each increment of the text of a choice; with `SamplingParams(n=...)` the
-        choices of a prompt follow each other. `use_tqdm`: on a terminal, show the progress of a call that takes longer
-        than a second. Raises `RequestError` for a prompt or parameter that cannot be served, before any request is
-        computed.
+        `on_token(index, text)` is called with each increment of the text of a choice. With `SamplingParams(n=...)`, the
+        choices of a prompt are adjacent. `use_tqdm` shows the progress on a terminal, if the call takes longer than a
+        second. Raises `RequestError` for an invalid prompt or parameter, before any request is computed.
         """
         return self._run(prompt_messages(prompts), sampling_params, on_token, use_tqdm)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], dimensions: int | None = None) -> npt.NDArray[np.float32]:
-        """Return the embedding of each prompt (text or token ids), [n, H] or [n, dimensions].
+        """Return the embedding of each prompt (text or token ids), float32 [n, H] or [n, dimensions].
 
-        Raises `RequestError` if the model generates text, or for a prompt or `dimensions` out of its range.
+        Raises `RequestError` if the model generates text, and for an invalid prompt or number of dimensions.
         """
         messages = prompt_messages(prompts)
         if self._embedder is None:
@@ -130,7 +129,7 @@ class LLM:
     def prepare(
         self, messages: Sequence[TokenizeMsg], sampling_params: Params | Sequence[Params] | None
     ) -> list[Request]:
-        """Validate and tokenize prompts, and give them uids. Raises `RequestError` before any is computed."""
+        """Validate and tokenize prompts, and assign uids. Raises `RequestError` before any request is computed."""
         if sampling_params is None or isinstance(sampling_params, SamplingParams | Mapping):
             params = [_sampling_params(sampling_params or SamplingParams())] * len(messages)
         else:
@@ -145,13 +144,12 @@ class LLM:
         ]
         for x, p in zip(ids, params, strict=True):
             self.scheduler.admission.output_budget(len(x), p)
-        return [
-            Request([self._user(ids_to_bytes(x), choice_params(p, i)) for i in range(p.n)], m.text)
-            for m, x, p in zip(messages, ids, params, strict=True)
-        ]
-
-    def _user(self, input_ids: bytes, params: SamplingParams) -> UserMsg:
-        return UserMsg(uid=next(self._uids), input_ids=input_ids, sampling_params=params)
+        requests = []
+        for m, x, p in zip(messages, ids, params, strict=True):
+            choices = [choice_params(p, i) for i in range(p.n)]
+            users = [UserMsg(uid=next(self._uids), input_ids=ids_to_bytes(x), sampling_params=c) for c in choices]
+            requests.append(Request(users, m.text))
+        return requests
 
     def _run(
         self,
@@ -169,7 +167,7 @@ class LLM:
             while completions.pending:
                 self.advance(completions)
                 progress.update(total - completions.pending, total)
-        except BaseException:  # an error, or Ctrl-C: abort what is running
+        except BaseException:  # an error or Ctrl-C: abort the running requests
             self.abort(user.uid for request in requests for user in request.users)
             raise
         finally:
@@ -178,13 +176,13 @@ class LLM:
         return [_with_others(next(done), [next(done) for _ in request.users[1:]]) for request in requests]
 
     def require_working(self) -> None:
-        """Raise `InvariantError` after an error of the engine's, or `close`."""
+        """Raise `InvariantError` after an error of the engine or after `close`."""
         if self._has_failed:
             raise InvariantError("the engine was closed, or failed in an earlier call; make a new LLM")
 
     def advance(self, completions: Completions) -> None:
-        """Send waiting requests as far as the queue has room, compute one step, and take the replies in."""
-        # The queue has a limit, a list of prompts has none: fill the queue as it empties.
+        """Send waiting requests while the queue has capacity, compute one step, and process its replies."""
+        # The queue has a limit, but a list of prompts has none.
         free = self.scheduler.admission.max_queued - self.scheduler.num_queued
         while completions.waiting and free > 0:
             self._io.inbox.append(completions.waiting.popleft())
@@ -194,23 +192,23 @@ class LLM:
             self.abort(completions.take(self._io.replies.popleft()))
 
     def abort(self, uids: Iterable[int]) -> None:
-        """End requests with the next step."""
+        """Abort requests; they end with the next step."""
         self._io.inbox.extend(AbortMsg(uid) for uid in uids)
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is anything to compute, or to give back."""
+        """Whether requests are running, or pages are still to be freed."""
         return not self._has_failed and (self.scheduler.is_busy or bool(self._io.inbox))
 
     def _step(self) -> None:
         try:
             self.scheduler.step()
         except BaseException:
-            self._has_failed = True  # half a step was done: the state is not to be trusted any more
+            self._has_failed = True  # the step was not completed: the state is undefined
             raise
 
     def _settle(self, completions: Completions) -> None:
-        """Step until aborted requests (a stop string aborts, too) have given their pages back."""
+        """Run steps until aborted requests, including those that a stop string has ended, have freed their pages."""
         while self.is_busy:
             self._step()
         while self._io.replies:
@@ -218,7 +216,7 @@ class LLM:
 
 
 class TextTokenizer:
-    """The tokenizer of a model, with the methods of transformers' that scripts use most; `core` has all others."""
+    """A model's tokenizer, with the most used methods of transformers' tokenizers. `core` has all others."""
 
     def __init__(self, manager: TokenizeManager) -> None:
         self.core = manager.tokenizer
@@ -239,13 +237,13 @@ class TextTokenizer:
         add_generation_prompt: bool = False,
         **variables: Any,
     ) -> str | list[int]:
-        """The conversation as token ids, or as text. Raises `RequestError` if the template refuses."""
+        """Return the conversation as token ids or text. Raises `RequestError` if the template refuses it."""
         text = self._template.render(list(conversation), tools, variables, add_generation_prompt=add_generation_prompt)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
 
 def prompt_messages(prompts: Prompt | Sequence[Prompt]) -> list[TokenizeMsg]:
-    """A message for each of one or more prompts. Raises `RequestError` for one that is neither text nor token ids."""
+    """Return a message for each of one or more prompts. Raises `RequestError` for other than text or token ids."""
     is_one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
     return [_prompt_message(p) for p in ([prompts] if is_one else prompts)]  # type: ignore[arg-type]
 
@@ -262,14 +260,14 @@ def _prompt_message(prompt: Prompt) -> TokenizeMsg:
 
 
 def chat_messages(conversations: Sequence[Message] | Sequence[Sequence[Message]], **fields: Any) -> list[TokenizeMsg]:
-    """A message for each of one or more conversations; `fields` are those of `TokenizeMsg`."""
+    """Return a message for each of one or more conversations. `fields` are those of `TokenizeMsg`."""
     many = [conversations] if conversations and isinstance(conversations[0], dict) else list(conversations)
     template = TokenizeMsg(uid=0, sampling_params=SamplingParams(), **fields)
     return [msgspec.structs.replace(template, messages=list(c)) for c in many]
 
 
 def _sampling_params(given: Params) -> SamplingParams:
-    """`SamplingParams`, also from SGLang's form, a mapping. Raises `RequestError`."""
+    """Return `SamplingParams`, also from a mapping, as in SGLang. Raises `RequestError` for anything else."""
     if isinstance(given, SamplingParams):
         return given
     if not isinstance(given, Mapping):

@@ -1,4 +1,4 @@
-"""The ranks of an offline engine: rank 0 is this process, the others are its children."""
+"""The ranks of an offline engine: rank 0 is this process, the others are child processes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-READY_S: Final = 600.0  # for the others, when rank 0 is ready
-CAUSE_S: Final = 0.5  # for another rank to say why it has ended
+READY_S: Final = 600.0  # for the other ranks to become ready after rank 0
+CAUSE_S: Final = 0.5  # for another rank to report why it has ended
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Ranks:
     followers: Processes
 
     def start(self, build: Callable[[], T]) -> T:
-        """Run `build` on rank 0 while the other ranks do the same; return its result. Raises their errors, too."""
+        """Run `build` on rank 0 while the other ranks do the same; return its result. Raises errors of any rank."""
         try:
             result = build()
         except RankError:
             time.sleep(CAUSE_S)
-            self.followers.check()  # raises the cause, if one of the children has it
+            self.followers.check()  # raises the cause if a child has it
             raise
         self.followers.wait_ready(READY_S)
         return result
@@ -47,22 +47,24 @@ class Ranks:
 def running_ranks(config: SchedulerConfig) -> Iterator[Ranks]:
     """Start the ranks of `config`; end all of them on leaving the block. Raises `ConfigError` if they do not fit."""
     if config.engine.node_rank:
-        raise ConfigError("the offline engine is on host 0; start `minisgl serve` with the same settings on the others")
+        raise ConfigError(
+            "the offline engine runs on node 0: start `minisgl serve` with the same settings on the other nodes"
+        )
     check_fit(config.engine)
-    Checkpoint.read(config.engine)  # downloads the weights, once for all ranks
+    Checkpoint.read(config.engine)  # downloads the weights once for all ranks
     if config.engine.tp == 1:
         (alone,) = Rendezvous.of_local_ranks(config.engine, "")
         yield Ranks(meet_ranks(config, alone), Processes([]))
         return
     with run_dir() as folder:
-        own, *others = Rendezvous.of_local_ranks(config.engine, str(folder))
+        first, *others = Rendezvous.of_local_ranks(config.engine, str(folder))
         names = [f"minisgl-TP{other.info.rank}" for other in others]
         followers = Processes(
             [Child(n, _run, (config, other), {}, leaves_when_told=True) for n, other in zip(names, others, strict=True)]
         )
         try:
             followers.spawn()
-            group = meet_ranks(config, own, followers.check)
+            group = meet_ranks(config, first, followers.check)
             with contextlib.closing(group.bus):
                 yield Ranks(group, followers)
         finally:

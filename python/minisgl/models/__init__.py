@@ -1,1 +1,1 @@
-"""Decoders in Hugging Face's checkpoint formats."""
+"""Decoders, their configurations, and the loading of Hugging Face checkpoints."""

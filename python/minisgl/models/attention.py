@@ -1,4 +1,4 @@
-"""Self-attention: projections around the attention backend."""
+"""The attention block: projections around the attention backend."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Attention:
     """Grouped-query attention of layer `index`, with optional biases and per-head norms of q and k.
 
-    Layers share `cos_sin` [max positions, head_dim] float32; `norm_offset` is that of the norms of q and k. Without
-    `in_features` these are the model's hidden size.
+    Layers share `cos_sin` [max positions, head_dim] float32. `norm_offset` is added to the weights of the norms of q
+    and k. `in_features` of the qkv projection is the hidden size by default.
     """
 
     def __init__(

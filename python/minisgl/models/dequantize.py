@@ -1,6 +1,6 @@
-"""The matrices of a quantized checkpoint, w = (q - zero) * scale: in float32, or as a device holds them.
+"""Reads the matrices of a quantized checkpoint, w = (q - zero) * scale: in float32, or in a format for a device.
 
-Any part of a matrix can be read in float32, whatever shards the ranks hold and wherever groups begin.
+Any part of a matrix can be read in float32: shards need not begin where groups do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from minisgl.rounding import ceil_div
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of an open file: indexing `data` with slices gives a part of the mapped file."""
+    """A tensor of an open file. Indexing `data` with slices reads a part of the mapped file."""
 
     path: Path
     data: Any
@@ -31,11 +31,12 @@ class Stored:
     dtype: str  # the file format's name
 
     def whole(self) -> Tensor:
+        """Read the whole tensor."""
         tensor: Tensor = self.data[:] if self.shape else self.data[...]
         return tensor
 
 
-# Scales of what is not quantized here: activations and K/V.
+# Names of scales that are not used: of activations and K/V.
 UNUSED: Final = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale")
 
 
@@ -44,25 +45,25 @@ Upload = Callable[[Tensor], Tensor]
 
 
 class Matrix(ABC):
-    """A quantized matrix [rows, columns]; the bounds of slices are explicit."""
+    """A quantized matrix [rows, columns]. All slices have explicit bounds."""
 
-    format: Format | None  # in which a device can hold it without loss
+    format: Format | None  # in which a device can hold the matrix without loss; None if there is none
 
     @abstractmethod
     def __getitem__(self, take: tuple[slice, slice]) -> Tensor:
-        """Return a part in float32."""
+        """Return the part `take` in float32."""
 
     @abstractmethod
     def numbers(self, take: tuple[slice, slice], upload: Upload) -> tuple[Tensor, ...]:
-        """Return a part as the arguments of `Quantized.fill`; it begins and ends where scales of `format` do."""
+        """Return the part `take`, which consists of whole groups of `format`, as the arguments of `Quantized.fill`."""
 
 
 Matrices = dict[str, tuple[Matrix, tuple[int, int]]]
-"""The matrices of a module and their shapes, by the name of the module that has each in a model in 16 bits."""
+"""Module name in the unquantized model -> (matrix, its shape)."""
 
 
 class _Parts:
-    """The tensors of one module, whose names begin with `prefix`; each is taken out of the checkpoint's."""
+    """The tensors of one module, whose names begin with `prefix`. Taking a tensor removes it from `stored`."""
 
     def __init__(self, stored: dict[str, Stored], prefix: str) -> None:
         self._stored = stored
@@ -79,33 +80,34 @@ class _Parts:
         return self._stored.pop(f"{self.prefix}{name}", None)
 
     def need(self, name: str) -> Stored:
-        """As `take`; raises `ConfigError` if there is none."""
+        """Take a tensor. Raises `ConfigError` if there is none."""
         found = self.take(name)
         if found is None:
             raise ConfigError(f"the checkpoint has quantized weights {self.module} but no {self.prefix}{name}")
         return found
 
     def scale(self, name: str) -> Stored:
-        """As `need`; raises `ConfigError` for scales that are not finite or 0."""
+        """Take a tensor of scales. Raises `ConfigError` if there is none, or if a scale is 0 or not finite."""
         found = self.need(name)
-        values = _floats(found.whole())
+        stored = found.whole()
+        values = (stored.view(E8M0) if stored.dtype is torch.uint8 else stored).float()  # bytes are powers of two
         if not bool((values.isfinite() & (values != 0)).all()):
             raise ConfigError(f"tensor {self.prefix}{name} in {found.path} has scales that are 0 or not finite")
         return found
 
     def require(self, part: Stored, name: str, *shapes: tuple[int, ...]) -> None:
-        """Raises `ConfigError` if `part` has none of the shapes."""
+        """Raise `ConfigError` unless `part` has one of the shapes."""
         if part.shape not in shapes:
-            wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+            allowed = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
             raise ConfigError(
-                f"tensor {self.prefix}{name} in {part.path} has shape {list(part.shape)} instead of {wanted}"
+                f"tensor {self.prefix}{name} in {part.path} has shape {list(part.shape)} instead of {allowed}"
             )
 
 
 def dequantized(stored: dict[str, Stored], quantization: Quantization) -> dict[str, Stored]:
-    """Return the tensors of a checkpoint, in order, with one float32 matrix for the tensors of each quantized one.
+    """Replace the tensors of each quantized matrix by one `Stored` whose `data` is a `Matrix`, read as float32.
 
-    Raises `ConfigError` naming a tensor that is missing, misshapen, or has scales that cannot be meant.
+    Raises `ConfigError` with the name of a tensor that is missing, has the wrong shape, or has impossible scales.
     """
     mark, read = LAYOUTS[quantization.layout]
     rest = {name: tensor for name, tensor in stored.items() if name.rpartition(".")[2] not in UNUSED}
@@ -120,12 +122,7 @@ def dequantized(stored: dict[str, Stored], quantization: Quantization) -> dict[s
     return rest | result
 
 
-def _floats(scale: Tensor) -> Tensor:
-    """Scales in float32, of which bytes are exponents of two (E8M0)."""
-    return (scale.view(E8M0) if scale.dtype is torch.uint8 else scale).float()
-
-
-# -- 8 bits, element by element
+# -- 8 bits, one element each
 
 
 SCALED_DTYPES: Final = ("F8_E4M3", "I8")
@@ -133,7 +130,7 @@ SCALED_DTYPES: Final = ("F8_E4M3", "I8")
 
 @dataclass(frozen=True, slots=True)
 class _Scaled(Matrix):
-    """`weight` [N, K] and a scale for each block; `scale` has a number for each block of rows and of columns."""
+    """`weight` [N, K] in 8 bits, and `scale` with one number for each `block` of (rows, columns)."""
 
     weight: Any
     scale: Tensor
@@ -153,12 +150,12 @@ class _Scaled(Matrix):
 def _scaled(parts: _Parts, quantization: Quantization) -> Matrices:
     weight = parts.need("weight")
     if len(weight.shape) != 2:
-        raise ConfigError(f"tensor {parts.prefix}weight in {weight.path} is {weight.dtype} but no matrix")
+        raise ConfigError(f"tensor {parts.prefix}weight in {weight.path} is {weight.dtype} but not a matrix")
     rows, columns = weight.shape
     name = "weight_scale_inv" if parts.has("weight_scale_inv") else "weight_scale"
     scale = parts.scale(name)
     if parts.take("weight_zero_point") is not None:
-        raise ConfigError(f"tensor {parts.prefix}weight has zero points, which 8-bit weights may not have here")
+        raise ConfigError(f"tensor {parts.prefix}weight has zero points, which are not supported for 8-bit weights")
     block = quantization.block or (1, columns)
     blocks = ceil_div(rows, block[0]), ceil_div(columns, block[1])
     parts.require(scale, name, (), (1,), (rows,), (rows, 1), blocks)
@@ -176,23 +173,23 @@ def _scaled(parts: _Parts, quantization: Quantization) -> Matrices:
 
 
 def _unpack(words: Tensor, shifts: Tensor, bits: int) -> Tensor:
-    """[..., W] int32 -> [..., W * 32 / bits] int32."""
+    """Unpack words [..., W] int32 to [..., W * 32 / bits] int32."""
     return ((words.unsqueeze(-1) >> shifts) & (1 << bits) - 1).flatten(-2)
 
 
 @dataclass(frozen=True, slots=True)
 class _Packed(Matrix):
-    """Integers along one dimension of `words`, with scales and zero points for each group of columns.
+    """Integers packed into words, with scales and zero points for each group of columns.
 
-    words   packed weights, [N, K'] or transposed
-    scales  [N, G], or transposed
-    zeros   packed, as the layout has them; or one number for all
+    words   reads the integers of (rows, columns), int32 [rows, columns]
+    scales  reads the scales of rows, [rows, G]
+    zeros   reads the zero points of rows, [rows, G], or a scalar for all
     groups  [K] the group of each column
     """
 
-    words: Callable[[slice, slice, Upload], Tensor]  # of rows and columns
-    scales: Callable[[slice], Tensor]  # [rows, G]
-    zeros: Callable[[slice], Tensor]  # [rows, G] or a scalar
+    words: Callable[[slice, slice, Upload], Tensor]
+    scales: Callable[[slice], Tensor]
+    zeros: Callable[[slice], Tensor]
     groups: Tensor
     format: Format | None
 
@@ -206,7 +203,7 @@ class _Packed(Matrix):
         return w.mul_(self.scales(rows).float().index_select(1, groups))
 
     def numbers(self, take: tuple[slice, slice], upload: Upload) -> tuple[Tensor, ...]:
-        assert self.format is not None, "held in floats"
+        assert self.format is not None, "no device can hold this matrix as it is stored"
         rows, columns = take
         groups = slice(columns.start // self.format.group, columns.stop // self.format.group)
         q = self.words(rows, columns, upload)
@@ -219,7 +216,10 @@ class _Packed(Matrix):
 def _slice(
     data: Any, dim: int, take: slice, other: slice, shifts: Tensor, bits: int, upload: Upload = lambda host: host
 ) -> Tensor:
-    """Unpack a part of a matrix that is packed along `dim`: `take` there, `other` along the other; `dim` comes last."""
+    """Unpack a part of a matrix that is packed along `dim`, with `dim` last: [other, take].
+
+    `take` selects elements along `dim`, and `other` along the other dimension.
+    """
     per = len(shifts)
     words = slice(take.start // per, ceil_div(take.stop, per))
     part = upload(data[other, words] if dim else data[words, other])
@@ -228,7 +228,7 @@ def _slice(
 
 
 def _format(bits: int, columns: int, scales: Stored, groups: Tensor, num_groups: int, has_zeros: bool) -> Format | None:
-    """The format of packed numbers, if all groups have a length that products can have."""
+    """Return the format of packed numbers; None if no GEMM supports their groups."""
     group = columns // num_groups
     order = groups.argsort(stable=True)
     if bits != 4 or group not in (32, 64, 128) or not torch.equal(groups[order], torch.arange(columns) // group):
@@ -242,19 +242,21 @@ def _shifts(bits: int, order: tuple[int, ...] = ()) -> Tensor:
 
 
 def _column_groups(parts: _Parts, columns: int, num_groups: int, order: Stored | None) -> Tensor:
-    """The group of each column: the one that is stored, or equally long groups."""
+    """Return the group of each column [K]: `order` if it is stored, else groups of equal length."""
     if order is not None:
         parts.require(order, "g_idx", (columns,))
         groups = order.whole().long()
         if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
-            raise ConfigError(f"tensor {parts.prefix}g_idx in {order.path} names groups that there are not")
+            raise ConfigError(f"tensor {parts.prefix}g_idx in {order.path} names groups that do not exist")
         return groups
     return torch.arange(columns) // ceil_div(columns, num_groups)
 
 
 def _compressed(parts: _Parts, quantization: Quantization) -> Matrices:
-    """compressed-tensors: words [N, K / per], scales [N, G], zero points [N / per, G]; numbers are signed, with an
-    offset that cancels."""
+    """compressed-tensors: words [N, K / per], scales [N, G], zero points [N / per, G].
+
+    Integers and zero points are stored with the same offset, which cancels.
+    """
     words, shape = parts.need("weight_packed"), parts.need("weight_shape")
     scales, zeros, order = parts.scale("weight_scale"), parts.take("weight_zero_point"), parts.take("weight_g_idx")
     bits, shifts = quantization.bits, _shifts(quantization.bits)
@@ -270,17 +272,17 @@ def _compressed(parts: _Parts, quantization: Quantization) -> Matrices:
         lambda r, c, upload: _slice(words.data, 1, c, r, shifts, bits, upload),
         lambda r: scales.data[r],
         lambda r: middle if zeros is None else _slice(zeros.data, 0, r, groups, shifts, bits).t(),
-        of := _column_groups(parts, columns, num_groups, order),
-        _format(bits, columns, scales, of, num_groups, zeros is not None),
+        group_of := _column_groups(parts, columns, num_groups, order),
+        _format(bits, columns, scales, group_of, num_groups, zeros is not None),
     )
     return {parts.module: (matrix, (rows, columns))}
 
 
-AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of eight neighbours is in a word
+AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # the position in a word of each of eight neighbours
 
 
 def _awq(parts: _Parts, quantization: Quantization) -> Matrices:
-    """AutoAWQ's "gemm": words [K, N / 8] in an order of their own, scales [G, N], zero points [G, N / 8]."""
+    """AutoAWQ's "gemm": words [K, N / 8] in AWQ_ORDER, scales [G, N], zero points [G, N / 8]."""
     words, scales, zeros = parts.need("qweight"), parts.scale("scales"), parts.need("qzeros")
     bits, shifts = quantization.bits, _shifts(quantization.bits, AWQ_ORDER)
     columns, (num_groups, rows) = words.shape[0], scales.shape
@@ -291,8 +293,8 @@ def _awq(parts: _Parts, quantization: Quantization) -> Matrices:
         lambda r, c, upload: _slice(words.data, 1, r, c, shifts, bits, upload).t(),
         lambda r: scales.data[groups, r].t(),
         lambda r: _slice(zeros.data, 1, r, groups, shifts, bits).t(),
-        of := _column_groups(parts, columns, num_groups, None),
-        _format(bits, columns, scales, of, num_groups, True),
+        group_of := _column_groups(parts, columns, num_groups, None),
+        _format(bits, columns, scales, group_of, num_groups, True),
     )
     return {parts.module: (matrix, (rows, columns))}
 
@@ -315,8 +317,8 @@ def _gptq(parts: _Parts, quantization: Quantization) -> Matrices:
         lambda r, c, upload: _slice(words.data, 0, c, r, shifts, bits, upload),
         lambda r: scales.data[groups, r].t(),
         zeros_of,
-        of := _column_groups(parts, columns, num_groups, order),
-        _format(bits, columns, scales, of, num_groups, not is_symmetric),
+        group_of := _column_groups(parts, columns, num_groups, order),
+        _format(bits, columns, scales, group_of, num_groups, not is_symmetric),
     )
     return {parts.module: (matrix, (rows, columns))}
 
@@ -325,7 +327,7 @@ def _gptq(parts: _Parts, quantization: Quantization) -> Matrices:
 
 
 def _mxfp4(words: Any, scales: Any, columns: int) -> Matrix:
-    """A matrix of words [N, K / 2], which hold even columns in their low halves, and scales [N, K / 32]."""
+    """Return the matrix of bytes [N, K / 2], with even columns in the low halves, and scales [N, K / 32]."""
     groups, shifts = slice(0, columns // 32), torch.tensor([0, 4])
     return _Packed(
         lambda r, c, upload: _slice(words, 1, c, r, shifts, 4, upload),
@@ -337,7 +339,7 @@ def _mxfp4(words: Any, scales: Any, columns: int) -> Matrix:
 
 
 def _compressed_mxfp4(parts: _Parts, quantization: Quantization) -> Matrices:
-    """compressed-tensors: words [N, K / 2], scales [N, K / 32]."""
+    """compressed-tensors: bytes [N, K / 2], scales [N, K / 32]."""
     words, scales = parts.need("weight_packed"), parts.scale("weight_scale")
     rows, columns = scales.shape[0], scales.shape[-1] * 32
     parts.require(scales, "weight_scale", (rows, columns // 32))
@@ -347,7 +349,7 @@ def _compressed_mxfp4(parts: _Parts, quantization: Quantization) -> Matrices:
 
 @dataclass(frozen=True, slots=True)
 class _ExpertRows:
-    """The rows `first`, `first` + `step` and so on of an expert of `data` [E, R, ...], as a matrix."""
+    """Rows `first`, `first + step`, ... of one expert of `data` [E, R, ...], as a matrix."""
 
     data: Any
     expert: int
@@ -361,7 +363,7 @@ class _ExpertRows:
 
 
 def _stacked_mxfp4(parts: _Parts, quantization: Quantization) -> Matrices:
-    """gpt-oss: blocks [E, R, K / 32, 16] and scales [E, R, K / 32] of all experts; rows of gate and up take turns."""
+    """gpt-oss: blocks [E, R, K / 32, 16] and scales [E, R, K / 32] of all experts; rows of gate and up alternate."""
     blocks, scales = parts.need("blocks"), parts.scale("scales")
     count, rows, groups = scales.shape if len(scales.shape) == 3 else (0, 0, 0)
     parts.require(scales, "scales", (count, rows, groups))
@@ -379,7 +381,7 @@ def _stacked_mxfp4(parts: _Parts, quantization: Quantization) -> Matrices:
 
 _Read = Callable[[_Parts, Quantization], Matrices]
 
-# The end of the name of a tensor that every quantized matrix has, and the function that reads its module.
+# Layout -> (the suffix of a tensor name that marks a quantized matrix, the function that reads its module).
 LAYOUTS: Final[Mapping[str, tuple[str, _Read]]] = {
     "scaled": (".weight", _scaled),
     "packed": (".weight_packed", _compressed),

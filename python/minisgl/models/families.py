@@ -1,4 +1,4 @@
-"""The architectures that can be served: a decoder class each, and the flags that tell the architecture from Llama."""
+"""The supported architectures: for each, a decoder class and the differences from Llama."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ WINDOW: Final = {"sliding_window": 4096}
 
 @dataclass(frozen=True, slots=True)
 class ExpertFlags:
-    """How an architecture has experts.
+    """The names of experts in an architecture's checkpoints and configuration.
 
-    `module` is the checkpoint's name of the block of experts in a layer, `parts` are the names of an expert's gate, up
-    and down projections, `size_key` is config.json's field for an expert's intermediate size. Without `has_options` all
-    layers have experts, and the probabilities of the selected ones are normalised.
+    `module` is the checkpoint's name of the block of experts in a layer. `parts` are the names of an expert's gate, up
+    and down projections. `size_key` is the field of config.json for an expert's intermediate size. Without
+    `has_options`, all layers have experts, and the probabilities of the selected experts are normalised.
     """
 
     module: str
@@ -33,18 +33,18 @@ class ExpertFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What tells an architecture from Llama.
+    """The differences of an architecture from Llama.
 
-    on_cpu_step          whether the C++ step computes this architecture; if not, a CPU runs it op by op
+    on_cpu_step          whether the C++ step supports this architecture; if not, a CPU runs it op by op
     decoder              the decoder class
-    qkv_bias, o_bias     None: as `attention_bias` in config.json says
+    qkv_bias, o_bias     None: as `attention_bias` in config.json
     qk_norm              RMSNorm over each head of q and k
     has_mlp_bias_option  config.json may have `mlp_bias`
     fused_projections    the checkpoint has `qkv_proj` and `gate_up_proj`, with q, k, v and gate, up stacked
     slides               which layers may have a window (`models/positions.py: SLIDES`); None: no layer
-    has_window_switch    those layers have a window only if `use_sliding_window` says so
-    activation_key       config.json's field for the MLP's activation
-    defaults             what transformers assumes where config.json lacks a field
+    has_window_switch    these layers have a window only if `use_sliding_window` is true
+    activation_key       the field of config.json for the MLP's activation
+    defaults             transformers' defaults for fields that config.json may lack
     """
 
     on_cpu_step: bool

@@ -1,4 +1,4 @@
-"""Gemma 3 (arXiv:2503.19786), text only: Llama's parts, with two more norms in each layer."""
+"""Gemma 3 (arXiv:2503.19786), text only: Llama's blocks, with two more norms in each layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Llama-shaped decoder, which the flags in `ModelConfig` turn into Mistral, Qwen, Phi-3 or Mixtral."""
+"""Llama's decoder. The flags of `ModelConfig` turn it into Mistral, Qwen, Phi-3 or Mixtral."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 class DecoderLayer(Protocol):
-    """A decoder layer of any family."""
+    """The interface of a decoder layer."""
 
     def forward(self, x: Tensor, residual: Tensor | None, ctx: Context, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the (x, residual) [T, H] for the next layer.
+        """Return (x, residual) for the next layer, [T, H] each, or [S, H] with `keep`.
 
-        `residual` is None in the first layer. `keep` [S] int64 selects the tokens that are needed after attention.
+        `residual` is None in the first layer. `keep` [S] int64 has the tokens that are needed after attention.
         """
 
 
 class LlamaDecoderLayer:
-    """Attention and MLP, each behind a norm; addition to the residual, norm and projection are one op."""
+    """Attention and MLP, each after a norm. One op adds to the residual, normalises and projects."""
 
     def __init__(self, builder: Builder, config: ModelConfig, index: int, cos_sin: Tensor) -> None:
         c, name = config, f"model.layers.{index}"
@@ -62,7 +62,7 @@ def rope_tables(builder: Builder, config: ModelConfig) -> list[Tensor]:
 
 
 class LlamaModel:
-    """The decoder without its head; callers apply the last norm."""
+    """The decoder without its head. Callers apply the last norm."""
 
     def __init__(self, embed_tokens: Embedding, layers: Sequence[DecoderLayer], norm: RMSNorm) -> None:
         self.embed_tokens = embed_tokens
@@ -70,35 +70,35 @@ class LlamaModel:
         self.norm = norm
 
     def forward(self, input_ids: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """Compute (x, residual) [S, H] of `ctx.batch.logit_tokens`, which add up to the final hidden states."""
+        """Return (x, residual), [S, H] each, of `ctx.batch.logit_tokens`: their sum is the last hidden states."""
         x, residual = self.embed_tokens.forward(input_ids), None
         logit_tokens = ctx.batch.logit_tokens
-        # Ascending, so equal lengths mean all tokens.
+        # `logit_tokens` is ascending, so equal lengths mean all tokens.
         keep = logit_tokens if len(logit_tokens) != len(input_ids) else None
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
             x, residual = layer.forward(x, residual, ctx, keep if i == last else None)
-            if i in ctx.taps:  # the sum over the ranks is that of the norm, and both arguments may be overwritten
+            if i in ctx.taps:  # `norm.add` also sums over the ranks; it may overwrite its arguments
                 ctx.taps[i] = self.norm.add(x.clone(), residual.clone())[1]
         assert residual is not None, "a model has at least one layer"
         return x, residual
 
 
 class LlamaForCausalLM:
-    """The whole model; weights are filled by `models.weight`."""
+    """The whole model. `models/weight.py` fills its weights."""
 
-    has_post_norms: ClassVar[bool] = False  # a norm between a block and the residual
+    has_post_norms: ClassVar[bool] = False  # whether norms follow blocks, before the addition to the residual
 
     def __init__(self, builder: Builder, config: ModelConfig) -> None:
         self.config = config
         self.model = self._decoder(builder, config)
         tied = self.model.embed_tokens.weight if config.tie_word_embeddings else None
-        shard = builder.balanced_shard(config.vocab_size)  # as the embedding's
+        shard = builder.balanced_shard(config.vocab_size)  # the same as the embedding's
         self.lm_head = Linear(builder, {"lm_head": shard}, config.hidden_size, bias=False, tied=tied)
         self.parameters = tuple(builder.parameters)
 
     def _decoder(self, builder: Builder, config: ModelConfig) -> LlamaModel:
-        """Build the decoder; other families override this."""
+        """Build the decoder. Other families override this."""
         return LlamaModel(
             Embedding(builder, "model.embed_tokens", config.vocab_size, config.hidden_size),
             [LlamaDecoderLayer(builder, config, i, table) for i, table in enumerate(rope_tables(builder, config))],
@@ -107,27 +107,27 @@ class LlamaForCausalLM:
 
     @property
     def num_parameters(self) -> int:
-        """The number of elements of the whole model's weights, with tied weights counted once."""
+        """The number of weights of the whole model, over all ranks; tied weights count once."""
         shapes = {source.name: source.shape for p in self.parameters for source in p.sources}
         return sum(map(math.prod, shapes.values()))
 
     @property
     def quantization(self) -> str:
-        """The formats in which matrices are held, besides the model's dtype."""
+        """The formats of quantized matrices, or "none"."""
         formats = {str(p.tensor.format) for p in self.parameters if isinstance(p.tensor, Quantized)}
         return ", ".join(sorted(formats)) or "none"
 
     def hidden(self, input_ids: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """Compute (x, residual) [S, H] of `ctx.batch.logit_tokens`, the input of `logits`, from token ids [T] int32."""
+        """Run the decoder on token ids [T] int32; return (x, residual) [S, H] of `ctx.batch.logit_tokens`."""
         return self.model.forward(input_ids, ctx)
 
     def normed(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Apply the last norm to the (x, residual) [S, H] of `hidden`; `residual` may be overwritten."""
+        """Apply the last norm to (x, residual) [S, H] of `hidden`; may overwrite `residual`."""
         return self.model.norm.add(x, residual)[0]
 
     def logits(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Compute logits [S, V] in the model's dtype from (x, residual) [S, H] of `hidden`.
+        """Return logits [S, V] in the model's dtype for (x, residual) [S, H] of `hidden`.
 
-        `residual` may be overwritten. With several ranks, V is this rank's shard.
+        May overwrite `residual`. With several ranks, V is this rank's shard of the vocabulary.
         """
         return self.lm_head.after_norm(x, residual, self.model.norm)[0]

@@ -1,4 +1,4 @@
-"""Feed-forward blocks: one gated MLP, or many small ones of which a router selects a few per token."""
+"""Feed-forward blocks: a gated MLP, or experts of which a router selects a few per token."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 class GatedMLP:
-    """down(f(gate x) * up x) of layer `index`; f is the model's activation (`reference.GATES`)."""
+    """The MLP of layer `index`: down(f(gate(x)) * up(x)), where f is the model's activation (`reference.GATES`)."""
 
     def __init__(self, builder: Builder, config: ModelConfig, index: int) -> None:
         c, name = config, f"model.layers.{index}.mlp"
         self.activation = c.activation
-        own = builder.shard(c.intermediate_size, "intermediate features")
-        gate_up: dict[str, Rows] = {f"{name}.gate_proj": own, f"{name}.up_proj": own}
+        shard = builder.shard(c.intermediate_size, "intermediate features")
+        gate_up: dict[str, Rows] = {f"{name}.gate_proj": shard, f"{name}.up_proj": shard}
         if c.fused_projections:
-            gate_up = {f"{name}.gate_up_proj": (own, own)}
+            gate_up = {f"{name}.gate_up_proj": (shard, shard)}
         self.gate_up_proj = Linear(builder, gate_up, c.hidden_size, bias=c.mlp_bias)
-        self.down_proj = Linear(builder, {f"{name}.down_proj": c.hidden_size}, own, bias=c.mlp_bias)
+        self.down_proj = Linear(builder, {f"{name}.down_proj": c.hidden_size}, shard, bias=c.mlp_bias)
 
     def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """Return (the block's output for the normalised x + residual, x + residual), each [T, H].
@@ -37,9 +37,9 @@ class GatedMLP:
 
 
 class SparseMLP:
-    """The gated MLPs of layer `index` that the router selects for a token; see `ops/reference.py: moe`.
+    """The mixture of experts of layer `index`; see `ops/reference.py: moe`.
 
-    router [E, H], gate_up [E, 2I, H], down [E, H, I]; each rank holds a shard of I of all experts.
+    The weights are router [E, H], gate_up [E, 2I, H] and down [E, H, I]. Each rank has a shard of I of all experts.
     """
 
     def __init__(self, builder: Builder, config: ModelConfig, index: int) -> None:
@@ -49,11 +49,11 @@ class SparseMLP:
         gate, up, down = self.experts.flags.parts
         experts = [f"{name}.experts.{e}" for e in range(count)]
         self.router = Linear(builder, {f"{name}.gate": count}, hidden_size, bias=False)
-        own = builder.shard(self.experts.intermediate_size, "intermediate features of an expert")
-        gate_up_parts = {f"{e}.{part}.weight": own for e in experts for part in (gate, up)}
+        shard = builder.shard(self.experts.intermediate_size, "intermediate features of an expert")
+        gate_up_parts = {f"{e}.{part}.weight": shard for e in experts for part in (gate, up)}
         down_parts = {f"{e}.{down}.weight": hidden_size for e in experts}
         self.gate_up = builder.experts(gate_up_parts, hidden_size, count)
-        self.down = builder.experts(down_parts, own, count)
+        self.down = builder.experts(down_parts, shard, count)
         self._moe = builder.ops.moe
 
     def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:

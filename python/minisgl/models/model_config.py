@@ -1,4 +1,4 @@
-"""The model's configuration from config.json: every field that changes results is either honoured or refused."""
+"""Reads a model's configuration from config.json. Every field that changes results is either used or refused."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from minisgl.layers.rope import RopeConfig
 
 DEFAULTS: Final = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}  # transformers' defaults, unless a family has its own
-LARGE: Final = 2**26  # weights; in float32 256 MB
-MAX_LAYERS: Final = 4096  # more are a mistake, or an attempt to take all memory
+LARGE: Final = 2**26  # weights: 256 MB in float32
+MAX_LAYERS: Final = 4096  # more are a mistake or an attack on memory
 ACTIVATIONS: Final = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """transformers' names -> names in `ops/reference.py: GATES`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """A mixture of `count` experts, `top_k` for each token, in all layers but `dense_layers`.
+    """A mixture of `count` experts, with `top_k` per token, in all layers except `dense_layers`.
 
-    With `normalise` the probabilities of the selected experts are divided by their sum.
+    With `normalise`, the probabilities of the selected experts are divided by their sum.
     """
 
     count: int
@@ -38,10 +38,10 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A Llama-shaped decoder. Sizes count elements; `dtype` is that of the checkpoint ("bfloat16", ...).
+    """The configuration of a decoder. Sizes count elements; `dtype` is the checkpoint's ("bfloat16", ...).
 
-    `windows` has the window of each layer, None for no window. Layers with a window use `window_rope`, the others
-    `rope`. Scores are multiplied by `attention_scale`; None means 1 / sqrt(head_dim).
+    `windows` has the window of each layer, or None. Layers with a window use `window_rope`, the others `rope`.
+    Attention scores are multiplied by `attention_scale`; None means 1 / sqrt(head_dim).
     """
 
     architecture: str
@@ -71,26 +71,26 @@ class ModelConfig:
 
     @property
     def num_weights(self) -> int:
-        """The elements of all matrices; norms and biases are negligible."""
+        """The number of weights of all matrices; norms and biases are negligible."""
         return self.num_projections + self.num_expert_weights + self.num_others
 
     @property
     def num_others(self) -> int:
-        """The elements of the matrices that stay in 16 or 32 bits when others are quantized."""
+        """The number of weights that stay in 16 or 32 bits when projections are quantized."""
         e = self.experts
         routers = 0 if e is None else (self.num_layers - len(e.dense_layers)) * e.count
         return (routers + (1 if self.tie_word_embeddings else 2) * self.vocab_size) * self.hidden_size
 
     @property
     def num_expert_weights(self) -> int:
-        """The elements of the experts' matrices."""
+        """The number of weights of all experts."""
         e = self.experts
         sparse = 0 if e is None else (self.num_layers - len(e.dense_layers)) * e.count * e.intermediate_size
         return 3 * self.hidden_size * sparse
 
     @property
     def num_projections(self) -> int:
-        """The elements of the projections of attention and of dense MLPs."""
+        """The number of weights of attention's projections and of dense MLPs."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         dense = 3 * self.hidden_size * self.intermediate_size
         num_dense = self.num_layers if self.experts is None else len(self.experts.dense_layers)
@@ -98,12 +98,12 @@ class ModelConfig:
 
     @property
     def is_large_bfloat16(self) -> bool:
-        """Whether a CPU may take less time with the checkpoint's bfloat16 than with float32."""
+        """Whether a CPU may be faster with the checkpoint's bfloat16 than with float32."""
         return self.dtype == "bfloat16" and self.num_weights >= LARGE
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> ModelConfig:
-        """Read config.json's object as transformers 4 or 5 writes it; raise `ConfigError` for unsupported values."""
+        """Read the object in config.json, as transformers 4 or 5 writes it. Raises `ConfigError` if unsupported."""
         architecture = _architecture(config)
         family = FAMILIES[architecture]
         config = {**DEFAULTS, **family.defaults, **config}
@@ -125,7 +125,7 @@ class ModelConfig:
         bias = bool(config.get("attention_bias", False))
         rope, window_rope = read_ropes(config, head_dim)
         windows = read_windows(config, num_layers, family.slides, family.has_window_switch)
-        if rope == window_rope:  # a window as long as the context changes nothing
+        if rope == window_rope:  # a window as long as the context is no window
             windows = tuple(None if window is None or window >= max_positions else window for window in windows)
         scale = number(config, "query_pre_attn_scalar") ** -0.5 if "query_pre_attn_scalar" in config else None
         return cls(
@@ -184,7 +184,7 @@ def _activation(config: dict[str, Any], family: Family) -> str:
 
 
 def _experts(config: dict[str, Any], num_layers: int, flags: ExpertFlags) -> ExpertsConfig:
-    """Read the mixture of experts, whose count is num_experts in transformers 4 and num_local_experts in 5."""
+    """Read the mixture of experts. transformers 4 names their count num_experts, 5 names it num_local_experts."""
     old, new = config.get("num_experts"), config.get("num_local_experts")
     if old is not None and new is not None and old != new:
         raise ConfigError(f"config.json has num_experts={old!r} but num_local_experts={new!r}")

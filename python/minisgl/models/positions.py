@@ -1,4 +1,4 @@
-"""What config.json says about positions: rotary embeddings and sliding windows; formulas are in `layers/rotary.py`."""
+"""Reads rotary embeddings and sliding windows from config.json; `layers/rotary.py` has the formulas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _is_last(config: dict[str, Any], i: int) -> bool:
     return i >= first
 
 
-# Whether layer i has a window, by `Family.slides`.
+# By `Family.slides`: whether layer i has a window.
 SLIDES: Final[Mapping[str, Callable[[dict[str, Any], int], bool]]] = MappingProxyType(
     {
         "all": lambda config, i: True,
@@ -33,9 +33,9 @@ SLIDES: Final[Mapping[str, Callable[[dict[str, Any], int], bool]]] = MappingProx
 def read_windows(
     config: dict[str, Any], num_layers: int, slides: str | None, has_switch: bool
 ) -> tuple[int | None, ...]:
-    """Return the window of each layer, None for no window; raise `ConfigError` for contradictory fields.
+    """Return the window of each layer, or None. Raises `ConfigError` for contradictory fields.
 
-    `layer_types` overrides the family's rule, except in families with equal layers, where both must agree.
+    `layer_types` overrides the family's rule, except in families whose layers are equal, where both must agree.
     """
     kinds = config.get("layer_types")
     is_list = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
@@ -50,23 +50,23 @@ def read_windows(
     if slides is None and is_on and size(config, "sliding_window") < size(config, "max_position_embeddings"):
         raise ConfigError(f"sliding_window={config['sliding_window']} is not supported for this architecture")
     if slides is None or not is_on:
-        rule = [False] * num_layers
+        has_window = [False] * num_layers
     elif kinds is not None and slides != "all":
-        rule = [kind == SLIDING for kind in kinds]
+        has_window = [kind == SLIDING for kind in kinds]
     else:
-        rule = [SLIDES[slides](config, i) for i in range(num_layers)]
-    if kinds is not None and [kind == SLIDING for kind in kinds] != rule:
+        has_window = [SLIDES[slides](config, i) for i in range(num_layers)]
+    if kinds is not None and [kind == SLIDING for kind in kinds] != has_window:
         raise ConfigError("layer_types in config.json contradicts the other fields about sliding windows")
-    window = size(config, "sliding_window") if any(rule) else None
-    return tuple(window if slid else None for slid in rule)
+    window = size(config, "sliding_window") if any(has_window) else None
+    return tuple(window if is_local else None for is_local in has_window)
 
 
 def read_ropes(config: dict[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig]:
-    """Return the RoPE of layers without and with a window; raise `ConfigError` for unsupported parameters.
+    """Return the RoPE of layers without a window, and of those with one. Raises `ConfigError` if one is unsupported.
 
-    Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4). Layers with a window have a RoPE of
-    their own only in families with `rope_local_base_freq`, which transformers 5 writes as parameters for each kind of
-    layer; `rope_scaling` does not apply to them.
+    Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4). Layers with a window
+    have a different RoPE only in families with `rope_local_base_freq`, which transformers 5 writes as parameters for
+    each kind of layer. `rope_scaling` does not apply to these layers.
     """
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
@@ -97,7 +97,7 @@ def _rope(config: dict[str, Any], scaling: dict[str, Any], head_dim: int) -> Rop
     theta = number(scaling if "rope_theta" in scaling else config, "rope_theta")
     if kind == "default":
         return RopeConfig(theta=theta)
-    # transformers prefers the field outside the rope parameters.
+    # transformers prefers the field outside the RoPE parameters.
     outside = config.get("original_max_position_embeddings") is not None
     original = size(config if outside else scaling, "original_max_position_embeddings", default=max_positions)
     if kind == "yarn":
@@ -121,7 +121,7 @@ def _rope(config: dict[str, Any], scaling: dict[str, Any], head_dim: int) -> Rop
 
 
 def _yarn(scaling: dict[str, Any], theta: float, original: int, max_positions: int) -> RopeConfig:
-    """Read yarn, whose attention factor is 0.1 ln(factor) + 1 (arXiv:2309.00071, equation 22) or a ratio of such."""
+    """Read YaRN. Its attention factor is 0.1 ln(factor) + 1 (arXiv:2309.00071, equation 22), or a ratio of two."""
     # transformers treats null as absent, and also 0 where a default exists.
     given = {key: value for key, value in scaling.items() if value or (value is not None and key.endswith("factor"))}
     if theta <= 1:
@@ -134,9 +134,9 @@ def _yarn(scaling: dict[str, Any], theta: float, original: int, max_positions: i
     def attention_factor(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    usual = attention_factor(1.0)
+    default = attention_factor(1.0)
     if "mscale" in given and "mscale_all_dim" in given:
-        usual = attention_factor(number(given, "mscale")) / attention_factor(number(given, "mscale_all_dim"))
+        default = attention_factor(number(given, "mscale")) / attention_factor(number(given, "mscale_all_dim"))
     return RopeConfig(
         theta=theta,
         type="yarn",
@@ -145,29 +145,29 @@ def _yarn(scaling: dict[str, Any], theta: float, original: int, max_positions: i
         beta_fast=fast,
         beta_slow=slow,
         truncate=bool(scaling.get("truncate", True)),
-        attention_factor=number(given, "attention_factor", usual),
+        attention_factor=number(given, "attention_factor", default),
     )
 
 
 def _longrope(scaling: dict[str, Any], theta: float, original: int, max_positions: int, head_dim: int) -> RopeConfig:
-    """Read longrope, whose attention factor is sqrt(1 + ln(factor) / ln(original)) (arXiv:2402.13753)."""
+    """Read LongRoPE. Its attention factor is sqrt(1 + ln(factor) / ln(original)) (arXiv:2402.13753)."""
     short = scaling.get("short_factor")
     if not isinstance(short, list) or len(short) != head_dim // 2:
         raise ConfigError(f"config.json has short_factor={short!r}; a list of {head_dim // 2} numbers is needed")
     given = {key: value for key, value in scaling.items() if value is not None}
     factor = number(given, "factor", max_positions / original)
-    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return RopeConfig(
         theta=theta,
         type="longrope",
         original_max_position_embeddings=original,
         short_factors=tuple(number({"short_factor": value}, "short_factor") for value in short),
-        attention_factor=number(given, "attention_factor", usual),
+        attention_factor=number(given, "attention_factor", default),
     )
 
 
 def size(config: dict[str, Any], key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
-    """Return an integer field of 1 to `most`, or `default` if it is null or absent; raise `ConfigError` otherwise."""
+    """Return an integer field from 1 to `most`, or `default` if it is null or absent; else raise `ConfigError`."""
     value = config.get(key)
     if value is None and default is not None:
         return default
@@ -177,7 +177,7 @@ def size(config: dict[str, Any], key: str, default: int | None = None, most: int
 
 
 def number(config: dict[str, Any], key: str, default: float | None = None) -> float:
-    """Return a positive, finite number field, or `default` if it is absent; raise `ConfigError` otherwise."""
+    """Return a positive finite number field, or `default` if it is absent. Raises `ConfigError` otherwise."""
     value = config.get(key, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1e308:
         raise ConfigError(f"config.json has {key}={value!r:.60}; a positive number is needed")

@@ -1,4 +1,4 @@
-"""`minisgl quantize`: writes a checkpoint with fewer bits a weight, in a layout that is published."""
+"""`minisgl quantize`: writes a checkpoint with 8 or 4 bits per weight, in a layout that other engines read."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ NOT_COPIED: Final = (".*", "*.bin", "*.pth", "*.pt", "*.gguf")  # a hidden folde
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """`tensors` makes the tensors of a matrix [N, K], by their last name; `config` what config.json says of them.
+    """`tensors` quantizes a matrix [N, K] to tensors by the last part of their names; `config` describes the layout.
 
-    Both are given the number of columns that share a scale: the largest of `groups` that divides all rows, or 0 without
-    groups. `ignored` is the field that lists the matrices left out.
+    Both get the group size, the number of columns that share a scale: the largest of `groups` that divides the columns
+    of all matrices, or 0 without groups. `ignored` is the field of the configuration that lists unquantized matrices.
     """
 
     tensors: Callable[[Tensor, int], dict[str, Tensor]]
@@ -91,16 +91,17 @@ SCHEMES: Final[Mapping[str, Scheme]] = {
 
 
 def quantize(source: str, target: Path, scheme: str) -> tuple[int, int]:
-    """Write the checkpoint `source` into the new folder `target`; return the bytes of the tensors before and after.
+    """Quantize the checkpoint `source` into the new folder `target`; return the bytes of the tensors before and after.
 
-    Raises `ConfigError` for a checkpoint that cannot be read and for a target that exists. A failure leaves nothing.
+    Raises `ConfigError` for a checkpoint that cannot be read or quantized, and for a target that exists. A failure
+    leaves no files.
     """
     folder = hf.resolve_model(source)
     config = hf.load_config(folder)
     if ModelConfig.from_hf(config).quantization is not None:
-        raise ConfigError(f"the checkpoint in {folder} is quantized already")
+        raise ConfigError(f"the checkpoint in {folder} is quantized already: give one in 16 or 32 bits")
     if target.exists():
-        raise ConfigError(f"{target} exists already")
+        raise ConfigError(f"{target} exists already: give a new folder")
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
     try:
@@ -117,19 +118,19 @@ def _write(folder: Path, target: Path, config: dict[str, Any], scheme: Scheme) -
     files = hf.weight_files(folder)
     with ExitStack() as stack:
         stored = open_all(files, stack)
-        chosen = {n for n, t in stored.items() if PROJECTION.search(n) and len(t.shape) == 2 and t.dtype in FLOATS}
-        if not chosen:
+        projections = {n for n, t in stored.items() if PROJECTION.search(n) and len(t.shape) == 2 and t.dtype in FLOATS}
+        if not projections:
             raise ConfigError(f"the checkpoint in {folder} has no projections to quantize")
-        widths = {stored[name].shape[1] for name in chosen}
+        widths = {stored[name].shape[1] for name in projections}
         group = next((size for size in scheme.groups if not any(width % size for width in widths)), 0)
         if scheme.groups and not group:
             raise ConfigError(
                 f"the matrices have {sorted(widths)} columns, which are not multiples of {scheme.groups[-1]}"
             )
-        matrices = [n for n, t in stored.items() if len(t.shape) == 2 and n not in chosen and "embed" not in n]
-        plain = sorted({"lm_head", *(name.removesuffix(".weight") for name in matrices)})
+        matrices = [n for n, t in stored.items() if len(t.shape) == 2 and n not in projections and "embed" not in n]
+        unquantized = sorted({"lm_head", *(name.removesuffix(".weight") for name in matrices)})
         progress = Progress("quantizing", "tensors", True)
-        places: dict[str, str] = {}
+        file_of: dict[str, str] = {}
         done = before = after = 0
         for file in files:
             tensors: dict[str, Tensor] = {}
@@ -137,26 +138,26 @@ def _write(folder: Path, target: Path, config: dict[str, Any], scheme: Scheme) -
                 if tensor.path != file:
                     continue
                 whole, module = tensor.whole(), name.rpartition(".")[0]
-                if name in chosen and not bool(whole.isfinite().all()):
+                if name in projections and not bool(whole.isfinite().all()):
                     raise ConfigError(f"tensor {name} in {file} has numbers that are not finite")
-                new = scheme.tensors(whole, group) if name in chosen else None
+                new = scheme.tensors(whole, group) if name in projections else None
                 tensors |= {name: whole} if new is None else {f"{module}.{last}": t for last, t in new.items()}
                 before += whole.nbytes
                 done += 1
                 progress.update(done, len(stored))
-            places |= dict.fromkeys(tensors, file.name)
+            file_of |= dict.fromkeys(tensors, file.name)
             after += sum(t.nbytes for t in tensors.values())
             save_file({name: t.contiguous() for name, t in tensors.items()}, target / file.name, {"format": "pt"})
     if len(files) > 1:
-        index = {"metadata": {"total_size": after}, "weight_map": places}
+        index = {"metadata": {"total_size": after}, "weight_map": file_of}
         (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    config["quantization_config"] = scheme.config(group) | {scheme.ignored: plain}
+    config["quantization_config"] = scheme.config(group) | {scheme.ignored: unquantized}
     (target / "config.json").write_text(json.dumps(config, indent=2))
-    left = shutil.ignore_patterns("*.safetensors", "*.index.json", *NOT_COPIED)
+    ignored = shutil.ignore_patterns("*.safetensors", "*.index.json", *NOT_COPIED)
     names = [path.name for path in folder.iterdir()]
-    for name in {*names} - left(str(folder), names) - {"config.json"}:
+    for name in {*names} - ignored(str(folder), names) - {"config.json"}:
         if (folder / name).is_dir():
-            # A folder may have a draft head, which keeps its weights.
+            # The folder may have a draft head, whose weights are copied as they are.
             shutil.copytree(folder / name, target / name, ignore=shutil.ignore_patterns(*NOT_COPIED))
         else:
             shutil.copy(folder / name, target)

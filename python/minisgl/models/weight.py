@@ -1,8 +1,8 @@
-"""Weights: safetensors files are copied straight into the (merged, sharded) parameters, in one pass by several threads.
+"""Loads weights: several threads copy safetensors files directly into the merged and sharded parameters, in one pass.
 
-The files' headers are compared with the parameters before anything is read. Then the needed parts, cut into pieces, are
-copied from the mapped files in file order: directly where parameters are in host memory, else through a few pinned
-buffers (`device/device.py: Uploader`). So the peak memory is the parameters and these buffers.
+The files' headers are checked against the parameters before anything is read. Then the needed parts are copied from the
+mapped files in pieces, in file order: directly if parameters are in host memory, else through a few pinned buffers
+(`device/device.py: Uploader`). So peak memory is the parameters and these buffers.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ Progress = Callable[[int, int], None]
 FLOATS: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, by the file format's name of a dtype
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-ROUNDED_BYTES: Final = 256 << 10  # of a piece that a CPU rounds: its intermediate results stay in L2
+ROUNDED_BYTES: Final = 256 << 10  # of a piece that a CPU quantizes, so that intermediate results stay in L2
 PIECE_BYTES: Final = 8 << 20  # small enough to spread over threads and to overlap, large enough to hide Python's time
 MAX_THREADS: Final = 8
 DUMMY_STD: Final = 0.02
 NAMES_SHOWN: Final = 5
 
-# The projections of a decoder's layers, but not the routers of experts, whose choices small errors change.
+# The projections of a decoder's layers. Routers of experts are not quantized: small errors would change their choices.
 PROJECTION: Final = re.compile(r"\.layers\.\d+\.(.*\.)?(\w+_proj|w[123])\.weight$")
-# Of a head that is not the embedding, with any `--quantization`, as on a CPU: it is the largest matrix.
+# The format of an untied head with any `--quantization`, as on a CPU: the head is the largest matrix.
 HEAD_FORMAT: Final = Format(8, 0, is_integer=True)
 
 
@@ -76,9 +76,9 @@ def load_model(
 ) -> LlamaForCausalLM:
     """Build this rank's shard of the model and fill it from `folder`, or with fixed random numbers if `dummy`.
 
-    Projections are rounded to the format `made`, else to `dtype`. Those that the checkpoint has in a format that the
-    device `holds` stay as they are. Raise `ConfigError` naming the tensors if the checkpoint does not fit its
-    config.json.
+    Projections are quantized to the format `made`, if given, else converted to `dtype`. A quantized matrix in a format
+    that the device `holds` keeps that format. Raises `ConfigError` with the names of the tensors if the checkpoint does
+    not fit its config.json.
     """
     kind, comm = MODELS.load(config.architecture), comm or SoloCommunicator(ALONE, device.torch_device)
 
@@ -112,27 +112,24 @@ def load_model(
 
 
 def _require_made(parameters: tuple[Parameter, ...], made: Format | None) -> None:
-    """Raise `ConfigError` if no projection can have the format `made`; log how many cannot."""
+    """Raise `ConfigError` if no projection can have the format `made`; log those that cannot."""
     if made is None:
         return
     names = [p.sources[0].name for p in parameters if isinstance(p.tensor, Tensor)]
-    left = [name for name in names if PROJECTION.search(name)]
+    unquantized = [name for name in names if PROJECTION.search(name)]
     if not any(isinstance(p.tensor, Quantized) for p in parameters):
-        raise ConfigError(f"no matrix can be quantized to {made}: the sizes of {_listed(left)} do not divide")
-    if left:
-        _log.warning(
-            "%d matrices stay in 16 or 32 bits (their sizes do not divide): %s",
-            len(left),
-            _listed(left),
-        )
+        raise ConfigError(f"no matrix can be quantized to {made}: the sizes of {_listed(unquantized)} do not divide")
+    if unquantized:
+        reason = "stay in 16 or 32 bits (their sizes do not divide)"
+        _log.warning("%d matrices %s: %s", len(unquantized), reason, _listed(unquantized))
 
 
 def open_checkpoint(files: list[Path], stack: ExitStack, quantization: Quantization | None = None) -> dict[str, Stored]:
-    """Map all files until `stack` is closed; return their tensors under the names of a whole model, in file order."""
+    """Map all files until `stack` is closed; return their tensors in file order, dequantized and with full names."""
     stored = open_all(files, stack)
     if quantization is not None:
         stored = dequantized(stored, quantization)
-    if "embed_tokens.weight" in stored:  # a decoder saved without its head lacks the prefix
+    if "embed_tokens.weight" in stored:  # names lack the prefix if the decoder was saved without its head
         stored = {f"model.{name}": tensor for name, tensor in stored.items()}
     return stored
 
@@ -145,13 +142,13 @@ def fill(
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> None:
-    """Fill every parameter, converting any float dtype, and quantized matrices, to what it holds.
+    """Fill every parameter; convert float dtypes and quantized matrices to the parameter's format.
 
-    Tensors in `ignored` are optional. Raise `ConfigError` naming tensors that are missing, unexpected, misshapen or not
-    floating point.
+    Tensors in `ignored` are optional. Raises `ConfigError` with the names of tensors that are missing, unexpected, of
+    the wrong shape, or not floating point.
     """
     folder = next(iter(stored.values())).path.parent
-    if HEAD in ignored and HEAD in stored:  # of a tied pair, the one that is stored
+    if HEAD in ignored and HEAD in stored:  # of a tied pair, the checkpoint may store only the head
         stored = {EMBEDDING: stored[HEAD]} | stored
     wanted = [(parameter, source) for parameter in parameters for source in parameter.sources]
     _check(wanted, stored, ignored, folder)
@@ -170,7 +167,7 @@ def fill(
 def has_own_head(folder: Path) -> bool:
     """Return whether the checkpoint stores a head that differs from its embedding.
 
-    transformers 5 does not tie the two then, whatever config.json says.
+    If so, transformers 5 does not tie them, even if config.json says so.
     """
     with ExitStack() as stack:
         stored = open_all(hf.weight_files(folder), stack)
@@ -232,7 +229,7 @@ def _open(path: Path, stack: ExitStack) -> dict[str, Stored]:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """The part `take` of a stored tensor, and the rows `target` of a parameter that it fills."""
+    """The part `take` of a stored tensor, and the rows of a parameter (`target`) that it fills."""
 
     stored: Stored
     take: tuple[slice, ...]
@@ -254,7 +251,7 @@ class _Piece:
 
 
 def _cut(parameter: Parameter, source: Source, stored: Stored) -> Iterator[_Piece]:
-    """Cut the rows of a source into pieces of about PIECE_BYTES or ROUNDED_BYTES; a row or block of rows is whole."""
+    """Cut the rows of a source into pieces of about PIECE_BYTES or ROUNDED_BYTES, each of whole (blocks of) rows."""
     target = parameter.tensor
     rows, *others = source.take
     row_bytes = math.prod(s.stop - s.start for s in others) * FLOATS[stored.dtype]
@@ -269,9 +266,9 @@ def _cut(parameter: Parameter, source: Source, stored: Stored) -> Iterator[_Piec
 
 
 def _copy_all(pieces: list[_Piece], uploaders: list[Uploader], progress: Progress | None) -> None:
-    """Copy all pieces with a thread for each uploader; the first error ends all threads.
+    """Copy all pieces, with a thread for each uploader. The first error ends all threads.
 
-    Each thread takes the next piece, so that neighbours in a file are read at the same time.
+    Each thread takes the next piece, so that adjacent parts of a file are read at the same time.
     """
     total, done = sum(piece.bytes for piece in pieces), 0
     queue = iter(pieces)
@@ -279,7 +276,7 @@ def _copy_all(pieces: list[_Piece], uploaders: list[Uploader], progress: Progres
 
     def work(uploader: Uploader) -> None:
         nonlocal done
-        torch.set_num_threads(1)  # in this thread: each copy runs in one loading thread
+        torch.set_num_threads(1)  # for this thread: a copy must not start threads of its own
         try:
             with torch.inference_mode():
                 while not failed.is_set():
@@ -307,9 +304,9 @@ def _copy_all(pieces: list[_Piece], uploaders: list[Uploader], progress: Progres
 
 
 def fill_dummy(parameters: tuple[Parameter, ...]) -> None:
-    """Fill with random weights that depend neither on the run nor on the number of ranks; norms are 1.
+    """Fill parameters with random weights, the same in each run and for any number of ranks; norms are 1.
 
-    Each tensor of the checkpoint is drawn whole, with a seed from its name, and cut afterwards.
+    Each tensor of the checkpoint is generated whole, with a seed from its name, and then cut.
     """
     first = next(p.tensor for p in parameters if isinstance(p.tensor, Tensor))
     generator = torch.Generator(device=first.device)
@@ -330,5 +327,6 @@ def fill_dummy(parameters: tuple[Parameter, ...]) -> None:
 
 
 def _listed(names: list[str]) -> str:
+    """Return the first NAMES_SHOWN names, sorted, and the number of the others."""
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return ", ".join(sorted(names)[:NAMES_SHOWN]) + more

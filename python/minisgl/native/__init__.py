@@ -1,1 +1,1 @@
-"""The whole step of a CPU in one C++ call."""
+"""Runs a whole step on a CPU in one C++ call."""

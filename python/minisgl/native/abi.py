@@ -1,7 +1,7 @@
-"""What Python and the C++ step share: each structure is declared once, here or in `minisgl.layout`.
+"""The structures that Python and the C++ step share. Each is declared once, here or in `minisgl.layout`.
 
-`python -m minisgl.native.abi` writes `cpp/layout.h` from the declarations. The layout's version is a checksum of that
-file; a library that was compiled from another one is refused when it is loaded.
+`python -m minisgl.native.abi` writes `cpp/layout.h` from the declarations. The layout version is a checksum of that
+file. A library that was compiled from another version is refused when it is loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from minisgl.settings.options import MAX_DRAFTS
 HEADER: Final = Path(__file__).parent / "cpp" / "layout.h"
 
 _Fields = tuple[tuple[str, str], ...]
-"""(C++ type, names of the fields of that type); all types have 8 bytes."""
+"""Rows of (C++ type, names of the fields with that type). All types have 8 bytes."""
 
 LAYER_WEIGHTS: Final[_Fields] = (
     ("const void*", "qkv o gate_up down"),
@@ -35,18 +35,18 @@ MODEL_SPEC: Final[_Fields] = (
     ("int64_t", "is_bf16 head_bits layers hidden intermediate vocab head_rows heads kv_heads dim page threads is_tied"),
     ("double", "eps scale"),
     ("const LayerWeights*", "weights"),  # [layers]
-    # [vocab, hidden] and [head_rows, hidden]; of a tied pair only the packed head is read
+    # [vocab, hidden] and [head_rows, hidden]; if they are tied, only the packed head is read
     ("const void*", "embedding head"),
     ("const float*", "final_norm"),
     ("void*", "cache"),  # [layers, pages, 2, kv_heads, page, dim]
     ("int64_t", "layer_stride"),  # elements
     ("int32_t*", "page_table"),  # [rows, table_width]
     ("int64_t", "table_width"),
-    ("int32_t*", "last_token"),  # [rows], as are the following
+    ("int32_t*", "last_token"),  # this and the following are [rows]
     ("float*", "temperature"),
     ("int64_t*", "noise_key"),
     ("int32_t*", "lengths drafts"),  # of `Drafting`, or null
-    ("void*", "target"),  # of a drafter: the model whose tokens it drafts; the rest is that of an EAGLE-3 head
+    ("void*", "target"),  # of a draft model: the model whose tokens it drafts; the fields below: of an EAGLE-3 head
     ("const void*", "fc"),  # [hidden, TAPS * hidden], in 8 bits
     ("const float*", "hidden_norm"),
     ("const int64_t*", "draft_ids taps"),  # [head_rows] token ids, [TAPS] layers of the target
@@ -59,7 +59,7 @@ STEP_PLAN: Final[_Fields] = (  # the arrays of a `core.BatchPlan`
     ("const RowState*", "row_states"),
     ("const int32_t*", "histories"),
     ("const Proposal*", "proposals"),
-    ("const int32_t*", "masks"),  # null: the caller samples what has a mask
+    ("const int32_t*", "masks"),  # null: the caller samples the slots with masks
     ("int64_t", "num_slots num_page_writes num_row_states num_history_words num_proposals"),
 )
 
@@ -90,7 +90,7 @@ class StepPlan(ctypes.Structure):
 
 
 def _header() -> Iterator[str]:
-    """The lines of `cpp/layout.h`, without its version."""
+    """Yield the lines of `cpp/layout.h` without the version."""
     yield "namespace minisgl {"
     yield ""
     flags = {name: value for name, value in vars(Flag).items() if name.isupper()}
@@ -119,7 +119,7 @@ def _declaration(kind: str, names: list[str]) -> str:
 
 
 def _record(name: str, record: np.dtype[Any]) -> Iterator[str]:
-    assert record.fields is not None, f"has no fields: {record}"
+    assert record.fields is not None, f"a record without fields: {record}"
     yield f"struct {name} {{"
     by_type = itertools.groupby(record.fields.items(), lambda item: _CPP_TYPES[item[1][0].base.str[1:]])
     for kind, fields in by_type:
@@ -136,7 +136,7 @@ LAYOUT_VERSION: Final = zlib.crc32("\n".join(_header()).encode())
 
 
 def header() -> str:
-    """The text of `cpp/layout.h`."""
+    """Return the text of `cpp/layout.h`."""
     return "\n".join(
         [
             "// Written by `python -m minisgl.native.abi`; what the fields mean stands in layout.py and native/abi.py.",

@@ -1,6 +1,6 @@
-"""Compiles the C++ step: with the package, or at the first start into the user's cache.
+"""Compiles the C++ step: when the package is built, or at the first start into the user's cache.
 
-Needs only the standard library: `hatch_build.py` uses this module before there is an environment.
+Needs only the standard library, since `hatch_build.py` uses this module before an environment exists.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from minisgl.errors import NativeError
 logger = logging.getLogger(__name__)
 
 PREBUILT: Final = Path(__file__).parent / "prebuilt"
-COMPILER_CPU_S: Final = 600  # some 40 are normal; not wall time, because a busy machine is no reason to give up
-# Runs a compiler in a process group that dies when the pipe on stdin closes: with our process, however it ends.
+COMPILER_CPU_S: Final = 600  # about 40 are normal; CPU time, because on a busy machine wall time says little
+# Runs a compiler in a process group that is killed when the pipe on stdin closes, as it does when our process ends.
 _SUPERVISE: Final = """
 ulimit -S -t "$0"
 exec 3<&0 </dev/null
@@ -41,7 +41,7 @@ exit $code
 
 @dataclass(frozen=True)
 class Target:
-    """A library to compile from `source` and the headers beside it; log lines and errors call it `name`."""
+    """A library to compile from `source` and the headers beside it. `name` is for log lines and errors."""
 
     name: str
     source: Path
@@ -49,7 +49,7 @@ class Target:
 
     @property
     def file_name(self) -> str:
-        """Contains a digest of sources, flags and machine, so that a stale library is never used."""
+        """The file name. It contains a digest of sources, flags and machine, so a stale library is never used."""
         sources = (self.source, *sorted(self.source.parent.glob("*.h")))
         texts = (path.read_text(encoding="utf-8") for path in sources)
         key = "\0".join((*texts, platform.machine(), *self.flags))
@@ -57,13 +57,16 @@ class Target:
 
 
 def cache_dir() -> Path:
-    """A folder below $XDG_CACHE_HOME (default ~/.cache), by machine type and C library: homes are shared."""
+    """Return the folder for libraries below $XDG_CACHE_HOME (default ~/.cache).
+
+    It depends on the machine type and C library, because hosts may share a home directory.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "minisgl" / "lib" / "-".join((platform.machine(), *platform.libc_ver()))
 
 
 def build_library(target: Target) -> Path:
-    """Find or compile one library, see `build_libraries`. Raises `NativeError` with the reason."""
+    """Find or compile one library; see `build_libraries`. Raises `NativeError` if that fails."""
     try:
         (future,) = build_libraries([target])
     except OSError as e:  # no pipe
@@ -72,20 +75,20 @@ def build_library(target: Target) -> Path:
 
 
 def build_libraries(targets: Sequence[Target]) -> list[Future[Path]]:
-    """Find or compile libraries, as many at once as there are cores. The futures are done.
+    """Find or compile libraries, in parallel on all cores; return futures that are done.
 
-    Prefer the prebuilt library if its digest matches, else the cached one if it is intact. Processes that want the same
-    library wait for the first of them. No compiler outlives this call, whatever ends it. A future that failed has
-    `NativeError` with the reason.
+    Prefer the prebuilt library if its digest matches, else the cached one if it is intact. If several processes need
+    the same library, one compiles it and the others wait. No compiler outlives this call, however it ends. A failed
+    future raises `NativeError`.
     """
-    alive, lifeline = os.pipe()
-    with open(alive), ThreadPoolExecutor(os.cpu_count()) as pool, open(lifeline, "w"):  # closed in reverse order
-        futures = [pool.submit(_find_or_compile, target, alive) for target in targets]
+    lifeline, writer = os.pipe()
+    with open(lifeline), ThreadPoolExecutor(os.cpu_count()) as pool, open(writer, "w"):  # closed in reverse order
+        futures = [pool.submit(_find_or_compile, target, lifeline) for target in targets]
         wait(futures)
     return futures
 
 
-def _find_or_compile(target: Target, alive: int) -> Path:
+def _find_or_compile(target: Target, lifeline: int) -> Path:
     try:
         if (prebuilt := PREBUILT / target.file_name).exists():
             return prebuilt
@@ -97,15 +100,15 @@ def _find_or_compile(target: Target, alive: int) -> Path:
                     fcntl.flock(lock, fcntl.LOCK_EX)
                 if not _is_intact(library):
                     if library.exists():
-                        logger.warning("%s is damaged and is compiled anew", library)
-                    _compile(target, library, alive)
+                        logger.warning("%s is damaged and will be compiled again", library)
+                    _compile(target, library, lifeline)
         return library
     except OSError as e:
         raise NativeError(f"{target.name} cannot be compiled: {e}") from e
 
 
 def _is_intact(library: Path) -> bool:
-    """Whether a library of the cache is as it was compiled: a crash or a full disk may leave half a file."""
+    """Return whether a cached library matches its checksum: a crash or a full disk may leave half a file."""
     try:
         return _checksum_file(library).read_text(encoding="ascii") == _checksum(library)
     except (OSError, UnicodeError):
@@ -121,7 +124,7 @@ def _checksum_file(library: Path) -> Path:
 
 
 def _private_folder(folder: Path) -> Path:
-    """Make `folder` if absent. Raises `PermissionError` if another user could put a library into it."""
+    """Create `folder` if it is absent. Raises `PermissionError` if another user could write to it."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
@@ -137,17 +140,20 @@ def find_compiler() -> str:
     return compiler
 
 
-def _compile(target: Target, library: Path, alive: int) -> None:
-    """Raises `NativeError` with what the compiler says. `alive`: the pipe whose end kills the compiler."""
+def _compile(target: Target, library: Path, lifeline: int) -> None:
+    """Compile `target`. The compiler is killed when the pipe `lifeline` closes.
+
+    Raises `NativeError` with the compiler's first error.
+    """
     compiler = find_compiler()
-    logger.info("compiling %s with %s (once, some 40 s of CPU time)", target.name, compiler)
+    logger.info("compiling %s with %s (once, about 40 s of CPU time)", target.name, compiler)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         output = Path(scratch) / library.name
         command = [compiler, *target.flags, str(target.source), "-o", str(output)]
         result = subprocess.run(
             ["/bin/sh", "-c", _SUPERVISE, str(COMPILER_CPU_S), *command],
-            stdin=alive,
+            stdin=lifeline,
             capture_output=True,
             text=True,
             process_group=0,

@@ -1,7 +1,7 @@
-"""The native CPU step: finds the best build of `cpp/forward.cpp` that works on this machine, and calls it.
+"""The C++ library of the CPU step: selects the best build of `cpp/forward.cpp` that works on this machine.
 
-The library has a plain C interface and knows nothing of torch. A build is used only after its self-test has passed in a
-child process, so a build that crashes on this machine costs speed only.
+The library has a plain C interface and does not use torch. A build is used only after its self-test has passed in a
+child process, so a build that crashes on this machine costs only speed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from minisgl.native.build import Target, build_library
 _log = logging.getLogger("minisgl.native")
 
 SOURCE: Final = Path(__file__).parent / "cpp" / "forward.cpp"
-# Contraction is off because results must not depend on how a loop was unrolled, see cpp/simd.h.
+# Contraction is off because results must not depend on how a loop is unrolled; see cpp/simd.h.
 FLAGS: Final = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=off")
 SELF_TEST_TIMEOUT_S: Final = 60.0  # the test takes a tenth of a second; a busy machine is no reason to fail
 
@@ -35,7 +35,7 @@ COMPILER_NAMES: Final = {
     "amx_tile": "-mamx-tile",
     "amx_bf16": "-mamx-bf16",
 }
-# Best first: what the processor must have, by Linux' names. "generic" runs anywhere.
+# The instruction sets, best first, with the CPU features that each needs by Linux's names. "generic" runs anywhere.
 ISAS: Final[Mapping[str, tuple[str, ...]]] = {
     "amx_bf16": (*_AVX512, "avx512_bf16", "avx512_vnni", "fma", "amx_tile", "amx_bf16"),
     "avx512_bf16": (*_AVX512, "avx512_bf16", "avx512_vnni", "fma"),
@@ -47,18 +47,18 @@ ISAS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 class NativeLibrary:
-    """A loaded build; `isa` is one of ISAS."""
+    """The functions of a loaded build. `isa` is one of ISAS."""
 
     def __init__(self, path: Path, isa: str) -> None:
-        from minisgl.native.abi import LAYOUT_VERSION, ModelSpec, StepPlan  # needs numpy, which a build has not
+        from minisgl.native.abi import LAYOUT_VERSION, ModelSpec, StepPlan  # needs numpy, which `hatch_build.py` lacks
 
         self.path = path
         self.isa = isa
         library = ctypes.CDLL(str(path))
         version = CFUNCTYPE(c_int64)(("minisgl_layout_version", library))()
         if version != LAYOUT_VERSION:
-            raise InvariantError(f"{path.name} reads plans of layout {version}, and this is layout {LAYOUT_VERSION}")
-        # The first type is the result's.
+            raise InvariantError(f"{path.name} has layout version {version}, but plans have {LAYOUT_VERSION}")
+        # The first type is that of the result.
         self.create = CFUNCTYPE(c_void_p, POINTER(ModelSpec))(("minisgl_create", library))
         self.destroy = CFUNCTYPE(None, c_void_p)(("minisgl_destroy", library))
         self.step = CFUNCTYPE(None, c_void_p, POINTER(StepPlan), c_void_p, c_void_p)(("minisgl_step", library))
@@ -77,7 +77,8 @@ class NativeLibrary:
 def load_native() -> NativeLibrary:
     """Load the best build that passes its self-test.
 
-    `MINISGL_CPU_ISA` names the only one to try, or "none". Raises `NativeError` with the reason of each failure.
+    The environment variable `MINISGL_CPU_ISA` selects one of ISAS, or "none". Raises `NativeError` with the reason why
+    each build failed.
     """
     wanted = os.environ.get("MINISGL_CPU_ISA", "")
     if wanted == "none":
@@ -94,36 +95,36 @@ def load_native() -> NativeLibrary:
                 failures.append(str(e))
                 continue
             if failures:
-                _log.warning("the C++ step uses %s only: %s", isa, "; ".join(failures))
+                _log.warning("the C++ step uses only %s: %s", isa, "; ".join(failures))
             return NativeLibrary(path, isa)
     raise NativeError("; ".join(dict.fromkeys(failures)) or f"this processor has no {wanted}")
 
 
 def usable_isas() -> list[str]:
-    """Names of `ISAS` that this machine has, best first."""
+    """Return the names of `ISAS` that this machine supports, best first."""
     return [isa for isa in ISAS if not missing_features(isa)]
 
 
 def missing_features(isa: str) -> list[str]:
-    """What a name of `ISAS` needs and this processor lacks."""
+    """Return the features that `ISAS[isa]` needs and this CPU lacks."""
     features = _cpu_features()
     return [feature for feature in ISAS[isa] if feature not in features]
 
 
 def isas_of(machine: str) -> list[str]:
-    """Names of `ISAS` that exist on an architecture (`platform.machine()`), best first."""
+    """Return the names of `ISAS` that exist on an architecture (`platform.machine()`), best first."""
     return [isa for isa, needs in ISAS.items() if machine == "x86_64" or not needs]
 
 
 def target(isa: str) -> Target:
-    """The library to compile for a name of `ISAS`."""
+    """Return the library to compile for a name of `ISAS`."""
     flags = (COMPILER_NAMES.get(feature, f"-m{feature}") for feature in ISAS[isa])
     return Target(f"the C++ step for {isa}", SOURCE, (*FLAGS, *flags))
 
 
 @cache
 def run_self_test(path: Path, isa: str) -> None:
-    """Run the library's own test in a child process, once. Raises `NativeError` if it fails."""
+    """Run the library's self-test in a child process, once per library. Raises `NativeError` if it fails."""
     code = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).minisgl_self_test())"
     command = [sys.executable, "-I", "-S", "-c", code, str(path)]
     try:

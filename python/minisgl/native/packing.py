@@ -1,4 +1,4 @@
-"""Packs the weights of a model for the C++ step."""
+"""Packs the weights of a model into the layout that the C++ step reads."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from minisgl.native.library import NativeLibrary
 
 LANES: Final = 16  # rows of a panel of packed weights
-ROUNDED_ROWS: Final = 64  # at once: intermediate results stay in L2
+ROUNDED_ROWS: Final = 64  # rounded at a time, so that intermediate results stay in L2
 
 
-def pack_weights(matrices: Sequence[Tensor | Quantized], rounded: Sequence[object], library: NativeLibrary) -> None:
-    """Pack matrices, and move them into one block of memory; those that are `rounded`, too, in 8 bits.
+def pack_weights(matrices: Sequence[Tensor | Quantized], to_round: Sequence[object], library: NativeLibrary) -> None:
+    """Pack matrices in place, into one block of memory. Those among them in `to_round` are rounded to 8 bits.
 
-    The tensors then hold what the library reads; no op in torch can use them.
+    Afterwards only the library can read the tensors; no op in torch can.
     """
-    is_rounded = [any(weight is r for r in rounded) for weight in matrices]
+    is_rounded = [any(weight is other for other in to_round) for weight in matrices]
     sizes = []
     for weight, rounds in zip(matrices, is_rounded, strict=True):
         rows, cols = round_up(weight.shape[0], LANES), weight.shape[1]
@@ -38,15 +38,15 @@ def pack_weights(matrices: Sequence[Tensor | Quantized], rounded: Sequence[objec
             sizes.append(library.quantized_size(bits, rows, cols))
         else:
             sizes.append(rows * cols * weight.itemsize)
-    for weight, rounds, place in zip(matrices, is_rounded, _zeros(sizes), strict=True):
+    for weight, rounds, memory in zip(matrices, is_rounded, _allocate_zeros(sizes), strict=True):
         if isinstance(weight, Quantized):
-            _pack_quantized(weight, library, place)
-            weight.data.set_(place.view(weight.data.dtype))  # type: ignore[call-overload]  # frees the old memory
+            _pack_quantized(weight, library, memory)
+            weight.data.set_(memory.view(weight.data.dtype))  # type: ignore[call-overload]  # frees the old memory
             weight.scale.set_(weight.scale.new_empty(0))  # type: ignore[call-overload]
             continue
-        packed = place.view(weight.dtype)
+        packed = memory.view(weight.dtype)
         if rounds:
-            _pack_quantized(_rounded(weight), library, place)
+            _pack_quantized(_round(weight), library, memory)
         else:
             cols = weight.shape[1]
             packed = packed.view(-1, cols)
@@ -56,20 +56,21 @@ def pack_weights(matrices: Sequence[Tensor | Quantized], rounded: Sequence[objec
         weight.set_(packed)  # type: ignore[call-overload]
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(ctypes.c_size_t(0))  # else glibc keeps freed blocks below 32 MB
+        libc.malloc_trim(ctypes.c_size_t(0))  # or glibc would keep freed blocks below 32 MB
 
 
-def _pack_quantized(weight: Quantized, library: NativeLibrary, place: Tensor) -> None:
-    """Pack numbers and scales, in groups of the library's length, into `place`."""
+def _pack_quantized(weight: Quantized, library: NativeLibrary, out: Tensor) -> None:
+    """Pack weights and scales into `out`, with the scales repeated for groups of the library's length."""
     kind, (rows, cols) = weight.format, weight.shape
     numbers = unpack(weight.data, kind.chunk) if kind.bits == 4 else weight.data
     scale = weight.scale.to(torch.bfloat16).repeat_interleave(kind.group // INT8.group, 1)
-    more = (0, 0, 0, round_up(rows, LANES) - rows)
-    numbers, scale = F.pad(numbers, more), F.pad(scale, more)
-    library.pack_quantized(kind.bits, numbers.data_ptr(), scale.data_ptr(), len(numbers), cols, place.data_ptr())
+    padding = (0, 0, 0, round_up(rows, LANES) - rows)
+    numbers, scale = F.pad(numbers, padding), F.pad(scale, padding)
+    library.pack_quantized(kind.bits, numbers.data_ptr(), scale.data_ptr(), len(numbers), cols, out.data_ptr())
 
 
-def _rounded(weight: Tensor) -> Quantized:
+def _round(weight: Tensor) -> Quantized:
+    """Round a matrix to 8 bits."""
     rows, cols = weight.shape
     result = INT8.empty(rows, cols, weight.device)
     for start in range(0, rows, ROUNDED_ROWS):
@@ -78,8 +79,8 @@ def _rounded(weight: Tensor) -> Quantized:
     return result
 
 
-def _zeros(sizes: list[int]) -> tuple[Tensor, ...]:
-    """Zeroed bytes side by side, in huge pages where Linux has them: a step would touch thousands of small pages."""
+def _allocate_zeros(sizes: list[int]) -> tuple[Tensor, ...]:
+    """Return adjacent uint8 tensors of `sizes` zeros, in huge pages if possible: each step reads all of them."""
     memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)

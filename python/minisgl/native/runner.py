@@ -1,4 +1,4 @@
-"""Runs a whole step of a CPU, from plan to tokens, in one C++ call."""
+"""The runner of CPUs: a whole step, from plan to tokens, in one C++ call."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ if TYPE_CHECKING:
 _log = logging.getLogger("minisgl.native")
 
 DTYPES: Final = (torch.float32, torch.bfloat16)
-SAMPLING_FLOPS: Final = 50.0  # roughly, for each logit of a token that the ops in torch sample
-PLAIN: Final = Flag.SAMPLES | Flag.FROM_DEVICE | Flag.DRAFTS | Flag.MASKED  # flags with which the library samples
+SAMPLING_FLOPS: Final = 50.0  # roughly, per logit of a token that is sampled in torch
+PLAIN: Final = Flag.SAMPLES | Flag.FROM_DEVICE | Flag.DRAFTS | Flag.MASKED  # the library samples slots with only these
 
 
 def refusal(spec: EngineSpec) -> str | None:
-    """Why the C++ step cannot run a model with these settings; None if it can."""
+    """Return why the C++ step cannot run a model with these settings; None if it can."""
     m = spec.model
     if spec.info.size > 1:
         return "the model is sharded over several ranks"
     if spec.attention_backend != "auto":
-        return f"attention backend {spec.attention_backend} was asked for"
+        return f"the attention backend {spec.attention_backend} was given"
     if not FAMILIES[m.architecture].on_cpu_step or m.activation != "silu":
-        return f"{m.architecture} with {m.activation} is not Llama-shaped enough"
+        return f"{m.architecture} with {m.activation} is not supported"
     if spec.dtype not in DTYPES:
-        return f"dtype {spec.dtype}"
+        return f"dtype {spec.dtype} is not supported"
     if spec.pooling is not None:
-        return "the model makes embeddings"
+        return "the model computes embeddings"
     if spec.fp8_cache:
         return "the KV cache is FP8"
     if spec.draft is not None and (reason := refusal(draft_spec(spec))) is not None:
@@ -73,25 +73,25 @@ def refusal(spec: EngineSpec) -> str | None:
 
 
 class NativeModel:
-    """A model in the library. It takes over weights and K/V pages: nothing else can use them afterwards.
+    """A model in the library. It owns the weights and K/V pages: nothing else can use them afterwards.
 
-    The weights' tensors are packed or rounded in place. The layout of the pages is that of `native/cpp/cache.h`.
+    The weights are packed or rounded in place. Pages have the layout of `native/cpp/cache.h`.
     """
 
     def __init__(
         self, parts: Parts, spec: EngineSpec, library: NativeLibrary, eagle: Eagle3 | None = None, **fields: int | None
     ) -> None:
-        """The model of `parts`, or the head `eagle`; `fields` are more of `ModelSpec`."""
+        """Load the model of `parts`, or the head `eagle`. `fields` are further fields of `ModelSpec`."""
         self._library = library
         self._vocab_size = parts.model.config.vocab_size
-        self._kept: list[Any] = []  # what the library has addresses of, besides the weights
-        self._bits: dict[int, int] = {}  # of rounded matrices
+        self._kept: list[Any] = []  # keeps alive what the library has addresses of, besides the weights
+        self._bits: dict[int, int] = {}  # id of a rounded matrix -> bits
         model = self._model(parts, spec, fields) if eagle is None else self._eagle(eagle, fields)
         self.handle = library.create(byref(model))
         self._close = weakref.finalize(self, library.destroy, self.handle)
 
     def logits(self, count: int) -> Tensor:
-        """[count, V] float32 of the last step; a view that the next step overwrites."""
+        """Return the logits of the last step, [count, V] float32: a view that the next step overwrites."""
         if count == 0:
             return torch.empty(0, self._vocab_size)
         address = self._library.logits(self.handle)
@@ -108,7 +108,7 @@ class NativeModel:
         return self._spec(parts, spec, layers, head, decoder.norm, fields)
 
     def _eagle(self, eagle: Eagle3, fields: dict[str, Any]) -> ModelSpec:
-        """Rounds the matrices to 8 bits where it can: a worse draft costs less than the time to read them."""
+        """Round the matrices to 8 bits if possible: reading 16 bits costs more time than worse drafts do."""
         head = eagle.head
         matrices: list[Any] = [p.tensor for p in head.parameters]
         self._pack(matrices, [w for w in matrices if len(w.shape) == 2 and w.shape[1] % INT8.group == 0])
@@ -119,19 +119,19 @@ class NativeModel:
         layer = head.attention, head.mlp, head.embedding_norm, head.mlp_norm
         return self._spec(eagle.parts, eagle.spec, [layer], head.lm_head.weight, head.norm, fields)
 
-    def _pack(self, tensors: list[Any], rounded: list[Any]) -> None:
-        """Pack the matrices among `tensors`, those `rounded` in 8 bits."""
-        self._bits = {id(weight): INT8.bits for weight in rounded}
-        pack_weights([w for w in tensors if len(w.shape) == 2], rounded, self._library)
+    def _pack(self, tensors: list[Any], to_round: list[Any]) -> None:
+        """Pack the matrices among `tensors`; those in `to_round` in 8 bits."""
+        self._bits = {id(weight): INT8.bits for weight in to_round}
+        pack_weights([w for w in tensors if len(w.shape) == 2], to_round, self._library)
 
     def _matrix(self, weight: Tensor | Quantized) -> tuple[int, int]:
-        """The address of a packed matrix, and its bits."""
+        """Return the address of a packed matrix, and its bits: 8, 4, or 0 for the model's type."""
         if isinstance(weight, Quantized):
             return weight.data.data_ptr(), weight.format.bits
         return weight.data_ptr(), self._bits.get(id(weight), 0)
 
     def _float(self, tensor: Tensor | None) -> int | None:
-        """The address of a float32 copy that lives as long as this model."""
+        """Return the address of a float32 copy that lives as long as this model; None without a tensor."""
         if tensor is None:
             return None
         self._kept.append(tensor.float().contiguous())
@@ -141,24 +141,24 @@ class NativeModel:
     def _spec(
         self, parts: Parts, spec: EngineSpec, layers: list[Any], head: Any, norm: Any, fields: dict[str, Any]
     ) -> ModelSpec:
-        """A layer is (attention, MLP, norm before each)."""
+        """Return the model's `ModelSpec`. Each layer is (attention, MLP, norm before attention, norm before MLP)."""
         m, pool, state = spec.model, parts.kv_cache, parts.state
         weights = (LayerWeights * len(layers))()
         self._kept.append(weights)
-        for c, (attention, mlp, input_norm, post_norm), window in zip(weights, layers, m.windows, strict=True):
-            c.qkv, c.qkv_bits = self._matrix(attention.qkv_proj.weight)
-            c.o, c.o_bits = self._matrix(attention.o_proj.weight)
-            c.gate_up, c.gate_up_bits = self._matrix(mlp.gate_up_proj.weight)
-            c.down, c.down_bits = self._matrix(mlp.down_proj.weight)
-            c.qkv_bias, c.o_bias = self._float(attention.qkv_proj.bias), self._float(attention.o_proj.bias)
-            c.gate_up_bias, c.down_bias = self._float(mlp.gate_up_proj.bias), self._float(mlp.down_proj.bias)
-            c.input_norm, c.post_norm = self._float(input_norm.weight), self._float(post_norm.weight)
-            c.q_norm, c.k_norm = self._float(attention.heads.q_weight), self._float(attention.heads.k_weight)
-            c.cos_sin = attention.heads.cos_sin.data_ptr()
-            c.window = window or 0
+        for layer, (attention, mlp, input_norm, post_norm), window in zip(weights, layers, m.windows, strict=True):
+            layer.qkv, layer.qkv_bits = self._matrix(attention.qkv_proj.weight)
+            layer.o, layer.o_bits = self._matrix(attention.o_proj.weight)
+            layer.gate_up, layer.gate_up_bits = self._matrix(mlp.gate_up_proj.weight)
+            layer.down, layer.down_bits = self._matrix(mlp.down_proj.weight)
+            layer.qkv_bias, layer.o_bias = self._float(attention.qkv_proj.bias), self._float(attention.o_proj.bias)
+            layer.gate_up_bias, layer.down_bias = self._float(mlp.gate_up_proj.bias), self._float(mlp.down_proj.bias)
+            layer.input_norm, layer.post_norm = self._float(input_norm.weight), self._float(post_norm.weight)
+            layer.q_norm, layer.k_norm = self._float(attention.heads.q_weight), self._float(attention.heads.k_weight)
+            layer.cos_sin = attention.heads.cos_sin.data_ptr()
+            layer.window = window or 0
         fields["head"], fields["head_bits"] = self._matrix(head)
         states = {name: getattr(state, name).data_ptr() for name in ("last_token", "temperature", "noise_key")}
-        known: dict[str, Any] = {
+        sizes: dict[str, Any] = {
             "is_bf16": spec.dtype is torch.bfloat16,
             "layers": m.num_layers,
             "hidden": m.hidden_size,
@@ -178,11 +178,11 @@ class NativeModel:
             "page_table": state.page_table.data_ptr(),
             "table_width": state.page_table.stride(0),
         }
-        return ModelSpec(**(known | states | fields))
+        return ModelSpec(**(sizes | states | fields))
 
 
 class NativeRunner:
-    """Runs any plan. No other runner can use the weights and K/V pages afterwards."""
+    """Runs any plan in the library. No other runner can use the weights and K/V pages afterwards."""
 
     def __init__(self, parts: Parts, spec: EngineSpec, library: NativeLibrary, device: CpuDevice) -> None:
         self.name = f"native ({', '.join(filter(None, (library.isa, spec.quantization)))})"
@@ -190,15 +190,15 @@ class NativeRunner:
         self._library = library
         self._device = device
         drafting = parts.drafting
-        own: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if drafting is not None:
-            own = {"lengths": drafting.lengths.data_ptr(), "drafts": drafting.drafts.data_ptr()}
-        self._model = NativeModel(parts, spec, library, threads=device.threads, **own)
+            fields = {"lengths": drafting.lengths.data_ptr(), "drafts": drafting.drafts.data_ptr()}
+        self._model = NativeModel(parts, spec, library, threads=device.threads, **fields)
         self.logits = self._model.logits
         self._drafter = None
         if drafting is not None and drafting.model is not None:
-            own |= {"target": self._model.handle, "last_token": parts.state.last_token.data_ptr()}
-            self._drafter = _Drafter(drafting, drafting.model, library, device, own)
+            fields |= {"target": self._model.handle, "last_token": parts.state.last_token.data_ptr()}
+            self._drafter = _Drafter(drafting, drafting.model, library, device, fields)
 
     def fits(self, plan: BatchPlan) -> bool:
         return True
@@ -228,7 +228,7 @@ class NativeRunner:
         return self._settle(plan, call, out) if plan.has_drafts else out
 
     def _settle(self, plan: BatchPlan, call: StepPlan, out: Ints) -> Ints:
-        """`out` with two more lines for a plan with DRAFTS, as `StepResult` says."""
+        """Accept drafts and update the rows' lengths; return `out` with the two more lines of a `StepResult`."""
         lines = np.zeros((2, out.shape[1]), np.int32)
         lines[0] = 1
         sampling, is_penalized = None, (plan.sampled_flags & Flag.PENALIZED) != 0
@@ -242,19 +242,24 @@ class NativeRunner:
         return out
 
     def logits_of(self, plan: BatchPlan) -> Tensor:
-        """As `EagerRunner.logits_of`, in float32."""
+        """Return what `EagerRunner.logits_of` does, in float32."""
         return self.logits(self._call(plan, _step_plan(plan)).shape[1]).clone()
 
     def _call(self, plan: BatchPlan, call: StepPlan) -> Ints:
-        """Run a plan in the library -> [2, S] tokens and whether they are finite; zeros for slots sampled elsewhere."""
+        """Run a plan in the library; return int32 [2, S]: tokens, and 1 if their logits are finite.
+
+        Slots that the library does not sample have zeros.
+        """
         out = np.zeros((2, len(plan.sampled_flags)), np.int32)
         self._library.step(self._model.handle, byref(call), out[0].ctypes.data, out[1].ctypes.data)
         return out
 
     def _with_prompt_logprobs(self, plan: BatchPlan) -> Ints:
-        """Run a plan whose prompts want log-probabilities: each of these tokens is a slot of its own, in passes whose
-        logits fit in memory."""
-        slots = _token_by_token(plan.slots)
+        """Run a plan with prompt logprobs, in passes whose logits fit in memory.
+
+        Each prompt token becomes a slot of its own, so that the library computes its logits.
+        """
+        slots = _split_into_tokens(plan.slots)
         widths = np.where((slots["flags"] & Flag.DRAFTS) != 0, slots["stop"] - slots["start"], 1)
         samples = np.cumsum(np.where((slots["flags"] & Flag.SAMPLES) != 0, widths, 0)) - 1
         pass_of_slot = np.maximum(samples, 0) // rows_per_pass(self.parts.model.config.vocab_size)
@@ -266,11 +271,11 @@ class NativeRunner:
         for part in np.split(slots, np.flatnonzero(np.diff(pass_of_slot)) + 1):
             from_host = part[(part["flags"] & Flag.FROM_DEVICE) == 0]
             count = int((from_host["stop"] - from_host["start"]).sum())
-            now = replace(rest, slots=part, tokens=rest.tokens[:count])
-            out = self._call(now, _step_plan(now))
-            flags, logits = now.sampled_flags, self.logits(out.shape[1])
+            part_plan = replace(rest, slots=part, tokens=rest.tokens[:count])
+            out = self._call(part_plan, _step_plan(part_plan))
+            flags, logits = part_plan.sampled_flags, self.logits(out.shape[1])
             is_prompt = (flags & Flag.PROMPT_LOGPROBS) != 0
-            is_special = ((flags & (~PLAIN | Flag.MASKED)) != 0) & ~is_prompt  # whose masks the library lacks here
+            is_special = ((flags & (~PLAIN | Flag.MASKED)) != 0) & ~is_prompt  # these calls have no masks
             num_ids = int(is_prompt.sum())
             ids = torch.from_numpy(rest.prompt_logprob_ids[:num_ids])
             wanted = torch.full_like(ids, Flag.LOGPROBS)
@@ -298,20 +303,20 @@ class NativeRunner:
         return columns
 
     def _sample(self, plan: BatchPlan, special: npt.NDArray[np.intp], logits: Tensor, out: Ints) -> Ints:
-        """`out` with the columns `special` [n], whose logits [n, V] these are, sampled by the ops in torch."""
+        """Sample the columns `special` [n] with `logits` [n, V] in torch; return `out` with these columns replaced."""
         self._device.use_threads_for(SAMPLING_FLOPS * logits.numel())
         columns = self.parts.sample(logits, self._sampling(plan, special)).numpy()
-        whole = np.zeros((len(columns), out.shape[1]), np.int32)
-        whole[:2] = out
-        whole[:, special] = columns
-        return whole
+        result = np.zeros((len(columns), out.shape[1]), np.int32)
+        result[:2] = out
+        result[:, special] = columns
+        return result
 
     def _sampling(self, plan: BatchPlan, index: npt.NDArray[np.intp]) -> Sampling:
-        """What sampling needs to know of the columns `index` of a plan."""
+        """Return the sampling inputs of the columns `index` of a plan."""
         if not plan.has_drafts:
             return make_sampling(plan, index, self._device)
         drafting = self.parts.drafting
-        assert drafting is not None, "a plan with DRAFTS, but no drafter"
+        assert drafting is not None, "a plan has DRAFTS, but there is no drafter"
         lengths, newest, drafts = (t.numpy() for t in (drafting.lengths, drafting.last_token, drafting.drafts))
         slots, widths = plan.slots[(plan.slots["flags"] & Flag.SAMPLES) != 0], plan.widths
         flat = np.repeat(slots, widths)
@@ -324,20 +329,20 @@ class NativeRunner:
 
 
 class _Drafter:
-    """A drafter with a model in the library, where it learns the tokens that its target computes."""
+    """A draft model in the library, which also gives it the tokens that the target computes."""
 
     def __init__(
-        self, drafting: Drafting, model: DraftModel, library: NativeLibrary, device: CpuDevice, own: dict[str, Any]
+        self, drafting: Drafting, model: DraftModel, library: NativeLibrary, device: CpuDevice, fields: dict[str, Any]
     ) -> None:
         self._drafting = drafting
         self._draft = model
         self._library = library
         self._device = device
         eagle = model if isinstance(model, Eagle3) else None
-        self._model = NativeModel(model.parts, model.spec, library, eagle, **own)
+        self._model = NativeModel(model.parts, model.spec, library, eagle, **fields)
 
     def run(self, plan: BatchPlan, call: StepPlan) -> None:
-        """Make the drafts of the slots with DRAFTS, which have their pages."""
+        """Draft tokens for the slots with DRAFTS, whose pages are allocated."""
         is_special, number = bool((plan.sampled_flags & SAMPLED_ALIKE).any()), 0
         while self._library.draft(self._model.handle, byref(call), number):
             if is_special:
@@ -357,31 +362,31 @@ class _Drafter:
 
 
 def _step_plan(plan: BatchPlan, masks: Ints = NO_MASKS) -> StepPlan:
-    """The addresses of a plan's arrays."""
-    arrays = (plan.slots, plan.tokens, plan.page_writes, plan.row_states, plan.histories, plan.proposals, masks)
-    kept = [np.ascontiguousarray(array) for array in arrays]
-    counts = [len(array) for array in kept]
-    addresses = (array.ctypes.data if len(array) else None for array in kept)
+    """Return a structure with the addresses and lengths of a plan's arrays, which it keeps alive."""
+    fields = (plan.slots, plan.tokens, plan.page_writes, plan.row_states, plan.histories, plan.proposals, masks)
+    arrays = [np.ascontiguousarray(array) for array in fields]
+    counts = [len(array) for array in arrays]
+    addresses = (array.ctypes.data if len(array) else None for array in arrays)
     call = StepPlan(*addresses, counts[0], *counts[2:6])
-    call.arrays = kept  # as long as the addresses
+    call.arrays = arrays
     return call
 
 
-def _token_by_token(slots: Records) -> Records:
-    """The same step with a slot for each token whose successor's log-probability is wanted."""
+def _split_into_tokens(slots: Records) -> Records:
+    """Return the same step with one slot per token of the slots with PROMPT_LOGPROBS; these slots sample."""
     result = []
-    wanted = Flag.SAMPLES | Flag.PROMPT_LOGPROBS
+    sampled = Flag.SAMPLES | Flag.PROMPT_LOGPROBS
     for row, start, stop, flags in slots.tolist():
         if not flags & Flag.PROMPT_LOGPROBS:
             result.append((row, start, stop, flags))
             continue
-        result += [(row, t, t + 1, wanted) for t in range(start, stop - 1)]
-        result.append((row, stop - 1, stop, flags & ~Flag.PROMPT_LOGPROBS if flags & Flag.SAMPLES else wanted))
+        result += [(row, t, t + 1, sampled) for t in range(start, stop - 1)]
+        result.append((row, stop - 1, stop, flags & ~Flag.PROMPT_LOGPROBS if flags & Flag.SAMPLES else sampled))
     return np.array(result, SLOT)
 
 
 class CpuRunners:
-    """The `RunnerFactory` of CPUs: the C++ step where it can run the model, else the ops in torch."""
+    """The `RunnerFactory` of CPUs: the C++ step if it can run the model, else the ops in torch."""
 
     def __init__(self, spec: EngineSpec, device: CpuDevice) -> None:
         self._spec = spec
@@ -400,30 +405,30 @@ class CpuRunners:
             _log.warning("steps run op by op, several times slower than the C++ step: %s", reason)
 
     def holds(self, kind: Format) -> bool:
-        """The C++ step multiplies numbers of 4 bits without zeros, in groups of a multiple of its own."""
+        """Return whether the C++ step can use weights of this format: 4 bits, no zeros, groups of whole blocks."""
         is_plain = kind.name == "int4" and not kind.has_zeros and not kind.order
         return self._library is not None and is_plain and kind.group % INT8.group == 0
 
     @staticmethod
     def choose_dtype(spec: EngineSpec) -> EngineSpec:
-        """Choose bfloat16 for a large checkpoint of that type if the C++ step can run it: such steps are faster.
+        """Choose bfloat16 for a large bfloat16 checkpoint if the C++ step can run it, where it is faster.
 
-        Steps in torch are not always faster in bfloat16, and a small model may keep the digits of float32.
+        In torch, bfloat16 is not always faster; and a small model is fast enough in float32.
         """
-        halved = replace(spec, dtype=torch.bfloat16)
-        if not spec.model.is_large_bfloat16 or refusal(halved) is not None:
+        in_bfloat16 = replace(spec, dtype=torch.bfloat16)
+        if not spec.model.is_large_bfloat16 or refusal(in_bfloat16) is not None:
             return spec
         try:
             load_native()
         except NativeError:
             return spec
-        return halved
+        return in_bfloat16
 
     def warm_up(self, parts: Parts) -> None:
-        """Nothing is compiled for single steps."""
+        """Do nothing: nothing is compiled for single steps."""
 
     def make(self, parts: Parts) -> list[Runner]:
-        """One runner for any plan. The C++ step takes over the weights and the K/V pool."""
+        """Return one runner for any plan. The C++ step takes over the weights and the K/V pool."""
         if self._library is None:
             return [base_runner(parts, self._spec)]
         return [NativeRunner(parts, self._spec, self._library, self._device)]

@@ -1,6 +1,6 @@
-"""Ops in eager torch for a CPU: as the reference, in fewer calls, since a call costs about as much as its arithmetic.
+"""Ops in eager torch for a CPU: the reference in fewer calls, since a call costs about as much as its arithmetic.
 
-Figures are microseconds a call for T=16, H=256 float32, two threads (AMD EPYC, torch 2.13).
+Figures are microseconds per call for T=16, H=256, float32, two threads (AMD EPYC, torch 2.13).
 """
 
 from __future__ import annotations

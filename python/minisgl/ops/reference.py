@@ -1,8 +1,8 @@
-"""Every op in plain torch: the specification that all other implementations are tested against.
+"""Every op in plain torch: the specification against which all other implementations are tested.
 
 Letters in shapes: T tokens of the step, S sampled sequences, B sequences, H hidden size, I intermediate size,
-V vocabulary, E experts, Hq/Hk query/KV heads, D head dimension, P pages. Activations are in the engine's dtype unless
-said.
+V vocabulary, E experts, Hq/Hk query/KV heads, D head dimension, P pages. Activations are in the engine's dtype, unless
+stated otherwise.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ if TYPE_CHECKING:
 
 
 def all_reduce(x: Tensor) -> Tensor:
-    """The sum of `x` over all ranks; here there is one. `x` may be overwritten."""
+    """Return the sum of `x` over all ranks (here, one). May overwrite `x`."""
     return x
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """Rows of `weight` [V, H] for `ids` [T] int32 -> [T, H]."""
+    """Look up the rows of `weight` [V, H] for `ids` [T] int32 -> [T, H]."""
     return F.embedding(ids, weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang, Sennrich 2019, arXiv:1910.07467).
 
-    x [..., n], weight [n]. Normalised in float32, rounded to the weight's dtype, multiplied by it and rounded to x's
-    dtype. So a weight in x's dtype is applied after rounding, as Llama does, and one in float32 before, as Gemma does.
+    x [..., n], weight [n]. The result is computed in float32, rounded to the weight's dtype, multiplied by the weight,
+    and rounded to x's dtype. So a weight in x's dtype is applied after rounding, as in Llama, and a float32 weight
+    before, as in Gemma.
     """
     x32 = x.float()
     normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
@@ -45,7 +46,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual), all [T, H]. An implementation may overwrite `residual` with the sum."""
+    """Return (rms_norm(x + residual), x + residual), each [T, H]. May overwrite `residual` with the sum."""
     total = x + residual
     return rms_norm(total, weight, eps), total
 
@@ -58,15 +59,15 @@ GATES: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
 
 
 def gate_and_mul(x: Tensor, gate: str) -> Tensor:
-    """f(g) * up, where x [T, 2I] is g and up side by side and f is `GATES[gate]` -> [T, I]."""
+    """Return f(g) * up [T, I], where x [T, 2I] is g and up side by side, and f is `GATES[gate]`."""
     g, up = x.chunk(2, dim=-1)
     return GATES[gate](g) * up
 
 
 def linear(x: Tensor, weight: Tensor | Quantized, bias: Tensor | None = None, gate: str = "") -> Tensor:
-    """x weight^T + bias: x [T, in], weight [out, in], bias [out] -> [T, out].
+    """Return x weight^T + bias: x [T, in], weight [out, in], bias [out] -> [T, out].
 
-    With `gate`, `gate_and_mul` follows: weight [2I, in] is gate above up, the result is [T, I].
+    With `gate`, `gate_and_mul` follows: weight [2I, in] is gate above up, and the result is [T, I].
     """
     out = F.linear(x, weight.dense(x.dtype) if isinstance(weight, Quantized) else weight, bias)
     return gate_and_mul(out, gate) if gate else out
@@ -85,10 +86,10 @@ def add_norm_linear(
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = add_rms_norm,
     linear: Callable[..., Tensor] = linear,
 ) -> tuple[Tensor, Tensor]:
-    """(linear(rms_norm(total)), total) with total = x + residual, or x where there is no residual yet.
+    """Return (linear(rms_norm(total)), total) with total = x + residual, or x if there is no residual yet.
 
-    x, residual [T, H]; norm_weight [H]; weight, bias and `gate` as in `linear` -> [T, N], [T, H]. One op, since for one
-    row it is one kernel. An implementation may overwrite `residual`, not `x`. A table passes its own ops by keyword.
+    x, residual [T, H]; norm_weight [H]; weight, bias and `gate` as in `linear` -> [T, N], [T, H]. This is one op, since
+    for one row it is one kernel. May overwrite `residual`, but not `x`. A table passes its own ops by keyword.
     """
     if residual is None:
         return linear(rms_norm(x, norm_weight, eps), weight, bias, gate), x
@@ -109,36 +110,36 @@ def moe(
     """Mixture of experts (arXiv:2401.04088): sum over the `top_k` experts e of p_e down_e (silu(gate_e x) * up_e x).
 
     x [T, H], router_logits [T, E], gate_up [E, 2I, H] (gate above up), down [E, H, I] -> [T, H]. p is the softmax over
-    all experts in float32; with `normalise` the chosen ones are divided by their sum. Of equal logits the lowest expert
-    is chosen. The sum is taken in float32, the most probable expert first, so a token's result depends on the rest of
-    the batch only as far as a GEMM's does on its number of rows. A table passes its own `linear`.
+    all experts in float32; with `normalise`, the selected ones are divided by their sum. Among equal logits, the lowest
+    expert is selected. The sum is in float32, the most probable expert first, so the rest of the batch affects a
+    token's result only as the number of rows affects a GEMM. A table passes its own `linear`.
     """
     experts = router_logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = router_logits.softmax(-1, dtype=torch.float32).gather(-1, experts)  # [T, top_k]
     if normalise:
         weights = weights / weights.sum(-1, keepdim=True)
-    # Pair i is choice i % top_k of token i // top_k; sorted by expert, the pairs of one expert are one GEMM.
+    # Pair i is expert i % top_k of token i // top_k. Sorted by expert, the pairs of one expert are one GEMM.
     pairs = experts.flatten()
     order = pairs.argsort(stable=True)
-    rows = x[order // top_k]  # of the pairs in this order: first the inputs, then the outputs
+    rows = x[order // top_k]  # of the sorted pairs: first inputs, later outputs
     start = 0
     for e, count in enumerate(pairs.bincount(minlength=len(gate_up)).tolist()):
         if count:
             group = rows[start : start + count]
             group.copy_(linear(linear(group, gate_up[e], gate="silu"), down[e]))
             start += count
-    place = order.argsort()
+    index_of_pair = order.argsort()
     total = torch.zeros_like(x, dtype=torch.float32)
     for i in range(top_k):
-        total.addcmul_(rows[place[i::top_k]], weights[:, i : i + 1])
+        total.addcmul_(rows[index_of_pair[i::top_k]], weights[:, i : i + 1])
     return total.to(x.dtype)
 
 
 def rope(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding (RoFormer, arXiv:2104.09864) on halves ("neox" style) -> rotated (q, k).
+    """Return q and k with rotary position embedding (RoFormer, arXiv:2104.09864) on halves ("neox" style).
 
-    q [T, Hq, D], k [T, Hk, D], positions [T] int32, cos_sin [max position, D] float32 with the cosines of the D/2
-    frequencies first and their sines after. With x = (x1, x2): (x1 cos - x2 sin, x2 cos + x1 sin), in float32.
+    q [T, Hq, D], k [T, Hk, D], positions [T] int32, cos_sin [max position, D] float32: the cosines of the D/2
+    frequencies, then their sines. With x = (x1, x2): (x1 cos - x2 sin, x2 cos + x1 sin), in float32.
     """
     cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)
 
@@ -162,10 +163,9 @@ def store_kv(k: Tensor, v: Tensor, pages: Pages, out_loc: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HeadTransform:
-    """What one layer does to the heads of q and k before attention: an optional norm with weights [D], then RoPE.
+    """What a layer does to the heads of q and k before attention: an optional norm with weights [D], then RoPE.
 
-    q and k both have a weight or neither has; `cos_sin` is that of `rope`; `window` is the layer's, which attention
-    reads.
+    Either both q and k have a norm or neither has. `cos_sin` is as in `rope`. `window` is the layer's, for attention.
     """
 
     q_weight: Tensor | None
@@ -176,10 +176,10 @@ class HeadTransform:
 
 
 def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages: Pages, out_loc: Tensor) -> Tensor:
-    """All between the QKV projection and attention: per-head norm, rotary embedding, K/V storage.
+    """Do everything between the QKV projection and attention: per-head norm, rotary embedding, K/V storage.
 
-    qkv [T, (Hq + 2 Hk) D] holds q, k and v heads in this order. With weights each head of q and k first goes through
-    `rms_norm`. k and v are stored as in `store_kv`; the result is q [T, Hq, D]. An implementation may overwrite `qkv`.
+    qkv [T, (Hq + 2 Hk) D] has q, k and v heads in this order. With weights, each head of q and k is normalised by
+    `rms_norm` first. k and v are stored as in `store_kv`. Returns q [T, Hq, D]. May overwrite `qkv`.
     """
     num_kv_heads, head_dim = pages.shape[2], pages.shape[4]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -194,11 +194,12 @@ def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages:
 def look_up(
     history: Tensor, rows: Tensor, lengths: Tensor, longest: int, window: int, matches: tuple[int, int], count: int
 ) -> tuple[Tensor, Tensor]:
-    """What followed the newest tokens of `rows` [D] int64 before: drafts [D, count], and how many count [D], int32.
+    """Find an earlier occurrence of the newest tokens of `rows` [D] int64, and draft the tokens that followed it.
 
-    history [R, W] int32 has the tokens of all rows, lengths [D] int32 how many, at most `longest`; the newest `window`
-    are searched. Of the least and the most tokens that must match (`matches`), the longest match counts, and among
-    equally long ones the most recent. Drafts beyond the newest token repeat; without a match none count.
+    history [R, W] int32 has the tokens of all rows; lengths [D] int32, at most `longest`, are their numbers. Only the
+    newest `window` tokens are searched. `matches` are the least and the most tokens that must match. The longest match
+    is used, and among equal ones the most recent. Returns drafts [D, count] and the numbers of valid ones [D], int32:
+    0 without a match. Where the text after the match ends, it is continued by repetition.
     """
     width = min(longest, window)
     index = torch.arange(width, device=history.device)
@@ -218,7 +219,7 @@ def look_up(
         matched += is_match
     best = (matched * width + index).argmax(1, keepdim=True)
     counts = torch.where(matched.gather(1, best) >= matches[0], count, 0).squeeze(1)
-    # Behind the newest token the match goes on as it does before, from its beginning.
+    # Beyond the newest token, the drafts repeat the text after the match from its beginning.
     period = (newest - best).clamp(min=1)
     following = best + 1 + torch.arange(count, device=history.device) % period
     return history.gather(1, following.clamp(max=width - 1)).clamp(min=0), counts.int()
@@ -232,12 +233,12 @@ def paged_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """softmax(scale q K^T) V of each sequence over its own pages, in float32 -> [T, Hq, D] in q's dtype.
+    """Return softmax(scale q K^T) V of each sequence over its own pages, in float32 -> [T, Hq, D] in q's dtype.
 
-    q [T, Hq, D] grouped by sequence as `layout` says; pages [P, 2, Hk, page, D]; page_table [rows, W] int32. Query i of
-    a sequence has position kv_len - query_len + i and sees the positions up to its own, with `window` only the last
-    `window` of them (arXiv:2004.05150). Query head h reads KV head h // (Hq / Hk). Slots from kv_len on may
-    hold anything, NaN included.
+    q [T, Hq, D] is grouped by sequence as in `layout`; pages [P, 2, Hk, page, D]; page_table [rows, W] int32. Query i
+    of a sequence has position kv_len - query_len + i and attends to positions up to its own; with `window`, only to the
+    last `window` of them (arXiv:2004.05150). Query head h reads KV head h // (Hq / Hk). Slots from kv_len on may have
+    any values, NaN included.
     """
     num_kv_heads, page_size = pages.shape[2], pages.shape[3]
     group = q.shape[1] // num_kv_heads
@@ -246,8 +247,8 @@ def paged_attention(
     lengths = zip(layout.rows_host.tolist(), layout.query_lens_host.tolist(), layout.kv_lens.tolist(), strict=True)
     for row, query_len, kv_len in lengths:
         ids = page_table[row, : ceil_div(kv_len, page_size)].long()
-        own = pages.dense(ids) if isinstance(pages, QuantizedPages) else pages[ids].float()
-        kv = own.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len]  # [2, Hk, kv_len, D]
+        gathered = pages.dense(ids) if isinstance(pages, QuantizedPages) else pages[ids].float()
+        kv = gathered.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len]  # [2, Hk, kv_len, D]
         k, v = kv.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,hkd->hqk", q[start : start + query_len].float(), k) * scale
         positions = torch.arange(kv_len, device=q.device)

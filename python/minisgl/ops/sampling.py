@@ -1,9 +1,9 @@
 """Sampling in torch, the specification of all samplers: penalties and masks, the sampled token, log-probabilities.
 
-A sampled token is argmax(logits / temperature + Gumbel noise) over the tokens that min-p, top-k and top-p keep, which
-has exactly the softmax distribution (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030). The noise is a function of
-(key, position, token) alone, and every step below works on each row by itself, so a result depends on nothing else in
-the batch. Elementwise float ops are the same for every shape; the sums are sequential (`cumsum`).
+A sampled token is argmax(logits / temperature + Gumbel noise) over the tokens that min-p, top-k and top-p keep. It has
+exactly the softmax distribution (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030). The noise is a function of only
+(key, position, token), and every step below treats each row separately, so a result does not depend on the batch.
+Elementwise float ops are the same for every shape; sums are sequential (`cumsum`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from minisgl.rounding import ceil_div
 
 MASK32: Final = 0xFFFFFFFF
 NOISE_CHUNK: Final = 1 << 17  # logits per pass: the int64 noise of one pass stays in L2
-LOGPROBS_CHUNK: Final = 1 << 24  # logits per pass: 64 MiB in float32, however many rows and tokens there are
+LOGPROBS_CHUNK: Final = 1 << 24  # logits per pass: 64 MiB in float32, for any number of rows and tokens
 MIN_TEMPERATURE: Final = 1e-30  # keeps the scores of candidates finite
-FIRST_CANDIDATES: Final = 128  # tokens that top-p looks at before it sorts the whole vocabulary
+FIRST_CANDIDATES: Final = 128  # tokens that top-p examines before it sorts the whole vocabulary
 TOP: Final = StepResult.TOP
 
 
@@ -29,18 +29,17 @@ TOP: Final = StepResult.TOP
 
 
 class PenaltyTables:
-    """Penalties, biases and forbidden ends of the rows, and the masks of a step.
+    """Penalties, logit biases and forbidden ends of the rows, and the masks of a step.
 
-    The tables are as large as they will ever be, so captured steps may read them. A row's result does not depend on the
-    other rows of its batch.
+    The tables never grow, so captured steps may read them. A row's result does not depend on the other rows.
 
-    seen         [rows, V] int32, 2 x how often a token was generated, + 1 if it is in the prompt
+    seen         [rows, V] int32, 2 x the number of times a token was generated, + 1 if it is in the prompt
     penalties    [rows, 3] float32: presence, frequency, repetition
     first_end    [rows] int32, first position at which the request may end
-    num_biases   [rows] int32, how many of the following a row has
+    num_biases   [rows] int32, the number of the following that a row has
     bias_ids     [rows, N] int32, distinct tokens; ~token for one that ends the request
     biases       [rows, N] float32
-    masks        [rows + MAX_DRAFT_MASKS, ceil(V / 32)] int32 in the order of what MASKED sequences sample, not by row:
+    masks        [rows + MAX_DRAFT_MASKS, ceil(V / 32)] int32 in the order of the tokens that MASKED sequences sample:
                  bit i of word w is token 32 w + i, 1 = allowed
     """
 
@@ -48,7 +47,7 @@ class PenaltyTables:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        # A row is cleared when it is filled. On a CPU, memory that was never written costs nothing.
+        # A row is cleared when it is filled. On a CPU, memory that was never written takes no space.
         self.seen = torch.empty(rows, vocab_size, dtype=torch.int32, device=device)
         self.penalties = zeros(rows, 3, dtype=torch.float32)
         self.first_end = zeros(rows)
@@ -68,14 +67,15 @@ def apply_penalties(
     drafted: Tensor | None = None,
     inputs: Tensor | None = None,
 ) -> Tensor:
-    """logits [S, V] of any float dtype -> new float32 logits, changed as the flags of each sequence say.
+    """Return float32 logits [S, V] with the penalties and masks that the flags of each sequence ask for.
 
-    flags [S] int32 are of `layout.Flag`; rows [S] int64 and positions [S] int32 (of the new tokens) are those of
-    the sequences. PENALIZED, in this order: logit bias, forbidden end tokens, repetition penalty (Keskar et al. 2019,
-    arXiv:1909.05858: divide positive logits, multiply negative ones), frequency and presence penalty (as OpenAI's API
-    defines them). A sequence that stands behind `drafted` [S] int32 drafts of its row counts these, too: the token
-    before it is `inputs` [S] int32 at its own index, the one before that at the index before, and so on. MASKED: -inf
-    for all tokens that mask `mask_index` [S] int32 of `tables.masks` does not allow.
+    logits [S, V] are of any float dtype; flags [S] int32 are of `layout.Flag`; rows [S] int64 and positions [S] int32
+    (of the new tokens) are those of the sequences. PENALIZED means, in this order: logit bias, forbidden end tokens,
+    repetition penalty (Keskar et al. 2019, arXiv:1909.05858: divide positive logits, multiply negative ones), frequency
+    and presence penalty (as OpenAI's API defines them). A sequence that follows `drafted` [S] int32 drafts of its row
+    counts these, too: the token before it is `inputs` [S] int32 at its own index, the token before that is at the
+    index before, and so on. MASKED means -inf for all tokens that mask `mask_index` [S] int32 of `tables.masks` does
+    not allow.
     """
     logits = logits.to(torch.float32, copy=True)
     seqs = _flagged(flags, Flag.PENALIZED)
@@ -83,8 +83,8 @@ def apply_penalties(
         seen = tables.seen[rows[seqs]]
         if drafted is not None and inputs is not None:
             for i in range(int(drafted.max())):
-                at = (drafted[seqs] > i).nonzero().squeeze(1)
-                seen[at, inputs[seqs[at] - i].long()] += 2
+                index = (drafted[seqs] > i).nonzero().squeeze(1)
+                seen[index, inputs[seqs[index] - i].long()] += 2
         logits[seqs] = _penalized(logits[seqs], seen, rows[seqs], positions[seqs], tables)
     seqs = _flagged(flags, Flag.MASKED)
     if len(seqs):
@@ -103,19 +103,19 @@ def count_tokens(tokens: Tensor, flags: Tensor, rows: Tensor, tables: PenaltyTab
 
 
 def _flagged(flags: Tensor, flag: int) -> Tensor:
-    """The sequences whose flags have `flag`."""
+    """Return the indices of the sequences whose flags have `flag`."""
     return (flags & flag).nonzero().squeeze(1)
 
 
 def _penalized(x: Tensor, seen: Tensor, rows: Tensor, positions: Tensor, tables: PenaltyTables) -> Tensor:
-    """x [A, V] float32 -> [A, V], for sequences that are all PENALIZED."""
+    """Return x [A, V] float32 with penalties, for sequences that are all PENALIZED."""
     num_biases = tables.num_biases[rows]
     width = int(num_biases.max())
     is_used = torch.arange(width, device=x.device) < num_biases.unsqueeze(1)
     ids, biases = (table[rows, :width].masked_fill(~is_used, 0) for table in (tables.bias_ids, tables.biases))
     tokens = torch.where(ids < 0, ~ids, ids).long()
     x.scatter_add_(1, tokens, biases)
-    # Write forbidden tokens only: unused entries would race with them for token 0.
+    # Write only forbidden tokens: unused entries would race with them for token 0.
     row, entry = ((ids < 0) & (positions < tables.first_end[rows]).unsqueeze(1)).nonzero(as_tuple=True)
     x[row, tokens[row, entry]] = float("-inf")
     counts = seen >> 1
@@ -129,7 +129,7 @@ def _penalized(x: Tensor, seen: Tensor, rows: Tensor, positions: Tensor, tables:
 
 
 class SamplingState:
-    """What sampling reads and writes of each row.
+    """The sampling state of each row.
 
     last_token   [rows] int32, the newest sampled token
     temperature, top_p, min_p [rows] float32; top_k [rows] int32; noise_key [rows] int64
@@ -145,10 +145,10 @@ class SamplingState:
 
 
 def sample_rows(logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, is_filtered: bool) -> Tensor:
-    """Sample a token for each of `rows` [S] int64 by its own parameters in `state`, and make it the row's last token.
+    """Sample a token for each of `rows` [S] int64 with its parameters in `state`, and store it as the row's last token.
 
-    logits [S, V] of any float dtype; positions [S] int32, those of the new tokens. `is_filtered` is False when no row
-    asks for top-k, top-p or min-p. Returns [2, S] int32: tokens, and 1 where the logits were finite (see `sample`).
+    logits [S, V] are of any float dtype; positions [S] int32 are those of the new tokens. `is_filtered` is False if no
+    row uses top-k, top-p or min-p. Returns [2, S] int32: tokens, and 1 if the logits were finite (see `sample`).
     """
     tokens, ok = sample(
         logits.float(),
@@ -172,12 +172,12 @@ def sample(
     keys: Tensor,
     positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """One token per row.
+    """Sample one token per row.
 
     logits [S, V] float32, temperature [S] float32 (0 = greedy; the lowest index wins ties), top_k [S] int32 (0 = off),
-    top_p [S] float32 (1 = off; applied to what top-k keeps), min_p [S] float32 (0 = off; drops tokens less likely than
-    min_p times the likeliest one, before top-k and top-p; arXiv:2407.01082), keys [S] int64, positions [S] int32 (of
-    the new token) -> tokens [S] int32, ok [S] bool. A row with NaN, +Inf or only -Inf is not ok; its token is 0.
+    top_p [S] float32 (1 = off; applied after top-k), min_p [S] float32 (0 = off; drops tokens less likely than min_p
+    times the most likely one, before top-k and top-p; arXiv:2407.01082), keys [S] int64, positions [S] int32 (of the
+    new token) -> tokens [S] int32, ok [S] bool. A row with NaN, +Inf or only -Inf is not ok; its token is 0.
     """
     peak, tokens = logits.amax(-1), logits.argmax(-1)
     ok = peak.isfinite()
@@ -186,18 +186,18 @@ def sample(
     for first in range(0, len(random), rows_per_pass):
         rows = random[first : first + rows_per_pass]
         z = (logits[rows] - peak[rows, None]) / temperature[rows, None]
-        z.masked_fill_(z < min_p[rows, None].log(), float("-inf"))  # min-p: the likeliest token has z = 0
+        z.masked_fill_(z < min_p[rows, None].log(), float("-inf"))  # min-p: the most likely token has z = 0
         mask_top_k_top_p(z, top_k[rows], top_p[rows])
         tokens[rows] = z.add_(gumbel_noise(keys[rows], positions[rows], z.shape[1])).argmax(-1)
     return tokens.where(ok, 0).int(), ok
 
 
 def candidates(logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, first: int) -> Tensor:
-    """The best token of a shard of the vocabulary, for the exchange between ranks; for rows without filters.
+    """Return the best token of a vocabulary shard, to compare with other ranks. Only for rows without filters.
 
-    logits [S, V / ranks] of the tokens from `first` on; the rest as in `sample_rows` -> [2, S] int32: the token with
-    the highest score, and that score's float32 bits. A score is the logit if the row is greedy, else logit /
-    temperature + noise. A shard with NaN or +Inf has the score +Inf, one with only -Inf has -Inf.
+    logits [S, V / ranks] are of the tokens from `first` on; the rest is as in `sample_rows` -> [2, S] int32: the token
+    with the highest score, and that score's float32 bits. The score of a token is its logit if the row is greedy, else
+    logit / temperature + noise. A shard with NaN or +Inf has the score +Inf, one with only -Inf has -Inf.
     """
     logits, temperature = logits.float(), state.temperature[rows]
     peak, tokens = logits.amax(-1), logits.argmax(-1)
@@ -215,7 +215,7 @@ def candidates(logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingS
 
 
 def mix32(x: Tensor) -> Tensor:
-    """A bijection of 32-bit integers, held in int64, in which each input bit flips each output bit half of the time.
+    """Apply a bijection of 32-bit integers (in int64) in which each input bit flips each output bit half of the time.
 
     lowbias32 with the constants found by hash-prospector (C. Wellons and T. Ettinger, "Prospecting for hash functions",
     github.com/skeeto/hash-prospector).
@@ -226,7 +226,7 @@ def mix32(x: Tensor) -> Tensor:
 
 
 def row_words(keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Two 32-bit words (in int64) [S] from the 64-bit keys [S] and positions [S].
+    """Return two 32-bit words (in int64) [S] for the 64-bit keys [S] and positions [S].
 
     Positions of one key never share the first word, since each step that computes it is a bijection.
     """
@@ -238,7 +238,7 @@ def row_words(keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def noise_bits(keys: Tensor, positions: Tensor, vocab_size: int, first: int = 0) -> Tensor:
-    """32 random bits, in int64, for each (row, token): [S, V], the tokens from `first` on.
+    """Return 32 random bits (in int64) for each (row, token): [S, V], with the tokens from `first` on.
 
     With the row's words (a, b): mix32 of token ^ a, with b added between the two multiplications, so that rows whose
     first words are close have unrelated noise. Exact modulo 2^32.
@@ -251,11 +251,11 @@ def noise_bits(keys: Tensor, positions: Tensor, vocab_size: int, first: int = 0)
 
 
 def gumbel_noise(keys: Tensor, positions: Tensor, vocab_size: int, first: int = 0) -> Tensor:
-    """Standard Gumbel noise [S, V] float32 of the tokens from `first` on.
+    """Return standard Gumbel noise [S, V] float32 of the tokens from `first` on.
 
-    -log(-log(1 - x)) with x = (bits + 0.5) / 2^32 in (0, 1); 1 - x is the usual uniform u. Computed by log1p, because
-    the large noise that wins comes from u near 1, where float32 is coarse, while x near 0 is fine. The clamp keeps the
-    noise finite when x rounds to 1.
+    It is -log(-log(1 - x)) with x = (bits + 0.5) / 2^32 in (0, 1); 1 - x is the usual uniform u. It is computed with
+    log1p, because the large noise that wins comes from u near 1, where float32 is coarse, while x near 0 is fine. The
+    clamp keeps the noise finite if x rounds to 1.
     """
     x = noise_bits(keys, positions, vocab_size, first).float().add_(0.5).mul_(2.0**-32).clamp_(max=1.0 - 2.0**-24)
     return x.neg_().log1p_().neg_().log_().neg_()
@@ -264,10 +264,10 @@ def gumbel_noise(keys: Tensor, positions: Tensor, vocab_size: int, first: int = 
 def mask_top_k_top_p(z: Tensor, top_k: Tensor, top_p: Tensor) -> None:
     """Set the tokens that top-k and then top-p exclude to -inf, in place.
 
-    z [N, V] float32, tempered logits whose row maximum is 0. Top-k keeps the k largest, the lowest index first among
-    equals. Top-p sorts the tokens that top-k keeps and keeps the shortest prefix whose fraction of their mass reaches
-    p: a token is kept while the mass before it is below p, so at least one is. Nothing is sorted if a few candidates
-    settle the cut.
+    z [N, V] float32 are logits divided by the temperature, with row maximum 0. Top-k keeps the k largest, and among
+    equal ones those with the lowest index. Top-p sorts the tokens that top-k keeps, and keeps the shortest prefix whose
+    fraction of their mass reaches p: a token is kept if the mass before it is below p, so at least one is. Nothing is
+    sorted if a few candidates determine the cut.
     """
     vocab_size = z.shape[1]
     k = top_k.long().where((top_k > 0) & (top_k < vocab_size), vocab_size)
@@ -284,9 +284,9 @@ def mask_top_k_top_p(z: Tensor, top_k: Tensor, top_p: Tensor) -> None:
 
 
 def _mask_rows(z: Tensor, rows: Tensor, k: Tensor, p: Tensor, candidates: int) -> Tensor:
-    """Mask the `rows` [N] whose cut is settled by their `candidates` largest logits; returns the other rows.
+    """Mask those of `rows` [N] whose cut their `candidates` largest logits determine; return the other rows.
 
-    The result depends on values only, never on the order of equal ones, so `candidates` does not change it.
+    The result depends only on values, never on the order of equal ones, so `candidates` does not change it.
     """
     x = z[rows]
     vocab_size = x.shape[1]
@@ -308,7 +308,7 @@ def _mask_rows(z: Tensor, rows: Tensor, k: Tensor, p: Tensor, candidates: int) -
     x, count, top = x[settled], count[settled], top[settled]
     cut = top.gather(1, (count - 1).unsqueeze(1))
     keep = x >= cut
-    if bool((keep.sum(-1) != count).any()):  # equals across the cut: keep those of the lowest index
+    if bool((keep.sum(-1) != count).any()):  # equal values at the cut: keep those with the lowest index
         equal = x == cut
         num_equal = count - (x > cut).sum(-1)
         keep &= ~equal | (equal.cumsum(-1) <= num_equal.unsqueeze(1))
@@ -320,16 +320,16 @@ def _mask_rows(z: Tensor, rows: Tensor, k: Tensor, p: Tensor, candidates: int) -
 
 
 def rows_per_pass(vocab_size: int) -> int:
-    """Rows of logits per pass of `token_logprobs`."""
+    """Return the number of rows of logits per pass of `token_logprobs`."""
     return max(1, LOGPROBS_CHUNK // vocab_size)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, flags: Tensor) -> Tensor:
-    """logits [N, V] of any float dtype, tokens [N] int, flags [N] int32 -> int32 [StepResult.WIDTH, N].
+    """Return the log-probabilities of tokens [N] int as in `core.StepResult.logprobs`, int32 [StepResult.WIDTH, N].
 
-    Each column whose flags (`layout.Flag`) have LOGPROBS holds, as `core.StepResult.logprobs` says: log
-    softmax(logits)[token] as float32 bits, the ids of the likeliest tokens, their log-probabilities as float32 bits.
-    Other columns, and entries beyond a vocabulary smaller than TOP, are zero.
+    logits [N, V] are of any float dtype; flags [N] int32 are of `layout.Flag`. A column with LOGPROBS has log
+    softmax(logits)[token] as float32 bits, the ids of the most likely tokens, and their log-probabilities as float32
+    bits. Other columns, and entries beyond a vocabulary smaller than TOP, are zero.
     """
     count, vocab_size = logits.shape
     step, most = rows_per_pass(vocab_size), min(TOP, vocab_size)

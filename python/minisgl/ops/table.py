@@ -1,4 +1,4 @@
-"""The table of ops that layers and engine call: resolved once per device, passed in at build time."""
+"""The table of ops that layers and engine call. It is resolved once per device, and passed to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minisgl.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class OpTable:
-    """Every op by name; shapes and formulas stand in `reference` and `sampling`, which are also the defaults."""
+    """All ops by name. Shapes and formulas are in `reference` and `sampling`, which are also the defaults."""
 
     name: str = "reference"
     all_reduce: Callable[[Tensor], Tensor] = reference.all_reduce
@@ -42,7 +42,7 @@ def _on(device_type: str) -> Callable[[str], str | None]:
     return refusal
 
 
-# Each alternative is a mapping from the names of `OpTable` to the ops that it brings.
+# Each alternative is a mapping from names of `OpTable` to its own ops.
 OPS: Final[Registry[Mapping[str, Callable[..., Any]]]] = Registry("op table")
 OPS.add("triton", "minisgl.triton.ops:OPS", supports=_on("cuda"))
 OPS.add("cpu", "minisgl.ops.cpu:OPS", supports=_on("cpu"))
@@ -50,10 +50,10 @@ OPS.add("reference", "minisgl.ops.reference:OPS")
 
 
 def load_ops(name: str) -> OpTable:
-    """The table called `name`; the ops that it does not bring are the reference's."""
+    """Return the table `name`. Ops that it does not have are the reference's."""
     return OpTable(name=name, **OPS.load(name))
 
 
 def resolve_ops(device_type: str) -> OpTable:
-    """The best table for a kind of device ("cpu", "cuda")."""
+    """Return the best table for a type of device ("cpu", "cuda")."""
     return load_ops(OPS.choose("auto", device_type))

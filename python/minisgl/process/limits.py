@@ -1,4 +1,4 @@
-"""Processes that try what might not end: the environment to start them in, and the limits that they set themselves."""
+"""For processes that try what might not end: their environment, and the limits that they set for themselves."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def module_environment() -> dict[str, str]:
-    """Return the environment for `python -m` with a module of this package."""
+    """Return environment variables for `python -m` with a module of this package."""
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TOKENIZERS_PARALLELISM": "false"}
 
 
 def limit_resources(cpu_s: int, memory: int, stack: int) -> None:
-    """Limit this process to `cpu_s` seconds, `memory` bytes more than now and `stack` bytes, and make it yield."""
+    """Limit this process to `cpu_s` seconds, `memory` more bytes and `stack` bytes, and lower its priority."""
     os.nice(5)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limits = {

@@ -1,4 +1,4 @@
-"""What a process writes to stderr: one log line an event, as text or as JSON, and progress bars."""
+"""Log lines on stderr, as text or JSON, and progress lines."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from minisgl.errors import ConfigError
 
 LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR")
 FORMATS: Final = ("text", "json")
-OTHERS: Final = ("uvicorn", "asyncio", "py.warnings")  # loggers of other packages, whose lines have our form
-THEIR_LEVELS: Final = {"DEBUG": "INFO", "INFO": "WARNING"}  # by ours, where it is another
+OTHERS: Final = ("uvicorn", "asyncio", "py.warnings")  # loggers of other packages, which get our format
+THEIR_LEVELS: Final = {"DEBUG": "INFO", "INFO": "WARNING"}  # our level -> theirs, if it differs
 BAR_WIDTH: Final = 24
 QUIET_S: Final = 1.0  # shorter work shows no progress
 REDRAW_S: Final = 0.1
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 def log_level() -> str:
-    """The level that `LOG_LEVEL` asks for; raises `ConfigError` for an unknown one."""
+    """Return the level in `LOG_LEVEL`. Raises `ConfigError` for an unknown one."""
     return _variable("LOG_LEVEL", LEVELS, "INFO")
 
 
 def log_format() -> str:
-    """The format that `LOG_FORMAT` asks for; raises `ConfigError` for an unknown one."""
+    """Return the format in `LOG_FORMAT`. Raises `ConfigError` for an unknown one."""
     return _variable("LOG_FORMAT", FORMATS, "text")
 
 
@@ -50,7 +50,7 @@ class _TextLine(logging.Formatter):
 
 
 class _JsonLine(logging.Formatter):
-    """An object with `time` (ISO 8601), `level`, `process` and `message`, and what a call gives as `extra` fields."""
+    """Formats a log line as a JSON object with `time` (ISO 8601), `level`, `process`, `message` and `extra` fields."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -70,9 +70,9 @@ class _JsonLine(logging.Formatter):
 
 
 def configure_logging(process: str, level: str | None = None, form: str | None = None) -> None:
-    """Send all log lines to stderr in one form, marked with `process`; call once at the start of a process.
+    """Send all log lines to stderr in one format, marked with `process`. Called once, at the start of a process.
 
-    Without `level` and `form` the environment counts.
+    `level` and `form` default to the environment's.
     """
     level = level or log_level()
     handler = logging.StreamHandler(sys.stderr)
@@ -86,7 +86,7 @@ def configure_logging(process: str, level: str | None = None, form: str | None =
 
 
 def announce(text: str) -> None:
-    """Print `text`. A full disk or a closed pipe costs only the text, also of what is still to be printed."""
+    """Print `text`. If stdout is a full disk or a closed pipe, log a warning and print nothing more."""
     try:
         print(text, flush=True)
     except OSError as e:
@@ -95,10 +95,10 @@ def announce(text: str) -> None:
 
 
 class Progress:
-    """One line on a terminal that follows long work; one log line at the end without a terminal.
+    """Shows the progress of long work: on a terminal a line that is updated, else one log line at the end.
 
-    `unit` is a word, or "B" for bytes, which also shows a rate. Of several processes that do the same work, only one
-    should set `is_shown`.
+    `unit` is a word, or "B" for bytes, which also shows a rate. If several processes do the same work, only one should
+    set `is_shown`.
     """
 
     def __init__(self, label: str, unit: str, is_shown: bool = True) -> None:
@@ -109,7 +109,7 @@ class Progress:
         self._drawn = 0.0
 
     def update(self, done: int, total: int) -> None:
-        """Show `done` of `total` units; may be called as often as progress is made."""
+        """Show `done` of `total` units. May be called often."""
         now = time.perf_counter()
         seconds = now - self._start
         if not self._is_shown or seconds < QUIET_S or (done < total and now - self._drawn < REDRAW_S):

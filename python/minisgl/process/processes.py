@@ -1,4 +1,4 @@
-"""The child processes of one server: their private folder, their start, and their end."""
+"""The child processes of one server: their run directory, their start, and their end."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from minisgl.process.log import configure_logging
 
 logger = logging.getLogger(__name__)
 
-EXIT_S: Final = 2.0  # for a child that an ExitMsg told to leave
-KILL_S: Final = 1.0  # for a child whose death pipe was closed
+EXIT_S: Final = 2.0  # for a child to exit after an ExitMsg
+KILL_S: Final = 1.0  # for a child to exit after its death pipe was closed
 PULSE_S: Final = 1.0  # between two signs of life of a child
-DUMP_S: Final = 0.5  # for the stacks of a child to be written before it is killed
+DUMP_S: Final = 0.5  # for a child to write its stacks before it is killed
 PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 PR_SET_NAME: Final = 15
 DIR_PREFIX: Final = "minisgl-"
-MAKING_S: Final = 60.0  # far more than it takes to make a folder and its lock
+MAKING_S: Final = 60.0  # much longer than making a folder and its lock takes
 MAX_BASE: Final = 60  # characters; the path of a unix socket may have about 107 bytes
 
 Facts = dict[str, str | int | float]
@@ -46,10 +46,10 @@ Ready = Callable[[Facts], None]
 
 @dataclass(frozen=True)
 class Child:
-    """A child process: `target(*args, ready)` under `name`, with `env` added to its environment.
+    """A child process to start: it runs `target(*args, ready)` under `name`, with `env` added to its environment.
 
-    The target calls `ready(facts)` once it can work. With `leaves_when_told` an ExitMsg ends the child; the others end
-    when their death pipe is closed.
+    The target calls `ready(facts)` once it can work. With `leaves_when_told`, the child exits after an ExitMsg. Other
+    children exit when their death pipe is closed.
     """
 
     name: str
@@ -60,19 +60,19 @@ class Child:
 
 
 class Processes:
-    """The running children. `spawn` and `wait_ready` start them; `stop` leaves no survivor.
+    """The running children. `spawn` and `wait_ready` start them; `stop` ends all of them.
 
-    Later `start` and `is_ready` start others; `end` and `forget` end single ones.
+    Later, `start` and `is_ready` start more children; `end` and `forget` end single ones.
     """
 
     def __init__(self, children: list[Child]) -> None:
         self._first = children
-        self._leaving: set[str] = set()  # those that leave when told
+        self._leaving: set[str] = set()  # children that exit after an ExitMsg
         self._running: dict[str, SpawnProcess] = {}
-        self._reports: dict[str, Connection] = {}  # of the children that have not reported yet
+        self._reports: dict[str, Connection] = {}  # from children that have not reported yet
         self._death_pipes: dict[str, Connection] = {}
         self._given_up: set[str] = set()
-        self._pulses: dict[str, tuple[Connection, float]] = {}  # and when the last one was seen
+        self._pulses: dict[str, tuple[Connection, float]] = {}  # with the time of the last one
         self._facts: Facts = {}
 
     @property
@@ -81,11 +81,11 @@ class Processes:
 
     @property
     def sentinels(self) -> dict[str, int]:
-        """Name -> a file descriptor that becomes readable when the child ends."""
+        """By name, a file descriptor that becomes readable when the child ends."""
         return {name: p.sentinel for name, p in self._running.items()}
 
     def spawn(self) -> None:
-        """Start all children. Call this in the main thread: a child dies with the thread that started it."""
+        """Start all children. Called in the main thread, because a child dies with the thread that started it."""
         for child in self._first:
             self.start(child)
 
@@ -110,7 +110,7 @@ class Processes:
         pulse_end.close()
 
     def is_ready(self, names: Iterable[str]) -> bool:
-        """Return whether these children are ready; raise like `wait_ready` if one of them has failed."""
+        """Return whether these children are ready. Raises like `wait_ready` if one of them has failed."""
         for name in names:
             if (report := self._reports.get(name)) is None:
                 continue
@@ -121,14 +121,14 @@ class Processes:
         return not any(name in self._reports for name in names)
 
     def end(self, names: list[str], seconds: float) -> None:
-        """End these children, from any thread; they have so many `seconds` to leave by themselves."""
+        """End these children, from any thread. They get `seconds` to exit by themselves."""
         self._join(names, seconds)
         for name in names:
             self._running[name].kill()
             self._running[name].join()
 
     def forget(self, names: Iterable[str]) -> None:
-        """Forget these children, which have ended."""
+        """Remove these children, which have ended."""
         for name in names:
             del self._running[name]
             self._given_up.discard(name)
@@ -138,7 +138,7 @@ class Processes:
                 report.close()
 
     def silence(self) -> dict[str, float]:
-        """Seconds since the last sign of life of each child, which a busy process gives and a stopped one does not."""
+        """Return the seconds since each child's last sign of life. Busy children give signs, stopped ones do not."""
         now = time.monotonic()
         for name, (pulse, _) in self._pulses.items():
             with contextlib.suppress(EOFError, OSError):
@@ -148,7 +148,7 @@ class Processes:
         return {name: now - seen for name, (_, seen) in self._pulses.items()}
 
     def give_up(self, name: str) -> None:
-        """Kill a child that hangs, after the stacks of its threads are in the log."""
+        """Kill a child that hangs, after its threads' stacks are in the log."""
         if (pid := self.pids.get(name)) is not None and self.exit_code(name) is None:
             process = self._running[name]
             self._given_up.add(name)
@@ -158,10 +158,10 @@ class Processes:
             process.kill()
 
     def wait_ready(self, timeout: float) -> Facts:
-        """Wait until every child has reported ready; return the facts of all of them.
+        """Wait until all children are ready; return the facts of all of them.
 
-        Raises `ConfigError` or `StartupError` with the cause of the first child that cannot start; the others are left
-        to `stop`.
+        Raises `ConfigError` or `StartupError` with the cause of the first child that cannot start. `stop` ends the
+        others.
         """
         deadline = time.monotonic() + timeout
         while self._reports:
@@ -175,7 +175,7 @@ class Processes:
             pass
 
     def _read_reports(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for reports and ends of children; whether there were any."""
+        """Wait up to `timeout` seconds for reports and ends of children. Return whether there were any."""
         names = {report: name for name, report in self._reports.items()}
         done = wait([*names, *self.sentinels.values()], timeout)
         # A child that failed has usually reported the cause before its end, so reports go first.
@@ -203,11 +203,11 @@ class Processes:
         return next(names[s] for s in wait(list(names)) if isinstance(s, int))
 
     def exit_code(self, name: str) -> int | None:
-        """None while the child runs."""
+        """Return the exit code of a child; None while it runs."""
         return self._running[name].exitcode
 
     def describe_end(self, name: str) -> str:
-        """How the child ended, in words."""
+        """Return a sentence that says how the child ended."""
         process = self._running[name]
         process.join(timeout=0.2)
         code = process.exitcode
@@ -218,7 +218,7 @@ class Processes:
         return f"{name} ended with exit code {code}"
 
     def stop(self) -> None:
-        """End every child: wait for those that were told to leave, then close the death pipes, then send SIGKILL."""
+        """End all children: wait for those with an ExitMsg, then close the death pipes, then send SIGKILL."""
         if not self._reports:
             self._join([name for name in self._leaving if name in self._running], EXIT_S)
         for pipe in self._death_pipes.values():
@@ -242,7 +242,7 @@ class Processes:
 
 @contextlib.contextmanager
 def _environment(extra: dict[str, str]) -> Iterator[None]:
-    """Set variables for the next child; thread pools read them when their library loads, before our code runs."""
+    """Set variables for the next child: libraries with thread pools read them before our code runs."""
     old = {name: os.environ.get(name) for name in extra}
     os.environ.update(extra)
     try:
@@ -271,9 +271,9 @@ def _hidden_main() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _held_interrupt() -> Iterator[None]:
-    """Hold a Ctrl-C back until a child is started.
+    """Delay a Ctrl-C until a child is started.
 
-    Half a start cannot be undone. The child inherits the blocked signal, or it would print a traceback while its
+    A partial start cannot be undone. The child inherits the blocked signal; else it would print a traceback while its
     interpreter starts.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -330,7 +330,7 @@ def _child_main(
 
 
 def _end_with_parent(name: str, parent_pid: int, death: Connection) -> None:
-    """Leave no orphan: the kernel kills the child with its parent (Linux); elsewhere the death pipe ends it."""
+    """End this child with its parent: by the kernel on Linux, elsewhere when the death pipe closes."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -358,11 +358,10 @@ def _show_life(pulse: Connection) -> None:
 
 @contextlib.contextmanager
 def run_dir() -> Iterator[Path]:
-    """Make the folder (mode 0700, unique name) of one server's ipc sockets; the folder is removed at the end.
+    """Make a folder (mode 0700, unique name) for one server's ipc sockets, and remove it at the end.
 
-    A locked file inside says that the server is alive. The lock ends with the process, however it dies, so the next
-    server can remove what a crashed one has left. (A process id would not do: ids are reused, and differ between
-    containers.)
+    A locked file inside shows that the server is running. The lock ends with the process, however it dies, so the next
+    server can remove the folder of a crashed one. (Process ids are reused and differ between containers.)
     """
     base = _run_dir_base()
     _remove_stale_dirs(base)
@@ -385,7 +384,7 @@ def _run_dir_base() -> Path:
 
 
 def _remove_stale_dirs(base: Path) -> None:
-    """Remove the folders of this user's dead servers."""
+    """Remove the folders of this user's servers that have ended without removing them."""
     for folder in base.glob(DIR_PREFIX + "*"):
         try:
             status = folder.lstat()
@@ -397,12 +396,12 @@ def _remove_stale_dirs(base: Path) -> None:
                     folder.rmdir()
                 continue
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # gone meanwhile, of another user, or not empty
+        except OSError:  # removed meanwhile, another user's, or not empty
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
         except BlockingIOError:
-            pass  # the server is alive
+            pass  # the server is running
         finally:
             os.close(lock)

@@ -1,8 +1,8 @@
-"""Message queues between the processes of one server: ZeroMQ PUSH/PULL over `ipc://`, one frame a batch.
+"""Message queues between the processes of one server: ZeroMQ PUSH/PULL over `ipc://`, with one frame per batch.
 
-The receiver binds, the senders connect, and messages arrive in the order they were put. There is no high-water mark:
-nothing is dropped and `put` on a connected queue never blocks; memory is bounded because the API server bounds the
-requests in flight. Messages that are unsent at exit are dropped after a second.
+The receiver binds and the senders connect. Messages of a sender keep their order. There is no high-water mark: nothing
+is dropped, and `put` on a connected queue never blocks. Memory is bounded, because the API server limits the requests
+in flight. Messages that are unsent at exit are dropped after a second.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_FRAMES: Final = 4096  # taken by one `get`, so that a flood cannot hold the 
 
 
 class Codec(Generic[M]):
-    """Lists of messages <-> msgpack bytes on one channel; `union` is the union of the channel's message types."""
+    """Encodes lists of messages of one channel as msgpack. `union` is the union of the channel's message types."""
 
     def __init__(self, union: Any) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -34,7 +34,7 @@ class Codec(Generic[M]):
         return self._encoder.encode(messages)
 
     def decode(self, frame: bytes | memoryview) -> list[M]:
-        """Raises `msgspec.MsgspecError` for anything but a list of this channel's messages."""
+        """Decode a frame. Raises `msgspec.MsgspecError` unless it is a list of this channel's messages."""
         return self._decoder.decode(frame)
 
 
@@ -53,7 +53,7 @@ class _Queue(Generic[M]):
             socket.connect(addr)
 
     def _decode(self, frame: bytes) -> list[M]:
-        """The messages of a frame; an invalid frame is logged and skipped."""
+        """Return the messages of a frame. An invalid frame is logged and skipped."""
         try:
             return self._codec.decode(frame)
         except (msgspec.MsgspecError, ValueError, RecursionError) as e:
@@ -92,9 +92,9 @@ class ZmqPullQueue(_Queue[M]):
         super().__init__(zmq.Context.instance().socket(zmq.PULL), addr, codec)
 
     def get(self, timeout: float | None = None) -> list[M]:
-        """Return every message that has arrived, in order.
+        """Return all messages that have arrived, in order; [] if there are none.
 
-        Waits for the first frame up to `timeout` seconds (None: forever, 0: not at all); empty if none came.
+        Waits up to `timeout` seconds for the first frame (None: forever, 0: not at all).
         """
         if timeout != 0 and not self._socket.poll(None if timeout is None else max(0, int(timeout * 1000))):
             return []
@@ -109,7 +109,7 @@ class ZmqAsyncPushQueue(_Queue[M]):
         super().__init__(self._async, addr, codec)
 
     async def put(self, messages: Sequence[M]) -> None:
-        """Send `messages` as one frame; does not suspend on a connected queue, so it is safe while being cancelled."""
+        """Send `messages` as one frame. Does not suspend on a connected queue, so it is safe in a cancelled task."""
         await self._async.send(self._codec.encode(messages))
 
 
@@ -124,6 +124,6 @@ class ZmqAsyncPullQueue(_Queue[M]):
         self._sync: zmq.Socket[bytes] = zmq.Socket.shadow(self._async.underlying)
 
     async def get(self) -> list[M]:
-        """Wait for a frame, then return every message that has arrived, in order (none if the frame was invalid)."""
+        """Wait for a frame, then return all messages that have arrived, in order; none if the frame was invalid."""
         first = await self._async.recv()
         return self._decode(first) + self._take_ready(self._sync)

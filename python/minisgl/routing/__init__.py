@@ -1,1 +1,1 @@
-"""Which of several replicas a request goes to."""
+"""The choice of a replica for each request."""

@@ -1,7 +1,7 @@
-"""Hashes of cached prefixes, by which a router knows what each replica's cache has.
+"""Hashes of cached prefixes. They tell a router what the cache of each replica has.
 
-A prefix of n pages is one integer: the sum over its tokens of a mix of token and position, so that all prefixes of a
-prompt take a handful of array operations. A collision, one in 2^64 pairs, costs time and no more: the replica's cache
+A prefix of n pages has one 64-bit hash: the sum over its tokens of a mix of token and position. So a few array
+operations hash all prefixes of a prompt. A collision (one in 2^64 pairs) only costs time, since the replica's cache
 compares tokens.
 """
 
@@ -23,17 +23,17 @@ SALT_BYTES: Final = 16
 
 
 def salt_digest(salt: str) -> bytes:
-    """Return what stands for the salt of a request everywhere: SALT_BYTES bytes, or none without a salt."""
+    """Return the digest of a request's salt: SALT_BYTES bytes, or b"" without a salt."""
     return blake2b(salt.encode(errors="surrogatepass"), digest_size=SALT_BYTES).digest() if salt else b""
 
 
 def prefix_hashes(ids: Ints, page_size: int, salt: bytes) -> Hashes:
-    """Return the hash of each prefix of `ids` in whole pages: uint64 [len(ids) // page_size]."""
+    """Return the hash of each prefix of `ids` that has whole pages: uint64 [len(ids) // page_size]."""
     return continued_hashes(ids, page_size, int.from_bytes(salt[:8]), 0)
 
 
 def continued_hashes(ids: Ints, page_size: int, before: int, start: int) -> Hashes:
-    """Return the hashes of the prefixes that end in `ids`, behind `start` tokens with the hash `before`."""
+    """Return the hashes at the end of each page of `ids`, which follow `start` tokens with the hash `before`."""
     pages = len(ids) // page_size
     mixed = np.arange(start, start + pages * page_size, dtype=np.uint64)
     mixed <<= np.uint64(32)

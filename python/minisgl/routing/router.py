@@ -1,4 +1,4 @@
-"""Chooses a replica for each request, and moves the requests of a replica that is lost. No sockets, no clock."""
+"""Chooses a replica for each request, and moves the requests of a lost replica. Uses no sockets and no clock."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from minisgl.routing.prefixes import prefix_hashes, salt_digest
 
 logger = logging.getLogger(__name__)
 
-SILENT_S: Final = 3.0  # without a heartbeat, after which a replica gets requests only if all others are silent, too
-MAX_DEATHS: Final = 2  # of replicas under one request, which may be their cause
-ANSWER_TOKENS: Final = 256.0  # of an answer, before any has ended
-MEMORY: Final = 0.98  # how much of that estimate stays after an answer
+SILENT_S: Final = 3.0  # a replica without a heartbeat for this long gets requests only if all others are silent, too
+MAX_DEATHS: Final = 2  # a request fails after so many of its replicas have died: it may be the cause
+ANSWER_TOKENS: Final = 256.0  # the first estimate of an answer's length
+MEMORY: Final = 0.98  # the weight that the estimate keeps after an answer
 GAUGES: Final = ("running", "waiting", "pages_total", "pages_free", "pages_evictable", "pages_held")
-NOT_ADDED: Final = ("life", "step", "page_size", "tiers")
+NOT_SUMMED: Final = ("life", "step", "page_size", "tiers")
 
 
 @dataclass
 class Routed:
-    """An open request, the replica that has it, and the tokens sent so far.
+    """An open request, the life that serves it, and its output tokens so far.
 
-    `queued` is the work of the replica before the first token, in prompt tokens to compute.
+    `queued` is the work until its first token, in prompt tokens to compute; 0 afterwards.
     """
 
     msg: UserMsg
@@ -42,66 +42,66 @@ class Routed:
 
 @dataclass
 class Replica:
-    """What is known of one life of replica number `index`."""
+    """The router's view of one life of replica number `index`."""
 
     life: int
     index: int
-    heard: float  # when the last heartbeat came
+    heard: float  # the time of the last heartbeat
     takes_requests: bool = True
     queued: int = 0  # the sum over `requests`
     requests: dict[int, Routed] = field(default_factory=dict)  # by uid
-    prefixes: dict[int, int] = field(default_factory=dict)  # hash of what its cache has -> place
-    costs: list[float] = field(default_factory=list)  # of a page in each place, in pages to compute
-    page_size: int = 1 << 30  # until it tells
+    prefixes: dict[int, int] = field(default_factory=dict)  # hash of a cached prefix -> place
+    costs: list[float] = field(default_factory=list)  # by place: the cost of loading a page, in pages to compute
+    page_size: int = 1 << 30  # unknown until its first `PrefixesMsg`
     stats: StatsMsg = field(default_factory=StatsMsg)
 
     def find(self, hashes: list[int]) -> tuple[int, float]:
-        """Return how many of a prompt's prefixes are cached, and what it costs to load them, in pages to compute."""
-        # All shorter prefixes of a cached one are cached, and those of one on the device are on the device.
+        """Return how many of a prompt's pages are cached, and the cost of loading them, in pages to compute."""
+        # If a prefix is cached (on the device), all shorter prefixes are cached (on the device), too.
         count = bisect_left(hashes, True, key=lambda h: h not in self.prefixes)
         on_device = bisect_left(hashes, True, hi=count, key=lambda h: self.prefixes[h] > 0)
         return count, sum(self.costs[self.prefixes[h]] for h in hashes[on_device:count])
 
 
 class Router:
-    """Places requests where they begin first.
+    """Sends each request to the replica where it costs least.
 
-    A request waits for the prompt tokens queued before it and for its own that are not cached there. Each request that
-    runs beside it costs about one token of work for each token of its answer, whose length is estimated from the
-    answers so far. What a replica has cached is known, not estimated: each tells its changes after each step. What it
-    has in a tier costs as many tokens of work as could be computed while it is loaded, by the costs that it measured.
+    The cost of a request on a replica is the prompt tokens queued there, its own tokens that are not cached there, and
+    one token of work for each token of its answer and each request that runs there. The length of the answer is
+    estimated from earlier answers. The cached prefixes are known exactly: each replica reports changes after each step.
+    A page in a tier counts as the part of a page that the replica computes in the time of loading it.
     """
 
     def __init__(self) -> None:
-        self.replicas: dict[int, Replica] = {}  # by life, of those that live
+        self.replicas: dict[int, Replica] = {}  # by life, without lost ones
         self.deaths = 0
-        self.moved = 0  # requests that have gone on in another life
-        self.cached = 0  # prompt tokens found in the cache of the chosen replica
+        self.moved = 0  # requests moved to another life
+        self.cached = 0  # prompt tokens that the chosen replica had cached
         self._requests: dict[int, Routed] = {}
         self._lost: dict[int, tuple[bool, dict[int, Routed]]] = {}  # life -> whether it died, its requests
-        self._past = StatsMsg()  # counters of the lives that are over
+        self._past = StatsMsg()  # the counters of lost lives
         self._answer_tokens = ANSWER_TOKENS
 
     # -- lives
 
     def open(self, life: int, index: int, now: float) -> None:
-        """Begin to send requests to a `life` of replica number `index`."""
+        """Add a `life` of replica number `index`, which then gets requests."""
         self.replicas[life] = Replica(life, index, now)
 
     def lose(self, life: int, has_died: bool) -> bool:
-        """Take no account of `life` any more; its requests wait for `move`. Return whether it was alive."""
+        """Remove `life`, and keep its requests for `move`. Return whether it was known."""
         replica = self.replicas.pop(life, None)
         if replica is None:
             return False
         self.deaths += has_died
         self._lost[life] = has_died, replica.requests
         tiers = [msgspec.structs.replace(tier, pages_total=0, pages_held=0) for tier in replica.stats.tiers]
-        gone = msgspec.structs.replace(replica.stats, tiers=tiers, **dict.fromkeys(GAUGES, 0))
-        self._past = _sum([self._past, gone])
+        counters = msgspec.structs.replace(replica.stats, tiers=tiers, **dict.fromkeys(GAUGES, 0))
+        self._past = _sum([self._past, counters])
         return True
 
     def move(self, life: int, now: float) -> tuple[list[tuple[int, UserMsg]], list[Finished]]:
-        """Return where the requests of the lost `life` go on, and the ends of those that do not."""
+        """Return the requests of a lost `life` with their new lives, and the terminal replies of those that end."""
         has_died, requests = self._lost.pop(life, (False, {}))
         moved: list[tuple[int, UserMsg]] = []
         ended: list[Finished] = []
@@ -111,9 +111,9 @@ class Router:
                 ended.append(Finished(uid=uid, reason=FinishReason.ABORT))
                 continue
             routed.deaths += has_died
-            message = "no replica is left"
+            message = "no replica is left to serve this request; try again later"
             if routed.deaths >= MAX_DEATHS:
-                message = f"{MAX_DEATHS} replicas have died under this request"
+                message = f"{MAX_DEATHS} replicas have died while they served this request; it may be the cause"
             elif (target := self._place(routed, now)) is not None:
                 moved.append((target, msgspec.structs.replace(routed.msg, output_ids=bytes(routed.output))))
                 self.moved += 1
@@ -125,11 +125,11 @@ class Router:
     # -- requests
 
     def route(self, msg: UserMsg, now: float) -> int | None:
-        """Return the life that gets the request; None if there is none."""
+        """Choose the life that serves a new request and return it; None if there is no replica."""
         return self._place(Routed(msg, -1, 0), now)
 
     def abort(self, uid: int) -> Sequence[int]:
-        """Return the lives that may work on `uid`: any, if its answer has ended here by a stop string."""
+        """Return the lives that may be serving `uid`: all, if a stop string has ended its answer here already."""
         routed = self._requests.get(uid)
         if routed is None:
             return list(self.replicas)
@@ -137,7 +137,7 @@ class Router:
         return [routed.life] if routed.life in self.replicas else []
 
     def note_reply(self, reply: UserReply) -> None:
-        """Keep the new tokens of a request, and forget it at its end."""
+        """Record the new tokens of a request, and remove it at its end."""
         routed = self._requests.get(reply.uid)
         if routed is None:
             return
@@ -155,15 +155,15 @@ class Router:
             self._answer_tokens += (1 - MEMORY) * (reply.completion_tokens - self._answer_tokens)
 
     def _place(self, routed: Routed, now: float) -> int | None:
-        """Give a request to the replica where it costs least."""
+        """Assign a request to the replica where it costs least, and return its life."""
         msg = routed.msg
         ids = ids_from_bytes(msg.input_ids + bytes(routed.output))
         candidates = [r for r in self.replicas.values() if r.takes_requests] or list(self.replicas.values())
         if not candidates:
             return None
-        usable = ids[:0] if msg.sampling_params.wants_prompt_logprobs and not routed.output else ids[:-1]
+        reusable = ids[:0] if msg.sampling_params.wants_prompt_logprobs and not routed.output else ids[:-1]
         page_size = min(r.page_size for r in candidates)
-        hashes = prefix_hashes(usable, page_size, salt_digest(msg.sampling_params.cache_salt)).tolist()
+        hashes = prefix_hashes(reusable, page_size, salt_digest(msg.sampling_params.cache_salt)).tolist()
         found = {r.life: r.find(hashes) for r in candidates}
         todo = {life: len(ids) - round(page_size * (count - cost)) for life, (count, cost) in found.items()}
         answer = min(self._answer_tokens, msg.sampling_params.max_tokens or self._answer_tokens)
@@ -179,7 +179,7 @@ class Router:
         self.cached += page_size * found[best.life][0]
         return best.life
 
-    # -- what replicas tell
+    # -- messages from replicas
 
     def note_prefixes(self, msg: PrefixesMsg) -> None:
         """Apply the changes of a replica's cache."""
@@ -191,18 +191,18 @@ class Router:
                 del replica.prefixes[gone]
 
     def note_stats(self, msg: StatsMsg, now: float) -> None:
-        """Keep a heartbeat."""
+        """Record a heartbeat."""
         if (replica := self.replicas.get(msg.life)) is not None:
             replica.heard, replica.stats = now, msg
 
     @property
     def stats(self) -> StatsMsg:
-        """The sum over all replicas; counters include lives that are over."""
+        """The sum over all replicas; its counters include lost lives."""
         return _sum([self._past, *(r.stats for r in self.replicas.values())])
 
 
 def _sum(stats: Sequence[StatsMsg]) -> StatsMsg:
-    added = {f: sum(getattr(s, f) for s in stats) for f in StatsMsg.__struct_fields__ if f not in NOT_ADDED}
+    added = {f: sum(getattr(s, f) for s in stats) for f in StatsMsg.__struct_fields__ if f not in NOT_SUMMED}
     tiers: dict[str, TierView] = {}
     for tier in (tier for s in stats for tier in s.tiers):
         sums = {

@@ -1,4 +1,4 @@
-"""What options of vLLM, SGLang and mini-sglang are called here, where neither name nor meaning is the same.
+"""Explains options of vLLM, SGLang and mini-sglang that have another name and another meaning here.
 
 The table is `foreign.toml`. An option with the same meaning is an alias of ours (`options.py`).
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Foreign:
-    """The values with which an option changes nothing, and the sentences about patterns of names, in order."""
+    """The values with which an option changes nothing, and sentences by patterns of names, in order."""
 
     redundant: Mapping[str, list[str]]
     sentences: Mapping[str, str]
@@ -30,7 +30,7 @@ def foreign() -> Foreign:
 
 
 def sentence_for(name: str) -> str:
-    """The sentence about the option `name` (with underscores), or about name=value; empty if there is none."""
+    """Return the sentence about the option `name` (with underscores), or about name=value; "" if there is none."""
     for patterns, sentence in foreign().sentences.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
             return sentence
@@ -38,7 +38,7 @@ def sentence_for(name: str) -> str:
 
 
 def asks_nothing(name: str, value: Any) -> bool:
-    """Whether another engine's option asks with `value` for what happens anyway."""
+    """Return whether another engine's option with this `value` asks for what happens anyway."""
     if name in foreign().redundant:
         return value is None or str(value).lower() in foreign().redundant[name]
     return value in (None, False, "") and bool(sentence_for(name))

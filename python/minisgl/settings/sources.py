@@ -1,4 +1,4 @@
-"""Where the values of options come from: the command line, the environment, and the YAML file given by `--config`.
+"""Reads the values of options from the command line, the environment, and the YAML file given by `--config`.
 
 A flag overrides the environment, and the environment overrides the file. The keys of the file are the flags without the
 leading dashes:
@@ -34,15 +34,15 @@ from minisgl.settings.options import (
 
 ENV_PREFIX: Final = "MINISGL_"
 CONFIG_HELP: Final = "YAML file of options, named like the flags; flags and the environment override the file"
-OTHER_VARIABLES: Final = frozenset({"config", "check", "disable_overlap_scheduling", "cpu_isa"})  # are no options
-# Kubernetes tells each pod of the services beside it; one named minisgl, or minisgl-something, becomes such variables.
+OTHER_VARIABLES: Final = frozenset({"config", "check", "disable_overlap_scheduling", "cpu_isa"})  # not options
+# Kubernetes sets variables like these in each pod for a service named minisgl or minisgl-something.
 OF_A_SERVICE: Final = re.compile(
     r"(\w+_)?(service_(host|port(_\w+)?)=.*|port_\d+_(tcp|udp|sctp)(_\w+)?=.*|port=(tcp|udp|sctp)://.*)"
 )
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Shows the values of an option once: behind its last flag, and not in the usage."""
+    """Shows the value of an option only once, after its last flag, and not in the usage."""
 
     def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
         positional = (action for action in actions if not action.option_strings)
@@ -58,7 +58,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one sentence: what an unknown flag is called here, or may misspell."""
+    """An argument parser whose errors are one sentence, which suggests the right flag for an unknown one."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": _Help, **options})
@@ -89,10 +89,10 @@ def _words(flag: str) -> str:
 
 
 class _Take(argparse.Action):
-    """Converts the value of a flag as that of every other source is, and sets the option's own name."""
+    """Converts the value of a flag as other sources' values, and stores it under the option's main name."""
 
-    def __init__(self, cls: type, **usual: Any) -> None:
-        super().__init__(**{**usual, "default": argparse.SUPPRESS})
+    def __init__(self, cls: type, **options: Any) -> None:
+        super().__init__(**{**options, "default": argparse.SUPPRESS})
         self._cls = cls
 
     def __call__(
@@ -110,15 +110,15 @@ class _Take(argparse.Action):
 
 
 def _joined(words: list[str], flag: str) -> str:
-    """The words behind a flag that takes several. Raises `ConfigError` for one that is probably the model."""
+    """Join the words after a flag that takes several. Raises `ConfigError` for a word that is probably the model."""
     for word in words[1:]:
         if "/" in word or Path(word).is_dir():
-            raise ConfigError(f"{flag} takes all words behind it: put MODEL {word} first, or join names with commas")
+            raise ConfigError(f"{flag} takes all words after it: put MODEL {word} first, or join names with commas")
     return ",".join(words)
 
 
 def add_options(parser: argparse.ArgumentParser, cls: type = ServerArgs) -> None:
-    """Add `--config` and the flags of each option of `cls`, in one group for each configuration class."""
+    """Add `--config` and the flags of all options of `cls`, in a group per configuration class."""
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=CONFIG_HELP)
     groups: dict[type, argparse._ArgumentGroup] = {}
     named: set[str] = set()
@@ -138,13 +138,13 @@ def add_options(parser: argparse.ArgumentParser, cls: type = ServerArgs) -> None
 
 
 def _flags(*names: str) -> list[str]:
-    """The flags of spellings. One of one or two letters also has one dash (-tp)."""
+    """Return the flags of spellings. Those of one or two letters also have a form with one dash (-tp)."""
     flags = ["--" + name.replace("_", "-") for name in names]
     return flags + [flag[1:] for flag in flags if len(flag) <= 4]
 
 
 def _shape(option: Option) -> dict[str, Any]:
-    """How many values the flags of `option` take, and what stands for them in the help."""
+    """Return argparse's arguments for the number of values of `option`, and for their name in the help."""
     if option.kind is bool:
         return {"nargs": 0}
     names = f"{{{','.join(map(str, option.choices))}}}" if option.choices else option.kind.__name__.upper()
@@ -152,7 +152,7 @@ def _shape(option: Option) -> dict[str, Any]:
 
 
 def _help(option: Option) -> str:
-    """The option's help, its default, its opposite, and other engines' flags that set it."""
+    """Return the option's help with its default, its opposite, and other engines' flags that set it."""
     notes = [f"--no-{option.flags[0][2:]}: the opposite"] if option.kind is bool else []
     notes += [f"default: {option.default}"] if option.default not in (None, "") else []
     notes += ["also " + ", ".join(f"--{name.replace('_', '-')}" for name in option.switches)] if option.switches else []
@@ -166,7 +166,7 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def take_options(namespace: argparse.Namespace) -> dict[str, Any]:
-    """The options among the values of a parsed command line, and `config`."""
+    """Return the options among the values of a parsed command line, and `config`."""
     given = vars(namespace)
     options = {name: value for name, value in given.items() if name in options_of(ServerArgs) or name == "config"}
     if given.get("positional_model") is not None:
@@ -179,9 +179,9 @@ def take_options(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_args(argv: list[str] | None = None, prog: str = "minisgl serve") -> ServerArgs:
-    """Flags (and an optional positional MODEL) -> `ServerArgs`.
+    """Parse flags and an optional positional MODEL.
 
-    Raises `ConfigError` for values that cannot work; a flag that cannot be parsed ends the process with status 2.
+    Raises `ConfigError` for values that cannot work. A flag that cannot be parsed ends the process with status 2.
     """
     parser = Parser(prog=prog, description="Serve a language model over HTTP (OpenAI's API).", allow_abbrev=False)
     add_model_argument(parser)
@@ -190,22 +190,22 @@ def parse_args(argv: list[str] | None = None, prog: str = "minisgl serve") -> Se
 
 
 def args_from_options(given: dict[str, Any]) -> ServerArgs:
-    """`ServerArgs` from the options `given` on the command line, the environment and the file."""
+    """Build `ServerArgs` from the options `given` on the command line, the environment and the file."""
     return build_config(ServerArgs, server_options(given))
 
 
 def server_options(given: dict[str, Any]) -> dict[str, Any]:
-    """The options `given` on the command line over those of the environment over those of the file."""
+    """Return the options `given` on the command line, completed from the environment, then from the file."""
     return _merge_sources(given, ServerArgs)
 
 
 def engine_options(given: dict[str, Any]) -> dict[str, Any]:
-    """As `server_options`, without the options that only a server has."""
+    """Return what `server_options` does, without the options that only a server has."""
     return _merge_sources(given, SchedulerConfig)
 
 
 def _merge_sources(given: dict[str, Any], cls: type) -> dict[str, Any]:
-    """The options of `cls` from all sources; file and environment may also set options that only a server has."""
+    """Return the options of `cls` from all sources. File and environment may also set options of a server."""
     path = given.get("config", os.environ.get(f"{ENV_PREFIX}CONFIG"))
     from_file = {} if path is None else _read_file(Path(path).expanduser(), path)
     options = {name: value for name, value in (from_file | _read_environment()).items() if name in options_of(cls)}
@@ -216,7 +216,7 @@ def _merge_sources(given: dict[str, Any], cls: type) -> dict[str, Any]:
 
 
 def read_flag(name: str) -> bool:
-    """The boolean environment variable `name`; unset means False. Raises `ConfigError` for any other value."""
+    """Return the boolean environment variable `name`; False if unset. Raises `ConfigError` for other values."""
     value = os.environ.get(name, "")
     try:
         return parse_bool(value)
@@ -225,17 +225,17 @@ def read_flag(name: str) -> bool:
 
 
 def is_check_mode() -> bool:
-    """`MINISGL_CHECK=1`: verify every bookkeeping invariant at every step (see scheduler/check.py)."""
+    """Return whether `MINISGL_CHECK=1`: check all bookkeeping invariants at every step (`scheduler/check.py`)."""
     return read_flag("MINISGL_CHECK")
 
 
 def is_overlap_disabled() -> bool:
-    """`MINISGL_DISABLE_OVERLAP_SCHEDULING=1`: collect each batch before the next one is planned (the ablation)."""
+    """Return whether `MINISGL_DISABLE_OVERLAP_SCHEDULING=1`: collect each step before the next is planned."""
     return read_flag("MINISGL_DISABLE_OVERLAP_SCHEDULING")
 
 
 def _read_environment() -> dict[str, Any]:
-    """The options that MINISGL_<NAME> variables set. A variable that is like no option is ignored, with a warning."""
+    """Return the options set by MINISGL_<NAME> variables. Unknown variables are ignored with a warning."""
     spellings = spellings_of(ServerArgs)
     given = []
     for variable, text in sorted(os.environ.items()):
@@ -255,15 +255,15 @@ def _read_environment() -> dict[str, Any]:
 
 
 def _read_file(path: Path, shown: str) -> dict[str, Any]:
-    """The options that the file sets; a null counts as a missing key. Errors name the file, the line and the key."""
+    """Return the options that the file sets; null means unset. Errors name the file, the line and the key."""
     pairs = [(key, value, f"{shown}, line {line}: ") for key, value, line in _pairs(path)]
     given = [(key, value, where, f"{where}{key}=") for key, value, where in pairs if value is not None]
     return named_values(given, ServerArgs)
 
 
 def _pairs(path: Path) -> Iterator[tuple[Any, Any, int]]:
-    """(key, value, line) of each entry of the file's mapping."""
-    import yaml  # not needed by a start without a file
+    """Yield (key, value, line) of each entry of the file's mapping."""
+    import yaml  # only needed if there is a file
 
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
-"""Token ids -> replies with text, one step at a time; used by the worker process and the offline `LLM`.
+"""Turns the token ids of each step into replies with text. The worker process and the offline `LLM` use it.
 
-The increments of a request add up to the decoding of all its tokens. Half a character is held back until it is complete
-or the request ends, the beginning of a possible stop string until the match is decided.
+The increments of a request add up to the text of all its tokens. A partial character is held back until it is complete
+or the request ends, and the beginning of a possible stop string until it is decided.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _visible(tokens: list[int], hidden: frozenset[int]) -> list[int]:
 
 
 def _context(prompt: list[int], hidden: frozenset[int]) -> list[int]:
-    """Return the tokens of `prompt` that the decoder of a completion starts behind."""
+    """Return the last tokens of `prompt`, which the decoder of a completion needs as context."""
     return _visible(prompt, hidden)[-CONTEXT_TOKENS:]
 
 
@@ -57,9 +57,9 @@ class _Output:
         self._prompt_logprobs: list[TokenLogprob] = []
 
     def _begin(self, started: Started) -> tuple[str, list[TokenLogprob]]:
-        """Decode behind the prompt from now on.
+        """Start to decode after the prompt.
 
-        Return the prompt's text and the log-probabilities of its tokens; empty if not asked for.
+        Return the prompt's text and the log-probabilities of its tokens; empty if not requested.
         """
         ids, columns = ids_from_bytes(started.prompt_ids).tolist(), started.prompt_logprobs
         prompt = [] if started.sampling_params.echo else ids
@@ -90,9 +90,9 @@ class _Output:
         return text
 
     def advance(self, token: int, output_ids: bytes, columns: LogprobColumns | None, end: Finished | None) -> UserReply:
-        """Return the reply to one more token; terminal by `end`, by a stop string, or if the token fails to decode.
+        """Return the reply for one more token. `output_ids` are the bytes of `token`.
 
-        `output_ids` are the bytes of `token`.
+        It is terminal because of `end`, a stop string, or an error in decoding.
         """
         self._completion_tokens += 1
         logprobs: list[TokenLogprob] = []
@@ -111,14 +111,14 @@ class _Output:
         return self._with_first_fields(reply) if self._completion_tokens == 1 else reply
 
     def end(self, end: Finished) -> UserReply:
-        """Return the terminal reply of a request that ends without a new token: the text held back."""
+        """Return the terminal reply of a request that ends without a new token, with the text held back."""
         text, ended = self._show("", end)
         return self._reply(text, ended, [], b"")
 
     def _show(self, text: str, end: Finished | None) -> tuple[str, Finished | None]:
-        """Return the part of `text` to show, with the text held back if this is the `end`, and the end, if any.
+        """Return the text to show now, and the end if there is one: `end`, or a stop string in the text.
 
-        A stop string in the text ends the request.
+        At the end, the text held back is shown, too.
         """
         if end is not None:
             text += self._decoder.finish()
@@ -147,7 +147,7 @@ class _Output:
         )
 
     def _with_first_fields(self, reply: UserReply) -> UserReply:
-        """Add to `reply`, the one to the first token, the fields that no other reply has."""
+        """Add the fields that only the reply to the first token has."""
         started = self._started
         if started.sampling_params.max_tokens == 0 and reply.failure is None:  # the sampled token is not a result
             reply = UserReply(
@@ -169,8 +169,8 @@ class _Output:
 class DetokenizeManager:
     """The decoding state of all running requests.
 
-    Invariant: a request gets exactly one terminal reply. A request ended by a stop string stays in `_stopped` until the
-    scheduler's own ending arrives, which is dropped.
+    Invariant: a request gets exactly one terminal reply. A request that a stop string has ended stays in `_stopped`
+    until the scheduler's own end of it arrives and is dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -178,19 +178,19 @@ class DetokenizeManager:
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._outputs: dict[int, _Output] = {}
-        self._stopped: dict[int, int] = {}  # uid -> the life that ends it
+        self._stopped: dict[int, int] = {}  # uid -> the life whose end of it is to be dropped
         self._lost: set[int] = set()  # lives
-        self.dropped = 0  # tokens and beginnings that contradict what is known
+        self.dropped = 0  # inconsistent tokens and starts
 
     @property
     def entries(self) -> int:
-        """The number of requests with state here; 0 when idle, else there is a leak."""
+        """The number of requests with state here. It must be 0 when idle."""
         return len(self._outputs) + len(self._stopped)
 
     def decode(self, tokens: list[int], skip_special_tokens: bool, prompt: list[int]) -> str:
-        """Return the text of all tokens of a request at once: the same as its increments add up to.
+        """Return the text of all tokens of a request, to which its increments add up.
 
-        Of `prompt`, the last CONTEXT_TOKENS are enough.
+        The last CONTEXT_TOKENS of `prompt` are enough.
         """
         hidden = self._special_ids if skip_special_tokens else frozenset()
         return self._decoders.new(_context(prompt, hidden)).finish(_visible(tokens, hidden))
@@ -200,14 +200,14 @@ class DetokenizeManager:
         logger.error("dropped: " + what, uid)
 
     def lose(self, life: int) -> None:
-        """Drop what arrives from now on from a replica's `life` that is over. Its requests go on in another life."""
+        """Drop all further messages from `life`, which is over. Its requests continue in other lives."""
         self._lost.add(life)
         self._stopped = {uid: by for uid, by in self._stopped.items() if by != life}
 
     def detokenize(self, msg: DetokenizeMsg) -> tuple[list[UserReply], list[int]]:
         """Return a reply for each request of the step, and the uids to abort because of a stop string.
 
-        Raises `ValueError`, before anything has changed, if the arrays contradict each other.
+        Raises `ValueError` and changes nothing if the arrays are inconsistent.
         """
         if msg.life in self._lost:
             return [], []

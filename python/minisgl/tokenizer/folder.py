@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, put together from its files as transformers 5 does."""
+"""Loads the tokenizer of a model folder from its files, as transformers 5 does."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from minisgl.checkpoint import hf
 from minisgl.errors import ConfigError
 
 NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Types of models whose folders may say LlamaTokenizer and mean what tokenizer.json says.
+# Model types whose folders may say LlamaTokenizer although tokenizer.json is meant.
 UNCHANGED: Final = ("mistral", "mixtral", "phi3", "qwen2")
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load tokenizer.json, with the special and added tokens that only other files of the folder name.
+    """Load tokenizer.json, and the special and added tokens that only other files of the folder have.
 
-    Raises `ConfigError` if there is no such file or one cannot be read.
+    Raises `ConfigError` if there is no tokenizer.json, or if a file cannot be read.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -37,14 +37,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         tokenizer.add_tokens([_token(token, special=True) for token in special if _text(token) not in texts])
     except Exception as e:  # the library raises bare Exception
         raise ConfigError(f"{path} is not a readable tokenizer: {e}") from e
-    # Training leaves these in a checkpoint; a server never truncates or pads a prompt.
+    # Checkpoints may have these from training; a server never truncates or pads a prompt.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json, and the older files that replace its tokens unless it lists the added ones."""
+    """Read tokenizer_config.json, and the older files, whose tokens replace its own unless it lists added tokens."""
     settings = _read(folder / "tokenizer_config.json")
     if not settings.get("extra_special_tokens"):
         settings["extra_special_tokens"] = settings.pop("additional_special_tokens", None) or []
@@ -55,7 +55,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def special_names(settings: dict[str, Any]) -> dict[str, str]:
-    """Return the text of each special token that has a name; templates use the names."""
+    """Return the text of each special token by its name, which templates use."""
     texts = {name: _text(settings.get(name)) for name in NAMES}
     return {name: text for name, text in texts.items() if text is not None}
 
@@ -70,7 +70,7 @@ def _text(token: Any) -> str | None:
 
 
 def _token(token: Any, **flags: bool) -> AddedToken:
-    """An added token from its text, or from an object with its text and flags."""
+    """Return an added token, given by its text or by an object with text and flags."""
     if isinstance(token, str):
         return AddedToken(token, **flags)
     known = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -78,13 +78,13 @@ def _token(token: Any, **flags: bool) -> AddedToken:
 
 
 def _unnamed(settings: dict[str, Any]) -> list[Any]:
-    """Return the special tokens without one of the names."""
+    """Return the special tokens that have no name."""
     tokens = settings["extra_special_tokens"] or settings.get("additional_special_tokens") or []
     return list(tokens.values() if isinstance(tokens, dict) else tokens)
 
 
 def _added_tokens(settings: dict[str, Any]) -> list[AddedToken]:
-    """Return the added tokens in the order of their ids, which are consecutive behind the vocabulary."""
+    """Return the added tokens in the order of their ids, which follow the vocabulary."""
     if "added_tokens_decoder" in settings:
         return [_token(token) for _, token in sorted(settings["added_tokens_decoder"].items(), key=lambda t: int(t[0]))]
     special = {*special_names(settings).values(), *map(_text, settings["extra_special_tokens"] or ())}
@@ -93,14 +93,14 @@ def _added_tokens(settings: dict[str, Any]) -> list[AddedToken]:
 
 
 def _is_llama(folder: Path, settings: dict[str, Any]) -> bool:
-    """Whether transformers makes its `LlamaTokenizer`, with a pre-tokenizer of its own, of this folder."""
+    """Return whether transformers uses its `LlamaTokenizer` for this folder, with its own pre-tokenizer."""
     config = _read(folder / "config.json")
     kind = settings.get("tokenizer_class") or config.get("tokenizer_class")
     return kind in ("LlamaTokenizer", "LlamaTokenizerFast") and config.get("model_type") not in UNCHANGED
 
 
 def _as_llama(path: Path, settings: dict[str, Any]) -> Tokenizer:
-    """Load a tokenizer that puts a space before a text, and not before the text after a special token as well."""
+    """Load a tokenizer that puts a space before a text, but not before text after a special token."""
     data = hf.read_json(path)
     if '"ByteLevel"' in json.dumps([data.get("pre_tokenizer"), data.get("decoder")]):
         return Tokenizer.from_file(str(path))

@@ -1,4 +1,4 @@
-"""The tokenizer and detokenizer processes: one loop over one inbox, which no message can end."""
+"""The tokenizer and detokenizer processes: a loop over one inbox, which no message can end."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tokenize_worker(
     frontend_addr: str,
     ready: Ready,
 ) -> None:
-    """Serve `inbox_addr` for ever: prompts to the scheduler, tokens as text to the API server."""
+    """Serve `inbox_addr` forever: send tokenized prompts to the scheduler, and text of tokens to the API server."""
     inbox: ZmqPullQueue[TokenizerMsg] = ZmqPullQueue(inbox_addr, Codec(TokenizerMsg))
     backend: ZmqPushQueue[BackendMsg] = ZmqPushQueue(backend_addr, Codec(BackendMsg))
     frontend: ZmqPushQueue[FrontendMsg] = ZmqPushQueue(frontend_addr, Codec(FrontendMsg))
@@ -71,7 +71,7 @@ class Worker:
     def __init__(self, tokenize: TokenizeManager) -> None:
         self._tokenize = tokenize
         self._detokenize = DetokenizeManager(tokenize.tokenizer)
-        self._dropped = 0  # messages that contradict themselves
+        self._dropped = 0  # inconsistent messages
         self._reported, self._reported_at = (0, 0), 0.0
 
     @property
@@ -82,8 +82,8 @@ class Worker:
     def handle(self, messages: list[TokenizerMsg]) -> tuple[list[BackendMsg], list[FrontendMsg]]:
         """Return the messages for the scheduler and those for the API server.
 
-        Running streams go first: they must not wait for a long prompt. Requests and aborts keep their order. A message
-        that contradicts itself is dropped, counted and logged.
+        Running streams go first, since they must not wait for a long prompt. Requests and aborts keep their order. An
+        inconsistent message is dropped, counted and logged.
         """
         to_backend: list[BackendMsg] = []
         to_frontend: list[FrontendMsg] = []
@@ -105,7 +105,7 @@ class Worker:
                 replies, stopped = self._detokenize.detokenize(msg)
                 to_frontend += replies
                 to_backend += [AbortMsg(uid) for uid in stopped]
-            case TokenizeMsg(uid=uid) if uid in aborted:  # in the same batch: not worth starting
+            case TokenizeMsg(uid=uid) if uid in aborted:  # aborted in the same batch
                 to_frontend.append(UserReply(uid=uid, finish_reason=FinishReason.ABORT))
                 aborted.discard(uid)
             case TokenizeMsg():
@@ -121,7 +121,7 @@ class Worker:
                 to_frontend.append(msg)
 
     def _report(self, is_idle: bool, to_frontend: list[FrontendMsg]) -> None:
-        """Tell the API server how the counts have changed, at most every `REPORT_S` while there is work."""
+        """Report changes of the counts to the API server, at most every `REPORT_S` while there is work."""
         now = time.monotonic()
         entries, dropped = self._reported
         counts = self.entries, self._dropped + self._detokenize.dropped
@@ -159,7 +159,7 @@ class Worker:
 
 
 def _failure(uid: int, e: Exception) -> Failure:
-    """Return the failure to reply; a bug, ours or a library's on odd input, costs this request and no other."""
+    """Return the failure to reply. A bug (ours, or a library's on odd input) fails only this request."""
     if isinstance(e, RequestError):
         return Failure.of(e)
     logger.error("could not tokenize request %d", uid, exc_info=e)

@@ -1,8 +1,8 @@
-"""Chat templates as Hugging Face writes them: Jinja in a sandbox, with the conventions of transformers.
+"""Hugging Face's chat templates: Jinja in a sandbox, with the conventions of transformers.
 
-The template comes from the model folder, never from a client. A client's messages only fill it in, and rendering is
-limited in size and time. A template can also hang the compiler or take all memory, so each is first tried in a process
-with limits: this module, run as a program.
+A template comes from the model folder, never from a client. Clients only provide messages, and rendering is limited in
+size and time. A template could still hang the compiler or take all memory, so each is first tried in a process with
+limits, which runs this module as a program.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from minisgl.tokenizer.folder import read_settings, special_names
 MAX_MESSAGES: Final = 2048  # templates may loop over messages within messages
 MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
 MAX_RENDER_SECONDS: Final = 5.0
-TRIAL_CPU_S: Final = 2  # to compile a template and fill it in; common ones take 20 ms
-TRIAL_WALL_S: Final = 20.0  # the same on a busy machine
+TRIAL_CPU_S: Final = 2  # to compile and render a template; common ones take 20 ms
+TRIAL_WALL_S: Final = 20.0  # the same in wall time, for busy machines
 TRIAL_MEMORY: Final = 256 << 20
 TRIAL_STACK: Final = 8 << 20
-TRIAL_DEPTH: Final = 400  # of Python calls, of which the server's threads have 1,000
+TRIAL_DEPTH: Final = 400  # nested Python calls; the server's threads allow 1,000
 TOO_MUCH: Final = f"trying it takes more than {TRIAL_CPU_S} s or {TRIAL_MEMORY >> 20} MB"
 _CONTINUE_MARK: Final = "\ue000continue-here\ue000"  # private-use characters: no template strips or escapes them
 
 
 class _Generation(Extension):
-    """`{% generation %}`, by which trainers find the assistant's tokens: a scope of its own, and no text."""
+    """`{% generation %}`, which marks the assistant's tokens for trainers. It opens a scope and adds no text."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's declaration)
 
@@ -70,7 +70,7 @@ def _strftime_now(format: str) -> str:
 
 @lru_cache
 def _compile(source: str) -> tuple[Template, frozenset[str]]:
-    """Return the template, and the names of the variables that it reads."""
+    """Compile a template; return it, and the names of the variables that it reads."""
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     env.filters["tojson"] = _to_json
     env.globals["raise_exception"] = _raise_exception
@@ -79,7 +79,7 @@ def _compile(source: str) -> tuple[Template, frozenset[str]]:
 
 
 def _sources(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Return template name -> text; a single template is called "default". Files replace tokenizer_config.json's."""
+    """Return name -> text of all templates; a single one is "default". Files override tokenizer_config.json."""
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if named := {n: f.read_text(encoding="utf-8", errors="replace") for n, f in files.items() if f.is_file()}:
@@ -95,9 +95,9 @@ def _sources(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The chat templates of one model folder by name, as text; `render` turns messages into the text to be encoded.
+    """The chat templates of one model folder by name, as text. `render` turns messages into the prompt's text.
 
-    `problems` says of each template that cannot be used why not. `defaults` are variables that a request may override.
+    `problems` has the reason for each template that cannot be used. `defaults` are variables that requests may set.
     """
 
     sources: dict[str, str]
@@ -109,7 +109,7 @@ class ChatTemplate:
     def of_folder(
         cls, folder: Path, source: str | None = None, defaults: Mapping[str, Any] | None = None
     ) -> ChatTemplate:
-        """Read the templates, or take the one `source`, and try each. A folder may have none.
+        """Read the templates of a folder, which may have none, or use only `source`; and try each.
 
         Raises `ConfigError` for unreadable JSON.
         """
@@ -120,12 +120,12 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The text of all templates, which tells the model's abilities."""
+        """The text of all templates, from which the model's abilities are detected."""
         return "\n".join(self.sources.values())
 
     @property
     def variables(self) -> frozenset[str]:
-        """The names of variables that the templates read."""
+        """The names of the variables that the templates read."""
         usable = (text for name, text in self.sources.items() if name not in self.problems)
         return frozenset().union(*(_compile(text)[1] for text in usable))
 
@@ -138,10 +138,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """Return the conversation as one text, special tokens included.
+        """Render a conversation as text, special tokens included.
 
-        `continue_final_message` leaves the last message open for the model to continue. Raises `RequestError` if there
-        is no usable template, or the template refuses the conversation.
+        `continue_final_message` leaves the last message open, so that the model continues it. Raises `RequestError` if
+        there is no usable template, or if the template refuses the conversation.
         """
         name = "tool_use" if tools and "tool_use" in self.sources else "default"
         problem = self.problems.get(name)
@@ -159,7 +159,7 @@ class ChatTemplate:
                 )
             final = messages[-1]["content"]
             messages[-1]["content"] = final.rstrip() + _CONTINUE_MARK
-        # The names fixed by convention come last, so that `variables` cannot override them.
+        # The conventional names come last, so that `variables` cannot override them.
         given = self.defaults | dict(variables or {})
         context = self.special_tokens | {k: v for k, v in given.items() if k in known}
         text = _fill_in(template, context, messages, tools, add_generation_prompt)
@@ -171,7 +171,7 @@ class ChatTemplate:
         return text
 
     def _adapt(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy for the template; "developer" is OpenAI's newer role for "system", which few templates know."""
+        """Return a copy for the template. "developer" becomes "system": few templates know OpenAI's newer name."""
         if message.get("role") == "developer" and "developer" not in self.source:
             return {**message, "role": "system"}
         return dict(message)
@@ -206,7 +206,7 @@ def _fill_in(
 
 @lru_cache
 def _try(source: str) -> str:
-    """Return why a template cannot be used, empty if it can, by compiling it and filling it in with one message."""
+    """Compile a template and render one message, in a child process. Return why that fails; "" if it works."""
     command = [sys.executable, "-m", "minisgl.tokenizer.template"]
     limits: dict[str, Any] = {"timeout": TRIAL_WALL_S, "env": module_environment(), "process_group": 0}
     try:
@@ -222,14 +222,14 @@ def _try(source: str) -> str:
 def _trial(source: str) -> str:
     try:
         template, _ = _compile(source)
-    except Exception as e:  # a compiler of two languages: any error of either
+    except Exception as e:  # compiling may raise any error of Jinja or Python
         cause = str(e).partition("\n")[0]
         return f"it does not compile: {cause or type(e).__name__}"
     try:
         _fill_in(template, {}, [{"role": "user", "content": "x"}], None, True)
     except RequestError as e:
         is_too_large = e.__cause__ is None or isinstance(e.__cause__, MemoryError)
-        return TOO_MUCH if is_too_large else ""  # another error is about this conversation
+        return TOO_MUCH if is_too_large else ""  # other errors are about this conversation
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Incremental text: tokens -> characters, holding back half a character, and stop strings in text that streams."""
+"""Incremental decoding of tokens to text, which holds back partial characters; and stop strings in streamed text."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from tokenizers import Tokenizer, decoders
 
 _BYTE_PIECE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTINUATIONS: Final = frozenset(bytes([b]) for b in range(0x80, 0xC0))  # bytes inside a character
-MAX_WINDOW: Final = 32  # tokens that `WindowDecoder` holds back at most before it shows broken characters
+MAX_WINDOW: Final = 32  # the most tokens that `WindowDecoder` holds back before it shows broken characters
 MAX_CHAR_TOKENS: Final = 4
 
 
 class TextDecoder(Protocol):
-    """Incremental decoding of one request's tokens."""
+    """Decodes one request's tokens incrementally."""
 
     def feed(self, token: int) -> str:
         """Return the text that `token` completes."""
 
     def finish(self, tokens: Sequence[int] = ()) -> str:
-        """Return the text held back and that of the last `tokens`; call once, at the end."""
+        """Return the text held back and the text of the last `tokens`. Called once, at the end."""
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's byte alphabet inverted: printable Latin-1 stands for itself, the other bytes for U+0100 and up."""
+    """Return the inverse of GPT-2's byte alphabet: printable Latin-1 is itself, other bytes are U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of each token by itself, looked up on first use."""
+    """The bytes of each token, computed on first use."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
@@ -42,7 +42,7 @@ class TokenBytes(dict[int, bytes]):
         self._alphabet = _byte_of_char()
 
     def __missing__(self, token: int) -> bytes:
-        """Empty for an id that the tokenizer does not have (models pad their vocabulary)."""
+        """Return b"" for an id that the tokenizer does not have, since models pad their vocabulary."""
         text = self._tokenizer.id_to_token(token) or ""
         data = self[token] = self._byte_level(text) if self.is_byte_level else self._sentence_piece(text)
         return data
@@ -61,7 +61,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 class ByteDecoder:
-    """Decodes byte-level BPE (GPT-2, Llama 3, Qwen) by an incremental UTF-8 decoder: constant work a token."""
+    """Decodes byte-level BPE (GPT-2, Llama 3, Qwen) with an incremental UTF-8 decoder, in constant time per token."""
 
     def __init__(self, token_bytes: TokenBytes, context: Sequence[int] = ()) -> None:
         self._bytes = token_bytes
@@ -79,20 +79,20 @@ class ByteDecoder:
 
 
 class WindowDecoder:
-    """Decodes any other tokenizer's tokens: a small window with and without the new ones, to show the difference.
+    """Decodes any other tokenizer's tokens: it decodes a small window with and without the new tokens.
 
-    The window starts at a token that has been shown or is in the context, so that decoders which treat the first token
-    differently (a stripped space) do so on both sides. Text that ends in U+FFFD may be half a character and is held
-    back.
+    The window starts with a token that was shown before or is in the context, so that a decoder which treats the first
+    token differently (and strips a space) does so both times. Text that ends in U+FFFD may be a partial character and
+    is held back.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._window = list(context)
-        whole = len(self._window)
-        ends = range(whole, max(whole - MAX_CHAR_TOKENS, -1), -1)
-        # The tokens of the window whose text is known already. The context may end with a part of a character.
-        self._shown = next((end for end in ends if not self._text(end).endswith("\ufffd")), whole)
+        length = len(self._window)
+        ends = range(length, max(length - MAX_CHAR_TOKENS, -1), -1)
+        # The tokens of the window whose text was shown. The context may end with a partial character.
+        self._shown = next((end for end in ends if not self._text(end).endswith("\ufffd")), length)
 
     def feed(self, token: int) -> str:
         self._window.append(token)
@@ -121,7 +121,7 @@ class TextDecoders:
         self._tokenizer = tokenizer
 
     def new(self, context: Sequence[int] = ()) -> TextDecoder:
-        """Return a decoder for the text behind the tokens `context`."""
+        """Return a decoder for the text after the tokens `context`."""
         if self.bytes_of.is_byte_level:
             return ByteDecoder(self.bytes_of, context)
         inside = itertools.takewhile(lambda token: self.bytes_of[token][:1] in _CONTINUATIONS, context)
@@ -131,8 +131,8 @@ class TextDecoders:
 class StopMatcher:
     """Finds the first of several stop strings in text that arrives in pieces.
 
-    One matcher per string (Knuth, Morris & Pratt 1977), so a character costs the same however long the strings are.
-    Only characters that may still become a stop string are held back: the longest current partial match.
+    Each string has a matcher (Knuth, Morris & Pratt 1977), so the cost per character does not depend on its length.
+    Only the longest partial match is held back.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
@@ -144,7 +144,7 @@ class StopMatcher:
     def feed(self, text: str) -> tuple[str, str | None]:
         """Return the text to show now, and the stop string if one is complete.
 
-        Text behind the stop string is never shown, the stop string itself only with `include_stop`.
+        Text after the stop string is never shown, and the stop string itself only with `include_stop`.
         """
         for end, char in enumerate(text, start=1):
             complete: str | None = None
@@ -168,12 +168,12 @@ class StopMatcher:
         return seen[:cut], None
 
     def flush(self) -> str:
-        """Return the text held back, when no more will come."""
+        """Return the text held back, at the end of the text."""
         return self._held
 
 
 def _prefix_function(pattern: str) -> list[int]:
-    """Return a list: element i is the length of the longest proper prefix of pattern[:i+1] that is also its suffix."""
+    """Return for each i the length of the longest proper prefix of pattern[:i+1] that is also its suffix."""
     borders = [0] * len(pattern)
     n = 0
     for i in range(1, len(pattern)):

@@ -1,4 +1,4 @@
-"""Requests -> token ids; used by the worker process and the offline `LLM`."""
+"""Turns requests into token ids. The worker process and the offline `LLM` use it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from minisgl.tokenizer.template import ChatTemplate
 if TYPE_CHECKING:
     from minisgl.core import Ints
 
-EXACT_CHARS: Final = 256 * 1024  # up to here a prompt that is too long is counted to its end
+EXACT_CHARS: Final = 256 * 1024  # up to this length, the tokens of a prompt that is too long are counted exactly
 PIECE_CHARS: Final = 64 * 1024
 CUT_TOKENS: Final = 16
-MAX_CONTEXTS: Final = 4  # of a text that is only tokenized
+MAX_CONTEXTS: Final = 4  # the limit of a text that is only tokenized
 
 
 def model_limits(folder: Path, max_seq_len: int | None = None) -> Limits:
-    """Read the limits of a request to the model in `folder`."""
+    """Return the limits of requests to the model in `folder`."""
     config = hf.load_config(folder)
     vocab_size = config.get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
@@ -43,13 +43,13 @@ class TokenizeManager:
         self.limits = limits or model_limits(folder)
         self.template = template or ChatTemplate.of_folder(folder)
         longest = max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=1)
-        self._last: tuple[TokenizeMsg, Ints] | None = None  # the newest prompt: the choices of a request follow it
-        self._max_chars = self.limits.max_model_len * longest  # more cannot fit
+        self._last: tuple[TokenizeMsg, Ints] | None = None  # the newest prompt: choices of a request repeat it
+        self._max_chars = self.limits.max_model_len * longest  # longer texts cannot fit
 
     def tokenize(self, msg: TokenizeMsg) -> Ints:
-        """Return the prompt's token ids, int32 [n]; raises `RequestError` for a prompt that cannot be served.
+        """Return the prompt's token ids, int32 [n]. Raises `RequestError` for a prompt that cannot be served.
 
-        A plain prompt gets the special tokens of the tokenizer (such as BOS); a chat template writes its own.
+        A plain prompt gets the tokenizer's special tokens (such as BOS); a chat template adds its own.
         """
         prompt = msgspec.structs.replace(msg, uid=0, sampling_params=SamplingParams())
         if self._last is None or self._last[0] != prompt:
@@ -59,7 +59,7 @@ class TokenizeManager:
         return ids
 
     def params(self, msg: TokenizeMsg, num_tokens: int) -> SamplingParams:
-        """Return the parameters for a prompt of `num_tokens`: `max_tokens` is what fits if `msg` wants that."""
+        """Return the parameters for a prompt of `num_tokens`; `max_tokens` is cut to what fits if `msg` allows it."""
         params, rest = msg.sampling_params, self.limits.max_model_len - num_tokens
         if not msg.shortens or not 0 < rest < (params.max_tokens or 0):
             return params
@@ -75,14 +75,14 @@ class TokenizeManager:
         raise RequestError("the request has no prompt", param="prompt")
 
     def encode(self, msg: EncodeMsg) -> Ints:
-        """Return the token ids [n] of a prompt that may exceed the context, int32; raises `RequestError`."""
+        """Return the token ids, int32 [n], of a prompt that may exceed the context. Raises `RequestError`."""
         is_chat = msg.prompt.messages is not None
         text = self._render(msg.prompt) if is_chat else msg.prompt.text or ""
         add = not is_chat if msg.add_special_tokens is None else msg.add_special_tokens
         return self._encode(text, add_special_tokens=add, contexts=MAX_CONTEXTS)
 
     def decode(self, msg: DecodeMsg) -> str:
-        """Return the text of tokens, with U+FFFD for invalid UTF-8; raises `RequestError` for too many tokens."""
+        """Return the text of tokens, with U+FFFD for invalid UTF-8. Raises `RequestError` for too many tokens."""
         ids = ids_from_bytes(msg.input_ids)
         if len(ids) > self.limits.max_model_len:
             raise RequestError(f"tokens has {len(ids)} ids; the limit is {self.limits.max_model_len}", param="tokens")
@@ -103,14 +103,14 @@ class TokenizeManager:
             raise too_long(self.limits, f"{len(text)} characters")
         if len(text) > EXACT_CHARS:
             self._require_plausible(text, contexts * self.limits.max_model_len)
-        # The batch form without offsets is the tokenizers library's fast path.
+        # The batch call without offsets is the fast path of the tokenizers library.
         encoding = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         return np.array(encoding.ids, dtype=np.int32)
 
     def _require_plausible(self, text: str, most: int) -> None:
         """Raise `RequestError` as soon as pieces of a long `text` have more than `most` tokens.
 
-        So the work depends on the context and not on the text. A cut may add some tokens, which are not counted.
+        So the work depends on the context length, not on the text. Cuts may add some tokens, which are not counted.
         """
         count = 0
         for start in range(0, len(text), PIECE_CHARS):

@@ -1,1 +1,1 @@
-"""`minisgl verify`: check the numbers of a checkpoint on this machine, in every way in which a step can be computed."""
+"""`minisgl verify`: checks a checkpoint's logits on this machine, in every way in which a step can be computed."""

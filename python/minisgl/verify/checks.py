@@ -1,4 +1,4 @@
-"""The checks of `minisgl verify`: logits beside others, and greedy tokens of the engine computed in two ways."""
+"""The checks of `minisgl verify`: our logits against a reference, and greedy tokens computed in two ways."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ if TYPE_CHECKING:
     from minisgl.llm.llm import LLM
 
 FLOAT32_LIMIT: Final = 1e-4
-"""Relative to the largest logit. float32 rounds to 6e-8; the layers of 15 random models made that 1e-6 to 4e-6
-(docs/models.md), and deeper models may have more. One projection 1 % off gave 2e-3 to 5e-3 in the built-in model."""
+"""The largest error, relative to the largest logit. float32 rounds to 6e-8, which 15 random models amplified to 1e-6 to
+4e-6 (docs/models.md); deeper models may amplify more. An error of 1 % in one projection of the built-in model gave 2e-3
+to 5e-3."""
 
 HALF_FACTOR: Final = 1.5
-"""Relative to transformers' mean error in the same dtype: both round as often, in another order. On 15 random models
-our error was 0.3 to 1.15 of theirs in every way of computing, over ten or so prefixes (docs/models.md)."""
+"""Our mean error, relative to that of transformers in the same dtype: both round as often, in another order. On 15
+random models the ratio was 0.3 to 1.15 for every way of computing, over about ten prefixes (docs/models.md)."""
 
 TIES: Final = {torch.float32: 2e-4, torch.float16: 6e-3, torch.bfloat16: 5e-2}
-"""Relative to the largest logit. Two ways of computing may each be off by half of this, so the order of two closer
-logits says nothing. float32: twice FLOAT32_LIMIT; bfloat16 was off by 0.01 to 0.025 on dense random models
-(docs/models.md), and float16 has three bits more."""
+"""The gap, relative to the largest logit, below which two tokens tie: each way of computing may err by half of it.
+float32 has twice FLOAT32_LIMIT. bfloat16 erred by 0.01 to 0.025 on dense random models (docs/models.md), and float16
+has three more bits."""
 
 ROUNDING_LIMITS: Final = {"int4": (0.05, 0.03)}
 EIGHT_BITS: Final = (0.01, 0.005)
-"""The mean KL divergence, in nats, of fewer bits from 16 or 32, and the growth of the perplexity."""
+"""Limits of quantization: the mean KL divergence in nats, and the logarithm of the growth of the perplexity."""
 
 CHUNKS: Final = (33, 1, 16, 7, 50)
 DECODED: Final = 16
@@ -48,7 +49,7 @@ PREFIXES: Final = 10
 TOKENS: Final = 32
 
 Case = tuple[list[int], "Tensor"]
-"""A prefix and our logits [V] after it."""
+"""A prefix, and our logits [V] after it."""
 
 Gap = Callable[[list[int], int, int], float]
 """The distance between the logits of two tokens after a prefix, relative to the largest logit."""
@@ -56,7 +57,7 @@ Gap = Callable[[list[int], int, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One line of the table. `passed` is None for a check that was not made; `figure` is then the reason."""
+    """One line of the table. `passed` is None if the check was skipped; then `figure` is the reason."""
 
     name: str
     compared: str
@@ -67,7 +68,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Token ids of three texts, `a` the longest; `shared` is the length of the prefix that others share with `a`."""
+    """Token ids of three texts, `a` the longest. `shared` is the length of the prefix of `a` that others share."""
 
     a: list[int]
     b: list[int]
@@ -76,33 +77,33 @@ class Texts:
 
     @property
     def joined(self) -> list[int]:
-        """`b` after the shared prefix of `a`."""
+        """The shared prefix of `a`, followed by `b`."""
         return self.a[: self.shared] + self.b
 
     @property
     def sequences(self) -> list[list[int]]:
-        """Every prefix in a `Case` is a prefix of one of these."""
+        """All sequences: every prefix in a `Case` is a prefix of one of these."""
         return [self.a, self.b, self.c, self.joined]
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Logits [length, V] float32 on the host of some sequences, each computed as one prompt."""
+    """The logits of sequences, [length, V] float32 on the host, each computed as one prompt."""
 
     sequences: list[list[int]]
     logits: list[Tensor]
 
     def after(self, prefix: list[int]) -> Tensor:
-        """Logits [V] float32 after `prefix`, with which one of the sequences must begin."""
+        """Return the logits [V] float32 after `prefix`, which must be a prefix of one of the sequences."""
         index = next(i for i, s in enumerate(self.sequences) if s[: len(prefix)] == prefix)
         return self.logits[index][len(prefix) - 1]
 
 
 @torch.inference_mode()
 def reference(folder: Path, sequences: list[list[int]], dtype: torch.dtype, device: torch.device) -> Reference:
-    """Compute the logits with transformers, weights and computation in `dtype`; the model is freed afterwards.
+    """Compute the logits with transformers in `dtype`, then free the model.
 
-    Raises `ConfigError` when transformers cannot load the checkpoint.
+    Raises `ConfigError` if transformers cannot load the checkpoint.
     """
     model = _load(folder, dtype).to(device).eval()
     logits = [model(torch.tensor([ids], device=device)).logits[0].float().cpu() for ids in sequences]
@@ -119,23 +120,23 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        # In `dtype` from the start: converting the model later would round its rotary frequencies, too.
+        # Load in `dtype`: converting the model later would also round its rotary frequencies.
         return AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="eager", local_files_only=True, use_safetensors=True
         )
-    except Exception as e:  # of many kinds: an unknown architecture, a missing package, a broken file
+    except Exception as e:  # any kind: an unknown architecture, a missing package, a broken file
         cause = str(e).strip().partition("\n")[0]
         raise ConfigError(f"transformers cannot load {folder} ({type(e).__name__}: {cause})") from e
 
 
 def prefill(stepper: Stepper, t: Texts) -> list[Case]:
-    """Whole prompts, one per step."""
+    """Compute whole prompts, one per step."""
     lengths = [max(1, len(t.a) * (i + 1) // PREFIXES) for i in range(PREFIXES)]
     return [(t.a[:n], stepper.step([Span(row, 0, t.a[:n])])[0]) for row, n in enumerate(lengths)]
 
 
 def chunked(stepper: Stepper, t: Texts) -> list[Case]:
-    """One prompt in chunks of odd sizes."""
+    """Compute one prompt in chunks of odd sizes."""
     cases: list[Case] = []
     start = 0
     for size in cycle(CHUNKS):
@@ -148,14 +149,14 @@ def chunked(stepper: Stepper, t: Texts) -> list[Case]:
 
 
 def decode(stepper: Stepper, t: Texts) -> list[Case]:
-    """Token by token."""
-    begin = max(1, len(t.a) - DECODED)
-    stepper.step([Span(0, 0, t.a[:begin])])
-    return [(t.a[: i + 1], stepper.step([Span(0, i, [t.a[i]])])[0]) for i in range(begin, len(t.a))]
+    """Compute the last DECODED tokens of a prompt one by one."""
+    start = max(1, len(t.a) - DECODED)
+    stepper.step([Span(0, 0, t.a[:start])])
+    return [(t.a[: i + 1], stepper.step([Span(0, i, [t.a[i]])])[0]) for i in range(start, len(t.a))]
 
 
 def prefix_hit(stepper: Stepper, t: Texts) -> list[Case]:
-    """Prompts behind pages that another sequence has computed."""
+    """Compute prompts whose prefix is in pages of another sequence."""
     stepper.step([Span(0, 0, t.a)])
     cases: list[Case] = []
     for row in range(1, PREFIXES + 1):
@@ -166,23 +167,23 @@ def prefix_hit(stepper: Stepper, t: Texts) -> list[Case]:
 
 
 def mixed(stepper: Stepper, t: Texts) -> list[Case]:
-    """One step of a decoding sequence, a prompt, a first and a last chunk of prompts; then two sequences decode."""
+    """Run a step with a decoding sequence, a whole prompt, a first and a last chunk; then decode two sequences."""
     a = len(t.a) // 2
     b = max(1, len(t.b) - 4)
     c = len(t.c) // 2
     stepper.step([Span(0, 0, t.a[:a]), Span(1, 0, t.c[:c], samples=False)])
     steps = [[Span(0, a, [t.a[a]]), Span(2, 0, t.b[:b]), Span(3, 0, t.a[:a], samples=False), Span(1, c, t.c[c:])]]
     steps += [[Span(2, i, [t.b[i]]), Span(0, a + 1 + n, [t.a[a + 1 + n]])] for n, i in enumerate(range(b, len(t.b)))]
-    text = {0: t.a, 1: t.c, 2: t.b}
+    texts = {0: t.a, 1: t.c, 2: t.b}
     cases: list[Case] = []
     for spans in steps:
         sampled = [span for span in spans if span.samples]
-        cases += zip((text[s.row][: s.stop] for s in sampled), stepper.step(spans), strict=True)
+        cases += zip((texts[s.row][: s.stop] for s in sampled), stepper.step(spans), strict=True)
     return cases
 
 
 def reading(stepper: Stepper, sequences: list[list[int]]) -> list[Case]:
-    """Every prefix of all sequences but the whole ones, token by token in one batch."""
+    """Compute every proper prefix of all sequences, token by token in one batch."""
     cases: list[Case] = []
     for i in range(max(map(len, sequences)) - 1):
         spans = [Span(row, i, [ids[i]]) for row, ids in enumerate(sequences) if i + 1 < len(ids)]
@@ -200,15 +201,15 @@ WAYS: Final[dict[str, Callable[[Stepper, Texts], list[Case]]]] = {
 
 
 def relative_errors(logits: Tensor, want: Tensor) -> Tensor:
-    """The largest difference in each row of [N, V], relative to the row's largest expected logit."""
+    """Return the largest difference in each row of [N, V], relative to the row's largest expected logit."""
     return (logits.float() - want).abs().amax(-1) / want.abs().amax(-1)
 
 
 def check_logits(name: str, cases: list[Case], exact: Reference, theirs: Reference | None) -> tuple[Result, float]:
-    """Compare our logits with `exact`, transformers' in float32; returns the result and our largest error.
+    """Compare our logits with `exact`, transformers' in float32. Return the result and our largest error.
 
-    Without `theirs` our dtype is float32, and every error is held to FLOAT32_LIMIT. Otherwise `theirs` are
-    transformers' logits in our dtype, and our mean error is held to HALF_FACTOR times theirs.
+    Without `theirs` our dtype is float32, and the limit of every error is FLOAT32_LIMIT. Otherwise `theirs` are
+    transformers' logits in our dtype, and the limit of our mean error is HALF_FACTOR times theirs.
     """
     prefixes = [prefix for prefix, _ in cases]
     want = torch.stack([exact.after(prefix) for prefix in prefixes])
@@ -224,18 +225,18 @@ def check_logits(name: str, cases: list[Case], exact: Reference, theirs: Referen
 
 
 def check_rounding(name: str, ours: list[Case], plain: list[Case], limit: float) -> tuple[Result, float]:
-    """Compare logits with those of the same engine without rounding: the mean KL divergence, and the largest error."""
-    mine, want = (torch.stack([logits.float().cpu() for _, logits in cases]) for cases in (ours, plain))
-    p, q = want.double().log_softmax(-1), mine.double().log_softmax(-1)
+    """Compare logits with those of an unquantized engine. Return the result, and the largest error."""
+    rounded, want = (torch.stack([logits.float().cpu() for _, logits in cases]) for cases in (ours, plain))
+    p, q = want.double().log_softmax(-1), rounded.double().log_softmax(-1)
     figure = float((p.exp() * (p - q)).sum(-1).mean())
     result = Result(f"{name} ~ unrounded", f"{len(ours)} logits", f"KL {figure:.1e}", f"{limit:.0e}", figure <= limit)
-    return result, float(relative_errors(mine, want).max())
+    return result, float(relative_errors(rounded, want).max())
 
 
 def check_perplexity(ours: list[Case], plain: list[Case], sequences: list[list[int]], limit: float) -> Result:
-    """Compare the perplexity of `sequences`, of which the cases hold every prefix.
+    """Compare the perplexity of `sequences`; the cases have all their proper prefixes.
 
-    The growth of so few tokens is uncertain, so it fails only if it is above the limit by two standard errors.
+    The growth over so few tokens is uncertain, so the check fails only if it exceeds the limit by two standard errors.
     """
     tokens = [next(s[len(x)] for s in sequences if s[: len(x)] == x and len(s) > len(x)) for x, _ in ours]
     losses = [
@@ -251,17 +252,17 @@ def check_perplexity(ours: list[Case], plain: list[Case], sequences: list[list[i
 
 
 def generate(llm: LLM, prompts: list[list[int]], *, flush: bool = True) -> list[Completion]:
-    """Generate TOKENS greedy tokens for each prompt, by default with an empty prefix cache."""
+    """Generate TOKENS greedy tokens for each prompt, with an empty prefix cache unless `flush` is false."""
     if flush:
         llm.scheduler.handle(FlushCacheMsg())
     return llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True))
 
 
 def logit_gap(llm: LLM) -> Gap:
-    """A `Gap` by the engine of `llm`."""
+    """Return a `Gap` that the engine of `llm` computes."""
 
     def gap(prefix: list[int], one: int, other: int) -> float:
-        llm.scheduler.handle(FlushCacheMsg())  # the step overwrites its pages
+        llm.scheduler.handle(FlushCacheMsg())  # the step overwrites cached pages
         logits = stepper_of(engine_of(llm)).step([Span(0, 0, prefix)])[0].float()
         return float((logits[one] - logits[other]).abs() / logits.abs().max())
 
@@ -273,8 +274,8 @@ def compare(
 ) -> Result:
     """Compare the tokens of `other` with those of `base`.
 
-    Where two outputs first differ, their tokens must be nearly as likely: at most `tie` apart. The rest of such an
-    output is another text and is not compared.
+    Where two outputs first differ, the logits of their tokens may be at most `tie` apart. What follows is another text
+    and is not compared.
     """
     gaps = []
     for prompt, first, second in zip(prompts, base, other, strict=True):
@@ -287,7 +288,7 @@ def compare(
 
 
 def check_tokens(llm: LLM, prompts: list[list[int]], tie: float, others: dict[str, list[Completion]]) -> list[Result]:
-    """Compare the engine's outputs with a filled cache, overlap switched, no drafts, no graphs, and with `others`."""
+    """Compare the engine's outputs with those of a filled cache, other overlap, no drafts, no graphs, and `others`."""
     gap = logit_gap(llm)
     base = generate(llm, prompts)
     again = generate(llm, prompts, flush=False)

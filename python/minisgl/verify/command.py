@@ -1,4 +1,4 @@
-"""`minisgl verify`: make the texts, compute them with transformers, then with our engine, and compare."""
+"""`minisgl verify`: computes texts with transformers, then with our engine, and compares."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TEXTS: Final = (
 
 
 def make_texts(spec: EngineSpec, length: int) -> Texts:
-    """Tokenize the texts, the longest to `length` tokens; raises `ConfigError` for a length that does not fit."""
+    """Tokenize the texts, the longest to `length` tokens. Raises `ConfigError` if `length` does not fit."""
     if length + TOKENS > spec.max_seq_len:
         raise ConfigError(
             f"--length {length} and {TOKENS} more do not fit into the context of {spec.max_seq_len} tokens"
@@ -63,45 +63,45 @@ def make_texts(spec: EngineSpec, length: int) -> Texts:
     tokenizer = load_tokenizer(spec.folder)
     ids: list[list[int]] = []
     for text, size in zip(TEXTS, (length, length // 4, length // 3), strict=True):
-        some = tokenizer.encode(text).ids
-        ids.append((some * (size // len(some) + 1))[:size])
+        encoded = tokenizer.encode(text).ids
+        ids.append((encoded * (size // len(encoded) + 1))[:size])
     a, b, c = ids
     return Texts(a, b, c, shared)
 
 
 def verify(options: dict[str, Any], length: int) -> list[Result]:
-    """Run every check of the model in `options`; raises `ConfigError` for settings that cannot work."""
+    """Run every check of the model in `options`. Raises `ConfigError` for settings that cannot work."""
     options = {"max_running_requests": ROWS, **options}
-    asked = build_config(SchedulerConfig, options)
-    if asked.engine.nnodes != 1:
-        raise ConfigError("minisgl verify is for one host; leave --nnodes out")
-    alone = {**options, "tp": 1}
-    config = build_config(SchedulerConfig, alone)
+    requested = build_config(SchedulerConfig, options)
+    if requested.engine.nnodes != 1:
+        raise ConfigError("minisgl verify works on one host only: leave out --nnodes")
+    one_rank = {**options, "tp": 1}
+    config = build_config(SchedulerConfig, one_rank)
     if config.engine.dummy_weight:
-        raise ConfigError("--dummy-weight has no checkpoint to verify")
+        raise ConfigError("--dummy-weight has no checkpoint to verify: leave it out")
     if config.engine.max_running_requests < ROWS:
-        raise ConfigError(f"verify needs --max-running-requests of {ROWS} or more")
+        raise ConfigError(f"minisgl verify needs --max-running-requests of {ROWS} or more")
     device = create_device(config.engine.device, config.engine.threads)
     spec = resolve(config.engine, device.type)
     if spec.model.quantization is not None:
         raise ConfigError("minisgl verify compares checkpoints in 16 or 32 bits only; this one is quantized")
     if spec.pooling is not None:
-        raise ConfigError("an embedding model gives no logits to verify")
+        raise ConfigError("an embedding model has no logits to verify")
     texts = make_texts(spec, length)
     prompts = [*texts.sequences, texts.c[:5], texts.b[:20]]
-    # One model in memory at a time: transformers', that of several ranks and the unrounded one are freed before.
-    ranks = asked.engine.tp
+    # Only one model is in memory at a time: transformers', the one on several ranks, the unquantized one, and ours.
+    ranks = requested.engine.tp
     others = {}
     if ranks > 1:
-        others[f"tp {ranks} = tp 1"] = _and_freed(options, lambda llm: generate(llm, prompts))
+        others[f"tp {ranks} = tp 1"] = _compute_and_free(options, lambda llm: generate(llm, prompts))
     if config.engine.quantization is not None or config.engine.kv_cache_dtype != "auto":
-        llm, results, worst = _beside_unrounded(alone, spec, texts)
+        llm, results, worst = _compare_with_unrounded(one_rank, spec, texts)
     else:
-        llm, results, worst = _beside_transformers(alone, spec, texts, device.torch_device)
+        llm, results, worst = _compare_with_transformers(one_rank, spec, texts, device.torch_device)
     return results + check_tokens(llm, prompts, max(TIES[spec.dtype], 2 * worst), others)
 
 
-def _beside_transformers(
+def _compare_with_transformers(
     options: dict[str, Any], spec: EngineSpec, texts: Texts, device: torch.device
 ) -> tuple[LLM, list[Result], float]:
     """Return the engine, its comparison with transformers, and the largest error that passed."""
@@ -119,44 +119,45 @@ def _beside_transformers(
     return llm, results, largest
 
 
-def _beside_unrounded(options: dict[str, Any], spec: EngineSpec, texts: Texts) -> tuple[LLM, list[Result], float]:
-    """Return the engine, its comparison with one in the same dtype that rounds neither weights nor K/V, and the
-    largest error that passed.
+def _compare_with_unrounded(options: dict[str, Any], spec: EngineSpec, texts: Texts) -> tuple[LLM, list[Result], float]:
+    """Return the engine, its comparison with an unquantized one in the same dtype, and the largest error that passed.
+
+    The other engine quantizes neither weights nor K/V.
     """
     tokenizer = load_tokenizer(spec.folder)
-    read = [tokenizer.encode(text).ids for text in TEXTS]
+    sequences = [tokenizer.encode(text).ids for text in TEXTS]
 
-    def cases(llm: LLM) -> dict[str, list[Case]]:
-        found = {name: way(stepper_of(engine_of(llm)), texts) for name, way in WAYS.items()}
-        found["reading"] = reading(stepper_of(engine_of(llm)), read)
-        return {name: [(prefix, logits.cpu()) for prefix, logits in some] for name, some in found.items()}
+    def cases_of(llm: LLM) -> dict[str, list[Case]]:
+        by_way = {name: way(stepper_of(engine_of(llm)), texts) for name, way in WAYS.items()}
+        by_way["reading"] = reading(stepper_of(engine_of(llm)), sequences)
+        return {name: [(prefix, logits.cpu()) for prefix, logits in cases] for name, cases in by_way.items()}
 
     unrounded = {"quantization": None, "kv_cache_dtype": "auto", "dtype": str(spec.dtype).split(".")[1]}
-    plain = _and_freed(options | unrounded, cases)
+    plain = _compute_and_free(options | unrounded, cases_of)
     llm = LLM(**options)
-    ours = cases(llm)
+    ours = cases_of(llm)
     divergence, growth = ROUNDING_LIMITS.get(spec.quantization or "", EIGHT_BITS)
     results, largest = [], 0.0
-    for name, some in ours.items():
-        result, worst = check_rounding(name, some, plain[name], divergence)
+    for name, cases in ours.items():
+        result, worst = check_rounding(name, cases, plain[name], divergence)
         results.append(result)
         largest = max(largest, worst) if result.passed else largest
-    results.append(check_perplexity(ours["reading"], plain["reading"], read, growth))
+    results.append(check_perplexity(ours["reading"], plain["reading"], sequences, growth))
     return llm, results, largest
 
 
-def _and_freed(options: dict[str, Any], compute: Callable[[LLM], T]) -> T:
-    """What `compute` returns of an engine with `options`, whose memory is free afterwards."""
+def _compute_and_free(options: dict[str, Any], compute: Callable[[LLM], T]) -> T:
+    """Return what `compute` returns for an engine with `options`, and free the engine's memory."""
     with LLM(**options) as llm:
-        found = compute(llm)
+        result = compute(llm)
     del llm
     gc.collect()
     torch.cuda.empty_cache()  # without effect on a CPU
-    return found
+    return result
 
 
 def _references(spec: EngineSpec, texts: Texts, device: torch.device) -> tuple[Reference | None, Reference | None]:
-    """transformers' logits in float32, and in our dtype if that is another; None without transformers."""
+    """Return transformers' logits in float32, and in our dtype if that differs; None without transformers."""
     if find_spec("transformers") is None:
         return None, None
     exact = reference(spec.folder, texts.sequences, torch.float32, device)
@@ -166,7 +167,7 @@ def _references(spec: EngineSpec, texts: Texts, device: torch.device) -> tuple[R
 
 
 def verify_table(results: list[Result]) -> str:
-    """The results as text."""
+    """Format the results as text."""
     words = {True: "pass", False: "FAIL", None: "skipped"}
     return format_table(
         ["check", "compared", "difference", "limit", ""],

@@ -1,4 +1,4 @@
-"""Steps of an engine without its scheduler: spans of token ids in, logits out."""
+"""Runs steps of an engine without its scheduler: spans of token ids in, logits out."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class Span:
 
 
 def span_plan(spans: list[Span], page_writes: Sequence[tuple[int, int, int]] = ()) -> BatchPlan:
-    """The plan of one step of `spans`; `page_writes` are (row, index in the row, page)."""
+    """Return the plan of a step that computes `spans`. `page_writes` are (row, index in the row, page)."""
     slots = [(s.row, s.start, s.stop, Flag.SAMPLES if s.samples else 0) for s in spans]
     return trial_plan(slots, np.concatenate([np.array(s.ids, np.int32) for s in spans]), page_writes)
 
 
 class Stepper:
-    """Assigns pages in random order when they are first needed, and runs steps with a runner that supports any step.
+    """Runs steps with a runner that supports any step, and allocates pages in random order.
 
-    While it is in use, all pages and rows belong to it: the engine's scheduler must be idle, with an empty cache.
+    It uses all pages and rows, so the engine's scheduler must be idle, with an empty cache.
     """
 
     def __init__(self, runner: EagerRunner | NativeRunner, num_pages: int) -> None:
@@ -57,9 +57,9 @@ class Stepper:
         self._writes: list[tuple[int, int, int]] = []
 
     def share_prefix(self, source: int, target: int, tokens: int) -> None:
-        """Start the unused row `target` with the pages of the first `tokens` (whole pages) of row `source`."""
+        """Map the pages of the first `tokens` (whole pages) of row `source` to the unused row `target`."""
         count = tokens // self.page_size
-        assert tokens == count * self.page_size and target not in self._pages, "shares whole pages with a new row"
+        assert tokens == count * self.page_size and target not in self._pages, "only whole pages, and a new row"
         for page in self._pages[source][:count]:
             self._map(target, page)
 
@@ -69,12 +69,12 @@ class Stepper:
         pages.append(page)
 
     def step(self, spans: list[Span]) -> Tensor:
-        """Run one forward pass; returns logits [sampling spans, V] in the model's dtype, on the device."""
+        """Run one forward pass; return logits [sampling spans, V] in the model's dtype, on the device."""
         for span in spans:
             while len(self._pages.get(span.row, ())) * self.page_size < span.stop:
                 if not self._free:
                     raise ConfigError(
-                        "the KV cache is too small for this; give more --num-pages or a higher --memory-ratio"
+                        "the KV cache is too small to verify; give more --num-pages or a higher --memory-ratio"
                     )
                 self._map(span.row, self._free.pop())
         plan = span_plan(spans, self._writes)
@@ -83,13 +83,13 @@ class Stepper:
 
 
 def engine_of(llm: LLM) -> Engine:
-    """The engine of `llm`, with the attributes that the scheduler does not know."""
+    """Return the engine of `llm` as an `Engine`: the scheduler knows only its protocol."""
     engine = llm.scheduler.engine
-    assert isinstance(engine, Engine), "LLM makes real engines"
+    assert isinstance(engine, Engine), "LLM makes only real engines"
     return engine
 
 
 def stepper_of(engine: Engine) -> Stepper:
-    """Steps of `engine`."""
-    assert not isinstance(engine.general, PoolingRunner), "an embedding model gives no logits"
+    """Return a `Stepper` for `engine`, which must not be an embedding model."""
+    assert not isinstance(engine.general, PoolingRunner), "an embedding model has no logits"
     return Stepper(engine.general, engine.num_pages)

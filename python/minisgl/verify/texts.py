@@ -1,4 +1,4 @@
-"""Texts beside transformers: their tokens, tokens as text, and chats as the template writes them."""
+"""Compares tokenization, detokenization and chat templates with transformers."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ CHATS: Final[tuple[dict[str, Any], ...]] = (
     {"messages": [USER, ASSISTANT], "add_generation_prompt": False},
     {"messages": [USER], "tools": [{"type": "function", "function": TOOL}]},
 )
-MAX_ADDED: Final = 300  # tokens outside the vocabulary to try, the first and so the named ones
+MAX_ADDED: Final = 300  # added tokens to try, from the first on: these have names
 
 
 def check_texts(folder: Path) -> list[Result]:
-    """Compare the tokenizer and the chat templates in `folder` with what transformers makes of them."""
+    """Compare the tokenizer and the chat templates in `folder` with transformers'."""
     from transformers import AutoTokenizer
 
     try:
-        judge = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as e:  # of many kinds: an unknown class, a missing package, a broken file
+        reference = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as e:  # any kind: an unknown class, a missing package, a broken file
         cause = f"transformers cannot load the tokenizer ({type(e).__name__})"
         return [Result(f"{name} = transformers", "-", cause, "-", None) for name in ("tokens", "text", "chats")]
     manager = TokenizeManager(folder)
@@ -45,26 +45,26 @@ def check_texts(folder: Path) -> list[Result]:
     added = {token.content: None for token in tokenizer.get_added_tokens_decoder().values()}
     texts = [
         *TEXTS,
-        *(f"a {mark}b{mark} c" for mark in list(added | dict.fromkeys(judge.all_special_tokens))[:MAX_ADDED]),
+        *(f"a {mark}b{mark} c" for mark in list(added | dict.fromkeys(reference.all_special_tokens))[:MAX_ADDED]),
     ]
     tokens, decoded = {}, {}
     for text, special in product(texts, (True, False)):
-        ids = judge(text, add_special_tokens=special)["input_ids"]
+        ids = reference(text, add_special_tokens=special)["input_ids"]
         tokens[text, special] = tokenizer.encode(text, add_special_tokens=special).ids == ids
         for skip in (True, False):
-            theirs = judge.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            theirs = reference.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
             decoded[text, special, skip] = decode(ids, skip, []) == theirs
     chats = {}
     for chat in CHATS if manager.template.sources else ():
         options = {"tools": None, "add_generation_prompt": True} | chat
         messages = options.pop("messages")
-        rendered = _rendered(judge.apply_chat_template, messages, tokenize=False, **options)
-        chats[str(chat)] = _rendered(manager.template.render, messages, **options) == rendered
+        theirs = _render(reference.apply_chat_template, messages, tokenize=False, **options)
+        chats[str(chat)] = _render(manager.template.render, messages, **options) == theirs
     return [_result("tokens", "texts", tokens), _result("text", "texts", decoded), _result("chats", "chats", chats)]
 
 
-def _rendered(render: Callable[..., Any], messages: list[dict[str, str]], **options: Any) -> Any:
-    """The text, or None for a conversation that the template refuses."""
+def _render(render: Callable[..., Any], messages: list[dict[str, str]], **options: Any) -> Any:
+    """Return the text, or None if the template refuses the conversation."""
     try:
         return render(messages, **options)
     except Exception:  # a template may raise anything

@@ -78,12 +78,12 @@ def test_misspelt_fields_are_refused_with_the_right_name(kind: Any, name: str, m
 def test_misspelt_sampling_fields_of_generate_are_refused() -> None:
     with pytest.raises(RequestError, match="did you mean max_new_tokens"):
         ignored(GenerateRequest, text="x", sampling_params={"max_new_token": 1})
-    with pytest.raises(RequestError, match="temperature belongs into sampling_params"):
+    with pytest.raises(RequestError, match="temperature belongs in sampling_params"):
         ignored(GenerateRequest, text="x", temperature=0)
 
 
 def test_other_fields_are_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fields, "_told", set())
+    monkeypatch.setattr(fields, "_logged", set())
     with caplog.at_level(logging.INFO, "minisgl"):
         for _ in range(2):
             assert ignored(some_future_field=1, another="x", temperature=1) == ["another", "some_future_field"]
@@ -94,7 +94,7 @@ def test_other_fields_are_told(caplog: pytest.LogCaptureFixture, monkeypatch: py
 
 def test_told_names_are_safe_in_a_header() -> None:
     names = ignored(**{"a\r\nset-cookie: x": 1, "é" * 500: 1, **{f"zz{i}" * 9: 1 for i in range(100)}})
-    assert len(names) == fields.MAX_TOLD
+    assert len(names) == fields.MAX_REPORTED
     assert all(name.isascii() and name.isprintable() and len(name) <= fields.MAX_NAME for name in names)
 
 

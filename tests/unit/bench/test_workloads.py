@@ -58,7 +58,7 @@ def test_the_shared_workload_shares() -> None:
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("b", {}, "no workload 'b'; known: a, batch64"),
+        ("b", {}, "--workload 'b' is unknown; known: a, batch64"),
         ("a", {"num_prompts": 0}, "--num-prompts"),
         ("single", {"output_len": 1}, "at least 2"),
     ],

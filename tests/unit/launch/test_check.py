@@ -70,7 +70,7 @@ def test_a_disk_without_room_is_told_before_the_model_is_loaded(tmp_path: Path) 
     def check(folder: Path, size: str) -> None:
         check_args(ServerArgs(scheduler=SchedulerConfig(engine=EngineConfig(device="cpu", disk_kv=f"{folder}:{size}"))))
 
-    with pytest.raises(ConfigError, match=r"lacks space: 1000000\.0 GB are asked for"):
+    with pytest.raises(ConfigError, match=r"lacks space: 1000000\.0 GB are needed"):
         check(tmp_path / "not" / "there", "1000000000000000")
     assert not [*tmp_path.iterdir()]
     free = shutil.disk_usage(tmp_path).free

@@ -95,7 +95,7 @@ def test_two_ranks_find_their_shards(tmp_path: Path, warnings: list[str]) -> Non
         assert tokens(llm) == alone
         assert counts(llm)[2] > 0
     assert not warnings, "rank 0 has lost pages"
-    with pytest.raises(ConfigError, match="holds pages with ranks 2, and this server has 1: give another folder"):
+    with pytest.raises(ConfigError, match="holds pages with ranks 2, but this server has 1: give another folder"):
         LLM(**{**options, "tp": 1})
 
 
@@ -179,11 +179,11 @@ def test_what_cannot_work_is_refused_in_a_sentence(disk: dict[str, Any], tmp_pat
 
     with LLM(**disk):
         assert "is in use by another server" in refusal()
-    assert "page size 16, and this server has 8" in refusal(page_size=8)
-    assert "K/V in torch.float32, and this server has torch.bfloat16" in refusal(dtype="bfloat16")
+    assert "page size 16, but this server has 8" in refusal(page_size=8)
+    assert "K/V in torch.float32, but this server has torch.bfloat16" in refusal(dtype="bfloat16")
     assert "is not PATH:SIZE" in refusal(disk_kv=str(tmp_path))
     assert "a page takes" in refusal(disk_kv=f"{tmp_path}:5000")
-    assert "lacks space: 1000000.0 GB are asked for" in refusal(disk_kv=f"{tmp_path}:1000000000m")
+    assert "lacks space: 1000000.0 GB are needed" in refusal(disk_kv=f"{tmp_path}:1000000000m")
     assert sum(path.stat().st_size for path in tmp_path.glob("*.kv")) < 10**6, "the attempt has left a large file"
     assert "cannot be used: File exists" in refusal(disk_kv=f"{__file__}:10M")
     assert "--cache naive has none" in refusal(cache_type="naive")

@@ -190,7 +190,7 @@ def test_scales_of_activations_and_of_the_cache_are_left(tmp_path: Path) -> None
             r"a\.qzeros in .* shape \[5, 5\] instead of \[5, 6\]",
         ),
         ("gptq", {"scales": torch.ones(4, ROWS)}, r"a\.qzeros in .* shape \[5, 6\] instead of \[4, 6\]"),
-        ("gptq", {"g_idx": torch.full((COLUMNS,), 9)}, r"a\.g_idx .* groups that there are not"),
+        ("gptq", {"g_idx": torch.full((COLUMNS,), 9)}, r"a\.g_idx .* groups that do not exist"),
         ("compressed 4 bits", {"weight_shape": None}, r"no a\.weight_shape"),
         (
             "compressed mxfp4",

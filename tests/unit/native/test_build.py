@@ -102,7 +102,7 @@ def test_the_prebuilt_library_is_preferred_until_its_sources_change(target: Targ
 
 @needs_compiler
 @pytest.mark.parametrize("damage", ["empty", "half", "flipped"])
-def test_a_damaged_library_is_compiled_anew(target: Target, damage: str, caplog):
+def test_a_damaged_library_is_compiled_again(target: Target, damage: str, caplog):
     library = build_library(target)
     content = library.read_bytes()
     flipped = content[:100] + bytes([content[100] ^ 1]) + content[101:]
@@ -111,7 +111,7 @@ def test_a_damaged_library_is_compiled_anew(target: Target, damage: str, caplog)
         assert build_library(target) == library
         assert build_library(target) == library
     assert ctypes.CDLL(str(library)).answer() == 42
-    assert [r.getMessage().split(" ")[-1] for r in caplog.records if r.levelno == logging.WARNING] == ["anew"]
+    assert [r.getMessage().split(" ")[-1] for r in caplog.records if r.levelno == logging.WARNING] == ["again"]
     assert len(caplog.records) == 3
 
 

@@ -96,7 +96,7 @@ def test_another_plan_is_told(options: dict[str, Any], path: str) -> None:
     run(h)
     replay = replay_of(h, path)
     replay.scheduler.pace.max_tokens = 3
-    with pytest.raises(ReplayError, match="step 1 is planned otherwise"):
+    with pytest.raises(ReplayError, match="step 1 has another plan"):
         replay.advance()
 
 
@@ -186,5 +186,5 @@ def test_what_is_no_record_is_refused(path: str) -> None:
         check(path)
     for data in (b"", b"hello", b"\x02\x00\x00\x00{}"):
         Path(path).write_bytes(data)
-        with pytest.raises(ConfigError, match="is no record of minisgl"):
+        with pytest.raises(ConfigError, match="is not a record of minisgl"):
             check(path)

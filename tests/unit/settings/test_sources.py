@@ -60,7 +60,7 @@ def test_the_last_of_two_flags_counts() -> None:
 
 
 def test_a_model_behind_several_names_is_recognised() -> None:
-    with pytest.raises(ConfigError, match="--served-model-name takes all words behind it: put MODEL Qwen/x first"):
+    with pytest.raises(ConfigError, match="--served-model-name takes all words after it: put MODEL Qwen/x first"):
         parse_args(["--served-model-name", "a", "Qwen/x"])
 
 

@@ -1,4 +1,4 @@
-"""The parsers for one model and one request, and their results in the shapes of OpenAI's chat completions."""
+"""Selects the parsers for a model and a request, and returns their results in OpenAI's form of chat completions."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from minisgl.params import Grammar
 from minisgl.tokenizer.template import ChatTemplate
 
 TOOL_CALLS: Final = "tool_calls"  # the finish reason
-# Text in the chat template of each family; the first match counts.
+# Text that identifies a family by its chat template; the first match counts.
 _TOOL_SIGNS: Final = {
     "hermes": ("<tool_call>",),
     "mistral": ("[TOOL_CALLS]",),
     "llama3": ("<|python_tag|>", "<|start_header_id|>ipython", "Environment: ipython"),
 }
-SWITCHES: Final = ("enable_thinking", "thinking")  # chat_template_kwargs by which templates open or skip the reasoning
+SWITCHES: Final = ("enable_thinking", "thinking")  # chat_template_kwargs that turn reasoning on or off
 
 _to_json: Final = msgspec.json.Encoder().encode
 
@@ -35,16 +35,17 @@ Step = Literal["open", "more", "close", "call"]
 
 
 class OutputParser:
-    """Parses one answer: reasoning first, then tool calls in the rest. Either parser may be missing."""
+    """Parses one answer: reasoning first, then tool calls in the rest. Either parser may be None."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
         self._parsers: list[Parser] = [p for p in (reasoning, tools) if p is not None]
         self._calls = 0
-        self._block: tuple[type[Content] | type[Reasoning], list[str]] | None = None  # the open one and its texts
+        # The open block: its type and texts.
+        self._block: tuple[type[Content] | type[Reasoning], list[str]] | None = None
         self._has_blocks = False
 
     def feed(self, text: str, is_last: bool = False) -> list[Piece]:
-        """The pieces that are certain after `text`; with `is_last`, all that remain."""
+        """Parse `text`; return the pieces that are certain now, or with `is_last` all that remain."""
         pieces: list[Piece] = [Content(text)] if text else []
         for parser in self._parsers:
             parsed: list[Piece] = []
@@ -55,11 +56,11 @@ class OutputParser:
         return pieces
 
     def finish_reason(self, reason: FinishReason) -> str:
-        """The reason for the client: a model that stopped after a call waits for its result."""
+        """Return the finish reason for the client: TOOL_CALLS if the model has stopped after a call."""
         return TOOL_CALLS if reason is FinishReason.STOP and self._calls else reason
 
     def message(self, text: str) -> AssistantMessage:
-        """The message for the whole `text` of an answer. Ends the parser."""
+        """Return the message for the whole `text` of an answer. Ends the parser."""
         pieces = self.feed(text, is_last=True)
         content = "".join(p.text for p in pieces if isinstance(p, Content))
         reasoning = "".join(p.text for p in pieces if isinstance(p, Reasoning))
@@ -68,7 +69,7 @@ class OutputParser:
         return AssistantMessage(shown, reasoning_content=reasoning, tool_calls=calls)
 
     def deltas(self, text: str, is_last: bool) -> Iterator[bytes]:
-        """The stream deltas for `text` and, if `is_last`, the end. A call is two: its name, then its arguments."""
+        """Yield the stream deltas for `text` and, if `is_last`, the end. A call has two: name, then arguments."""
         index = self._calls
         for piece in _merged(self.feed(text, is_last)):
             match piece:
@@ -84,10 +85,10 @@ class OutputParser:
                     index += 1
 
     def steps(self, text: str, is_last: bool) -> Iterator[tuple[Step, Piece]]:
-        """The growth of an answer's blocks by `text` and, if `is_last`, the end.
+        """Yield how an answer's blocks grow by `text` and, if `is_last`, the end.
 
-        Text or reasoning up to the next piece of another kind is a block: "open" with an empty piece, "more" with each
-        new one, "close" with the whole. A "call" is complete. An answer without any block has an empty text.
+        Adjacent text or reasoning is a block: "open" with an empty piece, "more" with each new piece, and "close" with
+        the whole. A "call" is complete. An answer without blocks gets an empty text.
         """
         pieces: list[Piece] = list(_merged(self.feed(text, is_last)))
         if is_last and not pieces and not self._has_blocks:
@@ -115,7 +116,7 @@ class OutputParser:
 
 
 def _merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Adjacent texts of one kind as one piece, so that the number of events does not depend on the parser."""
+    """Merge adjacent texts of one kind, so that the number of events does not depend on the parser."""
     for kind, group in itertools.groupby(pieces, type):
         run = list(group)
         texts = [piece.text for piece in run if not isinstance(piece, ParsedCall)]
@@ -128,10 +129,10 @@ def _call(call: ParsedCall, arguments: str) -> GeneratedToolCall:
 
 @dataclass(frozen=True)
 class OutputForms:
-    """The forms of tool calls and reasoning of one model; None: neither written nor parsed.
+    """The forms of tool calls and reasoning of one model; None if it has none, or if they are not to be parsed.
 
-    `opened` says whether the template's prompt ends inside the reasoning, for each thinking switch (name, value) and
-    for None, the prompt without a switch.
+    `opened` says whether the template's prompt ends inside the reasoning, for each switch (name, value), and for None,
+    the prompt without a switch.
     """
 
     tools: ToolForm | None = None
@@ -140,7 +141,7 @@ class OutputForms:
 
     @classmethod
     def of_model(cls, template: ChatTemplate, tool_parser: str, reasoning_parser: str) -> OutputForms:
-        """The forms by name; "auto" reads them off `template`, "none" is None."""
+        """Return the forms with these names; "auto" detects them from `template`, "none" is None."""
         if tool_parser == "auto":
             found = (n for n, signs in _TOOL_SIGNS.items() if any(sign in template.source for sign in signs))
             tool_parser = next(found, "none")
@@ -155,7 +156,7 @@ class OutputForms:
     def prepare(
         self, request: ChatCompletionRequest, message: TokenizeMsg
     ) -> tuple[TokenizeMsg, Callable[[], OutputParser] | None]:
-        """`message` with its grammar and visible markers, and the factory of its parser (None: no parser needed).
+        """Return `message` with its grammar and visible markers, and a factory of its parser (None: it needs none).
 
         Raises `RequestError` for a `tool_choice` that cannot be honoured.
         """
@@ -183,7 +184,7 @@ class OutputForms:
         return message, new
 
     def _grammar(self, request: ChatCompletionRequest, requested: Grammar | None) -> Grammar | None:
-        """The grammar of a forced call, else the `requested` one."""
+        """Return the grammar of a forced call, else the `requested` one."""
         functions = forced_functions(request)
         if functions is None:
             return requested
@@ -196,7 +197,7 @@ class OutputForms:
         return self.tools.grammar(functions, is_single)
 
     def _is_opened(self, form: ReasoningForm, message: TokenizeMsg) -> bool:
-        """Whether the prompt ends inside the reasoning."""
+        """Return whether the prompt ends inside the reasoning."""
         if message.continue_final_message and message.messages:
             return form.is_open(message.messages[-1]["content"])
         kwargs = message.template_kwargs
@@ -205,9 +206,9 @@ class OutputForms:
 
 
 def _opens(template: ChatTemplate, form: ReasoningForm, switch: tuple[str, bool] | None) -> bool:
-    """Whether a prompt ends inside the reasoning, by rendering one."""
+    """Return whether prompts with this switch end inside the reasoning, by rendering one."""
     try:
         prompt = template.render([{"role": "user", "content": "x"}], variables=dict([switch] if switch else ()))
         return form.is_open(prompt)
     except RequestError:
-        return False  # no template, or one that needs another conversation: nothing is known about its prompts
+        return False  # no template, or it refuses this conversation: nothing is known about its prompts

@@ -1,7 +1,7 @@
-"""The pieces that parsers make of generated text, and the searches that both parsers use.
+"""The pieces into which parsers split generated text, and the searches that both parsers use.
 
-A parser is fed increments cut anywhere; its joined pieces do not depend on the cuts. Each character is read a bounded
-number of times, so the work is linear in any text.
+A parser gets increments that may be cut anywhere; its joined pieces do not depend on the cuts. Each character is read a
+bounded number of times, so the work is linear in the text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-STRIDE: Final = 512  # characters read at once, so that a long text is not copied at every marker
+STRIDE: Final = 512  # characters per read, so that a long text is not copied at every marker
 _JSON_SIGNS: Final = re.compile(r'["{}\[\]]')
 _STRING_SIGNS: Final = re.compile(r'["\\]')
 
@@ -32,7 +32,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A complete call; `arguments` is the JSON object as the model wrote it."""
+    """A complete call. `arguments` is the JSON object as the model wrote it."""
 
     id: str
     name: str
@@ -45,8 +45,8 @@ Piece = Content | Reasoning | ParsedCall
 class Parser:
     """An incremental parser: `feed` it the increments, `flush` it at the end.
 
-    The state is the method that reads on: it consumes a part of the text, adds the pieces that are certain, and returns
-    the rest. `_held` is text that may be the beginning of a marker; it is read again in front of the next text.
+    The state is the method that reads next: it consumes a part of the text, adds the pieces that are certain, and
+    returns the rest. `_held` is text that may begin a marker; it is read again with the next text.
     """
 
     def __init__(self, state: Callable[[str, list[Piece]], str]) -> None:
@@ -54,7 +54,7 @@ class Parser:
         self._held = ""
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that are certain after `text`."""
+        """Parse `text`; return the pieces that are certain now."""
         pieces: list[Piece] = []
         for i in range(0, len(text), STRIDE):
             rest, self._held = self._held + text[i : i + STRIDE], ""
@@ -63,14 +63,14 @@ class Parser:
         return pieces
 
     def flush(self) -> list[Piece]:
-        """The pieces that were held back. Nothing may be fed afterwards."""
+        """Return the pieces that were held back. Nothing may be fed afterwards."""
         raise NotImplementedError
 
 
 def split_at(text: str, marker: str) -> tuple[str, str, bool]:
-    """(before, after, True) around the first `marker`, or (certain, held, False) without one.
+    """Return (before, after, True) around the first `marker`, or (certain, held, False) without one.
 
-    `held` is the longest end of `text` that may be the beginning of a marker.
+    `held` is the longest suffix of `text` that may begin a marker.
     """
     before, found, after = text.partition(marker)
     if found:
@@ -80,15 +80,15 @@ def split_at(text: str, marker: str) -> tuple[str, str, bool]:
 
 
 def first_not_space(text: str) -> int:
-    """The index of the first character that is not white space, or the length of `text`."""
+    """Return the index of the first character that is not white space, or the length of `text`."""
     return len(text) - len(text.lstrip())
 
 
 class JsonScanner:
-    """Finds the end of a JSON object or array that comes in pieces, by brackets and quotes alone.
+    """Finds the end of a JSON object or array that arrives in pieces, by its brackets and quotes.
 
-    The value may still be invalid; the decoder decides that. State: bracket depth, whether inside a string, whether the
-    last character in a string was a backslash.
+    The value may still be invalid, which the decoder finds out. The state is the bracket depth, whether the scanner is
+    inside a string, and whether the last character there was a backslash.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class JsonScanner:
         self._is_escaped = False
 
     def feed(self, text: str) -> int | None:
-        """The index after the value's last bracket, or None while it is open. The first text begins with a bracket."""
+        """Return the index after the value's last bracket, or None while it is open. The first text begins with one."""
         i = 0
         while i < len(text):
             if self._is_escaped:

@@ -1,4 +1,4 @@
-"""Reasoning between two tags, separated from the answer."""
+"""Separates reasoning between two tags from the answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ReasoningForm:
     close: str
 
     def is_open(self, text: str) -> bool:
-        """Whether `text` (a prompt, or the beginning of an answer) ends inside the reasoning."""
+        """Return whether `text` (a prompt, or the beginning of an answer) ends inside the reasoning."""
         return text.rfind(self.open) > text.rfind(self.close)
 
 
@@ -24,10 +24,10 @@ REASONING_FORMS: Final = {"think": ReasoningForm("<think>", "</think>")}
 
 
 class ReasoningParser(Parser):
-    """Text -> `Reasoning`, then `Content`.
+    """Splits text into `Reasoning`, then `Content`.
 
-    Only an opening tag at the very beginning counts. White space next to the tags belongs to them. `is_opened`: the
-    prompt ends inside the reasoning; an opening tag at the start is then redundant.
+    Only an opening tag at the very beginning counts. White space next to tags is dropped. With `is_opened`, the prompt
+    ends inside the reasoning, and an opening tag at the start is redundant.
 
     The states: `_at_start`, `_inside`, `_after_close`, `_in_answer`.
     """
@@ -53,7 +53,7 @@ class ReasoningParser(Parser):
             self._state = self._inside
             return text[start + len(tag) :]
         self._space.append(text[:start])
-        if tag.startswith(text[start:]):  # also when only white space is there
+        if tag.startswith(text[start:]):  # also if there is only white space
             self._held = text[start:]
             return ""
         space, self._space = "".join(self._space), []

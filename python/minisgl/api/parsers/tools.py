@@ -1,4 +1,4 @@
-"""Tool calls in generated text: the forms in which model families write them, and one parser for all forms."""
+"""Tool calls in generated text: the forms in which model families write them, and one parser for all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _openai_id() -> str:
 
 
 def _mistral_id() -> str:
-    # Mistral's templates refuse any other id when the call comes back as history.
+    # Mistral's templates refuse any other form of id when the call is part of the conversation.
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
@@ -49,7 +49,7 @@ class ToolForm:
     arguments: str = "arguments"
 
     def grammar(self, tools: list[dict[str, Any]], is_single: bool) -> Grammar:
-        """The grammar of one call (`is_single`) or more to `tools`, which are OpenAI's function descriptions."""
+        """Return the grammar of one call (`is_single`) or more to `tools`, which are OpenAI's function descriptions."""
         calls = []
         for function in tools:
             before = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{self.arguments}": '
@@ -83,7 +83,7 @@ class _WrittenCall(msgspec.Struct):
 
 
 def _arguments(raw: bytes) -> str:
-    """The JSON object in `raw`, or in a JSON string there. Raises `msgspec.MsgspecError`."""
+    """Return the JSON object in `raw`, which may be inside a JSON string. Raises `msgspec.MsgspecError` without one."""
     if raw.startswith(b'"'):
         raw = msgspec.json.decode(raw, type=str).strip().encode()
     msgspec.json.decode(raw, type=dict[str, Any])
@@ -91,9 +91,9 @@ def _arguments(raw: bytes) -> str:
 
 
 def read_calls(text: str, name: str | None = None) -> list[tuple[str, str]]:
-    """(name, arguments) of the call or the array of calls in `text`; empty for any other text.
+    """Return (name, arguments) of the call or array of calls in `text`; [] for any other text.
 
-    With `name`, `text` is the arguments alone.
+    With `name`, `text` has only the arguments.
     """
     try:
         data = text.encode()
@@ -110,17 +110,17 @@ def read_calls(text: str, name: str | None = None) -> list[tuple[str, str]]:
 
 
 class ToolParser(Parser):
-    """Text -> `Content` and `ParsedCall`.
+    """Splits text into `Content` and `ParsedCall`.
 
-    A call is emitted when it is complete and valid; text that turns out not to be a call stays content. White space
-    between and around the calls belongs to them.
+    A call is emitted when it is complete and valid. Text that proves not to be a call is content. White space between
+    and around calls is dropped.
 
     The states: `_in_text` before a marker, `_in_head` between the marker and the JSON, `_in_value` inside the JSON,
     `_in_tail` between the JSON and the closing marker.
     """
 
     def __init__(self, form: ToolForm, tools: frozenset[str], only_first: bool = False) -> None:
-        """`tools` are the offered names; `only_first` drops the calls after the first."""
+        """`tools` are the names of offered tools. `only_first` drops all calls after the first."""
         super().__init__(self._in_text)
         self._form = form
         self._tools = tools
@@ -137,7 +137,7 @@ class ToolParser(Parser):
 
     def flush(self) -> list[Piece]:
         pieces: list[Piece] = []
-        if self._state == self._in_tail:  # the model or a stop string has left the closing marker out
+        if self._state == self._in_tail:  # the model omitted the closing marker, or a stop string cut it off
             self._end_call(pieces)
         else:
             self._reject(pieces)
@@ -177,7 +177,7 @@ class ToolParser(Parser):
     def _in_head(self, text: str, pieces: list[Piece]) -> str:
         """Consume white space, and a name if the form has one, up to the bracket that opens the JSON.
 
-        Without these, the marker is content, and `text` is read again; it is short, so the work stays linear.
+        If the bracket is missing, the marker is content, and the short `text` is read again.
         """
         form = self._form
         start = end = first_not_space(text)
@@ -228,7 +228,7 @@ class ToolParser(Parser):
         return ""
 
     def _end_call(self, pieces: list[Piece]) -> None:
-        """Emit the calls in the value; without any, everything since the marker is content."""
+        """Emit the calls in the value. If it has none, everything since the marker is content."""
         calls = read_calls("".join(self._value), self._name)
         if not calls or (not self._is_marked and any(name not in self._tools for name, _ in calls)):
             self._reject(pieces)
@@ -242,7 +242,7 @@ class ToolParser(Parser):
         self._held = ""
 
     def _reject(self, pieces: list[Piece], rest: str = "") -> str:
-        """Emit everything since the marker as content; return the `rest`, which was not consumed."""
+        """Emit everything since the marker as content; return `rest`, the text that was not consumed."""
         raw, self._raw = "".join(self._raw), []
         self._state = self._in_text
         if raw:
@@ -251,7 +251,7 @@ class ToolParser(Parser):
         return rest
 
     def _show(self, text: str, pieces: list[Piece]) -> None:
-        """Emit `text` as content, except the white space at its end, which waits for the next text."""
+        """Emit `text` as content, except for trailing white space, which waits for the next text."""
         shown = text.rstrip()
         if shown:
             self._may_be_bare = False

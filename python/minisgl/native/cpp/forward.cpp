@@ -39,7 +39,7 @@ template <class T>
 class Decoder : public Model {
     using X = typename Dot<T>::X;
     struct Layer {
-        Weight<T> qkv, o, gate_up, down, kv;  // kv is the part of qkv for tokens that nothing but K/V is needed of
+        Weight<T> qkv, o, gate_up, down, kv;  // kv is the part of qkv for tokens of which only K/V is needed
         const LayerWeights* w;
     };
     struct Piece {  // tokens of a slot that go through the layers together
@@ -48,8 +48,8 @@ class Decoder : public Model {
     struct Sample {  // a token that is sampled, and the position that it will have
         int64_t row, position, flags;
     };
-    // Tokens of a row from `first` on that the target has computed, and the drafter has not. An EAGLE-3 layer reads
-    // `states`, the target's outputs for each in 8 bits, and behind the last known token its own output, `hidden`.
+    // Tokens of a row from `first` on that the target has computed, but the drafter has not. An EAGLE-3 layer reads
+    // `states`, the target's outputs for each in 8 bits; after the last known token it reads its own output, `hidden`.
     struct Backlog {
         int64_t first = 0;
         std::vector<int32_t> ids;
@@ -166,7 +166,7 @@ class Decoder : public Model {
     }
     int32_t* drafts(int64_t row) const { return s_.drafts + row * kMaxDrafts; }
 
-    // Write what the plan says of pages and rows. Doing so twice before `settle` changes nothing.
+    // Apply the plan's page writes and row states. Doing so twice before `settle` changes nothing.
     void apply(const StepPlan& plan) {
         for (int64_t i = 0; i < plan.num_page_writes; ++i) {
             const PageWrite& w = plan.page_writes[i];
@@ -208,7 +208,7 @@ class Decoder : public Model {
         return backlogs_[row];
     }
 
-    // Append the backlog of a row to the slice; `newest` is the token behind it.
+    // Append the backlog of a row to the slice; `newest` is the token after it.
     void catch_up(int64_t row, int32_t newest, int64_t flags) {
         Backlog& b = backlog(row);
         const int64_t count = (int64_t)b.ids.size();
@@ -217,7 +217,7 @@ class Decoder : public Model {
         b.first += count, b.ids.clear();
     }
 
-    // Take in tokens that the target has computed, and its `states` for them. They replace rejected drafts.
+    // Add tokens that the target has computed, and its `states` for them. They replace rejected drafts.
     void note(const Piece& piece, const int32_t* ids, const QuantGroup* states) {
         Backlog& b = backlog(piece.row);
         const int64_t known = piece.start - b.first;
@@ -318,7 +318,7 @@ class Decoder : public Model {
         ids_.clear(), positions_.clear(), rows_.clear(), slice_.clear(), states_.clear();
     }
 
-    // The input of token `t`: its embedding, or for a layer of EAGLE-3 that of the token behind, and hidden states.
+    // The input of token `t`: its embedding; for a layer of EAGLE-3, the next token's embedding and hidden states.
     void begin(int64_t t) {
         float* x = &x_[t * s_.hidden];
         if (!s_.fc) return embed(ids_[t], x);
@@ -345,7 +345,7 @@ class Decoder : public Model {
         }
     }
 
-    // Logits of the first `m` rows of normed_; those that no draft id leads to stay -Inf.
+    // Logits of the first `m` rows of normed_; tokens without a draft id stay -Inf.
     void compute_logits(int64_t first_sample, int64_t m) {
         logits.resize(std::max<size_t>(logits.size(), sampled_.size() * s_.vocab), -INFINITY);
         float* out = logits.data() + first_sample * s_.vocab;
@@ -523,13 +523,13 @@ void minisgl_destroy(void* model) { delete static_cast<Model*>(model); }
 void minisgl_step(void* model, const StepPlan* plan, int32_t* tokens, int32_t* finite) {
     static_cast<Model*>(model)->step(*plan, tokens, finite);
 }
-// Confirm the drafts of a step: `confirmed` [S] holds ones, which turn to 0 behind a wrong draft.
+// Confirm the drafts of a step: `confirmed` [S] has ones, which become 0 after a rejected draft.
 void minisgl_settle(void* model, const StepPlan* plan, const int32_t* tokens, const int32_t* finite, int32_t* confirmed,
                     int32_t* ready) {
     static_cast<Model*>(model)->settle(*plan, tokens, finite, confirmed, ready);
 }
-// Make draft `number` of the step's slots that have so many, and return how many these are. Those with flags that
-// `minisgl_step` does not sample are left to the caller, who finds their logits.
+// Make draft `number` of the step's slots that have so many, and return the number of these slots. The caller samples
+// those with flags that `minisgl_step` does not sample, from the logits.
 int64_t minisgl_draft(void* drafter, const StepPlan* plan, int64_t number) {
     return static_cast<Model*>(drafter)->draft(*plan, number);
 }

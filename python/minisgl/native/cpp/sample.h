@@ -1,4 +1,4 @@
-// Sampling for rows without filters, as in ops/sample.py: the same noise bits and the same rule for ties.
+// Sampling for rows without filters, as in ops/sampling.py: the same noise bits and the same rule for ties.
 #pragma once
 #include <algorithm>
 
