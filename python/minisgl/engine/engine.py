@@ -21,7 +21,7 @@ from minisgl.engine.runner import NO_TOKENS, RUNNERS, ForwardOutput, Parts, Runn
 from minisgl.engine.state import LogitPenalties, RowState
 from minisgl.kvcache.storage import DiskStore, HostStore, Mover
 from minisgl.models.weight import load_model
-from minisgl.ops.quantized import MADE
+from minisgl.ops.quantized import made
 from minisgl.ops.table import resolve_ops
 from minisgl.params import Limits
 from minisgl.process.log import Progress
@@ -49,9 +49,9 @@ class Engine:
         ops = resolve_ops(device.type)
         comm = comm.with_peers(spec.max_step_tokens, m.hidden_size, spec.dtype, ops)
         progress = Progress("loading weights", "B", spec.info.rank == 0).update
-        made = MADE[device.type].get(spec.quantization or "")
+        kind = made(device.type, spec.quantization or "", m.hidden_size)
         model = load_model(
-            spec.folder, m, spec.dtype, device, ops, spec.dummy_weight, progress, comm, made, factory.holds
+            spec.folder, m, spec.dtype, device, ops, spec.dummy_weight, progress, comm, kind, factory.holds
         )
         pool = make_pool(spec, 0, device)
         # One row more than requests: the dummy row pads captured steps.

@@ -214,7 +214,7 @@ class Processes:
         if name in self._given_up:
             return f"{name} hung and was killed"
         if code is not None and code < 0:
-            return f"{name} was killed by signal {-code} ({signal.Signals(-code).name})"
+            return f"{name} was killed by signal {-code} ({signal.strsignal(-code)})"
         return f"{name} ended with exit code {code}"
 
     def stop(self) -> None:

@@ -43,6 +43,11 @@ ROUNDING_LIMITS: Final = {"int4": (0.05, 0.03)}
 EIGHT_BITS: Final = (0.01, 0.005)
 """Limits of quantization: the mean KL divergence in nats, and the logarithm of the growth of the perplexity."""
 
+FEW: Final = 100
+SCATTER: Final = 3
+"""The limit of a mean KL divergence over fewer than FEW logits is SCATTER times as large. With the built-in model, ten
+logits gave 0.2 to 3 times the mean over 579."""
+
 CHUNKS: Final = (33, 1, 16, 7, 50)
 DECODED: Final = 16
 PREFIXES: Final = 10
@@ -229,7 +234,8 @@ def check_rounding(name: str, ours: list[Case], plain: list[Case], limit: float)
     rounded, want = (torch.stack([logits.float().cpu() for _, logits in cases]) for cases in (ours, plain))
     p, q = want.double().log_softmax(-1), rounded.double().log_softmax(-1)
     figure = float((p.exp() * (p - q)).sum(-1).mean())
-    result = Result(f"{name} ~ unrounded", f"{len(ours)} logits", f"KL {figure:.1e}", f"{limit:.0e}", figure <= limit)
+    limit *= SCATTER if len(ours) < FEW else 1
+    result = Result(f"{name} ~ unrounded", f"{len(ours)} logits", f"KL {figure:.1e}", f"{limit:.1e}", figure <= limit)
     return result, float(relative_errors(rounded, want).max())
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import torch
 
 from minisgl.bench.report import format_table
@@ -14,6 +15,8 @@ from minisgl.device.device import create_device
 from minisgl.engine.config import EngineSpec, resolve
 from minisgl.errors import ConfigError
 from minisgl.llm.llm import LLM
+from minisgl.message import FlushCacheMsg
+from minisgl.params import SamplingParams
 from minisgl.settings.options import SchedulerConfig, build_config
 from minisgl.tokenizer.folder import load_tokenizer
 from minisgl.verify.checks import (
@@ -49,6 +52,16 @@ TEXTS: Final = (
     "Zum Frühstück gab es Brot, Käse und Äpfel. Le marché ouvre à sept heures. Dos por dos son cuatro. "
     "What do these three sentences have in common? They are short, and each is in another language. ",
 )
+
+QUESTIONS: Final = (
+    "Tell me a story about a lighthouse.",
+    "Count from 3 to 20.",
+    "What is 17 + 25?",
+    "Repeat exactly: The wind came from the north-west, force 8.",
+    "Say hello and ask how I am.",
+    "Name three colors.",
+)
+WRITTEN: Final = 150  # tokens of an answer
 
 
 def make_texts(spec: EngineSpec, length: int) -> Texts:
@@ -122,10 +135,15 @@ def _compare_with_transformers(
 def _compare_with_unrounded(options: dict[str, Any], spec: EngineSpec, texts: Texts) -> tuple[LLM, list[Result], float]:
     """Return the engine, its comparison with an unquantized one in the same dtype, and the largest error that passed.
 
-    The other engine quantizes neither weights nor K/V.
+    The other engine quantizes neither weights nor K/V. Both read TEXTS, and what the other one answers to QUESTIONS:
+    errors count where the model is used, and a small model knows little of other texts.
     """
     tokenizer = load_tokenizer(spec.folder)
     sequences = [tokenizer.encode(text).ids for text in TEXTS]
+
+    def answered(llm: LLM) -> dict[str, list[Case]]:
+        sequences.extend(_answers(llm))
+        return cases_of(llm)
 
     def cases_of(llm: LLM) -> dict[str, list[Case]]:
         by_way = {name: way(stepper_of(engine_of(llm)), texts) for name, way in WAYS.items()}
@@ -133,7 +151,7 @@ def _compare_with_unrounded(options: dict[str, Any], spec: EngineSpec, texts: Te
         return {name: [(prefix, logits.cpu()) for prefix, logits in cases] for name, cases in by_way.items()}
 
     unrounded = {"quantization": None, "kv_cache_dtype": "auto", "dtype": str(spec.dtype).split(".")[1]}
-    plain = _compute_and_free(options | unrounded, cases_of)
+    plain = _compute_and_free(options | unrounded, answered)
     llm = LLM(**options)
     ours = cases_of(llm)
     divergence, growth = ROUNDING_LIMITS.get(spec.quantization or "", EIGHT_BITS)
@@ -144,6 +162,17 @@ def _compare_with_unrounded(options: dict[str, Any], spec: EngineSpec, texts: Te
         largest = max(largest, worst) if result.passed else largest
     results.append(check_perplexity(ours["reading"], plain["reading"], sequences, growth))
     return llm, results, largest
+
+
+def _answers(llm: LLM) -> list[list[int]]:
+    """Return prompts and sampled answers as token ids. A model without a chat template continues the questions."""
+    params = SamplingParams(temperature=1.0, seed=0, max_tokens=WRITTEN)
+    if llm.tokenizer.template.sources:
+        done = llm.chat([[{"role": "user", "content": question}] for question in QUESTIONS], params)
+    else:
+        done = llm.generate(list(QUESTIONS), params)
+    llm.scheduler.handle(FlushCacheMsg())
+    return [[*np.frombuffer(answer.prompt_ids, np.int32).tolist(), *answer.token_ids] for answer in done]
 
 
 def _compute_and_free(options: dict[str, Any], compute: Callable[[LLM], T]) -> T:

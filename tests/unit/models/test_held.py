@@ -30,7 +30,7 @@ from minisgl.models.llama import LlamaForCausalLM
 from minisgl.models.mlp import SparseMLP
 from minisgl.models.model_config import ModelConfig
 from minisgl.models.weight import fill, load_model, open_checkpoint
-from minisgl.ops.quantized import INT8, MADE, MXFP4, Format, Quantized, pack, round_int4, unpack
+from minisgl.ops.quantized import INT8, MADE, MXFP4, Format, Quantized, made, pack, round_int4, unpack
 from minisgl.ops.table import load_ops
 from unit.models.test_dequantize import mxfp4
 from unit.models.test_dequantize import pack as words
@@ -261,6 +261,11 @@ def test_parts_are_filled_apart(kind: Format) -> None:
     assert all(
         torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(whole.tensors, parts.tensors, strict=True)
     )
+
+
+def test_narrow_models_have_small_groups() -> None:
+    groups = [made("cuda", "int4", size).group for size in (256, 4096)]
+    assert groups == [32, 128] and made("cuda", "fp8", 256) == MADE["cuda"]["fp8"] and made("cuda", "", 256) is None
 
 
 def test_what_the_settings_offer_is_what_is_made() -> None:
