@@ -6,7 +6,8 @@
 
 throughput  workload A, all requests at once: on one replica, on two (strong scaling), and twice as many requests on two
             (weak scaling). All of them have the same lengths and other tokens.
-prefixes    prompts with shared prefixes in random order. All prefixes do not fit into one pool, but half of them do.
+prefixes    prompts with shared prefixes in random order. All prefixes do not fit into one pool, but half of them do,
+            beside the running requests.
 death       `kill -9` of one replica when its streams have a quarter of their tokens. Prints the longest time between
             two events of a stream after the kill, and the time of the moved requests' prefill alone. For that, both
             replicas compute as many new prompts as there are streams, each as long as a prompt and a quarter of its
@@ -73,7 +74,7 @@ class Sizes:
 
 SIZES: Final = {
     "cpu": Sizes(1500, 32, 128, 24, 1500, 10, 8, 32, 128),
-    "cuda": Sizes(4700, 256, 1024, 135, 4000, 6, 32, 200, 512),
+    "cuda": Sizes(4700, 256, 1024, 110, 4000, 6, 32, 200, 512),
 }
 PREFIX_ANSWER: Final = 16
 
