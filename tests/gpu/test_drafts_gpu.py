@@ -101,7 +101,7 @@ def test_answers_are_those_of_a_cpu_without_drafts(on_cpu: Answers, name: str):
         print(f"\n{name}: {stats.accepted_tokens} of {stats.drafted_tokens} drafts are right, {sorted(seen)}")
         # With auto, drafts must pay by the times that were measured, which other work on the GPU may change.
         assert stats.accepted_tokens > 10 or name == "auto"
-        assert seen == runners
+        assert seen == runners or (name == "auto" and not seen)
 
 
 def test_bfloat16_answers_are_the_same_every_time():
