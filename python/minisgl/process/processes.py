@@ -214,7 +214,8 @@ class Processes:
         if name in self._given_up:
             return f"{name} hung and was killed"
         if code is not None and code < 0:
-            return f"{name} was killed by signal {-code} ({signal.strsignal(-code)})"
+            names = {number.value: number.name for number in signal.Signals}  # without most of the real-time ones
+            return f"{name} was killed by signal {-code} ({names.get(-code, 'real-time')})"
         return f"{name} ended with exit code {code}"
 
     def stop(self) -> None:
