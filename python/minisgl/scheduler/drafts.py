@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # The weight that a row's acceptance estimate keeps after a step with drafts, a step without, and a pause.
 MEMORY, IDLE_MEMORY, PAUSE_MEMORY = 0.9, 0.98, 0.5
-HOST_S: Final = 5e-4  # the host's cost of a step with drafts, which counts on a CPU
+HOST_S, HOST_ROW_S = 4e-4, 4e-5  # the host's cost of a step with drafts and of a row in it, which counts on a CPU
 WON_MEMORY: Final = 0.8  # the weight that earlier gains keep after another step with drafts
 PRIOR: Final = 0.5  # the first estimate of the acceptance rate
 PRIOR_TRIES, ROW_TRIES = 1.0, 3.0  # the weights of PRIOR, and of the estimate for all rows in that of one row
@@ -268,7 +268,7 @@ class Drafts:
         if known is None:
             number = np.arange(count * self.most + 1)
             known = self._costs.draft_seconds(count, number, are_proposed=are_proposed)
-            known[1:] += 0.0 if self._is_async else HOST_S
+            known[1:] += 0.0 if self._is_async else HOST_S + HOST_ROW_S * count
             self._known_seconds[count, are_proposed] = known
         return known + self._costs.draft_context_seconds(count, int(self.rows.cached_len[running].sum()))
 
