@@ -1,4 +1,4 @@
-"""Times the Triton ops on a GPU, as nodes of a CUDA graph, beside cuBLAS and the time that moving their bytes takes.
+"""Time the Triton ops on a GPU, as nodes of a CUDA graph, against cuBLAS and the time that moving their bytes takes.
 
     PYTHONPATH=python python benchmark/kernels/ops.py [linear] [chain] [small] [sample]
 

@@ -1,14 +1,15 @@
-"""Times products with quantized weights on a GPU, as nodes of a CUDA graph, beside bfloat16 and other tiles.
+"""Time GEMMs with quantized weights on a GPU, as nodes of a CUDA graph, against bfloat16 and other tiles.
 
     PYTHONPATH=python python benchmark/kernels/quantized.py [--model 8B] [--rows 1,2,16,64,256] [--tiles]
     PYTHONPATH=python python benchmark/kernels/quantized.py --chain [--rows 1,160,256,8192] [--profile]
 
-The second times the layers' GEMMs with norms and activations, without attention, in one CUDA graph: one row through 24
-layers, by the engine's kernel and by Triton's, and more rows through 8 layers of FP8, by the engine's ops, in three
+`ours` is what the engine runs, including the quantization of activations. Weights rotate beyond the L2. The lower bound
+is the bytes of the weights over 4,550 GB/s. Figures are in microseconds; the error is relative to float32.
+
+`--chain` times all GEMMs of a layer with norms and activations, without attention, in one CUDA graph: one row through
+24 layers, by the engine's kernel and by Triton's; more rows through 8 layers of FP8, by the engine's ops, in three
 graphs. `--profile` adds the kernels of a layer. As in the engine, cuBLASLt has no workspace, unless
-CUBLASLT_WORKSPACE_SIZE=1024 (KiB, PyTorch's default) is set. `ours` is what the engine runs, with the rounding of
-activations. Weights rotate beyond the L2. The floor is the bytes of the weights over 4,550 GB/s. Every figure is in
-microseconds; the error is relative to float32 products.
+CUBLASLT_WORKSPACE_SIZE=1024 (KiB, PyTorch's default) is set.
 """
 
 from __future__ import annotations
