@@ -253,7 +253,7 @@ class Questions:
         return reply
 
     def answer(self, reply: ConversionReply | EngineView) -> None:
-        """Deliver a reply. It is ignored if its question is no longer open."""
+        """Deliver a reply. A reply to a closed question is dropped."""
         future = self._waiting.get(reply.uid)
         if future is not None and not future.done():
             future.set_result(reply)
@@ -370,7 +370,7 @@ class FrontendManager:
     async def engine_view(self, index: int = 0) -> EngineView:
         """Ask the scheduler of replica number `index` for a view of the engine.
 
-        Raises `RequestError`: 503 without a reply in time, 404 if there is no such replica.
+        Raises `RequestError`: 404 for an unknown replica, 503 if no reply arrives in time.
         """
         self.require_ready()
         uid = next(self._uids)

@@ -35,7 +35,7 @@ def resolve_model(model: str, source: str = "huggingface", weights: bool = True,
     """Return the folder of `model`: "" for the built-in model, else a local folder or an id of the hub `source`.
 
     Models of a hub are downloaded once, at `revision` if given: the small files first, then, with `weights`, the
-    weights. Raises `ConfigError` if there is no such model.
+    weights. Raises `ConfigError` if the model does not exist.
     """
     if not model:
         if not (BUILTIN_MODEL / "config.json").is_file():

@@ -137,8 +137,8 @@ class PrefixCache(ABC):
     def take_changes(self) -> dict[int, int]:
         """Return the prefixes whose place has changed since the last call; none before `tell_prefixes`.
 
-        Keys are prefix hashes (`routing/prefixes.py`). Values are 0 for the device, i for `tiers[i - 1]`, and -1 for a
-        prefix that is no longer cached.
+        Keys are prefix hashes (`routing/prefixes.py`). Values are 0 for the device, i for `tiers[i - 1]`, and -1 for an
+        evicted prefix.
         """
         return {}
 

@@ -86,7 +86,7 @@ def add_norm_linear(
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = add_rms_norm,
     linear: Callable[..., Tensor] = linear,
 ) -> tuple[Tensor, Tensor]:
-    """Return (linear(rms_norm(total)), total) with total = x + residual, or x if there is no residual yet.
+    """Return (linear(rms_norm(total)), total), where total is x + residual. Without a residual, total is x.
 
     x, residual [T, H]; norm_weight [H]; weight, bias and `gate` as in `linear` -> [T, N], [T, H]. This is one op, since
     for one row it is one kernel. May overwrite `residual`, but not `x`. A table passes its own ops by keyword.

@@ -141,7 +141,7 @@ class ChatTemplate:
         """Render a conversation as text, special tokens included.
 
         `continue_final_message` leaves the last message open, so that the model continues it. Raises `RequestError` if
-        there is no usable template, or if the template refuses the conversation.
+        no template is usable, or if the template rejects the conversation.
         """
         name = "tool_use" if tools and "tool_use" in self.sources else "default"
         problem = self.problems.get(name)

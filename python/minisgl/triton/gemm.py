@@ -160,7 +160,8 @@ def _gemm(
     The weights are the tensor cores' M operand. GATE: the first half of the weights is gate, the second up, and a tile
     has the same number of rows of each. SPLIT_K programs share a tile of outputs, each with a part of K. The last one
     to finish adds the partial sums in order, so the result does not depend on which program is last. Counters are left
-    at zero. EVEN_K: BLOCK_K divides K. Scales of 4-bit weights are loaded one step ahead.
+    at zero. EVEN_K: BLOCK_K divides K. Scales of 4-bit weights are loaded one step ahead. With BITS 16, x and weight
+    have no scales.
     """
     IS_INT: tl.constexpr = weight_ptr.dtype.element_ty == tl.int8
     tile, split = tl.program_id(2), tl.program_id(1)
