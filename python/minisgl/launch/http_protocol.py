@@ -128,12 +128,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if isinstance(exc, TimeoutError):
-            logger.warning("a client read nothing for --write-timeout seconds: its connection is closed")
+            logger.warning("a client did not read for --write-timeout seconds; its connection is closed")
         self._connections.done(self)
         self.pipeline.clear()
-        if self._running is not None and not self._running.response_complete:
-            self._running.disconnected = True
-            self._running.message_event.set()
+        self._disconnect()
         super().connection_lost(exc)
 
     def expire(self) -> None:
@@ -147,9 +145,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def drop(self) -> None:
         """Reset the connection, and discard what is in its buffers."""
+        self._disconnect()
+        if self.transport.is_closing():  # its socket may be closed already
+            return
         sock = self.transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
+
+    def _disconnect(self) -> None:
+        """Tell the request that is being answered that its client is gone."""
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def finish(self) -> None:
         """Close the connection after a response: now, or after LINGER_S if the request is incomplete."""
@@ -167,8 +174,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if running.response_started or not running.more_body:
                 self.drop()
                 return
-            running.disconnected = True
-            running.message_event.set()
+            self._disconnect()
         body = to_json(error_body(message, status))
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
         self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
