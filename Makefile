@@ -74,11 +74,11 @@ check: $(VENV)/.installed-dev  ## lint, format, types, import order, size
 	$(BIN)/python -m pytest $(STATIC)
 	@$(BIN)/python tools/code_lines.py | tail -n 1
 
-rooms:  ## rewrite what is made of other files: counts, the tree of files, tables of flags, texts of /docs
-	$(PYTHON) tools/code_lines.py --write
-	$(PYTHON) tools/code_map.py --write
-	PYTHONPATH=python $(PYTHON) tools/flag_table.py --write
-	$(PYTHON) tools/api_texts.py --write
+rooms: $(VENV)/.installed-dev  ## rewrite what is made of other files: counts, the tree of files, tables of flags, texts of /docs
+	$(BIN)/python tools/code_lines.py --write
+	$(BIN)/python tools/code_map.py --write
+	$(BIN)/python tools/flag_table.py --write
+	$(BIN)/python tools/api_texts.py --write
 
 soak: $(VENV)/.installed-dev  ## the long tests: 2,000 requests with disconnects, simulated histories, random input
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -176,7 +176,7 @@ def test_events_from_byte_templates_are_cheaper_than_fastapis() -> None:
     import frontend
 
     times = frontend.measure_frontend(steps=250, repeats=1)
-    assert min(times["fastapi"]) > 2 * min(times["minisgl"]), times  # five to ten times, on quiet cores
+    assert min(times["fastapi"]) > 2 * min(times["minisgl"]), times  # 9.5 times on quiet cores, 5.4 on busy ones
 
 
 def test_auto_never_costs_much_and_gains_where_drafts_are_right() -> None:
