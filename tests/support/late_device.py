@@ -71,3 +71,8 @@ class LateDevice(CpuDevice):
 
     def join(self, copies: Sequence[Copying]) -> None:
         self.joined += copies
+
+    def peak_memory(self, work: Callable[[], object]) -> int:
+        """Run `work`, as a GPU does at its start: here an index out of range is an error."""
+        work()
+        return 0

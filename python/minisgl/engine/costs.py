@@ -16,8 +16,8 @@ import numpy as np
 
 from minisgl.core import DRAFT_CONTEXT, BatchPlan, Points, StepCosts
 from minisgl.engine.config import EngineSpec
-from minisgl.engine.trial import Slot, spread_plan
-from minisgl.layout import HISTORY_HEAD, MAX_DRAFT_TOKENS, NO_INTS, NO_PAGE_WRITES, PROPOSAL, Flag, words
+from minisgl.engine.trial import Slot, spread_plan, unknown_histories
+from minisgl.layout import MAX_DRAFT_TOKENS, NO_INTS, NO_PAGE_WRITES, PROPOSAL, Flag
 from minisgl.settings.options import MAX_DRAFTS
 
 DECODES = Flag.SAMPLES | Flag.FROM_DEVICE
@@ -74,11 +74,9 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
         plan = spread_plan([(row, 0, stop + SLACK, DECODES) for row in range(rows)], spec.page_size, num_pages)
         plan.slots["start"], plan.slots["stop"] = DRAFT_CONTEXT, stop
         plan.slots["flags"] |= Flag.DRAFTS
-        heads = np.zeros(rows, HISTORY_HEAD)
-        heads["words"], heads["row"], heads["length"] = words(HISTORY_HEAD), np.arange(rows), DRAFT_CONTEXT + 1
         proposals = np.zeros(rows * are_proposed, PROPOSAL)
-        proposals["row"], proposals["first"] = heads["row"][: len(proposals)], DRAFT_CONTEXT + 1
-        return timed(replace(plan, histories=heads.view(np.int32), proposals=proposals))
+        proposals["row"], proposals["first"] = np.arange(len(proposals)), DRAFT_CONTEXT + 1
+        return timed(replace(plan, histories=unknown_histories(rows, DRAFT_CONTEXT + 1), proposals=proposals))
 
     large = LARGE_CHUNK if is_async else 4 * FIRST_CHUNK
     if adapts:

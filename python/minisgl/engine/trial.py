@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from minisgl.core import BatchPlan
-from minisgl.layout import NO_MASKS, PAGE_WRITE, SLOT, Flag
+from minisgl.layout import HISTORY_HEAD, NO_MASKS, PAGE_WRITE, SLOT, Flag, words
 from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
@@ -51,9 +52,17 @@ def decode_plan(rows: int, vocab_size: int, flags: int) -> BatchPlan:
 
 
 def draft_plan(rows: int, max_queries: int) -> BatchPlan:
-    """Make a decode step of `rows` rows at their first tokens, all but one of which are drafts."""
+    """Make the first decode step of `rows` rows with prompts of one token, with all drafts."""
     flags = Flag.SAMPLES | Flag.FROM_DEVICE | Flag.DRAFTS
-    return trial_plan([(row, 0, max_queries, flags) for row in range(rows)])
+    plan = trial_plan([(row, 1, 1 + max_queries, flags) for row in range(rows)])
+    return replace(plan, histories=unknown_histories(rows, 2))
+
+
+def unknown_histories(rows: int, length: int) -> Ints:
+    """Make the history records of the first `rows` rows, with `length` unknown tokens each."""
+    heads = np.zeros(rows, HISTORY_HEAD)
+    heads["words"], heads["row"], heads["length"] = words(HISTORY_HEAD), np.arange(rows), length
+    return heads.view(np.int32)
 
 
 def spread_plan(slots: Sequence[Slot], page_size: int, num_pages: int) -> BatchPlan:
