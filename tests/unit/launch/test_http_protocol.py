@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import uvicorn
 
+from minisgl.api.http import DROP
 from minisgl.launch import http_protocol
 from minisgl.launch.http_protocol import HEAD_BYTES, BoundedHttpProtocol, Connections, connection_limit
 
@@ -24,7 +25,9 @@ PATIENCE_S = 20.0
 
 
 class Application:
-    """/ answers when the body has come, /early before, /stream with a byte each 10 ms until the client leaves."""
+    """/ answers when the body has come, /early before, /stream with a byte each 10 ms until the client leaves. /drop
+    resets its connection, also when that is gone.
+    """
 
     def __init__(self) -> None:
         self.left = threading.Event()
@@ -32,6 +35,13 @@ class Application:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/stream":
             await self._stream(receive, send)
+            return
+        if scope["path"] == "/drop":
+            for _ in range(2):
+                scope[DROP]()
+                await asyncio.sleep(0.05)  # the socket is closed by then
+            assert (await receive())["type"] == "http.disconnect"
+            self.left.set()
             return
         body = b""
         while scope["path"] != "/early":
@@ -228,3 +238,9 @@ def test_connections_fit_below_the_open_file_limit() -> None:
         assert 0 < connection_limit() < resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_connection_may_be_reset_twice(connect: Callable[[], Client], app: Application) -> None:
+    with pytest.raises(ConnectionResetError):
+        connect().send(GET.replace(b"/ ", b"/drop ", 1)).sock.recv(1)
+    assert app.left.wait(PATIENCE_S / 4)
