@@ -4,7 +4,7 @@
 
 Every engine answers the same prompts in every round, one engine behind the other, on one thread. Seconds are those of
 the process on a CPU, so that other work on the machine counts less. Prints the median over the rounds of tokens per
-second, and of the ratio to `off` in the same round.
+second, and of the ratio to `off` in the same round: with the prompts, and behind the first token of each answer.
 Raises `AssertionError` where a text differs from that of `off`.
 """
 
@@ -53,19 +53,20 @@ KINDS = {
 }
 
 
-def params(kind: str) -> SamplingParams:
+def params(kind: str, max_tokens: int) -> SamplingParams:
     grammar = Grammar("json_schema", json.dumps(SCHEMA), param="schema") if kind.endswith("grammar") else None
-    return SamplingParams(temperature=float(kind.endswith("1")), seed=0, max_tokens=200, grammar=grammar)
+    return SamplingParams(temperature=float(kind.endswith("1")), seed=0, max_tokens=max_tokens, grammar=grammar)
 
 
-def answers(llm: LLM, kind: str, streams: int) -> tuple[float, list[list[int]]]:
-    """Return tokens per second, and the tokens, of the prompts of `kind`, `streams` at a time."""
+def answers(llm: LLM, kind: str, streams: int, max_tokens: int) -> tuple[float, list[list[int]]]:
+    """Return the seconds, and the tokens, of the prompts of `kind`, `streams` at a time."""
     prompts = [[{"role": "user", "content": text}] for text in KINDS[kind] * max(1, streams // 4)]
     tokens: list[list[int]] = []
     began = time.process_time()
     for i in range(0, len(prompts), streams):
-        tokens += [done.token_ids for done in llm.chat(prompts[i : i + streams], params(kind), use_tqdm=False)]
-    return sum(map(len, tokens)) / (time.process_time() - began), tokens
+        done = llm.chat(prompts[i : i + streams], params(kind, max_tokens), use_tqdm=False)
+        tokens += [each.token_ids for each in done]
+    return time.process_time() - began, tokens
 
 
 def main() -> None:
@@ -87,25 +88,28 @@ def main() -> None:
     }
     for streams in args.streams:
         for kind in KINDS:
-            rates: dict[str, list[float]] = {name: [] for name in names}
+            rates: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
             counts = {name: (s.drafted_tokens, s.accepted_tokens) for name, s in stats(llms).items()}
             for number in range(args.rounds + 1):
                 want: list[list[int]] = []
                 for name, llm in llms.items():
-                    rate, tokens = answers(llm, kind, streams)
+                    seconds, tokens = answers(llm, kind, streams, 200)
                     assert tokens == (want := want or tokens), f"{name} changes a text of {kind}"
+                    prompts = answers(llm, kind, streams, 1)[0]
                     if number:  # the first round warms up
-                        rates[name].append(rate)
-            line = f"{kind:15} {streams:3} streams: off {median(rates['off']):6.0f} tok/s"
+                        count = sum(map(len, tokens))
+                        rates[name].append((count / seconds, (count - len(tokens)) / (seconds - prompts)))
+            line = f"{kind:15} {streams:3} streams: off {median(rate for rate, _ in rates['off']):6.0f} tok/s"
             for name in args.speculate:
-                ratio = median(a / b for a, b in zip(rates[name], rates["off"], strict=True))
+                pairs = [list(zip(a, b, strict=True)) for a, b in zip(rates[name], rates["off"], strict=True)]
+                whole, decoding = (median(pair[i][0] / pair[i][1] for pair in pairs) for i in range(2))
                 drafted, accepted = (
                     b - a
                     for a, b in zip(
                         counts[name], (stats(llms)[name].drafted_tokens, stats(llms)[name].accepted_tokens), strict=True
                     )
                 )
-                line += f" | {name} {ratio:.2f} x ({accepted} of {drafted} right)"
+                line += f" | {name} {whole:.2f} x, decoding {decoding:.2f} x ({accepted} of {drafted} right)"
             print(line, flush=True)
 
 

@@ -265,7 +265,7 @@ class Api:
                 await _end(draining)
             if has_died := any(task.done() for task in carrying):
                 logger.error("replica %d is lost; other replicas take over its requests", index)
-            await dispatcher.lose(life, has_died)
+            await dispatcher.remove(life, has_died)
         finally:
             await _end(leaving, *carrying)
             call.cancel()

@@ -115,11 +115,11 @@ def abort_overtakes(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def a_lost_replica_is_still_heard(original: Callable[..., None]) -> Callable[..., None]:
-    def lose(self: DetokenizeManager, life: int) -> None:
+    def ignore(self: DetokenizeManager, life: int) -> None:
         original(self, life)
         self._lost.discard(life)
 
-    return lose
+    return ignore
 
 
 def a_moved_request_forgets_its_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,11 +130,11 @@ def a_moved_request_forgets_its_tokens(original: Callable[..., Any]) -> Callable
     return move
 
 
-def failure_forgets_the_questions(original: Callable[..., None]) -> Callable[..., None]:
+def failure_forgets_the_queries(original: Callable[..., None]) -> Callable[..., None]:
     def fail(self: FrontendManager, cause: str) -> None:
-        questions, self._questions = self._questions, type(self._questions)()
+        queries, self._queries = self._queries, type(self._queries)()
         original(self, cause)
-        self._questions = questions
+        self._queries = queries
 
     return fail
 
@@ -147,8 +147,8 @@ def failure_forgets_the_questions(original: Callable[..., None]) -> Callable[...
         (Replies, "send", texts_are_swapped),
         (Worker, "handle", abort_is_lost),
         (FrontendManager, "forget", abort_overtakes),
-        (FrontendManager, "fail", failure_forgets_the_questions),
-        (DetokenizeManager, "lose", a_lost_replica_is_still_heard),
+        (FrontendManager, "fail", failure_forgets_the_queries),
+        (DetokenizeManager, "ignore", a_lost_replica_is_still_heard),
         (Router, "move", a_moved_request_forgets_its_tokens),
     ],
 )

@@ -90,9 +90,9 @@ class Dispatcher:
             await asyncio.sleep(POLL_S)
         return False
 
-    async def lose(self, life: int, has_died: bool) -> None:
+    async def remove(self, life: int, has_died: bool) -> None:
         """Send nothing more to `life`. Its requests move once the detokenizer drops all further replies from it."""
-        if self.router.lose(life, has_died):
+        if self.router.remove(life, has_died):
             await self._detokenizer.put([LostMsg(life)])
 
     async def _move(self, life: int) -> None:

@@ -231,8 +231,8 @@ class Submission:
         await self._frontend.forget(self)
 
 
-class Questions:
-    """Open questions to other processes (/tokenize, /detokenize, /engine_view), by the uid of their reply."""
+class Queries:
+    """Open queries to other processes (/tokenize, /detokenize, /engine_view), by the uid of their reply."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, asyncio.Future[ConversionReply | EngineView]] = {}
@@ -241,7 +241,7 @@ class Questions:
         return len(self._waiting)
 
     async def ask(self, uid: int, sending: Awaitable[None]) -> ConversionReply | EngineView:
-        """Send a question and wait for the reply with its `uid`. Raises `RequestError` for a failure."""
+        """Send a query and wait for the reply with its `uid`. Raises `RequestError` for a failure."""
         self._waiting[uid] = asyncio.get_running_loop().create_future()
         try:
             await sending
@@ -253,13 +253,13 @@ class Questions:
         return reply
 
     def answer(self, reply: ConversionReply | EngineView) -> None:
-        """Deliver a reply. A reply to a closed question is dropped."""
+        """Deliver a reply. A reply to a closed query is dropped."""
         future = self._waiting.get(reply.uid)
         if future is not None and not future.done():
             future.set_result(reply)
 
     def fail(self, failure: Failure) -> None:
-        """End all questions with `failure`."""
+        """End all queries with `failure`."""
         for uid in self._waiting:
             self.answer(ConversionReply(uid=uid, failure=failure))
 
@@ -285,7 +285,7 @@ class FrontendManager:
         self._heartbeat_timeout = args.heartbeat_timeout
         self._uids = itertools.count((args.life << UID_BITS) + 1)
         self._submissions: dict[int, Submission] = {}
-        self._questions = Questions()
+        self._queries = Queries()
         self._idle = asyncio.Event()
         self._idle.set()
         self._inbox: ZmqAsyncPullQueue[FrontendMsg] = ZmqAsyncPullQueue(args.zmq_frontend_addr, Codec(FrontendMsg))
@@ -297,8 +297,8 @@ class FrontendManager:
 
     @property
     def entries(self) -> int:
-        """The number of open requests and questions. It must be 0 when the server is idle."""
-        return len(self._submissions) + len(self._questions)
+        """The number of open requests and queries. It must be 0 when the server is idle."""
+        return len(self._submissions) + len(self._queries)
 
     @property
     def stats(self) -> StatsMsg:
@@ -385,7 +385,7 @@ class FrontendManager:
     async def _ask(self, uid: int, sending: Awaitable[None]) -> ConversionReply | EngineView:
         self._idle.clear()
         try:
-            return await self._questions.ask(uid, sending)
+            return await self._queries.ask(uid, sending)
         finally:
             self._note_idle()
 
@@ -432,12 +432,12 @@ class FrontendManager:
         """End all open requests with an error, and accept no new ones."""
         self.failure = self.failure or cause
         failure = Failure(message=cause, code="server_failed", status=503)
-        self._questions.fail(failure)
+        self._queries.fail(failure)
         for uid, submission in self._submissions.items():
             submission.push(UserReply(uid=uid, finish_reason=FinishReason.ERROR, failure=failure))
 
     async def wait_idle(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds until no submission or question is open. Return whether none is."""
+        """Wait up to `timeout` seconds until no submission or query is open. Return whether none is."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout)
         return self._idle.is_set()
@@ -462,7 +462,7 @@ class FrontendManager:
                     if (submission := self._submissions.get(msg.uid)) is not None:
                         submission.push(msg)
                 elif isinstance(msg, ConversionReply | EngineView):
-                    self._questions.answer(msg)
+                    self._queries.answer(msg)
                 elif isinstance(msg, StatsMsg | PrefixesMsg | LostMsg):
                     await self.dispatcher.note(msg)
                     if isinstance(msg, StatsMsg):

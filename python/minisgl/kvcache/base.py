@@ -52,7 +52,8 @@ class PrefixCache(ABC):
 
     A cache with `tiers` stores evicted pages there, and loads them when a request needs them. These copies are the
     `moves` of the next plan, so an evicted page can be reused at once. A loaded page may prove damaged: then the device
-    reads NaN. So the request that loaded it calls `vouch` after a finite result, and `lose` after a non-finite one.
+    reads NaN. So the request that loaded it calls `mark_intact` after a finite result, and `drop_damaged` after a
+    non-finite one.
     """
 
     tiers: Sequence[Tier] = ()
@@ -70,9 +71,9 @@ class PrefixCache(ABC):
         """Offer `pages`, which hold the first len(pages) * page_size tokens.
 
         Return the canonical pages of that prefix, or of the part that the cache accepts: a naive cache accepts none,
-        and no cache accepts pages behind a loaded page without a `vouch`. If the prefix was cached already, canonical
-        pages differ from the offered ones: the caller uses the canonical ones and frees its own. The cache owns all
-        other offered pages from now on.
+        and no cache accepts pages behind a loaded page that is not marked as intact. If the prefix was cached already,
+        canonical pages differ from the offered ones: the caller uses the canonical ones and frees its own. The cache
+        owns all other offered pages from now on.
         """
 
     @abstractmethod
@@ -102,17 +103,17 @@ class PrefixCache(ABC):
         """
         raise NotImplementedError("there are no tiers")
 
-    def vouch(self, handle: CacheHandle) -> None:  # noqa: B027, nothing to do without tiers
+    def mark_intact(self, handle: CacheHandle) -> None:  # noqa: B027, nothing to do without tiers
         """Record that a finite result was computed from this prefix, so its loaded pages are intact."""
 
-    def lose(self, handle: CacheHandle) -> bool:
-        """Drop the loaded pages of this prefix without a `vouch` and all pages below them, as damaged.
+    def drop_damaged(self, handle: CacheHandle) -> bool:
+        """Drop the loaded pages of this prefix that are not marked as intact, and all pages below them.
 
         Return false if there are none. Requests that have locked such pages keep them until they unlock.
         """
         return False
 
-    def is_lost(self, handle: CacheHandle) -> bool:
+    def is_damaged(self, handle: CacheHandle) -> bool:
         """Return whether a part of this prefix was dropped as damaged."""
         return False
 
@@ -131,11 +132,11 @@ class PrefixCache(ABC):
         """
         return NO_MOVES
 
-    def tell_prefixes(self) -> None:  # noqa: B027, a cache that keeps nothing has nothing to report
+    def report_prefixes(self) -> None:  # noqa: B027, a cache that keeps nothing has nothing to report
         """Make the next `take_changes` return all cached prefixes, and later calls only the changes."""
 
     def take_changes(self) -> dict[int, int]:
-        """Return the prefixes whose place has changed since the last call; none before `tell_prefixes`.
+        """Return the prefixes whose place has changed since the last call; none before `report_prefixes`.
 
         Keys are prefix hashes (`routing/prefixes.py`). Values are 0 for the device, i for `tiers[i - 1]`, and -1 for an
         evicted prefix.

@@ -29,7 +29,7 @@ DEVICE: Final = 0  # the place of pages that steps can read; tier i is place 1 +
 NOWHERE: Final = np.empty(0, np.int32)
 NO_HASHES: Final = np.empty(0, np.uint64)
 PART: Final = 32  # pages: a long edge is evicted in parts of at least this length, the last part first
-LOST: Final = b"\xff"  # suffix of the child key of a damaged node; token ids are not negative, so no key ends so
+DAMAGED: Final = b"\xff"  # suffix of the child key of a damaged node; token ids are not negative, so no key ends so
 MAX_SIBLINGS: Final = 64  # the most children that are searched for a text that ends within a page
 COMPARE_BLOCK: Final = 4096  # tokens per comparison, so that an early difference in a long key ends the scan
 
@@ -62,7 +62,7 @@ class RadixTreeNode:
     tried_at    timestamp at the last attempt to write the pages back; -1 if never
     depth       pages from the root up to and including this edge
     is_loaded   the pages came from a tier, and no finite result has confirmed them yet
-    is_lost     these pages or pages above are damaged: no request finds them, and they are freed once unlocked
+    is_damaged  these pages or pages above are damaged: no request finds them, and they are freed once unlocked
     """
 
     __slots__ = (
@@ -73,7 +73,7 @@ class RadixTreeNode:
         "hashes",
         "is_candidate",
         "is_loaded",
-        "is_lost",
+        "is_damaged",
         "key",
         "length",
         "page_names",
@@ -101,7 +101,7 @@ class RadixTreeNode:
         self.tried_at = -1
         self.is_candidate = [False] * num_places  # has an entry in the place's eviction queue
         self.is_loaded = False
-        self.is_lost = False
+        self.is_damaged = False
         self.depth: int = length + (parent.depth if parent else 0)
 
     @property
@@ -225,23 +225,23 @@ class RadixCacheManager(PrefixCache):
         assert not len(pages), f"load() was given {len(pages)} pages too many"
         return self._path_pages(handle.node)
 
-    def vouch(self, handle: CacheHandle) -> None:
+    def mark_intact(self, handle: CacheHandle) -> None:
         if self.tiers:
             for node in self._path(handle.node):
                 node.is_loaded = False
 
-    def lose(self, handle: CacheHandle) -> bool:
+    def drop_damaged(self, handle: CacheHandle) -> bool:
         top = next((node for node in self._path(handle.node) if node.is_loaded), None)
         if top is None:
             return False
-        if not top.is_lost:
+        if not top.is_damaged:
             assert top.parent is not None
             del top.parent.children[top.child_key]
-            while top.child_key in top.parent.children or not top.child_key.endswith(LOST):
-                top.child_key += LOST
+            while top.child_key in top.parent.children or not top.child_key.endswith(DAMAGED):
+                top.child_key += DAMAGED
             top.parent.children[top.child_key] = top
             for node in reversed(_subtree(top)):
-                node.is_lost = True
+                node.is_damaged = True
                 self._report(node, -1)
                 node.hashes = NO_HASHES
                 for place, tier in enumerate(self.tiers, 1):
@@ -249,9 +249,9 @@ class RadixCacheManager(PrefixCache):
                     self._remove(node, place)
         return True
 
-    def is_lost(self, handle: CacheHandle) -> bool:
-        lost: bool = handle.node.is_lost
-        return lost
+    def is_damaged(self, handle: CacheHandle) -> bool:
+        is_damaged: bool = handle.node.is_damaged
+        return is_damaged
 
     def write_back(self, num_pages: int, *, lasting: bool) -> int:
         count = 0
@@ -292,7 +292,7 @@ class RadixCacheManager(PrefixCache):
     def _store(self, node: RadixTreeNode, place: int) -> int:
         """Store a node's pages in a tier, where only older ones are evicted for them; return how many were stored."""
         tier = self.tiers[place - 1]
-        if len(node.places[place]) or node.is_lost or node.length > tier.spec.num_slots:
+        if len(node.places[place]) or node.is_damaged or node.length > tier.spec.num_slots:
             return 0
         while tier.free_size < node.length and (old := self._pop_oldest(place)) is not None:
             if old.timestamp > node.timestamp:
@@ -356,10 +356,10 @@ class RadixCacheManager(PrefixCache):
 
     # -- changes for a router
 
-    def tell_prefixes(self) -> None:
+    def report_prefixes(self) -> None:
         self._changes = {}
         for node in _subtree(self.root)[1:]:
-            if not node.is_lost:
+            if not node.is_damaged:
                 self._hash(node)
                 self._report(node, node.place)
 
@@ -467,7 +467,7 @@ class RadixCacheManager(PrefixCache):
         upper.ref_count = node.ref_count  # every lock at or below `node` passes through the upper part
         upper.places = [ids[:length].copy() for ids in node.places]
         upper.below = [int(len(ids) > 0) for ids in node.places]
-        upper.is_loaded, upper.is_lost, upper.tried_at = node.is_loaded, node.is_lost, node.tried_at
+        upper.is_loaded, upper.is_damaged, upper.tried_at = node.is_loaded, node.is_damaged, node.tried_at
         if node.page_names is not None:
             upper.page_names, node.page_names = node.page_names[:length].copy(), node.page_names[length:].copy()
         upper.hashes, node.hashes = node.hashes[:length].copy(), node.hashes[length:].copy()
@@ -580,7 +580,7 @@ class RadixCacheManager(PrefixCache):
             if parent is None or parent.children.get(node.child_key) is not node:
                 raise InvariantError(f"{where} is not its parent's child")
             page = node.key[: self.page_size].tobytes()
-            name = node.child_key.rstrip(LOST) if node.is_lost else node.child_key
+            name = node.child_key.rstrip(DAMAGED) if node.is_damaged else node.child_key
             if not (name.endswith(page) if parent is self.root else name == page):
                 raise InvariantError(f"{where} has the child key of other tokens")
             if len(node.key) != node.length * self.page_size or {len(x) for x in node.places} - {0, node.length}:

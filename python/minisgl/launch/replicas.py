@@ -123,7 +123,7 @@ class Replicas:
                 self._run(partial(self._replace, index, life))
 
     async def _replace(self, index: int, life: _Life) -> None:
-        await self._dispatcher.lose(life.number, has_died=True)
+        await self._dispatcher.remove(life.number, has_died=True)
         await self._end(life, 0.0)
         await self._start(index)
 
@@ -209,7 +209,7 @@ class Replicas:
         if not await self._dispatcher.drain(life.number, self._args.drain_timeout):
             return False  # it has died meanwhile, and is being restarted
         life.is_over = True
-        await self._dispatcher.lose(life.number, has_died=False)
+        await self._dispatcher.remove(life.number, has_died=False)
         await self._end(life, EXIT_S)
         logger.info("replica %d has ended", index)
         return True

@@ -88,7 +88,7 @@ class Router:
         """Add a `life` of replica number `index`, which then gets requests."""
         self.replicas[life] = Replica(life, index, now)
 
-    def lose(self, life: int, has_died: bool) -> bool:
+    def remove(self, life: int, has_died: bool) -> bool:
         """Remove `life`, and keep its requests for `move`. Return whether it was known."""
         replica = self.replicas.pop(life, None)
         if replica is None:

@@ -99,9 +99,9 @@ class CacheManager:
         if not req.is_loading:
             self.rows.set_pages(req, 0, req.pages)
 
-    def lose(self, req: Req) -> bool:
+    def drop_damaged(self, req: Req) -> bool:
         """Drop the pages that were loaded for `req`, whose logits are not finite; return false if there are none."""
-        return req.cache_handle is not None and self.prefix.lose(req.cache_handle)
+        return req.cache_handle is not None and self.prefix.drop_damaged(req.cache_handle)
 
     def detach(self, req: Req) -> None:
         """Undo `attach`."""
@@ -115,9 +115,9 @@ class CacheManager:
         request's copies are fenced: the newest batch that holds the row may still read them.
         """
         finite = self.rows.finite_len(req)
-        if not finite or self.prefix.is_lost(req.cache_handle):
+        if not finite or self.prefix.is_damaged(req.cache_handle):
             return
-        self.prefix.vouch(req.cache_handle)
+        self.prefix.mark_intact(req.cache_handle)
         count = finite // self.page_size
         if count <= req.cache_handle.num_pages:
             return

@@ -119,7 +119,8 @@ class Rows:
     def finite_len(self, req: Req) -> int:
         """Return how many tokens of `req` have K/V in its pages that has led to finite logits.
 
-        Finite logits of the last position vouch for all positions before; the newest token itself has no K/V yet.
+        Finite logits of the last position show that the K/V of all positions before it is intact. The newest token has
+        no K/V yet.
         """
         confirmed = int(self.confirmed_len[req.row])
         return confirmed - 1 if confirmed > len(req.ids) else 0

@@ -199,7 +199,7 @@ class DetokenizeManager:
         self.dropped += 1
         logger.error("dropped: " + what, uid)
 
-    def lose(self, life: int) -> None:
+    def ignore(self, life: int) -> None:
         """Drop all further messages from `life`, which is over. Its requests continue in other lives."""
         self._lost.add(life)
         self._stopped = {uid: by for uid, by in self._stopped.items() if by != life}

@@ -117,7 +117,7 @@ class Worker:
             case AbortMsg(uid) if uid in aborted:
                 to_backend.append(msg)
             case LostMsg(life):
-                self._detokenize.lose(life)
+                self._detokenize.ignore(life)
                 to_frontend.append(msg)
 
     def _report(self, is_idle: bool, to_frontend: list[FrontendMsg]) -> None:

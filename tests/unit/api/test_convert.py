@@ -1,4 +1,4 @@
-"""Questions to the tokenizer: what a message takes, bad messages, failures."""
+"""Queries to the tokenizer: what a message takes, bad messages, failures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.api.frontend import Questions
+from minisgl.api.frontend import Queries
 from minisgl.api.operations import encode_message
 from minisgl.api.protocol import ChatCompletionRequest, ChatMessage, TokenizeRequest
 from minisgl.api.requests import SamplingDefaults, chat_message
@@ -76,18 +76,18 @@ class TestWorker:
         assert reply.failure.code == "context_length_exceeded"
 
 
-def test_failure_reaches_every_waiting_question() -> None:
+def test_failure_reaches_every_waiting_query() -> None:
     async def run() -> None:
-        questions = Questions()
-        first, second = [asyncio.create_task(questions.ask(uid, asyncio.sleep(0))) for uid in (1, 2)]
+        queries = Queries()
+        first, second = [asyncio.create_task(queries.ask(uid, asyncio.sleep(0))) for uid in (1, 2)]
         await asyncio.sleep(0)
-        questions.answer(ConversionReply(uid=1, text="early"))
-        questions.answer(ConversionReply(uid=7))  # no question waits
-        questions.fail(Failure(message="the engine died", status=503))
+        queries.answer(ConversionReply(uid=1, text="early"))
+        queries.answer(ConversionReply(uid=7))  # no query waits
+        queries.fail(Failure(message="the engine died", status=503))
         assert await first == ConversionReply(uid=1, text="early")
         with pytest.raises(RequestError, match="the engine died") as failed:
             await second
         assert failed.value.status == 503
-        assert len(questions) == 0
+        assert len(queries) == 0
 
     asyncio.run(run())

@@ -174,8 +174,8 @@ def test_computed_pages_are_not_given_up_for_loaded_ones() -> None:
     assert (pages < 0).all()
     assert cache.load(handle, ids(20, 21)).tolist() == [20, 21]
     own = cache.insert_prefix(tokens, ids(30, 31, 32))
-    assert own.handle.num_pages == 0, "nobody has vouched for the loaded pages"
-    cache.vouch(handle)
+    assert own.handle.num_pages == 0, "the loaded pages are not known to be intact"
+    cache.mark_intact(handle)
     assert cache.insert_prefix(tokens, ids(30, 31, 32)).pages.tolist() == [20, 21, 32]
     moves = cache.take_moves()
     assert moves[["page", "slot", "kind"]].tolist() == [(10, 0, 0), (11, 1, 0), (12, 2, 0), (20, 0, 1), (21, 1, 1)]
@@ -191,7 +191,7 @@ def test_a_lost_prefix_is_not_found_and_leaves_when_unlocked() -> None:
     handle = cache.match_prefix(tokens).handle
     cache.lock_handle(handle)
     cache.load(handle, ids(20, 21))
-    assert cache.lose(handle) and cache.lose(handle) and cache.is_lost(handle)
+    assert cache.drop_damaged(handle) and cache.drop_damaged(handle) and cache.is_damaged(handle)
     cache.check_integrity()
     assert cache.tiers[0].free_size == 8 and cache.tiers[0].lost_pages == 2
     assert cache.match_prefix(tokens).handle.num_pages == 0

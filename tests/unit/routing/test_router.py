@@ -83,7 +83,7 @@ def test_known_prefixes_are_those_of_the_tree(seed: int, cache_type: str, tmp_pa
             h.scheduler.cache.flush()
             h.step()
         if turn % 50 == 49:  # another router
-            router.lose(0, has_died=False)
+            router.remove(0, has_died=False)
             router.open(0, 0, 0.0)
             h.io.inbox.append(TellPrefixesMsg())
             h.step()
@@ -97,7 +97,7 @@ def test_known_prefixes_are_those_of_the_tree(seed: int, cache_type: str, tmp_pa
             engine.slots[-1] = kept
             h._start(engine)
             h.io.send_prefixes = router.note_prefixes  # type: ignore[method-assign]
-            router.lose(0, has_died=False)
+            router.remove(0, has_died=False)
             router.open(0, 0, 0.0)
             h.io.inbox.append(TellPrefixesMsg())
             h.step()
@@ -182,9 +182,9 @@ def test_silent_and_draining_replicas_get_requests_only_if_there_are_no_others()
     assert [router.route(message([1]), now) for _ in range(3)] == [2, 2, 2]
     router.replicas[2].takes_requests = False
     assert router.route(message([1]), now) in (0, 1)
-    assert router.lose(0, has_died=True) and router.lose(1, has_died=True)
+    assert router.remove(0, has_died=True) and router.remove(1, has_died=True)
     assert router.route(message([1]), now) == 2
-    assert router.lose(2, has_died=False)
+    assert router.remove(2, has_died=False)
     assert router.route(message([1]), now) is None
 
 
@@ -198,8 +198,8 @@ def test_requests_of_a_lost_replica_go_on_with_their_tokens() -> None:
     for token in (7, 8):
         router.note_reply(UserReply(uid=begun.uid, output_ids=ids_to_bytes([token]), completion_tokens=token - 6))
     assert router.abort(aborted.uid) == [0]
-    assert router.lose(0, has_died=True)
-    assert not router.lose(0, has_died=True)
+    assert router.remove(0, has_died=True)
+    assert not router.remove(0, has_died=True)
     router.note_reply(UserReply(uid=begun.uid, output_ids=ids_to_bytes([9]), completion_tokens=3))  # was on its way
     end(router, ended)
     moved, ends = router.move(0, 0.0)
@@ -217,10 +217,10 @@ def test_a_request_ends_that_may_be_what_kills_replicas() -> None:
     life = router.route(msg, 0.0)
     for _ in range(MAX_DEATHS - 1):
         assert life is not None
-        router.lose(life, has_died=True)
+        router.remove(life, has_died=True)
         ((life, _),), _ = router.move(life, 0.0)
     assert life is not None
-    router.lose(life, has_died=True)
+    router.remove(life, has_died=True)
     moved, (ended,) = router.move(life, 0.0)
     assert not moved
     assert ended.failure is not None and ended.failure.status == 503
@@ -233,7 +233,7 @@ def test_counters_outlive_a_replica() -> None:
     for life in (0, 1):
         counts = StatsMsg(life=life, generation_tokens=10, running=3, pages_total=100, page_size=16, tiers=[tier])
         router.note_stats(counts, 0.0)
-    router.lose(0, has_died=True)
+    router.remove(0, has_died=True)
     router.open(2, 0, now=1.0)
     router.note_stats(StatsMsg(life=2, generation_tokens=1, running=1, pages_total=100, page_size=16), 1.0)
     router.note_stats(StatsMsg(life=0, generation_tokens=99), 1.0)  # too late

@@ -268,7 +268,7 @@ def test_a_request_goes_on_behind_the_tokens_of_a_lost_replica() -> None:
 
     text = said(step({7: ids[0], 8: ids[0]}, [begun, stops], []), life=0)
     assert manager.entries == 2  # 8 has ended here by its stop string, but not in the scheduler
-    manager.lose(0)
+    manager.ignore(0)
     assert manager.entries == 1
     late = [Finished(uid=7, reason=FinishReason.LENGTH)]
     assert said(step({7: ids[1]}, [], late), life=0) == ""
