@@ -19,7 +19,7 @@ with LLM(tp=2, threads=1, num_pages=64, device="cpu") as llm:
 """
 
 
-@pytest.mark.parametrize("way", ["file", "standard input"])
+@pytest.mark.parametrize("way", ["file", pytest.param("standard input", marks=pytest.mark.slow)])
 def test_ranks_start_without_a_guard(way: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-" if way == "standard input" else str(tmp_path / "script.py")]

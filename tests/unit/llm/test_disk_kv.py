@@ -59,8 +59,8 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         {},
         {"page_size": 1, "num_pages": 256},
         {"page_size": 4, "num_pages": 64, "overlap": True},
-        {"page_size": 64, "num_pages": 4, "mixed_batches": False},
-        {"dtype": "bfloat16"},
+        pytest.param({"page_size": 64, "num_pages": 4, "mixed_batches": False}, marks=pytest.mark.slow),
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
         {"quantization": "int8", "page_size": 128, "num_pages": 2},
         {"kv_cache_dtype": "fp8"},
         {"attention_backend": "cpu", "speculate": "ngram"},
@@ -99,7 +99,7 @@ def test_two_ranks_find_their_shards(tmp_path: Path, warnings: list[str]) -> Non
         LLM(**{**options, "tp": 1})
 
 
-@pytest.mark.parametrize("more", [{}, {"overlap": True}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"overlap": True}, pytest.param({"tp": 2}, marks=pytest.mark.slow)], ids=str)
 def test_loads_in_parts_change_nothing(
     more: dict[str, Any], disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,7 +123,7 @@ def scramble(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.slow)])
 def test_damaged_pages_are_computed(
     disk: dict[str, Any], tmp_path: Path, warnings: list[str], quantization: str
 ) -> None:
