@@ -96,10 +96,9 @@ def test_grammar_with_other_sampling_fields(http: httpx.Client) -> None:
     assert len(scored["tokens"]) == 4 and all(len(t) in (2, 3) for t in scored["top_logprobs"])
 
 
-def test_heavy_grammar_does_not_stall_streams(http: httpx.Client) -> None:
-    """It takes seconds to compile; meanwhile another stream goes on, and the client may leave."""
-    heavy = {"type": "object", "properties": {f"p{i}": {"pattern": "^(a|b){1,50}$"} for i in range(2000)}}
-    slow = {"prompt": "x", "max_tokens": 3, "guided_json": heavy}
+def longest_pause(http: httpx.Client, schema: dict[str, Any]) -> float:
+    """Return the longest pause of a stream while a grammar is compiled, as a part of the time that takes."""
+    slow = {"prompt": "x", "max_tokens": 3, "guided_json": schema}
     body = {"prompt": "Once upon a time", "ignore_eos": True, "stream": True}
     with ThreadPoolExecutor(1) as pool, http.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200, response.read()
@@ -111,8 +110,19 @@ def test_heavy_grammar_does_not_stall_streams(http: httpx.Client) -> None:
             times.append(time.monotonic())
         assert answer.result().status_code in (200, 400)
     seconds = time.monotonic() - times[0]
-    longest = max((after - before for before, after in pairwise(times)), default=seconds)
-    assert longest < seconds / 2, "the engine waited for the grammar"
+    return max((after - before for before, after in pairwise(times)), default=seconds) / seconds
+
+
+def test_heavy_grammar_does_not_stall_streams(http: httpx.Client) -> None:
+    """It takes seconds to compile; meanwhile another stream goes on, and the client may leave.
+
+    A busy machine may stop the stream as well, but not each time.
+    """
+    heavy = {"type": "object", "properties": {f"p{i}": {"pattern": "^(a|b){1,50}$"} for i in range(2000)}}
+    pauses: list[float] = []
+    while not pauses or min(pauses) > 0.5:
+        assert len(pauses) < 5, f"the engine waits for grammars: {pauses}"
+        pauses.append(longest_pause(http, heavy | {"title": str(len(pauses))}))
 
 
 def test_nothing_leaks(server: ServerProcess) -> None:
