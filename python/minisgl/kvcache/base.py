@@ -132,11 +132,11 @@ class PrefixCache(ABC):
         """
         return NO_MOVES
 
-    def report_prefixes(self) -> None:  # noqa: B027, a cache that keeps nothing has nothing to report
+    def track_changes(self) -> None:  # noqa: B027, a cache that keeps nothing has nothing to report
         """Make the next `take_changes` return all cached prefixes, and later calls only the changes."""
 
     def take_changes(self) -> dict[int, int]:
-        """Return the prefixes whose place has changed since the last call; none before `report_prefixes`.
+        """Return the prefixes whose place has changed since the last call; none before `track_changes`.
 
         Keys are prefix hashes (`routing/prefixes.py`). Values are 0 for the device, i for `tiers[i - 1]`, and -1 for an
         evicted prefix.

@@ -356,7 +356,7 @@ class RadixCacheManager(PrefixCache):
 
     # -- changes for a router
 
-    def report_prefixes(self) -> None:
+    def track_changes(self) -> None:
         self._changes = {}
         for node in _subtree(self.root)[1:]:
             if not node.is_damaged:

@@ -210,7 +210,7 @@ class Scheduler:
         while len(self.launched) > (0 if step is None or needs_tokens else self.depth):
             self.collect(self.launched.popleft())
         self.replies.flush()
-        self._report_prefixes()
+        self._send_prefixes()
         if step is None and not self.launched:
             self.grammars.wait(COMPILE_POLL_S)
         if self._check is not None:
@@ -220,7 +220,7 @@ class Scheduler:
         if (heartbeat := self.stats.heartbeat(self, time.monotonic())) is not None:
             self.io.send_stats(heartbeat)
 
-    def _report_prefixes(self) -> None:
+    def _send_prefixes(self) -> None:
         """Tell a router what has changed in the prefix cache, if one has asked."""
         if changes := self.cache.prefix.take_changes():
             hashes, places = np.array([*changes], np.uint64), np.array([*changes.values()], np.int8)
@@ -245,7 +245,7 @@ class Scheduler:
             case FlushCacheMsg():
                 self.cache.flush()
             case TellPrefixesMsg():
-                self.cache.prefix.report_prefixes()
+                self.cache.prefix.track_changes()
             case ViewMsg(uid):
                 self.io.send_view(engine_view(self, uid))
             case ExitMsg():
