@@ -107,7 +107,7 @@ def test_an_activation_is_left_to_the_next_layer(gate: str, has_bias: bool, rows
     want = reference.rms_norm(x.float(), norm.float(), 1e-6)
     want = reference.linear(want, up.dense(torch.float32), None if bias is None else bias.float(), gate)
     got = ops.linear(hidden, down)
-    assert isinstance(hidden, Unfinished) and hidden.products is not None, "no kernel has finished it"
+    assert isinstance(hidden, Unfinished) and hidden.work is not None, "no kernel has finished it"
     assert error(got, want @ down.dense(torch.float32).T) < 0.06
     assert error(hidden, want) < 0.05
     assert error(ops.linear(hidden, down), got) < 0.01, "the finished result is rounded once more"
@@ -153,9 +153,9 @@ def test_an_unfinished_result_is_finished_for_others():
     want, index = finish(*given), torch.tensor([3, 1])
     for read in (torch.clone, lambda x: x.index_select(0, index), lambda x: torch.zeros_like(want).copy_(x)):
         x = Unfinished(given)
-        assert x.shape == want.shape and x.dtype is want.dtype and len(x) == 5 and x.products is not None
+        assert x.shape == want.shape and x.dtype is want.dtype and len(x) == 5 and x.work is not None
         got = read(x)
-        assert type(got) is torch.Tensor and torch.equal(got, read(want)) and x.products is None
+        assert type(got) is torch.Tensor and torch.equal(got, read(want)) and x.work is None
     x = Unfinished(given)
     x.mul_(2)
     assert torch.equal(x, want * 2) and x.data_ptr() == x.finished().data_ptr()
@@ -175,9 +175,9 @@ def test_a_partial_result_is_left_to_the_norm_behind(rows: int, has_bias: bool):
     bias = torch.randn(48).half() if has_bias else None
     x[5, 7] = torch.nan
     left = ops.linear(x, down, bias)
-    assert isinstance(left, Unfinished) and left.products is not None
+    assert isinstance(left, Unfinished) and left.work is not None
     got, total = ops.add_norm_linear(left, residual.clone(), norm, 1e-6, qkv)
-    assert left.products is not None, "no kernel has finished it"
+    assert left.work is not None, "no kernel has finished it"
     assert type(got) is torch.Tensor and not got[5].isfinite().any() and not total[5].isfinite().any()
     want, want_total = ops.add_norm_linear(left.finished(), residual.clone(), norm, 1e-6, qkv)
     assert_close(got, want, rtol=0, atol=0, equal_nan=True)

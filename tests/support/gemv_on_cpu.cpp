@@ -1,9 +1,11 @@
-// Runs `gemv.cu` on a CPU: a thread for each thread of a CTA, and one CTA after another.
+// Runs `gemv.cu` on a CPU: a thread for each thread of all CTAs.
 //
 // Asynchronous copies happen when they are waited for. A read of weights beyond their end, a misaligned copy and a read
 // of x before the wait for the predecessor end the process.
 #include <algorithm>
+#include <atomic>
 #include <barrier>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -18,7 +20,7 @@
 #define __device__
 #define __forceinline__ inline
 #define __global__
-#define __shared__
+#define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
 #define __expf std::exp
@@ -68,10 +70,17 @@ void fp8_to_half(unsigned w, unsigned& low, unsigned& high) {
 
 // -- Threads
 
-std::unique_ptr<std::barrier<>> all_warps;
-std::vector<std::unique_ptr<std::barrier<>>> of_warp;
-void __syncwarp() { of_warp[threadIdx.x / 32]->arrive_and_wait(); }
-void wait_for_warps() { all_warps->arrive_and_wait(); }
+struct Cta {
+    std::barrier<> all_warps{WARPS * 32};
+    std::vector<std::unique_ptr<std::barrier<>>> of_warp;
+    unsigned a[32][32][4], b[32][32][2];                   // operands of the MMAs of all warps
+    __attribute__((aligned(16))) char any[32][32][16];     // what lanes give each other
+    __attribute__((aligned(16))) unsigned char shared[1 << 19];
+};
+thread_local Cta* cta;
+unsigned char* shared_memory() { return cta->shared; }
+void __syncwarp() { cta->of_warp[threadIdx.x / 32]->arrive_and_wait(); }
+void wait_for_warps() { cta->all_warps.arrive_and_wait(); }
 
 [[noreturn]] void fail(const char* what) {
     fprintf(stderr, "gemv.cu: %s\n", what);
@@ -85,6 +94,13 @@ uint2 load_from_l2(const unsigned short* from) {
     if (!has_waited) fail("x is read before the wait");
     return *(const uint2*)from;
 }
+unsigned load_from_l2(const unsigned* from) {
+    if (!has_waited) fail("the launch's number is read before the wait");
+    return *from;
+}
+struct Four;
+Four load_results(const unsigned* from);
+void store_result(unsigned* to, unsigned v) { std::atomic_ref(*to).store(v, std::memory_order_relaxed); }
 
 // -- Asynchronous copies
 
@@ -96,12 +112,16 @@ struct Copy {
 };
 thread_local std::vector<Copy> copies;
 thread_local std::deque<std::vector<Copy>> groups;
-const uint8_t *weights_begin, *weights_end;
+std::vector<std::pair<const uint8_t*, const uint8_t*>> weights;
+extern "C" void add_weights(const uint8_t* begin, long long size) { weights.push_back({begin, begin + size}); }
+bool are_weights(const uint8_t* begin, int size) {
+    return std::any_of(weights.begin(), weights.end(), [&](auto& w) { return begin >= w.first && begin + size <= w.second; });
+}
 
 template <int SIZE>
 void copy_async(void* to, const void* from, bool is_valid) {
     auto* begin = (const uint8_t*)from;
-    if (SIZE == 16 && is_valid && (begin < weights_begin || begin + SIZE > weights_end)) fail("no weights there");
+    if (SIZE == 16 && is_valid && !are_weights(begin, SIZE)) fail("no weights there");
     if ((uintptr_t)to % SIZE || (uintptr_t)from % SIZE) fail("a misaligned copy");
     memset(to, 0xff, SIZE);
     copies.push_back({to, from, SIZE, is_valid});
@@ -120,21 +140,21 @@ void wait_for_copies() {
 
 // -- What a warp does together
 
-unsigned a_of[32][32][4], b_of[32][32][2];
-
 // The fragments of mma.m16n8k16 (16 bits) and m16n8k32 (8 bits) in the PTX ISA: PER elements in a register.
 template <int PER, class T, class Element>
 void mma(T* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1, Element element) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     unsigned a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
-    memcpy(a_of[warp][lane], a, sizeof a), memcpy(b_of[warp][lane], b, sizeof b);
+    auto& a_of = cta->a[warp];
+    auto& b_of = cta->b[warp];
+    memcpy(a_of[lane], a, sizeof a), memcpy(b_of[lane], b, sizeof b);
     __syncwarp();
     for (int i = 0; i < 4; i++) {
         int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
         for (int k = 0; k < 8 * PER; k++) {
             int half = k / (4 * PER), t = k % (4 * PER) / PER;
-            unsigned weight = a_of[warp][row % 8 * 4 + t][half * 2 + row / 8];
-            c[i] += element(weight, k % PER, true) * element(b_of[warp][column * 4 + t][half], k % PER, false);
+            unsigned weight = a_of[row % 8 * 4 + t][half * 2 + row / 8];
+            c[i] += element(weight, k % PER, true) * element(b_of[column * 4 + t][half], k % PER, false);
         }
     }
     __syncwarp();
@@ -152,8 +172,7 @@ void mma_bytes(int* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsig
 
 template <class T, class Join>
 T over_warp(T v, Join join) {
-    static T all[32][32];
-    T* mine = all[threadIdx.x / 32];
+    T* mine = (T*)cta->any[threadIdx.x / 32];
     mine[threadIdx.x % 32] = v;
     __syncwarp();
     T result = mine[0];
@@ -173,23 +192,29 @@ float sum_of_warp(float v) {
 
 #include SOURCE
 
-__attribute__((aligned(16))) u8 shared[1 << 19];
+Four load_results(const unsigned* from) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));  // leave the processor to those that are computing
+    Four words;
+    for (int i = 0; i < 4; i++) words.v[i] = std::atomic_ref(((u32*)from)[i]).load(std::memory_order_relaxed);
+    return words;
+}
 
 extern "C" int shared_bytes() { return sizeof(Warp) * WARPS + sizeof(float) * WARPS; }
 
-extern "C" void run(const Arguments* arguments, int grid, long long weight_bytes) {
-    weights_begin = arguments->weight, weights_end = weights_begin + weight_bytes;
+extern "C" void run(const Arguments* arguments, int grid) {
     gridDim.x = grid;
-    all_warps = std::make_unique<std::barrier<>>(WARPS * 32);
-    of_warp.clear();
-    for (int i = 0; i < WARPS; i++) of_warp.push_back(std::make_unique<std::barrier<>>(32));
-    for (int cta = 0; cta < grid; cta++) {
-        memset(shared, 0xff, sizeof shared);
-        std::vector<std::jthread> threads;
-        for (int i = 0; i < WARPS * 32; i++)
+    std::vector<std::unique_ptr<Cta>> ctas;
+    std::vector<std::jthread> threads;
+    for (int i = 0; i < grid; i++) {
+        ctas.push_back(std::make_unique<Cta>());
+        Cta* own = ctas.back().get();
+        memset(own->shared, 0xff, sizeof own->shared);
+        for (int warp = 0; warp < WARPS; warp++) own->of_warp.push_back(std::make_unique<std::barrier<>>(32));
+        for (int thread = 0; thread < WARPS * 32; thread++)
             threads.emplace_back([=] {
-                threadIdx.x = i, blockIdx.x = cta;
+                threadIdx.x = thread, blockIdx.x = i, cta = own;
                 gemv(*arguments);
             });
     }
+    threads.clear();  // joins them
 }

@@ -1,23 +1,26 @@
-"""Compiles and launches `gemv.cu`, the GEMV with quantized weights for Hopper in CUDA C++."""
+"""Compiles and launches `gemv.cu`, chains of GEMVs with quantized weights for Hopper in CUDA C++."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
 import logging
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
-from torch import Tensor, empty, empty_like
+from torch import Tensor, empty
 from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 
 from minisgl.ops.quantized import Quantized
 from minisgl.rounding import ceil_div, round_up
+from minisgl.triton.epilogue import Unfinished, finished
 from minisgl.triton.launch import is_noted
 from minisgl.triton.linear import Norm
+from minisgl.triton.quantized_gemv import quantized_gemv
 
 logger = logging.getLogger(__name__)
 _warn_once = cache(logger.warning)  # once, not once per shape
@@ -29,6 +32,7 @@ MAX_INPUTS: Final = 25600  # a warp's columns of x must fit in its registers
 MAX_OUTPUTS: Final = 256  # per CTA: one per thread of its WARPS
 GATES: Final = ("", "silu", "gelu_tanh")  # indexed by GATE in `gemv.cu`
 MAX_WARPS: Final = 20  # MAX_THREADS in `gemv.cu`
+MAX_LINKS: Final = 4  # of a chain: o, gate and up, down, the next layer's qkv
 REGISTERS: Final = 1 << 16  # per SM
 # Shared memory of a CTA with a norm and of one without, in bytes. In a layer, GEMVs with and without a norm alternate.
 # One CTA of each kind fits on an SM, so that the next GEMV can prefetch its weights. Two CTAs of one kind must not fit:
@@ -36,18 +40,27 @@ REGISTERS: Final = 1 << 16  # per SM
 # more than half of the shared memory, and one without a norm has idle warps that take more than half of the registers.
 SHARED_MEMORY: Final = {True: 118 << 10, False: 107 << 10}
 MORE_THAN_HALF: Final = 114 << 10
+CHAIN_MEMORY: Final = 184 << 10  # of a CTA of a chain, beside which a CTA of decode attention fits
 
 _SHARED_MEMORY_CARVEOUT: Final = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 
 
-class Arguments(ctypes.Structure):
-    """`struct Arguments` in `gemv.cu`."""
+class _Link(ctypes.Structure):
+    """`struct Link` in `gemv.cu`."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "residual", "total", "norm_weight", "weight", "scale", "zeros")),
-        *((name, ctypes.c_void_p) for name in ("bias", "out")),
+        *((name, ctypes.c_void_p) for name in ("weight", "scale", "zeros", "bias", "norm_weight", "total", "results")),
         ("n_out", ctypes.c_int),
         ("eps", ctypes.c_float),
+    ]
+
+
+class Arguments(ctypes.Structure):
+    """`struct Arguments` in `gemv.cu`, which has as many links as the chain."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "residual", "out", "launch")),
+        ("links", _Link * MAX_LINKS),
     ]
 
 
@@ -79,9 +92,105 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL] | None:
         return None
 
 
-def supports(x: Tensor, weight: Quantized) -> bool:
-    """Whether `cuda_gemv` has a kernel: for per-row scales with 8 bits, and for groups of 128 columns with 4 bits."""
-    kind, n_in, floats = weight.format, weight.shape[1], (torch.bfloat16, torch.float16)
+class Total:
+    """x + residual [1, K], which a link stores when a chain with it runs."""
+
+    def __init__(self, stored: Tensor) -> None:
+        self.stored, self.shape, self.dtype, self.device = stored, stored.shape, stored.dtype, stored.device
+        self.chain: Chain | None = None  # until it runs
+
+    def finish(self) -> Tensor:
+        if self.chain is not None:
+            self.chain.finish()
+        return self.stored
+
+
+class Link(NamedTuple):
+    """A GEMV of a chain: x [1, K] -> f(norm(x + residual)) W^T + b [1, N]."""
+
+    weight: Quantized
+    bias: Tensor | None = None
+    gate: str = ""
+    norm: Norm | None = None
+    total: Total | None = None  # if there is a residual
+
+    @property
+    def n_out(self) -> int:
+        return self.weight.shape[0] // (2 if self.gate else 1)
+
+
+class Chain(NamedTuple):
+    """GEMVs for a row x [1, K], each of which reads the result of the one before, as one kernel."""
+
+    x: Tensor
+    links: tuple[Link, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return 1, self.links[-1].n_out
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    def takes(self, link: Link) -> bool:
+        """Whether the kernel can go on with `link`, whose residual must be the sum of the norm before."""
+        if len(self.links) == MAX_LINKS or link.weight.format != self.links[0].weight.format:
+            return False
+        most = torch.cuda.get_device_properties(self.device).multi_processor_count * MAX_OUTPUTS
+        if any(each.n_out > most for each in (*self.links, link)):
+            return False
+        totals = [each.total for each in self.links if each.norm is not None]
+        if link.norm is None or not totals:
+            return True
+        residual = link.norm.residual
+        return isinstance(residual, Unfinished) and residual.work is totals[-1]
+
+    def finish(self) -> Tensor:
+        """Launch the kernel, and return the last link's result [1, N]."""
+        x, links = self
+        out = empty(self.shape, dtype=x.dtype, device=x.device)
+        results = (
+            None if len(links) == 1 else _results(x.device, results_size(links), tuple(link.n_out for link in links))
+        )
+        num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+        defines, arguments, grid, shared = plan_launch(self, out, results, num_sms)
+        for link in links:
+            if link.total is not None:
+                link.total.chain = None
+        load = partial(_load, x.device, **defines)
+        if is_noted((x.device, *defines.items()), load):
+            return out
+        kernel, libraries = load(), _libraries()
+        if kernel is None or libraries is None:
+            return self._finish_by_triton()
+        function, registers = kernel
+        warps = WARPS
+        if len(links) == 1 and links[0].norm is None:  # take more than half of the registers (see SHARED_MEMORY)
+            warps = max(WARPS, min(MAX_WARPS, REGISTERS // (2 * 32 * round_up(registers, 8)) + 1))
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        config = _LaunchConfig(grid, 1, 1, warps * 32, 1, 1, shared, stream, ctypes.pointer(_PDL), 1)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        launch = libraries[0].cuLaunchKernelEx
+        _check(launch(ctypes.byref(config), ctypes.c_void_p(function), pointers, None), "cuLaunchKernelEx")
+        return out
+
+    def _finish_by_triton(self) -> Tensor:
+        x = self.x
+        for weight, bias, gate, norm, total in self.links:
+            x, stored = quantized_gemv(x, weight, bias, gate, norm)
+            if total is not None:
+                total.stored = stored
+        return x
+
+
+def supports(x: Tensor, link: Link) -> bool:
+    """Whether there is a kernel: for per-row scales with 8 bits, and for groups of 128 columns with 4 bits."""
+    kind, n_in, floats = link.weight.format, link.weight.shape[1], (torch.bfloat16, torch.float16)
     if kind.bits == 8:
         is_supported = kind.group == 0 and n_in % UNIT == 0 and kind.scale_dtype is torch.float32
     else:
@@ -92,6 +201,7 @@ def supports(x: Tensor, weight: Quantized) -> bool:
         and n_in <= MAX_INPUTS
         and x.is_cuda
         and x.dtype in floats
+        and (link.norm is None or link.norm.weight.dtype == x.dtype)
         and torch.cuda.get_device_capability(x.device) == (9, 0)
         and _libraries() is not None
     )
@@ -100,36 +210,67 @@ def supports(x: Tensor, weight: Quantized) -> bool:
 class Launch(NamedTuple):
     """`gemv.cu`'s macros and arguments, its number of CTAs, and the shared memory of each in bytes."""
 
-    defines: dict[str, int]
+    defines: dict[str, int | str]
     arguments: Arguments
     grid: int
     shared: int
 
 
-def plan_launch(
-    x: Tensor, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None, total: Tensor, out: Tensor,
-    num_sms: int,
-) -> Launch:  # fmt: skip
-    """Choose the sizes: a warp's ring has as many stages as fit, and a stage one or two units."""
-    kind, n_in, n_out = weight.format, weight.shape[1], out.shape[1]
-    grid = num_sms * ceil_div(n_out, num_sms * MAX_OUTPUTS)
-    rows = ceil_div(ceil_div(n_out, grid), 8 if gate else 16) * 16
-    warp_units = ceil_div(n_in * kind.bits // 8, UNIT * WARPS)
-    units = 2 if kind.bits == 4 or warp_units % 2 == 0 else 1
-    blocks = ceil_div(ceil_div(warp_units, units) * units * (512 // kind.bits), 128)
+def results_size(links: Sequence[Link]) -> int:
+    """Return how many 32-bit words the launch's number and the results of all links but the last take."""
+    return 4 + sum(round_up(link.n_out, 4) for link in links[:-1])
+
+
+@cache
+def _results(device: torch.device, size: int, sizes: tuple[int, ...]) -> Tensor:
+    """Return what chains with links of these `sizes` pass on. Each launch must write all of it."""
+    # If allocated during a capture, they would be filled at each replay.
+    assert not torch.cuda.is_current_stream_capturing(), "run once before capturing"
+    results = torch.zeros(size, dtype=torch.int32, device=device)
+    results[0] = 1  # a launch's number, which no result has yet
+    return results
+
+
+def plan_launch(chain: Chain, out: Tensor, results: Tensor | None, num_sms: int) -> Launch:
+    """Choose the sizes: a warp's ring has as many stages as fit, and a stage one or two units.
+
+    A chain of several links needs `results` [results_size] int32.
+    """
+    x, links = chain
+    first, kind, is_single = links[0], links[0].weight.format, len(links) == 1
+    grid = num_sms * ceil_div(first.n_out, num_sms * MAX_OUTPUTS) if is_single else num_sms
+    rows = [ceil_div(ceil_div(link.n_out, grid), 8 if link.gate else 16) * 16 for link in links]
+    warp_units = [ceil_div(link.weight.shape[1] * kind.bits // 8, UNIT * WARPS) for link in links]
+    units = 2 if kind.bits == 4 or not is_single or warp_units[0] % 2 == 0 else 1
+    blocks = max(ceil_div(ceil_div(n, units) * units * (512 // kind.bits), 128) for n in warp_units)
     # Of a warp's x, group scales and sums, `struct Warp` in `gemv.cu`, and its part of what the CTA has behind them.
-    other = round_up(blocks * 264 + rows * 4, 32) + 16
+    other = round_up(blocks * 264 + (max(rows[::2]) + max(rows[1::2], default=0)) * 4, 32) + 16
     stage = units * (16 * UNIT + (64 if kind.bits == 4 else 0))
-    stages = (SHARED_MEMORY[norm is not None] // WARPS - other) // stage
-    defines = {
-        "WARPS": WARPS, "BITS": kind.bits, "IS_FP8": kind.name == "fp8", "N_IN": n_in, "UNITS": units, "STAGES": stages,
-        "ROWS": rows, "HAS_NORM": norm is not None, "GATE": GATES.index(gate), "HAS_ZEROS": weight.zeros is not None,
-        "IS_HALF": x.dtype == torch.float16, "SCALE_IS_HALF": kind.scale_dtype == torch.float16,
+    limit = SHARED_MEMORY[first.norm is not None] if is_single else CHAIN_MEMORY
+    stages = (limit // WARPS - other) // stage
+    shapes = (
+        f"{{{link.weight.shape[1]},{n},{'false' if link.norm is None else 'true'},{GATES.index(link.gate)}}}"
+        for link, n in zip(links, rows, strict=True)
+    )
+    defines: dict[str, int | str] = {
+        "WARPS": WARPS, "BITS": kind.bits, "IS_FP8": int(kind.name == "fp8"), "UNITS": units, "STAGES": stages,
+        "SHAPES": ",".join(shapes), "HAS_ZEROS": int(kind.has_zeros), "IS_HALF": int(x.dtype == torch.float16),
+        "SCALE_IS_HALF": int(kind.scale_dtype == torch.float16),
     }  # fmt: skip
-    residual, norm_weight, eps = norm or (None, None, 0.0)
-    tensors = (x, residual, total, norm_weight, weight.data, weight.scale, weight.zeros, bias, out)
-    arguments = Arguments(*(None if t is None else t.data_ptr() for t in tensors), n_out, eps)
-    return Launch({name: int(n) for name, n in defines.items()}, arguments, grid, WARPS * (other + stages * stage))
+
+    def address(tensor: Tensor | None, word: int = 0) -> int | None:
+        return None if tensor is None else tensor.data_ptr() + 4 * word
+
+    residual = next((link.norm.residual for link in links if link.norm is not None), None)
+    arguments = Arguments(*map(address, (x, residual, out, results)))
+    for i, link in enumerate(links):
+        weight, total, (_, norm_weight, eps) = link.weight, link.total, link.norm or (None, None, 0.0)
+        stored = None if total is None else total.stored
+        tensors = weight.data, weight.scale, weight.zeros, link.bias, norm_weight, stored
+        to = address(results, results_size(links[: i + 1]))
+        arguments.links[i] = _Link(*map(address, tensors), to, link.n_out, eps)
+    shared = WARPS * (other + stages * stage)
+    return Launch(defines, arguments, grid, max(shared, MORE_THAN_HALF) if first.norm is not None else shared)
 
 
 def _check(code: int, what: str) -> None:
@@ -156,7 +297,7 @@ def compile_source(nvrtc: ctypes.CDLL, source: bytes, options: list[bytes]) -> b
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def find_or_compile(nvrtc: ctypes.CDLL, defines: dict[str, int]) -> bytes:
+def find_or_compile(nvrtc: ctypes.CDLL, defines: dict[str, int | str]) -> bytes:
     """Return the cubin from Triton's cache, where a digest precedes it, or compile it.
 
     Raises `RuntimeError` and `OSError`.
@@ -177,8 +318,8 @@ def find_or_compile(nvrtc: ctypes.CDLL, defines: dict[str, int]) -> bytes:
 
 
 @cache
-def _load(device: torch.device, **defines: int) -> tuple[int, int] | None:
-    """Return a kernel's handle and its warps per CTA, or None if it cannot be compiled or loaded."""
+def _load(device: torch.device, **defines: int | str) -> tuple[int, int] | None:
+    """Return a kernel's handle and its registers per thread, or None if it cannot be compiled or loaded."""
     libraries = _libraries()
     assert libraries is not None, "supports() asks for them"
     try:
@@ -189,32 +330,26 @@ def _load(device: torch.device, **defines: int) -> tuple[int, int] | None:
     except (OSError, RuntimeError) as error:
         _warn_once("one row takes Triton's kernel, because gemv.cu cannot be compiled or loaded: %s", str(error))
         return None
-    # Without a norm: enough warps to take more than half of the registers (see SHARED_MEMORY).
-    warps = min(MAX_WARPS, REGISTERS // (2 * 32 * round_up(registers, 8)) + 1)
-    return function, (WARPS if defines["HAS_NORM"] else max(WARPS, warps))
+    return function, registers
 
 
 def cuda_gemv(
     x: Tensor, weight: Quantized, bias: Tensor | None, gate: str = "", norm: Norm | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """x [1, K] -> (out [1, N], x + residual [1, K], or x itself without a residual); None if there is no kernel."""
-    if not supports(x, weight):
+    """x [1, K] -> (out [1, N], x + residual [1, K], or x itself without a residual); None if there is no kernel.
+
+    Both may be `Unfinished`: nothing is launched until a reader asks, or a projection follows that attention reads.
+    """
+    link = Link(weight, bias, gate, norm)
+    if not supports(x, link):
         return None
-    out = empty((1, weight.shape[0] // (2 if gate else 1)), dtype=x.dtype, device=x.device)
-    total = x if norm is None or norm.residual is None else empty_like(x)
-    num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-    defines, arguments, grid, shared = plan_launch(x, weight, bias, gate, norm, total, out, num_sms)
-    load = partial(_load, x.device, **defines)
-    if is_noted((x.device, *defines.items()), load):
-        return out, total
-    kernel, libraries = load(), _libraries()
-    if kernel is None or libraries is None:
-        return None
-    function, warps = kernel
-    shared = max(shared, MORE_THAN_HALF) if norm is not None else shared
-    stream = torch.cuda.current_stream(x.device).cuda_stream
-    config = _LaunchConfig(grid, 1, 1, warps * 32, 1, 1, shared, stream, ctypes.pointer(_PDL), 1)
-    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-    launch = libraries[0].cuLaunchKernelEx
-    _check(launch(ctypes.byref(config), ctypes.c_void_p(function), pointers, None), "cuLaunchKernelEx")
-    return out, total
+    chain = x.work if isinstance(x, Unfinished) else None
+    if not isinstance(chain, Chain) or not chain.takes(link):
+        chain = Chain(finished(x))
+    if norm is not None and norm.residual is not None:
+        link = link._replace(total=Total(empty(x.shape, dtype=x.dtype, device=x.device)))
+    chain = Chain(chain.x, (*chain.links, link))
+    out, total = Unfinished(chain), x
+    if link.total is not None:
+        link.total.chain, total = chain, Unfinished(link.total)
+    return (out if gate or norm is None else out.finished()), total

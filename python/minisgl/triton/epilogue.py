@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -85,6 +86,20 @@ def finish(
     return out
 
 
+class Work(Protocol):
+    """What is left to do for a result."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+
+    def finish(self) -> Tensor:
+        """Return the result."""
+
+
 class Products(NamedTuple):
     """The arguments of `finish`."""
 
@@ -95,31 +110,42 @@ class Products(NamedTuple):
     scales: tuple[Tensor, Tensor]
     bias: Tensor | None
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.x.shape[1] // (2 if self.gate else 1)
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    def finish(self) -> Tensor:
+        return finish(*self)
+
 
 class Unfinished(Tensor):
-    """A GEMM's result [T, N] whose reader applies scales, bias and activation, which saves the kernel of `finish`.
+    """A result [T, N] whose reader may do the rest of the work with its own, which saves a kernel.
 
-    The kernels of `quantized.py` that quantize rows read `products`. Any other reader, PyTorch's ops and communicators
-    included, gets the result of `finish`, which is called once; `products` is then None. A result that is read after
-    the end of a CUDA graph must be finished inside the graph.
+    The kernels that quantize rows (`quantized.py`) take a GEMM's `Products`: they apply scales, bias and activation.
+    The GEMV that follows one or more GEMVs makes them one kernel (`cuda_gemv.py: Chain`). Any other reader, PyTorch's
+    ops and communicators included, gets the result of `work.finish`, which is called once; `work` is then None. A
+    result that is read after the end of a CUDA graph must be finished inside the graph.
     """
 
     # Else results of ops would be of this class.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    products: Products | None
+    work: Work | None
 
     @staticmethod
-    def __new__(cls, products: Products) -> Unfinished:
-        shape = products.rows, products.x.shape[1] // (2 if products.gate else 1)
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=products.dtype, device=products.x.device)
+    def __new__(cls, work: Work) -> Unfinished:
+        return Tensor._make_wrapper_subclass(cls, work.shape, dtype=work.dtype, device=work.device)
 
-    def __init__(self, products: Products) -> None:
-        self.products = products
+    def __init__(self, work: Work) -> None:
+        self.work = work
 
     def finished(self) -> Tensor:
         """Return the result as an ordinary tensor, always the same one."""
-        if self.products is not None:
-            self._finished, self.products = finish(*self.products), None
+        if self.work is not None:
+            self._finished, self.work = self.work.finish(), None
         return self._finished
 
     def contiguous(self, *_: Any, **__: Any) -> Tensor:

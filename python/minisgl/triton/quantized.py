@@ -111,8 +111,8 @@ def split_rows(
     """
     rows, n = x.shape
     residual = None if norm is None else norm.residual
-    products = x.products if isinstance(x, Unfinished) and residual is not None else None
-    if products is None or products.gate:
+    products = x.work if isinstance(x, Unfinished) and residual is not None else None
+    if not isinstance(products, Products) or products.gate:
         x, scales, bias = finished(x), None, None
     else:
         x, scales, bias = products.x, products.scales, products.bias
@@ -299,8 +299,8 @@ def quantized_linear(
         return gemm(split, rows, parts, weight, bias, x.dtype, gate, config), total
     if kind.bits == 8:
         is_plain = norm is None and not kind.group and x.shape[1] <= MAX_GATED
-        products = x.products if is_plain and isinstance(x, Unfinished) else None
-        if products is not None and products.gate:
+        products = x.work if is_plain and isinstance(x, Unfinished) else None
+        if isinstance(products, Products) and products.gate:
             split = split_gated_rows(products)
         else:
             split = split_rows(x, norm, 1, scale_group=kind.group)

@@ -12,15 +12,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing here is for the interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
 from minisgl.ops import reference
-from minisgl.ops.quantized import Format
+from minisgl.ops.quantized import Format, Quantized
 from minisgl.triton import cuda_gemv
-from minisgl.triton.cuda_gemv import SHARED_MEMORY, SOURCE, plan_launch, supports
+from minisgl.triton.cuda_gemv import CHAIN_MEMORY, SHARED_MEMORY, SOURCE, Chain, Link, Total, plan_launch, supports
+from minisgl.triton.epilogue import Unfinished
 from minisgl.triton.launch import compile_ahead
 from minisgl.triton.linear import Norm
 
@@ -30,6 +32,32 @@ INT4 = Format(4, 128, scale_dtype=torch.bfloat16)
 WITH_ZEROS = Format(4, 128, has_zeros=True, scale_dtype=torch.float16)
 
 compiler = shutil.which("c++")
+
+
+def matrix(kind: Format, n_out: int, n_in: int) -> Quantized:
+    weight = kind.empty(n_out, n_in, torch.device("cpu"))
+    weight.round_from(torch.randn(weight.shape) * 0.02)
+    if weight.zeros is not None:
+        weight.zeros.copy_(torch.randint(6, 11, weight.zeros.shape))
+    return weight
+
+
+def run(chain: Chain, directory: Path, results: Tensor | None = None) -> Tensor:
+    """Run `gemv.cu` in two CTAs, compiled for this CPU."""
+    assert compiler is not None
+    out = torch.full(chain.shape, torch.nan, dtype=chain.dtype)
+    launch = plan_launch(chain, out, results, num_sms=2)
+    file = directory / f"{hash(tuple(launch.defines.items())):x}.so"
+    if not file.exists():
+        defines = [f"-D{name}={value}" for name, value in launch.defines.items()]
+        options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f'-DSOURCE="{SOURCE}"', *defines]
+        subprocess.run([compiler, *options, "-o", file, ON_CPU], check=True)
+    library = ctypes.CDLL(str(file))
+    assert library.shared_bytes() <= launch.shared <= max(*SHARED_MEMORY.values(), CHAIN_MEMORY)
+    for link in chain.links:
+        library.add_weights(ctypes.c_void_p(link.weight.data.data_ptr()), ctypes.c_longlong(link.weight.data.numel()))
+    library.run(ctypes.byref(launch.arguments), launch.grid)
+    return out
 
 
 @pytest.mark.skipif(compiler is None, reason="needs a C++ compiler")
@@ -51,37 +79,54 @@ def test_one_row(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     torch.manual_seed(0)
-    weight = kind.empty(n_out * (2 if gate else 1), n_in, torch.device("cpu"))
-    weight.round_from(torch.randn(weight.shape) * 0.02)
-    if weight.zeros is not None:
-        weight.zeros.copy_(torch.randint(6, 11, weight.zeros.shape))
+    weight = matrix(kind, n_out * (2 if gate else 1), n_in)
     x, residual = torch.randn(2, 1, n_in).to(dtype)
     norm_weight, bias = torch.rand(n_in).to(dtype), torch.randn(len(weight)).to(dtype)
     norm = Norm(residual if has_residual else None, norm_weight, 1e-6) if has_norm else None
-    out, total = torch.full((1, n_out), torch.nan, dtype=dtype), torch.full_like(x, torch.nan)
-    launch = plan_launch(x, weight, bias, gate, norm, total, out, num_sms=2)
-
-    defines = [f"-D{name}={value}" for name, value in launch.defines.items()]
-    options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f'-DSOURCE="{SOURCE}"', *defines]
-    assert compiler is not None
-    subprocess.run([compiler, *options, "-o", tmp_path / "gemv.so", ON_CPU], check=True)
-    library = ctypes.CDLL(str(tmp_path / "gemv.so"))
-    assert library.shared_bytes() <= launch.shared <= SHARED_MEMORY[has_norm]
-    library.run(ctypes.byref(launch.arguments), launch.grid, ctypes.c_longlong(weight.data.numel()))
+    total = Total(torch.full_like(x, torch.nan))
+    out = run(Chain(x, (Link(weight, bias, gate, norm, total if has_residual else None),)), tmp_path)
 
     dense = weight.dense(torch.float32)
     if norm is None:
         want = reference.linear(x.float(), dense, bias.float(), gate)
     else:
         summed = (x.float() + residual.float()).to(dtype) if has_residual else x
-        assert not has_residual or torch.equal(total, summed)
+        assert not has_residual or torch.equal(total.stored, summed)
         normed = reference.rms_norm(summed.float(), norm_weight.float(), 1e-6)
         want = reference.linear(normed, dense, bias.float(), gate)
     assert (out.float() - want).norm() < 0.003 * want.norm()
 
 
+@pytest.mark.skipif(compiler is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("kind", [FP8, INT8, WITH_ZEROS], ids=str)
+def test_chain(kind: Format, tmp_path: Path) -> None:
+    """One kernel for o, gate and up, down and qkv computes what four do, whatever an earlier launch has left."""
+    torch.manual_seed(0)
+    o, gate_up, down, qkv = (matrix(kind, *shape) for shape in ((512, 256), (512, 512), (512, 256), (40, 512)))
+    norm_weight, bias = torch.rand(512).bfloat16(), torch.randn(512).bfloat16()
+    results = torch.full((4 + 512 + 256 + 512,), 0xFFFF, dtype=torch.int32)
+    results[0] = 0xFFFF + 1
+    for _ in range(2):
+        x, residual = torch.randn(1, 256).bfloat16(), torch.randn(1, 512).bfloat16()
+        first, second = (Total(torch.full((1, 512), torch.nan).bfloat16()) for _ in range(2))
+        links = [
+            Link(o, bias),
+            Link(gate_up, None, "silu", Norm(residual, norm_weight, 1e-6), first),
+            Link(down),
+            Link(qkv, None, "", Norm(Unfinished(first), norm_weight, 1e-6), second),
+        ]
+        got, number = run(Chain(x, tuple(links)), tmp_path, results), int(results[0])
+        pairs = [(total.stored.clone(), total) for total in (first, second)]
+        want = x
+        for link in links:
+            want = run(Chain(want, (link,)), tmp_path)
+        assert (got - want).norm() < 0.01 * want.norm() and int(results[0]) == number
+        assert all((total - each.stored).norm() < 0.01 * total.norm() for total, each in pairs)
+        assert torch.equal(results[4:] & 0xFFFF, torch.full_like(results[4:], number - 1 & 0xFFFF))
+
+
 def test_a_cpu_has_no_such_kernel() -> None:
-    assert not supports(torch.zeros(1, 512).bfloat16(), FP8.empty(16, 512, torch.device("cpu")))
+    assert not supports(torch.zeros(1, 512).bfloat16(), Link(FP8.empty(16, 512, torch.device("cpu"))))
 
 
 def test_cubins_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -107,19 +152,32 @@ def test_cubins_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 
 def test_without_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """One warning, and Triton's kernel takes the row."""
+    """One warning, and Triton's kernels take the row, link by link."""
 
     def fail(nvrtc: object, defines: dict[str, int]) -> bytes:
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(cuda_gemv, "find_or_compile", fail)
-    monkeypatch.setattr(cuda_gemv, "supports", lambda x, weight: True)
+
+    def by_triton(x: Tensor, weight: Quantized, bias: object, gate: str, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        return x[:, :1] + torch.zeros(1, len(weight), dtype=x.dtype), x if norm is None else x + norm.residual
+
+    monkeypatch.setattr(cuda_gemv, "supports", lambda x, link: True)
     monkeypatch.setattr(cuda_gemv, "_libraries", lambda: (None, None))
+    monkeypatch.setattr(cuda_gemv, "quantized_gemv", by_triton)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    x, weights = torch.zeros(1, 512).bfloat16(), [FP8.empty(16 << i, 512, torch.device("cpu")) for i in (0, 10)]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    weights = [FP8.empty(n, 512, torch.device("cpu")) for n in (512, 16, 1 << 16)]
+    x, residual, ones = torch.full((1, 512), 2).bfloat16(), torch.ones(1, 512).bfloat16(), torch.ones(512).bfloat16()
+    first = cuda_gemv.cuda_gemv(x, weights[0], None)
     with caplog.at_level(logging.WARNING), compile_ahead():
-        assert cuda_gemv.cuda_gemv(x, weights[0], None) is not None, "noted, not launched"
-    assert not any(cuda_gemv.cuda_gemv(x, weight, None) for weight in weights * 2)
+        assert first is not None and first[0].shape == (1, 512)
+        assert torch.isfinite(first[0] + 0).shape == (1, 512), "noted, not launched"
+    for last in weights[1:]:
+        first = cuda_gemv.cuda_gemv(x, weights[0], None)
+        assert first is not None
+        both = cuda_gemv.cuda_gemv(first[0], last, None, "", Norm(residual, ones, 1e-6))
+        assert both is not None and (both[1] == 3).all() and (both[0] == 2).all()
     assert [record.message for record in caplog.records] == [
         "one row takes Triton's kernel, because gemv.cu cannot be compiled or loaded: no compiler"
     ]

@@ -1,34 +1,48 @@
-// GEMV with 8-bit or 4-bit weights for Hopper: y = f(norm(x + residual)) W^T for a single row x.
+// Chains of GEMVs with 8-bit or 4-bit weights for Hopper.
 //
-// There is one CTA per SM. Each computes the same number of outputs and leaves half of the SM to the next GEMV's CTA,
-// which prefetches its weights meanwhile. Each warp takes a slice of the columns and does not synchronize with the
-// others until their sums are added up: a lane copies with cp.async exactly the weights that it multiplies. One operand
-// of an MMA is 16 rows of weights, the other is x, repeated in all 8 columns (for int8, its two 8-bit parts in turn).
+// A GEMV is y = f(norm(x + residual)) W^T for a single row x, and each y is the next x. A chain may be a single GEMV.
 //
-// A unit is 64 bytes of each of 16 rows: lane 4 g + t copies 16 bytes, from byte 16 t on, of rows g and g + 8. A cell
-// is the 128 bytes in which 64 columns of x are stored: as float16, or as 64 high bytes followed by 64 low ones.
+// There is one CTA per SM, and each computes an equal share of every GEMV's outputs. Each warp takes a slice of the
+// columns and does not synchronize with the others until their sums are added up: a lane copies with cp.async exactly
+// the weights that it multiplies. Its ring of copies runs on from one GEMV to the next, so memory is busy while warps
+// wait for results. A result carries the launch's number in its low half: readers load it until the number is right. A
+// single GEMV's CTA leaves half of the SM to the next kernel's, which prefetches its weights meanwhile.
 //
-// Macros from the compiler's options: WARPS, BITS, IS_FP8, N_IN, UNITS (per stage), STAGES, ROWS (weight rows per CTA),
-// HAS_NORM, GATE (0 none, 1 SiLU, 2 GELU with tanh), HAS_ZEROS, IS_HALF (x is float16, else bfloat16), SCALE_IS_HALF
-// (of the scales of 4-bit weights).
+// One operand of an MMA is 16 rows of weights, the other is x, repeated in all 8 columns (for int8, its two 8-bit parts
+// in turn). A unit is 64 bytes of each of 16 rows: lane 4 g + t copies 16 bytes, from byte 16 t on, of rows g and g + 8.
+// A cell is the 128 bytes in which 64 columns of x are stored: as float16, or as 64 high bytes followed by 64 low ones.
+//
+// Macros from the compiler's options: WARPS, BITS, IS_FP8, UNITS (per stage), STAGES, SHAPES (a `Shape` for each GEMV),
+// HAS_ZEROS, IS_HALF (x is float16, else bfloat16), SCALE_IS_HALF (of the scales of 4-bit weights).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 
-#define WIDTH (N_IN * BITS / 8)  // bytes per row
-#define MAX_THREADS 640          // including idle warps
+struct Shape {
+    int n_in, rows;  // columns; weight rows per CTA, a multiple of 16
+    bool has_norm;
+    int gate;  // 0 none, 1 SiLU, 2 GELU with tanh
+};
+constexpr Shape shapes[] = {SHAPES};
+constexpr int COUNT = sizeof(shapes) / sizeof(Shape);
+constexpr int MAX_THREADS = COUNT > 1 ? WARPS * 32 : 640;  // including idle warps
+
+struct Link {
+    const u8 *weight;
+    const void *scale, *zeros;
+    const u16 *bias, *norm_weight;
+    u16 *total;    // x + residual, if there is a residual
+    u32 *results;  // of all GEMVs but the last
+    int n_out;
+    float eps;
+};
 
 struct Arguments {
     const u16 *x, *residual;
-    u16 *total;
-    const u16 *norm_weight;
-    const u8 *weight;
-    const void *scale, *zeros;
-    const u16 *bias;
     u16 *out;
-    int n_out;
-    float eps;
+    u32 *launch;  // its number; the next launch's is one more
+    Link links[COUNT];
 };
 
 struct Four {
@@ -56,6 +70,24 @@ __device__ __forceinline__ uint2 load_from_l2(const u16 *from) {
     uint2 v;
     asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory");
     return v;
+}
+__device__ __forceinline__ u32 load_from_l2(const u32 *from) {
+    u32 v;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+    return v;
+}
+__device__ __forceinline__ Four load_results(const u32 *from) {
+    Four f;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(f.v[0]), "=r"(f.v[1]), "=r"(f.v[2]), "=r"(f.v[3]) : "l"(from) : "memory");
+    return f;
+}
+__device__ __forceinline__ void store_result(u32 *to, u32 v) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
+}
+__device__ __forceinline__ u8 *shared_memory() {
+    extern __shared__ __align__(16) u8 shared[];
+    return shared;
 }
 __device__ __forceinline__ void fp8_to_half(u32 bytes, u32 &low, u32 &high) {
     asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
@@ -101,69 +133,129 @@ template <bool HALF>
 __device__ __forceinline__ float widen(u16 v) { return HALF ? from_half(v) : __uint_as_float((u32)v << 16); }
 __device__ __forceinline__ u16 narrow(float f) { return IS_HALF ? to_half(f) : to_bfloat(f); }
 
-constexpr int UNITS_IN_ROW = WIDTH / 64;
-constexpr int WARP_UNITS = (UNITS_IN_ROW + WARPS * UNITS - 1) / (WARPS * UNITS) * UNITS;
-constexpr int WARP_COLUMNS = WARP_UNITS * (512 / BITS);
-constexpr int BLOCKS = (WARP_COLUMNS + 127) / 128;  // of 128 columns, 4 per lane
-constexpr int STEPS = WARP_UNITS / UNITS;           // stages per tile
+// -- Sizes
+
+__device__ constexpr int width_of(int link) { return shapes[link].n_in * BITS / 8; }  // bytes per row
+__device__ constexpr int tile_of(int link) { return shapes[link].gate ? 8 : 16; }     // outputs; with a gate, 8 rows of gate and 8 of up
+__device__ constexpr int warp_units_of(int link) { return (width_of(link) / 64 + WARPS * UNITS - 1) / (WARPS * UNITS) * UNITS; }
+__device__ constexpr int warp_columns_of(int link) { return warp_units_of(link) * (512 / BITS); }
+__device__ constexpr int blocks_of(int link) { return (warp_columns_of(link) + 127) / 128; }  // of 128 columns, 4 per lane
+__device__ constexpr int max_blocks() {
+    int most = 0;
+    for (int i = 0; i < COUNT; i++) most = most > blocks_of(i) ? most : blocks_of(i);
+    return most;
+}
+__device__ constexpr int max_rows(int first) {  // of every second GEMV
+    int most = 0;
+    for (int i = first; i < COUNT; i += 2) most = most > shapes[i].rows ? most : shapes[i].rows;
+    return most;
+}
+__device__ constexpr int norms_before(int link) {
+    int count = 0;
+    for (int i = 0; i < link; i++) count += shapes[i].has_norm;
+    return count;
+}
+constexpr int BLOCKS = max_blocks(), EVEN_ROWS = max_rows(0), ODD_ROWS = max_rows(1);
 constexpr int SCALE_BYTES = BITS == 4 ? 2 * UNITS : 0;
 constexpr int STAGE_BYTES = UNITS * 1024 + 32 * SCALE_BYTES;
-constexpr int TILE = GATE ? 8 : 16;  // outputs per tile; with GATE its rows are 8 of gate, then 8 of up
 
 struct __align__(32) Warp {  // copies into rings that begin amid a 32-byte sector are slower
     u8 ring[STAGES * STAGE_BYTES];
     u8 x[BLOCKS * 256];
     float2 groups[BLOCKS];  // for 4-bit weights: scale, and what a zero point of 1 adds
-    float sums[ROWS];
+    float sums[EVEN_ROWS + ODD_ROWS];
 };
 
-// Copy the weights of a stage, and for 4-bit weights their scales and zero points.
-__device__ __forceinline__ void load(const Arguments &a, u8 *slot, int row, int last, int unit, int lane) {
-    int g = lane / 4, t = lane % 4;
-    long long low = min(row + g, last), high = GATE ? low + a.n_out : min(row + g + 8, last);
-    const u8 *from_low = a.weight + low * WIDTH + unit * 64 + t * 16;
-    const u8 *from_high = a.weight + high * WIDTH + unit * 64 + t * 16;
-#pragma unroll
-    for (int u = 0; u < UNITS; u++) {
-        copy_async<16>(slot + u * 1024 + lane * 16, from_low + u * 64, unit + u < UNITS_IN_ROW);
-        copy_async<16>(slot + u * 1024 + 512 + lane * 16, from_high + u * 64, unit + u < UNITS_IN_ROW);
-    }
-#if BITS == 4
-    if (HAS_ZEROS ? true : t < 2) {
-        const u8 *from = (const u8 *)(t < 2 ? a.scale : a.zeros) + (t % 2 ? high : low) * (N_IN / 64) + unit * 2;
-        copy_async<SCALE_BYTES>(slot + UNITS * 1024 + (t * 8 + g) * SCALE_BYTES, from, unit < UNITS_IN_ROW);
-    }
-#endif
+// -- Copies of weights
+
+struct Outputs {  // of this CTA
+    int first, last;
+};
+__device__ __forceinline__ Outputs outputs_of(const Link &link) {
+    return {(int)((long long)blockIdx.x * link.n_out / gridDim.x),
+            (int)((blockIdx.x + 1LL) * link.n_out / gridDim.x) - 1};
 }
 
-extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Arguments a) {
-    launch_dependents();
-    if (threadIdx.x >= WARPS * 32) return;  // idle warps only occupy registers
-    extern __shared__ __align__(16) u8 shared[];
-    Warp *warps = (Warp *)shared;
-    float *squares = (float *)(warps + WARPS);
-    int thread = (int)threadIdx.x, lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
-    Warp &my = warps[warp];
-    int first = (int)((long long)blockIdx.x * a.n_out / gridDim.x);
-    int last = (int)((blockIdx.x + 1LL) * a.n_out / gridDim.x) - 1;
-    int stages = (last - first + TILE) / TILE * STEPS, column = warp * WARP_COLUMNS;
+struct Cursor {  // the next stage to copy
+    const u8 *low, *high, *numbers;  // this lane's, in rows g and g + 8 of the tile, and its scale or zero point
+    int link, row, last, step, unit;
+    int steps, warp_units, width, tile;  // of the link
+};
 
-    // Before the wait, load only what no kernel writes: the first stages of weights, and parameters.
-    int row = first, step = 0, loaded = 0;
-    auto load_next = [&](int slot) {
-        if (loaded++ < stages) {
-            load(a, my.ring + slot * STAGE_BYTES, row, last, warp * WARP_UNITS + step * UNITS, lane);
-            if (++step == STEPS) step = 0, row += TILE;
+template <int I>
+__device__ __forceinline__ void set_link(const Arguments &a, Cursor &c) {
+    if constexpr (I < COUNT) {
+        if (c.link != I) return set_link<I + 1>(a, c);
+        Outputs own = outputs_of(a.links[I]);
+        c.row = own.first, c.last = own.last;
+        c.steps = warp_units_of(I) / UNITS, c.warp_units = warp_units_of(I), c.width = width_of(I), c.tile = tile_of(I);
+    }
+}
+
+__device__ __forceinline__ void set_tile(const Arguments &a, Cursor &c) {
+    const Link &link = a.links[c.link];
+    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    long long low = min(c.row + g, c.last), high = c.tile == 8 ? low + link.n_out : min(c.row + g + 8, c.last);
+    c.step = 0, c.unit = warp * c.warp_units;
+    c.low = link.weight + low * c.width + c.unit * 64 + t * 16;
+    c.high = link.weight + high * c.width + c.unit * 64 + t * 16;
+    if (BITS == 4) c.numbers = (const u8 *)(t < 2 ? link.scale : link.zeros) + (t % 2 ? high : low) * (c.width / 32) + c.unit * 2;
+}
+
+// Copy the weights of a stage, and for 4-bit weights their scales and zero points. Without any left, commit nothing.
+__device__ __forceinline__ void load_next(const Arguments &a, Cursor &c, u8 *slot) {
+    if (c.row <= c.last) {
+        int lane = (int)threadIdx.x % 32, units = c.width / 64;
+#pragma unroll
+        for (int u = 0; u < UNITS; u++) {
+            copy_async<16>(slot + u * 1024 + lane * 16, c.low + u * 64, c.unit + u < units);
+            copy_async<16>(slot + u * 1024 + 512 + lane * 16, c.high + u * 64, c.unit + u < units);
         }
-        commit();
-    };
-    for (int i = 0; i < STAGES; i++) load_next(i);
+#if BITS == 4
+        if (HAS_ZEROS ? true : lane % 4 < 2)
+            copy_async<SCALE_BYTES>(slot + UNITS * 1024 + (lane % 4 * 8 + lane / 4) * SCALE_BYTES, c.numbers, c.unit < units);
+        c.numbers += 2 * UNITS;
+#endif
+        c.low += 64 * UNITS, c.high += 64 * UNITS, c.unit += UNITS;
+        if (++c.step == c.steps) {
+            c.row += c.tile;
+            if (COUNT > 1 && c.row > c.last && c.link + 1 < COUNT) c.link++, set_link<0>(a, c);
+            set_tile(a, c);
+        }
+    }
+    commit();
+}
+
+// -- A GEMV
+
+struct State {
+    Warp *warps;
+    float *squares;
+    Cursor cursor;
+    int slot;
+    u32 launch;
+    uint2 total[BLOCKS];  // this warp's columns of the last x + residual
+};
+
+__device__ __forceinline__ u16 half_of(uint2 v, int i) { return (u16)((i < 2 ? v.x : v.y) >> (i % 2 * 16)); }
+
+template <int L>
+__device__ __forceinline__ void multiply(const Arguments &a, State &s) {
+    constexpr int N_IN = shapes[L].n_in, GATE = shapes[L].gate, TILE = tile_of(L), STEPS = warp_units_of(L) / UNITS;
+    constexpr int WARP_COLUMNS = warp_columns_of(L), BLOCKS = blocks_of(L), SUMS = L % 2 ? EVEN_ROWS : 0;
+    constexpr bool HAS_NORM = shapes[L].has_norm;
+    const Link &link = a.links[L];
+    int thread = (int)threadIdx.x, lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
+    Warp &my = s.warps[warp];
+    Outputs own = outputs_of(link);
+    int column = warp * WARP_COLUMNS, output = own.first + thread;
+
+    // Before x is there, load what no kernel writes.
     float scale[2] = {1.0f, 1.0f}, bias[2] = {0.0f, 0.0f};
-    int output = first + thread;
-    if (output <= last) {
+    if (output <= own.last) {
         for (int i = 0; i < (GATE ? 2 : 1); i++) {
-            if (BITS == 8) scale[i] = ((const float *)a.scale)[output + i * a.n_out];
-            if (a.bias) bias[i] = widen<IS_HALF>(a.bias[output + i * a.n_out]);
+            if (BITS == 8) scale[i] = ((const float *)link.scale)[output + i * link.n_out];
+            if (link.bias) bias[i] = widen<IS_HALF>(link.bias[output + i * link.n_out]);
         }
     }
     uint2 raw[BLOCKS], norm[HAS_NORM ? BLOCKS : 1] = {};
@@ -171,75 +263,126 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Argument
         int offset = block * 128 + lane * 4;
         return offset < WARP_COLUMNS && column + offset < N_IN;
     };
-#if HAS_NORM
+    if (HAS_NORM) {
 #pragma unroll
-    for (int i = 0; i < BLOCKS; i++) {
-        if (is_mine(i)) norm[i] = *(const uint2 *)(a.norm_weight + column + i * 128 + lane * 4);
+        for (int i = 0; i < BLOCKS; i++) {
+            if (is_mine(i)) norm[HAS_NORM ? i : 0] = *(const uint2 *)(link.norm_weight + column + i * 128 + lane * 4);
+        }
     }
-#endif
-    wait_for_predecessor();
+    if (L == 0) wait_for_predecessor();
 
     // Load this warp's columns of x, and store them in its cells.
-#pragma unroll
-    for (int i = 0; i < BLOCKS; i++) {
-        raw[i] = make_uint2(0, 0);
-        if (is_mine(i)) raw[i] = load_from_l2(a.x + column + i * 128 + lane * 4);
-    }
-    auto half_of = [](uint2 v, int i) { return (u16)((i < 2 ? v.x : v.y) >> (i % 2 * 16)); };
-    if (a.residual) {
-        uint2 other[BLOCKS];
+    constexpr bool IS_CARRIED = HAS_NORM && norms_before(L) > 0;
+    bool has_residual = HAS_NORM && (IS_CARRIED || a.residual);
+    uint2 other[HAS_NORM ? BLOCKS : 1] = {};
+    if (HAS_NORM && !IS_CARRIED && has_residual) {
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++) {
-            other[i] = make_uint2(0, 0);
-            if (is_mine(i)) other[i] = load_from_l2(a.residual + column + i * 128 + lane * 4);
+            if (is_mine(i)) other[HAS_NORM ? i : 0] = load_from_l2(a.residual + column + i * 128 + lane * 4);
         }
+    }
+    if (L == 0) {
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++) {
+            raw[i] = make_uint2(0, 0);
+            if (is_mine(i)) raw[i] = load_from_l2(a.x + column + i * 128 + lane * 4);
+        }
+        if (COUNT > 1) s.launch = load_from_l2(a.launch) & 0xffff;
+    } else {
+        const u32 *from = a.links[L ? L - 1 : 0].results + column + lane * 4;
+#pragma unroll
+        for (int first = 0; first < BLOCKS; first += 8) {  // 8 at a time, for the sake of registers
+            u32 missing = 0;
+#pragma unroll
+            for (int i = first; i < min(first + 8, BLOCKS); i++) {
+                raw[i] = make_uint2(0, 0);
+                missing |= is_mine(i) ? 1u << (i - first) : 0;
+            }
+            while (missing) {
+                Four got[8];
+#pragma unroll
+                for (int i = first; i < min(first + 8, BLOCKS); i++) {
+                    if (missing >> (i - first) & 1) got[i - first] = load_results(from + i * 128);
+                }
+#pragma unroll
+                for (int i = first; i < min(first + 8, BLOCKS); i++) {
+                    const u32 *v = got[i - first].v;
+                    u32 wrong = ((v[0] ^ s.launch) | (v[1] ^ s.launch) | (v[2] ^ s.launch) | (v[3] ^ s.launch)) & 0xffff;
+                    if (missing >> (i - first) & 1 && !wrong) {
+                        raw[i] = make_uint2(v[0] >> 16 | (v[1] & 0xffff0000), v[2] >> 16 | (v[3] & 0xffff0000));
+                        missing &= ~(1u << (i - first));
+                    }
+                }
+            }
+        }
+        __syncwarp();
+    }
+    if (has_residual) {
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) {
+            uint2 more = IS_CARRIED ? s.total[i] : other[HAS_NORM ? i : 0];
             u32 total[4];
             for (int j = 0; j < 4; j++)
-                total[j] = narrow(widen<IS_HALF>(half_of(raw[i], j)) + widen<IS_HALF>(half_of(other[i], j)));
+                total[j] = narrow(widen<IS_HALF>(half_of(raw[i], j)) + widen<IS_HALF>(half_of(more, j)));
             raw[i] = make_uint2(total[0] | total[1] << 16, total[2] | total[3] << 16);
-            if (blockIdx.x == 0 && is_mine(i)) *(uint2 *)(a.total + column + i * 128 + lane * 4) = raw[i];
+            if (blockIdx.x == 0 && is_mine(i)) *(uint2 *)(link.total + column + i * 128 + lane * 4) = raw[i];
         }
     }
+    if (HAS_NORM) {
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) s.total[i] = raw[i];
+    }
     float square = 0.0f, factor = 1.0f;  // this warp's sums are multiplied by `factor`
-    u32 most = 0;
+    u32 most = 0, block_most[BLOCKS];
     auto value = [&](int block, int j) {
         float v = widen<IS_HALF>(half_of(raw[block], j));
         return HAS_NORM ? v * widen<IS_HALF>(half_of(norm[HAS_NORM ? block : 0], j)) : v;
     };
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
-        u32 block_most = 0;
+        block_most[i] = 0;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             float v = widen<IS_HALF>(half_of(raw[i], j));
             square += v * v;
-            block_most = max(block_most, __float_as_uint(value(i, j)) & 0x7fffffff);  // NaN > any number, as an integer
+            block_most[i] = max(block_most[i], __float_as_uint(value(i, j)) & 0x7fffffff);  // NaN > any number, as an integer
         }
-        if (BITS == 4) {
-            block_most = most_of_warp(block_most);
-            float scale = fmaxf(__uint_as_float(block_most), 1e-30f) / 16256.0f;
-            if (block_most > 0x7f800000) scale = __uint_as_float(block_most);
-            float up = 1.0f / scale;
-            int q[4], sum = 0;
-#pragma unroll
-            for (int j = 0; j < 4; j++) sum += q[j] = __float2int_rn(value(i, j) * up);
-            sum = sum_of_warp(sum);
-            u32 high = 0, low = 0;
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                int part = (q[j] + 64) >> 7;
-                high |= (part & 255) << (8 * j);
-                low |= ((q[j] - part * 128) & 255) << (8 * j);
-            }
-            u8 *cell = my.x + (i * 2 + lane / 16) * 128 + lane % 16 * 4;
-            *(u32 *)cell = high;
-            *(u32 *)(cell + 64) = low;
-            if (lane == 0) my.groups[i] = make_float2(scale / 16.0f, scale * (float)sum);
-        }
-        most = max(most, block_most);
+        most = max(most, block_most[i]);
     }
+#if BITS == 4
+    // In three loops, since the latency of a sum over a warp is long.
+    int sums_of_groups[BLOCKS];
+#pragma unroll
+    for (int i = 0; i < BLOCKS; i++) block_most[i] = most_of_warp(block_most[i]);
+#pragma unroll
+    for (int i = 0; i < BLOCKS; i++) {
+        float scale = fmaxf(__uint_as_float(block_most[i]), 1e-30f) / 16256.0f;
+        if (block_most[i] > 0x7f800000) scale = __uint_as_float(block_most[i]);
+        block_most[i] = __float_as_uint(scale);
+        float up = 1.0f / scale;
+        int q[4], sum = 0;
+#pragma unroll
+        for (int j = 0; j < 4; j++) sum += q[j] = __float2int_rn(value(i, j) * up);
+        sums_of_groups[i] = sum;
+        u32 high = 0, low = 0;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            int part = (q[j] + 64) >> 7;
+            high |= (part & 255) << (8 * j);
+            low |= ((q[j] - part * 128) & 255) << (8 * j);
+        }
+        u8 *cell = my.x + (i * 2 + lane / 16) * 128 + lane % 16 * 4;
+        *(u32 *)cell = high;
+        *(u32 *)(cell + 64) = low;
+    }
+#pragma unroll
+    for (int i = 0; i < BLOCKS; i++) sums_of_groups[i] = sum_of_warp(sums_of_groups[i]);
+#pragma unroll
+    for (int i = 0; i < BLOCKS; i++) {
+        float scale = __uint_as_float(block_most[i]);
+        if (lane == 0) my.groups[i] = make_float2(scale / 16.0f, scale * (float)sums_of_groups[i]);
+    }
+#endif
     if (BITS == 8) {
         most = most_of_warp(most);
 #if IS_FP8
@@ -274,7 +417,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Argument
         }
     }
     square = sum_of_warp(square);
-    if (lane == 0) squares[warp] = square;
+    if (lane == 0) s.squares[warp] = square;
     __syncwarp();
 
     // Stream the weights.
@@ -284,7 +427,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Argument
     int sums[2][4] = {};
 #endif
     float low_sum = 0.0f, high_sum = 0.0f;
-    int slot = 0;
+    int stages = (own.last - own.first + TILE) / TILE * STEPS, slot = s.slot;
     auto four = [](const u8 *from) { return *(const Four *)from; };
 #pragma unroll 1
     for (int stage = 0, done = 0, row_of_tile = 0; stage < stages; stage++) {
@@ -336,7 +479,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Argument
 #endif
         }
         if (BITS == 4) __syncwarp();
-        load_next(slot);
+        load_next(a, s.cursor, my.ring + slot * STAGE_BYTES);
         slot = slot + 1 == STAGES ? 0 : slot + 1;
         if (++done == STEPS) {
 #if IS_FP8
@@ -345,7 +488,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Argument
             low_sum = ((float)(sums[0][0] + sums[1][0]) * 128.0f + (float)(sums[0][1] + sums[1][1])) * factor;
             high_sum = ((float)(sums[0][2] + sums[1][2]) * 128.0f + (float)(sums[0][3] + sums[1][3])) * factor;
 #endif
-            if (t == 0) my.sums[row_of_tile + g] = low_sum, my.sums[row_of_tile + g + 8] = high_sum;
+            if (t == 0) my.sums[SUMS + row_of_tile + g] = low_sum, my.sums[SUMS + row_of_tile + g + 8] = high_sum;
             low_sum = high_sum = 0.0f;
 #if BITS == 8
 #pragma unroll
@@ -354,18 +497,19 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Argument
             done = 0, row_of_tile += 16;
         }
     }
+    s.slot = slot;
     wait_for_warps();
 
-    if (output <= last) {
+    if (output <= own.last) {
         float norm_factor = 1.0f, result[2] = {0.0f, 0.0f};
         if (HAS_NORM) {
             float sum = 0.0f;
-            for (int w = 0; w < WARPS; w++) sum += squares[w];
-            norm_factor = rsqrtf(sum / (float)N_IN + a.eps);
+            for (int w = 0; w < WARPS; w++) sum += s.squares[w];
+            norm_factor = rsqrtf(sum / (float)N_IN + link.eps);
         }
         for (int i = 0; i < (GATE ? 2 : 1); i++) {
             int r = GATE ? thread / 8 * 16 + thread % 8 + 8 * i : thread;
-            for (int w = 0; w < WARPS; w++) result[i] += warps[w].sums[r];
+            for (int w = 0; w < WARPS; w++) result[i] += s.warps[w].sums[SUMS + r];
             result[i] = result[i] * norm_factor * scale[i] + bias[i];
         }
         if (GATE) {
@@ -373,6 +517,25 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const Argument
             if (GATE == 2) z = fmaxf(1.5957691216057308f * gate * (1.0f + 0.044715f * gate * gate), -80.0f);
             result[0] = gate / (1.0f + __expf(-z)) * result[1];
         }
-        a.out[output] = narrow(result[0]);
+        if (L + 1 == COUNT)
+            a.out[output] = narrow(result[0]);
+        else
+            store_result(link.results + output, (u32)narrow(result[0]) << 16 | s.launch);
     }
+    if constexpr (L + 1 < COUNT)
+        multiply<L + 1>(a, s);
+    else if (COUNT > 1 && blockIdx.x == 0 && thread == 0)
+        *a.launch = s.launch + 1;  // all CTAs have read it: their results were the last GEMV's x
+}
+
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, COUNT > 1 ? 2 : 1) gemv(const __grid_constant__ Arguments a) {
+    launch_dependents();
+    if (threadIdx.x >= WARPS * 32) return;  // idle warps only occupy registers
+    State s;
+    s.warps = (Warp *)shared_memory(), s.squares = (float *)(s.warps + WARPS);
+    s.cursor.link = 0, s.slot = 0;
+    set_link<0>(a, s.cursor);
+    set_tile(a, s.cursor);
+    for (int i = 0; i < STAGES; i++) load_next(a, s.cursor, s.warps[threadIdx.x / 32].ring + i * STAGE_BYTES);
+    multiply<0>(a, s);
 }
