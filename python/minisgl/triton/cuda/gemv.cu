@@ -179,6 +179,7 @@ __device__ __forceinline__ Outputs outputs_of(const Link &link) {
 struct Cursor {  // the next stage to copy
     const u8 *low, *high, *numbers;  // this lane's, in rows g and g + 8 of the tile, and its scale or zero point
     int link, row, last, step, unit;
+    int low_units, high_units;  // of the two rows; none of a row beyond the last one
     int steps, warp_units, width, tile;  // of the link
 };
 
@@ -197,6 +198,8 @@ __device__ __forceinline__ void set_tile(const Arguments &a, Cursor &c) {
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, g = lane / 4, t = lane % 4;
     long long low = min(c.row + g, c.last), high = c.tile == 8 ? low + link.n_out : min(c.row + g + 8, c.last);
     c.step = 0, c.unit = warp * c.warp_units;
+    c.low_units = c.row + g <= c.last ? c.width / 64 : 0;
+    c.high_units = c.row + g + (c.tile == 8 ? 0 : 8) <= c.last ? c.width / 64 : 0;
     c.low = link.weight + low * c.width + c.unit * 64 + t * 16;
     c.high = link.weight + high * c.width + c.unit * 64 + t * 16;
     if (BITS == 4) c.numbers = (const u8 *)(t < 2 ? link.scale : link.zeros) + (t % 2 ? high : low) * (c.width / 32) + c.unit * 2;
@@ -205,15 +208,15 @@ __device__ __forceinline__ void set_tile(const Arguments &a, Cursor &c) {
 // Copy the weights of a stage, and for 4-bit weights their scales and zero points. Without any left, commit nothing.
 __device__ __forceinline__ void load_next(const Arguments &a, Cursor &c, u8 *slot) {
     if (c.row <= c.last) {
-        int lane = (int)threadIdx.x % 32, units = c.width / 64;
+        int lane = (int)threadIdx.x % 32;
 #pragma unroll
         for (int u = 0; u < UNITS; u++) {
-            copy_async<16>(slot + u * 1024 + lane * 16, c.low + u * 64, c.unit + u < units);
-            copy_async<16>(slot + u * 1024 + 512 + lane * 16, c.high + u * 64, c.unit + u < units);
+            copy_async<16>(slot + u * 1024 + lane * 16, c.low + u * 64, c.unit + u < c.low_units);
+            copy_async<16>(slot + u * 1024 + 512 + lane * 16, c.high + u * 64, c.unit + u < c.high_units);
         }
 #if BITS == 4
         if (HAS_ZEROS ? true : lane % 4 < 2)
-            copy_async<SCALE_BYTES>(slot + UNITS * 1024 + (lane % 4 * 8 + lane / 4) * SCALE_BYTES, c.numbers, c.unit < units);
+            copy_async<SCALE_BYTES>(slot + UNITS * 1024 + (lane % 4 * 8 + lane / 4) * SCALE_BYTES, c.numbers, c.unit < c.width / 64);
         c.numbers += 2 * UNITS;
 #endif
         c.low += 64 * UNITS, c.high += 64 * UNITS, c.unit += UNITS;
