@@ -24,6 +24,7 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
 #define __expf std::exp
+#define __fdividef(a, b) ((a) / (b))
 using std::max, std::min;
 
 struct uint2 {
@@ -50,7 +51,13 @@ A bits(B b) {
 }
 float __uint_as_float(unsigned v) { return bits<float>(v); }
 unsigned __float_as_uint(float v) { return bits<unsigned>(v); }
-int __float2int_rn(float v) { return std::isnan(v) ? 0 : (int)std::nearbyint(v); }
+unsigned __byte_perm(unsigned a, unsigned b, unsigned selectors) {
+    unsigned long long both = (unsigned long long)b << 32 | a;
+    unsigned result = 0;
+    for (int i = 0; i < 4; i++) result |= (unsigned)(both >> (selectors >> (4 * i) & 7) * 8 & 255) << (8 * i);
+    return result;
+}
+int sum_of_bytes(unsigned v) { return (int8_t)v + (int8_t)(v >> 8) + (int8_t)(v >> 16) + (int8_t)(v >> 24); }
 float rsqrtf(float v) { return 1 / std::sqrt(v); }
 float from_half(unsigned short v) { return (float)bits<_Float16>(v); }
 unsigned short to_half(float f) { return bits<unsigned short>((_Float16)f); }
@@ -70,17 +77,17 @@ void fp8_to_half(unsigned w, unsigned& low, unsigned& high) {
 
 // -- Threads
 
-struct Cta {
+struct Block {
     std::barrier<> all_warps{WARPS * 32};
     std::vector<std::unique_ptr<std::barrier<>>> of_warp;
     unsigned a[32][32][4], b[32][32][2];                   // operands of the MMAs of all warps
     __attribute__((aligned(16))) char any[32][32][16];     // what lanes give each other
     __attribute__((aligned(16))) unsigned char shared[1 << 19];
 };
-thread_local Cta* cta;
-unsigned char* shared_memory() { return cta->shared; }
-void __syncwarp() { cta->of_warp[threadIdx.x / 32]->arrive_and_wait(); }
-void wait_for_warps() { cta->all_warps.arrive_and_wait(); }
+thread_local Block* block;
+unsigned char* shared_memory() { return block->shared; }
+void __syncwarp() { block->of_warp[threadIdx.x / 32]->arrive_and_wait(); }
+void wait_for_warps() { block->all_warps.arrive_and_wait(); }
 
 [[noreturn]] void fail(const char* what) {
     fprintf(stderr, "gemv.cu: %s\n", what);
@@ -145,8 +152,8 @@ template <int PER, class T, class Element>
 void mma(T* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1, Element element) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     unsigned a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
-    auto& a_of = cta->a[warp];
-    auto& b_of = cta->b[warp];
+    auto& a_of = block->a[warp];
+    auto& b_of = block->b[warp];
     memcpy(a_of[lane], a, sizeof a), memcpy(b_of[lane], b, sizeof b);
     __syncwarp();
     for (int i = 0; i < 4; i++) {
@@ -172,7 +179,7 @@ void mma_bytes(int* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsig
 
 template <class T, class Join>
 T over_warp(T v, Join join) {
-    T* mine = (T*)cta->any[threadIdx.x / 32];
+    T* mine = (T*)block->any[threadIdx.x / 32];
     mine[threadIdx.x % 32] = v;
     __syncwarp();
     T result = mine[0];
@@ -199,20 +206,20 @@ Four load_results(const unsigned* from) {
     return words;
 }
 
-extern "C" int shared_bytes() { return sizeof(Warp) * WARPS + sizeof(float) * WARPS; }
+extern "C" int shared_bytes() { return sizeof(Cta); }
 
 extern "C" void run(const Arguments* arguments, int grid) {
     gridDim.x = grid;
-    std::vector<std::unique_ptr<Cta>> ctas;
+    std::vector<std::unique_ptr<Block>> blocks;
     std::vector<std::jthread> threads;
     for (int i = 0; i < grid; i++) {
-        ctas.push_back(std::make_unique<Cta>());
-        Cta* own = ctas.back().get();
+        blocks.push_back(std::make_unique<Block>());
+        Block* own = blocks.back().get();
         memset(own->shared, 0xff, sizeof own->shared);
         for (int warp = 0; warp < WARPS; warp++) own->of_warp.push_back(std::make_unique<std::barrier<>>(32));
         for (int thread = 0; thread < WARPS * 32; thread++)
             threads.emplace_back([=] {
-                threadIdx.x = thread, blockIdx.x = i, cta = own;
+                threadIdx.x = thread, blockIdx.x = i, block = own;
                 gemv(*arguments);
             });
     }

@@ -27,9 +27,10 @@ _warn_once = cache(logger.warning)  # once, not once per shape
 
 SOURCE: Final = Path(__file__).parent / "cuda" / "gemv.cu"
 WARPS: Final = 8
+CHAIN_WARPS: Final = 16  # of a chain with 4-bit weights, which take more instructions per byte
 UNIT: Final = 64  # bytes of a row that a warp copies and multiplies at once
 MAX_INPUTS: Final = 25600  # a warp's columns of x must fit in its registers
-MAX_OUTPUTS: Final = 256  # per CTA: one per thread of its WARPS
+MAX_OUTPUTS: Final = 256  # per CTA: one per thread of the fewest warps
 GATES: Final = ("", "silu", "gelu_tanh")  # indexed by GATE in `gemv.cu`
 MAX_WARPS: Final = 20  # MAX_THREADS in `gemv.cu`
 MAX_LINKS: Final = 4  # of a chain: o, gate and up, down, the next layer's qkv
@@ -169,7 +170,7 @@ class Chain(NamedTuple):
         if kernel is None or libraries is None:
             return self._finish_by_triton()
         function, registers = kernel
-        warps = WARPS
+        warps = int(defines["WARPS"])
         if len(links) == 1 and links[0].norm is None:  # take more than half of the registers (see SHARED_MEMORY)
             warps = max(WARPS, min(MAX_WARPS, REGISTERS // (2 * 32 * round_up(registers, 8)) + 1))
         stream = torch.cuda.current_stream(x.device).cuda_stream
@@ -238,22 +239,24 @@ def plan_launch(chain: Chain, out: Tensor, results: Tensor | None, num_sms: int)
     """
     x, links = chain
     first, kind, is_single = links[0], links[0].weight.format, len(links) == 1
+    warps = WARPS if is_single or kind.bits == 8 else CHAIN_WARPS
     grid = num_sms * ceil_div(first.n_out, num_sms * MAX_OUTPUTS) if is_single else num_sms
     rows = [ceil_div(ceil_div(link.n_out, grid), 8 if link.gate else 16) * 16 for link in links]
-    warp_units = [ceil_div(link.weight.shape[1] * kind.bits // 8, UNIT * WARPS) for link in links]
+    warp_units = [ceil_div(link.weight.shape[1] * kind.bits // 8, UNIT * warps) for link in links]
     units = 2 if kind.bits == 4 or not is_single or warp_units[0] % 2 == 0 else 1
     blocks = max(ceil_div(ceil_div(n, units) * units * (512 // kind.bits), 128) for n in warp_units)
-    # Of a warp's x, group scales and sums, `struct Warp` in `gemv.cu`, and its part of what the CTA has behind them.
-    other = round_up(blocks * 264 + (max(rows[::2]) + max(rows[1::2], default=0)) * 4, 32) + 16
+    # Of a warp's x, group scales and sums, `struct Warp` in `gemv.cu`, and of what a `struct Cta` has beside the warps.
+    other = round_up(blocks * 264 + (max(rows[::2]) + max(rows[1::2], default=0)) * 4, 32)
+    rest = round_up(round_up(warps * 4, 16) + len(links) * 32, 32)
     stage = units * (16 * UNIT + (64 if kind.bits == 4 else 0))
     limit = SHARED_MEMORY[first.norm is not None] if is_single else CHAIN_MEMORY
-    stages = (limit // WARPS - other) // stage
+    stages = ((limit - rest) // warps - other) // stage
     shapes = (
         f"{{{link.weight.shape[1]},{n},{'false' if link.norm is None else 'true'},{GATES.index(link.gate)}}}"
         for link, n in zip(links, rows, strict=True)
     )
     defines: dict[str, int | str] = {
-        "WARPS": WARPS, "BITS": kind.bits, "IS_FP8": int(kind.name == "fp8"), "UNITS": units, "STAGES": stages,
+        "WARPS": warps, "BITS": kind.bits, "IS_FP8": int(kind.name == "fp8"), "UNITS": units, "STAGES": stages,
         "SHAPES": ",".join(shapes), "HAS_ZEROS": int(kind.has_zeros), "IS_HALF": int(x.dtype == torch.float16),
         "SCALE_IS_HALF": int(kind.scale_dtype == torch.float16),
     }  # fmt: skip
@@ -269,7 +272,7 @@ def plan_launch(chain: Chain, out: Tensor, results: Tensor | None, num_sms: int)
         tensors = weight.data, weight.scale, weight.zeros, link.bias, norm_weight, stored
         to = address(results, results_size(links[: i + 1]))
         arguments.links[i] = _Link(*map(address, tensors), to, link.n_out, eps)
-    shared = WARPS * (other + stages * stage)
+    shared = warps * (other + stages * stage) + rest
     return Launch(defines, arguments, grid, max(shared, MORE_THAN_HALF) if first.norm is not None else shared)
 
 

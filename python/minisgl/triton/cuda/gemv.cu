@@ -108,6 +108,7 @@ __device__ __forceinline__ void mma_bytes(int *c, u32 a0, u32 a1, u32 a2, u32 a3
 }
 __device__ __forceinline__ u32 most_of_warp(u32 v) { return __reduce_max_sync(~0u, v); }
 __device__ __forceinline__ int sum_of_warp(int v) { return __reduce_add_sync(~0u, v); }
+__device__ __forceinline__ int sum_of_bytes(u32 v) { return __dp4a((int)v, 0x01010101, 0); }
 __device__ __forceinline__ float sum_of_warp(float v) {
     for (int i = 16; i; i >>= 1) v += __shfl_xor_sync(~0u, v, i);
     return v;
@@ -166,64 +167,79 @@ struct __align__(32) Warp {  // copies into rings that begin amid a 32-byte sect
     float sums[EVEN_ROWS + ODD_ROWS];
 };
 
-// -- Copies of weights
-
-struct Outputs {  // of this CTA
-    int first, last;
+struct __align__(16) Share {  // a CTA's part of a GEMV
+    int first, outputs;
+    int tile, stages, units, skip;  // of a warp's tile; units of a row; bytes from a tile's end in a row to the next tile
 };
-__device__ __forceinline__ Outputs outputs_of(const Link &link) {
-    return {(int)((long long)blockIdx.x * link.n_out / gridDim.x),
-            (int)((blockIdx.x + 1LL) * link.n_out / gridDim.x) - 1};
-}
+struct Cta {
+    Warp warps[WARPS];
+    float squares[WARPS];
+    Share shares[COUNT];
+};
+
+// -- Copies of weights
 
 struct Cursor {  // the next stage to copy
     const u8 *low, *high, *numbers;  // this lane's, in rows g and g + 8 of the tile, and its scale or zero point
-    int link, row, last, step, unit;
-    int low_units, high_units;  // of the two rows; none of a row beyond the last one
-    int steps, warp_units, width, tile;  // of the link
+    int link, outputs;               // left of the link
+    int stages;                      // left of the tile
+    int low_units, high_units;       // left of the two rows; none of a row beyond the last one
 };
 
-template <int I>
-__device__ __forceinline__ void set_link(const Arguments &a, Cursor &c) {
-    if constexpr (I < COUNT) {
-        if (c.link != I) return set_link<I + 1>(a, c);
-        Outputs own = outputs_of(a.links[I]);
-        c.row = own.first, c.last = own.last;
-        c.steps = warp_units_of(I) / UNITS, c.warp_units = warp_units_of(I), c.width = width_of(I), c.tile = tile_of(I);
+template <int I = 0>
+__device__ __forceinline__ void set_shares(const Arguments &a, Cta &cta) {
+    if (threadIdx.x == I) {
+        u32 n_out = (u32)a.links[I].n_out, first = blockIdx.x * n_out / gridDim.x;
+        cta.shares[I] = {(int)first, (int)((blockIdx.x + 1) * n_out / gridDim.x - first), tile_of(I), warp_units_of(I) / UNITS, width_of(I) / 64,
+                         tile_of(I) * width_of(I) - warp_units_of(I) * 64};
     }
+    if constexpr (I + 1 < COUNT) set_shares<I + 1>(a, cta);
 }
 
-__device__ __forceinline__ void set_tile(const Arguments &a, Cursor &c) {
+__device__ __forceinline__ void set_tile(const Cta &cta, Cursor &c) {
+    const Share &share = cta.shares[c.link];
+    int g = (int)threadIdx.x % 32 / 4, units = share.units - (int)threadIdx.x / 32 * share.stages * UNITS;
+    c.stages = c.outputs > 0 ? share.stages : 0;
+    c.low_units = g < c.outputs ? units : 0;
+    c.high_units = g + share.tile - 8 < c.outputs ? units : 0;
+}
+
+// Go to the first tile of the next GEMV of which this CTA has a part.
+__device__ __forceinline__ void set_link(const Arguments &a, const Cta &cta, Cursor &c) {
+    while (cta.shares[c.link].outputs == 0 && c.link + 1 < COUNT) c.link++;
     const Link &link = a.links[c.link];
-    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    long long low = min(c.row + g, c.last), high = c.tile == 8 ? low + link.n_out : min(c.row + g + 8, c.last);
-    c.step = 0, c.unit = warp * c.warp_units;
-    c.low_units = c.row + g <= c.last ? c.width / 64 : 0;
-    c.high_units = c.row + g + (c.tile == 8 ? 0 : 8) <= c.last ? c.width / 64 : 0;
-    c.low = link.weight + low * c.width + c.unit * 64 + t * 16;
-    c.high = link.weight + high * c.width + c.unit * 64 + t * 16;
-    if (BITS == 4) c.numbers = (const u8 *)(t < 2 ? link.scale : link.zeros) + (t % 2 ? high : low) * (c.width / 32) + c.unit * 2;
+    const Share &share = cta.shares[c.link];
+    int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4, width = share.units * 64;
+    int unit = (int)threadIdx.x / 32 * share.stages * UNITS;
+    long long low = share.first + g, high = low + (share.tile == 8 ? link.n_out : 8);
+    c.outputs = share.outputs;
+    c.low = link.weight + low * width + unit * 64 + t * 16;
+    c.high = link.weight + high * width + unit * 64 + t * 16;
+    if (BITS == 4) c.numbers = (const u8 *)(t < 2 ? link.scale : link.zeros) + (t % 2 ? high : low) * (width / 32) + unit * 2;
+    set_tile(cta, c);
 }
 
 // Copy the weights of a stage, and for 4-bit weights their scales and zero points. Without any left, commit nothing.
-__device__ __forceinline__ void load_next(const Arguments &a, Cursor &c, u8 *slot) {
-    if (c.row <= c.last) {
+__device__ __forceinline__ void load_next(const Arguments &a, const Cta &cta, Cursor &c, u8 *slot) {
+    if (c.stages) {
         int lane = (int)threadIdx.x % 32;
 #pragma unroll
         for (int u = 0; u < UNITS; u++) {
-            copy_async<16>(slot + u * 1024 + lane * 16, c.low + u * 64, c.unit + u < c.low_units);
-            copy_async<16>(slot + u * 1024 + 512 + lane * 16, c.high + u * 64, c.unit + u < c.high_units);
+            copy_async<16>(slot + u * 1024 + lane * 16, c.low + u * 64, u < c.low_units);
+            copy_async<16>(slot + u * 1024 + 512 + lane * 16, c.high + u * 64, u < c.high_units);
         }
 #if BITS == 4
         if (HAS_ZEROS ? true : lane % 4 < 2)
-            copy_async<SCALE_BYTES>(slot + UNITS * 1024 + (lane % 4 * 8 + lane / 4) * SCALE_BYTES, c.numbers, c.unit < c.width / 64);
+            copy_async<SCALE_BYTES>(slot + UNITS * 1024 + (lane % 4 * 8 + lane / 4) * SCALE_BYTES, c.numbers,
+                                    (lane % 2 ? c.high_units : c.low_units) > 0);
         c.numbers += 2 * UNITS;
 #endif
-        c.low += 64 * UNITS, c.high += 64 * UNITS, c.unit += UNITS;
-        if (++c.step == c.steps) {
-            c.row += c.tile;
-            if (COUNT > 1 && c.row > c.last && c.link + 1 < COUNT) c.link++, set_link<0>(a, c);
-            set_tile(a, c);
+        c.low += 64 * UNITS, c.high += 64 * UNITS, c.low_units -= UNITS, c.high_units -= UNITS;
+        if (--c.stages == 0) {
+            const Share &share = cta.shares[c.link];
+            c.outputs -= share.tile, c.low += share.skip, c.high += share.skip, c.numbers += share.skip / 32;
+            set_tile(cta, c);
+            if (c.stages == 0 && c.link + 1 < COUNT) c.link++, set_link(a, cta, c);
         }
     }
     commit();
@@ -232,8 +248,7 @@ __device__ __forceinline__ void load_next(const Arguments &a, Cursor &c, u8 *slo
 // -- A GEMV
 
 struct State {
-    Warp *warps;
-    float *squares;
+    Cta &cta;
     Cursor cursor;
     int slot;
     u32 launch;
@@ -242,6 +257,25 @@ struct State {
 
 __device__ __forceinline__ u16 half_of(uint2 v, int i) { return (u16)((i < 2 ? v.x : v.y) >> (i % 2 * 16)); }
 
+// Four integers as 128 times a byte plus a byte.
+struct Parts {
+    u32 high, low;
+};
+__device__ __forceinline__ u32 low_bytes(float a, float b, float c, float d) {
+    u32 ab = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x0040);
+    return __byte_perm(ab, __byte_perm(__float_as_uint(c), __float_as_uint(d), 0x0040), 0x5410);
+}
+__device__ __forceinline__ Parts split(float a, float b, float c, float d) {  // rounds them; |a| <= 16256
+    constexpr float SHIFT = 12582912.0f;  // plus it, a small number is rounded to an integer, in the low bits
+    float v[4] = {a, b, c, d}, high[4], low[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        high[i] = v[i] * (1.0f / 128.0f) + SHIFT;
+        low[i] = v[i] - (high[i] - SHIFT) * 128.0f + SHIFT;
+    }
+    return {low_bytes(high[0], high[1], high[2], high[3]), low_bytes(low[0], low[1], low[2], low[3])};
+}
+
 template <int L>
 __device__ __forceinline__ void multiply(const Arguments &a, State &s) {
     constexpr int N_IN = shapes[L].n_in, GATE = shapes[L].gate, TILE = tile_of(L), STEPS = warp_units_of(L) / UNITS;
@@ -249,13 +283,14 @@ __device__ __forceinline__ void multiply(const Arguments &a, State &s) {
     constexpr bool HAS_NORM = shapes[L].has_norm;
     const Link &link = a.links[L];
     int thread = (int)threadIdx.x, lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
-    Warp &my = s.warps[warp];
-    Outputs own = outputs_of(link);
+    Warp &my = s.cta.warps[warp];
+    Share own = s.cta.shares[L];
     int column = warp * WARP_COLUMNS, output = own.first + thread;
+    bool has_output = thread < own.outputs;
 
     // Before x is there, load what no kernel writes.
     float scale[2] = {1.0f, 1.0f}, bias[2] = {0.0f, 0.0f};
-    if (output <= own.last) {
+    if (has_output) {
         for (int i = 0; i < (GATE ? 2 : 1); i++) {
             if (BITS == 8) scale[i] = ((const float *)link.scale)[output + i * link.n_out];
             if (link.bias) bias[i] = widen<IS_HALF>(link.bias[output + i * link.n_out]);
@@ -293,6 +328,14 @@ __device__ __forceinline__ void multiply(const Arguments &a, State &s) {
         if (COUNT > 1) s.launch = load_from_l2(a.launch) & 0xffff;
     } else {
         const u32 *from = a.links[L ? L - 1 : 0].results + column + lane * 4;
+        auto are_new = [&](const Four &f) {
+            return !(((f.v[0] ^ s.launch) | (f.v[1] ^ s.launch) | (f.v[2] ^ s.launch) | (f.v[3] ^ s.launch)) & 0xffff);
+        };
+        if (lane == 0 && column < N_IN) {  // at first only one lane waits, for the sake of bandwidth
+            while (!are_new(load_results(from))) {
+            }
+        }
+        __syncwarp();
 #pragma unroll
         for (int first = 0; first < BLOCKS; first += 8) {  // 8 at a time, for the sake of registers
             u32 missing = 0;
@@ -310,8 +353,7 @@ __device__ __forceinline__ void multiply(const Arguments &a, State &s) {
 #pragma unroll
                 for (int i = first; i < min(first + 8, BLOCKS); i++) {
                     const u32 *v = got[i - first].v;
-                    u32 wrong = ((v[0] ^ s.launch) | (v[1] ^ s.launch) | (v[2] ^ s.launch) | (v[3] ^ s.launch)) & 0xffff;
-                    if (missing >> (i - first) & 1 && !wrong) {
+                    if (missing >> (i - first) & 1 && are_new(got[i - first])) {
                         raw[i] = make_uint2(v[0] >> 16 | (v[1] & 0xffff0000), v[2] >> 16 | (v[3] & 0xffff0000));
                         missing &= ~(1u << (i - first));
                     }
@@ -359,24 +401,15 @@ __device__ __forceinline__ void multiply(const Arguments &a, State &s) {
     for (int i = 0; i < BLOCKS; i++) block_most[i] = most_of_warp(block_most[i]);
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
-        float scale = fmaxf(__uint_as_float(block_most[i]), 1e-30f) / 16256.0f;
+        float scale = fmaxf(__uint_as_float(block_most[i]), 1e-30f) * (1.0f / 16256.0f);
         if (block_most[i] > 0x7f800000) scale = __uint_as_float(block_most[i]);
         block_most[i] = __float_as_uint(scale);
-        float up = 1.0f / scale;
-        int q[4], sum = 0;
-#pragma unroll
-        for (int j = 0; j < 4; j++) sum += q[j] = __float2int_rn(value(i, j) * up);
-        sums_of_groups[i] = sum;
-        u32 high = 0, low = 0;
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            int part = (q[j] + 64) >> 7;
-            high |= (part & 255) << (8 * j);
-            low |= ((q[j] - part * 128) & 255) << (8 * j);
-        }
+        float up = __fdividef(1.0f, scale);
+        Parts parts = split(value(i, 0) * up, value(i, 1) * up, value(i, 2) * up, value(i, 3) * up);
+        sums_of_groups[i] = sum_of_bytes(parts.high) * 128 + sum_of_bytes(parts.low);
         u8 *cell = my.x + (i * 2 + lane / 16) * 128 + lane % 16 * 4;
-        *(u32 *)cell = high;
-        *(u32 *)(cell + 64) = low;
+        *(u32 *)cell = parts.high;
+        *(u32 *)(cell + 64) = parts.low;
     }
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) sums_of_groups[i] = sum_of_warp(sums_of_groups[i]);
@@ -394,33 +427,29 @@ __device__ __forceinline__ void multiply(const Arguments &a, State &s) {
         float up = __uint_as_float((268 - exponent) << 23);
         factor = __uint_as_float((exponent - 14) << 23);
 #else
-        float up = 16256.0f / fmaxf(__uint_as_float(most), 1e-30f);
-        factor = most > 0x7f800000 ? __uint_as_float(most) : 1.0f / up;
+        float up = __fdividef(16256.0f, fmaxf(__uint_as_float(most), 1e-30f));
+        factor = most > 0x7f800000 ? __uint_as_float(most) : fmaxf(__uint_as_float(most), 1e-30f) * (1.0f / 16256.0f);
 #endif
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++) {
-            u32 words[2] = {0, 0};
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                if (IS_FP8) {
-                    words[j / 2] |= (u32)to_half(value(i, j) * up) << (j % 2 * 16);
-                } else {
-                    int q = __float2int_rn(value(i, j) * up), part = (q + 64) >> 7;
-                    words[0] |= (part & 255) << (8 * j);
-                    words[1] |= ((q - part * 128) & 255) << (8 * j);
-                }
-            }
             u8 *cell = my.x + (i * 2 + lane / 16) * 128;
+            float v[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) v[j] = value(i, j) * up;
             if (IS_FP8) {
-                *(uint2 *)(cell + lane % 16 * 8) = make_uint2(words[0], words[1]);
+                *(uint2 *)(cell + lane % 16 * 8) =
+                    make_uint2(to_half(v[0]) | (u32)to_half(v[1]) << 16, to_half(v[2]) | (u32)to_half(v[3]) << 16);
             } else {
-                *(u32 *)(cell + lane % 16 * 4) = words[0];
-                *(u32 *)(cell + 64 + lane % 16 * 4) = words[1];
+                Parts parts = split(v[0], v[1], v[2], v[3]);
+                *(u32 *)(cell + lane % 16 * 4) = parts.high;
+                *(u32 *)(cell + 64 + lane % 16 * 4) = parts.low;
             }
         }
     }
-    square = sum_of_warp(square);
-    if (lane == 0) s.squares[warp] = square;
+    if (HAS_NORM) {
+        square = sum_of_warp(square);
+        if (lane == 0) s.cta.squares[warp] = square;
+    }
     __syncwarp();
 
     // Stream the weights.
@@ -430,7 +459,7 @@ __device__ __forceinline__ void multiply(const Arguments &a, State &s) {
     int sums[2][4] = {};
 #endif
     float low_sum = 0.0f, high_sum = 0.0f;
-    int stages = (own.last - own.first + TILE) / TILE * STEPS, slot = s.slot;
+    int stages = (own.outputs + TILE - 1) / TILE * STEPS, slot = s.slot;
     auto four = [](const u8 *from) { return *(const Four *)from; };
 #pragma unroll 1
     for (int stage = 0, done = 0, row_of_tile = 0; stage < stages; stage++) {
@@ -482,7 +511,7 @@ __device__ __forceinline__ void multiply(const Arguments &a, State &s) {
 #endif
         }
         if (BITS == 4) __syncwarp();
-        load_next(a, s.cursor, my.ring + slot * STAGE_BYTES);
+        load_next(a, s.cta, s.cursor, my.ring + slot * STAGE_BYTES);
         slot = slot + 1 == STAGES ? 0 : slot + 1;
         if (++done == STEPS) {
 #if IS_FP8
@@ -503,22 +532,22 @@ __device__ __forceinline__ void multiply(const Arguments &a, State &s) {
     s.slot = slot;
     wait_for_warps();
 
-    if (output <= own.last) {
+    if (has_output) {
         float norm_factor = 1.0f, result[2] = {0.0f, 0.0f};
         if (HAS_NORM) {
             float sum = 0.0f;
-            for (int w = 0; w < WARPS; w++) sum += s.squares[w];
-            norm_factor = rsqrtf(sum / (float)N_IN + link.eps);
+            for (int w = 0; w < WARPS; w++) sum += s.cta.squares[w];
+            norm_factor = rsqrtf(sum * (1.0f / N_IN) + link.eps);
         }
         for (int i = 0; i < (GATE ? 2 : 1); i++) {
             int r = GATE ? thread / 8 * 16 + thread % 8 + 8 * i : thread;
-            for (int w = 0; w < WARPS; w++) result[i] += s.warps[w].sums[SUMS + r];
+            for (int w = 0; w < WARPS; w++) result[i] += s.cta.warps[w].sums[SUMS + r];
             result[i] = result[i] * norm_factor * scale[i] + bias[i];
         }
         if (GATE) {
             float gate = result[0], z = gate;
             if (GATE == 2) z = fmaxf(1.5957691216057308f * gate * (1.0f + 0.044715f * gate * gate), -80.0f);
-            result[0] = gate / (1.0f + __expf(-z)) * result[1];
+            result[0] = __fdividef(gate, 1.0f + __expf(-z)) * result[1];
         }
         if (L + 1 == COUNT)
             a.out[output] = narrow(result[0]);
@@ -531,14 +560,15 @@ __device__ __forceinline__ void multiply(const Arguments &a, State &s) {
         *a.launch = s.launch + 1;  // all CTAs have read it: their results were the last GEMV's x
 }
 
-extern "C" __global__ void __launch_bounds__(MAX_THREADS, COUNT > 1 ? 2 : 1) gemv(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const __grid_constant__ Arguments a) {
     launch_dependents();
-    if (threadIdx.x >= WARPS * 32) return;  // idle warps only occupy registers
-    State s;
-    s.warps = (Warp *)shared_memory(), s.squares = (float *)(s.warps + WARPS);
-    s.cursor.link = 0, s.slot = 0;
-    set_link<0>(a, s.cursor);
-    set_tile(a, s.cursor);
-    for (int i = 0; i < STAGES; i++) load_next(a, s.cursor, s.warps[threadIdx.x / 32].ring + i * STAGE_BYTES);
+    int thread = (int)threadIdx.x;
+    if (thread >= WARPS * 32) return;  // idle warps only occupy registers
+    Cta &cta = *(Cta *)shared_memory();
+    set_shares(a, cta);
+    wait_for_warps();
+    State s = {cta, {}};
+    set_link(a, cta, s.cursor);
+    for (int i = 0; i < STAGES; i++) load_next(a, cta, s.cursor, cta.warps[thread / 32].ring + i * STAGE_BYTES);
     multiply<0>(a, s);
 }
