@@ -49,7 +49,7 @@ def test_products(kind: Format) -> None:
         weight.zeros.copy_(torch.randint(6, 11, weight.zeros.shape))
     dense, norm = weight.dense(torch.float32), torch.rand(2048, device="cuda").bfloat16()
     bias = torch.randn(1024, device="cuda").bfloat16()
-    for rows in (1, 2, 16, 17, 33, 64, 65, 200, 1000):
+    for rows in (1, 2, 8, 9, 16, 17, 33, 64, 65, 97, 128, 200, 1000):
         x, residual = torch.randn(2, rows, 2048, device="cuda").bfloat16()
         is_rounded = rows > 32 if kind.bits == 8 else 16 < rows <= 256
         limit = 0.05 if is_rounded else 0.015 if rows == 1 and kind.bits == 4 else 0.006
@@ -132,6 +132,36 @@ def test_one_row_of_large_matrices(kind: Format, n_out: int, n_in: int, gate: st
     x = torch.randn(1, n_in, device="cuda").bfloat16()
     want = reference.linear(x.float(), weight.dense(torch.float32), None, gate)
     assert error(load_ops("triton").linear(x, weight, None, gate), want) < 0.006
+
+
+@pytest.mark.parametrize(
+    ("n_out", "n_in", "gate"),
+    [
+        (24576, 4096, "silu"),  # a wave of CTAs, each with three warpgroups
+        (34816, 5120, "gelu_tanh"),  # the same with five, or two waves
+        (4096, 12288, ""),  # pairs of CTAs
+        (7168, 5120, ""),  # the last group and the last tile are not full
+        (1000, 1040, ""),  # the last step is not full
+        (2080, 144, "silu"),  # no step but the first
+    ],
+)
+def test_few_rows_of_large_matrices(n_out: int, n_in: int, gate: str) -> None:
+    """In FP8, in each number of rows for which there is a kernel, and with rows that are not finite."""
+    torch.manual_seed(0)
+    ops, weight = load_ops("triton"), FORMATS[0].empty(n_out, n_in, torch.device("cuda"))
+    weight.round_from(torch.randn(weight.shape, device="cuda") * 0.02)
+    dense, bias = weight.dense(torch.float32), torch.randn(n_out, device="cuda")
+    for rows in (2, 7, 13, 16, 32, 64, 90, 128):
+        x = torch.randn(rows, n_in, device="cuda")
+        for dtype in (torch.bfloat16, torch.float16):
+            got = ops.linear(x.to(dtype), weight, bias.to(dtype), gate)
+            want = reference.linear(x.to(dtype).float(), dense, bias.to(dtype).float(), gate)
+            assert error(got, want) < (0.006 if rows <= 32 else 0.05)
+        assert torch.equal(got, ops.linear(x.to(dtype), weight, bias.to(dtype), gate))
+        x[1, 5] = torch.nan
+        finite = torch.arange(rows, device="cuda") != 1
+        broken = ops.linear(x.to(dtype), weight, bias.to(dtype), gate)
+        assert torch.equal(broken[finite], got[finite]) and not broken[1].isfinite().any()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 40, 100, 200, 300])

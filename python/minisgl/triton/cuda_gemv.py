@@ -1,31 +1,23 @@
-"""Compiles and launches `gemv.cu`, chains of GEMVs with quantized weights for Hopper in CUDA C++."""
+"""Launches `gemv.cu`, chains of GEMVs with quantized weights for Hopper in CUDA C++."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
 from collections.abc import Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, empty
-from triton.runtime import driver
-from triton.runtime.cache import get_cache_manager
 
 from minisgl.ops.quantized import Quantized
 from minisgl.rounding import ceil_div, round_up
 from minisgl.triton.epilogue import Unfinished, finished
 from minisgl.triton.launch import is_noted
 from minisgl.triton.linear import Norm
+from minisgl.triton.nvrtc import is_hopper, launch, load_kernel
 from minisgl.triton.quantized_gemv import quantized_gemv
 
-logger = logging.getLogger(__name__)
-_warn_once = cache(logger.warning)  # once, not once per shape
-
-SOURCE: Final = Path(__file__).parent / "cuda" / "gemv.cu"
 WARPS: Final = 8
 CHAIN_WARPS: Final = 16  # of a chain with 4-bit weights, which take more instructions per byte
 UNIT: Final = 64  # bytes of a row that a warp copies and multiplies at once
@@ -42,8 +34,6 @@ REGISTERS: Final = 1 << 16  # per SM
 SHARED_MEMORY: Final = {True: 118 << 10, False: 107 << 10}
 MORE_THAN_HALF: Final = 114 << 10
 CHAIN_MEMORY: Final = 184 << 10  # of a CTA of a chain, beside which a CTA of decode attention fits
-
-_SHARED_MEMORY_CARVEOUT: Final = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 
 
 class _Link(ctypes.Structure):
@@ -63,34 +53,6 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "residual", "out", "launch")),
         ("links", _Link * MAX_LINKS),
     ]
-
-
-class _LaunchAttribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_uint64), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
-
-
-class _LaunchConfig(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_LaunchAttribute)),
-        ("num_attributes", ctypes.c_uint),
-    ]
-
-
-_PDL: Final = _LaunchAttribute(6, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-
-
-@cache
-def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL] | None:
-    """Load the CUDA driver and NVRTC, which PyTorch installs; return None if one is missing."""
-    name = f"libnvrtc.so.{str(torch.version.cuda).split('.')[0]}"
-    path = next(Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}"), name)  # else the system's
-    try:
-        return ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(str(path))
-    except OSError as error:
-        logger.debug("one row in 8 and 4 bits takes Triton's kernel: %s", error)
-        return None
 
 
 class Total:
@@ -163,21 +125,16 @@ class Chain(NamedTuple):
         for link in links:
             if link.total is not None:
                 link.total.chain = None
-        load = partial(_load, x.device, **defines)
+        load = partial(load_kernel, x.device, "gemv", **defines)
         if is_noted((x.device, *defines.items()), load):
             return out
-        kernel, libraries = load(), _libraries()
-        if kernel is None or libraries is None:
+        kernel = load()
+        if kernel is None:
             return self._finish_by_triton()
-        function, registers = kernel
         warps = int(defines["WARPS"])
         if len(links) == 1 and links[0].norm is None:  # take more than half of the registers (see SHARED_MEMORY)
-            warps = max(WARPS, min(MAX_WARPS, REGISTERS // (2 * 32 * round_up(registers, 8)) + 1))
-        stream = torch.cuda.current_stream(x.device).cuda_stream
-        config = _LaunchConfig(grid, 1, 1, warps * 32, 1, 1, shared, stream, ctypes.pointer(_PDL), 1)
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        launch = libraries[0].cuLaunchKernelEx
-        _check(launch(ctypes.byref(config), ctypes.c_void_p(function), pointers, None), "cuLaunchKernelEx")
+            warps = max(WARPS, min(MAX_WARPS, REGISTERS // (2 * 32 * round_up(kernel.registers, 8)) + 1))
+        launch(kernel, arguments, x.device, grid, warps * 32, shared)
         return out
 
     def _finish_by_triton(self) -> Tensor:
@@ -200,11 +157,9 @@ def supports(x: Tensor, link: Link) -> bool:
     return (
         is_supported
         and n_in <= MAX_INPUTS
-        and x.is_cuda
         and x.dtype in floats
         and (link.norm is None or link.norm.weight.dtype == x.dtype)
-        and torch.cuda.get_device_capability(x.device) == (9, 0)
-        and _libraries() is not None
+        and is_hopper(x.device)
     )
 
 
@@ -274,66 +229,6 @@ def plan_launch(chain: Chain, out: Tensor, results: Tensor | None, num_sms: int)
         arguments.links[i] = _Link(*map(address, tensors), to, link.n_out, eps)
     shared = warps * (other + stages * stage) + rest
     return Launch(defines, arguments, grid, max(shared, MORE_THAN_HALF) if first.norm is not None else shared)
-
-
-def _check(code: int, what: str) -> None:
-    if code:
-        raise RuntimeError(f"{what} failed with CUDA error {code}")
-
-
-def compile_source(nvrtc: ctypes.CDLL, source: bytes, options: list[bytes]) -> bytes:
-    """Return a cubin. Raises `RuntimeError` with the compiler's messages."""
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    array = (ctypes.c_char_p * len(options))(*options)
-    _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"gemv.cu", 0, None, None), "nvrtcCreateProgram")
-    try:
-        if nvrtc.nvrtcCompileProgram(program, len(options), array):
-            _check(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)), "nvrtcGetProgramLogSize")
-            log = ctypes.create_string_buffer(size.value)
-            _check(nvrtc.nvrtcGetProgramLog(program, log), "nvrtcGetProgramLog")
-            raise RuntimeError(log.value.decode())
-        _check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
-        cubin = ctypes.create_string_buffer(size.value)
-        _check(nvrtc.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
-        return cubin.raw
-    finally:
-        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-
-
-def find_or_compile(nvrtc: ctypes.CDLL, defines: dict[str, int | str]) -> bytes:
-    """Return the cubin from Triton's cache, where a digest precedes it, or compile it.
-
-    Raises `RuntimeError` and `OSError`.
-    """
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    _check(nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
-    source = SOURCE.read_bytes()
-    options = [b"--gpu-architecture=sm_90", b"--std=c++17", *(f"-D{name}={n}".encode() for name, n in defines.items())]
-    key = b"\0".join((source, f"{major.value}.{minor.value}".encode(), *options))
-    files = get_cache_manager(hashlib.sha256(key).hexdigest())
-    path = files.get_file("gemv.cubin")
-    stored = b"" if path is None else Path(path).read_bytes()
-    digest, cubin = stored[:32], stored[32:]
-    if digest != hashlib.sha256(cubin).digest():  # the driver may read beyond the end of a damaged cubin
-        cubin = compile_source(nvrtc, source, options)
-        files.put(hashlib.sha256(cubin).digest() + cubin, "gemv.cubin")
-    return cubin
-
-
-@cache
-def _load(device: torch.device, **defines: int | str) -> tuple[int, int] | None:
-    """Return a kernel's handle and its registers per thread, or None if it cannot be compiled or loaded."""
-    libraries = _libraries()
-    assert libraries is not None, "supports() asks for them"
-    try:
-        cubin = find_or_compile(libraries[1], defines)
-        _, function, registers, *_ = driver.active.utils.load_binary("gemv", cubin, 1 << 16, device.index)
-        handle = ctypes.c_void_p(function)
-        _check(libraries[0].cuFuncSetAttribute(handle, _SHARED_MEMORY_CARVEOUT, 100), "cuFuncSetAttribute")
-    except (OSError, RuntimeError) as error:
-        _warn_once("one row takes Triton's kernel, because gemv.cu cannot be compiled or loaded: %s", str(error))
-        return None
-    return function, registers
 
 
 def cuda_gemv(

@@ -20,8 +20,8 @@ pytest.importorskip("triton")
 
 from minisgl.ops import reference
 from minisgl.ops.quantized import Format, Quantized
-from minisgl.triton import cuda_gemv
-from minisgl.triton.cuda_gemv import CHAIN_MEMORY, SHARED_MEMORY, SOURCE, Chain, Link, Total, plan_launch, supports
+from minisgl.triton import cuda_gemv, nvrtc
+from minisgl.triton.cuda_gemv import CHAIN_MEMORY, SHARED_MEMORY, Chain, Link, Total, plan_launch, supports
 from minisgl.triton.epilogue import Unfinished
 from minisgl.triton.launch import compile_ahead
 from minisgl.triton.linear import Norm
@@ -50,7 +50,16 @@ def run(chain: Chain, directory: Path, results: Tensor | None = None) -> Tensor:
     file = directory / f"{hash(tuple(launch.defines.items())):x}.so"
     if not file.exists():
         defines = [f"-D{name}={value}" for name, value in launch.defines.items()]
-        options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f'-DSOURCE="{SOURCE}"', *defines]
+        options = [
+            "-std=c++20",
+            "-O1",
+            "-w",
+            "-shared",
+            "-fPIC",
+            "-pthread",
+            f'-DSOURCE="{nvrtc.SOURCES / "gemv.cu"}"',
+            *defines,
+        ]
         subprocess.run([compiler, *options, "-o", file, ON_CPU], check=True)
     library = ctypes.CDLL(str(file))
     assert library.shared_bytes() <= launch.shared <= max(*SHARED_MEMORY.values(), CHAIN_MEMORY)
@@ -129,41 +138,19 @@ def test_a_cpu_has_no_such_kernel() -> None:
     assert not supports(torch.zeros(1, 512).bfloat16(), Link(FP8.empty(16, 512, torch.device("cpu"))))
 
 
-def test_cubins_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Compiled once for a source, its options and a version of NVRTC, and again if the file is damaged."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compiled: list[bytes] = []
-    monkeypatch.setattr(cuda_gemv, "compile_source", lambda nvrtc, source, options: compiled.append(source) or b"cubin")
-
-    def find(version: int = 13, **defines: int) -> int:
-        def set_version(major, minor) -> int:
-            major._obj.value = version
-            return 0
-
-        assert cuda_gemv.find_or_compile(SimpleNamespace(nvrtcVersion=set_version), defines) == b"cubin"
-        return len(compiled)
-
-    assert [find(BITS=8), find(BITS=8), find(BITS=4), find(14, BITS=8)] == [1, 1, 2, 3]
-    for damage in (b"", b"cubin", b"\0" * 40):
-        for path in tmp_path.glob("*/gemv.cubin"):
-            path.write_bytes(damage)
-        before = len(compiled)
-        assert [find(BITS=8), find(BITS=8)] == [before + 1, before + 1]
-
-
 def test_without_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """One warning, and Triton's kernels take the row, link by link."""
 
-    def fail(nvrtc: object, defines: dict[str, int]) -> bytes:
+    def fail(nvrtc: object, source: bytes, defines: dict[str, int]) -> bytes:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(cuda_gemv, "find_or_compile", fail)
+    monkeypatch.setattr(nvrtc, "find_or_compile", fail)
 
     def by_triton(x: Tensor, weight: Quantized, bias: object, gate: str, norm: Norm | None) -> tuple[Tensor, Tensor]:
         return x[:, :1] + torch.zeros(1, len(weight), dtype=x.dtype), x if norm is None else x + norm.residual
 
     monkeypatch.setattr(cuda_gemv, "supports", lambda x, link: True)
-    monkeypatch.setattr(cuda_gemv, "_libraries", lambda: (None, None))
+    monkeypatch.setattr(nvrtc, "libraries", lambda: (None, None))
     monkeypatch.setattr(cuda_gemv, "quantized_gemv", by_triton)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -179,17 +166,5 @@ def test_without_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch, caplog: pyte
         both = cuda_gemv.cuda_gemv(first[0], last, None, "", Norm(residual, ones, 1e-6))
         assert both is not None and (both[1] == 3).all() and (both[0] == 2).all()
     assert [record.message for record in caplog.records] == [
-        "one row takes Triton's kernel, because gemv.cu cannot be compiled or loaded: no compiler"
-    ]
-
-
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def fail(name: str) -> None:
-        raise OSError(f"no {name}")
-
-    monkeypatch.setattr(ctypes, "CDLL", fail)
-    with caplog.at_level(logging.DEBUG):
-        assert cuda_gemv._libraries.__wrapped__() is None
-    assert [(record.levelname, record.message) for record in caplog.records] == [
-        ("DEBUG", "one row in 8 and 4 bits takes Triton's kernel: no libcuda.so.1")
+        "Triton's kernel is used, because gemv.cu cannot be compiled or loaded: no compiler"
     ]

@@ -1,0 +1,242 @@
+// GEMMs with FP8 weights for 2 to 128 rows on Hopper: out = f(x W^T), both operands float8_e4m3fn with scales of rows.
+//
+// A CTA computes TILE weight rows for all rows of x. One warp copies 128 columns of both operands at a time (a step)
+// by TMA into a ring. Each of GROUPS warpgroups multiplies 64 weight rows, the tensor cores' M operand, by wgmma. The
+// copies of weights begin before the previous kernel has ended, those of x after. With SPLIT > 1, the CTAs of a cluster
+// share a tile: each has a part of the columns, and finishes a part of the rows of x with the sums of all.
+//
+// The tensor cores accumulate FP8 with only 14 bits, so each of their sums covers one step.
+//
+// Macros from the compiler's options: TILE, ROWS (of x, rounded up), PARTS (of x, see `Split` in `gemm.py`), SPLIT,
+// STAGES, GATE (0 none, 1 SiLU, 2 GELU with tanh; then each 16 weight rows of a tile are 8 of gate and 8 of up),
+// IS_HALF (results are float16, else bfloat16). `cuda_gemm.py` puts `multiply` in front.
+
+struct __align__(64) Map {  // CUtensorMap
+    u64 words[16];
+};
+
+struct Arguments {
+    Map x, weight;
+    const float *x_scale, *scale;
+    const u16 *bias;
+    u16 *out;
+    int rows, n_out, pairs;  // of steps; the last may be beyond the end, where both operands are zero
+    int scale_bytes;         // of x_scale
+};
+
+constexpr int GROUPS = (TILE + 63) / 64;
+constexpr int COLUMNS = ROWS * PARTS, BLOCKS = COLUMNS / 8;  // of a tile of sums [weight rows, rows of x]; of 8 rows
+constexpr int STAGE_BYTES = (COLUMNS + TILE) * 128;
+constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;  // only whole warpgroups can pass on registers
+constexpr int IN_FLIGHT = COLUMNS <= 64 && GROUPS <= 4 ? 2 : 1;      // steps that a warpgroup multiplies at once
+// Registers per thread at the launch, and of consumers once the other threads have given up theirs.
+constexpr int BOUNDS[] = {0, 256, 512, COLUMNS > 64 ? 512 : 640, 640, 768}, BOUND = BOUNDS[GROUPS];
+constexpr int LAUNCHED = 65536 / BOUND / 8 * 8, FEW = 24, MANY = (LAUNCHED * THREADS - FEW * 128) / CONSUMERS / 8 * 8;
+
+__device__ __forceinline__ void init_barrier(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+    u32 done;
+    do {
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    } while (!done);
+}
+__device__ __forceinline__ void copy_x(u32 to, const Map &map, int column, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3}], [%4];"
+                 ::"r"(to), "l"(&map), "r"(column), "r"(0), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void copy_weight(u32 to, const Map &map, int column, int block, u32 barrier, u64 policy) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%2, %3, %3, %4}], [%5], %6;"
+                 ::"r"(to), "l"(&map), "r"(column), "r"(0), "r"(block), "r"(barrier), "l"(policy) : "memory");
+}
+__device__ __forceinline__ void copy_scales(u32 to, const float *from, int bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void synchronize_cluster() {
+    asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+}
+template <int PENDING>
+__device__ __forceinline__ void wait_for_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// A matrix of rows of 128 bytes, swizzled as by TMA.
+__device__ __forceinline__ u64 matrix_at(u32 address) {
+    return (u64)(address >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+}
+
+__device__ __forceinline__ float gated(float gate, float up) {
+    float z = gate;
+    if (GATE == 2) z = fmaxf(1.5957691216057308f * gate * (1 + 0.044715f * gate * gate), -80.f);
+    return __fdividef(gate, 1 + __expf(-z)) * up;
+}
+
+__device__ __forceinline__ u32 narrow(float low, float high) {
+    u32 both;
+    if (IS_HALF)
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+__device__ __forceinline__ float widen(u16 v) {
+    float f;
+    if (!IS_HALF) return __uint_as_float((u32)v << 16);
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
+    return f;
+}
+
+// Finish and store an 8 x 8 block of each warp's outputs: this thread's for rows 2 t and 2 t + 1 of x.
+__device__ __forceinline__ void store(const Arguments &a, float low, float high, int row, int column) {
+    u32 both = narrow(low, high);
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(both) : "r"(both));
+    row += (int)threadIdx.x % 32 / 4, column += (int)threadIdx.x % 4 * 2;
+    if (row < a.rows && column < a.n_out) *(u32 *)(a.out + (long long)row * a.n_out + column) = both;
+}
+
+// What the threads of a warp know of their two weight rows, g and g + 8 of 16.
+struct Scales {
+    float low, high, low_bias, high_bias;
+};
+
+__device__ __forceinline__ Scales load_scales(const Arguments &a, int column) {
+    int g = (int)threadIdx.x % 32 / 4, low = column + g, high = GATE ? a.n_out + low : low + 8;
+    if (low >= a.n_out) low = 0;  // the results will not be stored
+    if (high >= (GATE ? 2 : 1) * a.n_out) high = 0;
+    Scales s = {a.scale[low], a.scale[high], 0, 0};
+    if (a.bias) s.low_bias = widen(a.bias[low]), s.high_bias = widen(a.bias[high]);
+    return s;
+}
+
+// Finish block j, 8 rows of x, from its sums; `column` is the warp's first.
+__device__ __forceinline__ void finish(const Arguments &a, const Scales &s, const float2 *x_scales, float4 v, int j, int column) {
+    float2 x = x_scales[j * 4 + (int)threadIdx.x % 4];
+    v.x = v.x * (x.x * s.low) + s.low_bias, v.y = v.y * (x.y * s.low) + s.low_bias;
+    v.z = v.z * (x.x * s.high) + s.high_bias, v.w = v.w * (x.y * s.high) + s.high_bias;
+    if (GATE) {
+        store(a, gated(v.x, v.z), gated(v.y, v.w), j * 8, column);
+    } else {
+        store(a, v.x, v.y, j * 8, column);
+        store(a, v.z, v.w, j * 8, column + 8);
+    }
+}
+
+__device__ __forceinline__ float4 join(float4 v, float4 rest) {  // the parts of x
+    return {v.x + rest.x / 16, v.y + rest.y / 16, v.z + rest.z / 16, v.w + rest.w / 16};
+}
+
+// Copy steps `first` to `last`, and behind the barriers the scales of x, with the first step.
+__device__ __forceinline__ void copy_all(const Arguments &a, u32 ring, u32 full, u32 empty, int block, int first, int last) {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    const int early = min(last, first + STAGES);
+    for (int i = 0; i < early - first; i++) {
+        expect(full + i * 8, STAGE_BYTES + (i == 0 ? a.scale_bytes : 0));
+        copy_weight(ring + i * STAGE_BYTES + COLUMNS * 128, a.weight, (first + i) * 128, block, full + i * 8, policy);
+    }
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    copy_scales(empty + STAGES * 8, a.x_scale, a.scale_bytes, full);
+    for (int i = 0; i < early - first; i++) copy_x(ring + i * STAGE_BYTES, a.x, (first + i) * 128, full + i * 8);
+    int slot = 0, parity = 0;
+    for (int step = early; step < last; step++) {
+        wait(empty + slot * 8, parity);
+        expect(full + slot * 8, STAGE_BYTES);
+        copy_weight(ring + slot * STAGE_BYTES + COLUMNS * 128, a.weight, step * 128, block, full + slot * 8, policy);
+        copy_x(ring + slot * STAGE_BYTES, a.x, step * 128, full + slot * 8);
+        if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(BOUND, 1) gemm(const __grid_constant__ Arguments a) {
+    extern __shared__ u8 shared[];
+    const u32 ring = ((u32)__cvta_generic_to_shared(shared) + 1023) & ~1023u, full = ring + STAGES * STAGE_BYTES;
+    const u32 empty = full + STAGES * 8;
+    const int thread = (int)threadIdx.x, rank = (int)blockIdx.x % SPLIT, tile = (int)blockIdx.x / SPLIT;
+    const int first = a.pairs * rank / SPLIT * 2, last = a.pairs * (rank + 1) / SPLIT * 2;
+    asm volatile("griddepcontrol.launch_dependents;");
+    if (thread == 0) {
+        for (int i = 0; i < STAGES; i++) init_barrier(full + i * 8, 1), init_barrier(empty + i * 8, CONSUMERS / 32);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    if (thread >= CONSUMERS) {
+        if (GROUPS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEW));
+        if (thread == CONSUMERS) copy_all(a, ring, full, empty, tile * (TILE / (GATE ? 16 : 8)), first, last);
+        if (SPLIT > 1) {
+            __syncwarp();
+            synchronize_cluster();  // as the others do
+        }
+    } else {
+        if (GROUPS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MANY));
+        const int column = (tile * TILE + thread / 32 * 16) / (GATE ? 2 : 1);
+        const Scales scales = load_scales(a, column);
+        float4 sums[BLOCKS], found[IN_FLIGHT][BLOCKS];
+#pragma unroll
+        for (int j = 0; j < BLOCKS; j++) sums[j] = {0, 0, 0, 0};
+        int slot = 0, parity = 0, done = 0;
+        for (int step = first; step < last; step += IN_FLIGHT) {
+#pragma unroll
+            for (int f = 0; f < IN_FLIGHT; f++) {
+                const u32 stage = ring + slot * STAGE_BYTES;
+                const u64 w = matrix_at(stage + (COLUMNS + thread / 128 * 64) * 128), x = matrix_at(stage);
+                wait(full + slot * 8, parity);
+                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+                for (int k = 0; k < 4; k++) multiply(found[f], w + 2 * k, x + 2 * k, k);
+                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                if (++slot == STAGES) slot = 0, parity ^= 1;
+            }
+#pragma unroll
+            for (int f = 0; f < IN_FLIGHT; f++) {
+                f + 1 < IN_FLIGHT ? wait_for_products<1>() : wait_for_products<0>();
+                if (thread % 32 == 0) arrive(empty + done * 8);
+                if (++done == STAGES) done = 0;
+#pragma unroll
+                for (int j = 0; j < BLOCKS; j++) {
+                    sums[j].x += found[f][j].x, sums[j].y += found[f][j].y;
+                    sums[j].z += found[f][j].z, sums[j].w += found[f][j].w;
+                }
+            }
+        }
+#pragma unroll
+        for (int j = 0; PARTS == 2 && j < ROWS / 8; j++) sums[j] = join(sums[j], sums[(ROWS / 8 + j) % BLOCKS]);
+        const bool has_outputs = thread / 32 * 16 < TILE;
+        const float2 *const x_scales = (const float2 *)(shared + (empty + STAGES * 8 - (u32)__cvta_generic_to_shared(shared)));
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+        if (SPLIT == 1) {
+#pragma unroll
+            for (int j = 0; j < ROWS / 8; j++)
+                if (has_outputs) finish(a, scales, x_scales, sums[j], j, column);
+        } else {  // all copies have been read, so the ring is free for sums
+            float4 *const own = (float4 *)(shared + (ring - (u32)__cvta_generic_to_shared(shared))) + thread;
+            asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+#pragma unroll
+            for (int j = 0; j < ROWS / 8; j++) own[j * CONSUMERS] = sums[j];
+            synchronize_cluster();
+            for (int j = ROWS / 8 * rank / SPLIT; j < ROWS / 8 * (rank + 1) / SPLIT; j++) {
+                float4 total = {0, 0, 0, 0};
+#pragma unroll
+                for (int r = 0; r < SPLIT; r++) {
+                    float4 v;
+                    asm volatile("{ .reg .b32 at; mapa.shared::cluster.u32 at, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [at]; }"
+                                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(ring + (j * CONSUMERS + thread) * 16), "r"(r) : "memory");
+                    total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+                }
+                if (has_outputs) finish(a, scales, x_scales, total, j, column);
+            }
+        }
+    }
+    if (SPLIT > 1)  // no CTA still reads another's sums
+        asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+}

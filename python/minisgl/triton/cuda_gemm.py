@@ -1,0 +1,167 @@
+"""Launches `gemm.cu`, GEMMs with FP8 weights for 2 to 128 rows for Hopper in CUDA C++.
+
+Letters: M rows, N output features, K input features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor, empty
+
+from minisgl.ops.quantized import Quantized
+from minisgl.rounding import ceil_div, round_up
+from minisgl.triton.cuda_gemv import GATES
+from minisgl.triton.gemm import Split
+from minisgl.triton.launch import is_noted
+from minisgl.triton.nvrtc import check, is_hopper, launch, libraries, load_kernel
+
+MAX_ROWS: Final = 128
+ROWS: Final = (8, 16, 32, 64, 96, MAX_ROWS)  # of x, for which there are kernels
+STEP: Final = 128  # columns that are copied and multiplied at once
+# Of a CTA. The kernels before and after it should fit beside it: with 225 KB, a layer of 8B takes 3 us more.
+MEMORY: Final = 160 << 10
+MAX_STAGES: Final = 16
+
+
+class _Map(ctypes.Structure):
+    """CUtensorMap."""
+
+    _fields_ = [("words", ctypes.c_uint64 * 16)]
+
+
+class Arguments(ctypes.Structure):
+    """`struct Arguments` in `gemm.cu`."""
+
+    _fields_ = [
+        *((name, _Map) for name in ("x", "weight")),
+        *((name, ctypes.c_void_p) for name in ("x_scale", "scale", "bias", "out")),
+        *((name, ctypes.c_int) for name in ("rows", "n_out", "pairs", "scale_bytes")),
+    ]
+
+
+def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> _Map:
+    """Describe a tensor of bytes, innermost dimension first, to TMA; `strides` are those of all dimensions but it.
+
+    Rows of a box have 128 bytes, and lie in shared memory with 128-byte swizzling.
+    """
+    found, n = libraries(), len(sizes)
+    assert found is not None
+    buffer = (ctypes.c_uint64 * 24)()
+    start = round_up(ctypes.addressof(buffer), 64)  # the driver asks for this alignment
+    lists = (ctypes.c_uint64 * n)(*sizes), (ctypes.c_uint64 * n)(*strides), (ctypes.c_uint32 * n)(*box)
+    ones = (ctypes.c_uint32 * n)(*[1] * n)
+    # 8-bit unsigned integers; without interleaving; 128-byte swizzling; loads of 256 bytes to L2; zeros beyond the end
+    code = found[0].cuTensorMapEncodeTiled(
+        ctypes.c_void_p(start), 0, n, ctypes.c_void_p(address), *lists, ones, 0, 3, 3, 0
+    )
+    check(code, "cuTensorMapEncodeTiled")
+    return _Map.from_buffer_copy(ctypes.string_at(start, ctypes.sizeof(_Map)))
+
+
+class Plan(NamedTuple):
+    """`gemm.cu`'s macros, its number of CTAs, and the threads and the shared memory in bytes of each."""
+
+    defines: dict[str, int | str]
+    grid: int
+    threads: int
+    shared: int
+
+
+def plan_gemm(
+    rows: int, parts: int, n_rows: int, n_in: int, gate: str, is_half: bool = False, num_sms: int = 132
+) -> Plan:  # fmt: skip
+    """Choose the tile of weight rows, and whether two CTAs share it, each with half of the columns.
+
+    An SM copies about 45 bytes a nanosecond. A wave of CTAs and the sums of two CTAs take as long as 180 and 45 KB.
+    """
+    size = next(n for n in ROWS if n >= rows)
+    columns = size * parts
+    max_tile = 64 * (5 if columns <= 64 else 3)  # more would not fit the registers
+    plans = []
+    for split in (1,) if gate else (1, 2):
+        per_wave = num_sms // split
+        waves = ceil_div(n_rows, per_wave * max_tile)
+        tile = min(max_tile, round_up(ceil_div(n_rows, per_wave * waves), 16))
+        copied = ceil_div(ceil_div(n_in, 2 * STEP), split) * 2 * STEP * (columns + tile)
+        plans.append((waves * (copied + 180_000) + (split - 1) * 45_000, split, tile))
+    _, split, tile = min(plans)
+    groups, stage = ceil_div(tile, 64), (columns + tile) * STEP
+    # The last group may read weight rows beyond its tile, which are ignored.
+    rest = -tile % 64 * STEP + MAX_STAGES * 16 + size * 4 + 1024
+    stages = min((MEMORY - rest) // stage, MAX_STAGES, ceil_div(ceil_div(n_in, 2 * STEP), split) * 2)
+    if split > 1:  # the sums take the place of the stages
+        stages = max(stages, ceil_div(groups * 64 * size * 4, stage))
+    defines: dict[str, int | str] = {
+        "TILE": tile, "ROWS": size, "PARTS": parts, "SPLIT": split, "STAGES": stages, "GATE": GATES.index(gate),
+        "IS_HALF": int(is_half),
+    }  # fmt: skip
+    return Plan(defines, ceil_div(n_rows, tile) * split, (groups + 1) * 128, stages * stage + rest)
+
+
+def multiply_source(columns: int) -> str:
+    """Return the function `multiply` of `gemm.cu`: sums [64, columns] = a b + (more ? sums : 0) over 32 inputs.
+
+    wgmma names all registers of its result, so its text depends on their number.
+    """
+    registers = ", ".join(f"%{i}" for i in range(columns // 2))
+    sums = ", ".join(f'"+f"(sums[{j}].{c})' for j in range(columns // 8) for c in "xyzw")
+    n = columns // 2
+    operands = f'{sums} : "l"(a), "l"(b), "r"(more)'
+    return f"""
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+__device__ __forceinline__ void multiply(float4 (&sums)[{columns // 8}], u64 a, u64 b, int more) {{
+    asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{n + 2}, 0; "
+                 "wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3 "
+                 "{{{registers}}}, %{n}, %{n + 1}, p, 1, 1; }}" : {operands});
+}}
+"""
+
+
+def supports(rows: int, weight: Quantized, dtype: torch.dtype, gate: str) -> bool:
+    """Whether there is a kernel: for FP8 weights with a scale for each row."""
+    kind, (n_rows, n_in) = weight.format, weight.shape
+    return (
+        2 <= rows <= MAX_ROWS
+        and kind.name == "fp8"
+        and kind.group == 0
+        and kind.scale_dtype is torch.float32
+        and n_in % 16 == 0
+        and n_rows % (16 if gate else 8) == 0
+        and dtype in (torch.bfloat16, torch.float16)
+        and is_hopper(weight.data.device)
+    )
+
+
+def cuda_gemm(
+    x: Split, rows: int, parts: int, weight: Quantized, bias: Tensor | None, dtype: torch.dtype, gate: str
+) -> Tensor | None:
+    """x [M, K], weight [N or 2N, K] -> [M, N] in `dtype`; None if the kernel cannot be compiled."""
+    (n_rows, n_in), device = weight.shape, x.parts.device
+    n_out, halves, max_rows = n_rows // (2 if gate else 1), 2 if gate else 1, len(x.parts) // parts
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    defines, grid, threads, shared = plan_gemm(rows, parts, n_rows, n_in, gate, dtype == torch.float16, num_sms)
+    size, tile = int(defines["ROWS"]), int(defines["TILE"])
+    out = empty((rows, n_out), dtype=dtype, device=device)
+    load = partial(load_kernel, device, "gemm", multiply_source(size * parts), **defines)
+    if is_noted((device, "gemm", *defines.items()), load):
+        return out
+    kernel = load()
+    if kernel is None:
+        return None
+    x_map = tensor_map(x.parts.data_ptr(), (n_in, max_rows, parts), (n_in, max_rows * n_in), (STEP, size, parts))
+    # Blocks of 8 rows: with a gate, of both halves in turn.
+    weight_map = tensor_map(
+        weight.data.data_ptr(), (n_in, 8, halves, n_out // 8), (n_in, n_out * n_in, 8 * n_in),
+        (STEP, 8, halves, tile // (8 * halves)),
+    )  # fmt: skip
+    pointers = x.scale.data_ptr(), weight.scale.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()
+    arguments = Arguments(x_map, weight_map, *pointers, rows, n_out, ceil_div(n_in, 2 * STEP), max_rows * 4)
+    launch(kernel, arguments, device, grid, threads, shared, int(defines["SPLIT"]))
+    return out
