@@ -164,7 +164,7 @@ class Setting:
         layout = SimpleNamespace(
             rows_host=self.batch.layout.rows_host[:64],
             query_lens_host=self.batch.layout.query_lens_host[:64],
-            kv_lens_host=self.batch.layout.kv_lens_host[:64],
+            kv_lens=self.batch.layout.kv_lens[:64],
         )
         expected = reference.paged_attention(self.q[:few], self.pages[0], self.table, layout, DIM**-0.5)
         return float((out[:few].double() - expected.double()).norm() / expected.double().norm())

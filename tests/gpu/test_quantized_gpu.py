@@ -62,7 +62,9 @@ def test_products(kind: Format) -> None:
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize(("rows", "n"), [(129, 1024), (256, 12288), (1000, 9728), (130, 336)])
+@pytest.mark.parametrize(
+    ("rows", "n"), [(129, 1024), (256, 12288), (200, 17408), (140, 25600), (1000, 9728), (130, 336)]
+)
 def test_activated_rows_in_one_part(rows: int, n: int, gate: str) -> None:
     """Scales, bias, activation and rounding in one kernel; a row that is not finite stays so."""
     from minisgl.triton.epilogue import Products, finish

@@ -33,8 +33,8 @@ MAX_EXACT_ROWS: Final = {8: 32, 4: 16}  # up to this many rows, activations are 
 # Up to this many rows, cuBLAS with a per-tensor scale and a rescaling kernel is faster than cuBLAS with per-row scales.
 MAX_ONE_SCALE: Final = 256
 # Up to this many columns, activation and quantization are one kernel: more would not fit its registers. 8,192 rows of
-# 12,288 columns take 141 us, by two kernels 215.
-MAX_GATED: Final = 12288
+# 12,288 columns take 130 us, by two kernels 219; of 25,600 columns 426 and 556.
+MAX_GATED: Final = 25600
 
 
 @triton.jit
@@ -187,10 +187,11 @@ def split_gated_rows(products: Products) -> Split:
     found = empty((max_rows, n), dtype=E4M3, device=x.device)
     found_scale = empty((1, max_rows), dtype=torch.float32, device=x.device)
     block = min(4096, triton.next_power_of_2(n))
-    # 16 warps with 64 registers are two programs on an SM; with 73, 8,192 rows take 232 us instead of 141.
+    # Two programs of 16 warps fit on an SM, or one of 32. With 73 registers, 8,192 rows of 12,288 take 232 us, not 130.
+    num_warps = max(1, block // 256) * (2 if n > 3 * block else 1)
     _split_gated_rows[(rows,)](
         x, x_scale, scale, x if bias is None else bias, found, found_scale, n, GATE=gate, HAS_BIAS=bias is not None,
-        NUM_BLOCKS=triton.cdiv(n, block), BLOCK=block, EVEN=n % block == 0, num_warps=max(1, block // 256), maxnreg=64,
+        NUM_BLOCKS=triton.cdiv(n, block), BLOCK=block, EVEN=n % block == 0, num_warps=num_warps, maxnreg=64,
         **pdl_options(x.device, rows <= MAX_CHAINED),
     )  # fmt: skip
     return Split(found, found_scale, found_scale)

@@ -1,0 +1,55 @@
+"""The sizes with which `gemm.cu` is launched. What it computes is tested on a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("nothing here is for the interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+from minisgl.ops.quantized import Format
+from minisgl.rounding import ceil_div
+from minisgl.triton.cuda_gemm import MEMORY, multiply_source, plan_gemm, supports
+
+SHAPES = [
+    (6144, 4096, ""), (4096, 4096, ""), (24576, 4096, "silu"), (4096, 12288, ""),  # 8B
+    (7168, 5120, ""), (34816, 5120, "gelu_tanh"), (5120, 17408, ""), (5120, 25600, ""),
+    (8, 16, ""), (16, 144, "silu"), (151936, 2048, ""), (200064, 8192, "silu"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("n_rows", "n_in", "gate"), SHAPES)
+def test_plans(n_rows: int, n_in: int, gate: str) -> None:
+    """CTAs cover all weight rows and fit an SM: their stages, their registers, and sums in place of the stages."""
+    for rows in range(2, 129):
+        parts = 2 if rows <= 32 else 1
+        defines, grid, threads, shared = plan_gemm(rows, parts, n_rows, n_in, gate)
+        tile, size, split, stages = (int(defines[name]) for name in ("TILE", "ROWS", "SPLIT", "STAGES"))
+        columns, groups = size * parts, threads // 128 - 1
+        assert size >= rows and tile % 16 == 0 and tile <= groups * 64 and not (gate and split > 1)
+        assert grid == ceil_div(n_rows, tile) * split
+        # A step's products and the sums, 64 x columns each for 128 threads, and 24 registers for all else.
+        assert columns // 2 * 2 + 24 <= (65536 - 24 * 128) // (groups * 128)
+        assert stages >= 2 or ceil_div(n_in, 128) <= 2
+        # The last group reads whole blocks of 64 rows, and TMA writes 1,024-byte aligned stages.
+        used = stages * (columns + tile) * 128 + (groups * 64 - tile) * 128 + stages * 16 + size * 4 + 1024
+        assert used <= shared <= 227 << 10
+        if split > 1:
+            assert groups * 64 * size * 4 <= stages * (columns + tile) * 128
+        else:
+            assert shared <= MEMORY
+
+
+def test_a_product_names_all_its_registers() -> None:
+    for columns in (8, 64, 128):
+        source = multiply_source(columns)
+        assert f"m64n{columns}k32" in source and source.count('"+f"') == columns // 2
+
+
+def test_a_cpu_has_no_such_kernel() -> None:
+    weight = Format(8, 0).empty(16, 512, torch.device("cpu"))
+    assert not supports(16, weight, torch.bfloat16, "")
