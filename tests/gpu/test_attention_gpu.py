@@ -13,7 +13,9 @@ from contract.test_attention import MIXES
 from minisgl.attention.triton import TritonAttention
 from minisgl.engine.graphs.capture import Capture
 from minisgl.ops import reference
+from minisgl.ops.table import OpTable
 from minisgl.triton.linear import gemv
+from minisgl.triton.norm import norm_rope_store
 from unit.attention.triton_cases import (
     Case,
     assert_near,
@@ -52,6 +54,39 @@ def test_decode_over_pages_of_8_bits(dim: int, window: int | None):
     """One row in a chain, few rows with all before attention in one kernel, and many rows."""
     for mix in ([(1, 1)], [(1, 700)], [(1, 30 * i + 1) for i in range(40)], [(1, 10 * i + 1) for i in range(70)]):
         check_fp8(mix, 64, 4, dim, BF16, CUDA, window)
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        [(1, 60 + 13 * i % 190) for i in range(700)],
+        [(1, 2000 + 37 * i) for i in range(20)],
+        [(1, 30 + i) for i in range(9)],
+    ],
+    ids=["whole sequences by ticket", "parts", "short"],
+)
+@pytest.mark.parametrize(("page_size", "group"), [(64, 1), (128, 5), (64, 8)])
+def test_more_rows_over_pages_of_8_bits(mix: list[tuple[int, int]], page_size: int, group: int):
+    check_fp8(mix, page_size, group, 128, BF16, CUDA, None)
+
+
+def test_what_is_beyond_the_last_key_does_not_count():
+    """Pages of 8 bits with NaN there."""
+    case = Case([(1, 1 + 29 * i) for i in range(40)], 64, 4, 128, BF16, CUDA)
+    case.attention = TritonAttention(replace(case.attention.spec, fp8_cache=True), OpTable())
+    case.attention.ops = replace(case.attention.ops, norm_rope_store=norm_rope_store)
+    case.pages = quantized(case.pages)
+
+    def attend() -> torch.Tensor:
+        return case.attention.attend(case.qkv.flatten(1).clone(), case.heads(True), case.pages, case.context())
+
+    want = attend()
+    for row, span in enumerate(case.spans):
+        length = span.start + 1
+        page = int(case.table[case.batch.layout.rows[row].long(), (length - 1) // 64])
+        case.pages.data.view(torch.uint8)[page, :, :, (length - 1) % 64 + 1 :] = 0x7F
+        case.pages.scale[page, :, :, (length - 1) % 64 + 1 :] = torch.nan
+    assert want.isfinite().all() and torch.equal(attend(), want)
 
 
 def test_a_needle_among_32_000_keys_of_8_bits():

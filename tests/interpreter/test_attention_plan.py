@@ -37,13 +37,13 @@ class Shares:
     tiles: list[int]  # of each share, with gaps
 
 
-def plan(lens: list[int], shares: int, window: int = 0) -> Shares:
+def plan(lens: list[int], shares: int, window: int = 0, even: bool = False) -> Shares:
     work = torch.full((BEGINS.value + (shares + len(lens)) * PART.value,), -7, dtype=torch.int32)
     counters = torch.full((len(lens) * HEADS,), 7, dtype=torch.int32)
     rows = torch.arange(FIRST_ROW, FIRST_ROW + len(lens), dtype=torch.int32)
     grid = (-(-len(lens) // PLAN_ROWS.value),)
     kv_lens = torch.tensor(lens, dtype=torch.int32)
-    sizes = {"NUM_SPLITS": shares, "NUM_KV_HEADS": HEADS, "TILE_KEYS": TILE, "WINDOW": window}
+    sizes = {"NUM_SPLITS": shares, "NUM_KV_HEADS": HEADS, "TILE_KEYS": TILE, "WINDOW": window, "EVEN": even}
     plan_decode[grid](rows, kv_lens, work, counters, len(lens), **sizes)
     assert not counters.any()
     count, num_seqs, gap, tickets = work[:4].tolist()
@@ -69,6 +69,7 @@ def plan(lens: list[int], shares: int, window: int = 0) -> Shares:
     return found
 
 
+@pytest.mark.parametrize("even", [False, True])
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("shares", [1, 16, 66])
 @pytest.mark.parametrize(
@@ -76,8 +77,8 @@ def plan(lens: list[int], shares: int, window: int = 0) -> Shares:
     [[1], [5000], [700] * 20, SHORT, RANDOM, [*SHORT, 0, 0], [*RANDOM, 20_000, 1, 0], RANDOM * 7, [33] * 50],
     ids=["one key", "one long", "equal", "short", "random", "padded", "one of all", "many", "many equal"],
 )
-def test_every_key_is_read_once(lens: list[int], shares: int, window: int):
-    found = plan(lens, shares, window)
+def test_every_key_is_read_once(lens: list[int], shares: int, window: int, even: bool):
+    found = plan(lens, shares, window, even)
     for length, parts in zip(lens, found.parts, strict=True):
         if length == 0:
             assert not parts
@@ -95,6 +96,13 @@ def test_shares_are_equal():
     assert found.size == -(-sum(-(-n // TILE) + found.gap for n in lens) // 16)
     assert max(found.tiles) <= found.size
     assert min(found.tiles[:-1]) >= found.size - found.gap
+
+
+@pytest.mark.parametrize("lens", [[700, 500, 300], [1, 6, 11], RANDOM[:20]], ids=["few", "short", "random"])
+def test_even_shares_differ_by_the_last_one_only(lens: list[int]):
+    found = plan(lens, 16, even=True)
+    assert found.gap == 0 and not found.by_ticket
+    assert set(found.tiles[:-1]) <= {found.size} and 0 < found.tiles[-1] <= found.size
 
 
 def test_short_shares_keep_to_one_sequence():

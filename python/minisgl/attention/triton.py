@@ -14,6 +14,7 @@ from minisgl.ops.quantized import Pages, QuantizedPages, data_and_scale
 from minisgl.rounding import ceil_div
 from minisgl.triton.attention_decode import BEGINS, PART, PLAN_ROWS, decode_attention, plan_decode
 from minisgl.triton.attention_prefill import COUNTERS, TILE, plan_prefill, prefill_attention
+from minisgl.triton.cuda_decode import cuda_decode, supports
 from minisgl.triton.launch import INTERPRETED, MAX_CHAINED, pdl_options
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class TritonAttention(AttentionBackend):
                 "NUM_SPLITS": splits,
                 "num_warps": 2 if block * dim <= 4096 else 4,
             }
+        self._has_cuda = spec.fp8_cache and supports(device, spec.dtype, dim, group, spec.page_size)
         self._decode_few = {**self._decode[1], "NUM_SPLITS": few_splits, "num_warps": 4}
 
         # Large tiles read the keys half as often (with 64 rows, 400 TFLOP/s would need the whole bandwidth of the L2).
@@ -158,6 +160,7 @@ class TritonAttention(AttentionBackend):
             self._counters,
             plan.num_decode,
             WINDOW=reach,
+            EVEN=self._has_cuda and plan.kernel is self._decode[1],
             **{name: plan.kernel[name] for name in ("NUM_SPLITS", "NUM_KV_HEADS", "TILE_KEYS")},
         )
 
@@ -190,7 +193,8 @@ class TritonAttention(AttentionBackend):
 
     def attend(self, qkv: Tensor, heads: HeadTransform, layer_pages: Pages, ctx: Context) -> Tensor:
         plan: _Plan = ctx.attn_metadata
-        if plan.chunks or plan.num_decode > FUSED_ROWS or plan.max_queries > 1:
+        is_fused = plan.num_decode <= (FEW_ROWS if self._has_cuda else FUSED_ROWS)
+        if plan.chunks or not is_fused or plan.max_queries > 1:
             return super().attend(qkv, heads, layer_pages, ctx)
         q = qkv.view(len(qkv), -1, self.spec.head_dim)
         out = qkv.new_empty(len(qkv), self.spec.num_heads, self.spec.head_dim)
@@ -236,6 +240,13 @@ class TritonAttention(AttentionBackend):
         With `heads`, `q` has q, k and v, which are not normalised and rotated yet.
         """
         plan: _Plan = ctx.attn_metadata
+        if self._has_cuda and plan.kernel is self._decode[1] and q.dtype is torch.float16:
+            pages, scales = data_and_scale(layer_pages)
+            if cuda_decode(
+                q, pages, scales, ctx.page_table, self._work[window], self._counters, self._part, self._lse, out,
+                self._scale, plan.kernel["NUM_SPLITS"], window or 0,
+            ):  # fmt: skip
+                return
         is_chained = len(q) <= MAX_CHAINED
         has_norm = heads is not None and heads.q_weight is not None
         decode_attention[(plan.kernel["NUM_SPLITS"] * self.spec.num_kv_heads,)](

@@ -79,6 +79,7 @@ def _load_part(part_ptr):
 def plan_decode(
     rows_ptr, kv_lens_ptr, work_ptr, counters_ptr, num_seqs,
     NUM_SPLITS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """Plan a step for layers with this window (0: none) into `work`; grid (B / PLAN_ROWS).
 
@@ -88,7 +89,7 @@ def plan_decode(
     - Many sequences, none longer than an equal split: each sequence is a split, and programs draw tickets, the longest
       first. This is as balanced, and there is nothing to merge.
     - Few sequences, so that splits are short and beginning a second sequence is expensive: a split has one sequence,
-      unless it would grow by more than half.
+      unless it would grow by more than half. EVEN: beginning one is cheap, so this case and the gaps do not exist.
     Padding sequences of a graph, which have no keys, come last. The merge counters [B, Hk] are set to zero.
     """
     BLOCK: tl.constexpr = 256
@@ -116,13 +117,13 @@ def plan_decode(
     are_many = (2 * total_seqs >= 5 * NUM_SPLITS) & (longest <= fair_size)
     split_size = tl.where(are_many, longest, fair_size)
     are_whole = are_many
-    if (num_seqs <= BLOCK) & (not are_many):
+    if (num_seqs <= BLOCK) & (not are_many) & (not EVEN):
         while (2 * split_size <= 3 * fair_size) & (tl.sum(tl.cdiv(lane_tiles, split_size), 0) > NUM_SPLITS):
             split_size += 1 + split_size // 16
         are_whole = 2 * split_size <= 3 * fair_size
-    gap = tl.where(are_whole, 0, GAP)
+    gap = tl.where(are_whole | EVEN, 0, GAP)
     if not are_whole:
-        split_size = tl.maximum(tl.cdiv(total_tiles + total_seqs * GAP, NUM_SPLITS), MIN_TILES)
+        split_size = tl.maximum(tl.cdiv(total_tiles + total_seqs * gap, NUM_SPLITS), MIN_TILES)
 
     # A sequence begins where the preceding ones end: laid end to end with gaps, or each rounded up to whole splits.
     before = tl.zeros([PLAN_ROWS], tl.int32)

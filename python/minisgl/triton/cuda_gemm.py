@@ -27,7 +27,7 @@ MEMORY: Final = 160 << 10
 MAX_STAGES: Final = 16
 
 
-class _Map(ctypes.Structure):
+class Map(ctypes.Structure):
     """CUtensorMap."""
 
     _fields_ = [("words", ctypes.c_uint64 * 16)]
@@ -37,13 +37,14 @@ class Arguments(ctypes.Structure):
     """`struct Arguments` in `gemm.cu`."""
 
     _fields_ = [
-        *((name, _Map) for name in ("x", "weight")),
+        *((name, Map) for name in ("x", "weight")),
         *((name, ctypes.c_void_p) for name in ("x_scale", "scale", "bias", "out")),
         *((name, ctypes.c_int) for name in ("rows", "n_out", "pairs", "scale_bytes")),
+        ("unused", ctypes.c_char * 16),  # a map is aligned to 64 bytes, and so is the size
     ]
 
 
-def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> _Map:
+def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Map:
     """Describe a tensor of bytes, innermost dimension first, to TMA; `strides` are those of all dimensions but it.
 
     Rows of a box have 128 bytes, and lie in shared memory with 128-byte swizzling.
@@ -59,7 +60,7 @@ def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], b
         ctypes.c_void_p(start), 0, n, ctypes.c_void_p(address), *lists, ones, 0, 3, 3, 0
     )
     check(code, "cuTensorMapEncodeTiled")
-    return _Map.from_buffer_copy(ctypes.string_at(start, ctypes.sizeof(_Map)))
+    return Map.from_buffer_copy(ctypes.string_at(start, ctypes.sizeof(Map)))
 
 
 class Plan(NamedTuple):

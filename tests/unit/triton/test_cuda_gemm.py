@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("triton")
 
 from minisgl.ops.quantized import Format
 from minisgl.rounding import ceil_div
-from minisgl.triton.cuda_gemm import MEMORY, multiply_source, plan_gemm, supports
+from minisgl.triton.cuda_gemm import MEMORY, Arguments, multiply_source, plan_gemm, supports
 
 SHAPES = [
     (6144, 4096, ""), (4096, 4096, ""), (24576, 4096, "silu"), (4096, 12288, ""),  # 8B
@@ -42,6 +43,10 @@ def test_plans(n_rows: int, n_in: int, gate: str) -> None:
             assert groups * 64 * size * 4 <= stages * (columns + tile) * 128
         else:
             assert shared <= MEMORY
+
+
+def test_arguments_are_as_large_as_in_cpp() -> None:
+    assert ctypes.sizeof(Arguments) % 64 == 0  # a map is aligned
 
 
 def test_a_product_names_all_its_registers() -> None:
