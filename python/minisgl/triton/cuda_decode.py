@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minisgl.triton.cuda_gemm import Map, tensor_map
 from minisgl.triton.launch import is_noted
-from minisgl.triton.nvrtc import is_hopper, launch, load_kernel
+from minisgl.triton.nvrtc import hopper_source, is_hopper, launch, load_kernel
 
 TILE_KEYS: Final = 64
 DIM: Final = 128
@@ -52,7 +52,7 @@ def cuda_decode(
         "HEADS": heads, "GROUP": group, "PAGE": page_size, "SPLITS": splits, "STAGES": STAGES,
         "IS_HALF": int(out.dtype == torch.float16),
     }  # fmt: skip
-    load = partial(load_kernel, device, "decode", **defines)
+    load = partial(load_kernel, device, "decode", hopper_source(), **defines)
     if is_noted((device, "decode", *defines.items()), load):
         return True
     kernel = load()

@@ -17,7 +17,7 @@ from minisgl.rounding import ceil_div, round_up
 from minisgl.triton.cuda_gemv import GATES
 from minisgl.triton.gemm import Split
 from minisgl.triton.launch import is_noted
-from minisgl.triton.nvrtc import check, is_hopper, launch, libraries, load_kernel
+from minisgl.triton.nvrtc import check, hopper_source, is_hopper, launch, libraries, load_kernel
 
 MAX_ROWS: Final = 128
 ROWS: Final = (8, 16, 32, 64, 96, MAX_ROWS)  # of x, for which there are kernels
@@ -113,10 +113,6 @@ def multiply_source(columns: int) -> str:
     n = columns // 2
     operands = f'{sums} : "l"(a), "l"(b), "r"(more)'
     return f"""
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
 __device__ __forceinline__ void multiply(float4 (&sums)[{columns // 8}], u64 a, u64 b, int more) {{
     asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{n + 2}, 0; "
                  "wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3 "
@@ -150,7 +146,7 @@ def cuda_gemm(
     defines, grid, threads, shared = plan_gemm(rows, parts, n_rows, n_in, gate, dtype == torch.float16, num_sms)
     size, tile = int(defines["ROWS"]), int(defines["TILE"])
     out = empty((rows, n_out), dtype=dtype, device=device)
-    load = partial(load_kernel, device, "gemm", multiply_source(size * parts), **defines)
+    load = partial(load_kernel, device, "gemm", hopper_source() + multiply_source(size * parts), **defines)
     if is_noted((device, "gemm", *defines.items()), load):
         return out
     kernel = load()

@@ -94,6 +94,12 @@ def find_or_compile(nvrtc: ctypes.CDLL, source: bytes, defines: dict[str, int | 
     return cubin
 
 
+@cache
+def hopper_source() -> str:
+    """Return what `gemm.cu` and `decode.cu` share."""
+    return (SOURCES / "hopper.cu").read_text()
+
+
 class Kernel(NamedTuple):
     function: int
     registers: int  # per thread

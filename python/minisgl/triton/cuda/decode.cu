@@ -1,21 +1,14 @@
 // Decode attention over 8-bit pages on Hopper, as `decode_attention` in `attention_decode.py` with one query a sequence.
 //
 // A CTA takes the parts of one split and KV head. One warp copies tiles of 64 keys by TMA into a ring, and two compute,
-// each with half of the keys of a tile. They join their results at the end of a part. Keys are the M operand of the tensor cores' products, and the query heads of the KV head are the N operand,
-// of which there are 8. All products are in float16, which represents the pages' numbers exactly.
+// each with half of the keys of a tile. They join their results at the end of a part. Keys are the M operand of the
+// tensor cores' products, and the query heads of the KV head, of which there are up to 8, are the N operand. All
+// products are in float16, which represents the pages' numbers exactly.
 //
 // Letters of the products' fragments: a thread is g = lane / 4 and t = lane % 4.
 //
 // Macros from the compiler's options: HEADS (KV heads), GROUP (query heads of each), PAGE (keys), SPLITS (per KV head),
-// STAGES, IS_HALF (results are float16, else bfloat16).
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-struct __align__(64) Map {  // CUtensorMap
-    u64 words[16];
-};
+// STAGES, IS_HALF.
 
 struct Arguments {
     Map pages;  // [2 P, Hk page, 128] bytes
@@ -44,7 +37,7 @@ struct Tile {
     int seq, head, begin, stop, length, first_split, parts, is_first;
 };
 
-struct Stage {  // `keys` are aligned to 1,024 bytes
+struct Stage {  // aligned to 1,024 bytes
     u8 data[2][TILE_BYTES];  // keys, values
 };
 
@@ -57,49 +50,14 @@ struct Shared {
 };
 
 __device__ __forceinline__ u32 address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void init_barrier(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-    u32 done;
-    do {
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    } while (!done);
-}
 __device__ __forceinline__ void copy_tile(u32 to, const Map &map, int row, int page, u32 barrier, u64 policy) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1, {%2, %3, %4}], [%5], %6;"
                  ::"r"(to), "l"(&map), "r"(0), "r"(row), "r"(2 * page), "r"(barrier), "l"(policy) : "memory");
 }
-__device__ __forceinline__ void copy(u32 to, const void *from, int bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 __device__ __forceinline__ float exp2_(float x) {
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
     return x;
-}
-
-__device__ __forceinline__ u32 pack_half(float low, float high) {
-    u32 both;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
-
-__device__ __forceinline__ u32 narrow(float low, float high) {
-    u32 both;
-    if (IS_HALF) return pack_half(low, high);
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
 }
 
 // Four float8_e4m3fn -> two pairs of float16.
@@ -145,8 +103,7 @@ __device__ __forceinline__ void copy_all(const Arguments &a, Shared &s) {
     const int split = (int)blockIdx.x / HEADS, num_splits = a.work[0], num_seqs = a.work[1], gap = a.work[2];
     int head = (int)blockIdx.x % HEADS, issued = 0;
     bool has_waited = false;
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    const u64 policy = evict_first();
     Part p = load_part(parts, split);
     int remaining = split < num_splits ? p.remaining : 0;
     const int first_seq = p.seq, first_head = head;
@@ -404,7 +361,7 @@ __device__ __forceinline__ void compute_all(const Arguments &a, Shared &s) {
 extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 4) decode(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared &s = *(Shared *)memory;
-    asm volatile("griddepcontrol.launch_dependents;");
+    launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) init_barrier(address(&s.full[i]), 1), init_barrier(address(&s.empty[i]), WARPS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

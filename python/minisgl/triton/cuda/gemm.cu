@@ -9,11 +9,7 @@
 //
 // Macros from the compiler's options: TILE, ROWS (of x, rounded up), PARTS (of x, see `Split` in `gemm.py`), SPLIT,
 // STAGES, GATE (0 none, 1 SiLU, 2 GELU with tanh; then each 16 weight rows of a tile are 8 of gate and 8 of up),
-// IS_HALF (results are float16, else bfloat16). `cuda_gemm.py` puts `multiply` in front.
-
-struct __align__(64) Map {  // CUtensorMap
-    u64 words[16];
-};
+// IS_HALF. `cuda_gemm.py` puts `multiply` in front.
 
 struct Arguments {
     Map x, weight;
@@ -33,22 +29,6 @@ constexpr int IN_FLIGHT = COLUMNS <= 64 && GROUPS <= 4 ? 2 : 1;      // steps th
 constexpr int BOUNDS[] = {0, 256, 512, COLUMNS > 64 ? 512 : 640, 640, 768}, BOUND = BOUNDS[GROUPS];
 constexpr int LAUNCHED = 65536 / BOUND / 8 * 8, FEW = 24, MANY = (LAUNCHED * THREADS - FEW * 128) / CONSUMERS / 8 * 8;
 
-__device__ __forceinline__ void init_barrier(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-    u32 done;
-    do {
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    } while (!done);
-}
 __device__ __forceinline__ void copy_x(u32 to, const Map &map, int column, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3}], [%4];"
                  ::"r"(to), "l"(&map), "r"(column), "r"(0), "r"(barrier) : "memory");
@@ -57,10 +37,6 @@ __device__ __forceinline__ void copy_weight(u32 to, const Map &map, int column, 
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1, {%2, %3, %3, %4}], [%5], %6;"
                  ::"r"(to), "l"(&map), "r"(column), "r"(0), "r"(block), "r"(barrier), "l"(policy) : "memory");
-}
-__device__ __forceinline__ void copy_scales(u32 to, const float *from, int bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 __device__ __forceinline__ void synchronize_cluster() {
     asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
@@ -79,15 +55,6 @@ __device__ __forceinline__ float gated(float gate, float up) {
     float z = gate;
     if (GATE == 2) z = fmaxf(1.5957691216057308f * gate * (1 + 0.044715f * gate * gate), -80.f);
     return __fdividef(gate, 1 + __expf(-z)) * up;
-}
-
-__device__ __forceinline__ u32 narrow(float low, float high) {
-    u32 both;
-    if (IS_HALF)
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    else
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
 }
 
 __device__ __forceinline__ float widen(u16 v) {
@@ -138,15 +105,14 @@ __device__ __forceinline__ float4 join(float4 v, float4 rest) {  // the parts of
 
 // Copy steps `first` to `last`, and behind the barriers the scales of x, with the first step.
 __device__ __forceinline__ void copy_all(const Arguments &a, u32 ring, u32 full, u32 empty, int block, int first, int last) {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    const u64 policy = evict_first();
     const int early = min(last, first + STAGES);
     for (int i = 0; i < early - first; i++) {
         expect(full + i * 8, STAGE_BYTES + (i == 0 ? a.scale_bytes : 0));
         copy_weight(ring + i * STAGE_BYTES + COLUMNS * 128, a.weight, (first + i) * 128, block, full + i * 8, policy);
     }
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    copy_scales(empty + STAGES * 8, a.x_scale, a.scale_bytes, full);
+    wait_for_predecessor();
+    copy(empty + STAGES * 8, a.x_scale, a.scale_bytes, full);
     for (int i = 0; i < early - first; i++) copy_x(ring + i * STAGE_BYTES, a.x, (first + i) * 128, full + i * 8);
     int slot = 0, parity = 0;
     for (int step = early; step < last; step++) {
@@ -164,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(BOUND, 1) gemm(const __grid_constan
     const u32 empty = full + STAGES * 8;
     const int thread = (int)threadIdx.x, rank = (int)blockIdx.x % SPLIT, tile = (int)blockIdx.x / SPLIT;
     const int first = a.pairs * rank / SPLIT * 2, last = a.pairs * (rank + 1) / SPLIT * 2;
-    asm volatile("griddepcontrol.launch_dependents;");
+    launch_dependents();
     if (thread == 0) {
         for (int i = 0; i < STAGES; i++) init_barrier(full + i * 8, 1), init_barrier(empty + i * 8, CONSUMERS / 32);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -213,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(BOUND, 1) gemm(const __grid_constan
         for (int j = 0; PARTS == 2 && j < ROWS / 8; j++) sums[j] = join(sums[j], sums[(ROWS / 8 + j) % BLOCKS]);
         const bool has_outputs = thread / 32 * 16 < TILE;
         const float2 *const x_scales = (const float2 *)(shared + (empty + STAGES * 8 - (u32)__cvta_generic_to_shared(shared)));
-        asm volatile("griddepcontrol.wait;" ::: "memory");
+        wait_for_predecessor();
         if (SPLIT == 1) {
 #pragma unroll
             for (int j = 0; j < ROWS / 8; j++)
