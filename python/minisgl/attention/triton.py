@@ -1,4 +1,4 @@
-"""Paged attention on an NVIDIA GPU in Triton. The kernels and their ideas are in `triton/attention_*`."""
+"""Paged attention on an NVIDIA GPU in Triton, and in CUDA C++ where there is a kernel. Their ideas are in `triton/`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 LOG2_E: Final = log2(2.718281828459045)
 FEW_ROWS: Final = 8  # up to this many sequences, latency counts: half as many programs with twice the warps
-FUSED_ROWS: Final = 64  # up to this many sequences, a decode step fuses norm, RoPE and K/V storage into attention
+# Up to this many sequences (FEW_ROWS with `decode.cu`), norm, RoPE and K/V storage are fused into attention.
+FUSED_ROWS: Final = 64
 LONG_CONTEXT: Final = 8192  # from this many keys on, reading them for more queries pays more than many programs
 INTERPRETER_SMS: Final = 4  # tests run the kernels in Triton's interpreter on a CPU
 

@@ -9,9 +9,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from minisgl.triton.cuda_gemm import Map, tensor_map
 from minisgl.triton.launch import is_noted
-from minisgl.triton.nvrtc import hopper_source, is_hopper, launch, load_kernel
+from minisgl.triton.nvrtc import Map, hopper_source, is_hopper, launch, load_kernel, tensor_map
 
 TILE_KEYS: Final = 64
 DIM: Final = 128

@@ -17,7 +17,7 @@ from minisgl.rounding import ceil_div, round_up
 from minisgl.triton.cuda_gemv import GATES
 from minisgl.triton.gemm import Split
 from minisgl.triton.launch import is_noted
-from minisgl.triton.nvrtc import check, hopper_source, is_hopper, launch, libraries, load_kernel
+from minisgl.triton.nvrtc import Map, hopper_source, is_hopper, launch, load_kernel, tensor_map
 
 MAX_ROWS: Final = 128
 ROWS: Final = (8, 16, 32, 64, 96, MAX_ROWS)  # of x, for which there are kernels
@@ -25,12 +25,6 @@ STEP: Final = 128  # columns that are copied and multiplied at once
 # Of a CTA. The kernels before and after it should fit beside it: with 225 KB, a layer of 8B takes 3 us more.
 MEMORY: Final = 160 << 10
 MAX_STAGES: Final = 16
-
-
-class Map(ctypes.Structure):
-    """CUtensorMap."""
-
-    _fields_ = [("words", ctypes.c_uint64 * 16)]
 
 
 class Arguments(ctypes.Structure):
@@ -42,25 +36,6 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("rows", "n_out", "pairs", "scale_bytes")),
         ("unused", ctypes.c_char * 16),  # a map is aligned to 64 bytes, and so is the size
     ]
-
-
-def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Map:
-    """Describe a tensor of bytes, innermost dimension first, to TMA; `strides` are those of all dimensions but it.
-
-    Rows of a box have 128 bytes, and lie in shared memory with 128-byte swizzling.
-    """
-    found, n = libraries(), len(sizes)
-    assert found is not None
-    buffer = (ctypes.c_uint64 * 24)()
-    start = round_up(ctypes.addressof(buffer), 64)  # the driver asks for this alignment
-    lists = (ctypes.c_uint64 * n)(*sizes), (ctypes.c_uint64 * n)(*strides), (ctypes.c_uint32 * n)(*box)
-    ones = (ctypes.c_uint32 * n)(*[1] * n)
-    # 8-bit unsigned integers; without interleaving; 128-byte swizzling; loads of 256 bytes to L2; zeros beyond the end
-    code = found[0].cuTensorMapEncodeTiled(
-        ctypes.c_void_p(start), 0, n, ctypes.c_void_p(address), *lists, ones, 0, 3, 3, 0
-    )
-    check(code, "cuTensorMapEncodeTiled")
-    return Map.from_buffer_copy(ctypes.string_at(start, ctypes.sizeof(Map)))
 
 
 class Plan(NamedTuple):

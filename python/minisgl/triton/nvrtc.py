@@ -13,12 +13,20 @@ import torch
 from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 
+from minisgl.rounding import round_up
+
 logger = logging.getLogger(__name__)
 _warn_once = cache(logger.warning)  # once, not once per shape
 
 SOURCES: Final = Path(__file__).parent / "cuda"
 
 _SHARED_MEMORY_CARVEOUT: Final = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
+
+
+class Map(ctypes.Structure):
+    """CUtensorMap."""
+
+    _fields_ = [("words", ctypes.c_uint64 * 16)]
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -92,6 +100,25 @@ def find_or_compile(nvrtc: ctypes.CDLL, source: bytes, defines: dict[str, int | 
         cubin = compile_source(nvrtc, source, options)
         files.put(hashlib.sha256(cubin).digest() + cubin, "kernel.cubin")
     return cubin
+
+
+def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Map:
+    """Describe a tensor of bytes, innermost dimension first, to TMA; `strides` are those of all dimensions but it.
+
+    Rows of a box have 128 bytes, and lie in shared memory with 128-byte swizzling.
+    """
+    found, n = libraries(), len(sizes)
+    assert found is not None
+    buffer = (ctypes.c_uint64 * 24)()
+    start = round_up(ctypes.addressof(buffer), 64)  # the driver asks for this alignment
+    lists = (ctypes.c_uint64 * n)(*sizes), (ctypes.c_uint64 * n)(*strides), (ctypes.c_uint32 * n)(*box)
+    ones = (ctypes.c_uint32 * n)(*[1] * n)
+    # 8-bit unsigned integers; without interleaving; 128-byte swizzling; loads of 256 bytes to L2; zeros beyond the end
+    code = found[0].cuTensorMapEncodeTiled(
+        ctypes.c_void_p(start), 0, n, ctypes.c_void_p(address), *lists, ones, 0, 3, 3, 0
+    )
+    check(code, "cuTensorMapEncodeTiled")
+    return Map.from_buffer_copy(ctypes.string_at(start, ctypes.sizeof(Map)))
 
 
 @cache

@@ -267,7 +267,7 @@ def widen(weight: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def max_rows(weight: Quantized) -> float:
-    """Return the largest number of rows for which our kernel is used instead of cuBLAS."""
+    """Return the largest number of rows for which Triton's kernel is used instead of cuBLAS."""
     kind, (n_rows, n_in) = weight.format, weight.shape
     if kind.bits == 4:
         return 256  # gate_up at 256 rows: 79 us; 143 dequantized, by cuBLAS

@@ -97,10 +97,10 @@ __device__ __forceinline__ Part load_part(const int *parts, int index) {
     return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 }
 
-// Copies all tiles of the CTA. Tiles without the newest key of their sequence are older than the predecessor.
+// Copies all tiles of the CTA, by an EVEN plan (`plan_decode`), which has no gaps. Tiles without the newest key of their sequence are older than the predecessor.
 __device__ __forceinline__ void copy_all(const Arguments &a, Shared &s) {
     const int *parts = a.work + BEGINS;
-    const int split = (int)blockIdx.x / HEADS, num_splits = a.work[0], num_seqs = a.work[1], gap = a.work[2];
+    const int split = (int)blockIdx.x / HEADS, num_splits = a.work[0], num_seqs = a.work[1];
     int head = (int)blockIdx.x % HEADS, issued = 0;
     bool has_waited = false;
     const u64 policy = evict_first();
@@ -118,7 +118,7 @@ __device__ __forceinline__ void copy_all(const Arguments &a, Shared &s) {
     };
     while (remaining > 0) {
         const int stop = min(p.begin + remaining * TILE, p.length);
-        remaining -= (stop - p.begin + TILE - 1) / TILE + gap;
+        remaining -= (stop - p.begin + TILE - 1) / TILE;
         if (p.seq + 1 >= num_seqs) remaining = 0;
         int next = SPLITS + p.seq + 1, next_head = head;
         bool has_next = remaining > 0;
