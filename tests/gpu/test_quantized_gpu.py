@@ -68,13 +68,13 @@ def test_products(kind: Format) -> None:
 def test_activated_rows_in_one_part(rows: int, n: int, gate: str) -> None:
     """Scales, bias, activation and rounding in one kernel; a row that is not finite stays so."""
     from minisgl.triton.epilogue import Products, finish
-    from minisgl.triton.quantized import split_gated_rows
+    from minisgl.triton.quantized import split_whole_rows
 
     torch.manual_seed(0)
     scales = torch.rand(1, rows + 16, device="cuda") / 10, torch.rand(2 * n, 1, device="cuda") / 10
     x, bias = 50 * torch.randn(rows + 16, 2 * n, device="cuda").bfloat16(), torch.randn(2 * n, device="cuda").bfloat16()
     for products in (Products(x, rows, gate, torch.float32, scales, each) for each in (None, bias)):
-        parts, scale, _ = split_gated_rows(products)
+        parts, scale, _ = split_whole_rows(products)
         want = finish(*products)
         assert error(parts[:rows].float() * scale[0, :rows, None], want) < 0.04
         assert torch.allclose(scale[0, :rows] * 448, want.abs().amax(1), rtol=1e-5)
@@ -82,9 +82,46 @@ def test_activated_rows_in_one_part(rows: int, n: int, gate: str) -> None:
         for column in (0, n - 1, n, 2 * n - 1):
             broken = x.clone()
             broken[5, column] = bad
-            parts, scale, _ = split_gated_rows(products._replace(x=broken))
+            parts, scale, _ = split_whole_rows(products._replace(x=broken))
             finite = (parts[:rows].float() * scale[0, :rows, None]).isfinite()
             assert not scale[0, 5].isfinite() and not finite[5].all() and finite[:5].all() and finite[6:].all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "n_rows", "n_in", "gate", "dtype"),
+    [
+        (129, 1280, 1024, "", torch.bfloat16),
+        (300, 3120, 1152, "silu", torch.bfloat16),
+        (1000, 6144, 1040, "gelu_tanh", torch.float16),
+        (5000, 4104, 4096, "", torch.float16),
+        (2048, 4096, 12288, "", torch.bfloat16),
+    ],
+)
+def test_many_rows_by_clusters(rows: int, n_rows: int, n_in: int, gate: str, dtype: torch.dtype) -> None:
+    """Tiles beyond the ends of all dimensions; sums of positive numbers, which show what accumulators lose."""
+    from minisgl.triton.cuda_gemm import cuda_gemm
+    from minisgl.triton.quantized import split_rows
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("for Hopper")
+    torch.manual_seed(0)
+    weight = FORMATS[0].empty(n_rows, n_in, torch.device("cuda"))
+    weight.round_from(torch.randn(n_rows, n_in, device="cuda") * 0.02)
+    bias = torch.randn(n_rows, device="cuda").to(dtype)
+    x = torch.randn(rows, n_in, device="cuda").to(dtype)
+    if not gate:
+        x = x.abs()
+        weight.data.copy_(weight.data.float().abs())
+    split = split_rows(x, None, 1)
+    rounded = split.parts[:rows].float() * split.scale[0, :rows, None]
+    for each in (None, bias):
+        got = cuda_gemm(split, rows, 1, weight, each, dtype, gate)
+        assert got is not None
+        want = reference.linear(rounded, weight.dense(torch.float32), None if each is None else each.float(), gate)
+        assert error(got, want) < 0.004
+        assert error(got[-1], want[-1]) < 0.006 and error(got[:, -1], want[:, -1]) < 0.006
+        if not gate and each is None:
+            assert 0.996 < float(got.double().sum() / want.double().sum()) < 1.001
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

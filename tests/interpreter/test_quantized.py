@@ -17,7 +17,7 @@ from minisgl.triton import epilogue, ops
 from minisgl.triton.epilogue import Products, Unfinished, finish
 from minisgl.triton.gemm import GemmConfig, gemm
 from minisgl.triton.launch import counters
-from minisgl.triton.quantized import split_gated_rows, split_rows, widen
+from minisgl.triton.quantized import split_rows, split_whole_rows, widen
 from minisgl.triton.quantized_gemv import StreamConfig, quantized_gemv
 from support.ranks import run_ranks
 
@@ -121,10 +121,10 @@ def products(rows: int, n: int, gate: str, dtype: torch.dtype = torch.float16) -
 
 
 @pytest.mark.parametrize("n", [16, 336, 5008])
-@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
-def test_activated_rows_in_one_part(n: int, gate: str):
+@pytest.mark.parametrize("gate", ["", "silu", "gelu_tanh"])
+def test_finished_rows_in_one_part(n: int, gate: str):
     given = products(3, 2 * n, gate, torch.float32)
-    parts, scale, _ = split_gated_rows(given)
+    parts, scale, _ = split_whole_rows(given)
     want = finish(*given)
     assert_close(parts[:3].float() * scale[0, :3, None], want, rtol=0.07, atol=2e-3 * float(scale.max()))
     assert_close(scale[0, :3], want.abs().amax(1) / 448)
@@ -136,7 +136,7 @@ def test_an_activated_row_that_is_not_finite_stays_so(half: int):
     for bad in (torch.nan, torch.inf):
         given = products(4, 672, "silu")
         given.x[1, half + 7] = bad
-        parts, scale, _ = split_gated_rows(given)
+        parts, scale, _ = split_whole_rows(given)
         finite = (parts[:4].float() * scale[0, :4, None]).isfinite()
         assert finite[[0, 2, 3]].all() and not finite[1].all() and not scale[0, 1].isfinite()
 
@@ -144,7 +144,7 @@ def test_an_activated_row_that_is_not_finite_stays_so(half: int):
 def test_a_row_of_zeros_is_one_of_zeros_when_activated():
     given = products(2, 64, "silu")
     given.x.zero_()
-    parts, scale, _ = split_gated_rows(given._replace(bias=None))
+    parts, scale, _ = split_whole_rows(given._replace(bias=None))
     assert not parts[:2].float().any() and scale[0, :2].isfinite().all()
 
 

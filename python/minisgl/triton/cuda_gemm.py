@@ -1,4 +1,4 @@
-"""Launches `gemm.cu`, GEMMs with FP8 weights for 2 to 128 rows for Hopper in CUDA C++.
+"""Launches `gemm.cu` and `gemm_large.cu`, GEMMs with FP8 weights for Hopper in CUDA C++.
 
 Letters: M rows, N output features, K input features.
 """
@@ -17,18 +17,23 @@ from minisgl.rounding import ceil_div, round_up
 from minisgl.triton.cuda_gemv import GATES
 from minisgl.triton.gemm import Split
 from minisgl.triton.launch import is_noted
+from minisgl.triton.linear import NUM_SMS
 from minisgl.triton.nvrtc import Map, hopper_source, is_hopper, launch, load_kernel, tensor_map
 
 MAX_ROWS: Final = 128
-ROWS: Final = (8, 16, 32, 64, 96, MAX_ROWS)  # of x, for which there are kernels
+ROWS: Final = (8, 16, 32, 64, 96, MAX_ROWS)  # of x, for which `gemm.cu` is compiled
 STEP: Final = 128  # columns that are copied and multiplied at once
 # Of a CTA. The kernels before and after it should fit beside it: with 225 KB, a layer of 8B takes 3 us more.
 MEMORY: Final = 160 << 10
 MAX_STAGES: Final = 16
+LARGE_TILE: Final = 256  # rows of x and weight rows of `gemm_large.cu`'s clusters of two CTAs
+LARGE_MEMORY: Final = 4 * (LARGE_TILE + 128) * STEP + 4 * 16 + 2 * 128 * 8 + 1024
+# A cluster may have work for this share of the time, or more. Then `gemm_large.cu` is as fast as cuBLAS, or faster.
+LARGE_SHARE: Final = 0.92
 
 
 class Arguments(ctypes.Structure):
-    """`struct Arguments` in `gemm.cu`."""
+    """`struct Arguments` in `wgmma.cu`."""
 
     _fields_ = [
         *((name, Map) for name in ("x", "weight")),
@@ -39,18 +44,29 @@ class Arguments(ctypes.Structure):
 
 
 class Plan(NamedTuple):
-    """`gemm.cu`'s macros, its number of CTAs, and the threads and the shared memory in bytes of each."""
+    """A kernel, its macros, its number of CTAs, and the threads and the shared memory in bytes of each."""
 
+    name: str
     defines: dict[str, int | str]
     grid: int
+    cluster: int  # CTAs
     threads: int
     shared: int
+    columns: int  # of a product, see `multiply_source`
+    x_rows: int  # that are copied at once
+    tile: int  # weight rows of a CTA
+
+
+def plan_large_gemm(gate: str, is_half: bool = False, num_sms: int = NUM_SMS) -> Plan:
+    """Return `gemm_large.cu`'s only plan."""
+    defines: dict[str, int | str] = {"GATE": GATES.index(gate), "IS_HALF": int(is_half)}
+    return Plan("gemm_large", defines, num_sms // 2 * 2, 2, 384, LARGE_MEMORY, 128, LARGE_TILE // 2, LARGE_TILE // 2)
 
 
 def plan_gemm(
-    rows: int, parts: int, n_rows: int, n_in: int, gate: str, is_half: bool = False, num_sms: int = 132
+    rows: int, parts: int, n_rows: int, n_in: int, gate: str, is_half: bool = False, num_sms: int = NUM_SMS
 ) -> Plan:  # fmt: skip
-    """Choose the tile of weight rows, and whether two CTAs share it, each with half of the columns.
+    """Choose `gemm.cu`'s tile of weight rows, and whether two CTAs share it, each with half of the columns.
 
     An SM copies about 45 bytes a nanosecond. A wave of CTAs and the sums of two CTAs take as long as 180 and 45 KB.
     """
@@ -75,11 +91,12 @@ def plan_gemm(
         "TILE": tile, "ROWS": size, "PARTS": parts, "SPLIT": split, "STAGES": stages, "GATE": GATES.index(gate),
         "IS_HALF": int(is_half),
     }  # fmt: skip
-    return Plan(defines, ceil_div(n_rows, tile) * split, (groups + 1) * 128, stages * stage + rest)
+    threads, shared = (groups + 1) * 128, stages * stage + rest
+    return Plan("gemm", defines, ceil_div(n_rows, tile) * split, split, threads, shared, columns, size, tile)
 
 
 def multiply_source(columns: int) -> str:
-    """Return the function `multiply` of `gemm.cu`: sums [64, columns] = a b + (more ? sums : 0) over 32 inputs.
+    """Return the function `multiply` of `wgmma.cu`: sums [64, columns] = a b + (more ? sums : 0) over 32 inputs.
 
     wgmma names all registers of its result, so its text depends on their number.
     """
@@ -96,11 +113,18 @@ __device__ __forceinline__ void multiply(float4 (&sums)[{columns // 8}], u64 a, 
 """
 
 
+def fills_tiles(rows: int, n_rows: int, n_in: int) -> bool:
+    """Whether `gemm_large.cu`'s tiles keep nearly all SMs busy, and are long enough."""
+    clusters = NUM_SMS // 2
+    waves = ceil_div(ceil_div(rows, LARGE_TILE) * ceil_div(n_rows, LARGE_TILE), clusters)
+    return n_in >= 8 * STEP and rows * n_rows >= LARGE_SHARE * waves * clusters * LARGE_TILE**2
+
+
 def supports(rows: int, weight: Quantized, dtype: torch.dtype, gate: str) -> bool:
     """Whether there is a kernel: for FP8 weights with a scale for each row."""
     kind, (n_rows, n_in) = weight.format, weight.shape
     return (
-        2 <= rows <= MAX_ROWS
+        (2 <= rows <= MAX_ROWS or (rows > MAX_ROWS and fills_tiles(rows, n_rows, n_in)))
         and kind.name == "fp8"
         and kind.group == 0
         and kind.scale_dtype is torch.float32
@@ -118,22 +142,26 @@ def cuda_gemm(
     (n_rows, n_in), device = weight.shape, x.parts.device
     n_out, halves, max_rows = n_rows // (2 if gate else 1), 2 if gate else 1, len(x.parts) // parts
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    defines, grid, threads, shared = plan_gemm(rows, parts, n_rows, n_in, gate, dtype == torch.float16, num_sms)
-    size, tile = int(defines["ROWS"]), int(defines["TILE"])
+    is_half = dtype == torch.float16
+    if rows > MAX_ROWS:
+        plan = plan_large_gemm(gate, is_half, num_sms)
+    else:
+        plan = plan_gemm(rows, parts, n_rows, n_in, gate, is_half, num_sms)
     out = empty((rows, n_out), dtype=dtype, device=device)
-    load = partial(load_kernel, device, "gemm", hopper_source() + multiply_source(size * parts), **defines)
-    if is_noted((device, "gemm", *defines.items()), load):
+    header = hopper_source("wgmma") + multiply_source(plan.columns)
+    load = partial(load_kernel, device, plan.name, header, **plan.defines)
+    if is_noted((device, plan.name, *plan.defines.items()), load):
         return out
     kernel = load()
     if kernel is None:
         return None
-    x_map = tensor_map(x.parts.data_ptr(), (n_in, max_rows, parts), (n_in, max_rows * n_in), (STEP, size, parts))
+    x_map = tensor_map(x.parts.data_ptr(), (n_in, max_rows, parts), (n_in, max_rows * n_in), (STEP, plan.x_rows, parts))
     # Blocks of 8 rows: with a gate, of both halves in turn.
     weight_map = tensor_map(
         weight.data.data_ptr(), (n_in, 8, halves, n_out // 8), (n_in, n_out * n_in, 8 * n_in),
-        (STEP, 8, halves, tile // (8 * halves)),
+        (STEP, 8, halves, plan.tile // (8 * halves)),
     )  # fmt: skip
     pointers = x.scale.data_ptr(), weight.scale.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()
     arguments = Arguments(x_map, weight_map, *pointers, rows, n_out, ceil_div(n_in, 2 * STEP), max_rows * 4)
-    launch(kernel, arguments, device, grid, threads, shared, int(defines["SPLIT"]))
+    launch(kernel, arguments, device, plan.grid, plan.threads, plan.shared, plan.cluster)
     return out

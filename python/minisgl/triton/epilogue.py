@@ -107,7 +107,7 @@ class Products(NamedTuple):
     rows: int
     gate: str
     dtype: torch.dtype
-    scales: tuple[Tensor, Tensor]
+    scales: tuple[Tensor, Tensor] | None
     bias: Tensor | None
 
     @property

@@ -122,9 +122,9 @@ def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], b
 
 
 @cache
-def hopper_source() -> str:
-    """Return what `gemm.cu` and `decode.cu` share."""
-    return (SOURCES / "hopper.cu").read_text()
+def hopper_source(*names: str) -> str:
+    """Return what kernels share: `hopper.cu` and the named files."""
+    return "".join((SOURCES / f"{name}.cu").read_text() for name in ("hopper", *names))
 
 
 class Kernel(NamedTuple):

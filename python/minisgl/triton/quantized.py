@@ -35,6 +35,7 @@ MAX_ONE_SCALE: Final = 256
 # Up to this many columns, activation and quantization are one kernel: more would not fit its registers. 8,192 rows of
 # 12,288 columns take 130 us, by two kernels 219; of 25,600 columns 426 and 556.
 MAX_GATED: Final = 25600
+WIDE: Final = 8192  # rows of more columns are quantized faster in blocks of columns: 17,408 x 8,192 in 144 us, not 198
 
 
 @triton.jit
@@ -111,6 +112,12 @@ def split_rows(
     (0: no sums).
     """
     rows, n = x.shape
+    if norm is None and parts == 1 and dtype == E4M3 and not scale_group and not sum_group and order is None:
+        products = x.work if isinstance(x, Unfinished) else None
+        if n <= MAX_GATED and isinstance(products, Products) and products.gate:
+            return split_whole_rows(products)
+        if WIDE < n <= MAX_GATED:
+            return split_whole_rows(Products(finished(x), rows, "", x.dtype, None, None))
     residual = None if norm is None else norm.residual
     products = x.work if isinstance(x, Unfinished) and residual is not None else None
     if not isinstance(products, Products) or products.gate:
@@ -146,12 +153,12 @@ def _max_or_nan(a, b):
 
 
 @triton.jit
-def _split_gated_rows(
+def _split_whole_rows(
     x_ptr, x_scale_ptr, column_scale_ptr, bias_ptr, parts_ptr, scale_ptr, n,
-    GATE: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
-    PDL: tl.constexpr,
+    GATE: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`_finish` with GATE and `_split_rows` in one part: products [T, 2 n] -> FP8 [T, n], one row per program.
+    """`_finish` and `_split_rows` in one part: products [T, 2 n with GATE, else n] -> FP8 [T, n], one row per program.
 
     The row stays in registers, in blocks of columns. EVEN: BLOCK divides n. NaN reaches the scale through the maximum.
     """
@@ -159,16 +166,17 @@ def _split_gated_rows(
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * 2 * n
+    x_ptr += row * (2 * n if GATE != "" else n)
     x_scale_ptr += row
     blocks = tl.tuple(())
     most = tl.full([BLOCK], 1e-30, tl.float32)
     for i in tl.static_range(NUM_BLOCKS):
         offs = i * BLOCK + tl.arange(0, BLOCK)
         mask = EVEN | (offs < n)
-        gate = load_finished(x_ptr, x_scale_ptr, column_scale_ptr, bias_ptr, offs, mask, True, HAS_BIAS)
-        up = load_finished(x_ptr, x_scale_ptr, column_scale_ptr, bias_ptr, n + offs, mask, True, HAS_BIAS)
-        y = gated(gate, up, GATE, True)
+        y = load_finished(x_ptr, x_scale_ptr, column_scale_ptr, bias_ptr, offs, mask, HAS_SCALES, HAS_BIAS)
+        if GATE != "":
+            up = load_finished(x_ptr, x_scale_ptr, column_scale_ptr, bias_ptr, n + offs, mask, HAS_SCALES, HAS_BIAS)
+            y = gated(y, up, GATE, True)
         most = _max_or_nan(most, tl.abs(y))
         blocks += (y,)
     greatest = tl.reduce(most, 0, _max_or_nan)
@@ -179,20 +187,21 @@ def _split_gated_rows(
         tl.store(parts_ptr + row * n + offs, (blocks[i] * factor).to(tl.float8e4nv), mask=EVEN | (offs < n))
 
 
-def split_gated_rows(products: Products) -> Split:
-    """Finish products with an activation and quantize them to one part of FP8, with a scale for each row."""
-    x, rows, gate, _, (x_scale, scale), bias = products
-    n = x.shape[1] // 2
+def split_whole_rows(products: Products) -> Split:
+    """Finish products and quantize them to one part of FP8, with a scale for each row."""
+    x, rows, gate, _, scales, bias = products
+    n = products.shape[1]
+    x_scale, scale = scales or (x, x)
     max_rows = triton.cdiv(rows, 16) * 16
     found = empty((max_rows, n), dtype=E4M3, device=x.device)
     found_scale = empty((1, max_rows), dtype=torch.float32, device=x.device)
     block = min(4096, triton.next_power_of_2(n))
     # Two programs of 16 warps fit on an SM, or one of 32. With 73 registers, 8,192 rows of 12,288 take 232 us, not 130.
     num_warps = max(1, block // 256) * (2 if n > 3 * block else 1)
-    _split_gated_rows[(rows,)](
-        x, x_scale, scale, x if bias is None else bias, found, found_scale, n, GATE=gate, HAS_BIAS=bias is not None,
-        NUM_BLOCKS=triton.cdiv(n, block), BLOCK=block, EVEN=n % block == 0, num_warps=num_warps, maxnreg=64,
-        **pdl_options(x.device, rows <= MAX_CHAINED),
+    _split_whole_rows[(rows,)](
+        x, x_scale, scale, x if bias is None else bias, found, found_scale, n, GATE=gate,
+        HAS_SCALES=scales is not None, HAS_BIAS=bias is not None, NUM_BLOCKS=triton.cdiv(n, block), BLOCK=block,
+        EVEN=n % block == 0, num_warps=num_warps, maxnreg=64, **pdl_options(x.device, rows <= MAX_CHAINED),
     )  # fmt: skip
     return Split(found, found_scale, found_scale)
 
@@ -305,12 +314,7 @@ def quantized_linear(
             out = gemm(split, rows, parts, weight, bias, x.dtype, gate, config)
         return out, total
     if kind.bits == 8:
-        is_plain = norm is None and not kind.group and x.shape[1] <= MAX_GATED
-        products = x.work if is_plain and isinstance(x, Unfinished) else None
-        if isinstance(products, Products) and products.gate:
-            split = split_gated_rows(products)
-        else:
-            split = split_rows(x, norm, 1, scale_group=kind.group)
+        split = split_rows(x, norm, 1, scale_group=kind.group)
         if not kind.group and (gate or rows <= MAX_ONE_SCALE):
             out = cublas_linear.scaled(split.parts, weight.data, None, torch.bfloat16)
             result = Unfinished(Products(out, rows, gate, x.dtype, (split.scale, weight.scale), bias))

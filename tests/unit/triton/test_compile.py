@@ -92,8 +92,16 @@ def test_quantizing_activated_rows_compiles(gate: str, is_even: bool):
     """Of two programs on an SM, each thread has 64 registers."""
     pointers = {"x_ptr": "*bf16", "bias_ptr": "*bf16", "parts_ptr": "*fp8e4nv"}
     pointers |= dict.fromkeys(("x_scale_ptr", "column_scale_ptr", "scale_ptr"), "*fp32")
-    kind = {"GATE": gate, "HAS_BIAS": not is_even, "NUM_BLOCKS": 3, "BLOCK": 4096, "EVEN": is_even, "PDL": True}
-    ptx = compile_kernel(quantized._split_gated_rows, pointers, kind, "ptx", True, num_warps=16, maxnreg=64)
+    kind = {
+        "GATE": gate,
+        "HAS_SCALES": True,
+        "HAS_BIAS": not is_even,
+        "NUM_BLOCKS": 3,
+        "BLOCK": 4096,
+        "EVEN": is_even,
+        "PDL": True,
+    }
+    ptx = compile_kernel(quantized._split_whole_rows, pointers, kind, "ptx", True, num_warps=16, maxnreg=64)
     assert ".maxnreg 64" in ptx and "max.NaN.f32" in ptx
     assert len(re.findall(r"ld\.global\S*\.v4", ptx)) >= (18 if is_even else 12)
 

@@ -1,4 +1,4 @@
-"""The sizes with which `gemm.cu` is launched. What it computes is tested on a GPU."""
+"""The sizes with which `gemm.cu` and `gemm_large.cu` are launched. What they compute is tested on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ pytest.importorskip("triton")
 
 from minisgl.ops.quantized import Format
 from minisgl.rounding import ceil_div
-from minisgl.triton.cuda_gemm import MEMORY, Arguments, multiply_source, plan_gemm, supports
+from minisgl.triton.cuda_gemm import (
+    LARGE_MEMORY,
+    MEMORY,
+    Arguments,
+    fills_tiles,
+    multiply_source,
+    plan_gemm,
+    plan_large_gemm,
+    supports,
+)
 
 SHAPES = [
     (6144, 4096, ""), (4096, 4096, ""), (24576, 4096, "silu"), (4096, 12288, ""),  # 8B
@@ -28,9 +37,11 @@ def test_plans(n_rows: int, n_in: int, gate: str) -> None:
     """CTAs cover all weight rows and fit an SM: their stages, their registers, and sums in place of the stages."""
     for rows in range(2, 129):
         parts = 2 if rows <= 32 else 1
-        defines, grid, threads, shared = plan_gemm(rows, parts, n_rows, n_in, gate)
-        tile, size, split, stages = (int(defines[name]) for name in ("TILE", "ROWS", "SPLIT", "STAGES"))
-        columns, groups = size * parts, threads // 128 - 1
+        plan = plan_gemm(rows, parts, n_rows, n_in, gate)
+        _, defines, grid, split, threads, shared, columns, size, tile = plan
+        stages, groups = int(defines["STAGES"]), threads // 128 - 1
+        macros = {"TILE": tile, "ROWS": size, "PARTS": columns // size, "SPLIT": split}
+        assert macros.items() <= defines.items() and columns == size * parts
         assert size >= rows and tile % 16 == 0 and tile <= groups * 64 and not (gate and split > 1)
         assert grid == ceil_div(n_rows, tile) * split
         # A step's products and the sums, 64 x columns each for 128 threads, and 24 registers for all else.
@@ -43,6 +54,16 @@ def test_plans(n_rows: int, n_in: int, gate: str) -> None:
             assert groups * 64 * size * 4 <= stages * (columns + tile) * 128
         else:
             assert shared <= MEMORY
+
+
+def test_many_rows_are_for_tiles_that_keep_sms_busy() -> None:
+    for rows in (512, 1024, 2048, 8192):
+        assert fills_tiles(rows, 24576, 4096), rows
+    assert fills_tiles(1024, 4096, 12288) and fills_tiles(256, 66 * 256, 1024)
+    for rows, n_rows, n_in in ((256, 24576, 4096), (640, 24576, 4096), (1280, 4096, 4096), (8192, 24576, 512)):
+        assert not fills_tiles(rows, n_rows, n_in), (rows, n_rows)
+    plan = plan_large_gemm("silu", num_sms=131)
+    assert plan.grid == 130 and plan.shared == LARGE_MEMORY <= 227 << 10
 
 
 def test_arguments_are_as_large_as_in_cpp() -> None:

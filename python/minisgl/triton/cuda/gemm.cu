@@ -8,17 +8,7 @@
 // The tensor cores accumulate FP8 with only 14 bits, so each of their sums covers one step.
 //
 // Macros from the compiler's options: TILE, ROWS (of x, rounded up), PARTS (of x, see `Split` in `gemm.py`), SPLIT,
-// STAGES, GATE (0 none, 1 SiLU, 2 GELU with tanh; then each 16 weight rows of a tile are 8 of gate and 8 of up),
-// IS_HALF. `cuda_gemm.py` puts `multiply` in front.
-
-struct Arguments {
-    Map x, weight;
-    const float *x_scale, *scale;
-    const u16 *bias;
-    u16 *out;
-    int rows, n_out, pairs;  // of steps; the last may be beyond the end, where both operands are zero
-    int scale_bytes;         // of x_scale
-};
+// STAGES, GATE (not 0: each 16 weight rows of a tile are 8 of gate and 8 of up), IS_HALF.
 
 constexpr int GROUPS = (TILE + 63) / 64;
 constexpr int COLUMNS = ROWS * PARTS, BLOCKS = COLUMNS / 8;  // of a tile of sums [weight rows, rows of x]; of 8 rows
@@ -37,31 +27,6 @@ __device__ __forceinline__ void copy_weight(u32 to, const Map &map, int column, 
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1, {%2, %3, %3, %4}], [%5], %6;"
                  ::"r"(to), "l"(&map), "r"(column), "r"(0), "r"(block), "r"(barrier), "l"(policy) : "memory");
-}
-__device__ __forceinline__ void synchronize_cluster() {
-    asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
-}
-template <int PENDING>
-__device__ __forceinline__ void wait_for_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-
-// A matrix of rows of 128 bytes, swizzled as by TMA.
-__device__ __forceinline__ u64 matrix_at(u32 address) {
-    return (u64)(address >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
-}
-
-__device__ __forceinline__ float gated(float gate, float up) {
-    float z = gate;
-    if (GATE == 2) z = fmaxf(1.5957691216057308f * gate * (1 + 0.044715f * gate * gate), -80.f);
-    return __fdividef(gate, 1 + __expf(-z)) * up;
-}
-
-__device__ __forceinline__ float widen(u16 v) {
-    float f;
-    if (!IS_HALF) return __uint_as_float((u32)v << 16);
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
-    return f;
 }
 
 // Finish and store an 8 x 8 block of each warp's outputs: this thread's for rows 2 t and 2 t + 1 of x.

@@ -1,0 +1,39 @@
+// What the GEMMs with FP8 weights on Hopper share, behind `hopper.cu`. GATE: 0 none, 1 SiLU, 2 GELU with tanh.
+
+struct Arguments {
+    Map x, weight;
+    const float *x_scale, *scale;
+    const u16 *bias;
+    u16 *out;
+    int rows, n_out, pairs;  // of steps, 128 columns each; the last may be beyond the end, where both operands are zero
+    int scale_bytes;         // of x_scale
+};
+
+__device__ __forceinline__ void synchronize_cluster() {
+    asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+}
+template <int PENDING>
+__device__ __forceinline__ void wait_for_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// A matrix of rows of 128 bytes, swizzled as by TMA.
+__device__ __forceinline__ u64 matrix_at(u32 address) {
+    return (u64)(address >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+}
+
+__device__ __forceinline__ float gated(float gate, float up) {
+    float z = gate;
+    if (GATE == 2) z = fmaxf(1.5957691216057308f * gate * (1 + 0.044715f * gate * gate), -80.f);
+    float e, reciprocal;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(z * -1.4426950408889634f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(1 + e));
+    return gate * reciprocal * up;
+}
+
+__device__ __forceinline__ float widen(u16 v) {
+    float f;
+    if (!IS_HALF) return __uint_as_float((u32)v << 16);
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
+    return f;
+}
