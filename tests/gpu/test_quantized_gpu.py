@@ -97,7 +97,10 @@ def test_activated_rows_in_one_part(rows: int, n: int, gate: str) -> None:
         (2048, 4096, 12288, "", torch.bfloat16),
     ],
 )
-def test_many_rows_by_clusters(rows: int, n_rows: int, n_in: int, gate: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", [FORMATS[0], FORMATS[2]], ids=str)
+def test_many_rows_by_clusters(
+    kind: Format, rows: int, n_rows: int, n_in: int, gate: str, dtype: torch.dtype
+) -> None:  # fmt: skip
     """Tiles beyond the ends of all dimensions; sums of positive numbers, which show what accumulators lose."""
     from minisgl.triton.cuda_gemm import cuda_gemm
     from minisgl.triton.quantized import split_rows
@@ -105,14 +108,14 @@ def test_many_rows_by_clusters(rows: int, n_rows: int, n_in: int, gate: str, dty
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("for Hopper")
     torch.manual_seed(0)
-    weight = FORMATS[0].empty(n_rows, n_in, torch.device("cuda"))
+    weight = kind.empty(n_rows, n_in, torch.device("cuda"))
     weight.round_from(torch.randn(n_rows, n_in, device="cuda") * 0.02)
     bias = torch.randn(n_rows, device="cuda").to(dtype)
     x = torch.randn(rows, n_in, device="cuda").to(dtype)
     if not gate:
         x = x.abs()
         weight.data.copy_(weight.data.float().abs())
-    split = split_rows(x, None, 1)
+    split = split_rows(x, None, 1, dtype=torch.int8 if kind.is_integer else torch.float8_e4m3fn)
     rounded = split.parts[:rows].float() * split.scale[0, :rows, None]
     for each in (None, bias):
         got = cuda_gemm(split, rows, 1, weight, each, dtype, gate)

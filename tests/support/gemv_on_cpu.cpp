@@ -105,6 +105,7 @@ unsigned load_from_l2(const unsigned* from) {
     if (!has_waited) fail("the launch's number is read before the wait");
     return *from;
 }
+unsigned load_choice(const void* from) { return *(const unsigned*)from; }
 struct Four;
 Four load_results(const unsigned* from);
 void store_result(unsigned* to, unsigned v) { std::atomic_ref(*to).store(v, std::memory_order_relaxed); }

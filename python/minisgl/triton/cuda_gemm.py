@@ -1,4 +1,4 @@
-"""Launches `gemm.cu` and `gemm_large.cu`, GEMMs with FP8 weights for Hopper in CUDA C++.
+"""Launches `gemm.cu` and `gemm_large.cu`, GEMMs with 8-bit weights for Hopper in CUDA C++.
 
 Letters: M rows, N output features, K input features.
 """
@@ -28,8 +28,9 @@ MEMORY: Final = 160 << 10
 MAX_STAGES: Final = 16
 LARGE_TILE: Final = 256  # rows of x and weight rows of `gemm_large.cu`'s clusters of two CTAs
 LARGE_MEMORY: Final = 4 * (LARGE_TILE + 128) * STEP + 4 * 16 + 2 * 128 * 8 + 1024
-# A cluster may have work for this share of the time, or more. Then `gemm_large.cu` is as fast as cuBLAS, or faster.
-LARGE_SHARE: Final = 0.92
+# Clusters must have work for this share of the time: else cuBLAS (FP8) or Triton's kernel (int8) is faster.
+FP8_SHARE: Final = 0.92
+INT8_SHARE: Final = 0.5
 
 
 class Arguments(ctypes.Structure):
@@ -57,14 +58,14 @@ class Plan(NamedTuple):
     tile: int  # weight rows of a CTA
 
 
-def plan_large_gemm(gate: str, is_half: bool = False, num_sms: int = NUM_SMS) -> Plan:
+def plan_large_gemm(gate: str, num_sms: int = NUM_SMS) -> Plan:
     """Return `gemm_large.cu`'s only plan."""
-    defines: dict[str, int | str] = {"GATE": GATES.index(gate), "IS_HALF": int(is_half)}
+    defines: dict[str, int | str] = {"GATE": GATES.index(gate)}
     return Plan("gemm_large", defines, num_sms // 2 * 2, 2, 384, LARGE_MEMORY, 128, LARGE_TILE // 2, LARGE_TILE // 2)
 
 
 def plan_gemm(
-    rows: int, parts: int, n_rows: int, n_in: int, gate: str, is_half: bool = False, num_sms: int = NUM_SMS
+    rows: int, parts: int, n_rows: int, n_in: int, gate: str, num_sms: int = NUM_SMS
 ) -> Plan:  # fmt: skip
     """Choose `gemm.cu`'s tile of weight rows, and whether two CTAs share it, each with half of the columns.
 
@@ -89,43 +90,44 @@ def plan_gemm(
         stages = max(stages, ceil_div(groups * 64 * size * 4, stage))
     defines: dict[str, int | str] = {
         "TILE": tile, "ROWS": size, "PARTS": parts, "SPLIT": split, "STAGES": stages, "GATE": GATES.index(gate),
-        "IS_HALF": int(is_half),
     }  # fmt: skip
     threads, shared = (groups + 1) * 128, stages * stage + rest
     return Plan("gemm", defines, ceil_div(n_rows, tile) * split, split, threads, shared, columns, size, tile)
 
 
-def multiply_source(columns: int) -> str:
+def multiply_source(columns: int, is_int: bool) -> str:
     """Return the function `multiply` of `wgmma.cu`: sums [64, columns] = a b + (more ? sums : 0) over 32 inputs.
 
     wgmma names all registers of its result, so its text depends on their number.
     """
     registers = ", ".join(f"%{i}" for i in range(columns // 2))
-    sums = ", ".join(f'"+f"(sums[{j}].{c})' for j in range(columns // 8) for c in "xyzw")
-    n = columns // 2
+    kind = "r" if is_int else "f"
+    sums = ", ".join(f'"+{kind}"(sums[{j}].{c})' for j in range(columns // 8) for c in "xyzw")
+    n, types, rest = columns // 2, "s32.s8.s8" if is_int else "f32.e4m3.e4m3", "" if is_int else ", 1, 1"
     operands = f'{sums} : "l"(a), "l"(b), "r"(more)'
     return f"""
-__device__ __forceinline__ void multiply(float4 (&sums)[{columns // 8}], u64 a, u64 b, int more) {{
+__device__ __forceinline__ void multiply(Sums (&sums)[{columns // 8}], u64 a, u64 b, int more) {{
     asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{n + 2}, 0; "
-                 "wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3 "
-                 "{{{registers}}}, %{n}, %{n + 1}, p, 1, 1; }}" : {operands});
+                 "wgmma.mma_async.sync.aligned.m64n{columns}k32.{types} "
+                 "{{{registers}}}, %{n}, %{n + 1}, p{rest}; }}" : {operands});
 }}
 """
 
 
-def fills_tiles(rows: int, n_rows: int, n_in: int) -> bool:
+def fills_tiles(rows: int, n_rows: int, n_in: int, share: float) -> bool:
     """Whether `gemm_large.cu`'s tiles keep nearly all SMs busy, and are long enough."""
     clusters = NUM_SMS // 2
     waves = ceil_div(ceil_div(rows, LARGE_TILE) * ceil_div(n_rows, LARGE_TILE), clusters)
-    return n_in >= 8 * STEP and rows * n_rows >= LARGE_SHARE * waves * clusters * LARGE_TILE**2
+    return n_in >= 8 * STEP and rows * n_rows >= share * waves * clusters * LARGE_TILE**2
 
 
 def supports(rows: int, weight: Quantized, dtype: torch.dtype, gate: str) -> bool:
-    """Whether there is a kernel: for FP8 weights with a scale for each row."""
+    """Whether there is a kernel: for 8-bit weights with a scale for each row."""
     kind, (n_rows, n_in) = weight.format, weight.shape
+    share = INT8_SHARE if kind.is_integer else FP8_SHARE
     return (
-        (2 <= rows <= MAX_ROWS or (rows > MAX_ROWS and fills_tiles(rows, n_rows, n_in)))
-        and kind.name == "fp8"
+        (2 <= rows <= MAX_ROWS or (rows > MAX_ROWS and fills_tiles(rows, n_rows, n_in, share)))
+        and kind.bits == 8
         and kind.group == 0
         and kind.scale_dtype is torch.float32
         and n_in % 16 == 0
@@ -142,15 +144,16 @@ def cuda_gemm(
     (n_rows, n_in), device = weight.shape, x.parts.device
     n_out, halves, max_rows = n_rows // (2 if gate else 1), 2 if gate else 1, len(x.parts) // parts
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    is_half = dtype == torch.float16
     if rows > MAX_ROWS:
-        plan = plan_large_gemm(gate, is_half, num_sms)
+        plan = plan_large_gemm(gate, num_sms)
     else:
-        plan = plan_gemm(rows, parts, n_rows, n_in, gate, is_half, num_sms)
+        plan = plan_gemm(rows, parts, n_rows, n_in, gate, num_sms)
+    is_int = weight.format.is_integer
+    defines = {**plan.defines, "IS_HALF": int(dtype == torch.float16), "IS_INT": int(is_int)}
     out = empty((rows, n_out), dtype=dtype, device=device)
-    header = hopper_source("wgmma") + multiply_source(plan.columns)
-    load = partial(load_kernel, device, plan.name, header, **plan.defines)
-    if is_noted((device, plan.name, *plan.defines.items()), load):
+    header = hopper_source("wgmma") + multiply_source(plan.columns, is_int)
+    load = partial(load_kernel, device, plan.name, header, **defines)
+    if is_noted((device, plan.name, *defines.items()), load):
         return out
     kernel = load()
     if kernel is None:

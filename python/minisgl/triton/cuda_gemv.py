@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, empty
 
-from minisgl.ops.quantized import Quantized
+from minisgl.ops.quantized import Format, Quantized
 from minisgl.rounding import ceil_div, round_up
 from minisgl.triton.epilogue import Unfinished, finished
 from minisgl.triton.launch import is_noted
@@ -23,6 +23,7 @@ CHAIN_WARPS: Final = 16  # of a chain with 4-bit weights, which take more instru
 UNIT: Final = 64  # bytes of a row that a warp copies and multiplies at once
 MAX_INPUTS: Final = 25600  # a warp's columns of x must fit in its registers
 MAX_OUTPUTS: Final = 256  # per CTA: one per thread of the fewest warps
+FLOATS: Final = (torch.bfloat16, torch.float16)
 GATES: Final = ("", "silu", "gelu_tanh")  # indexed by GATE in `gemv.cu`
 MAX_WARPS: Final = 20  # MAX_THREADS in `gemv.cu`
 MAX_LINKS: Final = 4  # of a chain: o, gate and up, down, the next layer's qkv
@@ -50,7 +51,7 @@ class Arguments(ctypes.Structure):
     """`struct Arguments` in `gemv.cu`, which has as many links as the chain."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "residual", "out", "launch")),
+        *((name, ctypes.c_void_p) for name in ("x", "residual_or_experts", "out", "launch_or_choices")),
         ("links", _Link * MAX_LINKS),
     ]
 
@@ -121,21 +122,11 @@ class Chain(NamedTuple):
             None if len(links) == 1 else _results(x.device, results_size(links), tuple(link.n_out for link in links))
         )
         num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-        defines, arguments, grid, shared = plan_launch(self, out, results, num_sms)
+        plan = plan_launch(self, out, results, num_sms)
         for link in links:
             if link.total is not None:
                 link.total.chain = None
-        load = partial(load_kernel, x.device, "gemv", **defines)
-        if is_noted((x.device, *defines.items()), load):
-            return out
-        kernel = load()
-        if kernel is None:
-            return self._finish_by_triton()
-        warps = int(defines["WARPS"])
-        if len(links) == 1 and links[0].norm is None:  # take more than half of the registers (see SHARED_MEMORY)
-            warps = max(WARPS, min(MAX_WARPS, REGISTERS // (2 * 32 * round_up(kernel.registers, 8)) + 1))
-        launch(kernel, arguments, x.device, grid, warps * 32, shared)
-        return out
+        return out if plan.start(x.device) else self._finish_by_triton()
 
     def _finish_by_triton(self) -> Tensor:
         x = self.x
@@ -148,19 +139,22 @@ class Chain(NamedTuple):
 
 def supports(x: Tensor, link: Link) -> bool:
     """Whether there is a kernel: for per-row scales with 8 bits, and for groups of 128 columns with 4 bits."""
-    kind, n_in, floats = link.weight.format, link.weight.shape[1], (torch.bfloat16, torch.float16)
+    return (
+        _supports_matrix(link.weight)
+        and x.dtype in FLOATS
+        and (link.norm is None or link.norm.weight.dtype == x.dtype)
+        and is_hopper(x.device)
+    )
+
+
+def _supports_matrix(weight: Quantized) -> bool:
+    kind, n_in = weight.format, weight.shape[-1]
     if kind.bits == 8:
         is_supported = kind.group == 0 and n_in % UNIT == 0 and kind.scale_dtype is torch.float32
     else:
         is_supported = kind.name == "int4" and kind.group == 128 and n_in % 256 == 0 and not kind.order
-        is_supported &= kind.scale_dtype in floats
-    return (
-        is_supported
-        and n_in <= MAX_INPUTS
-        and x.dtype in floats
-        and (link.norm is None or link.norm.weight.dtype == x.dtype)
-        and is_hopper(x.device)
-    )
+        is_supported &= kind.scale_dtype in FLOATS
+    return is_supported and n_in <= MAX_INPUTS
 
 
 class Launch(NamedTuple):
@@ -170,6 +164,21 @@ class Launch(NamedTuple):
     arguments: Arguments
     grid: int
     shared: int
+    has_idle_warps: bool  # which take more than half of the registers, see SHARED_MEMORY
+
+    def start(self, device: torch.device) -> bool:
+        """Launch the kernel. Returns False if it cannot be compiled."""
+        load = partial(load_kernel, device, "gemv", **self.defines)
+        if is_noted((device, *self.defines.items()), load):
+            return True
+        kernel = load()
+        if kernel is None:
+            return False
+        warps = int(self.defines["WARPS"])
+        if self.has_idle_warps:
+            warps = max(WARPS, min(MAX_WARPS, REGISTERS // (2 * 32 * round_up(kernel.registers, 8)) + 1))
+        launch(kernel, self.arguments, device, self.grid, warps * 32, self.shared)
+        return True
 
 
 def results_size(links: Sequence[Link]) -> int:
@@ -187,48 +196,116 @@ def _results(device: torch.device, size: int, sizes: tuple[int, ...]) -> Tensor:
     return results
 
 
-def plan_launch(chain: Chain, out: Tensor, results: Tensor | None, num_sms: int) -> Launch:
-    """Choose the sizes: a warp's ring has as many stages as fit, and a stage one or two units.
+class Shape(NamedTuple):
+    """`struct Shape` in `gemv.cu`."""
 
-    A chain of several links needs `results` [results_size] int32.
+    n_in: int
+    rows: int
+    has_norm: bool
+    gate: str
+
+
+def plan_sizes(
+    shapes: Sequence[Shape], kind: Format, dtype: torch.dtype, warps: int, limit: int, experts: int = 0, top_k: int = 1
+) -> tuple[dict[str, int | str], int]:
+    """Return the macros, and the shared memory of a CTA, up to `limit`, in bytes.
+
+    A warp's ring has as many stages as fit, and a stage one or two units.
     """
+    warp_units = [ceil_div(shape.n_in * kind.bits // 8, UNIT * warps) for shape in shapes]
+    units = 2 if kind.bits == 4 or len(shapes) > 1 or warp_units[0] % 2 == 0 else 1
+    blocks = max(ceil_div(ceil_div(n, units) * units * (512 // kind.bits), 128) for n in warp_units)
+    rows = [shape.rows for shape in shapes]
+    # Of a warp's x, group scales and sums, `struct Warp` in `gemv.cu`, and of what a `struct Cta` has beside the warps.
+    other = round_up(blocks * 264 + (max(rows[::2]) + max(rows[1::2], default=0)) * 4, 32)
+    rest = round_up(round_up(warps * 4, 16) + len(shapes) * 32, 32)
+    stage = units * (16 * UNIT + (64 if kind.bits == 4 else 0))
+    stages = ((limit - rest) // warps - other) // stage
+    texts = (f"{{{n_in},{n},{str(norm).lower()},{GATES.index(gate)}}}" for n_in, n, norm, gate in shapes)
+    defines: dict[str, int | str] = {
+        "WARPS": warps, "BITS": kind.bits, "IS_FP8": int(kind.name == "fp8"), "UNITS": units, "STAGES": stages,
+        "SHAPES": ",".join(texts), "HAS_ZEROS": int(kind.has_zeros), "IS_HALF": int(dtype == torch.float16),
+        "SCALE_IS_HALF": int(kind.scale_dtype == torch.float16), "EXPERTS": experts, "TOP_K": top_k,
+    }  # fmt: skip
+    return defines, warps * (other + stages * stage) + rest
+
+
+def _address(tensor: Tensor | None, word: int = 0) -> int | None:
+    return None if tensor is None else tensor.data_ptr() + 4 * word
+
+
+def plan_launch(chain: Chain, out: Tensor, results: Tensor | None, num_sms: int) -> Launch:
+    """A chain of several links needs `results` [results_size] int32."""
     x, links = chain
     first, kind, is_single = links[0], links[0].weight.format, len(links) == 1
     warps = WARPS if is_single or kind.bits == 8 else CHAIN_WARPS
     grid = num_sms * ceil_div(first.n_out, num_sms * MAX_OUTPUTS) if is_single else num_sms
     rows = [ceil_div(ceil_div(link.n_out, grid), 8 if link.gate else 16) * 16 for link in links]
-    warp_units = [ceil_div(link.weight.shape[1] * kind.bits // 8, UNIT * warps) for link in links]
-    units = 2 if kind.bits == 4 or not is_single or warp_units[0] % 2 == 0 else 1
-    blocks = max(ceil_div(ceil_div(n, units) * units * (512 // kind.bits), 128) for n in warp_units)
-    # Of a warp's x, group scales and sums, `struct Warp` in `gemv.cu`, and of what a `struct Cta` has beside the warps.
-    other = round_up(blocks * 264 + (max(rows[::2]) + max(rows[1::2], default=0)) * 4, 32)
-    rest = round_up(round_up(warps * 4, 16) + len(links) * 32, 32)
-    stage = units * (16 * UNIT + (64 if kind.bits == 4 else 0))
     limit = SHARED_MEMORY[first.norm is not None] if is_single else CHAIN_MEMORY
-    stages = ((limit - rest) // warps - other) // stage
-    shapes = (
-        f"{{{link.weight.shape[1]},{n},{'false' if link.norm is None else 'true'},{GATES.index(link.gate)}}}"
-        for link, n in zip(links, rows, strict=True)
-    )
-    defines: dict[str, int | str] = {
-        "WARPS": warps, "BITS": kind.bits, "IS_FP8": int(kind.name == "fp8"), "UNITS": units, "STAGES": stages,
-        "SHAPES": ",".join(shapes), "HAS_ZEROS": int(kind.has_zeros), "IS_HALF": int(x.dtype == torch.float16),
-        "SCALE_IS_HALF": int(kind.scale_dtype == torch.float16),
-    }  # fmt: skip
-
-    def address(tensor: Tensor | None, word: int = 0) -> int | None:
-        return None if tensor is None else tensor.data_ptr() + 4 * word
-
+    shapes = [Shape(i.weight.shape[1], n, i.norm is not None, i.gate) for i, n in zip(links, rows, strict=True)]
+    defines, shared = plan_sizes(shapes, kind, x.dtype, warps, limit)
     residual = next((link.norm.residual for link in links if link.norm is not None), None)
-    arguments = Arguments(*map(address, (x, residual, out, results)))
+    arguments = Arguments(*map(_address, (x, residual, out, results)))
     for i, link in enumerate(links):
         weight, total, (_, norm_weight, eps) = link.weight, link.total, link.norm or (None, None, 0.0)
         stored = None if total is None else total.stored
         tensors = weight.data, weight.scale, weight.zeros, link.bias, norm_weight, stored
-        to = address(results, results_size(links[: i + 1]))
-        arguments.links[i] = _Link(*map(address, tensors), to, link.n_out, eps)
-    shared = warps * (other + stages * stage) + rest
-    return Launch(defines, arguments, grid, max(shared, MORE_THAN_HALF) if first.norm is not None else shared)
+        to = _address(results, results_size(links[: i + 1]))
+        arguments.links[i] = _Link(*map(_address, tensors), to, link.n_out, eps)
+    if first.norm is not None:
+        shared = max(shared, MORE_THAN_HALF)
+    return Launch(defines, arguments, grid, shared, is_single and first.norm is None)
+
+
+def plan_experts(
+    x: Tensor, experts: Tensor, choices: Tensor, weight: Quantized, out: Tensor, is_down: bool, num_sms: int
+) -> Launch:
+    """Plan one of the two GEMVs of a token's experts, with weight [E, rows, K]."""
+    top_k, n_in, n_out = experts.numel(), x.numel(), out.numel()
+    grid = num_sms * ceil_div(n_out, num_sms * MAX_OUTPUTS)
+    rows = ceil_div(n_out, grid * 16) * 16 if is_down else ceil_div(n_out, grid * 8) * 16
+    shape = Shape(n_in, rows, False, "" if is_down else "silu")
+    defines, shared = plan_sizes(
+        [shape], weight.format, x.dtype, WARPS, SHARED_MEMORY[not is_down], 2 if is_down else 1, top_k
+    )
+    arguments = Arguments(*map(_address, (x, experts, out, choices)))
+    tensors = weight.data, weight.scale, weight.zeros, None, None, None, None
+    arguments.links[0] = _Link(*map(_address, tensors), n_out if is_down else n_out // top_k, 0.0)
+    return Launch(defines, arguments, grid, shared if is_down else max(shared, MORE_THAN_HALF), is_down)
+
+
+def supports_experts(x: Tensor, top_k: int, gate_up: Quantized, down: Quantized) -> bool:
+    """Whether there are kernels for one token: each expert's columns of down must be those of whole warps."""
+    size, kind = down.shape[2], down.format
+    units = ceil_div(top_k * size * kind.bits // 8, UNIT * WARPS)
+    return (
+        len(x) == 1
+        and WARPS % top_k == 0
+        and size % 8 == 0
+        and units * UNIT * WARPS * 8 == top_k * size * kind.bits
+        and (kind.bits == 8 or units % 2 == 0)
+        and top_k * size <= MAX_INPUTS
+        and _supports_matrix(gate_up)
+        and _supports_matrix(down)
+        and x.dtype in FLOATS
+        and is_hopper(x.device)
+    )
+
+
+def cuda_experts(x: Tensor, experts: Tensor, choices: Tensor, gate_up: Quantized, down: Quantized) -> Tensor | None:
+    """x [1, H] -> sum over i of choices[i] down[experts[i]] silu(gate x) (up x) [1, H]; None if there is no kernel.
+
+    experts [1, k] int32, choices [1, k] float32, gate_up [E, 2 I, H], down [E, H, I].
+    """
+    top_k = experts.numel()
+    if not supports_experts(x, top_k, gate_up, down):
+        return None
+    num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    hidden, out = empty((top_k, down.shape[2]), dtype=x.dtype, device=x.device), torch.empty_like(x)
+    for given, weight, to in ((x, gate_up, hidden), (hidden, down, out)):
+        if not plan_experts(given, experts, choices, weight, to, weight is down, num_sms).start(x.device):
+            return None
+    return out
 
 
 def cuda_gemv(

@@ -16,6 +16,7 @@ from torch import Tensor, empty, empty_like
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.ops.quantized import E4M3, E8M0, Quantized
+from minisgl.triton.cuda_gemv import cuda_experts
 from minisgl.triton.gemm import (
     add_4bit_products,
     as_float,
@@ -58,6 +59,10 @@ def moe(
     bits = min(w.format.bits if isinstance(w, Quantized) else 16 for w in (gate_up, down))
     if pairs * MIN_EXPERTS_PER_PAIR <= num_experts and not (bits == 8 and down.shape[2] > MAX_FP8_GEMV_INPUTS):
         experts, weights = route(router_logits, top_k, normalise)
+        if isinstance(gate_up, Quantized) and isinstance(down, Quantized):
+            out = cuda_experts(x, experts, weights, gate_up, down)
+            if out is not None:
+                return out
         return pair_down(pair_gate_up(x, experts, gate_up), experts, weights, down)
     config = moe_config(pairs, num_experts, x.dtype, bits)
     weights, lists = route_and_list(router_logits, top_k, normalise, config.block_m)

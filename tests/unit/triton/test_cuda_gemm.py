@@ -15,6 +15,8 @@ pytest.importorskip("triton")
 from minisgl.ops.quantized import Format
 from minisgl.rounding import ceil_div
 from minisgl.triton.cuda_gemm import (
+    FP8_SHARE,
+    INT8_SHARE,
     LARGE_MEMORY,
     MEMORY,
     Arguments,
@@ -58,10 +60,11 @@ def test_plans(n_rows: int, n_in: int, gate: str) -> None:
 
 def test_many_rows_are_for_tiles_that_keep_sms_busy() -> None:
     for rows in (512, 1024, 2048, 8192):
-        assert fills_tiles(rows, 24576, 4096), rows
-    assert fills_tiles(1024, 4096, 12288) and fills_tiles(256, 66 * 256, 1024)
+        assert fills_tiles(rows, 24576, 4096, FP8_SHARE), rows
+    assert fills_tiles(1024, 4096, 12288, FP8_SHARE) and fills_tiles(256, 66 * 256, 1024, FP8_SHARE)
+    assert fills_tiles(192, 151936, 4096, INT8_SHARE) and not fills_tiles(192, 4096, 4096, INT8_SHARE)
     for rows, n_rows, n_in in ((256, 24576, 4096), (640, 24576, 4096), (1280, 4096, 4096), (8192, 24576, 512)):
-        assert not fills_tiles(rows, n_rows, n_in), (rows, n_rows)
+        assert not fills_tiles(rows, n_rows, n_in, FP8_SHARE), (rows, n_rows)
     plan = plan_large_gemm("silu", num_sms=131)
     assert plan.grid == 130 and plan.shared == LARGE_MEMORY <= 227 << 10
 
@@ -72,8 +75,9 @@ def test_arguments_are_as_large_as_in_cpp() -> None:
 
 def test_a_product_names_all_its_registers() -> None:
     for columns in (8, 64, 128):
-        source = multiply_source(columns)
-        assert f"m64n{columns}k32" in source and source.count('"+f"') == columns // 2
+        for is_int in (False, True):
+            source = multiply_source(columns, is_int)
+            assert f"m64n{columns}k32" in source and source.count('"+r"' if is_int else '"+f"') == columns // 2
 
 
 def test_a_cpu_has_no_such_kernel() -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,18 @@ pytest.importorskip("triton")
 from minisgl.ops import reference
 from minisgl.ops.quantized import Format, Quantized
 from minisgl.triton import cuda_gemv, nvrtc
-from minisgl.triton.cuda_gemv import CHAIN_MEMORY, SHARED_MEMORY, Chain, Link, Total, plan_launch, supports
+from minisgl.triton.cuda_gemv import (
+    CHAIN_MEMORY,
+    SHARED_MEMORY,
+    Chain,
+    Launch,
+    Link,
+    Total,
+    plan_experts,
+    plan_launch,
+    supports,
+    supports_experts,
+)
 from minisgl.triton.epilogue import Unfinished
 from minisgl.triton.launch import compile_ahead
 from minisgl.triton.linear import Norm
@@ -44,9 +56,13 @@ def matrix(kind: Format, n_out: int, n_in: int) -> Quantized:
 
 def run(chain: Chain, directory: Path, results: Tensor | None = None) -> Tensor:
     """Run `gemv.cu` in two CTAs, compiled for this CPU."""
-    assert compiler is not None
     out = torch.full(chain.shape, torch.nan, dtype=chain.dtype)
-    launch = plan_launch(chain, out, results, num_sms=2)
+    run_plan(plan_launch(chain, out, results, num_sms=2), [link.weight for link in chain.links], directory)
+    return out
+
+
+def run_plan(launch: Launch, weights: Sequence[Quantized], directory: Path) -> None:
+    assert compiler is not None
     file = directory / f"{hash(tuple(launch.defines.items())):x}.so"
     if not file.exists():
         defines = [f"-D{name}={value}" for name, value in launch.defines.items()]
@@ -63,10 +79,9 @@ def run(chain: Chain, directory: Path, results: Tensor | None = None) -> Tensor:
         subprocess.run([compiler, *options, "-o", file, ON_CPU], check=True)
     library = ctypes.CDLL(str(file))
     assert library.shared_bytes() <= launch.shared <= max(*SHARED_MEMORY.values(), CHAIN_MEMORY)
-    for link in chain.links:
-        library.add_weights(ctypes.c_void_p(link.weight.data.data_ptr()), ctypes.c_longlong(link.weight.data.numel()))
+    for weight in weights:
+        library.add_weights(ctypes.c_void_p(weight.data.data_ptr()), ctypes.c_longlong(weight.data.numel()))
     library.run(ctypes.byref(launch.arguments), launch.grid)
-    return out
 
 
 @pytest.mark.skipif(compiler is None, reason="needs a C++ compiler")
@@ -134,8 +149,63 @@ def test_chain(kind: Format, tmp_path: Path) -> None:
         assert torch.equal(results[4:] & 0xFFFF, torch.full_like(results[4:], number - 1 & 0xFFFF))
 
 
+@pytest.mark.skipif(compiler is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("kind", "hidden", "size", "top_k", "dtype"),
+    [
+        (FP8, 192, 128, 4, torch.bfloat16),  # two warps for the columns of an expert
+        (INT8, 64, 64, 8, torch.float16),
+        (INT4, 256, 256, 8, torch.bfloat16),
+        (WITH_ZEROS, 768, 512, 8, torch.float16),
+    ],
+    ids=str,
+)
+def test_experts(kind: Format, hidden: int, size: int, top_k: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Gate and up of a token's experts, and their weighted sum of down: tiles of several experts in a CTA."""
+    torch.manual_seed(0)
+    gate_up = matrix(kind, 12 * 2 * size, hidden).experts(12)
+    down = matrix(kind, 12 * hidden, size).experts(12)
+    x, experts = torch.randn(1, hidden).to(dtype), torch.randperm(12)[None, :top_k].int()
+    choices = torch.rand(1, top_k)
+    between, out = torch.full((top_k, size), torch.nan, dtype=dtype), torch.full((1, hidden), torch.nan, dtype=dtype)
+    run_plan(plan_experts(x, experts, choices, gate_up, between, False, num_sms=2), [gate_up], tmp_path)
+    run_plan(plan_experts(between, experts, choices, down, out, True, num_sms=2), [down], tmp_path)
+    want = torch.zeros(1, hidden)
+    for i, expert in enumerate(experts[0].tolist()):
+        row = reference.linear(x.float(), gate_up[expert].dense(torch.float32), None, "silu")
+        assert (between[i].float() - row[0]).norm() < 0.005 * row.norm()
+        want += choices[0, i] * reference.linear(row, down[expert].dense(torch.float32), None, "")
+    assert (out.float() - want).norm() < 0.005 * want.norm()
+
+
 def test_a_cpu_has_no_such_kernel() -> None:
-    assert not supports(torch.zeros(1, 512).bfloat16(), Link(FP8.empty(16, 512, torch.device("cpu"))))
+    x = torch.zeros(1, 512).bfloat16()
+    assert not supports(x, Link(FP8.empty(16, 512, torch.device("cpu"))))
+    experts = FP8.empty(8 * 512, 512, torch.device("cpu")).experts(8)
+    assert not supports_experts(x, 8, experts, experts)
+
+
+def test_experts_whose_columns_fit_no_warps_take_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_gemv, "is_hopper", lambda device: True)
+
+    def is_supported(kind: Format, size: int, top_k: int, tokens: int = 1) -> bool:
+        gate_up, down = (
+            kind.empty(4 * n, k, torch.device("cpu")).experts(4) for n, k in ((2 * size, 512), (512, size))
+        )
+        return supports_experts(torch.zeros(tokens, 512).bfloat16(), top_k, gate_up, down)
+
+    for kind, size, top_k in ((INT4, 768, 8), (INT4, 1024, 2), (FP8, 768, 8), (FP8, 384, 8), (INT8, 1536, 4)):
+        assert is_supported(kind, size, top_k)
+    for kind, size, top_k in (
+        (INT4, 384, 8),
+        (INT4, 512, 2),
+        (INT4, 768, 6),
+        (INT4, 1792, 2),
+        (FP8, 96, 8),
+        (FP8, 14336, 2),
+    ):
+        assert not is_supported(kind, size, top_k)
+    assert not is_supported(INT4, 768, 8, tokens=2)
 
 
 def test_without_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,14 +1,14 @@
-// GEMMs with FP8 weights for 2 to 128 rows on Hopper: out = f(x W^T), both operands float8_e4m3fn with scales of rows.
+// GEMMs with 8-bit weights for 2 to 128 rows on Hopper: out = f(x W^T), both operands with scales of rows.
 //
 // A CTA computes TILE weight rows for all rows of x. One warp copies 128 columns of both operands at a time (a step)
 // by TMA into a ring. Each of GROUPS warpgroups multiplies 64 weight rows, the tensor cores' M operand, by wgmma. The
 // copies of weights begin before the previous kernel has ended, those of x after. With SPLIT > 1, the CTAs of a cluster
 // share a tile: each has a part of the columns, and finishes a part of the rows of x with the sums of all.
 //
-// The tensor cores accumulate FP8 with only 14 bits, so each of their sums covers one step.
+// A sum of FP8 products by the tensor cores covers one step.
 //
 // Macros from the compiler's options: TILE, ROWS (of x, rounded up), PARTS (of x, see `Split` in `gemm.py`), SPLIT,
-// STAGES, GATE (not 0: each 16 weight rows of a tile are 8 of gate and 8 of up), IS_HALF.
+// STAGES, GATE (not 0: each 16 weight rows of a tile are 8 of gate and 8 of up), IS_HALF, IS_INT.
 
 constexpr int GROUPS = (TILE + 63) / 64;
 constexpr int COLUMNS = ROWS * PARTS, BLOCKS = COLUMNS / 8;  // of a tile of sums [weight rows, rows of x]; of 8 rows
@@ -65,7 +65,8 @@ __device__ __forceinline__ void finish(const Arguments &a, const Scales &s, cons
 }
 
 __device__ __forceinline__ float4 join(float4 v, float4 rest) {  // the parts of x
-    return {v.x + rest.x / 16, v.y + rest.y / 16, v.z + rest.z / 16, v.w + rest.w / 16};
+    constexpr float FACTOR = IS_INT ? 254 : 16;
+    return {v.x + rest.x / FACTOR, v.y + rest.y / FACTOR, v.z + rest.z / FACTOR, v.w + rest.w / FACTOR};
 }
 
 // Copy steps `first` to `last`, and behind the barriers the scales of x, with the first step.
@@ -112,9 +113,9 @@ extern "C" __global__ void __launch_bounds__(BOUND, 1) gemm(const __grid_constan
         if (GROUPS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MANY));
         const int column = (tile * TILE + thread / 32 * 16) / (GATE ? 2 : 1);
         const Scales scales = load_scales(a, column);
-        float4 sums[BLOCKS], found[IN_FLIGHT][BLOCKS];
+        Sums totals[BLOCKS], found[IN_FLIGHT][BLOCKS];
 #pragma unroll
-        for (int j = 0; j < BLOCKS; j++) sums[j] = {0, 0, 0, 0};
+        for (int j = 0; j < BLOCKS; j++) totals[j] = {0, 0, 0, 0};
         int slot = 0, parity = 0, done = 0;
         for (int step = first; step < last; step += IN_FLIGHT) {
 #pragma unroll
@@ -124,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(BOUND, 1) gemm(const __grid_constan
                 wait(full + slot * 8, parity);
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-                for (int k = 0; k < 4; k++) multiply(found[f], w + 2 * k, x + 2 * k, k);
+                for (int k = 0; k < 4; k++) multiply(IS_INT ? totals : found[f], w + 2 * k, x + 2 * k, IS_INT || k);
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                 if (++slot == STAGES) slot = 0, parity ^= 1;
             }
@@ -134,12 +135,15 @@ extern "C" __global__ void __launch_bounds__(BOUND, 1) gemm(const __grid_constan
                 if (thread % 32 == 0) arrive(empty + done * 8);
                 if (++done == STAGES) done = 0;
 #pragma unroll
-                for (int j = 0; j < BLOCKS; j++) {
-                    sums[j].x += found[f][j].x, sums[j].y += found[f][j].y;
-                    sums[j].z += found[f][j].z, sums[j].w += found[f][j].w;
+                for (int j = 0; j < BLOCKS && !IS_INT; j++) {
+                    totals[j].x += found[f][j].x, totals[j].y += found[f][j].y;
+                    totals[j].z += found[f][j].z, totals[j].w += found[f][j].w;
                 }
             }
         }
+        float4 sums[BLOCKS];
+#pragma unroll
+        for (int j = 0; j < BLOCKS; j++) sums[j] = {(float)totals[j].x, (float)totals[j].y, (float)totals[j].z, (float)totals[j].w};
 #pragma unroll
         for (int j = 0; PARTS == 2 && j < ROWS / 8; j++) sums[j] = join(sums[j], sums[(ROWS / 8 + j) % BLOCKS]);
         const bool has_outputs = thread / 32 * 16 < TILE;

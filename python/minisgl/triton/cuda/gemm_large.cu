@@ -1,13 +1,13 @@
-// GEMMs with FP8 weights for many rows on Hopper: out = f(x W^T), both operands float8_e4m3fn with scales of rows.
+// GEMMs with 8-bit weights for many rows on Hopper: out = f(x W^T), both operands with scales of rows.
 //
 // Pairs of CTAs, clusters, stay on their SMs and compute tiles in turn. Both have the same rows of x, of which each
 // copies half by TMA to both, and other weights. In a CTA one warp copies 128 columns at a time, a step, and two
 // warpgroups multiply PARTS x 64 rows each. A part of a tile is finished and stored while the next is multiplied.
 //
-// The tensor cores accumulate FP8 with only 14 bits, so each of their sums covers two steps. With one step, a GEMM of
-// 8,192 rows takes 7 to 10 % longer: the card's power is its limit.
+// A sum of FP8 products by the tensor cores covers two steps. With one step, a GEMM of 8,192 rows takes 7 to 10 %
+// longer: the card's power is its limit.
 //
-// Macros from the compiler's options: GATE, IS_HALF.
+// Macros from the compiler's options: GATE, IS_HALF, IS_INT.
 
 constexpr int PARTS = 2, ROWS = 2 * PARTS * 64, COLUMNS = 128, STAGES = 4, STAGE_BYTES = (ROWS + COLUMNS) * 128;
 constexpr int BLOCKS = COLUMNS / 8, HALVES = GATE ? 2 : 1, OUTPUTS = COLUMNS / HALVES;  // of a tile's row
@@ -47,7 +47,7 @@ __device__ __forceinline__ uint4 transpose(uint4 v) {
 }
 
 // Finish and store 64 rows; this thread's are `row` and `row` + 8, with the scales of x. Leaves zeros.
-__device__ __forceinline__ void finish(const Arguments &a, float4 (&sums)[BLOCKS], const float2 *factors, int row, float2 x, int column) {
+__device__ __forceinline__ void finish(const Arguments &a, Sums (&sums)[BLOCKS], const float2 *factors, int row, float2 x, int column) {
     column += (int)threadIdx.x % 4 * 8;
     u16 *to = a.out + (long long)row * a.n_out + column;
 #pragma unroll
@@ -59,7 +59,8 @@ __device__ __forceinline__ void finish(const Arguments &a, float4 (&sums)[BLOCKS
 #pragma unroll
             for (int h = 0; h < HALVES; h++) {
                 const int block = i + j * HALVES + h;
-                const float4 f = *(const float4 *)(factors + block * 8 + (int)threadIdx.x % 4 * 2), sum = sums[block];
+                const float4 f = *(const float4 *)(factors + block * 8 + (int)threadIdx.x % 4 * 2);
+                const Sums sum = sums[block];
                 v[h] = {sum.x * (x.x * f.x) + f.y, sum.y * (x.x * f.z) + f.w, sum.z * (x.y * f.x) + f.y, sum.w * (x.y * f.z) + f.w};
                 sums[block] = {0, 0, 0, 0};
             }
@@ -107,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gemm_large(const __grid_con
         const int group = thread / 128, own_row = group * PARTS * 64 + thread % 128 / 32 * 16 + thread % 32 / 4;
         // Scales and biases of a tile's columns, for this warpgroup. Its warps are at most two pairs of steps apart.
         float2 *const factors = (float2 *)(shared + (empty + STAGES * 8 - (u32)__cvta_generic_to_shared(shared))) + group * COLUMNS;
-        float4 sums[PARTS][BLOCKS], found[BLOCKS];
+        Sums sums[PARTS][BLOCKS], found[BLOCKS];
         float2 factor, x_scale[PARTS];
         auto finish_part = [&](Tile tile, int p) {
             finish(a, sums[p], factors, tile.row + own_row + p * 64, x_scale[p], tile.column);
@@ -134,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gemm_large(const __grid_con
                     for (int s = 0; s < 2; s++) {
                         const u64 x = matrix_at(stages[s] + (group * PARTS + p) * 64 * 128), w = matrix_at(stages[s] + ROWS * 128);
 #pragma unroll
-                        for (int k = 0; k < 4; k++) multiply(found, x + 2 * k, w + 2 * k, s + k);
+                        for (int k = 0; k < 4; k++) multiply(IS_INT ? sums[p] : found, x + 2 * k, w + 2 * k, IS_INT || s + k);
                         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                     }
                     if (pair == 0 && p == 0) {
@@ -160,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gemm_large(const __grid_con
                         if (p + 1 == PARTS && thread % 32 < 2) arrive_at(used[s], thread % 32);
                     }
 #pragma unroll
-                    for (int j = 0; j < BLOCKS; j++) {
+                    for (int j = 0; j < BLOCKS && !IS_INT; j++) {
                         sums[p][j].x += found[j].x, sums[p][j].y += found[j].y;
                         sums[p][j].z += found[j].z, sums[p][j].w += found[j].w;
                     }

@@ -12,8 +12,12 @@
 // in turn). A unit is 64 bytes of each of 16 rows: lane 4 g + t copies 16 bytes, from byte 16 t on, of rows g and g + 8.
 // A cell is the 128 bytes in which 64 columns of x are stored: as float16, or as 64 high bytes followed by 64 low ones.
 //
+// A single GEMV may also be one of the two of a token's experts. EXPERTS 1: gate and up, whose outputs are those of the
+// first expert, of the second and so on. EXPERTS 2: down, whose columns are those of the experts in turn, so that their
+// results add up; no warp has columns of two experts.
+//
 // Macros from the compiler's options: WARPS, BITS, IS_FP8, UNITS (per stage), STAGES, SHAPES (a `Shape` for each GEMV),
-// HAS_ZEROS, IS_HALF (x is float16, else bfloat16), SCALE_IS_HALF (of the scales of 4-bit weights).
+// HAS_ZEROS, IS_HALF (x is float16, else bfloat16), SCALE_IS_HALF (of the scales of 4-bit weights), EXPERTS, TOP_K (or 1).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -39,9 +43,16 @@ struct Link {
 };
 
 struct Arguments {
-    const u16 *x, *residual;
+    const u16 *x;
+    union {
+        const u16 *residual;
+        const u32 *experts;  // the token's
+    };
     u16 *out;
-    u32 *launch;  // its number; the next launch's is one more
+    union {
+        u32 *launch;           // its number; the next launch's is one more
+        const float *choices;  // the experts' weights
+    };
     Link links[COUNT];
 };
 
@@ -72,6 +83,11 @@ __device__ __forceinline__ uint2 load_from_l2(const u16 *from) {
     return v;
 }
 __device__ __forceinline__ u32 load_from_l2(const u32 *from) {
+    u32 v;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+    return v;
+}
+__device__ __forceinline__ u32 load_choice(const void *from) {  // made by a kernel before the preceding one
     u32 v;
     asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
     return v;
@@ -137,6 +153,7 @@ __device__ __forceinline__ u16 narrow(float f) { return IS_HALF ? to_half(f) : t
 // -- Sizes
 
 __device__ constexpr int width_of(int link) { return shapes[link].n_in * BITS / 8; }  // bytes per row
+__device__ constexpr int row_width_of(int link) { return width_of(link) / (EXPERTS == 2 ? TOP_K : 1); }
 __device__ constexpr int tile_of(int link) { return shapes[link].gate ? 8 : 16; }     // outputs; with a gate, 8 rows of gate and 8 of up
 __device__ constexpr int warp_units_of(int link) { return (width_of(link) / 64 + WARPS * UNITS - 1) / (WARPS * UNITS) * UNITS; }
 __device__ constexpr int warp_columns_of(int link) { return warp_units_of(link) * (512 / BITS); }
@@ -156,6 +173,7 @@ __device__ constexpr int norms_before(int link) {
     for (int i = 0; i < link; i++) count += shapes[i].has_norm;
     return count;
 }
+constexpr int ROW_WARPS = EXPERTS == 2 ? WARPS / TOP_K : WARPS;  // that share a row of weights
 constexpr int BLOCKS = max_blocks(), EVEN_ROWS = max_rows(0), ODD_ROWS = max_rows(1);
 constexpr int SCALE_BYTES = BITS == 4 ? 2 * UNITS : 0;
 constexpr int STAGE_BYTES = UNITS * 1024 + 32 * SCALE_BYTES;
@@ -173,7 +191,10 @@ struct __align__(16) Share {  // a CTA's part of a GEMV
 };
 struct Cta {
     Warp warps[WARPS];
-    float squares[WARPS];
+    union {
+        float squares[WARPS];
+        u32 experts[WARPS];
+    };
     Share shares[COUNT];
 };
 
@@ -189,34 +210,59 @@ struct Cursor {  // the next stage to copy
 template <int I = 0>
 __device__ __forceinline__ void set_shares(const Arguments &a, Cta &cta) {
     if (threadIdx.x == I) {
-        u32 n_out = (u32)a.links[I].n_out, first = blockIdx.x * n_out / gridDim.x;
-        cta.shares[I] = {(int)first, (int)((blockIdx.x + 1) * n_out / gridDim.x - first), tile_of(I), warp_units_of(I) / UNITS, width_of(I) / 64,
-                         tile_of(I) * width_of(I) - warp_units_of(I) * 64};
+        u32 size = EXPERTS == 1 ? 8 : 1, count = (u32)a.links[I].n_out * (EXPERTS == 1 ? TOP_K : 1) / size;
+        u32 first = blockIdx.x * count / gridDim.x * size;
+        cta.shares[I] = {(int)first, (int)((blockIdx.x + 1) * count / gridDim.x * size - first), tile_of(I), warp_units_of(I) / UNITS,
+                         row_width_of(I) / 64, tile_of(I) * row_width_of(I) - warp_units_of(I) * 64};
     }
+    if (EXPERTS && threadIdx.x < TOP_K) cta.experts[threadIdx.x] = load_choice(a.experts + threadIdx.x);
     if constexpr (I + 1 < COUNT) set_shares<I + 1>(a, cta);
+}
+
+// Which of the warps of a row this is.
+__device__ __forceinline__ int warp_of_row() {
+    int warp = (int)threadIdx.x / 32;
+    return EXPERTS == 2 ? warp % ROW_WARPS : warp;
 }
 
 __device__ __forceinline__ void set_tile(const Cta &cta, Cursor &c) {
     const Share &share = cta.shares[c.link];
-    int g = (int)threadIdx.x % 32 / 4, units = share.units - (int)threadIdx.x / 32 * share.stages * UNITS;
+    int g = (int)threadIdx.x % 32 / 4, units = share.units - warp_of_row() * share.stages * UNITS;
     c.stages = c.outputs > 0 ? share.stages : 0;
     c.low_units = g < c.outputs ? units : 0;
     c.high_units = g + share.tile - 8 < c.outputs ? units : 0;
 }
 
-// Go to the first tile of the next GEMV of which this CTA has a part.
-__device__ __forceinline__ void set_link(const Arguments &a, const Cta &cta, Cursor &c) {
-    while (cta.shares[c.link].outputs == 0 && c.link + 1 < COUNT) c.link++;
+// The row of weights of an output, for a warp.
+__device__ __forceinline__ auto row_of(const Cta &cta, int n_out, int output, int warp) {
+#if EXPERTS == 1
+    return cta.experts[output / n_out] * 2ll * n_out + output % n_out;
+#elif EXPERTS == 2
+    return (long long)cta.experts[warp / ROW_WARPS] * n_out + output;
+#else
+    return output;
+#endif
+}
+
+// Point to the first tile that is left.
+__device__ __forceinline__ void set_pointers(const Arguments &a, const Cta &cta, Cursor &c) {
     const Link &link = a.links[c.link];
     const Share &share = cta.shares[c.link];
     int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4, width = share.units * 64;
-    int unit = (int)threadIdx.x / 32 * share.stages * UNITS;
-    long long low = share.first + g, high = low + (share.tile == 8 ? link.n_out : 8);
-    c.outputs = share.outputs;
+    int unit = warp_of_row() * share.stages * UNITS;
+    int output = EXPERTS == 1 ? share.first + share.outputs - c.outputs : share.first;
+    long long low = row_of(cta, link.n_out, output, (int)threadIdx.x / 32) + g;
+    long long high = low + (share.tile == 8 ? link.n_out : 8);
     c.low = link.weight + low * width + unit * 64 + t * 16;
     c.high = link.weight + high * width + unit * 64 + t * 16;
     if (BITS == 4) c.numbers = (const u8 *)(t < 2 ? link.scale : link.zeros) + (t % 2 ? high : low) * (width / 32) + unit * 2;
-    set_tile(cta, c);
+}
+
+// Go to the first tile of the next GEMV of which this CTA has a part.
+__device__ __forceinline__ void set_link(const Arguments &a, const Cta &cta, Cursor &c) {
+    while (cta.shares[c.link].outputs == 0 && c.link + 1 < COUNT) c.link++;
+    c.outputs = cta.shares[c.link].outputs;
+    set_pointers(a, cta, c), set_tile(cta, c);
 }
 
 // Copy the weights of a stage, and for 4-bit weights their scales and zero points. Without any left, commit nothing.
@@ -238,6 +284,7 @@ __device__ __forceinline__ void load_next(const Arguments &a, const Cta &cta, Cu
         if (--c.stages == 0) {
             const Share &share = cta.shares[c.link];
             c.outputs -= share.tile, c.low += share.skip, c.high += share.skip, c.numbers += share.skip / 32;
+            if (EXPERTS == 1 && c.outputs > 0) set_pointers(a, cta, c);  // the next tile may be another expert's
             set_tile(cta, c);
             if (c.stages == 0 && c.link + 1 < COUNT) c.link++, set_link(a, cta, c);
         }
@@ -289,10 +336,14 @@ __device__ __forceinline__ void multiply(const Arguments &a, State &s) {
     bool has_output = thread < own.outputs;
 
     // Before x is there, load what no kernel writes.
-    float scale[2] = {1.0f, 1.0f}, bias[2] = {0.0f, 0.0f};
+    float scale[2] = {1.0f, 1.0f}, bias[2] = {0.0f, 0.0f}, of_warp[WARPS];  // of the rows that each warp multiplies
+    if (has_output && EXPERTS == 2 && BITS == 8) {
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) of_warp[w] = ((const float *)link.scale)[row_of(s.cta, link.n_out, output, w)];
+    }
     if (has_output) {
         for (int i = 0; i < (GATE ? 2 : 1); i++) {
-            if (BITS == 8) scale[i] = ((const float *)link.scale)[output + i * link.n_out];
+            if (BITS == 8 && EXPERTS < 2) scale[i] = ((const float *)link.scale)[row_of(s.cta, link.n_out, output, warp) + i * link.n_out];
             if (link.bias) bias[i] = widen<IS_HALF>(link.bias[output + i * link.n_out]);
         }
     }
@@ -307,6 +358,7 @@ __device__ __forceinline__ void multiply(const Arguments &a, State &s) {
             if (is_mine(i)) norm[HAS_NORM ? i : 0] = *(const uint2 *)(link.norm_weight + column + i * 128 + lane * 4);
         }
     }
+    const float choice = EXPERTS == 2 ? __uint_as_float(load_choice(a.choices + warp / ROW_WARPS)) : 1.0f;
     if (L == 0) wait_for_predecessor();
 
     // Load this warp's columns of x, and store them in its cells.
@@ -415,7 +467,7 @@ __device__ __forceinline__ void multiply(const Arguments &a, State &s) {
     for (int i = 0; i < BLOCKS; i++) sums_of_groups[i] = sum_of_warp(sums_of_groups[i]);
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
-        float scale = __uint_as_float(block_most[i]);
+        float scale = __uint_as_float(block_most[i]) * choice;
         if (lane == 0) my.groups[i] = make_float2(scale / 16.0f, scale * (float)sums_of_groups[i]);
     }
 #endif
@@ -446,6 +498,7 @@ __device__ __forceinline__ void multiply(const Arguments &a, State &s) {
             }
         }
     }
+    factor *= choice;
     if (HAS_NORM) {
         square = sum_of_warp(square);
         if (lane == 0) s.cta.squares[warp] = square;
@@ -541,7 +594,9 @@ __device__ __forceinline__ void multiply(const Arguments &a, State &s) {
         }
         for (int i = 0; i < (GATE ? 2 : 1); i++) {
             int r = GATE ? thread / 8 * 16 + thread % 8 + 8 * i : thread;
-            for (int w = 0; w < WARPS; w++) result[i] += s.cta.warps[w].sums[SUMS + r];
+#pragma unroll
+            for (int w = 0; w < WARPS; w++)
+                result[i] += s.cta.warps[w].sums[SUMS + r] * (EXPERTS == 2 && BITS == 8 ? of_warp[w] : 1.0f);
             result[i] = result[i] * norm_factor * scale[i] + bias[i];
         }
         if (GATE) {
@@ -561,6 +616,7 @@ __device__ __forceinline__ void multiply(const Arguments &a, State &s) {
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) gemv(const __grid_constant__ Arguments a) {
+    if (EXPERTS == 1) wait_for_predecessor();  // which chooses the experts; the next kernel may read them at once
     launch_dependents();
     int thread = (int)threadIdx.x;
     if (thread >= WARPS * 32) return;  // idle warps only occupy registers
