@@ -43,8 +43,8 @@ class Cell:
     error: Callable[[], float] | None = None
 
 
-def time_us(calls: list[Callable[[], object]], nodes: int = 48, repeats: int = 7) -> float:
-    """Median microseconds per call, as nodes of one graph."""
+def time_us(calls: list[Callable[[], object]], nodes: int = 48, repeats: int = 7, load: float = 0.0) -> float:
+    """Median microseconds per call, as nodes of one graph, after `load` seconds of the same."""
     calls = calls * max(1, nodes // len(calls))
     torch.cuda.synchronize()  # inputs are ready: the capture runs in another stream
     stream = torch.cuda.Stream()
@@ -56,6 +56,10 @@ def time_us(calls: list[Callable[[], object]], nodes: int = 48, repeats: int = 7
         for call in calls:
             call()
     graph.replay()
+    end = time.perf_counter() + load
+    while time.perf_counter() < end:
+        graph.replay()
+        torch.cuda.synchronize()
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for start, stop in pairs:
         start.record()

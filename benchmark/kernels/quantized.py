@@ -1,10 +1,11 @@
 """Time GEMMs with quantized weights on a GPU, as nodes of a CUDA graph, against bfloat16 and other tiles.
 
-    PYTHONPATH=python python benchmark/kernels/quantized.py [--model 8B] [--rows 1,2,16,64,256] [--tiles]
+    PYTHONPATH=python python benchmark/kernels/quantized.py [--model 8B] [--rows 1,2,16,64,256] [--tiles] [--load 0.5]
     PYTHONPATH=python python benchmark/kernels/quantized.py --chain [--rows 1,160,256,8192] [--profile]
 
 `ours` is what the engine runs, including the quantization of activations. Weights rotate beyond the L2. The lower bound
-is the bytes of the weights over 4,550 GB/s. Figures are in microseconds; the error is relative to float32.
+is the bytes of the weights over 4,550 GB/s. Figures are in microseconds; the error is relative to float32. `--load`
+keeps the card busy for so many seconds before each timing, until its power limits the clock.
 
 `--chain` times all GEMMs of a layer with norms and activations, without attention, in one CUDA graph: one row through
 24 layers, by the engine's kernel and by Triton's; more rows through 8 layers of FP8, by the engine's ops, in three
@@ -30,6 +31,7 @@ from minisgl.ops import reference
 from minisgl.ops.quantized import E4M3, Format, Quantized
 from minisgl.triton import ops
 from minisgl.triton.cublas import cublas_linear
+from minisgl.triton.cuda_gemm import cuda_gemm, supports
 from minisgl.triton.gemm import GemmConfig, gemm
 from minisgl.triton.linear import Norm
 from minisgl.triton.quantized import (
@@ -83,12 +85,16 @@ def best_tile(x: Tensor, weights: list[Quantized], gate: str) -> str:
     return f", best of {len(times)} tiles {best:.1f} {tuple(tile)}"
 
 
-def cublas(x: Tensor, weights: list[Quantized]) -> str:
-    """cuBLAS with scales of rows, and with one scale, without the rounding of activations."""
-    split = split_rows(x, None, 1)
+def alone(x: Tensor, weights: list[Quantized], gate: str, load: float) -> str:
+    """cuBLAS with scales of rows, and with one scale, and our CUDA kernel, without the rounding of activations."""
+    rows, split = len(x), split_rows(x, None, 1)
     scaled = [partial(cublas_linear.scaled, split.parts, w.data, (split.scale, w.scale), BF16) for w in weights]
     unscaled = [partial(cublas_linear.scaled, split.parts, w.data, None, BF16) for w in weights]
-    return f", cuBLAS {time_us(scaled):.1f}, with one scale {time_us(unscaled):.1f}"
+    line = f", cuBLAS {time_us(scaled, load=load):.1f}, with one scale {time_us(unscaled, load=load):.1f}"
+    if not supports(rows, weights[0], BF16, gate):
+        return line
+    ours = [partial(cuda_gemm, split, rows, 1, w, None, BF16, gate) for w in weights]
+    return line + f", in CUDA {time_us(ours, load=load):.1f}"
 
 
 def chain_us(gemv: Callable[..., tuple[Tensor, Tensor]], layers: list[list[Quantized]]) -> float:
@@ -162,6 +168,7 @@ def main() -> None:
     parser.add_argument("--model", default="8B", choices=("0.6B", "8B", "14B"))
     parser.add_argument("--rows", help="numbers of rows (1,2,16,32,64,96,128,160,192,256; 1 of --chain)")
     parser.add_argument("--tiles", action="store_true", help="also time other tiles of our kernel")
+    parser.add_argument("--load", type=float, default=0.0, help="seconds of load before each timing")
     parser.add_argument("--chain", action="store_true", help="only time rows through layers")
     parser.add_argument("--profile", action="store_true", help="with --chain, also print the kernels of a layer")
     args = parser.parse_args()
@@ -186,9 +193,9 @@ def main() -> None:
                 ours = [partial(linear, x, w, gate) for w in weights]
                 error = relative(ours[0](), reference.linear(x.float(), dense, None, gate))
                 line = f"{args.model} {name} x{count}, {kind}: floor {weights[0].nbytes / CEILING:.1f}"
-                line += f", ours {time_us(ours):.1f} (error {error:.4f})"
-                line += f", bfloat16 {time_us([partial(F.linear, x, w) for w in plain]):.1f}"
-                line += cublas(x, weights) if kind == FORMATS[0] else ""
+                line += f", ours {time_us(ours, load=args.load):.1f} (error {error:.4f})"
+                line += f", bfloat16 {time_us([partial(F.linear, x, w) for w in plain], load=args.load):.1f}"
+                line += alone(x, weights, gate, args.load) if kind == FORMATS[0] else ""
                 has_tiles = args.tiles and count <= max_rows(weights[0]) and (count > 1 or kind.bits == 4)
                 print(line + (best_tile(x, weights, gate) if has_tiles else ""), flush=True)
 

@@ -93,11 +93,13 @@ def test_every_configuration_with_even_and_skewed_routing(kind: Format, monkeypa
 
 
 @pytest.mark.parametrize("kind", [ROWS, INT8, INT4, MXFP4], ids=str)
-@pytest.mark.parametrize("tokens", [1, 16, 64, 300])
-def test_captured_experts_read_new_inputs(kind: Format, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "tokens"), [(MIXTRAL, 1), (QWEN3_30B, 1), (MIXTRAL, 16), (MIXTRAL, 64), (MIXTRAL, 300)], ids=str
+)
+def test_captured_experts_read_new_inputs(kind: Format, shape: tuple[int, int, int, int], tokens: int) -> None:
     """Every replay gives the bits of an eager call."""
-    weights, top_k = make(kind, MIXTRAL), MIXTRAL[3]
-    x, logits = inputs(tokens, MIXTRAL)
+    weights, top_k = make(kind, shape), shape[3]
+    x, logits = inputs(tokens, shape)
     OPS.moe(x, logits, *weights, top_k, True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

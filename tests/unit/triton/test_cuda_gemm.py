@@ -1,32 +1,45 @@
-"""The sizes with which `gemm.cu` and `gemm_large.cu` are launched. What they compute is tested on a GPU."""
+"""`gemm.cu` and `gemm_large.cu`: the sizes with which they are launched, and what they compute, compiled for a CPU."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing here is for the interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from minisgl.ops.quantized import Format
-from minisgl.rounding import ceil_div
+from minisgl.ops import reference
+from minisgl.ops.quantized import Format, Quantized
+from minisgl.rounding import ceil_div, round_up
+from minisgl.triton import cuda_gemm as module
 from minisgl.triton.cuda_gemm import (
     FP8_SHARE,
     INT8_SHARE,
     LARGE_MEMORY,
     MEMORY,
     Arguments,
+    cuda_gemm,
     fills_tiles,
     multiply_source,
     plan_gemm,
     plan_large_gemm,
     supports,
 )
+from minisgl.triton.gemm import Split
+from minisgl.triton.nvrtc import SOURCES, Map
 
+ON_CPU = Path(__file__).parents[2] / "support" / "hopper_on_cpu.cpp"
+FP8, INT8 = Format(8, 0), Format(8, 0, is_integer=True)
 SHAPES = [
     (6144, 4096, ""), (4096, 4096, ""), (24576, 4096, "silu"), (4096, 12288, ""),  # 8B
     (7168, 5120, ""), (34816, 5120, "gelu_tanh"), (5120, 17408, ""), (5120, 25600, ""),
@@ -83,3 +96,80 @@ def test_a_product_names_all_its_registers() -> None:
 def test_a_cpu_has_no_such_kernel() -> None:
     weight = Format(8, 0).empty(16, 512, torch.device("cpu"))
     assert not supports(16, weight, torch.bfloat16, "")
+
+
+compiler = shutil.which("c++")
+
+
+def quantize(x: Tensor, parts: int, is_int: bool) -> tuple[Split, Tensor]:
+    """The operands that `split_rows` makes, and what they stand for."""
+    rows, most = round_up(len(x), 16), 127 if is_int else 448
+    scale = x.abs().amax(1, keepdim=True) / most
+    rest, found, total = x / scale, [], torch.zeros_like(x)
+    for i in range(parts):
+        part = rest.round().to(torch.int8) if is_int else rest.to(torch.float8_e4m3fn)
+        total += part.float() / (254 if is_int else 16) ** i
+        rest = (rest - part.float()) * (254 if is_int else 16)
+        found.append(torch.cat((part.view(torch.int8), torch.full((rows - len(x), x.shape[1]), 99).to(torch.int8))))
+    scales = torch.cat((scale[:, 0], torch.full((rows - len(x),), torch.nan)))[None]
+    return Split(torch.cat(found).view(part.dtype), scales, scales), total * scale
+
+
+def on_cpu(monkeypatch: pytest.MonkeyPatch, directory: Path, num_sms: int) -> None:
+    """Replace what compiles and launches by the same for this CPU."""
+
+    def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Map:
+        found = Map()
+        for i, word in enumerate((address, len(sizes), *sizes, *strides, *box)):
+            found.words[i] = word
+        return found
+
+    def load_kernel(device: torch.device, name: str, header: str, **defines: int | str) -> ctypes.CDLL:
+        assert compiler is not None
+        files = {"HOPPER": "hopper", "WGMMA": "wgmma", "SOURCE": name}
+        macros = {**defines, "KERNEL": name, **{key: f'"{SOURCES / file}.cu"' for key, file in files.items()}}
+        to = directory / f"{hash((name, *defines.items())):x}.so"
+        options = ["-std=c++20", "-O2", "-w", "-shared", "-fPIC", "-pthread", f"-I{ON_CPU.parent}"]
+        subprocess.run([compiler, *options, *(f"-D{k}={v}" for k, v in macros.items()), "-o", to, ON_CPU], check=True)
+        return ctypes.CDLL(str(to))
+
+    def launch(
+        kernel: Any, arguments: Arguments, device: torch.device, grid: int, threads: int, shared: int, cluster: int
+    ) -> None:
+        assert shared <= 227 << 10
+        kernel.run(ctypes.byref(arguments), grid, threads, cluster)
+
+    for name, value in {"tensor_map": tensor_map, "load_kernel": load_kernel, "launch": launch}.items():
+        monkeypatch.setattr(module, name, value)
+    properties = SimpleNamespace(multi_processor_count=num_sms)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
+@pytest.mark.skipif(compiler is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("kind", [FP8, INT8], ids=["fp8", "int8"])
+@pytest.mark.parametrize(
+    ("rows", "parts", "n_rows", "n_in", "gate", "num_sms"),
+    [
+        (5, 2, 40, 400, "", 4),  # two CTAs for each tile
+        (20, 2, 96, 272, "silu", 2),
+        (33, 1, 328, 640, "", 2),  # a warpgroup with only a part of its rows
+        (97, 1, 160, 384, "gelu_tanh", 2),
+        (300, 1, 336, 1040, "silu", 2),  # tiles beyond the ends of all dimensions
+        (130, 1, 520, 1024, "", 2),
+    ],
+)
+def test_products(
+    kind: Format, rows: int, parts: int, n_rows: int, n_in: int, gate: str, num_sms: int,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    on_cpu(monkeypatch, tmp_path, num_sms)
+    torch.manual_seed(0)
+    weight: Quantized = kind.empty(n_rows, n_in, torch.device("cpu"))
+    weight.round_from(torch.randn(n_rows, n_in) * 0.02)
+    split, x = quantize(torch.randn(rows, n_in), parts, kind.is_integer)
+    dtype = torch.float16 if parts == 2 else torch.bfloat16
+    bias = torch.randn(n_rows).to(dtype) if gate else None
+    got = cuda_gemm(split, rows, parts, weight, bias, dtype, gate)
+    want = reference.linear(x, weight.dense(torch.float32), None if bias is None else bias.float(), gate)
+    assert got is not None and got.shape == want.shape
+    assert ((got.float() - want).abs().amax(1) < 0.01 * want.abs().amax()).all()

@@ -49,15 +49,12 @@ struct Shared {
     u64 full[STAGES], empty[STAGES];
 };
 
-__device__ __forceinline__ u32 address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+#ifdef __CUDACC__
+__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void copy_tile(u32 to, const Map &map, int row, int page, u32 barrier, u64 policy) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1, {%2, %3, %4}], [%5], %6;"
                  ::"r"(to), "l"(&map), "r"(0), "r"(row), "r"(2 * page), "r"(barrier), "l"(policy) : "memory");
-}
-__device__ __forceinline__ float exp2_(float x) {
-    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
-    return x;
 }
 
 // Four float8_e4m3fn -> two pairs of float16.
@@ -81,6 +78,8 @@ __device__ __forceinline__ void load_transposed(u32 (&r)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
+
+#endif
 
 __device__ __forceinline__ float max_of_keys(float v) {  // over g
     for (int i = 4; i < 32; i *= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, i));
@@ -176,7 +175,7 @@ __device__ __forceinline__ void merge(const Arguments &a, const Tile &tile, int 
             const long long at = first + h + (long long)j * HEADS * GROUP;
             const float lse = __ldcg(a.lse + at);
             const float4 x = __ldcg((const float4 *)(a.part + at * DIM) + lane);
-            const float most = fmaxf(m, lse), c = exp2_(m - most), p = exp2_(lse - most);
+            const float most = fmaxf(m, lse), c = exp2_of(m - most), p = exp2_of(lse - most);
             total = total * c + p, m = most;
             sum = {sum.x * c + x.x * p, sum.y * c + x.y * p, sum.z * c + x.z * p, sum.w * c + x.w * p};
         }
@@ -203,7 +202,7 @@ __device__ __forceinline__ void join(State &w, const Stage &stage, int lane) {
     float own[2], rest[2];
     for (int i = 0; i < 2; i++) {
         const float most = fmaxf(w.m[i], m[i]);
-        own[i] = exp2_(w.m[i] - most), rest[i] = exp2_(m[i] - most);
+        own[i] = exp2_of(w.m[i] - most), rest[i] = exp2_of(m[i] - most);
         w.m[i] = most, w.total[i] = w.total[i] * own[i] + total[i] * rest[i];
     }
 #pragma unroll
@@ -315,18 +314,17 @@ __device__ __forceinline__ void compute_all(const Arguments &a, Shared &s) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             most[i] = max_of_keys(most[i]);
-            correction[i] = exp2_(w.m[i] - most[i]);
+            correction[i] = exp2_of(w.m[i] - most[i]);
             w.total[i] *= correction[i], w.m[i] = most[i];
         }
         u32 p[KEYS / 16][2];
 #pragma unroll
         for (int b = 0; b < KEYS / 16; b++) {
-            const float4 e = {exp2_(x[b].x - most[0]), exp2_(x[b].y - most[1]), exp2_(x[b].z - most[0]), exp2_(x[b].w - most[1])};
+            const float4 e = {exp2_of(x[b].x - most[0]), exp2_of(x[b].y - most[1]), exp2_of(x[b].z - most[0]), exp2_of(x[b].w - most[1])};
             w.total[0] += e.x + e.z, w.total[1] += e.y + e.w;
             p[b][0] = pack_half(e.x * low[b], e.y * low[b]), p[b][1] = pack_half(e.z * high[b], e.w * high[b]);
 #pragma unroll
-            for (int i = 0; i < 2; i++)
-                asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(p[b][i]));
+            for (int i = 0; i < 2; i++) p[b][i] = transpose_matrix(p[b][i]);
         }
 #pragma unroll
         for (int i = 0; i < DIM / 16; i++) {
@@ -348,9 +346,9 @@ __device__ __forceinline__ void compute_all(const Arguments &a, Shared &s) {
                 for (int i = 0; i < DIM / 16; i++) *(float4 *)(stage.data[0] + KEYS * DIM + (i * 32 + lane) * 16) = w.sums[i];
                 *(float4 *)(stage.data[1] + KEYS * DIM + lane * 16) = {w.m[0], w.m[1], w.total[0], w.total[1]};
             }
-            asm volatile("bar.sync 1, 64;" ::: "memory");
+            wait_for_threads(1, 64);
             if (first_key == 0) join(w, stage, lane);
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            fence_copies();
         }
         __syncwarp();
         if (lane == 0) arrive(address(&s.empty[slot]));
@@ -359,12 +357,11 @@ __device__ __forceinline__ void compute_all(const Arguments &a, Shared &s) {
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 4) decode(const __grid_constant__ Arguments a) {
-    extern __shared__ __align__(1024) u8 memory[];
-    Shared &s = *(Shared *)memory;
+    Shared &s = *(Shared *)shared_memory();
     launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) init_barrier(address(&s.full[i]), 1), init_barrier(address(&s.empty[i]), WARPS);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fence_barriers();
     }
     __syncthreads();
     if (threadIdx.x == WARPS * 32) copy_all(a, s);

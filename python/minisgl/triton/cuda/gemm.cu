@@ -19,6 +19,7 @@ constexpr int IN_FLIGHT = COLUMNS <= 64 && GROUPS <= 4 ? 2 : 1;      // steps th
 constexpr int BOUNDS[] = {0, 256, 512, COLUMNS > 64 ? 512 : 640, 640, 768}, BOUND = BOUNDS[GROUPS];
 constexpr int LAUNCHED = 65536 / BOUND / 8 * 8, FEW = 24, MANY = (LAUNCHED * THREADS - FEW * 128) / CONSUMERS / 8 * 8;
 
+#ifdef __CUDACC__
 __device__ __forceinline__ void copy_x(u32 to, const Map &map, int column, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3}], [%4];"
                  ::"r"(to), "l"(&map), "r"(column), "r"(0), "r"(barrier) : "memory");
@@ -28,11 +29,17 @@ __device__ __forceinline__ void copy_weight(u32 to, const Map &map, int column, 
                  "[%0], [%1, {%2, %3, %3, %4}], [%5], %6;"
                  ::"r"(to), "l"(&map), "r"(column), "r"(0), "r"(block), "r"(barrier), "l"(policy) : "memory");
 }
+__device__ __forceinline__ float4 load_from(int rank, u32 from) {  // another CTA's shared memory
+    float4 v;
+    asm volatile("{ .reg .b32 at; mapa.shared::cluster.u32 at, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [at]; }"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(from), "r"(rank) : "memory");
+    return v;
+}
+#endif
 
 // Finish and store an 8 x 8 block of each warp's outputs: this thread's for rows 2 t and 2 t + 1 of x.
 __device__ __forceinline__ void store(const Arguments &a, float low, float high, int row, int column) {
-    u32 both = narrow(low, high);
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(both) : "r"(both));
+    const u32 both = transpose_matrix(narrow(low, high));
     row += (int)threadIdx.x % 32 / 4, column += (int)threadIdx.x % 4 * 2;
     if (row < a.rows && column < a.n_out) *(u32 *)(a.out + (long long)row * a.n_out + column) = both;
 }
@@ -91,26 +98,26 @@ __device__ __forceinline__ void copy_all(const Arguments &a, u32 ring, u32 full,
 }
 
 extern "C" __global__ void __launch_bounds__(BOUND, 1) gemm(const __grid_constant__ Arguments a) {
-    extern __shared__ u8 shared[];
-    const u32 ring = ((u32)__cvta_generic_to_shared(shared) + 1023) & ~1023u, full = ring + STAGES * STAGE_BYTES;
+    u8 *const shared = shared_memory();
+    const u32 ring = (address(shared) + 1023) & ~1023u, full = ring + STAGES * STAGE_BYTES;
     const u32 empty = full + STAGES * 8;
     const int thread = (int)threadIdx.x, rank = (int)blockIdx.x % SPLIT, tile = (int)blockIdx.x / SPLIT;
     const int first = a.pairs * rank / SPLIT * 2, last = a.pairs * (rank + 1) / SPLIT * 2;
     launch_dependents();
     if (thread == 0) {
         for (int i = 0; i < STAGES; i++) init_barrier(full + i * 8, 1), init_barrier(empty + i * 8, CONSUMERS / 32);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fence_barriers();
     }
     __syncthreads();
     if (thread >= CONSUMERS) {
-        if (GROUPS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEW));
+        if (GROUPS > 1) give_up_registers<FEW>();
         if (thread == CONSUMERS) copy_all(a, ring, full, empty, tile * (TILE / (GATE ? 16 : 8)), first, last);
         if (SPLIT > 1) {
             __syncwarp();
             synchronize_cluster();  // as the others do
         }
     } else {
-        if (GROUPS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MANY));
+        if (GROUPS > 1) take_registers<MANY>();
         const int column = (tile * TILE + thread / 32 * 16) / (GATE ? 2 : 1);
         const Scales scales = load_scales(a, column);
         Sums totals[BLOCKS], found[IN_FLIGHT][BLOCKS];
@@ -123,10 +130,10 @@ extern "C" __global__ void __launch_bounds__(BOUND, 1) gemm(const __grid_constan
                 const u32 stage = ring + slot * STAGE_BYTES;
                 const u64 w = matrix_at(stage + (COLUMNS + thread / 128 * 64) * 128), x = matrix_at(stage);
                 wait(full + slot * 8, parity);
-                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+                begin_products();
 #pragma unroll
                 for (int k = 0; k < 4; k++) multiply(IS_INT ? totals : found[f], w + 2 * k, x + 2 * k, IS_INT || k);
-                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                commit_products();
                 if (++slot == STAGES) slot = 0, parity ^= 1;
             }
 #pragma unroll
@@ -147,15 +154,15 @@ extern "C" __global__ void __launch_bounds__(BOUND, 1) gemm(const __grid_constan
 #pragma unroll
         for (int j = 0; PARTS == 2 && j < ROWS / 8; j++) sums[j] = join(sums[j], sums[(ROWS / 8 + j) % BLOCKS]);
         const bool has_outputs = thread / 32 * 16 < TILE;
-        const float2 *const x_scales = (const float2 *)(shared + (empty + STAGES * 8 - (u32)__cvta_generic_to_shared(shared)));
+        const float2 *const x_scales = (const float2 *)(shared + (empty + STAGES * 8 - address(shared)));
         wait_for_predecessor();
         if (SPLIT == 1) {
 #pragma unroll
             for (int j = 0; j < ROWS / 8; j++)
                 if (has_outputs) finish(a, scales, x_scales, sums[j], j, column);
         } else {  // all copies have been read, so the ring is free for sums
-            float4 *const own = (float4 *)(shared + (ring - (u32)__cvta_generic_to_shared(shared))) + thread;
-            asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+            float4 *const own = (float4 *)(shared + (ring - address(shared))) + thread;
+            wait_for_threads(1, CONSUMERS);
 #pragma unroll
             for (int j = 0; j < ROWS / 8; j++) own[j * CONSUMERS] = sums[j];
             synchronize_cluster();
@@ -163,15 +170,12 @@ extern "C" __global__ void __launch_bounds__(BOUND, 1) gemm(const __grid_constan
                 float4 total = {0, 0, 0, 0};
 #pragma unroll
                 for (int r = 0; r < SPLIT; r++) {
-                    float4 v;
-                    asm volatile("{ .reg .b32 at; mapa.shared::cluster.u32 at, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [at]; }"
-                                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(ring + (j * CONSUMERS + thread) * 16), "r"(r) : "memory");
+                    const float4 v = load_from(r, ring + (j * CONSUMERS + thread) * 16);
                     total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
                 }
                 if (has_outputs) finish(a, scales, x_scales, total, j, column);
             }
         }
     }
-    if (SPLIT > 1)  // no CTA still reads another's sums
-        asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+    if (SPLIT > 1) wait_for_cluster();  // no CTA still reads another's sums
 }

@@ -12,6 +12,7 @@
 constexpr int PARTS = 2, ROWS = 2 * PARTS * 64, COLUMNS = 128, STAGES = 4, STAGE_BYTES = (ROWS + COLUMNS) * 128;
 constexpr int BLOCKS = COLUMNS / 8, HALVES = GATE ? 2 : 1, OUTPUTS = COLUMNS / HALVES;  // of a tile's row
 
+#ifdef __CUDACC__
 __device__ __forceinline__ void copy_x(u32 to, const Map &map, int column, int row, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
                  "[%0], [%1, {%2, %3, %4}], [%5], %6;"
@@ -25,6 +26,7 @@ __device__ __forceinline__ void arrive_at(u32 barrier, int rank) {
     asm volatile("{ .reg .b32 at; mapa.shared::cluster.u32 at, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [at]; }"
                  ::"r"(barrier), "r"(rank) : "memory");
 }
+#endif
 
 struct Tile {
     int row, column;  // the first, of x and of the result
@@ -75,8 +77,8 @@ __device__ __forceinline__ void finish(const Arguments &a, Sums (&sums)[BLOCKS],
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) gemm_large(const __grid_constant__ Arguments a) {
-    extern __shared__ u8 shared[];
-    const u32 ring = ((u32)__cvta_generic_to_shared(shared) + 1023) & ~1023u, full = ring + STAGES * STAGE_BYTES;
+    u8 *const shared = shared_memory();
+    const u32 ring = (address(shared) + 1023) & ~1023u, full = ring + STAGES * STAGE_BYTES;
     const u32 empty = full + STAGES * 8;
     const int thread = (int)threadIdx.x, rank = (int)blockIdx.x % 2;
     const int row_tiles = (a.rows + ROWS - 1) / ROWS, column_tiles = (a.n_out + 2 * OUTPUTS - 1) / (2 * OUTPUTS);
@@ -84,13 +86,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) gemm_large(const __grid_con
     launch_dependents();
     if (thread == 0) {
         for (int i = 0; i < STAGES; i++) init_barrier(full + i * 8, 1), init_barrier(empty + i * 8, 16);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fence_barriers();
     }
     synchronize_cluster();
     wait_for_predecessor();
     int slot = 0, parity = 0;
     if (thread >= 256) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        give_up_registers<24>();
         for (int i = (int)blockIdx.x / 2; thread == 256 && i < tiles; i += clusters) {
             const Tile tile = tile_at(i, row_tiles, column_tiles, most);
             for (int step = 0; step < a.pairs * 2; step++) {
@@ -104,10 +106,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) gemm_large(const __grid_con
         }
         __syncwarp();
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        take_registers<240>();
         const int group = thread / 128, own_row = group * PARTS * 64 + thread % 128 / 32 * 16 + thread % 32 / 4;
         // Scales and biases of a tile's columns, for this warpgroup. Its warps are at most two pairs of steps apart.
-        float2 *const factors = (float2 *)(shared + (empty + STAGES * 8 - (u32)__cvta_generic_to_shared(shared))) + group * COLUMNS;
+        float2 *const factors = (float2 *)(shared + (empty + STAGES * 8 - address(shared))) + group * COLUMNS;
         Sums sums[PARTS][BLOCKS], found[BLOCKS];
         float2 factor, x_scale[PARTS];
         auto finish_part = [&](Tile tile, int p) {
@@ -130,13 +132,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) gemm_large(const __grid_con
                 }
 #pragma unroll
                 for (int p = 0; p < PARTS; p++) {
-                    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+                    begin_products();
 #pragma unroll
                     for (int s = 0; s < 2; s++) {
                         const u64 x = matrix_at(stages[s] + (group * PARTS + p) * 64 * 128), w = matrix_at(stages[s] + ROWS * 128);
 #pragma unroll
                         for (int k = 0; k < 4; k++) multiply(IS_INT ? sums[p] : found, x + 2 * k, w + 2 * k, IS_INT || s + k);
-                        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                        commit_products();
                     }
                     if (pair == 0 && p == 0) {
                         if (last.row >= 0) finish_part(last, PARTS - 1);
@@ -152,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gemm_large(const __grid_con
                     }
                     if (pair + 1 == a.pairs && p > 0) {
                         factors[thread % 128] = factor;
-                        asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+                        wait_for_threads(1 + group, 128);
                         finish_part(tile, p - 1);
                     }
 #pragma unroll

@@ -1,6 +1,7 @@
 // What the kernels with TMA and wgmma or mma share: types, barriers in shared memory, bulk copies, conversions.
 //
-// The launcher puts this in front. IS_HALF: results are float16, else bfloat16.
+// The launcher puts this in front. IS_HALF: results are float16, else bfloat16. `tests/support/hopper_on_cpu.cpp` has what
+// is behind __CUDACC__ for a CPU.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -11,11 +12,18 @@ struct __align__(64) Map {  // CUtensorMap
     u64 words[16];
 };
 
+#ifdef __CUDACC__
+__device__ __forceinline__ u8 *shared_memory() {
+    extern __shared__ __align__(1024) u8 shared[];
+    return shared;
+}
+__device__ __forceinline__ u32 address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void init_barrier(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
+__device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -33,6 +41,9 @@ __device__ __forceinline__ void copy(u32 to, const void *from, int bytes, u32 ba
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
+__device__ __forceinline__ void wait_for_threads(int barrier, int count) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(count) : "memory");
+}
 __device__ __forceinline__ u64 evict_first() {  // a cache policy
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -44,9 +55,20 @@ __device__ __forceinline__ u32 pack_half(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
 }
-__device__ __forceinline__ u32 narrow(float low, float high) {
+__device__ __forceinline__ u32 pack_bfloat(float low, float high) {
     u32 both;
-    if (IS_HALF) return pack_half(low, high);
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
 }
+__device__ __forceinline__ float exp2_of(float x) {
+    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+    return x;
+}
+// An 8 x 8 matrix, of which lane 4 g + t has elements 2 t and 2 t + 1 of row g.
+__device__ __forceinline__ u32 transpose_matrix(u32 both) {
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(both));
+    return both;
+}
+#endif
+
+__device__ __forceinline__ u32 narrow(float low, float high) { return IS_HALF ? pack_half(low, high) : pack_bfloat(low, high); }

@@ -1,0 +1,237 @@
+// Runs `gemm.cu` or `gemm_large.cu` on a CPU: a thread for each thread of all CTAs.
+//
+// A product is computed as it is begun, and a copy is done at once. So this shows wrong addresses, layouts and counts of
+// barriers, but not a missing wait for a product.
+#include "cuda_on_cpu.h"
+
+struct float4 {
+    float x, y, z, w;
+};
+struct int4 {
+    int x, y, z, w;
+};
+struct uint4 {
+    unsigned x, y, z, w;
+};
+
+[[noreturn]] void fail(const char* what) {
+    fprintf(stderr, "%s\n", what);
+    abort();
+}
+
+// -- CTAs and their barriers
+
+struct Barrier {  // an mbarrier
+    unsigned count, pending;
+    long long bytes;
+    unsigned parity;
+};
+
+struct Cta {
+    __attribute__((aligned(1024))) uint8_t shared[228 << 10];
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::map<unsigned, Barrier> barriers;
+    std::map<int, std::unique_ptr<std::barrier<>>> named;  // of bar.sync; 0 for all threads
+    std::vector<std::unique_ptr<std::barrier<>>> of_warp;
+    unsigned any[32][32];  // what lanes give each other
+    Cta** cluster;         // all of its CTAs
+    std::barrier<>* of_cluster;
+
+    template <class Change>
+    void change(unsigned barrier, Change of) {
+        std::lock_guard lock(mutex);
+        Barrier& b = barriers.at(barrier);
+        of(b);
+        if (b.pending == 0 && b.bytes == 0) b.pending = b.count, b.parity ^= 1, changed.notify_all();
+    }
+};
+thread_local Cta* cta;
+thread_local bool has_waited;
+
+uint8_t* shared_memory() { return cta->shared; }
+unsigned address(const void* p) { return (unsigned)((const uint8_t*)p - cta->shared); }
+void launch_dependents() {}
+void wait_for_predecessor() { has_waited = true; }
+void init_barrier(unsigned barrier, unsigned count) { cta->barriers[barrier] = {count, count, 0, 0}; }
+void fence_barriers() {}
+void arrive(unsigned barrier) {
+    cta->change(barrier, [](Barrier& b) { b.pending--; });
+}
+void arrive_at(unsigned barrier, int rank) {
+    cta->cluster[rank]->change(barrier, [](Barrier& b) { b.pending--; });
+}
+void expect(unsigned barrier, unsigned bytes) {
+    cta->change(barrier, [=](Barrier& b) { b.pending--, b.bytes += bytes; });
+}
+void wait(unsigned barrier, unsigned parity) {
+    std::unique_lock lock(cta->mutex);
+    auto has_changed = [&] { return cta->barriers.at(barrier).parity != parity; };
+    if (!cta->changed.wait_for(lock, std::chrono::seconds(100), has_changed)) fail("a thread waits in vain");
+}
+void wait_for_threads(int barrier, int count) {
+    std::unique_lock lock(cta->mutex);
+    auto& found = cta->named[barrier];
+    if (!found) found = std::make_unique<std::barrier<>>(count);
+    lock.unlock();
+    found->arrive_and_wait();
+}
+void __syncwarp() { cta->of_warp[threadIdx.x / 32]->arrive_and_wait(); }
+void synchronize_cluster() { cta->of_cluster->arrive_and_wait(); }
+void wait_for_cluster() { synchronize_cluster(); }
+float4 load_from(int rank, unsigned from) {
+    float4 v;
+    memcpy(&v, cta->cluster[rank]->shared + from, sizeof v);
+    return v;
+}
+
+// -- What a warp does together
+
+unsigned __shfl_xor_sync(unsigned, unsigned v, int with) {
+    auto& mine = cta->any[threadIdx.x / 32];
+    mine[threadIdx.x % 32] = v;
+    __syncwarp();
+    v = mine[threadIdx.x % 32 ^ with];
+    __syncwarp();
+    return v;
+}
+unsigned transpose_matrix(unsigned both) {
+    auto& mine = cta->any[threadIdx.x / 32];
+    int lane = threadIdx.x % 32;
+    mine[lane] = both;
+    __syncwarp();
+    both = 0;
+    for (int i = 0; i < 2; i++) {
+        int row = lane % 4 * 2 + i, column = lane / 4;
+        both |= (mine[row * 4 + column / 2] >> (column % 2 * 16) & 0xffff) << (i * 16);
+    }
+    __syncwarp();
+    return both;
+}
+
+// -- Numbers
+
+unsigned pack_half(float low, float high) { return to_half(low) | (unsigned)to_half(high) << 16; }
+unsigned pack_bfloat(float low, float high) { return to_bfloat(low) | (unsigned)to_bfloat(high) << 16; }
+float exp2_of(float x) { return std::exp2(x); }
+float reciprocal_of(float x) { return 1 / x; }
+
+// -- Registers and products, which take no time here
+
+template <int>
+void give_up_registers() {}
+template <int>
+void take_registers() {}
+void begin_products() {}
+void commit_products() {}
+template <int>
+void wait_for_products() { __syncwarp(); }  // before a lane tells that its warp has read a stage
+
+unsigned swizzled(unsigned at) { return at ^ (at >> 7 & 7) << 4; }
+
+#if IS_INT
+int number(uint8_t v) { return (int8_t)v; }
+#else
+float number(uint8_t v) {
+    static const std::vector<float> all = [] {
+        std::vector<float> numbers;
+        for (int i = 0; i < 256; i++) numbers.push_back(from_half(fp8_as_half(i)));
+        return numbers;
+    }();
+    return all[v];
+}
+#endif
+
+// The fragments of wgmma.m64nNk32 in the PTX ISA.
+template <class Sums, int BLOCKS>
+void multiply(Sums (&sums)[BLOCKS], unsigned long long a, unsigned long long b, int more) {
+    unsigned a_at = (a & 0x3fff) << 4, b_at = (b & 0x3fff) << 4;
+    int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    auto load = [](auto* to, unsigned at, int row) {
+        for (int k = 0; k < 32; k++) to[k] = number(cta->shared[swizzled(at + row * 128 + k)]);
+    };
+    decltype(sums[0].x) left[2][32], right[2][32];
+    for (int i = 0; i < 2; i++) load(left[i], a_at, row + 8 * i);
+    for (int j = 0; j < BLOCKS; j++) {
+        for (int i = 0; i < 2; i++) load(right[i], b_at, 8 * j + column + i);
+        decltype(&sums[j].x) to[] = {&sums[j].x, &sums[j].y, &sums[j].z, &sums[j].w};
+        for (int i = 0; i < 4; i++) {
+            auto total = more ? *to[i] : 0;
+            for (int k = 0; k < 32; k++) total += left[i / 2][k] * right[i % 2][k];
+            *to[i] = total;
+        }
+    }
+}
+
+#include HOPPER
+
+// -- Copies. A map has the address, the number of dimensions, then sizes, strides from the second dimension on, and box.
+
+void copy(u32 to, const void* from, int bytes, u32 barrier) {
+    if (!has_waited) fail("the scales of x are read before the wait");
+    memcpy(cta->shared + to, from, bytes);
+    cta->change(barrier, [=](Barrier& b) { b.bytes -= bytes; });
+}
+u64 evict_first() { return 0; }
+
+void copy_box(Cta& into, u32 to, const Map& map, std::vector<long long> first, u32 barrier) {
+    const u64 *sizes = map.words + 2, *strides = sizes + first.size(), *box = strides + first.size() - 1;
+    if (map.words[1] != first.size() || to % 1024 || box[0] != 128) fail("a wrong copy");
+    long long rows = 1;
+    for (size_t d = 1; d < first.size(); d++) rows *= box[d];
+    for (long long r = 0; r < rows; r++) {
+        auto* from = (const u8*)map.words[0];
+        bool is_inside = true;
+        long long rest = r;
+        for (size_t d = 1; d < first.size(); d++) {
+            long long at = first[d] + rest % (long long)box[d];
+            rest /= (long long)box[d], is_inside &= at >= 0 && at < (long long)sizes[d], from += at * (long long)strides[d - 1];
+        }
+        for (int i = 0; i < 128; i++) {
+            bool has = is_inside && first[0] + i < (long long)sizes[0];
+            into.shared[swizzled(to + r * 128 + i)] = has ? from[first[0] + i] : 0;
+        }
+    }
+    into.change(barrier, [=](Barrier& b) { b.bytes -= rows * 128; });
+}
+void copy_x(u32 to, const Map& map, int column, u32 barrier) {  // of `gemm.cu`
+    if (!has_waited) fail("x is read before the wait");
+    copy_box(*cta, to, map, {column, 0, 0}, barrier);
+}
+void copy_x(u32 to, const Map& map, int column, int row, u32 barrier) {  // of `gemm_large.cu`
+    if (!has_waited) fail("x is read before the wait");
+    for (int i = 0; i < 2; i++) copy_box(*cta->cluster[i], to, map, {column, row, 0}, barrier);
+}
+void copy_weight(u32 to, const Map& map, int column, int block, u32 barrier, u64 = 0) {
+    copy_box(*cta, to, map, {column, 0, 0, block}, barrier);
+}
+
+void __syncthreads();
+#include WGMMA
+#include SOURCE
+
+int all_threads;
+void __syncthreads() { wait_for_threads(0, all_threads); }
+
+extern "C" void run(const Arguments* arguments, int grid, int threads, int cluster) {
+    gridDim.x = grid, all_threads = threads;
+    for (int first = 0; first < grid; first += cluster) {
+        std::vector<std::unique_ptr<Cta>> ctas;
+        std::vector<Cta*> all;
+        std::barrier of_cluster(threads * cluster);
+        std::vector<std::jthread> running;
+        for (int i = 0; i < cluster; i++) ctas.push_back(std::make_unique<Cta>()), all.push_back(ctas.back().get());
+        for (Cta* own : all) {
+            memset(own->shared, 0xff, sizeof own->shared);
+            own->cluster = all.data(), own->of_cluster = &of_cluster;
+            for (int warp = 0; warp < threads / 32; warp++) own->of_warp.push_back(std::make_unique<std::barrier<>>(32));
+        }
+        for (int i = 0; i < cluster; i++)
+            for (int thread = 0; thread < threads; thread++)
+                running.emplace_back([=, own = all[i]] {
+                    threadIdx.x = thread, blockIdx.x = first + i, cta = own;
+                    KERNEL(*arguments);
+                });
+        running.clear();  // joins them
+    }
+}
