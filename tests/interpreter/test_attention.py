@@ -5,10 +5,14 @@ In float16, since the interpreter gets products of bfloat16 wrong.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from contract.test_attention import MIXES
+from minisgl.triton import cuda_decode
+from support.cuda_on_cpu import compiler, emulate
 from unit.attention.triton_cases import (
     Case,
     check_attend,
@@ -145,6 +149,24 @@ def test_windows_that_are_split():
 )
 def test_pages_of_8_bits(mix: str, page_size: int, group: int, window: int | None):
     check_fp8(MIXES[mix], page_size, group, 64, HALF, CPU, window)
+
+
+@pytest.mark.skipif(compiler is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("lengths", "page_size", "group", "window"),
+    [
+        ([1 + 29 * i for i in range(12)], 64, 4, None),
+        ([700, 3, 64, 65, 1, 130, 2, 500, 63], 128, 8, 100),
+        ([40 + i for i in range(24)], 64, 1, None),  # whole sequences by ticket
+    ],
+)
+def test_the_kernel_in_cuda(
+    lengths: list[int], page_size: int, group: int, window: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    emulate(cuda_decode, monkeypatch, tmp_path)
+    monkeypatch.setattr(cuda_decode, "is_hopper", lambda device: True)
+    check_fp8([(1, length) for length in lengths], page_size, group, 128, HALF, CPU, window)
+    assert list(tmp_path.glob("*.so")), "it ran"
 
 
 @pytest.mark.parametrize("mix", ["decode", pytest.param("mixed", marks=pytest.mark.slow)])

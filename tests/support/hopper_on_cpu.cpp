@@ -1,4 +1,5 @@
-// Runs `gemm.cu` or `gemm_large.cu` on a CPU: a thread for each thread of all CTAs.
+// Runs `gemm.cu`, `gemm_large.cu` or `decode.cu` on a CPU: a thread for each thread of a cluster's CTAs, one cluster after
+// the other.
 //
 // A product is computed as it is begun, and a copy is done at once. So this shows wrong addresses, layouts and counts of
 // barriers, but not a missing wait for a product.
@@ -34,7 +35,7 @@ struct Cta {
     std::map<unsigned, Barrier> barriers;
     std::map<int, std::unique_ptr<std::barrier<>>> named;  // of bar.sync; 0 for all threads
     std::vector<std::unique_ptr<std::barrier<>>> of_warp;
-    unsigned any[32][32];  // what lanes give each other
+    unsigned any[32][32][6];  // what lanes give each other
     Cta** cluster;         // all of its CTAs
     std::barrier<>* of_cluster;
 
@@ -87,26 +88,34 @@ float4 load_from(int rank, unsigned from) {
 
 // -- What a warp does together
 
-unsigned __shfl_xor_sync(unsigned, unsigned v, int with) {
-    auto& mine = cta->any[threadIdx.x / 32];
-    mine[threadIdx.x % 32] = v;
+using Words = unsigned[32][6];
+
+// What `of` returns of the words that all lanes give.
+template <class T, class Of>
+auto over_warp(T given, Of of) {
+    static_assert(sizeof given <= sizeof(unsigned[6]));
+    Words& words = cta->any[threadIdx.x / 32];
+    memcpy(words[threadIdx.x % 32], &given, sizeof given);
     __syncwarp();
-    v = mine[threadIdx.x % 32 ^ with];
+    auto result = of(words);
     __syncwarp();
-    return v;
+    return result;
 }
+template <class T>
+T __shfl_sync(unsigned, T v, int lane) {
+    return over_warp(v, [=](Words& words) { return bits<T>(words[lane][0]); });
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T v, int with) { return __shfl_sync(~0u, v, threadIdx.x % 32 ^ with); }
 unsigned transpose_matrix(unsigned both) {
-    auto& mine = cta->any[threadIdx.x / 32];
-    int lane = threadIdx.x % 32;
-    mine[lane] = both;
-    __syncwarp();
-    both = 0;
-    for (int i = 0; i < 2; i++) {
-        int row = lane % 4 * 2 + i, column = lane / 4;
-        both |= (mine[row * 4 + column / 2] >> (column % 2 * 16) & 0xffff) << (i * 16);
-    }
-    __syncwarp();
-    return both;
+    return over_warp(both, [](Words& words) {
+        unsigned result = 0;
+        for (int i = 0; i < 2; i++) {
+            int row = threadIdx.x % 4 * 2 + i, column = threadIdx.x % 32 / 4;
+            result |= (words[row * 4 + column / 2][0] >> (column % 2 * 16) & 0xffff) << (i * 16);
+        }
+        return result;
+    });
 }
 
 // -- Numbers
@@ -116,6 +125,9 @@ unsigned pack_bfloat(float low, float high) { return to_bfloat(low) | (unsigned)
 float exp2_of(float x) { return std::exp2(x); }
 float reciprocal_of(float x) { return 1 / x; }
 
+unsigned swizzled(unsigned at) { return at ^ (at >> 7 & 7) << 4; }  // as by TMA
+
+#ifdef WGMMA
 // -- Registers and products, which take no time here
 
 template <int>
@@ -126,8 +138,6 @@ void begin_products() {}
 void commit_products() {}
 template <int>
 void wait_for_products() { __syncwarp(); }  // before a lane tells that its warp has read a stage
-
-unsigned swizzled(unsigned at) { return at ^ (at >> 7 & 7) << 4; }
 
 #if IS_INT
 int number(uint8_t v) { return (int8_t)v; }
@@ -162,13 +172,62 @@ void multiply(Sums (&sums)[BLOCKS], unsigned long long a, unsigned long long b, 
         }
     }
 }
+#else
+
+// The fragments of mma.m16n8k16 in the PTX ISA.
+void multiply(float4& sums, const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    struct {
+        unsigned v[6];
+    } own = {a[0], a[1], a[2], a[3], b0, b1};
+    sums = over_warp(own, [&](Words& words) {
+        float* to[] = {&sums.x, &sums.y, &sums.z, &sums.w};
+        for (int i = 0; i < 4; i++) {
+            int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2 + i % 2;
+            for (int k = 0; k < 16; k++) {
+                unsigned left = words[row * 4 + k % 8 / 2][k / 8 * 2 + i / 2], right = words[column * 4 + k % 8 / 2][4 + k / 8];
+                *to[i] += from_half(left >> (k % 2 * 16)) * from_half(right >> (k % 2 * 16));
+            }
+        }
+        return sums;
+    });
+}
+void widen(unsigned v, unsigned& low, unsigned& high) { fp8_to_half(v, low, high); }
+
+// ldmatrix.x4: lanes 8 m to 8 m + 7 give the addresses of the rows of matrix m.
+template <class Load>
+void load_each(unsigned (&r)[4], unsigned at, Load load) {
+    struct {
+        unsigned v[4];
+    } found = over_warp(at, [=](Words& words) {
+        decltype(found) result;
+        for (int m = 0; m < 4; m++) result.v[m] = load([&](int row) { return cta->shared + words[m * 8 + row][0]; });
+        return result;
+    });
+    memcpy(r, found.v, sizeof r);
+}
+void load_matrices(unsigned (&r)[4], unsigned at) {
+    load_each(r, at, [](auto row) { return *(unsigned*)(row(threadIdx.x % 32 / 4) + threadIdx.x % 4 * 4); });
+}
+void load_transposed(unsigned (&r)[4], unsigned at) {
+    load_each(r, at, [](auto row) {
+        int column = threadIdx.x % 32 / 4, first = threadIdx.x % 4 * 2;
+        return ((uint16_t*)row(first))[column] | (unsigned)((uint16_t*)row(first + 1))[column] << 16;
+    });
+}
+void fence_copies() {}
+void __threadfence() {}
+template <class T>
+T __ldcg(const T* from) { return *from; }
+template <class T>
+T atomicAdd(T* to, T v) { return std::atomic_ref(*to).fetch_add(v); }
+float __log2f(float v) { return std::log2(v); }
+#endif
 
 #include HOPPER
 
 // -- Copies. A map has the address, the number of dimensions, then sizes, strides from the second dimension on, and box.
 
 void copy(u32 to, const void* from, int bytes, u32 barrier) {
-    if (!has_waited) fail("the scales of x are read before the wait");
     memcpy(cta->shared + to, from, bytes);
     cta->change(barrier, [=](Barrier& b) { b.bytes -= bytes; });
 }
@@ -194,6 +253,7 @@ void copy_box(Cta& into, u32 to, const Map& map, std::vector<long long> first, u
     }
     into.change(barrier, [=](Barrier& b) { b.bytes -= rows * 128; });
 }
+#ifdef WGMMA
 void copy_x(u32 to, const Map& map, int column, u32 barrier) {  // of `gemm.cu`
     if (!has_waited) fail("x is read before the wait");
     copy_box(*cta, to, map, {column, 0, 0}, barrier);
@@ -205,9 +265,16 @@ void copy_x(u32 to, const Map& map, int column, int row, u32 barrier) {  // of `
 void copy_weight(u32 to, const Map& map, int column, int block, u32 barrier, u64 = 0) {
     copy_box(*cta, to, map, {column, 0, 0, block}, barrier);
 }
+#else
+void copy_tile(u32 to, const Map& map, int row, int page, u32 barrier, u64) {
+    copy_box(*cta, to, map, {0, row, 2 * page}, barrier);
+}
+#endif
 
 void __syncthreads();
+#ifdef WGMMA
 #include WGMMA
+#endif
 #include SOURCE
 
 int all_threads;

@@ -1,4 +1,4 @@
-"""Where `decode.cu` is used. What it computes is tested on a GPU (`tests/gpu/test_attention_gpu.py`)."""
+"""Where `decode.cu` is used. What it computes is tested in `tests/interpreter/test_attention.py` and on a GPU."""
 
 from __future__ import annotations
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -36,9 +33,8 @@ from minisgl.triton.cuda_gemm import (
     supports,
 )
 from minisgl.triton.gemm import Split
-from minisgl.triton.nvrtc import SOURCES, Map
+from support.cuda_on_cpu import compiler, emulate
 
-ON_CPU = Path(__file__).parents[2] / "support" / "hopper_on_cpu.cpp"
 FP8, INT8 = Format(8, 0), Format(8, 0, is_integer=True)
 SHAPES = [
     (6144, 4096, ""), (4096, 4096, ""), (24576, 4096, "silu"), (4096, 12288, ""),  # 8B
@@ -98,9 +94,6 @@ def test_a_cpu_has_no_such_kernel() -> None:
     assert not supports(16, weight, torch.bfloat16, "")
 
 
-compiler = shutil.which("c++")
-
-
 def quantize(x: Tensor, parts: int, is_int: bool) -> tuple[Split, Tensor]:
     """The operands that `split_rows` makes, and what they stand for."""
     rows, most = round_up(len(x), 16), 127 if is_int else 448
@@ -113,36 +106,6 @@ def quantize(x: Tensor, parts: int, is_int: bool) -> tuple[Split, Tensor]:
         found.append(torch.cat((part.view(torch.int8), torch.full((rows - len(x), x.shape[1]), 99).to(torch.int8))))
     scales = torch.cat((scale[:, 0], torch.full((rows - len(x),), torch.nan)))[None]
     return Split(torch.cat(found).view(part.dtype), scales, scales), total * scale
-
-
-def on_cpu(monkeypatch: pytest.MonkeyPatch, directory: Path, num_sms: int) -> None:
-    """Replace what compiles and launches by the same for this CPU."""
-
-    def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Map:
-        found = Map()
-        for i, word in enumerate((address, len(sizes), *sizes, *strides, *box)):
-            found.words[i] = word
-        return found
-
-    def load_kernel(device: torch.device, name: str, header: str, **defines: int | str) -> ctypes.CDLL:
-        assert compiler is not None
-        files = {"HOPPER": "hopper", "WGMMA": "wgmma", "SOURCE": name}
-        macros = {**defines, "KERNEL": name, **{key: f'"{SOURCES / file}.cu"' for key, file in files.items()}}
-        to = directory / f"{hash((name, *defines.items())):x}.so"
-        options = ["-std=c++20", "-O2", "-w", "-shared", "-fPIC", "-pthread", f"-I{ON_CPU.parent}"]
-        subprocess.run([compiler, *options, *(f"-D{k}={v}" for k, v in macros.items()), "-o", to, ON_CPU], check=True)
-        return ctypes.CDLL(str(to))
-
-    def launch(
-        kernel: Any, arguments: Arguments, device: torch.device, grid: int, threads: int, shared: int, cluster: int
-    ) -> None:
-        assert shared <= 227 << 10
-        kernel.run(ctypes.byref(arguments), grid, threads, cluster)
-
-    for name, value in {"tensor_map": tensor_map, "load_kernel": load_kernel, "launch": launch}.items():
-        monkeypatch.setattr(module, name, value)
-    properties = SimpleNamespace(multi_processor_count=num_sms)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
 @pytest.mark.skipif(compiler is None, reason="needs a C++ compiler")
@@ -162,7 +125,9 @@ def test_products(
     kind: Format, rows: int, parts: int, n_rows: int, n_in: int, gate: str, num_sms: int,
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip
-    on_cpu(monkeypatch, tmp_path, num_sms)
+    emulate(module, monkeypatch, tmp_path)
+    properties = SimpleNamespace(multi_processor_count=num_sms)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     torch.manual_seed(0)
     weight: Quantized = kind.empty(n_rows, n_in, torch.device("cpu"))
     weight.round_from(torch.randn(n_rows, n_in) * 0.02)
