@@ -109,17 +109,19 @@ def quantize(x: Tensor, parts: int, is_int: bool) -> tuple[Split, Tensor]:
 
 
 @pytest.mark.skipif(compiler is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("kind", [FP8, INT8], ids=["fp8", "int8"])
 @pytest.mark.parametrize(
-    ("rows", "parts", "n_rows", "n_in", "gate", "num_sms"),
+    ("kind", "rows", "parts", "n_rows", "n_in", "gate", "num_sms"),
     [
-        (5, 2, 40, 400, "", 4),  # two CTAs for each tile
-        (20, 2, 96, 272, "silu", 2),
-        (33, 1, 328, 640, "", 2),  # a warpgroup with only a part of its rows
-        (97, 1, 160, 384, "gelu_tanh", 2),
-        (300, 1, 336, 1040, "silu", 2),  # tiles beyond the ends of all dimensions
-        (130, 1, 520, 1024, "", 2),
+        (FP8, 5, 2, 40, 400, "", 4),  # two CTAs for each tile
+        (INT8, 5, 2, 40, 272, "", 4),
+        (FP8, 20, 2, 96, 272, "silu", 2),
+        (INT8, 33, 1, 328, 640, "", 2),  # a warpgroup with only a part of its rows
+        (FP8, 97, 1, 160, 384, "gelu_tanh", 2),
+        (FP8, 300, 1, 336, 1040, "silu", 2),  # tiles beyond the ends of all dimensions
+        (INT8, 300, 1, 336, 1040, "silu", 2),
+        (FP8, 130, 1, 520, 1024, "", 2),
     ],
+    ids=str,
 )
 def test_products(
     kind: Format, rows: int, parts: int, n_rows: int, n_in: int, gate: str, num_sms: int,

@@ -122,7 +122,7 @@ def test_one_row(
 
 
 @pytest.mark.skipif(compiler is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("kind", [FP8, INT8, WITH_ZEROS], ids=str)
+@pytest.mark.parametrize("kind", [FP8, pytest.param(INT8, marks=pytest.mark.slow), WITH_ZEROS], ids=str)
 def test_chain(kind: Format, tmp_path: Path) -> None:
     """One kernel for o, gate and up, down and qkv computes what four do, whatever an earlier launch has left."""
     torch.manual_seed(0)
@@ -155,8 +155,7 @@ def test_chain(kind: Format, tmp_path: Path) -> None:
     [
         (FP8, 192, 128, 4, torch.bfloat16),  # two warps for the columns of an expert
         (INT8, 64, 64, 8, torch.float16),
-        (INT4, 256, 256, 8, torch.bfloat16),
-        (WITH_ZEROS, 768, 512, 8, torch.float16),
+        (WITH_ZEROS, 512, 256, 8, torch.float16),
     ],
     ids=str,
 )
