@@ -235,7 +235,7 @@ def _address(tensor: Tensor | None, word: int = 0) -> int | None:
 
 
 def plan_launch(chain: Chain, out: Tensor, results: Tensor | None, num_sms: int) -> Launch:
-    """A chain of several links needs `results` [results_size] int32."""
+    """Plan a chain. One of several links needs `results` [results_size] int32."""
     x, links = chain
     first, kind, is_single = links[0], links[0].weight.format, len(links) == 1
     warps = WARPS if is_single or kind.bits == 8 else CHAIN_WARPS
@@ -281,7 +281,6 @@ def supports_experts(x: Tensor, top_k: int, gate_up: Quantized, down: Quantized)
     return (
         len(x) == 1
         and WARPS % top_k == 0
-        and size % 8 == 0
         and units * UNIT * WARPS * 8 == top_k * size * kind.bits
         and (kind.bits == 8 or units % 2 == 0)
         and top_k * size <= MAX_INPUTS

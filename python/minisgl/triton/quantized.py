@@ -3,8 +3,8 @@
 With few rows, each activation is split into two 8-bit values: the second holds the rounding error of the first, and
 their sum is as exact as bfloat16. 4-bit weights are not dequantized: read as float8_e4m3fn, the bytes 0 to 15 are 0 to
 15 times 2^-9, and E2M1, with its sign bit moved to the top, is 2^-6 times its value. With many rows, activations are
-quantized to 8 bits (FP8 by cuBLAS, int8 by our kernel), or 4-bit weights are dequantized to 16 bits. Dimension letters
-are those of `linear.py`. Figures are microseconds on an H200 for the N x K of 8B.
+quantized to 8 bits (cuBLAS multiplies FP8 where our kernels do not), or 4-bit weights are dequantized to 16 bits.
+Dimension letters are those of `linear.py`. Figures are microseconds on an H200 for the N x K of 8B.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@
 // in turn). A unit is 64 bytes of each of 16 rows: lane 4 g + t copies 16 bytes, from byte 16 t on, of rows g and g + 8.
 // A cell is the 128 bytes in which 64 columns of x are stored: as float16, or as 64 high bytes followed by 64 low ones.
 //
-// A single GEMV may also be one of the two of a token's experts. EXPERTS 1: gate and up, whose outputs are those of the
-// first expert, of the second and so on. EXPERTS 2: down, whose columns are those of the experts in turn, so that their
-// results add up; no warp has columns of two experts.
+// A single GEMV may also be one of the two of a token's experts. EXPERTS 1: gate and up, with the outputs of all
+// experts one after the other. EXPERTS 2: down, with the experts' matrices side by side, so that their results add up;
+// no warp multiplies two of them.
 //
 // Macros from the compiler's options: WARPS, BITS, IS_FP8, UNITS (per stage), STAGES, SHAPES (a `Shape` for each GEMV),
 // HAS_ZEROS, IS_HALF (x is float16, else bfloat16), SCALE_IS_HALF (of the scales of 4-bit weights), EXPERTS, TOP_K (or 1).
