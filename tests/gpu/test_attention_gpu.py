@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,8 @@ from contract.test_attention import MIXES
 from minisgl.attention.triton import TritonAttention
 from minisgl.engine.graphs.capture import Capture
 from minisgl.ops import reference
-from minisgl.ops.table import OpTable
+from minisgl.ops.quantized import Format
+from minisgl.ops.table import OpTable, load_ops
 from minisgl.triton.linear import gemv
 from minisgl.triton.norm import norm_rope_store
 from unit.attention.triton_cases import (
@@ -127,18 +129,39 @@ def test_attend_matches_reference(mix: list[tuple[int, int]], group: int, with_n
 @pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("mix", [[(1, 1)], [(1, 300)], [(1, 20_000)]], ids=str)
 def test_one_row_behind_its_projection(mix: list[tuple[int, int]], is_fp8: bool):
-    """The kernel starts while the projection still runs, and must not read what an earlier replay left."""
     case = Case(mix, 64, 4, 128, BF16, CUDA)
+    weight = torch.randn(case.qkv[0].numel(), 16384, dtype=BF16, device=CUDA) / 128
+    check_behind(case, is_fp8, lambda x: gemv(x, weight, None)[0])
+
+
+@pytest.mark.parametrize("group", [4, 5])
+@pytest.mark.parametrize(
+    "mix",
+    [
+        [(1, 40 + 7 * i) for i in range(9)],
+        [(1, 64 * i % 2048 + 1 + i % 2) for i in range(64)],
+        [(1, 60 + 13 * i % 190) for i in range(128)],
+    ],
+    ids=len,
+)
+def test_more_rows_behind_their_projection(mix: list[tuple[int, int]], group: int):
+    case = Case(mix, 64, group, 128, BF16, CUDA)
+    weight = Format(8, 0).empty(case.qkv[0].numel(), 16384, torch.device(CUDA))
+    weight.round_from(torch.randn(*weight.shape, device=CUDA) / 128)
+    ops = load_ops("triton")
+    check_behind(case, True, lambda x: ops.linear(x, weight, None))
+
+
+def check_behind(case: Case, is_fp8: bool, project: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The kernel starts while the projection still runs, and must not read what an earlier replay left."""
     if is_fp8:
         case.attention = TritonAttention(replace(case.attention.spec, fp8_cache=True), case.attention.ops)
         case.pages = quantized(case.pages)
-    heads, width = case.heads(True), case.qkv[0].numel()
-    weight = torch.randn(width, 16384, dtype=BF16, device=CUDA) / 128
-    x = torch.zeros(1, 16384, dtype=BF16, device=CUDA)
+    heads, x = case.heads(True), torch.zeros(len(case.spans), 16384, dtype=BF16, device=CUDA)
 
     def step() -> torch.Tensor:
         ctx = case.context()
-        qkv, _ = gemv(x.clone(), weight, None)  # an ordinary launch after the plan, then the chain
+        qkv = project(x.clone())  # an ordinary launch after the plan, then the chain
         return case.attention.attend(qkv, heads, case.pages, ctx)
 
     with Capture() as capture:
@@ -148,7 +171,7 @@ def test_one_row_behind_its_projection(mix: list[tuple[int, int]], is_fp8: bool)
         with torch.inference_mode():
             out.fill_(float("nan"))
         graph.replay()
-        qkv, pages = gemv(x, weight, None)[0], copy.deepcopy(case.pages)
+        qkv, pages = project(x), copy.deepcopy(case.pages)
         q = reference.norm_rope_store(qkv, heads, case.batch.positions, pages, case.out_loc)
         assert_near(out, case.expected(q, pages), case.spans, 0.02 if is_fp8 else 0.0)
 
