@@ -155,7 +155,7 @@ def test_more_rows_behind_their_projection(mix: list[tuple[int, int]], group: in
 def check_behind(case: Case, is_fp8: bool, project: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """The kernel starts while the projection still runs, and must not read what an earlier replay left."""
     if is_fp8:
-        case.attention = TritonAttention(replace(case.attention.spec, fp8_cache=True), case.attention.ops)
+        case.attention = TritonAttention(replace(case.attention.spec, fp8_cache=True), load_ops("triton"))
         case.pages = quantized(case.pages)
     heads, x = case.heads(True), torch.zeros(len(case.spans), 16384, dtype=BF16, device=CUDA)
 
