@@ -188,7 +188,8 @@ class SimulatedServer:
         grammars = PatientGrammars(FakeCompiler(engine.vocab), self.compiling)
         with self._sockets(name):
             io = ZmqIO(args.zmq_scheduler_addr, args.zmq_detokenizer_addr, args.zmq_frontend_addr, life)
-        self.schedulers[name] = scheduler = Scheduler(args.scheduler, engine, io, grammars)
+        scheduler = Scheduler(args.scheduler, engine, io, grammars, clock=self.world.loop.time)
+        self.schedulers[name] = scheduler
         scheduler.depth = self.depth
         scheduler.cache.on_free = engine.poison
         if not self.checks_steps:
@@ -271,12 +272,8 @@ class SimulatedServer:
 @contextlib.contextmanager
 def simulated_time(now: Callable[[], float]) -> Iterator[None]:
     """Let everybody in this process read a simulated clock."""
-    real = time.monotonic
-    time.monotonic = now
-    try:
+    with patch.object(time, "monotonic", now), patch.object(time, "perf_counter", now):
         yield
-    finally:
-        time.monotonic = real
 
 
 @cache
