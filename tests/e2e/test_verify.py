@@ -43,7 +43,7 @@ def test_the_builtin_model_passes(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_two_ranks_are_compared_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None)
-    code, checks = run(tmp_path / "table.json", "--tp", "2")
+    code, checks = run(tmp_path / "table.json", "--tp", "2", "--max-running-requests", "16")
     assert code == 0 and checks["tp 2 = tp 1"]["figure"] == "6 identical"
 
 

@@ -14,7 +14,7 @@ from support.processes import PATIENCE_S
 SCRIPT = """
 print("imported")
 from minisgl import LLM, SamplingParams
-with LLM(tp=2, threads=1, num_pages=64, device="cpu") as llm:
+with LLM(tp=2, threads=1, num_pages=64, max_running_requests=2, device="cpu") as llm:
     print(llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=4))[0].text)
 """
 

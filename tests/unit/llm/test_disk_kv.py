@@ -83,7 +83,14 @@ def test_the_next_process_finds_what_was_evicted(options: dict[str, Any], disk: 
 
 
 def test_two_ranks_find_their_shards(tmp_path: Path, warnings: list[str]) -> None:
-    options = {**TIGHT, "tp": 2, "page_size": 8, "num_pages": 32, "disk_kv": f"{tmp_path}:50M"}
+    options = {
+        **TIGHT,
+        "tp": 2,
+        "max_running_requests": 2,
+        "page_size": 8,
+        "num_pages": 32,
+        "disk_kv": f"{tmp_path}:50M",
+    }
     with LLM(**options) as llm:
         alone = tokens(llm)
     with LLM(**options) as llm:
