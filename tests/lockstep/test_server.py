@@ -22,7 +22,8 @@ from e2e.harness import PATIENCE_S, ROOT, ServerProcess, is_running
 
 STREAM = {"prompt": "Once", "stream": True, "ignore_eos": True, "temperature": 0}
 QUESTION = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "temperature": 0, "max_tokens": 30}
-SMALL = ("--num-pages", "512", "--threads", "1", "--max-running-requests", "4")  # a quick start: less to time
+# Few rows make the start quick: fewer sizes of steps are timed.
+SMALL = ("--num-pages", "512", "--threads", "1", "--max-running-requests", "4")
 
 
 def ask(client: httpx.Client) -> str:

@@ -58,7 +58,7 @@ print(*(run_history(seed).digest.hexdigest() for seed in range(24)))
 def test_a_history_depends_on_its_seed_alone() -> None:
     path = os.pathsep.join((str(Path(__file__).parents[1]), *sys.path))
     seen = set()
-    for hash_seed, speed in (("1", "1"), ("2", "1000")):  # of a clock that nobody may read
+    for hash_seed, speed in (("1", "1"), ("2", "1000")):  # the speed of the real clock, which no history may read
         env = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path}
         run = subprocess.run([sys.executable, "-c", DIGESTS, speed], env=env, check=True, capture_output=True)
         seen.add(run.stdout)
