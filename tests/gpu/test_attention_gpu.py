@@ -72,6 +72,14 @@ def test_more_rows_over_pages_of_8_bits(mix: list[tuple[int, int]], page_size: i
     check_fp8(mix, page_size, group, 128, BF16, CUDA, None)
 
 
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize(("page_size", "group"), [(64, 1), (128, 4), (64, 5), (64, 8)])
+def test_many_chunks_over_pages_of_8_bits(page_size: int, group: int, window: int | None):
+    """Tiles of `prefill.cu`, which are not split: more of them than SMs, and more than two for each."""
+    for mix in (LONG["many prompts"], [(1, 50), (1, 900), (2300, 6000), (9000, 9100), (129, 129), (64, 64)]):
+        check_fp8(mix, page_size, group, 128, BF16, CUDA, window)
+
+
 def test_what_is_beyond_the_last_key_does_not_count():
     """Pages of 8 bits with NaN there."""
     case = Case([(1, 1 + 29 * i) for i in range(40)], 64, 4, 128, BF16, CUDA)

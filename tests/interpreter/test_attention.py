@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from contract.test_attention import MIXES
-from minisgl.triton import cuda_decode
+from minisgl.triton import cuda_attention
 from support.cuda_on_cpu import compiler, emulate
 from unit.attention.triton_cases import (
     Case,
@@ -160,13 +160,31 @@ def test_pages_of_8_bits(mix: str, page_size: int, group: int, window: int | Non
         ([40 + i for i in range(24)], 64, 1, None),  # whole sequences by ticket
     ],
 )
-def test_the_kernel_in_cuda(
+def test_the_decode_kernel_in_cuda(
     lengths: list[int], page_size: int, group: int, window: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    emulate(cuda_decode, monkeypatch, tmp_path)
-    monkeypatch.setattr(cuda_decode, "is_hopper", lambda device: True)
+    emulate(cuda_attention, monkeypatch, tmp_path)
+    monkeypatch.setattr(cuda_attention, "is_hopper", lambda device: True)
     check_fp8([(1, length) for length in lengths], page_size, group, 128, HALF, CPU, window)
-    assert list(tmp_path.glob("*.so")), "it ran"
+    assert list(tmp_path.glob("decode-*.so")), "it ran"
+
+
+@pytest.mark.skipif(compiler is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("mix", "page_size", "group", "window"),
+    [
+        ([(1, 70), (150, 330), (33, 33), (3, 3)], 64, 4, None),
+        ([(100, 170), (28, 140)], 128, 5, 60),
+    ],
+)
+def test_the_prefill_kernel_in_cuda(
+    mix: list[tuple[int, int]], page_size: int, group: int, window: int | None, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    emulate(cuda_attention, monkeypatch, tmp_path)
+    monkeypatch.setattr(cuda_attention, "is_hopper", lambda device: True)
+    check_fp8(mix, page_size, group, 128, HALF, CPU, window)
+    assert list(tmp_path.glob("prefill-*.so")), "it ran"
 
 
 @pytest.mark.parametrize("mix", ["decode", pytest.param("mixed", marks=pytest.mark.slow)])
@@ -208,7 +226,7 @@ def test_large_tiles_are_for_much_work_or_long_contexts():
     small, large = attention._small, attention._large
     assert small.queries == 32 and large.queries == 64
     assert attention._tiling(num_tokens=100, num_chunks=1, longest=1000) is small
-    assert attention._tiling(num_tokens=600, num_chunks=9, longest=1000) is large
+    assert attention._tiling(num_tokens=600, num_chunks=9, longest=1000) is attention._whole
     assert attention._tiling(num_tokens=64, num_chunks=1, longest=10_000) is large
     assert attention._tiling(num_tokens=63, num_chunks=1, longest=10_000) is small
 

@@ -39,9 +39,12 @@ def emulate(module: ModuleType, monkeypatch: pytest.MonkeyPatch, directory: Path
 
     def load_kernel(device: torch.device, name: str, header: str, **defines: int | str) -> ctypes.CDLL:
         assert compiler is not None
-        files = {"HOPPER": "hopper", "SOURCE": name} | ({} if name == "decode" else {"WGMMA": "wgmma"})
+        files = {"HOPPER": "hopper", "SOURCE": name}
+        files |= {
+            key: key.lower() for key in ("WGMMA", "GEMMS") if (SOURCES / f"{key.lower()}.cu").read_text() in header
+        }
         macros = {**defines, "KERNEL": name, **{key: f'"{SOURCES / file}.cu"' for key, file in files.items()}}
-        to = directory / f"{hash((name, *defines.items())):x}.so"
+        to = directory / f"{name}-{hash((*defines.items(),)):x}.so"
         options = ["-std=c++20", "-O2", "-w", "-shared", "-fPIC", "-pthread"]
         if not to.exists():
             each = (f"-D{key}={value}" for key, value in macros.items())

@@ -1,5 +1,5 @@
-// Runs `gemm.cu`, `gemm_large.cu` or `decode.cu` on a CPU: a thread for each thread of a cluster's CTAs, one cluster after
-// the other.
+// Runs `gemm.cu`, `gemm_large.cu`, `decode.cu` or `prefill.cu` on a CPU: a thread for each thread of a cluster's CTAs, one
+// cluster after the other.
 //
 // A product is computed as it is begun, and a copy is done at once. So this shows wrong addresses, layouts and counts of
 // barriers, but not a missing wait for a product.
@@ -107,6 +107,9 @@ T __shfl_sync(unsigned, T v, int lane) {
 }
 template <class T>
 T __shfl_xor_sync(unsigned, T v, int with) { return __shfl_sync(~0u, v, threadIdx.x % 32 ^ with); }
+bool __all_sync(unsigned, bool v) {
+    return over_warp((int)v, [](Words& words) { return std::all_of(words, words + 32, [](auto& each) { return each[0] != 0; }); });
+}
 unsigned transpose_matrix(unsigned both) {
     return over_warp(both, [](Words& words) {
         unsigned result = 0;
@@ -127,7 +130,6 @@ float reciprocal_of(float x) { return 1 / x; }
 
 unsigned swizzled(unsigned at) { return at ^ (at >> 7 & 7) << 4; }  // as by TMA
 
-#ifdef WGMMA
 // -- Registers and products, which take no time here
 
 template <int>
@@ -172,7 +174,42 @@ void multiply(Sums (&sums)[BLOCKS], unsigned long long a, unsigned long long b, 
         }
     }
 }
-#else
+
+// The same with k16: the left operand is in registers, and `at` tells where column n of the right has its number k.
+template <int BLOCKS, class At>
+void multiply_halves_with(float4 (&sums)[BLOCKS], const unsigned (&a)[4], int more, At at) {
+    struct {
+        unsigned v[4];
+    } own = {a[0], a[1], a[2], a[3]};
+    float left[2][16];
+    over_warp(own, [&](Words& words) {
+        for (int i = 0; i < 2; i++)
+            for (int k = 0; k < 16; k++)
+                left[i][k] = from_half(words[threadIdx.x % 32 / 4 * 4 + k % 8 / 2][k / 8 * 2 + i] >> (k % 2 * 16));
+        return 0;
+    });
+    for (int j = 0; j < BLOCKS; j++) {
+        float* to[] = {&sums[j].x, &sums[j].y, &sums[j].z, &sums[j].w};
+        for (int i = 0; i < 4; i++) {
+            float total = more ? *to[i] : 0;
+            for (int k = 0; k < 16; k++)
+                total += left[i / 2][k] * from_half(*(uint16_t*)(cta->shared + swizzled(at(8 * j + threadIdx.x % 4 * 2 + i % 2, k))));
+            *to[i] = total;
+        }
+    }
+}
+void multiply(float4 (&sums)[8], const unsigned (&a)[4], unsigned long long b, int more) {
+    multiply_halves_with(sums, a, more, [=](int n, int k) { return ((b & 0x3fff) << 4) + n * 128 + k * 2; });
+}
+void multiply_columns(float4 (&sums)[16], const unsigned (&a)[4], unsigned long long b, int more) {
+    unsigned distance = (b >> 16 & 0x3fff) << 4, rows = (b >> 32 & 0x3fff) << 4;
+    multiply_halves_with(sums, a, more, [=](int n, int k) {
+        return ((b & 0x3fff) << 4) + n / 64 * distance + k / 8 * rows + k % 8 * 128 + n % 64 * 2;
+    });
+}
+unsigned multiply_halves(unsigned a, unsigned b) {
+    return pack_half(from_half(a) * from_half(b), from_half(a >> 16) * from_half(b >> 16));
+}
 
 // The fragments of mma.m16n8k16 in the PTX ISA.
 void multiply(float4& sums, const unsigned (&a)[4], unsigned b0, unsigned b1) {
@@ -221,7 +258,6 @@ T __ldcg(const T* from) { return *from; }
 template <class T>
 T atomicAdd(T* to, T v) { return std::atomic_ref(*to).fetch_add(v); }
 float __log2f(float v) { return std::log2(v); }
-#endif
 
 #include HOPPER
 
@@ -253,7 +289,6 @@ void copy_box(Cta& into, u32 to, const Map& map, std::vector<long long> first, u
     }
     into.change(barrier, [=](Barrier& b) { b.bytes -= rows * 128; });
 }
-#ifdef WGMMA
 void copy_x(u32 to, const Map& map, int column, u32 barrier) {  // of `gemm.cu`
     if (!has_waited) fail("x is read before the wait");
     copy_box(*cta, to, map, {column, 0, 0}, barrier);
@@ -265,15 +300,19 @@ void copy_x(u32 to, const Map& map, int column, int row, u32 barrier) {  // of `
 void copy_weight(u32 to, const Map& map, int column, int block, u32 barrier, u64 = 0) {
     copy_box(*cta, to, map, {column, 0, 0, block}, barrier);
 }
-#else
-void copy_tile(u32 to, const Map& map, int row, int page, u32 barrier, u64) {
+void copy_tile(u32 to, const Map& map, int row, int page, u32 barrier, u64) {  // of `decode.cu`
     copy_box(*cta, to, map, {0, row, 2 * page}, barrier);
 }
-#endif
+void copy_box(u32 to, const Map& map, int x, int y, int z, u32 barrier) {  // of `prefill.cu`
+    copy_box(*cta, to, map, {x, y, z}, barrier);
+}
 
 void __syncthreads();
 #ifdef WGMMA
 #include WGMMA
+#endif
+#ifdef GEMMS
+#include GEMMS
 #endif
 #include SOURCE
 

@@ -14,7 +14,7 @@ from minisgl.ops.quantized import Pages, QuantizedPages, data_and_scale
 from minisgl.rounding import ceil_div
 from minisgl.triton.attention_decode import BEGINS, PART, PLAN_ROWS, decode_attention, plan_decode
 from minisgl.triton.attention_prefill import COUNTERS, TILE, plan_prefill, prefill_attention
-from minisgl.triton.cuda_decode import cuda_decode, supports
+from minisgl.triton.cuda_attention import cuda_decode, cuda_prefill, supports
 from minisgl.triton.launch import INTERPRETED, MAX_CHAINED, pdl_options
 
 if TYPE_CHECKING:
@@ -125,13 +125,14 @@ class TritonAttention(AttentionBackend):
         if spec.dtype is torch.float32:  # without tensor cores: limited by registers
             small = large = {"BLOCK_M": 32, "BLOCK_N": 16, "NUM_STAGES": 2, "num_warps": 8}
 
-        def tiling(options: dict[str, int]) -> _Tiling:
+        def tiling(options: dict[str, int], programs: int) -> _Tiling:
             options["BLOCK_M"] = max(options["BLOCK_M"], next_power_of_2(group))
-            queries, bound = options["BLOCK_M"] // group, {"MAX_PARTS": next_power_of_2(parts)}
-            plan = {"NUM_KV_HEADS": heads, "BLOCK_Q": queries, "NUM_PROGRAMS": parts}
+            queries, bound = options["BLOCK_M"] // group, {"MAX_PARTS": next_power_of_2(programs)}
+            plan = {"NUM_KV_HEADS": heads, "BLOCK_Q": queries, "NUM_PROGRAMS": programs}
             return _Tiling(queries, plan | bound, shared | options | bound)
 
-        self._small, self._large = tiling(small), tiling(large)
+        self._small, self._large = tiling(small, parts), tiling(large, parts)
+        self._whole = tiling(large, 1)  # never split
         self._tile_part = torch.empty(parts * large["BLOCK_M"], dim, dtype=float32, device=device)
         self._tile_lse = torch.empty(parts * large["BLOCK_M"], dtype=float32, device=device)
 
@@ -189,8 +190,9 @@ class TritonAttention(AttentionBackend):
     def _tiling(self, num_tokens: int, num_chunks: int, longest: int) -> _Tiling:
         """Select large tiles if they occupy every SM, or if a long context splits them anyway."""
         num_large = num_tokens // self._large.queries
-        fills = num_large * self.spec.num_kv_heads >= self._num_sms
-        return self._large if fills or (longest >= LONG_CONTEXT and num_large >= num_chunks) else self._small
+        if num_large * self.spec.num_kv_heads >= self._num_sms:
+            return self._whole
+        return self._large if longest >= LONG_CONTEXT and num_large >= num_chunks else self._small
 
     def attend(self, qkv: Tensor, heads: HeadTransform, layer_pages: Pages, ctx: Context) -> Tensor:
         plan: _Plan = ctx.attn_metadata
@@ -209,23 +211,34 @@ class TritonAttention(AttentionBackend):
         if plan.num_decode:
             self._run_decode(q, layer_pages, ctx, out, window)
         if plan.chunks:
-            chunks = plan.chunks[window]
-            prefill_attention[(chunks.grid,)](
-                q,
-                *data_and_scale(layer_pages),
-                ctx.page_table,
-                chunks.work,
-                self._tile_part,
-                self._tile_lse,
-                out,
-                self._scale,
-                q.stride(0),
-                ctx.page_table.stride(0),
-                WINDOW=window or 0,
-                IS_FP8=isinstance(layer_pages, QuantizedPages),
-                **chunks.tiling.kernel,
-            )
+            self._run_chunks(q, layer_pages, ctx, out, window)
         return out
+
+    def _run_chunks(self, q: Tensor, layer_pages: Pages, ctx: Context, out: Tensor, window: Window) -> None:
+        """Write the output of the prompt chunks to their rows of `out`."""
+        chunks: _Tiles = ctx.attn_metadata.chunks[window]
+        if self._has_cuda and chunks.tiling is self._whole and q.dtype is torch.float16:
+            pages, scales = data_and_scale(layer_pages)
+            if cuda_prefill(
+                q, pages, scales, ctx.page_table, chunks.work, chunks.tiling.plan["MAX_PARTS"], out, self._scale,
+                window or 0, self._num_sms,
+            ):  # fmt: skip
+                return
+        prefill_attention[(chunks.grid,)](
+            q,
+            *data_and_scale(layer_pages),
+            ctx.page_table,
+            chunks.work,
+            self._tile_part,
+            self._tile_lse,
+            out,
+            self._scale,
+            q.stride(0),
+            ctx.page_table.stride(0),
+            WINDOW=window or 0,
+            IS_FP8=isinstance(layer_pages, QuantizedPages),
+            **chunks.tiling.kernel,
+        )
 
     def _run_decode(
         self,

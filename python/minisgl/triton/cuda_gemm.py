@@ -19,7 +19,10 @@ from minisgl.triton.gemm import Split
 from minisgl.triton.launch import is_noted
 from minisgl.triton.linear import NUM_SMS
 from minisgl.triton.nvrtc import Map, hopper_source, is_hopper, launch, load_kernel, tensor_map
+from minisgl.triton.wgmma import Product, multiply_source
 
+FP8_PRODUCT: Final = Product("k32.f32.e4m3.e4m3", ", 1, 1")
+INT8_PRODUCT: Final = Product("k32.s32.s8.s8")
 MAX_ROWS: Final = 128
 ROWS: Final = (8, 16, 32, 64, 96, MAX_ROWS)  # of x, for which `gemm.cu` is compiled
 STEP: Final = 128  # columns that are copied and multiplied at once
@@ -34,7 +37,7 @@ INT8_SHARE: Final = 0.5
 
 
 class Arguments(ctypes.Structure):
-    """`struct Arguments` in `wgmma.cu`."""
+    """`struct Arguments` in `gemms.cu`."""
 
     _fields_ = [
         *((name, Map) for name in ("x", "weight")),
@@ -95,25 +98,6 @@ def plan_gemm(
     return Plan("gemm", defines, ceil_div(n_rows, tile) * split, split, threads, shared, columns, size, tile)
 
 
-def multiply_source(columns: int, is_int: bool) -> str:
-    """Return the function `multiply` of `wgmma.cu`: sums [64, columns] = a b + (more ? sums : 0) over 32 inputs.
-
-    wgmma names all registers of its result, so its text depends on their number.
-    """
-    registers = ", ".join(f"%{i}" for i in range(columns // 2))
-    kind = "r" if is_int else "f"
-    sums = ", ".join(f'"+{kind}"(sums[{j}].{c})' for j in range(columns // 8) for c in "xyzw")
-    n, types, rest = columns // 2, "s32.s8.s8" if is_int else "f32.e4m3.e4m3", "" if is_int else ", 1, 1"
-    operands = f'{sums} : "l"(a), "l"(b), "r"(more)'
-    return f"""
-__device__ __forceinline__ void multiply(Sums (&sums)[{columns // 8}], u64 a, u64 b, int more) {{
-    asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{n + 2}, 0; "
-                 "wgmma.mma_async.sync.aligned.m64n{columns}k32.{types} "
-                 "{{{registers}}}, %{n}, %{n + 1}, p{rest}; }}" : {operands});
-}}
-"""
-
-
 def fills_tiles(rows: int, n_rows: int, n_in: int, share: float) -> bool:
     """Whether `gemm_large.cu`'s tiles keep nearly all SMs busy, and are long enough."""
     clusters = NUM_SMS // 2
@@ -151,7 +135,8 @@ def cuda_gemm(
     is_int = weight.format.is_integer
     defines = {**plan.defines, "IS_HALF": int(dtype == torch.float16), "IS_INT": int(is_int)}
     out = empty((rows, n_out), dtype=dtype, device=device)
-    header = hopper_source("wgmma") + multiply_source(plan.columns, is_int)
+    product = INT8_PRODUCT if is_int else FP8_PRODUCT
+    header = hopper_source("wgmma", "gemms") + multiply_source(plan.columns, product)
     load = partial(load_kernel, device, plan.name, header, **defines)
     if is_noted((device, plan.name, *defines.items()), load):
         return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,20 +20,23 @@ from minisgl.ops import reference
 from minisgl.ops.quantized import Format, Quantized
 from minisgl.rounding import ceil_div, round_up
 from minisgl.triton import cuda_gemm as module
+from minisgl.triton.cuda_attention import SCORES, SUMS
 from minisgl.triton.cuda_gemm import (
+    FP8_PRODUCT,
     FP8_SHARE,
+    INT8_PRODUCT,
     INT8_SHARE,
     LARGE_MEMORY,
     MEMORY,
     Arguments,
     cuda_gemm,
     fills_tiles,
-    multiply_source,
     plan_gemm,
     plan_large_gemm,
     supports,
 )
 from minisgl.triton.gemm import Split
+from minisgl.triton.wgmma import multiply_source
 from support.cuda_on_cpu import compiler, emulate
 
 FP8, INT8 = Format(8, 0), Format(8, 0, is_integer=True)
@@ -84,9 +88,11 @@ def test_arguments_are_as_large_as_in_cpp() -> None:
 
 def test_a_product_names_all_its_registers() -> None:
     for columns in (8, 64, 128):
-        for is_int in (False, True):
-            source = multiply_source(columns, is_int)
-            assert f"m64n{columns}k32" in source and source.count('"+r"' if is_int else '"+f"') == columns // 2
+        for product, kind in ((FP8_PRODUCT, "f"), (INT8_PRODUCT, "r"), (SCORES, "f"), (SUMS, "f")):
+            source, n = multiply_source(columns, product), columns // 2
+            assert f"m64n{columns}{product.kind}" in source and source.count(f'"+{kind}"') == n
+            used = {int(i) for i in re.findall(r"%(\d+)", source)}
+            assert used == set(range(n + (6 if product.has_left else 3)))
 
 
 def test_a_cpu_has_no_such_kernel() -> None:

@@ -50,17 +50,10 @@ struct Shared {
 };
 
 #ifdef __CUDACC__
-__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void copy_tile(u32 to, const Map &map, int row, int page, u32 barrier, u64 policy) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1, {%2, %3, %4}], [%5], %6;"
                  ::"r"(to), "l"(&map), "r"(0), "r"(row), "r"(2 * page), "r"(barrier), "l"(policy) : "memory");
-}
-
-// Four float8_e4m3fn -> two pairs of float16.
-__device__ __forceinline__ void widen(u32 v, u32 &low, u32 &high) {
-    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
-        : "=r"(low), "=r"(high) : "r"(v));
 }
 
 __device__ __forceinline__ void multiply(float4 &sums, const u32 (&a)[4], u32 b0, u32 b1) {
@@ -69,11 +62,6 @@ __device__ __forceinline__ void multiply(float4 &sums, const u32 (&a)[4], u32 b0
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// One matrix of 8 x 16 bytes per 8 lanes, whose addresses are those of the matrix's rows.
-__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-}
 __device__ __forceinline__ void load_transposed(u32 (&r)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");

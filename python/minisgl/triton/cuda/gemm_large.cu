@@ -39,15 +39,6 @@ __device__ __forceinline__ Tile tile_at(int i, int row_tiles, int column_tiles, 
     return {(first + i % height) * ROWS, (i / height * 2 + (int)blockIdx.x % 2) * OUTPUTS};
 }
 
-// Two columns of each of four blocks of 8, in every thread of a quad -> all columns of a block in each.
-__device__ __forceinline__ uint4 transpose(uint4 v) {
-    const bool odd = threadIdx.x % 2, late = threadIdx.x % 4 > 1;
-    u32 r = __shfl_xor_sync(~0u, odd ? v.x : v.y, 1), s = __shfl_xor_sync(~0u, odd ? v.z : v.w, 1);
-    v = odd ? uint4{r, v.y, s, v.w} : uint4{v.x, r, v.z, s};
-    r = __shfl_xor_sync(~0u, late ? v.x : v.z, 2), s = __shfl_xor_sync(~0u, late ? v.y : v.w, 2);
-    return late ? uint4{r, s, v.z, v.w} : uint4{v.x, v.y, r, s};
-}
-
 // Finish and store 64 rows; this thread's are `row` and `row` + 8, with the scales of x. Leaves zeros.
 __device__ __forceinline__ void finish(const Arguments &a, Sums (&sums)[BLOCKS], const float2 *factors, int row, float2 x, int column) {
     column += (int)threadIdx.x % 4 * 8;

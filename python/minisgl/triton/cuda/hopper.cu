@@ -49,6 +49,13 @@ __device__ __forceinline__ u64 evict_first() {  // a cache policy
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
+__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Four float8_e4m3fn -> two pairs of float16.
+__device__ __forceinline__ void widen(u32 v, u32 &low, u32 &high) {
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
+        : "=r"(low), "=r"(high) : "r"(v));
+}
 
 __device__ __forceinline__ u32 pack_half(float low, float high) {
     u32 both;
@@ -63,6 +70,11 @@ __device__ __forceinline__ u32 pack_bfloat(float low, float high) {
 __device__ __forceinline__ float exp2_of(float x) {
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
     return x;
+}
+// One matrix of 8 x 16 bytes per 8 lanes, whose addresses are those of the matrix's rows.
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
 // An 8 x 8 matrix, of which lane 4 g + t has elements 2 t and 2 t + 1 of row g.
 __device__ __forceinline__ u32 transpose_matrix(u32 both) {
