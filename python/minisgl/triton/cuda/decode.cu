@@ -234,6 +234,7 @@ __device__ __forceinline__ void copy_all(const Arguments &a, Shared &s) {
             if (issued >= STAGES) {
                 settle();
                 wait(address(&s.empty[slot]), (issued / STAGES - 1) & 1);
+                if (FUSED) fence_copies(), __syncwarp();  // a newest key may have been added to the stage
             }
             const u32 full = address(&s.full[slot]);
             const bool is_first = begin == p.begin, is_last = begin + TILE >= p.length;
@@ -251,7 +252,6 @@ __device__ __forceinline__ void copy_all(const Arguments &a, Shared &s) {
 #if FUSED
             if (is_last) add_newest(a, s.stages[slot], s.scales[slot], p, head, full, (issued / STAGES) & 1);
             if (threadIdx.x % 32 == 0) arrive(address(&s.complete[slot]));
-            if (is_last) fence_copies(), __syncwarp();  // the next copy to this place is later
 #endif
             issued++;
             page = after;
