@@ -1,19 +1,16 @@
 // What the kernels in CUDA C++ need on a CPU: C++'s words for CUDA's, and conversions.
 #include <algorithm>
 #include <atomic>
-#include <barrier>
-#include <chrono>
 #include <cmath>
-#include <condition_variable>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
-#include <thread>
+#include <ucontext.h>
 #include <utility>
 #include <vector>
 
@@ -39,8 +36,73 @@ struct Index {
 uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 float2 make_float2(float x, float y) { return {x, y}; }
 
-thread_local Index threadIdx, blockIdx;
 Index gridDim;
+
+// -- Threads: contexts of one thread of the CPU, in turn. A thread gives way where it waits.
+
+struct Thread {
+    Index thread, block;
+    std::function<void()> body;
+    bool is_done = false, has_waited = false;  // the latter for the predecessor
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+};
+Thread* running;
+ucontext_t scheduler;
+unsigned long progress;  // of all threads, in any unit
+
+#define threadIdx (running->thread)
+#define blockIdx (running->block)
+
+[[noreturn]] void fail(const char* what) {
+    fprintf(stderr, "%s\n", what);
+    abort();
+}
+
+template <class Condition>
+void wait_until(Condition holds) {
+    while (!holds()) swapcontext(&running->context, &scheduler);
+    progress++;
+}
+
+// What all of `count` threads have to reach before one goes on.
+struct Meeting {
+    unsigned count, arrived = 0, turn = 0;
+
+    void meet() {
+        unsigned own = turn;
+        if (++arrived == count) arrived = 0, turn++, progress++;
+        else wait_until([&] { return turn != own; });
+    }
+};
+
+void begin_thread() {
+    running->body();
+    running->is_done = true;
+    progress++;
+    swapcontext(&running->context, &scheduler);
+}
+
+// Run threads, whose `thread`, `block` and `body` are set, to their ends.
+void run_threads(std::vector<Thread>& threads) {
+    constexpr size_t STACK = 1 << 18;
+    for (Thread& each : threads) {
+        each.stack = std::unique_ptr<char[]>(new char[STACK]);
+        getcontext(&each.context);
+        each.context.uc_stack.ss_sp = each.stack.get(), each.context.uc_stack.ss_size = STACK;
+        makecontext(&each.context, begin_thread, 0);
+    }
+    for (bool is_running = true; is_running;) {
+        unsigned long before = progress;
+        is_running = false;
+        for (Thread& each : threads) {
+            if (each.is_done) continue;
+            is_running = true, running = &each;
+            swapcontext(&scheduler, &each.context);
+        }
+        if (is_running && progress == before) fail("all threads wait in vain");
+    }
+}
 
 template <class A, class B>
 A bits(B b) {

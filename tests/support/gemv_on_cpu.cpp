@@ -1,4 +1,4 @@
-// Runs `gemv.cu` on a CPU: a thread for each thread of all CTAs.
+// Runs `gemv.cu` on a CPU, all CTAs at once.
 //
 // Asynchronous copies happen when they are waited for. A read of weights beyond their end, a misaligned copy and a read
 // of x before the wait for the predecessor end the process.
@@ -7,39 +7,17 @@
 // -- Threads
 
 struct Block {
-    std::barrier<> all_warps{WARPS * 32};
-    std::vector<std::unique_ptr<std::barrier<>>> of_warp;
+    Meeting all_warps{WARPS * 32};
+    std::vector<Meeting> of_warp{WARPS, Meeting{32}};
     unsigned a[32][32][4], b[32][32][2];                   // operands of the MMAs of all warps
     __attribute__((aligned(16))) char any[32][32][16];     // what lanes give each other
     __attribute__((aligned(16))) unsigned char shared[1 << 19];
 };
-thread_local Block* block;
-unsigned char* shared_memory() { return block->shared; }
-void __syncwarp() { block->of_warp[threadIdx.x / 32]->arrive_and_wait(); }
-void wait_for_warps() { block->all_warps.arrive_and_wait(); }
-
-[[noreturn]] void fail(const char* what) {
-    fprintf(stderr, "gemv.cu: %s\n", what);
-    abort();
-}
-
-thread_local bool has_waited;
-void launch_dependents() { has_waited = false; }
-void wait_for_predecessor() { has_waited = true; }
-uint2 load_from_l2(const unsigned short* from) {
-    if (!has_waited) fail("x is read before the wait");
-    return *(const uint2*)from;
-}
-unsigned load_from_l2(const unsigned* from) {
-    if (!has_waited) fail("the launch's number is read before the wait");
-    return *from;
-}
-unsigned load_choice(const void* from) { return *(const unsigned*)from; }
-struct Four;
-Four load_results(const unsigned* from);
-void store_result(unsigned* to, unsigned v) { std::atomic_ref(*to).store(v, std::memory_order_relaxed); }
-
-// -- Asynchronous copies
+std::vector<std::unique_ptr<Block>> blocks;
+Block& own_block() { return *blocks[blockIdx.x]; }
+unsigned char* shared_memory() { return own_block().shared; }
+void __syncwarp() { own_block().of_warp[threadIdx.x / 32].meet(); }
+void wait_for_warps() { own_block().all_warps.meet(); }
 
 struct Copy {
     void* to;
@@ -47,8 +25,30 @@ struct Copy {
     int size;
     bool is_valid;
 };
-thread_local std::vector<Copy> copies;
-thread_local std::deque<std::vector<Copy>> groups;
+struct Own {  // of a thread
+    std::vector<Copy> copies;
+    std::deque<std::vector<Copy>> groups;
+};
+std::vector<Own> owned;
+Own& own() { return owned[blockIdx.x * WARPS * 32 + threadIdx.x]; }
+
+void launch_dependents() { running->has_waited = false; }
+void wait_for_predecessor() { running->has_waited = true; }
+uint2 load_from_l2(const unsigned short* from) {
+    if (!running->has_waited) fail("x is read before the wait");
+    return *(const uint2*)from;
+}
+unsigned load_from_l2(const unsigned* from) {
+    if (!running->has_waited) fail("the launch's number is read before the wait");
+    return *from;
+}
+unsigned load_choice(const void* from) { return *(const unsigned*)from; }
+struct Four;
+Four load_results(const unsigned* from);
+void store_result(unsigned* to, unsigned v) { std::atomic_ref(*to).store(v, std::memory_order_relaxed), progress++; }
+
+// -- Asynchronous copies
+
 std::vector<std::pair<const uint8_t*, const uint8_t*>> weights;
 extern "C" void add_weights(const uint8_t* begin, long long size) { weights.push_back({begin, begin + size}); }
 bool are_weights(const uint8_t* begin, int size) {
@@ -61,11 +61,12 @@ void copy_async(void* to, const void* from, bool is_valid) {
     if (SIZE == 16 && is_valid && !are_weights(begin, SIZE)) fail("no weights there");
     if ((uintptr_t)to % SIZE || (uintptr_t)from % SIZE) fail("a misaligned copy");
     memset(to, 0xff, SIZE);
-    copies.push_back({to, from, SIZE, is_valid});
+    own().copies.push_back({to, from, SIZE, is_valid});
 }
-void commit() { groups.push_back(std::exchange(copies, {})); }
+void commit() { own().groups.push_back(std::exchange(own().copies, {})); }
 template <int PENDING>
 void wait_for_copies() {
+    auto& groups = own().groups;
     for (; groups.size() > PENDING; groups.pop_front())
         for (auto& copy : groups.front()) {
             if (copy.is_valid)
@@ -82,8 +83,8 @@ template <int PER, class T, class Element>
 void mma(T* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1, Element element) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     unsigned a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
-    auto& a_of = block->a[warp];
-    auto& b_of = block->b[warp];
+    auto& a_of = own_block().a[warp];
+    auto& b_of = own_block().b[warp];
     memcpy(a_of[lane], a, sizeof a), memcpy(b_of[lane], b, sizeof b);
     __syncwarp();
     for (int i = 0; i < 4; i++) {
@@ -109,7 +110,7 @@ void mma_bytes(int* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsig
 
 template <class T, class Join>
 T over_warp(T v, Join join) {
-    T* mine = (T*)block->any[threadIdx.x / 32];
+    T* mine = (T*)own_block().any[threadIdx.x / 32];
     mine[threadIdx.x % 32] = v;
     __syncwarp();
     T result = mine[0];
@@ -130,7 +131,7 @@ float sum_of_warp(float v) {
 #include SOURCE
 
 Four load_results(const unsigned* from) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));  // leave the processor to those that are computing
+    swapcontext(&running->context, &scheduler);  // until others have computed
     Four words;
     for (int i = 0; i < 4; i++) words.v[i] = std::atomic_ref(((u32*)from)[i]).load(std::memory_order_relaxed);
     return words;
@@ -139,19 +140,14 @@ Four load_results(const unsigned* from) {
 extern "C" int shared_bytes() { return sizeof(Cta); }
 
 extern "C" void run(const Arguments* arguments, int grid) {
+    constexpr int threads = WARPS * 32;
     gridDim.x = grid;
-    std::vector<std::unique_ptr<Block>> blocks;
-    std::vector<std::jthread> threads;
-    for (int i = 0; i < grid; i++) {
-        blocks.push_back(std::make_unique<Block>());
-        Block* own = blocks.back().get();
-        memset(own->shared, 0xff, sizeof own->shared);
-        for (int warp = 0; warp < WARPS; warp++) own->of_warp.push_back(std::make_unique<std::barrier<>>(32));
-        for (int thread = 0; thread < WARPS * 32; thread++)
-            threads.emplace_back([=] {
-                threadIdx.x = thread, blockIdx.x = i, block = own;
-                gemv(*arguments);
-            });
+    std::vector<Thread> all(threads * grid);
+    blocks.clear(), owned.assign(threads * grid, {});
+    for (int i = 0; i < grid; i++) blocks.push_back(std::make_unique<Block>()), memset(blocks[i]->shared, 0xff, sizeof blocks[i]->shared);
+    for (int i = 0; i < threads * grid; i++) {
+        all[i].thread.x = i % threads, all[i].block.x = i / threads;
+        all[i].body = [=] { gemv(*arguments); };
     }
-    threads.clear();  // joins them
+    run_threads(all);
 }

@@ -1,5 +1,4 @@
-// Runs `gemm.cu`, `gemm_large.cu`, `decode.cu` or `prefill.cu` on a CPU: a thread for each thread of a cluster's CTAs, one
-// cluster after the other.
+// Runs `gemm.cu`, `gemm_large.cu`, `decode.cu` or `prefill.cu` on a CPU, one cluster of CTAs after the other.
 //
 // A product is computed as it is begun, and a copy is done at once. So this shows wrong addresses, layouts and counts of
 // barriers, but not a missing wait for a product.
@@ -15,11 +14,6 @@ struct uint4 {
     unsigned x, y, z, w;
 };
 
-[[noreturn]] void fail(const char* what) {
-    fprintf(stderr, "%s\n", what);
-    abort();
-}
-
 // -- CTAs and their barriers
 
 struct Barrier {  // an mbarrier
@@ -30,59 +24,50 @@ struct Barrier {  // an mbarrier
 
 struct Cta {
     __attribute__((aligned(1024))) uint8_t shared[228 << 10];
-    std::mutex mutex;
-    std::condition_variable changed;
     std::map<unsigned, Barrier> barriers;
-    std::map<int, std::unique_ptr<std::barrier<>>> named;  // of bar.sync; 0 for all threads
-    std::vector<std::unique_ptr<std::barrier<>>> of_warp;
+    std::map<int, Meeting> named;  // of bar.sync; 0 for all threads
+    std::vector<Meeting> of_warp;
     unsigned any[32][32][6];  // what lanes give each other
-    Cta** cluster;         // all of its CTAs
-    std::barrier<>* of_cluster;
+    Cta** cluster;            // all of its CTAs
+    Meeting* of_cluster;
 
     template <class Change>
     void change(unsigned barrier, Change of) {
-        std::lock_guard lock(mutex);
         Barrier& b = barriers.at(barrier);
         of(b);
-        if (b.pending == 0 && b.bytes == 0) b.pending = b.count, b.parity ^= 1, changed.notify_all();
+        if (b.pending == 0 && b.bytes == 0) b.pending = b.count, b.parity ^= 1, progress++;
     }
 };
-thread_local Cta* cta;
-thread_local bool has_waited;
+std::vector<Cta*> ctas;  // of the running cluster
+Cta* own_cta() { return ctas[blockIdx.x % ctas.size()]; }
 
-uint8_t* shared_memory() { return cta->shared; }
-unsigned address(const void* p) { return (unsigned)((const uint8_t*)p - cta->shared); }
+uint8_t* shared_memory() { return own_cta()->shared; }
+unsigned address(const void* p) { return (unsigned)((const uint8_t*)p - own_cta()->shared); }
 void launch_dependents() {}
-void wait_for_predecessor() { has_waited = true; }
-void init_barrier(unsigned barrier, unsigned count) { cta->barriers[barrier] = {count, count, 0, 0}; }
+void wait_for_predecessor() { running->has_waited = true; }
+void init_barrier(unsigned barrier, unsigned count) { own_cta()->barriers[barrier] = {count, count, 0, 0}; }
 void fence_barriers() {}
 void arrive(unsigned barrier) {
-    cta->change(barrier, [](Barrier& b) { b.pending--; });
+    own_cta()->change(barrier, [](Barrier& b) { b.pending--; });
 }
 void arrive_at(unsigned barrier, int rank) {
-    cta->cluster[rank]->change(barrier, [](Barrier& b) { b.pending--; });
+    own_cta()->cluster[rank]->change(barrier, [](Barrier& b) { b.pending--; });
 }
 void expect(unsigned barrier, unsigned bytes) {
-    cta->change(barrier, [=](Barrier& b) { b.pending--, b.bytes += bytes; });
+    own_cta()->change(barrier, [=](Barrier& b) { b.pending--, b.bytes += bytes; });
 }
 void wait(unsigned barrier, unsigned parity) {
-    std::unique_lock lock(cta->mutex);
-    auto has_changed = [&] { return cta->barriers.at(barrier).parity != parity; };
-    if (!cta->changed.wait_for(lock, std::chrono::seconds(100), has_changed)) fail("a thread waits in vain");
+    wait_until([&] { return own_cta()->barriers.at(barrier).parity != parity; });
 }
 void wait_for_threads(int barrier, int count) {
-    std::unique_lock lock(cta->mutex);
-    auto& found = cta->named[barrier];
-    if (!found) found = std::make_unique<std::barrier<>>(count);
-    lock.unlock();
-    found->arrive_and_wait();
+    own_cta()->named.try_emplace(barrier, Meeting{(unsigned)count}).first->second.meet();
 }
-void __syncwarp() { cta->of_warp[threadIdx.x / 32]->arrive_and_wait(); }
-void synchronize_cluster() { cta->of_cluster->arrive_and_wait(); }
+void __syncwarp() { own_cta()->of_warp[threadIdx.x / 32].meet(); }
+void synchronize_cluster() { own_cta()->of_cluster->meet(); }
 void wait_for_cluster() { synchronize_cluster(); }
 float4 load_from(int rank, unsigned from) {
     float4 v;
-    memcpy(&v, cta->cluster[rank]->shared + from, sizeof v);
+    memcpy(&v, own_cta()->cluster[rank]->shared + from, sizeof v);
     return v;
 }
 
@@ -94,7 +79,7 @@ using Words = unsigned[32][6];
 template <class T, class Of>
 auto over_warp(T given, Of of) {
     static_assert(sizeof given <= sizeof(unsigned[6]));
-    Words& words = cta->any[threadIdx.x / 32];
+    Words& words = own_cta()->any[threadIdx.x / 32];
     memcpy(words[threadIdx.x % 32], &given, sizeof given);
     __syncwarp();
     auto result = of(words);
@@ -176,7 +161,7 @@ void multiply(Sums (&sums)[BLOCKS], unsigned long long a, unsigned long long b, 
     unsigned a_at = (a & 0x3fff) << 4, b_at = (b & 0x3fff) << 4;
     int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     auto load = [](auto* to, unsigned at, int row) {
-        for (int k = 0; k < 32; k++) to[k] = number(cta->shared[swizzled(at + row * 128 + k)]);
+        for (int k = 0; k < 32; k++) to[k] = number(own_cta()->shared[swizzled(at + row * 128 + k)]);
     };
     decltype(sums[0].x) left[2][32], right[2][32];
     for (int i = 0; i < 2; i++) load(left[i], a_at, row + 8 * i);
@@ -209,7 +194,7 @@ void multiply_halves_with(float4 (&sums)[BLOCKS], const unsigned (&a)[4], int mo
         for (int i = 0; i < 4; i++) {
             float total = more ? *to[i] : 0;
             for (int k = 0; k < 16; k++)
-                total += left[i / 2][k] * from_half(*(uint16_t*)(cta->shared + swizzled(at(8 * j + threadIdx.x % 4 * 2 + i % 2, k))));
+                total += left[i / 2][k] * from_half(*(uint16_t*)(own_cta()->shared + swizzled(at(8 * j + threadIdx.x % 4 * 2 + i % 2, k))));
             *to[i] = total;
         }
     }
@@ -253,7 +238,7 @@ void load_each(unsigned (&r)[4], unsigned at, Load load) {
         unsigned v[4];
     } found = over_warp(at, [=](Words& words) {
         decltype(found) result;
-        for (int m = 0; m < 4; m++) result.v[m] = load([&](int row) { return cta->shared + words[m * 8 + row][0]; });
+        for (int m = 0; m < 4; m++) result.v[m] = load([&](int row) { return own_cta()->shared + words[m * 8 + row][0]; });
         return result;
     });
     memcpy(r, found.v, sizeof r);
@@ -280,8 +265,8 @@ float __log2f(float v) { return std::log2(v); }
 // -- Copies. A map has the address, the number of dimensions, then sizes, strides from the second dimension on, and box.
 
 void copy(u32 to, const void* from, int bytes, u32 barrier) {
-    memcpy(cta->shared + to, from, bytes);
-    cta->change(barrier, [=](Barrier& b) { b.bytes -= bytes; });
+    memcpy(own_cta()->shared + to, from, bytes);
+    own_cta()->change(barrier, [=](Barrier& b) { b.bytes -= bytes; });
 }
 u64 evict_first() { return 0; }
 
@@ -306,22 +291,22 @@ void copy_box(Cta& into, u32 to, const Map& map, std::vector<long long> first, u
     into.change(barrier, [=](Barrier& b) { b.bytes -= rows * 128; });
 }
 void copy_x(u32 to, const Map& map, int column, u32 barrier) {  // of `gemm.cu`
-    if (!has_waited) fail("x is read before the wait");
-    copy_box(*cta, to, map, {column, 0, 0}, barrier);
+    if (!running->has_waited) fail("x is read before the wait");
+    copy_box(*own_cta(), to, map, {column, 0, 0}, barrier);
 }
 void copy_x(u32 to, const Map& map, int column, int row, u32 barrier) {  // of `gemm_large.cu`
-    if (!has_waited) fail("x is read before the wait");
-    for (int i = 0; i < 2; i++) copy_box(*cta->cluster[i], to, map, {column, row, 0}, barrier);
+    if (!running->has_waited) fail("x is read before the wait");
+    for (int i = 0; i < 2; i++) copy_box(*own_cta()->cluster[i], to, map, {column, row, 0}, barrier);
 }
 void copy_weight(u32 to, const Map& map, int column, int block, u32 barrier, u64 = 0) {
-    copy_box(*cta, to, map, {column, 0, 0, block}, barrier);
+    copy_box(*own_cta(), to, map, {column, 0, 0, block}, barrier);
 }
 void prefetch(const Map&) {}
 void copy_tile(u32 to, const Map& map, int row, int page, u32 barrier, u64) {  // of `decode.cu`
-    copy_box(*cta, to, map, {0, row, 2 * page}, barrier);
+    copy_box(*own_cta(), to, map, {0, row, 2 * page}, barrier);
 }
 void copy_box(u32 to, const Map& map, int x, int y, int z, u32 barrier) {  // of `prefill.cu`
-    copy_box(*cta, to, map, {x, y, z}, barrier);
+    copy_box(*own_cta(), to, map, {x, y, z}, barrier);
 }
 
 void __syncthreads();
@@ -339,22 +324,20 @@ void __syncthreads() { wait_for_threads(0, all_threads); }
 extern "C" void run(const Arguments* arguments, int grid, int threads, int cluster) {
     gridDim.x = grid, all_threads = threads;
     for (int first = 0; first < grid; first += cluster) {
-        std::vector<std::unique_ptr<Cta>> ctas;
-        std::vector<Cta*> all;
-        std::barrier of_cluster(threads * cluster);
-        std::vector<std::jthread> running;
-        for (int i = 0; i < cluster; i++) ctas.push_back(std::make_unique<Cta>()), all.push_back(ctas.back().get());
-        for (Cta* own : all) {
-            memset(own->shared, 0xff, sizeof own->shared);
-            own->cluster = all.data(), own->of_cluster = &of_cluster;
-            for (int warp = 0; warp < threads / 32; warp++) own->of_warp.push_back(std::make_unique<std::barrier<>>(32));
+        std::vector<std::unique_ptr<Cta>> owned;
+        std::vector<Thread> all(threads * cluster);
+        Meeting of_cluster{(unsigned)(threads * cluster)};
+        ctas.clear();
+        for (int i = 0; i < cluster; i++) owned.push_back(std::make_unique<Cta>()), ctas.push_back(owned.back().get());
+        for (Cta* each : ctas) {
+            memset(each->shared, 0xff, sizeof each->shared);
+            each->cluster = ctas.data(), each->of_cluster = &of_cluster;
+            each->of_warp.resize(threads / 32, Meeting{32});
         }
-        for (int i = 0; i < cluster; i++)
-            for (int thread = 0; thread < threads; thread++)
-                running.emplace_back([=, own = all[i]] {
-                    threadIdx.x = thread, blockIdx.x = first + i, cta = own;
-                    KERNEL(*arguments);
-                });
-        running.clear();  // joins them
+        for (int i = 0; i < threads * cluster; i++) {
+            all[i].thread.x = i % threads, all[i].block.x = first + i / threads;
+            all[i].body = [=] { KERNEL(*arguments); };
+        }
+        run_threads(all);
     }
 }

@@ -72,7 +72,6 @@ def run_plan(launch: Launch, weights: Sequence[Quantized], directory: Path) -> N
             "-w",
             "-shared",
             "-fPIC",
-            "-pthread",
             f'-DSOURCE="{nvrtc.SOURCES / "gemv.cu"}"',
             *defines,
         ]
