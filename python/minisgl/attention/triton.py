@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log2
 from typing import TYPE_CHECKING, Final
 
@@ -15,7 +15,7 @@ from minisgl.rounding import ceil_div
 from minisgl.triton.attention_decode import BEGINS, PART, PLAN_ROWS, decode_attention, plan_decode
 from minisgl.triton.attention_prefill import COUNTERS, TILE, plan_prefill, prefill_attention
 from minisgl.triton.cuda_attention import cuda_decode, cuda_prefill, supports
-from minisgl.triton.launch import INTERPRETED, MAX_CHAINED, pdl_options
+from minisgl.triton.launch import INTERPRETED, MAX_CHAINED, is_compiling_ahead, pdl_options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,14 +125,14 @@ class TritonAttention(AttentionBackend):
         if spec.dtype is torch.float32:  # without tensor cores: limited by registers
             small = large = {"BLOCK_M": 32, "BLOCK_N": 16, "NUM_STAGES": 2, "num_warps": 8}
 
-        def tiling(options: dict[str, int], programs: int) -> _Tiling:
+        def tiling(options: dict[str, int]) -> _Tiling:
             options["BLOCK_M"] = max(options["BLOCK_M"], next_power_of_2(group))
-            queries, bound = options["BLOCK_M"] // group, {"MAX_PARTS": next_power_of_2(programs)}
-            plan = {"NUM_KV_HEADS": heads, "BLOCK_Q": queries, "NUM_PROGRAMS": programs}
+            queries, bound = options["BLOCK_M"] // group, {"MAX_PARTS": next_power_of_2(parts)}
+            plan = {"NUM_KV_HEADS": heads, "BLOCK_Q": queries, "num_programs": parts}
             return _Tiling(queries, plan | bound, shared | options | bound)
 
-        self._small, self._large = tiling(small, parts), tiling(large, parts)
-        self._whole = tiling(large, 1)  # never split
+        self._small, self._large = tiling(small), tiling(large)
+        self._whole = replace(self._large, plan=self._large.plan | {"num_programs": 1})  # never split
         self._tile_part = torch.empty(parts * large["BLOCK_M"], dim, dtype=float32, device=device)
         self._tile_lse = torch.empty(parts * large["BLOCK_M"], dtype=float32, device=device)
 
@@ -171,7 +171,7 @@ class TritonAttention(AttentionBackend):
         num_chunks, longest = len(layout.rows) - num_decode, int(layout.kv_lens_host[num_decode:].max())
         tiling = self._tiling(num_tokens, num_chunks, longest if window is None else min(longest, window))
         max_items = max(
-            num_tokens // tiling.queries + num_chunks, tiling.plan["NUM_PROGRAMS"] // self.spec.num_kv_heads
+            num_tokens // tiling.queries + num_chunks, tiling.plan["num_programs"] // self.spec.num_kv_heads
         )
         size = COUNTERS.value + tiling.plan["MAX_PARTS"] + TILE.value * max_items
         work = torch.empty(size, dtype=torch.int32, device=layout.kv_lens.device)
@@ -222,8 +222,8 @@ class TritonAttention(AttentionBackend):
             if cuda_prefill(
                 q, pages, scales, ctx.page_table, chunks.work, chunks.tiling.plan["MAX_PARTS"], out, self._scale,
                 window or 0, self._num_sms,
-            ):  # fmt: skip
-                return
+            ) and not is_compiling_ahead():  # fmt: skip
+                return  # otherwise also note Triton's kernel, which long contexts take
         prefill_attention[(chunks.grid,)](
             q,
             *data_and_scale(layer_pages),

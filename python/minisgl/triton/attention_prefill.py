@@ -24,18 +24,17 @@ NEGATIVE = tl.constexpr(-1e30)  # instead of -inf, whose differences are NaN
 
 
 @triton.jit(
-    do_not_specialize=["first_seq", "num_seqs"],
+    do_not_specialize=["first_seq", "num_seqs", "num_programs"],
     do_not_specialize_on_alignment=["rows_ptr", "kv_lens_ptr", "cu_query_lens_ptr", "work_ptr"],
 )
 def plan_prefill(
-    rows_ptr, kv_lens_ptr, cu_query_lens_ptr, work_ptr, first_seq, num_seqs,
-    NUM_KV_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, NUM_PROGRAMS: tl.constexpr, MAX_PARTS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    rows_ptr, kv_lens_ptr, cu_query_lens_ptr, work_ptr, first_seq, num_seqs, num_programs,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, MAX_PARTS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """List the items of sequences from `first_seq` on, for layers with this window (0: none); grid (num_seqs).
 
     A tile's rank is the number of tiles that begin at a later position, which can be counted per sequence without
-    looking at every tile. MAX_PARTS is at least NUM_PROGRAMS, a bound of tiles * Hk * parts if parts > 1.
+    looking at every tile. MAX_PARTS is at least `num_programs`, a bound of tiles * Hk * parts if parts > 1.
     """
     BLOCK: tl.constexpr = 64
     TILES: tl.constexpr = 32
@@ -54,7 +53,7 @@ def plan_prefill(
     most_keys = tl.max(longest, 0)
     if WINDOW > 0:
         most_keys = tl.minimum(most_keys, WINDOW + BLOCK_Q)
-    parts = tl.minimum(NUM_PROGRAMS // (all_tiles * NUM_KV_HEADS), most_keys // MIN_PART)
+    parts = tl.minimum(num_programs // (all_tiles * NUM_KV_HEADS), most_keys // MIN_PART)
     parts = tl.maximum(parts, 1)
     if seq == 0:
         tl.store(work_ptr, all_tiles * parts)

@@ -64,6 +64,10 @@ def _launch_nothing(*_: Any) -> None:
     pass
 
 
+def is_compiling_ahead() -> bool:
+    return _noted is not None
+
+
 def is_noted(key: Hashable, load: Callable[[], object]) -> bool:
     """Whether `compile_ahead` is active. It then calls `load` at its end, and the kernel must not be launched now."""
     if _noted is not None:

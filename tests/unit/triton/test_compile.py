@@ -204,3 +204,10 @@ def test_attention_over_pages_of_8_bits_compiles():
     pointers["q_ptr"] = "*fp16"
     prefill = {"BLOCK_M": 128, "BLOCK_N": 64, "NUM_STAGES": 2, "MAX_PARTS": 512}
     assert compile_kernel(attention_prefill.prefill_attention, pointers, sizes | prefill)
+
+
+def test_the_plan_of_prefill_compiles():
+    pointers = dict.fromkeys(("rows_ptr", "kv_lens_ptr", "cu_query_lens_ptr", "work_ptr"), "*i32")
+    pointers |= dict.fromkeys(("first_seq", "num_seqs", "num_programs"), "i32")
+    sizes = {"NUM_KV_HEADS": 8, "BLOCK_Q": 32, "MAX_PARTS": 512, "WINDOW": 0}
+    assert compile_kernel(attention_prefill.plan_prefill, pointers, sizes)

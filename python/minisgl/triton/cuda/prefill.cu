@@ -259,7 +259,7 @@ __device__ __forceinline__ void compute_all(const Arguments &a, Shared &s) {
             commit_products();
         };
         auto begin_sums = [&](int stage) {  // of values
-            const u64 values = columns_at(address(s.wide[stage][1][0]), HALF_BYTES);
+            const u64 values = matrix_at(address(s.wide[stage][1][0]), HALF_BYTES);
 #pragma unroll
             for (int i = 0; i < TILE / 16; i++) multiply_columns(w.sums, weights[i], values + i * (16 * 128 / 16), more | i);
             commit_products();
@@ -294,11 +294,12 @@ __device__ __forceinline__ void compute_all(const Arguments &a, Shared &s) {
             weigh(start);
             wait_for_products<0>();
             release(stage);
-            if (!__all_sync(~0u, correction[0] == 1 && correction[1] == 1))
+            if (!__all_sync(~0u, correction[0] == 1 && correction[1] == 1)) {
 #pragma unroll
-            for (int i = 0; i < DIM / 8; i++) {
-                w.sums[i].x *= correction[0], w.sums[i].y *= correction[0];
-                w.sums[i].z *= correction[1], w.sums[i].w *= correction[1];
+                for (int i = 0; i < DIM / 8; i++) {
+                    w.sums[i].x *= correction[0], w.sums[i].y *= correction[0];
+                    w.sums[i].z *= correction[1], w.sums[i].w *= correction[1];
+                }
             }
             pack();
         }

@@ -19,13 +19,9 @@ __device__ __forceinline__ void wait_for_products() {
 }
 #endif
 
-// A matrix of rows of 128 bytes, swizzled as by TMA.
-__device__ __forceinline__ u64 matrix_at(u32 address) {
-    return (u64)(address >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
-}
-
-// The same as the right operand of a product over its rows. Its columns are in parts of 64, `distance` bytes apart.
-__device__ __forceinline__ u64 columns_at(u32 address, int distance) {
+// A matrix of rows of 128 bytes, swizzled as by TMA. As the right operand of a product over its rows, it may have several
+// parts, `distance` bytes apart, with 128 bytes of each row.
+__device__ __forceinline__ u64 matrix_at(u32 address, int distance = 16) {
     return (u64)(address >> 4) | (u64)(distance >> 4) << 16 | (u64)64 << 32 | (u64)1 << 62;
 }
 
