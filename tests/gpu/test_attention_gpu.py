@@ -58,15 +58,6 @@ def test_decode_over_pages_of_8_bits(dim: int, window: int | None):
         check_fp8(mix, 64, 4, dim, BF16, CUDA, window)
 
 
-@pytest.mark.parametrize("with_norm", [False, True])
-@pytest.mark.parametrize(("page_size", "group", "window"), [(64, 1, None), (128, 4, 300), (64, 5, None), (64, 8, None)])
-def test_few_rows_over_pages_of_8_bits(page_size: int, group: int, window: int | None, with_norm: bool):
-    """`decode.cu` with norm, RoPE and storage."""
-    short = [(1, 64 * i + 1 + i % 2) for i in range(8)]
-    for mix in (LONG["long decode"], [(1, 9000)], [(1, 64)], short, [(1, 2000), (1, 63)]):
-        check_fp8(mix, page_size, group, 128, BF16, CUDA, window, with_norm=with_norm)
-
-
 @pytest.mark.parametrize(
     "mix",
     [

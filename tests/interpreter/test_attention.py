@@ -158,9 +158,6 @@ def test_pages_of_8_bits(mix: str, page_size: int, group: int, window: int | Non
         ([1 + 29 * i for i in range(9)], 64, 4, None),
         ([300, 3, 64, 65, 1, 130, 2, 260, 63], 128, 8, 100),
         ([40 + i for i in range(24)], 64, 1, None),  # whole sequences by ticket
-        ([1, 65, 300, 2, 64, 129], 64, 4, None),  # with norm, RoPE and storage in the kernel
-        pytest.param([1500, 257], 128, 5, 200, marks=pytest.mark.slow),
-        ([1000], 64, 8, None),
     ],
 )
 def test_the_decode_kernel_in_cuda(

@@ -111,22 +111,6 @@ unsigned transpose_matrix(unsigned both) {
 unsigned pack_half(float low, float high) { return to_half(low) | (unsigned)to_half(high) << 16; }
 unsigned pack_bfloat(float low, float high) { return to_bfloat(low) | (unsigned)to_bfloat(high) << 16; }
 float exp2_of(float x) { return std::exp2(x); }
-unsigned round_fp8(float low, float high) {
-    auto nearest = [](float v) {  // the even one of two
-        static const std::vector<float> all = [] {
-            std::vector<float> numbers;
-            for (int i = 0; i < 127; i++) numbers.push_back(from_half(fp8_as_half(i)));
-            return numbers;
-        }();
-        float size = std::abs(v);
-        if (std::isnan(v)) return 127u;
-        unsigned i = std::lower_bound(all.begin(), all.end(), size) - all.begin();
-        if (i == all.size()) i--;
-        if (i > 0 && (size - all[i - 1] < all[i] - size || (size - all[i - 1] == all[i] - size && i % 2))) i--;
-        return i | (std::signbit(v) ? 128u : 0u);
-    };
-    return nearest(low) | nearest(high) << 8;
-}
 float reciprocal_of(float x) { return 1 / x; }
 
 unsigned swizzled(unsigned at) { return at ^ (at >> 7 & 7) << 4; }  // as by TMA
@@ -253,7 +237,7 @@ void load_transposed(unsigned (&r)[4], unsigned at) {
     });
 }
 void fence_copies() {}
-int add_in_order(int* to, int v) { return std::atomic_ref(*to).fetch_add(v); }
+void __threadfence() {}
 template <class T>
 T __ldcg(const T* from) { return *from; }
 template <class T>
@@ -301,7 +285,6 @@ void copy_x(u32 to, const Map& map, int column, int row, u32 barrier) {  // of `
 void copy_weight(u32 to, const Map& map, int column, int block, u32 barrier, u64 = 0) {
     copy_box(*own_cta(), to, map, {column, 0, 0, block}, barrier);
 }
-void prefetch(const Map&) {}
 void copy_tile(u32 to, const Map& map, int row, int page, u32 barrier, u64) {  // of `decode.cu`
     copy_box(*own_cta(), to, map, {0, row, 2 * page}, barrier);
 }

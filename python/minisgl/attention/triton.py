@@ -162,7 +162,7 @@ class TritonAttention(AttentionBackend):
             self._counters,
             plan.num_decode,
             WINDOW=reach,
-            EVEN=self._has_cuda and plan.max_queries == 1,
+            EVEN=self._has_cuda and plan.kernel is self._decode[1],
             **{name: plan.kernel[name] for name in ("NUM_SPLITS", "NUM_KV_HEADS", "TILE_KEYS")},
         )
 
@@ -254,11 +254,11 @@ class TritonAttention(AttentionBackend):
         With `heads`, `q` has q, k and v, which are not normalised and rotated yet.
         """
         plan: _Plan = ctx.attn_metadata
-        if self._has_cuda and plan.max_queries == 1 and q.dtype is (torch.float16 if heads is None else out.dtype):
+        if self._has_cuda and plan.kernel is self._decode[1] and q.dtype is torch.float16:
             pages, scales = data_and_scale(layer_pages)
             if cuda_decode(
                 q, pages, scales, ctx.page_table, self._work[window], self._counters, self._part, self._lse, out,
-                self._scale, plan.kernel["NUM_SPLITS"], window or 0, heads, ctx.out_loc,
+                self._scale, plan.kernel["NUM_SPLITS"], window or 0,
             ):  # fmt: skip
                 return
         is_chained = len(q) <= MAX_CHAINED

@@ -9,7 +9,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from minisgl.ops.reference import HeadTransform
 from minisgl.triton.attention_prefill import COUNTERS
 from minisgl.triton.launch import is_noted
 from minisgl.triton.nvrtc import Map, hopper_source, is_hopper, launch, load_kernel, tensor_map
@@ -18,7 +17,6 @@ from minisgl.triton.wgmma import Product, multiply_source
 TILE_KEYS: Final = 64
 DIM: Final = 128
 STAGES: Final = 3  # tiles of a CTA of `decode.cu`; four CTAs fit on an SM
-FUSED_STAGES: Final = 2  # so that a CTA fits beside one of a chain of GEMVs
 DECODE_THREADS: Final = 96
 MAX_GROUP: Final = 8  # query heads of a KV head: the N of the tensor cores' products in `decode.cu`
 PREFILL_ROWS: Final = 128  # of a tile: queries times query heads of a KV head
@@ -39,8 +37,7 @@ class DecodeArguments(ctypes.Structure):
         ),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("stride_q", "stride_table", "window")),
-        ("eps", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("q_weight", "k_weight", "cos_sin", "out_loc", "data")),
+        ("unused", ctypes.c_char * 48),  # a map is aligned to 64 bytes, and so is the size
     ]
 
 
@@ -52,7 +49,7 @@ class PrefillArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("kv_scale", "page_table", "work", "out")),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("stride_table", "window")),
-        ("unused", ctypes.c_char * 20),  # a map is aligned to 64 bytes, and so is the size
+        ("unused", ctypes.c_char * 20),
     ]
 
 
@@ -76,34 +73,21 @@ def _defines(pages: Tensor, out: Tensor) -> dict[str, int | str]:
 
 def cuda_decode(
     q: Tensor, pages: Tensor, kv_scale: Tensor, page_table: Tensor, work: Tensor, counters: Tensor, part: Tensor,
-    lse: Tensor, out: Tensor, scale: float, splits: int, window: int, heads: HeadTransform | None = None,
-    out_loc: Tensor | None = None,
+    lse: Tensor, out: Tensor, scale: float, splits: int, window: int,
 ) -> bool:  # fmt: skip
-    """Attend with one query for each sequence, as `attention_decode.decode_attention`; False without a compiler.
-
-    With `heads`, q is followed by the new keys and values, in the dtype of `out`. Otherwise it is float16.
-    """
-    if heads is not None and 5 * splits <= 2 * len(q):  # `plan_decode` may list whole sequences, to be drawn by ticket
-        return False
-    stages = STAGES if heads is None else FUSED_STAGES
-    norms = (None, None) if heads is None else (heads.q_weight, heads.k_weight)
-    norm = 0 if norms[0] is None else 1 if norms[0].dtype == out.dtype else 2
-    own = {"SPLITS": splits, "STAGES": stages, "FUSED": int(heads is not None), "NORM": norm}
-    defines, device = {**_defines(pages, out), **own}, q.device
+    """Attend with one query for each sequence, as `attention_decode.decode_attention`; False without a compiler."""
+    defines, device = {**_defines(pages, out), "SPLITS": splits, "STAGES": STAGES}, q.device
     load = partial(load_kernel, device, "decode", hopper_source(), **defines)
     if is_noted((device, "decode", *defines.items()), load):
         return True
     kernel = load()
     if kernel is None:
         return False
-    num_heads, group = pages.shape[2], out.shape[1] // pages.shape[2]
+    heads, group = pages.shape[2], out.shape[1] // pages.shape[2]
     pointers = (each.data_ptr() for each in (q, kv_scale, page_table, work, counters, part, lse, out))
-    cos_sin = None if heads is None else heads.cos_sin
-    new = (None if each is None else each.data_ptr() for each in (*norms, cos_sin, out_loc, pages))
-    numbers = scale, q.stride(0), page_table.stride(0), window, 0.0 if heads is None else heads.eps
-    arguments = DecodeArguments(_page_map(pages), *pointers, *numbers, *new)
-    shared = stages * (2 * TILE_KEYS * (DIM + 4) + group * DIM * 2 + 32 + 24) + 16
-    launch(kernel, arguments, device, splits * num_heads, DECODE_THREADS, shared)
+    arguments = DecodeArguments(_page_map(pages), *pointers, scale, q.stride(0), page_table.stride(0), window)
+    shared = STAGES * (2 * TILE_KEYS * (DIM + 4) + group * DIM * 2 + 32 + 16)
+    launch(kernel, arguments, device, splits * heads, DECODE_THREADS, shared)
     return True
 
 

@@ -221,7 +221,6 @@ def check_fp8(
     device: str,
     window: int | None,
     values: float = 1.0,
-    with_norm: bool = True,
 ) -> None:
     """Pages in 8 bits: products, and what is stored, are those of the rounded numbers. `values` is the size of V."""
     case = Case(mix, page_size, group, dim, dtype, device, 0, window)
@@ -233,7 +232,7 @@ def check_fp8(
     page, offset = case.out_loc // page_size, case.out_loc % page_size
     case.pages.scale[page, :, :, offset] = float("nan")
     pages = QuantizedPages(case.pages.data.clone(), case.pages.scale.clone())
-    heads, qkv = case.heads(with_norm), case.qkv.flatten(1)
+    heads, qkv = case.heads(True), case.qkv.flatten(1)
     case.attention.ops = replace(case.attention.ops, norm_rope_store=norm_rope_store)
     out = case.attention.attend(qkv.clone(), heads, case.pages, case.context())
     q = reference.norm_rope_store(qkv, heads, case.batch.positions, pages, case.out_loc)

@@ -14,10 +14,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing here is for the interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from minisgl.ops.reference import HeadTransform
 from minisgl.triton import cuda_attention
 from minisgl.triton.cuda_attention import supports
-from minisgl.triton.cuda_gemv import CHAIN_MEMORY
 
 
 def test_sizes_with_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,22 +61,6 @@ def test_a_launch_for_many_decodes(monkeypatch: pytest.MonkeyPatch, has_compiler
             0.5,
         )
         assert ctypes.sizeof(arguments) % 64 == 0  # as in C++, where a map is aligned
-
-
-def test_a_launch_with_norm_and_rope(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CTA fits beside one of a chain of GEMVs; it is not launched where the plan may ask for tickets."""
-    launched = note_launches(monkeypatch, True)
-    qkv, pages, scale = torch.zeros(8, 80 * 128).bfloat16(), torch.zeros(5, 2, 8, 64, 128), torch.zeros(5, 2, 8, 64)
-    out, ints = torch.zeros(8, 64, 128).bfloat16(), torch.zeros(3, 7, dtype=torch.int32)
-    weight = torch.ones(128).bfloat16()
-    heads = HeadTransform(weight, weight, 1e-6, torch.zeros(9, 128))
-    for splits in (3, 4):
-        q = qkv.view(8, 80, 128)
-        arguments = q, pages, scale, ints, ints, ints, scale, scale, out, 0.5, splits, 0, heads, torch.zeros(8).long()
-        assert cuda_attention.cuda_decode(*arguments) == (splits == 4)
-    ((arguments, grid, _, shared),) = launched
-    assert grid == 4 * 8 and arguments.eps == pytest.approx(1e-6) and arguments.cos_sin == heads.cos_sin.data_ptr()
-    assert shared + 1024 + CHAIN_MEMORY <= 228 << 10
 
 
 @pytest.mark.parametrize("has_compiler", [False, True])

@@ -7,37 +7,26 @@
 //
 // Letters of the products' fragments: a thread is g = lane / 4 and t = lane % 4.
 //
-// FUSED: q is followed by the new keys and values, straight from the projection, each the last of its sequence. The
-// computing warps normalise and rotate the query heads. The warp that copies does this with a new key, rounds it and its
-// value, and stores both in the pages and in the copied tile.
-//
 // Macros from the compiler's options: HEADS (KV heads), GROUP (query heads of each), PAGE (keys), SPLITS (per KV head),
-// STAGES, IS_HALF, FUSED, NORM (0 none, 1 with weights in the dtype of the results, 2 in float32).
+// STAGES, IS_HALF.
 
 struct Arguments {
     Map pages;  // [2 P, Hk page, 128] bytes
-    const u16 *q;  // float16; FUSED: q, k and v in the dtype of the results
-    float *kv_scale;
+    const u16 *q;  // float16
+    const float *kv_scale;
     const int *page_table;
     int *work, *counters;
     float *part, *lse;
     u16 *out;
     float scale;  // with log2(e)
     int stride_q, stride_table, window;  // no window: 0
-    // FUSED
-    float eps;
-    const void *q_weight, *k_weight;
-    const float *cos_sin;
-    const long long *out_loc;
-    u8 *data;  // of `pages`
 };
 
 constexpr int TILE = 64, DIM = 128, BEGINS = 8, PART = 8;
-constexpr int TILE_BYTES = TILE * DIM, SCALE_BYTES = TILE * 4, QUERY_BYTES = FUSED ? 0 : GROUP * DIM * 2;
+constexpr int TILE_BYTES = TILE * DIM, SCALE_BYTES = TILE * 4, QUERY_BYTES = GROUP * DIM * 2;
 constexpr int WARPS = 2, KEYS = TILE / WARPS;  // that compute; keys of each
 // A score that does not count, and the maximum before the first tile, whose difference must be large.
 constexpr float MASKED = -1e30f, LOWEST = -1e29f;
-constexpr int LOADED = FUSED ? 16 : 4;  // parts at once, when they are merged
 
 struct Part {
     int seq, row, begin, length, first_split, parts, remaining, unused;
@@ -58,12 +47,9 @@ struct Shared {
     u16 query[STAGES][GROUP * DIM];
     Tile tiles[STAGES];
     u64 full[STAGES], empty[STAGES];
-    u64 complete[STAGES];  // FUSED: a tile also has its sequence's newest key
-    int is_merging;        // FUSED: all parts of a sequence and head are stored
 };
 
 #ifdef __CUDACC__
-__device__ __forceinline__ void prefetch(const Map &map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 __device__ __forceinline__ void copy_tile(u32 to, const Map &map, int row, int page, u32 barrier, u64 policy) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1, {%2, %3, %4}], [%5], %6;"
@@ -76,12 +62,6 @@ __device__ __forceinline__ void multiply(float4 &sums, const u32 (&a)[4], u32 b0
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// An addition before which all stores of the warp, and after which all loads, take effect.
-__device__ __forceinline__ int add_in_order(int *to, int v) {
-    int before;
-    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(v) : "memory");
-    return before;
-}
 __device__ __forceinline__ void load_transposed(u32 (&r)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
@@ -104,113 +84,17 @@ __device__ __forceinline__ Part load_part(const int *parts, int index) {
     return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 }
 
-#if FUSED
-// A lane's numbers of a head: 2 lane and 2 lane + 1 of each half.
-struct Head {
-    float v[4];
-};
-
-__device__ __forceinline__ Head load_head(const u16 *from, int lane) {
-    const u32 low = *(const u32 *)(from + 2 * lane), high = *(const u32 *)(from + DIM / 2 + 2 * lane);
-    return {widen((u16)low), widen((u16)(low >> 16)), widen((u16)high), widen((u16)(high >> 16))};
-}
-__device__ __forceinline__ Head load_floats(const float *from, int lane) {
-    const float2 low = *(const float2 *)(from + 2 * lane), high = *(const float2 *)(from + DIM / 2 + 2 * lane);
-    return {low.x, low.y, high.x, high.y};
-}
-__device__ __forceinline__ Head load_weight(const void *from, int lane) {
-    if (NORM == 0) return {};
-    return NORM == 1 ? load_head((const u16 *)from, lane) : load_floats((const float *)from, lane);
-}
-__device__ __forceinline__ Head rounded(Head head) {
-    const u32 low = narrow(head.v[0], head.v[1]), high = narrow(head.v[2], head.v[3]);
-    return {widen((u16)low), widen((u16)(low >> 16)), widen((u16)high), widen((u16)(high >> 16))};
-}
-__device__ __forceinline__ Head product(Head a, Head b) {
-    return {a.v[0] * b.v[0], a.v[1] * b.v[1], a.v[2] * b.v[2], a.v[3] * b.v[3]};
-}
-
-// RMS norm and RoPE, in float32 with the reference's rounding; `angles` has cosines, then sines.
-__device__ __forceinline__ Head norm_rope(Head x, Head weight, Head angles, float eps) {
-    if (NORM) {
-        float squares = x.v[0] * x.v[0] + x.v[1] * x.v[1] + x.v[2] * x.v[2] + x.v[3] * x.v[3];
-        for (int i = 1; i < 32; i *= 2) squares += __shfl_xor_sync(~0u, squares, i);
-        const float f = rsqrtf(squares / DIM + eps);
-        x = product(x, {f, f, f, f});
-        x = rounded(product(NORM == 1 ? rounded(x) : x, weight));
-    }
-    const float *c = angles.v, *s = angles.v + 2;
-    return rounded({x.v[0] * c[0] - x.v[2] * s[0], x.v[1] * c[1] - x.v[3] * s[1], x.v[2] * c[0] + x.v[0] * s[0], x.v[3] * c[1] + x.v[1] * s[1]});
-}
-
-// Round a head and store it in 8 bits in the pages and in a row of the copied tile; returns its scale.
-__device__ __forceinline__ float store_head(Head x, u8 *to, u8 *tile, int row, int lane) {
-    float most = fmaxf(fmaxf(fabsf(x.v[0]), fabsf(x.v[1])), fmaxf(fmaxf(fabsf(x.v[2]), fabsf(x.v[3])), 1e-30f));
-    for (int i = 1; i < 32; i *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, i));
-    const float factor = __fdividef(448, most);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const u16 numbers = (u16)round_fp8(x.v[2 * i] * factor, x.v[2 * i + 1] * factor);
-        const int unit = i * 4 + lane / 8;
-        *(u16 *)(to + i * DIM / 2 + 2 * lane) = numbers;
-        *(u16 *)(tile + row * DIM + (unit ^ row % 8) * 16 + lane % 8 * 2) = numbers;
-    }
-    return most * (1 / 448.f);
-}
-
-// Norm, RoPE and storage of a sequence's newest key and value, also in the copied tile.
-__device__ __forceinline__ void add_newest(const Arguments &a, Stage &stage, float (&scales)[2][TILE], const Part &p, int head, u32 full, u32 parity) {
-    const int lane = (int)threadIdx.x % 32, row = (p.length - 1) % TILE;
-    const Head angles = load_floats(a.cos_sin + (long long)(p.length - 1) * DIM, lane), weight = load_weight(a.k_weight, lane);
-    const long long slot = a.out_loc[p.seq], index = (slot / PAGE * 2 * HEADS + head) * PAGE + slot % PAGE;
-    wait_for_predecessor();
-    const u16 *const from = a.q + (long long)p.seq * a.stride_q + (HEADS * GROUP + head) * DIM;
-    const Head v = load_head(from + HEADS * DIM, lane), k = norm_rope(load_head(from, lane), weight, angles, a.eps);
-    wait(full, parity);  // else the copy would overwrite them
-    u8 *const to = a.data + index * DIM;
-    const float k_scale = store_head(k, to, stage.data[0], row, lane);
-    const float v_scale = store_head(v, to + HEADS * PAGE * DIM, stage.data[1], row, lane);
-    if (lane == 0) {
-        a.kv_scale[index] = scales[0][row] = k_scale;
-        a.kv_scale[index + HEADS * PAGE] = scales[1][row] = v_scale;
-    }
-    __syncwarp();
-}
-
-// Norm and RoPE of a sequence's query heads by both computing warps.
-__device__ __forceinline__ void load_query(const Arguments &a, int seq, int head, int length, u16 *to) {
-    const int lane = (int)threadIdx.x % 32;
-    const Head angles = load_floats(a.cos_sin + (long long)(length - 1) * DIM, lane), weight = load_weight(a.q_weight, lane);
-    wait_for_predecessor();
-    const u16 *const from = a.q + (long long)seq * a.stride_q + head * GROUP * DIM;
-    constexpr int EACH = (GROUP + WARPS - 1) / WARPS;
-    Head q[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH; i++) q[i] = load_head(from + min((int)threadIdx.x / 32 + i * WARPS, GROUP - 1) * DIM, lane);
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        const Head x = norm_rope(q[i], weight, angles, a.eps);
-        u16 *const row = to + min((int)threadIdx.x / 32 + i * WARPS, GROUP - 1) * DIM + 2 * lane;
-        *(u32 *)row = pack_half(x.v[0], x.v[1]), *(u32 *)(row + DIM / 2) = pack_half(x.v[2], x.v[3]);
-    }
-    wait_for_threads(1, WARPS * 32);
-}
-#endif
-
-// Copies all tiles of the CTA, by an EVEN plan (`plan_decode`), which has no gaps. Keys but the newest of a sequence are
-// older than the predecessor. FUSED: for a whole warp, and a plan without tickets.
+// Copies all tiles of the CTA, by an EVEN plan (`plan_decode`), which has no gaps. Tiles without the newest key of their sequence are older than the predecessor.
 __device__ __forceinline__ void copy_all(const Arguments &a, Shared &s) {
     const int *parts = a.work + BEGINS;
     const int split = (int)blockIdx.x / HEADS, num_splits = a.work[0], num_seqs = a.work[1];
     int head = (int)blockIdx.x % HEADS, issued = 0;
     bool has_waited = false;
     const u64 policy = evict_first();
-    if (threadIdx.x % 32 == 0) prefetch(a.pages);
     Part p = load_part(parts, split);
     int remaining = split < num_splits ? p.remaining : 0;
     const int first_seq = p.seq, first_head = head;
     auto query = [&](int seq, int head, int slot) {
-        if (FUSED) return;
         copy(address(s.query[slot]), a.q + (long long)seq * a.stride_q + head * GROUP * DIM, QUERY_BYTES, address(&s.full[slot]));
     };
     auto settle = [&] {
@@ -234,29 +118,22 @@ __device__ __forceinline__ void copy_all(const Arguments &a, Shared &s) {
             if (issued >= STAGES) {
                 settle();
                 wait(address(&s.empty[slot]), (issued / STAGES - 1) & 1);
-                if (FUSED) fence_copies(), __syncwarp();  // a newest key may have been added to the stage
             }
             const u32 full = address(&s.full[slot]);
-            const bool is_first = begin == p.begin, is_last = begin + TILE >= p.length;
+            const bool is_first = begin == p.begin;
+            s.tiles[slot] = {p.seq, head, begin, stop, p.length, p.first_split, p.parts, is_first};
+            expect(full, 2 * TILE_BYTES + 2 * SCALE_BYTES + (is_first ? QUERY_BYTES : 0));
+            if (begin + TILE >= p.length || (is_first && issued)) settle();
             const int row = head * PAGE + begin % PAGE;
-            if (!FUSED && (is_last || (is_first && issued))) settle();
-            if (threadIdx.x % 32 == 0) {
-                const float *scale = a.kv_scale + (long long)page * 2 * HEADS * PAGE + row;
-                s.tiles[slot] = {p.seq, head, begin, stop, p.length, p.first_split, p.parts, is_first};
-                expect(full, 2 * TILE_BYTES + 2 * SCALE_BYTES + (is_first ? QUERY_BYTES : 0));
-                copy_tile(address(s.stages[slot].data), a.pages, row, page, full, policy);
-                copy(address(s.scales[slot][0]), scale, SCALE_BYTES, full);
-                copy(address(s.scales[slot][1]), scale + HEADS * PAGE, SCALE_BYTES, full);
-                if (is_first && has_waited) query(p.seq, head, slot);
-            }
-#if FUSED
-            if (is_last) add_newest(a, s.stages[slot], s.scales[slot], p, head, full, (issued / STAGES) & 1);
-            if (threadIdx.x % 32 == 0) arrive(address(&s.complete[slot]));
-#endif
+            const float *scale = a.kv_scale + (long long)page * 2 * HEADS * PAGE + row;
+            copy_tile(address(s.stages[slot].data), a.pages, row, page, full, policy);
+            copy(address(s.scales[slot][0]), scale, SCALE_BYTES, full);
+            copy(address(s.scales[slot][1]), scale + HEADS * PAGE, SCALE_BYTES, full);
+            if (is_first && has_waited) query(p.seq, head, slot);
             issued++;
             page = after;
             if (!is_first) continue;
-            if (!FUSED && num_splits > SPLITS) {  // every layer draws one ticket per split and KV head
+            if (num_splits > SPLITS) {  // every layer draws one ticket per split and KV head
                 settle();
                 const int ticket = (int)(atomicAdd((u32 *)a.work + 3, 1u) % (u32)(num_splits * HEADS));
                 next = SPLITS + ticket / HEADS, next_head = ticket % HEADS, has_next = next < num_splits;
@@ -264,44 +141,33 @@ __device__ __forceinline__ void copy_all(const Arguments &a, Shared &s) {
             if (has_next) following = load_part(parts, next);
         }
         p = following;
-        if (!FUSED && num_splits > SPLITS) head = next_head, remaining = has_next ? p.remaining : 0;
+        if (num_splits > SPLITS) head = next_head, remaining = has_next ? p.remaining : 0;
     }
-    if (!FUSED) settle();
+    settle();
     const int slot = issued % STAGES;
     if (issued >= STAGES) wait(address(&s.empty[slot]), (issued / STAGES - 1) & 1);
-    if (threadIdx.x % 32 == 0) s.tiles[slot].seq = -1, arrive(address(&s.full[slot]));
+    s.tiles[slot].seq = -1;
+    arrive(address(&s.full[slot]));
 }
 
-// Merge the parts of one sequence and KV head, weighted by their exponential sums; of every `step`th query head.
-__device__ __forceinline__ void merge(const Arguments &a, const Tile &tile, int first_head, int step, int lane) {
+// Merge the parts of one sequence and KV head, weighted by their exponential sums.
+__device__ __forceinline__ void merge(const Arguments &a, const Tile &tile, int lane) {
     const long long first = ((long long)(tile.seq + tile.first_split) * HEADS + tile.head) * GROUP;
     u16 *out = a.out + ((long long)tile.seq * HEADS + tile.head) * GROUP * DIM;
-#pragma unroll 1
-    for (int h = first_head; h < GROUP; h += step) {
+#pragma unroll
+    for (int h = 0; h < GROUP; h++) {
         float m = LOWEST, total = 0;
         float4 sum = {0, 0, 0, 0};
-        for (int begin = 0; begin < tile.parts; begin += LOADED) {
-            float lse[LOADED];
-            float4 x[LOADED];
-            float most = m;
-#pragma unroll
-            for (int j = 0; j < LOADED; j++) {
-                const long long at = first + h + (long long)(begin + j) * HEADS * GROUP;
-                lse[j] = MASKED, x[j] = {0, 0, 0, 0};
-                if (begin + j < tile.parts) lse[j] = __ldcg(a.lse + at), x[j] = __ldcg((const float4 *)(a.part + at * DIM) + lane);
-            }
-#pragma unroll
-            for (int j = 0; j < LOADED; j++) most = fmaxf(most, lse[j]);
-            const float c = exp2_of(m - most);
-            total *= c, m = most, sum = {sum.x * c, sum.y * c, sum.z * c, sum.w * c};
-#pragma unroll
-            for (int j = 0; j < LOADED; j++) {
-                const float p = exp2_of(lse[j] - most);
-                total += p;
-                sum.x += x[j].x * p, sum.y += x[j].y * p, sum.z += x[j].z * p, sum.w += x[j].w * p;
-            }
+#pragma unroll 4
+        for (int j = 0; j < tile.parts; j++) {
+            const long long at = first + h + (long long)j * HEADS * GROUP;
+            const float lse = __ldcg(a.lse + at);
+            const float4 x = __ldcg((const float4 *)(a.part + at * DIM) + lane);
+            const float most = fmaxf(m, lse), c = exp2_of(m - most), p = exp2_of(lse - most);
+            total = total * c + p, m = most;
+            sum = {sum.x * c + x.x * p, sum.y * c + x.y * p, sum.z * c + x.z * p, sum.w * c + x.w * p};
         }
-        const float f = __fdividef(1, total);
+        const float f = 1 / total;
         *(uint2 *)(out + h * DIM + lane * 4) = {narrow(sum.x * f, sum.y * f), narrow(sum.z * f, sum.w * f)};
     }
 }
@@ -335,14 +201,14 @@ __device__ __forceinline__ void join(State &w, const Stage &stage, int lane) {
     }
 }
 
-// Store a finished part, and return whether it is the last of several to be finished.
-__device__ __forceinline__ bool finish(const Arguments &a, const Tile &tile, State &w, int lane) {
+// Store a finished part, and merge the sequence's parts if this is the last to be finished.
+__device__ __forceinline__ void finish(const Arguments &a, const Tile &tile, State &w, int lane) {
     const int g = lane / 4, t = lane % 4;
     const long long split = tile.parts > 1 ? (long long)blockIdx.x / HEADS : 0;
     const long long at = ((tile.seq + split) * HEADS + tile.head) * GROUP;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const float total = sum_of_keys(w.total[i]), f = __fdividef(0.00390625f, total);
+        const float total = sum_of_keys(w.total[i]), f = 0.00390625f / total;
         const int h = 2 * t + i;
         if (h >= GROUP) continue;
         const long long to = (at + h) * DIM + 2 * g;
@@ -356,39 +222,31 @@ __device__ __forceinline__ bool finish(const Arguments &a, const Tile &tile, Sta
         }
         if (tile.parts > 1 && g == 0) a.lse[at + h] = w.m[i] + __log2f(total);
     }
-    if (tile.parts == 1) return false;
+    if (tile.parts == 1) return;
+    __threadfence();
     __syncwarp();
     int *const counter = a.counters + tile.seq * HEADS + tile.head;
     int before = 0;
-    if (lane == 0) before = add_in_order(counter, 1);
-    if (__shfl_sync(~0u, before, 0) != tile.parts - 1) return false;
-    __syncwarp();
+    if (lane == 0) before = atomicAdd(counter, 1);
+    if (__shfl_sync(~0u, before, 0) != tile.parts - 1) return;
+    __threadfence();
     if (lane == 0) *counter = 0;
-    return true;
+    merge(a, tile, lane);
 }
 
 __device__ __forceinline__ void compute_all(const Arguments &a, Shared &s) {
-    const int lane = (int)threadIdx.x % 32, g = lane / 4, first_key = (int)threadIdx.x / 32 * KEYS;
+    const int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4, first_key = (int)threadIdx.x / 32 * KEYS;
     u32 query[DIM / 16][2];
     State w;
-#if FUSED
-    const int split = (int)blockIdx.x / HEADS;
-    const Part part = load_part(a.work + BEGINS, split);
-    if (split < a.work[0] && part.remaining > 0) load_query(a, part.seq, (int)blockIdx.x % HEADS, part.length, s.query[0]);  // while keys are copied
-#endif
     for (int done = 0;; done++) {
         const int slot = done % STAGES;
         wait(address(&s.full[slot]), (done / STAGES) & 1);
         const Tile tile = s.tiles[slot];
         if (tile.seq < 0) return;
-        if (FUSED) wait(address(&s.complete[slot]), (done / STAGES) & 1);
         if (tile.is_first) {
-#if FUSED
-            if (done > 0) load_query(a, tile.seq, tile.head, tile.length, s.query[slot]);
-#endif
 #pragma unroll
             for (int i = 0; i < DIM / 16; i++) {
-                const uint2 v = *(const uint2 *)(s.query[slot] + (g < GROUP ? g : 0) * DIM + i * 16 + lane % 4 * 4);
+                const uint2 v = *(const uint2 *)(s.query[slot] + (g < GROUP ? g : 0) * DIM + i * 16 + t * 4);
                 query[i][0] = g < GROUP ? v.x : 0, query[i][1] = g < GROUP ? v.y : 0;
                 w.sums[i] = {0, 0, 0, 0};
             }
@@ -482,30 +340,18 @@ __device__ __forceinline__ void compute_all(const Arguments &a, Shared &s) {
         }
         __syncwarp();
         if (lane == 0) arrive(address(&s.empty[slot]));
-        if (!is_last) continue;
-#if FUSED  // few sequences, so both warps are free to merge
-        if (first_key == 0) {
-            const bool is_merging = finish(a, tile, w, lane);
-            if (lane == 0) s.is_merging = is_merging;
-        }
-        if (tile.parts == 1) continue;
-        wait_for_threads(1, 64);
-        if (s.is_merging) merge(a, tile, first_key > 0, 2, lane);
-#else
-        if (first_key == 0 && finish(a, tile, w, lane)) merge(a, tile, 0, 1, lane);
-#endif
+        if (is_last && first_key == 0) finish(a, tile, w, lane);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, FUSED ? 2 : 4) decode(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 4) decode(const __grid_constant__ Arguments a) {
     Shared &s = *(Shared *)shared_memory();
     launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) init_barrier(address(&s.full[i]), 1), init_barrier(address(&s.empty[i]), WARPS);
-        for (int i = 0; i < STAGES; i++) init_barrier(address(&s.complete[i]), 1);
         fence_barriers();
     }
     __syncthreads();
-    if (FUSED ? threadIdx.x >= WARPS * 32 : threadIdx.x == WARPS * 32) copy_all(a, s);
+    if (threadIdx.x == WARPS * 32) copy_all(a, s);
     if (threadIdx.x < WARPS * 32) compute_all(a, s);
 }

@@ -23,6 +23,11 @@ __device__ __forceinline__ float reciprocal_of(float x) {
     asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
     return x;
 }
+__device__ __forceinline__ float from_half(u16 v) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
+    return f;
+}
 #endif
 
 __device__ __forceinline__ float gated(float gate, float up) {
@@ -30,3 +35,5 @@ __device__ __forceinline__ float gated(float gate, float up) {
     if (GATE == 2) z = fmaxf(1.5957691216057308f * gate * (1 + 0.044715f * gate * gate), -80.f);
     return gate * reciprocal_of(1 + exp2_of(z * -1.4426950408889634f)) * up;
 }
+
+__device__ __forceinline__ float widen(u16 v) { return IS_HALF ? from_half(v) : __uint_as_float((u32)v << 16); }

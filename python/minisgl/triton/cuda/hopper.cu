@@ -67,17 +67,6 @@ __device__ __forceinline__ u32 pack_bfloat(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
 }
-// Two float8_e4m3fn, in the lower half.
-__device__ __forceinline__ u32 round_fp8(float low, float high) {
-    u16 both;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
-    return both;
-}
-__device__ __forceinline__ float from_half(u16 v) {
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
-    return f;
-}
 __device__ __forceinline__ float exp2_of(float x) {
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
     return x;
@@ -94,5 +83,4 @@ __device__ __forceinline__ u32 transpose_matrix(u32 both) {
 }
 #endif
 
-__device__ __forceinline__ float widen(u16 v) { return IS_HALF ? from_half(v) : __uint_as_float((u32)v << 16); }
 __device__ __forceinline__ u32 narrow(float low, float high) { return IS_HALF ? pack_half(low, high) : pack_bfloat(low, high); }
