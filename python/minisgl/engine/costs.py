@@ -1,8 +1,8 @@
 """Times a few steps at the start, so that the scheduler can predict what a step costs on this device.
 
 On a GPU this takes a fraction of a second. A CPU may need a second for 64 tokens, so there the sizes follow from the
-time of a first chunk, except with several ranks, which must run the same steps. Other processes delay a CPU's steps, so
-there the shortest CPU time of the thread counts.
+time of a first chunk. Other processes delay a CPU's steps, so there the shortest CPU time of the thread counts. Several
+ranks must run the same steps, and their steps on a CPU are slow: there each is only repeated once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
     longest = min(spec.max_seq_len, num_pages * spec.page_size) - 1
     pipelined = PIPELINED if is_async else 1
     adapts = not is_async and spec.info.size == 1
-    repeats, clock = (CPU_REPEATS, time.thread_time) if adapts else (REPEATS, time.perf_counter)
+    repeats = REPEATS if is_async else CPU_REPEATS if adapts else 1
+    clock = time.thread_time if adapts else time.perf_counter
 
     def seconds(slots: list[Slot]) -> float:
         return timed(spread_plan(slots, spec.page_size, num_pages))
