@@ -82,12 +82,13 @@ PREFIX_ANSWER: Final = 16
 class Server:
     """A running server and the requests that it gets."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, sizes: Sizes) -> None:
+        """Send a first load, as large as workload A, to the server at `url`."""
         self.url = url
         model = ChatClient(url, None).model()
         self.sampling = LoadGenerator(url, model, temperature=0.6)
         self.greedy = LoadGenerator(url, model, keeps_events=True)
-        self.send(random_requests(32, Range(64, 1024), Range(8, 8), VOCAB, "warm-up"))
+        self.send(random_requests(sizes.requests, Range(sizes.longest, sizes.longest), Range(8, 8), VOCAB, "warm-up"))
 
     def send(self, requests: Sequence[Request], is_greedy: bool = False) -> tuple[list[Record], float]:
         """Send all at once; return their records and the CPU seconds of this process."""
@@ -270,11 +271,11 @@ def _text(record: Record) -> str:
 # -- all
 
 
-def start(options: Sequence[tuple[dict[str, Any], dict[str, str]]], stack: ExitStack) -> list[Server]:
+def start(options: Sequence[tuple[dict[str, Any], dict[str, str]]], sizes: Sizes, stack: ExitStack) -> list[Server]:
     """Start servers with their options and environment at once; they run until `stack` closes."""
     with ThreadPoolExecutor(len(options)) as threads:
         urls = list(threads.map(lambda pair: stack.enter_context(own_server(*pair)), options))
-        return list(map(Server, urls))
+        return [Server(url, sizes) for url in urls]
 
 
 def measure(what: Sequence[str], sizes: Sizes, given: dict[str, Any], report: Report) -> None:
@@ -285,13 +286,13 @@ def measure(what: Sequence[str], sizes: Sizes, given: dict[str, Any], report: Re
     count = 2 if "prefixes" in what else 1 if "throughput" in what else 0
     with ExitStack() as stack:
         envs = [{"CUDA_VISIBLE_DEVICES": shown[i]} if is_cuda else {} for i in range(count)]
-        servers = start([(given, env) for env in envs], stack) if count else []
+        servers = start([(given, env) for env in envs], sizes, stack) if count else []
         if "throughput" in what:
             one = one_throughput(servers[0], sizes, report)
         if "prefixes" in what:
             robin = report.add("prefixes, two servers in turn", prefix_load(servers, sizes))
     with ExitStack() as stack:
-        (pair,) = start([(given | {"dp": 2}, {})], stack)
+        (pair,) = start([(given | {"dp": 2}, {})], sizes, stack)
         if "throughput" in what:
             pair_throughput(pair, sizes, report, one)
         if "prefixes" in what:
