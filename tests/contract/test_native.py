@@ -32,7 +32,7 @@ from minisgl.native import library as native
 from minisgl.native.runner import refusal
 from minisgl.settings.options import EngineConfig
 
-pytestmark = pytest.mark.usefixtures("built")
+pytestmark = pytest.mark.usefixtures("built", "fixed_costs")
 RNG = random.Random(0)
 A, B, C = ([RNG.randrange(160) for _ in range(n)] for n in (90, 37, 61))
 # Beside those of every architecture: one KV head of 64 for many queries, wide heads, a vocabulary of odd size, windows.

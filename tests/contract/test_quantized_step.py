@@ -152,7 +152,7 @@ def test_a_number_that_is_not_finite_is_told(tmp_path: Path, isa: str, quantizat
     assert engine.ok.tolist() == [0]
 
 
-@pytest.mark.usefixtures("built")
+@pytest.mark.usefixtures("built", "fixed_costs")
 @pytest.mark.parametrize(("quantization", "most", "same"), [("int8", 1e-3, 0.97), ("int4", 0.1, 0.9)])
 def test_the_built_in_model_says_nearly_the_same(quantization: str, most: float, same: float):
     """Its distributions after each token of a chat and a story of its own, against those with float32 weights."""
@@ -174,7 +174,7 @@ def test_the_built_in_model_says_nearly_the_same(quantization: str, most: float,
     assert (exact.argmax(-1) == ours.argmax(-1)).float().mean() > same
 
 
-@pytest.mark.usefixtures("built")
+@pytest.mark.usefixtures("built", "fixed_costs")
 @pytest.mark.parametrize(("quantization", "bits"), [("int8", 8.5), ("int4", 4.5)])
 def test_weights_take_half_a_bit_more(quantization: str, bits: float):
     """Of a projection. The head has 8.5 bits, and a norm 32."""

@@ -16,6 +16,8 @@ from minisgl.ops.sampling import apply_penalties, count_tokens
 from minisgl.scheduler.plan import penalty_record
 from minisgl.scheduler.req import Req
 
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
 VOCAB = 50
 EOS = frozenset({0, 7})
 

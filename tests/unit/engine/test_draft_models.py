@@ -39,6 +39,8 @@ from support.embedding_models import write_modules
 from support.late_device import LateDevice
 from unit.engine.test_drafts import LAYOUTS, VOCAB, Requests, make_requests, run
 
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
 HIDDEN, HEADS, KV_HEADS, DIM, DRAFT_VOCAB = 32, 4, 2, 16, 40
 EPS, THETA, LAYERS = 1e-6, 10000.0, [0, 2, 1]
 STEPS = {"C++": (0, None), "op by op": (0, CpuDevice(1)), "op by op and late": (1, LateDevice(1))}

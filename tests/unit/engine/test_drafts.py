@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core import StepCosts
 from minisgl.device.device import CpuDevice, Device
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
@@ -32,6 +31,8 @@ from minisgl.speculative.ngram import NGramDrafter
 from support.fake_grammar import FakeCompiler, LateExecutor
 from support.late_device import LateDevice
 from support.tiny_model import VOCAB, write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("fixed_costs")
 
 Requests = list[tuple[list[int], SamplingParams]]
 
@@ -122,9 +123,6 @@ def run(
     )
     engine, io = Engine(resolve(config.engine, "cpu"), device or CpuDevice(1)), OfflineIO()
     assert engine.general.name.startswith("native" if device is None else "eager")
-    engine._costs = StepCosts(1e-1, 1e-3)  # not those of this machine and its other work
-    if engine.spec.draft is not None:
-        engine._costs = replace(engine._costs, plain=((1, 0.1),), drafted=(((9, 0.11),),), proposed=(((9, 0.105),),))
     compiling = LateExecutor()
     scheduler = Scheduler(config, engine, io, Grammars(FakeCompiler(VOCAB), compiling))
     if oracle is not None:

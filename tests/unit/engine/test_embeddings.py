@@ -29,6 +29,8 @@ from minisgl.verify.steps import span_plan
 from support.embedding_models import EmbeddingModel, save_embedding_model
 from support.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
 COMMON: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 64,

@@ -26,6 +26,8 @@ from support.fake_grammar import FakeCompiler, LateExecutor
 from support.late_device import LateDevice
 from support.tiny_model import VOCAB, write_tiny_model
 
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

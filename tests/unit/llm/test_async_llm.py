@@ -16,6 +16,8 @@ from minisgl import LLM, AsyncLLM, Piece, SamplingParams
 from minisgl.core import FinishReason
 from minisgl.errors import ConfigError, InvariantError, RequestError
 
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
 LONG = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
 PROMPTS = [f"Once upon a time, there was a {animal}" for animal in ("cat", "dog", "fox", "cow", "owl", "bear", "pig")]

@@ -16,6 +16,8 @@ from minisgl.errors import ConfigError
 from minisgl.kvcache import storage
 from minisgl.scheduler.budget import LoadBudget, Pace
 
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=6, ignore_eos=True)
 PROMPTS = [f"Story number {i}. " + "The fox ran over the hill and saw a bird. " * 13 for i in range(3)]

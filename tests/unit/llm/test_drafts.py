@@ -11,8 +11,9 @@ import pytest
 
 from minisgl import LLM, Completion, Grammar, SamplingParams
 from minisgl.checkpoint.hf import BUILTIN_MODEL
-from minisgl.core import StepCosts
 from support.schemas import SCHEMAS
+
+pytestmark = pytest.mark.usefixtures("fixed_costs")
 
 STORY = "Once upon a time, a robin called Skia lived in a warm nest. Skia had never seen the sea. "
 GRAMMARS = [
@@ -66,8 +67,6 @@ def check_equal(seed: int, count: int, speculate: str) -> None:
     want = LLM(threads=1, speculate="off", **layout).generate(prompts, params)
     llm = LLM(threads=1, speculate=speculate, num_draft_tokens=rng.randrange(1, 9), **layout)
     llm.scheduler.depth = seed % 2
-    assert llm.scheduler.drafts is not None
-    llm.scheduler.drafts._costs = StepCosts(1e-1, 1e-3)  # not those of this machine and its other work
     for _ in range(2):  # for the second time with the answers in the radix tree
         got = llm.generate(prompts, params)
         for i, (one, other) in enumerate(zip(want, got, strict=True)):

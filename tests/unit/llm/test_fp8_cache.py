@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from minisgl import LLM, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("fixed_costs")
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 QUESTIONS = [

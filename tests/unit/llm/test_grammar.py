@@ -11,6 +11,8 @@ from minisgl.errors import RequestError
 from support.fake_grammar import AtOnce
 from support.schemas import SCHEMAS
 
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
 PERSON = Grammar("json_schema", json.dumps(SCHEMAS["person"][1]))
 LONG = Grammar("regex", "[a-z ]{500}")
 PARAMS = (

@@ -13,6 +13,8 @@ from minisgl.api.replies import token_text
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.tokenizer.text import TokenBytes
 
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
 PROMPT = "Once upon a time, there was a little fox named Lily. She said: grün 東京 🙂!"
 
 

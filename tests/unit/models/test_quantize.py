@@ -26,6 +26,8 @@ from minisgl.models.dequantize import dequantized
 from minisgl.models.weight import open_all
 from support.faults import failing
 
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
 
 

@@ -16,6 +16,8 @@ from training.export import load
 from training.head import LAYERS, Head, draft_vocabulary, export
 from training.model import Model, Muon
 
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
 MODEL = Path(__file__).parents[3] / "python/minisgl/demo/model"
 PROMPTS = ("The little fox", "Anna lives in Oslo and", "Count: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11")
 
