@@ -179,12 +179,13 @@ def test_events_from_byte_templates_are_cheaper_than_fastapis() -> None:
     assert min(times["fastapi"]) > 2 * min(times["minisgl"]), times  # 9.5 times on quiet cores, 5.4 on busy ones
 
 
-def test_auto_never_costs_much_and_gains_where_drafts_are_right() -> None:
+def test_auto_never_costs_much_and_gains_where_drafts_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated with the times of an H200; always drafting is down to 0.66 there."""
     from draft_policy import COSTS, seconds
 
+    monkeypatch.setenv("MINISGL_CHECK", "0")  # which takes as long as the simulation
     for costs in COSTS.values():
-        for rows, texts in ((1, 16), (8, 4), (64, 1)):
+        for rows, texts in ((1, 8), (8, 2), (64, 1)):
             gains = [
                 sum(seconds(costs, rows, chance, "off", seed) for seed in range(texts))
                 / sum(seconds(costs, rows, chance, "auto", seed) for seed in range(texts))

@@ -121,7 +121,9 @@ def test_one_row(
 
 
 @pytest.mark.skipif(compiler is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("kind", [FP8, pytest.param(INT8, marks=pytest.mark.slow), WITH_ZEROS], ids=str)
+@pytest.mark.parametrize(
+    "kind", [FP8, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (INT8, WITH_ZEROS))], ids=str
+)
 def test_chain(kind: Format, tmp_path: Path) -> None:
     """One kernel for o, gate and up, down and qkv computes what four do, whatever an earlier launch has left."""
     torch.manual_seed(0)
