@@ -28,7 +28,7 @@ from simulation.history import ENDINGS, run_history, summary
 HISTORIES = int(os.environ.get("MINISGL_HISTORIES", "200"))
 SOAK = int(os.environ.get("MINISGL_HISTORIES", "20000"))
 # Histories that find a planted bug. The rarest, a lost replica that is still heard, is found by number 560.
-FOUND = range(550, 1550)
+SEARCHED = range(550, 1550)
 
 
 def run(seeds: range) -> None:
@@ -164,7 +164,7 @@ def failure_forgets_the_queries(original: Callable[..., None]) -> Callable[..., 
 )
 def test_planted_bugs_are_found(owner: type, name: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name, plant(getattr(owner, name)))
-    seed, problem = next((seed, found) for seed in FOUND if (found := problem_of(seed)))
+    seed, problem = next((seed, found) for seed in SEARCHED if (found := problem_of(seed)))
     assert problem_of(seed) == problem  # again
     monkeypatch.undo()
     assert not problem_of(seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,15 @@ import pytest
 
 from minisgl import LLM
 from minisgl.core import DRAFT_CONTEXT, BatchPlan, StepCosts
+from minisgl.device.device import CpuDevice, Device
 from minisgl.engine import costs as measured
+from minisgl.engine.config import resolve
 from minisgl.engine.costs import measure_costs
+from minisgl.engine.engine import Engine
+from minisgl.settings.options import EngineConfig
 from support.fake_engine import step_seconds
+from support.late_device import LateDevice
+from support.tiny_model import write_tiny_model
 
 SPEC = SimpleNamespace(
     max_seq_len=40_960,
@@ -87,6 +94,38 @@ def test_a_cpu_has_costs() -> None:
     with LLM(threads=1, num_pages=300) as llm:
         costs = llm.scheduler.engine.step_costs()
     assert costs is not None and 1e-6 < costs.per_token < 0.05 and costs.base < 5
+
+
+RUNNERS: dict[str, Device | None] = {"C++": None, "op by op": CpuDevice(1), "op by op and late": LateDevice(1)}
+
+
+# Not "ngram" where the device is late: timed rows advance beyond the bound in their plan, and the reference needs it.
+@pytest.mark.parametrize(
+    ("runner", "speculate"),
+    [
+        (runner, kind)
+        for runner in RUNNERS
+        for kind in ("off", "ngram", "draft")
+        if (runner[-4:], kind) != ("late", "ngram")
+    ],
+)
+def test_steps_of_each_runner_are_timed(runner: str, speculate: str, tmp_path: Path) -> None:
+    """Other tests of these engines have fixed costs."""
+    device = RUNNERS[runner]
+    folder = str(write_tiny_model(tmp_path, 512))
+    config = EngineConfig(
+        model=folder,
+        dummy_weight=True,
+        speculate=f"draft:{folder}" if speculate == "draft" else speculate,
+        attention_backend="auto" if device is None else "cpu",
+        num_pages=300,
+        max_running_requests=8,
+    )
+    engine = Engine(resolve(config, "cpu"), device or CpuDevice(1))
+    costs = engine.step_costs()
+    assert costs is not None and costs.per_token > 0
+    assert [rows for rows, _ in costs.plain] == ([] if speculate == "off" else [1, 8])
+    assert len(costs.drafted) == len(costs.plain) and bool(costs.proposed) == (speculate == "draft")
 
 
 def test_ranks_take_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
