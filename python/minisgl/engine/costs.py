@@ -71,9 +71,10 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
 
     def draft(rows: int, width: int, *, are_proposed: bool = False) -> float:
         """Time a step in which each row has `width` tokens, all but one drafts, which are likely to be rejected."""
-        stop = DRAFT_CONTEXT + width
-        plan = spread_plan([(row, 0, stop + SLACK, DECODES) for row in range(rows)], spec.page_size, num_pages)
-        plan.slots["start"], plan.slots["stop"] = DRAFT_CONTEXT, stop
+        # Where steps are not repeated from the same lengths, the plan bounds those of the last one.
+        start = DRAFT_CONTEXT + SLACK * is_async
+        plan = spread_plan([(row, 0, start + width, DECODES) for row in range(rows)], spec.page_size, num_pages)
+        plan.slots["start"] = start
         plan.slots["flags"] |= Flag.DRAFTS
         proposals = np.zeros(rows * are_proposed, PROPOSAL)
         proposals["row"], proposals["first"] = np.arange(len(proposals)), DRAFT_CONTEXT + 1

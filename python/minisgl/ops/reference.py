@@ -198,8 +198,8 @@ def look_up(
 
     history [R, W] int32 has the tokens of all rows; lengths [D] int32, at most `longest`, are their numbers. Only the
     newest `window` tokens are searched. `matches` are the least and the most tokens that must match. The longest match
-    is used, and among equal ones the most recent. Returns drafts [D, count] and the numbers of valid ones [D], int32:
-    0 without a match. Where the text after the match ends, it is continued by repetition.
+    is used, and among equal ones the most recent. Returns drafts [D, count] and the numbers of valid ones [D], int32.
+    Without a match, both are 0. Where the text after the match ends, it is continued by repetition.
     """
     width = min(longest, window)
     index = torch.arange(width, device=history.device)
@@ -218,11 +218,12 @@ def look_up(
         is_match[:, :n] = False
         matched += is_match
     best = (matched * width + index).argmax(1, keepdim=True)
-    counts = torch.where(matched.gather(1, best) >= matches[0], count, 0).squeeze(1)
+    is_found = matched.gather(1, best) >= matches[0]
     # Beyond the newest token, the drafts repeat the text after the match from its beginning.
     period = (newest - best).clamp(min=1)
     following = best + 1 + torch.arange(count, device=history.device) % period
-    return history.gather(1, following.clamp(max=width - 1)).clamp(min=0), counts.int()
+    drafts = history.gather(1, following.clamp(max=width - 1)).clamp(min=0)
+    return drafts * is_found, count * is_found.squeeze(1).int()
 
 
 def paged_attention(
