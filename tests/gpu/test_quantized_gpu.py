@@ -11,7 +11,7 @@ import torch
 from minisgl import LLM, SamplingParams
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.models import quantize
-from minisgl.ops import reference
+from minisgl.ops import quantized, reference
 from minisgl.ops.quantized import Format
 from minisgl.ops.table import load_ops
 
@@ -31,6 +31,17 @@ QUESTIONS = ["What is 12 + 30?", "Repeat exactly: a b c", "What is 45 - 7?", "Co
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_weights_are_rounded_as_by_pytorch(group: int) -> None:
+    """But for sums of errors that nearly tie."""
+    torch.manual_seed(0)
+    kind = Format(4, group, scale_dtype=torch.bfloat16)
+    weight = (torch.randn(1000, 4096, device="cuda") * 0.02).bfloat16()
+    pairs = zip(load_ops("triton").rounded(weight, kind), quantized.rounded(weight, kind), strict=True)
+    for got, want in pairs:
+        assert got.dtype is want.dtype and (got != want).float().mean() < 1e-4
 
 
 @pytest.mark.parametrize("kind", FORMATS, ids=str)

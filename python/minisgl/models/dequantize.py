@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -172,16 +172,26 @@ def _scaled(parts: _Parts, quantization: Quantization) -> Matrices:
 # -- 4 or 8 bits, packed into words of 32
 
 
-def _unpack(words: Tensor, shifts: Tensor, bits: int) -> Tensor:
-    """Unpack words [..., W] int32 to [..., W * 32 / bits] int32."""
-    return ((words.unsqueeze(-1) >> shifts) & (1 << bits) - 1).flatten(-2)
+class _Packing(NamedTuple):
+    """Numbers of `bits` in words of `per`; `order` is the position of each in its word, if they are not in order."""
+
+    bits: int
+    per: int
+    order: tuple[int, ...] = ()
+
+    def unpack(self, words: Tensor) -> Tensor:
+        """Words [N, W], integers of any size -> [N, W * per] uint8."""
+        q = words.contiguous().view(torch.uint8)
+        if self.bits == 4:
+            q = torch.stack([q & 15, q >> 4], -1).flatten(1)
+        return q.view(len(q), -1, self.per)[..., self.order].flatten(1) if self.order else q
 
 
 @dataclass(frozen=True, slots=True)
 class _Packed(Matrix):
     """Integers packed into words, with scales and zero points for each group of columns.
 
-    words   reads the integers of (rows, columns), int32 [rows, columns]
+    words   reads the integers of (rows, columns), uint8 [rows, columns]
     scales  reads the scales of rows, [rows, G]
     zeros   reads the zero points of rows, [rows, G], or a scalar for all
     groups  [K] the group of each column
@@ -197,7 +207,7 @@ class _Packed(Matrix):
         rows, columns = take
         groups = self.groups[columns]
         q = self.words(rows, columns, lambda host: host)
-        w = E2M1[q] if self.format == MXFP4 else q.float()
+        w = E2M1[q.int()] if self.format == MXFP4 else q.float()
         zeros = self.zeros(rows)
         w -= zeros.float().index_select(1, groups) if zeros.dim() else zeros
         return w.mul_(self.scales(rows).float().index_select(1, groups))
@@ -214,17 +224,16 @@ class _Packed(Matrix):
 
 
 def _slice(
-    data: Any, dim: int, take: slice, other: slice, shifts: Tensor, bits: int, upload: Upload = lambda host: host
+    data: Any, dim: int, take: slice, other: slice, packing: _Packing, upload: Upload = lambda host: host
 ) -> Tensor:
     """Unpack a part of a matrix that is packed along `dim`, with `dim` last: [other, take].
 
     `take` selects elements along `dim`, and `other` along the other dimension.
     """
-    per = len(shifts)
-    words = slice(take.start // per, ceil_div(take.stop, per))
+    words = slice(take.start // packing.per, ceil_div(take.stop, packing.per))
     part = upload(data[other, words] if dim else data[words, other])
-    start = take.start - words.start * per
-    return _unpack(part if dim else part.t(), shifts.to(part.device), bits)[:, start : start + take.stop - take.start]
+    start = take.start - words.start * packing.per
+    return packing.unpack(part if dim else part.t())[:, start : start + take.stop - take.start]
 
 
 def _format(bits: int, columns: int, scales: Stored, groups: Tensor, num_groups: int, has_zeros: bool) -> Format | None:
@@ -235,10 +244,6 @@ def _format(bits: int, columns: int, scales: Stored, groups: Tensor, num_groups:
         return None
     is_plain = torch.equal(groups[order], groups)
     return Format(4, group, has_zeros, scales.whole().dtype, order=b"" if is_plain else order.int().numpy().tobytes())
-
-
-def _shifts(bits: int, order: tuple[int, ...] = ()) -> Tensor:
-    return torch.tensor(order or range(32 // bits), dtype=torch.int32) * bits
 
 
 def _column_groups(parts: _Parts, columns: int, num_groups: int, order: Stored | None) -> Tensor:
@@ -259,19 +264,19 @@ def _compressed(parts: _Parts, quantization: Quantization) -> Matrices:
     """
     words, shape = parts.need("weight_packed"), parts.need("weight_shape")
     scales, zeros, order = parts.scale("weight_scale"), parts.take("weight_zero_point"), parts.take("weight_g_idx")
-    bits, shifts = quantization.bits, _shifts(quantization.bits)
+    bits, packing = quantization.bits, _Packing(quantization.bits, 32 // quantization.bits)
     rows, columns = (int(n) for n in shape.whole())
     num_groups = scales.shape[-1]
-    parts.require(words, "weight_packed", (rows, ceil_div(columns, len(shifts))))
+    parts.require(words, "weight_packed", (rows, ceil_div(columns, packing.per)))
     parts.require(scales, "weight_scale", (rows, num_groups))
     if zeros is not None:
-        parts.require(zeros, "weight_zero_point", (ceil_div(rows, len(shifts)), num_groups))
+        parts.require(zeros, "weight_zero_point", (ceil_div(rows, packing.per), num_groups))
     middle = torch.tensor(1 << bits - 1)
     groups = slice(0, num_groups)
     matrix = _Packed(
-        lambda r, c, upload: _slice(words.data, 1, c, r, shifts, bits, upload),
+        lambda r, c, upload: _slice(words.data, 1, c, r, packing, upload),
         lambda r: scales.data[r],
-        lambda r: middle if zeros is None else _slice(zeros.data, 0, r, groups, shifts, bits).t(),
+        lambda r: middle if zeros is None else _slice(zeros.data, 0, r, groups, packing).t(),
         group_of := _column_groups(parts, columns, num_groups, order),
         _format(bits, columns, scales, group_of, num_groups, zeros is not None),
     )
@@ -284,15 +289,15 @@ AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # the position in a word of each of
 def _awq(parts: _Parts, quantization: Quantization) -> Matrices:
     """AutoAWQ's "gemm": words [K, N / 8] in AWQ_ORDER, scales [G, N], zero points [G, N / 8]."""
     words, scales, zeros = parts.need("qweight"), parts.scale("scales"), parts.need("qzeros")
-    bits, shifts = quantization.bits, _shifts(quantization.bits, AWQ_ORDER)
+    bits, packing = quantization.bits, _Packing(quantization.bits, 32 // quantization.bits, AWQ_ORDER)
     columns, (num_groups, rows) = words.shape[0], scales.shape
-    parts.require(words, "qweight", (columns, ceil_div(rows, len(shifts))))
-    parts.require(zeros, "qzeros", (num_groups, ceil_div(rows, len(shifts))))
+    parts.require(words, "qweight", (columns, ceil_div(rows, packing.per)))
+    parts.require(zeros, "qzeros", (num_groups, ceil_div(rows, packing.per)))
     groups = slice(0, num_groups)
     matrix = _Packed(
-        lambda r, c, upload: _slice(words.data, 1, r, c, shifts, bits, upload).t(),
+        lambda r, c, upload: _slice(words.data, 1, r, c, packing, upload).t(),
         lambda r: scales.data[groups, r].t(),
-        lambda r: _slice(zeros.data, 1, r, groups, shifts, bits).t(),
+        lambda r: _slice(zeros.data, 1, r, groups, packing).t(),
         group_of := _column_groups(parts, columns, num_groups, None),
         _format(bits, columns, scales, group_of, num_groups, True),
     )
@@ -303,18 +308,18 @@ def _gptq(parts: _Parts, quantization: Quantization) -> Matrices:
     """AutoGPTQ: words [K / per, N], scales [G, N], zero points [G, N / per] less `zero_offset`, groups [K]."""
     words, scales, zeros = parts.need("qweight"), parts.scale("scales"), parts.need("qzeros")
     order = parts.take("g_idx")
-    bits, shifts, offset = quantization.bits, _shifts(quantization.bits), quantization.zero_offset
-    columns, (num_groups, rows) = words.shape[0] * len(shifts), scales.shape
-    parts.require(words, "qweight", (ceil_div(columns, len(shifts)), rows))
-    parts.require(zeros, "qzeros", (num_groups, ceil_div(rows, len(shifts))))
+    bits, packing = quantization.bits, _Packing(quantization.bits, 32 // quantization.bits)
+    columns, (num_groups, rows) = words.shape[0] * packing.per, scales.shape
+    parts.require(words, "qweight", (ceil_div(columns, packing.per), rows))
+    parts.require(zeros, "qzeros", (num_groups, ceil_div(rows, packing.per)))
     groups = slice(0, num_groups)
 
     def zeros_of(r: slice) -> Tensor:
-        return _slice(zeros.data, 1, r, groups, shifts, bits).t() + offset
+        return _slice(zeros.data, 1, r, groups, packing).t().int() + quantization.zero_offset
 
     is_symmetric = bool((zeros_of(slice(0, rows)) == 1 << bits - 1).all())
     matrix = _Packed(
-        lambda r, c, upload: _slice(words.data, 0, c, r, shifts, bits, upload),
+        lambda r, c, upload: _slice(words.data, 0, c, r, packing, upload),
         lambda r: scales.data[groups, r].t(),
         zeros_of,
         group_of := _column_groups(parts, columns, num_groups, order),
@@ -328,9 +333,9 @@ def _gptq(parts: _Parts, quantization: Quantization) -> Matrices:
 
 def _mxfp4(words: Any, scales: Any, columns: int) -> Matrix:
     """Return the matrix of bytes [N, K / 2], with even columns in the low halves, and scales [N, K / 32]."""
-    groups, shifts = slice(0, columns // 32), torch.tensor([0, 4])
+    groups, packing = slice(0, columns // 32), _Packing(4, 2)
     return _Packed(
-        lambda r, c, upload: _slice(words, 1, c, r, shifts, 4, upload),
+        lambda r, c, upload: _slice(words, 1, c, r, packing, upload),
         lambda r: scales[r, groups].view(E8M0),
         lambda r: torch.tensor(0),
         torch.arange(columns) // 32,

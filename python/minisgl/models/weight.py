@@ -33,7 +33,7 @@ from minisgl.errors import ConfigError
 from minisgl.layers.builder import Builder, Init, Parameter, Source
 from minisgl.models.dequantize import Matrix, Stored, dequantized
 from minisgl.models.families import MODELS
-from minisgl.ops.quantized import Format, Quantized
+from minisgl.ops.quantized import Format, Quantized, Rounding, rounded
 
 if TYPE_CHECKING:
     from minisgl.checkpoint.quantization import Quantization
@@ -94,7 +94,7 @@ def load_model(
     if dummy:
         model = build(made_format)
         _require_made(model.parameters, made)
-        fill_dummy(model.parameters)
+        fill_dummy(model.parameters, ops.rounded)
         return model
     with ExitStack() as stack:
         stored = open_checkpoint(hf.weight_files(folder), stack, config.quantization)
@@ -107,7 +107,7 @@ def load_model(
         model = build(stored_format)
         _require_made(model.parameters, made)
         ignored = {HEAD} if config.tie_word_embeddings else set()
-        fill(stored, model.parameters, ignored, device, progress)
+        fill(stored, model.parameters, ignored, device, progress, rounding=ops.rounded)
     return model
 
 
@@ -141,6 +141,7 @@ def fill(
     device: Device,
     progress: Progress | None = None,
     threads: int | None = None,
+    rounding: Rounding = rounded,
 ) -> None:
     """Fill every parameter; convert float dtypes and quantized matrices to the parameter's format.
 
@@ -158,7 +159,7 @@ def fill(
     for parameter in parameters:
         if isinstance(parameter.tensor, Tensor):
             device.use_large_pages(parameter.tensor)
-    _copy_all(pieces, [device.uploader() for _ in range(threads or default_threads())], progress)
+    _copy_all(pieces, [device.uploader() for _ in range(threads or default_threads())], rounding, progress)
     for parameter in parameters:
         if parameter.offset and isinstance(parameter.tensor, Tensor):
             parameter.tensor.add_(parameter.offset)
@@ -237,9 +238,9 @@ class _Piece:
 
     @property
     def bytes(self) -> int:
-        return math.prod(len(range(s.start, s.stop)) for s in self.take) * FLOATS[self.stored.dtype]
+        return math.prod(len(range(s.start, s.stop)) for s in self.take) * _bytes_of(self.stored, self.target)
 
-    def copy(self, uploader: Uploader) -> None:
+    def copy(self, uploader: Uploader, rounding: Rounding) -> None:
         data, target = self.stored.data, self.target
         if isinstance(target, Tensor):
             uploader.copy(target, data[self.take])
@@ -247,14 +248,20 @@ class _Piece:
             rows, columns = self.take
             uploader.run(lambda upload: target.fill(*data.numbers((rows, columns), upload)))
         else:
-            uploader.run(lambda upload: target.round_from(upload(data[self.take])))
+            uploader.run(lambda upload: target.round_from(upload(data[self.take]), rounding))
+
+
+def _bytes_of(stored: Stored, target: Tensor | Quantized) -> int:
+    """Return the bytes of an element, at least 1, that are copied to `target`."""
+    is_kept = isinstance(target, Quantized) and isinstance(stored.data, Matrix) and stored.data.format == target.format
+    return 1 if is_kept else FLOATS[stored.dtype]
 
 
 def _cut(parameter: Parameter, source: Source, stored: Stored) -> Iterator[_Piece]:
     """Cut the rows of a source into pieces of about PIECE_BYTES or ROUNDED_BYTES, each of whole (blocks of) rows."""
     target = parameter.tensor
     rows, *others = source.take
-    row_bytes = math.prod(s.stop - s.start for s in others) * FLOATS[stored.dtype]
+    row_bytes = math.prod(s.stop - s.start for s in others) * _bytes_of(stored, target)
     unit = target.format.rows if isinstance(target, Quantized) else 1
     size = ROUNDED_BYTES if isinstance(target, Quantized) and target.data.is_cpu else PIECE_BYTES
     step = max(1, size // max(row_bytes * unit, 1)) * unit
@@ -265,7 +272,7 @@ def _cut(parameter: Parameter, source: Source, stored: Stored) -> Iterator[_Piec
         yield _Piece(stored, (slice(rows.start + start, rows.start + stop), *others), part)
 
 
-def _copy_all(pieces: list[_Piece], uploaders: list[Uploader], progress: Progress | None) -> None:
+def _copy_all(pieces: list[_Piece], uploaders: list[Uploader], rounding: Rounding, progress: Progress | None) -> None:
     """Copy all pieces, with a thread for each uploader. The first error ends all threads.
 
     Each thread takes the next piece, so that adjacent parts of a file are read at the same time.
@@ -284,7 +291,7 @@ def _copy_all(pieces: list[_Piece], uploaders: list[Uploader], progress: Progres
                         piece = next(queue, None)
                     if piece is None:
                         break
-                    piece.copy(uploader)
+                    piece.copy(uploader, rounding)
                     with lock:
                         done += piece.bytes
                         if progress is not None:
@@ -303,7 +310,7 @@ def _copy_all(pieces: list[_Piece], uploaders: list[Uploader], progress: Progres
         torch.set_num_threads(threads_before)  # the default of threads that start later
 
 
-def fill_dummy(parameters: tuple[Parameter, ...]) -> None:
+def fill_dummy(parameters: tuple[Parameter, ...], rounding: Rounding = rounded) -> None:
     """Fill parameters with random weights, the same in each run and for any number of ranks; norms are 1.
 
     Each tensor of the checkpoint is generated whole, with a seed from its name, and then cut.
@@ -323,7 +330,7 @@ def fill_dummy(parameters: tuple[Parameter, ...]) -> None:
             if isinstance(target, Tensor):
                 target[rows] = whole[source.take]
             else:
-                target.part(rows.start, rows.stop).round_from(whole[source.take])
+                target.part(rows.start, rows.stop).round_from(whole[source.take], rounding)
 
 
 def _listed(names: list[str]) -> str:

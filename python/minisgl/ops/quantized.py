@@ -17,7 +17,9 @@ E8M0: Final = torch.float8_e8m0fnu
 E4M3_MAX: Final = 448.0
 E2M1: Final = torch.tensor([sign * n for sign in (1.0, -1.0) for n in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
 BLOCK: Final = 128
-SHRINKS: Final = [1.0 - 0.02 * i for i in range(16)]  # of a group's scale: a smaller one may cost less than it gains
+# Each group tries scales that are smaller by 0, 1, 2, ... of these steps: that may gain more than it costs.
+SHRINKS: Final = 16
+SHRINK: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +152,10 @@ class Quantized:
         zeros = None if self.zeros is None else self.zeros[scales]
         return Quantized(self.format, self.data[start:stop], self.scale[scales], zeros, self.order)
 
-    def round_from(self, values: Tensor) -> None:
+    def round_from(self, values: Tensor, rounding: Rounding | None = None) -> None:
         """Fill the matrix with the floats `values` [N, K], rounded."""
-        kind = self.format
-        assert not kind.order, "the order comes with the numbers"
-        self.fill(*ROUND[kind.name](values, kind.group, kind.scale_dtype))
+        assert not self.format.order, "the order comes with the numbers"
+        self.fill(*(rounding or rounded)(values, self.format))
 
     def fill(self, q: Tensor, scale: Tensor, zeros: Tensor | None = None) -> None:
         """Fill the matrix with numbers [N, K], scales and zeros as the format says."""
@@ -255,8 +256,8 @@ def round_int4(weight: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, 
     w = weight.float().view(rows, -1, group)
     most = w.abs().amax(2, keepdim=True) / 7
     best, least = most, torch.full_like(most, torch.inf)
-    for shrink in SHRINKS:
-        scale = positive((most * shrink).to(dtype).float())
+    for i in range(SHRINKS):
+        scale = positive((most * (1.0 - SHRINK * i)).to(dtype).float())
         error = ((w / scale).round_().clamp_(-8, 7).mul_(scale) - w).square_().sum(2, keepdim=True)
         best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
     q = (w / best).round_().clamp_(-8, 7).add_(8).to(torch.uint8).view(rows, columns)
@@ -268,6 +269,15 @@ ROUND: Final[dict[str, Callable[[Tensor, int, torch.dtype], tuple[Tensor, Tensor
     "int8": round_int8,
     "int4": round_int4,
 }
+
+
+Rounding = Callable[[Tensor, Format], tuple[Tensor, Tensor]]
+"""Rounds floats [N, K] to what `Quantized.fill` takes."""
+
+
+def rounded(weight: Tensor, kind: Format) -> tuple[Tensor, Tensor]:
+    """A `Rounding` by PyTorch's ops."""
+    return ROUND[kind.name](weight, kind.group, kind.scale_dtype)
 
 
 def positive(scale: Tensor) -> Tensor:

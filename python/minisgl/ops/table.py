@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from minisgl.ops import reference, sampling
-from minisgl.ops.quantized import Quantized
+from minisgl.ops.quantized import Quantized, Rounding, rounded
 from minisgl.registry import Registry
 
 
@@ -33,6 +33,7 @@ class OpTable:
     sample_rows: Callable[..., Tensor] = sampling.sample_rows
     candidates: Callable[..., Tensor] = sampling.candidates
     token_logprobs: Callable[[Tensor, Tensor, Tensor], Tensor] = sampling.token_logprobs
+    rounded: Rounding = rounded
 
 
 def _on(device_type: str) -> Callable[[str], str | None]:

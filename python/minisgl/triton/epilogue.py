@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -131,8 +131,8 @@ class Unfinished(Tensor):
     result that is read after the end of a CUDA graph must be finished inside the graph.
     """
 
-    # Else results of ops would be of this class.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    # To read these must not finish the result.
+    __slots__ = ("_finished", "device", "dtype", "shape", "work")
     work: Work | None
 
     @staticmethod
@@ -141,6 +141,10 @@ class Unfinished(Tensor):
 
     def __init__(self, work: Work) -> None:
         self.work = work
+        self.shape, self.dtype, self.device = torch.Size(work.shape), work.dtype, work.device
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
     def finished(self) -> Tensor:
         """Return the result as an ordinary tensor, always the same one."""
@@ -148,18 +152,15 @@ class Unfinished(Tensor):
             self._finished, self.work = self.work.finish(), None
         return self._finished
 
-    def contiguous(self, *_: Any, **__: Any) -> Tensor:
-        return self.finished()
-
-    def data_ptr(self) -> int:
-        return self.finished().data_ptr()
-
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, op: Any, types: object, args: Any = (), kwargs: Any = None
+    def __torch_function__(
+        cls, op: Callable[..., Any], types: object, args: tuple[object, ...] = (), kwargs: Any = None
     ) -> Any:
         args, kwargs = tree_map_only(Unfinished, Unfinished.finished, (args, kwargs or {}))
         return op(*args, **kwargs)
+
+    # PyTorch asks for it, but imports 500 modules (0.8 s) when it first calls one.
+    __torch_dispatch__ = __torch_function__  # type: ignore[assignment]
 
 
 def finished(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from minisgl.triton.moe import moe
 from minisgl.triton.norm import add_rms_norm, embedding, norm_rope_store, rms_norm
 from minisgl.triton.penalties import apply_penalties, count_tokens
 from minisgl.triton.quantized import quantized_linear
+from minisgl.triton.rounding import rounded
 from minisgl.triton.sample import candidates, sample_rows
 
 MAX_FUSED_INPUTS: Final = 2048
@@ -82,4 +83,5 @@ OPS: Final[Mapping[str, Callable[..., Any]]] = {
     "sample_rows": sample_rows,
     "candidates": candidates,
     "token_logprobs": token_logprobs,
+    "rounded": rounded,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 
@@ -14,6 +15,7 @@ class Product(NamedTuple):
     has_left: bool = False  # the left operand is in registers, not in shared memory
 
 
+@cache
 def multiply_source(columns: int, product: Product) -> str:
     """Return a function: sums [64, columns] = a b + (more ? sums : 0), over 32 inputs of 8 bits or 16 of 16 bits.
 
