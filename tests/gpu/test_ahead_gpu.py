@@ -29,6 +29,7 @@ def test_compile_ahead_compiles_recorded_kernels_without_running_them():
     assert seen == [(1, 2), (2, 2)]
     cache = _add.device_caches[torch.cuda.current_device()][0]
     assert len(cache) == 2 and all(isinstance(k, triton.compiler.CompiledKernel) for k in cache.values())
+    assert all(k._run is not None for k in cache.values()), "launchers are not compiled"
     _add[(1,)](x, 100, BLOCK=128, ADDEND=1)
     _add[(1,)](x, 100, BLOCK=128, ADDEND=2)
     assert bool((x == 3).all()) and len(cache) == 2

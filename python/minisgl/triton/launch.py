@@ -100,7 +100,8 @@ def compile_ahead(progress: Callable[[int, int], None] | None = None) -> Iterato
         cache[key] = _Uncompiled()
 
         def load() -> object:
-            return kernel.preload(data)
+            with torch.cuda.device(compile["device"]):
+                return kernel.preload(data).run  # the launcher, which Triton else compiles (in C) at the first launch
 
         noted[kernel, key] = load
         cached.append((kernel, key))

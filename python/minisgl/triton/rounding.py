@@ -24,7 +24,10 @@ def _nearest(w, scale):
 
 
 @triton.jit
-def _round_int4(w_ptr, q_ptr, scale_ptr, num_groups, GROUP: tl.constexpr, SHRINKS: tl.constexpr, BLOCK: tl.constexpr):
+def _round_int4(
+    w_ptr, q_ptr, scale_ptr, num_groups,
+    GROUP: tl.constexpr, SHRINKS: tl.constexpr, SHRINK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """`ops.quantized.round_int4`, BLOCK groups per program."""
     offs_g = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask_g = offs_g < num_groups

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("minisgl.engine")
 
-# Rows or tokens: with the largest steps they use all kernels but those for unusual sizes.
-SMALL_STEPS: Final = (1, 2, 3, 16, 64, 128)
+# Rows or tokens: with the largest steps they use nearly all kernels.
+SMALL_STEPS: Final = (1, 2, 3, 16, 32, 64, 96, 128, 192, 512)
 
 
 class CudaRunners:
