@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -236,11 +237,17 @@ def _slice(
     return packing.unpack(part if dim else part.t())[:, start : start + take.stop - take.start]
 
 
+@cache
+def _equal_groups(columns: int, size: int) -> Tensor:
+    """Return the group of each column [K], which must not be changed."""
+    return torch.arange(columns) // size
+
+
 def _format(bits: int, columns: int, scales: Stored, groups: Tensor, num_groups: int, has_zeros: bool) -> Format | None:
     """Return the format of packed numbers; None if no GEMM supports their groups."""
     group = columns // num_groups
     order = groups.argsort(stable=True)
-    if bits != 4 or group not in (32, 64, 128) or not torch.equal(groups[order], torch.arange(columns) // group):
+    if bits != 4 or group not in (32, 64, 128) or not torch.equal(groups[order], _equal_groups(columns, group)):
         return None
     is_plain = torch.equal(groups[order], groups)
     return Format(4, group, has_zeros, scales.whole().dtype, order=b"" if is_plain else order.int().numpy().tobytes())
@@ -254,7 +261,7 @@ def _column_groups(parts: _Parts, columns: int, num_groups: int, order: Stored |
         if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
             raise ConfigError(f"tensor {parts.prefix}g_idx in {order.path} names groups that do not exist")
         return groups
-    return torch.arange(columns) // ceil_div(columns, num_groups)
+    return _equal_groups(columns, ceil_div(columns, num_groups))
 
 
 def _compressed(parts: _Parts, quantization: Quantization) -> Matrices:
@@ -338,7 +345,7 @@ def _mxfp4(words: Any, scales: Any, columns: int) -> Matrix:
         lambda r, c, upload: _slice(words, 1, c, r, packing, upload),
         lambda r: scales[r, groups].view(E8M0),
         lambda r: torch.tensor(0),
-        torch.arange(columns) // 32,
+        _equal_groups(columns, 32),
         MXFP4,
     )
 

@@ -6,7 +6,7 @@ Letters: M rows, N output features, K input features.
 from __future__ import annotations
 
 import ctypes
-from functools import partial
+from functools import cache, partial
 from typing import Final, NamedTuple
 
 import torch
@@ -67,9 +67,8 @@ def plan_large_gemm(gate: str, num_sms: int = NUM_SMS) -> Plan:
     return Plan("gemm_large", defines, num_sms // 2 * 2, 2, 384, LARGE_MEMORY, 128, LARGE_TILE // 2, LARGE_TILE // 2)
 
 
-def plan_gemm(
-    rows: int, parts: int, n_rows: int, n_in: int, gate: str, num_sms: int = NUM_SMS
-) -> Plan:  # fmt: skip
+@cache
+def plan_gemm(rows: int, parts: int, n_rows: int, n_in: int, gate: str, num_sms: int = NUM_SMS) -> Plan:
     """Choose `gemm.cu`'s tile of weight rows, and whether two CTAs share it, each with half of the columns.
 
     An SM copies about 45 bytes a nanosecond. A wave of CTAs and the sums of two CTAs take as long as 180 and 45 KB.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -102,6 +102,7 @@ def find_or_compile(nvrtc: ctypes.CDLL, source: bytes, defines: dict[str, int | 
     return cubin
 
 
+@lru_cache(1 << 14)
 def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Map:
     """Describe a tensor of bytes, innermost dimension first, to TMA; `strides` are those of all dimensions but it.
 
