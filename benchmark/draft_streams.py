@@ -29,6 +29,7 @@ from minisgl.bench.traffic import Request
 from minisgl.bench.workloads import Workload
 from minisgl.models import weight
 from minisgl.models.weight import Parameter, fill_dummy
+from minisgl.ops.quantized import Rounding
 
 SIZE, BLOCKS = 16, 256  # tokens that follow each other, and how many such blocks there are
 NEXT, OTHER = 90.0, 82.0  # logits of the successor and of the others of its block; multiples of 0.5 in bfloat16
@@ -39,8 +40,8 @@ EMBEDDING = 256.0  # root mean square, beside which the layers' outputs hardly c
 def walking(shape: str, options: dict[str, Any]) -> Iterator[LLM]:
     """An engine with random weights but for the rows of these tokens in the embedding and in the head."""
 
-    def fill(parameters: tuple[Parameter, ...]) -> None:
-        fill_dummy(parameters)
+    def fill(parameters: tuple[Parameter, ...], rounding: Rounding) -> None:
+        fill_dummy(parameters, rounding)
         tensors = {source.name: p.tensor for p in parameters for source in p.sources}
         embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
         count, length = min(BLOCKS, len(embedding) // SIZE) * SIZE, embedding.shape[1] ** 0.5

@@ -31,7 +31,9 @@ class NativeEngine:
         (runner,) = self.engine.runners
         assert isinstance(runner, NativeRunner), "the native step is not there"
         self.runner = runner
-        self.engine.parts.kv_cache.data.fill_(float("nan"))
+        pool = self.engine.parts.kv_cache
+        pool.data.view(torch.uint8).fill_(0xFF)  # NaN in every type
+        pool.scale.fill_(float("nan"))
         self.size = self.engine.page_size
         self.free = np.random.default_rng(0).permutation(self.engine.num_pages).tolist()
         self.mapped: list[list[int]] = [[] for _ in range(ROWS)]
@@ -45,6 +47,7 @@ class NativeEngine:
         threads: int = 2,
         dummy: bool = False,
         quantization: str | None = None,
+        cache: str = "auto",
     ) -> NativeEngine:
         config = EngineConfig(
             model=str(folder),
@@ -56,6 +59,7 @@ class NativeEngine:
             threads=threads,
             dummy_weight=dummy,
             quantization=quantization,
+            kv_cache_dtype=cache,
             speculate="off",
         )
         return cls(Engine.from_config(config, 8192, Group(ALONE)))
@@ -77,7 +81,7 @@ class NativeEngine:
                 pages.append((span.row, len(self.mapped[span.row]), self.free[-1]))
                 self.mapped[span.row].append(self.free.pop())
         slots = [(s.row, s.start, s.stop, (Flag.SAMPLES | flags) if s.samples else 0) for s in spans]
-        plan = BatchPlan(
+        self.plan = BatchPlan(
             0,
             np.array(slots, SLOT),
             np.concatenate([np.array(s.ids, np.int32) for s in spans]),
@@ -85,6 +89,6 @@ class NativeEngine:
             NO_ROW_STATES if rows is None else rows,
             masks=masks,
         )
-        result = self.engine.launch(plan).wait()
+        result = self.engine.launch(self.plan).wait()
         self.tokens, self.ok = result.tokens, result.finite
         return self.runner.logits(sum(s.samples for s in spans)).clone()

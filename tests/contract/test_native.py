@@ -17,7 +17,7 @@ from transformers import LlamaConfig, Qwen2Config
 
 from contract.checkpoints import COMMON, Checkpoint, architecture, configurations, save
 from contract.harness import Span
-from contract.native_engine import NativeEngine
+from contract.native_engine import PAGES, ROWS, NativeEngine
 from minisgl import LLM, SamplingParams
 from minisgl.distributed.group import Group
 from minisgl.distributed.info import ALONE
@@ -30,6 +30,7 @@ from minisgl.models.positions import SLIDING
 from minisgl.native import build
 from minisgl.native import library as native
 from minisgl.native.runner import refusal
+from minisgl.ops.quantized import round_fp8
 from minisgl.settings.options import EngineConfig
 
 pytestmark = pytest.mark.usefixtures("built", "fixed_costs")
@@ -142,16 +143,53 @@ def ways(engine: NativeEngine) -> Iterator[torch.Tensor]:
 ROWS_OF_WAYS = 16
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_cache_of_8_bits(tmp_path: Path, isa: str, shape: str, page_size: int):
+    """Logits are those of the eager runner. The keys and values of the first layer, behind no others, have its bits."""
+    save(tmp_path, SHAPES[shape])
+    plain, engine = (NativeEngine.load(tmp_path, page_size=page_size, cache=cache) for cache in ("auto", "fp8"))
+    config = EngineConfig(
+        model=str(tmp_path),
+        device="cpu",
+        dtype="float32",
+        page_size=page_size,
+        num_pages=PAGES // page_size,
+        max_running_requests=ROWS,
+        kv_cache_dtype="fp8",
+        attention_backend="cpu",
+        speculate="off",
+    )
+    eager = Engine.from_config(config, 8192, Group(ALONE)).general
+    steps = [[Span(0, 0, A[:75]), Span(1, 0, B)], *([Span(1, i - 38, [i]), Span(0, i, [A[i]])] for i in range(75, 90))]
+    for spans in steps:
+        plain.step(spans)
+        assert_close(engine.step(spans), eager.logits_of(engine.plan), 0.01)
+    pages, pool = plain.mapped[0], engine.engine.parts.kv_cache
+    plain_pool = plain.engine.parts.kv_cache
+    assert pages == engine.mapped[0]
+    for i, page in enumerate(pages):
+        used = min(page_size, len(A) - i * page_size)
+        keys, values = plain_pool.data[0, page]  # [heads, dim, page] and [heads, page, dim] in float32
+        for which, rows in enumerate((keys.reshape(len(keys), -1, page_size).transpose(1, 2), values)):
+            want, scale = round_fp8(rows[:, :used].flatten(0, 1), 0)
+            got = pool.data[0, page, which]
+            got = got.reshape(len(keys), -1, page_size).transpose(1, 2) if which == 0 else got
+            assert torch.equal(pool.scale[0, page, which, :, :used].flatten(), scale.flatten())
+            assert torch.equal(got[:, :used].reshape(want.shape).view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("quantization", "cache"), [(None, "auto"), ("int8", "auto"), ("int4", "auto"), (None, "fp8")])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bits_do_not_depend_on_the_company(tmp_path: Path, isa: str, dtype: str, quantization: str | None):
+def test_bits_do_not_depend_on_the_company(tmp_path: Path, isa: str, dtype: str, quantization: str | None, cache: str):
     """Nor on chunks, prefix hits, page size or threads, on all instruction sets."""
     for config in (dense()["qwen3-tied-wide-heads"], SHAPES["windows"], SHAPES["one-kv-head"]):
         folder = tmp_path / config.model_type
         save(folder, wide(config) if quantization == "int4" else config)
         want = None
-        for page_size, threads in ((16, 2), (1, 1), (64, 3)):
-            for logits in ways(NativeEngine.load(folder, dtype, page_size, threads, quantization=quantization)):
+        for page_size, threads in ((16, 2), (32 if cache == "fp8" else 1, 1), (64, 3)):
+            engine = NativeEngine.load(folder, dtype, page_size, threads, quantization=quantization, cache=cache)
+            for logits in ways(engine):
                 want = logits if want is None else want
                 assert torch.equal(logits, want)
 
@@ -298,6 +336,8 @@ def test_other_models_and_wishes_run_op_by_op(tmp_path: Path):
         assert isinstance(runner_of(tmp_path / name), EagerRunner)
     assert "float16" in str(refusal(resolve(EngineConfig(dtype="float16"), "cpu")))
     assert "reference" in str(refusal(resolve(EngineConfig(attention_backend="reference"), "cpu")))
+    assert "16 tokens" in str(refusal(resolve(EngineConfig(kv_cache_dtype="fp8", page_size=8), "cpu")))
+    assert refusal(resolve(EngineConfig(kv_cache_dtype="fp8"), "cpu")) is None
     assert refusal(resolve(EngineConfig(), "cpu")) is None
 
 

@@ -39,7 +39,8 @@ MODEL_SPEC: Final[_Fields] = (
     ("const void*", "embedding head"),
     ("const float*", "final_norm"),
     ("void*", "cache"),  # [layers, pages, 2, kv_heads, page, dim]
-    ("int64_t", "layer_stride"),  # elements
+    ("float*", "cache_scale"),  # [layers, pages, 2, kv_heads, page] of a cache in E4M3, or null
+    ("int64_t", "layer_stride"),  # rows [dim] of the cache
     ("int32_t*", "page_table"),  # [rows, table_width]
     ("int64_t", "table_width"),
     ("int32_t*", "last_token"),  # this and the following are [rows]

@@ -56,8 +56,8 @@ def refusal(spec: EngineSpec) -> str | None:
         return f"dtype {spec.dtype} is not supported"
     if spec.pooling is not None:
         return "the model computes embeddings"
-    if spec.fp8_cache:
-        return "the KV cache is FP8"
+    if spec.fp8_cache and spec.page_size < LANES:
+        return f"the KV cache is FP8 with pages of fewer than {LANES} tokens"
     if spec.draft is not None and (reason := refusal(draft_spec(spec))) is not None:
         return f"the drafter's {reason}"
     sizes = {"head_dim": (m.head_dim, LANES)}
@@ -174,7 +174,8 @@ class NativeModel:
             "weights": addressof(weights),
             "final_norm": self._float(norm.weight),
             "cache": pool.data.data_ptr(),
-            "layer_stride": pool.data.stride(0),
+            "cache_scale": pool.scale.data_ptr() if spec.fp8_cache else None,
+            "layer_stride": pool.data.stride(0) // m.head_dim,
             "page_table": state.page_table.data_ptr(),
             "table_width": state.page_table.stride(0),
         }

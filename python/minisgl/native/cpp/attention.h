@@ -7,7 +7,8 @@
 
 namespace minisgl {
 
-constexpr int kQueryRows = 48;
+// Rows of an item; blocks in 8 bits are decoded for each item, so more rows share that work.
+constexpr int kQueryRows = 48, kQueryRows8Bit = 192;
 
 // Scratch memory of one thread for one block of keys.
 template <class T>
@@ -250,7 +251,7 @@ void attend(const Cache<T>& cache, const Item& item, BlockIterator& ahead, int64
         Groups<T> g = find_block(cache, pages, h, first, count, scratch.keys.data(), scratch.values.data());
 #if defined(__AMX_BF16__)
         if constexpr (has_amx<T>)
-            if (uses_amx<T>(dim) && cache.is_packed()) fill_up(g, count, dim, scratch.values.data());
+            if (uses_amx<T>(dim) && cache.is_packed() && !cache.scale) fill_up(g, count, dim, scratch.values.data());
 #endif
         score<T>(rows, scratch.q.data(), dim, g, count, keys, scratch.s.data());
         softmax_block<T>(

@@ -2,6 +2,7 @@
 //
 // Pages of at least 16 slots hold K as [D / kStep][page][kStep] and V as [page / kStep][D][kStep], so that both GEMMs
 // of attention read them like packed weights. Smaller pages hold rows [page][D] and are copied into that layout first.
+// Pages in 8 bits (E4M3, with a scale for each row) have at least 16 slots, and are decoded into that layout.
 #pragma once
 #include <algorithm>
 
@@ -12,22 +13,27 @@ namespace minisgl {
 constexpr int kKeys = 64, kGroups = kKeys / kLanes;  // keys in a block, and groups of 16 in a block
 constexpr int kBlocksAhead = 2;  // prefetched: a short block leaves time for less than the next one
 
-// One layer's K/V: [pages, 2, kv_heads, page, head_dim].
+// One layer's K/V: [pages, 2, kv_heads, page, head_dim] of T, or of E4M3 with `scale` [pages, 2, kv_heads, page].
 template <class T>
 struct Cache {
-    T* data;
+    char* data;
     int64_t kv_heads, page, dim;
+    float* scale;  // null for pages of T
 
     static constexpr int kStep = Dot<T>::kStep;
     bool is_packed() const { return page >= kLanes; }
-    T* head(int64_t page_id, bool is_v, int64_t h) const {
-        return data + ((page_id * 2 + is_v) * kv_heads + h) * page * dim;
+    int64_t width() const { return scale ? 1 : sizeof(T); }  // bytes of an element
+    int64_t row(int64_t page_id, bool is_v, int64_t h) const { return ((page_id * 2 + is_v) * kv_heads + h) * page; }
+    template <class E>
+    E* head(int64_t page_id, bool is_v, int64_t h) const {
+        return (E*)(data + row(page_id, is_v, h) * dim * width());
     }
     // Store one token. Slots beyond the last token are never scored, but the other value of a pair must be finite.
     // `is_first`, `is_last`: of its sequence in this step. If both are true, no other thread writes to the pair.
     void store(int64_t slot, int64_t h, const T* k, const T* v, bool is_first, bool is_last) const {
-        T *ks = head(slot / page, false, h), *vs = head(slot / page, true, h);
-        const int64_t offset = slot % page;
+        const int64_t id = slot / page, offset = slot % page;
+        if (scale) return store_8bit(id, offset, h, k, v);
+        T *ks = head<T>(id, false, h), *vs = head<T>(id, true, h);
         if (!is_packed()) {
             memcpy(ks + offset * dim, k, dim * sizeof(T));
             memcpy(vs + offset * dim, v, dim * sizeof(T));
@@ -48,6 +54,24 @@ struct Cache {
         for (int64_t d = 0; d < dim; ++d) pair[d * kStep + offset % kStep] = v[d];
         if (kStep == 2 && is_last && offset % 2 == 0)
             for (int64_t d = 0; d < dim; ++d) pair[d * 2 + 1] = 0;
+    }
+    void store_8bit(int64_t id, int64_t offset, int64_t h, const T* k, const T* v) const {
+        uint8_t *ks = head<uint8_t>(id, false, h), *vs = head<uint8_t>(id, true, h);
+        const float k_scale = scale[row(id, false, h) + offset] = row_scale(k);
+        const float v_scale = scale[row(id, true, h) + offset] = row_scale(v);
+        for (int64_t d = 0; d < dim; ++d) {
+            ks[(d / kStep * page + offset) * kStep + d % kStep] = to_e4m3(to_float(k[d]) / k_scale);
+            vs[(offset / kStep * dim + d) * kStep + offset % kStep] = to_e4m3(to_float(v[d]) / v_scale);
+        }
+    }
+    // NaN for a row with a number that is not finite.
+    float row_scale(const T* x) const {
+        float most = 0.0f, zero = 0.0f;
+        for (int64_t d = 0; d < dim; ++d) {
+            most = std::max(most, std::fabs(to_float(x[d])));
+            zero += to_float(x[d]) * 0.0f;
+        }
+        return (most > 0.0f ? most / 448.0f : 1.0f) + zero;
     }
 };
 
@@ -74,27 +98,54 @@ struct Groups {
     int64_t k_stride, v_stride;  // elements from one step to the next
 };
 
+// Decode `count` of 16 slots from `offset` of a page on. Values of the other slots are 0.
+template <class T>
+void decode_group(const Cache<T>& cache, int64_t id, int64_t offset, int64_t h, int count, T* keys, T* values) {
+    constexpr int step = Dot<T>::kStep;
+    const int64_t dim = cache.dim;
+    const uint8_t* k = cache.template head<uint8_t>(id, false, h) + offset * step;
+    const uint8_t* v = cache.template head<uint8_t>(id, true, h) + offset * dim;
+    float k_scale[kLanes * step], v_scale[kLanes] = {};
+    for (int i = 0; i < kLanes * step; ++i) k_scale[i] = cache.scale[cache.row(id, false, h) + offset + i / step];
+    std::copy_n(&cache.scale[cache.row(id, true, h) + offset], count, v_scale);
+    for (int64_t d = 0; d < dim; d += step)
+        UNROLL for (int i = 0; i < kLanes * step; i += kLanes)
+            put(keys + d * kLanes + i, from_e4m3(k + d * cache.page + i) * Vec::load(k_scale + i));
+    for (int j = 0; j < kLanes; j += step) {
+        float factors[kLanes];
+        for (int i = 0; i < kLanes; ++i) factors[i] = v_scale[j + i % step];
+        const Vec factor = Vec::load(factors);
+        for (int64_t i = j * dim; i < (j + step) * dim; i += kLanes)
+            put(values + i, j < count ? from_e4m3(v + i) * factor : Vec::all(0.0f));
+    }
+}
+
 template <class T>
 Groups<T> find_block(const Cache<T>& cache, const int32_t* pages, int64_t h, int64_t first, int count, T* keys,
                      T* values) {
     constexpr int step = Dot<T>::kStep;
     Groups<T> g;
     const int64_t dim = cache.dim, page = cache.page;
-    g.k_stride = (cache.is_packed() ? page : kLanes) * step;
+    g.k_stride = (cache.is_packed() && !cache.scale ? page : kLanes) * step;
     g.v_stride = dim * step;
     for (int i = 0; i * kLanes < count; ++i) {
         const int64_t position = first + i * kLanes;
         if (cache.is_packed()) {
             const int64_t id = pages[position / page], offset = position % page;
-            g.k[i] = cache.head(id, false, h) + offset * step;
-            g.v[i] = cache.head(id, true, h) + offset * dim;
+            g.k[i] = cache.template head<T>(id, false, h) + offset * step;
+            g.v[i] = cache.template head<T>(id, true, h) + offset * dim;
+            if (!cache.scale) continue;
+            g.k[i] = keys + i * kLanes * dim, g.v[i] = values + i * kLanes * dim;
+            decode_group(cache, id, offset, h, std::min(kLanes, count - i * kLanes), keys + i * kLanes * dim,
+                         values + i * kLanes * dim);
             continue;
         }
         T *k = keys + i * kLanes * dim, *v = values + i * kLanes * dim;
         for (int64_t j = 0; j < kLanes; ++j) {
             const bool is_there = i * kLanes + j < count;
             const int64_t id = is_there ? pages[(position + j) / page] : 0, offset = (position + j) % page;
-            const T *from_k = cache.head(id, false, h) + offset * dim, *from_v = cache.head(id, true, h) + offset * dim;
+            const T* from_k = cache.template head<T>(id, false, h) + offset * dim;
+            const T* from_v = cache.template head<T>(id, true, h) + offset * dim;
             for (int64_t d = 0; d < dim; ++d) {
                 k[(d / step * kLanes + j) * step + d % step] = is_there ? from_k[d] : T{};
                 v[(j / step * dim + d) * step + j % step] = is_there ? from_v[d] : T{};
@@ -136,9 +187,10 @@ struct BlockPrefetch {
             const int64_t position = walk.first + i * kLanes < item.to ? walk.first + i * kLanes : walk.first;
             const int64_t id = table[item.span->row * table_width + position / cache.page];
             const int64_t offset = position % cache.page;
-            lines[i] = (const char*)(cache.head(id, is_v, item.head) + offset * (is_v ? cache.dim : step));
+            const int64_t behind = offset * (is_v ? cache.dim : step) * cache.width();
+            lines[i] = cache.template head<char>(id, is_v, item.head) + behind;
         }
-        stride = is_v ? 64 : cache.page * step * (int64_t)sizeof(T);
+        stride = is_v ? 64 : cache.page * step * cache.width();
         count = cache.dim / step;
     }
     bool is_open() const { return done < count; }

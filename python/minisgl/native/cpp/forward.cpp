@@ -33,7 +33,7 @@ Weight<T> rows_from(const Weight<T>& weight, int64_t first) {
     }, weight);
 }
 
-// K/V and an untied embedding are T. A drafter is a decoder with a `target`: a model of the same vocabulary or, with
+// K/V are T or 8-bit floats; an untied embedding is T. A drafter is a decoder with a `target`: a model of the same vocabulary or, with
 // `fc`, the layer of EAGLE-3 (see speculative/eagle3.py).
 template <class T>
 class Decoder : public Model {
@@ -64,7 +64,8 @@ class Decoder : public Model {
           threads_(target_ ? target_->threads_ : std::make_shared<Pool>((int)spec.threads)),
           pool_(*threads_),
           ahead_(spec.fc != nullptr),
-          scratch_(pool_.size(), {std::max<int64_t>(kQueryRows, spec.heads / spec.kv_heads), spec.dim}) {
+          query_rows_(std::max<int64_t>(spec.cache_scale ? kQueryRows8Bit : kQueryRows, spec.heads / spec.kv_heads)),
+          scratch_(pool_.size(), {query_rows_, spec.dim}) {
         const int64_t h = s_.hidden, q = s_.heads * s_.dim, all = q + 2 * s_.kv_heads * s_.dim, i = s_.intermediate;
         for (int64_t l = 0; l < s_.layers; ++l) {
             weights_.push_back(s_.weights[l]);
@@ -443,7 +444,7 @@ class Decoder : public Model {
 
     void attention(const Layer& layer) {
         const Cache<T> cache = cache_of(layer);
-        const int64_t group = s_.heads / s_.kv_heads, each = std::max<int64_t>(1, kQueryRows / group);
+        const int64_t group = s_.heads / s_.kv_heads, each = query_rows_ / group;
         items_.clear(), spans_.clear();
         int64_t token = 0;
         double work = 0;
@@ -468,7 +469,9 @@ class Decoder : public Model {
     }
 
     Cache<T> cache_of(const Layer& layer) const {
-        return {(T*)s_.cache + (&layer - layers_.data()) * s_.layer_stride, s_.kv_heads, s_.page, s_.dim};
+        const int64_t rows = (&layer - layers_.data()) * s_.layer_stride;  // before the layer
+        float* scale = s_.cache_scale ? s_.cache_scale + rows : nullptr;
+        return {(char*)s_.cache + rows * s_.dim * (scale ? 1 : sizeof(T)), s_.kv_heads, s_.page, s_.dim, scale};
     }
 
     ModelSpec s_;
@@ -476,6 +479,7 @@ class Decoder : public Model {
     std::shared_ptr<Pool> threads_;         // a drafter's are its target's
     Pool& pool_;
     int64_t ahead_;  // the token at which a slot's output is computed, counted from the slot's own
+    int64_t query_rows_;  // of an item of attention, at most
     std::vector<AttentionScratch<T>> scratch_;
     std::vector<LayerWeights> weights_;
     std::vector<Layer> layers_;

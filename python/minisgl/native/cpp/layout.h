@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-constexpr int64_t kLayoutVersion = 4269918914;
+constexpr int64_t kLayoutVersion = 369979016;
 
 namespace minisgl {
 
@@ -53,6 +53,7 @@ struct ModelSpec {
     const void *embedding, *head;
     const float *final_norm;
     void *cache;
+    float *cache_scale;
     int64_t layer_stride;
     int32_t *page_table;
     int64_t table_width;

@@ -73,9 +73,27 @@ bool gemm_is_correct() {
     return true;
 }
 
+// Whether all 8-bit floats are read right, and written again as they were.
+inline bool e4m3_is_correct() {
+    for (int first = 0; first < 256; first += kLanes) {
+        uint8_t codes[kLanes];
+        float values[kLanes];
+        for (int i = 0; i < kLanes; ++i) codes[i] = (uint8_t)(first + i);
+        from_e4m3(codes).store(values);
+        for (int i = 0; i < kLanes; ++i) {
+            const int exponent = codes[i] >> 3 & 15, fraction = codes[i] & 7;
+            const double size = std::ldexp(exponent ? 8 + fraction : fraction, std::max(exponent, 1) - 10);
+            const bool is_nan = (codes[i] & 0x7f) == 0x7f;
+            if (!is_nan && values[i] != (codes[i] < 128 ? size : -size)) return false;
+            if (!is_nan && to_e4m3(values[i]) != codes[i]) return false;
+        }
+    }
+    return true;
+}
+
 // Whether a tiny model gives the same finite logits, bit by bit, for a whole prompt and token by token.
 template <class T, class W>
-bool step_is_deterministic() {
+bool step_is_deterministic(bool has_scales) {
     constexpr int64_t layers = 2, hidden = 64, inner = 96, vocab = 80, heads = 4, kv_heads = 2, dim = 96, page = 16;
     constexpr int64_t pages = 16, rows = 4, qkv = (heads + 2 * kv_heads) * dim, tokens = 90;
     constexpr int64_t bits = std::is_same_v<T, W> ? 0 : std::is_same_v<W, Int8> ? 8 : 4;
@@ -93,7 +111,9 @@ bool step_is_deterministic() {
              nullptr, nullptr, nullptr, nullptr, ones.data(), ones.data(), ones.data(), ones.data(), angles.data(), 0};
     }
     const std::vector<W> head = matrix(vocab, hidden);
-    std::vector<T> cache(layers * pages * 2 * kv_heads * page * dim);
+    constexpr int64_t layer_rows = pages * 2 * kv_heads * page;
+    std::vector<T> cache(layers * layer_rows * dim);
+    std::vector<float> scales(layers * layer_rows);
     std::vector<int32_t> table(rows * pages), last(rows), tokens_in(tokens), sampled(rows), finite(rows);
     std::vector<float> temperature(rows);
     std::vector<int64_t> key(rows);
@@ -105,7 +125,8 @@ bool step_is_deterministic() {
     spec.vocab = spec.head_rows = vocab, spec.heads = heads, spec.kv_heads = kv_heads, spec.dim = dim, spec.page = page;
     spec.threads = 2, spec.is_tied = 1, spec.eps = 1e-6, spec.scale = 0.18, spec.weights = weights;
     spec.head = head.data(), spec.head_bits = bits, spec.final_norm = ones.data(), spec.cache = cache.data();
-    spec.layer_stride = pages * 2 * kv_heads * page * dim, spec.page_table = table.data(), spec.table_width = pages;
+    spec.cache_scale = has_scales ? scales.data() : nullptr;
+    spec.layer_stride = layer_rows, spec.page_table = table.data(), spec.table_width = pages;
     spec.last_token = last.data(), spec.temperature = temperature.data();
     spec.noise_key = key.data();
     Decoder<T> net(spec);
@@ -128,7 +149,7 @@ bool passes_self_test() {
 #if defined(__AMX_BF16__)
     if (!request_amx()) return false;
 #endif
-    return gemm_is_correct<T, W>() && step_is_deterministic<T, W>();
+    return gemm_is_correct<T, W>() && e4m3_is_correct() && step_is_deterministic<T, W>(false) && step_is_deterministic<T, W>(true);
 }
 
 }  // namespace minisgl

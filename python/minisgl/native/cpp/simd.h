@@ -174,6 +174,50 @@ INLINE bf16 to_bf16(float x) {
     if ((bits & 0x7fffffff) > 0x7f800000) return (bits >> 16) | 0x40;
     return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
+// 8-bit floats: E4M3, see "OCP 8-bit Floating Point Specification" 1.0. Neither function knows NaN.
+INLINE uint8_t to_e4m3(float x) {  // |x| at most 448; to nearest, ties to even
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    const uint32_t sign = bits >> 24 & 0x80, exponent = 120 << 3;
+    bits &= 0x7fffffff;
+    const float large = std::fabs(x) + 16384.0f;  // its last bit is 2^-9, the smallest number of E4M3
+    uint32_t small;
+    memcpy(&small, &large, 4);
+    const uint32_t normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - exponent;
+    return (uint8_t)(sign | (bits < 121u << 23 ? small - 0x46800000 : normal));
+}
+// 32-bit numbers from bytes. (GCC 12 converts vectors of bytes one by one.)
+INLINE Int widen(const uint8_t* p) {
+#if defined(__AVX512F__)
+    return (Int)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    return (Int)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+    typedef uint8_t Bytes __attribute__((vector_size(kWidth / 4), aligned(1), may_alias));
+    return __builtin_convertvector(*(const Bytes*)p, Int);
+#endif
+}
+INLINE Vec from_e4m3(const uint8_t* p) {
+    Vec v;
+    UNROLL for (int i = 0; i < kRegs; ++i) {
+        const Int bits = widen(p + i * (kWidth / 4)), number = (bits & 0x7f) << 20;
+        // Numbers below 2^-6 have no leading 1.
+        const Reg x = (bits & 0x78) == 0 ? (Reg)(number + (121 << 23)) - 0.015625f : (Reg)(number + (120 << 23));
+        v.r[i] = (Reg)((Int)x | (bits & 0x80) << 24);
+    }
+    return v;
+}
+// The lower halves of 32-bit numbers whose upper halves are 0.
+INLINE void narrow(bf16* p, Word x) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)x));
+#elif defined(__AVX2__)
+    const __m256i words = (__m256i)x;
+    _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+#else
+    for (int i = 0; i < kWidth / 4; ++i) p[i] = (bf16)x[i];
+#endif
+}
 INLINE void put(float* p, float x) { *p = x; }
 INLINE void put(bf16* p, float x) { *p = to_bf16(x); }
 INLINE void put(float* p, Vec x) { x.store(p); }
@@ -182,9 +226,10 @@ INLINE void put(bf16* p, Vec x) {
     // vcvtneps2bf16 flushes denormals to 0, and so does the dot product that reads the result.
     _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)x.r[0]));
 #else
-    float f[kLanes];
-    x.store(f);
-    for (int i = 0; i < kLanes; ++i) p[i] = to_bf16(f[i]);
+    UNROLL for (int i = 0; i < kRegs; ++i) {
+        const Word bits = (Word)x.r[i], nearest = bits + 0x7fff + ((bits >> 16) & 1);
+        narrow(p + i * (kWidth / 4), ((bits & 0x7fffffff) > 0x7f800000 ? bits | 0x400000 : nearest) >> 16);
+    }
 #endif
 }
 
