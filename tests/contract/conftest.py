@@ -9,10 +9,13 @@ from minisgl.native import library as native
 from minisgl.native.build import build_libraries
 
 
+ISAS = native.usable_isas()
+
+
 @pytest.fixture(scope="session")
 def built() -> None:
-    """Compile for all instruction sets of this machine, once for all: libraries stay in the user's cache."""
-    for future in build_libraries([native.target(isa) for isa in native.usable_isas()]):
+    """Compile the best and the portable build at the same time, once for all: libraries stay in the user's cache."""
+    for future in build_libraries([native.target(isa) for isa in {ISAS[0], ISAS[-1]}]):
         try:
             future.result()
         except NativeError as e:
@@ -21,10 +24,7 @@ def built() -> None:
             pytest.skip(str(e))
 
 
-# The builds between the best and the portable one are left to `make soak`.
-ISAS = native.usable_isas()
-
-
+# The builds between them are left to `make soak`.
 @pytest.fixture(params=[ISAS[0], *(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[1:-1]), *ISAS[1:][-1:]])
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, built: None) -> str:
     monkeypatch.setenv("MINISGL_CPU_ISA", request.param)
