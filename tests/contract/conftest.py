@@ -8,7 +8,6 @@ from minisgl.errors import NativeError
 from minisgl.native import library as native
 from minisgl.native.build import build_libraries
 
-
 ISAS = native.usable_isas()
 
 
