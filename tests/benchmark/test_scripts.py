@@ -134,6 +134,7 @@ def test_what_drafts_gain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         assert some < tried and 0 < right == drafted  # where each token is followed by its successor, all are
 
 
+@pytest.mark.slow
 def test_the_cost_of_a_line_in_the_request_log(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,6 +195,7 @@ def test_auto_never_costs_much_and_gains_where_drafts_are_right(monkeypatch: pyt
             assert gains[0] > 0.97 and gains[1] > 0.96 and gains[2] > 1.15 and gains[3] > 2.7
 
 
+@pytest.mark.slow
 def test_replicas_scale_share_prefixes_and_survive(capsys: pytest.CaptureFixture[str]) -> None:
     import replicas
 
