@@ -244,17 +244,23 @@ class _Piece:
         data, target = self.stored.data, self.target
         if isinstance(target, Tensor):
             uploader.copy(target, data[self.take])
-        elif isinstance(data, Matrix) and data.format == target.format:
+        elif (kept := _kept(self.stored, target)) is not None:
             rows, columns = self.take
-            uploader.run(lambda upload: target.fill(*data.numbers((rows, columns), upload)))
+            uploader.run(lambda upload: target.fill(*kept.numbers((rows, columns), upload)))
         else:
             uploader.run(lambda upload: target.round_from(upload(data[self.take]), rounding))
 
 
+def _kept(stored: Stored, target: Tensor | Quantized) -> Matrix | None:
+    """Return the stored matrix if `target` has its format."""
+    data = stored.data
+    is_same = isinstance(target, Quantized) and isinstance(data, Matrix) and data.format == target.format
+    return data if is_same else None
+
+
 def _bytes_of(stored: Stored, target: Tensor | Quantized) -> int:
     """Return the bytes of an element, at least 1, that are copied to `target`."""
-    is_kept = isinstance(target, Quantized) and isinstance(stored.data, Matrix) and stored.data.format == target.format
-    return 1 if is_kept else FLOATS[stored.dtype]
+    return 1 if _kept(stored, target) is not None else FLOATS[stored.dtype]
 
 
 def _cut(parameter: Parameter, source: Source, stored: Stored) -> Iterator[_Piece]:

@@ -15,7 +15,7 @@ from minisgl.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class OpTable:
-    """All ops by name. Shapes and formulas are in `reference` and `sampling`, which are also the defaults."""
+    """All ops by name. `reference`, `sampling` and `quantized` have their shapes and formulas, and are the defaults."""
 
     name: str = "reference"
     all_reduce: Callable[[Tensor], Tensor] = reference.all_reduce
