@@ -140,7 +140,8 @@ def load_kernel(device: torch.device, name: str, header: str = "", **defines: in
     assert found is not None, "is_hopper() asks for them"
     try:
         cubin = find_or_compile(found[1], header.encode() + (SOURCES / f"{name}.cu").read_bytes(), defines)
-        _, function, registers, *_ = driver.active.utils.load_binary(name, cubin, 1 << 16, device.index)
+        with torch.cuda.device(device):  # a thread of `compile_ahead` may be in another device's context
+            _, function, registers, *_ = driver.active.utils.load_binary(name, cubin, 1 << 16, device.index)
         handle = ctypes.c_void_p(function)
         check(found[0].cuFuncSetAttribute(handle, _SHARED_MEMORY_CARVEOUT, 100), "cuFuncSetAttribute")
     except (OSError, RuntimeError) as error:
