@@ -51,6 +51,7 @@ FLOATS: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of an element
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ROUNDED_BYTES: Final = 256 << 10  # of a piece that a CPU quantizes, so that intermediate results stay in L2
+QUANTIZED_BYTES: Final = 32 << 20  # of a quantized piece for a GPU, where it takes about ten launches
 PIECE_BYTES: Final = 8 << 20  # small enough to spread over threads and to overlap, large enough to hide Python's time
 MAX_THREADS: Final = 8
 DUMMY_STD: Final = 0.02
@@ -264,12 +265,14 @@ def _bytes_of(stored: Stored, target: Tensor | Quantized) -> int:
 
 
 def _cut(parameter: Parameter, source: Source, stored: Stored) -> Iterator[_Piece]:
-    """Cut the rows of a source into pieces of about PIECE_BYTES or ROUNDED_BYTES, each of whole (blocks of) rows."""
+    """Cut the rows of a source into pieces, each of whole (blocks of) rows."""
     target = parameter.tensor
     rows, *others = source.take
     row_bytes = math.prod(s.stop - s.start for s in others) * _bytes_of(stored, target)
     unit = target.format.rows if isinstance(target, Quantized) else 1
-    size = ROUNDED_BYTES if isinstance(target, Quantized) and target.data.is_cpu else PIECE_BYTES
+    size = PIECE_BYTES
+    if isinstance(target, Quantized):
+        size = ROUNDED_BYTES if target.data.is_cpu else QUANTIZED_BYTES
     step = max(1, size // max(row_bytes * unit, 1)) * unit
     for start in range(0, source.rows, step):
         stop = min(start + step, source.rows)
