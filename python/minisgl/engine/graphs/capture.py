@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Final, TypeVar
 
@@ -34,10 +35,12 @@ class Capture:
     """Captures graphs: `with Capture() as capture: graph, result = capture(work)`, any number of times.
 
     All graphs allocate from one pool, so they must be replayed one after the other. Replaying a graph overwrites what
-    another one computed, except for results that are still referenced.
+    another one computed, except for results that are still referenced. Before it is captured, work runs once inside
+    `rehearsal()`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rehearsal: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._rehearsal = rehearsal
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = (
             torch.cuda.Stream()
@@ -59,7 +62,7 @@ class Capture:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             # Run once first: this compiles kernels, chooses algorithms, and lets libraries allocate their workspaces.
-            with cublas_linear.loading():
+            with self._rehearsal(), cublas_linear.loading():
                 work()
             self._stream.synchronize()
             # Check this thread only: torch's NCCL queries events in a thread of its own at any time.
