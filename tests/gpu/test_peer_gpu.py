@@ -11,7 +11,7 @@ import torch
 
 from support import peer_ranks
 
-# Last passed: two NVIDIA H100s, torch 2.11.0+cu130, 2026-11-28.
+# Last passed: two NVIDIA H200s, torch 2.11.0+cu130, 2026-11-28.
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 
