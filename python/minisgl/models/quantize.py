@@ -22,6 +22,7 @@ from minisgl.models.weight import FLOATS, PROJECTION, open_all
 from minisgl.ops.quantized import BLOCK, positive, round_fp8, round_int4
 from minisgl.process.log import Progress
 
+PART: Final = 1 << 20  # numbers that are rounded at once
 NOT_COPIED: Final = (".*", "*.bin", "*.pth", "*.pt", "*.gguf")  # a hidden folder may be the output, half written
 
 
@@ -39,21 +40,36 @@ class Scheme:
     groups: tuple[int, ...] = ()
 
 
+def _by_parts(weight: Tensor, rounding: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Round a matrix in parts of about PART numbers, whose intermediate results stay in the caches."""
+    rows = max(1, PART // (weight.shape[1] * BLOCK)) * BLOCK
+    q, scale = zip(*map(rounding, torch.split(weight, rows)), strict=True)
+    return torch.cat(q), torch.cat(scale)
+
+
 def _fp8(weight: Tensor, group: int) -> dict[str, Tensor]:
-    q, scale = round_fp8(weight, BLOCK)
+    q, scale = _by_parts(weight, lambda part: round_fp8(part, BLOCK))
     return {"weight": q, "weight_scale_inv": scale}
 
 
 def _int8(weight: Tensor, group: int) -> dict[str, Tensor]:
-    scale = positive((weight.float().abs().amax(1, keepdim=True) / 127).to(weight.dtype).float())
-    q = (weight.float() / scale).round_().clamp_(-128, 127)
-    return {"weight": q.to(torch.int8), "weight_scale": scale.to(weight.dtype)}
+    def rounded(part: Tensor) -> tuple[Tensor, Tensor]:
+        w = part.float()
+        scale = positive((w.abs().amax(1, keepdim=True) / 127).to(weight.dtype).float())
+        return (w / scale).round_().clamp_(-128, 127).to(torch.int8), scale.to(weight.dtype)
+
+    q, scale = _by_parts(weight, rounded)
+    return {"weight": q, "weight_scale": scale}
 
 
 def _int4(weight: Tensor, group: int) -> dict[str, Tensor]:
-    q, scale = round_int4(weight, group, weight.dtype)
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-    words = (q.view(len(q), -1, 8).to(torch.int32) << shifts).sum(2, dtype=torch.int32)  # no two share a bit
+
+    def packed(part: Tensor) -> tuple[Tensor, Tensor]:
+        q, scale = round_int4(part, group, weight.dtype)
+        return (q.view(len(q), -1, 8).to(torch.int32) << shifts).sum(2, dtype=torch.int32), scale  # no two share a bit
+
+    words, scale = _by_parts(weight, packed)
     return {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
 
 
@@ -138,7 +154,7 @@ def _write(folder: Path, target: Path, config: dict[str, Any], scheme: Scheme) -
                 if tensor.path != file:
                     continue
                 whole, module = tensor.whole(), name.rpartition(".")[0]
-                if name in projections and not bool(whole.isfinite().all()):
+                if name in projections and not torch.stack(whole.aminmax()).isfinite().all():
                     raise ConfigError(f"tensor {name} in {file} has numbers that are not finite")
                 new = scheme.tensors(whole, group) if name in projections else None
                 tensors |= {name: whole} if new is None else {f"{module}.{last}": t for last, t in new.items()}

@@ -61,6 +61,15 @@ def test_what_is_written_is_served(
     assert (settings.get("ignore") or settings["modules_to_not_convert"]) == ["lm_head"]
 
 
+@pytest.mark.parametrize("scheme", quantize.SCHEMES)
+def test_parts_of_a_matrix_are_rounded_as_the_whole(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(300, 256).bfloat16()  # two blocks of 128 rows and a rest
+    whole = quantize.SCHEMES[scheme].tensors(weight, 128)
+    monkeypatch.setattr(quantize, "PART", 1)
+    parts = quantize.SCHEMES[scheme].tensors(weight, 128)
+    assert all(torch.equal(t.float(), parts[last].float()) for last, t in whole.items())
+
+
 def test_several_files_keep_their_index(tmp_path: Path) -> None:
     tensors = load_file(BUILTIN_MODEL / "model.safetensors")
     source = tmp_path / "in"
