@@ -28,7 +28,7 @@ def run(files: list[Path]) -> subprocess.CompletedProcess[str]:
             "no:cacheprovider",
             *map(str, files),
         ],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=1800,

@@ -141,7 +141,14 @@ async def run_for(url: str, seconds: float, seed: int) -> Counter[str]:
     return results
 
 
-@pytest.fixture(params=[["--no-overlap"], ["--overlap", "--num-pages", "600"]], ids=["default", "overlap, small pool"])
+# The default pool of a CPU takes five minutes to fill, and until then the memory in use grows.
+POOLS = {
+    "large pool": ["--no-overlap", "--num-pages", "8000"],
+    "overlap, small pool": ["--overlap", "--num-pages", "600"],
+}
+
+
+@pytest.fixture(params=POOLS.values(), ids=POOLS)
 def soaked(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     with ServerProcess(*request.param, env={"MINISGL_CHECK": "0"}) as server:
         yield server

@@ -13,11 +13,15 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 else:
     import inspect
     import math
+    from dataclasses import replace
     from functools import cache
+    from types import SimpleNamespace
 
     import numpy as np
     import torch
+    from triton import language
     from triton.language import core
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     _patch = interpreter._patch_lang_tensor
@@ -53,6 +57,23 @@ else:
     interpreter._convert_float = _convert_float
 
     # The rest is for speed alone: the tests of attention take a third of their time with it.
+    _options = interpreter.interpreter_builder.options
+    # Triton computes whether integers overflow, and ignores the result, since `debug` is off.
+    interpreter.interpreter_builder.options = replace(_options, sanitize_overflow=False)
+
+    # A kernel patches all of the language, and not each function that it calls what that one uses.
+    _patch_lang, _all = interpreter._patch_lang, SimpleNamespace(__globals__={"language": language, "core": core})
+    interpreter._patch_lang = lambda fn: _patch_lang(_all)
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
+
+    _broadcast = TritonSemantic.broadcast_impl_value
+
+    def _broadcast_impl_value(self: TritonSemantic, a: core.tensor, b: core.tensor) -> tuple[core.tensor, core.tensor]:
+        sizes = [of.sizes if of.is_block() else () for of in (a.type, b.type)]
+        return (a, b) if sizes[0] == sizes[1] else _broadcast(self, a, b)
+
+    TritonSemantic.broadcast_impl_value = _broadcast_impl_value
+
     _members: dict[object, list[tuple[str, object]]] = {}
 
     def _patch_builtin(package: object, builder: object, scope: object) -> None:
