@@ -47,7 +47,7 @@ STATIC := tests/test_architecture.py tests/test_size.py tests/test_docs.py
 SERVERS := tests/e2e tests/benchmark
 KERNELS := tests/test_interpreter.py tests/contract
 ENGINES := tests/unit/engine tests/unit/llm
-test: $(VENV)/.installed-dev  ## run the tests (no GPU; about 20 minutes on two cores)
+test: $(VENV)/.installed-dev  ## run the tests (no GPU; about 17 minutes on two cores)
 	@$(if $(ARGS),$(PYTEST) $(ARGS),$(MAKE) --no-print-directory -j3 test-parts test-servers test-kernels test-engines)
 test-parts:
 	$(PYTEST) -p no:cacheprovider tests $(addprefix --ignore ,$(SERVERS) $(KERNELS) $(ENGINES) $(STATIC))
