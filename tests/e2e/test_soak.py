@@ -143,7 +143,7 @@ async def run_for(url: str, seconds: float, seed: int) -> Counter[str]:
 
 # The default pool of a CPU takes five minutes to fill, and until then the memory in use grows.
 POOLS = {
-    "large pool": ["--no-overlap", "--num-pages", "8000"],
+    "large pool": ["--no-overlap", "--num-pages", "4000"],
     "overlap, small pool": ["--overlap", "--num-pages", "600"],
 }
 
