@@ -91,9 +91,8 @@ class _Parts:
         """Take a tensor of scales. Raises `ConfigError` if there is none, or if a scale is 0 or not finite."""
         found = self.need(name)
         stored = found.whole()
-        values = stored.view(E8M0).float() if stored.dtype is torch.uint8 else stored  # bytes are powers of two
-        least, most = values.abs().aminmax()  # NaN if any is
-        if not (least > 0 and most < torch.inf):
+        sizes = (stored.view(E8M0) if stored.dtype is torch.uint8 else stored).float().abs()  # bytes are powers of two
+        if not sizes.numel() or not all(0 < float(n) < torch.inf for n in sizes.aminmax()):  # NaN if any is
             raise ConfigError(f"tensor {self.prefix}{name} in {found.path} has scales that are 0 or not finite")
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 from minisgl.layers.linear import Embedding, Linear, RMSNorm
@@ -134,7 +135,7 @@ class LlamaForCausalLM:
         finally:
             self.model.layers = layers
 
-    @property
+    @cached_property
     def _has_layers_alike(self) -> bool:
         found: dict[str, list[object]] = {}
         for p in self.parameters:

@@ -181,6 +181,7 @@ def test_scales_of_activations_and_of_the_cache_are_left(tmp_path: Path) -> None
             r"a\.weight_scale_inv in .* shape \[3, 2\] instead of .*\[2, 3\]",
         ),
         ("fp8 a row", {"weight_scale": torch.zeros(ROWS, 1)}, r"a\.weight_scale in .* 0 or not finite"),
+        ("fp8 a row", {"weight_scale": torch.empty(0, 1)}, r"a\.weight_scale in .* 0 or not finite"),
         ("int8 a row", {"weight_scale": torch.full((ROWS, 1), torch.nan)}, r"a\.weight_scale in .* 0 or not finite"),
         ("int8 a row", {"weight_zero_point": torch.ones(ROWS, 1)}, r"zero points"),
         ("awq", {"qzeros": None}, r"no a\.qzeros"),

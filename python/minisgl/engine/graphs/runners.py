@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from minisgl.engine.graphs.capture import TAILS, Capture
@@ -17,7 +18,6 @@ from minisgl.process.log import Progress
 from minisgl.triton.launch import compile_ahead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from minisgl.device.cuda import CudaDevice
@@ -58,7 +58,7 @@ class CudaRunners:
         if parts.drafting is not None:
             plans += [draft_plan(n, spec.max_queries) for n in (1, 16)]
         runner = base_runner(parts, spec)
-        with _rehearsal(parts)(), compile_ahead(Progress("compiling kernels", "kernels", spec.info.rank == 0).update):
+        with _rehearsal(parts), compile_ahead(Progress("compiling kernels", "kernels", spec.info.rank == 0).update):
             for plan in plans:
                 runner.launch(plan).wait()
 
@@ -72,7 +72,7 @@ class CudaRunners:
             _log.warning("decode steps run op by op: attention backend %s cannot be captured as a CUDA graph", name)
             return [eager]
         progress = Progress("capturing CUDA graphs", "batch sizes", spec.info.rank == 0)
-        with Capture(_rehearsal(parts)) as capture:
+        with Capture(partial(_rehearsal, parts)) as capture:
             decode = GraphRunner(parts, graph_sizes(spec.graph_rows), capture, progress.update)
             if not (parts.attention.captures_prompts or parts.drafting):
                 return [decode, eager]
@@ -80,7 +80,7 @@ class CudaRunners:
             return [decode, MixedGraphRunner(parts, capture, longest, spec.graph_rows), eager]
 
 
-def _rehearsal(parts: Parts) -> Callable[[], AbstractContextManager[None]]:
-    """Return the context in which steps run only to compile and load kernels. A drafter may read any layer."""
+def _rehearsal(parts: Parts) -> AbstractContextManager[None]:
+    """Steps in this context only compile and load kernels. A drafter may read any layer."""
     has_drafter = parts.drafting is not None and parts.drafting.model is not None
-    return nullcontext if has_drafter else parts.model.shortened
+    return nullcontext() if has_drafter else parts.model.shortened()
