@@ -14,7 +14,7 @@ CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-c
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat demo test test-parts test-servers test-kernels test-engines quick quick-engine quick-server check rooms soak acceptance ray format clean
+.PHONY: help serve chat demo test test-changed levels quick quick-engine quick-server check rooms soak acceptance ray format clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -44,19 +44,12 @@ demo: $(VENV)/.installed  ## start a server, ask it a few questions over HTTP, s
 
 PYTEST := $(BIN)/python -m pytest -m 'not gpu and not slow'
 STATIC := tests/test_architecture.py tests/test_size.py tests/test_docs.py
-SERVERS := tests/e2e tests/benchmark
-KERNELS := tests/test_interpreter.py tests/contract
-ENGINES := tests/unit/engine tests/unit/llm
-test: $(VENV)/.installed-dev  ## run the tests (no GPU; about 17 minutes on two cores)
-	@$(if $(ARGS),$(PYTEST) $(ARGS),$(MAKE) --no-print-directory -j3 test-parts test-servers test-kernels test-engines)
-test-parts:
-	$(PYTEST) -p no:cacheprovider tests $(addprefix --ignore ,$(SERVERS) $(KERNELS) $(ENGINES) $(STATIC))
-test-servers:  # which mostly wait
-	$(PYTEST) -p no:cacheprovider $(SERVERS)
-test-kernels:
-	$(PYTEST) -p no:cacheprovider $(KERNELS)
-test-engines:  # begins when one of the others has ended
-	$(PYTEST) -p no:cacheprovider $(ENGINES)
+test: $(VENV)/.installed-dev  ## run the tests (no GPU; ten to fifteen minutes on two cores)
+	@$(if $(ARGS),$(PYTEST) $(ARGS),$(BIN)/python tools/run_tests.py)
+test-changed: $(VENV)/.installed-dev  # what CI runs
+	@$(BIN)/python tools/run_tests.py --changed
+levels: $(VENV)/.installed-dev  ## run the C++ step on each instruction set and the kernels with each BLAS kernel of this machine
+	@$(BIN)/python tools/run_tests.py --levels
 
 quick: $(VENV)/.installed-dev  ## the parts without engines, grammars and random traces (a minute on two quiet cores)
 	@$(MAKE) --no-print-directory -j2 -Otarget quick-engine quick-server
@@ -82,6 +75,7 @@ rooms: $(VENV)/.installed-dev  ## rewrite what is made of other files: counts, t
 
 soak: $(VENV)/.installed-dev  ## the long tests: 2,000 requests with disconnects, simulated histories, random input
 	$(BIN)/python -m pytest -m slow $(ARGS)
+	MINISGL_TRACES=20 $(BIN)/python -m pytest tests/unit/scheduler/test_traces.py
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter $(ARGS)
 	MINISGL_FUZZ=2000 $(BIN)/python -m pytest tests/fuzz $(ARGS)
 

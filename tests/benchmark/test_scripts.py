@@ -121,6 +121,7 @@ def test_the_cost_of_steps_with_drafts(monkeypatch: pytest.MonkeyPatch, capsys: 
         assert plain > 0 and ratios == [pytest.approx(ms / plain, rel=0.1) for ms in drafting] and len(ratios) == 2
 
 
+@pytest.mark.slow
 def test_what_drafts_gain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import draft_streams
 
@@ -173,6 +174,7 @@ def test_timeline_shows_kernels_or_outermost_operators(tmp_path: Path) -> None:
     assert [(b.name, b.start) for b in timeline.read_bars(path)] == [("gemm", 0.0)]
 
 
+@pytest.mark.slow
 def test_events_from_byte_templates_are_cheaper_than_fastapis() -> None:
     import frontend
 
@@ -180,6 +182,7 @@ def test_events_from_byte_templates_are_cheaper_than_fastapis() -> None:
     assert min(times["fastapi"]) > 2 * min(times["minisgl"]), times  # 9.5 times on quiet cores, 5.4 on busy ones
 
 
+@pytest.mark.slow
 def test_auto_never_costs_much_and_gains_where_drafts_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated with the times of an H200; always drafting is down to 0.66 there."""
     from draft_policy import COSTS, seconds

@@ -481,6 +481,7 @@ def test_tiers_and_drafts_are_shown(chromium: Browser, tmp_path: Path) -> None:
         assert chromium.problems == []
 
 
+@pytest.mark.slow
 def test_each_replica_has_a_line_and_can_be_picked(chromium: Browser) -> None:
     line = "[...$('replicas').children].map((row) => row.textContent)"
     pressed = "[...document.querySelectorAll('#replicas button')].map((b) => b.ariaPressed).join()"

@@ -1,6 +1,6 @@
 """Triton kernels on a CPU, by Triton's interpreter: collected only where `TRITON_INTERPRET=1` was set from the start.
 
-`tests/test_interpreter.py` runs this folder in a process of its own, since the variable decides at import.
+`tools/run_tests.py` runs this folder in a process of its own, since the variable decides at import.
 """
 
 from __future__ import annotations
@@ -44,6 +44,23 @@ else:
     _builder = interpreter.InterpreterBuilder
     _builder.create_masked_load = _with_bool_mask(_builder.create_masked_load, 1)
     _builder.create_masked_store = _with_bool_mask(_builder.create_masked_store, 2)
+
+    _dot = _builder.create_dot
+
+    def _create_dot(
+        self: object,
+        a: interpreter.TensorHandle,
+        b: interpreter.TensorHandle,
+        c: interpreter.TensorHandle,
+        *rest: object,
+    ) -> interpreter.TensorHandle:
+        """Multiply row by row: OpenBLAS's GEMM for Haswell and Zen gives a row other bits at another position."""
+        a, c = (interpreter.TensorHandle(x.data[..., None, :], x.dtype) for x in (a, c))
+        b = interpreter.TensorHandle(b.data[..., None, :, :], b.dtype)
+        rows = _dot(self, a, b, c, *rest)
+        return interpreter.TensorHandle(rows.data[..., 0, :], rows.dtype)
+
+    _builder.create_dot = _create_dot
 
     _convert = interpreter._convert_float
 

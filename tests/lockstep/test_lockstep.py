@@ -76,7 +76,7 @@ def requests_and_tokens() -> tuple[Requests, dict[int, list[int]]]:
     return requests, {uid: drive(llm, [request])[0] for uid, request in enumerate(requests)}
 
 
-@pytest.mark.parametrize(("tp", "count"), [(2, 11), (4, 7)])
+@pytest.mark.parametrize(("tp", "count"), [(2, 11), pytest.param(4, 7, marks=pytest.mark.slow)])
 def test_text_equals_one_rank(tp: int, count: int, requests_and_tokens: tuple[Requests, dict[int, list[int]]]) -> None:
     requests, alone = requests_and_tokens[0][:count], {uid: requests_and_tokens[1][uid] for uid in range(count)}
     with LLM(tp=tp, **OPTIONS) as llm:
@@ -95,7 +95,7 @@ def test_text_equals_one_rank(tp: int, count: int, requests_and_tokens: tuple[Re
     assert [followers.exit_code(name) for name in followers.pids] == [0] * (tp - 1)
 
 
-@pytest.mark.parametrize("speculate", ["off", "tree"])
+@pytest.mark.parametrize("speculate", [pytest.param("off", marks=pytest.mark.slow), "tree"])
 def test_masks_follow_a_step_to_all_ranks(speculate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 is told that its engine works while the host plans, as one on a GPU does: steps are launched first.
 

@@ -27,7 +27,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("damage", [0.0, 0.2])
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("names", CHOICES)
 @pytest.mark.parametrize("parts", ["large", "small"])
 def test_random_traces_with_tiers(

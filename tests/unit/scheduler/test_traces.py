@@ -18,7 +18,7 @@ from minisgl.scheduler.req import Req
 from support.fake_engine import FakeEngine, expected_output
 from support.traces import Harness, run_random_trace
 
-SEEDS = int(os.environ.get("MINISGL_TRACES", "6"))
+SEEDS = int(os.environ.get("MINISGL_TRACES", "3"))
 
 
 @pytest.mark.parametrize("speculate", ["off", "auto", "ngram", "tree"])
