@@ -15,11 +15,12 @@ PAGE = ROOT / "docs" / "api.md"
 TEXTS = ROOT / "python" / "minisgl" / "api" / "texts.json"
 ROW = re.compile(r"^\| (`.*?) \| (.*) \| .* \|$")
 CODE = re.compile(r"`([^`]*)`")
+EXAMPLE = re.compile(r"^# ([A-Z]+ /\S+)\n((?:[^#\n].*\n)+)", re.M)  # a comment and the commands below it
 LINK = re.compile(r", see \[below\]\([^)]*\)|\[([^]]*)\]\([^)]*\)")
 
 
 def texts() -> dict[str, str]:
-    """Return the middle column of the page's tables by "GET /path" or "Type.field"."""
+    """Return the middle column of the tables by "GET /path" or "Type.field", and commands by "curl GET /path"."""
     found = {}
     kind = ""
     for line in PAGE.read_text(encoding="utf-8").splitlines():
@@ -28,7 +29,8 @@ def texts() -> dict[str, str]:
         elif (row := ROW.match(line)) is not None:
             names = [name if not kind else f"{kind}.{name}" for name in CODE.findall(row[1])]
             found |= dict.fromkeys(names, LINK.sub(lambda link: link[1] or "", row[2]))
-    return found
+    examples = PAGE.read_text(encoding="utf-8").partition("\n## Examples\n")[2].split("```")[1]
+    return found | {f"curl {key}": text.rstrip() for key, text in EXAMPLE.findall(examples)}
 
 
 def rendered() -> str:

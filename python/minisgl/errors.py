@@ -48,8 +48,8 @@ class NativeError(MinisglError):
     """The C++ step cannot be compiled, loaded or used on this machine; the message says why."""
 
 
-class RequestError(MinisglError):
-    """A request that cannot be served.
+class RequestError(MinisglError, ValueError):
+    """A request that cannot be served. In Python it is a `ValueError`.
 
     `param` names the offending field, `code` is the machine-readable OpenAI error code (that of a 400 is
     "invalid_value" if nothing better is known) and `status` the HTTP status.

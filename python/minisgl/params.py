@@ -1,8 +1,9 @@
 """The parameters of a request, their limits, and their validation.
 
-Processes exchange these structs unchanged. `validate_sampling` is called where parameters are made (the API process or
-`LLM`), `validate_prompt` where token ids are known (the tokenizer). The scheduler repeats both, so the engine never
-sees invalid values. No torch.
+`SamplingParams(...)` refuses what no model can serve. Processes exchange the structs unchanged, and decoding checks
+only types. `validate_sampling` is called where the model's limits are known (the API process or `LLM`),
+`validate_prompt` where token ids are known (the tokenizer). The scheduler repeats both, so the engine never sees
+invalid values. No torch.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, get_args
 
 import msgspec
 
 from minisgl.errors import RequestError, did_you_mean
+from minisgl.settings.foreign import sentence_for
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,6 +39,11 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     after: str = ""
     param: str = "grammar"
 
+    def __post_init__(self) -> None:
+        if self.kind not in (kinds := get_args(GrammarKind)) or not isinstance(self.text, str):
+            rule = f"kind must be one of {', '.join(kinds)}, and text a string, such as from json.dumps"
+            raise RequestError(f"Grammar({self.kind!r:.40}, {self.text!r:.40}): {rule}", param="grammar")
+
 
 class ToolCalls(msgspec.Struct, frozen=True):
     """An answer made of tool calls: `special`, `begin`, calls separated by `between` (None: only one call), `end`.
@@ -54,17 +61,30 @@ class ToolCalls(msgspec.Struct, frozen=True):
     end: str = ""
 
 
-class _SuggestsFields(type(msgspec.Struct)):  # type: ignore[misc]
-    """Makes the `TypeError` for an unknown keyword suggest the field that it may mean."""
+class _Checked(type(msgspec.Struct)):  # type: ignore[misc]
+    """Converts and checks the values that a caller gives. Values that are decoded were checked by their sender."""
 
-    def __call__(cls, *args: Any, **fields: Any) -> Any:
-        for name in fields.keys() - {*cls.__struct_fields__}:
-            raise TypeError(f"{cls.__name__} has no field {name!r}{did_you_mean(name, cls.__struct_fields__)}")
-        return super().__call__(*args, **fields)
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        if args:
+            raise TypeError(f"{cls.__name__} takes names and values, such as {cls.__name__}(temperature=0)")
+        fields = _fields(cls)
+        for name in given.keys() - fields.keys():
+            advice = sentence_for(f"sampling.{name}")
+            hint = f"; {advice}" if advice else did_you_mean(name, fields)
+            raise TypeError(f"{cls.__name__} has no field {name!r}{hint}")
+        made = super().__call__(**{name: _converted(fields[name], value) for name, value in given.items()})
+        validate_sampling(made, _ANY_MODEL[made.embed])
+        return made
 
 
-class SamplingParams(msgspec.Struct, metaclass=_SuggestsFields, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(
+    msgspec.Struct, metaclass=_Checked, frozen=True, kw_only=True, omit_defaults=True, repr_omit_defaults=True
+):
     """How to sample and when to stop. `temperature` 0 means greedy; `top_k` 0, `top_p` 1 and `min_p` 0 mean off.
+
+    A string becomes a list of one, `top_k` -1 (vLLM's and SGLang's "off") becomes 0, `logit_bias` may be a mapping.
+    None stands for the default. Raises `RequestError` for a value that no model can serve, and `TypeError` for an
+    unknown name.
 
     `max_tokens` None means the rest of the context; 0 generates nothing. With a `seed`, the output depends only on the
     prompt and the seed, whatever else runs. `presence_penalty` and `frequency_penalty` count generated tokens;
@@ -106,16 +126,6 @@ class SamplingParams(msgspec.Struct, metaclass=_SuggestsFields, frozen=True, kw_
     speculate: bool = True
     n: int = 1
 
-    def __post_init__(self) -> None:
-        """Convert each value to the type of its field. Raises `RequestError` for a field where that is impossible.
-
-        A string becomes a list of one, `top_k` -1 (vLLM's and SGLang's "off") becomes 0, `logit_bias` may be a mapping.
-        """
-        for field in _fields():
-            value = getattr(self, field.name)
-            if value is not field.default:
-                msgspec.structs.force_setattr(self, field.name, _converted(field, value))
-
     @property
     def is_filtered(self) -> bool:
         """Whether top-k, top-p or min-p exclude tokens."""
@@ -139,11 +149,14 @@ class SamplingParams(msgspec.Struct, metaclass=_SuggestsFields, frozen=True, kw_
 
 
 @cache
-def _fields() -> tuple[msgspec.structs.FieldInfo, ...]:
-    return msgspec.structs.fields(SamplingParams)
+def _fields(kind: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
+    return {field.name: field for field in msgspec.structs.fields(kind)}
 
 
 def _converted(field: msgspec.structs.FieldInfo, value: Any) -> Any:
+    """Return `value` in the type of the field; None means the default. Raises `RequestError` if that is impossible."""
+    if value is None or value is field.default:
+        return field.default
     if field.name == "top_k" and value == -1:
         return 0
     given = value
@@ -157,9 +170,6 @@ def _converted(field: msgspec.structs.FieldInfo, value: Any) -> Any:
         return msgspec.convert(given, field.type)
     except msgspec.ValidationError as e:
         raise RequestError(f"{field.name}={value!r:.100}: {e}", param=field.name) from None
-
-
-EMBED: Final = SamplingParams(max_tokens=0, embed=True)
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,6 +195,7 @@ MAX_PENALTY: Final = 2.0  # OpenAI's range is -2 to 2
 MAX_REPETITION_PENALTY: Final = 10.0
 MAX_LOGPROBS: Final = 20  # alternatives to each token
 MAX_N: Final = 1024
+_ANY_MODEL: Final = {e: Limits(max_model_len=MAX_TOP_K, vocab_size=MAX_TOP_K, embeds=e) for e in (False, True)}
 
 
 def choice_params(params: SamplingParams, index: int) -> SamplingParams:
@@ -259,6 +270,9 @@ def validate_sampling(params: SamplingParams, limits: Limits) -> None:
         _refuse("stop_token_ids", f"takes at most {limits.max_stop_token_ids} tokens")
     if not all(0 <= t < limits.vocab_size for t in p.stop_token_ids):
         _refuse("stop_token_ids", f"token ids must be 0 to {limits.vocab_size - 1}")
+
+
+EMBED: Final = SamplingParams(max_tokens=0, embed=True)
 
 
 def validate_prompt(input_ids: npt.NDArray[np.int32], params: SamplingParams, limits: Limits) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from e2e.harness import ServerProcess
 from minisgl.__main__ import main
+from minisgl.bench.offline import offline_table
+from minisgl.bench.workloads import WORKLOADS
 
 TINY = ("--num-prompts=3", "--input-len=24", "--output-len=20", "--num-pages=200", "--threads=1")
 
@@ -33,8 +36,39 @@ def test_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert r["repeats"][0]["ttft_ms"]["p50"] > 0 and r["repeats"][0]["steps"] >= 20
     assert report["engine"]["kv_pages"] == 200 and report["engine_start_s"] > 0
     table = capsys.readouterr().out
-    assert "batch64" in table and "TTFT p50 ms" in table
-    assert table.startswith("minisgl bench offline · ") and report["machine"]["date"] in table.splitlines()[1]
+    words = " ".join(table.split())
+    assert words.startswith("minisgl bench offline · ") and " · weights in float32 · " in words
+    assert " ".join(report["machine"]["date"].split()) in words
+    for row in ("workload batch64 single", "requests 3 3", "tokens in of each 24 24", "tokens out of each 20 20"):
+        assert row in words
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8_block"])
+def test_a_report_of_every_workload_fits_a_terminal(quantization: str) -> None:
+    figures = dict.fromkeys(("wall_s", "output_tok_s", "input_tok_s", "total_tok_s", "ms_per_token"), 1234567.8)
+    summary = {name: {"median": value, "min": value, "max": 2 * value} for name, value in figures.items()}
+    result = {"requests": 1024, "headline": "wall_s", "summary": summary}
+    result |= {"input_lens": {"min": 100, "max": 1024}, "output_lens": {"min": 256, "max": 256}}
+    result |= {"repeats": [{"ttft_ms": {"p50": 123456.7, "p99": 123456.7}}] * 2}
+    engine = {
+        "architecture": "Qwen3MoeForCausalLM",
+        "parameters": 3e10,
+        "dtype": "bfloat16",
+        "device": "cpu (64 threads)",
+    }
+    engine |= {"quantization": quantization, "attention": "cpu"}
+    machine = {
+        "cores": 128,
+        "cpu": "AMD EPYC 7B13",
+        "minisgl": "0.1.0",
+        "commit": "0123abc-dirty",
+        "date": "2026-01-01",
+    }
+    results = [result | {"workload": name} for name in WORKLOADS]
+    shown = offline_table({"results": results, "engine": engine, "machine": machine, "engine_start_s": 1.0})
+    assert max(map(len, shown.splitlines())) <= 80
+    assert f"weights in {quantization}, the rest in bfloat16 · " in " ".join(shown.split())
+    assert re.search("tokens in of each( +100-1,024){5}\ntokens out of each( +256){5}\n", shown)
 
 
 def test_online(server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

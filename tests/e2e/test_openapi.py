@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
 
-from minisgl.api.openapi import ENDPOINTS
+from e2e.harness import ServerProcess
+from minisgl.api.openapi import ENDPOINTS, SAMPLE_URL
 from minisgl.api.protocol import AnthropicErrorResponse, ErrorResponse
 
 CHAT = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "max_tokens": 8, "temperature": 0}
@@ -57,6 +61,34 @@ def test_every_operation_and_every_field_of_a_request_is_described(document: dic
     for name in {body["$ref"].rpartition("/")[2] for body in bodies} | {"ChatMessage", "StreamOptions", "InputItem"}:
         bare = [field for field, shape in schemas[name]["properties"].items() if "description" not in shape]
         assert not bare, f"{name}: docs/api.md has no row"
+
+
+def run_samples(url: str, operation: dict[str, Any]) -> list[str]:
+    """Run an operation's commands in a shell, as they are on the page; return the answer of each curl."""
+    (sample,) = operation["x-codeSamples"]
+    each = "curl() { command curl -sS --fail-with-body --noproxy '*' \"$@\" && echo && echo %; }; set -eo pipefail\n"
+    script = each + sample["source"].replace(SAMPLE_URL, url)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{sample['source']}\n{done.stdout}{done.stderr}"
+    assert SAMPLE_URL in sample["source"]
+    return done.stdout.split("\n%\n")[:-1]
+
+
+EMBEDDING_PATHS = ("/v1/embeddings", "/v1/score", "/v1/rerank")  # test_score.py runs their samples
+
+
+@pytest.mark.parametrize("key", sorted(key for key in ENDPOINTS if not key.endswith(EMBEDDING_PATHS)))
+def test_samples_run(server: ServerProcess, document: dict[str, Any], key: str) -> None:
+    method, path = key.split()
+    answers = run_samples(server.url, document["paths"][path][method.lower()])
+    assert all(answers)
+    if path == "/metrics":
+        return
+    endpoint = ENDPOINTS[key]
+    msgspec.convert(json.loads(answers[0]), endpoint.response)
+    assert len(answers) == 1 + (endpoint.media == "text/event-stream"), "one with a stream, too"
+    for stream in answers[1:]:
+        assert len(re.findall("^data: ", stream, flags=re.M)) > 5 and '"error":{' not in stream
 
 
 @pytest.mark.parametrize(("method", "path", "body"), REQUESTS)

@@ -413,7 +413,7 @@ def test_api_is_shown_at_docs_also_behind_a_proxy_path(chromium: Browser) -> Non
         shown = chromium.evaluate("$('api').textContent")
         for part in (
             "Answer a chat",
-            f"{server.url}/llm/v1/chat/completions",
+            f"curl {server.url}/llm/v1/chat/completions -H",
             "0 (greedy) to 100",
             "messages *",
         ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -11,6 +12,8 @@ import pytest
 
 from e2e.harness import ServerProcess, require_no_leak
 from e2e.test_embeddings import model, server  # noqa: F401  (fixtures)
+from e2e.test_openapi import EMBEDDING_PATHS, run_samples
+from minisgl.api.openapi import ENDPOINTS
 from minisgl.api.protocol import RerankResponse, ScoreResponse
 
 TEXTS = ["Hello!", "A fox runs through the wood.", "東京", "Hello!"]
@@ -42,6 +45,12 @@ def test_scores_are_cosines(http: httpx.Client, cosines: Any) -> None:
     assert np.abs([d["score"] for d in pairs] - np.array([cosines[0, 1], cosines[1, 2]])).max() < 1e-4
     assert post(http, "/v1/score", text_1="Hello!", text_2="Hello!")["data"][0]["score"] == pytest.approx(1)
     assert one["usage"]["prompt_tokens"] == one["usage"]["total_tokens"] > 0
+
+
+@pytest.mark.parametrize("path", EMBEDDING_PATHS)
+def test_samples_run(server: ServerProcess, http: httpx.Client, path: str) -> None:  # noqa: F811
+    (answer,) = run_samples(server.url, http.get("/openapi.json").json()["paths"][path]["post"])
+    msgspec.convert(json.loads(answer), ENDPOINTS[f"POST {path}"].response)
 
 
 def test_documents_are_ranked(http: httpx.Client, cosines: Any) -> None:

@@ -90,11 +90,9 @@ def test_session_with_commands_and_interrupts(terminal: Terminal, server: Server
     terminal.say("/tree\r")
     assert "My name is Anna" in terminal.expect(r"nodes; [\s\S]*Anna[\s\S]*tokens")
     terminal.say("/params ignore_eos=true max_tokens=100000\r")
-    terminal.expect("parameters: .*max_tokens=100000")
-    terminal.say("Hello\r")
-    terminal.expect(r"max_tokens")  # a refusal is shown, and the session goes on
-    terminal.say("/params max_tokens=\r")
-    terminal.expect("parameters: .*true")
+    terminal.expect(r"\(max_tokens must be 1 to 4096\)")  # a refusal is shown, and the session goes on
+    terminal.say("/params ignore_eos=true\r")
+    terminal.expect(r"temperature +0.0 +set by you\s+top_p +1.0 +default[\s\S]*ignore_eos +true +set by you")
     terminal.say("Tell me a story about a fox named Lily.\r")
     terminal.expect(r"Lily\.\s*\n\w")
     terminal.type("/params min_tokens=7")  # while the answer streams: not shown in it, but at the next prompt
@@ -103,7 +101,7 @@ def test_session_with_commands_and_interrupts(terminal: Terminal, server: Server
     assert "min_tokens" not in terminal.expect(r"\(stopped\)")
     terminal.expect(r">[^\n]*/params min_tokens=7")
     terminal.type("\r")
-    terminal.expect("parameters: .*min_tokens=7")
+    terminal.expect("min_tokens +7 +set by you")
     require_no_leak(server)
     terminal.say("/params temprature=1\r")
     terminal.expect("did you mean temperature")
@@ -131,7 +129,7 @@ def test_history_outlives_the_session(server: ServerProcess, tmp_path: Path) -> 
     first.expect("commands")
     first.say("/system be kind\r")
     first.expect("system prompt: be kind")
-    first.say("/quit\r")
+    first.say("/bye\r")
     assert first.process.wait(PATIENCE_S) == 0
     first.close()
     second = Terminal(server.url, tmp_path)

@@ -43,7 +43,7 @@ from minisgl.settings.options import ServerArgs
 RETRY_AFTER_S: Final = 1
 UID_BITS: Final = 32  # the lower bits of a uid number the requests of one API process; the bits above are its life
 VIEW_TIMEOUT_S: Final = 5.0
-_ENCODE_ERRORS: Final = (OverflowError, ValueError, TypeError, RecursionError)  # of the codec, for odd values
+_ENCODE_ERRORS: Final = (OverflowError, UnicodeError, TypeError, RecursionError)  # of the codec, for odd values
 
 
 class ClientGoneError(Exception):

@@ -22,6 +22,7 @@ from minisgl.api.http import ANTHROPIC
 _COMMON: Final = (401, 403, 500, 503)  # of every endpoint; 503: starting, draining or failed
 _WITH_BODY: Final = (400, 404, 408, 413, 415, 429)
 _SSE: Final = "text/event-stream"
+SAMPLE_URL: Final = "http://localhost:1919"  # in docs/api.md; the page shows its own
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,10 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
     for key, name in routes:
         method, path = key.replace(":path}", "}").split()
         error = schemas[-2 if path.startswith(ANTHROPIC) else -1]
-        operation = {"operationId": name, "description": texts.get(key, "")}
+        operation: dict[str, Any] = {"operationId": name, "description": texts.get(key, "")}
         operation |= _operation(path, described[key], of_type, error)
+        sample = texts.get(f"curl {key}", f"curl {SAMPLE_URL}{path}")
+        operation["x-codeSamples"] = [{"lang": "shell", "source": sample}]
         paths.setdefault(path, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",

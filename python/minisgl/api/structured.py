@@ -52,7 +52,7 @@ def json_text(value: Any, param: str) -> str:
     """Return `value` as JSON text. Raises `RequestError` for a value that JSON cannot represent."""
     try:
         return msgspec.json.encode(value).decode()
-    except (msgspec.MsgspecError, ValueError, RecursionError) as e:
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as e:
         raise RequestError(f"{param} is not usable: {e}", param=param) from e
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import textwrap
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -125,6 +126,8 @@ def _run_workload(llm: LLM, workload: Workload, args: OfflineArgs) -> dict[str, 
         "requests": len(workload.requests),
         "prompt_tokens": workload.prompt_tokens,
         "output_tokens": workload.output_tokens,
+        "input_lens": spread([len(r.prompt) for r in workload.requests]),
+        "output_lens": spread([r.output_len for r in workload.requests]),
         "repeats": repeats,
         "summary": {name: spread([repeat[name] for repeat in repeats]) for name in names},
     }
@@ -212,22 +215,29 @@ def _measure(llm: LLM, workload: Workload, temperature: float) -> dict[str, Any]
 
 def offline_table(report: dict[str, Any]) -> str:
     """Format a report as text: medians of the repeats, and the spread of the headline figure."""
-    rows = []
+    columns = []
     for result in report["results"]:
         summary = {name: value["median"] for name, value in result["summary"].items()}
         ttft = result["repeats"][0]["ttft_ms"]
         headline = result["summary"].get(result["headline"])
         spread_cell = spread_percent(headline) if headline and len(result["repeats"]) > 1 else None
-        size = f"{result['requests']} x {result['prompt_tokens']:,}/{result['output_tokens']:,}"
+        lengths = [
+            "-".join(f"{n:,}" for n in sorted({result[name]["min"], result[name]["max"]}))
+            for name in ("input_lens", "output_lens")
+        ]
         figures = [summary[name] for name in ("wall_s", "output_tok_s", "input_tok_s", "total_tok_s")]
         times = summary.get("ms_per_token"), ttft["p50"], ttft["p99"]
-        rows.append([result["workload"], size, *figures, *times, spread_cell])
-    headers = ["workload", "requests x in/out", "wall s", "out tok/s", "in tok/s", "all tok/s"]
-    headers += ["ms/token", "TTFT p50 ms", "TTFT p99 ms", "spread %"]
+        columns.append([result["requests"], *lengths, *figures, *times, spread_cell])
+    labels = ["requests", "tokens in of each", "tokens out of each", "wall s", "out tok/s", "in tok/s", "all tok/s"]
+    labels += ["ms/token", "TTFT p50 ms", "TTFT p99 ms", "spread %"]
+    headers = ["workload", *(result["workload"] for result in report["results"])]
     engine = report["engine"]
+    formats = [engine["quantization"], f"the rest in {engine['dtype']}"]
+    weights = engine["dtype"] if engine["quantization"] == "none" else ", ".join(formats)
     head = (
         f"minisgl bench offline · {engine['architecture']} · {engine['parameters'] / 1e9:.3g} B parameters · "
-        f"{engine['dtype']} · {engine['device']} · "
+        f"weights in {weights} · {engine['device']} · "
         f"attention {engine['attention']} · start {report['engine_start_s']:.1f} s"
     )
-    return f"{head}\n{origin(report['machine'])}\n{format_table(headers, rows)}"
+    lines = [textwrap.fill(line, 80) for line in (head, origin(report["machine"]))]
+    return "\n".join([*lines, format_table(headers, [*zip(labels, *columns, strict=True)])])

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from minisgl.api.fields import ignored_fields
+from minisgl.api.protocol import ChatCompletionRequest, parse_body
+from minisgl.api.requests import SamplingDefaults, chat_message
 from minisgl.chat.client import ChatClient, ServerError
 from minisgl.chat.terminal import LineReader, WordWrap, interrupt_handler, interruptible, line_reader, no_echo
-from minisgl.errors import ConfigError, did_you_mean
+from minisgl.errors import ConfigError
+from minisgl.params import Limits
 from minisgl.settings.options import ServerArgs
 
 HELP: Final = '''\
@@ -22,11 +27,13 @@ HELP: Final = '''\
 /tree                  show the prefix cache
 /save FILE             write the conversation as JSON
 /help                  show this text
-/quit                  leave (also Ctrl-D); Ctrl-C stops an answer
+/quit, /exit, /bye     leave (also Ctrl-D); Ctrl-C stops an answer
 A line that ends with \\ continues on the next one, and """ begins and ends a text of several lines.'''
 BLOCK: Final = '"""'
-OUR_FIELDS: Final = {"messages", "stream", "stream_options", "return_timing"}  # set by the chat itself
-TYPES: Final = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+OUR_FIELDS: Final = {"messages", "n", "stream", "stream_options", "return_timing"}  # set by the chat itself
+LEAVE: Final = ("/quit", "/exit", "/bye")
+FIELDS: Final = sorted({*ChatCompletionRequest.__struct_fields__} - OUR_FIELDS)
+MODELS: Final = "the model's generation_config"
 
 
 def chat_with_own_server(args: ServerArgs, sampling: dict[str, Any], system: str | None) -> int:
@@ -49,6 +56,8 @@ def chat_with_url(url: str, api_key: str | None, sampling: dict[str, Any], syste
     if sys.stdin.isatty():
         print(f"Chat with {name} on {url}. /help lists the commands.")
     shell = Shell(client, sampling, system)
+    if sampling:
+        shell.check(sampling)
     shell.run(line_reader(shell.completions() if sys.stdin.isatty() else ()))
     return 0
 
@@ -72,18 +81,17 @@ class Shell:
         }
 
     @cached_property
-    def _fields(self) -> dict[str, dict[str, Any]]:
-        """The JSON Schemas of a chat request's fields, from the server's description; {} if it has none."""
+    def _info(self) -> dict[str, Any]:
+        """The description of the model by a minisgl server; {} from another one."""
         try:
-            schemas = self._client.get("/openapi.json")["components"]["schemas"]
-            fields: dict[str, dict[str, Any]] = schemas["ChatCompletionRequest"]["properties"]
-        except (ServerError, OSError, KeyError):
+            info = self._client.get("/model_info")
+        except (ServerError, OSError):
             return {}
-        return {name: schema for name, schema in fields.items() if name not in OUR_FIELDS}
+        return info if "default_sampling_params" in info else {}
 
     def completions(self) -> list[str]:
         """The texts that Tab completes."""
-        return [*self._commands, "/quit", *(f"/params {name}=" for name in self._fields)]
+        return [*self._commands, *LEAVE, *(f"/params {name}=" for name in FIELDS)]
 
     def run(self, read_line: LineReader) -> None:
         """Read messages and print answers, until the input ends or /quit."""
@@ -96,7 +104,7 @@ class Shell:
                 except KeyboardInterrupt:
                     print("\n(/quit or Ctrl-D leaves)")
                     continue
-                if text == "/quit":
+                if text in LEAVE:
                     return
                 if text.startswith("/"):
                     self._run_command(text)
@@ -176,34 +184,37 @@ class Shell:
         print(f"system prompt: {self._system or 'none'}")
 
     def _set_params(self, text: str) -> None:
+        params = dict(self._params)
         for pair in text.split():
             name, equals, value = pair.partition("=")
             if not equals or not name.isidentifier():
                 raise ValueError(f"{pair} is not NAME=VALUE")
-            if not value:
-                self._params.pop(name, None)
-                continue
+            if name in OUR_FIELDS:
+                raise ValueError(f"{name} is set by the chat itself")
             try:
-                read = json.loads(value)
+                params[name] = json.loads(value or "null")
             except ValueError:
-                read = value
-            self._check_param(name, read)
-            self._params[name] = read
-        shown = " ".join(f"{name}={json.dumps(value)}" for name, value in self._params.items())
-        print(f"parameters: {shown or 'those of the model'}")
+                params[name] = value
+            if not value:
+                del params[name]
+        self.check(params)
+        self._params = params
+        theirs, own = self._info.get("default_sampling_params", {}), asdict(SamplingDefaults())
+        origins = {name: "default" if value == own.get(name) else MODELS for name, value in theirs.items()}
+        for name, origin in (origins | dict.fromkeys(params, "set by you")).items():
+            print(f"{name:<22}{json.dumps((theirs | params)[name]):<12}{origin}")
+        if not origins:
+            print("other parameters: as the server likes")
 
-    def _check_param(self, name: str, value: Any) -> None:
-        """Raise `ValueError` for a field or a type that the server does not describe."""
-        if name in OUR_FIELDS:
-            raise ValueError(f"{name} is set by the chat itself")
-        if self._fields and name not in self._fields:
-            raise ValueError(f"{name} is not a field of a chat request{did_you_mean(name, self._fields)}")
-        schema = self._fields.get(name, {})
-        types = [one.get("type") for one in schema.get("anyOf", [schema])]
-        is_number = type(value) is int and "number" in types
-        if value is not None and None not in types and not is_number and TYPES[type(value)] not in types:
-            named = " or ".join(kind for kind in types if kind != "null")
-            raise ValueError(f"{name} takes {named}, not {json.dumps(value)}")
+    def check(self, params: dict[str, Any]) -> None:
+        """Raise `ValueError` for what a minisgl server would refuse, in its words. Other servers check on their own."""
+        if not self._info:
+            return
+        limits = Limits(max_model_len=self._info["max_model_len"], vocab_size=self._info["vocab_size"])
+        body = json.dumps({"messages": [{"role": "user", "content": ""}], **params}).encode()
+        chat_message(parse_body(body, ChatCompletionRequest), SamplingDefaults(), limits)
+        for name in ignored_fields(body, ChatCompletionRequest, refuses=False):
+            raise ValueError(f"{name} is not a field of a chat request")
 
     def _show_stats(self, _: str) -> None:
         account = self._client.account

@@ -18,29 +18,36 @@ if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
 
 TAB: Final = 8
-# A word, or a character after which a line may end: a space, or one of a script without spaces.
-PIECE: Final = re.compile(r"[^\s\u2e80-\U0010ffff]+|[\s\S]")
+# A space, a word (Korean has spaces), or a character of a script without spaces with what must not begin a line: marks,
+# the rest of an emoji, closing punctuation.
+PIECE: Final = re.compile(
+    r"\s|[^\s\u2e80-\uabff\ud7b0-\U0010ffff]+|"
+    r"\S(?:\u200d\S?|[\u0300-\u036f\u3099\u309a\u20e3\ufe00-\ufe0f\U0001f3fb-\U0001f3ff、。，．：；！？）」』】》])*"
+)
+FENCES: Final = ("```", "~~~")
 
 LineReader = Callable[[str], str]  # prompt -> line; raises EOFError at the end of the input, and KeyboardInterrupt
 
 
 class WordWrap:
-    """Breaks streamed text between words. `width` is the terminal's in columns; with 0, nothing is broken."""
+    """Breaks streamed text between words, but not in code blocks. `width` returns the columns; 0 breaks nothing."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: Callable[[], int]) -> None:
         self._width = width
         self._column = 0
         self._word = ""  # held back: if it continues, it may belong on the next line
+        self._is_code = False
+        self._is_line_start = True
 
     @classmethod
     def of_stdout(cls) -> WordWrap:
         """Return a `WordWrap` for the terminal of stdout. If stdout is a file, it breaks nothing."""
-        return cls(shutil.get_terminal_size().columns if sys.stdout.isatty() else 0)
+        return cls(lambda: shutil.get_terminal_size().columns if sys.stdout.isatty() else 0)
 
     def feed(self, text: str) -> str:
         """Add text; return what can be written now."""
-        if not self._width:
-            return text
+        if not self._width():
+            return self.flush() + text
         pieces = PIECE.findall(self._word + text)
         self._word = pieces.pop() if pieces and not pieces[-1].isspace() else ""
         return "".join(map(self._place, pieces))
@@ -48,22 +55,25 @@ class WordWrap:
     def flush(self) -> str:
         """Return the rest of the text, at its end."""
         word, self._word = self._word, ""
-        return self._place(word)
+        return self._place(word) if word else ""
 
     def _place(self, piece: str) -> str:
         if piece == "\n":
-            self._column = 0
+            self._column, self._is_line_start = 0, True
             return piece
+        if self._is_line_start and not piece.isspace():
+            self._is_code ^= piece.startswith(FENCES)
+            self._is_line_start = False
+        width = max(self._width(), 1)
         size = TAB - self._column % TAB if piece == "\t" else sum(map(_columns, piece))
-        if self._column + size < self._width or not self._column:
-            self._column += size
-            return piece
-        self._column = 0 if piece.isspace() else size
-        return "\n" if piece.isspace() else f"\n{piece}"
+        fits = self._column + size < width or not self._column or self._is_code
+        self._column = (self._column + size if fits else size * (not piece.isspace())) % width
+        return piece if fits else "\n" if piece.isspace() else f"\n{piece}"
 
 
 def _columns(character: str) -> int:
-    return 0 if unicodedata.combining(character) else 1 + (unicodedata.east_asian_width(character) in "WF")
+    is_mark = unicodedata.category(character) in ("Mn", "Me", "Cf")  # Cf: joins emoji
+    return 0 if is_mark else 1 + (unicodedata.east_asian_width(character) in "WF")
 
 
 @contextlib.contextmanager

@@ -13,9 +13,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from minisgl.errors import InvariantError, MinisglError, RequestError
+from minisgl.errors import InvariantError, MinisglError
 from minisgl.llm.completions import Completion, Completions, Piece
-from minisgl.llm.llm import LLM, Message, Params, Prompt, TextTokenizer, chat_messages, prompt_messages
+from minisgl.llm.llm import LLM, Message, Params, Prompt, TextTokenizer, explained, prompt_messages
 from minisgl.message import TokenizeMsg
 
 Job = Callable[[LLM, Completions], None]
@@ -49,6 +49,8 @@ class AsyncLLM:
         """End all requests with an error, and end the engine."""
         self._close()
 
+    shutdown = close
+
     async def __aenter__(self) -> AsyncLLM:
         return self
 
@@ -59,22 +61,25 @@ class AsyncLLM:
         """Return the model's tokenizer and chat template."""
         return self._llm.get_tokenizer()
 
+    @explained
     def generate(self, prompt: Prompt, sampling_params: Params | None = None) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of the completion of one prompt, or of its `n` choices. Raises `RequestError`."""
-        return self._pieces(prompt_messages(prompt), sampling_params)
+        return self._pieces(prompt_messages(prompt, self._llm.tokenizer.limits), sampling_params)
 
+    @explained
     def chat(
         self,
-        conversation: Sequence[Message],
+        messages: Sequence[Message],
         sampling_params: Params | None = None,
         *,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of the assistant's next message. Raises `RequestError`."""
-        messages = chat_messages(conversation, tools=tools, template_kwargs=chat_template_kwargs or {})
-        return self._pieces(messages, sampling_params)
+        chat = self._llm.chat_messages(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
+        return self._pieces(chat, sampling_params)
 
+    @explained
     async def complete(self, prompt: Prompt, sampling_params: Params | None = None) -> Completion:
         """Return the whole completion of one prompt. Raises `RequestError`."""
         choices: dict[int, Completion] = {}
@@ -84,10 +89,8 @@ class AsyncLLM:
         return first
 
     async def _pieces(self, messages: list[TokenizeMsg], sampling_params: Params | None) -> AsyncGenerator[Piece, None]:
-        if len(messages) != 1:
-            raise RequestError("give one prompt per call; concurrent calls run together", param="prompt")
         with self._lock:
-            (request,) = self._llm.prepare(messages, sampling_params)
+            request = self._llm.prepare_one(messages, sampling_params)
         loop, uids = asyncio.get_running_loop(), [user.uid for user in request.users]
         inbox: Inbox = asyncio.Queue()
 

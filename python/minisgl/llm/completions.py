@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from minisgl.core import FinishReason
 from minisgl.errors import MinisglError
 from minisgl.message import CONTEXT_TOKENS, DetokenizeMsg, TokenLogprob, UserMsg, UserReply, ids_from_bytes
 from minisgl.tokenizer.detokenize import DetokenizeManager
+
+SHOWN_CHARS: Final = 60  # of a completion's text in its repr
 
 
 @dataclass(slots=True)
@@ -38,6 +40,11 @@ class Completion:
     request_id: str = ""
     index: int = 0  # of the choice of its prompt
     others: list[Completion] = field(default_factory=list, repr=False)  # the other choices, of choice 0
+
+    def __repr__(self) -> str:
+        text = self.text[:SHOWN_CHARS] + "…" * (len(self.text) > SHOWN_CHARS)
+        counts = f"prompt_tokens={self.prompt_tokens}, completion_tokens={len(self.token_ids)}"
+        return f"Completion({text!r}, finish_reason={self.finish_reason}, {counts}, choices={len(self.outputs)})"
 
     @property
     def outputs(self) -> list[Completion]:

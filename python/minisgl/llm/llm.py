@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import itertools
-import struct
+import os
 import sys
+import threading
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from minisgl.api import requests as api
+from minisgl.api.fields import ignored_fields, unread_kwargs
+from minisgl.api.protocol import ChatCompletionRequest, parse_body
+from minisgl.api.structured import json_text
 from minisgl.checkpoint.embedder import read_embedder
-from minisgl.checkpoint.hf import resolve_model
-from minisgl.errors import InvariantError, RequestError
-from minisgl.llm.completions import Completion, Completions, Request
+from minisgl.checkpoint.hf import model_name, resolve_model
+from minisgl.errors import InvariantError, RequestError, did_you_mean
+from minisgl.llm.completions import Completion, Completions, Piece, Request
 from minisgl.llm.ranks import running_ranks
 from minisgl.message import AbortMsg, TokenizeMsg, UserMsg, ids_to_bytes
-from minisgl.params import EMBED, SamplingParams, choice_params, validate_sampling
+from minisgl.params import EMBED, Limits, SamplingParams, choice_params, validate_sampling
 from minisgl.process.log import Progress
+from minisgl.process.processes import held_interrupt
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.settings.options import SchedulerConfig, build_config
@@ -31,12 +40,27 @@ from minisgl.tokenizer.tokenize import TokenizeManager, model_limits
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | Mapping[str, Any]
-Message = dict[str, Any]
-
+Message = Mapping[str, Any]
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 # A batch job has no streams whose pace matters, so steps as large as the token budget finish it soonest. Its queue has
 # no limits.
 BATCH: Final = {"itl_target_ms": 0.0, "max_queue_time": 1e6, "max_queued_tokens": 1 << 62}
+
+
+def explained(method: Method) -> Method:
+    """Have the `TypeError` for an unknown keyword of `method` say what to write instead."""
+    known = inspect.signature(method).parameters
+
+    @functools.wraps(method)
+    def call(*args: Any, **given: Any) -> Any:
+        for name in given.keys() - known.keys():
+            is_sampling = name in SamplingParams.__struct_fields__
+            hint = f"; write SamplingParams({name}=...)" if is_sampling else did_you_mean(name, known)
+            raise TypeError(f"{method.__name__} has no parameter {name!r}{hint}")
+        return method(*args, **given)
+
+    return cast(Method, call)
 
 
 class LLM:
@@ -46,10 +70,11 @@ class LLM:
     Raises `ConfigError` for settings that cannot work.
 
     With `tp` above 1, the other ranks are child processes (`followers`), which end with this object or with `close()`.
+    One call runs at a time; `AsyncLLM` runs several.
     """
 
-    def __init__(self, model: str = "", **options: Any) -> None:
-        given = {"model": model, **options} if model else options
+    def __init__(self, model: str | os.PathLike[str] = "", **options: Any) -> None:
+        given = {"model": os.fspath(model), **options} if model else options
         config = build_config(SchedulerConfig, {**BATCH, **given})
         engine = config.engine
         folder = resolve_model(engine.model, engine.download_source, weights=False, revision=engine.revision)
@@ -66,13 +91,22 @@ class LLM:
             stack.callback(self.scheduler.save)
             self.followers = ranks.followers
             self._close = weakref.finalize(self, stack.pop_all().close)
+        os.register_at_fork(after_in_child=self._close.detach)  # the engine and its threads stay with the parent
         self._uids = itertools.count()
         self._has_failed = False
+        self._call = threading.Lock()  # held by the call that runs
+        facts = {"model": model_name(engine.model), **self.scheduler.describe()}
+        shown = ("model", "dtype", "quantization", "device", "kv_tokens", "max_model_len")
+        self._shown = ", ".join(f"{name}={facts[name]!r}" for name in shown)
+
+    def __repr__(self) -> str:
+        return f"LLM({self._shown})" if self._close.alive else f"LLM({self._shown}, closed)"
 
     def close(self) -> None:
         """End the engine and the other ranks. Afterwards nothing can be generated."""
-        self._has_failed = True
         self._close()
+
+    shutdown = close
 
     def __enter__(self) -> LLM:
         return self
@@ -80,6 +114,7 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @explained
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -94,23 +129,36 @@ class LLM:
         choices of a prompt are adjacent. `use_tqdm` shows the progress on a terminal, if the call takes longer than a
         second. Raises `RequestError` for an invalid prompt or parameter, before any request is computed.
         """
-        return self._run(prompt_messages(prompts), sampling_params, on_token, use_tqdm)
+        messages = prompt_messages(prompts, self.tokenizer.limits)
+        return self._run(messages, sampling_params, on_token, use_tqdm)
 
+    @explained
+    def stream(self, prompt: Prompt, sampling_params: Params | None = None) -> Generator[Piece, None, None]:
+        """Yield the completion of one prompt, or of its `n` choices, in pieces: `piece.text` is new.
+
+        Leaving the loop aborts the request and frees its pages. Until then no other call can run. Raises `RequestError`
+        as `generate` does.
+        """
+        self.require_working()
+        return self._pieces(self.prepare_one(prompt_messages(prompt, self.tokenizer.limits), sampling_params))
+
+    @explained
     def embed(self, prompts: Prompt | Sequence[Prompt], dimensions: int | None = None) -> npt.NDArray[np.float32]:
         """Return the embedding of each prompt (text or token ids), float32 [n, H] or [n, dimensions].
 
         Raises `RequestError` if the model generates text, and for an invalid prompt or number of dimensions.
         """
-        messages = prompt_messages(prompts)
+        messages = prompt_messages(prompts, self.tokenizer.limits)
         if self._embedder is None:
             raise RequestError("this model generates text; it does not compute embeddings", code="unsupported_endpoint")
         length = self._embedder.length(dimensions)
         vectors = [self._embedder.vector(done.embedding, length) for done in self._run(messages, EMBED)]
         return np.stack(vectors) if vectors else np.empty((0, length), np.float32)
 
+    @explained
     def chat(
         self,
-        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Params | Sequence[Params] | None = None,
         *,
         tools: list[dict[str, Any]] | None = None,
@@ -118,9 +166,28 @@ class LLM:
         on_token: Callable[[int, str], None] | None = None,
         use_tqdm: bool = True,
     ) -> list[Completion]:
-        """Generate the assistant's next message for one or more conversations of {"role", "content"} messages."""
-        messages = chat_messages(conversations, tools=tools, template_kwargs=chat_template_kwargs or {})
-        return self._run(messages, sampling_params, on_token, use_tqdm)
+        """Generate the assistant's next message for one or more conversations of {"role", "content"} messages.
+
+        Raises `RequestError` for what the server refuses in /v1/chat/completions, in the same words.
+        """
+        chats = self.chat_messages(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
+        return self._run(chats, sampling_params, on_token, use_tqdm)
+
+    def chat_messages(self, messages: Sequence[Any], **fields: Any) -> list[TokenizeMsg]:
+        """Return a message for each of one or more conversations. `fields` are those of a chat completion."""
+        is_one = not _listed(messages) or isinstance(messages[0], Mapping)
+        chats = [messages] if is_one else messages
+        return [self._chat_message({"messages": _listed(chat), **fields}) for chat in chats]
+
+    def _chat_message(self, fields: dict[str, Any]) -> TokenizeMsg:
+        """Validate a chat completion as the server does; warn of names without an effect."""
+        body = json_text(fields, "messages").encode()
+        chat = parse_body(body, ChatCompletionRequest)
+        ignored = ignored_fields(body, ChatCompletionRequest, refuses=False)
+        ignored += unread_kwargs(chat.chat_template_kwargs, self.tokenizer.template.variables, refuses=False)
+        if ignored:
+            warnings.warn(f"no effect: {', '.join(ignored)}", stacklevel=5)
+        return api.chat_message(chat, api.SamplingDefaults(), self.tokenizer.limits)
 
     def get_tokenizer(self) -> TextTokenizer:
         """The model's tokenizer and chat template."""
@@ -130,12 +197,13 @@ class LLM:
         self, messages: Sequence[TokenizeMsg], sampling_params: Params | Sequence[Params] | None
     ) -> list[Request]:
         """Validate and tokenize prompts, and assign uids. Raises `RequestError` before any request is computed."""
-        if sampling_params is None or isinstance(sampling_params, SamplingParams | Mapping):
-            params = [_sampling_params(sampling_params or SamplingParams())] * len(messages)
-        else:
+        if isinstance(sampling_params, list | tuple):
             params = [_sampling_params(p) for p in sampling_params]
+        else:
+            params = [_sampling_params(sampling_params)] * len(messages)
         if len(params) != len(messages):
-            raise RequestError(f"{len(messages)} prompts, {len(params)} sampling parameters", param="sampling_params")
+            error = f"there are {len(params)} sampling_params for {len(messages)} prompts: give one, or one for each"
+            raise RequestError(error, param="sampling_params")
         for p in params:
             validate_sampling(p, self.tokenizer.limits)
         ids = [
@@ -151,6 +219,12 @@ class LLM:
             requests.append(Request(users, m.text))
         return requests
 
+    def prepare_one(self, messages: Sequence[TokenizeMsg], sampling_params: Params | None) -> Request:
+        """Do what `prepare` does for a call that takes one prompt."""
+        if len(messages) != 1:
+            raise RequestError("give one prompt per call", param="prompt")
+        return self.prepare(messages, sampling_params)[0]
+
     def _run(
         self,
         messages: list[TokenizeMsg],
@@ -162,26 +236,51 @@ class LLM:
         requests = self.prepare(messages, sampling_params)
         progress = Progress("generate", "requests", is_shown=use_tqdm and sys.stderr.isatty())
         completions = Completions(self.detokenizer, requests, on_token)
-        total = completions.pending
-        try:
+        total, stats = completions.pending, self.scheduler.stats
+        before = stats.generation_tokens
+        with self._running(completions, requests):
             while completions.pending:
                 self.advance(completions)
-                progress.update(total - completions.pending, total)
-        except BaseException:  # an error or Ctrl-C: abort the running requests
-            self.abort(user.uid for request in requests for user in request.users)
-            raise
-        finally:
-            self._settle(completions)
+                progress.update(total - completions.pending, total, stats.generation_tokens - before)
         done = iter(completions.finish())
         return [_with_others(next(done), [next(done) for _ in request.users[1:]]) for request in requests]
 
+    def _pieces(self, request: Request) -> Generator[Piece, None, None]:
+        pieces: list[Piece] = []
+        completions = Completions(self.detokenizer)
+        with self._running(completions, [request]):
+            completions.add(request, pieces.append)
+            while completions.pending:
+                self.advance(completions)
+                for piece in pieces:
+                    if piece.failure is not None:
+                        raise piece.failure
+                    yield piece
+                pieces.clear()
+
+    @contextlib.contextmanager
+    def _running(self, completions: Completions, requests: Sequence[Request]) -> Iterator[None]:
+        """Keep other calls out of the engine. If the block fails or is left early, abort the requests."""
+        if not self._call.acquire(blocking=False):
+            raise InvariantError("another call or stream of this LLM is open: end it first, or use AsyncLLM")
+        try:
+            yield
+        except BaseException:  # an error, Ctrl-C, or a stream that is left
+            self.abort(user.uid for request in requests for user in request.users)
+            raise
+        finally:
+            with held_interrupt():
+                self._settle(completions)
+                self._call.release()
+
     def require_working(self) -> None:
-        """Raise `InvariantError` after an error of the engine or after `close`."""
-        if self._has_failed:
-            raise InvariantError("the engine was closed, or failed in an earlier call; make a new LLM")
+        """Raise `InvariantError` after an error of the engine or after `close`, and in a forked process."""
+        if self._has_failed or not self._close.alive:
+            raise InvariantError("this LLM was closed, has failed, or belongs to a parent process; make a new one")
 
     def advance(self, completions: Completions) -> None:
         """Send waiting requests while the queue has capacity, compute one step, and process its replies."""
+        self.require_working()
         # The queue has a limit, but a list of prompts has none.
         free = self.scheduler.admission.max_queued - self.scheduler.num_queued
         while completions.waiting and free > 0:
@@ -198,14 +297,15 @@ class LLM:
     @property
     def is_busy(self) -> bool:
         """Whether requests are running, or pages are still to be freed."""
-        return not self._has_failed and (self.scheduler.is_busy or bool(self._io.inbox))
+        return self._close.alive and not self._has_failed and (self.scheduler.is_busy or bool(self._io.inbox))
 
     def _step(self) -> None:
-        try:
-            self.scheduler.step()
-        except BaseException:
-            self._has_failed = True  # the step was not completed: the state is undefined
-            raise
+        with held_interrupt():
+            try:
+                self.scheduler.step()
+            except BaseException:
+                self._has_failed = True  # the step was not completed: the state is undefined
+                raise
 
     def _settle(self, completions: Completions) -> None:
         """Run steps until aborted requests, including those that a stop string has ended, have freed their pages."""
@@ -238,38 +338,49 @@ class TextTokenizer:
         **variables: Any,
     ) -> str | list[int]:
         """Return the conversation as token ids or text. Raises `RequestError` if the template refuses it."""
-        text = self._template.render(list(conversation), tools, variables, add_generation_prompt=add_generation_prompt)
+        text = self._template.render(
+            [*map(dict, conversation)], tools, variables, add_generation_prompt=add_generation_prompt
+        )
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
 
-def prompt_messages(prompts: Prompt | Sequence[Prompt]) -> list[TokenizeMsg]:
-    """Return a message for each of one or more prompts. Raises `RequestError` for other than text or token ids."""
-    is_one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
-    return [_prompt_message(p) for p in ([prompts] if is_one else prompts)]  # type: ignore[arg-type]
+def prompt_messages(prompts: Prompt | Sequence[Prompt], limits: Limits) -> list[TokenizeMsg]:
+    """Return a message for each of one or more prompts. Raises `RequestError` as the server does."""
+    plain = _plain(prompts)
+    if isinstance(plain, list) and api.is_batch(plain):
+        plain = [_plain(prompt) for prompt in plain]
+    return api.prompt_messages(plain, "prompt", SamplingParams(), limits, sys.maxsize) if plain != [] else []
 
 
-def _prompt_message(prompt: Prompt) -> TokenizeMsg:
-    if isinstance(prompt, Mapping):  # vLLM's
-        prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt", ())
-    if isinstance(prompt, str):
-        return TokenizeMsg(uid=0, sampling_params=SamplingParams(), text=prompt)
-    try:
-        return TokenizeMsg(uid=0, sampling_params=SamplingParams(), input_ids=ids_to_bytes(prompt))  # type: ignore[arg-type]
-    except (struct.error, TypeError) as e:
-        raise RequestError(f"a prompt must be text or token ids: {e}", param="prompt") from e
+def _plain(prompt: Any) -> str | list[Any]:
+    """Return text or a list for what Python programs have: arrays, tuples, vLLM's mappings."""
+    if isinstance(prompt, Mapping):
+        if extra := prompt.keys() - {"prompt", "prompt_token_ids"}:
+            raise RequestError(f"a prompt may have prompt or prompt_token_ids, not {min(extra)!r}", param="prompt")
+        ids = prompt.get("prompt_token_ids")
+        prompt = prompt.get("prompt") if ids is None else ids
+    if hasattr(prompt, "tolist"):
+        prompt = prompt.tolist()
+    elif isinstance(prompt, list | tuple):
+        prompt = np.asarray(prompt).tolist() if prompt and isinstance(prompt[0], np.integer) else list(prompt)
+    if not isinstance(prompt, str | list):
+        kind = type(prompt).__name__
+        raise RequestError(f"prompt must be text, token ids, or a list of either, not {kind}", param="prompt")
+    return prompt
 
 
-def chat_messages(conversations: Sequence[Message] | Sequence[Sequence[Message]], **fields: Any) -> list[TokenizeMsg]:
-    """Return a message for each of one or more conversations. `fields` are those of `TokenizeMsg`."""
-    many = [conversations] if conversations and isinstance(conversations[0], dict) else list(conversations)
-    template = TokenizeMsg(uid=0, sampling_params=SamplingParams(), **fields)
-    return [msgspec.structs.replace(template, messages=list(c)) for c in many]
+def _listed(messages: Any) -> list[Any]:
+    """Return messages, or conversations, as a list. Raises `RequestError` for a text or a single message."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        example = '[{"role": "user", "content": "Hello"}]'
+        raise RequestError(f"chat takes a list of messages, such as {example}; generate takes text", param="messages")
+    return list(messages)
 
 
-def _sampling_params(given: Params) -> SamplingParams:
-    """Return `SamplingParams`, also from a mapping, as in SGLang. Raises `RequestError` for anything else."""
-    if isinstance(given, SamplingParams):
-        return given
+def _sampling_params(given: Any) -> SamplingParams:
+    """Return checked `SamplingParams`, also from a mapping, as in SGLang. Raises `RequestError` for anything else."""
+    if given is None or isinstance(given, SamplingParams):  # `msgspec.structs.replace` checks nothing
+        given = {} if given is None else msgspec.structs.asdict(given)
     if not isinstance(given, Mapping):
         raise RequestError("give a SamplingParams, or one for each prompt", param="sampling_params")
     try:

@@ -17,7 +17,7 @@ LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR")
 FORMATS: Final = ("text", "json")
 OTHERS: Final = ("uvicorn", "asyncio", "py.warnings")  # loggers of other packages, which get our format
 THEIR_LEVELS: Final = {"DEBUG": "INFO", "INFO": "WARNING"}  # our level -> theirs, if it differs
-BAR_WIDTH: Final = 24
+BAR_WIDTH: Final = 16  # with which a line has at most 80 columns
 QUIET_S: Final = 1.0  # shorter work shows no progress
 REDRAW_S: Final = 0.1
 
@@ -108,8 +108,8 @@ class Progress:
         self._start = time.perf_counter()
         self._drawn = 0.0
 
-    def update(self, done: int, total: int) -> None:
-        """Show `done` of `total` units. May be called often."""
+    def update(self, done: int, total: int, tokens: int = 0) -> None:
+        """Show `done` of `total` units, and the rate of `tokens` if there are any. May be called often."""
         now = time.perf_counter()
         seconds = now - self._start
         if not self._is_shown or seconds < QUIET_S or (done < total and now - self._drawn < REDRAW_S):
@@ -118,7 +118,7 @@ class Progress:
         if self._unit == "B":
             amount = f"{done / 1e9:.2f}/{total / 1e9:.2f} GB, {done / 1e9 / seconds:.2f} GB/s"
         else:
-            amount = f"{done}/{total} {self._unit}"
+            amount = f"{done}/{total} {self._unit}" + (f", {tokens / seconds:,.0f} tokens/s" if tokens else "")
         if sys.stderr.isatty():
             bar = ("#" * (BAR_WIDTH * done // max(total, 1))).ljust(BAR_WIDTH, ".")
             end = "\n" if done >= total else ""

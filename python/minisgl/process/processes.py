@@ -100,7 +100,7 @@ class Processes:
         self._death_pipes[child.name] = death
         self._reports[child.name] = report
         self._pulses[child.name] = pulse, time.monotonic()
-        with _environment(child.env), _held_interrupt(), _hidden_main():
+        with _environment(child.env), held_interrupt(), _blocked_interrupt(), _hidden_main():  # no partial start
             process.start()
         self._running[child.name] = process
         if child.leaves_when_told:
@@ -271,26 +271,30 @@ def _hidden_main() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _held_interrupt() -> Iterator[None]:
-    """Delay a Ctrl-C until a child is started.
-
-    A partial start cannot be undone. The child inherits the blocked signal; else it would print a traceback while its
-    interpreter starts.
-    """
-    if threading.current_thread() is not threading.main_thread():
+def held_interrupt() -> Iterator[None]:
+    """Delay a Ctrl-C to the end of the block, in the main thread."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
         yield
         return
     held: list[int] = []
+    old = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, old)
+    if held:
+        signal.raise_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def _blocked_interrupt() -> Iterator[None]:
+    """Have children that are started inherit a blocked SIGINT: else they print a traceback while Python starts."""
     resource_tracker.ensure_running()  # starting the tracker later would unblock the signal
-    old = signal.signal(signal.SIGINT, lambda number, _: held.append(number))  # other threads do not block it
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, old)
-    if held:
-        signal.raise_signal(signal.SIGINT)
 
 
 # -- inside the child

@@ -30,7 +30,10 @@ def foreign() -> Foreign:
 
 
 def sentence_for(name: str) -> str:
-    """Return the sentence about the option `name` (with underscores), or about name=value; "" if there is none."""
+    """Return the sentence about the option `name` (with underscores), or about name=value; "" if there is none.
+
+    The names of sampling parameters begin with "sampling.".
+    """
     for patterns, sentence in foreign().sentences.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
             return sentence

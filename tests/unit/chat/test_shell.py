@@ -24,12 +24,12 @@ class FakeClient(ChatClient):
         super().__init__("http://127.0.0.1:1")
         self.seen: list[list[dict[str, Any]]] = []
         self.fields: list[dict[str, Any]] = []
-        self.described: dict[str, Any] = {}  # by /openapi.json
+        self.info: dict[str, Any] = {}  # /model_info
 
     def get(self, path: str) -> dict[str, Any]:
-        if not self.described:
+        if not self.info:
             raise ServerError("not found")
-        return {"components": {"schemas": {"ChatCompletionRequest": {"properties": self.described}}}}
+        return self.info
 
     def stream_chat(self, messages: list[dict[str, Any]], **fields: Any) -> Generator[Delta, None, None]:
         self.seen.append([dict(m) for m in messages])
@@ -118,52 +118,112 @@ def test_invalid_urls_are_refused(url: str) -> None:
         ChatClient(url)
 
 
-def test_parameters_are_checked_against_the_fields_that_the_server_describes(
-    capsys: pytest.CaptureFixture[str],
+INFO = {
+    "max_model_len": 4096,
+    "vocab_size": 500,
+    "default_sampling_params": {"temperature": 0.6, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("pair", "words"),
+    [
+        ("temprature=1", "temprature is not a field; did you mean temperature?"),
+        ("wibble=1", "wibble is not a field of a chat request"),
+        ("temperature=warm", "Expected `float | null`, got `str` at `temperature`"),
+        ("temperature=-1", "temperature must be 0 to 100"),
+        ("temperature=101", "temperature must be 0 to 100"),
+        ("top_p=1.5", "top_p must be above 0 and at most 1"),
+        ("top_k=-7", "top_k must be 0 (off) or positive, below 2^31"),
+        ("max_tokens=4097", "max_tokens must be 1 to 4096"),
+        ('logit_bias={"500":1}', "logit_bias token ids must be 0 to 499"),
+        ("stop=true", "Expected `str | array | null`, got `bool` at `stop`"),
+        ('stop=[""]', "stop strings must have 1 to 256 characters"),
+        ("top_logprobs=3", "top_logprobs needs logprobs=true"),
+        ("guided_choice=[]", "guided_choice must be a list of non-empty strings"),
+        ("continue_final_message=true add_generation_prompt=true", "exclude each other"),
+        ("repeat_last_n=-1.5e", None),
+        ("messages=[]", "messages is set by the chat itself"),
+        ("n=2", "n is set by the chat itself"),
+        ("nonsense", "nonsense is not NAME=VALUE"),
+    ],
+)
+def test_a_parameter_is_refused_when_it_is_set(
+    pair: str, words: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     client = FakeClient()
-    client.described = {
-        "temperature": {"anyOf": [{"type": "number"}, {"type": "null"}]},
-        "max_tokens": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-        "stop": {"anyOf": [{"type": "string"}, {"type": "array"}]},
-        "tools": {"$ref": "#/x"},
-        "messages": {"type": "array"},
-    }
-    shell = Shell(client, {})
-    wrong = ("temprature=1", "temperature=warm", "max_tokens=1.5", "stop=true", "messages=[]", "stream=false")
-    script = [
-        *(f"/params {pair}" for pair in wrong),
-        "/params temperature=1 stop=x max_tokens=null tools={}",
-        "a",
-        "/quit",
-    ]
-    lines = iter(script)
+    client.info = INFO
+    lines = iter([f"/params seed=7 {pair}", "a", "/exit"])
+    Shell(client, {"seed": 5}).run(lambda _: next(lines))
+    assert (words or "repeat_last_n") in capsys.readouterr().err
+    assert client.fields == [{"seed": 5}], "none of a refused line is set"
+
+
+def test_parameters_are_shown_with_their_origin(capsys: pytest.CaptureFixture[str]) -> None:
+    client = FakeClient()
+    client.info = INFO
+    lines = iter(["/params", "/params top_p=0.9 stop=x max_tokens=null", "/params top_p=", "a", "/bye"])
+    shell = Shell(client, {"seed": 7})
     shell.run(lambda _: next(lines))
-    assert client.fields == [{"temperature": 1, "stop": "x", "max_tokens": None, "tools": {}}]
-    said = capsys.readouterr().err.splitlines()
-    assert said == [
-        "(temprature is not a field of a chat request; did you mean temperature?)",
-        '(temperature takes number, not "warm")',
-        "(max_tokens takes integer, not 1.5)",
-        "(stop takes string or array, not true)",
-        "(messages is set by the chat itself)",
-        "(stream is set by the chat itself)",
+    assert client.fields == [{"seed": 7, "stop": "x", "max_tokens": None}]
+    rows = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()[:-1]]
+    assert rows[:6] == [
+        ["temperature", "0.6", "the model's generation_config"],
+        ["top_p", "1.0", "default"],
+        ["top_k", "0", "default"],
+        ["min_p", "0.0", "default"],
+        ["repetition_penalty", "1.0", "default"],
+        ["seed", "7", "set by you"],
     ]
-    assert {"/help", "/quit", "/params stop="} <= {*shell.completions()}
+    assert ["top_p", "0.9", "set by you"] in rows[6:14] and ["stop", '"x"', "set by you"] in rows[6:14]
+    assert ["top_p", "1.0", "default"] in rows[14:]
+    assert {"/help", "/quit", "/exit", "/bye", "/params stop="} <= {*shell.completions()}
     assert "/params messages=" not in shell.completions()
 
 
+def test_another_server_checks_its_parameters_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    client = FakeClient()
+    lines = iter(["/params mirostat=2", "a", "/quit"])
+    Shell(client, {}).run(lambda _: next(lines))
+    assert client.fields == [{"mirostat": 2}]
+    assert capsys.readouterr().out.splitlines()[0].split(maxsplit=2) == ["mirostat", "2", "set by you"]
+
+
+WRAPPED = {
+    "words": (
+        "The quick brown fox jumps\nover    the lazydogwithalongname and 狐狸跳过懒狗。 ends\n\n  code",
+        "The quick \nbrown fox \njumps\nover    the\nlazydogwithalongname \nand 狐狸跳\n过懒狗。 \nends\n\n  code",
+    ),
+    "code": (
+        "See:\n```python\nx = some_function(1, 2, 3)\n```\nand then some more",
+        "See:\n```python\nx = some_function(1, 2, 3)\n```\nand then \nsome more",
+    ),
+    "tildes in a list": ("- a\n  ~~~\n  a long line of it\n  ~~~\nx yy zzz wwwww", None),
+    "code within a line": ("use ```a b c``` or so now", "use ```a b \nc``` or so \nnow"),
+    "address": ("at https://example.org/a/b-c?d=e#f it is", "at \nhttps://example.org/a/b-c?d=e#f it \nis"),
+    "no break before closing marks": ("狐狸跳过懒、狗", "狐狸跳过\n懒、狗"),
+    "Korean": ("여우가 강아지를 넘는다", "여우가 \n강아지를 \n넘는다"),
+    "emoji": ("abcd efg 👩‍👩‍👧 👍🏽 x", "abcd efg \n👩‍👩‍👧 👍🏽\nx"),
+    "marks": ("cafe\u0301 abcdef x", "cafe\u0301 abcdef\nx"),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_words_wrap_however_the_text_arrives(size: int) -> None:
-    text = "The quick brown fox jumps\nover    the lazydogwithalongname and 狐狸跳过懒狗。 ends\n\n  code"
-    wrap = WordWrap(12)
+def test_words_wrap_however_the_text_arrives(name: str, size: int) -> None:
+    text, want = WRAPPED[name]
+    wrap = WordWrap(lambda: 12)
     shown = "".join(wrap.feed(text[i : i + size]) for i in range(0, len(text), size)) + wrap.flush()
-    assert (
-        shown
-        == "The quick \nbrown fox \njumps\nover    the\nlazydogwithalongname\nand 狐狸跳\n过懒狗。 \nends\n\n  code"
-    )
-    assert [word for word in shown.split() if word in text.split()]
-    assert WordWrap(0).feed(text) == text
+    assert shown == (want or text.replace("zzz ", "zzz \n"))
+    assert WordWrap(lambda: 0).feed(text) == text
+
+
+def test_a_resized_terminal_wraps_at_its_new_width() -> None:
+    widths = [100]
+    wrap = WordWrap(lambda: widths[-1])
+    first = wrap.feed("one two three\n")
+    widths.append(9)
+    assert first + wrap.feed("one two three\n") + wrap.flush() == "one two three\none two \nthree\n"
 
 
 class ModelInfo(BaseHTTPRequestHandler):

@@ -110,7 +110,7 @@ def test_choices_are_those_of_llm(llm: AsyncLLM) -> None:
 
 def test_an_invalid_request_costs_the_others_nothing(llm: AsyncLLM) -> None:
     async def run() -> None:
-        wrong = (("x", SamplingParams(top_p=0)), ("", GREEDY), ([5] * 4096, GREEDY), (["a", "b"], GREEDY))
+        wrong = (("x", {"top_p": 0}), ("", GREEDY), ([5] * 4096, GREEDY), (["a", "b"], GREEDY))
         calls = [llm.complete(prompt, params) for prompt, params in wrong]  # type: ignore[arg-type]
         *errors, good = await asyncio.gather(*calls, llm.complete(PROMPTS[0], GREEDY), return_exceptions=True)
         assert [type(e) for e in errors] == [RequestError] * 4
@@ -192,3 +192,10 @@ def test_an_unused_engine_ends_its_thread() -> None:
 def test_wrong_options_are_told_to_the_caller() -> None:
     with pytest.raises(ConfigError, match="did you mean tp_size"):
         AsyncLLM(tp_siz=2)
+
+
+def test_python_s_own_errors_say_what_to_write(llm: AsyncLLM) -> None:
+    with pytest.raises(TypeError, match=r"complete has no parameter 'max_tokens'; write SamplingParams\(max_tokens="):
+        asyncio.run(llm.complete("x", max_tokens=5))  # type: ignore[call-arg]
+    with pytest.raises(RequestError, match="role 'usr' is not one of"):
+        llm.chat([{"role": "usr", "content": "Hello"}])

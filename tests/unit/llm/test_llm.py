@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +15,12 @@ import numpy as np
 import pytest
 
 from minisgl import LLM, SamplingParams
+from minisgl.api.protocol import ChatCompletionRequest, parse_body
+from minisgl.api.requests import SamplingDefaults, chat_message
+from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.core import FinishReason
-from minisgl.errors import ConfigError, RequestError
+from minisgl.errors import ConfigError, InvariantError, RequestError
+from minisgl.params import Limits
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
@@ -111,11 +119,21 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
         ([["a"]], GREEDY, "prompt"),
         ([None], GREEDY, "prompt"),
         ([np.array([1.5])], GREEDY, "prompt"),
-        ("hello", SamplingParams(temperature=float("nan")), "temperature"),
-        ("hello", SamplingParams(top_p=0.0), "top_p"),
-        ("hello", SamplingParams(max_tokens=-1), "max_tokens"),
-        ("hello", SamplingParams(logprobs=-1), "logprobs"),
-        ("hello", SamplingParams(n=0), "n"),
+        (None, GREEDY, "prompt"),
+        (5, GREEDY, "prompt"),
+        (True, GREEDY, "prompt"),
+        ([True], GREEDY, "prompt"),
+        (["a", 5], GREEDY, "prompt"),
+        ([5, "a"], GREEDY, "prompt"),
+        (b"x", GREEDY, "prompt"),
+        ({"a", "b"}, GREEDY, "prompt"),
+        ({"text": "x"}, GREEDY, "prompt"),
+        ({"prompt": None}, GREEDY, "prompt"),
+        ({"prompt": "x", "multi_modal_data": {}}, GREEDY, "prompt"),
+        ("hello", {"temperature": float("nan")}, "temperature"),
+        ("hello", msgspec.structs.replace(GREEDY, stop="abc", n=0), "n"),  # which checks nothing
+        ("hello", 5, "sampling_params"),
+        ("hello", [GREEDY, GREEDY], "sampling_params"),
         ("hello", "greedy", "sampling_params"),
         ("hello", SamplingParams(max_tokens=4096), "max_tokens"),
         ([[5] * 4096], SamplingParams(), "prompt"),
@@ -129,6 +147,173 @@ def test_invalid_requests_are_refused_with_their_field_before_any_step(
         llm.generate(prompts, params)  # type: ignore[arg-type]
     assert refused.value.param == field
     assert not llm.scheduler.is_busy
+
+
+CHAT = [{"role": "user", "content": "Hello"}]
+
+
+def called(name: str, arguments: object) -> dict[str, object]:
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+
+def refuse_over_http(body: bytes, limits: Limits) -> None:
+    chat_message(parse_body(body, ChatCompletionRequest), SamplingDefaults(), limits)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": []}, None),
+        ({"messages": [{"role": "usr", "content": "x"}]}, None),
+        ({"messages": [{"content": "x"}]}, None),
+        ({"messages": [{"role": "user", "content": 5}]}, None),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, None),
+        ({"messages": [["role", "user"]]}, r"Expected `object`, got `str` at `messages\[0\]`"),
+        ({"messages": [*CHAT, 5]}, None),
+        ({"messages": [called("f", 5)]}, None),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, None),
+        ({"tools": {"name": "f"}}, None),
+        ({"tools": [{"name": "f"}]}, None),
+        ({"tools": [{"type": "function", "function": {"name": 5}}]}, None),
+        ({"chat_template_kwargs": {"messages": 1}}, None),
+        ({"chat_template_kwargs": [1]}, None),
+        ({"messages": "Hello"}, "chat takes a list of messages"),
+        ({"messages": ["Hello"]}, "chat takes a list of messages"),
+        ({"messages": CHAT[0]}, "chat takes a list of messages"),
+        ({"messages": None}, "chat takes a list of messages"),
+        ({"messages": [CHAT, []]}, "messages is empty"),
+        ({"messages": [{"role": "user", "content": object()}]}, "messages is not usable: Encoding objects of type"),
+    ],
+)
+def test_a_chat_refuses_what_the_server_refuses_in_its_words(
+    llm: LLM, fields: dict[str, object], message: str | None
+) -> None:
+    """Without a `message`, in the words of /v1/chat/completions."""
+    fields = {"messages": CHAT, **fields}
+    if message is None:
+        with pytest.raises(RequestError) as wanted:
+            refuse_over_http(json.dumps(fields).encode(), llm.tokenizer.limits)
+        message = re.escape(wanted.value.message)
+    with pytest.raises(RequestError, match=message):
+        llm.chat(sampling_params=GREEDY, **fields)  # type: ignore[arg-type]
+    assert not llm.scheduler.is_busy
+
+
+def test_a_chat_prompts_as_the_server_does(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": " 12 + 30?"}]
+    (want,) = llm.chat(question("What is 12 + 30?"), GREEDY)
+    for messages in (({"role": "user", "content": parts},), [{"role": "user", "content": parts, "name": None}]):
+        assert llm.chat(messages, GREEDY)[0].prompt_token_ids == want.prompt_token_ids
+    text, mapping = (llm.chat([*CHAT, called("f", a)], GREEDY)[0] for a in ('{"a": 1}', {"a": 1}))
+    assert text.prompt_token_ids == mapping.prompt_token_ids
+    with pytest.warns(UserWarning, match="no effect: chat_template_kwargs.wibble"):
+        llm.chat(CHAT, GREEDY, chat_template_kwargs={"wibble": 1})
+
+
+@pytest.mark.parametrize(
+    ("method", "keyword", "hint"),
+    [
+        ("generate", "temperature", "; write SamplingParams(temperature=...)"),
+        ("chat", "max_tokens", "; write SamplingParams(max_tokens=...)"),
+        ("generate", "prompt", "; did you mean prompts?"),
+        ("chat", "tool", "; did you mean tools?"),
+        ("stream", "n", "; write SamplingParams(n=...)"),
+        ("embed", "dimension", "; did you mean dimensions?"),
+        ("generate", "lora_request", ""),
+    ],
+)
+def test_an_unknown_keyword_says_what_to_write(llm: LLM, method: str, keyword: str, hint: str) -> None:
+    with pytest.raises(TypeError) as e:
+        getattr(llm, method)("x", **{keyword: 1})
+    assert str(e.value) == f"{method} has no parameter {keyword!r}{hint}"
+
+
+def test_a_stream_gives_what_generate_gives(llm: LLM) -> None:
+    for params in (GREEDY, SamplingParams(n=3, seed=1, max_tokens=6, logprobs=1, stop="zzz")):
+        (whole,) = llm.generate("Once upon a time", params)
+        pieces = [*llm.stream("Once upon a time", params)]
+        for want in whole.outputs:
+            mine = [piece for piece in pieces if piece.index == want.index]
+            assert "".join(piece.text for piece in mine) == want.text
+            assert [t for piece in mine for t in piece.token_ids] == want.token_ids
+            assert (mine[-1].finish_reason, mine[-1].completion.logprobs) == (want.finish_reason, want.logprobs)
+
+
+def test_leaving_a_stream_frees_its_pages(llm: LLM) -> None:
+    endless = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
+    for piece in llm.stream("Once upon a time", endless):
+        if len(piece.completion.token_ids) > 3:
+            break
+    assert (llm.scheduler.is_busy, llm.scheduler.cache.available, llm.detokenizer.entries) == (False, 600, 0)
+    stream = llm.stream("Once upon a time", endless)
+    next(stream)
+    for other in (lambda: llm.generate("x"), lambda: next(llm.stream("x"))):
+        with pytest.raises(InvariantError, match="another call or stream of this LLM is open"):
+            other()
+    stream.close()
+    assert llm.generate("x", GREEDY)[0].text
+    with pytest.raises(RequestError, match="one prompt per call"):
+        llm.stream(["a", "b"])
+    with pytest.raises(RequestError, match="prompt is empty"):  # at once, not at the first piece
+        llm.stream("")
+
+
+def test_ctrl_c_costs_the_call_and_not_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = llm.scheduler.step
+
+    def interrupted() -> None:
+        monkeypatch.setattr(llm.scheduler, "step", step)
+        signal.raise_signal(signal.SIGINT)  # in the middle of a step
+        step()
+
+    for call in (llm.generate, lambda *given: [*llm.stream(*given)]):
+        monkeypatch.setattr(llm.scheduler, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            call("Once upon a time", GREEDY)
+        assert (llm.scheduler.is_busy, llm.scheduler.cache.available, llm.detokenizer.entries) == (False, 600, 0)
+    assert llm.generate("Once upon a time", GREEDY)[0].text
+
+
+def test_an_engine_is_not_used_after_its_end_or_in_a_forked_process() -> None:
+    with LLM(Path(BUILTIN_MODEL), threads=1, num_pages=64) as llm:
+        stream = llm.stream("Once", GREEDY)
+        next(stream)
+        assert repr(llm).startswith("LLM(model='model', dtype='float32', quantization='none', device='cpu (1 thread")
+        assert "kv_tokens=1024" in repr(llm)
+        if (child := os.fork()) == 0:
+            try:
+                llm.generate("x")
+            except InvariantError as e:
+                os._exit(7 if "belongs to a parent process" in str(e) else 8)
+            os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        llm.shutdown()
+        llm.shutdown()
+    assert repr(llm).endswith(", closed)")
+    for call in (lambda: next(stream), lambda: llm.generate("x"), lambda: llm.stream("x"), lambda: llm.chat(CHAT)):
+        with pytest.raises(InvariantError, match="this LLM was closed"):
+            call()
+
+
+def test_a_completion_is_shown_in_one_line(llm: LLM) -> None:
+    (done,) = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=60, n=2))
+    shown = f"Completion({done.text[:60] + '…'!r}, finish_reason=length, prompt_tokens=4, completion_tokens=60"
+    assert repr(done) == f"{shown}, choices=2)"
+
+
+ROOT = Path(__file__).parents[3]
+SNIPPETS = [
+    code
+    for page in ("README.md", "docs/features.md")
+    for code in re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.M | re.S)
+]
+
+
+@pytest.mark.parametrize("code", SNIPPETS, ids=range(len(SNIPPETS)))
+def test_the_python_in_the_documentation_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(code, "a page", "exec"), {"__name__": "__main__"})
+    assert len(capsys.readouterr().out) > 40
 
 
 def test_a_stop_token_may_be_shown(llm: LLM) -> None:
@@ -223,7 +408,8 @@ def test_progress_is_shown_on_a_terminal_only(
     assert capsys.readouterr().err == ""
     llm.generate(["a", "b"], GREEDY)
     shown = capsys.readouterr().err
-    assert shown.startswith("\rgenerate [") and "2/2 requests" in shown and shown.endswith("\n")
+    assert shown.startswith("\rgenerate [") and shown.endswith("\n")
+    assert re.search(r"2/2 requests, [\d,]+ tokens/s, \d", shown) and max(map(len, re.split("[\r\n]", shown))) < 80
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from minisgl import params
 from minisgl.errors import RequestError
 from minisgl.params import Grammar, SamplingParams
 
@@ -28,6 +30,8 @@ from minisgl.params import Grammar, SamplingParams
         ({"temperature": np.float32(0.5)}, 0.5),
         ({"grammar": Grammar("regex", "a")}, Grammar("regex", "a")),
         ({"seed": None}, None),
+        ({"stop": None}, ()),  # as null over HTTP
+        ({"temperature": None}, 1.0),
     ],
 )
 def test_values_are_converted(given: dict[str, Any], kept: Any) -> None:
@@ -43,7 +47,7 @@ def test_values_are_converted(given: dict[str, Any], kept: Any) -> None:
     ("given", "message"),
     [
         ({"temperature": "0.5"}, "temperature='0.5': Expected `float`, got `str`"),
-        ({"temperature": None}, "temperature=None: Expected `float`"),
+        ({"temperature": True}, "temperature=True: Expected `float`, got `bool`"),
         ({"max_tokens": 1.5}, "max_tokens=1.5: Expected `int | null`, got `float`"),
         ({"max_tokens": True}, "max_tokens=True: Expected `int | null`, got `bool`"),
         ({"stop": 5}, r"stop=5: Expected `str`, got `int`"),
@@ -60,8 +64,86 @@ def test_wrong_types_are_refused_by_name(given: dict[str, Any], message: str) ->
     assert [e.value.param] == [*given]
 
 
-def test_a_misspelt_field_is_suggested() -> None:
-    with pytest.raises(TypeError, match="has no field 'temprature'; did you mean temperature"):
-        SamplingParams(temprature=1)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"has no field 'wibble'$"):
-        SamplingParams(wibble=1)  # type: ignore[call-arg]
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temperature": -1}, "temperature must be 0 to 100"),
+        ({"temperature": math.nan}, "temperature must be 0 to 100"),
+        ({"temperature": math.inf}, "temperature must be 0 to 100"),
+        ({"top_p": 0}, "top_p must be above 0 and at most 1"),
+        ({"top_k": -2}, "top_k must be 0"),
+        ({"min_p": 1.5}, "min_p must be 0 to 1"),
+        ({"max_tokens": -1}, "max_tokens must be 0 to"),
+        ({"max_tokens": 10**30}, "max_tokens must be 0 to"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens must not exceed max_tokens"),
+        ({"presence_penalty": 3}, "presence_penalty must be -2 to 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
+        ({"stop": ""}, "stop strings must have 1 to 256"),
+        ({"stop": ["a", ""]}, "stop strings must have 1 to 256"),
+        ({"stop": ["a"] * 17}, "stop takes at most 16"),
+        ({"stop_token_ids": -1}, "stop_token_ids token ids must be 0 to"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias token ids must be 0 to"),
+        ({"logit_bias": {1: math.nan}}, "logit_bias values must be -100 to 100"),
+        ({"seed": 2**63}, "seed must fit in 64 bits"),
+        ({"logprobs": 21}, "logprobs must be 0 to 20"),
+        ({"n": 0}, "n must be 1 to"),
+        ({"cache_salt": "x" * 257}, "cache_salt takes at most 256"),
+        ({"embed": True}, "max_tokens must be 0 for an embedding"),
+        ({"grammar": Grammar("regex", "a" * 17000)}, "grammar has 17000 characters"),
+    ],
+)
+def test_a_value_that_no_model_can_serve_is_refused_when_it_is_given(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message) as e:
+        SamplingParams(**given)
+    assert isinstance(e.value, ValueError)
+    assert e.value.param == message.split()[0]
+
+
+def test_decoding_does_not_check_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = msgspec.msgpack.encode(SamplingParams(temperature=0.5, stop="a"))
+    monkeypatch.setattr(params, "validate_sampling", None)
+    monkeypatch.setattr(params, "_converted", None)
+    assert msgspec.msgpack.decode(data, type=SamplingParams).stop == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("temprature", "; did you mean temperature?"),
+        ("wibble", ""),
+        ("max_new_tokens", "; write max_tokens"),
+        ("num_predict", "; write max_tokens"),
+        ("stop_strings", "; write stop"),
+        ("random_seed", "; write seed"),
+        ("repeat_penalty", "; write repetition_penalty"),
+        ("guided_choice", """; write grammar=Grammar("choice", '["yes", "no"]')"""),
+        ("guided_json", '; write grammar=Grammar("json_schema", json.dumps(schema))'),
+        ("response_format", '; write grammar=Grammar("json_schema", json.dumps(schema))'),
+        ("structured_outputs", "; write grammar=Grammar(kind, text)"),
+        ("best_of", "; there is no beam search; n=4 samples four"),
+        ("use_beam_search", "; there is no beam search; n=4 samples four"),
+    ],
+)
+def test_an_unknown_name_leads_to_ours(name: str, advice: str) -> None:
+    with pytest.raises(TypeError) as e:
+        SamplingParams(**{name: 1})
+    assert str(e.value) == f"SamplingParams has no field {name!r}{advice}"
+
+
+def test_a_value_without_a_name_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"such as SamplingParams\(temperature=0\)"):
+        SamplingParams(0.5)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("lark", "x", r"Grammar\('lark', 'x'\): kind must be one of json_schema, regex, choice, ebnf, calls, and"),
+        (None, "x", r"Grammar\(None, 'x'\): kind must be one of"),
+        ("json_schema", {}, r"Grammar\('json_schema', {}\): .* and text a string, such as from json.dumps"),
+        ("choice", ["a"], r"Grammar\('choice', \['a'\]\): .* text a string"),
+    ],
+)
+def test_a_wrong_grammar_is_refused_when_it_is_made(kind: Any, text: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        Grammar(kind, text)

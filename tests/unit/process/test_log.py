@@ -82,7 +82,7 @@ def test_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         log_format()
 
 
-@pytest.mark.parametrize(("is_terminal", "shown"), [(True, "\rloading [########"), (False, "")])
+@pytest.mark.parametrize(("is_terminal", "shown"), [(True, "\rloading [#####..."), (False, "")])
 def test_progress_is_a_bar_on_terminals_only(
     is_terminal: bool, shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from minisgl.process import processes
-from minisgl.process.processes import _held_interrupt, run_dir
+from minisgl.process.processes import _blocked_interrupt, held_interrupt, run_dir
 
 
 def test_ctrl_c_during_a_spawn_is_raised_afterwards() -> None:
     started = []
 
     def start() -> None:
-        with _held_interrupt():
+        with held_interrupt(), _blocked_interrupt():
             os.kill(os.getpid(), signal.SIGINT)
             started.append(True)
 

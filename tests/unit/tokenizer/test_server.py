@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -118,7 +119,7 @@ BAD_STARTS = [
     {"prompt_ids": ids_to_bytes([-1]), "sampling_params": SamplingParams(echo=True)},
     {"prompt_logprobs": columns(2)},  # without a prompt
     {"prompt_logprobs": columns(2), "prompt_ids": ids_to_bytes([65, 66, 67])},
-    {"sampling_params": SamplingParams(stop=("",))},
+    {"sampling_params": msgspec.structs.replace(SamplingParams(), stop=("",))},
 ]
 
 
