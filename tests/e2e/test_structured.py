@@ -56,6 +56,8 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "regex": ({"regex": "x{1,5}y"}, "x{1,5}y"),
     "guided_choice": ({"guided_choice": ["red", "grün\n"]}, "red|grün\n"),
     "guided_grammar": ({"guided_grammar": 'start: "<" /[a-z]{1,5}/ ">"'}, "<[a-z]{1,5}>"),
+    "Lark": ({"guided_grammar": '?start: "yes" | "no"'}, "yes|no"),
+    "GBNF": ({"structured_outputs": {"grammar": 'root ::= "yes"\n  | "no"'}}, "yes|no"),
     "ebnf": ({"ebnf": 'root ::= item{2}\nitem ::= [ab] "-"'}, "([ab]-){2}"),
 }
 
@@ -75,6 +77,31 @@ def test_every_field_in_every_api(http: httpx.Client, name: str) -> None:
     events = post_events(http, "/v1/completions", {"prompt": "Hello", "seed": 3, **fields})
     assert "".join(e["choices"][0]["text"] for e in events) == whole["text"]
     check(http.post("/generate", json={"text": "Hello", "sampling_params": fields}).json()["text"])
+
+
+SET: Any = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+REFUSED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": USER,
+        "response_format": {"type": "json_schema", "json_schema": {"schema": SET}},
+    },
+    "/v1/completions": {"prompt": ["a", "b"], "n": 2, "guided_json": SET},
+    "/v1/responses": {"input": "hi", "text": {"format": {"type": "json_schema", "name": "a", "schema": SET}}},
+    "/v1/messages": {
+        "messages": USER,
+        "max_tokens": 5,
+        "output_config": {"format": {"type": "json_schema", "schema": SET}},
+    },
+    "/generate": {"text": "hi", "sampling_params": {"json_schema": json.dumps(SET)}},
+}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+@pytest.mark.parametrize("stream", [True, False])
+def test_refusals_come_before_a_stream_begins(http: httpx.Client, path: str, stream: bool) -> None:
+    answer = http.post(path, json={"model": MODEL, "stream": stream, **REFUSED[path]})
+    assert answer.status_code == 400 and answer.headers["content-type"] == "application/json"
+    assert "uniqueItems at #/properties/a is not supported" in answer.json()["error"]["message"]
 
 
 def test_grammar_with_other_sampling_fields(http: httpx.Client) -> None:

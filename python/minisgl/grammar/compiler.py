@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from functools import cached_property
 from pathlib import Path
@@ -17,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from llguidance.gbnf_to_lark import gbnf_to_lark
 from tokenizers import Tokenizer
 
 from minisgl.errors import RequestError
+from minisgl.grammar.gbnf import gbnf_to_lark, is_gbnf
+from minisgl.grammar.schema import exact_schema
 from minisgl.params import Grammar, ToolCalls
 from minisgl.rounding import ceil_div
 from minisgl.tokenizer.folder import load_tokenizer
@@ -40,9 +42,9 @@ JSON_STYLE: Final[dict[str, Any]] = {
 MAX_LEXER_STATES: Final = 20_000  # 1 to 2 kB each
 MAX_ERROR_CHARS: Final = 300
 INVALID: Final = "invalid_grammar"
-MAX_SCHEMA_DEPTH: Final = 200  # levels of JSON
-MAX_EXACT: Final = 2**53
-_NUMERIC: Final = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+# What llguidance does not read although it changes no text: lines without a rule, and priorities.
+_LARK_BLANK: Final = re.compile(r"^[ \t]*(?:(?:#|//).*)?$", re.MULTILINE)
+_LARK_PRIORITY: Final = re.compile(r"^([!?]*\w+)\.-?\d+(?=\s*[:\[])", re.MULTILINE)
 # A mask is computed in the engine's loop. It may take MASK_S on average, with bursts of MASK_BURST_S.
 MASK_S: Final = 0.002
 MASK_BURST_S: Final = 0.04
@@ -143,8 +145,7 @@ class GrammarCompiler:
         names = " | ".join(f"call_{i}" for i in range(len(calls.calls)))
         lines.append(f"call: {_quoted(calls.open)} ({names}) {_quoted(calls.close)}")
         for i, (before, schema, behind) in enumerate(calls.calls):
-            _require_exact(schema)
-            schema = schema | {"x-guidance": JSON_STYLE}
+            schema = exact_schema(schema) | {"x-guidance": JSON_STYLE}
             lines.append(f"call_{i}: {_quoted(before)} %json {json.dumps(schema)} {_quoted(behind)}")
         return LLMatcher.grammar_from_lark("\n".join(lines))
 
@@ -258,30 +259,9 @@ def _quoted(text: str) -> str:
     return json.dumps(text) if text else ""
 
 
-def _require_exact(schema: Any) -> None:
-    """Raise `ValueError` for nesting or numbers that the library does not handle."""
-    level, depth = [schema], 0
-    while level:
-        depth += 1
-        if depth > MAX_SCHEMA_DEPTH:
-            raise ValueError(f"the schema is nested more than {MAX_SCHEMA_DEPTH} levels deep")
-        for part in level:
-            for keyword in _NUMERIC & part.keys() if isinstance(part, dict) else ():
-                value = part[keyword]
-                if isinstance(value, int | float) and abs(value) > MAX_EXACT:
-                    raise ValueError(f"{keyword} {value} cannot be held exactly: its magnitude is above 2**53")
-        level = [child for part in level for child in _children(part)]
-
-
-def _children(part: Any) -> Iterable[Any]:
-    if isinstance(part, dict):
-        return part.values()
-    return part if isinstance(part, list) else ()
-
-
 def _json_schema(text: str) -> str:
-    _require_exact(msgspec.json.decode(text))
-    return LLMatcher.grammar_from_json_schema(text, overrides=JSON_STYLE)  # type: ignore[arg-type]
+    schema = json.dumps(exact_schema(msgspec.json.decode(text)))
+    return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)  # type: ignore[arg-type]
 
 
 def _choice(text: str) -> str:
@@ -289,14 +269,12 @@ def _choice(text: str) -> str:
 
 
 def _ebnf(text: str) -> str:
-    """Return a grammar in Lark's form (a rule `start:`), converted if it is GBNF (`root ::=`)."""
-    lines = [line.strip() for line in text.splitlines()]
-    if any(line.startswith("%llguidance") or line.partition(":")[0].rstrip() == "start" for line in lines):
-        return LLMatcher.grammar_from_lark(text)
-    try:
+    """Return a grammar in Lark's notation, translated if it is in GBNF."""
+    text = text.removeprefix("\ufeff")
+    if is_gbnf(text):
         return LLMatcher.grammar_from_lark(gbnf_to_lark(text))
-    except Exception as e:  # the converter raises bare Exception
-        raise ValueError(str(e)) from e
+    text = _LARK_BLANK.sub("", text)
+    return LLMatcher.grammar_from_lark(_LARK_PRIORITY.sub(r"\1", text))
 
 
 _FORMS: Final = {

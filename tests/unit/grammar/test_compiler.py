@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import random
+import re
 import time
 from typing import Any
 
@@ -80,6 +83,109 @@ def test_matchers_allow_valid_text_only(kind: GrammarKind, text: str, good: str,
     assert not accepts(compiled(kind, text), bad)
 
 
+# GBNF as llama.cpp and XGrammar document it, Lark as vLLM's users write it: (grammar, texts of it, texts that are not).
+EBNF: list[tuple[str, list[str], list[str]]] = [
+    # GBNF: lines, comments, names
+    ('root ::= "a"\n  | "b"', ["a", "b"], ["ab", ""]),
+    ('# first\n\nroot ::= ( # open\n  "a"\n\n  | "b" # b\n) "!"\n# last', ["a!", "b!"], ["a", "!"]),
+    ('root ::= "a" |\n "b"\r\n\t| "c"\r\n', ["b", "c"], ["d"]),
+    ('x-1 ::= "1"\nroot ::= x-1 x_1 X1\nx_1 ::= "2"\nX1 ::= "3"', ["123"], ["113", "12"]),
+    ('root ::= start rule-2\nstart ::= "s"\nrule-2 ::= "2"', ["s2"], ["s"]),
+    ('\ufeffroot::="::=" "# no comment"', ["::=# no comment"], ["::="]),
+    # characters, escapes, classes
+    (r'root ::= "\x41\u00e9\U0001F600\"\\\[\]\n\r\t"', ['Aé😀"\\[]\n\r\t'], ["A"]),
+    (r'root ::= "" | [\x41-\x43\u3041-\u309F\U0001F600-\U0001F64F]+', ["", "ACぁん😀"], ["D", "a", "🙈a"]),
+    (r"root ::= [^\n\]-]+", ["é/[^🙂", "a\r"], ["a\n", "]", "-", ""]),
+    (r"root ::= [-+*/] [a-] [\-\]^]", ["/a]", "+-^", "---"], ["/b]", "+a["]),
+    (r'root ::= [^"\\\x7F\x00-\x1F]* "\""', ['é"', '"'], ['\x00"', '\x7f"', '"a"']),
+    ("root ::= . .", ["\n🙂", "ab"], ["a", "abc"]),
+    # repetition, empty alternatives
+    ('root ::= "a"{2} "b"{1,} "c"{0,2} "d"{,1} [e]? ("fg")* [h]+', ["aabh", "aabbccdefgfghh"], ["abh", "aabcccch"]),
+    ('root ::= (("a"){ 1 , 2 }){2}', ["aa", "aaaa"], ["a", "aaaaa"]),
+    ('root ::= "x" ws "y" ( | "z")\nws ::= | " " | "\\n" [ \\t]{0,2}', ["xy", "x yz", "x\n \ty"], ["x  y"]),
+    # what is not recursive is not split, and what is recursive nests
+    ('root ::= ("a" | "ab") "bc"', ["abc", "abbc"], ["ab", "bc"]),
+    ('root ::= word "b" | "(" root ")"\nword ::= [a-z]*', ["aab", "(b)", "((abab))"], ["(aab", "ba", "a"]),
+    ('root ::= "(" root ")" | [^()]* ";"', [";", "(;)", "a;b;", "((x\n;))"], ["(", "a", "(a;"]),
+    ('root ::= item ("," item)*\nitem ::= [0-9]+ | "[" (root | ) "]"', ["1", "[]", "[1,[2,[]],30]"], ["[1,]", "[1"]),
+    ('root ::= e\ne ::= e "+" t | t\nt ::= "x" | "(" e ")"', ["x+x", "(x+(x))+x"], ["x+", "(x", "xx"]),
+    # vLLM's example of SQL, in both
+    (
+        'root ::= select_statement\nselect_statement ::= "SELECT " column " from " table " where " condition\n'
+        'column ::= "col_1 " | "col_2 "\ntable ::= "table_1 " | "table_2 "\ncondition ::= column "= " number\n'
+        'number ::= "1 " | "2 "',
+        ["SELECT col_1  from table_2  where col_2 = 1 "],
+        ["SELECT col_3  from table_2  where col_2 = 1 "],
+    ),
+    (
+        '?start: select_statement\nselect_statement: "SELECT " column_list " FROM " table_name\n'
+        'column_list: column_name ("," column_name)*\ntable_name: identifier\ncolumn_name: identifier\n'
+        "identifier: /[a-zA-Z_][a-zA-Z0-9_]*/",
+        ["SELECT a,b_1 FROM t"],
+        ["SELECT a,b_1 FROM 1", "SELECT a, b FROM t"],
+    ),
+    # Lark: forms of rules, aliases, imports, flags, priorities, comments
+    ('?start: "yes" | "no"', ["yes", "no"], ["maybe", "yesno"]),
+    (
+        '?start: sum\n?sum: product\n    // sums\n    | sum "+" product   -> add\n    # and differences\n\n   \n'
+        '    | sum "-" product -> sub\n?product: atom | product "*" atom -> mul\n'
+        '?atom: NUMBER -> number | "-" atom -> neg | "(" sum ")"\n%import common.NUMBER\n'
+        "%import common.WS_INLINE\n%ignore WS_INLINE\n",
+        ["1+2*(3.5 - -4)", "7"],
+        ["1+", "(1", "1 2"],
+    ),
+    ('!start: "a"i _X+ [b] C~2\n_X.2: /x/i | "y".."z"\nb.-1: "b"\nC: "c"', ["AXyzbcc", "axcc"], ["abcc", "axbc"]),
+    ("start: /a.b/s | /c d/x | /(?i)e\\/f/", ["a\nb", "cd", "E/F"], ["c d", "ab"]),
+    ('%import common (INT, CNAME)\n%import common.ESCAPED_STRING -> S\nstart: INT | CNAME | S', ["1", '"x"'], ["-1"]),
+    ('start: "say: root ::= x" | "\\u00e9\\x41\\n"', ["say: root ::= x", "éA\n"], ["x"]),
+    ('start: "n=" %json {"type": "integer"}\n', ["n=-12"], ["n=1.5"]),
+    ("start: W\nW: /[a-z]+/ & ~/(?s:.*)no(?s:.*)/", ["yes"], ["yesno"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("grammar", "good", "bad"), EBNF)
+def test_grammars_as_others_write_them_allow_exactly_their_texts(grammar: str, good: list[str], bad: list[str]) -> None:
+    assert [text for text in good + bad if accepts(compiled("ebnf", grammar), text)] == good
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_grammars_without_recursion_match_as_a_regular_expression(seed: int) -> None:
+    """Random GBNF over three letters, and the same as a regular expression of Python: all texts up to four letters."""
+    rng = random.Random(seed)
+    rules: list[str] = []
+    patterns: list[str] = []
+
+    def choice(depth: int) -> tuple[str, str]:
+        parts = [sequence(depth) for _ in range(rng.randint(1, 3))]
+        return " | ".join(gbnf for gbnf, _ in parts), "(?:" + "|".join(pattern for _, pattern in parts) + ")"
+
+    def sequence(depth: int) -> tuple[str, str]:
+        gbnf, pattern = map("".join, zip(*(item(depth) for _ in range(rng.randint(1, 3))), strict=True))
+        return gbnf, pattern
+
+    def item(depth: int) -> tuple[str, str]:
+        letters = "".join(rng.choices("abc", k=rng.randint(0, 2)))
+        leaves = [(f'"{letters}"', f"(?:{letters})"), ("[ab]", "[ab]"), ("[^ab]", "[^ab]"), (".", "(?s:.)")]
+        leaves += [(f"rule-{i}", pattern) for i, pattern in enumerate(patterns)]
+        gbnf, pattern = rng.choice(leaves)
+        if depth and rng.random() < 0.4:
+            gbnf, pattern = choice(depth - 1)
+            gbnf = f"({gbnf})"
+        count = rng.choice(["", "", "", "*", "+", "?", "{2}", "{1,2}"])
+        return f" {gbnf}{count}", pattern + count
+
+    for i in range(4):
+        gbnf, pattern = choice(1)
+        rules.append(f"rule-{i} ::= {gbnf}")
+        patterns.append(pattern)
+    grammar = "\n".join(["root ::= rule-3 [.]", *rules])
+    texts = ["".join(letters) + "." for n in range(5) for letters in itertools.product("abc", repeat=n)]
+    start = compiled("ebnf", grammar)
+    for text in texts:
+        matcher = TokenMatcher(Grammar("ebnf", grammar), start.matcher.deep_copy(), VOCAB, [EOS], may_end=True)
+        assert accepts(matcher, text) == (re.fullmatch(patterns[3] + "[.]", text) is not None), (grammar, text)
+
+
 def test_special_and_unknown_tokens_are_never_allowed() -> None:
     matcher = compiled("json_schema", '{"type": "string"}')
     advance(matcher, TOKENIZER.encode('"').ids[0])
@@ -112,8 +218,19 @@ def test_a_grammar_may_begin_behind_the_reasoning() -> None:
     [
         ("regex", "[a", "unclosed"),
         ("regex", "", "empty text"),
-        ("ebnf", "root ::= ((((", "Expected"),
+        ("ebnf", "root ::= ((((", "parenthesis is not closed"),
+        ("ebnf", 'root ::= "a")', "outside a rule"),
+        ("ebnf", 'root ::= "a"\nroot ::= "b"', "root is defined twice"),
+        ("ebnf", 'root ::= "a" item', "item is not defined"),
+        ("ebnf", 'item ::= "a"', "root is not defined"),
+        ("ebnf", "root ::= +", "nothing to repeat"),
+        ("ebnf", 'root ::= "\\q"', "line 1 is not GBNF"),
+        ("ebnf", 'root ::= "a"\n (= "b")', "line 2 is not GBNF.*= "),
+        ("ebnf", "root ::= <think>", "not GBNF that can be read: '<think>'"),
         ("ebnf", "start: unknown", "unknown"),
+        ("ebnf", 'start: list{"a"}\nlist{x}: x+', "params not supported"),
+        ("ebnf", "%import python.NAME\nstart: NAME", "python.NAME"),
+        ("ebnf", "%declare X\nstart: X", "declare"),
         ("json_schema", "{", "truncated"),
         ("json_schema", '{"type": "objekt"}', "objekt"),
         ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
@@ -243,13 +360,18 @@ def test_masks_in_parallel_equal_masks_one_by_one(monkeypatch: pytest.MonkeyPatc
     assert "cannot be followed" in str(errors[1])
 
 
-@pytest.mark.parametrize("keyword", ["minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "multipleOf"])
 @pytest.mark.parametrize("value", [1e30, -(2**63), 2**53 + 1])
 @pytest.mark.parametrize("kind", ["integer", "number"])
-def test_numbers_that_cannot_be_held_exactly_are_refused_by_keyword(keyword: str, value: float, kind: str) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": kind, keyword: value}}}
-    with pytest.raises(RequestError, match=f"{keyword} .* cannot be held exactly"):
-        compiled("json_schema", json.dumps(schema))
+def test_bounds_beyond_exact_numbers_are_narrowed_or_refused_by_keyword(value: float, kind: str) -> None:
+    for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
+        schema = json.dumps({"type": "object", "properties": {"a": {"type": kind, keyword: value}}, "required": ["a"]})
+        if (value > 0) == keyword.endswith("aximum") and keyword != "multipleOf":
+            inside = 2**53 - 1 if value > 0 else -(2**53) + 1
+            assert accepts(compiled("json_schema", schema), f'{{"a": {inside}}}')
+            assert not accepts(compiled("json_schema", schema), f'{{"a": {int(value * 2)}}}')
+        else:
+            with pytest.raises(RequestError, match=keyword):
+                compiled("json_schema", schema)
 
 
 def test_nesting_is_bounded() -> None:
