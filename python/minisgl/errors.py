@@ -13,7 +13,8 @@ Asserts with a message mean "our bug" too; nothing a client sends may reach one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 
@@ -61,6 +62,21 @@ class RequestError(MinisglError, ValueError):
         self.param = param
         self.code = code or ("invalid_value" if status == 400 else None)
         self.status = status
+
+    def named(self, names: Mapping[str, str]) -> RequestError:
+        """Return the error under the client's name of the field; `names` maps our names to the client's.
+
+        Its message mentions that name in any case. An index in our form of a request means nothing to the client.
+        """
+        if self.param is None:
+            return self
+        field, inner = re.split(r"\[\d+\]\.?|\.|$", self.param, maxsplit=1)
+        name, message = names.get(field, self.param), self.message
+        if name != self.param and message.startswith(self.param):
+            message = (f"{name}: {inner}" if inner else name) + message.removeprefix(self.param)
+        elif re.search(rf"\b{re.escape(name)}(?!\w)", message) is None:
+            message = f"{name}: {message}"
+        return RequestError(message, param=name, code=self.code, status=self.status)
 
 
 def unsupported(message: str, param: str) -> RequestError:

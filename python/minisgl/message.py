@@ -144,8 +144,8 @@ class EngineView(msgspec.Struct, tag="view", frozen=True, kw_only=True):
 class TokenizeMsg(msgspec.Struct, tag="tokenize", frozen=True, kw_only=True, omit_defaults=True):
     """A validated request on its way to the engine. Exactly one of `text`, `messages`, `input_ids` is set.
 
-    With `shortens`, `max_tokens` is cut to what the context has left; without it, such a request is refused. `place` is
-    its number among the prompts and choices of one HTTP request: higher numbers wait longer.
+    `place` is its number among the prompts and choices of one HTTP request: higher numbers wait longer. `param` is the
+    field that has the prompt, for errors.
     """
 
     uid: int
@@ -159,7 +159,7 @@ class TokenizeMsg(msgspec.Struct, tag="tokenize", frozen=True, kw_only=True, omi
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: dict[str, str | int | float | bool | None] = {}
-    shortens: bool = False
+    param: str = "prompt"
 
 
 class EncodeMsg(msgspec.Struct, tag="encode", frozen=True, kw_only=True):

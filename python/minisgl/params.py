@@ -82,11 +82,12 @@ class SamplingParams(
 ):
     """How to sample and when to stop. `temperature` 0 means greedy; `top_k` 0, `top_p` 1 and `min_p` 0 mean off.
 
-    A string becomes a list of one, `top_k` -1 (vLLM's and SGLang's "off") becomes 0, `logit_bias` may be a mapping.
-    None stands for the default. Raises `RequestError` for a value that no model can serve, and `TypeError` for an
-    unknown name.
+    A string becomes a list of one, `top_k` -1 (vLLM's and SGLang's "off") becomes 0, `seed` -1 (vLLM's and llama.cpp's
+    "random") becomes None, `logit_bias` may be a mapping. None stands for the default. Raises `RequestError` for a
+    value that no model can serve, and `TypeError` for an unknown name.
 
-    `max_tokens` None means the rest of the context; 0 generates nothing. With a `seed`, the output depends only on the
+    `top_p` 0 means greedy, too. `max_tokens` None means the rest of the context, as does every larger value; 0
+    generates nothing. With a `seed`, the output depends only on the
     prompt and the seed, whatever else runs. `presence_penalty` and `frequency_penalty` count generated tokens;
     `repetition_penalty` (1 = off) counts the prompt's, too. `logit_bias` has pairs (token id, value added to its
     logit). No EOS or stop token is sampled before `min_tokens`. With `include_stop_str_in_output`, the answer includes
@@ -138,11 +139,6 @@ class SamplingParams(
         return not neutral or bool(self.logit_bias) or self.min_tokens > 0
 
     @property
-    def length_field(self) -> str:
-        """The field that the error names if prompt and answer are too long."""
-        return "input" if self.embed else "max_tokens" if self.max_tokens else "prompt"
-
-    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether the request asks for the log-probabilities of its prompt's tokens."""
         return self.logprobs is not None and (self.echo or self.prompt_logprobs)
@@ -157,8 +153,8 @@ def _converted(field: msgspec.structs.FieldInfo, value: Any) -> Any:
     """Return `value` in the type of the field; None means the default. Raises `RequestError` if that is impossible."""
     if value is None or value is field.default:
         return field.default
-    if field.name == "top_k" and value == -1:
-        return 0
+    if field.name in ("top_k", "seed") and value == -1:
+        return field.default
     given = value
     if field.name in ("stop", "stop_token_ids") and isinstance(value, str | int):
         given = (value,)
@@ -190,6 +186,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 MAX_TEMPERATURE: Final = 100.0
 MAX_SEED: Final = 2**63 - 1
 MAX_TOP_K: Final = 2**31 - 1
+MAX_TOKENS: Final = 2**31 - 1
 MAX_BIAS: Final = 100.0
 MAX_PENALTY: Final = 2.0  # OpenAI's range is -2 to 2
 MAX_REPETITION_PENALTY: Final = 10.0
@@ -222,16 +219,16 @@ def validate_sampling(params: SamplingParams, limits: Limits) -> None:
         raise RequestError(f"this model {does}; it does not {does_not}", param="model", code="unsupported_endpoint")
     if p.embed and p.max_tokens != 0:
         _refuse("max_tokens", "must be 0 for an embedding")
-    if p.max_tokens is not None and not 0 <= p.max_tokens <= limits.max_model_len:
-        _refuse("max_tokens", f"must be 0 to {limits.max_model_len}")
+    if p.max_tokens is not None and not 0 <= p.max_tokens <= MAX_TOKENS:
+        _refuse("max_tokens", "must be 0 or more, below 2^31")
     if not 1 <= p.n <= MAX_N:
         _refuse("n", f"must be 1 to {MAX_N}")
     if not 0.0 <= p.temperature <= MAX_TEMPERATURE:
         _refuse("temperature", f"must be 0 to {MAX_TEMPERATURE:g}")
     if not 0 <= p.top_k <= MAX_TOP_K:
         _refuse("top_k", "must be 0 (off) or positive, below 2^31")
-    if not 0.0 < p.top_p <= 1.0:
-        _refuse("top_p", "must be above 0 and at most 1")
+    if not 0.0 <= p.top_p <= 1.0:
+        _refuse("top_p", "must be 0 to 1")
     if not 0.0 <= p.min_p <= 1.0:
         _refuse("min_p", "must be 0 to 1")
     for name, penalty in (("presence_penalty", p.presence_penalty), ("frequency_penalty", p.frequency_penalty)):
@@ -275,19 +272,18 @@ def validate_sampling(params: SamplingParams, limits: Limits) -> None:
 EMBED: Final = SamplingParams(max_tokens=0, embed=True)
 
 
-def validate_prompt(input_ids: npt.NDArray[np.int32], params: SamplingParams, limits: Limits) -> None:
-    """Raise `RequestError` for a prompt that is empty, outside the vocabulary, or too long with its output."""
+def validate_prompt(input_ids: npt.NDArray[np.int32], limits: Limits) -> None:
+    """Raise `RequestError` for a prompt that is empty, outside the vocabulary, or without room for a token after it."""
     n = len(input_ids)
     if n == 0:
         _refuse("prompt", "is empty")
     if input_ids.min() < 0 or input_ids.max() >= limits.vocab_size:
         _refuse("prompt", f"has a token id outside 0 to {limits.vocab_size - 1}")
-    wanted = params.max_tokens or 1
-    if n + wanted > limits.max_model_len:
-        raise too_long(limits, f"{n} and asks for {wanted} more", params.length_field)
+    if n >= limits.max_model_len:
+        raise too_long(limits, f"{n} and needs room for at least one more")
 
 
-def too_long(limits: Limits, has: str, param: str = "prompt") -> RequestError:
+def too_long(limits: Limits, has: str) -> RequestError:
     """Return the error for a prompt that is too long, in OpenAI's words.
 
     LangChain recognises it by "prompt is too long", LiteLLM by "this model's maximum context length is".
@@ -295,6 +291,6 @@ def too_long(limits: Limits, has: str, param: str = "prompt") -> RequestError:
     return RequestError(
         f"the prompt is too long: this model's maximum context length is {limits.max_model_len} tokens, and the prompt "
         f"has {has}",
-        param=param,
+        param="prompt",
         code="context_length_exceeded",
     )

@@ -74,7 +74,7 @@ PROMPTS: list[tuple[str, bool]] = [
     ("[[5], []]", False),
     ('[5, "x"]', False),
     ("[5, null]", False),
-    ("[5, 6.0]", False),
+    ("[5, 6.0]", True),
     ("[true]", False),
     ("[[[5]]]", False),
     ('{"text": "x"}', False),
@@ -151,6 +151,85 @@ def test_refusals_name_the_field(http: httpx.Client, extra: dict[str, Any]) -> N
     assert response.json()["error"]["message"]
 
 
+DIALECTS: list[tuple[str, str, dict[str, Any], str]] = [  # path, field of the prompt, the rest, field of the limit
+    ("/v1/completions", "prompt", {}, "max_tokens"),
+    ("/v1/chat/completions", "messages", {}, "max_tokens"),
+    ("/v1/chat/completions", "messages", {"n": 2}, "max_completion_tokens"),
+    ("/v1/chat/completions", "messages", {"return_token_ids": True}, "num_predict"),
+    ("/v1/responses", "input", {"instructions": "x"}, "max_output_tokens"),
+    ("/v1/messages", "messages", {"system": "x"}, "max_tokens"),
+    ("/generate", "text", {}, "max_tokens"),
+    ("/generate", "prompt", {}, "max_new_tokens"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "field", "rest", "limit"), DIALECTS)
+def test_all_apis_cut_the_answer_to_the_context_and_name_a_prompt_that_is_too_long(
+    server: ServerProcess, http: httpx.Client, path: str, field: str, rest: dict[str, Any], limit: str, stream: bool
+) -> None:
+    def ask(prompt: str, most: Any) -> httpx.Response:
+        given: Any = [{"role": "user", "content": prompt}] if field == "messages" else prompt
+        fields = {field: given, "stream": stream, limit: most} | rest
+        return post(server, http, path, json.dumps(fields))
+
+    for most in (32_000, -1, 10**12, 2.0):
+        assert ask("What is 12 + 30?", most).status_code == 200
+    for prompt, most in (("word " * 8000, 2), ("word " * 8000, 32_000), ("word " * 100_000, 2)):
+        response = ask(prompt, most)
+        error = response.json()["error"]
+        assert response.status_code == 400
+        assert "prompt is too long" in error["message"] and field in error["message"]
+        assert path == "/v1/messages" or (error["param"], error["code"]) == (field, "context_length_exceeded")
+    error = ask("x", "?").json()["error"]
+    assert limit in error["message"] and error.get("param", limit) == limit
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {}, "messages"),
+        ("/v1/chat/completions", {"messages": []}, "messages"),
+        ("/v1/chat/completions", {"messages": "x"}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "?"}]}, "messages[0].role"),
+        ("/v1/completions", {}, "prompt"),
+        ("/v1/completions", {"prompt": ["x", ""]}, "prompt"),
+        ("/v1/completions", {"prompt": "x", "random_seed": 2**63}, "random_seed"),
+        ("/v1/completions", {"prompt": "x", "stop_words": [""]}, "stop_words"),
+        ("/v1/completions", {"prompt": "x", "grammar": "root ::= "}, "grammar"),
+        ("/v1/completions", {"prompt": "x", "model": ""}, "model"),
+        ("/v1/responses", {"input": [{"role": "?", "content": "x"}]}, "input"),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        ("/v1/responses", {"input": "x", "min_tokens": 3, "max_output_tokens": 2}, "min_tokens"),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "function"}]}, "tools[0].function.name"),
+        ("/v1/messages", {}, "messages"),
+        ("/v1/messages", {"messages": [{"role": "user"}]}, "messages[0].content"),
+        ("/v1/messages", {"messages": [], "max_tokens": 0}, "max_tokens"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "stop_sequences": [""]}, "stop_sequences"),
+        ("/generate", {}, "text"),
+        ("/generate", {"text": "x", "sampling_params": {"top_p": 2}}, "sampling_params.top_p"),
+        ("/generate", {"input_ids": [], "sampling_params": {}}, "input_ids"),
+        ("/tokenize", {}, "prompt"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)
+def test_missing_and_empty_parts_are_named(http: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:
+    response = http.post(path, json=body)
+    error = response.json()["error"]
+    assert response.status_code == (404 if param == "model" else 400)
+    assert param in error["message"] and error.get("param", param) == param
+
+
+def test_nested_names_without_an_effect_are_told(http: httpx.Client) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "x", "foo": 1}],
+        "max_tokens": 2.0,
+        "models": ["x"],
+        "n_predict": None,
+    }
+    assert http.post("/v1/chat/completions", json=body).headers["x-ignored-fields"] == "messages.foo, models"
+
+
 def test_neutral_values_are_accepted(http: httpx.Client) -> None:
     body = {
         "messages": [{"role": "user", "content": "x"}],
@@ -165,6 +244,12 @@ def test_neutral_values_are_accepted(http: httpx.Client) -> None:
         "tools": [],
         "parallel_tool_calls": True,
         "top_k": -1,
+        "top_p": 0,
+        "seed": 42.0,
+        "functions": [],
+        "function_call": "auto",
+        "prediction": None,
+        "stop": "",
         "metadata": {"a": "b"},
         "store": False,
     }

@@ -147,7 +147,7 @@ def test_answer_that_is_cut_off_is_incomplete(client: openai.OpenAI) -> None:
             "text is not a usable grammar",
         ),
         ({"text": {"format": {"type": "xml"}}}, "text", "text must have a type"),
-        ({"max_output_tokens": 10**9}, "max_output_tokens", "max_output_tokens must be"),
+        ({"max_output_tokens": -9}, "max_output_tokens", "max_output_tokens must be"),
         ({"input": [{"type": "computer_call_output", "output": {}}]}, "input", "computer_call_output"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "input_image"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "msg_1"),

@@ -69,7 +69,7 @@ def test_a_continued_prompt_has_the_ids_that_were_computed(http: httpx.Client) -
 
 def test_other_endpoints_refuse_it(http: httpx.Client) -> None:
     body = {"text": "x", "sampling_params": {"return_token_ids": True}}
-    assert http.post("/generate", json=body).json()["error"]["param"] == "return_token_ids"
+    assert http.post("/generate", json=body).json()["error"]["param"] == "sampling_params.return_token_ids"
 
 
 def test_every_stream_has_usage_with_the_option() -> None:

@@ -102,7 +102,7 @@ def chat_request(body: p.MessagesRequest, model: ServedModel) -> p.ChatCompletio
     return p.ChatCompletionRequest(
         **fields,
         messages=messages,
-        max_tokens=None if body.max_tokens is None else min(body.max_tokens, model.limits.max_model_len),
+        max_tokens=body.max_tokens,
         tools=None if body.tools is None else [_chat_tool(t) for t in body.tools],
         tool_choice=CHOICES.get(choice.type, named),
         parallel_tool_calls=not choice.disable_parallel_tool_use,
@@ -204,7 +204,7 @@ def add_messages_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> N
         body = await read_request(request, p.MessagesRequest, args, model.name)
         report_ignored(request, _ignored(body, model))
         message, new_parser = prepared(request, chat_request(body, model), args, model, NAMES)
-        return body, msgspec.structs.replace(message, shortens=True), new_parser
+        return body, message, new_parser
 
     @app.post("/v1/messages")
     async def messages(request: Request) -> Response:

@@ -20,7 +20,7 @@ from minisgl.api.embeddings import add_embeddings_routes
 from minisgl.api.frontend import RETRY_AFTER_S, FrontendManager
 from minisgl.api.gate import ANY, Access, Gate
 from minisgl.api.generate import add_generate_route
-from minisgl.api.http import error_response, read_request
+from minisgl.api.http import NAMES, error_response, read_request
 from minisgl.api.items import add_responses_routes
 from minisgl.api.metrics import Metrics
 from minisgl.api.openapi import openapi_schema
@@ -94,7 +94,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def request_error(request: Request, e: Exception) -> Response:
         assert isinstance(e, RequestError)
         headers = {"retry-after": str(RETRY_AFTER_S)} if e.status in (429, 503) else None
-        return error_response(request.url.path, e, headers)
+        return error_response(request.url.path, e.named(request.scope.get(NAMES, {})), headers)
 
     async def http_error(request: Request, e: Exception) -> Response:
         assert isinstance(e, HTTPException)

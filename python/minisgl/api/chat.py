@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
 from fastapi import Request
 
 from minisgl.api.fields import unread_kwargs
-from minisgl.api.http import report_ignored
+from minisgl.api.http import NAMES, report_ignored
 from minisgl.api.parsers.output import SWITCHES, OutputParser
 from minisgl.api.protocol import ChatCompletionRequest, ForeignChat, SamplingFields
 from minisgl.api.requests import ServedModel, chat_message
-from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg
 from minisgl.settings.options import ServerArgs
 
@@ -27,23 +25,12 @@ def prepared(
 ) -> tuple[TokenizeMsg, Callable[[], OutputParser] | None]:
     """Return the message for `chat`, and a factory of its output parser (None: it needs no parser).
 
-    `names` maps fields of a chat to their names in the API of `request`. Errors (`RequestError`) use these names.
+    `names` maps fields of a chat to their names in the API of `request`. All later errors of `request` use them.
     """
-    names = names or {}
+    request.scope[NAMES] |= names or {}
     refuses = args.unknown_fields == "refuse"
     report_ignored(request, unread_kwargs(chat.chat_template_kwargs, model.template_variables, refuses))
-    try:
-        message, new_parser = model.forms.prepare(chat, chat_message(chat, model.defaults, model.limits))
-    except RequestError as e:
-        if e.param is None or e.param not in names:
-            raise
-        text = e.message.replace(e.param, names[e.param], 1)
-        raise RequestError(text, param=names[e.param], code=e.code, status=e.status) from e
-    params = message.sampling_params
-    if params.grammar is not None and params.grammar.param in names:  # the tokenizer or scheduler checks its text later
-        grammar = msgspec.structs.replace(params.grammar, param=names[params.grammar.param])
-        message = msgspec.structs.replace(message, sampling_params=msgspec.structs.replace(params, grammar=grammar))
-    return message, new_parser
+    return model.forms.prepare(chat, chat_message(chat, model.defaults, model.limits))
 
 
 def shared_fields(body: ForeignChat, model: ServedModel, thinks: bool | None) -> dict[str, Any]:

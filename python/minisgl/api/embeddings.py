@@ -16,7 +16,7 @@ from minisgl.api.requests import ServedModel, prompt_messages
 from minisgl.api.responses import BodyResponse
 from minisgl.checkpoint.embedder import Embedder, Vector
 from minisgl.errors import RequestError
-from minisgl.message import UserReply
+from minisgl.message import TokenizeMsg, UserReply
 from minisgl.params import EMBED
 from minisgl.settings.options import ServerArgs
 
@@ -51,8 +51,8 @@ def _cosine(a: Vector, b: Vector) -> float:
 def add_embeddings_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
     """Add POST /v1/embeddings, /v1/score and /v1/rerank."""
 
-    def respond(inputs: str | list[Any], param: str, body: Body, dimensions: int | None = None) -> Response:
-        """Return the response whose body `body` makes from the embeddings of `inputs`, which are in field `param`."""
+    def respond(inputs: dict[str, str | list[Any]], body: Body, dimensions: int | None = None) -> Response:
+        """Return the response whose body `body` makes from the embeddings of `inputs`, the texts of each field."""
         embedder = _require_embedder(model)
         length = embedder.length(dimensions)
 
@@ -62,7 +62,9 @@ def add_embeddings_routes(app: FastAPI, args: ServerArgs, model: ServedModel) ->
             vectors = [embedder.vector(reply.embedding, length) for reply in replies]
             return to_json(body(vectors, p.EmbeddingUsage(tokens, tokens)))
 
-        messages = prompt_messages(inputs, param, EMBED, model.limits, MAX_INPUTS)
+        messages: list[TokenizeMsg] = []
+        for param, texts in inputs.items():
+            messages += prompt_messages(texts, param, EMBED, model.limits, MAX_INPUTS - len(messages))
         return BodyResponse(app.state.frontend, messages, render)
 
     @app.post("/v1/embeddings")
@@ -80,7 +82,7 @@ def add_embeddings_routes(app: FastAPI, args: ServerArgs, model: ServedModel) ->
             data = [p.Embedding(i, encode(vector)) for i, vector in enumerate(vectors)]
             return p.EmbeddingResponse(data, model.name, usage)
 
-        return respond(body.input, "input", result, body.dimensions)
+        return respond({"input": body.input}, result, body.dimensions)
 
     @app.post("/v1/score")
     async def score(request: Request) -> Response:
@@ -95,7 +97,7 @@ def add_embeddings_routes(app: FastAPI, args: ServerArgs, model: ServedModel) ->
             scores = [p.Score(i, _cosine(a, b)) for i, (a, b) in enumerate(zip(left, right, strict=True))]
             return p.ScoreResponse(scores, model.name, usage)
 
-        return respond([*first, *second], "text_2", result)
+        return respond({"text_1": first, "text_2": second}, result)
 
     @app.post("/v1/rerank")
     async def rerank(request: Request) -> Response:
@@ -115,4 +117,4 @@ def add_embeddings_routes(app: FastAPI, args: ServerArgs, model: ServedModel) ->
             ]
             return p.RerankResponse(ranked[: body.top_n], model.name, usage)
 
-        return respond([body.query, *texts], "documents", result)
+        return respond({"query": body.query, "documents": texts}, result)

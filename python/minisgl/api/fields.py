@@ -1,92 +1,99 @@
-"""Unknown fields: those that would change the answer elsewhere are refused, the others are accepted and reported.
+"""Unknown fields, also inside known objects: those that would change the answer are refused, the others are reported.
 
-The names are those of OpenAI, vLLM, SGLang, mini-sglang, llama.cpp and TGI; docs/api.md shows both tables.
+`fields.toml` has the names of other servers; docs/api.md shows them.
 """
 
 from __future__ import annotations
 
 import logging
+import tomllib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from minisgl.api.protocol import GenerateRequest, GenerateSampling
+from minisgl.api import protocol as p
 from minisgl.errors import RequestError, near_miss, unsupported
 
 logger = logging.getLogger(__name__)
 
-_WITHOUT_A_NEUTRAL_VALUE: Final = """
-access_programs adaptive_decay adaptive_target background_options beam_width custom_params dry_sequence_breakers
-enable_thinking extra_key grammar_lazy grammar_triggers lora lora_path lora_request max_new_tokens mirostat_eta
-mirostat_tau n_keep n_predict num_beams quadratic samplers sampling_seed stop_sequences t_max_predict_ms tfs thinking
-thinking_budget thinking_budget_tokens thinking_token_budget vllm_xargs xargs
-audio_data echo_prompt image image_data images input_embeds input_extra input_ids media_io_kwargs mm_processor_kwargs
-moderation prompt_embeds session_id session_params use_audio_in_video video_data
-decoder_input_details details include response_fields return_full_text
-token_ids_logprob top_n_tokens
-bootstrap_host bootstrap_port bootstrap_room kv_transfer_params
-"""
+_TABLE: Final = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 # Fields that are not implemented and would change the answer -> the value that changes nothing, as null does.
-FOREIGN: Final[dict[str, Any]] = dict.fromkeys(_WITHOUT_A_NEUTRAL_VALUE.split()) | {
-    "add_bos_token": True,
-    "diversity_penalty": 0,
-    "do_sample": True,
-    "dry_multiplier": 0,
-    "dynatemp_range": 0,
-    "early_stopping": False,
-    "epsilon_cutoff": 0,
-    "eta_cutoff": 0,
-    "include_reasoning": True,
-    "min_new_tokens": 0,
-    "mirostat": 0,
-    "n_probs": 0,
-    "no_repeat_ngram_size": 0,
-    "repeat_penalty": 1,
-    "return_entropy": False,
-    "return_hidden_states": False,
-    "return_routed_experts": False,
-    "separate_reasoning": True,
-    "smoothing_factor": 0,
-    "spaces_between_special_tokens": True,
-    "stream_interval": 1,
-    "stream_reasoning": True,
-    "top_a": 0,
-    "truncate": 0,
-    "typical": 1,
-    "typical_p": 1,
-    "verbosity": "medium",
-    "watermark": False,
-    "xtc_probability": 0,
+FOREIGN: Final[dict[str, Any]] = dict.fromkeys(_TABLE["refused"]) | _TABLE["neutral"]
+ALIASES: Final[dict[str, str]] = _TABLE["aliases"]
+HARMLESS: Final = frozenset(_TABLE["harmless"])  # without an effect in any server
+INSTEAD: Final[dict[str, str]] = ALIASES | _TABLE["instead"]
+_CHATS: Final = (p.ChatCompletionRequest, p.ResponsesRequest, p.MessagesRequest)
+GENERATION: Final[tuple[type[msgspec.Struct], ...]] = (*_CHATS, p.CompletionRequest, p.GenerateRequest)
+_ONLY: Final = {name: mark["only"] for kind in GENERATION for name, mark in p.only_values(kind).items()}
+# Fields of the endpoints that generate text -> the values that change nothing where a field is unknown.
+ELSEWHERE: Final = {
+    name: (*_ONLY.get(name, ()), False, "", [], {}) for kind in GENERATION for name in kind.__struct_fields__
 }
-_HARMLESS: Final = """
-background cache_prompt conversation_id custom_labels data_parallel_rank external_trace_header guided_decoding_backend
-id_slot log_metrics metadata no_logs prompt_cache_key prompt_cache_options prompt_cache_retention provider request_id
-require_reasoning return_bytes rid safety_identifier service_tier store timings_per_token user
-"""
-# Fields that identify the client, or say how a service bills, stores and routes: they have no effect in any server.
-HARMLESS: Final = frozenset(_HARMLESS.split())
+MAX_UNKNOWN: Final = 256  # names
 MAX_REPORTED: Final = 16  # names in the header; each with at most MAX_NAME characters
 MAX_NAME: Final = 64
 CLOSE: Final = 0.84  # the least similarity of a misspelt name to its field
+NULL: Final = b"null"
+SAMPLING: Final = "sampling_params."
 
 _logged: set[str] = set()
 
+Fields = dict[str, msgspec.Raw]
+
+
+def with_our_names(body: bytes, kind: type[msgspec.Struct]) -> tuple[bytes, dict[str, str]]:
+    """Return the JSON `body` of a `kind` without aliases, and the client's names of the fields that had one.
+
+    Raises `RequestError` (400) for a field that is given twice. A body that is no JSON object is returned as it is.
+    """
+    names: dict[str, str] = {}
+    try:
+        given = msgspec.json.decode(body, type=Fields)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return body, names
+    known = kind.__struct_fields__
+    for name in [n for n in given if n not in known and ALIASES.get(n) in known and bytes(given[n]) != NULL]:
+        ours = ALIASES[name]
+        if bytes(given.get(ours, NULL)) != NULL:
+            raise RequestError(f"{name} and {names.get(ours, ours)} exclude each other", param=name)
+        names[ours] = name
+        given[ours] = given.pop(name)
+    return (msgspec.json.encode(given) if names else body), names
+
 
 def ignored_fields(body: bytes, kind: type[msgspec.Struct], refuses: bool) -> list[str]:
-    """Return the names in the JSON object `body`, which is a `kind`, that have no effect.
+    """Return the names in the JSON `body`, which is a `kind`, that have no effect: dotted paths without indices.
 
     Raises `RequestError` (400) for a name that has an effect in other servers, that misspells a field, or, with
     `refuses`, that is not a field.
     """
-    given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    ignored = _ignored(given, kind, refuses)
-    if kind is GenerateRequest and (inner := bytes(given.get("sampling_params", b"null"))) != b"null":
-        ignored += _ignored(msgspec.json.decode(inner, type=dict[str, msgspec.Raw]), GenerateSampling, refuses)
-    for name in ignored:
+    objects = _objects_of(kind)
+    ignored: set[str] = set()
+    for path, where, given in _objects(body.strip(), "", "", objects):
+        for name in (n for n in given if n not in objects[path] and _join(path, n) not in ignored):
+            full, value = _join(path, name), bytes(given[name])
+            key = full.removeprefix(SAMPLING)  # its fields are those of a chat
+            if value == NULL or _changes_nothing(key, value, kind):
+                continue
+            if key not in HARMLESS:
+                _require_unknown(key, _join(where, name)[:MAX_NAME], kind, objects[path], refuses)
+            ignored.add(full)
+            if len(ignored) > MAX_UNKNOWN:
+                raise RequestError(f"the request has more than {MAX_UNKNOWN} names that are not fields", param=where)
+    return sorted(ignored)
+
+
+def told(names: Iterable[str]) -> list[str]:
+    """Return `names` without an effect as a header can have them: sorted, printable, and not too many. Log new ones."""
+    shown = sorted({_printable(name) for name in names})[:MAX_REPORTED]
+    for name in shown:
         if name not in _logged and len(_logged) < 1000:
             _logged.add(name)
-            logger.info("clients send the field %r, which has no effect", name)
-    return ignored
+            logger.info("clients send %r, which has no effect", name)
+    return shown
 
 
 def unread_kwargs(kwargs: dict[str, Any] | None, variables: frozenset[str], refuses: bool) -> list[str]:
@@ -107,26 +114,78 @@ def _printable(name: str) -> str:
     return "".join(c if c.isascii() and c.isprintable() else "?" for c in name[:MAX_NAME])
 
 
-def _ignored(given: dict[str, msgspec.Raw], kind: type[msgspec.Struct], refuses: bool) -> list[str]:
-    known = kind.__struct_fields__
-    ignored = []
-    for name in given.keys() - set(known):
-        value = bytes(given[name])
-        if value == b"null" or name in HARMLESS:
-            continue
-        if kind is GenerateRequest and name in GenerateSampling.__struct_fields__:
-            raise _refusal(name, "belongs in sampling_params")
-        if name in FOREIGN:
-            if msgspec.json.decode(value) != FOREIGN[name]:
-                raise _refusal(name, "is not supported")
-            continue
-        if close := near_miss(name[:MAX_NAME], known, CLOSE):
-            raise _refusal(name, f"is not a field; did you mean {close}?")
-        if refuses:
-            raise _refusal(name, "is not a field (--unknown-fields refuse)")
-        ignored.append(_printable(name))
-    return sorted(ignored)[:MAX_REPORTED]
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
-def _refusal(name: str, why: str) -> RequestError:
-    return unsupported(f"{name[:MAX_NAME]} {why}", name[:MAX_NAME])
+@cache
+def _objects_of(kind: type[msgspec.Struct]) -> dict[str, frozenset[str]]:
+    """Return the names of the fields of each object in a `kind`, by path."""
+    objects = {path: frozenset(names) for path, names in _TABLE["objects"].items()}
+
+    def add(type_: msgspec.inspect.Type, path: str) -> None:
+        match type_:
+            case msgspec.inspect.StructType(cls=cls, fields=fields):
+                objects[path] = frozenset(cls.__struct_fields__)
+                for field in fields:
+                    add(field.type, _join(path, field.name))
+            case msgspec.inspect.UnionType(types=types):
+                for member in types:
+                    add(member, path)
+            case msgspec.inspect.ListType(item_type=item):
+                add(item, path)
+
+    add(msgspec.inspect.type_info(kind), "")
+    return objects
+
+
+def _objects(
+    value: bytes, path: str, where: str, objects: Mapping[str, frozenset[str]]
+) -> Iterator[tuple[str, str, Fields]]:
+    """Yield the objects in `value` that have known fields, as (path, path with indices, all fields)."""
+    items = {where: value}
+    if value.startswith(b"["):
+        items = {f"{where}[{i}]": bytes(v) for i, v in enumerate(msgspec.json.decode(value, type=list[msgspec.Raw]))}
+    for place, item in items.items():
+        if not item.startswith(b"{"):
+            continue
+        given = msgspec.json.decode(item, type=Fields)
+        yield path, place, given
+        for name, inside in given.items():
+            if name in objects[path] and (inner := _join(path, name)) in objects:
+                yield from _objects(bytes(inside), inner, _join(place, name), objects)
+
+
+def _changes_nothing(name: str, value: bytes, kind: type[msgspec.Struct]) -> bool:
+    """Return whether the JSON `value` means the same as null in the unknown field `name`."""
+    neutral = (FOREIGN[name],) if name in FOREIGN else ELSEWHERE.get(name, ()) if kind in GENERATION else ()
+    given = msgspec.json.decode(value) if neutral and len(value) <= MAX_NAME else None
+    return any(given == same and isinstance(given, bool) is isinstance(same, bool) for same in neutral)
+
+
+def _require_unknown(name: str, where: str, kind: type[msgspec.Struct], known: frozenset[str], refuses: bool) -> None:
+    """Raise `RequestError` for a name that is known elsewhere, misspells one of `known`, or with `refuses`."""
+    use = INSTEAD.get(name, "")
+    use = p.only_values(kind).get(use, {}).get("use") or use
+    is_here = use in known or use in kind.__struct_fields__ or not use.isidentifier()
+    hint = f"; use {use}" if use and is_here else ""
+    why = ""
+    if name in FOREIGN or name in ALIASES:
+        why = f"is not supported{hint}"
+    elif name in _objects_of(kind).get("sampling_params", ()):
+        why = "belongs in sampling_params"
+    elif kind in GENERATION and name in ELSEWHERE:
+        why = f"is not a field of this endpoint{hint}"
+    elif close := _misspelt(name.rpartition(".")[2], known):
+        why = f"is not a field; did you mean {close}?"
+    elif refuses:
+        why = "is not a field (--unknown-fields refuse)"
+    if why:
+        raise unsupported(f"{where} {why}", where)
+
+
+def _misspelt(name: str, known: Collection[str]) -> str | None:
+    """Return the name in `known` that `name` probably means: a near miss, or the same words in camel case."""
+    known = [*known, *(alias for alias, ours in ALIASES.items() if ours in known)]
+    words = {k.replace("_", ""): k for k in known}
+    return words.get(name.lower().replace("_", "").replace("-", "")) or near_miss(name[:MAX_NAME], known, CLOSE)

@@ -355,6 +355,8 @@ class FrontendManager:
             reply = await self._ask(uid, self._tokenizer(uid).put([msgspec.structs.replace(msg, uid=uid)]))
         except _ENCODE_ERRORS as e:
             raise _unrepresentable(e) from e
+        except RequestError as e:
+            raise e.named({"prompt": msg.prompt.param} if isinstance(msg, EncodeMsg) else {}) from e
         assert isinstance(reply, ConversionReply), f"a {type(reply).__name__} is not a conversion"
         return reply
 

@@ -12,7 +12,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from minisgl.api.frontend import Receipt
-from minisgl.api.http import read_request, to_json
+from minisgl.api.http import NAMES, read_request, to_json
 from minisgl.api.protocol import GenerateRequest, GenerateSampling
 from minisgl.api.replies import DONE, Renderer, event, finite
 from minisgl.api.requests import (
@@ -97,10 +97,9 @@ def generate_messages(request: GenerateRequest, defaults: SamplingDefaults, limi
     if fields.logprobs not in (None, False):
         raise unsupported("logprobs is not supported here, only return_logprob beside sampling_params", "logprobs")
     form = LogprobForm.of(request)
-    max_tokens = requested_max_tokens(fields, ("max_new_tokens", "max_tokens"), limits)
     params = sampling_params(
         fields,
-        min(DEFAULT_MAX_TOKENS, limits.max_model_len - 1) if max_tokens is None else max_tokens,
+        requested_max_tokens(fields, ("max_new_tokens", "max_tokens"), limits, default=DEFAULT_MAX_TOKENS),
         fields.seed if fields.sampling_seed is None else fields.sampling_seed,
         defaults,
         limits,
@@ -227,6 +226,8 @@ def add_generate_route(app: FastAPI, args: ServerArgs, model: ServedModel) -> No
     @app.post("/generate")
     async def generate(request: Request) -> Response:
         body = await read_request(request, GenerateRequest, args, model.name)
+        if body.sampling_params is not None:
+            request.scope[NAMES] |= {name: f"sampling_params.{name}" for name in GenerateSampling.__struct_fields__}
         n = num_choices(_sampling_fields(body), args.max_choices)
         messages = with_choices(generate_messages(body, model.defaults, model.limits), n)
         is_list = n > 1 or is_batch(_requested_prompt(body)[1])

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from fastapi import Request, Response
 
-from minisgl.api.fields import ignored_fields
+from minisgl.api.fields import ignored_fields, told, with_our_names
 from minisgl.api.protocol import AnthropicError, AnthropicErrorResponse, ErrorDetail, ErrorResponse, parse_body
 from minisgl.errors import RequestError
 from minisgl.settings.options import ServerArgs, split_list
@@ -24,6 +24,8 @@ DROP: Final = "minisgl.drop"
 
 # Scope key of a list of additional response headers, (name, value) in bytes.
 HEADERS: Final = "minisgl.headers"
+# Scope key of the client's names of our fields, which errors use.
+NAMES: Final = "minisgl.names"
 # Scope keys for the request log: the id of the request, and its `Submission` once it has one.
 REQUEST_ID: Final = "minisgl.request_id"
 SUBMISSION: Final = "minisgl.submission"
@@ -100,6 +102,7 @@ async def read_request(request: Request, kind: type[T], args: ServerArgs, served
     text = bytes(body).removeprefix(codecs.BOM_UTF8)
     if b"\0" in text[:2] or text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise RequestError("the body is UTF-16 or UTF-32; send UTF-8 (RFC 8259, 8.1)", code="invalid_json")
+    text, request.scope[NAMES] = with_our_names(text, kind)
     parsed = parse_body(text, kind)
     requested: str | None = getattr(parsed, "model", None)
     if requested is not None and requested not in (served, *ANY_MODEL, *split_list(args.served_model_name)):
@@ -110,6 +113,6 @@ async def read_request(request: Request, kind: type[T], args: ServerArgs, served
 
 
 def report_ignored(request: Request, names: list[str]) -> None:
-    """List fields without an effect in a header of the response."""
+    """List what has no effect in a header of the response, and in the log."""
     if names:
-        request.scope[HEADERS].append((b"x-ignored-fields", ", ".join(names).encode()))
+        request.scope[HEADERS].append((b"x-ignored-fields", ", ".join(told(names)).encode()))

@@ -18,7 +18,7 @@ from minisgl.api.http import json_response, read_request, report_ignored, to_jso
 from minisgl.api.parsers.output import OutputParser, Step
 from minisgl.api.parsers.pieces import Content, ParsedCall, Reasoning
 from minisgl.api.replies import Renderer, named_event
-from minisgl.api.requests import ServedModel, requested_max_tokens, text_of, unsupported_type
+from minisgl.api.requests import ServedModel, text_of, unsupported_type
 from minisgl.api.responses import response_to
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError, unsupported
@@ -28,7 +28,8 @@ from minisgl.settings.options import ServerArgs
 
 MAX_KEPT: Final = 4096  # responses
 MAX_KEPT_BYTES: Final = 64 << 20
-NAMES: Final = {"messages": "input", "response_format": "text"}  # field of a chat -> name in a response
+# Field of a chat -> name in a response.
+NAMES: Final = {"messages": "input", "response_format": "text", "max_tokens": "max_output_tokens"}
 TEXT_PARTS: Final = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 # A value of `include` without an effect: reasoning is always returned as text.
 PLAIN_REASONING: Final = "reasoning.encrypted_content"
@@ -155,7 +156,7 @@ def chat_request(body: p.ResponsesRequest, model: ServedModel, items: Sequence[p
     return p.ChatCompletionRequest(
         **fields | {"response_format": form},
         messages=messages,
-        max_tokens=requested_max_tokens(body, ("max_output_tokens",), model.limits, least=1),
+        max_tokens=body.max_output_tokens,
         tools=None if body.tools is None else [_chat_tool(t) for t in body.tools],
         tool_choice=_chat_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,

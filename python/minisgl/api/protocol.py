@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -19,9 +19,13 @@ from minisgl.message import EngineView, StatsMsg
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def _only(value: Any = None) -> msgspec.Meta:
-    """Mark a field without an effect: all values but null and `value` are refused."""
-    return msgspec.Meta(extra={"only": value})
+def _only(*values: Any, use: str = "") -> msgspec.Meta:
+    """Mark a field without an effect: all values but null and `values` are refused, with the advice to use `use`."""
+    return msgspec.Meta(extra={"only": values, "use": use})
+
+
+# Clients that have only one type of number write integers as 3.0, which are integers to JSON Schema as well.
+_DOUBLES: Final = msgspec.json.Decoder(float_hook=lambda text: int(x) if (x := float(text)).is_integer() else x)
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -68,7 +72,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, float] | list[tuple[int, float]] | None = None
     logprobs: bool | int | None = None  # a boolean for chat, a number for completions
     cache_salt: str | None = None
     speculate: bool | None = None
@@ -89,7 +93,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: Annotated[list[str] | None, _only([])] = None
     custom_logit_processor: Annotated[Any, _only()] = None
     logits_processors: Annotated[Any, _only()] = None
-    prompt_logprobs: Annotated[int | None, _only()] = None
+    prompt_logprobs: Annotated[int | None, _only(use="echo with logprobs in text completions")] = None
     return_token_ids: Annotated[bool | None, _only(False)] = None
     return_tokens_as_token_ids: Annotated[bool | None, _only(False)] = None
     stop_regex: Annotated[Any, _only()] = None
@@ -107,7 +111,7 @@ class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     return_timing: bool | None = None
     return_token_ids: bool | None = None
-    user: str | None = None
+    user: Any = None
 
 
 class ChatCompletionRequest(OpenAIFields, frozen=True, kw_only=True):
@@ -124,8 +128,8 @@ class ChatCompletionRequest(OpenAIFields, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: Annotated[Any, _only()] = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
-    functions: Annotated[Any, _only()] = None
-    function_call: Annotated[Any, _only()] = None
+    functions: Annotated[Any, _only([], use="tools")] = None
+    function_call: Annotated[Any, _only("auto", "none", use="tool_choice")] = None
     modalities: Annotated[list[str] | None, _only(["text"])] = None
     audio: Annotated[Any, _only()] = None
     prediction: Annotated[Any, _only()] = None
@@ -152,7 +156,7 @@ class ForeignChat(SamplingFields, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     n: Annotated[int | None, _only(1)] = None
     logprobs: Annotated[bool | int | None, _only(False)] = None
-    response_format: Annotated[dict[str, Any] | None, _only()] = None
+    response_format: Annotated[dict[str, Any] | None, _only(use="text.format or output_config.format")] = None
 
 
 class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -199,9 +203,9 @@ class ResponsesRequest(ForeignChat, frozen=True, kw_only=True):
     max_tool_calls: int | None = None
     background: Annotated[bool | None, _only(False)] = None
     context_management: Annotated[Any, _only()] = None
-    conversation: Annotated[Any, _only()] = None
-    max_tokens: Annotated[int | None, _only()] = None
-    max_completion_tokens: Annotated[int | None, _only()] = None
+    conversation: Annotated[Any, _only(use="previous_response_id")] = None
+    max_tokens: Annotated[int | None, _only(use="max_output_tokens")] = None
+    max_completion_tokens: Annotated[int | None, _only(use="max_output_tokens")] = None
     prompt: Annotated[Any, _only()] = None
     top_logprobs: Annotated[int | None, _only(0)] = None
     truncation: Annotated[str | None, _only("disabled")] = None
@@ -277,7 +281,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     encoding_format: str | None = None
     dimensions: int | None = None
-    user: str | None = None
+    user: Any = None
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,7 +290,7 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     text_1: str | list[str]
     text_2: str | list[str]
     model: str | None = None
-    user: str | None = None
+    user: Any = None
 
 
 class RerankRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -297,7 +301,7 @@ class RerankRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     top_n: int | None = None
     return_documents: bool | None = None
-    user: str | None = None
+    user: Any = None
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -611,7 +615,12 @@ class EngineViewResponse(msgspec.Struct, frozen=True, kw_only=True):
 def parse_body(body: bytes, kind: type[T]) -> T:
     """Decode the JSON `body` as a `kind`. Raises `RequestError` (400) naming the invalid field."""
     try:
-        request = msgspec.json.decode(body, type=kind)
+        try:
+            request = msgspec.json.decode(body, type=kind)
+        except msgspec.ValidationError as e:
+            if "got `float`" not in str(e):
+                raise
+            request = msgspec.convert(_DOUBLES.decode(body), kind)
     except msgspec.ValidationError as e:
         raise RequestError(_readable(str(e)), param=_field_of(str(e)), code="invalid_type") from e
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
@@ -620,30 +629,29 @@ def parse_body(body: bytes, kind: type[T]) -> T:
     return request
 
 
-def refuse_unsupported(request: msgspec.Struct) -> None:
-    """Raise `RequestError` for the first field whose value is not supported."""
-    supported = _only_values(type(request))
+def refuse_unsupported(request: msgspec.Struct, path: str = "") -> None:
+    """Raise `RequestError` for the first field whose value is not supported; `path` is that of `request`."""
+    supported = only_values(type(request))
     for name in request.__struct_fields__:
         value = getattr(request, name)
         if isinstance(value, msgspec.Struct):
-            refuse_unsupported(value)
-        if value is not None and name in supported and value != supported[name]:
-            raise unsupported(f"{name}={value!r:.60} is not supported", name)
+            refuse_unsupported(value, f"{path}{name}.")
+        if value is not None and name in supported and value not in supported[name]["only"]:
+            hint = f"; use {use}" if (use := supported[name]["use"]) else ""
+            raise unsupported(f"{path}{name}={value!r:.60} is not supported{hint}", path + name)
 
 
 @cache
-def _only_values(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the values of the fields with an `_only` mark."""
+def only_values(kind: type[msgspec.Struct]) -> dict[str, dict[str, Any]]:
+    """Return the fields with an `_only` mark, and what the mark says."""
     marks = {f.name: getattr(f.type, "__metadata__", ()) for f in msgspec.structs.fields(kind)}
-    return {name: meta[0].extra["only"] for name, meta in marks.items() if meta}
+    return {name: meta[0].extra for name, meta in marks.items() if meta}
 
 
 def _field_of(error: str) -> str | None:
-    """Return the top-level field that a msgspec error names."""
-    if (path := re.search(r"at `\$\.(\w+)", error)) is not None:
-        return path[1]
-    missing = re.search(r"missing required field `(\w+)`", error)
-    return missing[1] if missing is not None else None
+    """Return the path of the field that a msgspec error names, such as "messages[2].content"."""
+    found = re.search(r"at `\$\.?([^`]+)`", error), re.search(r"missing required field `(\w+)`", error)
+    return re.sub(r"(\[[^]]*\])+$", "", ".".join(match[1] for match in found if match)) or None
 
 
 def _readable(error: str) -> str:

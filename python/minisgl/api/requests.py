@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from minisgl.api.parsers.output import OutputForms
-from minisgl.api.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, SamplingFields
+from minisgl.api.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, SamplingFields, ToolCall
 from minisgl.api.structured import requested_grammar
 from minisgl.checkpoint.embedder import Embedder
 from minisgl.errors import RequestError, unsupported
@@ -83,7 +83,7 @@ def sampling_params(
         **chosen,
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
-        logit_bias=_logit_bias(fields.logit_bias or {}),
+        logit_bias=_logit_bias(fields.logit_bias or ()),
         min_tokens=fields.min_tokens or 0,
         seed=seed,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
@@ -102,25 +102,31 @@ def sampling_params(
     return params
 
 
-def _logit_bias(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
-    """Return (token id, bias) pairs. Token ids are JSON keys, so a token may be given twice, as "7" and "07"."""
+def _logit_bias(biases: dict[str, float] | Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Return (token id, bias) pairs. A JSON object may give a token twice, as "7" and "07"; llama.cpp has a list."""
     pairs = {}
-    for key, bias in biases.items():
+    for token, bias in biases.items() if isinstance(biases, dict) else biases:
+        key = str(token)
         if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS) or int(key) in pairs:
             raise RequestError(f"logit_bias key {key[:40]!r} is not a token id", param="logit_bias")
         pairs[int(key)] = bias
     return tuple(pairs.items())
 
 
-def requested_max_tokens(request: Any, names: Sequence[str], limits: Limits, least: int = 0) -> int | None:
-    """Return the value of the first field among `names` that is set. Raises `RequestError` if it is out of range."""
-    name = next((n for n in names if getattr(request, n) is not None), None)
-    if name is None:
+def requested_max_tokens(
+    request: Any, names: Sequence[str], limits: Limits, least: int = 0, default: int | None = None
+) -> int | None:
+    """Return the value of the first field among `names` that is set, at most the context length; else `default`.
+
+    None means the rest of the context, as do llama.cpp's and Ollama's -1 and -2. Raises `RequestError` for a value
+    below `least`.
+    """
+    name, value = next(((n, v) for n in names if (v := getattr(request, n)) is not None), ("", default))
+    if value is None or value in (-1, -2):
         return None
-    value: int = getattr(request, name)
-    if not least <= value <= limits.max_model_len:
-        raise RequestError(f"{name} must be {least} to {limits.max_model_len}", param=name)
-    return value
+    if value < least:
+        raise RequestError(f"{name} must be {least} or more, or -1 for the rest of the context", param=name)
+    return min(value, limits.max_model_len)
 
 
 def chat_message(request: ChatCompletionRequest, defaults: SamplingDefaults, limits: Limits) -> TokenizeMsg:
@@ -128,8 +134,8 @@ def chat_message(request: ChatCompletionRequest, defaults: SamplingDefaults, lim
     max_tokens = requested_max_tokens(request, ("max_completion_tokens", "max_tokens"), limits, least=1)
     if not request.messages:
         raise RequestError("messages is empty", param="messages")
-    for tool in request.tools or ():
-        _check_tool(tool)
+    for i, tool in enumerate(request.tools or ()):
+        _check_tool(tool, f"tools[{i}]")
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
@@ -143,11 +149,12 @@ def chat_message(request: ChatCompletionRequest, defaults: SamplingDefaults, lim
     return TokenizeMsg(
         uid=0,
         sampling_params=params,
-        messages=[_template_message(m) for m in request.messages],
+        messages=[_template_message(m, f"messages[{i}]") for i, m in enumerate(request.messages)],
         tools=(request.tools or None) if request.tool_choice != "none" else None,
         add_generation_prompt=request.add_generation_prompt is not False and not is_continued,
         continue_final_message=is_continued,
         template_kwargs=kwargs,
+        param="messages",
     )
 
 
@@ -162,11 +169,11 @@ def _num_chat_logprobs(request: ChatCompletionRequest) -> int | None:
     return request.top_logprobs or 0 if request.logprobs else None
 
 
-def _template_message(message: ChatMessage) -> dict[str, Any]:
+def _template_message(message: ChatMessage, path: str) -> dict[str, Any]:
     """Return a message in the form that chat templates expect: text content, tool arguments as objects."""
     if message.role not in ROLES:
-        raise RequestError(f"role {message.role[:40]!r} is not one of {', '.join(ROLES)}", param="messages")
-    result: dict[str, Any] = {"role": message.role, "content": text_of(message.content, "messages")}
+        raise RequestError(f"{path}.role {message.role[:40]!r} is not one of {', '.join(ROLES)}", param=f"{path}.role")
+    result: dict[str, Any] = {"role": message.role, "content": text_of(message.content, f"{path}.content")}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
             result[name] = value
@@ -175,9 +182,9 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+                "function": {"name": call.function.name, "arguments": _arguments(call, f"{path}.tool_calls[{i}]")},
             }
-            for call in message.tool_calls
+            for i, call in enumerate(message.tool_calls)
         ]
     return result
 
@@ -195,31 +202,36 @@ def text_of(content: Any, param: str, kinds: Sequence[str] = ("text",)) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
-    for part in content if isinstance(content, list) else [content]:
+    for i, part in enumerate(content if isinstance(content, list) else [content]):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind not in kinds or not isinstance(part.get("text"), str):
+        if kind not in kinds:
             raise unsupported_type("a part", kind, param)
+        if not isinstance(part.get("text"), str):
+            raise RequestError(f"{param}[{i}].text must be a string", param=f"{param}[{i}].text", code="invalid_type")
         texts.append(part["text"])
     return "".join(texts)
 
 
-def _arguments(arguments: str | dict[str, Any] | None) -> dict[str, Any]:
+def _arguments(call: ToolCall, path: str) -> dict[str, Any]:
+    arguments, param = call.function.arguments, f"{path}.function.arguments"
     if isinstance(arguments, dict):
         return arguments
     try:
         value = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError) as e:
-        raise RequestError(f"arguments of a tool call must be a JSON object: {e}", param="messages") from e
+        raise RequestError(f"{param} must be a JSON object: {e}", param=param) from e
     return value
 
 
-def _check_tool(tool: dict[str, Any]) -> None:
+def _check_tool(tool: dict[str, Any], path: str) -> None:
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
-        raise RequestError('each of tools must be {"type": "function", "function": {...}}', param="tools")
+        raise RequestError(f'{path} must be {{"type": "function", "function": {{...}}}}', param=path)
     name, parameters = function.get("name"), function.get("parameters")
-    if not (isinstance(name, str) and name and (parameters is None or isinstance(parameters, dict))):
-        raise RequestError("each of tools must have a name, and parameters that are an object", param="tools")
+    if not (isinstance(name, str) and name):
+        raise RequestError(f"{path}.function.name must be a non-empty string", param=f"{path}.function.name")
+    if not (parameters is None or isinstance(parameters, dict)):
+        raise RequestError(f"{path}.function.parameters must be an object", param=f"{path}.function.parameters")
 
 
 def _check_template_kwargs(kwargs: dict[str, Any]) -> None:
@@ -235,7 +247,7 @@ def _check_template_kwargs(kwargs: dict[str, Any]) -> None:
 
 def completion_messages(request: CompletionRequest, defaults: SamplingDefaults, limits: Limits) -> list[TokenizeMsg]:
     """Return a message for each prompt of a text completion. Raises `RequestError`."""
-    if isinstance(request.logprobs, bool):
+    if request.logprobs is True:
         raise RequestError("logprobs must be a number", param="logprobs", code="invalid_type")
     params = sampling_params(
         request,
@@ -243,7 +255,7 @@ def completion_messages(request: CompletionRequest, defaults: SamplingDefaults, 
         request.seed,
         defaults,
         limits,
-        logprobs=request.logprobs,
+        logprobs=None if request.logprobs is False else request.logprobs,
         echo=bool(request.echo),
     )
     messages = prompt_messages(request.prompt, "prompt", params, limits)
@@ -254,7 +266,7 @@ def completion_messages(request: CompletionRequest, defaults: SamplingDefaults, 
 
 def is_batch(prompt: str | Sequence[Any]) -> bool:
     """Return whether `prompt` is a list of prompts instead of one text or one list of token ids."""
-    return not isinstance(prompt, str) and (not prompt or not isinstance(prompt[0], int))
+    return not isinstance(prompt, str) and (not prompt or not isinstance(prompt[0], int | float))
 
 
 def prompt_messages(
@@ -269,16 +281,21 @@ def prompt_messages(
         raise RequestError(f"{param} must be 1 to {most} prompts", param=param)
     messages = []
     for p in prompts:
-        if not isinstance(p, str) and not (isinstance(p, list) and all(type(i) is int for i in p)):
+        text, ids = (p, None) if isinstance(p, str) else (None, _integers(p))
+        if text is None and ids is None:
             error = f"{param} must be text, token ids, or a list of either"
             raise RequestError(error, param=param, code="invalid_type")
         if not p:
-            raise RequestError(f"{param} is empty", param=param)
-        if isinstance(p, str):
-            messages.append(TokenizeMsg(uid=0, sampling_params=params, text=p))
-        else:
-            messages.append(TokenizeMsg(uid=0, sampling_params=params, input_ids=packed_ids(p, param, limits)))
+            raise RequestError(f"{param} is empty" if p is prompt else f"{param} has an empty prompt", param=param)
+        packed = None if ids is None else packed_ids(ids, param, limits)
+        messages.append(TokenizeMsg(uid=0, sampling_params=params, text=text, input_ids=packed, param=param))
     return messages
+
+
+def _integers(values: Any) -> list[int] | None:
+    """Return a list of JSON numbers without a fraction (3.0 is one) as integers; None for anything else."""
+    is_list = isinstance(values, list) and all(type(v) in (int, float) and v == v // 1 for v in values)
+    return [int(v) for v in values] if is_list else None
 
 
 def packed_ids(ids: list[int], param: str, limits: Limits) -> bytes:

@@ -70,9 +70,9 @@ class WriteTimeout:
         await self._limit.__aexit__(kind, error, trace)
 
 
-def _raise_if_failed(reply: UserReply) -> None:
+def _raise_if_failed(reply: UserReply, message: TokenizeMsg) -> None:
     if reply.failure is not None:
-        raise reply.failure.error()
+        raise reply.failure.error().named({"prompt": message.param})
 
 
 class BodyResponse(Response):
@@ -109,7 +109,7 @@ class BodyResponse(Response):
         replies: list[list[UserReply]] = [[] for _ in self._messages]
         while not submission.is_done:
             for index, reply in await submission.take():
-                _raise_if_failed(reply)
+                _raise_if_failed(reply, self._messages[index])
                 replies[index].append(reply)
         whole = [joined(parts) for parts in replies]
         if sum(1 + len(reply.logprobs) for reply in whole) > AT_ONCE:
@@ -142,8 +142,8 @@ class StreamResponse(BodyResponse):
         send: Send = scope[RAW_SEND]
         headers = [*_STREAM_HEADERS, *scope[HEADERS]]
         replies = await submission.take()
-        for _, reply in replies:
-            _raise_if_failed(reply)
+        for index, reply in replies:
+            _raise_if_failed(reply, self._messages[index])
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         chunks = list(self._renderer.first_events(len(self._messages)))
         last: dict[int, UserReply] = {}
@@ -151,7 +151,7 @@ class StreamResponse(BodyResponse):
             try:
                 while True:
                     for index, reply in replies:
-                        _raise_if_failed(reply)
+                        _raise_if_failed(reply, self._messages[index])
                         last[index] = reply
                         chunks += self._renderer.events(index, reply)
                     if submission.is_done:

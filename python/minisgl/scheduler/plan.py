@@ -214,7 +214,8 @@ class RowWrites:
     def fill(self, req: Req) -> None:
         """Write the sampling state of `req`, which has just got its row."""
         p, row = req.sampling_params, req.row
-        self._states[row] = (row, p.temperature, p.top_k, p.top_p, p.min_p, req.noise_key)
+        temperature = p.temperature if p.top_p > 0 else 0.0
+        self._states[row] = (row, temperature, p.top_k, p.top_p, p.min_p, req.noise_key)
         self._penalties.pop(row, None)
         if p.has_penalties:
             self._penalties[row] = penalty_record(req, row, self._eos_token_ids)

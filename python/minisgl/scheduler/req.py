@@ -116,21 +116,25 @@ class Admission:
         self._max_queued_tokens = config.max_queued_tokens
         self._sampling_seed = config.sampling_seed
         self._limits = limits
-        self._pool_tokens = pool_tokens + 1  # the last token needs no K/V
-        self.max_tokens = min(limits.max_model_len, self._pool_tokens)  # of a request, prompt and output together
+        # Of a request, prompt and output together. The last token needs no K/V.
+        self.max_tokens = min(limits.max_model_len, pool_tokens + 1)
         self._arrivals = 0
 
     def output_budget(self, prompt_len: int, params: SamplingParams) -> int:
-        """Return how many tokens a request may generate; raises `RequestError` if the KV pool cannot hold them."""
-        wanted = params.max_tokens or 1  # a request for no tokens generates one and does not show it
-        if prompt_len + wanted > self._pool_tokens:
+        """Return how many tokens a request may generate: what it asks for, at most what context and KV pool have left.
+
+        Raises `RequestError` if that is nothing.
+        """
+        if prompt_len >= self.max_tokens:
             raise RequestError(
-                f"the prompt has {prompt_len} tokens and asks for {wanted} more, but the KV cache holds "
-                f"{self._pool_tokens}",
-                param=params.length_field,
+                f"the prompt is too long: it has {prompt_len} tokens, and the KV cache holds {self.max_tokens} with "
+                "the answer",
+                param="prompt",
                 code="context_length_exceeded",
             )
-        return self.max_tokens - prompt_len if params.max_tokens is None else wanted
+        rest = self.max_tokens - prompt_len
+        # A request for no tokens generates one and does not show it.
+        return rest if params.max_tokens is None else min(rest, params.max_tokens or 1)
 
     def admit(self, msg: UserMsg, num_queued: int, is_full: Callable[[int, int], bool]) -> Req:
         """Make the request that `msg` asks for.
@@ -142,7 +146,7 @@ class Admission:
         prompt, most = ids_from_bytes(msg.input_ids), self._max_queued_tokens
         is_new = msg.output_ids is None  # else another replica has accepted it
         validate_sampling(msg.sampling_params, self._limits)
-        validate_prompt(prompt, msg.sampling_params, self._limits)
+        validate_prompt(prompt, self._limits)
         max_tokens = self.output_budget(len(prompt), msg.sampling_params)
         if is_new and is_full(len(prompt) * (1 + msg.place), most):
             message = f"more than {most} prompt tokens are waiting before this request; try again later"

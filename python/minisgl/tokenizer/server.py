@@ -136,9 +136,9 @@ class Worker:
             reply = UserReply(uid=msg.uid, finish_reason=FinishReason.ERROR, failure=_failure(msg.uid, e))
             to_frontend.append(reply)
         else:
-            params = self._tokenize.params(msg, len(ids))
             packed = ids_to_bytes(ids)
-            to_backend.append(UserMsg(uid=msg.uid, input_ids=packed, sampling_params=params, place=msg.place))
+            user = UserMsg(uid=msg.uid, input_ids=packed, sampling_params=msg.sampling_params, place=msg.place)
+            to_backend.append(user)
 
     def _with_texts(self, view: EngineView) -> EngineView:
         """Return `view` with the text of the first tokens of each node."""

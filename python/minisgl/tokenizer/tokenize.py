@@ -55,15 +55,8 @@ class TokenizeManager:
         if self._last is None or self._last[0] != prompt:
             self._last = prompt, self._prompt_ids(prompt)
         ids = self._last[1]
-        validate_prompt(ids, self.params(msg, len(ids)), self.limits)
+        validate_prompt(ids, self.limits)
         return ids
-
-    def params(self, msg: TokenizeMsg, num_tokens: int) -> SamplingParams:
-        """Return the parameters for a prompt of `num_tokens`; `max_tokens` is cut to what fits if `msg` allows it."""
-        params, rest = msg.sampling_params, self.limits.max_model_len - num_tokens
-        if not msg.shortens or not 0 < rest < (params.max_tokens or 0):
-            return params
-        return msgspec.structs.replace(params, max_tokens=rest)
 
     def _prompt_ids(self, msg: TokenizeMsg) -> Ints:
         if msg.input_ids is not None:

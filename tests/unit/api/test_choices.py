@@ -54,7 +54,7 @@ def test_choices_of_a_prompt_are_adjacent_with_seeds_of_their_own() -> None:
 
 def test_neighbouring_seeds_share_no_choices() -> None:
     bound = 2**63
-    given = [SamplingParams(seed=seed) for seed in (-bound, -1, 0, 1, bound - 1)]
+    given = [SamplingParams(seed=seed) for seed in (-bound, -2, 0, 1, bound - 1)]
     seeds = [choice_params(params, i).seed or 0 for params in given for i in range(MAX_CHOICES)]
     assert len(set(seeds)) == len(seeds)
     assert all(-bound <= seed < bound for seed in seeds)

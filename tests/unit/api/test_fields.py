@@ -14,7 +14,7 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 from openai.types.responses.response_create_params import ResponseCreateParamsBase as ResponseParams
 
 from minisgl.api import fields
-from minisgl.api.fields import FOREIGN, HARMLESS, ignored_fields, unread_kwargs
+from minisgl.api.fields import ALIASES, FOREIGN, HARMLESS, INSTEAD, ignored_fields, told, unread_kwargs, with_our_names
 from minisgl.api.generate import generate_messages
 from minisgl.api.protocol import (
     ChatCompletionRequest,
@@ -31,7 +31,9 @@ from minisgl.errors import RequestError
 from minisgl.params import Limits
 
 PAGE = Path(__file__).parents[3] / "docs" / "api.md"
-KINDS = [ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest, GenerateRequest, EmbeddingRequest]
+CHAT, TEXT, RESPONSES, MESSAGES = ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest
+GENERATE, EMBED = GenerateRequest, EmbeddingRequest
+KINDS: list[Any] = [CHAT, TEXT, RESPONSES, MESSAGES, GENERATE, EMBED]
 
 
 def ignored(kind: Any = ChatCompletionRequest, refuses: bool = False, **given: Any) -> list[str]:
@@ -39,21 +41,133 @@ def ignored(kind: Any = ChatCompletionRequest, refuses: bool = False, **given: A
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", sorted(FOREIGN))
+@pytest.mark.parametrize("name", sorted(name for name in FOREIGN if "." not in name))
 def test_fields_that_change_the_answer_elsewhere_are_refused_by_name(kind: Any, name: str) -> None:
     if name in kind.__struct_fields__:
         pytest.skip("a field here")
-    if kind is GenerateRequest and name in GenerateSampling.__struct_fields__:
-        pytest.skip("a field of sampling_params")
     with pytest.raises(RequestError, match="is not supported") as e:
         ignored(kind, **{name: "odd"})
     assert (e.value.status, e.value.param, e.value.code) == (400, name, "unsupported_value")
     assert ignored(kind, **{name: None}) == ignored(kind, **{name: FOREIGN[name]}) == []
+    if kind is GenerateRequest:
+        with pytest.raises(RequestError, match=f"sampling_params.{name} is not supported"):
+            ignored(kind, sampling_params={name: "odd"})
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_harmless_fields_are_accepted(kind: Any) -> None:
-    assert ignored(kind, refuses=True, **dict.fromkeys(HARMLESS, "x")) == []
+def test_harmless_fields_are_accepted_and_told(kind: Any) -> None:
+    names = sorted(HARMLESS - {*kind.__struct_fields__})
+    assert ignored(kind, refuses=True, **dict.fromkeys(names, "x")) == names
+
+
+def test_names_have_one_meaning_and_advice_leads_to_a_field() -> None:
+    groups = [set(FOREIGN), set(ALIASES), set(HARMLESS)]
+    assert sum(map(len, groups)) == len(set.union(*groups))
+    known = {field for kind in (*KINDS, GenerateSampling) for field in kind.__struct_fields__}
+    assert {use for use in INSTEAD.values() if use.isidentifier()} <= known
+    assert INSTEAD.keys() <= known | set(FOREIGN) | set(ALIASES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "ours"),
+    [
+        (CHAT, {"grammar": 'root ::= "a"'}, {"guided_grammar": 'root ::= "a"'}),
+        (CHAT, {"num_predict": -1, "n": 1}, {"max_tokens": -1, "n": 1}),
+        (TEXT, {"n_predict": 3, "random_seed": 4}, {"max_tokens": 3, "seed": 4}),
+        (TEXT, {"stop_words": ["x"], "stop": None}, {"stop": ["x"]}),
+        (MESSAGES, {"stop_sequences": ["x"], "sampling_seed": 5}, {"stop_sequences": ["x"], "seed": 5}),
+        (RESPONSES, {"stop_sequences": ["x"], "min_new_tokens": 2}, {"stop": ["x"], "min_tokens": 2}),
+        (GENERATE, {"max_new_tokens": 3}, {"max_tokens": 3}),
+        (CHAT, {"n_predict": None}, {"n_predict": None}),
+        (EMBED, {"n_predict": 3}, {"n_predict": 3}),
+    ],
+)
+def test_other_names_of_the_same_field_are_honoured(kind: Any, given: dict[str, Any], ours: dict[str, Any]) -> None:
+    body, names = with_our_names(json.dumps(given).encode(), kind)
+    assert json.loads(body) == ours
+    assert names == {ours: name for name, ours in ALIASES.items() if name in given.keys() - json.loads(body).keys()}
+
+
+@pytest.mark.parametrize("given", [{"n_predict": 3, "max_tokens": 3}, {"max_new_tokens": 3, "n_predict": 3}])
+def test_a_field_under_two_names_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="exclude each other") as e:
+        with_our_names(json.dumps(given).encode(), CHAT)
+    assert e.value.param == "n_predict"
+
+
+PART = {"type": "text", "text": "x"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "names"),
+    [
+        (CHAT, {"stream_options": {"foo": 1}}, "stream_options.foo"),
+        (CHAT, {"messages": [{}, {"foo": 1}, {"foo": 1}]}, "messages.foo"),
+        (CHAT, {"messages": [{"content": [PART | {"cache_control": 1}]}]}, "messages.content.cache_control"),
+        (CHAT, {"messages": [{"tool_calls": [{"index": 0}]}]}, "messages.tool_calls.index"),
+        (CHAT, {"messages": [{"tool_calls": [{"function": {"x": 0}}]}]}, "messages.tool_calls.function.x"),
+        (CHAT, {"tools": [{"function": {"name": "f", "strict": True}}]}, "tools.function.strict"),
+        (CHAT, {"tool_choice": {"function": {"name": "f", "x": 1}}}, "tool_choice.function.x"),
+        (CHAT, {"response_format": {"json_schema": {"strict": True, "x": 1}}}, "response_format.json_schema.x"),
+        (TEXT, {"structured_outputs": {"regex": "a", "x": 1}}, "structured_outputs.x"),
+        (RESPONSES, {"input": [{"status": "x", "content": [PART | {"x": 1}]}]}, "input.content.x input.status"),
+        (RESPONSES, {"text": {"format": {"strict": True, "x": 1}}, "reasoning": {"x": 1}}, "reasoning.x text.format.x"),
+        (MESSAGES, {"system": [PART | {"cache_control": 1}], "speed": "fast"}, "speed system.cache_control"),
+        (MESSAGES, {"messages": [{"content": [{"content": [PART | {"x": 1}]}]}]}, "messages.content.content.x"),
+        (MESSAGES, {"thinking": {"x": 1}, "output_config": {"format": {"x": 1}}}, "output_config.format.x thinking.x"),
+        (GENERATE, {"sampling_params": {"zzz": 1, "user": "x"}}, "sampling_params.user sampling_params.zzz"),
+        (EMBED, {"input": ["x"], "temperature": 1}, "temperature"),
+        (CHAT, {"metadata": {"temprature": 1}, "logit_bias": {"x": 1}, "models": []}, "metadata models"),
+    ],
+)  # fmt: skip
+def test_unknown_names_inside_objects_are_told(kind: Any, given: dict[str, Any], names: str) -> None:
+    assert ignored(kind, **given) == names.split()
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "says"),
+    [
+        (CHAT, {"stream_options": {"include_usag": True}}, "stream_options.include_usag .*mean include_usage"),
+        (CHAT, {"messages": [{}, {"contnt": "x"}]}, r"messages\[1\].contnt .*mean content"),
+        (CHAT, {"tools": [{"function": {"paramaters": 1}}]}, r"tools\[0\].function.paramaters .*mean parameters"),
+        (CHAT, {"response_format": {"json_schema": {"shema": 1}}}, "json_schema.shema .*mean schema"),
+        (CHAT, {"response_format": {"schema": {}}}, "use response_format.json_schema.schema"),
+        (CHAT, {"messages": [{"images": ["x"]}]}, r"messages\[0\].images is not supported"),
+        (CHAT, {"messages": [{"prefix": True}]}, r"messages\[0\].prefix .*use continue_final_message"),
+        (CHAT, {"structured_outputs": {"whitespace_pattern": "x"}}, "structured_outputs.whitespace_pattern is"),
+        (CHAT, {"options": {"seed": 1}}, "options .*use its fields at the top level"),
+        (CHAT, {"repeat_last_n": 64}, "use repetition_penalty"),
+        (CHAT, {"format": "json"}, "use response_format"),
+        (CHAT, {"max_output_tokens": 5}, "use max_tokens"),
+        (CHAT, {"instructions": "x"}, "use a message with the role system"),
+        (CHAT, {"topP": 0.5}, "did you mean top_p"),
+        (CHAT, {"stopSequences": ["x"]}, "did you mean stop_sequences"),
+        (CHAT, {"max-tokens": 5}, "did you mean max_tokens"),
+        (TEXT, {"tools": [{}]}, "tools is not a field of this endpoint; use /v1/chat/completions"),
+        (RESPONSES, {"text": {"formt": {}}}, "text.formt .*mean format"),
+        (RESPONSES, {"max_length": 5}, "use max_output_tokens"),
+        (MESSAGES, {"messages": [{"content": [{"txt": "x"}]}]}, r"messages\[0\].content\[0\].txt .*mean text"),
+        (GENERATE, {"sampling_params": {"max_new_token": 1}}, "did you mean max_new_tokens"),
+        (GENERATE, {"sampling_params": {"n_predict": 1}}, "sampling_params.n_predict .*use max_tokens"),
+        (GENERATE, {"temperature": 0}, "temperature belongs in sampling_params"),
+    ],
+)  # fmt: skip
+def test_names_that_mean_something_are_refused_with_the_right_one(kind: Any, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestError, match=says) as e:
+        ignored(kind, **given)
+    assert e.value.message.startswith(e.value.param or "?")
+
+
+def test_fields_of_other_endpoints_with_a_neutral_value_change_nothing() -> None:
+    given = {"truncation": "disabled", "instructions": "", "mcp_servers": [], "return_logprob": False, "suffix": ""}
+    assert ignored(**given, function_call="auto", messages=[]) == []
+
+
+def test_names_are_counted_and_compared_once() -> None:
+    messages = [{"role": "user", "temprature": None, "x": 1, "y": 2}] * 20_000
+    assert ignored(messages=messages) == ["messages.x", "messages.y"]
+    with pytest.raises(RequestError, match="more than 256 names"):
+        ignored(**{f"zz{i}" * 9: 1 for i in range(300)})
 
 
 @pytest.mark.parametrize(
@@ -67,6 +181,7 @@ def test_harmless_fields_are_accepted(kind: Any) -> None:
         (CompletionRequest, "promt", "prompt"),
         (CompletionRequest, "repitition_penalty", "repetition_penalty"),
         (GenerateRequest, "sampling_param", "sampling_params"),
+        (ChatCompletionRequest, "num_predicts", "num_predict"),
         (EmbeddingRequest, "dimension", "dimensions"),
     ],
 )
@@ -75,25 +190,18 @@ def test_misspelt_fields_are_refused_with_the_right_name(kind: Any, name: str, m
         ignored(kind, **{name: 1})
 
 
-def test_misspelt_sampling_fields_of_generate_are_refused() -> None:
-    with pytest.raises(RequestError, match="did you mean max_new_tokens"):
-        ignored(GenerateRequest, text="x", sampling_params={"max_new_token": 1})
-    with pytest.raises(RequestError, match="temperature belongs in sampling_params"):
-        ignored(GenerateRequest, text="x", temperature=0)
-
-
 def test_other_fields_are_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fields, "_logged", set())
     with caplog.at_level(logging.INFO, "minisgl"):
         for _ in range(2):
-            assert ignored(some_future_field=1, another="x", temperature=1) == ["another", "some_future_field"]
+            assert told(ignored(some_future_field=1, another="x", n=1)) == ["another", "some_future_field"]
     assert len(caplog.messages) == 2
     with pytest.raises(RequestError, match="some_future_field is not a field"):
         ignored(refuses=True, some_future_field=1)
 
 
 def test_told_names_are_safe_in_a_header() -> None:
-    names = ignored(**{"a\r\nset-cookie: x": 1, "é" * 500: 1, **{f"zz{i}" * 9: 1 for i in range(100)}})
+    names = told(ignored(**{"a\r\nset-cookie: x": 1, "é" * 500: 1, **{f"zz{i}" * 9: 1 for i in range(100)}}))
     assert len(names) == fields.MAX_REPORTED
     assert all(name.isascii() and name.isprintable() and len(name) <= fields.MAX_NAME for name in names)
 
@@ -103,15 +211,16 @@ def test_told_names_are_safe_in_a_header() -> None:
     [(ChatParams, ChatCompletionRequest), (TextParams, CompletionRequest), (ResponseParams, ResponsesRequest)],
 )
 def test_every_field_of_openai_is_known(params: Any, kind: Any) -> None:
-    assert get_type_hints(params).keys() <= {*kind.__struct_fields__, *FOREIGN, *HARMLESS}
+    assert get_type_hints(params).keys() <= {*kind.__struct_fields__, *FOREIGN, *HARMLESS, *fields.ELSEWHERE}
 
 
 def test_the_page_lists_the_fields() -> None:
     page = PAGE.read_text(encoding="utf-8").partition("## Fields of other servers")[2]
-    refused, neutral, harmless = (part.partition(".\n")[0] for part in re.split(r"\*\*.*?:\n", page)[1:])
-    values = {name: json.loads(value) for name, value in re.findall(r"`(\w+)`:\s([^,\n]+)", neutral)}
-    assert dict.fromkeys(re.findall(r"`(\w+)`", refused)) | values == FOREIGN
-    assert set(re.findall(r"`(\w+)`", harmless)) == HARMLESS
+    aliases, refused, neutral, harmless = (part.partition(".\n")[0] for part in re.split(r"\*\*.*?:\n", page)[1:])
+    values = {name: json.loads(value) for name, value in re.findall(r"`([\w.]+)`:\s([^,\n]+)", neutral)}
+    assert dict(re.findall(r"`(\w+)`:\s`(\w+)`", aliases)) == ALIASES
+    assert dict.fromkeys(re.findall(r"`([\w.]+)`", refused)) | values == FOREIGN
+    assert set(re.findall(r"`([\w.]+)`", harmless)) == HARMLESS
 
 
 def test_generate_takes_the_body_of_mini_sglang() -> None:

@@ -95,7 +95,7 @@ def test_prompt_forms() -> None:
 
 
 def test_generate_forms() -> None:
-    assert generate(text="a")[0].sampling_params.max_tokens == 99  # the context is shorter than the usual 128
+    assert generate(text="a")[0].sampling_params.max_tokens == 100  # the context is shorter than the usual 128
     assert generate(prompt="a", sampling_params={"max_tokens": 5})[0].sampling_params.max_tokens == 5
     assert generate(input_ids=[[1], [2]], sampling_params={"sampling_seed": 3})[1].sampling_params.seed == 3
     both = generate(text="a", sampling_params={"sampling_seed": 3, "seed": 4, "max_new_tokens": 5, "max_tokens": 6})
@@ -115,13 +115,26 @@ def test_logprob_fields_of_generate() -> None:
     assert asked(return_logprob=True, logprob_start_len=2, top_logprobs_num=3) == (3, True)
 
 
-@pytest.mark.parametrize("field", ["max_new_tokens", "max_tokens"])
-def test_max_tokens_may_be_zero_but_not_negative(field: str) -> None:
-    assert generate(text="a", sampling_params={field: 0})[0].sampling_params.max_tokens == 0
-    assert complete(prompt="a", max_tokens=0)[0].sampling_params.max_tokens == 0
-    with pytest.raises(RequestError) as e:
-        generate(text="a", sampling_params={field: -1})
-    assert e.value.param == field
+@pytest.mark.parametrize(
+    ("ask", "field", "least"),
+    [
+        (lambda **given: chat(**given), "max_tokens", 1),
+        (lambda **given: chat(**given), "max_completion_tokens", 1),
+        (lambda **given: complete(prompt="a", **given)[0], "max_tokens", 0),
+        (lambda **given: generate(text="a", sampling_params=given)[0], "max_tokens", 0),
+        (lambda **given: generate(text="a", sampling_params=given)[0], "max_new_tokens", 0),
+    ],
+)
+def test_max_tokens_is_cut_to_the_context_or_without_a_limit(ask: Any, field: str, least: int) -> None:
+    def asked(value: Any) -> Any:
+        return ask(**{field: value}).sampling_params.max_tokens
+
+    assert [asked(n) for n in (least, 7.0, 100, 101, 32_000, 1e30, 10**30)] == [least, 7, 100, 100, 100, 100, 100]
+    assert asked(-1) is asked(-2) is asked(-1.0) is None
+    for value in (-3, -(10**30), 1.5, True, "7"):
+        with pytest.raises(RequestError, match=field) as e:
+            asked(value)
+        assert e.value.param in (field, f"sampling_params.{field}")
 
 
 def test_add_special_tokens_of_a_completion() -> None:
@@ -151,17 +164,80 @@ def test_every_sampling_field_arrives() -> None:
     assert params.has_penalties and not chat(**dict.fromkeys(fields)).sampling_params.has_penalties
 
 
+def test_an_integer_may_be_written_as_a_double() -> None:
+    """For example by Lua, and by Java libraries that read any number as a double."""
+    given: dict[str, Any] = {
+        "seed": 42,
+        "n": 1,
+        "top_k": -1,
+        "min_tokens": 2,
+        "stop_token_ids": [3, 4],
+        "top_logprobs": 2,
+    }
+    given |= {"logit_bias": [[3, -100]], "logprobs": True, "chat_template_kwargs": {"x": 0.5}}
+
+    def doubled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: doubled(v) for k, v in value.items()}
+        is_number = type(value) is int
+        return [doubled(v) for v in value] if isinstance(value, list) else float(value) if is_number else value
+
+    assert chat(**doubled(given)) == chat(**given)
+    assert complete(prompt=[[5.0, 6], [7e0]]) == complete(prompt=[[5, 6], [7]])
+    assert complete(prompt=[5.0, 6.0], logprobs=3.0) == complete(prompt=[5, 6], logprobs=3)
+    body = {"input_ids": [5.0], "return_logprob": True, "top_logprobs_num": 2.0, "logprob_start_len": -1.0}
+    assert generate(**body, sampling_params={"seed": 3.0})[0].sampling_params.seed == 3
+    for prompt in ([5, 1.5], [True], [5, 1e400], [5.0, "x"]):
+        with pytest.raises(RequestError, match="prompt"):
+            complete(prompt=prompt) if 1e400 not in prompt else complete(prompt=[5, float(2**70)])
+
+
+@pytest.mark.parametrize(
+    ("given", "means"),
+    [
+        ({"seed": -1}, {}),
+        ({"stop": ""}, {}),
+        ({"stop": []}, {}),
+        ({"top_k": -1.0}, {}),
+        ({"logit_bias": []}, {}),
+        ({"logit_bias": [[3, 1.5]]}, {"logit_bias": {"3": 1.5}}),
+        ({"functions": [], "function_call": "auto"}, {}),
+        ({"function_call": "none", "tools": []}, {}),
+        ({"user": 5}, {}),
+        ({"user": {"id": "x"}}, {}),
+    ],
+)
+def test_words_that_mean_nothing_are_accepted(given: dict[str, Any], means: dict[str, Any]) -> None:
+    assert chat(**given) == chat(**means)
+
+
+def test_logprobs_of_a_completion_may_be_off() -> None:
+    assert complete(prompt="a", logprobs=False) == complete(prompt="a")
+
+
+def test_top_p_0_is_greedy_and_kept() -> None:
+    assert chat(top_p=0).sampling_params.top_p == 0
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("temperature", -1),
-        ("temperature", "hot"),
-        ("top_p", 0),
+        ("temperature", "0.7"),
+        ("temperature", True),
+        ("top_p", -0.1),
+        ("stream", "true"),
+        ("stop", [None]),
+        ("seed", 42.5),
+        ("seed", "42"),
+        ("logit_bias", [[1.5, 1]]),
+        ("logit_bias", [[-1, 1]]),
+        ("logit_bias", [[7, 1], [7, 2]]),
+        ("functions", [{}]),
+        ("function_call", {"name": "f"}),
         ("top_k", -2),
         ("max_tokens", 0),
-        ("max_tokens", 101),
         ("max_completion_tokens", 0),
-        ("max_completion_tokens", 101),
         ("stop", [""]),
         ("stop", ["x"] * 17),
         ("stop_token_ids", [50]),
@@ -183,11 +259,6 @@ def test_every_sampling_field_arrives() -> None:
         ("logit_bias", {"7": 1, "07": 2}),
         ("min_p", 1.5),
         ("min_tokens", -1),
-        ("tools", [{"type": "x"}]),
-        ("tools", [{"type": "function", "function": {}}]),
-        ("tools", [{"type": "function", "function": {"name": ""}}]),
-        ("tools", [{"type": "function", "function": {"name": 5}}]),
-        ("tools", [{"type": "function", "function": {"name": "f", "parameters": "x"}}]),
         ("chat_template", "x"),
         ("chat_template_kwargs", {"tools": 1}),
         ("cache_salt", "x" * 257),
@@ -196,10 +267,61 @@ def test_every_sampling_field_arrives() -> None:
     ],
 )
 def test_refusals_name_the_field(field: str, value: Any) -> None:
-    with pytest.raises(RequestError) as e:
+    with pytest.raises(RequestError, match=field) as e:
         chat(**{field: value})
     assert e.value.param == field
     assert e.value.status == 400
+
+
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}, {"function": {}}]}
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"messages": [*USER, {"role": "nobody"}]}, "messages[1].role"),
+        ({"messages": [*USER, {"role": ""}]}, "messages[1].role"),
+        ({"messages": [*USER, {}]}, "messages[1].role"),
+        ({"messages": [*USER, {"role": "user", "content": 5}]}, "messages[1].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [*USER, CALL]}, "messages[1].tool_calls[1].function.name"),
+        ({"messages": ["x"]}, "messages"),
+        ({"tools": [FUNCTION, {"type": "x"}]}, "tools[1]"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [FUNCTION, {"type": "function", "function": {"name": ""}}]}, "tools[1].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": 5}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "tools[0].function.parameters"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stop_token_ids": [1, 1.5]}, "stop_token_ids"),
+        ({"chat_template_kwargs": {"x": []}}, "chat_template_kwargs"),
+    ],
+)
+def test_refusals_name_the_path(given: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as e:
+        chat(**given)
+    error = e.value.named({})
+    assert (error.status, error.param) == (400, param)
+    assert param in error.message
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "names", "becomes"),
+    [
+        ("seed must fit", "seed", {"seed": "random_seed"}, ("random_seed must fit", "random_seed")),
+        ("messages[2].role is odd", "messages[2].role", {"messages": "input"}, ("input: role is odd", "input")),
+        ("the prompt is too long", "prompt", {"prompt": "messages"}, ("messages: the prompt is too long", "messages")),
+        ("tools[0] is odd", "tools[0]", {"tools": "x"}, ("x is odd", "x")),
+        ("seed is odd", "seed", {}, ("seed is odd", "seed")),
+        ("the context is full", "text", {}, ("text: the context is full", "text")),
+        ("the prompt is too long", "prompt", {"seed": "x"}, ("the prompt is too long", "prompt")),
+        ("not JSON", None, {"prompt": "x"}, ("not JSON", None)),
+    ],
+)
+def test_errors_use_the_names_of_the_client(message: str, param: Any, names: dict[str, str], becomes: Any) -> None:
+    error = RequestError(message, param=param, code="c", status=413).named(names)
+    assert ((error.message, error.param), error.code, error.status) == (becomes, "c", 413)
 
 
 def test_number_out_of_range_names_its_field() -> None:
