@@ -22,14 +22,14 @@ MAX_LEXEME: Final = 2000  # characters, counts written out: each is a state of t
 _TOKEN: Final = re.compile(
     rf"""(?P<space>\s+|\#[^\n]*)|(?P<head>[\w-]+)\s*::=|(?P<name>[\w-]+)|"(?P<text>(?:(?!")(?:{CHAR}))*)"
     |(?P<set>\[\^?(?:(?!\])(?:{CHAR}))+\])|(?P<any>\.)
-    |(?P<count>[*+?]|\{{\s*(?P<least>\d*)\s*(?P<most>,?\s*\d*)\s*\}})|(?P<mark>[|()])""",
+    |(?P<count>[*+?]|\{{[\d,\s]*\}})|(?P<mark>[|()])""",
     re.VERBOSE | re.DOTALL,
 )
 
 
 @dataclass(slots=True)
 class _Item:
-    """A part of a sequence. `value` is a rule's name, a terminal or special token in Lark's notation, or a group."""
+    """A part of a sequence. `value` is a rule's name, a terminal in Lark's notation, or a group."""
 
     kind: str
     value: str | _Choice
@@ -70,8 +70,8 @@ def _tokens(text: str) -> deque[tuple[str, str]]:
                 tokens.append(("terminal", f"/{class_of(ranges(part['set']))}/"))
             case "any":
                 tokens.append(("terminal", "/(?s:.)/"))
-            case "count" if part[kind].startswith("{"):
-                tokens.append((kind, f"{{{part['least'] or '0'}{''.join(part['most'].split())}}}"))
+            case "count":
+                tokens.append((kind, "".join(part[kind].split()).replace("{,", "{0,")))
             case _:
                 tokens.append((kind, part[kind]))
     return tokens

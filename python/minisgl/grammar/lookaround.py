@@ -21,7 +21,7 @@ MAX_CHARS: Final = 50_000  # of the plain pattern
 _LOOK: Final = re.compile(r"\(\?<?[=!]")
 _PART: Final = re.compile(
     r"""(?P<set>\\[ux][0-9a-fA-F]+|\\[^0-9A-Za-z]|\\[dDwWsS0fnrtv]|\[(?:\\[^bcpPkB1-9]|[^\]\\])+\]|[^\\\[(){}|*+?^$])
-    |(?P<open>\((?:\?(?:[:=!]|<[=!]|P?<\w+>))?)|(?P<count>[*+?]|\{(?P<least>\d+)(?P<comma>,?)(?P<most>\d*)\})\??
+    |(?P<open>\((?:\?(?:[:=!]|<[=!]|P?<\w+>))?)|(?P<count>[*+?]|\{(?P<least>\d+)(?:(?P<comma>,)(?P<most>\d*))?\})\??
     |(?P<mark>[|)^$])""",
     re.VERBOSE | re.DOTALL,
 )
