@@ -30,14 +30,15 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     """The form that an answer must have.
 
     `text` is a JSON Schema, a regular expression, a JSON list of strings, a grammar in Lark's or GBNF's notation, or
-    the JSON of a `ToolCalls`. It constrains the answer after the first `after` (such as "</think>"). `param` is the
-    field that errors name.
+    the JSON of a `ToolCalls`. It constrains the answer after the first `after` (such as "</think>"). The answer may
+    also be `calls`, the JSON of a `ToolCalls`. `param` is the field that errors name.
     """
 
     kind: GrammarKind
     text: str
     after: str = ""
     param: str = "grammar"
+    calls: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in (kinds := get_args(GrammarKind)) or not isinstance(self.text, str):
@@ -46,19 +47,17 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ToolCalls(msgspec.Struct, frozen=True):
-    """An answer made of tool calls: `special`, `begin`, calls separated by `between` (None: only one call), `end`.
+    """An answer made of tool calls: `begin`, calls separated by `between` (None: only one call), `end`.
 
-    Each call is `open`, one of `calls` (text before the arguments, JSON Schema of the arguments, text after them),
-    `close`. `special` is a special token if the tokenizer has it, else text.
+    Each call is one of `calls`: text before the arguments, JSON Schema of the arguments, text after them. `markers` in
+    the texts are special tokens if the tokenizer has them.
     """
 
     calls: list[tuple[str, dict[str, Any], str]]
-    special: str = ""
     begin: str = ""
-    open: str = ""
-    close: str = ""
     between: str | None = None
     end: str = ""
+    markers: list[str] = []
 
 
 class _Checked(type(msgspec.Struct)):  # type: ignore[misc]
@@ -91,7 +90,8 @@ class SamplingParams(
     prompt and the seed, whatever else runs. `presence_penalty` and `frequency_penalty` count generated tokens;
     `repetition_penalty` (1 = off) counts the prompt's, too. `logit_bias` has pairs (token id, value added to its
     logit). No EOS or stop token is sampled before `min_tokens`. With `include_stop_str_in_output`, the answer includes
-    the stop string or stop token that ends it.
+    the stop string or stop token that ends it. `skip_special_tokens` removes special tokens from the text, except for
+    `shown_tokens` (their texts).
 
     `logprobs` asks for the log-probability of each generated token and of that many most likely alternatives, in the
     model's own distribution: before temperature, penalties, biases and filters. `echo` puts the prompt in front of the
@@ -118,6 +118,7 @@ class SamplingParams(
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    shown_tokens: tuple[str, ...] = ()
     logprobs: int | None = None
     echo: bool = False
     prompt_logprobs: bool = False
@@ -261,6 +262,8 @@ def validate_sampling(params: SamplingParams, limits: Limits) -> None:
         max_chars = limits.max_schema_chars if is_schema else limits.max_grammar_chars
         if len(grammar.text) > max_chars:
             _refuse(grammar.param, f"has {len(grammar.text)} characters; the limit is {max_chars}")
+        if len(grammar.calls) > limits.max_schema_chars:
+            _refuse("tools", f"has {len(grammar.calls)} characters; the limit is {limits.max_schema_chars}")
     if len(p.cache_salt) > limits.max_salt_chars:
         _refuse("cache_salt", f"takes at most {limits.max_salt_chars} characters")
     if len(p.stop_token_ids) > limits.max_stop_token_ids:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
@@ -31,4 +33,28 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(
         base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=httpx.Client(trust_env=False)
     ) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def special(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """The built-in model with markers of calls and reasoning that are special tokens, and a switch for reasoning."""
+    folder: Path = tmp_path_factory.mktemp("special")
+    for file in BUILTIN_MODEL.iterdir():
+        (folder / file.name).symlink_to(file)
+    template, tokenizer = ((folder / name).read_text() for name in ("chat_template.jinja", "tokenizer.json"))
+    data = json.loads(tokenizer.replace("tool_response>", "think>"))
+    for token in data["added_tokens"]:
+        token["special"] = True
+    switch = "{%- if add_generation_prompt and thinking -%}<think>{%- endif -%}{#- </think> -#}"
+    for name, text in (("chat_template.jinja", template + switch), ("tokenizer.json", json.dumps(data))):
+        (folder / name).unlink()
+        (folder / name).write_text(text)
+    with ServerProcess(str(folder), "--served-model-name", "minisgl-demo") as server:
+        yield server
+
+
+@pytest.fixture
+def thinker(special: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{special.url}/v1", api_key="none", max_retries=0) as client:
         yield client

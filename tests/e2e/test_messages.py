@@ -11,7 +11,6 @@ import openai
 import pytest
 
 from e2e.harness import ServerProcess, require_no_leak
-from e2e.test_tools import thinker  # noqa: F401  (a fixture)
 from minisgl.api.anthropic import chat_messages
 from minisgl.api.protocol import AnthropicMessage, ChatMessage, MessagesRequest, ToolCall, ToolFunction
 
@@ -167,7 +166,7 @@ def test_structured_output(http: httpx.Client) -> None:
     assert json.loads(answer["content"][0]["text"]) == {"a": 7}
 
 
-def test_thinking_is_a_block(thinker: openai.OpenAI) -> None:  # noqa: F811
+def test_thinking_is_a_block(thinker: openai.OpenAI) -> None:
     """The template opens the reasoning if `thinking` is true, and the model never closes it."""
     with httpx.Client(base_url=str(thinker.base_url).removesuffix("/v1/"), timeout=60) as http:
         for thinking in ({"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}):

@@ -12,7 +12,6 @@ import openai
 import pytest
 
 from e2e.harness import ServerProcess, require_no_leak
-from e2e.test_tools import thinker  # noqa: F401  (a fixture)
 from minisgl.api.items import KeptResponses, chat_messages
 from minisgl.api.protocol import ChatMessage, InputItem, ResponseObject, ResponseReasoning, ToolCall, ToolFunction
 
@@ -170,7 +169,7 @@ def test_what_has_no_effect_is_told(http: httpx.Client) -> None:
     assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "reasoning.summary"
 
 
-def test_reasoning_is_an_item(thinker: openai.OpenAI) -> None:  # noqa: F811
+def test_reasoning_is_an_item(thinker: openai.OpenAI) -> None:
     """The template opens the reasoning, which the model never closes."""
     whole = ask(thinker, "What is 12 + 30?", max_output_tokens=20, extra_body=THINKING)
     (item,) = whole.output

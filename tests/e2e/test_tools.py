@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -12,7 +10,6 @@ import pytest
 
 from e2e.harness import ServerProcess, require_no_leak
 from e2e.test_matrix import TOOLS
-from minisgl.checkpoint.hf import BUILTIN_MODEL
 
 QUESTION: dict[str, Any] = {"role": "user", "content": "What is the weather in Paris?"}
 COMMON: dict[str, Any] = {"model": "minisgl-demo", "temperature": 0}
@@ -148,7 +145,7 @@ def tool(parameters: dict[str, Any]) -> dict[str, Any]:
         ({"tool_choice": "required", "tools": [{"type": "function", "function": {}}]}, "tools"),
         ({"tool_choice": "required", "tools": [tool({"type": "x"})]}, "tools"),
         ({"tool_choice": "required", "tools": [tool({"type": "integer", "minimum": LOW, "maximum": LOW})]}, "tools"),
-        ({"tool_choice": "required", "tools": TOOLS, "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tool_choice": "auto", "tools": TOOLS, "extra_body": {"guided_regex": "[a"}}, "guided_regex"),
     ],
 )
 def test_bad_tool_choice_is_refused(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
@@ -157,42 +154,120 @@ def test_bad_tool_choice_is_refused(client: openai.OpenAI, fields: dict[str, Any
     assert e.value.param == param
 
 
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"answer": {"type": "string", "maxLength": 30}},
+    "required": ["answer"],
+    "additionalProperties": False,
+}
+NO_CALL = {"3": -100}  # the token of <tool_call>
+FORMAT: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    "choice", [None, "auto", "required", {"type": "function", "function": {"name": "get_weather"}}]
+)
+def test_the_model_may_call_before_it_answers_by_the_schema(client: openai.OpenAI, choice: Any) -> None:
+    fields: dict[str, Any] = {"tools": TOOLS, "response_format": FORMAT}
+    if choice is not None:
+        fields["tool_choice"] = choice
+    done = ask(client, QUESTION, **fields)
+    require_weather_call(done)
+    with client.chat.completions.stream(messages=[QUESTION], **COMMON, **fields) as stream:
+        require_weather_call(stream.get_final_completion().choices[0])
+    del fields["tool_choice" if choice else "tools"]
+    result = {"role": "tool", "tool_call_id": done.message.tool_calls[0].id, "content": '{"sky": "sunny"}'}
+    answer = ask(client, QUESTION, done.message, result, **fields)
+    assert answer.finish_reason == "stop" and json.loads(answer.message.content).keys() == {"answer"}
+
+
+def test_no_call_is_made_where_none_is_allowed(client: openai.OpenAI) -> None:
+    silent = ask(client, QUESTION, tools=TOOLS, tool_choice="none", response_format=FORMAT)
+    assert silent.message.tool_calls is None and json.loads(silent.message.content).keys() == {"answer"}
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [{"response_format": {"type": "json_object"}}, {"guided_regex": "[a-z]+"}, {"guided_choice": ["yes", "no"]}],
+)
+def test_every_constraint_leaves_calls_possible(client: openai.OpenAI, constraint: dict[str, Any]) -> None:
+    require_weather_call(ask(client, QUESTION, tools=TOOLS, extra_body=constraint))
+    other = ask(client, QUESTION, tools=TOOLS, logit_bias=NO_CALL, max_tokens=20, extra_body=constraint)
+    assert other.message.tool_calls is None and other.message.content[0] in "{yn" + "abcdefghijklmnopqrstuvwxyz"
+
+
+@pytest.mark.parametrize("bias", [{}, NO_CALL])
+@pytest.mark.parametrize("fixture", ["server", "special"])
+def test_calls_beside_a_schema_in_other_apis(
+    fixture: str, bias: dict[str, float], request: pytest.FixtureRequest
+) -> None:
+    function = TOOLS[0]["function"]
+    messages = {
+        "messages": [QUESTION],
+        "tools": [{"name": function["name"], "input_schema": function["parameters"]}],
+        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+    }
+    responses = {
+        "input": QUESTION["content"],
+        "tools": [{"type": "function", **function}],
+        "text": {"format": {"type": "json_schema", "name": "answer", "schema": SCHEMA}},
+    }
+    common = COMMON | {"logit_bias": bias}
+    with request.getfixturevalue(fixture).client() as http:
+        block = http.post("/v1/messages", json=messages | common | {"max_tokens": 100}).json()["content"][0]
+        item = http.post("/v1/responses", json=responses | common).json()["output"][0]
+    if bias:
+        assert json.loads(block["text"]).keys() == json.loads(item["content"][0]["text"]).keys() == {"answer"}
+    else:
+        assert (block["type"], block["name"], block["input"]) == ("tool_use", "get_weather", {"city": "Paris"})
+        assert (item["type"], item["name"], json.loads(item["arguments"])) == (
+            "function_call",
+            "get_weather",
+            {"city": "Paris"},
+        )
+
+
 def test_nothing_leaks(server: ServerProcess) -> None:
     require_no_leak(server)
 
 
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    """The built-in model with a template that opens the reasoning; its tool calls are not parsed."""
-    folder: Path = tmp_path_factory.mktemp("thinker")
-    for file in BUILTIN_MODEL.iterdir():
-        (folder / file.name).symlink_to(file)
-    template = (folder / "chat_template.jinja").read_text()
-    (folder / "chat_template.jinja").unlink()
-    (folder / "chat_template.jinja").write_text(
-        template + "{%- if add_generation_prompt and thinking -%}<think>{%- endif -%}{#- </think> -#}"
-    )
-    with (
-        ServerProcess(str(folder), "--tool-call-parser", "none", "--served-model-name", "minisgl-demo") as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client
+def test_parsers_are_named_at_the_start(special: ServerProcess) -> None:
+    assert "tool calls hermes · reasoning think" in special.log
+
+
+THINKING: dict[str, Any] = {"extra_body": {"chat_template_kwargs": {"thinking": True}}}
+END_OF_REASONING = {"6": 100}
 
 
 def test_reasoning_is_separated(thinker: openai.OpenAI) -> None:
     """The model never closes the reasoning that the template has opened, so its whole output is reasoning."""
     question = {"role": "user", "content": "What is 12 + 30?"}
-    fields: dict[str, Any] = {"extra_body": {"chat_template_kwargs": {"thinking": True}}, "max_tokens": 20}
-    whole = ask(thinker, question, **fields).message
+    whole = ask(thinker, question, max_tokens=20, **THINKING).message
     assert whole.content is None and whole.reasoning_content
-    stream = thinker.chat.completions.create(messages=[question], stream=True, **COMMON, **fields)
+    stream = thinker.chat.completions.create(messages=[question], stream=True, max_tokens=20, **COMMON, **THINKING)
     deltas = [chunk.choices[0].delta for chunk in stream]
     assert "".join(getattr(d, "reasoning_content", None) or "" for d in deltas) == whole.reasoning_content
     assert not any(d.content for d in deltas)
     assert "42" in ask(thinker, question).message.content
 
 
-def test_parser_can_be_disabled(thinker: openai.OpenAI) -> None:
-    choice = ask(thinker, QUESTION, tools=TOOLS)
-    assert choice.finish_reason == "stop" and choice.message.tool_calls is None
-    assert choice.message.content.startswith("<tool_call>")
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_markers_may_be_special_tokens(thinker: openai.OpenAI, choice: Any, skips: bool) -> None:
+    fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice, "extra_body": {"skip_special_tokens": skips}}
+    answer = thinker.chat.completions.create(messages=[QUESTION], n=2, logprobs=True, **COMMON, **fields)  # type: ignore[call-overload]
+    for each in answer.choices:
+        require_weather_call(each)
+        assert each.logprobs.content[0].token == "<tool_call>"
+    with thinker.chat.completions.stream(messages=[QUESTION], **COMMON, **fields) as stream:
+        require_weather_call(stream.get_final_completion().choices[0])
+    require_weather_call(ask(thinker, QUESTION, response_format=FORMAT, **fields))
+
+
+@pytest.mark.parametrize("tools", [[], TOOLS])
+def test_schema_and_calls_follow_reasoning_that_a_special_token_ends(thinker: openai.OpenAI, tools: Any) -> None:
+    fields: dict[str, Any] = {"response_format": FORMAT, "logit_bias": END_OF_REASONING, **THINKING}
+    if tools:
+        require_weather_call(ask(thinker, QUESTION, tools=tools, **fields))
+    else:
+        assert json.loads(ask(thinker, QUESTION, **fields).message.content).keys() == {"answer"}

@@ -7,6 +7,7 @@ median, and 3.6 ms at most.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -45,6 +46,8 @@ INVALID: Final = "invalid_grammar"
 # What llguidance does not read although it changes no text: lines without a rule, and priorities.
 _LARK_BLANK: Final = re.compile(r"^[ \t]*(?:(?:#|//).*)?$", re.MULTILINE)
 _LARK_PRIORITY: Final = re.compile(r"^([!?]*\w+)\.-?\d+(?=\s*[:\[])", re.MULTILINE)
+ANYTHING: Final = r"/(.|\n)*/"
+_JSON_TOKENS: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[:,] |[{}\[\]]|[^"{}\[\]:,]+|.', re.DOTALL)
 # A mask is computed in the engine's loop. It may take MASK_S on average, with bursts of MASK_BURST_S.
 MASK_S: Final = 0.002
 MASK_BURST_S: Final = 0.04
@@ -113,10 +116,7 @@ class GrammarCompiler:
         """
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         try:
-            source = self._calls(grammar.text) if grammar.kind == "calls" else _FORMS[grammar.kind](grammar.text)
-            if grammar.after:
-                source = _after(grammar.after, source)
-            matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
+            matcher = LLMatcher(self._tokenizer, self._source(grammar), log_level=0, limits=limits)
         except (ValueError, msgspec.MsgspecError, RecursionError) as e:
             raise refusal(grammar, str(e)) from e
         if matcher.is_error():
@@ -136,18 +136,50 @@ class GrammarCompiler:
         for matcher, mask in zip(matchers, masks, strict=True):
             matcher.set_mask(mask)
 
+    def _source(self, grammar: Grammar) -> str:
+        """Return `grammar` in the library's form: anything up to `after`, then the text or, if there are any, calls."""
+        calls = grammar.text if grammar.kind == "calls" else grammar.calls
+        bodies = {"calls": self._calls(calls)} if calls else {}
+        if grammar.kind != "calls":
+            bodies["text"] = _FORMS[grammar.kind](grammar.text)
+        if len(bodies) == 1 and not grammar.after:
+            return next(iter(bodies.values()))
+        rules = [f"start: {'after ' if grammar.after else ''}({' | '.join(f'@{name}' for name in bodies)})"]
+        if grammar.after:
+            end = json.dumps(grammar.after)
+            token = self._vocabulary.special_id(grammar.after)
+            rules += (
+                [f"after[suffix={end}]: {ANYTHING}"]
+                if token is None
+                else [f"after: BEFORE <[{token}]>", f"BEFORE: {ANYTHING} & ~({ANYTHING} {end} {ANYTHING})"]
+            )
+        parts = [{"name": "head", "lark_grammar": "\n".join(rules)}]
+        for name, source in bodies.items():
+            (body,) = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+            parts.append(body | {"name": name})
+        return json.dumps({"grammars": parts})
+
     def _calls(self, text: str) -> str:
         calls = msgspec.json.decode(text, type=ToolCalls)
-        token = self._vocabulary.special_id(calls.special)
-        special = _quoted(calls.special) if token is None else f"<[{token}]>"
-        more = "" if calls.between is None else f"({_quoted(calls.between)} call)*"
-        lines = [f"start: {special} {_quoted(calls.begin)} call {more} {_quoted(calls.end)}"]
+        begin, between, end = (self._literal(t or "", calls.markers) for t in (calls.begin, calls.between, calls.end))
+        more = "" if calls.between is None else f"({between} call)*"
         names = " | ".join(f"call_{i}" for i in range(len(calls.calls)))
-        lines.append(f"call: {_quoted(calls.open)} ({names}) {_quoted(calls.close)}")
+        rules = [f"start: {begin} call {more} {end}", f"call: {names}"]
         for i, (before, schema, behind) in enumerate(calls.calls):
-            schema = exact_schema(schema) | {"x-guidance": JSON_STYLE}
-            lines.append(f"call_{i}: {_quoted(before)} %json {json.dumps(schema)} {_quoted(behind)}")
-        return LLMatcher.grammar_from_lark("\n".join(lines))
+            value = json.dumps(exact_schema(schema) | {"x-guidance": JSON_STYLE})
+            words = self._literal(before, calls.markers), "%json", value, self._literal(behind, calls.markers)
+            rules.append(f"call_{i}: {' '.join(words)}")
+        return LLMatcher.grammar_from_lark("\n".join(rules))
+
+    def _literal(self, text: str, markers: Sequence[str]) -> str:
+        """Return `text` in Lark's notation, with those of `markers` that are special tokens as tokens.
+
+        The rest is cut as the library cuts JSON, since it cannot tell alternatives apart in the middle of a literal.
+        """
+        ids = {m: i for m in markers if (i := self._vocabulary.special_id(m)) is not None}
+        parts = re.split(f"({'|'.join(map(re.escape, ids))})", text) if ids else [text]
+        words = [[f"<[{ids[p]}]>"] if p in ids else map(json.dumps, _JSON_TOKENS.findall(p)) for p in parts]
+        return " ".join(itertools.chain(*words))
 
 
 class TokenMatcher:
@@ -254,11 +286,6 @@ class TokenMatcher:
         return is_complete
 
 
-def _quoted(text: str) -> str:
-    """Return `text` as a string literal of Lark; "" for an empty text."""
-    return json.dumps(text) if text else ""
-
-
 def _json_schema(text: str) -> str:
     schema = json.dumps(exact_schema(msgspec.json.decode(text)))
     return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)  # type: ignore[arg-type]
@@ -283,13 +310,6 @@ _FORMS: Final = {
     "choice": _choice,
     "ebnf": _ebnf,
 }
-
-
-def _after(text: str, source: str) -> str:
-    """Return a grammar of anything up to and including `text`, followed by the grammar `source`."""
-    (body,) = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
-    head = f"start: free @body\nfree[suffix={json.dumps(text)}]: /(.|\\n)*/"
-    return json.dumps({"grammars": [{"name": "head", "lark_grammar": head}, body | {"name": "body"}]})
 
 
 def refusal(grammar: Grammar, error: str) -> RequestError:

@@ -118,6 +118,7 @@ class Checked:
     name: str
     generation_config: dict[str, Any]
     template: ChatTemplate
+    parsers: tuple[str, str]  # the names of those of tool calls and reasoning
     tls: ssl.SSLContext | None
 
 
@@ -141,6 +142,7 @@ def check_args(args: ServerArgs) -> Checked:
 
 def check_model(args: ServerArgs) -> Checked:
     """Do the part of `check_args` that needs the model's files but no device, for a machine without ranks."""
+    from minisgl.api.parsers.output import parser_names
     from minisgl.tokenizer.template import ChatTemplate
     from minisgl.tokenizer.tokenize import TokenizeManager, model_limits
 
@@ -155,7 +157,10 @@ def check_model(args: ServerArgs) -> Checked:
     for name, error in template.problems.items():
         logger.warning("the chat template %r cannot be used: %s; requests that need it are refused", name, error)
     name = next(iter(split_list(args.served_model_name)), "") or hf.model_name(engine.model)
-    return Checked(folder, limits, name, hf.load_generation_config(folder), template, _tls(args))
+    parsers = parser_names(template, args.tool_call_parser, args.reasoning_parser)
+    if args.tool_call_parser == "auto" and parsers[0] == "none" and "tools" in template.variables:
+        logger.warning("no parser knows the tool calls of this chat template: they stay text (see --tool-call-parser)")
+    return Checked(folder, limits, name, hf.load_generation_config(folder), template, parsers, _tls(args))
 
 
 def _tls(args: ServerArgs) -> ssl.SSLContext | None:
@@ -339,7 +344,7 @@ def served_model(args: ServerArgs, checked: Checked, facts: Facts, processes: Pr
         checked.name,
         checked.limits,
         SamplingDefaults.from_generation_config(checked.generation_config),
-        OutputForms.of_model(checked.template, args.tool_call_parser, args.reasoning_parser),
+        OutputForms.of_model(checked.template, *checked.parsers),
         facts,
         lambda: processes.pids,
         read_embedder(checked.folder),
@@ -365,6 +370,9 @@ def banner(args: ServerArgs, checked: Checked, facts: Facts, url: str) -> str:
     }
     if args.dp > 1:
         shown["replicas"] = args.dp
+    shown |= {
+        kind: name for kind, name in zip(("tool calls", "reasoning"), checked.parsers, strict=True) if name != "none"
+    }
     lines = [f"minisgl {minisgl.__version__} · " + " · ".join(f"{name} {value}" for name, value in shown.items())]
     if "memory" in facts:
         lines.append(f"memory: {facts['memory']}")

@@ -248,5 +248,5 @@ class Completions:
         ):
             done.token_ids = ids.tolist()
             context = ids_from_bytes(done.prompt_ids)[-CONTEXT_TOKENS:].tolist()
-            done.text = self._detokenizer.decode(done.token_ids[:stop], params.skip_special_tokens, context)
+            done.text = self._detokenizer.decode(done.token_ids[:stop], params, context)
         return completions

@@ -39,7 +39,7 @@ def option(
     *,
     aliases: tuple[str, ...] = (),
     choices: tuple[str | int, ...] = (),
-    words: Mapping[str | int, Any] | None = None,
+    words: Mapping[Any, Any] | None = None,
     switches: Mapping[str, Mapping[bool | str, Any]] | None = None,
     form: type | None = None,
     above: float | None = None,
@@ -486,14 +486,17 @@ class ServerArgs(Settings):
     tool_call_parser: str = option(
         "auto",
         "format of the model's tool calls; auto = detected from the chat template",
-        choices=("auto", "none", "hermes", "mistral", "llama3"),
-        words={"qwen": "hermes", "qwen25": "hermes", "llama3_json": "llama3", "llama4_json": "llama3"},
+        choices=("auto", "none", "hermes", "mistral", "deepseek", "phi4", "granite", "lfm2", "llama3", "pythonic"),
+        words=dict.fromkeys(("qwen", "qwen25", "qwen3_coder", "glm45", "glm47"), "hermes")
+        | dict.fromkeys(("deepseek_v3", "deepseek_v31", "deepseekv3", "deepseekv31"), "deepseek")
+        | dict.fromkeys(("llama3_json", "llama4_json"), "llama3")
+        | {"phi4_mini_json": "phi4", "llama4_pythonic": "pythonic", "xlam": "pythonic"},
     )
     reasoning_parser: str = option(
         "auto",
         "format of the model's reasoning; auto = detected from the chat template",
-        choices=("auto", "none", "think"),
-        words=dict.fromkeys(("deepseek_r1", "deepseek-r1", "qwen3", "qwen3-thinking"), "think"),
+        choices=("auto", "none", "think", "deepseek_r1"),
+        words={"deepseek-r1": "deepseek_r1", "qwen3": "think", "qwen3-thinking": "think"},
     )
     run_dir: str = ""  # the private folder of the ipc sockets, made at the start; not an option
     life: int = 0  # the number of a replica's run, over all replicas; not an option

@@ -24,6 +24,7 @@ from minisgl.message import (
     UserReply,
     ids_from_bytes,
 )
+from minisgl.params import SamplingParams
 from minisgl.tokenizer.text import StopMatcher, TextDecoders
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def _context(prompt: list[int], hidden: frozenset[int]) -> list[int]:
 class _Output:
     """The decoding state of one request."""
 
-    def __init__(self, started: Started, decoders: TextDecoders, special_ids: frozenset[int]) -> None:
+    def __init__(self, started: Started, decoders: TextDecoders, hidden: frozenset[int]) -> None:
         params = started.sampling_params
         self._completion_tokens = 0
         self.drafted_tokens = 0
@@ -49,7 +50,7 @@ class _Output:
         self._started = started
         self._bytes_of = decoders.bytes_of
         self._offset = 0  # characters that `_decoder` has returned
-        self._hidden = special_ids if params.skip_special_tokens else frozenset()
+        self._hidden = hidden
         self._decoders = decoders
         self._decoder = decoders.new()
         self._stops = StopMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
@@ -176,7 +177,7 @@ class DetokenizeManager:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._decoders = TextDecoders(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
-        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._special_ids = {token.content: i for i, token in added.items() if token.special}
         self._outputs: dict[int, _Output] = {}
         self._stopped: dict[int, int] = {}  # uid -> the life whose end of it is to be dropped
         self._lost: set[int] = set()  # lives
@@ -187,13 +188,19 @@ class DetokenizeManager:
         """The number of requests with state here. It must be 0 when idle."""
         return len(self._outputs) + len(self._stopped)
 
-    def decode(self, tokens: list[int], skip_special_tokens: bool, prompt: list[int]) -> str:
+    def decode(self, tokens: list[int], params: SamplingParams, prompt: list[int]) -> str:
         """Return the text of all tokens of a request, to which its increments add up.
 
         The last CONTEXT_TOKENS of `prompt` are enough.
         """
-        hidden = self._special_ids if skip_special_tokens else frozenset()
+        hidden = self._hidden(params)
         return self._decoders.new(_context(prompt, hidden)).finish(_visible(tokens, hidden))
+
+    def _hidden(self, params: SamplingParams) -> frozenset[int]:
+        """Return the ids of the tokens that are not part of the text."""
+        if not params.skip_special_tokens:
+            return frozenset()
+        return frozenset(i for text, i in self._special_ids.items() if text not in params.shown_tokens)
 
     def _drop(self, what: str, uid: int) -> None:
         self.dropped += 1
@@ -218,7 +225,7 @@ class DetokenizeManager:
             if started.uid in self._outputs or started.uid in self._stopped:
                 self._drop("request %d began twice", started.uid)
             else:
-                self._outputs[started.uid] = _Output(started, self._decoders, self._special_ids)
+                self._outputs[started.uid] = _Output(started, self._decoders, self._hidden(started.sampling_params))
         for uid, count in msg.drafted:
             if (drafting := self._outputs.get(uid)) is not None:
                 drafting.drafted_tokens += count

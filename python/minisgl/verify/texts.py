@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
+from minisgl.params import SamplingParams
 from minisgl.tokenizer.detokenize import DetokenizeManager
 from minisgl.tokenizer.tokenize import TokenizeManager
 from minisgl.verify.checks import Result
@@ -53,7 +54,7 @@ def check_texts(folder: Path) -> list[Result]:
         tokens[text, special] = tokenizer.encode(text, add_special_tokens=special).ids == ids
         for skip in (True, False):
             theirs = reference.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-            decoded[text, special, skip] = decode(ids, skip, []) == theirs
+            decoded[text, special, skip] = decode(ids, SamplingParams(skip_special_tokens=skip), []) == theirs
     chats = {}
     for chat in CHATS if manager.template.sources else ():
         options = {"tools": None, "add_generation_prompt": True} | chat

@@ -23,13 +23,30 @@ from minisgl.api.protocol import ChatCompletionRequest
 from minisgl.api.replies import OpenAIRenderer
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.core import FinishReason
+from minisgl.launch.launch import banner, check_model
 from minisgl.message import TokenizeMsg, UserReply
 from minisgl.params import Grammar, SamplingParams
 from minisgl.settings.options import ServerArgs
+from minisgl.settings.sources import parse_args
 from minisgl.tokenizer.template import ChatTemplate
 
 Result = tuple[str, str, list[tuple[str, str]]]
-TOOLS = frozenset({"f", "get_weather"})
+TOOLS: dict[str, Any] = {
+    "f": {
+        "properties": {
+            "x": {"type": "integer"},
+            "on": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+            "text": {"type": "string"},
+            "either": {"type": ["string", "null"]},
+            "unit": {"$ref": "#/$defs/Unit"},
+            "ratio": {"type": "number"},
+            "list": {"type": "array"},
+            "cycle": {"$ref": "#/properties/cycle"},
+        },
+        "$defs": {"Unit": {"enum": ["1", "2"]}},
+    },
+    "get_weather": None,
+}
 WEATHER = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
 TRICKY = '{"name": "f", "arguments": {"a": "}</tool_call>{\\"[", "ü": [{"x": "\\\\"}, 1.50]}}'
 TRICKY_ARGUMENTS = '{"a": "}</tool_call>{\\"[", "ü": [{"x": "\\\\"}, 1.50]}'
@@ -40,7 +57,7 @@ def new_parser(
     form: str | None, reasoning: bool = False, opened: bool = False, only_first: bool = False
 ) -> OutputParser:
     return OutputParser(
-        ReasoningParser(REASONING_FORMS["think"], opened) if reasoning else None,
+        ReasoningParser(REASONING_FORMS["think"], opened, TOOL_FORMS[form] if form else None) if reasoning else None,
         ToolParser(TOOL_FORMS[form], TOOLS, only_first) if form else None,
     )
 
@@ -73,6 +90,24 @@ def call(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
+def xml(name: str, **arguments: str) -> str:
+    parts = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{parts}</function>\n</tool_call>"
+
+
+def glm(name: str, **arguments: str) -> str:
+    parts = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in arguments.items())
+    return f"<tool_call>{name}\n{parts}</tool_call>"
+
+
+R1 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>\n"
+V31 = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+
+
+def deepseek(form: str, *names: str) -> str:
+    return f"<｜tool▁calls▁begin｜>{''.join(form.format(n, PARIS[1]) for n in names)}<｜tool▁calls▁end｜>"
+
+
 LONG = json.dumps({"a": "x" * 700})
 PARIS = ("get_weather", '{"city": "Paris"}')
 CASES: list[tuple[str | None, str, str, list[tuple[str, str]]]] = [
@@ -96,12 +131,87 @@ CASES: list[tuple[str | None, str, str, list[tuple[str, str]]]] = [
     ("mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]f{}', "", [PARIS, ("f", "{}")]),
     ("mistral", '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"a": {}}', "", [("f", '{"a": {}}')]),
     ("mistral", f"[TOOL_CALLS] no, [TOOL_CALLS][{WEATHER}]", "[TOOL_CALLS] no,", [PARIS]),
+    ("mistral", f"[TOOL_CALLS]{WEATHER}", "", [PARIS]),
     # Llama 3
     ("llama3", PARAMETERS, "", [PARIS]),
     ("llama3", f"\n{PARAMETERS}; {PARAMETERS}\n", "", [PARIS, PARIS]),
+    ("llama3", f"{PARAMETERS}, {PARAMETERS}", "", [PARIS, PARIS]),
+    ("llama3", f"[{PARAMETERS}, {WEATHER}]", "", [PARIS, PARIS]),
+    ("llama3", f"{PARAMETERS}\n{PARAMETERS}", "", [PARIS, PARIS]),
+    ("llama3", f"```json\n{PARAMETERS}\n```", "", [PARIS]),
     ("llama3", f"<|python_tag|>{PARAMETERS}", "", [PARIS]),
+    ("llama3", f"<|python_tag|>{PARAMETERS};<|python_tag|>{PARAMETERS}", "", [PARIS, PARIS]),
     ("llama3", f"Well: <|python_tag|>{PARAMETERS}", "Well:", [PARIS]),
     ("llama3", '<|python_tag|>{"name": "other", "parameters": {}}', "", [("other", "{}")]),
+    (
+        "llama3",
+        '{"type": "function", "name": "f", "parameters": {"a": "' + "x" * 400 + '"}}',
+        "",
+        [("f", '{"a": "' + "x" * 400 + '"}')],
+    ),
+    # arguments: null, empty, missing, text; or under the other name
+    *(
+        ("hermes", f'<tool_call>{{"name": "f"{rest}}}</tool_call>', "", [("f", arguments)])
+        for rest, arguments in (
+            (', "arguments": null', "{}"),
+            (', "arguments": ""', "{}"),
+            (', "arguments": " null "', "{}"),
+            (', "parameters": {"a": 1}', '{"a": 1}'),
+            (', "arguments": null, "parameters": {"a": 1}', '{"a": 1}'),
+            (', "arguments": {"a": 123456789012345678901234567890}', '{"a": 123456789012345678901234567890}'),
+        )
+    ),
+    # closing tags that are missing, too many, or after text; several calls between two tags
+    ("hermes", f"<tool_call>\n{WEATHER}\n<tool_call>\n{WEATHER}", "", [PARIS, PARIS]),
+    ("hermes", f"<tool_call>{WEATHER}\n{WEATHER}</tool_call>", "", [PARIS, PARIS]),
+    ("hermes", f"<tool_call>[{WEATHER}, {WEATHER}]</tool_call>", "", [PARIS, PARIS]),
+    ("hermes", f"<tool_call>\n```json\n{WEATHER}\n```\n</tool_call>", "", [PARIS]),
+    ("hermes", f"<tool_call>{WEATHER}}}</tool_call>", "", [PARIS]),
+    ("hermes", f"<tool_call>{WEATHER} and more</tool_call>", "and more</tool_call>", [PARIS]),
+    ("hermes", f"<tool_call>get_weather\n{PARIS[1]}</tool_call>", "", [PARIS]),
+    # Qwen3-Coder: arguments have the types of the schema
+    ("hermes", xml("f", x="5", text="5", ratio="2", unit="1"), "", [("f", '{"x":5,"text":"5","ratio":2,"unit":"1"}')]),
+    ("hermes", xml("f", on="True", either="null", x="1e2"), "", [("f", '{"on":true,"either":null,"x":1e2}')]),
+    (
+        "hermes",
+        xml("f", on="null", either="none", list='["a", {}]'),
+        "",
+        [("f", '{"on":null,"either":"none","list":["a", {}]}')],
+    ),
+    ("hermes", xml("f", text='\n <b>{"ü\n'), "", [("f", '{"text":"\\n <b>{\\"ü\\n"}')]),
+    ("hermes", xml("f", x="many", cycle="7", other="[1]"), "", [("f", '{"x":"many","cycle":7,"other":[1]}')]),
+    ("hermes", xml("get_weather", city="Paris"), "", [("get_weather", '{"city":"Paris"}')]),
+    (
+        "hermes",
+        f"Look:\n{xml('f')}\n{xml('get_weather')} Done.",
+        "Look:\n\n Done.",
+        [("f", "{}"), ("get_weather", "{}")],
+    ),
+    ("hermes", xml("f", x="1").removeprefix("<tool_call>\n").removesuffix("</tool_call>"), "", [("f", '{"x":1}')]),
+    ("hermes", xml("f", x="1", text="a").replace("\n</parameter>", ""), "", [("f", '{"x":1,"text":"a"}')]),
+    # GLM
+    ("hermes", glm("f", x="5", text="5", other="é"), "", [("f", '{"x":5,"text":"5","other":"é"}')]),
+    ("hermes", glm("get_weather"), "", [("get_weather", "{}")]),
+    ("hermes", glm("f", x="5").replace("\n", ""), "", [("f", '{"x":5}')]),  # GLM-4.7
+    # DeepSeek V3 and R1, then V3.1
+    ("deepseek", f"Hm.{deepseek(R1, 'f', 'get_weather')}", "Hm.", [("f", PARIS[1]), PARIS]),
+    ("deepseek", deepseek(V31, "f", "get_weather"), "", [("f", PARIS[1]), PARIS]),
+    ("deepseek", deepseek(V31, "get_weather").removesuffix("<｜tool▁calls▁end｜>"), "", [PARIS]),
+    # lists after a marker
+    ("phi4", f"functools[{WEATHER}, {WEATHER}]", "", [PARIS, PARIS]),
+    ("phi4", f"<|tool_call|>[{WEATHER}]<|/tool_call|>", "", [PARIS]),
+    ("granite", f"<|tool_call|>[{WEATHER}]", "", [PARIS]),
+    ("granite", f"<|tool_call|> {WEATHER}", "", [PARIS]),
+    ("lfm2", '<|tool_call_start|>[get_weather(city="Paris")]<|tool_call_end|>Wait.', "Wait.", [PARIS]),
+    # Python
+    ("pythonic", "[get_weather(city='Paris'), f()]", "", [PARIS, ("f", "{}")]),
+    (
+        "pythonic",
+        "[f(a=[1, -2.5], b={'c': None}, d=true, e='it\\'s \\d [', f=\"ü)\")]",
+        "",
+        [("f", '{"a": [1, -2.5], "b": {"c": null}, "d": true, "e": "it\'s \\\\d [", "f": "ü)"}')],
+    ),
+    ("pythonic", f"[{WEATHER}]", "", [PARIS]),  # xLAM
 ]
 CONTENT: list[tuple[str | None, str]] = [
     (None, call("f", "{}")),
@@ -113,13 +223,10 @@ CONTENT: list[tuple[str | None, str]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "unfin'),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1,}}</tool_call> sorry'),
     ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>'),
     ("hermes", '<tool_call>{"name": 7, "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'),
-    ("hermes", f"<tool_call>{WEATHER}}}</tool_call>"),
-    ("hermes", f"<tool_call>{WEATHER} and more</tool_call>"),
     ("hermes", '<tool_call>{"name": "f", "arguments": ' + "[" * 5000 + "]" * 5000 + "}</tool_call>"),
     ("mistral", "[TOOL_CALLS] [] and so on"),
     ("mistral", "[TOOL_CALLS] two words{}"),
@@ -130,6 +237,23 @@ CONTENT: list[tuple[str | None, str]] = [
     ("llama3", f"Here: {PARAMETERS}"),
     ("llama3", f'{{"answer": 42}} {PARAMETERS}'),
     ("llama3", "<|python_tag|>print(1)"),
+    ("llama3", "```python\nprint({})\n```"),
+    ("llama3", "[1, 2]"),
+    ("llama3", '{"name": "other", "parameters": {"a": "' + "x" * 300),
+    ("hermes", xml("f", x="1")[:-25]),
+    ("hermes", glm("f", x="1")[:-12]),
+    ("hermes", "<tool_call>f and g</tool_call> or"),
+    ("deepseek", deepseek(R1, "f")[:60]),
+    ("phi4", "import functools\n\n@functools.cache\ndef f(): return []"),
+    ("pythonic", "[f(1)]"),
+    ("pythonic", "[f(x=y)]"),
+    ("pythonic", "[f(x=1e999)]"),
+    ("pythonic", "[f(x='\\ud800')]"),
+    ("pythonic", "[f(x=b'')]"),
+    ("pythonic", "[f(**{'a': 1})]"),
+    ("pythonic", "[Note] f(x=1)"),
+    ("pythonic", "[f(x=" + "-" * 9000 + "1)]"),
+    ("pythonic", "[f(x=" + "(" * 5000 + ")" * 5000 + ")]"),
 ]
 ALL = CASES + [(form, text, text, []) for form, text in CONTENT]
 
@@ -180,6 +304,7 @@ FRAGMENTS = st.sampled_from(
 def test_result_does_not_depend_on_the_cuts(
     text: str, form: str | None, reasoning: bool, opened: bool, random: Random
 ) -> None:
+    opened = opened or "</think>" in text  # else it depends on the first cut
     whole = parse(new_parser(form, reasoning, opened), [text])
     assert parse(new_parser(form, reasoning, opened), cut(text, random)) == whole
     assert parse(new_parser(form, reasoning, opened), text) == whole
@@ -207,9 +332,42 @@ def test_reasoning(text: str, opened: bool, content: str, reasoning: str) -> Non
         assert parse(new_parser(None, True, opened), parts) == (content, reasoning, [])
 
 
-def test_call_inside_the_reasoning_is_reasoning() -> None:
-    text = f"<think>I could {call('f', '{}')}</think>\n{call('get_weather', PARIS[1])}"
-    assert parse(new_parser("hermes", True), text) == ("", f"I could {call('f', '{}')}", [PARIS])
+@pytest.mark.parametrize("form", REASONING_FORMS)
+@pytest.mark.parametrize("text", ["hm\n</think>\nYes.", "\nhm</think>Yes."])
+def test_closing_tag_without_an_opening_one(form: str, text: str) -> None:
+    """A body has the reasoning. A stream has sent it already, unless the parser is told to expect it."""
+    opened = REASONING_FORMS[form].is_open("prompt")
+    parser = lambda: OutputParser(ReasoningParser(REASONING_FORMS[form], opened), None)  # noqa: E731
+    assert parse(parser(), [text]) == ("Yes.", "hm", [])
+    assert parse(parser(), [f'["{text}"]'])[:2] == (f'["{text}"]', "") or form == "deepseek_r1"
+    assert parse(parser(), text) == (("Yes.", "hm", []) if form == "deepseek_r1" else (text, "", []))
+    assert opened == (form == "deepseek_r1") and not REASONING_FORMS[form].is_open("<think></think>")
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning", "calls"),
+    [
+        # considered in the reasoning, which goes on
+        (f"I could {call('f', '{}')}</think>\n{WEATHER}", WEATHER, f"I could {call('f', '{}')}", []),
+        (
+            f"I could {call('f', '{}')} or </think>\n{call('f', '{}')}",
+            "",
+            f"I could {call('f', '{}')} or",
+            [("f", "{}")],
+        ),
+        # made in the reasoning, which the model forgot to close
+        (f"I call\n{call('get_weather', PARIS[1])}", "", "I call", [PARIS]),
+        (f"{call('get_weather', PARIS[1])}\n", "", "", [PARIS]),
+        # cut off
+        (f"I call {call('f', '{}')[:-4]}", "", f"I call {call('f', '{}')[:-4]}", []),
+        ("I call <tool_", "", "I call <tool_", []),
+    ],
+)
+def test_calls_inside_the_reasoning(text: str, content: str, reasoning: str, calls: list[tuple[str, str]]) -> None:
+    for opened in (False, True):
+        given = text if opened else f"<think>{text}"
+        for parts in ([given], list(given), cut(given, Random(text))):
+            assert parse(new_parser("hermes", True, opened), parts) == (content, reasoning, calls)
 
 
 def test_only_first_drops_later_calls() -> None:
@@ -314,6 +472,12 @@ def folder_with(template: str, path: Path) -> Path:
         ("<tool_call> </think>", "hermes", "think"),
         ("[TOOL_CALLS]", "mistral", None),
         ("Environment: ipython", "llama3", None),
+        ("<tool_call>\n<function=example>\n<parameter=x>", "hermes", None),
+        ("'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>'", "deepseek", None),
+        ("'<|tool|>' + message['tools'] + '<|/tool|>'", "phi4", None),
+        ("write <|tool_call|> followed by a JSON list", "granite", None),
+        ("List of tools: <|tool_list_start|>", "lfm2", None),
+        ("in the format of [func_name1(params_name1=params_value1...), func_name2(params)]", "pythonic", None),
     ],
 )
 def test_forms_are_read_off_the_template(
@@ -325,6 +489,27 @@ def test_forms_are_read_off_the_template(
     assert forms.reasoning is (reasoning and REASONING_FORMS[reasoning])
     assert OutputForms.of_model(ChatTemplate.of_folder(folder), "none", "none") == OutputForms()
     assert OutputForms.of_model(ChatTemplate.of_folder(folder), "mistral", "none").tools is TOOL_FORMS["mistral"]
+
+
+@pytest.mark.parametrize(
+    ("template", "flag", "parsers", "warnings"),
+    [
+        ("{{ messages }}{{ tools }}", "auto", ("none", "none"), 1),
+        ("{{ messages }}{{ tools }}", "none", ("none", "none"), 0),
+        ("{{ messages }}{{ tools }}", "llama3", ("llama3", "none"), 0),
+        ("{{ messages }}{{ tools }}<tool_call></think>", "auto", ("hermes", "think"), 0),
+        ("{{ messages }}", "auto", ("none", "none"), 0),
+    ],
+)
+def test_the_start_names_the_parsers_or_warns_once(
+    template: str, flag: str, parsers: tuple[str, str], warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = parse_args(["--chat-template", template, "--tool-call-parser", flag])
+    checked = check_model(args)
+    assert checked.parsers == parsers
+    assert len(caplog.records) == warnings and all("--tool-call-parser" in r.message for r in caplog.records)
+    shown = banner(args, checked, {}, "http://localhost")
+    assert [f"tool calls {parsers[0]}" in shown, f"reasoning {parsers[1]}" in shown] == [p != "none" for p in parsers]
 
 
 def test_flags_name_every_form() -> None:
@@ -360,7 +545,7 @@ def test_thinking_switch_decides_whether_the_prompt_opens_the_reasoning(tmp_path
     ]:
         _, new = forms.prepare(REQUEST, message(**fields))
         assert new is not None
-        assert parse(new(), ["a</think>b"])[:2] == expected
+        assert parse(new(), "a</think>b")[:2] == expected
 
 
 def test_grammar_applies_after_an_opened_reasoning(tmp_path: Path) -> None:
@@ -380,7 +565,7 @@ def test_only_offered_tools_are_parsed(tmp_path: Path) -> None:
     assert forms.prepare(REQUEST, plain) == (plain, None)
     shown, new = forms.prepare(REQUEST, message(tools=[{"type": "function", "function": {"name": "f"}}]))
     assert new is not None
-    assert not shown.sampling_params.skip_special_tokens  # its marker is one
+    assert shown.sampling_params.skip_special_tokens and shown.sampling_params.shown_tokens == ("[TOOL_CALLS]",)
     (piece,) = new().feed("[TOOL_CALLS]f{}")
     assert isinstance(piece, ParsedCall)
     assert len(piece.id) == 9 and piece.id.isalnum()  # as its template wants it back

@@ -11,18 +11,21 @@ import re
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from minisgl.api.parsers.tools import TOOL_FORMS
+from minisgl.api.parsers.pieces import ParsedCall
+from minisgl.api.parsers.tools import TOOL_FORMS, ToolForm, ToolParser
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.errors import RequestError
 from minisgl.grammar.compiler import GrammarCompiler, TokenMatcher
 from minisgl.params import Grammar, GrammarKind, Limits, SamplingParams, validate_sampling
+from minisgl.tokenizer.detokenize import DetokenizeManager
 from minisgl.tokenizer.folder import load_tokenizer
 
-VOCAB, EOS = 4100, 2  # four tokens that the tokenizer does not have: models pad their vocabulary
+VOCAB, EOS = 4200, 2  # more tokens than the tokenizer has: models pad their vocabulary
 TOKENIZER = load_tokenizer(BUILTIN_MODEL)
 COMPILER = GrammarCompiler(BUILTIN_MODEL, VOCAB, frozenset({EOS}))
 SPECIAL = [0, 1, 2]
@@ -285,49 +288,103 @@ def test_expensive_grammars_compile_within_bounds(kind: GrammarKind, text: str) 
 FUNCTIONS: list[dict[str, Any]] = [
     {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}},
      "required": ["city"], "additionalProperties": False, "$defs": {"City": {"type": "string"}}}},
-    {"name": 'odd "name"'},
+    {"name": "odd.name"},
 ]  # fmt: skip
 
 
+def written(form: ToolForm, *calls: tuple[str, str]) -> str:
+    """Calls as the grammar of the form wants them."""
+    names = {name: json.dumps(name) if '"' in form.call else name for name, _ in calls}
+    texts = [form.call.replace("$name", names[name]).replace("$arguments", arguments) for name, arguments in calls]
+    value = form.begin + form.between.join(texts) + form.end
+    return value if form.is_bare else form.open[0] + value + "".join(form.close[-1:])
+
+
+@pytest.fixture(scope="module")
+def special(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    """A compiler whose tokenizer has the markers of all forms as special tokens."""
+    tokenizer = load_tokenizer(BUILTIN_MODEL)
+    markers = sorted({"</think>", "<other>"}.union(*(form.markers for form in TOOL_FORMS.values())))
+    tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in markers])
+    tokenizer.save(str((folder := tmp_path_factory.mktemp("special")) / "tokenizer.json"))
+    compiler = GrammarCompiler(folder, VOCAB, frozenset({EOS}))
+    compiler.load()
+    return compiler
+
+
+PARIS = ("get_weather", '{"city": "Paris"}')
+ODD = ("odd.name", '{"a": [1]}')
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("name", TOOL_FORMS)
+def test_calls_follow_their_form(name: str, is_special: bool, special: GrammarCompiler) -> None:
+    """Forced ones, with markers that are special tokens or not, after reasoning or not; the parser reads them all."""
+    form, compiler = TOOL_FORMS[name], special if is_special else COMPILER
+    tokenizer = load_tokenizer(compiler._folder)
+
+    def takes(grammar: Grammar, text: str) -> bool:
+        return accepts(compiler.compile(grammar, False), text, tokenizer)
+
+    one, two = written(form, PARIS), written(form, PARIS, ODD)
+    for is_single in (False, True):
+        forced = Grammar("calls", form.calls(FUNCTIONS, is_single))
+        assert takes(forced, one)
+        assert takes(forced, two) != is_single
+        wrong = "Hello", one.replace("Paris", "Paris\n"), one.replace("city", "town"), one.replace("get_w", "get_h")
+        assert not any(takes(forced, text) for text in wrong)
+        after = msgspec.structs.replace(forced, after="</think>")
+        assert takes(after, "I could {<tool</think>" + one)
+        assert not takes(after, one)
+    for text, calls in ((one, [PARIS]), (two, [PARIS, ODD])):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        params = SamplingParams(shown_tokens=tuple(form.markers))
+        shown = DetokenizeManager(tokenizer).decode(ids, params, [])
+        parser = ToolParser(form, {"get_weather": {}, "odd.name": {}})
+        pieces = parser.feed(shown) + parser.flush()
+        assert [(p.name, p.arguments) if isinstance(p, ParsedCall) else p for p in pieces] == calls
+
+
 @pytest.mark.parametrize(
-    ("form", "one", "two"),
+    ("kind", "text", "good", "bad"),
     [
-        (
-            "hermes",
-            '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
-            '\n<tool_call>\n{"name": "odd \\"name\\"", "arguments": {}}\n</tool_call>',
-        ),
-        (
-            "llama3",
-            '{"name": "get_weather", "parameters": {"city": "Paris"}}',
-            '; {"name": "odd \\"name\\"", "parameters": {"a": [1]}}',
-        ),
+        ("json_schema", SCHEMA, '{"name": "get_weather", "age": 7}', '{"name": "get_weather", "old": 7}'),
+        ("json_schema", '{"type": "object"}', '{"name": "get_weather", "arguments": 7}', '{"name": {"a"}}'),
+        ("json_schema", '{"type": "array", "items": {"type": "integer"}}', "[1, 2]", '["a"]'),
+        ("regex", "[0-9]{3}", "123", "12a"),
+        ("choice", '["yes", "no"]', "no", "maybe"),
+        ("ebnf", 'root ::= "a" root | "b"', "aab", "aa"),
+        ("ebnf", 'start: "a" start | "b"', "aab", "aa"),
     ],
 )
-def test_tool_calls_follow_their_form(form: str, one: str, two: str) -> None:
-    for is_single in (False, True):
-        grammar = TOOL_FORMS[form].grammar(FUNCTIONS, is_single)
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("name", TOOL_FORMS)
+def test_an_answer_is_a_call_or_follows_the_grammar(
+    name: str, is_special: bool, kind: GrammarKind, text: str, good: str, bad: str, special: GrammarCompiler
+) -> None:
+    """The arguments of a call that is not forced are any object."""
+    form, compiler = TOOL_FORMS[name], special if is_special else COMPILER
+    tokenizer = load_tokenizer(compiler._folder)
+    grammar = Grammar(kind, text, calls=form.calls(FUNCTIONS, False, is_exact=False))
+    for after in ("", "</think>"):
+        either = msgspec.structs.replace(grammar, after=after)
+        allowed = [good, written(form, PARIS), written(form, ("get_weather", '{"town": {}}'), ODD)]
+        assert [accepts(compiler.compile(either, False), after + t, tokenizer) for t in allowed] == [True] * 3
+        refused = [bad, "Hello", written(form, ("get_time", "{}")).replace('"param', "{param")]  # not JSON, either
+        assert [accepts(compiler.compile(either, False), after + t, tokenizer) for t in refused] == [False] * 3
 
-        def takes(text: str, grammar: Grammar = grammar) -> bool:
-            return accepts(COMPILER.compile(grammar, False), text)
 
-        assert takes(one)
-        assert takes(one + two) != is_single
-        assert not takes("Hello")
-        assert not takes(one.replace("Paris", "Paris\n"))
-        assert not takes(one.replace("city", "town"))
-        assert not takes(one.replace("get_weather", "get_time"))
-
-
-def test_tool_calls_behind_a_special_token(tmp_path: Any) -> None:
-    tokenizer = load_tokenizer(BUILTIN_MODEL)
-    tokenizer.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    compiler = GrammarCompiler(tmp_path, VOCAB, frozenset({EOS}))
-    matcher = compiler.compile(TOOL_FORMS["mistral"].grammar(FUNCTIONS, False), False)
-    assert allowed(matcher) == [tokenizer.token_to_id("[TOOL_CALLS]")]
-    calls = '{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "odd \\"name\\"", "arguments": {}}'
-    assert accepts(matcher, f"[TOOL_CALLS][{calls}]", tokenizer)
+def test_reasoning_ends_with_its_token_if_there_is_one(special: GrammarCompiler) -> None:
+    """The text of the tag in other tokens does not end it, and other special tokens are not part of it."""
+    grammar = Grammar("regex", "[0-9]+", after="</think>")
+    tokenizer = load_tokenizer(special._folder)
+    assert accepts(special.compile(grammar, False), "Well < 3, </thinks></think>12", tokenizer)
+    assert not accepts(special.compile(grammar, False), "a <other></think>12", tokenizer)
+    matcher = special.compile(grammar, False)
+    for token in TOKENIZER.encode("a </think", add_special_tokens=False).ids:
+        matcher.advance(token)
+        special.compute_masks([matcher])
+    assert TOKENIZER.encode(">", add_special_tokens=False).ids[0] not in allowed(matcher)
 
 
 def test_a_grammar_that_becomes_too_large_is_refused_with_its_field() -> None:

@@ -59,12 +59,13 @@ def stream(
     prompt: list[int] | None = None,
     echo: bool = False,
     skip_special: bool = True,
+    shown: tuple[str, ...] = (),
     end: FinishReason = FinishReason.LENGTH,
     has_text: bool = True,
 ) -> list[UserReply]:
     """The replies to a request that produces `ids`, as a scheduler would say it; checks the one-terminal rule."""
     manager = DetokenizeManager(tokenizer)
-    params = SamplingParams(stop=stop, skip_special_tokens=skip_special, echo=echo)
+    params = SamplingParams(stop=stop, skip_special_tokens=skip_special, shown_tokens=shown, echo=echo)
     context = ids_to_bytes(prompt or [])
     replies: list[UserReply] = []
     for i, token in enumerate(ids):
@@ -91,7 +92,22 @@ def test_increments_of_any_tokens_add_up(ids: list[int], skip: bool) -> None:
     """Also ids that the tokenizer lacks, special tokens and broken UTF-8 anywhere."""
     text = text_of(stream(BYTE_LEVEL, ids, skip_special=skip))
     assert text == BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
-    assert text == DetokenizeManager(BYTE_LEVEL).decode(ids, skip, [])
+    assert text == DetokenizeManager(BYTE_LEVEL).decode(ids, SamplingParams(skip_special_tokens=skip), [])
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK])
+def test_some_special_tokens_are_shown(tokenizer: Tokenizer) -> None:
+    """Whole and in increments; no others."""
+    added = tokenizer.get_added_tokens_decoder()
+    special = {token.content: i for i, token in added.items() if token.special}
+    assert len(special) > 1
+    for shown in special:
+        params = SamplingParams(shown_tokens=(shown, "no token"))
+        ids = [*special.values(), *tokenizer.encode("a", add_special_tokens=False).ids, *special.values()]
+        replies = stream(tokenizer, ids, shown=params.shown_tokens)
+        text = DetokenizeManager(tokenizer).decode(ids, params, [])
+        assert "".join(r.text for r in replies) == text
+        assert {name for name in special if name in text} == {shown} and text.count(shown) == 2
 
 
 @settings(max_examples=300)
@@ -101,7 +117,7 @@ def test_increments_of_any_text_add_up(text: str) -> None:
         ids = tokenizer.encode(text).ids
         if ids:
             assert text_of(stream(tokenizer, ids)) == tokenizer.decode(ids)
-            assert DetokenizeManager(tokenizer).decode(ids, True, []) == tokenizer.decode(ids)
+            assert DetokenizeManager(tokenizer).decode(ids, SamplingParams(), []) == tokenizer.decode(ids)
 
 
 @settings(max_examples=300)
@@ -120,7 +136,9 @@ def test_a_completion_continues_its_prompt(text: str, cut: int, skip: bool) -> N
         decoder = TextDecoders(tokenizer).new()
         shown = "".join(decoder.feed(token) for token in prompt if not (skip and token in (1, 2)))
         assert echoed == whole == shown + alone
-        assert alone == DetokenizeManager(tokenizer).decode(completion, skip, prompt)
+        assert alone == DetokenizeManager(tokenizer).decode(
+            completion, SamplingParams(skip_special_tokens=skip), prompt
+        )
 
 
 def test_the_first_space_of_a_completion_is_kept() -> None:

@@ -119,7 +119,9 @@ def require_equal(folder: Path) -> None:
             ids = judge(text, add_special_tokens=special)["input_ids"]
             assert ids_of(text=text, add_special_tokens=special) == ids, text
             for skip in (True, False):
-                assert detokenizer.decode(ids, skip, []) == judge.decode(ids, skip_special_tokens=skip), text
+                assert detokenizer.decode(ids, SamplingParams(skip_special_tokens=skip), []) == judge.decode(
+                    ids, skip_special_tokens=skip
+                ), text
     want = judge.apply_chat_template(CHAT, tokenize=False)
     assert manager.template.render(CHAT, add_generation_prompt=False) == want
     want = judge.apply_chat_template(CHAT, tokenize=True, return_dict=False)

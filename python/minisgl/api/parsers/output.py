@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -21,12 +22,6 @@ from minisgl.params import Grammar
 from minisgl.tokenizer.template import ChatTemplate
 
 TOOL_CALLS: Final = "tool_calls"  # the finish reason
-# Text that identifies a family by its chat template; the first match counts.
-_TOOL_SIGNS: Final = {
-    "hermes": ("<tool_call>",),
-    "mistral": ("[TOOL_CALLS]",),
-    "llama3": ("<|python_tag|>", "<|start_header_id|>ipython", "Environment: ipython"),
-}
 SWITCHES: Final = ("enable_thinking", "thinking")  # chat_template_kwargs that turn reasoning on or off
 
 _to_json: Final = msgspec.json.Encoder().encode
@@ -127,6 +122,15 @@ def _call(call: ParsedCall, arguments: str) -> GeneratedToolCall:
     return GeneratedToolCall(call.id, GeneratedFunction(call.name, arguments))
 
 
+def parser_names(template: ChatTemplate, tool_parser: str, reasoning_parser: str) -> tuple[str, str]:
+    """Return the names of the parsers of tool calls and reasoning: "auto" is detected from `template`, or "none"."""
+    if tool_parser == "auto":
+        tool_parser = next((n for n, form in TOOL_FORMS.items() if re.search(form.sign, template.source)), "none")
+    if reasoning_parser == "auto":
+        reasoning_parser = next((n for n, form in REASONING_FORMS.items() if form.close in template.source), "none")
+    return tool_parser, reasoning_parser
+
+
 @dataclass(frozen=True)
 class OutputForms:
     """The forms of tool calls and reasoning of one model; None if it has none, or if they are not to be parsed.
@@ -141,13 +145,8 @@ class OutputForms:
 
     @classmethod
     def of_model(cls, template: ChatTemplate, tool_parser: str, reasoning_parser: str) -> OutputForms:
-        """Return the forms with these names; "auto" detects them from `template`, "none" is None."""
-        if tool_parser == "auto":
-            found = (n for n, signs in _TOOL_SIGNS.items() if any(sign in template.source for sign in signs))
-            tool_parser = next(found, "none")
-        if reasoning_parser == "auto":
-            found = (n for n, form in REASONING_FORMS.items() if form.close in template.source)
-            reasoning_parser = next(found, "none")
+        """Return the forms with these names, or those of `parser_names`; "none" is None."""
+        tool_parser, reasoning_parser = parser_names(template, tool_parser, reasoning_parser)
         reasoning = REASONING_FORMS.get(reasoning_parser)
         switches: list[tuple[str, bool] | None] = [None, *((n, v) for n in SWITCHES for v in (True, False))]
         opened = {switch: _opens(template, reasoning, switch) for switch in switches} if reasoning else {}
@@ -167,34 +166,37 @@ class OutputForms:
         grammar = self._grammar(request, params.grammar)
         if grammar is not None and reasoning is not None and is_opened:
             grammar = msgspec.structs.replace(grammar, after=reasoning.close)
-        skips_special = params.skip_special_tokens and not (tools is not None and tools.is_special)
-        params = msgspec.structs.replace(params, grammar=grammar, skip_special_tokens=skips_special)
+        markers = frozenset(tools.markers if tools else ()).union(
+            (reasoning.open, reasoning.close) if reasoning else ()
+        )
+        params = msgspec.structs.replace(params, grammar=grammar, shown_tokens=tuple(sorted(markers)))
         message = msgspec.structs.replace(message, sampling_params=params)
         if tools is None and reasoning is None:
             return message, None
-        names = frozenset(str(tool["function"].get("name")) for tool in message.tools or ())
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in message.tools or ()}
         only_first = request.parallel_tool_calls is False
 
         def new() -> OutputParser:
             return OutputParser(
-                ReasoningParser(reasoning, is_opened) if reasoning else None,
-                ToolParser(tools, names, only_first) if tools else None,
+                ReasoningParser(reasoning, is_opened, tools) if reasoning else None,
+                ToolParser(tools, schemas, only_first) if tools else None,
             )
 
         return message, new
 
     def _grammar(self, request: ChatCompletionRequest, requested: Grammar | None) -> Grammar | None:
-        """Return the grammar of a forced call, else the `requested` one."""
+        """Return the grammar of a forced call, else the `requested` one, or a call instead if the model has tools."""
         functions = forced_functions(request)
+        is_single = request.parallel_tool_calls is False or isinstance(request.tool_choice, dict)
         if functions is None:
-            return requested
+            if requested is None or self.tools is None or not request.tools or request.tool_choice == "none":
+                return requested
+            offered = [tool["function"] for tool in request.tools]
+            return msgspec.structs.replace(requested, calls=self.tools.calls(offered, is_single, is_exact=False))
         if self.tools is None:
             text = "tool_choice needs a model whose form of tool calls is known (--tool-call-parser)"
             raise unsupported(text, "tool_choice")
-        if requested is not None:
-            raise RequestError(f"tool_choice and {requested.param} exclude each other", param="tool_choice")
-        is_single = request.parallel_tool_calls is False or isinstance(request.tool_choice, dict)
-        return self.tools.grammar(functions, is_single)
+        return Grammar("calls", self.tools.calls(functions, is_single), param="tools")
 
     def _is_opened(self, form: ReasoningForm, message: TokenizeMsg) -> bool:
         """Return whether the prompt ends inside the reasoning."""

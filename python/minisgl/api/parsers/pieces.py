@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 STRIDE: Final = 512  # characters per read, so that a long text is not copied at every marker
-_JSON_SIGNS: Final = re.compile(r'["{}\[\]]')
-_STRING_SIGNS: Final = re.compile(r'["\\]')
+# What a scanner looks for, by the quote of the string that it is inside.
+_SIGNS: Final = {"": re.compile(r"[\"'{}\[\]()]"), '"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +67,18 @@ class Parser:
         raise NotImplementedError
 
 
-def split_at(text: str, marker: str) -> tuple[str, str, bool]:
-    """Return (before, after, True) around the first `marker`, or (certain, held, False) without one.
+def split_at(text: str, *markers: str) -> tuple[str, str, str]:
+    """Return (before, marker, after) for the first of `markers` in `text`, or (certain, "", held) without one.
 
     `held` is the longest suffix of `text` that may begin a marker.
     """
-    before, found, after = text.partition(marker)
-    if found:
-        return before, after, True
-    n = next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
-    return text[: len(text) - n], text[len(text) - n :], False
+    start, marker = min(((i, m) for m in markers if (i := text.find(m)) >= 0), default=(0, ""))
+    if marker:
+        return text[:start], marker, text[start + len(marker) :]
+    longest = max(map(len, markers), default=1) - 1
+    ends = (text[-n:] for n in range(min(longest, len(text)), 0, -1))
+    held = next((end for end in ends if any(m.startswith(end) for m in markers)), "")
+    return text[: len(text) - len(held)], "", held
 
 
 def first_not_space(text: str) -> int:
@@ -84,16 +86,16 @@ def first_not_space(text: str) -> int:
     return len(text) - len(text.lstrip())
 
 
-class JsonScanner:
-    """Finds the end of a JSON object or array that arrives in pieces, by its brackets and quotes.
+class ValueScanner:
+    """Finds the end of a JSON object or array, or a Python list, that arrives in pieces: by its brackets and quotes.
 
-    The value may still be invalid, which the decoder finds out. The state is the bracket depth, whether the scanner is
-    inside a string, and whether the last character there was a backslash.
+    The value may still be invalid, which the decoder finds out. The state is the bracket depth, the quote of the string
+    that the scanner is inside, and whether the last character there was a backslash.
     """
 
     def __init__(self) -> None:
         self._depth = 0
-        self._in_string = False
+        self._quote = ""
         self._is_escaped = False
 
     def feed(self, text: str) -> int | None:
@@ -104,16 +106,16 @@ class JsonScanner:
                 self._is_escaped = False
                 i += 1
                 continue
-            match = (_STRING_SIGNS if self._in_string else _JSON_SIGNS).search(text, i)
+            match = _SIGNS[self._quote].search(text, i)
             if match is None:
                 return None
             i = match.end()
             sign = match[0]
             if sign == "\\":
                 self._is_escaped = True
-            elif sign == '"':
-                self._in_string = not self._in_string
-            elif sign in "{[":
+            elif sign in "\"'":
+                self._quote = "" if self._quote else sign
+            elif sign in "{[(":
                 self._depth += 1
             else:
                 self._depth -= 1

@@ -6,40 +6,63 @@ from dataclasses import dataclass
 from typing import Final
 
 from minisgl.api.parsers.pieces import Content, Parser, Piece, Reasoning, first_not_space, split_at
+from minisgl.api.parsers.tools import ToolForm
 
 
 @dataclass(frozen=True)
 class ReasoningForm:
-    """The tags around a model's reasoning, which precedes the answer."""
+    """The tags around a model's reasoning, which precedes the answer.
+
+    `starts_open`: the model reasons without an opening tag, unless the prompt has the closing one.
+    """
 
     open: str
     close: str
+    starts_open: bool = False
 
     def is_open(self, text: str) -> bool:
         """Return whether `text` (a prompt, or the beginning of an answer) ends inside the reasoning."""
-        return text.rfind(self.open) > text.rfind(self.close)
+        return text.rfind(self.open) + self.starts_open > text.rfind(self.close)
 
 
-REASONING_FORMS: Final = {"think": ReasoningForm("<think>", "</think>")}
+REASONING_FORMS: Final = {
+    "think": ReasoningForm("<think>", "</think>"),
+    "deepseek_r1": ReasoningForm("<think>", "</think>", starts_open=True),
+}
 
 
 class ReasoningParser(Parser):
     """Splits text into `Reasoning`, then `Content`.
 
     Only an opening tag at the very beginning counts. White space next to tags is dropped. With `is_opened`, the prompt
-    ends inside the reasoning, and an opening tag at the start is redundant.
+    ends inside the reasoning, and an opening tag at the start is redundant. So it is if the first text that is fed (all
+    of an answer that is not streamed) has a closing tag only. A call of the form `tools` that no closing tag follows
+    ends the reasoning.
 
-    The states: `_at_start`, `_inside`, `_after_close`, `_in_answer`.
+    The states: `_at_start`, `_inside`, `_in_call`, `_after_close`, `_in_answer`.
     """
 
-    def __init__(self, form: ReasoningForm, is_opened: bool) -> None:
+    def __init__(self, form: ReasoningForm, is_opened: bool, tools: ToolForm | None = None) -> None:
         super().__init__(self._at_start)
         self._form = form
+        self._tools = tools
+        self._call: list[str] = []  # text from the first call inside the reasoning
         self._is_opened = is_opened
         self._has_reasoning = False  # more than white space
         self._space: list[str] = []  # white space that is dropped if a tag follows
 
+    def feed(self, text: str) -> list[Piece]:
+        before, close, _ = text.partition(self._form.close)
+        is_json = before.lstrip().startswith(("{", "["))  # with the tag in a string
+        if self._state == self._at_start and close and self._form.open not in before and not is_json:
+            self._is_opened = True
+        return super().feed(text)
+
     def flush(self) -> list[Piece]:
+        if self._state == self._in_call and self._tools is not None:
+            text = "".join([*self._call, self._held])
+            is_whole = not self._tools.close or any(marker in text for marker in self._tools.close)
+            return [Content(text) if is_whole else Reasoning("".join(self._space) + text)]
         text = "".join([*self._space, self._held])
         if self._state == self._at_start and not self._is_opened:
             return [Content(text)] if text else []
@@ -61,7 +84,8 @@ class ReasoningParser(Parser):
         return space + text[start:]
 
     def _inside(self, text: str, pieces: list[Piece]) -> str:
-        certain, rest, is_closed = split_at(text, self._form.close)
+        calls = () if self._tools is None or self._call else self._tools.open
+        certain, marker, rest = split_at(text, self._form.close, *calls)
         if not self._has_reasoning:
             certain = certain[first_not_space(certain) :]
         shown = certain.rstrip()
@@ -69,7 +93,12 @@ class ReasoningParser(Parser):
             pieces.append(Reasoning("".join([*self._space, shown])))
             self._space = []
             self._has_reasoning = True
-        if is_closed:
+        if marker in calls:
+            self._call = [marker]
+            self._space.append(certain[len(shown) :])
+            self._state = self._in_call
+            return rest
+        if marker:
             self._space = []
             self._state = self._after_close
             return rest
@@ -77,6 +106,15 @@ class ReasoningParser(Parser):
             self._space.append(certain[len(shown) :])
         self._held = rest
         return ""
+
+    def _in_call(self, text: str, pieces: list[Piece]) -> str:
+        before, marker, rest = split_at(text, self._form.close)
+        self._call.append(before)
+        if not marker:
+            self._held = rest
+            return ""
+        self._state = self._inside
+        return "".join([*self._call, marker, rest])
 
     def _after_close(self, text: str, pieces: list[Piece]) -> str:
         start = first_not_space(text)

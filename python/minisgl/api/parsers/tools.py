@@ -6,18 +6,27 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
-import msgspec
-
-from minisgl.api.parsers.pieces import Content, JsonScanner, ParsedCall, Parser, Piece, first_not_space, split_at
+from minisgl.api.parsers.pieces import Content, ParsedCall, Parser, Piece, ValueScanner, first_not_space, split_at
+from minisgl.api.parsers.values import read_calls
 from minisgl.api.structured import json_text
-from minisgl.params import Grammar, ToolCalls
+from minisgl.params import ToolCalls
 
-MAX_HEAD_CHARS: Final = 256  # between a marker and the JSON
-_NAME: Final = re.compile(r"[\w.-]+")
+MAX_HEAD_CHARS: Final = 256  # between a marker and the value; in which a value without a marker must name its tool
+# Between a marker and the value: the name of the function, or nothing. The value is JSON, a list, or text with tags.
+_HEAD: Final = re.compile(
+    r"""\s*(?:<｜tool▁call▁begin｜>\s*)?(?:function<｜tool▁sep｜>)?
+    (?: (?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\]|<｜tool▁sep｜>)?\s*(?:```json\s*)?(?=\{)
+      | (?:```(?:json)?\s*)?(?=[{\[])
+      | (?=<function=)
+      | (?=[\w.-]+\s*</?(?:arg_key|tool_call)>) )""",
+    re.VERBOSE,
+)
+_JUNK: Final = " \t\r\n;,`}])"  # between calls, and what models write too much after one
+_MARKERS: Final = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 
 
 def _openai_id() -> str:
@@ -31,116 +40,119 @@ def _mistral_id() -> str:
 
 @dataclass(frozen=True)
 class ToolForm:
-    """The form of a model family's calls: `open`, then JSON, then `close` (which may be empty).
+    """The form of a model family's calls: a marker of `open`, a value, and markers of `close`, which may be absent.
 
-    `is_bare`: JSON at the start of the answer is a call without a marker, if it names an offered tool; more calls may
-    follow after semicolons. `has_name_before`: the marker may be followed by `name[ARGS]{arguments}`. `is_special`:
-    the marker is a special token, which the detokenizer would hide. `forced` is the grammar of forced calls, with empty
-    `calls` and the separator for several calls in `between`.
+    All forms share the reader of values (`values.py`). `sign` is a regular expression that finds the family by its chat
+    template. A grammar enforces calls like `call`, with "$name" and "$arguments": the first marker of `open` (if not
+    `is_bare`), `begin`, calls with `between` between them, `end`, the last marker of `close`.
+
+    `is_bare`: a value at the start of the answer is a call without a marker, if it names an offered tool.
     """
 
-    open: str
-    close: str = ""
+    sign: str
+    open: tuple[str, ...]
+    close: tuple[str, ...] = ()
+    call: str = '{"name": $name, "arguments": $arguments}'
+    begin: str = "["
+    between: str = ", "
+    end: str = "]"
     is_bare: bool = False
-    has_name_before: bool = False
-    is_special: bool = False
     new_id: Callable[[], str] = _openai_id
-    forced: ToolCalls = field(default_factory=lambda: ToolCalls([]))
-    arguments: str = "arguments"
 
-    def grammar(self, tools: list[dict[str, Any]], is_single: bool) -> Grammar:
-        """Return the grammar of one call (`is_single`) or more to `tools`, which are OpenAI's function descriptions."""
+    @property
+    def markers(self) -> frozenset[str]:
+        """All texts of the form that may be special tokens, which the detokenizer would hide."""
+        return frozenset((*self.open, *self.close, *_MARKERS.findall(self.call)))
+
+    def calls(self, functions: list[dict[str, Any]], is_single: bool, is_exact: bool = True) -> str:
+        """Return the JSON of the `ToolCalls` to `functions`: one call (`is_single`), or more.
+
+        With `is_exact`, arguments follow the function's `parameters`; else they are any object.
+        """
         calls = []
-        for function in tools:
-            before = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{self.arguments}": '
-            calls.append((before, function.get("parameters") or {"type": "object"}, "}"))
-        between = None if is_single else self.forced.between
-        forced = msgspec.structs.replace(self.forced, calls=calls, between=between)
-        return Grammar("calls", json_text(forced, "tools"), param="tools")
+        for function in functions:
+            schema = (is_exact and function.get("parameters")) or {"type": "object"}
+            before, after = self.call.split("$arguments")
+            name = json.dumps(function["name"], ensure_ascii=False)
+            name = name if '"' in before else name[1:-1]
+            calls.append((before.replace("$name", name), schema, after))
+        begin, end = (("",), ("",)) if self.is_bare else (self.open, self.close or ("",))
+        between = None if is_single else self.between
+        whole = ToolCalls(calls, begin[0] + self.begin, between, self.end + end[-1], sorted(self.markers))
+        return json_text(whole, "tools")
 
 
 TOOL_FORMS: Final = {
     "hermes": ToolForm(
         "<tool_call>",
-        "</tool_call>",
-        forced=ToolCalls([], open="<tool_call>\n", between="\n", close="\n</tool_call>"),
+        ("<tool_call>", "<function="),
+        ("</function>", "</tool_call>"),
+        begin="\n",
+        between="\n</tool_call>\n<tool_call>\n",
+        end="\n",
     ),
-    "mistral": ToolForm(
-        "[TOOL_CALLS]",
-        has_name_before=True,
-        is_special=True,
-        new_id=_mistral_id,
-        forced=ToolCalls([], special="[TOOL_CALLS]", begin="[", between=", ", end="]"),
+    "mistral": ToolForm(r"\[TOOL_CALLS\]", ("[TOOL_CALLS]",), new_id=_mistral_id),
+    "deepseek": ToolForm(
+        "<｜tool▁call▁begin｜>",
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+        ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>$name\n```json\n$arguments\n```<｜tool▁call▁end｜>",
+        begin="",
+        between="\n",
+        end="",
     ),
-    "llama3": ToolForm("<|python_tag|>", is_bare=True, forced=ToolCalls([], between="; "), arguments="parameters"),
+    "phi4": ToolForm(r"<\|tool\|>", ("<|tool_call|>", "functools"), ("<|/tool_call|>",)),
+    "granite": ToolForm(r"<\|tool_call\|>", ("<|tool_call|>",)),
+    "lfm2": ToolForm(r"<\|tool_list_start\|>", ("<|tool_call_start|>",), ("<|tool_call_end|>",)),
+    "llama3": ToolForm(
+        r"<\|python_tag\|>|<\|start_header_id\|>ipython|Environment: ipython",
+        ("<|python_tag|>",),
+        call='{"name": $name, "parameters": $arguments}',
+        begin="",
+        between="; ",
+        end="",
+        is_bare=True,
+    ),
+    "pythonic": ToolForm(r"\[func_?name1?\(", ("<|python_start|>",), ("<|python_end|>",), is_bare=True),
 }
-
-
-class _WrittenCall(msgspec.Struct):
-    name: str
-    arguments: msgspec.Raw = msgspec.Raw()
-    parameters: msgspec.Raw = msgspec.Raw()
-
-
-def _arguments(raw: bytes) -> str:
-    """Return the JSON object in `raw`, which may be inside a JSON string. Raises `msgspec.MsgspecError` without one."""
-    if raw.startswith(b'"'):
-        raw = msgspec.json.decode(raw, type=str).strip().encode()
-    msgspec.json.decode(raw, type=dict[str, Any])
-    return raw.decode()
-
-
-def read_calls(text: str, name: str | None = None) -> list[tuple[str, str]]:
-    """Return (name, arguments) of the call or array of calls in `text`; [] for any other text.
-
-    With `name`, `text` has only the arguments.
-    """
-    try:
-        data = text.encode()
-        if name is not None:
-            return [(name, _arguments(data))]
-        if text.startswith("["):
-            written = msgspec.json.decode(data, type=list[_WrittenCall])
-        else:
-            written = [msgspec.json.decode(data, type=_WrittenCall)]
-        calls = [(c.name, _arguments(bytes(c.arguments) or bytes(c.parameters) or b"{}")) for c in written]
-        return calls if all(name for name, _ in calls) else []
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return []
 
 
 class ToolParser(Parser):
     """Splits text into `Content` and `ParsedCall`.
 
-    A call is emitted when it is complete and valid. Text that proves not to be a call is content. White space between
-    and around calls is dropped.
+    A call is emitted when its value is complete and valid. Text that proves not to be a call is content. White space
+    between and around calls is dropped.
 
-    The states: `_in_text` before a marker, `_in_head` between the marker and the JSON, `_in_value` inside the JSON,
-    `_in_tail` between the JSON and the closing marker.
+    The states: `_in_text` before a marker, `_in_head` between the marker and the value, `_in_value`, `_in_tail` after a
+    call, where closing markers are dropped and another value may follow.
     """
 
-    def __init__(self, form: ToolForm, tools: frozenset[str], only_first: bool = False) -> None:
-        """`tools` are the names of offered tools. `only_first` drops all calls after the first."""
+    def __init__(self, form: ToolForm, tools: Mapping[str, Any], only_first: bool = False) -> None:
+        """`tools` are the parameters of the offered tools, by name. `only_first` drops all calls after the first."""
         super().__init__(self._in_text)
         self._form = form
         self._tools = tools
         self._only_first = only_first
         self._may_be_bare = form.is_bare
         self._space: list[str] = []  # white space after the last text; shown if more text follows
-        self._raw: list[str] = []  # everything since the marker; content if it is not a call
-        self._value: list[str] = []
+        # What precedes a value, and its parts; or what follows a call. Content if it is not a call.
+        self._raw: list[str] = []
+        self._size = 0  # characters of the value
         self._name: str | None = None
         self._is_marked = False
-        self._scanner = JsonScanner()
+        self._scanner = ValueScanner()
+        self._end = ""  # the marker that ends a value with tags; "": the scanner finds the end
         self._calls = 0
         self._has_content = False
 
     def flush(self) -> list[Piece]:
         pieces: list[Piece] = []
-        if self._state == self._in_tail:  # the model omitted the closing marker, or a stop string cut it off
-            self._end_call(pieces)
-        else:
-            self._reject(pieces)
+        if self._state == self._in_tail:
+            return pieces
+        while self._state == self._in_head and self._held:  # no call begins at the marker, but one may after it
+            rest, self._held = self._reject(pieces, self._held), ""
+            pieces += self.feed(rest)
+        self._reject(pieces)
         self._show(self._held, pieces)
         if self._space and not self._calls:
             pieces.append(Content("".join(self._space)))
@@ -148,88 +160,68 @@ class ToolParser(Parser):
 
     def _in_text(self, text: str, pieces: list[Piece]) -> str:
         if self._may_be_bare:
-            separators = " \t\r\n;" if self._calls else " \t\r\n"
-            rest = text.lstrip(separators)
+            rest = text.lstrip()
             self._space.append(text[: len(text) - len(rest)])
-            if rest.startswith("{"):
-                return self._begin(rest, is_marked=False)
-            if self._form.open.startswith(rest):  # also when `rest` is empty
+            if not rest or any(m.startswith(rest) for m in self._form.open):
                 self._held = rest
                 return ""
             self._may_be_bare = rest.startswith(self._form.open)
+            if rest[0] in "{[`":
+                return self._begin(rest)
             text = rest
-        before, rest, is_found = split_at(text, self._form.open)
+        before, marker, rest = split_at(text, *self._form.open)
         self._show(before, pieces)
-        if is_found:
-            return self._begin(rest, is_marked=True)
+        if marker:
+            return self._begin(rest, marker)
         self._held = rest
         return ""
 
-    def _begin(self, rest: str, is_marked: bool) -> str:
-        self._raw = [self._form.open] if is_marked else []
-        self._value = []
-        self._name = None
-        self._scanner = JsonScanner()
-        self._state = self._in_head if is_marked else self._in_value
-        self._is_marked = is_marked
-        return rest
+    def _begin(self, rest: str, marker: str = "") -> str:
+        is_part = marker == "<function="  # of the value
+        self._raw = [] if is_part else [marker]
+        self._is_marked = marker != ""
+        self._size = 0
+        self._scanner = ValueScanner()
+        self._state = self._in_head
+        return marker + rest if is_part else rest
 
     def _in_head(self, text: str, pieces: list[Piece]) -> str:
-        """Consume white space, and a name if the form has one, up to the bracket that opens the JSON.
-
-        If the bracket is missing, the marker is content, and the short `text` is read again.
-        """
-        form = self._form
-        start = end = first_not_space(text)
-        if start < len(text) and text[start] not in ("{[" if form.has_name_before else "{"):
-            end = text.find("{", start) if form.has_name_before else -1
-            if end < 0 and not form.has_name_before:
+        """Consume what precedes the value. If no value begins soon, the marker is content, and `text` is read again."""
+        head = _HEAD.match(text[:MAX_HEAD_CHARS])
+        if head is None:
+            if len(text) >= MAX_HEAD_CHARS:
                 return self._reject(pieces, text)
-            end = len(text) if end < 0 else end
-        if end > MAX_HEAD_CHARS:
-            return self._reject(pieces, text)
-        if end == len(text):
             self._held = text
             return ""
-        if start < end:
-            name, bracket, _ = text[start:end].partition("[")
-            if not _NAME.fullmatch(name) or (bracket and not text.endswith("[ARGS]", start, end)):
-                return self._reject(pieces, text)
-            self._name = name
-        self._raw.append(text[:end])
+        self._name = head["name"]
+        value = text[head.end() :]
+        self._end = "" if value[0] in "{[" else "</function>" if value[0] == "<" else "</tool_call>"
+        self._raw = ["".join(self._raw) + head[0]]
         self._state = self._in_value
-        return text[end:]
+        return value
 
     def _in_value(self, text: str, pieces: list[Piece]) -> str:
-        end = self._scanner.feed(text)
-        self._value.append(text[:end])
-        self._raw.append(text[:end])
-        if end is None:
-            return ""
-        self._state = self._in_tail
-        if not self._form.close:
-            self._end_call(pieces)
-        return text[end:]
-
-    def _in_tail(self, text: str, pieces: list[Piece]) -> str:
-        start = first_not_space(text)
-        close = self._form.close
-        if text.startswith(close, start):
-            self._raw.append(text[: start + len(close)])
-            self._end_call(pieces)
-            return text[start + len(close) :]
-        if start == len(text):
-            self._raw.append(text)
-        elif close.startswith(text[start:]):
-            self._raw.append(text[:start])
-            self._held = text[start:]
+        if self._end:
+            before, marker, rest = split_at(text, self._end)
+            part, is_complete = before + marker, marker != ""
+            self._held = "" if is_complete else rest
         else:
-            return self._reject(pieces, text)
-        return ""
+            end = self._scanner.feed(text)
+            part, rest, is_complete = text[:end], text[end:] if end else "", end is not None
+        self._raw.append(part)
+        if not self._is_marked and self._size < MAX_HEAD_CHARS <= self._size + len(part):
+            start = "".join(self._raw[1:])[:MAX_HEAD_CHARS]
+            if not any(name in start for name in self._tools):  # an answer in JSON; is not held back until its end
+                return self._reject(pieces, rest)
+        self._size += len(part)
+        if not is_complete:
+            return ""
+        self._end_value(pieces)
+        return rest
 
-    def _end_call(self, pieces: list[Piece]) -> None:
+    def _end_value(self, pieces: list[Piece]) -> None:
         """Emit the calls in the value. If it has none, everything since the marker is content."""
-        calls = read_calls("".join(self._value), self._name)
+        calls = read_calls("".join(self._raw[1:]), self._name, self._tools)
         if not calls or (not self._is_marked and any(name not in self._tools for name, _ in calls)):
             self._reject(pieces)
             return
@@ -237,9 +229,26 @@ class ToolParser(Parser):
             if not (self._only_first and self._calls):
                 pieces.append(ParsedCall(self._form.new_id(), name, arguments))
             self._calls += 1
-        self._state = self._in_text
+        self._may_be_bare = False
+        self._state = self._in_tail
         self._raw = []
-        self._held = ""
+
+    def _in_tail(self, text: str, pieces: list[Piece]) -> str:
+        rest = text.lstrip(_JUNK)
+        self._raw.append(text[: len(text) - len(rest)])
+        marker = next((m for m in self._form.close if rest.startswith(m)), "")
+        if marker:
+            self._raw = []
+            return rest[len(marker) :]
+        if not rest or any(m != rest and m.startswith(rest) for m in (*self._form.close, *self._form.open)):
+            self._held = rest
+            return ""
+        self._space += self._raw
+        if rest[0] in "{[" and not rest.startswith(self._form.open):
+            return self._begin(rest)
+        self._raw = []
+        self._state = self._in_text
+        return rest
 
     def _reject(self, pieces: list[Piece], rest: str = "") -> str:
         """Emit everything since the marker as content; return `rest`, the text that was not consumed."""
