@@ -173,5 +173,5 @@ def test_lost_rank_raises_rank_error() -> None:
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(RankError):
             llm.generate("Once", SamplingParams(temperature=0, max_tokens=50))
-        with pytest.raises(InvariantError, match="make a new LLM"):
+        with pytest.raises(InvariantError, match="make a new one"):
             llm.generate("Once", SamplingParams(temperature=0, max_tokens=5))
