@@ -32,16 +32,17 @@ _ONLY: Final = {name: mark["only"] for kind in GENERATION for name, mark in p.on
 ELSEWHERE: Final = {
     name: (*_ONLY.get(name, ()), False, "", [], {}) for kind in GENERATION for name in kind.__struct_fields__
 }
-MAX_UNKNOWN: Final = 256  # names
+MAX_UNKNOWN: Final = 128  # names in objects at one path
 MAX_REPORTED: Final = 16  # names in the header; each with at most MAX_NAME characters
 MAX_NAME: Final = 64
 CLOSE: Final = 0.84  # the least similarity of a misspelt name to its field
 NULL: Final = b"null"
-SAMPLING: Final = "sampling_params."
 
 _logged: set[str] = set()
 
 Fields = dict[str, msgspec.Raw]
+_Scalar = str | float | bool | None
+_VALUES: Final = msgspec.json.Decoder(Fields | list[Fields | list[msgspec.Raw] | _Scalar] | _Scalar)
 
 
 def with_our_names(body: bytes, kind: type[msgspec.Struct]) -> tuple[bytes, dict[str, str]]:
@@ -72,17 +73,20 @@ def ignored_fields(body: bytes, kind: type[msgspec.Struct], refuses: bool) -> li
     """
     objects = _objects_of(kind)
     ignored: set[str] = set()
-    for path, where, given in _objects(body.strip(), "", "", objects):
-        for name in (n for n in given if n not in objects[path] and _join(path, n) not in ignored):
-            full, value = _join(path, name), bytes(given[name])
-            key = full.removeprefix(SAMPLING)  # its fields are those of a chat
-            if value == NULL or _changes_nothing(key, value, kind):
-                continue
-            if key not in HARMLESS:
-                _require_unknown(key, _join(where, name)[:MAX_NAME], kind, objects[path], refuses)
-            ignored.add(full)
-            if len(ignored) > MAX_UNKNOWN:
-                raise RequestError(f"the request has more than {MAX_UNKNOWN} names that are not fields", param=where)
+    for path, found in _levels([("", msgspec.Raw(body))], "", objects):
+        unknown = set[str]().union(*(given for _, given in found)) - objects[path]
+        if len(unknown) > MAX_UNKNOWN:
+            raise RequestError(f"there are more than {MAX_UNKNOWN} names that are not fields", param=path or None)
+        for where, given in found if unknown else ():
+            for name in sorted(unknown.intersection(given)):
+                full, value = _join(path, name), bytes(given[name])
+                key = full.removeprefix("sampling_params.")  # its fields are those of a chat
+                if value == NULL or _changes_nothing(key, value, kind):
+                    continue
+                if key not in HARMLESS:
+                    _require_unknown(key, _join(where, name)[:MAX_NAME], kind, objects[path], refuses)
+                ignored.add(full)
+                unknown.discard(name)
     return sorted(ignored)
 
 
@@ -139,36 +143,39 @@ def _objects_of(kind: type[msgspec.Struct]) -> dict[str, frozenset[str]]:
     return objects
 
 
-def _objects(
-    value: bytes, path: str, where: str, objects: Mapping[str, frozenset[str]]
-) -> Iterator[tuple[str, str, Fields]]:
-    """Yield the objects in `value` that have known fields, as (path, path with indices, all fields)."""
-    items = {where: value}
-    if value.startswith(b"["):
-        items = {f"{where}[{i}]": bytes(v) for i, v in enumerate(msgspec.json.decode(value, type=list[msgspec.Raw]))}
-    for place, item in items.items():
-        if not item.startswith(b"{"):
-            continue
-        given = msgspec.json.decode(item, type=Fields)
-        yield path, place, given
-        for name, inside in given.items():
-            if name in objects[path] and (inner := _join(path, name)) in objects:
-                yield from _objects(bytes(inside), inner, _join(place, name), objects)
+def _levels(
+    values: list[tuple[str, msgspec.Raw]], path: str, objects: Mapping[str, frozenset[str]]
+) -> Iterator[tuple[str, list[tuple[str, Fields]]]]:
+    """Yield each path to objects whose fields are known, with these objects and their paths with indices.
+
+    A body may have a million objects, so each level is decoded as a whole.
+    """
+    found: list[tuple[str, Fields]] = []
+    for where, value in values:
+        match _VALUES.decode(value):
+            case dict(given):
+                found.append((where, given))
+            case list(items):
+                found += [(f"{where}[{i}]", item) for i, item in enumerate(items) if item and isinstance(item, dict)]
+    yield path, found
+    for name in sorted(objects[path]):
+        if (inner := _join(path, name)) in objects:
+            inside = [(_join(where, name), given[name]) for where, given in found if name in given]
+            yield from _levels(inside, inner, objects)
 
 
 def _changes_nothing(name: str, value: bytes, kind: type[msgspec.Struct]) -> bool:
     """Return whether the JSON `value` means the same as null in the unknown field `name`."""
-    neutral = (FOREIGN[name],) if name in FOREIGN else ELSEWHERE.get(name, ()) if kind in GENERATION else ()
-    given = msgspec.json.decode(value) if neutral and len(value) <= MAX_NAME else None
-    return any(given == same and isinstance(given, bool) is isinstance(same, bool) for same in neutral)
+    same = (FOREIGN[name],) if name in FOREIGN else ELSEWHERE.get(name, ()) if kind in GENERATION else ()
+    return value in map(msgspec.json.encode, (*same, *(float(v) for v in same if type(v) is int)))
 
 
 def _require_unknown(name: str, where: str, kind: type[msgspec.Struct], known: frozenset[str], refuses: bool) -> None:
     """Raise `RequestError` for a name that is known elsewhere, misspells one of `known`, or with `refuses`."""
     use = INSTEAD.get(name, "")
     use = p.only_values(kind).get(use, {}).get("use") or use
-    is_here = use in known or use in kind.__struct_fields__ or not use.isidentifier()
-    hint = f"; use {use}" if use and is_here else ""
+    is_other = use.isidentifier() and use not in {*known, *kind.__struct_fields__}
+    hint = f"; use {use}" if use and not is_other else ""
     why = ""
     if name in FOREIGN or name in ALIASES:
         why = f"is not supported{hint}"

@@ -18,6 +18,9 @@ from minisgl.message import EngineView, StatsMsg
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+# A text, token ids, or a list of texts and lists of token ids.
+Prompt = str | list[int | str | list[int]]
+
 
 def _only(*values: Any, use: str = "") -> msgspec.Meta:
     """Mark a field without an effect: all values but null and `values` are refused, with the advice to use `use`."""
@@ -140,7 +143,7 @@ class ChatCompletionRequest(OpenAIFields, frozen=True, kw_only=True):
 class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
     """POST /v1/completions"""
 
-    prompt: str | list[Any]
+    prompt: Prompt
     echo: bool | None = None
     suffix: Annotated[str | None, _only("")] = None
     add_special_tokens: bool | None = None
@@ -261,8 +264,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """POST /generate"""
 
     text: str | list[str] | None = None
-    prompt: str | list[Any] | None = None
-    input_ids: list[Any] | None = None
+    prompt: Prompt | None = None
+    input_ids: list[int | list[int]] | None = None
     sampling_params: GenerateSampling | None = None
     stream: bool | None = None
     max_tokens: int | None = None  # mini-sglang has these two at the top level
@@ -277,7 +280,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """POST /v1/embeddings"""
 
-    input: str | list[Any]
+    input: Prompt
     model: str | None = None
     encoding_format: str | None = None
     dimensions: int | None = None

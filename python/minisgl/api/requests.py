@@ -266,7 +266,7 @@ def completion_messages(request: CompletionRequest, defaults: SamplingDefaults, 
 
 def is_batch(prompt: str | Sequence[Any]) -> bool:
     """Return whether `prompt` is a list of prompts instead of one text or one list of token ids."""
-    return not isinstance(prompt, str) and (not prompt or not isinstance(prompt[0], int | float))
+    return not isinstance(prompt, str) and (not prompt or not isinstance(prompt[0], int))
 
 
 def prompt_messages(
@@ -281,21 +281,14 @@ def prompt_messages(
         raise RequestError(f"{param} must be 1 to {most} prompts", param=param)
     messages = []
     for p in prompts:
-        text, ids = (p, None) if isinstance(p, str) else (None, _integers(p))
-        if text is None and ids is None:
+        if not isinstance(p, str) and not (isinstance(p, list) and all(isinstance(i, int) for i in p)):
             error = f"{param} must be text, token ids, or a list of either"
             raise RequestError(error, param=param, code="invalid_type")
         if not p:
             raise RequestError(f"{param} is empty" if p is prompt else f"{param} has an empty prompt", param=param)
-        packed = None if ids is None else packed_ids(ids, param, limits)
-        messages.append(TokenizeMsg(uid=0, sampling_params=params, text=text, input_ids=packed, param=param))
+        form = {"text": p} if isinstance(p, str) else {"input_ids": packed_ids(p, param, limits)}
+        messages.append(TokenizeMsg(uid=0, sampling_params=params, param=param, **form))
     return messages
-
-
-def _integers(values: Any) -> list[int] | None:
-    """Return a list of JSON numbers without a fraction (3.0 is one) as integers; None for anything else."""
-    is_list = isinstance(values, list) and all(type(v) in (int, float) and v == v // 1 for v in values)
-    return [int(v) for v in values] if is_list else None
 
 
 def packed_ids(ids: list[int], param: str, limits: Limits) -> bytes:

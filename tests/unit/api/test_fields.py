@@ -45,6 +45,8 @@ def ignored(kind: Any = ChatCompletionRequest, refuses: bool = False, **given: A
 def test_fields_that_change_the_answer_elsewhere_are_refused_by_name(kind: Any, name: str) -> None:
     if name in kind.__struct_fields__:
         pytest.skip("a field here")
+    with pytest.raises(RequestError, match="is not supported"):
+        ignored(kind, **{name: ["odd"] * 100})
     with pytest.raises(RequestError, match="is not supported") as e:
         ignored(kind, **{name: "odd"})
     assert (e.value.status, e.value.param, e.value.code) == (400, name, "unsupported_value")
@@ -166,8 +168,8 @@ def test_fields_of_other_endpoints_with_a_neutral_value_change_nothing() -> None
 def test_names_are_counted_and_compared_once() -> None:
     messages = [{"role": "user", "temprature": None, "x": 1, "y": 2}] * 20_000
     assert ignored(messages=messages) == ["messages.x", "messages.y"]
-    with pytest.raises(RequestError, match="more than 256 names"):
-        ignored(**{f"zz{i}" * 9: 1 for i in range(300)})
+    with pytest.raises(RequestError, match="more than 128 names"):
+        ignored(**{f"zz{i}" * 9: 1 for i in range(130)})
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,7 @@ def test_other_fields_are_told(caplog: pytest.LogCaptureFixture, monkeypatch: py
 
 
 def test_told_names_are_safe_in_a_header() -> None:
-    names = told(ignored(**{"a\r\nset-cookie: x": 1, "é" * 500: 1, **{f"zz{i}" * 9: 1 for i in range(100)}}))
+    names = told(ignored(**{"a\r\nset-cookie: x": 1, "é" * 500: 1, **{f"zz{i}" * 9: 1 for i in range(50)}}))
     assert len(names) == fields.MAX_REPORTED
     assert all(name.isascii() and name.isprintable() and len(name) <= fields.MAX_NAME for name in names)
 

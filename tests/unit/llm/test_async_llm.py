@@ -110,7 +110,7 @@ def test_choices_are_those_of_llm(llm: AsyncLLM) -> None:
 
 def test_an_invalid_request_costs_the_others_nothing(llm: AsyncLLM) -> None:
     async def run() -> None:
-        wrong = (("x", {"top_p": 0}), ("", GREEDY), ([5] * 4096, GREEDY), (["a", "b"], GREEDY))
+        wrong = (("x", {"top_p": 2}), ("", GREEDY), ([5] * 4096, GREEDY), (["a", "b"], GREEDY))
         calls = [llm.complete(prompt, params) for prompt, params in wrong]  # type: ignore[arg-type]
         *errors, good = await asyncio.gather(*calls, llm.complete(PROMPTS[0], GREEDY), return_exceptions=True)
         assert [type(e) for e in errors] == [RequestError] * 4
