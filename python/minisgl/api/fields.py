@@ -41,7 +41,7 @@ NULL: Final = b"null"
 _logged: set[str] = set()
 
 Fields = dict[str, msgspec.Raw]
-_Scalar = str | float | bool | None
+_Scalar = str | int | float | bool | None
 _VALUES: Final = msgspec.json.Decoder(Fields | list[Fields | list[msgspec.Raw] | _Scalar] | _Scalar)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -163,6 +164,21 @@ def test_names_that_mean_something_are_refused_with_the_right_one(kind: Any, giv
 def test_fields_of_other_endpoints_with_a_neutral_value_change_nothing() -> None:
     given = {"truncation": "disabled", "instructions": "", "mcp_servers": [], "return_logprob": False, "suffix": ""}
     assert ignored(**given, function_call="auto", messages=[]) == []
+
+
+@pytest.mark.parametrize(
+    "place", ["%s", '{"messages": [], %s}', '{"messages": [{"role": "user", %s}]}', '{"tools": [{%s}]}']
+)
+@pytest.mark.parametrize("name", ["made_up", "images", "n_predict", "content", "\\ud800"])
+def test_any_json_in_an_unknown_field_is_told_or_refused(place: str, name: str) -> None:
+    """Some of it no decoder of its own would take: the fields of a type are all that is decoded."""
+    deep = "[" * 2000 + "]" * 2000
+    for value in ("1e400", "1" + "0" * 400, '"\\ud800"', deep, "[1e400]", f"[{'1' * 400}]", '{"\\ud800": [1e400]}'):
+        body = (place % f'"{name}": {value}').encode()
+        with suppress(RequestError):
+            body, _ = with_our_names(body, CHAT)
+            parse_body(body, CHAT)
+            told(ignored_fields(body, CHAT, False))
 
 
 def test_names_are_counted_and_compared_once() -> None:
