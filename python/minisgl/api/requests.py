@@ -281,7 +281,7 @@ def prompt_messages(
         raise RequestError(f"{param} must be 1 to {most} prompts", param=param)
     messages = []
     for p in prompts:
-        if not isinstance(p, str) and not (isinstance(p, list) and all(isinstance(i, int) for i in p)):
+        if not isinstance(p, str) and not (isinstance(p, list) and all(type(i) is int for i in p)):
             error = f"{param} must be text, token ids, or a list of either"
             raise RequestError(error, param=param, code="invalid_type")
         if not p:

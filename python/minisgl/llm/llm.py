@@ -185,9 +185,10 @@ class LLM:
         chat = parse_body(body, ChatCompletionRequest)
         ignored = ignored_fields(body, ChatCompletionRequest, refuses=False)
         ignored += unread_kwargs(chat.chat_template_kwargs, self.tokenizer.template.variables, refuses=False)
+        message = api.chat_message(chat, api.SamplingDefaults(), self.tokenizer.limits)
         if ignored:
             warnings.warn(f"no effect: {', '.join(ignored)}", stacklevel=5)
-        return api.chat_message(chat, api.SamplingDefaults(), self.tokenizer.limits)
+        return message
 
     def get_tokenizer(self) -> TextTokenizer:
         """The model's tokenizer and chat template."""

@@ -135,7 +135,7 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
         ("hello", 5, "sampling_params"),
         ("hello", [GREEDY, GREEDY], "sampling_params"),
         ("hello", "greedy", "sampling_params"),
-        ("hello", SamplingParams(max_tokens=2**31), "max_tokens"),
+        ("hello", {"max_tokens": 2**31}, "max_tokens"),
         ([[5] * 4096], SamplingParams(), "prompt"),
         (["a", "b"], [GREEDY], "sampling_params"),
     ],
