@@ -6,6 +6,7 @@ The names are those of OpenAI, vLLM, SGLang, mini-sglang, llama.cpp and TGI; doc
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
@@ -54,7 +55,6 @@ FOREIGN: Final[dict[str, Any]] = dict.fromkeys(_WITHOUT_A_NEUTRAL_VALUE.split())
     "truncate": 0,
     "typical": 1,
     "typical_p": 1,
-    "verbosity": "medium",
     "watermark": False,
     "xtc_probability": 0,
 }
@@ -82,11 +82,17 @@ def ignored_fields(body: bytes, kind: type[msgspec.Struct], refuses: bool) -> li
     ignored = _ignored(given, kind, refuses)
     if kind is GenerateRequest and (inner := bytes(given.get("sampling_params", b"null"))) != b"null":
         ignored += _ignored(msgspec.json.decode(inner, type=dict[str, msgspec.Raw]), GenerateSampling, refuses)
-    for name in ignored:
+    return ignored
+
+
+def told(names: Iterable[str]) -> list[str]:
+    """Return `names` without an effect as a header can have them: sorted, printable, and not too many. Log new ones."""
+    shown = sorted({_printable(name) for name in names})[:MAX_REPORTED]
+    for name in shown:
         if name not in _logged and len(_logged) < 1000:
             _logged.add(name)
-            logger.info("clients send the field %r, which has no effect", name)
-    return ignored
+            logger.info("clients send %r, which has no effect", name)
+    return shown
 
 
 def unread_kwargs(kwargs: dict[str, Any] | None, variables: frozenset[str], refuses: bool) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from fastapi import Request, Response
 
-from minisgl.api.fields import ignored_fields
+from minisgl.api.fields import ignored_fields, told
 from minisgl.api.protocol import AnthropicError, AnthropicErrorResponse, ErrorDetail, ErrorResponse, parse_body
 from minisgl.errors import RequestError
 from minisgl.settings.options import ServerArgs, split_list
@@ -96,6 +96,6 @@ async def read_request(request: Request, kind: type[T], args: ServerArgs, served
 
 
 def report_ignored(request: Request, names: list[str]) -> None:
-    """List fields without an effect in a header of the response."""
+    """List what has no effect in a header of the response, and in the log."""
     if names:
-        request.scope[HEADERS].append((b"x-ignored-fields", ", ".join(names).encode()))
+        request.scope[HEADERS].append((b"x-ignored-fields", ", ".join(told(names)).encode()))

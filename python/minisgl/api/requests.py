@@ -131,8 +131,6 @@ def chat_message(request: ChatCompletionRequest, defaults: SamplingDefaults, lim
     for tool in request.tools or ():
         _check_tool(tool)
     kwargs = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
     _check_template_kwargs(kwargs)
     is_continued = bool(request.continue_final_message)
     if is_continued and request.add_generation_prompt:
@@ -175,9 +173,10 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+                "function": {"name": function.name, "arguments": _arguments(function.arguments)},
             }
             for call in message.tool_calls
+            if (function := call.called) is not None
         ]
     return result
 
