@@ -12,7 +12,7 @@ from minisgl.api.fields import unread_kwargs
 from minisgl.api.http import report_ignored
 from minisgl.api.parsers.output import EFFORT, OutputParser
 from minisgl.api.protocol import ChatCompletionRequest, ChatFields, ForeignChat
-from minisgl.api.requests import ServedModel, chat_message
+from minisgl.api.requests import ServedModel, chat_message, unsupported_type
 from minisgl.errors import RequestError, unsupported
 from minisgl.message import TokenizeMsg
 from minisgl.settings.options import ServerArgs
@@ -57,7 +57,7 @@ def prepared(
         param = e.param and names.get(e.param, e.param)
         text = e.message.replace(e.param or "", param or "", 1)
         if e.param == "tool_choice" and left_out:
-            text += f"; only a service has what was left out: {', '.join(left_out)[:200]}"
+            text += f"; this server cannot run and leaves out {', '.join(left_out)[:200]}"
         raise RequestError(text, param=param, code=e.code, status=e.status) from e
     params = message.sampling_params
     if params.grammar is not None and params.grammar.param in names:  # the tokenizer or scheduler checks its text later
@@ -114,29 +114,31 @@ def _with_switches(
     `default` counts if it asks for nothing; `chat_template_kwargs` override all. Raises `RequestError` (400) if fields
     contradict each other, or if the template has no switch to turn reasoning off.
     """
-    forms, reads_effort = model.forms, EFFORT in model.template_variables
+    forms, variables = model.forms, model.template_variables
     kwargs = dict(chat.chat_template_kwargs or {})
     given: dict[str, Any] = {}
     given |= {name: value for name in THINKS if isinstance(value := _at(chat, name), str | int) and value != NO_LIMIT}
     if forms.switches:  # clients use both names, whatever the template calls its switch
-        foreign = [n for n in ("enable_thinking", "thinking") if n in kwargs.keys() - model.template_variables]
-        given |= {f"chat_template_kwargs.{name}": value for name in foreign if (value := kwargs.pop(name)) is not None}
+        foreign = [n for n in ("enable_thinking", "thinking") if n not in variables and isinstance(kwargs.get(n), bool)]
+        given |= {f"chat_template_kwargs.{name}": kwargs.pop(name) for name in foreign}
     levels = {name: v for name, v in given.items() if isinstance(v, str) and v not in OFF and name != "thinking.type"}
     asked = {name: value not in OFF for name, value in given.items() if name not in levels}
     thinks = next(iter(asked.values()), True if levels and default is None else default)
+    if given.get("thinking.type", "auto") not in ("enabled", "adaptive", "auto", "disabled"):
+        raise unsupported_type("thinking", given["thinking.type"], "thinking")
     for name, is_on in asked.items():
         if type(given[name]) is int and is_on:
             raise unsupported(f"{name} must be 0 (no reasoning) or -1; max_tokens limits the reasoning", name)
         if is_on is not thinks:
             raise RequestError(f"{name} contradicts {next(iter(asked))}", param=name)
-        if not is_on and not forms.switches and (forms.reasoning is not None or reads_effort):
+        if not is_on and not forms.switches and (forms.reasoning is not None or EFFORT in variables):
             why = "the chat template of this model has no switch for it; leave the field out"
             raise unsupported(f"{name}: reasoning cannot be turned off: {why}", name)
     unread = {name: None for name in UNREAD if _at(chat, name) is not None}
     if thinks and not forms.switches and forms.reasoning is None:
         unread |= dict.fromkeys(asked)
     values = {} if thinks is None else {name: pair[thinks] for name, pair in forms.switches.items()}
-    if levels and reads_effort and (thinks is not False or EFFORT not in forms.switches):
+    if levels and EFFORT in variables and (thinks is not False or EFFORT not in forms.switches):
         values[EFFORT] = next(iter(levels.values()))
     else:
         unread |= dict.fromkeys(levels)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -136,7 +136,7 @@ class ResponseReasoning(msgspec.Struct, frozen=True):
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    type: Literal["enabled", "adaptive", "auto", "disabled"]
+    type: str
     budget_tokens: int | None = None
     display: str | None = None
 

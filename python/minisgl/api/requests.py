@@ -186,7 +186,7 @@ def unsupported_type(what: str, kind: Any, param: str) -> RequestError:
     return unsupported(f"{param}: {what} of type {str(kind)[:40]!r} is not supported", param)
 
 
-def text_of(content: Any, param: str, kinds: Sequence[str] = ("text",)) -> str:
+def text_of(content: Any, param: str, kinds: Sequence[str] = ("text", "refusal")) -> str:
     """Return the text of `content`: a string, or a list of text parts whose type is one of `kinds`.
 
     Parts are joined without a separator, as in templates that accept parts. Raises `RequestError` for other types.
@@ -196,9 +196,10 @@ def text_of(content: Any, param: str, kinds: Sequence[str] = ("text",)) -> str:
     texts = []
     for part in content if isinstance(content, list) else [content]:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind not in kinds or not isinstance(part.get("text"), str):
+        text = part.get("refusal" if kind == "refusal" else "text") if kind in kinds else None
+        if not isinstance(text, str):
             raise unsupported_type("a part", kind, param)
-        texts.append(part["text"])
+        texts.append(text)
     return "".join(texts)
 
 

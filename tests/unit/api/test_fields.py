@@ -14,7 +14,7 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 from openai.types.responses.response_create_params import ResponseCreateParamsBase as ResponseParams
 
 from minisgl.api import fields
-from minisgl.api.fields import FOREIGN, HARMLESS, ignored_fields, unread_kwargs
+from minisgl.api.fields import FOREIGN, HARMLESS, ignored_fields, told, unread_kwargs
 from minisgl.api.generate import generate_messages
 from minisgl.api.protocol import (
     ChatCompletionRequest,
@@ -86,7 +86,7 @@ def test_other_fields_are_told(caplog: pytest.LogCaptureFixture, monkeypatch: py
     monkeypatch.setattr(fields, "_logged", set())
     with caplog.at_level(logging.INFO, "minisgl"):
         for _ in range(2):
-            assert ignored(some_future_field=1, another="x", temperature=1) == ["another", "some_future_field"]
+            assert told(ignored(some_future_field=1, another="x", temperature=1)) == ["another", "some_future_field"]
     assert len(caplog.messages) == 2
     with pytest.raises(RequestError, match="some_future_field is not a field"):
         ignored(refuses=True, some_future_field=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -258,11 +257,10 @@ def _prompt(template: ChatTemplate, variables: dict[str, Any] | None = None) -> 
 
 
 def _is_switch(template: ChatTemplate, name: str, values: tuple[Any, Any]) -> bool:
-    """Return whether the prompt depends on which of both `values` the variable `name` has, and the template names both.
+    """Return whether the prompt depends on which of both `values` the variable `name` has.
 
-    A template that only writes the variable into the prompt does not turn reasoning off.
+    A template that writes any word into the prompt, and does not know the one for off, has no switch.
     """
-    if not all(json.dumps(v) in template.source.replace("'", '"') for v in values if isinstance(v, str)):
-        return False
-    prompts = {_prompt(template, {name: value}) for value in values}
-    return len(prompts) == 2 and "" not in prompts
+    off, prompts = values[0], {_prompt(template, {name: value}) for value in values}
+    knows_off = not isinstance(off, str) or f'"{off}"' in template.source.replace("'", '"')
+    return knows_off and len(prompts) == 2 and "" not in prompts
