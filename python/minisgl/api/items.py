@@ -29,6 +29,9 @@ from minisgl.settings.options import ServerArgs
 MAX_KEPT: Final = 4096  # responses
 MAX_KEPT_BYTES: Final = 64 << 20
 NAMES: Final = {"messages": "input", "response_format": "text"}  # field of a chat -> name in a response
+# Prefix of the id, type, and the field with what the model has written.
+FUNCTION_CALL: Final = ("fc_", "function_call", "arguments")
+CUSTOM_CALL: Final = ("ctc_", "custom_tool_call", "input")
 TEXT_PARTS: Final = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
 # Values of `include` without an effect: reasoning is always returned as text, and tools of a service are left out.
 PLAIN_REASONING: Final = "reasoning.encrypted_content"
@@ -102,7 +105,7 @@ def chat_messages(items: Sequence[p.InputItem]) -> tuple[list[p.ChatMessage], li
             _add(messages, p.ChatMessage(item.role or "", _text_of(item.content)))
         elif kind in ("function_call", "custom_tool_call"):
             arguments = item.arguments if kind == "function_call" else {"input": item.input}
-            call = p.ToolCall(p.ToolFunction(_flat_name(item.namespace, item.name), arguments), item.call_id)
+            call = p.ToolCall(p.ToolFunction(_flat_name(item.namespace, item.name or ""), arguments), item.call_id)
             _add(messages, p.ChatMessage("assistant", tool_calls=[call]))
         elif kind in ("function_call_output", "custom_tool_call_output"):
             text = _text_of(item.output)
@@ -288,8 +291,8 @@ class ItemRenderer(Renderer):
             yield self._item_event("done")
 
     def _call(self, call: ParsedCall) -> Iterator[bytes]:
-        kind, field = ("custom_tool_call", "input") if call.is_custom else ("function_call", "arguments")
-        item = {"id": kind[0] + "c_" + uuid.uuid4().hex, "type": kind, "call_id": call.id, "name": call.name}
+        prefix, kind, field = CUSTOM_CALL if call.is_custom else FUNCTION_CALL
+        item = {"id": prefix + uuid.uuid4().hex, "type": kind, "call_id": call.id, "name": call.name}
         if (namespace := self._namespaces.get(call.name)) is not None:
             item |= {"namespace": namespace, "name": call.name.removeprefix(f"{namespace}__")}
         self._items.append(item | {field: "", "status": "in_progress"})
