@@ -43,6 +43,7 @@ PIECES = [
     b"a" * 70_000,
     b"\x16\x03\x01\x02\x00\x01",
 ]
+WISH = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
 REQUEST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc"
 
 
@@ -134,8 +135,11 @@ def test_any_bytes_get_an_answer_of_http_or_none(pieces: list[bytes], leaves_ear
 
 
 @fuzz(60)
-@given(st.lists(st.integers(0, len(REQUEST)), max_size=6))
-def test_a_request_may_come_in_any_pieces(cuts: list[int]) -> None:
-    ends = sorted([*cuts, len(REQUEST)])
-    pieces = [REQUEST[a:b] for a, b in zip([0, *ends], ends, strict=False) if a < b]
-    assert asyncio.run(answer(pieces, False)).endswith(b"ok")
+@given(st.lists(st.integers(0, 3 * len(REQUEST + WISH)), max_size=6), st.lists(st.booleans(), min_size=1, max_size=3))
+def test_requests_may_come_in_any_pieces(cuts: list[int], wishes: list[bool]) -> None:
+    """Also those that ask for another protocol."""
+    data = b"".join(REQUEST.replace(b"content", WISH + b"content") if wish else REQUEST for wish in wishes)
+    ends = sorted([*cuts, len(data)])
+    pieces = [data[a:b] for a, b in zip([0, *ends], ends, strict=False) if a < b]
+    written = asyncio.run(answer(pieces, False))
+    assert written.count(b"HTTP/1.1 200") == len(wishes) and written.endswith(b"ok")

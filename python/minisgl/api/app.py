@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
@@ -58,8 +59,9 @@ def create_app(args: ServerArgs, model: ServedModel) -> FastAPI:
     access = Access.of(args)
     app.add_middleware(Gate, access=access)
     if access.origins:
-        origins = {"allow_origin_regex": ".*"} if ANY in access.origins else {"allow_origins": access.origins}
-        app.add_middleware(CORSMiddleware, **origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"])
+        allowed: dict[str, Any] = {"allow_methods": ["GET", "POST", "DELETE"], "allow_headers": ["*"]}
+        allowed |= {"allow_origin_regex": ".*"} if ANY in access.origins else {"allow_origins": access.origins}
+        app.add_middleware(CORSMiddleware, **allowed, allow_private_network=True, expose_headers=["*"])
     sinks = [*([write_line] if args.log_requests else []), *([] if traces is None else [traces.record])]
     if sinks:
         app.add_middleware(RequestEnds, root_path=app.root_path, sinks=sinks)

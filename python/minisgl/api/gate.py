@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import re
 import uuid
 from dataclasses import dataclass
 from typing import Final
@@ -20,6 +21,7 @@ MAX_REQUEST_ID: Final = 128
 # address that a user types, so the page asks for the key and sends it with its requests.
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/", "/docs"})
 ANY: Final = "*"
+SLASHES: Final = re.compile("//+")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ class Access:
             encoded, frozenset(hosts), frozenset(_names(args.allowed_origins)), paths, args.root_path.rstrip("/")
         )
 
+    def served_path(self, path: str) -> str:
+        """Return `path` without empty segments, as a base URL that ends in a slash makes them."""
+        path = SLASHES.sub("/", path)
+        return path if path.removeprefix(self.root_path) == "/" else path.rstrip("/")
+
     def refusal(self, path: str, headers: Headers) -> Response | None:
         """Return the response to a request that is not allowed; None if it is."""
         error = self._problem(path, headers)
@@ -87,7 +94,7 @@ def _names(text: str | None) -> set[str]:
 
 def _without_port(host: str) -> str:
     name, colon, port = host.rpartition(":")
-    return name if colon and port.isdigit() else host
+    return (name if colon and (port.isdigit() or not port) else host).removesuffix(".")
 
 
 class Gate:
@@ -102,6 +109,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        scope["path"] = self._access.served_path(scope["path"])
         name = headers.get("x-request-id", "")
         if not (0 < len(name) <= MAX_REQUEST_ID and name.isprintable() and name.isascii()):
             name = uuid.uuid4().hex

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -63,10 +64,20 @@ def anthropic_error(error: RequestError) -> AnthropicErrorResponse:
 
 
 def require_json(request: Request) -> None:
-    """Raise `RequestError` (415) unless the body is JSON. Pages of other sites cannot send JSON without a preflight."""
+    """Raise `RequestError` (415, 501) unless the body is JSON, and not compressed.
+
+    Pages of other sites cannot send JSON without a preflight.
+    """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise RequestError("the content type must be application/json", code="unsupported_media_type", status=415)
+    coding = request.headers.get("content-encoding", "").strip().lower()
+    if coding not in ("", "identity"):
+        request.scope[HEADERS].append((b"accept-encoding", b"identity"))
+        message = f"content-encoding: {coding[:20]} is not supported; send the body uncompressed"
+        raise RequestError(message, code="unsupported_content_coding", status=415)
+    if request.headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
+        raise RequestError("transfer-encoding: only chunked is supported", status=501)
 
 
 async def read_request(request: Request, kind: type[T], args: ServerArgs, served: str) -> T:
@@ -86,12 +97,15 @@ async def read_request(request: Request, kind: type[T], args: ServerArgs, served
                     raise too_large
     except TimeoutError:
         raise RequestError("the body did not arrive in time", code="timeout", status=408) from None
-    parsed = parse_body(bytes(body), kind)
+    text = bytes(body).removeprefix(codecs.BOM_UTF8)
+    if b"\0" in text[:2] or text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise RequestError("the body is UTF-16 or UTF-32; send UTF-8 (RFC 8259, 8.1)", code="invalid_json")
+    parsed = parse_body(text, kind)
     requested: str | None = getattr(parsed, "model", None)
     if requested is not None and requested not in (served, *ANY_MODEL, *split_list(args.served_model_name)):
         message = f"model {requested[:100]!r} is not served here, only {served!r}"
         raise RequestError(message, param="model", code="model_not_found", status=404)
-    report_ignored(request, ignored_fields(bytes(body), kind, args.unknown_fields == "refuse"))
+    report_ignored(request, ignored_fields(text, kind, args.unknown_fields == "refuse"))
     return parsed
 
 

@@ -85,7 +85,7 @@ def add_status_routes(app: FastAPI) -> None:
     async def metrics(request: Request) -> Response:
         body, media = app.state.frontend.render_metrics(request.headers.get("accept", ""))
         headers = {"content-type": media, "vary": "accept, accept-encoding"}
-        if "gzip" in request.headers.get("accept-encoding", ""):
+        if "gzip" in map(str.strip, request.headers.get("accept-encoding", "").split(",")):  # and not gzip;q=0
             body = gzip.compress(body, 5)
             headers["content-encoding"] = "gzip"
         return Response(body, headers=headers)
@@ -106,7 +106,7 @@ def add_information_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -
     """Add the routes that describe the server, and the model under OpenAI's and SGLang's paths."""
     limits = model.limits
     cards = {
-        name: ModelCard(
+        name.strip("/"): ModelCard(
             id=name,
             created=int(time.time()),
             owned_by="minisgl",

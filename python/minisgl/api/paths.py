@@ -36,7 +36,6 @@ def unknown_path(path: str, paths: Iterable[str]) -> str:
     That is the one in `ELSEWHERE`, else the longest one that, without /v1, ends `path` (the base URL is wrong), else
     the one that `path` misspells.
     """
-    path = path.rstrip("/") or "/"
     served = [p for p in paths if "{" not in p and p != "/"]
     tails = [p for p in served if path.endswith(p.removeprefix("/v1"))]
     meant = ELSEWHERE.get(path) or max(tails, key=len, default=None) or near_miss(path[:MAX_SHOWN], served)

@@ -101,6 +101,20 @@ class _EarlyAnswer:
         self._connection.finish()
 
 
+def _without_chunks(app: Any, cycle: RequestResponseCycle) -> Any:
+    """Return `app` for a client of HTTP/1.0: the end of the connection is the end of the response (RFC 9112, 6.1)."""
+
+    async def plain(scope: Any, receive: Any, send: Any) -> None:
+        async def send_plain(message: Any) -> None:
+            cycle.chunked_encoding = False
+            cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return plain
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection.
 
@@ -115,6 +129,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = True
         self._is_complete = True  # the last request has arrived completely
         self._is_lingering = False
+        self._is_parsed_again = False  # the head, without its wish for another protocol
         self._keeps_alive = False
         self._line_bytes = 0  # since the last byte of a body
         self._head_bytes = 0
@@ -194,25 +209,43 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif self._is_complete and not self._line_bytes:
             self._connections.wait(self, HEAD_S)
         self._line_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        rest, is_valid = memoryview(data), True
+        try:
+            while rest:
+                rest = rest[self._feed(rest) :]
+        except httptools.HttpParserError:
+            is_valid = False
         if self.transport.is_closing() or self._is_lingering:
             return
         if max(self._line_bytes, self._head_bytes) > HEAD_BYTES:
             self.refuse(431, "the request's headers are too large")
+        elif not is_valid:
+            self.refuse(400, "the request is not valid HTTP/1.1")
         elif self._is_answering:
             self.flow.resume_reading()
+
+    def _feed(self, data: memoryview) -> int:
+        """Parse `data` up to its end or the head of a request for another protocol. Return the number of bytes parsed.
+
+        Such a request may be answered as if it had no Upgrade field (RFC 9110, 7.8), but the parser skips its body.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as e:
+            if self._is_parsed_again:
+                line = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+                fields = [b"%b: %b" % field for field in self.headers if field[0] != b"upgrade"]
+                self.parser.feed_data(b"\r\n".join([line, *fields, b"", b""]))
+            size: int = e.args[0]
+            return size
+        return len(data)
 
     @property
     def _is_answering(self) -> bool:
         """Whether a complete request waits for the end of its response."""
         running = self._running
         return running is not None and not running.response_complete and not running.more_body
-
-    def send_400_response(self, msg: str) -> None:
-        if self._in_head and len(self.url) + self._head_bytes > HEAD_BYTES:
-            self.refuse(431, "the request's headers are too large")
-        else:
-            self.refuse(400, "the request is not valid HTTP/1.1")
 
     # -- the parser's events
 
@@ -225,11 +258,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_bytes += len(name) + len(value) + 4
         if self._in_head:  # a trailer must not change the request that is being answered
-            super().on_header(name, value)
+            super().on_header(name, value.rstrip(b" \t"))
 
     def on_headers_complete(self) -> None:
-        if len(self.url) + self._head_bytes > HEAD_BYTES:
-            raise httptools.HttpParserError("headers too large")
+        self._head_bytes += len(self.url)
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if self._head_bytes > HEAD_BYTES or (hosts != 1 and self.parser.get_http_version() == "1.1"):
+            raise httptools.HttpParserError("headers too large, or not one Host (RFC 9112, 3.2)")
+        self._is_parsed_again = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if self._is_parsed_again:
+            return
         self._in_head = False
         self._connections.done(self)
         super().on_headers_complete()
@@ -241,6 +279,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._is_parsed_again:
+            return
         self._is_complete = True
         self._line_bytes = 0
         self.cycle.keep_alive = self._keeps_alive
@@ -251,7 +291,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         cycle.scope[DROP] = self.drop  # type: ignore[typeddict-unknown-key]
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, app if cycle.scope["http_version"] != "1.0" else _without_chunks(app, cycle))
 
     def on_response_complete(self) -> None:
         self._pipelined_bytes = 0

@@ -37,6 +37,11 @@ def answer(args: ServerArgs, path: str = "/v1/models", **headers: str) -> int:
         ({}, "127.0.0.1:80", 204),
         ({}, "[::1]:80", 204),
         ({}, "[::1]", 204),
+        ({}, "localhost.", 204),
+        ({}, "localhost.:80", 204),
+        ({}, "localhost:", 204),
+        ({}, "localhost:x", 403),
+        ({}, "user@localhost", 403),
         ({}, "evil.example:1919", 403),
         ({}, "localhost.evil.example", 403),
         ({"allowed_hosts": "llm.example, other"}, "llm.example:443", 204),
@@ -117,12 +122,59 @@ def test_browsers_may_read_answers_for_allowed_origins_only(origin: str) -> None
     assert response.status_code == (200 if is_allowed else 403)
     assert (response.headers.get("access-control-allow-origin") == origin) == is_allowed
     assert client.get("/version", headers={"host": "evil.example"}).json()["error"]["code"] == "host_not_allowed"
+    local = client.options("/v1/completions", headers=headers | {"access-control-request-private-network": "true"})
+    assert (local.status_code == 200) == is_allowed
+    assert not is_allowed or local.headers["access-control-allow-private-network"] == "true"
+
+
+MODEL = ServedModel("m", Limits(max_model_len=64, vocab_size=100), SamplingDefaults())
+
+
+@pytest.mark.parametrize("root", ["", "/llm"])
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/v1/models", 200),
+        ("/v1/models/", 200),
+        ("/v1//models", 200),
+        ("//v1/models//", 200),
+        ("/v1%2fmodels%2F", 200),
+        ("/v1/models//orgs//one/", 200),
+        ("/v1/models/%2Forgs/one", 200),
+        ("//docs/", 200),
+        ("/", 200),
+        ("//", 200),
+        ("/v1/x/models", 404),
+        ("/v1/model", 404),
+    ],
+)
+def test_slashes_too_many_do_not_matter(root: str, path: str, status: int) -> None:
+    app = create_app(ServerArgs(root_path=root, served_model_name="/orgs/one"), MODEL)
+    client = TestClient(app, follow_redirects=False)
+    for prefix in {root, ""}:
+        url = f"http://localhost:1919{prefix}{path}"
+        assert client.get(url).status_code == status
+        assert client.post(url, json={}).status_code == {200: 405}.get(status, status)
+    client = TestClient(create_app(ServerArgs(root_path=root, api_key="k"), MODEL), follow_redirects=False)
+    is_open = path.strip("/") in ("", "docs")
+    assert client.get(f"http://localhost:1919{root}{path}").status_code == (200 if is_open else 401)
+
+
+@pytest.mark.parametrize("coding", ["gzip", "X-GZIP", "deflate", "br", "zstd", "gzip, identity", "?"])
+def test_a_compressed_body_is_refused_with_what_is_accepted(coding: str) -> None:
+    client = TestClient(create_app(ServerArgs(), MODEL), "http://localhost:1919")
+    headers = {"content-type": "application/json", "content-encoding": coding}
+    for path in ("/v1/completions", "/v1/messages", "/generate", "/flush_cache"):
+        response = client.post(path, content=b"\x1f\x8b", headers=headers)
+        assert (response.status_code, response.headers["accept-encoding"]) == (415, "identity")
+        assert coding.lower() in response.json()["error"]["message"]
 
 
 def test_posts_must_be_json() -> None:
-    app = create_app(ServerArgs(), ServedModel("m", Limits(max_model_len=64, vocab_size=100), SamplingDefaults()))
+    app = create_app(ServerArgs(), MODEL)
     client = TestClient(app, "http://localhost:1919")
     for route in app.routes:
         if "POST" in getattr(route, "methods", ()):
+            assert "accept-encoding" not in client.post(route.path).headers, "that would mean: not compressed"  # type: ignore[attr-defined]
             assert client.post(route.path).status_code == 415, route  # type: ignore[attr-defined]
             assert client.post(route.path, content="{}", headers={"content-type": "text/plain"}).status_code == 415  # type: ignore[attr-defined]

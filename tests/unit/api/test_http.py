@@ -18,6 +18,45 @@ class Body(msgspec.Struct):
     prompt: str
 
 
+TEXT = '{"prompt": "grün"}'
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "message"),
+    [
+        (TEXT.encode("utf-8-sig"), {}, None),
+        (TEXT.encode(), {"content-encoding": " Identity"}, None),
+        (TEXT.encode(), {"content-encoding": "", "transfer-encoding": "Chunked"}, None),
+        (TEXT.encode(), {"content-type": 'Application/JSON ; charset="utf-16"'}, None),  # RFC 8259 has no charset
+        (TEXT.encode("utf-16"), {}, "UTF-16 or UTF-32; send UTF-8"),
+        (TEXT.encode("utf-16-le"), {}, "UTF-16 or UTF-32; send UTF-8"),
+        (TEXT.encode("utf-16-be"), {}, "UTF-16 or UTF-32; send UTF-8"),
+        (TEXT.encode("utf-32"), {}, "UTF-16 or UTF-32; send UTF-8"),
+        (TEXT.encode("utf-32-be"), {}, "UTF-16 or UTF-32; send UTF-8"),
+        (TEXT.encode("latin-1"), {}, "not valid JSON: 'utf-8' codec can't decode byte 0xfc"),
+        (b"", {}, "not valid JSON"),
+        (b"\xef\xbb\xbf", {}, "not valid JSON"),
+        (b"", {"content-type": ""}, "must be application/json"),
+        (TEXT.encode(), {"content-type": "text/json"}, "must be application/json"),
+        (TEXT.encode(), {"transfer-encoding": "gzip, chunked"}, "only chunked"),
+    ],
+)
+def test_a_body_must_be_json_in_utf_8(body: bytes, headers: dict[str, str], message: str | None) -> None:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    fields = {"content-type": "application/json", **headers}
+    head = [(name.encode(), value.encode()) for name, value in fields.items()]
+    request = Request({"type": "http", "method": "POST", "headers": head}, receive)
+    reading = http.read_request(request, Body, ServerArgs(), "demo")
+    if message is None:
+        assert asyncio.run(reading) == Body("grün")
+        return
+    with pytest.raises(RequestError, match=message) as e:
+        asyncio.run(reading)
+    assert e.value.status in (400, 415, 501)
+
+
 def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "BODY_TIMEOUT_S", 0.2)
 

@@ -20,7 +20,6 @@ PATHS = [route.path for route in APP.routes if isinstance(route, APIRoute)]
     [
         ("/v1/response", "/v1/responses"),
         ("/v1/chat/completion", "/v1/chat/completions"),
-        ("/v1/chat/completions/", "/v1/chat/completions"),
         ("/chat/completions", "/v1/chat/completions"),
         ("/v1/chat/completions/chat/completions", "/v1/chat/completions"),
         ("/v1/v1/chat/completions", "/v1/chat/completions"),

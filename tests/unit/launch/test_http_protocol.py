@@ -129,6 +129,58 @@ def test_pipelined_requests_are_answered_in_order(connect: Callable[[], Client])
     assert connect().send(GET + post).read_until(b"<3 2>").count(b"HTTP/1.1 200") == 2
 
 
+HTTP2 = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        HTTP2,  # curl --http2, Java's HttpClient
+        b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n",
+        b"Connection: keep-alive, , UPGRADE\r\nUpgrade: TLS/1.2, HTTP/2.0\r\nUpgrade: x\r\n",
+        b"upgrade: h2c\r\n",
+        b"connection: upgrade\r\n",
+    ],
+)
+@pytest.mark.parametrize("cut", [None, 30, -9, -4])
+@pytest.mark.parametrize(
+    "rest", [b"content-length: 5\r\n\r\nabcde", b"transfer-encoding: chunked\r\n\r\n5\r\nabcde\r\n0\r\n\r\n"]
+)
+def test_a_request_for_another_protocol_is_answered_as_it_stands(
+    connect: Callable[[], Client], wish: bytes, rest: bytes, cut: int | None
+) -> None:
+    post = b"POST / HTTP/1.1\r\nhost: x\r\n" + wish + rest
+    client = connect()
+    for _ in range(2):
+        if cut is not None:
+            client.send(post[:cut])
+            time.sleep(0.01)
+        data = client.send(post[cut:] + GET[:20]).read_until(b">")
+        assert data.startswith(b"HTTP/1.1 200") and b"<5 " in data
+        assert b"<0 1>" in client.send(GET[20:]).read_until(b"<0 1>")
+
+
+def test_a_client_of_http_1_0_gets_no_chunks(connect: Callable[[], Client]) -> None:
+    data = connect().send(b"GET /stream HTTP/1.0\r\n\r\n").read_until(b"xxx")
+    assert b"connection: close" in data and b"transfer-encoding" not in data
+    assert connect().send(b"GET / HTTP/1.0\r\nconnection: keep-alive\r\n\r\n").read_all().endswith(b"<0 1>")
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET / HTTP/1.1\r\n", 400),  # RFC 9112, 3.2: exactly one Host
+        (b"GET / HTTP/1.1\r\nhost: x\r\nHost: y\r\n", 400),
+        (b"GET / HTTP/1.1\r\nhost:\r\n", 200),
+        (b"GET / HTTP/1.0\r\n", 200),
+        (b"GET http://x:80/ HTTP/1.1\r\nhost: x\r\n", 200),
+        (b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n", 400),
+    ],
+)
+def test_heads_that_are_not_http(connect: Callable[[], Client], head: bytes, status: int) -> None:
+    assert connect().send(head + b"\r\n").read_until(b">" if status == 200 else b"}}").split()[1] == b"%d" % status
+
+
 def require_end(client: Client) -> None:
     """Send until the server ends the connection."""
     began = time.monotonic()
