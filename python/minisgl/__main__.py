@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -240,6 +242,22 @@ def _is_flag_or_model(word: str) -> bool:
     return word.startswith("-") or "/" in word or Path(word).is_dir()
 
 
+def _adapt_to_surroundings() -> None:
+    """Open standard streams that are closed, and let stdout take every character, as stderr does.
+
+    Raises `ConfigError` in a folder that has been deleted, where nothing can be imported.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a socket gets the number of a stream
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder does not exist any more; change to another one") from None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Return the exit code: 0 = done, 1 = failed, 2 = the command line or settings cannot work."""
     argv = sys.argv[1:] if argv is None else argv
@@ -247,6 +265,7 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or (argv[0] not in (*COMMANDS, "-h", "--help", "--version") and _is_flag_or_model(argv[0])):
         argv = ["serve", *argv]
     try:
+        _adapt_to_surroundings()
         options = _parser().parse_args(argv)
         return COMMANDS[options.command](options)
     except MinisglError as e:

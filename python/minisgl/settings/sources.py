@@ -206,7 +206,7 @@ def engine_options(given: dict[str, Any]) -> dict[str, Any]:
 
 def _merge_sources(given: dict[str, Any], cls: type) -> dict[str, Any]:
     """Return the options of `cls` from all sources. File and environment may also set options of a server."""
-    path = given.get("config", os.environ.get(f"{ENV_PREFIX}CONFIG"))
+    path = given.get("config", os.environ.get(f"{ENV_PREFIX}CONFIG") or None)
     from_file = {} if path is None else _read_file(Path(path).expanduser(), path)
     options = {name: value for name, value in (from_file | _read_environment()).items() if name in options_of(cls)}
     return options | {name: value for name, value in given.items() if name != "config"}
@@ -235,12 +235,14 @@ def is_overlap_disabled() -> bool:
 
 
 def _read_environment() -> dict[str, Any]:
-    """Return the options set by MINISGL_<NAME> variables. Unknown variables are ignored with a warning."""
+    """Return the options set by MINISGL_<NAME> variables. Unknown variables are ignored with a warning, empty ones without."""
     spellings = spellings_of(ServerArgs)
     given = []
     for variable, text in sorted(os.environ.items()):
         name = variable.removeprefix(ENV_PREFIX).lower()
-        if not variable.startswith(ENV_PREFIX) or name in OTHER_VARIABLES or OF_A_SERVICE.fullmatch(f"{name}={text}"):
+        if not (variable.startswith(ENV_PREFIX) and text.strip()) or name in OTHER_VARIABLES:
+            continue
+        if OF_A_SERVICE.fullmatch(f"{name}={text}"):
             continue
         if name not in spellings and not sentence_for(name):
             if close := near_miss(name, {*spellings, *OTHER_VARIABLES}):
