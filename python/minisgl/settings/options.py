@@ -341,11 +341,11 @@ class SchedulerConfig(Settings):
         },
     )
     schedule_policy: str = option(
-        "fcfs",
-        "order of waiting requests: fcfs = the shortest prompt first, with a bound on the wait of the others, then by "
-        "arrival; lpm = the longest cached prefix first",
+        "shortest",
+        "order of waiting requests: shortest = the shortest prompt first, with a bound on the wait of the others, then "
+        "by arrival; fcfs = in order of arrival; lpm = the longest cached prefix first",
         aliases=("scheduling_policy",),
-        choices=("fcfs", "lpm"),
+        choices=("shortest", "fcfs", "lpm"),
     )
     max_prefill_length: int = option(
         8192,
