@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from minisgl.checkpoint.embedder import read_embedder
 from minisgl.checkpoint.hf import resolve_model
-from minisgl.errors import InvariantError, RequestError
+from minisgl.errors import ConfigError, InvariantError, RequestError
 from minisgl.llm.completions import Completion, Completions, Request
 from minisgl.llm.ranks import running_ranks
 from minisgl.message import AbortMsg, TokenizeMsg, UserMsg, ids_to_bytes
@@ -25,6 +25,7 @@ from minisgl.process.log import Progress
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.settings.options import SchedulerConfig, build_config
+from minisgl.settings.sources import as_written
 from minisgl.tokenizer.detokenize import DetokenizeManager
 from minisgl.tokenizer.template import ChatTemplate
 from minisgl.tokenizer.tokenize import TokenizeManager, model_limits
@@ -49,7 +50,12 @@ class LLM:
     """
 
     def __init__(self, model: str = "", **options: Any) -> None:
-        given = {"model": model, **options} if model else options
+        try:
+            self._start({"model": model, **options} if model else options)
+        except ConfigError as e:
+            raise ConfigError(as_written(str(e), ((name, f"{name}=") for name in options))) from e
+
+    def _start(self, given: Mapping[str, Any]) -> None:
         config = build_config(SchedulerConfig, {**BATCH, **given})
         engine = config.engine
         folder = resolve_model(engine.model, engine.download_source, weights=False, revision=engine.revision)

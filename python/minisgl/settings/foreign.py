@@ -1,4 +1,4 @@
-"""Explains options of vLLM, SGLang and mini-sglang that have another name and another meaning here.
+"""Explains options and commands of other engines that have another name and another meaning here.
 
 The table is `foreign.toml`. An option with the same meaning is an alias of ours (`options.py`).
 """
@@ -16,17 +16,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Foreign:
-    """The values with which an option changes nothing, and sentences by patterns of names, in order."""
+    """The values with which an option changes nothing, sentences by patterns of names, in order, and by commands."""
 
     redundant: Mapping[str, list[str]]
     sentences: Mapping[str, str]
+    commands: Mapping[str, str]
 
 
 @cache
 def foreign() -> Foreign:
     """Read the table."""
     table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    return Foreign(table["redundant"], {entry["flags"]: entry["sentence"] for entry in table["named"]})
+    sentences = {entry["flags"]: entry["sentence"] for entry in table["named"]}
+    return Foreign(table["redundant"], sentences, table["commands"])
 
 
 def sentence_for(name: str) -> str:
