@@ -142,7 +142,7 @@ def tool(parameters: dict[str, Any]) -> dict[str, Any]:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": NAMED, "tools": TOOLS}, "tool_choice"),
         ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice"),
-        ({"tool_choice": "required", "tools": [{"type": "function", "function": {}}]}, "tools"),
+        ({"tool_choice": "required", "tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tool_choice": "required", "tools": [tool({"type": "x"})]}, "tools"),
         ({"tool_choice": "required", "tools": [tool({"type": "integer", "minimum": LOW, "maximum": LOW})]}, "tools"),
         ({"tool_choice": "auto", "tools": TOOLS, "extra_body": {"guided_regex": "[a"}}, "guided_regex"),
