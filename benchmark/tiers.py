@@ -88,7 +88,7 @@ def streams(llm: LLM, args: argparse.Namespace, seed: int) -> tuple[str, list[To
     prompts = [*(tokens(rng, args.page_size) for _ in range(args.streams)), prompt]
     lengths = [args.stream_tokens] * args.streams + [1]
     params = [SamplingParams(max_tokens=length, ignore_eos=True, temperature=0) for length in lengths]
-    completions = Completions(llm.detokenizer, llm.prepare(prompt_messages(prompts), params))
+    completions = Completions(llm.detokenizer, llm.prepare(prompt_messages(prompts, llm.tokenizer.limits), params))
     late, stats = [completions.waiting.pop()], llm.scheduler.stats
     uid = late[0].uid
     before: list[float] = []

@@ -22,7 +22,8 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import distributions
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,7 +69,7 @@ CORES = ("Nehalem", "Sandybridge", "Haswell", "Zen", "SkylakeX", "Cooperlake", "
 
 @dataclass
 class Result:
-    """How a part ended. `skipped` and `deselected` count tests by the reason why they were not run."""
+    """How a part ended: its exit status, its wall time, and what pytest wrote."""
 
     part: Part
     code: int
@@ -76,15 +77,13 @@ class Result:
     output: str
 
     def count(self, word: str) -> int:
+        """Return the number before `word` in pytest's closing line."""
         found = re.findall(rf"(\d+) {word}\b", self.output[self.output.rfind("\n", 0, -1) :])
         return int(found[0]) if found else 0
 
     @property
-    def has_failed(self) -> bool:
-        return self.code != 0
-
-    @property
     def skipped(self) -> Counter[str]:
+        """The number of tests that were skipped for each reason."""
         found: Counter[str] = Counter()
         for number, reason in re.findall(r"^SKIPPED \[(\d+)\] [^:\n]+(?::\d+)?: (.*)$", self.output, re.MULTILINE):
             found[reason] += int(number)
@@ -122,8 +121,9 @@ def run(part: Part) -> Result:
 def kernel_record() -> Path:
     """Return the file that exists if the kernels' parts have passed here with these sources and packages."""
     package = ROOT / "python" / "minisgl"
-    digest = hashlib.sha256(f"{sys.version}{[version(name) for name in ('torch', 'triton', 'numpy')]}".encode())
-    for path in sorted([*package.rglob("*"), *(ROOT / "tests").rglob("*.py"), Path(__file__)]):
+    versions = sorted(f"{d.name} {d.version}" for d in distributions() if d.name in ("torch", "triton", "numpy"))
+    digest = hashlib.sha256(f"{sys.version} {versions}".encode())
+    for path in sorted([*package.rglob("*"), *(ROOT / "tests").rglob("*"), Path(__file__)]):
         is_beside = path.is_relative_to(package) and path.relative_to(package).parts[0] in BESIDE_KERNELS
         if path.suffix in (".py", ".cu", ".cpp", ".h") and not is_beside:
             digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
@@ -152,7 +152,7 @@ def levels() -> tuple[list[Part], list[str]]:
         used = [lib["architecture"] for lib in json.loads(done.stdout or "[]") if lib["internal_api"] == "openblas"]
         if used == [core]:
             env |= {"TRITON_INTERPRET": "1"}
-            parts.append(Part(f"kernels with BLAS for {core}", ("tests/interpreter",), env))
+            parts.append(Part(f"kernels with BLAS for {core}", ("tests/interpreter",), env, is_kernels=True))
         else:
             absent.append(f"kernels with BLAS for {core}: OpenBLAS takes {used[0] if used else 'nothing'} here")
     return parts, absent
@@ -164,7 +164,7 @@ def table(results: list[Result]) -> Iterator[str]:
     yield f"{'part':<36}" + "".join(f"{word:>9}" for word in (*words, "seconds"))
     for result in results:
         counts = "".join(f"{result.count(word):>9}" for word in words)
-        verdict = "" if not result.has_failed else f"  FAILED (exit status {result.code})"
+        verdict = f"  FAILED (exit status {result.code})" if result.code else ""
         yield f"{result.part.name:<36}{counts}{result.seconds:>9.0f}{verdict}"
     for reason, number in sum((result.skipped for result in results), Counter()).most_common():
         yield f"not run: {number} {'test' if number == 1 else 'tests'}: {reason}"
@@ -179,13 +179,14 @@ def main() -> int:
     args = parser.parse_args()
     begun = time.monotonic()
     parts, notes = levels() if args.levels else (list(PARTS), [])
-    record = kernel_record()
-    if args.changed and record.exists():
-        kernels = [part for part in parts if part.is_kernels]
+    record, reason = kernel_record(), ""
+    if find_spec("triton") is None:
+        reason = "Triton is not installed"
+    elif args.changed and record.exists():
+        reason = "passed here with these sources, and nothing that it reads has changed"
+    if reason:
+        notes += [f"{part.name}: {reason}" for part in parts if part.is_kernels]
         parts = [part for part in parts if not part.is_kernels]
-        notes += [
-            f"{part.name}: passed here with these sources, and nothing that it reads has changed" for part in kernels
-        ]
     results = []
     print(f"{len(parts)} parts, {AT_ONCE} at a time; each is shown when it has ended", flush=True)
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -193,12 +194,14 @@ def main() -> int:
             results.append(result := future.result())
             print(f"\n===== {result.part.name}\n{result.output.strip()}", flush=True)
     results.sort(key=lambda result: parts.index(result.part))
-    if not any(result.has_failed for result in results if result.part.is_kernels) and not args.levels:
+    kernels = [result for result in results if result.part.is_kernels]
+    is_incomplete = any(result.code or result.skipped for result in kernels)  # what was skipped has not passed
+    if kernels and not args.levels and not is_incomplete:
         record.parent.mkdir(parents=True, exist_ok=True)
         record.touch()
     print("", *table(results), *(f"not run: {note}" for note in notes), sep="\n")
     failed = sum(result.count("failed") + result.count("error") for result in results)
-    broken = sum(result.has_failed for result in results)
+    broken = sum(result.code != 0 for result in results)
     print(f"{(time.monotonic() - begun) / 60:.1f} minutes; {broken} of {len(results)} parts failed")
     print(
         f"{sum(r.count('passed') for r in results)} passed, {max(failed, broken)} failed, "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, get_args
 import msgspec
 
 from minisgl.errors import RequestError, did_you_mean
-from minisgl.settings.foreign import sentence_for
+from minisgl.settings.foreign import field_names, sentence_for
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,7 +68,8 @@ class _Checked(type(msgspec.Struct)):  # type: ignore[misc]
             raise TypeError(f"{cls.__name__} takes names and values, such as {cls.__name__}(temperature=0)")
         fields = _fields(cls)
         for name in given.keys() - fields.keys():
-            advice = sentence_for(f"sampling.{name}")
+            ours = (field_names()["instead"] | field_names()["aliases"]).get(name)
+            advice = sentence_for(f"sampling.{name}") or (f"write {ours}" if ours in fields else "")
             hint = f"; {advice}" if advice else did_you_mean(name, fields)
             raise TypeError(f"{cls.__name__} has no field {name!r}{hint}")
         made = super().__call__(**{name: _converted(fields[name], value) for name, value in given.items()})

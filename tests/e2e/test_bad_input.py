@@ -24,7 +24,7 @@ MESSAGES: list[Any] = [
     [{"role": "user", "content": [{}]}],
     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
     [{"role": "user", "content": [{"type": "text", "text": 5}]}],
-    [{"role": "nobody", "content": "x"}],
+    [{"role": "narrator", "content": "x"}],
     [{"role": "", "content": "x"}],
     [{"role": "tool", "content": "x"}],
     [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],

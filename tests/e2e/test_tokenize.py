@@ -72,7 +72,7 @@ def test_special_tokens(client: httpx.Client) -> None:
         ("/tokenize", {}, 400, "prompt"),
         ("/tokenize", {"prompt": "x", "messages": []}, 400, "prompt"),
         ("/tokenize", {"messages": []}, 400, "messages"),
-        ("/tokenize", {"messages": [{"role": "nobody", "content": "x"}]}, 400, "messages[0].role"),
+        ("/tokenize", {"messages": [{"role": "narrator", "content": "x"}]}, 400, "messages[0].role"),
         ("/tokenize", {"messages": [{"role": "user", "content": "x" * 3_000_000}]}, 400, "messages"),
         ("/tokenize", {"prompt": 3}, 400, "prompt"),
         ("/tokenize", {"prompt": "x" * 3_000_000}, 400, "prompt"),

@@ -498,7 +498,7 @@ class History:
 
     def _is_invalid(self, client: Client) -> bool:
         is_bad = client.params.grammar is not None and client.params.grammar.text == "bad"
-        return is_bad or len(client.prompt) + (client.params.max_tokens or 1) > MAX_LEN
+        return is_bad or len(client.prompt) >= MAX_LEN
 
     def _expected(self, client: Client) -> tuple[list[int], str, FinishReason]:
         """What the client must get: tokens, text and the reason of its end."""
@@ -508,7 +508,8 @@ class History:
         matcher = None
         if params.grammar is not None:
             matcher = FakeMatcher(params.grammar.text, self.vocab, not params.ignore_eos)
-        limit = MAX_LEN - len(client.prompt) if params.max_tokens is None else params.max_tokens
+        rest = MAX_LEN - len(client.prompt)
+        limit = rest if params.max_tokens is None else min(rest, params.max_tokens)
         tokens = expected_output(
             client.prompt, limit, self.vocab, ignore_eos=params.ignore_eos, stops=params.stop_token_ids, matcher=matcher
         )

@@ -1,25 +1,24 @@
 """Unknown fields, also inside known objects: those that would change the answer are refused, the others are reported.
 
-`fields.toml` has the names of other servers; docs/api.md shows them.
+`settings/fields.toml` has the names of other servers; docs/api.md shows them.
 """
 
 from __future__ import annotations
 
 import logging
-import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from minisgl.api import protocol as p
 from minisgl.errors import RequestError, near_miss, unsupported
+from minisgl.settings.foreign import field_names
 
 logger = logging.getLogger(__name__)
 
-_TABLE: Final = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TABLE: Final = field_names()
 # Fields that are not implemented and would change the answer -> the value that changes nothing, as null does.
 FOREIGN: Final[dict[str, Any]] = dict.fromkeys(_TABLE["refused"]) | _TABLE["neutral"]
 ALIASES: Final[dict[str, str]] = _TABLE["aliases"]

@@ -28,9 +28,8 @@ _PART: Final = re.compile(
 # A set of texts: ("set", symbols), ("cat", a, b), ("star", a), ("or", terms) or ("not", a). A symbol stands for all
 # characters that no class of the pattern tells apart.
 _Term = tuple[Any, ...]
-_Node = tuple[
-    Any, ...
-]  # ("set", text), ("^", _), ("$", _), ("or" | "(?=" | "(?!", choice), ("repeat", node, least, most)
+# A part of a pattern: ("set", text), ("^", _), ("$", _), ("or" | "(?=" | "(?!", choice), ("repeat", node, least, most)
+_Node = tuple[Any, ...]
 _ZERO_WIDTH: Final = {"^", "$", "(?=", "(?!"}
 _NOTHING: Final[_Term] = ("set", frozenset())
 _EMPTY: Final[_Term] = ("star", _NOTHING)

@@ -1,6 +1,7 @@
-"""Explains options of vLLM, SGLang and mini-sglang that have another name and another meaning here.
+"""Explains names of other servers that have another name or another meaning here.
 
-The table is `foreign.toml`. An option with the same meaning is an alias of ours (`options.py`).
+The tables are `foreign.toml` for options and `fields.toml` for fields of requests. An option with the same meaning is
+an alias of ours (`options.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ def foreign() -> Foreign:
     """Read the table."""
     table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     return Foreign(table["redundant"], {entry["flags"]: entry["sentence"] for entry in table["named"]})
+
+
+@cache
+def field_names() -> dict[str, Any]:
+    """Read the table of fields."""
+    return tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding="utf-8"))
 
 
 def sentence_for(name: str) -> str:

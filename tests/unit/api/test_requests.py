@@ -280,7 +280,7 @@ FUNCTION = {"type": "function", "function": {"name": "f"}}
 @pytest.mark.parametrize(
     ("given", "param"),
     [
-        ({"messages": [*USER, {"role": "nobody"}]}, "messages[1].role"),
+        ({"messages": [*USER, {"role": "narrator"}]}, "messages[1].role"),
         ({"messages": [*USER, {"role": ""}]}, "messages[1].role"),
         ({"messages": [*USER, {}]}, "messages[1].role"),
         ({"messages": [*USER, {"role": "user", "content": 5}]}, "messages[1].content"),

@@ -120,8 +120,8 @@ def test_decoding_does_not_check_again(monkeypatch: pytest.MonkeyPatch) -> None:
         ("guided_json", '; write grammar=Grammar("json_schema", json.dumps(schema))'),
         ("response_format", '; write grammar=Grammar("json_schema", json.dumps(schema))'),
         ("structured_outputs", "; write grammar=Grammar(kind, text)"),
-        ("best_of", "; there is no beam search; n=4 samples four"),
-        ("use_beam_search", "; there is no beam search; n=4 samples four"),
+        ("best_of", "; there is no beam search; n=4 samples four answers"),
+        ("use_beam_search", "; there is no beam search; n=4 samples four answers"),
     ],
 )
 def test_an_unknown_name_leads_to_ours(name: str, advice: str) -> None:

@@ -49,7 +49,6 @@ def test_a_message_that_contradicts_is_dropped_and_counted(
         (user(1, ids_to_bytes([1, -1])), "prompt"),
         (user(1, ids_to_bytes([1, 5003])), "prompt"),
         (user(1, ids_to_bytes([1] * 65)), "prompt"),
-        (user(1, max_tokens=64), "max_tokens"),
         (user(1, max_tokens=-1), "max_tokens"),
         (user(1, temperature=math.nan), "temperature"),
         (user(1, top_k=-2), "top_k"),
