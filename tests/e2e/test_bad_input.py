@@ -119,11 +119,45 @@ def test_bodies_that_are_not_requests_are_refused(server: ServerProcess, http: h
         assert post(server, http, path, body).status_code == 400, body[:50]
 
 
+ARGUMENTS = [" ", "null", "[1]", '{"city":"Par', "", None, {"n": 2**80}, [1], '{"x": NaN, "n": 1e999}', "9" * 900]
+
+
+@pytest.mark.parametrize("given", ARGUMENTS, ids=repr)
+def test_a_conversation_goes_on_after_any_arguments(http: httpx.Client, given: Any) -> None:
+    """In all APIs, beside a tool whose schema has a number of more than 64 bits."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 2**80}}}
+    ask, function = {"role": "user", "content": "x"}, {"name": "f", "parameters": schema}
+    call = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": given}}]}
+    use, result = (
+        {"type": "tool_use", "id": "1", "name": "f", "input": given},
+        {"type": "tool_result", "tool_use_id": "1"},
+    )
+    item, output = {"type": "function_call", "call_id": "1", "name": "f", "arguments": given}, {"call_id": "1"}
+    bodies = {
+        "/v1/chat/completions": {
+            "messages": [ask, call, {"role": "tool", "tool_call_id": "1", "content": "y"}],
+            "tools": [{"type": "function", "function": function}],
+        },
+        "/v1/messages": {
+            "messages": [ask, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}],
+            "tools": [{"name": "f", "input_schema": schema}],
+        },
+        "/v1/responses": {
+            "input": [ask, item, {"type": "function_call_output", "output": "y"} | output],
+            "tools": [{"type": "function", **function}],
+            "max_output_tokens": 1,
+        },
+    }
+    for path, body in bodies.items():
+        limit = {} if "max_output_tokens" in body else {"max_tokens": 1}
+        response = http.post(path, json=body | limit)
+        assert response.status_code == 200, (path, response.text)
+
+
 @pytest.mark.parametrize(
     "extra",
     [
         {"tools": [{}]},
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"maximum": 2**80}}}]},
         {"tools": [{"type": "function", "function": {"name": "f" * 100_000}}]},
         {"chat_template_kwargs": {"messages": 1}},
         {"chat_template_kwargs": {"a b": 1}},

@@ -64,8 +64,8 @@ def _assistant_message(role: str, blocks: list[dict[str, Any]]) -> Iterator[p.Ch
         match block:
             case {"type": "thinking", "thinking": str(thinking)}:
                 thoughts.append(thinking)
-            case {"type": "tool_use", "id": str(call), "name": str(name), "input": dict(given)}:
-                calls.append(p.ToolCall(p.ToolFunction(name, given), call))
+            case {"type": "tool_use", "id": str(call), "name": str(name)}:
+                calls.append(p.ToolCall(p.ToolFunction(name, block.get("input")), call))
             case _:
                 texts.append(block)
     reasoning = "".join(thoughts) or None

@@ -151,7 +151,7 @@ def _levels(
     """
     found: list[tuple[str, Fields]] = []
     for where, value in values:
-        match _VALUES.decode(value):
+        match _objects_in(value):
             case dict(given):
                 found.append((where, given))
             case list(items):
@@ -161,6 +161,13 @@ def _levels(
         if (inner := _join(path, name)) in objects:
             inside = [(_join(where, name), given[name]) for where, given in found if name in given]
             yield from _levels(inside, inner, objects)
+
+
+def _objects_in(value: msgspec.Raw) -> Any:
+    try:
+        return _VALUES.decode(value)
+    except msgspec.ValidationError:
+        return None  # a number beyond float64, which no object's place may have
 
 
 def _changes_nothing(name: str, value: bytes, kind: type[msgspec.Struct]) -> bool:

@@ -7,9 +7,11 @@ which are assembled from bytes. `tests/e2e/test_openapi.py` checks real response
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from functools import cache
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -27,10 +29,6 @@ def _only(*values: Any, use: str = "") -> msgspec.Meta:
     return msgspec.Meta(extra={"only": values, "use": use})
 
 
-# Clients that have only one type of number write integers as 3.0, which are integers to JSON Schema as well.
-_DOUBLES: Final = msgspec.json.Decoder(float_hook=lambda text: int(x) if (x := float(text)).is_integer() else x)
-
-
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -38,7 +36,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 class ToolFunction(msgspec.Struct, frozen=True):
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: Any = None
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -54,6 +52,16 @@ class ChatMessage(msgspec.Struct, frozen=True):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+
+
+class GivenMessage(ChatMessage, frozen=True):
+    """A message of a chat completion, and the object that the client has sent: templates may read more fields."""
+
+    given: dict[str, Any] = {}
+
+
+class _Messages(msgspec.Struct, frozen=True):
+    messages: list[dict[str, Any]] | None = None
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,7 +179,7 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
     content: Any = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
+    arguments: Any = None
     output: Any = None
     summary: Any = None
 
@@ -618,18 +626,32 @@ class EngineViewResponse(msgspec.Struct, frozen=True, kw_only=True):
 def parse_body(body: bytes, kind: type[T]) -> T:
     """Decode the JSON `body` as a `kind`. Raises `RequestError` (400) naming the invalid field."""
     try:
-        try:
-            request = msgspec.json.decode(body, type=kind)
-        except msgspec.ValidationError as e:
-            if "got `float`" not in str(e):
-                raise
-            request = msgspec.convert(_DOUBLES.decode(body), kind)
+        request = _decode(body, kind)
+        if isinstance(request, ChatCompletionRequest | TokenizeRequest) and request.messages is not None:
+            pairs = zip(request.messages, _decode(body, _Messages).messages or (), strict=True)
+            messages = [GivenMessage(**msgspec.structs.asdict(m) | {"given": sent}) for m, sent in pairs]
+            request = msgspec.structs.replace(request, messages=messages)
     except msgspec.ValidationError as e:
         raise RequestError(_readable(str(e)), param=_field_of(str(e)), code="invalid_type") from e
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:
         raise RequestError(f"the body is not valid JSON: {e}", code="invalid_json") from e
     refuse_unsupported(request)
     return request
+
+
+def _decode(body: bytes, kind: type[T]) -> T:
+    """Decode `body`. Integers may have any size or be written as 3.0; numbers beyond float64 become its largest."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as e:
+        if "out of range" not in str(e) and "got `float`" not in str(e):
+            raise
+    return msgspec.convert(json.loads(body, parse_float=_number, parse_constant=int), kind)  # `int` refuses NaN
+
+
+def _number(text: str) -> int | float:
+    number = max(-sys.float_info.max, min(float(text), sys.float_info.max))
+    return int(number) if number.is_integer() else number
 
 
 def refuse_unsupported(request: msgspec.Struct, path: str = "") -> None:

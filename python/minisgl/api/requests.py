@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
@@ -9,12 +10,14 @@ from typing import Any, Final
 import msgspec
 
 from minisgl.api.parsers.output import OutputForms
-from minisgl.api.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, SamplingFields, ToolCall
-from minisgl.api.structured import requested_grammar
+from minisgl.api.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, GivenMessage, SamplingFields
+from minisgl.api.structured import json_text, requested_grammar
 from minisgl.checkpoint.embedder import Embedder
 from minisgl.errors import RequestError, unsupported
 from minisgl.message import TokenizeMsg, ids_to_bytes
 from minisgl.params import MAX_LOGPROBS, Limits, SamplingParams, choice_params, validate_sampling
+
+logger = logging.getLogger(__name__)
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 MAX_PROMPTS: Final = 1024
@@ -39,12 +42,20 @@ class SamplingDefaults:
 
     @classmethod
     def from_generation_config(cls, config: dict[str, Any]) -> SamplingDefaults:
-        """Return the parameters in `config` that are numbers."""
-        values: dict[str, Any] = {}
-        for name, default in asdict(cls()).items():
-            value = config.get(name)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                values[name] = type(default)(value)
+        """Return the parameters in `config`. Log those that no request may have, which do not count."""
+        values, problems = {}, []
+        for name in [name for name in asdict(cls()) if config.get(name) is not None]:
+            value = config[name]
+            is_whole = isinstance(value, float) and value.is_integer()  # an integer by JSON Schema
+            given: dict[str, Any] = {name: int(value) if is_whole else value}
+            try:
+                params = SamplingParams(**given)
+                validate_sampling(params, Limits(max_model_len=1, vocab_size=1))
+                values[name] = getattr(params, name)
+            except RequestError as e:
+                problems.append(f"{name}={value!r:.60} ({e})")
+        if problems:
+            logger.warning("generation_config.json: no request may have %s: ignored", ", ".join(problems))
         return cls(**values)
 
 
@@ -146,10 +157,13 @@ def chat_message(request: ChatCompletionRequest, defaults: SamplingDefaults, lim
             "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
         )
     params = sampling_params(request, max_tokens, request.seed, defaults, limits, logprobs=_num_chat_logprobs(request))
+    messages = [_template_message(m, f"messages[{i}]") for i, m in enumerate(request.messages)]
+    if is_continued:
+        messages[-1]["content"] = text_of(request.messages[-1].content, "messages")
     return TokenizeMsg(
         uid=0,
         sampling_params=params,
-        messages=[_template_message(m, f"messages[{i}]") for i, m in enumerate(request.messages)],
+        messages=messages,
         tools=(request.tools or None) if request.tool_choice != "none" else None,
         add_generation_prompt=request.add_generation_prompt is not False and not is_continued,
         continue_final_message=is_continued,
@@ -170,23 +184,27 @@ def _num_chat_logprobs(request: ChatCompletionRequest) -> int | None:
 
 
 def _template_message(message: ChatMessage, path: str) -> dict[str, Any]:
-    """Return a message in the form that chat templates expect: text content, tool arguments as objects."""
+    """Return a message as the client has sent it, but with the arguments of calls as text."""
     if message.role not in ROLES:
         raise RequestError(f"{path}.role {message.role[:40]!r} is not one of {', '.join(ROLES)}", param=f"{path}.role")
-    result: dict[str, Any] = {"role": message.role, "content": text_of(message.content, f"{path}.content")}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
-            result[name] = value
+    text_of(message.content, f"{path}.content")  # refuses what is not text
+    given = message.given if isinstance(message, GivenMessage) else msgspec.to_builtins(message)
+    result = _without_nulls(given)
     if message.tool_calls:
-        result["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call, f"{path}.tool_calls[{i}]")},
-            }
-            for i, call in enumerate(message.tool_calls)
-        ]
+        result["tool_calls"] = [_template_call(call, f"{path}.tool_calls") for call in result["tool_calls"]]
     return result
+
+
+def _template_call(call: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return an earlier call with its arguments as text, which may be anything: models write what they want."""
+    function = call["function"]
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json_text(arguments, path)
+    return {"type": "function", **_without_nulls(call), "function": function | {"arguments": text}}
+
+
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def unsupported_type(what: str, kind: Any, param: str) -> RequestError:
@@ -210,17 +228,6 @@ def text_of(content: Any, param: str, kinds: Sequence[str] = ("text",)) -> str:
             raise RequestError(f"{param}[{i}].text must be a string", param=f"{param}[{i}].text", code="invalid_type")
         texts.append(part["text"])
     return "".join(texts)
-
-
-def _arguments(call: ToolCall, path: str) -> dict[str, Any]:
-    arguments, param = call.function.arguments, f"{path}.function.arguments"
-    if isinstance(arguments, dict):
-        return arguments
-    try:
-        value = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError) as e:
-        raise RequestError(f"{param} must be a JSON object: {e}", param=param) from e
-    return value
 
 
 def _check_tool(tool: dict[str, Any], path: str) -> None:

@@ -1,81 +1,24 @@
-"""Hugging Face's chat templates: Jinja in a sandbox, with the conventions of transformers.
+"""The chat templates of a model folder.
 
-A template comes from the model folder, never from a client. Clients only provide messages, and rendering is limited in
-size and time. A template could still hang the compiler or take all memory, so each is first tried in a process with
-limits, which runs this module as a program.
+A template comes from the model folder, never from a client. Clients only provide messages. Each template is first tried
+in a process with limits (`trial.py`).
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.meta import find_undeclared_variables
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from minisgl.errors import RequestError
-from minisgl.process.limits import limit_resources, module_environment
 from minisgl.tokenizer.folder import read_settings, special_names
+from minisgl.tokenizer.jinja import compile_template, fill_in
+from minisgl.tokenizer.reading import Reading
+from minisgl.tokenizer.trial import try_template
 
 MAX_MESSAGES: Final = 2048  # templates may loop over messages within messages
-MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
-MAX_RENDER_SECONDS: Final = 5.0
-TRIAL_CPU_S: Final = 2  # to compile and render a template; common ones take 20 ms
-TRIAL_WALL_S: Final = 20.0  # the same in wall time, for busy machines
-TRIAL_MEMORY: Final = 256 << 20
-TRIAL_STACK: Final = 8 << 20
-TRIAL_DEPTH: Final = 400  # nested Python calls; the server's threads allow 1,000
-TOO_MUCH: Final = f"trying it takes more than {TRIAL_CPU_S} s or {TRIAL_MEMORY >> 20} MB"
 _CONTINUE_MARK: Final = "\ue000continue-here\ue000"  # private-use characters: no template strips or escapes them
-
-
-class _Generation(Extension):
-    """`{% generation %}`, which marks the assistant's tokens for trainers. It opens a scope and adds no text."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2's declaration)
-
-    def parse(self, parser: Parser) -> nodes.Scope:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
-@lru_cache
-def _compile(source: str) -> tuple[Template, frozenset[str]]:
-    """Compile a template; return it, and the names of the variables that it reads."""
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    env.filters["tojson"] = _to_json
-    env.globals["raise_exception"] = _raise_exception
-    env.globals["strftime_now"] = _strftime_now
-    return env.from_string(source), frozenset(find_undeclared_variables(env.parse(source)))
 
 
 def _sources(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
@@ -97,12 +40,12 @@ def _sources(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
 class ChatTemplate:
     """The chat templates of one model folder by name, as text. `render` turns messages into the prompt's text.
 
-    `problems` has the reason for each template that cannot be used. `defaults` are variables that requests may set.
+    `readings` has the result of each template's trial. `defaults` are variables that requests may set.
     """
 
     sources: dict[str, str]
     special_tokens: dict[str, str]
-    problems: dict[str, str]
+    readings: dict[str, Reading]
     defaults: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -115,8 +58,19 @@ class ChatTemplate:
         """
         settings = read_settings(folder)
         sources = _sources(folder, settings) if source is None else {"default": source}
-        problems = {name: problem for name, text in sources.items() if (problem := _try(text))}
-        return cls(sources, special_names(settings), problems, dict(defaults or {}))
+        tokens, defaults = special_names(settings), dict(defaults or {})
+        readings = {name: try_template(text, defaults | tokens) for name, text in sources.items()}
+        return cls(sources, tokens, readings, defaults)
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """The reason for each template that cannot be used."""
+        return {name: reading.problem for name, reading in self.readings.items() if reading.problem}
+
+    @property
+    def endings(self) -> frozenset[str]:
+        """What the templates write after an answer, such as "<|im_end|>", without those that write nothing."""
+        return frozenset(reading.ending for reading in self.readings.values() if reading.ending.strip())
 
     @property
     def source(self) -> str:
@@ -127,7 +81,7 @@ class ChatTemplate:
     def variables(self) -> frozenset[str]:
         """The names of the variables that the templates read."""
         usable = (text for name, text in self.sources.items() if name not in self.problems)
-        return frozenset().union(*(_compile(text)[1] for text in usable))
+        return frozenset().union(*(compile_template(text)[1] for text in usable))
 
     def render(
         self,
@@ -148,21 +102,21 @@ class ChatTemplate:
         if problem is not None or name not in self.sources:
             why = "no chat template" if problem is None else f"a chat template that cannot be used ({problem})"
             raise RequestError(f"this model has {why}; use /v1/completions", param="messages", code="no_chat_template")
-        template, known = _compile(self.sources[name])
+        template, known = compile_template(self.sources[name])
         if len(messages) > MAX_MESSAGES:
             raise RequestError(f"messages has {len(messages)} entries; the limit is {MAX_MESSAGES}", param="messages")
-        messages = [self._adapt(m) for m in messages]
         if continue_final_message:
-            if not messages or not isinstance(messages[-1].get("content"), str):
+            *_, last = messages or [{}]
+            if not isinstance(last.get("content"), str):
                 raise RequestError(
                     "continue_final_message needs a last message with text", param="continue_final_message"
                 )
-            final = messages[-1]["content"]
-            messages[-1]["content"] = final.rstrip() + _CONTINUE_MARK
-        # The conventional names come last, so that `variables` cannot override them.
-        given = self.defaults | dict(variables or {})
-        context = self.special_tokens | {k: v for k, v in given.items() if k in known}
-        text = _fill_in(template, context, messages, tools, add_generation_prompt)
+            final: str = last["content"]
+            messages = [*messages[:-1], {**last, "content": final.rstrip() + _CONTINUE_MARK}]
+        reading, given = self.readings[name], self.defaults | dict(variables or {})
+        context = reading.variables(self.special_tokens | {k: v for k, v in given.items() if k in known})
+        adapted = [reading.adapt(self._known_role(m)) for m in messages]
+        text = fill_in(template, context, adapted, tools, add_generation_prompt)
         if continue_final_message:
             head, mark, _ = text.rpartition(_CONTINUE_MARK)
             if not mark:
@@ -170,70 +124,8 @@ class ChatTemplate:
             text = head + final[len(final.rstrip()) :]
         return text
 
-    def _adapt(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy for the template. "developer" becomes "system": few templates know OpenAI's newer name."""
+    def _known_role(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return the message, with "developer" as "system": few templates know OpenAI's newer name."""
         if message.get("role") == "developer" and "developer" not in self.source:
-            return {**message, "role": "system"}
-        return dict(message)
-
-
-def _fill_in(
-    template: Template,
-    context: dict[str, Any],
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    add_generation_prompt: bool,
-) -> str:
-    context |= {"messages": messages, "tools": tools or None, "documents": None}
-    context["add_generation_prompt"] = add_generation_prompt
-    deadline = time.monotonic() + MAX_RENDER_SECONDS
-    parts: list[str] = []
-    size = 0
-    try:
-        for piece in template.generate(context):
-            parts.append(piece)
-            size += len(piece)
-            if size > MAX_RENDERED_CHARS or time.monotonic() > deadline:
-                raise RequestError("the conversation is too large for the chat template", param="messages")
-    except RequestError:
-        raise
-    except Exception as e:  # a template is a program: a missing field can raise anything
-        raise RequestError(
-            f"the chat template refuses this conversation: {e}", param="messages", code="chat_template_error"
-        ) from e
-    return "".join(parts)
-
-
-@lru_cache
-def _try(source: str) -> str:
-    """Compile a template and render one message, in a child process. Return why that fails; "" if it works."""
-    command = [sys.executable, "-m", "minisgl.tokenizer.template"]
-    limits: dict[str, Any] = {"timeout": TRIAL_WALL_S, "env": module_environment(), "process_group": 0}
-    try:
-        done = subprocess.run(command, input=source.encode(errors="replace"), capture_output=True, **limits)
-    except subprocess.TimeoutExpired:
-        return TOO_MUCH
-    if done.returncode > 0:
-        lines = done.stderr.decode().splitlines() or ["no reason given"]
-        return f"trying it failed: {lines[-1]}"
-    return TOO_MUCH if done.returncode else done.stdout.decode()  # below 0: killed at a limit
-
-
-def _trial(source: str) -> str:
-    try:
-        template, _ = _compile(source)
-    except Exception as e:  # compiling may raise any error of Jinja or Python
-        cause = str(e).partition("\n")[0]
-        return f"it does not compile: {cause or type(e).__name__}"
-    try:
-        _fill_in(template, {}, [{"role": "user", "content": "x"}], None, True)
-    except RequestError as e:
-        is_too_large = e.__cause__ is None or isinstance(e.__cause__, MemoryError)
-        return TOO_MUCH if is_too_large else ""  # other errors are about this conversation
-    return ""
-
-
-if __name__ == "__main__":
-    limit_resources(TRIAL_CPU_S, TRIAL_MEMORY, TRIAL_STACK)
-    sys.setrecursionlimit(TRIAL_DEPTH)
-    sys.stdout.buffer.write(_trial(sys.stdin.buffer.read().decode()).encode())
+            return message | {"role": "system"}
+        return message

@@ -180,7 +180,7 @@ def test_other_choices_are_sent_when_the_first_has_begun(
 def test_unencodable_request_is_refused(args: ServerArgs) -> None:
     async def run() -> None:
         frontend = make_frontend(args)
-        bad = TokenizeMsg(uid=0, sampling_params=SamplingParams(), messages=[{"x": 2**70}])
+        bad = TokenizeMsg(uid=0, sampling_params=SamplingParams(), messages=[{"x": "\ud800"}])
         with pytest.raises(RequestError, match="cannot be represented"):
             await frontend.submit([bad])
         assert frontend.entries == 0

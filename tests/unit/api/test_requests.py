@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from typing import Any
 
 import pytest
@@ -78,12 +80,14 @@ def test_messages_for_the_template() -> None:
         {"role": "tool", "content": "r", "tool_call_id": "c1"},
         {"role": "assistant", "content": "done", "reasoning_content": "hm"},
     ]
-    assert chat(messages=messages).messages == [
-        {"role": "user", "content": "ab", "name": "n"},
-        {"role": "assistant", "content": "", "tool_calls": [call | {"function": {"name": "f", "arguments": {"a": 1}}}]},
-        {"role": "tool", "content": "r", "tool_call_id": "c1"},
-        {"role": "assistant", "content": "done", "reasoning_content": "hm"},
-    ]
+    nulls = messages[1].pop("refusal"), messages[1].pop("content")
+    assert chat(messages=messages).messages == messages and nulls == (None, None)
+    continued = chat(messages=messages[:1], continue_final_message=True).messages
+    assert continued == [{"role": "user", "content": "ab", "name": "n"}]
+    odd = call | {"id": None, "index": 0, "function": {"name": "f", "arguments": {"n": 2**70}}}
+    (sent,) = chat(messages=[{"role": "assistant", "tool_calls": [odd], "mood": [1.5]}]).messages or ()
+    function = {"name": "f", "arguments": '{"n":1180591620717411303424}'}
+    assert sent["tool_calls"] == [{"type": "function", "index": 0, "function": function}] and sent["mood"] == [1.5]
 
 
 def test_prompt_forms() -> None:
@@ -324,7 +328,60 @@ def test_errors_use_the_names_of_the_client(message: str, param: Any, names: dic
     assert ((error.message, error.param), error.code, error.status) == (becomes, "c", 413)
 
 
-def test_number_out_of_range_names_its_field() -> None:
-    with pytest.raises(RequestError, match="out of range") as e:
-        parse_body(b'{"messages": [], "temperature": 1e400}', ChatCompletionRequest)
-    assert e.value.param == "temperature"
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "18446744073709551616", "1" + "0" * 400])
+def test_numbers_beyond_64_bits_name_their_field_or_are_kept(number: str) -> None:
+    for field in ("temperature", "seed", "top_k"):
+        with pytest.raises(RequestError) as e:
+            chat_message(
+                parse_body(
+                    f'{{"messages": [{json.dumps(USER[0])}], "{field}": {number}}}'.encode(), ChatCompletionRequest
+                ),
+                DEFAULTS,
+                LIMITS,
+            )
+        assert e.value.param == field
+    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {{"maximum": {number}}}}}}}'
+    body = f'{{"messages": [{json.dumps(USER[0])}], "tools": [{tool}]}}'
+    (sent,) = chat_message(parse_body(body.encode(), ChatCompletionRequest), DEFAULTS, LIMITS).tools or ()
+    kept = sent["function"]["parameters"]["maximum"]
+    assert kept == (int(number) if number.isdigit() else math.copysign(sys.float_info.max, float(number)))
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "[1e400, NaN]"])
+def test_what_is_not_json_stays_refused(text: str) -> None:
+    with pytest.raises(RequestError, match="not valid JSON") as e:
+        parse_body(f'{{"messages": [], "tools": {text}}}'.encode(), ChatCompletionRequest)
+    assert e.value.code == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"temperature": -1}, "temperature=-1 (temperature must be 0 to 100)"),
+        ({"temperature": "0.7"}, "temperature='0.7'"),
+        ({"temperature": math.nan}, "temperature=nan"),
+        ({"temperature": 1e30}, "temperature=1e+30"),
+        ({"top_p": 2.0}, "top_p=2.0"),
+        ({"top_k": "50"}, "top_k='50'"),
+        ({"top_k": 2**70}, "top_k=1180591620717411303424"),
+        ({"top_k": 0.5}, "top_k=0.5"),
+        ({"min_p": [0.1]}, "min_p=[0.1]"),
+        ({"min_p": True}, "min_p=True"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0"),
+        ({"repetition_penalty": {}, "temperature": math.inf}, "repetition_penalty={}"),
+    ],
+)
+def test_defaults_that_no_request_may_have_are_told_and_ignored(
+    config: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = SamplingDefaults.from_generation_config({"top_p": 0.5} | config)
+    assert model == SamplingDefaults(top_p=1.0 if "top_p" in config else 0.5)
+    assert len(caplog.messages) == 1 and "generation_config.json" in caplog.text and says in caplog.text
+    assert all(name in caplog.text for name in config)
+    chat(model)
+
+
+def test_usual_defaults_are_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    assert SamplingDefaults.from_generation_config({"top_k": -1, "temperature": None, "min_p": 0}) == DEFAULTS
+    assert SamplingDefaults.from_generation_config({"top_k": 20.0, "temperature": 1}) == SamplingDefaults(top_k=20)
+    assert not caplog.messages
