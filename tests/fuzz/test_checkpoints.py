@@ -17,6 +17,8 @@ from minisgl.checkpoint import hf
 from minisgl.engine.fit import check_fit
 from minisgl.errors import ConfigError
 from minisgl.settings.options import EngineConfig
+from minisgl.tokenizer.end_tokens import EndTokens
+from minisgl.tokenizer.template import ChatTemplate
 from minisgl.tokenizer.tokenize import TokenizeManager, load_tokenizer, model_limits
 from support.fuzz import ODD_NUMBERS, VALUES, fuzz
 
@@ -43,7 +45,7 @@ def require_sentence(error: ConfigError) -> None:
 def check(folder: Path) -> None:
     try:
         check_fit(EngineConfig(model=str(folder)))
-        hf.eos_token_ids(folder)
+        EndTokens.of_folder(folder, ChatTemplate.of_folder(folder))
         model_limits(folder)
         SamplingDefaults.from_generation_config(hf.load_generation_config(folder))
     except ConfigError as e:

@@ -131,20 +131,6 @@ def load_generation_config(folder: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Return all token ids that end a request by default, from config.json and generation_config.json, sorted."""
-    ids: set[int] = set()
-    for config in (load_config(folder), load_generation_config(folder)):
-        value = config.get("eos_token_id")
-        for token in value if isinstance(value, list) else [value]:
-            if token is None:
-                continue
-            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-                raise ConfigError(f"eos_token_id in {folder} is {value!r}, not a token id or a list of them")
-            ids.add(token)
-    return tuple(sorted(ids))
-
-
 def max_model_len(config: dict[str, Any]) -> int:
     """Return the model's context length in tokens.
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from minisgl.attention.backend import AttentionSpec
-from minisgl.checkpoint import hf
 from minisgl.checkpoint.embedder import Pooling
 from minisgl.distributed.info import ALONE, DistributedInfo
 from minisgl.engine.fit import Checkpoint, check_settings
@@ -20,6 +19,8 @@ from minisgl.rounding import ceil_div
 from minisgl.settings.options import MEMORY_RATIOS, PAGE_SIZES, EngineConfig
 from minisgl.speculative import DRAFTERS
 from minisgl.speculative.source import DraftSource
+from minisgl.tokenizer.end_tokens import EndTokens
+from minisgl.tokenizer.template import ChatTemplate
 
 _log = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ def resolve(
     has_graphs = device_type == "cuda" and embedder is None  # only steps that sample are captured
     wanted = config.max_running_requests if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
     drafter = _drafter(config.speculate, checkpoint)
+    template = ChatTemplate.of_folder(checkpoint.folder, config.load_chat_template(), config.template_kwargs)
     graph_rows = min(wanted, config.max_running_requests) if has_graphs else 0
     spec = EngineSpec(
         folder=checkpoint.folder,
@@ -122,7 +124,7 @@ def resolve(
         dummy_weight=config.dummy_weight,
         graph_rows=graph_rows,
         max_step_tokens=max_step_tokens,
-        eos_token_ids=frozenset(hf.eos_token_ids(checkpoint.folder)),
+        eos_token_ids=EndTokens.of_folder(checkpoint.folder, template).ids,
         info=info,
         use_pynccl=not config.disable_pynccl,
         pooling=None if embedder is None else embedder.pooling,

@@ -143,17 +143,22 @@ def check_args(args: ServerArgs) -> Checked:
 def check_model(args: ServerArgs) -> Checked:
     """Do the part of `check_args` that needs the model's files but no device, for a machine without ranks."""
     from minisgl.api.parsers.output import parser_names
+    from minisgl.tokenizer.end_tokens import EndTokens
     from minisgl.tokenizer.template import ChatTemplate
     from minisgl.tokenizer.tokenize import TokenizeManager, model_limits
 
     engine = args.scheduler.engine
     folder = Checkpoint.read(engine).folder
-    hf.eos_token_ids(folder)
     for path in [] if engine.dummy_weight else hf.weight_files(folder):
         hf.require_complete(path)
     limits = model_limits(folder, engine.max_seq_len)
     template = ChatTemplate.of_folder(folder, engine.load_chat_template(), engine.template_kwargs)
-    TokenizeManager(folder, limits, template)
+    tokenizer = TokenizeManager(folder, limits, template).tokenizer
+    if beyond := [t.content for i, t in tokenizer.get_added_tokens_decoder().items() if i >= limits.vocab_size]:
+        more = f"{len(beyond)} tokens beyond the vocab_size of config.json, such as {beyond[0]!r}"
+        logger.warning("tokenizer.json has %s: prompts with them are refused", more)
+    for problem in [] if limits.embeds else EndTokens.of_folder(folder, template).problems:
+        logger.warning("%s", problem)
     for name, error in template.problems.items():
         logger.warning("the chat template %r cannot be used: %s; requests that need it are refused", name, error)
     name = next(iter(split_list(args.served_model_name)), "") or hf.model_name(engine.model)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import logging
 import os
 import sys
 import threading
@@ -35,6 +36,7 @@ from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.settings.options import SchedulerConfig, build_config
 from minisgl.tokenizer.detokenize import DetokenizeManager
+from minisgl.tokenizer.end_tokens import EndTokens
 from minisgl.tokenizer.template import ChatTemplate
 from minisgl.tokenizer.tokenize import TokenizeManager, model_limits
 
@@ -42,6 +44,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | Mapping[str, Any]
 Message = Mapping[str, Any]
 Method = TypeVar("Method", bound=Callable[..., Any])
+
+logger = logging.getLogger(__name__)
 
 # A batch job has no streams whose pace matters, so steps as large as the token budget finish it soonest. Its queue has
 # no limits.
@@ -82,6 +86,8 @@ class LLM:
         self.tokenizer = TokenizeManager(folder, model_limits(folder, engine.max_seq_len), template)
         self.detokenizer = DetokenizeManager(self.tokenizer.tokenizer)
         self._embedder = read_embedder(folder)
+        for problem in EndTokens.of_folder(folder, template).problems if self._embedder is None else ():
+            logger.warning("%s", problem)
         with contextlib.ExitStack() as stack:
             ranks = stack.enter_context(running_ranks(config))
             self._io = OfflineIO()

@@ -60,6 +60,12 @@ def special_names(settings: dict[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text is not None}
 
 
+def end_names(folder: Path) -> set[str]:
+    """Return what the tokenizer's files call the end-of-sequence token, which is one token or two that differ."""
+    files = ("tokenizer_config.json", "special_tokens_map.json")
+    return {text for file in files if (text := _text(_read(folder / file).get("eos_token")))}
+
+
 def _read(path: Path) -> dict[str, Any]:
     return hf.read_json(path) if path.is_file() else {}
 

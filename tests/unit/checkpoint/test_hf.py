@@ -114,29 +114,6 @@ def test_a_missing_hub_library_is_named(source: str, package: str, monkeypatch: 
         hf.resolve_model("owner/name", "elsewhere")
 
 
-@pytest.mark.parametrize(
-    ("config", "generation", "expected"),
-    [
-        ({"eos_token_id": 2}, {"eos_token_id": [5, 2]}, (2, 5)),
-        ({"eos_token_id": [7]}, None, (7,)),
-        ({"eos_token_id": None}, {}, ()),
-        ({}, {"eos_token_id": 0}, (0,)),
-    ],
-)
-def test_eos(tmp_path: Path, config: Any, generation: Any, expected: tuple[int, ...]) -> None:
-    write(tmp_path, "config.json", config)
-    if generation is not None:
-        write(tmp_path, "generation_config.json", generation)
-    assert hf.eos_token_ids(tmp_path) == expected
-
-
-@pytest.mark.parametrize("value", ["2", -1, [None, "x"], True])
-def test_bad_eos(tmp_path: Path, value: Any) -> None:
-    write(tmp_path, "config.json", {"eos_token_id": value})
-    with pytest.raises(ConfigError, match="eos_token_id"):
-        hf.eos_token_ids(tmp_path)
-
-
 def test_unreadable_config(tmp_path: Path) -> None:
     for text in ("{", "[]", "\xff", '{"a":' * 100_000, '{"a": ' + "1" * 10_000 + "}"):
         (tmp_path / "config.json").write_bytes(text.encode("latin-1"))

@@ -34,6 +34,16 @@ def test_an_unusable_template_is_told_once(folder: Path, caplog: pytest.LogCaptu
     assert caplog.text.count("the chat template 'default' cannot be used: it does not compile: ") == 1
 
 
+def test_tokens_beyond_the_vocabulary_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Trainers add a pad token to the tokenizer and forget the embedding."""
+    check_args(args_of(folder))
+    assert not caplog.messages
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token": "<new>"}))
+    check_args(args_of(folder))
+    assert any("such as '<new>': prompts with them are refused" in message for message in caplog.messages)
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
