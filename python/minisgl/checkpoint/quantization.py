@@ -83,9 +83,9 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Quantization | None:
         raise ConfigError("quantization_config has a sparsity_config, which is not supported; only dense matrices are")
     if settings.get("transform_config"):
         raise ConfigError("quantization_config has a transform_config: rotations of activations are not supported")
-    if form == "dense":  # the weights have 16 bits, and only the K/V cache was to be quantized
-        return None
     groups = settings.get("config_groups")
+    if form == "dense" or (not groups and settings.get("kv_cache_scheme")):  # only the K/V cache was to be quantized
+        return None
     groups = groups if isinstance(groups, dict) else {}
     found = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
     weights = [w for w in found if isinstance(w, dict)]
@@ -103,6 +103,8 @@ def _awq(settings: Mapping[str, Any]) -> Quantization:
     _one_of(settings, "bits", (4,))
     for name in ("version", "checkpoint_format", "format"):  # AutoAWQ's name and GPTQModel's
         _one_of(settings, name, ("gemm", "GEMM"), "gemm")
+    if settings.get("backend") == "llm-awq":  # other backends are kernels for the same packing
+        raise ConfigError("quantization_config has backend='llm-awq', whose packing is not supported; AutoAWQ's is")
     return Quantization("awq", bits=4)
 
 

@@ -175,6 +175,7 @@ INT4 = {"format": "pack-quantized", "config_groups": {"group_0": {"weights": {"n
         ({"quantization_config": OLD_AWQ}, {}, Quantization("awq", 4)),
         ({"quantization_config": OLD_GPTQ}, {}, V1),
         ({"quantization_config": INT4}, {}, Quantization("packed", 4)),
+        ({"quantization_config": INT4 | {"config_groups": {}, "kv_cache_scheme": {"num_bits": 8}}}, {}, None),
         ({"compression_config": INT4 | {"quant_method": "compressed_tensors"}}, {}, Quantization("packed", 4)),
         ({"quantization_config": {"activation_scheme": "dynamic"}}, {}, Quantization("scaled")),
         ({}, {}, None),

@@ -153,6 +153,10 @@ REFUSED = {
         {"quantization_config": {"quant_method": "awq", "bits": 4, "checkpoint_format": "gemv_fast"}},
         r"checkpoint_format='gemv_fast'.* supported: gemm",
     ),
+    "AWQ for llm-awq": (
+        {"quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemm", "backend": "llm-awq"}},
+        r"backend='llm-awq', whose packing is not supported",
+    ),
     "AutoRound": ({"quantization_config": {"quant_method": "auto-round", "bits": 4}}, r"quantized by auto-round, "),
     "MLX": ({"quantization_config": {"group_size": 64, "bits": 4}}, r"quantized by a method without a name"),
     "GPTQ of 2 bits": ({"quantization_config": {"quant_method": "gptq", "bits": 2}}, r"bits=2.* supported: 4, 8"),
