@@ -118,6 +118,8 @@ def dequantized(stored: dict[str, Stored], quantization: Quantization) -> dict[s
         parts = _Parts(rest, name.removesuffix(mark) + mark[0])
         for module, (matrix, shape) in read(parts, quantization).items():
             result[f"{module}.weight"] = Stored(tensor.path, matrix, shape, "F32")
+    if repeated := rest.keys() & result.keys():
+        raise ConfigError(f"the checkpoint has {min(repeated)} twice: quantized and not")
     return rest | result
 
 

@@ -64,9 +64,10 @@ HARMLESS: Final[Mapping[str, Callable[[Stored], bool]]] = {
     r"(^|\.)rotary_emb\.(\w*inv_freq|cos_cached|sin_cached)$": lambda constant: True,
     r"attn\.masked_bias$": lambda constant: True,
     r"attn\.bias$": lambda mask: len(mask.shape) == 4,  # [1, 1, n, n], of causal attention
-    r"\.(input|output|q|k|v|kv|prob)_(scale|scale_ub|zero_point)$": lambda scale: True,  # nothing is rounded with these
+    # Activations and K/V are not rounded with scales of the checkpoint.
+    r"\.(input|act|output|q|k|v|kv|prob)_(scale|scale_ub|zero_point)$": lambda scale: True,
     r"\.wf$": lambda shifts: True,
-    r"^(score|classifier|v_head|mtp|mtp_layers)\.": lambda other_head: True,
+    r"^(score|classifier|v_head|value_head|mtp|mtp_layers)\.": lambda other_head: True,
     r"\.bias$": lambda bias: not bias.whole().float().count_nonzero(),
 }
 # Other tensors -> what they mean.
@@ -75,7 +76,7 @@ HARMFUL: Final = {
     r"\.bias$": "a bias is not 0 where the architecture and config.json have none",
     r"\.(pre_quant_scale|act\.scales)$": "a layer's inputs are multiplied by scales, which is not supported",
     r"\.attention\.wq\.": "the names are those of Meta's or Mistral's own format, not of Hugging Face's",
-    r"\.(weight_scale\w*|scales|qweight|absmax|SCB)$": "config.json does not describe this quantization",
+    r"\.(weight_scale\w*|weight_packed|scales|qweight|absmax|SCB)$": "config.json does not describe this quantization",
 }
 NEXT_TOKENS: Final = re.compile(r"(model\.layers\.\d+\.)eh_proj\.")  # a layer that predicts tokens after the next
 

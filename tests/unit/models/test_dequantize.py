@@ -213,6 +213,7 @@ def test_scales_of_activations_and_of_the_cache_are_left(tmp_path: Path, caplog:
     one = torch.tensor(1.3)
     names = (
         "input_scale",
+        "act_scale",
         "output_scale",
         "kv_scale",
         "k_scale",
@@ -224,7 +225,7 @@ def test_scales_of_activations_and_of_the_cache_are_left(tmp_path: Path, caplog:
     found = load(tmp_path, config, tensors | {name: one.clone() for name in names})
     assert torch.equal(found, expected)
     assert [r.getMessage().partition(":")[0] for r in caplog.records] == [
-        "ignored 8 tensors without which the model computes the same"
+        "ignored 9 tensors without which the model computes the same"
     ]
 
 
@@ -282,6 +283,7 @@ def test_scales_of_activations_and_of_the_cache_are_left(tmp_path: Path, caplog:
             {"weight_zero_point": torch.zeros(48, 2).char()},
             r"shape \[48, 2\] instead",
         ),
+        ("gptq", {"weight": torch.ones(ROWS, COLUMNS)}, r"has a\.weight twice: quantized and not"),
     ],
 )
 def test_bad_tensors_are_refused(case: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
