@@ -61,12 +61,10 @@ NAMES_SHOWN: Final = 5
 WRAPPER: Final = re.compile(r"((base|pretrained|language)_)?model|module|_orig_mod|_\w+_wrapped_module")
 # Tensors that no parameter needs -> whether the model computes the same without this one.
 HARMLESS: Final[Mapping[str, Callable[[Stored], bool]]] = {
-    r"(^|\.)rotary_emb\.(\w*inv_freq|cos_cached|sin_cached)$": lambda constant: True,
-    r"attn\.masked_bias$": lambda constant: True,
+    r"(^|\.)rotary_emb\.(\w*inv_freq|cos_cached|sin_cached)$|attn\.masked_bias$|\.wf$": lambda constant: True,
     r"attn\.bias$": lambda mask: len(mask.shape) == 4,  # [1, 1, n, n], of causal attention
     # Activations and K/V are not rounded with scales of the checkpoint.
     r"\.(input|act|output|q|k|v|kv|prob)_(scale|scale_ub|zero_point)$": lambda scale: True,
-    r"\.wf$": lambda shifts: True,
     r"^(score|classifier|v_head|value_head|mtp|mtp_layers)\.": lambda other_head: True,
     r"\.bias$": lambda bias: not bias.whole().float().count_nonzero(),
 }
@@ -131,7 +129,7 @@ def load_model(
         model = build(stored_format)
         _require_made(model.parameters, made)
         ignored = {HEAD} if config.tie_word_embeddings else set()
-        fill(stored, model.parameters, ignored, device, progress, rounding=ops.rounded)
+        fill(stored, model.parameters, ignored, device, progress, rounding=ops.rounded, logs=comm.info.rank == 0)
     return model
 
 
@@ -168,17 +166,21 @@ def fill(
     progress: Progress | None = None,
     threads: int | None = None,
     rounding: Rounding = rounded,
+    logs: bool = True,
 ) -> None:
     """Fill every parameter; convert float dtypes and quantized matrices to the parameter's format.
 
-    Tensors in `ignored` are optional. Raises `ConfigError` with the names of tensors that are missing, unexpected, of
-    the wrong shape, or not floating point.
+    Tensors in `ignored` are optional. Those in HARMLESS are allowed, and if it `logs`, one log line names them. Raises
+    `ConfigError` with the names of tensors that are missing, unexpected, of the wrong shape, or not floating point.
     """
     folder = next(iter(stored.values())).path.parent
     if HEAD in ignored and HEAD in stored:  # of a tied pair, the checkpoint may store only the head
         stored = {EMBEDDING: stored[HEAD]} | stored
     wanted = [(parameter, source) for parameter in parameters for source in parameter.sources]
-    _check(wanted, stored, ignored, folder)
+    extra = _check(wanted, stored, ignored, folder)
+    if extra and logs:
+        kinds = {re.sub(r"\.\d+\.", ".*.", name) for name in extra}
+        _log.warning("ignored %d tensors without which the model computes the same: %s", len(extra), _listed([*kinds]))
     order = {name: index for index, name in enumerate(stored)}
     wanted.sort(key=lambda w: order[w[1].name])
     pieces = list(chain.from_iterable(_cut(*w, stored[w[1].name]) for w in wanted))
@@ -215,8 +217,10 @@ def default_threads() -> int:
     return min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
-def _check(wanted: list[tuple[Parameter, Source]], stored: dict[str, Stored], ignored: set[str], folder: Path) -> None:
-    """Raise `ConfigError` unless the files have exactly the tensors that the parameters need; log harmless others."""
+def _check(
+    wanted: list[tuple[Parameter, Source]], stored: dict[str, Stored], ignored: set[str], folder: Path
+) -> list[str]:
+    """Raise `ConfigError` unless the files have the tensors that the parameters need; return harmless others."""
     names = {source.name for _, source in wanted}
     missing = [name for name in names if name not in stored]
     extra = {name: tensor for name, tensor in stored.items() if name not in names and name not in ignored}
@@ -229,9 +233,6 @@ def _check(wanted: list[tuple[Parameter, Source]], stored: dict[str, Stored], ig
         raise ConfigError(
             f"the checkpoint in {folder} does not fit its config.json: it {' and '.join(parts)}{''.join(reasons)}"
         )
-    if extra:
-        kinds = {re.sub(r"\.\d+\.", ".*.", name) for name in extra}
-        _log.warning("ignored %d tensors without which the model computes the same: %s", len(extra), _listed([*kinds]))
     for _, source in wanted:
         found = stored[source.name]
         if found.shape != source.shape:
@@ -241,6 +242,7 @@ def _check(wanted: list[tuple[Parameter, Source]], stored: dict[str, Stored], ig
             )
         if found.dtype not in FLOATS:
             raise ConfigError(f"tensor {source.name} in {found.path} is {found.dtype}, not one of {', '.join(FLOATS)}")
+    return [*extra]
 
 
 def _is_harmless(name: str, tensor: Stored) -> bool:
