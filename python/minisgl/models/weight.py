@@ -180,7 +180,9 @@ def fill(
     extra = _check(wanted, stored, ignored, folder)
     if extra and logs:
         kinds = {re.sub(r"\.\d+\.", ".*.", name) for name in extra}
-        _log.warning("ignored %d tensors without which the model computes the same: %s", len(extra), _listed([*kinds]))
+        _log.warning(
+            "ignored tensors without which the model computes the same (%d): %s", len(extra), _listed([*kinds])
+        )
     order = {name: index for index, name in enumerate(stored)}
     wanted.sort(key=lambda w: order[w[1].name])
     pieces = list(chain.from_iterable(_cut(*w, stored[w[1].name]) for w in wanted))

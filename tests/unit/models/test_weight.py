@@ -132,7 +132,7 @@ def test_tensors_that_change_nothing_are_one_log_line(tmp_path: Path, caplog: py
     rewrite(tmp_path, lambda t: t.update(extra))
     model = load(tmp_path)
     assert torch.equal(model.lm_head.weight, whole["lm_head.weight"])
-    start = f"ignored {len(extra)} tensors without which the model computes the same: "
+    start = f"ignored tensors without which the model computes the same ({len(extra)}): "
     assert [record.getMessage().startswith(start) for record in caplog.records] == [True]
     assert all(re.sub(r"\.\d+\.", ".*.", name.removeprefix("model.")) in caplog.text for name in list(extra)[:5])
 
@@ -151,7 +151,7 @@ def test_many_tensors_are_named_by_kind(tmp_path: Path, caplog: pytest.LogCaptur
     for rank in range(2):  # only the first logs
         load(tmp_path, comm=SoloCommunicator(DistributedInfo(rank, 2, 2), CPU))
     listed = ", ".join(f"model.layers.*.self_attn.{p}_proj.bias" for p in "koqv")
-    assert caplog.messages == [f"ignored 12 tensors without which the model computes the same: {listed}"]
+    assert caplog.messages == [f"ignored tensors without which the model computes the same (12): {listed}"]
 
 
 WRAPPED = {
