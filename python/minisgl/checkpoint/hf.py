@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+from minisgl.checkpoint.quantization import method_of
 from minisgl.errors import ConfigError
 
 BUILTIN_MODEL: Final = Path(__file__).resolve().parent.parent / "demo" / "model"
@@ -17,6 +18,12 @@ BUILTIN_NAME: Final = "minisgl-demo"
 HUBS: Final = {
     "huggingface": ("huggingface_hub", "huggingface_hub"),
     "modelscope": ("modelscope", "'minisgl[modelscope]'"),
+}
+# A file with the settings of quantized weights -> their method, if the file does not show it.
+QUANTIZATION_FILES: Final = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
 }
 MAX_HEADER: Final = 100_000_000  # bytes, the limit of the safetensors format
 PIECE_BYTES: Final = 4096  # read from each tensor for the fingerprint of a model
@@ -117,12 +124,19 @@ def read_json_value(path: Path) -> Any:
 
 
 def load_config(folder: Path) -> dict[str, Any]:
-    """Read config.json, and ModelOpt's hf_quant_config.json if the folder has it."""
-    config, other = read_json(folder / "config.json"), folder / "hf_quant_config.json"
-    if "quantization_config" not in config and other.is_file():
-        found = read_json(other).get("quantization")
-        config["quantization_config"] = {"quant_method": "modelopt"} | found if isinstance(found, dict) else found
-    return config
+    """Read config.json. Its `quantization_config` gets the fields that only a file of QUANTIZATION_FILES has."""
+    config = read_json(folder / "config.json")
+    settings = config.get("quantization_config", config.get("compression_config"))  # the name of early llm-compressors
+    for name, method in QUANTIZATION_FILES.items():
+        if (settings is None or isinstance(settings, dict)) and (folder / name).is_file():
+            found = read_json(folder / name)
+            found = found.get("quantization", found)
+            if isinstance(found, dict):
+                given = {field: value for field, value in (settings or {}).items() if value is not None}
+                settings = {"quant_method": method_of(found, method)} | found | given
+            else:
+                settings = settings or found
+    return config if settings is None else config | {"quantization_config": settings}
 
 
 def load_generation_config(folder: Path) -> dict[str, Any]:

@@ -37,10 +37,6 @@ class Stored:
         return tensor
 
 
-# Names of scales that are not used: of activations and K/V.
-UNUSED: Final = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale")
-
-
 Upload = Callable[[Tensor], Tensor]
 """Copies a host tensor to the device."""
 
@@ -80,11 +76,13 @@ class _Parts:
     def take(self, name: str) -> Stored | None:
         return self._stored.pop(f"{self.prefix}{name}", None)
 
-    def need(self, name: str) -> Stored:
-        """Take a tensor. Raises `ConfigError` if there is none."""
+    def need(self, name: str, dtype: str = "") -> Stored:
+        """Take a tensor. Raises `ConfigError` if there is none, or if it does not have the `dtype` that is given."""
         found = self.take(name)
         if found is None:
             raise ConfigError(f"the checkpoint has quantized weights {self.module} but no {self.prefix}{name}")
+        if dtype and found.dtype != dtype:
+            raise ConfigError(f"tensor {self.prefix}{name} in {found.path} is {found.dtype} instead of {dtype}")
         return found
 
     def scale(self, name: str) -> Stored:
@@ -111,7 +109,7 @@ def dequantized(stored: dict[str, Stored], quantization: Quantization) -> dict[s
     Raises `ConfigError` with the name of a tensor that is missing, has the wrong shape, or has impossible scales.
     """
     mark, read = LAYOUTS[quantization.layout]
-    rest = {name: tensor for name, tensor in stored.items() if name.rpartition(".")[2] not in UNUSED}
+    rest = dict(stored)
     result: dict[str, Stored] = {}
     for name, tensor in list(rest.items()):
         is_plain = mark == ".weight" and tensor.dtype not in SCALED_DTYPES
@@ -120,6 +118,8 @@ def dequantized(stored: dict[str, Stored], quantization: Quantization) -> dict[s
         parts = _Parts(rest, name.removesuffix(mark) + mark[0])
         for module, (matrix, shape) in read(parts, quantization).items():
             result[f"{module}.weight"] = Stored(tensor.path, matrix, shape, "F32")
+    if repeated := rest.keys() & result.keys():
+        raise ConfigError(f"the checkpoint has {min(repeated)} twice: quantized and not")
     return rest | result
 
 
@@ -155,7 +155,8 @@ def _scaled(parts: _Parts, quantization: Quantization) -> Matrices:
     rows, columns = weight.shape
     name = "weight_scale_inv" if parts.has("weight_scale_inv") else "weight_scale"
     scale = parts.scale(name)
-    if parts.take("weight_zero_point") is not None:
+    zeros = parts.take("weight_zero_point")
+    if zeros is not None and zeros.whole().float().count_nonzero():
         raise ConfigError(f"tensor {parts.prefix}weight has zero points, which are not supported for 8-bit weights")
     block = quantization.block or (1, columns)
     blocks = ceil_div(rows, block[0]), ceil_div(columns, block[1])
@@ -186,6 +187,11 @@ class _Packing(NamedTuple):
         if self.bits == 4:
             q = torch.stack([q & 15, q >> 4], -1).flatten(1)
         return q.view(len(q), -1, self.per)[..., self.order].flatten(1) if self.order else q
+
+
+def _packing(words: int, count: int) -> _Packing:
+    """Return the packing of `count` numbers in `words`: the matrices of a checkpoint may differ."""
+    return _Packing(8, 4) if words == ceil_div(count, 4) else _Packing(4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +267,11 @@ def _column_groups(parts: _Parts, columns: int, num_groups: int, order: Stored |
         if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
             raise ConfigError(f"tensor {parts.prefix}g_idx in {order.path} names groups that do not exist")
         return groups
-    return _equal_groups(columns, ceil_div(columns, num_groups))
+    if columns % num_groups:
+        raise ConfigError(
+            f"the {columns} columns of quantized weights {parts.module} are in {num_groups} unequal groups"
+        )
+    return _equal_groups(columns, columns // num_groups)
 
 
 def _compressed(parts: _Parts, quantization: Quantization) -> Matrices:
@@ -269,23 +279,26 @@ def _compressed(parts: _Parts, quantization: Quantization) -> Matrices:
 
     Integers and zero points are stored with the same offset, which cancels.
     """
-    words, shape = parts.need("weight_packed"), parts.need("weight_shape")
-    scales, zeros, order = parts.scale("weight_scale"), parts.take("weight_zero_point"), parts.take("weight_g_idx")
-    bits, packing = quantization.bits, _Packing(quantization.bits, 32 // quantization.bits)
+    words, shape = parts.need("weight_packed", "I32"), parts.need("weight_shape")
+    scales, zeros = parts.scale("weight_scale"), parts.take("weight_zero_point")
+    order = (parts.need if quantization.needs_order else parts.take)("weight_g_idx")
+    if order is not None and -1 in order.whole():  # never set: the columns of a group are neighbours
+        order = None
     rows, columns = (int(n) for n in shape.whole())
+    packing = _packing(words.shape[-1], columns)
     num_groups = scales.shape[-1]
     parts.require(words, "weight_packed", (rows, ceil_div(columns, packing.per)))
     parts.require(scales, "weight_scale", (rows, num_groups))
     if zeros is not None:
         parts.require(zeros, "weight_zero_point", (ceil_div(rows, packing.per), num_groups))
-    middle = torch.tensor(1 << bits - 1)
+    middle = torch.tensor(1 << packing.bits - 1)
     groups = slice(0, num_groups)
     matrix = _Packed(
         lambda r, c, upload: _slice(words.data, 1, c, r, packing, upload),
         lambda r: scales.data[r],
         lambda r: middle if zeros is None else _slice(zeros.data, 0, r, groups, packing).t(),
         group_of := _column_groups(parts, columns, num_groups, order),
-        _format(bits, columns, scales, group_of, num_groups, zeros is not None),
+        _format(packing.bits, columns, scales, group_of, num_groups, zeros is not None),
     )
     return {parts.module: (matrix, (rows, columns))}
 
@@ -295,8 +308,8 @@ AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # the position in a word of each of
 
 def _awq(parts: _Parts, quantization: Quantization) -> Matrices:
     """AutoAWQ's "gemm": words [K, N / 8] in AWQ_ORDER, scales [G, N], zero points [G, N / 8]."""
-    words, scales, zeros = parts.need("qweight"), parts.scale("scales"), parts.need("qzeros")
-    bits, packing = quantization.bits, _Packing(quantization.bits, 32 // quantization.bits, AWQ_ORDER)
+    words, scales, zeros = parts.need("qweight", "I32"), parts.scale("scales"), parts.need("qzeros", "I32")
+    packing = _Packing(4, 8, AWQ_ORDER)
     columns, (num_groups, rows) = words.shape[0], scales.shape
     parts.require(words, "qweight", (columns, ceil_div(rows, packing.per)))
     parts.require(zeros, "qzeros", (num_groups, ceil_div(rows, packing.per)))
@@ -306,31 +319,35 @@ def _awq(parts: _Parts, quantization: Quantization) -> Matrices:
         lambda r: scales.data[groups, r].t(),
         lambda r: _slice(zeros.data, 1, r, groups, packing).t(),
         group_of := _column_groups(parts, columns, num_groups, None),
-        _format(bits, columns, scales, group_of, num_groups, True),
+        _format(packing.bits, columns, scales, group_of, num_groups, True),
     )
     return {parts.module: (matrix, (rows, columns))}
 
 
 def _gptq(parts: _Parts, quantization: Quantization) -> Matrices:
     """AutoGPTQ: words [K / per, N], scales [G, N], zero points [G, N / per] less `zero_offset`, groups [K]."""
-    words, scales, zeros = parts.need("qweight"), parts.scale("scales"), parts.need("qzeros")
-    order = parts.take("g_idx")
-    bits, packing = quantization.bits, _Packing(quantization.bits, 32 // quantization.bits)
-    columns, (num_groups, rows) = words.shape[0] * packing.per, scales.shape
+    words, scales, zeros = parts.need("qweight", "I32"), parts.scale("scales"), parts.need("qzeros", "I32")
+    order = (parts.need if quantization.needs_order else parts.take)("g_idx")
+    num_groups, rows = scales.shape
+    packing = _packing(zeros.shape[-1], rows)
+    columns = words.shape[0] * packing.per
     parts.require(words, "qweight", (ceil_div(columns, packing.per), rows))
     parts.require(zeros, "qzeros", (num_groups, ceil_div(rows, packing.per)))
     groups = slice(0, num_groups)
 
-    def zeros_of(r: slice) -> Tensor:
-        return _slice(zeros.data, 1, r, groups, packing).t().int() + quantization.zero_offset
+    # GPTQModel subtracts the offset from whole words, so that a zero point of 0 borrows from its neighbour.
+    offset = quantization.zero_offset * (0xFFFFFFFF // ((1 << packing.bits) - 1))
 
-    is_symmetric = bool((zeros_of(slice(0, rows)) == 1 << bits - 1).all())
+    def zeros_of(r: slice) -> Tensor:
+        return _slice(zeros.data, 1, r, groups, packing, lambda stored: stored + offset).t()
+
+    is_symmetric = bool((zeros_of(slice(0, rows)) == 1 << packing.bits - 1).all())
     matrix = _Packed(
         lambda r, c, upload: _slice(words.data, 0, c, r, packing, upload),
         lambda r: scales.data[groups, r].t(),
         zeros_of,
         group_of := _column_groups(parts, columns, num_groups, order),
-        _format(bits, columns, scales, group_of, num_groups, not is_symmetric),
+        _format(packing.bits, columns, scales, group_of, num_groups, not is_symmetric),
     )
     return {parts.module: (matrix, (rows, columns))}
 

@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from minisgl.distributed.info import ALONE
 from minisgl.distributed.tensor_parallel import parallel_ops
 from minisgl.errors import ConfigError
 from minisgl.layers.builder import Builder, Init, Parameter, Source
-from minisgl.models.dequantize import Matrix, Stored, dequantized
+from minisgl.models.dequantize import LAYOUTS, Matrix, Stored, dequantized
 from minisgl.models.families import MODELS
 from minisgl.ops.quantized import Format, Quantized, Rounding, rounded
 
@@ -56,6 +56,27 @@ PIECE_BYTES: Final = 8 << 20  # small enough to spread over threads and to overl
 MAX_THREADS: Final = 8
 DUMMY_STD: Final = 0.02
 NAMES_SHOWN: Final = 5
+
+# Modules around a decoder and its layers, from training or a larger model.
+WRAPPER: Final = re.compile(r"((base|pretrained|language)_)?model|module|_orig_mod|_\w+_wrapped_module")
+# Tensors that no parameter needs -> whether the model computes the same without this one.
+HARMLESS: Final[Mapping[str, Callable[[Stored], bool]]] = {
+    r"(^|\.)rotary_emb\.(\w*inv_freq|cos_cached|sin_cached)$|attn\.masked_bias$|\.wf$": lambda constant: True,
+    r"attn\.bias$": lambda mask: len(mask.shape) == 4,  # [1, 1, n, n], of causal attention
+    # Activations and K/V are not rounded with scales of the checkpoint.
+    r"\.(input|act|output|q|k|v|kv|prob)_(scale|scale_ub|zero_point)$": lambda scale: True,
+    r"^(score|classifier|v_head|value_head|mtp|mtp_layers)\.": lambda other_head: True,
+    r"\.bias$": lambda bias: not bias.whole().float().count_nonzero(),
+}
+# Other tensors -> what they mean.
+HARMFUL: Final = {
+    r"\.(lora_\w+|base_layer)\.": "an adapter is not merged: do that first, as with peft's merge_and_unload",
+    r"\.bias$": "a bias is not 0 where the architecture and config.json have none",
+    r"\.(pre_quant_scale|act\.scales)$": "a layer's inputs are multiplied by scales, which is not supported",
+    r"\.attention\.wq\.": "the names are those of Meta's or Mistral's own format, not of Hugging Face's",
+    r"\.(weight_scale\w*|weight_packed|scales|qweight|absmax|SCB)$": "config.json does not describe this quantization",
+}
+NEXT_TOKENS: Final = re.compile(r"(model\.layers\.\d+\.)eh_proj\.")  # a layer that predicts tokens after the next
 
 # The projections of a decoder's layers. Routers of experts are not quantized: small errors would change their choices.
 PROJECTION: Final = re.compile(r"\.layers\.\d+\.(.*\.)?(\w+_proj|w[123])\.weight$")
@@ -108,7 +129,7 @@ def load_model(
         model = build(stored_format)
         _require_made(model.parameters, made)
         ignored = {HEAD} if config.tie_word_embeddings else set()
-        fill(stored, model.parameters, ignored, device, progress, rounding=ops.rounded)
+        fill(stored, model.parameters, ignored, device, progress, rounding=ops.rounded, logs=comm.info.rank == 0)
     return model
 
 
@@ -127,12 +148,14 @@ def _require_made(parameters: tuple[Parameter, ...], made: Format | None) -> Non
 
 def open_checkpoint(files: list[Path], stack: ExitStack, quantization: Quantization | None = None) -> dict[str, Stored]:
     """Map all files until `stack` is closed; return their tensors in file order, dequantized and with full names."""
-    stored = open_all(files, stack)
-    if quantization is not None:
-        stored = dequantized(stored, quantization)
-    if "embed_tokens.weight" in stored:  # names lack the prefix if the decoder was saved without its head
-        stored = {f"model.{name}": tensor for name, tensor in stored.items()}
-    return stored
+    stored: dict[str, Stored] = {}
+    for name, tensor in open_all(files, stack).items():
+        full = ".".join(part for part in name.split(".") if not WRAPPER.fullmatch(part))
+        full = f"model.{full}" if full.startswith(("embed_tokens.", "layers.", "norm.")) else full
+        if full in stored:
+            raise ConfigError(f"tensor {full} is in {tensor.path.parent} under two names, one of which is {name}")
+        stored[full] = tensor
+    return stored if quantization is None else dequantized(stored, quantization)
 
 
 def fill(
@@ -143,17 +166,23 @@ def fill(
     progress: Progress | None = None,
     threads: int | None = None,
     rounding: Rounding = rounded,
+    logs: bool = True,
 ) -> None:
     """Fill every parameter; convert float dtypes and quantized matrices to the parameter's format.
 
-    Tensors in `ignored` are optional. Raises `ConfigError` with the names of tensors that are missing, unexpected, of
-    the wrong shape, or not floating point.
+    Tensors in `ignored` are optional. Those in HARMLESS are allowed, and if it `logs`, one log line names them. Raises
+    `ConfigError` with the names of tensors that are missing, unexpected, of the wrong shape, or not floating point.
     """
     folder = next(iter(stored.values())).path.parent
     if HEAD in ignored and HEAD in stored:  # of a tied pair, the checkpoint may store only the head
         stored = {EMBEDDING: stored[HEAD]} | stored
     wanted = [(parameter, source) for parameter in parameters for source in parameter.sources]
-    _check(wanted, stored, ignored, folder)
+    extra = _check(wanted, stored, ignored, folder)
+    if extra and logs:
+        kinds = {re.sub(r"\.\d+\.", ".*.", name) for name in extra}
+        _log.warning(
+            "ignored tensors without which the model computes the same (%d): %s", len(extra), _listed([*kinds])
+        )
     order = {name: index for index, name in enumerate(stored)}
     wanted.sort(key=lambda w: order[w[1].name])
     pieces = list(chain.from_iterable(_cut(*w, stored[w[1].name]) for w in wanted))
@@ -172,7 +201,9 @@ def has_own_head(folder: Path) -> bool:
     If so, transformers 5 does not tie them, even if config.json says so.
     """
     with ExitStack() as stack:
-        stored = open_all(hf.weight_files(folder), stack)
+        stored = open_checkpoint(hf.weight_files(folder), stack)
+        if any(f"lm_head{mark}" in stored for mark, _ in LAYOUTS.values() if mark != ".weight"):
+            return True  # it is quantized
         head, embedding = stored.get(HEAD), stored.get(EMBEDDING)
         if head is None or embedding is None:
             return False
@@ -188,15 +219,22 @@ def default_threads() -> int:
     return min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
-def _check(wanted: list[tuple[Parameter, Source]], stored: dict[str, Stored], ignored: set[str], folder: Path) -> None:
-    """Raise `ConfigError` unless the files have exactly the tensors that the parameters need."""
+def _check(
+    wanted: list[tuple[Parameter, Source]], stored: dict[str, Stored], ignored: set[str], folder: Path
+) -> list[str]:
+    """Raise `ConfigError` unless the files have the tensors that the parameters need; return harmless others."""
     names = {source.name for _, source in wanted}
     missing = [name for name in names if name not in stored]
-    derived = ".rotary_emb.inv_freq"  # a constant that some checkpoints store
-    unexpected = [n for n in stored if n not in names and n not in ignored and not n.endswith(derived)]
+    extra = {name: tensor for name, tensor in stored.items() if name not in names and name not in ignored}
+    layers = [match[1] for match in map(NEXT_TOKENS.match, extra) if match]
+    unused = tuple(layer for layer in layers if not any(name.startswith(layer) for name in names))
+    unexpected = [n for n, t in extra.items() if not (n.startswith(unused) or _is_harmless(n, t))]
     if missing or unexpected:
         parts = [f"{word} {_listed(names)}" for word, names in (("lacks", missing), ("has also", unexpected)) if names]
-        raise ConfigError(f"the checkpoint in {folder} does not fit its config.json: it {' and '.join(parts)}")
+        reasons = [f"; {why}" for pattern, why in HARMFUL.items() if any(re.search(pattern, n) for n in unexpected)]
+        raise ConfigError(
+            f"the checkpoint in {folder} does not fit its config.json: it {' and '.join(parts)}{''.join(reasons)}"
+        )
     for _, source in wanted:
         found = stored[source.name]
         if found.shape != source.shape:
@@ -206,6 +244,12 @@ def _check(wanted: list[tuple[Parameter, Source]], stored: dict[str, Stored], ig
             )
         if found.dtype not in FLOATS:
             raise ConfigError(f"tensor {source.name} in {found.path} is {found.dtype}, not one of {', '.join(FLOATS)}")
+    return [*extra]
+
+
+def _is_harmless(name: str, tensor: Stored) -> bool:
+    """Return whether the model computes the same without this tensor, of which only a bias is read."""
+    return any(re.search(pattern, name) and holds(tensor) for pattern, holds in HARMLESS.items())
 
 
 def open_all(files: list[Path], stack: ExitStack) -> dict[str, Stored]:

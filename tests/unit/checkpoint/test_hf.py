@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from minisgl.checkpoint import hf
+from minisgl.checkpoint.quantization import Quantization, read_quantization
 from minisgl.errors import ConfigError
 
 
@@ -119,6 +120,58 @@ def test_unreadable_config(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
         with pytest.raises(ConfigError, match=r"config\.json"):
             hf.load_config(tmp_path)
+
+
+V1, V2 = (Quantization("gptq", 4, zero_offset=offset) for offset in (1, 0))
+OLD_AWQ = {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}
+OLD_GPTQ = {"bits": 4, "group_size": 128, "damp_percent": 0.01, "desc_act": False, "sym": True, "true_sequential": True}
+GPTQ_V2 = {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
+INT4 = {"format": "pack-quantized", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "expected"),
+    [
+        ({}, {"quantize_config.json": OLD_GPTQ}, V1),
+        ({}, {"quantize_config.json": {"bits": 4, "group_size": 128}}, V1),
+        ({"quantization_config": None}, {"quantize_config.json": OLD_GPTQ | {"checkpoint_format": None}}, V1),
+        ({}, {"quantize_config.json": OLD_GPTQ | GPTQ_V2 | {"meta": {"quantizer": ["gptqmodel:1.0.0"]}}}, V2),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, {"quantize_config.json": GPTQ_V2}, V2),
+        (
+            {"quantization_config": {"bits": 4, "quant_method": "gptq", "checkpoint_format": None}},
+            {"quantize_config.json": GPTQ_V2},
+            V2,
+        ),
+        ({"quantization_config": GPTQ_V2 | {"bits": 4}}, {"quantize_config.json": OLD_GPTQ}, V2),
+        ({}, {"quantize_config.json": OLD_AWQ}, Quantization("awq", 4)),
+        ({}, {"quant_config.json": OLD_AWQ}, Quantization("awq", 4)),
+        ({}, {"quant_config.json": {"w_bit": 4, "q_group_size": 64}}, Quantization("awq", 4)),
+        ({}, {"quant_config.json": OLD_GPTQ}, V1),
+        ({}, {"hf_quant_config.json": {"quantization": {"quant_algo": "FP8"}}}, Quantization("scaled")),
+        ({"quantization_config": {"quant_algo": "FP8"}}, {}, Quantization("scaled")),
+        ({"quantization_config": OLD_AWQ}, {}, Quantization("awq", 4)),
+        ({"quantization_config": OLD_GPTQ}, {}, V1),
+        ({"quantization_config": INT4}, {}, Quantization("packed", 4)),
+        ({"quantization_config": INT4 | {"config_groups": {}, "kv_cache_scheme": {"num_bits": 8}}}, {}, None),
+        ({"compression_config": INT4 | {"quant_method": "compressed_tensors"}}, {}, Quantization("packed", 4)),
+        ({"quantization_config": {"activation_scheme": "dynamic"}}, {}, Quantization("scaled")),
+        ({}, {}, None),
+    ],
+)
+def test_settings_of_quantized_weights(
+    tmp_path: Path, config: Any, files: dict[str, Any], expected: Quantization | None
+) -> None:
+    for name, value in {"config.json": config, **files}.items():
+        write(tmp_path, name, value)
+    assert read_quantization(hf.load_config(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("value", [[], {"quantization": 5}])
+def test_bad_settings_of_quantized_weights(tmp_path: Path, value: Any) -> None:
+    write(tmp_path, "config.json", {})
+    write(tmp_path, "hf_quant_config.json", value)
+    with pytest.raises(ConfigError, match=r"is not a JSON object|quantization_config=5; an object is needed"):
+        read_quantization(hf.load_config(tmp_path))
 
 
 def test_max_model_len() -> None:

@@ -36,6 +36,14 @@ def only_head(tensors: Tensors) -> None:
     tensors[HEAD] = tensors.pop(EMBEDDING)
 
 
+@pytest.mark.parametrize("mark", ["qweight", "weight_packed"])
+def test_a_quantized_head_is_not_tied(tmp_path: Path, mark: str) -> None:
+    save(tmp_path, configurations()["qwen3-tied-wide-heads"])
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {f"lm_head.{mark}": torch.zeros(8, 8).int()}, file)
+    assert weight.has_own_head(tmp_path)
+
+
 @pytest.mark.parametrize(("change", "is_tied"), [(other_head, False), (same_head, True), (only_head, True)])
 @pytest.mark.filterwarnings("default")
 def test_tying_follows_the_tensors(

@@ -149,7 +149,38 @@ REFUSED = {
         {"quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemv"}},
         r"version='gemv'.* supported: gemm",
     ),
+    "AWQ for GEMV by GPTQModel": (
+        {"quantization_config": {"quant_method": "awq", "bits": 4, "checkpoint_format": "gemv_fast"}},
+        r"checkpoint_format='gemv_fast'.* supported: gemm",
+    ),
+    "AWQ for llm-awq": (
+        {"quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemm", "backend": "llm-awq"}},
+        r"backend='llm-awq', whose packing is not supported",
+    ),
+    "AutoRound": ({"quantization_config": {"quant_method": "auto-round", "bits": 4}}, r"quantized by auto-round, "),
+    "MLX": ({"quantization_config": {"group_size": 64, "bits": 4}}, r"quantized by a method without a name"),
     "GPTQ of 2 bits": ({"quantization_config": {"quant_method": "gptq", "bits": 2}}, r"bits=2.* supported: 4, 8"),
+    "GPTQ of no bits": ({"quantization_config": {"quant_method": "GPTQ"}}, r"bits=None.* supported: 4, 8"),
+    "Marlin": (
+        {"quantization_config": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}},
+        r"checkpoint_format='marlin'.* supported: gptq, gptq_v2",
+    ),
+    "Marlin, as it was first written": (
+        {"quantization_config": {"desc_act": False, "bits": 4, "is_marlin_format": True}},
+        r"is_marlin_format=True.* supported: False",
+    ),
+    "GPTQModel's other name": (
+        {"quantization_config": {"quant_method": "gptq", "bits": 4, "format": "bitblas"}},
+        r"format='bitblas'.* supported: gptq, gptq_v2",
+    ),
+    "rotated": (
+        {"quantization_config": {"format": "pack-quantized", "config_groups": {}, "transform_config": {"a": 1}}},
+        r"transform_config: rotations",
+    ),
+    "sparse": (
+        {"quantization_config": {"format": "marlin-24", "config_groups": {}}},
+        r"format='marlin-24', which is not supported",
+    ),
     "blocks": ({"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, r"weight_block_size=128"),
     "NVFP4": ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, r"quant_algo='NVFP4'"),
     "gpt-oss": (

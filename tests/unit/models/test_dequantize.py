@@ -91,12 +91,13 @@ def awq(group: int) -> Any:
 
 def gptq(bits: int, group: int, *, v2: bool = False, act_order: bool = False) -> Any:
     q, scale = torch.randint(0, 2**bits, (ROWS, COLUMNS)), (torch.rand(ROWS, COLUMNS // group) + 0.1).half()
-    zero, groups = torch.randint(1, 2**bits, scale.shape), torch.arange(COLUMNS) // group
+    zero, groups = torch.randint(0, 2**bits, scale.shape), torch.arange(COLUMNS) // group
     if act_order:
         groups = groups[torch.randperm(COLUMNS)]
+    ones = pack(torch.full_like(zero.t(), int(not v2)), bits, 1)  # GPTQModel subtracts words, which may borrow
     tensors = {
         "qweight": pack(q.t(), bits, 0),
-        "qzeros": pack(zero.t() - int(not v2), bits, 1),
+        "qzeros": pack(zero.t(), bits, 1) - ones,
         "scales": scale.t(),
         "g_idx": groups.int(),
     }
@@ -104,6 +105,16 @@ def gptq(bits: int, group: int, *, v2: bool = False, act_order: bool = False) ->
     if v2:
         config["checkpoint_format"] = "gptq_v2"
     return config, tensors, (q - zero[:, groups]) * scale.float()[:, groups]
+
+
+def with_config(case: Any, **changes: Any) -> Any:
+    config, *rest = case
+    return config | changes, *rest
+
+
+def with_tensors(case: Any, **more: Tensor) -> Any:
+    config, tensors, expected = case
+    return config, tensors | more, expected
 
 
 def int_config() -> dict[str, Any]:
@@ -127,6 +138,18 @@ CASES = {
     "compressed 4 bits, zero points": lambda: compressed(4, 80, zeros=True),
     "compressed 4 bits, order": lambda: compressed(4, 16, order=True),
     "compressed 8 bits": lambda: compressed(8, 160, zeros=True),
+    "compressed 8 bits beside 4": lambda: with_config(
+        compressed(8, 32), config_groups={str(bits): {"weights": {"num_bits": bits}} for bits in (4, 8)}
+    ),
+    "compressed, order not set": lambda: with_tensors(
+        compressed(4, 16), weight_g_idx=torch.full((COLUMNS,), -1, dtype=torch.int32)
+    ),
+    "int8 a row, zero points of 0": lambda: with_tensors(CASES["int8 a row"](), weight_zero_point=torch.zeros(ROWS, 1)),
+    "compressed, 16 bits": lambda: (
+        int_config() | {"format": "dense"},
+        {"weight": (w := torch.randn(ROWS, COLUMNS))},
+        w,
+    ),
     "compressed mxfp4": compressed_mxfp4,
     "awq": lambda: awq(32),
     "awq, one group": lambda: awq(160),
@@ -134,6 +157,26 @@ CASES = {
     "gptq act_order": lambda: gptq(4, 16, act_order=True),
     "gptq v2": lambda: gptq(4, 80, v2=True),
     "gptq 8 bits": lambda: gptq(8, 32),
+    "gptq 8 bits, dynamic": lambda: with_config(gptq(8, 32), bits=4, dynamic={"+:a": {"bits": 8}}),
+    "gptq 4 bits, dynamic": lambda: with_config(gptq(4, 32), bits=8, dynamic={"+:a": {"bits": 4}}),
+    "gptq v2 8 bits": lambda: gptq(8, 80, v2=True),
+    "gptq by its old settings": lambda: (
+        {
+            "bits": 4,
+            "desc_act": False,
+            "sym": True,
+            "checkpoint_format": None,
+            "is_marlin_format": False,
+            "lm_head": False,
+        },
+        *gptq(4, 32)[1:],
+    ),
+    "awq by its old settings": lambda: (
+        {"w_bit": 4, "q_group_size": 32, "version": "GEMM", "zero_point": True},
+        *awq(32)[1:],
+    ),
+    "awq by GPTQModel": lambda: with_config(awq(32), version=None, checkpoint_format="gemm", pack_dtype="int32"),
+    "awq, exllama": lambda: with_config(awq(32), exllama_config={"version": 2}, do_fuse=False, backend="autoawq"),
 }
 
 
@@ -164,11 +207,26 @@ def test_matrices_that_are_left_out_are_read_as_they_are(tmp_path: Path) -> None
     assert torch.equal(load(tmp_path, config, {"weight": plain}), plain.float())
 
 
-def test_scales_of_activations_and_of_the_cache_are_left(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("default")
+def test_scales_of_activations_and_of_the_cache_are_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config, tensors, expected = CASES["modelopt"]()
-    one = torch.tensor(1.0)
-    found = load(tmp_path, config, tensors | {f"{name}_scale": one.clone() for name in ("input", "k", "v")})
+    one = torch.tensor(1.3)
+    names = (
+        "input_scale",
+        "act_scale",
+        "output_scale",
+        "kv_scale",
+        "k_scale",
+        "v_scale",
+        "q_scale",
+        "prob_scale",
+        "input_zero_point",
+    )
+    found = load(tmp_path, config, tensors | {name: one.clone() for name in names})
     assert torch.equal(found, expected)
+    assert [r.getMessage().partition(":")[0] for r in caplog.records] == [
+        "ignored tensors without which the model computes the same (9)"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -204,6 +262,28 @@ def test_scales_of_activations_and_of_the_cache_are_left(tmp_path: Path) -> None
             r"a\.weight_packed in .* shape \[48, 16\] instead of \[48, 80\]",
         ),
         ("awq", {"weight_scale": torch.ones(1)}, r"has also a\.weight_scale"),
+        ("awq", {"act.scales": torch.ones(COLUMNS)}, r"has also a\.act\.scales; a layer's inputs are multiplied by"),
+        (
+            "modelopt",
+            {"pre_quant_scale": torch.ones(COLUMNS)},
+            r"a\.pre_quant_scale; a layer's inputs are multiplied by",
+        ),
+        ("gptq", {"bias": torch.ones(ROWS)}, r"has also a\.bias; a bias is not 0 where"),
+        ("gptq", {"bias": torch.full((ROWS,), torch.nan)}, r"has also a\.bias; a bias is not 0 where"),
+        ("gptq act_order", {"g_idx": None}, r"no a\.g_idx"),
+        ("gptq", {"qweight": torch.zeros(40, ROWS, dtype=torch.int16)}, r"a\.qweight in .* is I16 instead of I32"),
+        ("gptq", {"qweight": None, "B": torch.zeros(10, 96).int()}, r"lacks a\.weight and has also a\.B"),
+        (
+            "awq",
+            {"scales": torch.ones(3, ROWS), "qzeros": torch.zeros(3, ROWS // 8).int()},
+            r"160 columns of quantized weights a are in 3 unequal groups",
+        ),
+        (
+            "compressed 4 bits, zero points",
+            {"weight_zero_point": torch.zeros(48, 2).char()},
+            r"shape \[48, 2\] instead",
+        ),
+        ("gptq", {"weight": torch.ones(ROWS, COLUMNS)}, r"has a\.weight twice: quantized and not"),
     ],
 )
 def test_bad_tensors_are_refused(case: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -320,6 +320,26 @@ def save_gptq(source: Path, target: Path) -> None:
     (target / "config.json").write_text(json.dumps(config))
 
 
+def test_a_published_gptq_folder_with_more_than_needed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Biases of 0, constants and scales in it; settings in quantize_config.json; zero points less 1, not named so."""
+    folder = tmp_path / "gptq"
+    save_gptq(BUILTIN_MODEL, folder)
+    expected = load(folder, True)
+    config = load_config(folder)
+    settings = {"bits": 4, "group_size": 128, "desc_act": True, "sym": True, "checkpoint_format": None}
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "quantize_config.json").write_text(json.dumps(settings))
+    tensors = load_file(folder / "model.safetensors")
+    scales = [(n, t) for n, t in tensors.items() if n.endswith(".scales")]
+    extra = {n.replace(".scales", ".bias"): torch.zeros(t.shape[1]).half() for n, t in scales}
+    extra |= {n: torch.ones(4) for n in ("score.weight", "model.layers.0.self_attn.rotary_emb.cos_cached")}
+    extra |= {f"model.layers.1.self_attn.{n}": torch.tensor(0.5) for n in ("kv_scale", "k_scale")}
+    save_file(tensors | extra, folder / "model.safetensors")
+    assert all(map(torch.equal, dense(load(folder, True)), dense(expected)))
+    assert [f"the same ({len(extra)}): " in message for message in caplog.messages] == [True]
+
+
 @pytest.mark.parametrize(("ranks", "kept"), [(1, 24), (2, 12)])
 def test_columns_in_an_order_of_their_own_are_kept(ranks: int, kept: int, tmp_path: Path) -> None:
     """All of them, so not those of a rank's part."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from pathlib import Path
 
@@ -103,23 +104,125 @@ def test_any_stored_float_dtype_is_converted(tmp_path: Path, stored: torch.dtype
     assert load(tmp_path, torch.bfloat16).model.norm.weight.dtype is torch.bfloat16
 
 
-def test_tied_head_and_rotary_constants_are_ignored(tmp_path: Path):
+ATTENTION, NEXT = "model.layers.0.self_attn", "model.layers.3"
+HARMLESS = {
+    "constants of RoPE": [f"{ATTENTION}.rotary_emb.{n}" for n in ("inv_freq", "cos_cached", "sin_cached")],
+    "constants of the decoder": ["model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"],
+    "biases of 0": [f"{ATTENTION}.q_proj.bias", "model.layers.2.mlp.down_proj.bias", "model.norm.bias", "lm_head.bias"],
+    "scales of K/V": [f"{ATTENTION}.{n}" for n in ("kv_scale", "k_scale", "v_scale", "q_scale", "prob_scale")],
+    "scales of K/V, older": [f"{ATTENTION}.k_proj.output_scale", f"{ATTENTION}.v_proj.output_scale"],
+    "scales of K/V by ModelOpt": [f"{ATTENTION}.k_proj.k_scale", f"{ATTENTION}.v_proj.v_scale"],
+    "scales of K/V by vLLM": [f"{ATTENTION}.attn.k_scale", f"{ATTENTION}.attn.v_zero_point"],
+    "scales of activations": ["model.layers.1.mlp.up_proj.input_scale", "model.layers.1.mlp.up_proj.input_zero_point"],
+    "masks": [f"{ATTENTION}.masked_bias"],
+    "classifier": ["score.weight"],
+    "value head": ["v_head.summary.weight", "v_head.summary.bias"],
+    "layer of further tokens": [f"{NEXT}.eh_proj.weight", f"{NEXT}.enorm.weight", f"{NEXT}.self_attn.q_proj.weight"],
+    "module of further tokens": ["mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight"],
+}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_tensors_that_change_nothing_are_one_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str):
+    save(tmp_path, configurations()[UNTIED])
+    whole = load_file(tmp_path / "model.safetensors")
+    extra = {n: torch.full((64,), 0.0 if n.startswith("model.") and "bias" in n else 2.0) for n in HARMLESS[kind]}
+    extra |= {name: torch.zeros(160) for name in extra if name == "lm_head.bias"}
+    rewrite(tmp_path, lambda t: t.update(extra))
+    model = load(tmp_path)
+    assert torch.equal(model.lm_head.weight, whole["lm_head.weight"])
+    start = f"ignored tensors without which the model computes the same ({len(extra)}): "
+    assert [record.getMessage().startswith(start) for record in caplog.records] == [True]
+    assert all(re.sub(r"\.\d+\.", ".*.", name.removeprefix("model.")) in caplog.text for name in list(extra)[:5])
+
+
+def test_causal_masks_and_a_copy_of_the_embedding_are_ignored(tmp_path: Path):
     save(tmp_path, configurations()[TIED])
-    rewrite(
-        tmp_path,
-        lambda t: t.update(
-            {
-                "lm_head.weight": t["model.embed_tokens.weight"].clone(),
-                "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16),
-            }
-        ),
-    )
+    mask = {f"model.layers.{i}.self_attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool).tril() for i in range(3)}
+    rewrite(tmp_path, lambda t: t.update(mask | {"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     load(tmp_path)
+
+
+def test_many_tensors_are_named_by_kind(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    save(tmp_path, configurations()[UNTIED])
+    names = [f"model.layers.{i}.self_attn.{p}_proj.bias" for i in range(3) for p in "qkvo"]
+    rewrite(tmp_path, lambda t: t.update({name: torch.zeros(64) for name in names}))
+    for rank in range(2):  # only the first logs
+        load(tmp_path, comm=SoloCommunicator(DistributedInfo(rank, 2, 2), CPU))
+    listed = ", ".join(f"model.layers.*.self_attn.{p}_proj.bias" for p in "koqv")
+    assert caplog.messages == [f"ignored tensors without which the model computes the same (12): {listed}"]
+
+
+WRAPPED = {
+    "decoder alone": lambda name: name.removeprefix("model."),
+    "compiled": lambda name: f"_orig_mod.{name}",
+    "compiled layers": lambda name: name.replace(".mlp.", "._orig_mod.mlp."),
+    "sharded": lambda name: f"_fsdp_wrapped_module.{name.replace('.mlp.', '._fsdp_wrapped_module.mlp.')}",
+    "checkpointed": lambda name: name.replace(".mlp.", "._checkpoint_wrapped_module.mlp."),
+    "parallel": lambda name: f"module.{name}",
+    "peft": lambda name: f"base_model.model.{name}",
+    "trl": lambda name: f"pretrained_model.{name}",
+    "doubled": lambda name: f"model.{name}",
+    "of images": lambda name: f"language_model.{name}",
+    "of images, newer": lambda name: name.replace("model.", "model.language_model."),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_wrappers_around_the_decoder_are_left_out_of_names(tmp_path: Path, wrapper: str):
+    save(tmp_path, configurations()[UNTIED])
+    expected = load(tmp_path).parameters
+    tensors = {WRAPPED[wrapper](n): t for n, t in load_file(tmp_path / "model.safetensors").items()}
+    save_file(tensors, tmp_path / "model.safetensors")  # without the metadata that transformers wants
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(load(tmp_path).parameters, expected, strict=True))
 
 
 DEFECTS = {
     "missing": (lambda t: t.pop("model.layers.2.mlp.up_proj.weight"), r"lacks model\.layers\.2\.mlp\.up_proj\.weight"),
-    "unexpected": (lambda t: t.update(stray=torch.ones(1)), "has also stray"),
+    "unexpected": (lambda t: t.update(stray=torch.ones(1)), "has also stray$"),
+    "bias": (
+        lambda t: t.update({"model.layers.0.self_attn.o_proj.bias": torch.tensor([0.0] * 63 + [1e-9])}),
+        r"o_proj\.bias; a bias is not 0 where the architecture and config\.json have none$",
+    ),
+    "bias beside harmless": (
+        lambda t: t.update({"lm_head.bias": torch.ones(160), "model.norm.bias": torch.zeros(64)}),
+        r"has also lm_head\.bias; a bias",
+    ),
+    "mask of attention": (
+        lambda t: t.update({"model.layers.0.self_attn.bias": torch.ones(64)}),
+        r"has also model\.layers\.0\.self_attn\.bias; a bias",
+    ),
+    "further layers": (
+        lambda t: t.update({"model.layers.3.self_attn.q_proj.weight": torch.ones(64, 64)}),
+        r"has also model\.layers\.3\.self_attn\.q_proj\.weight$",
+    ),
+    "a projection in a layer of the model": (
+        lambda t: t.update({"model.layers.2.eh_proj.weight": torch.ones(64, 64), "model.layers.2.a": torch.ones(1)}),
+        r"has also model\.layers\.2\.a, model\.layers\.2\.eh_proj\.weight$",
+    ),
+    "scales": (
+        lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}),
+        r"up_proj\.weight_scale; config\.json does not describe this quantization$",
+    ),
+    "adapter": (
+        lambda t: t.update({"model.layers.0.mlp.up_proj.lora_A.default.weight": torch.ones(8, 64)}),
+        r"lora_A\.default\.weight; an adapter is not merged: do that first",
+    ),
+    "wrapped by an adapter": (
+        lambda t: t.update(
+            {"model.layers.0.mlp.up_proj.base_layer.weight": t.pop("model.layers.0.mlp.up_proj.weight")}
+        ),
+        r"lacks model\.layers\.0\.mlp\.up_proj\.weight and .* an adapter is not merged",
+    ),
+    "Mistral's names": (
+        lambda t: t.update({"layers.0.attention.wq.weight": torch.ones(64, 64)}),
+        r"attention\.wq\.weight; the names are those of Meta's or Mistral's own format",
+    ),
+    "two names": (
+        lambda t: t.update({"norm.weight": t["model.norm.weight"].clone()}),
+        r"tensor model\.norm\.weight is in .* under two names, one of which is (model\.)?norm\.weight$",
+    ),
     "shape": (lambda t: t.update({"model.norm.weight": torch.ones(65)}), r"model\.norm\.weight .*\[65\].*\[64\]"),
     "merged shape": (
         lambda t: t.update({"model.layers.0.self_attn.k_proj.weight": torch.ones(16, 64)}),
@@ -148,7 +251,17 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["consolidated.safetensors", "adapter_model.safetensors", "model.fp16.safetensors"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "consolidated.safetensors",
+        "adapter_model.safetensors",
+        "model.fp16.safetensors",
+        "pytorch_model.bin",
+        "training_args.bin",
+        "optimizer.pt",
+    ],
+)
 def test_other_sets_of_tensors_are_not_read(tmp_path: Path, name: str):
     save(tmp_path, configurations()[UNTIED])
     whole = load_file(tmp_path / "model.safetensors")
