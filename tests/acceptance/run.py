@@ -44,6 +44,7 @@ CLIENTS: dict[str, tuple[str, list[str]]] = {
     "openai-responses": ("use_openai_responses.py", ["openai>=3,<4"]),
     "anthropic": ("use_anthropic.py", ["anthropic>=1,<3"]),
     "openai-agents": ("use_openai_agents.py", ["openai-agents>=0.6,<1"]),
+    "codex": ("use_codex.mjs", ["@openai/codex"]),
     "openai-node": ("use_openai_node.mjs", ["openai@6"]),
     "anthropic-node": ("use_anthropic_node.mjs", ["@anthropic-ai/sdk@1"]),
     "ai-sdk": ("use_ai_sdk.mjs", ["ai@6", "@ai-sdk/openai@3", "@ai-sdk/anthropic@3"]),
@@ -56,6 +57,8 @@ CLIENTS: dict[str, tuple[str, list[str]]] = {
     "sglang-router": ("use_sglang_router.py", ["sglang-router>=0.3.2,<1"]),
     "schemathesis": ("use_schemathesis.py", ["schemathesis>=4,<5"]),
 }
+# A short context, because what a fuzzer asks for often has no other end. Codex's tools alone take 1,500 tokens.
+CONTEXT = dict.fromkeys(CLIENTS, 1024) | {"codex": 4096}
 
 
 @dataclass
@@ -151,12 +154,11 @@ def run_clients(names: list[str], url: str) -> list[Report]:
     return reports
 
 
-def run_clients_on_own_server(names: list[str]) -> list[Report]:
+def run_clients_on_own_server(names: list[str], context: int) -> list[Report]:
     """The reports, and one on the server: it must neither leak nor log an error."""
-    # A short context, because what a fuzzer asks for often has no other end.
-    with ServerProcess("--num-pages", "1024", "--max-seq-len", "1024") as server:
+    with ServerProcess("--num-pages", "1024", "--max-seq-len", str(context)) as server:
         reports = run_clients(names, server.url)
-        own = Report("(server)", server.info()["version"])
+        own = Report(f"(server, context {context})", server.info()["version"])
         try:
             require_no_leak(server)
             own.passed.append("nothing leaks")
@@ -205,7 +207,13 @@ def main() -> int:
     if unknown := set(args.clients) - CLIENTS.keys():
         parser.error(f"no client {', '.join(sorted(unknown))}")
     names = args.clients or list(CLIENTS)
-    reports = run_clients(names, args.url.rstrip("/")) if args.url else run_clients_on_own_server(names)
+    if args.url:
+        reports = run_clients(names, args.url.rstrip("/"))
+    else:
+        groups = {
+            context: [n for n in names if CONTEXT[n] == context] for context in sorted({CONTEXT[n] for n in names})
+        }
+        reports = [r for context, group in groups.items() for r in run_clients_on_own_server(group, context)]
     print_table(reports)
     if args.write:
         write_page(reports)

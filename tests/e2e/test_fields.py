@@ -21,6 +21,7 @@ from minisgl.api.protocol import (
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
+    CustomCall,
     DetokenizeRequest,
     EmbeddingRequest,
     GenerateRequest,
@@ -89,6 +90,7 @@ PLACES = [
     Place(CHAT, ChatMessage, USER, '{"max_tokens": 2, "messages": [%s]}'),
     Place(CHAT, ToolCall, {"function": FUNCTION}, ASSISTANT),
     Place(CHAT, ToolFunction, FUNCTION, ASSISTANT.replace("%s", '{"function": %s}')),
+    Place(CHAT, CustomCall, {"name": "f", "input": "x"}, ASSISTANT.replace("%s", '{"type": "custom", "custom": %s}')),
     Place(TEXT, StreamOptions, {}, '{"prompt": "x", "max_tokens": 2, "stream": true, "stream_options": %s}'),
 ]
 CASES = [(place, f) for place in PLACES for f in (*place.kind.__struct_fields__, "made_up")]

@@ -181,9 +181,26 @@ def test_thinking_is_a_block(thinker: openai.OpenAI) -> None:
             assert "42" in ask(http, SUM, **off)["content"][0]["text"]
 
 
+def test_what_only_a_service_can_read_is_left_out_and_told(http: httpx.Client) -> None:
+    kinds = ("web_search_20250305", "bash_20250124", "text_editor_20250728", "computer_20250124", "mcp_toolset")
+    tools = [{"type": kind, "name": kind} for kind in kinds]
+    unread = ["redacted_thinking", "server_tool_use", "web_search_tool_result", "mcp_tool_use", "container_upload"]
+    said = [{"type": kind, "data": "x", "content": []} for kind in unread]
+    said += [{"type": "text", "text": "Hi"}, {"type": "tool_use", "id": "1", "name": "f", "input": None}]
+    found = [{"type": "tool_reference", "tool_name": "f"}, {"type": "text", "text": "done"}]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": found}
+    asked = [result, {"type": "text", "text": SUM}]
+    answer = post(http, "Hello", said, asked, tools=tools, mcp_servers=[{"name": "s"}], container="c")
+    assert answer.status_code == 200 and answer.json()["content"][0]["type"] == "text"
+    told = set(answer.headers["x-ignored-fields"].split(", "))
+    expected = {*(f"messages.{kind}" for kind in (*unread, "tool_reference")), *(f"tools.{kind}" for kind in kinds)}
+    assert told >= expected | {"mcp_servers", "container"}
+
+
 def test_thinking_without_reasoning_is_told(http: httpx.Client) -> None:
     response = post(http, SUM, thinking={"type": "enabled", "budget_tokens": 1024})
-    assert response.status_code == 200 and response.headers["x-ignored-fields"] == "thinking"
+    assert response.status_code == 200
+    assert response.headers["x-ignored-fields"] == "thinking.budget_tokens, thinking.type"
 
 
 @pytest.mark.parametrize(
@@ -191,10 +208,14 @@ def test_thinking_without_reasoning_is_told(http: httpx.Client) -> None:
     [
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'document'"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]}, "'redacted_thinking'"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "'tool'"),
         ({"messages": []}, "messages is empty"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "'audio'"),
+        (
+            {"tools": [{"type": "bash_20250124", "name": "bash"}], "tool_choice": {"type": "tool", "name": "bash"}},
+            "this server cannot run and leaves out tools.bash_20250124",
+        ),
+        ({"tools": [{"type": "web_search_20250305"}], "tool_choice": {"type": "any"}}, "tools.web_search_20250305"),
         ({"tools": [{"name": "f", "input_schema": "x"}]}, "tools"),
         ({"tool_choice": {"type": "some"}}, "'some'"),
         ({"tool_choice": {"type": "tool", "name": "g"}, "tools": [TOOL]}, "tool_choice"),
@@ -237,7 +258,7 @@ def test_messages_of_a_chat() -> None:
         yield AnthropicMessage("user", [])
 
     calls = [ToolCall(ToolFunction("f", {"x": 1}), "1")]
-    assert chat_messages(MessagesRequest(messages=list(read()), system="s")) == [
+    assert chat_messages(MessagesRequest(messages=list(read()), system="s"))[0] == [
         ChatMessage("system", "s"),
         ChatMessage("user", "a"),
         ChatMessage("assistant", "b", tool_calls=calls, reasoning_content="hm"),

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from e2e.harness import ServerProcess, require_no_leak
-from minisgl.api.items import KeptResponses, chat_messages
+from minisgl.api.items import KeptResponses, _namespaces, chat_messages
 from minisgl.api.protocol import ChatMessage, InputItem, ResponseObject, ResponseReasoning, ToolCall, ToolFunction
 
 QUESTION = "What is the weather in Paris?"
@@ -137,8 +137,8 @@ def test_answer_that_is_cut_off_is_incomplete(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools", "web_search"),
-        ({"tool_choice": {"type": "web_search"}, "tools": [TOOL]}, "tool_choice", "web_search"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function.name", "must be a non-empty string"),
+        ({"tool_choice": {"type": "web_search"}, "tools": [TOOL]}, "tool_choice", "tool_choice must be"),
         ({"include": ["message.output_text.logprobs"]}, "include", "logprobs"),
         (
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "?"}}}},
@@ -147,7 +147,8 @@ def test_answer_that_is_cut_off_is_incomplete(client: openai.OpenAI) -> None:
         ),
         ({"text": {"format": {"type": "xml"}}}, "text", "text must have a type"),
         ({"max_output_tokens": -9}, "max_output_tokens", "max_output_tokens must be"),
-        ({"input": [{"type": "computer_call_output", "output": {}}]}, "input", "computer_call_output"),
+        ({"input": [{"type": "computer_call_output", "output": {}}]}, "input", "input is empty"),
+        ({"input": [{"type": "custom_tool_call_output", "output": [{"type": "input_image"}]}]}, "input", "input_image"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "input_image"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "msg_1"),
         ({"input": [{"role": "chief", "content": "x"}]}, "input", "chief"),
@@ -163,9 +164,69 @@ def test_what_is_not_supported_is_refused_by_name(
 
 
 def test_what_has_no_effect_is_told(http: httpx.Client) -> None:
-    body = {"input": "x", "max_output_tokens": 1, "include": ["reasoning.encrypted_content"]}
-    answer = http.post("/v1/responses", json=body | {"reasoning": {"effort": "low", "summary": "auto"}})
-    assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "reasoning.summary"
+    """Also a service's tools, and what these have left in the conversation: any order and any number of them."""
+    kinds = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "local_shell", "shell")
+    kinds += ("computer_use_preview", "tool_search", "apply_patch", "namespace", "odd\r\nset-cookie: x")
+    left = ("web_search_call", "local_shell_call", "mcp_list_tools", "tool_search_call", "compaction", "ghost_snapshot")
+    items: list[dict[str, Any]] = [
+        {"type": kind, "action": {}, "arguments": {}, "status": "completed"} for kind in left
+    ]
+    items.append({"type": "reasoning", "summary": [], "encrypted_content": "abc"})
+    question = {"role": "user", "content": "What is 12 + 30?"}
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    include = ["reasoning.encrypted_content", "web_search_call.action.sources"]
+    fields = {"include": include, "reasoning": {"effort": "low", "summary": "auto"}, "text": {"verbosity": "low"}}
+    body = {"input": [refusal, *items, question], "tools": [{"type": k, "name": k} for k in kinds], "temperature": 0}
+    answer = http.post("/v1/responses", json=body | fields)
+    assert answer.status_code == 200 and "42" in answer.json()["output"][0]["content"][0]["text"]
+    told = answer.headers["x-ignored-fields"].split(", ")
+    assert {f"input.{kind}" for kind in (*left, "reasoning")} <= set(told) >= {f"tools.{k}" for k in kinds[:-1]}
+    assert {"include.web_search_call.action.sources", "text.verbosity", "tools.odd??set-cookie: x"} <= set(told)
+    assert {"reasoning.summary", "reasoning.effort"} <= set(told) and "set-cookie" not in answer.headers
+
+
+def test_input_may_be_empty_beside_instructions_or_a_kept_response(client: openai.OpenAI) -> None:
+    first = ask(client, "What is 12 + 30?")
+    for given in ([], None):
+        assert ask(client, given, previous_response_id=first.id).status == "completed"
+        assert ask(client, given, instructions="Be brief.").status == "completed"
+
+
+PATCH: Any = {"type": "custom", "name": "get_weather", "description": "Get the weather of a city"}
+
+
+@pytest.mark.parametrize("tool", [PATCH, {"type": "namespace", "name": "n", "tools": [TOOL]}])
+@pytest.mark.parametrize("named", [False, True])
+def test_other_tools_than_functions_are_called_and_answered(http: httpx.Client, tool: Any, named: bool) -> None:
+    """A custom tool, and a function in a namespace: whole, streamed, and as a part of the conversation."""
+    is_custom = tool["type"] == "custom"
+    choice = {"type": "custom" if is_custom else "function", "name": "get_weather"}
+    choice |= {} if is_custom else {"namespace": "n"}
+    user = {"role": "user", "content": QUESTION}
+    body = {"input": [user], "tools": [tool], "tool_choice": choice if named else "required", "temperature": 0}
+    whole = http.post("/v1/responses", json=body).json()["output"]
+    stream = http.post("/v1/responses", json=body | {"stream": True}).text
+    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: ")]
+    (call,) = whole
+    kind, field = ("custom_tool_call", "input") if is_custom else ("function_call", "arguments")
+    assert (call["type"], call["name"], call.get("namespace")) == (kind, "get_weather", None if is_custom else "n")
+    assert call[field] and (is_custom or json.loads(call[field]).keys() == {"city"})
+    final = events[-1]["response"]["output"][0]
+    assert {k: v for k, v in final.items() if "id" not in k} == {k: v for k, v in call.items() if "id" not in k}
+    kinds = [e["type"].removeprefix("response.") for e in events[2:-1]]
+    deltas = [f"{kind}_{field}.delta", f"{kind}_{field}.done"]
+    assert kinds == ["output_item.added", *deltas, "output_item.done"]
+    assert events[3]["delta"] == events[4][field] == final[field] and events[2]["item"][field] == ""
+    result = {"type": kind + "_output", "call_id": call["call_id"], "output": OUTPUT}
+    answer = http.post("/v1/responses", json=body | {"input": [user, call, result], "tool_choice": "auto"}).json()
+    assert answer["status"] == "completed" and answer["output"][0]["type"] == "message"
+
+
+def test_model_may_leave_out_a_namespace() -> None:
+    tools = [{"type": "namespace", "name": n, "tools": [{"name": f}]} for n, f in (("a", "f"), ("a", "g"), ("b", "g"))]
+    names = _namespaces([*tools, {"type": "function", "name": "h"}, {"type": "namespace", "name": "c", "tools": []}])
+    assert names["f"] == names["a__f"] == names["a__g"] == "a" and names["b__g"] == "b"
+    assert names["g"] is names["h"] is None
 
 
 def test_reasoning_is_an_item(thinker: openai.OpenAI) -> None:
@@ -176,7 +237,8 @@ def test_reasoning_is_an_item(thinker: openai.OpenAI) -> None:
     events = list(ask(thinker, "What is 12 + 30?", max_output_tokens=20, extra_body=THINKING, stream=True))
     deltas = [e.delta for e in events if e.type == "response.reasoning_text.delta"]
     assert "".join(deltas) == item.content[0].text
-    assert "42" in ask(thinker, "What is 12 + 30?").output_text
+    for off in ({}, {"reasoning": {"effort": "none"}}, {"extra_body": {"enable_thinking": False}}):
+        assert "42" in ask(thinker, "What is 12 + 30?", **off).output_text
 
 
 THINKING = {"chat_template_kwargs": {"thinking": True}}
@@ -196,7 +258,7 @@ def test_items_of_one_turn_are_one_message() -> None:
         InputItem(role="assistant", content="e"),
     ]
     calls = [ToolCall(ToolFunction("f", "{}"), i) for i in ("1", "2")]
-    assert chat_messages(items) == [
+    assert chat_messages(items)[0] == [
         ChatMessage("user", "ab"),
         ChatMessage("assistant", "c", tool_calls=calls, reasoning_content="hm"),
         ChatMessage("tool", "x", tool_call_id="1"),

@@ -129,6 +129,26 @@ def test_several_forced_calls(client: openai.OpenAI) -> None:
     assert len(more.message.tool_calls) > 1
 
 
+def test_custom_tool(client: openai.OpenAI) -> None:
+    """Forced, whole and streamed, for each choice; the client's own object goes back."""
+    tool = {"type": "custom", "custom": {"name": "get_weather", "description": "Get the weather of a city"}}
+    named = {"type": "custom", "custom": {"name": "get_weather"}}
+    fields: dict[str, Any] = {"tools": [tool], "tool_choice": named, "n": 2, "logprobs": True, **COMMON}
+    whole: Any = client.chat.completions.create(messages=[QUESTION], **fields)
+    texts = ["", ""]
+    for chunk in client.chat.completions.create(messages=[QUESTION], stream=True, **fields):
+        for choice in chunk.choices:
+            for call in choice.delta.tool_calls or ():
+                assert call.type in ("custom", None) and call.function is None
+                texts[choice.index] += call.model_extra["custom"]["input"]
+    for choice, text in zip(whole.choices, texts, strict=True):
+        (call,) = choice.message.tool_calls
+        assert (choice.finish_reason, call.type, call.custom.name) == ("tool_calls", "custom", "get_weather")
+        assert call.custom.input == text and choice.logprobs.content
+        result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 21, "sky": "sunny"}'}
+        assert ask(client, QUESTION, choice.message, result, tools=[tool]).message.content
+
+
 LOW = -(2**63)  # a bound that crashes the grammar library
 
 

@@ -23,16 +23,27 @@ from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg, UserReply
 from minisgl.settings.options import ServerArgs
 
-NAMES: Final = {"stop": "stop_sequences", "response_format": "output_config.format"}  # field of a chat -> Anthropic's
+# field of a chat -> Anthropic's
+NAMES: Final = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
 ROLES: Final = ("user", "assistant", "system")
 CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
-THINKS: Final = {"enabled": True, "adaptive": True, "disabled": False}
+# Endings of the types of blocks that only a service can read, besides all unknown ones in an assistant's message.
+OF_SERVICES: Final = ("_tool_use", "_tool_result", "tool_reference", "redacted_thinking")
+READ: Final = ("text", "thinking", "tool_use")  # of an assistant's message
 PING: Final = named_event("ping", {})
 
 
-def chat_messages(body: p.MessagesRequest) -> list[p.ChatMessage]:
-    """Return the messages of a chat. Raises `RequestError` for a type of block that is not supported."""
-    messages = []
+def chat_messages(body: p.MessagesRequest) -> tuple[list[p.ChatMessage], list[str]]:
+    """Return the messages of a chat, and the types of blocks left out, which only a service can read.
+
+    Raises `RequestError` for other types of blocks that are not supported.
+    """
+    messages: list[p.ChatMessage] = []
+    left_out: list[str] = []
     if body.system is not None:
         messages.append(p.ChatMessage("system", text_of(body.system, "system")))
     for message in body.messages:
@@ -41,8 +52,22 @@ def chat_messages(body: p.MessagesRequest) -> list[p.ChatMessage]:
         content = message.content
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         read = _assistant_message if message.role == "assistant" else _other_messages
-        messages += read(message.role, blocks)
-    return messages
+        messages += read(message.role, _readable(message.role, blocks, left_out))
+    return messages, left_out
+
+
+def _readable(role: str, blocks: list[dict[str, Any]], left_out: list[str]) -> list[dict[str, Any]]:
+    """Return the `blocks` that can be read, also within results of tools; add the types of the others to `left_out`."""
+    readable = []
+    for block in blocks:
+        match block:
+            case {"type": str(kind)} if kind.endswith(OF_SERVICES) or (role == "assistant" and kind not in READ):
+                left_out.append(f"messages.{kind}")
+            case {"type": "tool_result", "content": list(content)} if role == "user":
+                readable.append(block | {"content": _readable("tool", content, left_out)})
+            case _:
+                readable.append(block)
+    return readable
 
 
 def _other_messages(role: str, blocks: list[dict[str, Any]]) -> Iterator[p.ChatMessage]:
@@ -74,50 +99,34 @@ def _assistant_message(role: str, blocks: list[dict[str, Any]]) -> Iterator[p.Ch
 
 def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
-        raise unsupported_type("a tool", tool["type"], "tools")
+        return tool
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
     return {"type": "function", "function": function | {k: v for k, v in tool.items() if k == "description"}}
 
 
-def chat_request(body: p.MessagesRequest, model: ServedModel) -> p.ChatCompletionRequest:
-    """Translate `body` to a chat completion. Raises `RequestError` for what is not supported.
+def chat_request(body: p.MessagesRequest, model: ServedModel, messages: list[p.ChatMessage]) -> p.ChatCompletionRequest:
+    """Translate `body` to a chat completion over `messages`. Raises `RequestError` for what is not supported.
 
     If the last message is the assistant's, the answer continues it.
     """
-    thinking, choice = body.thinking or p.Thinking("disabled"), body.tool_choice or p.AnthropicToolChoice("auto")
-    output = body.output_config or p.OutputConfig()
-    if thinking.type not in THINKS:
-        raise unsupported_type("thinking", thinking.type, "thinking")
+    choice, output = body.tool_choice or p.AnthropicToolChoice("auto"), body.output_config or p.OutputConfig()
     if choice.type not in (*CHOICES, "tool"):
         raise unsupported_type("a choice", choice.type, "tool_choice")
     named = {"type": "function", "function": {"name": choice.name}}
-    fields = shared_fields(body, model, THINKS[thinking.type])
+    fields = shared_fields(body) | {"reasoning_effort": output.effort or body.reasoning_effort}
     if body.stop_sequences is not None:
         fields["stop"] = body.stop_sequences
     if output.format is not None:
         if output.format.get("type") != "json_schema":
             raise unsupported_type("a format", output.format.get("type"), "output_config")
         fields["response_format"] = json_schema_format(output.format.get("schema"))
-    messages = chat_messages(body)
     return p.ChatCompletionRequest(
-        **fields,
+        **fields | {"tools": None if body.tools is None else [_chat_tool(t) for t in body.tools]},
         messages=messages,
-        max_tokens=body.max_tokens,
-        tools=None if body.tools is None else [_chat_tool(t) for t in body.tools],
         tool_choice=CHOICES.get(choice.type, named),
         parallel_tool_calls=not choice.disable_parallel_tool_use,
-        reasoning_effort=output.effort,
         continue_final_message=bool(messages) and messages[-1].role == "assistant",
     )
-
-
-def _ignored(body: p.MessagesRequest, model: ServedModel) -> list[str]:
-    """Return the names of fields without an effect: only `max_tokens` limits the reasoning."""
-    if body.thinking is None:
-        return []
-    if model.forms.reasoning is None:
-        return ["thinking"]
-    return [f"thinking.{name}" for name in ("budget_tokens", "display") if getattr(body.thinking, name) is not None]
 
 
 def _usage(reply: UserReply) -> p.MessageUsage:
@@ -202,8 +211,11 @@ def add_messages_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> N
 
     async def read(request: Request) -> tuple[p.MessagesRequest, TokenizeMsg, Callable[[], OutputParser] | None]:
         body = await read_request(request, p.MessagesRequest, args, model.name)
-        report_ignored(request, _ignored(body, model))
-        message, new_parser = prepared(request, chat_request(body, model), args, model, NAMES)
+        conversation, left_out = chat_messages(body)
+        report_ignored(request, left_out)
+        # Anthropic's models reason only if they are asked to
+        chat = chat_request(body, model, conversation)
+        message, new_parser = prepared(request, chat, args, model, NAMES, thinks=False)
         return body, message, new_parser
 
     @app.post("/v1/messages")

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
+import msgspec
 from fastapi import Request
 
 from minisgl.api.fields import unread_kwargs
 from minisgl.api.http import NAMES, report_ignored
-from minisgl.api.parsers.output import SWITCHES, OutputParser
-from minisgl.api.protocol import ChatCompletionRequest, ForeignChat, SamplingFields
-from minisgl.api.requests import ServedModel, chat_message
+from minisgl.api.parsers.output import EFFORT, OutputParser
+from minisgl.api.protocol import ChatCompletionRequest, ChatFields, ForeignChat
+from minisgl.api.requests import ServedModel, chat_message, check_tool, unsupported_type
+from minisgl.errors import RequestError, unsupported
 from minisgl.message import TokenizeMsg
 from minisgl.settings.options import ServerArgs
+
+# Fields of a chat that turn reasoning on or off, and those of its values that turn it off.
+THINKS: Final = (
+    *("thinking.type", "thinking", "enable_thinking", "think", "reasoning.enabled", "reasoning.effort", EFFORT),
+    *("reasoning.max_tokens", "thinking_budget", "thinking_budget_tokens", "thinking_token_budget"),
+)
+OFF: Final = (False, 0, "none", "disabled", "off")
+NO_LIMIT: Final = -1  # of a budget, which turns nothing on or off
+# Fields without an effect.
+UNREAD: Final = (
+    *("verbosity", "reasoning.summary", "reasoning.generate_summary"),
+    *("thinking.budget_tokens", "thinking.display"),
+)
+TEXT: Final = {"type": "text"}
 
 
 def prepared(
@@ -22,26 +38,118 @@ def prepared(
     args: ServerArgs,
     model: ServedModel,
     names: Mapping[str, str] | None = None,
+    thinks: bool | None = None,
 ) -> tuple[TokenizeMsg, Callable[[], OutputParser] | None]:
     """Return the message for `chat`, and a factory of its output parser (None: it needs no parser).
 
     `names` maps fields of a chat to their names in the API of `request`. All later errors of `request` use them.
+    `thinks` turns reasoning on or off if `chat` does not.
     """
-    request.scope[NAMES] |= names or {}
-    refuses = args.unknown_fields == "refuse"
-    report_ignored(request, unread_kwargs(chat.chat_template_kwargs, model.template_variables, refuses))
-    return model.forms.prepare(chat, chat_message(chat, model.defaults, model.limits))
+    names = names or {}
+    request.scope[NAMES] |= names
+    chat, customs, left_out = with_functions(chat)
+    chat, unread = _with_switches(chat, model, thinks)
+    unread += unread_kwargs(chat.chat_template_kwargs, model.template_variables, args.unknown_fields == "refuse")
+    report_ignored(request, left_out + [names.get(name, name) for name in unread])
+    try:
+        return model.forms.prepare(chat, chat_message(chat, model.defaults, model.limits), customs)
+    except RequestError as e:
+        if e.param != "tool_choice" or not left_out:
+            raise
+        text = f"{e.message}; this server cannot run and leaves out {', '.join(left_out)[:200]}"
+        raise RequestError(text, param=e.param, code=e.code, status=e.status) from e
 
 
-def shared_fields(body: ForeignChat, model: ServedModel, thinks: bool | None) -> dict[str, Any]:
-    """Return the fields of a chat that `body` has under the same names.
+def with_functions(chat: ChatCompletionRequest) -> tuple[ChatCompletionRequest, frozenset[str], list[str]]:
+    """Return `chat` with functions as its only tools, the names of those that were custom tools, and what is left out.
 
-    `thinks` turns reasoning on or off, if the template has a switch for it that `body` does not set.
+    A custom tool becomes a function of one text. Tools of other types run in a service.
     """
-    switches = {} if thinks is None else {name: thinks for name in SWITCHES if name in model.template_variables}
-    kwargs = switches | (body.chat_template_kwargs or {})
-    given = {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
-    return given | {"seed": body.seed, "chat_template_kwargs": kwargs}
+    functions, customs, left_out = [], set(), []
+    for i, tool in enumerate(chat.tools or ()):
+        match tool:
+            case {"type": "custom", "custom": {"name": str(name)} as custom}:
+                functions.append(_text_function(custom))
+                customs.add(name)
+                left_out += ["tools.format"] * (custom.get("format", TEXT) != TEXT)
+            case {"type": str(kind)} if kind not in ("", "custom", "function"):
+                left_out.append(f"tools.{kind}")
+            case _:
+                check_tool(tool, f"tools[{i}]")  # here, since what is left out counts
+                functions.append(tool)
+    choice = chat.tool_choice
+    if isinstance(choice, dict) and choice.get("type") == "custom":
+        choice = {"type": "function", "function": choice.get("custom")}
+    if any(call.called is None for message in chat.messages for call in message.tool_calls or ()):
+        left_out.append("messages.tool_calls")
+    tools = None if chat.tools is None else functions
+    return msgspec.structs.replace(chat, tools=tools, tool_choice=choice), frozenset(customs), left_out
+
+
+def _text_function(custom: dict[str, Any]) -> dict[str, Any]:
+    """Return the function for a custom tool. The grammar of its text is not enforced, but the model is told."""
+    description = str(custom.get("description") or "")
+    match custom.get("format"):
+        # nested in a chat, but not in a response
+        case {"grammar": {"definition": str(grammar)}} | {"definition": str(grammar)}:
+            description += f"\n\nThe input must match this grammar:\n{grammar}"
+    schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    parameters = schema | {"additionalProperties": False}
+    return {
+        "type": "function",
+        "function": {"name": custom["name"], "description": description, "parameters": parameters},
+    }
+
+
+def _with_switches(
+    chat: ChatCompletionRequest, model: ServedModel, default: bool | None
+) -> tuple[ChatCompletionRequest, list[str]]:
+    """Return `chat` with the template's variables for the reasoning that it asks for, and its fields without an effect.
+
+    `default` counts if it asks for nothing; `chat_template_kwargs` override all. Raises `RequestError` (400) if fields
+    contradict each other, or if the template has no switch to turn reasoning off.
+    """
+    forms, variables = model.forms, model.template_variables
+    kwargs = dict(chat.chat_template_kwargs or {})
+    given: dict[str, Any] = {}
+    given |= {name: value for name in THINKS if isinstance(value := _at(chat, name), str | int) and value != NO_LIMIT}
+    if forms.switches:  # clients use both names, whatever the template calls its switch
+        foreign = [n for n in ("enable_thinking", "thinking") if n not in variables and isinstance(kwargs.get(n), bool)]
+        given |= {f"chat_template_kwargs.{name}": kwargs.pop(name) for name in foreign}
+    levels = {name: v for name, v in given.items() if isinstance(v, str) and v not in OFF and name != "thinking.type"}
+    asked = {name: value not in OFF for name, value in given.items() if name not in levels}
+    thinks = next(iter(asked.values()), True if levels and default is None else default)
+    if given.get("thinking.type", "auto") not in ("enabled", "adaptive", "auto", "disabled"):
+        raise unsupported_type("thinking", given["thinking.type"], "thinking")
+    for name, is_on in asked.items():
+        if type(given[name]) is int and is_on:
+            raise unsupported(f"{name} must be 0 (no reasoning) or -1; max_tokens limits the reasoning", name)
+        if is_on is not thinks:
+            raise RequestError(f"{name} contradicts {next(iter(asked))}", param=name)
+        if not is_on and not forms.switches and (forms.reasoning is not None or EFFORT in variables):
+            why = "the chat template of this model has no switch for it; leave the field out"
+            raise unsupported(f"{name}: reasoning cannot be turned off: {why}", name)
+    unread = {name: None for name in UNREAD if _at(chat, name) is not None}
+    if thinks and not forms.switches and forms.reasoning is None:
+        unread |= dict.fromkeys(asked)
+    values = {} if thinks is None else {name: pair[thinks] for name, pair in forms.switches.items()}
+    if levels and EFFORT in variables and (thinks is not False or EFFORT not in forms.switches):
+        values[EFFORT] = next(iter(levels.values()))
+    else:
+        unread |= dict.fromkeys(levels)
+    return msgspec.structs.replace(chat, chat_template_kwargs=values | kwargs), list(unread)
+
+
+def _at(value: Any, path: str) -> Any:
+    """Return the field of `value` at a dotted `path`; None if it is not set."""
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def shared_fields(body: ForeignChat) -> dict[str, Any]:
+    """Return the fields of a chat that `body` has under the same names."""
+    return {name: getattr(body, name) for name in ChatFields.__struct_fields__}
 
 
 def json_schema_format(schema: Any) -> dict[str, Any]:

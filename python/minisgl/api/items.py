@@ -18,7 +18,7 @@ from minisgl.api.http import json_response, read_request, report_ignored, to_jso
 from minisgl.api.parsers.output import OutputParser, Step
 from minisgl.api.parsers.pieces import Content, ParsedCall, Reasoning
 from minisgl.api.replies import Renderer, named_event
-from minisgl.api.requests import ServedModel, text_of, unsupported_type
+from minisgl.api.requests import ServedModel, text_of
 from minisgl.api.responses import response_to
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError, unsupported
@@ -30,9 +30,13 @@ MAX_KEPT: Final = 4096  # responses
 MAX_KEPT_BYTES: Final = 64 << 20
 # Field of a chat -> name in a response.
 NAMES: Final = {"messages": "input", "response_format": "text", "max_tokens": "max_output_tokens"}
-TEXT_PARTS: Final = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
-# A value of `include` without an effect: reasoning is always returned as text.
+# Prefix of the id, type, and the field with what the model has written.
+FUNCTION_CALL: Final = ("fc_", "function_call", "arguments")
+CUSTOM_CALL: Final = ("ctc_", "custom_tool_call", "input")
+TEXT_PARTS: Final = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
+# Values of `include` without an effect: reasoning is always returned as text, and tools of a service are left out.
 PLAIN_REASONING: Final = "reasoning.encrypted_content"
+OF_SERVICES: Final = ("web_search_call.", "file_search_call.", "code_interpreter_call.", "computer_call_output.")
 
 
 class KeptResponses:
@@ -88,29 +92,30 @@ class KeptResponses:
         return self._kept[name]
 
 
-def chat_messages(items: Sequence[p.InputItem]) -> list[p.ChatMessage]:
-    """Return the messages of the conversation in `items`, none of which is a reference.
+def chat_messages(items: Sequence[p.InputItem]) -> tuple[list[p.ChatMessage], list[str]]:
+    """Return the messages of the conversation in `items`, none of which is a reference, and the types left out.
 
-    An assistant's reasoning, text and calls are separate items, but one message of a chat. Raises `RequestError` for
-    an unsupported type of item.
+    An assistant's reasoning, text and calls are separate items, but one message of a chat. Items that only a service
+    can read are left out: encrypted reasoning, and those of its tools.
     """
     messages: list[p.ChatMessage] = []
+    left_out: list[str] = []
     for item in items:
         kind = item.type or "message"
         if kind == "message":
             _add(messages, p.ChatMessage(item.role or "", _text_of(item.content)))
-        elif kind == "function_call":
-            call = p.ToolCall(p.ToolFunction(item.name or "", item.arguments), item.call_id)
+        elif kind in ("function_call", "custom_tool_call"):
+            arguments = item.arguments if kind == "function_call" else {"input": item.input}
+            call = p.ToolCall(p.ToolFunction(_flat_name(item.namespace, item.name or ""), arguments), item.call_id)
             _add(messages, p.ChatMessage("assistant", tool_calls=[call]))
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             text = _text_of(item.output)
             messages.append(p.ChatMessage("tool", text, tool_call_id=item.call_id))
-        elif kind == "reasoning":
-            reasoning = _text_of(item.content or item.summary)
+        elif kind == "reasoning" and (reasoning := _text_of(item.content or item.summary)):
             messages.append(p.ChatMessage("assistant", reasoning_content=reasoning))
         else:
-            raise unsupported_type("an item", kind, "input")
-    return messages
+            left_out.append(f"input.{kind}")
+    return messages, left_out
 
 
 def _text_of(content: Any) -> str:
@@ -128,49 +133,68 @@ def _add(messages: list[p.ChatMessage], message: p.ChatMessage) -> None:
     messages[-1] = p.ChatMessage("assistant", content, tool_calls=calls, reasoning_content=last.reasoning_content)
 
 
-def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a function tool in the form of a chat completion. Raises `RequestError` for other types of tools."""
-    if tool.get("type") != "function":
-        raise unsupported_type("a tool", tool.get("type"), "tools")
-    return {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
+def _tools(tools: Sequence[dict[str, Any]]) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    """Yield (namespace, tool) for each of `tools`, and for each inside a namespace."""
+    for tool in tools:
+        match tool:
+            case {"type": "namespace", "name": str(name), "tools": [dict(), *_] as inner}:
+                yield from ((name, t) for t in inner if isinstance(t, dict))
+            case _:
+                yield None, tool
 
 
-def _chat_tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if isinstance(choice, dict) and "function" not in choice:
-        if choice.get("type") != "function":
-            raise unsupported_type("a choice", choice.get("type"), "tool_choice")
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
+def _flat_name(namespace: str | None, name: Any) -> Any:
+    """Return the name under which the model sees a tool."""
+    return name if namespace is None else f"{namespace}__{name}"
 
 
-def chat_request(body: p.ResponsesRequest, model: ServedModel, items: Sequence[p.InputItem]) -> p.ChatCompletionRequest:
-    """Translate `body` to a chat completion over the `items` of its conversation. Raises `RequestError`."""
-    messages = chat_messages(items)
+def _namespaces(tools: Sequence[dict[str, Any]]) -> dict[str, str | None]:
+    """Return name -> namespace for the names that the model may call; also without the namespace, if that is clear."""
+    named = [(namespace, str(tool.get("name"))) for namespace, tool in _tools(tools)]
+    plain: dict[str, str | None] = {}
+    for namespace, name in named:
+        plain[name] = None if name in plain else namespace
+    return plain | {_flat_name(namespace, name): namespace for namespace, name in named if namespace is not None}
+
+
+def _chat_form(tool: dict[str, Any], namespace: str | None) -> dict[str, Any]:
+    """Return a tool, or a choice of one, in the form of a chat completion, which nests its description."""
+    kind = tool.get("type")
+    if kind not in ("function", "custom") or kind in tool:
+        return tool
+    shown = {name: tool[name] for name in ("description", "parameters", "format") if name in tool}
+    return {"type": kind, kind: {"name": _flat_name(namespace, tool.get("name"))} | shown}
+
+
+def chat_request(
+    body: p.ResponsesRequest, model: ServedModel, messages: list[p.ChatMessage]
+) -> p.ChatCompletionRequest:
+    """Translate `body` to a chat completion over the `messages` of its conversation. Raises `RequestError`."""
     if body.instructions is not None:
         messages.insert(0, p.ChatMessage("system", body.instructions))
     form = body.text.format if body.text else None
     if form is not None and form.get("type") == "json_schema":
         form = json_schema_format(form.get("schema"))
-    effort = body.reasoning.effort if body.reasoning else None
-    fields = shared_fields(body, model, thinks=False if effort == "none" else None)
+    choice = body.tool_choice
+    own = {
+        "response_format": form,
+        "max_tokens": body.max_output_tokens,
+        "tools": None if body.tools is None else [_chat_form(tool, space) for space, tool in _tools(body.tools)],
+        "tool_choice": _chat_form(choice, choice.get("namespace")) if isinstance(choice, dict) else choice,
+    }
     return p.ChatCompletionRequest(
-        **fields | {"response_format": form},
-        messages=messages,
-        max_tokens=body.max_output_tokens,
-        tools=None if body.tools is None else [_chat_tool(t) for t in body.tools],
-        tool_choice=_chat_tool_choice(body.tool_choice),
-        parallel_tool_calls=body.parallel_tool_calls,
-        reasoning_effort=effort,
+        **shared_fields(body) | own, messages=messages, parallel_tool_calls=body.parallel_tool_calls
     )
 
 
 def _ignored(body: p.ResponsesRequest) -> list[str]:
     """Return the names of fields without an effect. Raises `RequestError` for fields that should have one."""
+    hosted = [name for name in body.include or () if name.startswith(OF_SERVICES)]
     for name in body.include or ():
-        if name != PLAIN_REASONING:
+        if name != PLAIN_REASONING and name not in hosted:
             raise unsupported(f"include={name[:60]!r} is not supported", "include")
-    reasoning = body.reasoning or p.ResponseReasoning()
-    return [f"reasoning.{n}" for n in ("summary", "generate_summary") if getattr(reasoning, n) is not None]
+    verbosity = ["text.verbosity"] * bool(body.text and body.text.verbosity)
+    return [f"include.{name}" for name in hosted] + verbosity
 
 
 def new_response(body: p.ResponsesRequest, model: str, params: SamplingParams) -> p.ResponseObject:
@@ -206,6 +230,7 @@ class ItemRenderer(Renderer):
     ) -> None:
         """`keep` is called with the complete response and its JSON."""
         self._response = response
+        self._namespaces = _namespaces(response.tools)
         self._parser = new_parser() if new_parser else OutputParser(None, None)
         self._keep = keep
         self._items: list[dict[str, Any]] = []  # the last one may be open
@@ -267,13 +292,16 @@ class ItemRenderer(Renderer):
             yield self._item_event("done")
 
     def _call(self, call: ParsedCall) -> Iterator[bytes]:
-        item = {"id": "fc_" + uuid.uuid4().hex, "type": "function_call", "call_id": call.id, "name": call.name}
-        self._items.append(item | {"arguments": "", "status": "in_progress"})
+        prefix, kind, field = CUSTOM_CALL if call.is_custom else FUNCTION_CALL
+        item = {"id": prefix + uuid.uuid4().hex, "type": kind, "call_id": call.id, "name": call.name}
+        if (namespace := self._namespaces.get(call.name)) is not None:
+            item |= {"namespace": namespace, "name": call.name.removeprefix(f"{namespace}__")}
+        self._items.append(item | {field: "", "status": "in_progress"})
         yield self._item_event("added")
         position = {"item_id": item["id"], "output_index": len(self._items) - 1}
-        self._items[-1] = item | {"arguments": call.arguments, "status": "completed"}
-        yield self._event("response.function_call_arguments.delta", **position, delta=call.arguments)
-        yield self._event("response.function_call_arguments.done", **position, arguments=call.arguments)
+        self._items[-1] = item | {field: call.arguments, "status": "completed"}
+        yield self._event(f"response.{kind}_{field}.delta", **position, delta=call.arguments)
+        yield self._event(f"response.{kind}_{field}.done", **position, **{field: call.arguments})
         yield self._item_event("done")
 
     def _item_event(self, state: str) -> bytes:
@@ -307,13 +335,13 @@ def add_responses_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> 
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
         body = await read_request(request, p.ResponsesRequest, args, model.name)
-        report_ignored(request, _ignored(body))
         previous = body.previous_response_id
         items = [] if previous is None else kept.conversation(previous, "previous_response_id")
-        given = [p.InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+        given = [p.InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input or []
         items += [kept.item(item.id) if item.type == "item_reference" else item for item in given]
-        chat = chat_request(body, model, items)
-        message, new_parser = prepared(request, chat, args, model, NAMES)
+        messages, left_out = chat_messages(items)
+        report_ignored(request, _ignored(body) + left_out)
+        message, new_parser = prepared(request, chat_request(body, model, messages), args, model, NAMES)
 
         def keep(response: p.ResponseObject, encoded: bytes) -> None:
             if response.store:

@@ -13,6 +13,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 import minisgl
+from minisgl.api.chat import with_functions
 from minisgl.api.fields import unread_kwargs
 from minisgl.api.frontend import FrontendManager
 from minisgl.api.http import json_response, read_request, report_ignored, require_json
@@ -218,7 +219,7 @@ def encode_message(request: TokenizeRequest, limits: Limits) -> EncodeMsg:
             continue_final_message=request.continue_final_message,
             chat_template_kwargs=request.chat_template_kwargs,
         )
-        prompt = chat_message(chat, SamplingDefaults(), limits)
+        prompt = chat_message(with_functions(chat)[0], SamplingDefaults(), limits)
     return EncodeMsg(uid=0, prompt=prompt, add_special_tokens=request.add_special_tokens)
 
 

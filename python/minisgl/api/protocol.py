@@ -32,6 +32,7 @@ def _only(*values: Any, use: str = "") -> msgspec.Meta:
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class ToolFunction(msgspec.Struct, frozen=True):
@@ -39,10 +40,23 @@ class ToolFunction(msgspec.Struct, frozen=True):
     arguments: Any = None
 
 
+class CustomCall(msgspec.Struct, frozen=True):
+    """A call of a tool that takes a text."""
+
+    name: str
+    input: str
+
+
 class ToolCall(msgspec.Struct, frozen=True):
-    function: ToolFunction
+    function: ToolFunction | None = None
     id: str | None = None
     type: str | None = None
+    custom: CustomCall | None = None
+
+    @property
+    def called(self) -> ToolFunction | None:
+        """The function that is called. A custom tool is a function of one text; other tools are none."""
+        return self.function if self.custom is None else ToolFunction(self.custom.name, {"input": self.custom.input})
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -125,20 +139,51 @@ class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
     user: Any = None
 
 
-class ChatCompletionRequest(OpenAIFields, frozen=True, kw_only=True):
+class ResponseReasoning(msgspec.Struct, frozen=True):
+    """OpenAI's form, with OpenRouter's `enabled`, `exclude` and `max_tokens`."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+    max_tokens: int | None = None
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    type: str
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class ChatFields(OpenAIFields, frozen=True, kw_only=True):
+    """Fields of all APIs of conversations. Many services have names of their own for turning reasoning on or off."""
+
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    reasoning_effort: str | None = None
+    reasoning: ResponseReasoning | None = None
+    include_reasoning: bool | None = None
+    thinking: Thinking | bool | None = None
+    enable_thinking: bool | None = None
+    think: bool | str | None = None
+    thinking_budget: int | None = None
+    thinking_budget_tokens: int | None = None
+    thinking_token_budget: int | None = None
+
+
+class ChatCompletionRequest(ChatFields, frozen=True, kw_only=True):
     """POST /v1/chat/completions"""
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
-    tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    verbosity: str | None = None
     chat_template: Annotated[Any, _only()] = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     functions: Annotated[Any, _only([], use="tools")] = None
     function_call: Annotated[Any, _only("auto", "none", use="tool_choice")] = None
     modalities: Annotated[list[str] | None, _only(["text"])] = None
@@ -157,21 +202,18 @@ class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class ForeignChat(SamplingFields, frozen=True, kw_only=True):
-    """Fields of the APIs that are other forms of a chat completion. Of its fields three have other names or none."""
+class ForeignChat(ChatFields, frozen=True, kw_only=True):
+    """Fields of the APIs that are other forms of a chat completion. Of its fields these have other names or none."""
 
-    model: str | None = None
-    seed: int | None = None
-    stream: bool | None = None
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    return_timing: Annotated[bool | None, _only(False)] = None
+    return_token_ids: Annotated[bool | None, _only(False)] = None
     n: Annotated[int | None, _only(1)] = None
     logprobs: Annotated[bool | int | None, _only(False)] = None
     response_format: Annotated[dict[str, Any] | None, _only(use="text.format or output_config.format")] = None
 
 
 class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A message, a function call, its output, reasoning, or the id of a kept item. `type` says which fields count."""
+    """A message, a call, its output, reasoning, or the id of a kept item. `type` says which fields count."""
 
     type: str | None = None
     id: str | None = None
@@ -179,38 +221,31 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
     content: Any = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: Any = None
+    input: Any = None
     output: Any = None
     summary: Any = None
 
 
 class ResponseText(msgspec.Struct, frozen=True):
     format: dict[str, Any] | None = None
-    verbosity: Annotated[str | None, _only("medium")] = None
-
-
-class ResponseReasoning(msgspec.Struct, frozen=True):
-    effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
+    verbosity: str | None = None
 
 
 class ResponsesRequest(ForeignChat, frozen=True, kw_only=True):
     """POST /v1/responses"""
 
-    input: str | list[InputItem]
+    input: str | list[InputItem] | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     metadata: dict[str, str] | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
-    reasoning: ResponseReasoning | None = None
     store: bool | None = None
     text: ResponseText | None = None
     tool_choice: str | dict[str, Any] | None = None
-    user: str | None = None
     include: list[str] | None = None
-    stream_options: dict[str, Any] | None = None
     max_tool_calls: int | None = None
     background: Annotated[bool | None, _only(False)] = None
     context_management: Annotated[Any, _only()] = None
@@ -225,12 +260,6 @@ class ResponsesRequest(ForeignChat, frozen=True, kw_only=True):
 class AnthropicMessage(msgspec.Struct, frozen=True):
     role: str
     content: str | list[dict[str, Any]]
-
-
-class Thinking(msgspec.Struct, frozen=True):
-    type: str
-    budget_tokens: int | None = None
-    display: str | None = None
 
 
 class AnthropicToolChoice(msgspec.Struct, frozen=True):
@@ -248,14 +277,10 @@ class MessagesRequest(ForeignChat, frozen=True, kw_only=True):
     """POST /v1/messages and /v1/messages/count_tokens: Anthropic's API"""
 
     messages: list[AnthropicMessage]
-    max_tokens: int | None = None
     system: str | list[dict[str, Any]] | None = None
     stop_sequences: list[str] | None = None
-    thinking: Thinking | None = None
     tool_choice: AnthropicToolChoice | None = None
     output_config: OutputConfig | None = None
-    container: Annotated[Any, _only()] = None
-    mcp_servers: Annotated[list[Any] | None, _only([])] = None
 
 
 class GenerateSampling(SamplingFields, frozen=True, kw_only=True):
@@ -384,10 +409,15 @@ class GeneratedToolCall(msgspec.Struct, frozen=True, tag_field="type", tag="func
     function: GeneratedFunction
 
 
+class GeneratedCustomCall(msgspec.Struct, frozen=True, tag_field="type", tag="custom"):
+    id: str
+    custom: CustomCall
+
+
 class AssistantMessage(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="role", tag="assistant"):
     content: str | None
     reasoning_content: str = ""
-    tool_calls: list[GeneratedToolCall] = []
+    tool_calls: list[GeneratedToolCall | GeneratedCustomCall] = []
 
 
 Ids = list[int] | msgspec.UnsetType  # with `return_token_ids`

@@ -10,7 +10,14 @@ from typing import Any, Final
 import msgspec
 
 from minisgl.api.parsers.output import OutputForms
-from minisgl.api.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, GivenMessage, SamplingFields
+from minisgl.api.protocol import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    GivenMessage,
+    SamplingFields,
+    ToolCall,
+)
 from minisgl.api.structured import json_text, requested_grammar
 from minisgl.checkpoint.embedder import Embedder
 from minisgl.errors import RequestError, unsupported
@@ -146,10 +153,8 @@ def chat_message(request: ChatCompletionRequest, defaults: SamplingDefaults, lim
     if not request.messages:
         raise RequestError("messages is empty", param="messages")
     for i, tool in enumerate(request.tools or ()):
-        _check_tool(tool, f"tools[{i}]")
+        check_tool(tool, f"tools[{i}]")
     kwargs = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
     _check_template_kwargs(kwargs)
     is_continued = bool(request.continue_final_message)
     if is_continued and request.add_generation_prompt:
@@ -191,16 +196,24 @@ def _template_message(message: ChatMessage, path: str) -> dict[str, Any]:
     given = message.given if isinstance(message, GivenMessage) else msgspec.to_builtins(message)
     result = _without_nulls(given)
     if message.tool_calls:
-        result["tool_calls"] = [_template_call(call, f"{path}.tool_calls") for call in result["tool_calls"]]
+        calls = zip(message.tool_calls, result["tool_calls"], strict=True)
+        result["tool_calls"] = [_template_call(*c, f"{path}.tool_calls") for c in calls if c[0].called is not None]
+    if isinstance(message.content, list):
+        result["content"] = [_text_part(part) for part in message.content]
     return result
 
 
-def _template_call(call: dict[str, Any], path: str) -> dict[str, Any]:
+def _template_call(call: ToolCall, given: dict[str, Any], path: str) -> dict[str, Any]:
     """Return an earlier call with its arguments as text, which may be anything: models write what they want."""
-    function = call["function"]
+    function: dict[str, Any] = given["function"] if call.custom is None else msgspec.to_builtins(call.called)
     arguments = function.get("arguments")
     text = arguments if isinstance(arguments, str) else json_text(arguments, path)
-    return {"type": "function", **_without_nulls(call), "function": function | {"arguments": text}}
+    named = {name: value for name, value in _without_nulls(given).items() if name != "custom"}
+    return named | {"type": "function", "function": function | {"arguments": text}}
+
+
+def _text_part(part: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "text", "text": part["refusal"]} if part["type"] == "refusal" else part
 
 
 def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
@@ -212,7 +225,7 @@ def unsupported_type(what: str, kind: Any, param: str) -> RequestError:
     return unsupported(f"{param}: {what} of type {str(kind)[:40]!r} is not supported", param)
 
 
-def text_of(content: Any, param: str, kinds: Sequence[str] = ("text",)) -> str:
+def text_of(content: Any, param: str, kinds: Sequence[str] = ("text", "refusal")) -> str:
     """Return the text of `content`: a string, or a list of text parts whose type is one of `kinds`.
 
     Parts are joined without a separator, as in templates that accept parts. Raises `RequestError` for other types.
@@ -224,13 +237,17 @@ def text_of(content: Any, param: str, kinds: Sequence[str] = ("text",)) -> str:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind not in kinds:
             raise unsupported_type("a part", kind, param)
-        if not isinstance(part.get("text"), str):
-            raise RequestError(f"{param}[{i}].text must be a string", param=f"{param}[{i}].text", code="invalid_type")
-        texts.append(part["text"])
+        name = "refusal" if kind == "refusal" else "text"
+        if not isinstance(part.get(name), str):
+            raise RequestError(
+                f"{param}[{i}].{name} must be a string", param=f"{param}[{i}].{name}", code="invalid_type"
+            )
+        texts.append(part[name])
     return "".join(texts)
 
 
-def _check_tool(tool: dict[str, Any], path: str) -> None:
+def check_tool(tool: dict[str, Any], path: str) -> None:
+    """Raise `RequestError` unless `tool`, which is at `path` in the body, is a function."""
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
         raise RequestError(f'{path} must be {{"type": "function", "function": {{...}}}}', param=path)

@@ -162,7 +162,7 @@ def test_names_that_mean_something_are_refused_with_the_right_one(kind: Any, giv
 
 
 def test_fields_of_other_endpoints_with_a_neutral_value_change_nothing() -> None:
-    given = {"truncation": "disabled", "instructions": "", "mcp_servers": [], "return_logprob": False, "suffix": ""}
+    given = {"truncation": "disabled", "instructions": "", "return_logprob": False, "suffix": ""}
     assert ignored(**given, function_call="auto", messages=[]) == []
 
 

@@ -67,9 +67,6 @@ def test_chat_fields_reach_the_message() -> None:
     assert (continued.continue_final_message, continued.add_generation_prompt) == (True, False)
     assert chat(chat_template_kwargs={"enable_thinking": False}).template_kwargs == {"enable_thinking": False}
     assert chat(user="somebody") == chat()
-    assert chat(reasoning_effort="low").template_kwargs == {"reasoning_effort": "low"}
-    both = chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"})
-    assert both.template_kwargs == {"reasoning_effort": "high"}
 
 
 def test_messages_for_the_template() -> None:

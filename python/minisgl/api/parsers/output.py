@@ -6,14 +6,21 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from minisgl.api.parsers.pieces import Content, ParsedCall, Parser, Piece, Reasoning
 from minisgl.api.parsers.reasoning import REASONING_FORMS, ReasoningForm, ReasoningParser
 from minisgl.api.parsers.tools import TOOL_FORMS, ToolForm, ToolParser
-from minisgl.api.protocol import AssistantMessage, ChatCompletionRequest, GeneratedFunction, GeneratedToolCall
+from minisgl.api.protocol import (
+    AssistantMessage,
+    ChatCompletionRequest,
+    CustomCall,
+    GeneratedCustomCall,
+    GeneratedFunction,
+    GeneratedToolCall,
+)
 from minisgl.api.structured import forced_functions
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError, unsupported
@@ -22,7 +29,14 @@ from minisgl.params import Grammar
 from minisgl.tokenizer.template import ChatTemplate
 
 TOOL_CALLS: Final = "tool_calls"  # the finish reason
-SWITCHES: Final = ("enable_thinking", "thinking")  # chat_template_kwargs that turn reasoning on or off
+EFFORT: Final = "reasoning_effort"  # a variable that is a switch only if there is no other
+# Variables that templates may have to turn reasoning off and on, and their values for both. The last that work count.
+SWITCHES: Final[tuple[tuple[str, tuple[Any, Any]], ...]] = (
+    *((name, (False, True)) for name in ("enable_thinking", "thinking", "reasoning")),
+    *(("thinking_mode", values) for values in (("chat", "thinking"), ("disabled", "enabled"))),
+    ("thinking_budget", (0, -1)),
+    *((EFFORT, values) for values in (("no_think", "high"), ("none", "high"), ("none", "medium"))),
+)
 
 _to_json: Final = msgspec.json.Encoder().encode
 
@@ -32,7 +46,16 @@ Step = Literal["open", "more", "close", "call"]
 class OutputParser:
     """Parses one answer: reasoning first, then tool calls in the rest. Either parser may be None."""
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None,
+        tools: ToolParser | None,
+        customs: frozenset[str] = frozenset(),
+        hides_reasoning: bool = False,
+    ) -> None:
+        """Calls of the tools named in `customs` become calls with a text."""
+        self._customs = customs
+        self._hides_reasoning = hides_reasoning
         self._parsers: list[Parser] = [p for p in (reasoning, tools) if p is not None]
         self._calls = 0
         # The open block: its type and texts.
@@ -48,7 +71,8 @@ class OutputParser:
                 parsed += parser.feed(piece.text) if isinstance(piece, Content) else [piece]
             pieces = parsed + (parser.flush() if is_last else [])
         self._calls += sum(isinstance(p, ParsedCall) for p in pieces)
-        return pieces
+        shown = [p for p in pieces if not (self._hides_reasoning and isinstance(p, Reasoning))]
+        return [_with_text(p) if isinstance(p, ParsedCall) and p.name in self._customs else p for p in shown]
 
     def finish_reason(self, reason: FinishReason) -> str:
         """Return the finish reason for the client: TOOL_CALLS if the model has stopped after a call."""
@@ -74,9 +98,9 @@ class OutputParser:
                     yield b'{"reasoning_content":' + _to_json(shown) + b"}"
                 case ParsedCall():
                     head = b'{"tool_calls":[{"index":%d,' % index
-                    arguments = {"arguments": piece.arguments}
+                    arguments = {"input": piece.arguments} if piece.is_custom else {"arguments": piece.arguments}
                     yield head + _to_json(_call(piece, ""))[1:] + b"]}"
-                    yield head + b'"function":' + _to_json(arguments) + b"}]}"
+                    yield head + (b'"custom":' if piece.is_custom else b'"function":') + _to_json(arguments) + b"}]}"
                     index += 1
 
     def steps(self, text: str, is_last: bool) -> Iterator[tuple[Step, Piece]]:
@@ -118,7 +142,16 @@ def _merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
         yield from [kind("".join(texts))] if texts else run
 
 
-def _call(call: ParsedCall, arguments: str) -> GeneratedToolCall:
+def _with_text(call: ParsedCall) -> ParsedCall:
+    """Return the call of a custom tool with its `input`, or with the whole JSON if the model has given it otherwise."""
+    given = msgspec.json.decode(call.arguments).get("input")
+    text = given if isinstance(given, str) else call.arguments
+    return ParsedCall(call.id, call.name, text, is_custom=True)
+
+
+def _call(call: ParsedCall, arguments: str) -> GeneratedToolCall | GeneratedCustomCall:
+    if call.is_custom:
+        return GeneratedCustomCall(call.id, CustomCall(call.name, arguments))
     return GeneratedToolCall(call.id, GeneratedFunction(call.name, arguments))
 
 
@@ -135,28 +168,34 @@ def parser_names(template: ChatTemplate, tool_parser: str, reasoning_parser: str
 class OutputForms:
     """The forms of tool calls and reasoning of one model; None if it has none, or if they are not to be parsed.
 
-    `opened` says whether the template's prompt ends inside the reasoning, for each switch (name, value), and for None,
-    the prompt without a switch.
+    `switches` are the template's variables that turn reasoning off and on, with these two values. `opened` says whether
+    its prompt ends inside the reasoning, for each switch (name, is on), and for None, the prompt without a switch.
     """
 
     tools: ToolForm | None = None
     reasoning: ReasoningForm | None = None
     opened: dict[tuple[str, bool] | None, bool] = field(default_factory=dict)
+    switches: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
     @classmethod
     def of_model(cls, template: ChatTemplate, tool_parser: str, reasoning_parser: str) -> OutputForms:
         """Return the forms with these names, or those of `parser_names`; "none" is None."""
         tool_parser, reasoning_parser = parser_names(template, tool_parser, reasoning_parser)
         reasoning = REASONING_FORMS.get(reasoning_parser)
-        switches: list[tuple[str, bool] | None] = [None, *((n, v) for n in SWITCHES for v in (True, False))]
-        opened = {switch: _opens(template, reasoning, switch) for switch in switches} if reasoning else {}
-        return cls(TOOL_FORMS.get(tool_parser), reasoning, opened)
+        switches = {n: v for n, v in SWITCHES if n in template.variables and _is_switch(template, n, v)}
+        if len(switches) > 1:
+            switches.pop(EFFORT, None)
+        prompts: dict[tuple[str, bool] | None, str] = {None: _prompt(template)}
+        prompts |= {(n, on): _prompt(template, {n: v[on]}) for n, v in switches.items() for on in (False, True)}
+        opened = {switch: reasoning.is_open(prompt) for switch, prompt in prompts.items()} if reasoning else {}
+        return cls(TOOL_FORMS.get(tool_parser), reasoning, opened, switches)
 
     def prepare(
-        self, request: ChatCompletionRequest, message: TokenizeMsg
+        self, request: ChatCompletionRequest, message: TokenizeMsg, customs: frozenset[str] = frozenset()
     ) -> tuple[TokenizeMsg, Callable[[], OutputParser] | None]:
         """Return `message` with its grammar and visible markers, and a factory of its parser (None: it needs none).
 
+        Calls of the tools named in `customs` get a text instead of arguments.
         Raises `RequestError` for a `tool_choice` that cannot be honoured.
         """
         tools = self.tools if message.tools else None
@@ -175,11 +214,14 @@ class OutputForms:
             return message, None
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in message.tools or ()}
         only_first = request.parallel_tool_calls is False
+        hides = request.include_reasoning is False or bool(request.reasoning and request.reasoning.exclude)
 
         def new() -> OutputParser:
             return OutputParser(
                 ReasoningParser(reasoning, is_opened, tools) if reasoning else None,
                 ToolParser(tools, schemas, only_first) if tools else None,
+                customs,
+                hides,
             )
 
         return message, new
@@ -203,14 +245,24 @@ class OutputForms:
         if message.continue_final_message and message.messages:
             return form.is_open(message.messages[-1]["content"])
         kwargs = message.template_kwargs
-        switch = next(((n, v) for n in SWITCHES if isinstance(v := kwargs.get(n), bool)), None)
+        given = ((n, kwargs[n] != off) for n, (off, _) in self.switches.items() if kwargs.get(n) is not None)
+        switch = next(given, None)
         return message.add_generation_prompt and self.opened.get(switch, False)
 
 
-def _opens(template: ChatTemplate, form: ReasoningForm, switch: tuple[str, bool] | None) -> bool:
-    """Return whether prompts with this switch end inside the reasoning, by rendering one."""
+def _prompt(template: ChatTemplate, variables: dict[str, Any] | None = None) -> str:
+    """Return the prompt of a short chat; "" without a template, or if it refuses these `variables`."""
     try:
-        prompt = template.render([{"role": "user", "content": "x"}], variables=dict([switch] if switch else ()))
-        return form.is_open(prompt)
+        return template.render([{"role": "user", "content": "x"}], variables=variables)
     except RequestError:
-        return False  # no template, or it refuses this conversation: nothing is known about its prompts
+        return ""
+
+
+def _is_switch(template: ChatTemplate, name: str, values: tuple[Any, Any]) -> bool:
+    """Return whether the prompt depends on which of both `values` the variable `name` has.
+
+    A template that writes any word into the prompt, and does not know the one for off, has no switch.
+    """
+    off, prompts = values[0], {_prompt(template, {name: value}) for value in values}
+    knows_off = not isinstance(off, str) or f'"{off}"' in template.source.replace("'", '"')
+    return knows_off and len(prompts) == 2 and "" not in prompts

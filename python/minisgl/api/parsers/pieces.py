@@ -32,11 +32,12 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A complete call. `arguments` is the JSON object as the model wrote it."""
+    """A complete call. `arguments` is the JSON object as the model wrote it; with `is_custom`, a custom tool's text."""
 
     id: str
     name: str
     arguments: str
+    is_custom: bool = False
 
 
 Piece = Content | Reasoning | ParsedCall
