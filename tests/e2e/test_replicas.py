@@ -108,7 +108,7 @@ def is_whole(server: ServerProcess, count: int = 2) -> bool:
 
 
 def test_streams_of_every_kind_survive_the_death_of_a_replica(pair: ServerProcess) -> None:
-    requests = [request for kind, request in KINDS.items() for _ in range(3)]
+    requests = [*KINDS.values()] * 2
 
     async def run(victim: int | None) -> list[dict[str, Any]]:
         streams = Streams(pair.url)
@@ -141,7 +141,7 @@ def test_signals_renew_add_and_end_replicas_under_traffic() -> None:
     with ServerProcess("--dp", "2", "--num-pages", "2048", "--drain-timeout", "0.3") as server:
 
         async def change(number: signal.Signals, is_done: Callable[[], bool]) -> None:
-            requests = [KINDS[kind] for kind in ("greedy", "seed", "json", "logprobs") for _ in range(2)]
+            requests = [KINDS[kind] for kind in ("greedy", "seed", "json", "logprobs")]
             streams = Streams(server.url)
             async with streams.client:
                 tasks = await streams.all(requests)
