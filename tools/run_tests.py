@@ -44,9 +44,14 @@ class Part:
 
 
 STARTS = "lifecycle processes replicas listening disk_kv traces deploy nginx load replay request_log drafts"
-# The longest first. "others" gets what no part names, so that no test is lost.
+# Those that compute longest first. "others" gets what no part names, so that no test is lost.
 PARTS = (
+    Part("servers and pages", ("tests/e2e",)),
     Part("starts of servers", tuple(f"tests/e2e/test_{name}.py" for name in STARTS.split())),
+    Part("engines", ("tests/unit/engine", "tests/unit/llm", "tests/unit/models", "tests/unit/training")),
+    Part("C++ step", ("tests/contract", "tests/unit/native")),
+    Part("others", ("tests",)),
+    Part("scheduler", ("tests/unit/scheduler", "tests/simulation", "tests/unit/kvcache", "tests/unit/routing")),
     Part(
         "kernels in Triton's interpreter",
         ("tests/interpreter",),
@@ -54,13 +59,8 @@ PARTS = (
         ("-m", ORDINARY, "-k", "not float16"),
         True,
     ),
-    Part("scheduler", ("tests/unit/scheduler", "tests/simulation", "tests/unit/kvcache", "tests/unit/routing")),
-    Part("servers and pages", ("tests/e2e",)),
-    Part("engines", ("tests/unit/engine", "tests/unit/llm", "tests/unit/models", "tests/unit/training")),
-    Part("C++ step", ("tests/contract", "tests/unit/native")),
     Part("several ranks, benchmarks", ("tests/lockstep", "tests/benchmark", "tests/unit/distributed")),
     Part("CUDA kernels on a CPU", ("tests/unit/triton",), is_kernels=True),
-    Part("others", ("tests",)),
 )
 # Folders of the package that no kernel imports.
 BESIDE_KERNELS = ("api", "bench", "chat", "grammar", "launch", "llm", "process", "routing", "tokenizer", "verify")

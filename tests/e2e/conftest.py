@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from e2e.harness import ServerProcess
+from e2e.harness import OURS, ServerProcess
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 
 
@@ -18,7 +18,7 @@ from minisgl.checkpoint.hf import BUILTIN_MODEL
 def server() -> Iterator[ServerProcess]:
     if not (BUILTIN_MODEL / "model.safetensors").is_file():
         pytest.skip("the built-in model is not there yet")
-    with ServerProcess("--num-pages", "1024", "--view-texts") as server:
+    with ServerProcess("--num-pages", "1024", "--view-texts", python=OURS) as server:
         yield server
 
 

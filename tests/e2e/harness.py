@@ -21,6 +21,7 @@ from support.processes import PATIENCE_S, eventually, is_running
 
 __all__ = [
     "HELD",
+    "OURS",
     "PATIENCE_S",
     "ROOT",
     "ServerProcess",
@@ -32,25 +33,27 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-STUB = ROOT / "tests" / "e2e" / "stub_server.py"
+STUB, UNTIMED = (str(ROOT / "tests" / "e2e" / f"{name}_server.py") for name in ("stub", "untimed"))
+OURS = Path(sys.executable)
 HELD: dict[str, Any] = {"prompt": "a few words !hold", "stream": True}  # not answered by the stub before `release`
 
 
 class ServerProcess:
-    """`python -m minisgl --port 0 FLAGS` (or the stub server) until `with` ends.
+    """The server with `--port 0 FLAGS` until `with` ends: the real one without timed steps, or the stub server.
 
-    With `python`, that of an environment with the package installed, it is that package and not this checkout.
+    With `python`, it is `python -m minisgl`: of this checkout with our own, else of the environment's package.
     """
 
     def __init__(
         self, *flags: str, stub: bool = False, env: dict[str, str] | None = None, python: Path | None = None
     ) -> None:
-        command = [sys.executable, str(STUB)] if stub else [str(python or sys.executable), "-m", "minisgl"]
+        command = [str(python), "-m", "minisgl"] if python else [sys.executable, STUB if stub else UNTIMED]
         self.run_base = tempfile.mkdtemp(prefix="mt-", dir="/tmp")
         weakref.finalize(self, shutil.rmtree, self.run_base, True)
         self._log = Path(self.run_base) / "log"
         variables = os.environ | {"MINISGL_CHECK": "1", "XDG_RUNTIME_DIR": self.run_base} | (env or {})
-        path = [str(ROOT / "python"), os.environ.get("PYTHONPATH", "")] if python is None else []
+        is_ours = python in (None, OURS)
+        path = [str(ROOT / "python"), os.environ.get("PYTHONPATH", "")] if is_ours else []
         variables["PYTHONPATH"] = os.pathsep.join(path)
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(

@@ -52,9 +52,18 @@ def test_death_of_a_child(victim: str) -> None:
         assert server.run_dirs == []
 
 
-@pytest.mark.parametrize("victim", ["minisgl-TP0-scheduler", "minisgl-detokenizer-0", "minisgl-tokenizer-0"])
-@pytest.mark.parametrize("phase", ["idle", "prefill"])
-def test_death_of_a_child_before_any_token(victim: str, phase: str) -> None:
+@pytest.mark.parametrize(
+    ("phase", "victim"),
+    [
+        ("idle", "minisgl-TP0-scheduler"),
+        pytest.param("idle", "minisgl-detokenizer-0", marks=pytest.mark.slow),
+        pytest.param("idle", "minisgl-tokenizer-0", marks=pytest.mark.slow),
+        pytest.param("prefill", "minisgl-TP0-scheduler", marks=pytest.mark.slow),
+        ("prefill", "minisgl-detokenizer-0"),
+        ("prefill", "minisgl-tokenizer-0"),
+    ],
+)
+def test_death_of_a_child_before_any_token(phase: str, victim: str) -> None:
     flags = ("--num-tokenizer", "1", *NO_LIMIT)
     with ServerProcess(*flags, stub=True) as server, server.client() as client, ThreadPoolExecutor(1) as pool:
         pids = server.info()["processes"]
@@ -203,7 +212,7 @@ def test_death_of_a_child_while_starting() -> None:
         server.kill()
 
 
-@pytest.mark.parametrize("files", [12, 16, 24])
+@pytest.mark.parametrize("files", [12, pytest.param(16, marks=pytest.mark.slow), 24])
 def test_start_with_too_few_open_files_is_told(files: int, tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT / "python"), "XDG_RUNTIME_DIR": str(tmp_path)}
     limited = ["/bin/sh", "-c", 'ulimit -n "$0"; exec "$@"', str(files)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -87,12 +86,12 @@ def answers(client: openai.OpenAI) -> dict[str, tuple[str, int, str | None]]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> Iterator[dict[str, tuple[str, int, str | None]]]:
+def expected(server: ServerProcess) -> dict[str, tuple[str, int, str | None]]:
     """The answers of a server with default settings."""
-    with ServerProcess() as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         alone = {name: ask(client, name, stream=False) for name in QUESTIONS}
         assert answers(client) == alone
-        yield alone
+    return alone
 
 
 @pytest.mark.parametrize("name", QUESTIONS)

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from e2e.harness import PATIENCE_S, ROOT, ServerProcess, is_running
+from e2e.harness import OURS, PATIENCE_S, ROOT, ServerProcess, is_running
 
 STREAM = {"prompt": "Once", "stream": True, "ignore_eos": True, "temperature": 0}
 NO_LIMIT = ("--drain-timeout", "600")  # for tests in which something else ends the streams
@@ -52,7 +52,7 @@ def test_sigterm_lets_open_streams_finish() -> None:
 
 
 def test_start_is_quick_and_prints_a_banner() -> None:
-    with ServerProcess("--view-texts") as server, server.client() as client:
+    with ServerProcess("--view-texts", python=OURS) as server, server.client() as client:
         answer = client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1})
         assert answer.status_code == 200
         assert server.cpu_seconds() < 20  # it takes three

@@ -5,8 +5,6 @@ In float16, since the interpreter gets products of bfloat16 wrong.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -161,12 +159,12 @@ def test_pages_of_8_bits(mix: str, page_size: int, group: int, window: int | Non
     ],
 )
 def test_the_decode_kernel_in_cuda(
-    lengths: list[int], page_size: int, group: int, window: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    lengths: list[int], page_size: int, group: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    emulate(cuda_attention, monkeypatch, tmp_path)
+    ran = emulate(cuda_attention, monkeypatch)
     monkeypatch.setattr(cuda_attention, "is_hopper", lambda device: True)
     check_fp8([(1, length) for length in lengths], page_size, group, 128, HALF, CPU, window)
-    assert list(tmp_path.glob("decode-*.so")), "it ran"
+    assert "decode" in ran
 
 
 @pytest.mark.skipif(compiler is None, reason="needs a C++ compiler")
@@ -178,13 +176,12 @@ def test_the_decode_kernel_in_cuda(
     ],
 )
 def test_the_prefill_kernel_in_cuda(
-    mix: list[tuple[int, int]], page_size: int, group: int, window: int | None, monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    mix: list[tuple[int, int]], page_size: int, group: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    emulate(cuda_attention, monkeypatch, tmp_path)
+    ran = emulate(cuda_attention, monkeypatch)
     monkeypatch.setattr(cuda_attention, "is_hopper", lambda device: True)
     check_fp8(mix, page_size, group, 128, HALF, CPU, window)
-    assert list(tmp_path.glob("prefill-*.so")), "it ran"
+    assert "prefill" in ran
 
 
 @pytest.mark.parametrize("mix", ["decode", pytest.param("mixed", marks=pytest.mark.slow)])

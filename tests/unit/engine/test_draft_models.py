@@ -126,7 +126,7 @@ def test_answers_are_equal_with_and_without_drafts(
     folder: Path, drafters: dict[str, str], layout: dict[str, Any], kind: str
 ) -> None:
     """Requests of every kind, with chunks, cached prefixes and preemption. A late device finds NaN in freed pages."""
-    requests = make_requests(random.Random(5), 32 if "num_pages" in layout else 14)
+    requests = make_requests(random.Random(5), 32 if "num_pages" in layout else 10)
     plain, _ = run(folder, requests, device=CpuDevice(1), **layout)
     late, scheduler = run(folder, requests, 1, LateDevice(1), speculate=drafters[kind], **layout)
     assert late.tokens == plain.tokens and late.ends == plain.ends
@@ -142,7 +142,7 @@ def test_answers_are_equal_with_and_without_drafts(
 def test_answers_of_the_cpp_step_are_equal_to_the_byte(
     folder: Path, drafters: dict[str, str], layout: dict[str, Any], depth: int, kind: str
 ) -> None:
-    requests = make_requests(random.Random(depth), 24)
+    requests = make_requests(random.Random(depth), 14)
     plain, _ = run(folder, requests, **layout)
     drafted, scheduler = run(folder, requests, depth, speculate=drafters[kind], **layout)
     assert drafted.tokens == plain.tokens and drafted.ends == plain.ends and drafted.logprobs == plain.logprobs

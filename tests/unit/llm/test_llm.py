@@ -22,6 +22,8 @@ from minisgl.core import FinishReason
 from minisgl.errors import ConfigError, InvariantError, RequestError
 from minisgl.params import Limits
 
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 

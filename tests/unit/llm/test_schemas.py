@@ -12,6 +12,8 @@ from minisgl import LLM, Completion, Grammar, SamplingParams
 from minisgl.core import FinishReason
 from support.schemas import SCHEMAS
 
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
 QUICK = ("enum with odd letters", "oneOf by a constant", "definitions", "recursive list", "invoice", "map", "tuple")
 
 

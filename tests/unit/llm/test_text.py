@@ -12,6 +12,8 @@ from transformers import LlamaConfig
 from contract.checkpoints import COMMON, save
 from minisgl import LLM, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:

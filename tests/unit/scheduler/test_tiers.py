@@ -28,8 +28,17 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("damage", [0.0, 0.2])
 @pytest.mark.parametrize("depth", [0, pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("names", CHOICES)
-@pytest.mark.parametrize("parts", ["large", "small"])
+@pytest.mark.parametrize(
+    ("parts", "names"),
+    [
+        ("large", "host"),
+        pytest.param("large", "disk", marks=pytest.mark.slow),
+        pytest.param("large", "both", marks=pytest.mark.slow),
+        pytest.param("small", "host", marks=pytest.mark.slow),
+        ("small", "disk"),
+        ("small", "both"),
+    ],
+)
 def test_random_traces_with_tiers(
     parts: str, names: str, depth: int, damage: float, request: pytest.FixtureRequest
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -131,9 +130,9 @@ def quantize(x: Tensor, parts: int, is_int: bool) -> tuple[Split, Tensor]:
 )
 def test_products(
     kind: Format, rows: int, parts: int, n_rows: int, n_in: int, gate: str, num_sms: int,
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    emulate(module, monkeypatch, tmp_path)
+    emulate(module, monkeypatch)
     properties = SimpleNamespace(multi_processor_count=num_sms)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     torch.manual_seed(0)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import shutil
-import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -37,13 +34,11 @@ from minisgl.triton.cuda_gemv import (
 from minisgl.triton.epilogue import Unfinished
 from minisgl.triton.launch import compile_ahead
 from minisgl.triton.linear import Norm
+from support.cuda_on_cpu import compile_on_cpu, compiler
 
-ON_CPU = Path(__file__).parents[2] / "support" / "gemv_on_cpu.cpp"
 FP8, INT8 = Format(8, 0), Format(8, 0, is_integer=True)
 INT4 = Format(4, 128, scale_dtype=torch.bfloat16)
 WITH_ZEROS = Format(4, 128, has_zeros=True, scale_dtype=torch.float16)
-
-compiler = shutil.which("c++")
 
 
 def matrix(kind: Format, n_out: int, n_in: int) -> Quantized:
@@ -54,29 +49,15 @@ def matrix(kind: Format, n_out: int, n_in: int) -> Quantized:
     return weight
 
 
-def run(chain: Chain, directory: Path, results: Tensor | None = None) -> Tensor:
+def run(chain: Chain, results: Tensor | None = None) -> Tensor:
     """Run `gemv.cu` in two CTAs, compiled for this CPU."""
     out = torch.full(chain.shape, torch.nan, dtype=chain.dtype)
-    run_plan(plan_launch(chain, out, results, num_sms=2), [link.weight for link in chain.links], directory)
+    run_plan(plan_launch(chain, out, results, num_sms=2), [link.weight for link in chain.links])
     return out
 
 
-def run_plan(launch: Launch, weights: Sequence[Quantized], directory: Path) -> None:
-    assert compiler is not None
-    file = directory / f"{hash(tuple(launch.defines.items())):x}.so"
-    if not file.exists():
-        defines = [f"-D{name}={value}" for name, value in launch.defines.items()]
-        options = [
-            "-std=c++20",
-            "-O1",
-            "-w",
-            "-shared",
-            "-fPIC",
-            f'-DSOURCE="{nvrtc.SOURCES / "gemv.cu"}"',
-            *defines,
-        ]
-        subprocess.run([compiler, *options, "-o", file, ON_CPU], check=True)
-    library = ctypes.CDLL(str(file))
+def run_plan(launch: Launch, weights: Sequence[Quantized]) -> None:
+    library = compile_on_cpu("gemv_on_cpu", launch.defines | {"SOURCE": f'"{nvrtc.SOURCES / "gemv.cu"}"'})
     assert library.shared_bytes() <= launch.shared <= max(*SHARED_MEMORY.values(), CHAIN_MEMORY)
     for weight in weights:
         library.add_weights(ctypes.c_void_p(weight.data.data_ptr()), ctypes.c_longlong(weight.data.numel()))
@@ -98,8 +79,7 @@ def run_plan(launch: Launch, weights: Sequence[Quantized], directory: Path) -> N
     ids=str,
 )
 def test_one_row(
-    kind: Format, n_out: int, n_in: int, gate: str, has_norm: bool, has_residual: bool, dtype: torch.dtype,
-    tmp_path: Path,
+    kind: Format, n_out: int, n_in: int, gate: str, has_norm: bool, has_residual: bool, dtype: torch.dtype
 ) -> None:  # fmt: skip
     torch.manual_seed(0)
     weight = matrix(kind, n_out * (2 if gate else 1), n_in)
@@ -107,7 +87,7 @@ def test_one_row(
     norm_weight, bias = torch.rand(n_in).to(dtype), torch.randn(len(weight)).to(dtype)
     norm = Norm(residual if has_residual else None, norm_weight, 1e-6) if has_norm else None
     total = Total(torch.full_like(x, torch.nan))
-    out = run(Chain(x, (Link(weight, bias, gate, norm, total if has_residual else None),)), tmp_path)
+    out = run(Chain(x, (Link(weight, bias, gate, norm, total if has_residual else None),)))
 
     dense = weight.dense(torch.float32)
     if norm is None:
@@ -124,7 +104,7 @@ def test_one_row(
 @pytest.mark.parametrize(
     "kind", [FP8, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (INT8, WITH_ZEROS))], ids=str
 )
-def test_chain(kind: Format, tmp_path: Path) -> None:
+def test_chain(kind: Format) -> None:
     """One kernel for o, gate and up, down and qkv computes what four do, whatever an earlier launch has left."""
     torch.manual_seed(0)
     o, gate_up, down, qkv = (matrix(kind, *shape) for shape in ((512, 256), (512, 512), (512, 256), (40, 512)))
@@ -140,11 +120,11 @@ def test_chain(kind: Format, tmp_path: Path) -> None:
             Link(down),
             Link(qkv, None, "", Norm(Unfinished(first), norm_weight, 1e-6), second),
         ]
-        got, number = run(Chain(x, tuple(links)), tmp_path, results), int(results[0])
+        got, number = run(Chain(x, tuple(links)), results), int(results[0])
         pairs = [(total.stored.clone(), total) for total in (first, second)]
         want = x
         for link in links:
-            want = run(Chain(want, (link,)), tmp_path)
+            want = run(Chain(want, (link,)))
         assert (got - want).norm() < 0.01 * want.norm() and int(results[0]) == number
         assert all((total - each.stored).norm() < 0.01 * total.norm() for total, each in pairs)
         assert torch.equal(results[4:] & 0xFFFF, torch.full_like(results[4:], number - 1 & 0xFFFF))
@@ -160,7 +140,7 @@ def test_chain(kind: Format, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_experts(kind: Format, hidden: int, size: int, top_k: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_experts(kind: Format, hidden: int, size: int, top_k: int, dtype: torch.dtype) -> None:
     """Gate and up of a token's experts, and their weighted sum of down: tiles of several experts in a CTA."""
     torch.manual_seed(0)
     gate_up = matrix(kind, 12 * 2 * size, hidden).experts(12)
@@ -168,8 +148,8 @@ def test_experts(kind: Format, hidden: int, size: int, top_k: int, dtype: torch.
     x, experts = torch.randn(1, hidden).to(dtype), torch.randperm(12)[None, :top_k].int()
     choices = torch.rand(1, top_k)
     between, out = torch.full((top_k, size), torch.nan, dtype=dtype), torch.full((1, hidden), torch.nan, dtype=dtype)
-    run_plan(plan_experts(x, experts, choices, gate_up, between, False, num_sms=2), [gate_up], tmp_path)
-    run_plan(plan_experts(between, experts, choices, down, out, True, num_sms=2), [down], tmp_path)
+    run_plan(plan_experts(x, experts, choices, gate_up, between, False, num_sms=2), [gate_up])
+    run_plan(plan_experts(between, experts, choices, down, out, True, num_sms=2), [down])
     want = torch.zeros(1, hidden)
     for i, expert in enumerate(experts[0].tolist()):
         row = reference.linear(x.float(), gate_up[expert].dense(torch.float32), None, "silu")
