@@ -26,7 +26,7 @@ def serve(folder: str, requests: int, output: int, threads: int) -> None:
     """Child: for each seed on standard input, generate once and print the seconds."""
     from minisgl import LLM, SamplingParams
 
-    llm = LLM(folder, dtype="bfloat16", threads=threads, schedule_policy="fcfs")
+    llm = LLM(folder, dtype="bfloat16", threads=threads, schedule_policy="shortest")
     params = SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.6)
     for line in sys.stdin:
         rng = random.Random(int(line))

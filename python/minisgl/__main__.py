@@ -1,79 +1,51 @@
-"""The command line; see `minisgl --help`."""
+"""Serve a language model, or talk to one. Without MODEL, the built-in demo model is used.
+
+minisgl serve                         the built-in model on http://127.0.0.1:1919 (OpenAI's API)
+minisgl serve ~/models/Qwen3-0.6B     a folder in Hugging Face's layout
+minisgl chat                          chat in this terminal
+minisgl generate "Once upon a time"   answer prompts and exit; no server
+minisgl bench offline                 measure the engine; `minisgl bench online` measures any server
+minisgl verify ~/models/Qwen3-0.6B    check that this machine computes a checkpoint correctly
+minisgl quantize IN OUT --scheme fp8  write a checkpoint with half of the bytes, or with int4 a quarter
+minisgl replay FILE                   run the scheduler again that `minisgl serve --record FILE` has recorded
+minisgl doctor ~/models/Qwen3-0.6B    report what this machine can run, and why not the rest; for bug reports, too
+
+minisgl serve --help                  list the flags that most people use, as for every command; --help-all lists all
+
+Each option can also be set by an environment variable, for example MINISGL_PORT=8000. Most flags of vLLM and SGLang
+work, or lead to ours. `--log-level DEBUG` shows details. Without a command, flags are those of `serve`:
+`python -m minisgl --model X` serves X.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from dataclasses import asdict
+from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
 import minisgl
 from minisgl.bench.command import add_bench, run_bench
-from minisgl.engine.fit import check_fit
 from minisgl.errors import ConfigError, MinisglError
+from minisgl.process.log import tell
+from minisgl.settings.foreign import foreign
 from minisgl.settings.options import SchedulerConfig, build_config
 from minisgl.settings.sources import (
     Parser,
     add_model_argument,
     add_options,
     args_from_options,
+    as_typed,
     engine_options,
     server_options,
     take_options,
 )
 
-DESCRIPTION = """\
-Serve a language model, or talk to one. Without MODEL, the built-in demo model is used.
-
-  minisgl serve                         the built-in model on http://127.0.0.1:1919 (OpenAI's API)
-  minisgl serve ~/models/Qwen3-0.6B     a folder in Hugging Face's layout
-  minisgl chat                          chat in this terminal
-  minisgl generate "Once upon a time"   answer prompts and exit; no server
-  minisgl bench offline                 measure the engine; `minisgl bench online` measures any server
-  minisgl verify ~/models/Qwen3-0.6B    check that this machine computes a checkpoint correctly
-  minisgl quantize IN OUT --scheme fp8  write a checkpoint with half of the bytes, or with int4 a quarter
-  minisgl replay FILE                   run the scheduler again that `minisgl serve --record FILE` has recorded
-  minisgl doctor ~/models/Qwen3-0.6B    report what this machine can run, and why not the rest; for bug reports, too
-
-  minisgl serve --help                  list its options, as for every command
-"""
-EPILOG = """\
-`minisgl COMMAND --help` explains the options. Each option can also be set by an environment variable, for example
-MINISGL_PORT=8000. Most flags of vLLM and SGLang work, or lead to ours. `--log-level DEBUG` shows details.
-`python -m minisgl [--model X] [--shell]` is `minisgl serve`.
-"""
-VERIFY = """\
-Check that this machine computes a checkpoint correctly, and exit with 1 if not. Logits are compared with those of
-transformers (`pip install 'minisgl[verify]'`) in prefill, chunks, decode, after a shared prefix and in mixed batches.
-Greedy outputs are compared with those of the same engine with a filled prefix cache, with and without overlap and CUDA
-graphs. In float32, logits must agree to 1e-4 of the largest logit; in other types, as closely as transformers agrees
-with itself. docs/models.md explains the limits.
-
-  minisgl verify ~/models/Qwen3-0.6B                    the same computation as `minisgl serve`
-  minisgl verify ~/models/Qwen3-0.6B --dtype float32    the strictest comparison
-  minisgl verify ~/models/Qwen3-32B --tp 4              also compare four ranks with one
-  minisgl verify ~/models/Qwen3-8B --quantization fp8   compare fewer bits with the same engine in bf16
-"""
-
-REPLAY = """\
-Run the scheduler of a record again, without model or GPU, and exit with 1 if it makes another plan than the recorded
-one. With --port the page's Engine view shows each step.
-"""
-
-QUANTIZE = """\
-Write the checkpoint IN (a folder, or a name on the Hugging Face hub) into the new folder OUT, with fewer bits for the
-projections of its layers. Embeddings, norms, routers and the head stay as they are. The layouts are published ones,
-which transformers and vLLM read, too.
-
-  fp8    E4M3 with a scale for 128 x 128 weights (quant_method fp8)
-  int8   8-bit integers with a scale for each row (compressed-tensors, W8A8)
-  int4   4-bit integers with a scale for 128 weights, or fewer where the model needs it (compressed-tensors, W4A16)
-"""
-
 
 def _parser() -> Parser:
-    parser = Parser(prog="minisgl", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
+    parser = Parser(prog="minisgl", description=__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=minisgl.__version__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
@@ -96,19 +68,21 @@ def _parser() -> Parser:
     add_options(generate, SchedulerConfig)
 
     add_bench(commands)
-    verify = commands.add_parser("verify", help="check a model's logits", description=VERIFY, allow_abbrev=False)
+    verify = commands.add_parser(
+        "verify", help="check a model's logits", description=getdoc(_verify), allow_abbrev=False
+    )
     add_model_argument(verify)
     verify.add_argument(
         "--length", type=int, default=192, metavar="INT", help="tokens of the longest text (default: 192)"
     )
     verify.add_argument("--json", metavar="FILE", help="write the table to this file as well")
     add_options(verify, SchedulerConfig)
-    quantize = commands.add_parser("quantize", help="write a checkpoint with fewer bits", description=QUANTIZE)
+    quantize = commands.add_parser("quantize", help="write a checkpoint with fewer bits", description=getdoc(_quantize))
     quantize.add_argument("input", metavar="IN", help="the checkpoint; '' for the built-in model")
     quantize.add_argument("output", metavar="OUT", type=Path, help="the folder to write; it must not exist yet")
     quantize.add_argument("--scheme", choices=("fp8", "int8", "int4"), required=True, help="see above")
     replay = commands.add_parser(
-        "replay", help="run a recorded scheduler again", description=REPLAY, allow_abbrev=False
+        "replay", help="run a recorded scheduler again", description=getdoc(_replay), allow_abbrev=False
     )
     replay.add_argument("file", metavar="FILE", help="what `minisgl serve --record FILE` has written")
     replay.add_argument("--port", type=int, metavar="INT", help="then show each step in a browser (0: any port)")
@@ -166,6 +140,8 @@ def _chat(options: argparse.Namespace) -> int:
 def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the engine's options. Raises `ConfigError` before torch is imported if they do not fit this machine."""
     given = engine_options(take_options(options))
+    from minisgl.engine.fit import check_fit
+
     check_fit(build_config(SchedulerConfig, given).engine)
     return given
 
@@ -186,6 +162,17 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    """Check that this machine computes a checkpoint correctly, and exit with 1 if not. Logits are compared with those
+    of transformers (`pip install 'minisgl[verify]'`) in prefill, chunks, decode, after a shared prefix and in mixed
+    batches. Greedy outputs are compared with those of the same engine with a filled prefix cache, with and without
+    overlap and CUDA graphs. In float32, logits must agree to 1e-4 of the largest logit; in other types, as closely
+    as transformers agrees with itself. docs/models.md explains the limits.
+
+      minisgl verify ~/models/Qwen3-0.6B                    the same computation as `minisgl serve`
+      minisgl verify ~/models/Qwen3-0.6B --dtype float32    the strictest comparison
+      minisgl verify ~/models/Qwen3-32B --tp 4              also compare four ranks with one
+      minisgl verify ~/models/Qwen3-8B --quantization fp8   compare fewer bits with the same engine in bf16
+    """
     from minisgl.bench.report import check_writable, write_json
 
     check_writable(options.json, "--json")
@@ -200,6 +187,14 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _quantize(options: argparse.Namespace) -> int:
+    """Write the checkpoint IN (a folder, or a name on the Hugging Face hub) into the new folder OUT, with fewer bits
+    for the projections of its layers. Embeddings, norms, routers and the head stay as they are. The layouts are
+    published ones, which transformers and vLLM read, too.
+
+      fp8    E4M3 with a scale for 128 x 128 weights (quant_method fp8)
+      int8   8-bit integers with a scale for each row (compressed-tensors, W8A8)
+      int4   4-bit integers with a scale for 128 weights, or fewer where the model needs it (compressed-tensors, W4A16)
+    """
     from minisgl.models.quantize import quantize
 
     before, after = quantize(options.input, options.output, options.scheme)
@@ -208,6 +203,9 @@ def _quantize(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
+    """Run the scheduler of a record again, without model or GPU, and exit with 1 if it makes another plan than the
+    recorded one. With --port the page's Engine view shows each step.
+    """
     from minisgl.replay import check, serve
 
     steps = check(options.file)
@@ -237,20 +235,25 @@ COMMANDS = {
 
 
 def _is_flag_or_model(word: str) -> bool:
-    return word.startswith("-") or "/" in word or Path(word).is_dir()
+    return word.startswith("-") or "/" in word or ":" in word or Path(word).exists() or word.endswith(".gguf")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Return the exit code: 0 = done, 1 = failed, 2 = the command line or settings cannot work."""
     argv = sys.argv[1:] if argv is None else argv
+    if not argv:
+        print(__doc__, end="")
+        return 0
     # `python -m minisgl --model X` and a model alone start a server; a mistyped command does not.
-    if not argv or (argv[0] not in (*COMMANDS, "-h", "--help", "--version") and _is_flag_or_model(argv[0])):
+    if argv[0] not in (*COMMANDS, *foreign().commands, "-h", "--help", "--version") and _is_flag_or_model(argv[0]):
         argv = ["serve", *argv]
+    options = argparse.Namespace()
     try:
-        options = _parser().parse_args(argv)
+        _parser().parse_args(argv, options)
+        tell(f"{options.command} is starting")
         return COMMANDS[options.command](options)
     except MinisglError as e:
-        print(f"minisgl: {e}", file=sys.stderr)
+        print(f"minisgl: {as_typed(e, options)}", file=sys.stderr)
         return 2 if isinstance(e, ConfigError) else 1
     except OSError as e:  # a full disk, or no more files or processes
         print(f"minisgl: {e}", file=sys.stderr)

@@ -58,6 +58,16 @@ def test_start_is_quick_and_prints_a_banner() -> None:
         assert server.cpu_seconds() < 20  # it takes three
         for word in ("minisgl-demo", "dtype", "KV cache", "attention", "--view-texts", "curl "):
             assert word in server.log
+        said = [
+            "starting 3 processes",
+            "importing torch",
+            "loading weights",
+            "measuring",
+            "ready on",
+            f"{server.url}/\n",
+        ]
+        places = [server.log.index(words) for words in said]
+        assert places == sorted(places)
 
 
 def test_settings_refused_by_the_engine_end_the_start() -> None:

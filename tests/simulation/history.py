@@ -178,7 +178,7 @@ class History:
             max_queue_time=rng.choice((0.2, 300.0, 300.0, 300.0)),
             max_prefill_length=rng.choice((3, 8, 200)),
             cache_type=rng.choice(("radix", "radix", "naive")),
-            schedule_policy=rng.choice(("fcfs", "lpm")),
+            schedule_policy=rng.choice((("shortest", "fcfs")[seed % 3 == 2], "lpm")),
             drain_timeout=0.3 if self.ending == "short drain" else 0.02 if self.has_changes else 60.0,
             write_timeout=WRITE_TIMEOUT_S,
             heartbeat_timeout=HANG_S,

@@ -193,7 +193,7 @@ def run_random_trace(
         make_engine(),
         depth,
         cache_type=rng.choice(("radix", "radix", "radix", "radix" if tiers else "naive")),
-        schedule_policy=rng.choice(("fcfs", "lpm")),
+        schedule_policy=rng.choice((("shortest", "fcfs")[seed % 3 == 2], "lpm")),
         max_prefill_length=rng.choice((3, 8, 24, 200)),
         itl_target_ms=None if costs is None else rng.choice((0.5, 2.0, 4.0, None)),
         engine=EngineConfig(speculate=speculate, num_draft_tokens=1 + seed % 8),

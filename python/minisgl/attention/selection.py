@@ -99,8 +99,9 @@ def resolve_attention(choice: str, spec: AttentionSpec, ops: OpTable) -> Attenti
     if len(choices) > 2:
         raise ConfigError(f"--attn {choice} names {len(choices)} backends; give one, or PREFILL,DECODE")
     for name in choices:
-        if name != "auto":
-            ATTENTION.refusal(name, spec)  # an unknown name is an error before anything is built
+        if name not in ("auto", *ATTENTION.names):  # is an error before anything is built
+            known = ", ".join(("auto", *ATTENTION.names))
+            raise ConfigError(f"--attn {choice}: unknown attention backend {name!r}; known: {known}")
     built: dict[str, AttentionBackend] = {}
     backends = [_build(name, spec, ops, built) for name in choices]
     prefill, decode = backends[0], backends[-1]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from inspect import getdoc
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from minisgl.bench.shapes import shape_options
 from minisgl.bench.traffic import OnlineArgs
@@ -27,30 +28,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DESCRIPTION: Final = """\
-Measure the engine or a server. docs/benchmarks.md explains each figure.
-
-  minisgl bench offline     the engine alone, in this process
-  minisgl bench online      any server with OpenAI's API; without --url, one that is started for the run
-"""
-OFFLINE: Final = """\
-Measure the engine alone, with MODEL or the built-in model.
-
-  minisgl bench offline --num-prompts 8 --input-len 64 --output-len 32        seconds, on any CPU
-  minisgl bench offline --workload a,batch64,single,prefill --shape qwen3-8b  random weights, no download
-  minisgl bench offline ~/models/Qwen3-0.6B --workload a --repeat 5 --json a.json
-"""
-ONLINE: Final = """\
-Send requests to a server and measure the latencies that clients see. Without --url, start a server for the run.
-
-  minisgl bench online --streams 4 --num-requests 16 --input-len 32-128 --output-len 32    seconds, on any CPU
-  minisgl bench online --shape qwen3-8b --json closed.json         64 streams, 192 requests
-  minisgl bench online --url http://host:8000 --pattern poisson --rates 1,2,4,8,16 --plot plots
-  minisgl bench online --pattern burst --background 16             stalls of running streams
-  minisgl bench online --pattern sharegpt --rates 4
-  minisgl bench online --pattern trace --trace qwen_traceA_blksz_16.jsonl --num-requests 1000 --speed 2
-"""
-
 
 @dataclass(frozen=True)
 class _Offline:
@@ -71,11 +48,11 @@ class _Online:
 def add_bench(commands: _SubParsersAction[Parser]) -> None:
     """Add the `bench` command."""
     bench = commands.add_parser(
-        "bench", help="measure the engine or a server", description=DESCRIPTION, allow_abbrev=False
+        "bench", help="measure the engine or a server", description=getdoc(run_bench), allow_abbrev=False
     )
-    kinds = bench.add_subparsers(dest="kind", metavar="KIND", required=True)
-    add_offline(kinds.add_parser("offline", help="the engine alone", description=OFFLINE, allow_abbrev=False))
-    online = kinds.add_parser("online", help="any server", description=ONLINE, allow_abbrev=False)
+    kinds = bench.add_subparsers(dest="kind", metavar="KIND")
+    add_offline(kinds.add_parser("offline", help="the engine alone", description=getdoc(_offline), allow_abbrev=False))
+    online = kinds.add_parser("online", help="any server", description=getdoc(_online), allow_abbrev=False)
     add_model_argument(online)
     add_options(online, _Online)
 
@@ -92,11 +69,23 @@ def bench_args(cls: type[T], options: argparse.Namespace) -> T:
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """Run a parsed command line. Return the exit code: 1 if a request failed, else 0."""
+    """Measure the engine or a server. docs/benchmarks.md explains each figure.
+
+    minisgl bench offline     the engine alone, in this process
+    minisgl bench online      any server with OpenAI's API; without --url, one that is started for the run
+    """
+    if options.kind is None:
+        raise ConfigError("`minisgl bench offline` measures the engine, `minisgl bench online` a server")
     return _offline(options) if options.kind == "offline" else _online(options)
 
 
 def _offline(options: argparse.Namespace) -> int:
+    """Measure the engine alone, with MODEL or the built-in model.
+
+    minisgl bench offline --num-prompts 8 --input-len 64 --output-len 32        seconds, on any CPU
+    minisgl bench offline --workload a,batch64,single,prefill --shape qwen3-8b  random weights, no download
+    minisgl bench offline ~/models/Qwen3-0.6B --workload a --repeat 5 --json a.json
+    """
     from minisgl.bench.offline import offline_table, run_offline
     from minisgl.bench.report import check_writable, write_json
 
@@ -110,6 +99,15 @@ def _offline(options: argparse.Namespace) -> int:
 
 
 def _online(options: argparse.Namespace) -> int:
+    """Send requests to a server and measure the latencies that clients see. Without --url, start a server for the run.
+
+    minisgl bench online --streams 4 --num-requests 16 --input-len 32-128 --output-len 32    seconds, on any CPU
+    minisgl bench online --shape qwen3-8b --json closed.json         64 streams, 192 requests
+    minisgl bench online --url http://host:8000 --pattern poisson --rates 1,2,4,8,16 --plot plots
+    minisgl bench online --pattern burst --background 16             stalls of running streams
+    minisgl bench online --pattern sharegpt --rates 4
+    minisgl bench online --pattern trace --trace qwen_traceA_blksz_16.jsonl --num-requests 1000 --speed 2
+    """
     from minisgl.bench.online import draw, online_table, run_online
     from minisgl.bench.report import check_writable, new_figure, write_json
 

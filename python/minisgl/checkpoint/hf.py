@@ -34,6 +34,13 @@ _OTHER_FORMATS: Final = {
     "*.bin": "PyTorch's pickled weights",
     "*.npz": "MLX weights",
 }
+# What is given as a model and is neither a folder nor a hub's id -> the way forward.
+_OTHER_NAMES: Final = {
+    r"(?:https?://)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+).*": r"is an address; give the id \1",
+    r"(?i).*\.gguf": "is a GGUF file, which is not read; give the folder or hub id of the original model",
+    r"[\w./-]+:[\w.-]+": "is a name for Ollama or llama.cpp; give the original model's hub id, like Qwen/Qwen3-8B",
+    r".*": "does not exist; give an existing folder or a hub id like owner/name",
+}
 _SMALL_FILES: Final = ["*.json", "*.jinja"]
 _WEIGHTS: Final = ["*.safetensors"]
 
@@ -52,11 +59,13 @@ def resolve_model(model: str, source: str = "huggingface", weights: bool = True,
     if path.is_dir():
         _require_config(path, str(path))
         return path
-    if path.exists():
-        kind = "GGUF file, which is not supported" if path.suffix.lower() == ".gguf" else "file"
-        raise ConfigError(f"{path} is a {kind}; --model takes a folder with config.json and safetensors")
-    if not _HUB_ID.fullmatch(model):
-        raise ConfigError(f"model folder {model} does not exist; give an existing folder or a hub id like owner/name")
+    is_gguf = path.suffix.lower() == ".gguf"
+    if path.exists() and not is_gguf:
+        hint = f", such as {path.parent}" if (path.parent / "config.json").is_file() else ""
+        raise ConfigError(f"{path} is a file; --model takes a folder with config.json and safetensors{hint}")
+    if is_gguf or not _HUB_ID.fullmatch(model):
+        found = ((re.fullmatch(pattern, model, re.DOTALL), way) for pattern, way in _OTHER_NAMES.items())
+        raise ConfigError(next(f"model {model} {match.expand(way)}" for match, way in found if match))
     folder = _download(model, source, revision, _SMALL_FILES)
     _require_config(folder, model)
     return _download(model, source, revision, _SMALL_FILES + _WEIGHTS) if weights else folder
@@ -65,7 +74,10 @@ def resolve_model(model: str, source: str = "huggingface", weights: bool = True,
 def _require_config(folder: Path, name: str) -> None:
     if not (folder / "config.json").is_file():
         found = _other_formats(folder, name)
-        raise ConfigError(f"{name} has no config.json{found}; --model takes a folder in Hugging Face's layout")
+        # Such as the hub's cache, with its snapshots/HASH, or a folder of several models.
+        inner = min([*folder.glob("*/config.json"), *folder.glob("snapshots/*/config.json")], default=None)
+        hint = "" if inner is None else f", such as {inner.parent}"
+        raise ConfigError(f"{name} has no config.json{found}; --model takes a folder in Hugging Face's layout{hint}")
 
 
 def _other_formats(folder: Path, name: str) -> str:

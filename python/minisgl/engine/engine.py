@@ -24,7 +24,7 @@ from minisgl.models.weight import load_model
 from minisgl.ops.quantized import made
 from minisgl.ops.table import resolve_ops
 from minisgl.params import Limits
-from minisgl.process.log import Progress
+from minisgl.process.log import Progress, tell
 from minisgl.speculative import DRAFTERS
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class Engine:
         m, rows = spec.model, spec.max_running_requests
         ops = resolve_ops(device.type)
         comm = comm.with_peers(spec.max_step_tokens, m.hidden_size, spec.dtype, ops)
+        tell("loading weights", spec.info.rank == 0)
         progress = Progress("loading weights", "B", spec.info.rank == 0).update
         kind = made(device.type, spec.quantization or "", m.hidden_size)
         model = load_model(
@@ -79,6 +80,7 @@ class Engine:
         self.memory = self.memory.with_weights(parts.weight_bytes)  # the C++ step packs them
         self.mover = Mover(self.parts.kv_cache, self._stores(), device)
         self.tiers = [store.spec for store in self.mover.stores]
+        tell("measuring steps", spec.info.rank == 0)
         self._costs = measure_costs(lambda plan: self.launch(plan).wait, spec, self.num_pages, device.is_async)
         state.page_table.fill_(self.num_pages)
         _log.debug("a step costs %s", self._costs)

@@ -28,7 +28,7 @@ from minisgl.launch.replicas import Replicas, divided, visible_gpus
 from minisgl.launch.targets import local_ranks, run_follower_rank, run_scheduler
 from minisgl.message import BackendMsg, ExitMsg
 from minisgl.params import Limits
-from minisgl.process.log import announce, configure_logging, log_format, log_level
+from minisgl.process.log import announce, configure_logging, log_format, log_level, tell
 from minisgl.process.processes import Child, Facts, Processes, Ready, run_dir
 from minisgl.process.queues import Codec, ZmqPushQueue
 from minisgl.settings.options import ServerArgs, split_list
@@ -264,7 +264,9 @@ def running_children(args: ServerArgs, checked: Checked, scheduler: SchedulerTar
     """
     with run_dir() as folder:
         args = replace(args, run_dir=str(folder))
-        processes = Processes(_children(args, checked, scheduler))
+        children = _children(args, checked, scheduler)
+        tell(f"starting {len(children)} processes for {checked.name}")
+        processes = Processes(children)
         try:
             processes.spawn()
             facts = processes.wait_ready(args.ready_timeout)
@@ -385,5 +387,7 @@ def banner(args: ServerArgs, checked: Checked, facts: Facts, url: str) -> str:
         lines.append("the Engine view shows texts of requests (--view-texts)")
     where = "" if args.uds is None else f" --unix-socket {args.uds}"
     lines.append(f"ready on {url if args.uds is None else args.uds}")
+    if args.ui and args.uds is None:
+        lines.append(f"  chat, engine view and API documentation in a browser: {url}/")
     lines.append(f"  curl{where} {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'")
     return "\n".join(lines)

@@ -10,6 +10,7 @@ from typing import Final
 
 from minisgl.distributed.info import Rendezvous
 from minisgl.errors import RankError
+from minisgl.process.log import tell
 from minisgl.process.processes import Ready
 from minisgl.settings.options import ServerArgs
 
@@ -20,6 +21,7 @@ CAUSE_FIRST_S: Final = 0.3  # lets the parent see the rank that failed first, be
 
 def run_scheduler(args: ServerArgs, ready: Ready) -> None:
     """Run rank 0, which schedules."""
+    tell("importing torch")
     import torch
 
     from minisgl.scheduler.follower import meet_ranks

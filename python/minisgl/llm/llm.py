@@ -25,7 +25,7 @@ from minisgl.api.protocol import ChatCompletionRequest, parse_body
 from minisgl.api.structured import json_text
 from minisgl.checkpoint.embedder import read_embedder
 from minisgl.checkpoint.hf import model_name, resolve_model
-from minisgl.errors import InvariantError, RequestError, did_you_mean
+from minisgl.errors import ConfigError, InvariantError, RequestError, did_you_mean
 from minisgl.llm.completions import Completion, Completions, Piece, Request
 from minisgl.llm.ranks import running_ranks
 from minisgl.message import AbortMsg, TokenizeMsg, UserMsg, ids_to_bytes
@@ -35,6 +35,7 @@ from minisgl.process.processes import held_interrupt
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.settings.options import SchedulerConfig, build_config
+from minisgl.settings.sources import as_written
 from minisgl.tokenizer.detokenize import DetokenizeManager
 from minisgl.tokenizer.end_tokens import EndTokens
 from minisgl.tokenizer.template import ChatTemplate
@@ -78,7 +79,12 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike[str] = "", **options: Any) -> None:
-        given = {"model": os.fspath(model), **options} if model else options
+        try:
+            self._start({"model": os.fspath(model), **options} if model else options)
+        except ConfigError as e:
+            raise ConfigError(as_written(str(e), ((name, f"{name}=") for name in options))) from e
+
+    def _start(self, given: Mapping[str, Any]) -> None:
         config = build_config(SchedulerConfig, {**BATCH, **given})
         engine = config.engine
         folder = resolve_model(engine.model, engine.download_source, weights=False, revision=engine.revision)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from minisgl.errors import NativeError
+from minisgl.process.log import tell
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ def _compile(target: Target, library: Path, lifeline: int) -> None:
     Raises `NativeError` with the compiler's first error.
     """
     compiler = find_compiler()
-    logger.info("compiling %s with %s (once, about 40 s of CPU time)", target.name, compiler)
+    tell(f"compiling {target.name} with {compiler} (once, about 40 s of CPU time)")
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         output = Path(scratch) / library.name
@@ -164,4 +165,4 @@ def _compile(target: Target, library: Path, lifeline: int) -> None:
             raise NativeError(f"{target.name} cannot be compiled: {[*errors, f'exit code {result.returncode}'][0]}")
         _checksum_file(library).write_text(_checksum(output), encoding="ascii")
         os.replace(output, library)
-    logger.info("compiled %s in %.0f s", target.name, time.monotonic() - start)
+    tell(f"compiled {target.name} in {time.monotonic() - start:.0f} s")

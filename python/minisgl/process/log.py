@@ -85,6 +85,14 @@ def configure_logging(process: str, level: str | None = None, form: str | None =
         package.propagate = False
 
 
+def tell(text: str, is_shown: bool = True) -> None:
+    """Say what a start does: in the log of a process that has one, else on a terminal."""
+    if is_shown and logging.getLogger("minisgl").hasHandlers():
+        logger.info("%s", text)
+    elif is_shown and sys.stderr.isatty():
+        print(f"minisgl: {text}", file=sys.stderr, flush=True)
+
+
 def announce(text: str) -> None:
     """Print `text`. If stdout is a full disk or a closed pipe, log a warning and print nothing more."""
     try:

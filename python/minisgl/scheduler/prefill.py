@@ -76,12 +76,15 @@ class PrefillManager:
 
     Prompts and choices of one client's request count as one: each is as long as its place says (`Req.turn_tokens`), and
     leaves some rows free.
+
+    With the policy `fcfs`, all of this is off: every request is due from its arrival, and none passes another one.
     """
 
     def __init__(self, cache: CacheManager, rows: Rows, policy: str) -> None:
         self.cache = cache
         self.rows = rows
         self.policy = policy
+        self.is_fcfs = policy == "fcfs"
         self.growth = GrowthEstimate()
         self.waiting: list[Req] = []  # by length
         self._by_deadline: list[Req] = []  # the same requests
@@ -95,13 +98,16 @@ class PrefillManager:
         """Queue a new request."""
         req.new_tokens = len(req.ids) - self._cached_len(req)
         self._arrived += req.new_tokens
-        req.deadline = self._arrived + OVERTAKING * req.turn_tokens
+        req.deadline = self._deadline_after(self._arrived, req)
         self._insert(req)
 
     def put_back(self, req: Req) -> None:
         """Queue a preempted request again, with a new deadline."""
-        req.deadline = max(req.deadline, self._admitted + OVERTAKING * req.turn_tokens)
+        req.deadline = max(req.deadline, self._deadline_after(self._admitted, req))
         self._insert(req)
+
+    def _deadline_after(self, tokens: int, req: Req) -> int:
+        return 0 if self.is_fcfs else tokens + OVERTAKING * req.turn_tokens
 
     def _insert(self, req: Req) -> None:
         bisect.insort(self.waiting, req, key=_length)
@@ -151,7 +157,12 @@ class PrefillManager:
         return sum(r.new_tokens for r in self.waiting if r.turn_tokens <= turn_tokens or r.deadline <= now) > limit
 
     def impatient(self, step: int) -> Req | None:
-        """Return the head of the queue if it has been that for `patience` steps; call it once in each step."""
+        """Return the head of the queue if it has been that for `patience` steps; call it once in each step.
+
+        None with `fcfs`, where no running request arrived after the head.
+        """
+        if self.is_fcfs:
+            return None
         is_due = bool(self._by_deadline) and self._by_deadline[0].deadline <= self._admitted
         # Others than the first of a request may wait for a row while some are free.
         head = next((req for req in (self._by_deadline if is_due else self.waiting) if not req.place), None)
@@ -176,7 +187,8 @@ class PrefillManager:
         by_prefix = self.policy == "lpm" and len(self.waiting) <= LPM_MAX_WAITING
         if running is not None and self.rows.available and not budget.is_spent:
             reserved += self.growth.tokens_of_rows(self.rows, running)
-            longest = int((self.rows.max_len[running] - self.rows.confirmed_len[running]).max(initial=0))
+            if not self.is_fcfs:  # which preempts the newest, and not the longest
+                longest = int((self.rows.max_len[running] - self.rows.confirmed_len[running]).max(initial=0))
             waiting = filter(self._has_row, self._by_prefix() if by_prefix else self._in_order())
         candidate = next(waiting, None)
         while not budget.is_spent and (begun or candidate is not None):
@@ -186,18 +198,18 @@ class PrefillManager:
                 req, candidate = candidate, next(waiting, None)
                 reserved += self.growth.tokens(req)
             else:  # the second that does not fit ends the search, since each costs a walk through the prefix cache
-                waiting = iter(()) if is_blocked else _passing(candidate, waiting, now)
+                waiting = iter(()) if is_blocked or self.is_fcfs else _passing(candidate, waiting, now)
                 is_blocked, candidate = True, next(waiting, None)
                 continue
             if req.is_loading:
                 self.cache.load(req, loads)
                 self._note_hit(req)
-            if not req.is_loading and not self._chunk(req, budget, chunks):
+            if self.is_fcfs if req.is_loading else not self._chunk(req, budget, chunks):
                 break
         return chunks
 
     def _has_row(self, req: Req) -> bool:
-        return self.rows.available > (self.rows.num_rows // KEPT_ROWS if req.place else 0)
+        return self.rows.available > (self.rows.num_rows // KEPT_ROWS if req.place and not self.is_fcfs else 0)
 
     def _by_prefix(self) -> list[Req]:
         hits = {r.uid: self._cached_len(r) for r in self.waiting}

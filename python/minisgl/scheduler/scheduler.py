@@ -306,7 +306,9 @@ class Scheduler:
             num_decoded = len(running) + (0 if drafts is None else int(drafts.counts.sum()))
             loads = self.pace.loads(num_decoded, context, self.step_seconds if self.launched else 0.0)
             budget = self.pace.budget(num_decoded, context, self.prefill.backlog(self.pace.rush_tokens))
-            # While running requests lack pages, new requests must not take the last ones.
+            # While running requests lack pages, new requests must not take the last ones; with `fcfs`, neither those of
+            # a preempted one that a step in flight still holds.
+            is_short |= self.prefill.is_fcfs and any(r.status is Status.PREEMPTED for r in self.leaving.values())
             chunks = self.prefill.plan(budget, None if is_short else running, loads)
             if chunks and not self.is_mixed:
                 running, drafts = running[:0], None
@@ -325,7 +327,7 @@ class Scheduler:
         return Step(self.decode.index, []) if has_copied else None
 
     def _preempt_for(self, req: Req) -> bool:
-        """Preempt the newest request that is not much shorter than others, in favour of `req`.
+        """Preempt the newest request that is not much shorter than others (`fcfs`: the newest), in favour of `req`.
 
         Return whether pages may have become free at once.
         """
@@ -334,7 +336,7 @@ class Scheduler:
         candidates = [*self.decode.running, *self.prefill.chunked]
         # The oldest request is never preempted, so that some request always ends.
         others = sorted(candidates, key=lambda r: r.order)[1:] or candidates
-        longest = max(map(self._tokens_left, others))
+        longest = 0 if self.prefill.is_fcfs else max(map(self._tokens_left, others))
         victim = next(r for r in reversed(others) if MUCH_LONGER * self._tokens_left(r) >= longest)
         if victim is req and len(candidates) == 1:
             return False  # alone: the pages it waits for are fenced or in flight

@@ -1,4 +1,4 @@
-"""Explains names of other servers that have another name or another meaning here.
+"""Explains names and commands of other servers that have another name or another meaning here.
 
 The tables are `foreign.toml` for options and `fields.toml` for fields of requests. An option with the same meaning is
 an alias of ours (`options.py`).
@@ -17,17 +17,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Foreign:
-    """The values with which an option changes nothing, and sentences by patterns of names, in order."""
+    """The values with which an option changes nothing, sentences by patterns of names, in order, and by commands."""
 
     redundant: Mapping[str, list[str]]
     sentences: Mapping[str, str]
+    commands: Mapping[str, str]
 
 
 @cache
 def foreign() -> Foreign:
     """Read the table."""
     table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    return Foreign(table["redundant"], {entry["flags"]: entry["sentence"] for entry in table["named"]})
+    sentences = {entry["flags"]: entry["sentence"] for entry in table["named"]}
+    return Foreign(table["redundant"], sentences, table["commands"])
 
 
 @cache

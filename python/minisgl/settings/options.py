@@ -26,6 +26,12 @@ T = TypeVar("T")
 TRUE: Final = {"1", "true", "yes", "on"}
 FALSE: Final = {"", "0", "false", "no", "off"}
 
+# The options that `--help` shows, in this order, beside `--config`; `--help-all` shows all.
+COMMON: Final = (
+    *("model", "served_model_name", "host", "port", "api_key", "device", "dtype", "quantization", "tp", "dp"),
+    *("max_seq_len", "max_running_requests", "memory_ratio", "threads", "speculate", "chat_template"),
+    *("tool_call_parser", "reasoning_parser", "log_level"),
+)
 MAX_DRAFTS: Final = 8  # drafts of a row in one step
 # Defaults that depend on the type of device.
 PAGE_SIZES: Final = {"cpu": 16, "cuda": 64}  # a GPU reads larger pages faster; smaller pages share more
@@ -341,11 +347,11 @@ class SchedulerConfig(Settings):
         },
     )
     schedule_policy: str = option(
-        "fcfs",
-        "order of waiting requests: fcfs = the shortest prompt first, with a bound on the wait of the others, then by "
-        "arrival; lpm = the longest cached prefix first",
+        "shortest",
+        "order of waiting requests: shortest = the shortest prompt first, with a bound on the wait of the others, then "
+        "by arrival; fcfs = in order of arrival; lpm = the longest cached prefix first",
         aliases=("scheduling_policy",),
-        choices=("fcfs", "lpm"),
+        choices=("shortest", "fcfs", "lpm"),
     )
     max_prefill_length: int = option(
         8192,
@@ -672,7 +678,7 @@ def _unknown(name: Any, words: str, spellings: Iterable[str]) -> str:
         return f"{name}: {sentence}"
     if words in spellings_of(ServerArgs):
         return f"{name} is an option of `minisgl serve` only"
-    return f"there is no option {name!r}{did_you_mean(words, spellings) or '; `minisgl serve --help` lists them'}"
+    return f"there is no option {name!r}{did_you_mean(words, spellings) or '; `minisgl serve --help-all` lists them'}"
 
 
 def build_config(cls: type[T], values: Mapping[str, Any]) -> T:
@@ -680,7 +686,7 @@ def build_config(cls: type[T], values: Mapping[str, Any]) -> T:
 
     Raises `ConfigError` for an unknown option and for a value that cannot work.
     """
-    given = ((name, value, "", f"--{str(name).replace('_', '-')} ") for name, value in values.items())
+    given = ((name, value, "", f"{name}=") for name, value in values.items())
     return _build(cls, named_values(given, cls))
 
 

@@ -7,21 +7,25 @@ leading dashes:
     port: 8000
     max-running-requests: 64       # or max_running_requests
     overlap: false
+
+Names options in messages as their user has written them: other code calls each by a flag of ours.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from minisgl.errors import ConfigError, did_you_mean, near_miss
+from minisgl.errors import ConfigError, MinisglError, did_you_mean, near_miss
 from minisgl.settings.foreign import asks_nothing, foreign, sentence_for
 from minisgl.settings.options import (
+    COMMON,
     Option,
     SchedulerConfig,
     ServerArgs,
@@ -57,11 +61,25 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return f"{', '.join(action.option_strings)} {values}"
 
 
+class _HelpAll(argparse.Action):
+    """Prints the help with all options, and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        for action in parser._actions:
+            if isinstance(action, _Take):
+                action.help = action.full_help
+        parser.print_help()
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one sentence, which suggests the right flag for an unknown one."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": _Help, **options})
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        return []  # argparse would read -t as the beginning of -tp, and llama.cpp's -hf as -h -f
 
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
         parsed, unknown = super().parse_known_args(*args, **options)
@@ -76,7 +94,8 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
-            self.error(f"there is no command {value!r}{did_you_mean(value, action.choices)}")
+            hint = foreign().commands.get(" ".join((*self.prog.split()[1:], value)))
+            self.error(f"there is no command {value!r}{f': {hint}' if hint else did_you_mean(value, action.choices)}")
         super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
@@ -94,6 +113,9 @@ class _Take(argparse.Action):
     def __init__(self, cls: type, **options: Any) -> None:
         super().__init__(**{**options, "default": argparse.SUPPRESS})
         self._cls = cls
+        self.full_help = self.help
+        if self.dest not in COMMON and options_of(ServerArgs).get(self.dest):
+            self.help = argparse.SUPPRESS
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: str | None = None
@@ -101,6 +123,7 @@ class _Take(argparse.Action):
         assert flag is not None, "a positional argument is not an option"
         if isinstance(values, list):
             values = _joined(values, flag) if values else "true"
+        namespace.written = [*getattr(namespace, "written", []), flag]
         for name, value in named_values(
             [(flag.lstrip("-"), values, "--", f"{flag} ")], self._cls, is_text=True
         ).items():
@@ -119,14 +142,14 @@ def _joined(words: list[str], flag: str) -> str:
 
 def add_options(parser: argparse.ArgumentParser, cls: type = ServerArgs) -> None:
     """Add `--config` and the flags of all options of `cls`, in a group per configuration class."""
+    parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all options and exit")
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=CONFIG_HELP)
     groups: dict[type, argparse._ArgumentGroup] = {}
     named: set[str] = set()
     for option in options_of(cls).values():
         owner = option.owner
         if owner not in groups:
-            title = owner.__name__.removesuffix("Config").removesuffix("Args").lower()
-            groups[owner] = parser.add_argument_group(title, (owner.__doc__ or "").partition("\n")[0])
+            groups[owner] = parser.add_argument_group((owner.__doc__ or "").partition("\n")[0].rstrip(".:"))
         shown = [name for name in (option.name, *option.aliases) if spellings_of(cls)[name].option is option]
         named |= {*shown}
         groups[owner].add_argument(*_flags(*shown), action=_Take, cls=cls, help=_help(option), **_shape(option))
@@ -282,3 +305,37 @@ def _pairs(path: Path) -> Iterator[tuple[Any, Any, int]]:
         raise ConfigError(f"--config {path} is not UTF-8 text") from e
     except (yaml.YAMLError, ValueError) as e:  # ValueError: a date like 2026-13-40
         raise ConfigError(f"--config {path} is not valid YAML: {' '.join(str(e).split())}") from e
+
+
+# -- messages
+
+
+def as_written(message: str, given: Iterable[tuple[Any, str]]) -> str:
+    """Return `message`, which has our flags, with the names that the user has written.
+
+    `given`: (a spelling, what was written before its value), such as ("max_model_len", "MINISGL_MAX_MODEL_LEN="). The
+    last of several for one option counts.
+    """
+    spellings, options = spellings_of(ServerArgs), options_of(ServerArgs).values()
+    known = [(spellings[_words(str(name))].option, source) for name, source in given if _words(str(name)) in spellings]
+    sources = {option.name: source for option, source in known}
+    words = "|".join(re.escape(str(choice)) for option in options for choice in option.choices)
+
+    def rename(match: re.Match[str]) -> str:
+        spelling = spellings.get(_words(match[1]))
+        source = match[0] if spelling is None else sources.get(spelling.option.name, match[0])
+        return source if match[2] else source.rpartition(": ")[2].rstrip("= ")
+
+    return re.sub(rf"(?<![\w-])--([a-z][\w-]*)( (?=[\d'\"/~.]|(?:{words})\b))?", rename, message)
+
+
+def as_typed(error: MinisglError, options: argparse.Namespace) -> str:
+    """Return the message of `error` for a parsed command line; environment and file are read again for their names."""
+    cause = error.__cause__ if isinstance(error.__cause__, ConfigError) else error  # `LLM` has named its keywords
+    given: list[tuple[Any, str]] = []
+    if path := vars(options).get("config", os.environ.get(f"{ENV_PREFIX}CONFIG")):
+        with contextlib.suppress(ConfigError):  # a file that cannot be read: `error` is about that
+            given = [(key, f"{path}, line {line}: {key}=") for key, _, line in _pairs(Path(path).expanduser())]
+    given += [(name.removeprefix(ENV_PREFIX).lower(), f"{name}=") for name in os.environ if name.startswith(ENV_PREFIX)]
+    given += [(flag.lstrip("-"), f"{flag} ") for flag in getattr(options, "written", [])]
+    return as_written(str(cause), given)

@@ -59,8 +59,17 @@ def test_other_formats_are_named(tmp_path: Path, file: str, says: str) -> None:
     with pytest.raises(ConfigError, match=rf"has no \*\.safetensors weights, but .*{says}.*, which cannot be served"):
         hf.weight_files(tmp_path)
     if file.endswith("gguf"):
-        with pytest.raises(ConfigError, match=r"is a GGUF file, which is not supported; --model takes a folder"):
+        with pytest.raises(ConfigError, match=r"is a GGUF file, which is not read; give the folder or hub id of"):
             hf.resolve_model(str(tmp_path / file))
+
+
+def test_the_folder_with_config_is_named(tmp_path: Path) -> None:
+    (tmp_path / "snapshots/abc").mkdir(parents=True)
+    write(tmp_path, "snapshots/abc/config.json", {})
+    write(tmp_path, "snapshots/abc/x.safetensors", {})
+    for wrong in (tmp_path, tmp_path / "snapshots", tmp_path / "snapshots/abc/x.safetensors"):
+        with pytest.raises(ConfigError, match=rf"--model takes .*, such as {tmp_path}/snapshots/abc$"):
+            hf.resolve_model(str(wrong))
 
 
 def test_a_hub_model_without_config_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

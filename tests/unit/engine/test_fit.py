@@ -54,7 +54,7 @@ def config(folder: Path, shape: dict[str, Any], **options: Any) -> EngineConfig:
         ({}, {"threads": 4, "tp": 4}, "--threads 4 --tp 4 is too much"),
         ({"architectures": ["NewForCausalLM"]}, {"tp": 512}, "architecture NewForCausalLM is not supported"),
         ({"torch_dtype": "float8"}, {"device": "cuda"}, "dtype 'float8' is not one of"),
-        ({}, {"max_seq_len": 10**9}, "more than the model's 40960"),
+        ({}, {"max_seq_len": 10**9}, "context of 40960 tokens; give less"),
         ({}, {"cuda_graph_max_bs": 4}, "--cuda-graph-max-bs needs an NVIDIA GPU"),
         ({}, {"quantization": "fp8"}, "fp8 is not for cpu, where it can be int8 or int4"),
         (

@@ -415,14 +415,14 @@ def test_progress_is_shown_on_a_terminal_only(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"page_size": 3}, "--page-size 3 is not one of"),
-        ({"page_size": 256}, "--page-size 256 is not one of 1, 2, 4, 8, 16, 32, 64, 128"),
-        ({"page_size": 0}, "--page-size 0 is not one of"),
-        ({"page_size": "16"}, "--page-size '16' is not of type int"),
-        ({"dtype": None}, "--dtype None is not of type str"),
-        ({"max_seq_len": 10**9}, "max-seq-len"),
-        ({"num_pages": 0}, "num-pages"),
-        ({"memory_ratio": 2.0}, "memory-ratio"),
+        ({"page_size": 3}, "page_size=3 is not one of"),
+        ({"page_size": 256}, "page_size=256 is not one of 1, 2, 4, 8, 16, 32, 64, 128"),
+        ({"page_size": 0}, "page_size=0 is not one of"),
+        ({"page_size": "16"}, "page_size='16' is not of type int"),
+        ({"dtype": None}, "dtype=None is not of type str"),
+        ({"max_seq_len": 10**9}, "max_seq_len=1000000000"),
+        ({"num_pages": 0}, "num_pages=0"),
+        ({"memory_ratio": 2.0}, "memory_ratio=2"),
         ({"memory_ratio": 1e-9}, "no memory"),
         ({"dtype": "int3"}, "dtype"),
         ({"cache_type": "magic"}, "radix"),
@@ -433,8 +433,8 @@ def test_progress_is_shown_on_a_terminal_only(
         ({"model_path": "/no/such/folder"}, "does not exist"),
         ({"tp_siz": 2}, "did you mean tp_size"),
         ({"gpu_memory_utilization": 0.9}, "use --memory-ratio"),
-        ({"tp-size": 512}, "512 ranks|--tp 512"),
-        ({"num_pages": 10**8}, "--num-pages 100000000"),
+        ({"tp-size": 512}, "512 ranks|tp-size=512"),
+        ({"num_pages": 10**8}, "num_pages=100000000"),
     ],
 )
 def test_invalid_settings_are_refused_with_advice(options: dict[str, object], words: str) -> None:

@@ -404,6 +404,27 @@ def test_blocks_as_wide_as_the_matrix_are_not_rows(block: list[int], shape: tupl
             assert torch.equal(target.dense(torch.float32), q.float() * scale.repeat_interleave(128, 0))
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "columns", "rows", "told"),
+    [
+        ("cpu", torch.bfloat16, 576, 1024, "--quantization int8 has 0.5 MB less, and is faster here: "),
+        ("cuda", torch.bfloat16, 576, 1024, "--quantization int8 has 0.5 MB less"),
+        ("cpu", torch.float32, 576, 1024, "--quantization int8 has 1.6 MB less"),
+        ("cpu", torch.bfloat16, 576, 128, ""),  # 0.07 MB more
+        ("cpu", torch.bfloat16, 584, 1024, ""),  # int8 has no such matrix either
+    ],
+)
+def test_int4_says_where_int8_has_fewer_bytes(
+    device: str, dtype: torch.dtype, columns: int, rows: int, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = MADE[device]["int4"]
+    builder = Builder(load_ops("reference"), dtype, CPU, format_of=lambda name: made)
+    builder.matrix({"model.layers.0.mlp.up_proj.weight": rows}, columns)
+    builder.matrix({"model.layers.0.mlp.down_proj.weight": 1024}, 256)
+    weight._require_made(tuple(builder.parameters), made)
+    assert told in caplog.text and ("faster" in caplog.text) == bool(told)
+
+
 def test_what_cannot_be_rounded_is_told(caplog: pytest.LogCaptureFixture) -> None:
     made = MADE["cuda"]["int4"]  # four ranks have 192 columns of down, no multiple of 128
     held = load(BUILTIN_MODEL, True, made, ranks=4)

@@ -82,7 +82,7 @@ def test_a_folder_that_others_can_write_is_refused(target: Target):
 
 @needs_compiler
 def test_the_prebuilt_library_is_preferred_until_its_sources_change(target: Target, monkeypatch, caplog):
-    with caplog.at_level(logging.INFO, logger=build.__name__):
+    with caplog.at_level(logging.INFO, logger="minisgl"):
         cached = build_library(target)
     assert [r.getMessage().split(" ")[0] for r in caplog.records] == ["compiling", "compiled"]
     build.PREBUILT.mkdir()
@@ -107,7 +107,7 @@ def test_a_damaged_library_is_compiled_again(target: Target, damage: str, caplog
     content = library.read_bytes()
     flipped = content[:100] + bytes([content[100] ^ 1]) + content[101:]
     library.write_bytes({"empty": b"", "half": content[: len(content) // 2], "flipped": flipped}[damage])
-    with caplog.at_level(logging.INFO, logger=build.__name__):
+    with caplog.at_level(logging.INFO, logger="minisgl"):
         assert build_library(target) == library
         assert build_library(target) == library
     assert ctypes.CDLL(str(library)).answer() == 42

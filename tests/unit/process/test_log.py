@@ -13,7 +13,7 @@ from datetime import datetime
 import pytest
 
 from minisgl.errors import ConfigError
-from minisgl.process.log import OTHERS, Progress, configure_logging, log_format, log_level
+from minisgl.process.log import OTHERS, Progress, configure_logging, log_format, log_level, tell
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,8 @@ def test_log_lines_name_their_process(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.delenv("LOG_LEVEL", raising=False)
     for _ in range(2):  # a second call must not double the lines
         configure_logging("minisgl-test-0")
-    logging.getLogger("minisgl.some.module").info("something %d", 1)
+    tell("something 1")
+    tell("hidden", is_shown=False)
     logging.getLogger("minisgl.some.module").debug("hidden")
     error = capsys.readouterr().err
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO minisgl-test-0: something 1\n", error)

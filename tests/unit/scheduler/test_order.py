@@ -10,6 +10,7 @@ import pytest
 from minisgl.core import FinishReason, StepCosts
 from minisgl.scheduler.budget import AUTO_TARGET_S
 from minisgl.scheduler.prefill import OVERTAKING
+from minisgl.scheduler.req import Status
 from support.fake_engine import FakeEngine
 from support.traces import Harness
 
@@ -57,6 +58,30 @@ def test_shorter_prompts_go_first_and_equal_ones_in_order_of_arrival() -> None:
         h.prompt(n)
     h.finish_all()
     assert h.completed(lengths) == [1, 3, 4, 0, 5, 2]
+    h.check_outputs()
+
+
+@pytest.mark.parametrize("seed", [*range(8), 392, 434])  # in the last two, a step in flight holds a preempted one
+def test_fcfs_admits_and_computes_in_order_of_arrival(seed: int) -> None:
+    rng = random.Random(seed)
+    options = {"schedule_policy": "fcfs", "max_prefill_length": rng.choice((8, 60)), "mixed_batches": seed % 2 == 0}
+    h = Recorded(depth=seed % 3, rows=rng.choice((3, 16)), num_pages=rng.choice((40, 300)), **options)
+    h.scheduler.prefill.patience = 1
+    h.scheduler.prefill.growth.fraction = 0.0  # hopes too much, so requests are preempted
+    lengths, planned = [], 0
+    for _ in range(80):
+        for place in range(rng.choice((0, 0, 1, 3))):
+            lengths.append(rng.choice((3, 9, 40, 90)))
+            ids = [len(lengths), *range(2, lengths[-1] + 1)]
+            h.add(ids, rng.choice((1, 20, 60)), place, ignore_eos=True)
+        h.step()
+        newest = max((uid for uid, *_ in h.chunks[planned:]), default=-1)
+        behind = [r.uid for r in h.scheduler.live.values() if r.status in (Status.WAITING, Status.PREEMPTED)]
+        assert newest < min(behind, default=len(lengths)), "passed a request that waits"
+        planned = len(h.chunks)
+    h.finish_all()
+    assert list(dict.fromkeys(uid for uid, *_ in h.chunks)) == list(range(len(lengths)))
+    assert h.scheduler.stats.preemptions or seed in (1, 3, 6, 7)
     h.check_outputs()
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from minisgl import __main__ as cli
 from minisgl.__main__ import COMMANDS, main
 from minisgl.errors import ConfigError
-from minisgl.settings.options import ServerArgs, options_of
+from minisgl.settings.options import COMMON, ServerArgs, options_of
 from minisgl.settings.sources import engine_options, parse_args
 
 
@@ -175,11 +177,17 @@ def test_missing_file_is_an_error(tmp_path: Path) -> None:
         parse_args(["--config", str(tmp_path / "none.yaml")])
 
 
-def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as e:
-        parse_args(["--help"])
-    assert e.value.code == 0
-    text = capsys.readouterr().out
+def test_help_begins_with_the_common_options_and_help_all_has_every_one(capsys: pytest.CaptureFixture[str]) -> None:
+    def help_of(*words: str) -> str:
+        with pytest.raises(SystemExit) as e:
+            main([*words])
+        assert e.value.code == 0
+        return capsys.readouterr().out
+
+    flags = re.findall(r"^  (--[\w-]+)", help_of("serve", "--help"), re.MULTILINE)
+    assert {*flags} == {"--shell", "--help-all", "--config", *("--" + name.replace("_", "-") for name in COMMON)}
+    assert "--num-prompts" in (bench := help_of("bench", "offline", "--help")) and "--page-size" not in bench
+    text = help_of("serve", "--help-all")
     for name in options_of(ServerArgs):
         assert "--" + name.replace("_", "-") in text
     assert "default: 1919" in text
@@ -222,6 +230,52 @@ def test_misspelt_commands_and_flags_are_recognised(words: str, hint: str, capsy
         main(words.split())
     assert e.value.code == 2
     assert hint in capsys.readouterr().err
+
+
+def test_without_a_command_the_short_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    out, err = capsys.readouterr()
+    assert not err and out == cli.__doc__
+    assert all(command in out for command in COMMANDS if command != "env")
+
+
+@pytest.mark.parametrize("source", ["flag", "environment", "file"])
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("max-model-len", "100000", "SET is more than the model's context of 4096 tokens; give less"),
+        ("context-length", "99999", "SET is more than the model's context"),
+        ("max-seq-len", "99999", "SET is more than the model's context"),
+        ("tensor-parallel-size", "512", "SET is too much for a machine of "),
+        ("data-parallel-size", "64", "SET --tp 1 is too much for a machine of "),
+        ("q", "fp8", "SET is not for cpu, where it can be int8 or int4"),
+        ("max-cudagraph-capture-size", "4", "NAME needs an NVIDIA GPU"),
+        ("num-gpu-blocks-override", "100000000", "SET "),
+        ("api-key", "é", "NAME or the file of --api-key-file must be printable"),
+        ("max-num-seqs", "0", "SET must be at least 1"),
+    ],
+)
+def test_a_setting_is_named_as_it_was_written(
+    source: str,
+    name: str,
+    value: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, variable = tmp_path / "s.yaml", f"MINISGL_{name.replace('-', '_').upper()}"
+    path.write_text(f"device: cpu\n{name}: {value}\n", encoding="utf-8")
+    if source == "environment":
+        monkeypatch.setenv(variable, value)
+    flags = {"flag": [f"--{name}", value], "environment": [], "file": ["--config", str(path)]}[source]
+    assert main(["serve", "--device", "cpu", *flags]) == 2
+    shown, set_to = {
+        "flag": (f"--{name}", f"--{name} {value}"),
+        "environment": (variable, f"{variable}={value}"),
+        "file": (name, f"{path}, line 2: {name}={value}"),
+    }[source]
+    assert message.replace("SET", set_to).replace("NAME", shown) in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("words", ["./nowhere", "owner/name", "--port 3"])
