@@ -195,7 +195,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(disk: dict[str, Any], tmp_pat
     assert sum(path.stat().st_size for path in tmp_path.glob("*.kv")) < 10**6, "the attempt has left a large file"
     assert "cannot be used: File exists" in refusal(disk_kv=f"{__file__}:10M")
     assert "cache_type=naive has none" in refusal(cache_type="naive")
-    assert "--host-kv is for a GPU" in refusal(host_kv=10**9)
+    assert "host_kv is for a GPU" in refusal(host_kv=10**9)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "rank0.kv").write_text("my diary")
     assert "is not a file of K/V pages" in refusal(disk_kv=f"{tmp_path / 'other'}:10M")
