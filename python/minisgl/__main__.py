@@ -20,6 +20,8 @@ work, or lead to ours. `--log-level DEBUG` shows details. Without a command, fla
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from dataclasses import asdict
 from inspect import getdoc
@@ -238,6 +240,23 @@ def _is_flag_or_model(word: str) -> bool:
     return word.startswith("-") or "/" in word or ":" in word or Path(word).exists() or word.endswith(".gguf")
 
 
+def _adapt_to_surroundings() -> None:
+    """Open standard streams that are closed, and let stdout take every character, as stderr does.
+
+    Raises `ConfigError` in a folder that has been deleted, where nothing can be imported.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a socket gets the number of a stream
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115 (None if it was closed)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder does not exist any more; change to another one") from None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Return the exit code: 0 = done, 1 = failed, 2 = the command line or settings cannot work."""
     argv = sys.argv[1:] if argv is None else argv
@@ -249,6 +268,7 @@ def main(argv: list[str] | None = None) -> int:
         argv = ["serve", *argv]
     options = argparse.Namespace()
     try:
+        _adapt_to_surroundings()
         _parser().parse_args(argv, options)
         tell(f"{options.command} is starting")
         return COMMANDS[options.command](options)

@@ -29,6 +29,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close}?" if close else ""
 
 
+def is_unicode(text: str) -> bool:
+    """Return whether `text` has no lone surrogate, as it has where the bytes of an argument are not UTF-8."""
+    return text.encode(errors="ignore").decode() == text
+
+
 class MinisglError(Exception):
     """Base of everything this package raises on purpose."""
 

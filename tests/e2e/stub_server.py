@@ -19,9 +19,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from minisgl.__main__ import COMMANDS, main
 from minisgl.checkpoint import hf
 from minisgl.core import FinishReason
-from minisgl.errors import ConfigError, MinisglError
+from minisgl.errors import ConfigError
 from minisgl.launch import launch
 from minisgl.launch.launch import bind_socket, launch_server
 from minisgl.message import (
@@ -42,7 +43,7 @@ from minisgl.message import (
 from minisgl.process.processes import Ready
 from minisgl.process.queues import Codec, ZmqPullQueue, ZmqPushQueue
 from minisgl.settings.options import ServerArgs
-from minisgl.settings.sources import parse_args
+from minisgl.settings.sources import args_from_options, take_options
 from minisgl.tokenizer.folder import load_tokenizer
 
 
@@ -148,8 +149,5 @@ if __name__ == "__main__":
 
     if "STUB_SNDBUF" in os.environ:
         launch.bind_socket = bind_small
-    try:
-        sys.exit(launch_server(parse_args(), stub_server.run))
-    except MinisglError as e:
-        print(f"minisgl: {e}", file=sys.stderr)
-        sys.exit(2 if isinstance(e, ConfigError) else 1)
+    COMMANDS["serve"] = lambda given: launch_server(args_from_options(take_options(given)), stub_server.run)
+    sys.exit(main(["serve", *sys.argv[1:]]))

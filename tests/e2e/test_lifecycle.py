@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from e2e.harness import HELD, PATIENCE_S, ROOT, STUB, ServerProcess, eventually, is_running, release, stopped
+from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.device.machine import choose_device
 from minisgl.launch.http_server import LAST_WORDS_S
 
@@ -212,16 +213,17 @@ def test_death_of_a_child_while_starting() -> None:
         server.kill()
 
 
-@pytest.mark.parametrize("files", [12, pytest.param(16, marks=pytest.mark.slow), 24])
-def test_start_with_too_few_open_files_is_told(files: int, tmp_path: Path) -> None:
-    env = os.environ | {"PYTHONPATH": str(ROOT / "python"), "XDG_RUNTIME_DIR": str(tmp_path)}
-    limited = ["/bin/sh", "-c", 'ulimit -n "$0"; exec "$@"', str(files)]
-    command = [*limited, sys.executable, "-m", "minisgl", "serve", "--port", "0"]
-    result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=PATIENCE_S)
-    assert result.returncode == 1
-    assert "Too many open files" in result.stderr.splitlines()[-1]
-    assert "Traceback" not in result.stderr
-    assert not [*tmp_path.iterdir()]
+@pytest.mark.parametrize("before", ["mkdir gone; cd gone; rmdir ../gone", *(f"ulimit -n {n}" for n in (12, 64, 128))])
+def test_surroundings_in_which_nothing_can_start_are_told(before: str, tmp_path: Path) -> None:
+    run_base = tmp_path / "run"
+    run_base.mkdir()
+    env = os.environ | {"PYTHONPATH": str(ROOT / "python"), "XDG_RUNTIME_DIR": str(run_base)}
+    command = ["/bin/sh", "-c", f'{before}; exec "$@"', "sh", sys.executable, "-m", "minisgl", "serve", "--port", "0"]
+    result = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=PATIENCE_S)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert ("the current folder does not exist" if "gone" in before else f"only {before[10:]} open files") in line
+    assert not [*run_base.iterdir()]
 
 
 @pytest.mark.parametrize("how", ["timeout", "second signal"])
@@ -341,36 +343,57 @@ def free_port() -> int:
     return port
 
 
-@pytest.mark.parametrize("stream", ["stdout", "both"])
-def test_full_disk_does_not_end_the_server(tmp_path: Path, stream: str) -> None:
-    log = tmp_path / "log"
-    port = free_port()
-    env = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "python")}
-    with open("/dev/full", "w") as full, log.open("w") as err, httpx.Client(trust_env=False) as client:
-        process = subprocess.Popen(
-            [sys.executable, str(STUB), "--port", str(port)],
-            stdout=full,
-            stderr=full if stream == "both" else err,
-            env=env,
-        )
+ODD: dict[str, str] = {
+    "PYTHONIOENCODING": "ascii",
+    "LC_ALL": "C",
+    "PYTHONUTF8": "0",
+    "PYTHONOPTIMIZE": "2",
+    "PYTHONWARNINGS": "error",
+    "MINISGL_PORT": "",
+    "MINISGL_CONFIG": " ",
+    "MINISGL_TP": "",
+    "MINISGL_PORT_80_TCP": "tcp://10.0.0.1:80",
+    "HOME": "/dev/null",
+    "TMPDIR": "/nowhere",
+    "TERM": "dumb",
+    "COLUMNS": "0",
+    "TZ": "Odd/Zone",
+    "OTHER": "\udcff",
+}
+
+
+@pytest.mark.parametrize(
+    ("streams", "odd"),
+    [("", ODD), (">/dev/full", {}), (">/dev/full 2>&1", ODD), (">&-", {}), ("2>&-", {}), ("<&- >&- 2>&-", ODD)],
+)
+def test_odd_surroundings_do_not_end_the_server(tmp_path: Path, streams: str, odd: dict[str, str]) -> None:
+    """Streams that are closed or full, what the environment says, and a folder of 60 characters or 120 bytes."""
+    port, log, folder = free_port(), tmp_path / "log", tmp_path / ("ü" * 60)
+    folder.mkdir()
+    (folder / "grün 🙂").symlink_to(BUILTIN_MODEL)
+    env = os.environ | {"XDG_RUNTIME_DIR": str(folder), "PYTHONPATH": str(ROOT / "python"), **odd}
+    command = ["/bin/sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, str(STUB), "--port", str(port)]
+    with log.open("w") as out, httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+        process = subprocess.Popen([*command, f"{folder}/grün 🙂/"], stdout=out, stderr=out, env=env)
 
         def answers() -> bool:
             assert process.poll() is None, log.read_text()
             try:
-                return client.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+                return client.get("/ready").status_code == 200
             except httpx.TransportError:
                 return False
 
         try:
             assert eventually(answers)
-            answer = client.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "hi", "max_tokens": 2})
-            assert answer.status_code == 200
+            assert client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2}).status_code == 200
             process.send_signal(signal.SIGTERM)
             assert process.wait(PATIENCE_S) == 0
         finally:
             process.kill()
-    if stream == "stdout":
-        assert "stdout cannot be written (No space left on device)" in log.read_text()
+    text = log.read_text()
+    assert "Traceback" not in text
+    assert ("\nready on " in text) == (streams in ("", "2>&-"))
+    assert ("stdout cannot be written (No space left on device)" in text) == (streams == ">/dev/full")
 
 
 def test_port_in_use() -> None:

@@ -17,6 +17,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from minisgl.api.http import DROP, error_body, to_json
+from minisgl.errors import ConfigError
 
 HEAD_BYTES: Final = 64 * 1024  # of request line, headers and trailers together; also of pipelined requests
 HEAD_S: Final = 10.0  # from the first byte of a request (or from connecting) to the end of its headers
@@ -31,14 +32,19 @@ logger = logging.getLogger(__name__)
 
 
 def connection_limit() -> int:
-    """Raise the soft limit on open files as far as allowed; return the number of connections that it allows."""
+    """Raise the soft limit on open files as far as allowed; return the number of connections that it allows.
+
+    Raises `ConfigError` if it allows none.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + OTHER_FILES
     best = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
     if soft != resource.RLIM_INFINITY and soft < best:
         resource.setrlimit(resource.RLIMIT_NOFILE, (best, hard))
         soft = best
-    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(soft, wanted) - OTHER_FILES)
+    if soft != resource.RLIM_INFINITY and soft <= OTHER_FILES:
+        raise ConfigError(f"only {soft} open files are allowed (ulimit -n), and a server needs more than {OTHER_FILES}")
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(soft, wanted) - OTHER_FILES
 
 
 class Connections:

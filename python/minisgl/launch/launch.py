@@ -128,7 +128,9 @@ def check_args(args: ServerArgs) -> Checked:
     Raises `ConfigError` for settings that cannot work, and for a model that is missing, broken or too large.
     """
     from minisgl.api.tracing import is_traced
+    from minisgl.launch.http_protocol import connection_limit
 
+    connection_limit()
     log_level()
     log_format()
     divided(args)

@@ -383,7 +383,7 @@ def run_dir() -> Iterator[Path]:
 
 def _run_dir_base() -> Path:
     for candidate in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()):
-        if candidate and len(candidate) <= MAX_BASE and os.access(candidate, os.W_OK | os.X_OK):
+        if candidate and len(os.fsencode(candidate)) <= MAX_BASE and os.access(candidate, os.W_OK | os.X_OK):
             return Path(candidate)
     return Path("/tmp")
 

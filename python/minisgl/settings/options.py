@@ -18,7 +18,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args, get_type_hints
 
-from minisgl.errors import ConfigError, did_you_mean
+from minisgl.errors import ConfigError, did_you_mean, is_unicode
 from minisgl.settings.foreign import asks_nothing, sentence_for
 
 T = TypeVar("T")
@@ -668,6 +668,8 @@ def named_values(given: Iterable[tuple[Any, Any, str, str]], cls: type, is_text:
             continue
         if spelling.option.name in found:
             raise ConfigError(f"{where}{name} is set twice")
+        if not is_unicode(str(value)):
+            raise ConfigError(f"{source}{value!a} is not text in UTF-8")
         found[spelling.option.name] = spelling.read(value, source, is_text)
     return found
 

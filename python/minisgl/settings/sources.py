@@ -229,7 +229,7 @@ def engine_options(given: dict[str, Any]) -> dict[str, Any]:
 
 def _merge_sources(given: dict[str, Any], cls: type) -> dict[str, Any]:
     """Return the options of `cls` from all sources. File and environment may also set options of a server."""
-    path = given.get("config", os.environ.get(f"{ENV_PREFIX}CONFIG"))
+    path = given.get("config", _config_in_environment())
     from_file = {} if path is None else _read_file(Path(path).expanduser(), path)
     options = {name: value for name, value in (from_file | _read_environment()).items() if name in options_of(cls)}
     return options | {name: value for name, value in given.items() if name != "config"}
@@ -257,13 +257,19 @@ def is_overlap_disabled() -> bool:
     return read_flag("MINISGL_DISABLE_OVERLAP_SCHEDULING")
 
 
+def _config_in_environment() -> str | None:
+    return os.environ.get(f"{ENV_PREFIX}CONFIG", "").strip() or None
+
+
 def _read_environment() -> dict[str, Any]:
-    """Return the options set by MINISGL_<NAME> variables. Unknown variables are ignored with a warning."""
+    """Return the options set by MINISGL_<NAME> variables. Empty ones count as unset; unknown ones are told."""
     spellings = spellings_of(ServerArgs)
     given = []
     for variable, text in sorted(os.environ.items()):
         name = variable.removeprefix(ENV_PREFIX).lower()
-        if not variable.startswith(ENV_PREFIX) or name in OTHER_VARIABLES or OF_A_SERVICE.fullmatch(f"{name}={text}"):
+        if not (variable.startswith(ENV_PREFIX) and text.strip()) or name in OTHER_VARIABLES:
+            continue
+        if OF_A_SERVICE.fullmatch(f"{name}={text}"):
             continue
         if name not in spellings and not sentence_for(name):
             if close := near_miss(name, {*spellings, *OTHER_VARIABLES}):
@@ -333,7 +339,7 @@ def as_typed(error: MinisglError, options: argparse.Namespace) -> str:
     """Return the message of `error` for a parsed command line; environment and file are read again for their names."""
     cause = error.__cause__ if isinstance(error.__cause__, ConfigError) else error  # `LLM` has named its keywords
     given: list[tuple[Any, str]] = []
-    if path := vars(options).get("config", os.environ.get(f"{ENV_PREFIX}CONFIG")):
+    if path := vars(options).get("config", _config_in_environment()):
         with contextlib.suppress(ConfigError):  # a file that cannot be read: `error` is about that
             given = [(key, f"{path}, line {line}: {key}=") for key, _, line in _pairs(Path(path).expanduser())]
     given += [(name.removeprefix(ENV_PREFIX).lower(), f"{name}=") for name in os.environ if name.startswith(ENV_PREFIX)]

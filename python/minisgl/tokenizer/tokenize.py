@@ -10,7 +10,7 @@ import numpy as np
 
 from minisgl.checkpoint import hf
 from minisgl.checkpoint.embedder import read_embedder
-from minisgl.errors import ConfigError, RequestError
+from minisgl.errors import ConfigError, RequestError, is_unicode
 from minisgl.message import DecodeMsg, EncodeMsg, TokenizeMsg, ids_from_bytes
 from minisgl.params import Limits, SamplingParams, too_long, validate_prompt
 from minisgl.tokenizer.folder import load_tokenizer
@@ -94,6 +94,8 @@ class TokenizeManager:
     def _encode(self, text: str, add_special_tokens: bool, contexts: int = 1) -> Ints:
         if len(text) > self._max_chars:
             raise too_long(self.limits, f"{len(text)} characters")
+        if not is_unicode(text):
+            raise RequestError("the prompt is not text in UTF-8: it has a lone surrogate", param="prompt")
         if len(text) > EXACT_CHARS:
             self._require_plausible(text, contexts * self.limits.max_model_len)
         # The batch call without offsets is the fast path of the tokenizers library.

@@ -105,6 +105,25 @@ def test_environment_takes_every_spelling(monkeypatch: pytest.MonkeyPatch) -> No
         parse_args([])
 
 
+def test_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PORT", "CONFIG", "MODEL", "API_KEY", "OVERLAP", "TP_SIZE", "CHAT_TEMPLATE", "NO_UI", "PROT", "CHECK"):
+        monkeypatch.setenv(f"MINISGL_{name}", " " * len(name[4:]))
+    assert parse_args([]) == ServerArgs()
+
+
+@pytest.mark.parametrize("flag", ["--served-model-name", "--model", "--host", "--uds", "--chat-template", "--api-key"])
+def test_bytes_that_are_not_utf_8_are_refused(flag: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = [flag, "gr\udcfcn"]
+    with pytest.raises(ConfigError, match=rf"{flag} 'gr\\udcfcn' is not text in UTF-8"):
+        parse_args(words)
+    (tmp_path / "x.yaml").write_text(f'{flag[2:]}: "\\udcfc"')
+    with pytest.raises(ConfigError, match="is not text in UTF-8"):
+        parse_args(["--config", str(tmp_path / "x.yaml")])
+    monkeypatch.setenv("MINISGL_" + flag[2:].replace("-", "_").upper(), words[1])
+    with pytest.raises(ConfigError, match="is not text in UTF-8"):
+        parse_args([])
+
+
 def test_misspelt_variable_is_an_error_and_a_strange_one_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
