@@ -348,7 +348,6 @@ ODD: dict[str, str] = {
     "LC_ALL": "C",
     "PYTHONUTF8": "0",
     "PYTHONOPTIMIZE": "2",
-    "PYTHONWARNINGS": "error",
     "MINISGL_PORT": "",
     "MINISGL_CONFIG": " ",
     "MINISGL_TP": "",
