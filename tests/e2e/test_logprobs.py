@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -75,6 +76,25 @@ def test_loglikelihood_of_evaluations(http: httpx.Client, max_tokens: int) -> No
             assert top[token] == logprob <= max(top.values()) <= 0
             assert len(top) == (1 if logprob == max(top.values()) else 2)
         assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("text", ["Grüße 🙂", "日本🙂🙂x", "👩‍👩 y", "x\ufffdy"])
+def test_offsets_cut_the_text_into_its_tokens(http: httpx.Client, text: str) -> None:
+    """For prompts that end anywhere, also within a character, which the model then completes or not."""
+    ids = http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
+    bias = {str(http.post("/tokenize", json={"prompt": "7", "add_special_tokens": False}).json()["tokens"][-1]): 100}
+    for end, fields in itertools.product(range(1, len(ids) + 1), ({"max_tokens": 0}, {"logit_bias": bias}, {})):
+        body = {"prompt": ids[:end], "echo": True, "logprobs": 0, "max_tokens": 2, "temperature": 0} | fields
+        choice = http.post("/v1/completions", json=body).json()["choices"][0]
+        got = choice["logprobs"]
+        cuts = itertools.pairwise([*got["text_offset"], len(choice["text"])])
+        parts = [choice["text"][start:stop] for start, stop in cuts]
+        assert "".join(parts) == choice["text"]
+        whole = [(t, part) for t, part in zip(got["tokens"], parts, strict=True) if not t.startswith("bytes:")]
+        assert all(token == part for token, part in whole)
+        if fields:
+            shown = http.post("/detokenize", json={"tokens": ids[:end]}).json()["prompt"]
+            assert choice["text"] == shown + "77" * ("logit_bias" in fields)
 
 
 def test_streamed_completion_equals_the_body(http: httpx.Client) -> None:

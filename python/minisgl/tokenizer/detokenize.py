@@ -67,9 +67,11 @@ class _Output:
         self._decoder = self._decoders.new(_context(prompt, self._hidden))
         text, offsets = "", []
         for token in ids:
-            offsets.append(self._offset)
-            if started.sampling_params.echo:
-                text += self._decode(token)
+            offset, new = self._decode(token) if started.sampling_params.echo else (0, "")
+            offsets.append(offset)
+            text += new
+        if started.sampling_params.echo and started.sampling_params.max_tokens == 0:
+            text += self._decoder.finish()
         if columns is None:
             return text, []
         first = TokenLogprob(id=ids[0], data=self._bytes_of[ids[0]], logprob=None, offset=0, top=[])
@@ -85,10 +87,14 @@ class _Output:
             for token, logprob, offset, top in zip(tokens, logprobs, offsets, tops, strict=True)
         ]
 
-    def _decode(self, token: int) -> str:
+    def _decode(self, token: int) -> tuple[int, str]:
+        """Return where the token's own text begins, and the text that it completes.
+
+        The text may begin with a partial character of earlier tokens that this one does not continue.
+        """
         text = "" if token in self._hidden else self._decoder.feed(token)
         self._offset += len(text)
-        return text
+        return self._offset - min(len(text), self._decoders.own_length(token, text)), text
 
     def advance(self, token: int, output_ids: bytes, columns: LogprobColumns | None, end: Finished | None) -> UserReply:
         """Return the reply for one more token. `output_ids` are the bytes of `token`.
@@ -100,9 +106,11 @@ class _Output:
         try:
             if self._completion_tokens == 1:
                 self._prompt, self._prompt_logprobs = self._begin(self._started)
+            is_shown = end is None or end.has_text
+            offset, text = self._decode(token) if is_shown else (self._offset, "")
             if columns is not None:
-                logprobs = self._logprobs([token], [self._offset], columns)
-            text, end = self._show("" if end is not None and not end.has_text else self._decode(token), end)
+                logprobs = self._logprobs([token], [offset], columns)
+            text, end = self._show(text, end)
         except Exception as e:  # one request's failure must not affect the others
             uid = self._started.uid
             logger.exception("could not decode token %d of request %d", token, uid)

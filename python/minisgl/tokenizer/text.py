@@ -120,6 +120,13 @@ class TextDecoders:
         self.bytes_of = TokenBytes(tokenizer)
         self._tokenizer = tokenizer
 
+    def own_length(self, token: int, text: str) -> int:
+        """Return how many characters at the end of `text`, which `token` has completed, are those of `token`."""
+        data = self.bytes_of[token]
+        if not text.startswith("\ufffd") or data[:1] in _CONTINUATIONS:
+            return len(text)
+        return len(codecs.getincrementaldecoder("utf-8")("replace").decode(data))
+
     def new(self, context: Sequence[int] = ()) -> TextDecoder:
         """Return a decoder for the text after the tokens `context`."""
         if self.bytes_of.is_byte_level:
