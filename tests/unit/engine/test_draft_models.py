@@ -448,7 +448,7 @@ def test_a_head_needs_its_draft_vocabulary(trained: tuple[Path, Path, dict[str, 
 @pytest.mark.parametrize("asked", ["draft", "draft:", "eagle3", "crystal:/ball"])
 def test_a_path_is_needed(asked: str) -> None:
     with pytest.raises(
-        ConfigError, match=f"--speculate '{asked}' is not one of off, auto, ngram, tree, draft:PATH, eagle3:PATH"
+        ConfigError, match=f"speculate='{asked}' is not one of off, auto, ngram, tree, draft:PATH, eagle3:PATH"
     ):
         build_config(EngineConfig, {"speculate": asked})
 

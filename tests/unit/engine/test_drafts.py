@@ -286,9 +286,9 @@ def test_ngram_finds_the_same_in_a_batch_and_alone() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_draft_tokens": 9}, "--num-draft-tokens 9 must be at most 8"),
-        ({"num_draft_tokens": 0}, "--num-draft-tokens 0 must be at least 1"),
-        ({"speculate": "crystal-ball"}, "--speculate 'crystal-ball' is not one of off, auto, ngram, tree"),
+        ({"num_draft_tokens": 9}, "num_draft_tokens=9 must be at most 8"),
+        ({"num_draft_tokens": 0}, "num_draft_tokens=0 must be at least 1"),
+        ({"speculate": "crystal-ball"}, "speculate='crystal-ball' is not one of off, auto, ngram, tree"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
