@@ -69,7 +69,7 @@ FUNCTION = {"name": "f", "arguments": "{}"}
 ASSISTANT = '{"max_tokens": 2, "messages": [{"role": "assistant", "tool_calls": [%s]}]}'
 MESSAGE = '{"max_tokens": 2, "messages": [{"role": "user", "content": "x"}], %s}'
 PLACES = [
-    Place(TEXT, CompletionRequest, {"prompt": "x", **SHORT}),
+    Place(TEXT, CompletionRequest, {"prompt": "Once upon", **SHORT}),
     Place(CHAT, ChatCompletionRequest, {"messages": [USER], **SHORT}),
     Place("/v1/responses", ResponsesRequest, {"input": "x", "max_output_tokens": 2, "store": False}),
     Place("/v1/responses", InputItem, {"role": "user", "content": "x"}, '{"max_output_tokens": 2, "input": [%s]}'),
@@ -81,7 +81,12 @@ PLACES = [
     Place("/v1/messages", AnthropicToolChoice, {"type": "auto"}, MESSAGE % '"tool_choice": %s'),
     Place("/v1/messages", OutputConfig, {}, MESSAGE % '"output_config": %s'),
     Place("/generate", GenerateRequest, {"text": "x", "sampling_params": {"max_new_tokens": 2}}),
-    Place("/generate", GenerateSampling, {"max_new_tokens": 2}, '{"text": "x", "sampling_params": %s}'),
+    Place(
+        "/generate",
+        GenerateSampling,
+        {"max_new_tokens": 2, "stop": SHORT["stop"]},
+        '{"text": "x", "sampling_params": %s}',
+    ),
     Place("/v1/embeddings", EmbeddingRequest, {"input": "x"}),
     Place("/v1/score", ScoreRequest, {"text_1": "x", "text_2": "y"}),
     Place("/v1/rerank", RerankRequest, {"query": "x", "documents": ["y"]}),
