@@ -129,7 +129,7 @@ def _objects_of(kind: type[msgspec.Struct]) -> dict[str, frozenset[str]]:
     def add(type_: msgspec.inspect.Type, path: str) -> None:
         match type_:
             case msgspec.inspect.StructType(cls=cls, fields=fields):
-                objects[path] = frozenset(cls.__struct_fields__)
+                objects[path] = objects.get(path, frozenset()) | {*cls.__struct_fields__}
                 for field in fields:
                     add(field.type, _join(path, field.name))
             case msgspec.inspect.UnionType(types=types):
