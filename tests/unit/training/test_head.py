@@ -116,7 +116,7 @@ def test_a_head_learns_a_text(model: Model) -> None:
             optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 2
-    assert right.min() > 0.6
+    assert right.min() > 0.5
 
 
 def test_a_batch_without_an_answer_changes_nothing(model: Model, head: Head) -> None:
