@@ -44,7 +44,7 @@ demo: $(VENV)/.installed  ## start a server, ask it a few questions over HTTP, s
 
 PYTEST := $(BIN)/python -m pytest -m 'not gpu and not slow'
 STATIC := tests/test_architecture.py tests/test_size.py tests/test_docs.py
-test: $(VENV)/.installed-dev  ## run the tests (no GPU; ten to fifteen minutes on two cores)
+test: $(VENV)/.installed-dev  ## run the tests (no GPU)
 	@$(if $(ARGS),$(PYTEST) $(ARGS),$(BIN)/python tools/run_tests.py)
 test-changed: $(VENV)/.installed-dev  # what CI runs
 	@$(BIN)/python tools/run_tests.py --changed

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from e2e.harness import ServerProcess, eventually
 
 BODY: dict[str, Any] = {"prompt": "The fox ran over the hill and saw a bird. " * 30, "max_tokens": 8, "temperature": 0}
@@ -26,6 +28,7 @@ def test_the_next_server_finds_the_pages(tmp_path: Path) -> None:
         assert server.metrics()["kv_tier_lost_total"] == 0
 
 
+@pytest.mark.slow
 def test_requests_go_to_the_replica_whose_disk_has_their_prefix(tmp_path: Path) -> None:
     """After a restart of the server, and of one replica. Without a reason, a request goes to the first replica."""
     bodies = [BODY | {"prompt": f"Story {i}. {BODY['prompt']}"} for i in range(2)]

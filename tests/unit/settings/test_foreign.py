@@ -14,21 +14,26 @@ from tools.flag_table import ANYWAY, NAMED, UNKNOWN, WORKS, flags, outcome
 FLAGS = list(dict.fromkeys(flag for names in flags().values() for flag in names))
 
 
+@pytest.fixture(scope="module")
+def parser() -> Parser:
+    made = Parser(prog="minisgl serve")
+    add_options(made)
+    return made
+
+
 @pytest.mark.parametrize("flag", [flag for flag in FLAGS if outcome(flag) in (NAMED, UNKNOWN)])
 def test_a_flag_without_an_equal_ends_the_start_with_its_sentence(
-    flag: str, capsys: pytest.CaptureFixture[str]
+    flag: str, parser: Parser, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as e:
-        main(["serve", flag, "1"])
+        parser.parse_args([flag, "1"])
     assert e.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     sentence = sentence_for(flag.lstrip("-").replace("-", "_"))
     assert (f"{flag}: {sentence}" if sentence else f"unrecognized arguments: {flag}") in line
 
 
-def test_the_other_flags_are_taken() -> None:
-    parser = Parser()
-    add_options(parser)
+def test_the_other_flags_are_taken(parser: Parser) -> None:
     taken = {flag for flag in FLAGS if outcome(flag) in (WORKS, ANYWAY)} - {"--config", "--shell-mode"}
     assert taken <= {*parser._option_string_actions}
     assert len(taken) > 80
