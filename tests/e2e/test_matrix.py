@@ -108,7 +108,7 @@ def test_the_answers_are_right(expected: dict[str, tuple[str, int, str | None]],
         assert (function, json.loads(arguments)) == ("get_weather", {"city": "Paris"})
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_weights_in_few_bits_answer_right(quantization: str) -> None:
     with ServerProcess("--quantization", quantization) as server:
         assert quantization in server.info()["engine"]["runners"]
@@ -119,7 +119,7 @@ def test_weights_in_few_bits_answer_right(quantization: str) -> None:
 
 @pytest.mark.parametrize(
     ("overlap", "cache", "page_size", "chunk"),
-    [pytest.param(*c, marks=() if c in PAIRS[::2] else pytest.mark.slow) for c in ALL if c != DEFAULTS],
+    [pytest.param(*c, marks=() if c in PAIRS[::3] else pytest.mark.slow) for c in ALL if c != DEFAULTS],
 )
 def test_settings_do_not_change_the_text(
     expected: dict[str, tuple[str, int, str | None]], overlap: bool, cache: str, page_size: int, chunk: int

@@ -103,7 +103,7 @@ def test_a_short_request_starts_soon_beside_long_ones_on_a_cpu(
     h.finish_all()
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_many_prompts_of_one_request_leave_rows_and_the_turn_to_others(depth: int) -> None:
     """The first token of another request takes as many steps as alone, though its prompt is longer than each."""
     h = Harness(FakeEngine(rows=32, vocab=5003, max_model_len=1000, num_pages=4000), depth)

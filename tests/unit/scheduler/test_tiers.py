@@ -35,7 +35,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("large", "disk", marks=pytest.mark.slow),
         pytest.param("large", "both", marks=pytest.mark.slow),
         pytest.param("small", "host", marks=pytest.mark.slow),
-        ("small", "disk"),
+        pytest.param("small", "disk", marks=pytest.mark.slow),
         ("small", "both"),
     ],
 )
