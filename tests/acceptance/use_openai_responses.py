@@ -118,7 +118,7 @@ def tool_choice() -> None:
 @check
 def tools_of_a_service_are_left_out() -> None:
     raw = client.responses.with_raw_response.create(input=SUM, tools=[{"type": "web_search"}, TOOL], **GREEDY)
-    assert raw.headers["x-ignored-fields"] == "tools.web_search"
+    assert "tools.web_search" in raw.headers["x-ignored-fields"].split(", ")
     assert "42" in raw.parse().output_text
 
 
