@@ -153,7 +153,7 @@ def test_a_number_that_is_not_finite_is_told(tmp_path: Path, isa: str, quantizat
 
 
 @pytest.mark.usefixtures("built", "fixed_costs")
-@pytest.mark.parametrize(("quantization", "most", "same"), [("int8", 1e-3, 0.97), ("int4", 0.1, 0.9)])
+@pytest.mark.parametrize(("quantization", "most", "same"), [("int8", 1e-3, 0.99), ("int4", 0.1, 0.95)])
 def test_the_built_in_model_says_nearly_the_same(quantization: str, most: float, same: float):
     """Its distributions after each token of a chat and a story of its own, against those with float32 weights."""
     folder = Path(resolve(EngineConfig(), "cpu").folder)
@@ -171,7 +171,9 @@ def test_the_built_in_model_says_nearly_the_same(quantization: str, most: float,
     exact, ours = log_probabilities(None), log_probabilities(quantization)
     divergence = (exact.exp() * (exact - ours)).sum(-1)
     assert divergence.mean() < most
-    assert (exact.argmax(-1) == ours.argmax(-1)).float().mean() > same
+    best = exact.topk(2).values
+    is_clear = best[:, 0] - best[:, 1] > 0.1  # sums in another order may turn a near tie, and so the text behind it
+    assert (exact.argmax(-1) == ours.argmax(-1))[is_clear].float().mean() > same
 
 
 @pytest.mark.usefixtures("built", "fixed_costs")
