@@ -31,7 +31,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def is_unicode(text: str) -> bool:
     """Return whether `text` has no lone surrogate, as it has where the bytes of an argument are not UTF-8."""
-    return text.encode(errors="ignore").decode() == text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class MinisglError(Exception):

@@ -23,7 +23,7 @@ from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg, UserReply
 from minisgl.settings.options import ServerArgs
 
-# field of a chat -> Anthropic's
+# Field of a chat -> Anthropic's.
 NAMES: Final = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",

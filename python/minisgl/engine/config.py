@@ -107,7 +107,10 @@ def resolve(
     has_graphs = device_type == "cuda" and embedder is None  # only steps that sample are captured
     wanted = config.max_running_requests if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
     drafter = _drafter(config.speculate, checkpoint)
-    template = ChatTemplate.of_folder(checkpoint.folder, config.load_chat_template(), config.template_kwargs)
+    ends: frozenset[int] = frozenset()
+    if embedder is None:
+        template = ChatTemplate.of_folder(checkpoint.folder, config.load_chat_template(), config.template_kwargs)
+        ends = EndTokens.of_folder(checkpoint.folder, template).ids
     graph_rows = min(wanted, config.max_running_requests) if has_graphs else 0
     spec = EngineSpec(
         folder=checkpoint.folder,
@@ -124,7 +127,7 @@ def resolve(
         dummy_weight=config.dummy_weight,
         graph_rows=graph_rows,
         max_step_tokens=max_step_tokens,
-        eos_token_ids=EndTokens.of_folder(checkpoint.folder, template).ids,
+        eos_token_ids=ends,
         info=info,
         use_pynccl=not config.disable_pynccl,
         pooling=None if embedder is None else embedder.pooling,
