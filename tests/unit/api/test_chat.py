@@ -11,7 +11,8 @@ import pytest
 from minisgl.api import anthropic, items
 from minisgl.api.chat import prepared
 from minisgl.api.http import HEADERS, NAMES
-from minisgl.api.parsers.output import OutputForms
+from minisgl.api.parsers.output import OutputForms, _with_text
+from minisgl.api.parsers.pieces import ParsedCall
 from minisgl.api.protocol import ChatCompletionRequest, MessagesRequest, ResponsesRequest, parse_body
 from minisgl.api.requests import SamplingDefaults, ServedModel
 from minisgl.errors import RequestError
@@ -204,6 +205,13 @@ def test_custom_tool_is_a_function_of_one_text() -> None:
         assert second == {"index": 0, "custom": {"input": text}}
     (call,) = new_parser().message('<tool_call>{"name": "f", "arguments": {}}</tool_call>').tool_calls
     assert call.function.name == "f"
+
+
+@pytest.mark.parametrize(
+    ("written", "text"), [('{"input": "é"}', "é"), ('{"input": 1e400}', None), ('{"x": 18446744073709551617}', None)]
+)
+def test_a_custom_tool_gets_its_text_or_all_that_was_written(written: str, text: str | None) -> None:
+    assert _with_text(ParsedCall("1", "c", written)).arguments == (written if text is None else text)
 
 
 def test_calls_of_custom_tools_come_back() -> None:

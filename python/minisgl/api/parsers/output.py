@@ -39,6 +39,7 @@ SWITCHES: Final[tuple[tuple[str, tuple[Any, Any]], ...]] = (
 )
 
 _to_json: Final = msgspec.json.Encoder().encode
+_arguments: Final = msgspec.json.Decoder(dict[str, Any], float_hook=float).decode  # numbers may be beyond float64
 
 Step = Literal["open", "more", "close", "call"]
 
@@ -144,7 +145,7 @@ def _merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 def _with_text(call: ParsedCall) -> ParsedCall:
     """Return the call of a custom tool with its `input`, or with the whole JSON if the model has given it otherwise."""
-    given = msgspec.json.decode(call.arguments).get("input")
+    given = _arguments(call.arguments).get("input")
     text = given if isinstance(given, str) else call.arguments
     return ParsedCall(call.id, call.name, text, is_custom=True)
 
