@@ -11,7 +11,7 @@ from fastapi import Request
 from minisgl.api.fields import unread_kwargs
 from minisgl.api.http import NAMES, report_ignored
 from minisgl.api.parsers.output import EFFORT, OutputParser
-from minisgl.api.protocol import ChatCompletionRequest, ChatFields, ForeignChat
+from minisgl.api.protocol import ChatCompletionRequest, ChatFields
 from minisgl.api.requests import ServedModel, chat_message, check_tool, unsupported_type
 from minisgl.errors import RequestError, unsupported
 from minisgl.message import TokenizeMsg
@@ -147,7 +147,7 @@ def _at(value: Any, path: str) -> Any:
     return value
 
 
-def shared_fields(body: ForeignChat) -> dict[str, Any]:
+def shared_fields(body: ChatFields) -> dict[str, Any]:
     """Return the fields of a chat that `body` has under the same names."""
     return {name: getattr(body, name) for name in ChatFields.__struct_fields__}
 
