@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import time
 from collections.abc import Awaitable, Sequence
@@ -12,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from minisgl.api.dispatch import Dispatcher
+from minisgl.api.dispatch import POLL_S, Dispatcher
 from minisgl.api.metrics import Metrics
 from minisgl.api.protocol import Timing
 from minisgl.core import FinishReason
@@ -286,8 +285,6 @@ class FrontendManager:
         self._uids = itertools.count((args.life << UID_BITS) + 1)
         self._submissions: dict[int, Submission] = {}
         self._queries = Queries()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._inbox: ZmqAsyncPullQueue[FrontendMsg] = ZmqAsyncPullQueue(args.zmq_frontend_addr, Codec(FrontendMsg))
         self._tokenizers: list[ZmqAsyncPushQueue[TokenizerMsg]] = [
             ZmqAsyncPushQueue(addr, Codec(TokenizerMsg)) for addr in args.zmq_tokenizer_addrs
@@ -307,10 +304,8 @@ class FrontendManager:
 
     def render_metrics(self, accept: str) -> tuple[bytes, str]:
         """Return the body of `/metrics` and its media type, for a header `accept`."""
-        dropped = self.stats.dropped + self._dropped
-        return self.metrics.render(
-            self.stats, self.entries, self.detokenizer_entries, dropped, accept, self.dispatcher.router
-        )
+        router = self.dispatcher.router
+        return self.metrics.render(router, self.entries, self.detokenizer_entries, self._dropped, accept)
 
     @property
     def health_problem(self) -> str:
@@ -333,7 +328,6 @@ class FrontendManager:
         self._require_capacity(len(messages))
         numbered = [msgspec.structs.replace(m, uid=next(self._uids), place=i) for i, m in enumerate(messages)]
         submission = Submission(self, numbered, n)
-        self._idle.clear()
         self._submissions.update({m.uid: submission for m in numbered})
         try:
             await self.send(numbered[::n])
@@ -352,7 +346,7 @@ class FrontendManager:
         self._require_capacity(1)
         uid = next(self._uids)
         try:
-            reply = await self._ask(uid, self._tokenizer(uid).put([msgspec.structs.replace(msg, uid=uid)]))
+            reply = await self._queries.ask(uid, self._tokenizer(uid).put([msgspec.structs.replace(msg, uid=uid)]))
         except _ENCODE_ERRORS as e:
             raise _unrepresentable(e) from e
         except RequestError as e:
@@ -378,22 +372,11 @@ class FrontendManager:
         uid = next(self._uids)
         try:
             async with asyncio.timeout(VIEW_TIMEOUT_S):
-                reply = await self._ask(uid, self.dispatcher.put(ViewMsg(uid=uid), index))
+                reply = await self._queries.ask(uid, self.dispatcher.put(ViewMsg(uid=uid), index))
         except TimeoutError:
             raise RequestError("the engine is too busy to send a view; try again", code="no_view", status=503) from None
         assert isinstance(reply, EngineView), f"a {type(reply).__name__} is not a view"
         return reply
-
-    async def _ask(self, uid: int, sending: Awaitable[None]) -> ConversionReply | EngineView:
-        self._idle.clear()
-        try:
-            return await self._queries.ask(uid, sending)
-        finally:
-            self._note_idle()
-
-    def _note_idle(self) -> None:
-        if not self.entries:
-            self._idle.set()
 
     def _require_capacity(self, n: int) -> None:
         self.require_ready()
@@ -417,7 +400,6 @@ class FrontendManager:
             self.metrics.observe_end(FinishReason.ABORT, {})
         for uid in submission.uids:
             self._submissions.pop(uid, None)
-        self._note_idle()
 
     async def flush_cache(self) -> None:
         """Ask all replicas to drop all cached prefixes that no request uses."""
@@ -440,9 +422,10 @@ class FrontendManager:
 
     async def wait_idle(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds until no submission or query is open. Return whether none is."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout)
-        return self._idle.is_set()
+        deadline = time.monotonic() + timeout
+        while self.entries and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        return not self.entries
 
     async def close(self) -> None:
         """Close the sockets."""
