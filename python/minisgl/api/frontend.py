@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
-from collections.abc import Awaitable, Sequence
-from types import TracebackType
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Final
 
 import msgspec
@@ -112,8 +112,6 @@ class Receipt:
 
 class Submission:
     """The generations of one HTTP request, by index.
-
-    Use it as an async context manager: at its end, unfinished generations are aborted, and all are removed.
 
     Of several choices for one prompt, only the first is sent at once. The others (`_held`, by the uid of the first)
     follow when the first has a token: then the prompt is in the prefix cache, and need not be computed again.
@@ -221,14 +219,6 @@ class Submission:
             await self._frontend.send([m for uid in started for m in self._held.pop(uid, ())])
         return [(self._index[uid], reply) for uid, reply in pending.items()]
 
-    async def __aenter__(self) -> Submission:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._frontend.forget(self)
-
 
 class Queries:
     """Open queries to other processes (/tokenize, /detokenize, /engine_view), by the uid of their reply."""
@@ -261,10 +251,6 @@ class Queries:
         """End all queries with `failure`."""
         for uid in self._waiting:
             self.answer(ConversionReply(uid=uid, failure=failure))
-
-
-def _unrepresentable(e: Exception) -> RequestError:
-    return RequestError(f"the request contains a value that cannot be represented: {e}")
 
 
 class FrontendManager:
@@ -319,8 +305,9 @@ class FrontendManager:
             return f"no sign of life from the scheduler for {min(silence):.0f} s"
         return self.stalled
 
-    async def submit(self, messages: Sequence[TokenizeMsg], n: int = 1) -> Submission:
-        """Assign uids, send the requests, and return their submission for use with `async with`.
+    @contextlib.asynccontextmanager
+    async def submit(self, messages: Sequence[TokenizeMsg], n: int = 1) -> AsyncIterator[Submission]:
+        """Assign uids, send the requests, and yield their submission. At the end, abort unfinished generations.
 
         Each `n` adjacent messages are choices for one prompt. The submission sends all but the first of them later.
         Raises `RequestError`: 503 if the server drains or has failed, 429 if too many requests are open.
@@ -331,24 +318,32 @@ class FrontendManager:
         self._submissions.update({m.uid: submission for m in numbered})
         try:
             await self.send(numbered[::n])
-        except _ENCODE_ERRORS as e:
-            await self.forget(submission)
-            raise _unrepresentable(e) from e
-        return submission
+            yield submission
+        finally:
+            for uid in submission.unfinished:
+                await self._tokenize(AbortMsg(uid=uid))
+                self.metrics.observe_end(FinishReason.ABORT, {})
+            for uid in submission.uids:
+                self._submissions.pop(uid, None)
 
     async def send(self, messages: Sequence[TokenizeMsg]) -> None:
         """Send requests of an open submission to the tokenizers."""
         for m in messages:
-            await self._tokenizer(m.uid).put([m])
+            await self._tokenize(m)
+
+    async def _tokenize(self, msg: TokenizeMsg | EncodeMsg | DecodeMsg | AbortMsg) -> None:
+        """Send a message to the tokenizer of its uid. Raises `RequestError` for a value that cannot be represented."""
+        try:
+            await self._tokenizers[msg.uid % len(self._tokenizers)].put([msg])
+        except _ENCODE_ERRORS as e:
+            raise RequestError(f"the request contains a value that cannot be represented: {e}") from e
 
     async def convert(self, msg: EncodeMsg | DecodeMsg) -> ConversionReply:
         """Assign a uid and ask a tokenizer. Raises `RequestError` like `submit`, or with the tokenizer's failure."""
         self._require_capacity(1)
         uid = next(self._uids)
         try:
-            reply = await self._queries.ask(uid, self._tokenizer(uid).put([msgspec.structs.replace(msg, uid=uid)]))
-        except _ENCODE_ERRORS as e:
-            raise _unrepresentable(e) from e
+            reply = await self._queries.ask(uid, self._tokenize(msgspec.structs.replace(msg, uid=uid)))
         except RequestError as e:
             raise e.named({"prompt": msg.prompt.param} if isinstance(msg, EncodeMsg) else {}) from e
         assert isinstance(reply, ConversionReply), f"a {type(reply).__name__} is not a conversion"
@@ -393,14 +388,6 @@ class FrontendManager:
         if self.is_draining:
             raise RequestError("the server is shutting down", code="shutting_down", status=503)
 
-    async def forget(self, submission: Submission) -> None:
-        """Remove a submission, and abort its unfinished generations."""
-        for uid in submission.unfinished:
-            await self._tokenizer(uid).put([AbortMsg(uid=uid)])
-            self.metrics.observe_end(FinishReason.ABORT, {})
-        for uid in submission.uids:
-            self._submissions.pop(uid, None)
-
     async def flush_cache(self) -> None:
         """Ask all replicas to drop all cached prefixes that no request uses."""
         self.require_ready()
@@ -435,9 +422,6 @@ class FrontendManager:
         await self.dispatcher.close()
         for tokenizer in self._tokenizers:
             tokenizer.close()
-
-    def _tokenizer(self, uid: int) -> ZmqAsyncPushQueue[TokenizerMsg]:
-        return self._tokenizers[uid % len(self._tokenizers)]
 
     async def _receive(self) -> None:
         while True:

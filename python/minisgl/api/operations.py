@@ -47,7 +47,7 @@ async def probe(frontend: FrontendManager) -> str:
     params = SamplingParams(max_tokens=0 if embeds else 1, temperature=0.0, ignore_eos=True, embed=embeds)
     message = TokenizeMsg(uid=0, sampling_params=params, input_ids=ids_to_bytes([0]))
     try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S), await frontend.submit([message]) as submission:
+        async with asyncio.timeout(PROBE_TIMEOUT_S), frontend.submit([message]) as submission:
             while not submission.is_done:
                 for _, reply in await submission.take():
                     if reply.failure is not None:
