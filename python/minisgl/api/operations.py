@@ -13,7 +13,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 import minisgl
-from minisgl.api.chat import with_functions
+from minisgl.api.chat import shared_fields, with_functions
 from minisgl.api.fields import unread_kwargs
 from minisgl.api.frontend import FrontendManager
 from minisgl.api.http import json_response, read_request, report_ignored, require_json
@@ -212,14 +212,8 @@ def encode_message(request: TokenizeRequest, limits: Limits) -> EncodeMsg:
     if request.messages is None:
         prompt = TokenizeMsg(uid=0, sampling_params=SamplingParams(), text=request.prompt)
     else:
-        chat = ChatCompletionRequest(
-            messages=request.messages,
-            tools=request.tools,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            chat_template_kwargs=request.chat_template_kwargs,
-        )
-        prompt = chat_message(with_functions(chat)[0], SamplingDefaults(), limits)
+        chat, *_ = with_functions(ChatCompletionRequest(**shared_fields(request)))
+        prompt = chat_message(chat, SamplingDefaults(), limits)
     return EncodeMsg(uid=0, prompt=prompt, add_special_tokens=request.add_special_tokens)
 
 

@@ -440,20 +440,20 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True, tag_field="objec
     error: dict[str, str] | None = None
     incomplete_details: dict[str, str] | None = None
     background: bool = False
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, str]
-    parallel_tool_calls: bool
-    previous_response_id: str | None
-    reasoning: ResponseReasoning
-    store: bool
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] = {}
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None = None
+    reasoning: ResponseReasoning = ResponseReasoning()
+    store: bool = True
     temperature: float
     text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
+    tool_choice: str | dict[str, Any] = "auto"
+    tools: list[dict[str, Any]] = []
     top_p: float
     truncation: str = "disabled"
-    user: str | None
+    user: str | None = None
 
 
 class DeletedResponse(msgspec.Struct, frozen=True, tag_field="object", tag="response"):
