@@ -28,7 +28,7 @@ from minisgl.api.operations import add_information_routes, add_status_routes, ad
 from minisgl.api.page import add_page
 from minisgl.api.parsers.output import OutputParser
 from minisgl.api.paths import unknown_path
-from minisgl.api.protocol import ChatCompletionRequest, CompletionRequest
+from minisgl.api.protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
 from minisgl.api.replies import OpenAIRenderer
 from minisgl.api.request_log import RequestEnds, write_line
 from minisgl.api.requests import ServedModel, completion_messages, num_choices, with_choices
@@ -126,7 +126,7 @@ def _add_openai_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> No
         renderer = OpenAIRenderer(
             model.name,
             isinstance(body, ChatCompletionRequest),
-            body.stream_options,
+            body.stream_options or StreamOptions(),
             new_parser,
             n=n,
             # The header is for clients that cannot add fields to the body.

@@ -13,7 +13,7 @@ import msgspec
 
 from minisgl.api.dispatch import POLL_S, Dispatcher
 from minisgl.api.metrics import Metrics
-from minisgl.api.protocol import Timing
+from minisgl.api.protocol import Timing, Usage
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
 from minisgl.message import (
@@ -96,15 +96,15 @@ class Receipt:
         last = max(self._first, self._last)
         return {"queue": (self.created, queued), "prefill": (queued, self._first), "decode": (self._first, last)}
 
-    def timing(self, completion_tokens: int, cached_tokens: int) -> Timing:
+    def timing(self, usage: Usage) -> Timing:
         """Return the timing for the client. The rate excludes first tokens; it is None if there are no others."""
         first = self._last if self._first is None else self._first
-        decoded = completion_tokens - self._num_started
+        decoded = usage.completion_tokens - self._num_started
         seconds = self._last - first
         return Timing(
             queue_ms=round(1e3 * self._queue_seconds, 3),
             ttft_ms=None if self._first is None else round(1e3 * (first - self.created), 3),
-            cached_tokens=cached_tokens,
+            cached_tokens=usage.prompt_tokens_details.cached_tokens,
             prefill_chunks=self._chunks,
             tokens_per_s=round(decoded / seconds, 2) if decoded > 0 and seconds > 0 else None,
         )
