@@ -39,7 +39,6 @@ from minisgl.params import Limits
 from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqAsyncPushQueue
 from minisgl.settings.options import ServerArgs
 
-RETRY_AFTER_S: Final = 1
 UID_BITS: Final = 32  # the lower bits of a uid number the requests of one API process; the bits above are its life
 VIEW_TIMEOUT_S: Final = 5.0
 _ENCODE_ERRORS: Final = (OverflowError, UnicodeError, TypeError, RecursionError)  # of the codec, for odd values
@@ -125,7 +124,7 @@ class Submission:
         self.n = n
         self._frontend = frontend
         self._index = {uid: i for i, uid in enumerate(uids)}
-        self._unfinished = set(uids)
+        self.unfinished = set(uids)
         self._pending: dict[int, UserReply] = {}
         self._waiter: asyncio.Future[None] | None = None  # set while `take` waits
         self._held = {uids[i]: messages[i + 1 : i + n] for i in range(0, len(uids), n) if n > 1}
@@ -142,11 +141,7 @@ class Submission:
     @property
     def is_done(self) -> bool:
         """Whether all generations have ended and `take` has returned their ends."""
-        return not self._unfinished and not self._pending
-
-    @property
-    def unfinished(self) -> frozenset[int]:
-        return frozenset(self._unfinished)
+        return not self.unfinished and not self._pending
 
     def push(self, reply: UserReply) -> None:
         """Add a reply to a generation. Replies after the terminal one are ignored.
@@ -154,10 +149,10 @@ class Submission:
         Replies that a slow client has not read are joined, so its backlog is one reply per generation.
         """
         uid = reply.uid
-        if uid not in self._unfinished:
+        if uid not in self.unfinished:
             return
         if reply.finish_reason is not None:
-            self._unfinished.discard(uid)
+            self.unfinished.discard(uid)
         self._measure(reply)
         old = self._pending.get(uid)
         self._pending[uid] = reply if old is None else joined((old, reply))
@@ -320,11 +315,15 @@ class FrontendManager:
             await self.send(numbered[::n])
             yield submission
         finally:
-            for uid in submission.unfinished:
-                await self._tokenize(AbortMsg(uid=uid))
-                self.metrics.observe_end(FinishReason.ABORT, {})
-            for uid in submission.uids:
-                self._submissions.pop(uid, None)
+            await self.forget(submission)
+
+    async def forget(self, submission: Submission) -> None:
+        """Remove a submission, and abort its unfinished generations."""
+        for uid in list(submission.unfinished):
+            await self._tokenize(AbortMsg(uid=uid))
+            self.metrics.observe_end(FinishReason.ABORT, {})
+        for uid in submission.uids:
+            self._submissions.pop(uid, None)
 
     async def send(self, messages: Sequence[TokenizeMsg]) -> None:
         """Send requests of an open submission to the tokenizers."""
@@ -409,9 +408,10 @@ class FrontendManager:
 
     async def wait_idle(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds until no submission or query is open. Return whether none is."""
-        deadline = time.monotonic() + timeout
-        while self.entries and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self.entries:
+                    await asyncio.sleep(POLL_S)
         return not self.entries
 
     async def close(self) -> None:

@@ -36,7 +36,7 @@ def named_event(name: str, fields: dict[str, Any]) -> bytes:
 
 def failure_event(error: RequestError) -> bytes:
     """Return the last event of a failed stream in OpenAI's format."""
-    return event(to_json(error_body(error.message, error.status, error.param, error.code))) + DONE
+    return event(to_json(error_body(error))) + DONE
 
 
 class Renderer(Protocol):

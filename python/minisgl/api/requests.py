@@ -339,7 +339,8 @@ def with_choices(messages: Sequence[TokenizeMsg], n: int) -> list[TokenizeMsg]:
     """
     if len(messages) * n > MAX_GENERATIONS:
         raise RequestError(f"n={n} for {len(messages)} prompts is more than {MAX_GENERATIONS} choices", param="n")
-    return [_choice(message, i) for message in messages for i in range(n)]
+    replace = msgspec.structs.replace
+    return [replace(m, sampling_params=choice_params(m.sampling_params, i)) for m in messages for i in range(n)]
 
 
 def require_answer_fits(messages: Sequence[TokenizeMsg], limits: Limits) -> None:
@@ -361,8 +362,3 @@ def require_answer_fits(messages: Sequence[TokenizeMsg], limits: Limits) -> None
             "less (max_tokens, n, prompts, log-probabilities) or for a stream",
             param="max_tokens",
         )
-
-
-def _choice(message: TokenizeMsg, index: int) -> TokenizeMsg:
-    params = choice_params(message.sampling_params, index)
-    return message if params is message.sampling_params else msgspec.structs.replace(message, sampling_params=params)

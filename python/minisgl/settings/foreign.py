@@ -1,7 +1,7 @@
 """Explains names and commands of other servers that have another name or another meaning here.
 
-The tables are `foreign.toml` for options and `fields.toml` for fields of requests and paths. An option with the same meaning is
-an alias of ours (`options.py`).
+The tables are `foreign.toml` for options and `fields.toml` for fields of requests and paths. An option with the same
+meaning is an alias of ours (`options.py`).
 """
 
 from __future__ import annotations
