@@ -259,10 +259,8 @@ class FrontendManager:
         self.failure = ""  # why requests can no longer be served
         self.stalled = ""  # which process gives no sign of life
         self.is_draining = False
-        self._max_of_replica = args.scheduler.max_queued_requests + args.scheduler.engine.max_running_requests
-        self._dp = args.dp
         self.write_timeout = args.write_timeout
-        self._heartbeat_timeout = args.heartbeat_timeout
+        self._args = args
         self._uids = itertools.count((args.life << UID_BITS) + 1)
         self._submissions: dict[int, Submission] = {}
         self._queries = Queries()
@@ -296,7 +294,7 @@ class FrontendManager:
         silence = self.dispatcher.silence.values()
         if not silence:
             return "no replica is running"
-        if min(silence) > self._heartbeat_timeout:
+        if min(silence) > self._args.heartbeat_timeout:
             return f"no sign of life from the scheduler for {min(silence):.0f} s"
         return self.stalled
 
@@ -374,8 +372,9 @@ class FrontendManager:
 
     def _require_capacity(self, n: int) -> None:
         self.require_ready()
-        replicas = max(self._dp, len(self.dispatcher.router.replicas))
-        if self.entries + n > replicas * self._max_of_replica:
+        replicas = max(self._args.dp, len(self.dispatcher.router.replicas))
+        scheduler = self._args.scheduler
+        if self.entries + n > replicas * (scheduler.max_queued_requests + scheduler.engine.max_running_requests):
             raise RequestError("too many requests; try again later", code="queue_full", status=429)
 
     def require_ready(self) -> None:
