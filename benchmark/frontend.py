@@ -114,7 +114,7 @@ async def _chunks(frontend: FrontendManager, body: ChatRequest) -> AsyncIterator
         return Chunk(id=request_id, created=created, model=body.model, choices=[choice])
 
     message = TokenizeMsg(uid=0, sampling_params=SamplingParams(), messages=messages)
-    async with await frontend.submit([message]) as submission:
+    async with frontend.submit([message]) as submission:
         yield chunk(Delta(role="assistant", content=""))
         while not submission.is_done:
             for _, reply in await submission.take():

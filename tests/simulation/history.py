@@ -13,8 +13,8 @@ import logging
 import random
 import signal
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -344,10 +344,11 @@ class History:
         server = self.server
         submit = server.frontend.submit
 
-        async def recorded(*args: Any) -> Submission:
-            submission = await submit(*args)
-            CURRENT.get().uids = submission.uids
-            return submission
+        @asynccontextmanager
+        async def recorded(*args: Any) -> AsyncIterator[Submission]:
+            async with submit(*args) as submission:
+                CURRENT.get().uids = submission.uids
+                yield submission
 
         server.frontend.submit = recorded  # type: ignore[method-assign]
         replicas = [name for name in server.schedulers if self.args.dp > 1 and self.rng.random() < 0.5]

@@ -113,20 +113,21 @@ def chat_request(body: p.MessagesRequest, model: ServedModel, messages: list[p.C
     if choice.type not in (*CHOICES, "tool"):
         raise unsupported_type("a choice", choice.type, "tool_choice")
     named = {"type": "function", "function": {"name": choice.name}}
-    fields = shared_fields(body) | {"reasoning_effort": output.effort or body.reasoning_effort}
+    fields = shared_fields(body) | {
+        "messages": messages,
+        "tools": None if body.tools is None else [_chat_tool(t) for t in body.tools],
+        "tool_choice": CHOICES.get(choice.type, named),
+        "parallel_tool_calls": not choice.disable_parallel_tool_use,
+        "reasoning_effort": output.effort or body.reasoning_effort,
+        "continue_final_message": bool(messages) and messages[-1].role == "assistant",
+    }
     if body.stop_sequences is not None:
         fields["stop"] = body.stop_sequences
     if output.format is not None:
         if output.format.get("type") != "json_schema":
             raise unsupported_type("a format", output.format.get("type"), "output_config")
         fields["response_format"] = json_schema_format(output.format.get("schema"))
-    return p.ChatCompletionRequest(
-        **fields | {"tools": None if body.tools is None else [_chat_tool(t) for t in body.tools]},
-        messages=messages,
-        tool_choice=CHOICES.get(choice.type, named),
-        parallel_tool_calls=not choice.disable_parallel_tool_use,
-        continue_final_message=bool(messages) and messages[-1].role == "assistant",
-    )
+    return p.ChatCompletionRequest(**fields)
 
 
 def _usage(reply: UserReply) -> p.MessageUsage:

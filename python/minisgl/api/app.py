@@ -17,7 +17,7 @@ import minisgl
 from minisgl.api.anthropic import add_messages_routes
 from minisgl.api.chat import prepared
 from minisgl.api.embeddings import add_embeddings_routes
-from minisgl.api.frontend import RETRY_AFTER_S, FrontendManager
+from minisgl.api.frontend import FrontendManager
 from minisgl.api.gate import ANY, Access, Gate
 from minisgl.api.generate import add_generate_route
 from minisgl.api.http import NAMES, error_response, read_request
@@ -28,7 +28,7 @@ from minisgl.api.operations import add_information_routes, add_status_routes, ad
 from minisgl.api.page import add_page
 from minisgl.api.parsers.output import OutputParser
 from minisgl.api.paths import unknown_path
-from minisgl.api.protocol import ChatCompletionRequest, CompletionRequest
+from minisgl.api.protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
 from minisgl.api.replies import OpenAIRenderer
 from minisgl.api.request_log import RequestEnds, write_line
 from minisgl.api.requests import ServedModel, completion_messages, num_choices, with_choices
@@ -93,14 +93,13 @@ def _allow_head(app: FastAPI) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     async def request_error(request: Request, e: Exception) -> Response:
         assert isinstance(e, RequestError)
-        headers = {"retry-after": str(RETRY_AFTER_S)} if e.status in (429, 503) else None
-        return error_response(request.url.path, e.named(request.scope.get(NAMES, {})), headers)
+        return error_response(request.url.path, e.named(request.scope.get(NAMES, {})))
 
     async def http_error(request: Request, e: Exception) -> Response:
         assert isinstance(e, HTTPException)
         path = request.url.path
         message = unknown_path(path, paths) if e.status_code == 404 else e.detail
-        return error_response(path, RequestError(message, status=e.status_code), dict(e.headers or {}))
+        return error_response(path, RequestError(message, status=e.status_code), e.headers)
 
     async def client_gone(_: Request, e: Exception) -> Response:
         return Response(status_code=499)  # nginx's code for a closed connection; no client reads it
@@ -126,7 +125,7 @@ def _add_openai_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> No
         renderer = OpenAIRenderer(
             model.name,
             isinstance(body, ChatCompletionRequest),
-            body.stream_options,
+            body.stream_options or StreamOptions(),
             new_parser,
             n=n,
             # The header is for clients that cannot add fields to the body.

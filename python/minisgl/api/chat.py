@@ -11,7 +11,7 @@ from fastapi import Request
 from minisgl.api.fields import unread_kwargs
 from minisgl.api.http import NAMES, report_ignored
 from minisgl.api.parsers.output import EFFORT, OutputParser
-from minisgl.api.protocol import ChatCompletionRequest, ChatFields, ForeignChat
+from minisgl.api.protocol import ChatCompletionRequest
 from minisgl.api.requests import ServedModel, chat_message, check_tool, unsupported_type
 from minisgl.errors import RequestError, unsupported
 from minisgl.message import TokenizeMsg
@@ -147,9 +147,9 @@ def _at(value: Any, path: str) -> Any:
     return value
 
 
-def shared_fields(body: ForeignChat) -> dict[str, Any]:
-    """Return the fields of a chat that `body` has under the same names."""
-    return {name: getattr(body, name) for name in ChatFields.__struct_fields__}
+def shared_fields(body: msgspec.Struct, kind: type[msgspec.Struct] = ChatCompletionRequest) -> dict[str, Any]:
+    """Return the fields of a `kind` that `body` has under the same names, without nulls."""
+    return {name: v for name in kind.__struct_fields__ if (v := getattr(body, name, None)) is not None}
 
 
 def json_schema_format(schema: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from minisgl.api.frontend import Receipt
 from minisgl.api.http import read_request, to_json
 from minisgl.api.requests import ServedModel, prompt_messages
 from minisgl.api.responses import BodyResponse
-from minisgl.checkpoint.embedder import Embedder, Vector
+from minisgl.checkpoint.embedder import Vector
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg, UserReply
 from minisgl.params import EMBED
@@ -32,17 +32,6 @@ def _base64(vector: Vector) -> str:
 ENCODINGS: Final[dict[str, Callable[[Vector], str | list[float]]]] = {"float": np.ndarray.tolist, "base64": _base64}
 
 
-def _require_embedder(model: ServedModel) -> Embedder:
-    """Return the embedder. Raises `RequestError` (400) if the model generates text."""
-    if model.embedder is None:
-        raise RequestError(
-            f"{model.name!r} generates text and does not compute embeddings: its folder has no modules.json",
-            param="model",
-            code="unsupported_endpoint",
-        )
-    return model.embedder
-
-
 def _cosine(a: Vector, b: Vector) -> float:
     norm = float(np.linalg.norm(a) * np.linalg.norm(b))
     return float(a @ b) / norm if norm > 0 else 0.0
@@ -52,8 +41,13 @@ def add_embeddings_routes(app: FastAPI, args: ServerArgs, model: ServedModel) ->
     """Add POST /v1/embeddings, /v1/score and /v1/rerank."""
 
     def respond(inputs: dict[str, str | list[Any]], body: Body, dimensions: int | None = None) -> Response:
-        """Return the response whose body `body` makes from the embeddings of `inputs`, the texts of each field."""
-        embedder = _require_embedder(model)
+        """Return the response whose body `body` makes from the embeddings of `inputs`, the texts of each field.
+
+        Raises `RequestError` (400) if the model generates text.
+        """
+        if (embedder := model.embedder) is None:
+            error = f"{model.name!r} generates text and does not compute embeddings: its folder has no modules.json"
+            raise RequestError(error, param="model", code="unsupported_endpoint")
         length = embedder.length(dimensions)
 
         def render(replies: list[UserReply], receipt: Receipt) -> bytes:

@@ -19,17 +19,19 @@ from minisgl.settings.foreign import field_names
 logger = logging.getLogger(__name__)
 
 _TABLE: Final = field_names()
-# Fields that are not implemented and would change the answer -> the value that changes nothing, as null does.
-FOREIGN: Final[dict[str, Any]] = dict.fromkeys(_TABLE["refused"]) | _TABLE["neutral"]
+# Fields that are not implemented and would change the answer -> the values that change nothing, as null does.
+FOREIGN: Final[dict[str, Any]] = dict.fromkeys(_TABLE["refused"], ()) | _TABLE["neutral"]
 ALIASES: Final[dict[str, str]] = _TABLE["aliases"]
 HARMLESS: Final = frozenset(_TABLE["harmless"])  # without an effect in any server
 INSTEAD: Final[dict[str, str]] = ALIASES | _TABLE["instead"]
 _CHATS: Final = (p.ChatCompletionRequest, p.ResponsesRequest, p.MessagesRequest)
 GENERATION: Final[tuple[type[msgspec.Struct], ...]] = (*_CHATS, p.CompletionRequest, p.GenerateRequest)
-_ONLY: Final = {name: mark["only"] for kind in GENERATION for name, mark in p.only_values(kind).items()}
+ABSENT: Final = {kind: frozenset[str](_TABLE["absent"].get(kind.__name__, ())) for kind in GENERATION}
 # Fields of the endpoints that generate text -> the values that change nothing where a field is unknown.
 ELSEWHERE: Final = {
-    name: (*_ONLY.get(name, ()), False, "", [], {}) for kind in GENERATION for name in kind.__struct_fields__
+    name: (*_TABLE["elsewhere"].get(name, ()), False, "", [], {})
+    for kind in GENERATION
+    for name in ABSENT[kind].union(kind.__struct_fields__)
 }
 MAX_UNKNOWN: Final = 128  # names in objects at one path
 MAX_REPORTED: Final = 16  # names in the header; each with at most MAX_NAME characters
@@ -54,7 +56,7 @@ def with_our_names(body: bytes, kind: type[msgspec.Struct]) -> tuple[bytes, dict
         given = msgspec.json.decode(body, type=Fields)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return body, names
-    known = kind.__struct_fields__
+    known = _objects_of(kind)[""]
     for name in [n for n in given if n not in known and ALIASES.get(n) in known and bytes(given[n]) != NULL]:
         ours = ALIASES[name]
         if bytes(given.get(ours, NULL)) != NULL:
@@ -82,8 +84,8 @@ def ignored_fields(body: bytes, kind: type[msgspec.Struct], refuses: bool) -> li
                 key = full.removeprefix("sampling_params.")  # its fields are those of a chat
                 if value == NULL or _changes_nothing(key, value, kind):
                     continue
-                if key not in HARMLESS:
-                    _require_unknown(key, _join(where, name)[:MAX_NAME], kind, objects[path], refuses)
+                if key not in HARMLESS or key in ABSENT.get(kind, ()):
+                    _require_unknown(key, _join(where, name)[:MAX_NAME], value, kind, objects[path], refuses)
                 ignored.add(full)
                 unknown.discard(name)
     return sorted(ignored)
@@ -129,7 +131,7 @@ def _objects_of(kind: type[msgspec.Struct]) -> dict[str, frozenset[str]]:
     def add(type_: msgspec.inspect.Type, path: str) -> None:
         match type_:
             case msgspec.inspect.StructType(cls=cls, fields=fields):
-                objects[path] = objects.get(path, frozenset()) | {*cls.__struct_fields__}
+                objects[path] = objects.get(path, frozenset()) | {*cls.__struct_fields__} - ABSENT.get(cls, frozenset())
                 for field in fields:
                     add(field.type, _join(path, field.name))
             case msgspec.inspect.UnionType(types=types):
@@ -172,29 +174,35 @@ def _objects_in(value: msgspec.Raw) -> Any:
 
 def _changes_nothing(name: str, value: bytes, kind: type[msgspec.Struct]) -> bool:
     """Return whether the JSON `value` means the same as null in the unknown field `name`."""
-    same = (FOREIGN[name],) if name in FOREIGN else ELSEWHERE.get(name, ()) if kind in GENERATION else ()
+    same = FOREIGN[name] if name in FOREIGN else ELSEWHERE.get(name, ()) if kind in GENERATION else ()
+    value = value if value.startswith(b'"') else value.translate(None, b" \t\r\n")
     return value in map(msgspec.json.encode, (*same, *(float(v) for v in same if type(v) is int)))
 
 
-def _require_unknown(name: str, where: str, kind: type[msgspec.Struct], known: frozenset[str], refuses: bool) -> None:
+def _require_unknown(
+    name: str, where: str, value: bytes, kind: type[msgspec.Struct], known: frozenset[str], refuses: bool
+) -> None:
     """Raise `RequestError` for a name that is known elsewhere, misspells one of `known`, or with `refuses`."""
+    absent = ABSENT.get(kind, frozenset())
     use = INSTEAD.get(name, "")
-    use = p.only_values(kind).get(use, {}).get("use") or use
-    is_other = use.isidentifier() and use not in {*known, *kind.__struct_fields__}
+    use = INSTEAD.get(use, "") if use in absent else use
+    is_other = use.isidentifier() and use not in known | _objects_of(kind)[""]
     hint = f"; use {use}" if use and not is_other else ""
     why = ""
-    if name in FOREIGN or name in ALIASES:
-        why = f"is not supported{hint}"
+    if name in absent:
+        why = f"={value[:60].decode(errors='replace')} is not supported{hint}"
+    elif name in FOREIGN or name in ALIASES:
+        why = f" is not supported{hint}"
     elif name in _objects_of(kind).get("sampling_params", ()):
-        why = "belongs in sampling_params"
+        why = " belongs in sampling_params"
     elif kind in GENERATION and name in ELSEWHERE:
-        why = f"is not a field of this endpoint{hint}"
+        why = f" is not a field of this endpoint{hint}"
     elif close := _misspelt(name.rpartition(".")[2], known):
-        why = f"is not a field; did you mean {close}?"
+        why = f" is not a field; did you mean {close}?"
     elif refuses:
-        why = "is not a field (--unknown-fields refuse)"
+        why = " is not a field (--unknown-fields refuse)"
     if why:
-        raise unsupported(f"{where} {why}", where)
+        raise unsupported(where + why, where)
 
 
 def _misspelt(name: str, known: Collection[str]) -> str | None:

@@ -6,15 +6,14 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Awaitable, Sequence
-from types import TracebackType
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Final
 
 import msgspec
 
-from minisgl.api.dispatch import Dispatcher
+from minisgl.api.dispatch import POLL_S, Dispatcher
 from minisgl.api.metrics import Metrics
-from minisgl.api.protocol import Timing
+from minisgl.api.protocol import Timing, Usage
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
 from minisgl.message import (
@@ -40,7 +39,6 @@ from minisgl.params import Limits
 from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqAsyncPushQueue
 from minisgl.settings.options import ServerArgs
 
-RETRY_AFTER_S: Final = 1
 UID_BITS: Final = 32  # the lower bits of a uid number the requests of one API process; the bits above are its life
 VIEW_TIMEOUT_S: Final = 5.0
 _ENCODE_ERRORS: Final = (OverflowError, UnicodeError, TypeError, RecursionError)  # of the codec, for odd values
@@ -97,15 +95,15 @@ class Receipt:
         last = max(self._first, self._last)
         return {"queue": (self.created, queued), "prefill": (queued, self._first), "decode": (self._first, last)}
 
-    def timing(self, completion_tokens: int, cached_tokens: int) -> Timing:
+    def timing(self, usage: Usage) -> Timing:
         """Return the timing for the client. The rate excludes first tokens; it is None if there are no others."""
         first = self._last if self._first is None else self._first
-        decoded = completion_tokens - self._num_started
+        decoded = usage.completion_tokens - self._num_started
         seconds = self._last - first
         return Timing(
             queue_ms=round(1e3 * self._queue_seconds, 3),
             ttft_ms=None if self._first is None else round(1e3 * (first - self.created), 3),
-            cached_tokens=cached_tokens,
+            cached_tokens=usage.prompt_tokens_details.cached_tokens,
             prefill_chunks=self._chunks,
             tokens_per_s=round(decoded / seconds, 2) if decoded > 0 and seconds > 0 else None,
         )
@@ -113,8 +111,6 @@ class Receipt:
 
 class Submission:
     """The generations of one HTTP request, by index.
-
-    Use it as an async context manager: at its end, unfinished generations are aborted, and all are removed.
 
     Of several choices for one prompt, only the first is sent at once. The others (`_held`, by the uid of the first)
     follow when the first has a token: then the prompt is in the prefix cache, and need not be computed again.
@@ -128,7 +124,7 @@ class Submission:
         self.n = n
         self._frontend = frontend
         self._index = {uid: i for i, uid in enumerate(uids)}
-        self._unfinished = set(uids)
+        self.unfinished = set(uids)
         self._pending: dict[int, UserReply] = {}
         self._waiter: asyncio.Future[None] | None = None  # set while `take` waits
         self._held = {uids[i]: messages[i + 1 : i + n] for i in range(0, len(uids), n) if n > 1}
@@ -145,11 +141,7 @@ class Submission:
     @property
     def is_done(self) -> bool:
         """Whether all generations have ended and `take` has returned their ends."""
-        return not self._unfinished and not self._pending
-
-    @property
-    def unfinished(self) -> frozenset[int]:
-        return frozenset(self._unfinished)
+        return not self.unfinished and not self._pending
 
     def push(self, reply: UserReply) -> None:
         """Add a reply to a generation. Replies after the terminal one are ignored.
@@ -157,10 +149,10 @@ class Submission:
         Replies that a slow client has not read are joined, so its backlog is one reply per generation.
         """
         uid = reply.uid
-        if uid not in self._unfinished:
+        if uid not in self.unfinished:
             return
         if reply.finish_reason is not None:
-            self._unfinished.discard(uid)
+            self.unfinished.discard(uid)
         self._measure(reply)
         old = self._pending.get(uid)
         self._pending[uid] = reply if old is None else joined((old, reply))
@@ -222,14 +214,6 @@ class Submission:
             await self._frontend.send([m for uid in started for m in self._held.pop(uid, ())])
         return [(self._index[uid], reply) for uid, reply in pending.items()]
 
-    async def __aenter__(self) -> Submission:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._frontend.forget(self)
-
 
 class Queries:
     """Open queries to other processes (/tokenize, /detokenize, /engine_view), by the uid of their reply."""
@@ -264,10 +248,6 @@ class Queries:
             self.answer(ConversionReply(uid=uid, failure=failure))
 
 
-def _unrepresentable(e: Exception) -> RequestError:
-    return RequestError(f"the request contains a value that cannot be represented: {e}")
-
-
 class FrontendManager:
     """Owns the sockets of the API process and all open submissions. Runs on one event loop."""
 
@@ -279,15 +259,11 @@ class FrontendManager:
         self.failure = ""  # why requests can no longer be served
         self.stalled = ""  # which process gives no sign of life
         self.is_draining = False
-        self._max_of_replica = args.scheduler.max_queued_requests + args.scheduler.engine.max_running_requests
-        self._dp = args.dp
         self.write_timeout = args.write_timeout
-        self._heartbeat_timeout = args.heartbeat_timeout
+        self._args = args
         self._uids = itertools.count((args.life << UID_BITS) + 1)
         self._submissions: dict[int, Submission] = {}
         self._queries = Queries()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._inbox: ZmqAsyncPullQueue[FrontendMsg] = ZmqAsyncPullQueue(args.zmq_frontend_addr, Codec(FrontendMsg))
         self._tokenizers: list[ZmqAsyncPushQueue[TokenizerMsg]] = [
             ZmqAsyncPushQueue(addr, Codec(TokenizerMsg)) for addr in args.zmq_tokenizer_addrs
@@ -307,10 +283,8 @@ class FrontendManager:
 
     def render_metrics(self, accept: str) -> tuple[bytes, str]:
         """Return the body of `/metrics` and its media type, for a header `accept`."""
-        dropped = self.stats.dropped + self._dropped
-        return self.metrics.render(
-            self.stats, self.entries, self.detokenizer_entries, dropped, accept, self.dispatcher.router
-        )
+        router = self.dispatcher.router
+        return self.metrics.render(router, self.entries, self.detokenizer_entries, self._dropped, accept)
 
     @property
     def health_problem(self) -> str:
@@ -320,12 +294,13 @@ class FrontendManager:
         silence = self.dispatcher.silence.values()
         if not silence:
             return "no replica is running"
-        if min(silence) > self._heartbeat_timeout:
+        if min(silence) > self._args.heartbeat_timeout:
             return f"no sign of life from the scheduler for {min(silence):.0f} s"
         return self.stalled
 
-    async def submit(self, messages: Sequence[TokenizeMsg], n: int = 1) -> Submission:
-        """Assign uids, send the requests, and return their submission for use with `async with`.
+    @contextlib.asynccontextmanager
+    async def submit(self, messages: Sequence[TokenizeMsg], n: int = 1) -> AsyncIterator[Submission]:
+        """Assign uids, send the requests, and yield their submission. At the end, abort unfinished generations.
 
         Each `n` adjacent messages are choices for one prompt. The submission sends all but the first of them later.
         Raises `RequestError`: 503 if the server drains or has failed, 429 if too many requests are open.
@@ -333,28 +308,39 @@ class FrontendManager:
         self._require_capacity(len(messages))
         numbered = [msgspec.structs.replace(m, uid=next(self._uids), place=i) for i, m in enumerate(messages)]
         submission = Submission(self, numbered, n)
-        self._idle.clear()
         self._submissions.update({m.uid: submission for m in numbered})
         try:
             await self.send(numbered[::n])
-        except _ENCODE_ERRORS as e:
+            yield submission
+        finally:
             await self.forget(submission)
-            raise _unrepresentable(e) from e
-        return submission
+
+    async def forget(self, submission: Submission) -> None:
+        """Remove a submission, and abort its unfinished generations."""
+        for uid in list(submission.unfinished):
+            await self._tokenize(AbortMsg(uid=uid))
+            self.metrics.observe_end(FinishReason.ABORT, {})
+        for uid in submission.uids:
+            self._submissions.pop(uid, None)
 
     async def send(self, messages: Sequence[TokenizeMsg]) -> None:
         """Send requests of an open submission to the tokenizers."""
         for m in messages:
-            await self._tokenizer(m.uid).put([m])
+            await self._tokenize(m)
+
+    async def _tokenize(self, msg: TokenizeMsg | EncodeMsg | DecodeMsg | AbortMsg) -> None:
+        """Send a message to the tokenizer of its uid. Raises `RequestError` for a value that cannot be represented."""
+        try:
+            await self._tokenizers[msg.uid % len(self._tokenizers)].put([msg])
+        except _ENCODE_ERRORS as e:
+            raise RequestError(f"the request contains a value that cannot be represented: {e}") from e
 
     async def convert(self, msg: EncodeMsg | DecodeMsg) -> ConversionReply:
         """Assign a uid and ask a tokenizer. Raises `RequestError` like `submit`, or with the tokenizer's failure."""
         self._require_capacity(1)
         uid = next(self._uids)
         try:
-            reply = await self._ask(uid, self._tokenizer(uid).put([msgspec.structs.replace(msg, uid=uid)]))
-        except _ENCODE_ERRORS as e:
-            raise _unrepresentable(e) from e
+            reply = await self._queries.ask(uid, self._tokenize(msgspec.structs.replace(msg, uid=uid)))
         except RequestError as e:
             raise e.named({"prompt": msg.prompt.param} if isinstance(msg, EncodeMsg) else {}) from e
         assert isinstance(reply, ConversionReply), f"a {type(reply).__name__} is not a conversion"
@@ -378,27 +364,17 @@ class FrontendManager:
         uid = next(self._uids)
         try:
             async with asyncio.timeout(VIEW_TIMEOUT_S):
-                reply = await self._ask(uid, self.dispatcher.put(ViewMsg(uid=uid), index))
+                reply = await self._queries.ask(uid, self.dispatcher.put(ViewMsg(uid=uid), index))
         except TimeoutError:
             raise RequestError("the engine is too busy to send a view; try again", code="no_view", status=503) from None
         assert isinstance(reply, EngineView), f"a {type(reply).__name__} is not a view"
         return reply
 
-    async def _ask(self, uid: int, sending: Awaitable[None]) -> ConversionReply | EngineView:
-        self._idle.clear()
-        try:
-            return await self._queries.ask(uid, sending)
-        finally:
-            self._note_idle()
-
-    def _note_idle(self) -> None:
-        if not self.entries:
-            self._idle.set()
-
     def _require_capacity(self, n: int) -> None:
         self.require_ready()
-        replicas = max(self._dp, len(self.dispatcher.router.replicas))
-        if self.entries + n > replicas * self._max_of_replica:
+        replicas = max(self._args.dp, len(self.dispatcher.router.replicas))
+        scheduler = self._args.scheduler
+        if self.entries + n > replicas * (scheduler.max_queued_requests + scheduler.engine.max_running_requests):
             raise RequestError("too many requests; try again later", code="queue_full", status=429)
 
     def require_ready(self) -> None:
@@ -409,15 +385,6 @@ class FrontendManager:
             raise RequestError(self.health_problem, code="not_healthy", status=503)
         if self.is_draining:
             raise RequestError("the server is shutting down", code="shutting_down", status=503)
-
-    async def forget(self, submission: Submission) -> None:
-        """Remove a submission, and abort its unfinished generations."""
-        for uid in submission.unfinished:
-            await self._tokenizer(uid).put([AbortMsg(uid=uid)])
-            self.metrics.observe_end(FinishReason.ABORT, {})
-        for uid in submission.uids:
-            self._submissions.pop(uid, None)
-        self._note_idle()
 
     async def flush_cache(self) -> None:
         """Ask all replicas to drop all cached prefixes that no request uses."""
@@ -441,8 +408,10 @@ class FrontendManager:
     async def wait_idle(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds until no submission or query is open. Return whether none is."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout)
-        return self._idle.is_set()
+            async with asyncio.timeout(timeout):
+                while self.entries:
+                    await asyncio.sleep(POLL_S)
+        return not self.entries
 
     async def close(self) -> None:
         """Close the sockets."""
@@ -452,9 +421,6 @@ class FrontendManager:
         await self.dispatcher.close()
         for tokenizer in self._tokenizers:
             tokenizer.close()
-
-    def _tokenizer(self, uid: int) -> ZmqAsyncPushQueue[TokenizerMsg]:
-        return self._tokenizers[uid % len(self._tokenizers)]
 
     async def _receive(self) -> None:
         while True:

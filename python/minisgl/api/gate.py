@@ -8,7 +8,6 @@ import uuid
 from dataclasses import dataclass
 from typing import Final
 
-from fastapi import Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -61,14 +60,8 @@ class Access:
         path = SLASHES.sub("/", path)
         return path if path.removeprefix(self.root_path) == "/" else path.rstrip("/")
 
-    def refusal(self, path: str, headers: Headers) -> Response | None:
-        """Return the response to a request that is not allowed; None if it is."""
-        error = self._problem(path, headers)
-        if error is None:
-            return None
-        return error_response(path, error, {"www-authenticate": "Bearer"} if error.status == 401 else None)
-
-    def _problem(self, path: str, headers: Headers) -> RequestError | None:
+    def refusal(self, path: str, headers: Headers) -> RequestError | None:
+        """Return why a request is not allowed; None if it is."""
         host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()
         if ANY not in self.hosts and host and _without_port(host) not in self.hosts:
             message = f"host {host[:100]!r} is not served here; see --allowed-hosts"
@@ -122,4 +115,6 @@ class Gate:
             await send(message)
 
         scope[HEADERS], scope[RAW_SEND] = extra, send
-        await (self._access.refusal(scope["path"], headers) or self._app)(scope, receive, send_with_extra)
+        error = self._access.refusal(scope["path"], headers)
+        app = self._app if error is None else error_response(scope["path"], error)
+        await app(scope, receive, send_with_extra)

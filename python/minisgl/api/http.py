@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -33,6 +34,9 @@ SUBMISSION: Final = "minisgl.submission"
 # A name that always means the served model: SGLang accepts it, and sglang-router adds it to requests without a name.
 ANY_MODEL: Final = ("default", "unknown")
 ANTHROPIC: Final = "/v1/messages"  # paths with this prefix have Anthropic's form of errors
+# Types of errors, and response headers, by status.
+ERRORS: Final = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_HEADERS: Final = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}, 503: {"retry-after": "1"}}
 
 to_json: Final = msgspec.json.Encoder().encode
 
@@ -42,25 +46,21 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(to_json(value), status, headers, media_type="application/json")
 
 
-def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> ErrorResponse:
+def error_body(error: RequestError) -> ErrorResponse:
     """Return OpenAI's error object."""
-    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return ErrorResponse(error=ErrorDetail(message=message, type=kind, param=param, code=code))
+    kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return ErrorResponse(ErrorDetail(message=error.message, type=kind, param=error.param, code=error.code))
 
 
-def error_response(path: str, error: RequestError, headers: dict[str, str] | None = None) -> Response:
+def error_response(path: str, error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
     """Return the response for `error`, in the form of the API that `path` belongs to."""
-    body: Any = error_body(error.message, error.status, error.param, error.code)
-    if path.startswith(ANTHROPIC):
-        body = anthropic_error(error)
-    return json_response(body, error.status, headers)
+    body = anthropic_error(error) if path.startswith(ANTHROPIC) else error_body(error)
+    return json_response(body, error.status, ERROR_HEADERS.get(error.status, {}) | dict(headers or {}))
 
 
 def anthropic_error(error: RequestError) -> AnthropicErrorResponse:
     """Return Anthropic's error object."""
-    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
-    kinds |= {429: "rate_limit_error", 503: "overloaded_error"}
+    kinds = ERRORS | {413: "request_too_large", 503: "overloaded_error"}
     kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return AnthropicErrorResponse(AnthropicError(kind, error.message))
 

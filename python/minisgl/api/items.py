@@ -177,14 +177,13 @@ def chat_request(
         form = json_schema_format(form.get("schema"))
     choice = body.tool_choice
     own = {
+        "messages": messages,
         "response_format": form,
         "max_tokens": body.max_output_tokens,
         "tools": None if body.tools is None else [_chat_form(tool, space) for space, tool in _tools(body.tools)],
         "tool_choice": _chat_form(choice, choice.get("namespace")) if isinstance(choice, dict) else choice,
     }
-    return p.ChatCompletionRequest(
-        **shared_fields(body) | own, messages=messages, parallel_tool_calls=body.parallel_tool_calls
-    )
+    return p.ChatCompletionRequest(**shared_fields(body) | own)
 
 
 def _ignored(body: p.ResponsesRequest) -> list[str]:
@@ -199,24 +198,15 @@ def _ignored(body: p.ResponsesRequest) -> list[str]:
 
 def new_response(body: p.ResponsesRequest, model: str, params: SamplingParams) -> p.ResponseObject:
     """Return the response to `body` before the first token."""
-    return p.ResponseObject(
-        id="resp_" + uuid.uuid4().hex,
-        created_at=int(time.time()),
-        model=model,
-        instructions=body.instructions,
-        max_output_tokens=body.max_output_tokens,
-        metadata=body.metadata or {},
-        parallel_tool_calls=body.parallel_tool_calls is not False,
-        previous_response_id=body.previous_response_id,
-        reasoning=body.reasoning or p.ResponseReasoning(),
-        store=body.store is not False,
-        temperature=params.temperature,
-        text={"format": (body.text or p.ResponseText()).format or {"type": "text"}},
-        tool_choice=body.tool_choice or "auto",
-        tools=body.tools or [],
-        top_p=params.top_p,
-        user=body.user,
-    )
+    own = {
+        "id": "resp_" + uuid.uuid4().hex,
+        "created_at": int(time.time()),
+        "model": model,
+        "temperature": params.temperature,
+        "text": {"format": (body.text or p.ResponseText()).format or {"type": "text"}},
+        "top_p": params.top_p,
+    }
+    return p.ResponseObject(**shared_fields(body, p.ResponseObject) | own)
 
 
 class ItemRenderer(Renderer):

@@ -46,6 +46,13 @@ _TIER_METRICS: Final = {
     "loaded": (CounterMetricFamily, "KV pages copied from a tier to the device"),
     "lost": (CounterMetricFamily, "KV pages dropped from a tier because they were damaged"),
 }
+_REPLICA_METRICS: Final[dict[str, tuple[str, Callable[[Replica], int]]]] = {
+    "replica_requests": ("Open requests of a replica", lambda r: len(r.requests)),
+    "replica_queued_tokens": ("Prompt tokens that a replica has to compute", lambda r: r.queued),
+    "replica_requests_running": ("Requests in a replica's batch", lambda r: r.stats.running),
+    "replica_kv_pages_held": ("KV pages that a replica's requests use", lambda r: r.stats.pages_held),
+    "replica_cached_prefixes": ("Cached prefixes of a replica, in pages", lambda r: len(r.prefixes)),
+}
 
 
 Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
@@ -103,21 +110,14 @@ class Metrics:
                 self._of_ended[name].observe(value)
 
     def render(
-        self,
-        stats: StatsMsg,
-        entries: int,
-        detokenizer_entries: int,
-        dropped: int,
-        accept: str = "",
-        router: Router | None = None,
+        self, router: Router, entries: int, detokenizer_entries: int, dropped: int, accept: str
     ) -> tuple[bytes, str]:
-        """Return the figures of the last heartbeat and of this process as text, and its media type.
+        """Return the figures of the replicas' last heartbeats and of this process as text, and its media type.
 
         The format is OpenMetrics if the header `accept` asks for it, else Prometheus' text format.
         """
         encode, media = choose_encoder(_OPENMETRICS if "application/openmetrics-text" in accept else "")
-        families = self._families(stats, entries, detokenizer_entries, dropped)
-        return encode(_Families([*families, *(() if router is None else self._of_replicas(router))])), media
+        return encode(_Families(self._families(router, entries, detokenizer_entries, dropped))), media
 
     def _family(self, kind: Kind, name: str, help: str, values: Mapping[str, float], *label: str) -> Metric:
         """Return a metric with `values` by label; without a label, there is a single value."""
@@ -126,27 +126,8 @@ class Metrics:
             family.add_metric([self._model, key][: 1 + len(label)], value)
         return family
 
-    def _of_replicas(self, router: Router) -> Iterator[Metric]:
-        """Yield the metrics of each running replica, and those of the router."""
-        gauges: dict[str, tuple[str, Callable[[Replica], int]]] = {
-            "replica_requests": ("Open requests of a replica", lambda r: len(r.requests)),
-            "replica_queued_tokens": ("Prompt tokens that a replica has to compute", lambda r: r.queued),
-            "replica_requests_running": ("Requests in a replica's batch", lambda r: r.stats.running),
-            "replica_kv_pages_held": ("KV pages that a replica's requests use", lambda r: r.stats.pages_held),
-            "replica_cached_prefixes": ("Cached prefixes of a replica, in pages", lambda r: len(r.prefixes)),
-        }
-        replicas = router.replicas.values()
-        for name, (help, value) in gauges.items():
-            yield self._family(GaugeMetricFamily, name, help, {str(r.index): value(r) for r in replicas}, "replica")
-        counters = {
-            "lost_replicas": ("Replicas that have died", router.deaths),
-            "moved_requests": ("Requests moved to another replica", router.moved),
-            "routed_cached_tokens": ("Prompt tokens cached by the replica that got them", router.cached),
-        }
-        for name, (help, count) in counters.items():
-            yield self._family(CounterMetricFamily, name, help, {"": count})
-
-    def _families(self, stats: StatsMsg, entries: int, detokenizer_entries: int, dropped: int) -> Iterator[Metric]:
+    def _families(self, router: Router, entries: int, detokenizer_entries: int, dropped: int) -> Iterator[Metric]:
+        stats = router.stats
         held = stats.pages_held / stats.pages_total if stats.pages_total else 0.0
         gauges = {
             "num_requests_running": ("Requests in the running batch", stats.running),
@@ -168,11 +149,17 @@ class Metrics:
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", stats.looked_up_tokens),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache", stats.cached_tokens),
             "num_preemptions": ("Requests preempted for lack of KV pages", stats.preemptions),
-            "dropped_messages": ("Inconsistent messages between processes", dropped),
+            "dropped_messages": ("Inconsistent messages between processes", stats.dropped + dropped),
+            "lost_replicas": ("Replicas that have died", router.deaths),
+            "moved_requests": ("Requests moved to another replica", router.moved),
+            "routed_cached_tokens": ("Prompt tokens cached by the replica that got them", router.cached),
         }
         for family, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (help, value) in values.items():
                 yield self._family(family, name, help, {"": value})
+        replicas = {str(replica.index): replica for replica in router.replicas.values()}
+        for name, (help, of) in _REPLICA_METRICS.items():
+            yield self._family(GaugeMetricFamily, name, help, {i: of(r) for i, r in replicas.items()}, "replica")
         for name, (kind, help) in _TIER_METRICS.items():
             yield self._family(kind, "kv_tier_" + name, help, {t.name: getattr(t, name) for t in stats.tiers}, "tier")
         while_running = (self.time_to_first_token, self.inter_token_latency, self.queue_time)

@@ -67,7 +67,8 @@ _REF: Final = "#/components/schemas/{name}"
 
 def openapi_schema(app: FastAPI) -> dict[str, Any]:
     """Return the document for the routes of `app`. Raises `LookupError` for a route that is not in `ENDPOINTS`."""
-    texts = _texts()
+    # The descriptions in docs/api.md of "GET /path" and "Type.field".
+    texts: dict[str, str] = json.loads(Path(__file__).with_name("texts.json").read_text(encoding="utf-8"))
     routes = [
         (f"{method} {route.path}", route.name)
         for route in app.routes
@@ -103,12 +104,6 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
         },
         "security": [{}, {"key": []}],
     }
-
-
-def _texts() -> dict[str, str]:
-    """Return the descriptions in docs/api.md of "GET /path" and "Type.field"."""
-    texts: dict[str, str] = json.loads(Path(__file__).with_name("texts.json").read_text(encoding="utf-8"))
-    return texts
 
 
 def _operation(path: str, endpoint: Endpoint, of_type: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:

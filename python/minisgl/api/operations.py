@@ -13,23 +13,11 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 import minisgl
-from minisgl.api.chat import with_functions
+from minisgl.api import protocol as p
+from minisgl.api.chat import shared_fields, with_functions
 from minisgl.api.fields import unread_kwargs
 from minisgl.api.frontend import FrontendManager
 from minisgl.api.http import json_response, read_request, report_ignored, require_json
-from minisgl.api.protocol import (
-    ChatCompletionRequest,
-    DetokenizeRequest,
-    DetokenizeResponse,
-    EngineViewResponse,
-    ModelCard,
-    ModelInfoResponse,
-    ModelListResponse,
-    StatusResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-    VersionResponse,
-)
 from minisgl.api.requests import SamplingDefaults, ServedModel, chat_message, packed_ids
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.errors import RequestError
@@ -47,7 +35,7 @@ async def probe(frontend: FrontendManager) -> str:
     params = SamplingParams(max_tokens=0 if embeds else 1, temperature=0.0, ignore_eos=True, embed=embeds)
     message = TokenizeMsg(uid=0, sampling_params=params, input_ids=ids_to_bytes([0]))
     try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S), await frontend.submit([message]) as submission:
+        async with asyncio.timeout(PROBE_TIMEOUT_S), frontend.submit([message]) as submission:
             while not submission.is_done:
                 for _, reply in await submission.take():
                     if reply.failure is not None:
@@ -62,8 +50,8 @@ async def probe(frontend: FrontendManager) -> str:
 def _status(problem: str) -> Response:
     """Return 200 without a `problem`, 503 with one."""
     if problem:
-        return json_response(StatusResponse("unhealthy", problem), 503)
-    return json_response(StatusResponse("ok"))
+        return json_response(p.StatusResponse("unhealthy", problem), 503)
+    return json_response(p.StatusResponse("ok"))
 
 
 def add_status_routes(app: FastAPI) -> None:
@@ -80,7 +68,7 @@ def add_status_routes(app: FastAPI) -> None:
     @app.get("/ready")
     async def ready() -> Response:
         app.state.frontend.require_ready()
-        return json_response(StatusResponse("ready"))
+        return json_response(p.StatusResponse("ready"))
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
@@ -96,18 +84,18 @@ def add_status_routes(app: FastAPI) -> None:
     async def flush_cache(request: Request) -> Response:
         require_json(request)
         await app.state.frontend.flush_cache()
-        return json_response(StatusResponse("ok"))
+        return json_response(p.StatusResponse("ok"))
 
     @app.get("/version")
     async def version() -> Response:
-        return json_response(VersionResponse(minisgl.__version__))
+        return json_response(p.VersionResponse(minisgl.__version__))
 
 
 def add_information_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
     """Add the routes that describe the server, and the model under OpenAI's and SGLang's paths."""
     limits = model.limits
     cards = {
-        name.strip("/"): ModelCard(
+        name.strip("/"): p.ModelCard(
             id=name,
             created=int(time.time()),
             owned_by="minisgl",
@@ -123,7 +111,7 @@ def add_information_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -
 
     @app.get("/v1/models")
     async def list_models() -> Response:
-        return json_response(ModelListResponse([*cards.values()]))
+        return json_response(p.ModelListResponse([*cards.values()]))
 
     @app.get("/v1/models/{name:path}")
     async def get_model(name: str) -> Response:
@@ -153,7 +141,7 @@ def add_information_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -
     @app.get("/model_info")
     @app.get("/get_model_info", include_in_schema=False)
     async def model_info() -> Response:
-        info = ModelInfoResponse(
+        info = p.ModelInfoResponse(
             model=model.name,
             **names,
             max_model_len=limits.max_model_len,
@@ -195,7 +183,7 @@ def add_view_route(app: FastAPI) -> None:
         if replica is None:  # the first one that answers
             best = sorted(dispatcher.describe(), key=lambda r: r.state == "silent")
             replica = best[0].replica if best else 0
-        response = EngineViewResponse(
+        response = p.EngineViewResponse(
             replica=replica,
             view=await watch.view(frontend, replica),
             stats=frontend.stats,
@@ -205,21 +193,15 @@ def add_view_route(app: FastAPI) -> None:
         return json_response(response)
 
 
-def encode_message(request: TokenizeRequest, limits: Limits) -> EncodeMsg:
+def encode_message(request: p.TokenizeRequest, limits: Limits) -> EncodeMsg:
     """Return the message to a tokenizer, without a uid. Raises `RequestError` for an invalid request."""
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give exactly one of prompt and messages", param="prompt")
     if request.messages is None:
         prompt = TokenizeMsg(uid=0, sampling_params=SamplingParams(), text=request.prompt)
     else:
-        chat = ChatCompletionRequest(
-            messages=request.messages,
-            tools=request.tools,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            chat_template_kwargs=request.chat_template_kwargs,
-        )
-        prompt = chat_message(with_functions(chat)[0], SamplingDefaults(), limits)
+        chat, *_ = with_functions(p.ChatCompletionRequest(**shared_fields(request)))
+        prompt = chat_message(chat, SamplingDefaults(), limits)
     return EncodeMsg(uid=0, prompt=prompt, add_special_tokens=request.add_special_tokens)
 
 
@@ -228,17 +210,17 @@ def add_tokenizer_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> 
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = await read_request(request, TokenizeRequest, args, model.name)
+        body = await read_request(request, p.TokenizeRequest, args, model.name)
         refuses = args.unknown_fields == "refuse"
         report_ignored(request, unread_kwargs(body.chat_template_kwargs, model.template_variables, refuses))
         reply = await app.state.frontend.convert(encode_message(body, model.limits))
         tokens = ids_from_bytes(reply.input_ids).tolist()
-        return json_response(TokenizeResponse(tokens, len(tokens), model.limits.max_model_len))
+        return json_response(p.TokenizeResponse(tokens, len(tokens), model.limits.max_model_len))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        body = await read_request(request, DetokenizeRequest, args, model.name)
+        body = await read_request(request, p.DetokenizeRequest, args, model.name)
         ids = packed_ids(body.tokens, "tokens", model.limits)
         msg = DecodeMsg(uid=0, input_ids=ids, skip_special_tokens=bool(body.skip_special_tokens))
         reply = await app.state.frontend.convert(msg)
-        return json_response(DetokenizeResponse(reply.text))
+        return json_response(p.DetokenizeResponse(reply.text))

@@ -6,28 +6,11 @@ from collections.abc import Iterable
 from typing import Final
 
 from minisgl.errors import near_miss
+from minisgl.settings.foreign import field_names
 
 MAX_SHOWN: Final = 100
 # Paths of Ollama, llama.cpp, TGI and older APIs -> ours, where the names are not similar.
-ELSEWHERE: Final = {
-    "/api/chat": "/v1/chat/completions",
-    "/api/generate": "/v1/completions",
-    "/api/tags": "/v1/models",
-    "/api/show": "/model_info",
-    "/api/embed": "/v1/embeddings",
-    "/api/version": "/version",
-    "/completion": "/v1/completions",
-    "/v1/complete": "/v1/messages",
-    "/generate_stream": "/generate",
-    "/info": "/server_info",
-    "/props": "/server_info",
-    "/slots": "/engine_view",
-    "/healthz": "/health",
-    "/livez": "/health",
-    "/readyz": "/ready",
-    "/redoc": "/openapi.json",
-    "/swagger": "/openapi.json",
-}
+ELSEWHERE: Final[dict[str, str]] = field_names()["paths"]
 
 
 def unknown_path(path: str, paths: Iterable[str]) -> str:

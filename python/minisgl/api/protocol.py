@@ -1,8 +1,8 @@
 """The types of all request and response bodies, and the one way to read a request.
 
-Every optional field may be null. A known field with an unsupported value is refused by name; `api/fields.py` handles
-unknown fields. Responses are encoded from the types below, except stream events and the growing arrays of /generate,
-which are assembled from bytes. `tests/e2e/test_openapi.py` checks real responses against the types.
+Every optional field may be null. `api/fields.py` handles other fields. Responses are encoded from the types below,
+except stream events and the growing arrays of /generate, which are assembled from bytes. `tests/e2e/test_openapi.py`
+checks real responses against the types.
 """
 
 from __future__ import annotations
@@ -10,23 +10,17 @@ from __future__ import annotations
 import json
 import re
 import sys
-from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from minisgl.errors import RequestError, unsupported
+from minisgl.errors import RequestError
 from minisgl.message import EngineView, StatsMsg
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 # A text, token ids, or a list of texts and lists of token ids.
 Prompt = str | list[int | str | list[int]]
-
-
-def _only(*values: Any, use: str = "") -> msgspec.Meta:
-    """Mark a field without an effect: all values but null and `values` are refused, with the advice to use `use`."""
-    return msgspec.Meta(extra={"only": values, "use": use})
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -111,19 +105,6 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     json_schema: dict[str, Any] | bool | str | None = None
     regex: str | None = None
     ebnf: str | None = None
-    priority: Annotated[int | None, _only(0)] = None
-    use_beam_search: Annotated[bool | None, _only(False)] = None
-    length_penalty: Annotated[float | None, _only(1)] = None
-    allowed_token_ids: Annotated[Any, _only()] = None
-    bad_words: Annotated[list[str] | None, _only([])] = None
-    custom_logit_processor: Annotated[Any, _only()] = None
-    logits_processors: Annotated[Any, _only()] = None
-    prompt_logprobs: Annotated[int | None, _only(use="echo with logprobs in text completions")] = None
-    return_token_ids: Annotated[bool | None, _only(False)] = None
-    return_tokens_as_token_ids: Annotated[bool | None, _only(False)] = None
-    stop_regex: Annotated[Any, _only()] = None
-    structural_tag: Annotated[Any, _only()] = None
-    truncate_prompt_tokens: Annotated[int | None, _only()] = None
 
 
 class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
@@ -183,14 +164,6 @@ class ChatCompletionRequest(ChatFields, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     verbosity: str | None = None
-    chat_template: Annotated[Any, _only()] = None
-    functions: Annotated[Any, _only([], use="tools")] = None
-    function_call: Annotated[Any, _only("auto", "none", use="tool_choice")] = None
-    modalities: Annotated[list[str] | None, _only(["text"])] = None
-    audio: Annotated[Any, _only()] = None
-    prediction: Annotated[Any, _only()] = None
-    documents: Annotated[list[Any] | None, _only([])] = None
-    web_search_options: Annotated[Any, _only()] = None
 
 
 class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
@@ -198,18 +171,7 @@ class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
 
     prompt: Prompt
     echo: bool | None = None
-    suffix: Annotated[str | None, _only("")] = None
     add_special_tokens: bool | None = None
-
-
-class ForeignChat(ChatFields, frozen=True, kw_only=True):
-    """Fields of the APIs that are other forms of a chat completion. Of its fields these have other names or none."""
-
-    return_timing: Annotated[bool | None, _only(False)] = None
-    return_token_ids: Annotated[bool | None, _only(False)] = None
-    n: Annotated[int | None, _only(1)] = None
-    logprobs: Annotated[bool | int | None, _only(False)] = None
-    response_format: Annotated[dict[str, Any] | None, _only(use="text.format or output_config.format")] = None
 
 
 class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -233,7 +195,7 @@ class ResponseText(msgspec.Struct, frozen=True):
     verbosity: str | None = None
 
 
-class ResponsesRequest(ForeignChat, frozen=True, kw_only=True):
+class ResponsesRequest(ChatFields, frozen=True, kw_only=True):
     """POST /v1/responses"""
 
     input: str | list[InputItem] | None = None
@@ -247,14 +209,6 @@ class ResponsesRequest(ForeignChat, frozen=True, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     include: list[str] | None = None
     max_tool_calls: int | None = None
-    background: Annotated[bool | None, _only(False)] = None
-    context_management: Annotated[Any, _only()] = None
-    conversation: Annotated[Any, _only(use="previous_response_id")] = None
-    max_tokens: Annotated[int | None, _only(use="max_output_tokens")] = None
-    max_completion_tokens: Annotated[int | None, _only(use="max_output_tokens")] = None
-    prompt: Annotated[Any, _only()] = None
-    top_logprobs: Annotated[int | None, _only(0)] = None
-    truncation: Annotated[str | None, _only("disabled")] = None
 
 
 class AnthropicMessage(msgspec.Struct, frozen=True):
@@ -273,7 +227,7 @@ class OutputConfig(msgspec.Struct, frozen=True):
     effort: str | None = None
 
 
-class MessagesRequest(ForeignChat, frozen=True, kw_only=True):
+class MessagesRequest(ChatFields, frozen=True, kw_only=True):
     """POST /v1/messages and /v1/messages/count_tokens: Anthropic's API"""
 
     messages: list[AnthropicMessage]
@@ -486,20 +440,20 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True, tag_field="objec
     error: dict[str, str] | None = None
     incomplete_details: dict[str, str] | None = None
     background: bool = False
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, str]
-    parallel_tool_calls: bool
-    previous_response_id: str | None
-    reasoning: ResponseReasoning
-    store: bool
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] = {}
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None = None
+    reasoning: ResponseReasoning = ResponseReasoning()
+    store: bool = True
     temperature: float
     text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
+    tool_choice: str | dict[str, Any] = "auto"
+    tools: list[dict[str, Any]] = []
     top_p: float
     truncation: str = "disabled"
-    user: str | None
+    user: str | None = None
 
 
 class DeletedResponse(msgspec.Struct, frozen=True, tag_field="object", tag="response"):
@@ -665,7 +619,6 @@ def parse_body(body: bytes, kind: type[T]) -> T:
         raise RequestError(_readable(str(e)), param=_field_of(str(e)), code="invalid_type") from e
     except (ValueError, RecursionError) as e:
         raise RequestError(f"the body is not valid JSON: {e}", code="invalid_json") from e
-    refuse_unsupported(request)
     return request
 
 
@@ -682,25 +635,6 @@ def _decode(body: bytes, kind: type[T]) -> T:
 def _number(text: str) -> int | float:
     number = max(-sys.float_info.max, min(float(text), sys.float_info.max))
     return int(number) if number.is_integer() else number
-
-
-def refuse_unsupported(request: msgspec.Struct, path: str = "") -> None:
-    """Raise `RequestError` for the first field whose value is not supported; `path` is that of `request`."""
-    supported = only_values(type(request))
-    for name in request.__struct_fields__:
-        value = getattr(request, name)
-        if isinstance(value, msgspec.Struct):
-            refuse_unsupported(value, f"{path}{name}.")
-        if value is not None and name in supported and value not in supported[name]["only"]:
-            hint = f"; use {use}" if (use := supported[name]["use"]) else ""
-            raise unsupported(f"{path}{name}={value!r:.60} is not supported{hint}", path + name)
-
-
-@cache
-def only_values(kind: type[msgspec.Struct]) -> dict[str, dict[str, Any]]:
-    """Return the fields with an `_only` mark, and what the mark says."""
-    marks = {f.name: getattr(f.type, "__metadata__", ()) for f in msgspec.structs.fields(kind)}
-    return {name: meta[0].extra for name, meta in marks.items() if meta}
 
 
 def _field_of(error: str) -> str | None:

@@ -8,25 +8,15 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import msgspec
 
+from minisgl.api import protocol as p
 from minisgl.api.frontend import Receipt
 from minisgl.api.http import error_body, to_json
 from minisgl.api.parsers.output import OutputParser
-from minisgl.api.protocol import (
-    AssistantMessage,
-    CachedTokens,
-    ChatChoice,
-    ChatCompletionResponse,
-    CompletionResponse,
-    DraftedTokens,
-    StreamOptions,
-    TextChoice,
-    Timing,
-    Usage,
-)
 from minisgl.errors import RequestError
 from minisgl.message import TokenLogprob, UserReply, ids_from_bytes
 
@@ -46,7 +36,7 @@ def named_event(name: str, fields: dict[str, Any]) -> bytes:
 
 def failure_event(error: RequestError) -> bytes:
     """Return the last event of a failed stream in OpenAI's format."""
-    return event(to_json(error_body(error.message, error.status, error.param, error.code))) + DONE
+    return event(to_json(error_body(error))) + DONE
 
 
 class Renderer(Protocol):
@@ -70,52 +60,42 @@ class Renderer(Protocol):
         return failure_event(error)
 
 
+@dataclass
 class OpenAIRenderer(Renderer):
-    """Writes chat completions and text completions, which differ in one object and two names."""
+    """Writes chat completions and text completions, which differ in one object and two names.
 
-    def __init__(
-        self,
-        model: str,
-        is_chat: bool,
-        options: StreamOptions | None,
-        new_parser: Callable[[], OutputParser] | None = None,
-        *,
-        n: int = 1,
-        with_timing: bool = False,
-        with_logprobs: bool = False,
-        with_usage: bool = False,
-        prompt_ids: list[list[int]] | None = None,
-    ) -> None:
-        """`new_parser` makes the parser of a chat answer; without it, all text is content.
+    `new_parser` makes the parser of a chat answer; without it, all text is content. Each `n` adjacent generations are
+    choices for one prompt. `with_usage` ends every stream with the usage. `prompt_ids` has the token ids of each
+    prompt, if they are to be returned.
+    """
 
-        Each `n` adjacent generations are choices for one prompt. `with_usage` ends every stream with the usage.
-        `prompt_ids` has the token ids of each prompt, if they are to be returned.
-        """
-        self._prompt_ids = prompt_ids
-        self._with_logprobs = with_logprobs
-        self._n = n
-        self._with_timing = with_timing
-        self._is_chat = is_chat
-        self._new_parser = new_parser
+    model: str
+    is_chat: bool
+    options: p.StreamOptions
+    new_parser: Callable[[], OutputParser] | None = None
+    n: int = 1
+    with_timing: bool = False
+    with_logprobs: bool = False
+    with_usage: bool = False
+    prompt_ids: list[list[int]] | None = None
+
+    def __post_init__(self) -> None:
         self._parsers: dict[int, OutputParser] = {}
-        self._with_usage = with_usage or bool(options and options.include_usage)
-        self._with_running_usage = bool(options and options.continuous_usage_stats)
-        self._head: dict[str, Any] = {
-            "id": ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex,
-            "created": int(time.time()),
-            "model": model,
-        }
-        stream_head = self._head | {"object": "chat.completion.chunk" if is_chat else "text_completion"}
+        self._with_usage = self.with_usage or bool(self.options.include_usage)
+        name = ("chatcmpl-" if self.is_chat else "cmpl-") + uuid.uuid4().hex
+        self._head: dict[str, Any] = {"id": name, "created": int(time.time()), "model": self.model}
+        stream_head = self._head | {"object": "chat.completion.chunk" if self.is_chat else "text_completion"}
         self._chunk_head = to_json(stream_head)[:-1] + b',"choices":['
 
     def body(self, replies: list[UserReply], receipt: Receipt) -> bytes:
-        usage = usage_of(replies, self._n)
+        usage = usage_of(replies, self.n)
         choices: list[Any] = [self._choice(i, reply) for i, reply in enumerate(replies)]
-        response = ChatCompletionResponse if self._is_chat else CompletionResponse
-        rest: dict[str, Any] = self._head | (self._prompt(0) if self._is_chat else {})
-        return to_json(response(choices=choices, usage=usage, timing=self._timing(usage, receipt), **rest))
+        response = p.ChatCompletionResponse if self.is_chat else p.CompletionResponse
+        rest: dict[str, Any] = self._head | (self._prompt(0) if self.is_chat else {})
+        timing = receipt.timing(usage) if self.with_timing else None
+        return to_json(response(choices=choices, usage=usage, timing=timing, **rest))
 
-    def _choice(self, index: int, reply: UserReply) -> ChatChoice | TextChoice:
+    def _choice(self, index: int, reply: UserReply) -> p.ChatChoice | p.TextChoice:
         reason = reply.finish_reason
         assert reason is not None, "a generation without an end"
         rest: dict[str, Any] = {
@@ -123,46 +103,41 @@ class OpenAIRenderer(Renderer):
             "logprobs": self._logprobs(reply.logprobs),
             "stop_reason": reply.stop_reason,
         }
-        if self._prompt_ids is not None:
+        if self.prompt_ids is not None:
             rest["token_ids"] = ids_from_bytes(reply.output_ids).tolist()
-        if not self._is_chat:
-            return TextChoice(text=reply.text, finish_reason=reason, **rest, **self._prompt(index))
-        if self._new_parser is None:
-            return ChatChoice(message=AssistantMessage(reply.text), finish_reason=reason, **rest)
-        parser = self._new_parser()
-        return ChatChoice(message=parser.message(reply.text), finish_reason=parser.finish_reason(reason), **rest)
+        if not self.is_chat:
+            return p.TextChoice(text=reply.text, finish_reason=reason, **rest, **self._prompt(index))
+        if self.new_parser is None:
+            return p.ChatChoice(message=p.AssistantMessage(reply.text), finish_reason=reason, **rest)
+        parser = self.new_parser()
+        return p.ChatChoice(message=parser.message(reply.text), finish_reason=parser.finish_reason(reason), **rest)
 
     def _prompt(self, index: int) -> dict[str, Any]:
         """Return the token ids of the prompt of generation `index`, if they are to be returned."""
-        return {} if self._prompt_ids is None else {"prompt_token_ids": self._prompt_ids[index // self._n]}
+        return {} if self.prompt_ids is None else {"prompt_token_ids": self.prompt_ids[index // self.n]}
 
     def _logprobs(self, tokens: list[TokenLogprob]) -> dict[str, Any] | None:
-        if not self._with_logprobs:
+        if not self.with_logprobs:
             return None
-        return chat_logprobs(tokens) if self._is_chat else text_logprobs(tokens)
-
-    def _timing(self, usage: Usage, receipt: Receipt) -> Timing | None:
-        if not self._with_timing:
-            return None
-        return receipt.timing(usage.completion_tokens, usage.prompt_tokens_details.cached_tokens)
+        return chat_logprobs(tokens) if self.is_chat else text_logprobs(tokens)
 
     def first_events(self, n: int) -> Iterator[bytes]:
-        if self._is_chat:
+        if self.is_chat:
             for i in range(n):
                 yield self._chunk(i, b'{"role":"assistant","content":""}', None, None)
 
     def events(self, index: int, reply: UserReply) -> Iterator[bytes]:
-        if not self._is_chat:
+        if not self.is_chat:
             yield self._chunk(index, to_json(reply.text), reply, reply.finish_reason)
             return
         reason: str | None = reply.finish_reason
-        if self._new_parser is None:
+        if self.new_parser is None:
             if reply.finish_reason is None or reply.text or reply.logprobs:
                 yield self._chunk(index, b'{"content":' + to_json(reply.text) + b"}", reply, None)
                 reply = _without_tokens(reply)
         else:
             if (parser := self._parsers.get(index)) is None:
-                parser = self._parsers[index] = self._new_parser()
+                parser = self._parsers[index] = self.new_parser()
             deltas = list(parser.deltas(reply.text, reply.finish_reason is not None))
             if not deltas and reply.finish_reason is None:
                 deltas = [b'{"content":""}']  # shows the client that the model works while the parser waits
@@ -183,7 +158,7 @@ class OpenAIRenderer(Renderer):
             b"data: ",
             self._chunk_head,
             b'{"index":%d,' % index,
-            b'"delta":' if self._is_chat else b'"text":',
+            b'"delta":' if self.is_chat else b'"text":',
             content,
             b',"finish_reason":',
             end,
@@ -193,12 +168,12 @@ class OpenAIRenderer(Renderer):
         prompt = to_json(self._prompt(index))[1:-1]
         if prompt and reply is not None:
             parts += [b',"token_ids":', to_json(ids_from_bytes(reply.output_ids).tolist())]
-            if not self._is_chat and len(reply.output_ids) == 4 * reply.completion_tokens:  # the first chunk
+            if not self.is_chat and len(reply.output_ids) == 4 * reply.completion_tokens:  # the first chunk
                 parts += [b",", prompt]
         parts.append(b"}]")
         if prompt and reply is None:
             parts += [b",", prompt]
-        if self._with_running_usage and reply is not None:
+        if self.options.continuous_usage_stats and reply is not None:
             parts += [b',"usage":', to_json(usage_of([reply]))]
         elif self._with_usage:
             parts.append(b',"usage":null')
@@ -206,10 +181,10 @@ class OpenAIRenderer(Renderer):
         return b"".join(parts)
 
     def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
-        usage = usage_of(replies, self._n)
+        usage = usage_of(replies, self.n)
         summary: dict[str, Any] = {"usage": usage} if self._with_usage else {}
-        if self._with_timing:
-            summary["timing"] = self._timing(usage, receipt)
+        if self.with_timing:
+            summary["timing"] = receipt.timing(usage)
         if summary:
             yield event(self._chunk_head + b"]," + to_json(summary)[1:])
         yield DONE
@@ -219,7 +194,7 @@ def _without_tokens(reply: UserReply) -> UserReply:
     return msgspec.structs.replace(reply, logprobs=[], output_ids=b"")
 
 
-def usage_of(replies: list[UserReply], n: int = 1) -> Usage:
+def usage_of(replies: list[UserReply], n: int = 1) -> p.Usage:
     """Return OpenAI's usage object, from the last reply to each generation of one request.
 
     Each `n` adjacent generations share a prompt. It counts once, with the cached tokens of the first generation.
@@ -227,12 +202,12 @@ def usage_of(replies: list[UserReply], n: int = 1) -> Usage:
     prompt = sum(r.prompt_tokens for r in replies[::n])
     completion = sum(r.completion_tokens for r in replies)
     drafted, accepted = sum(r.drafted_tokens for r in replies), sum(r.accepted_tokens for r in replies)
-    return Usage(
+    return p.Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
-        prompt_tokens_details=CachedTokens(sum(r.cached_tokens for r in replies[::n])),
-        completion_tokens_details=DraftedTokens(accepted, drafted - accepted) if drafted else None,
+        prompt_tokens_details=p.CachedTokens(sum(r.cached_tokens for r in replies[::n])),
+        completion_tokens_details=p.DraftedTokens(accepted, drafted - accepted) if drafted else None,
     )
 
 

@@ -9,15 +9,8 @@ from typing import Any, Final
 
 import msgspec
 
+from minisgl.api import protocol as p
 from minisgl.api.parsers.output import OutputForms
-from minisgl.api.protocol import (
-    ChatCompletionRequest,
-    ChatMessage,
-    CompletionRequest,
-    GivenMessage,
-    SamplingFields,
-    ToolCall,
-)
 from minisgl.api.structured import json_text, requested_grammar
 from minisgl.checkpoint.embedder import Embedder
 from minisgl.errors import RequestError, unsupported
@@ -81,7 +74,7 @@ class ServedModel:
 
 
 def sampling_params(
-    fields: SamplingFields,
+    fields: p.SamplingFields,
     max_tokens: int | None,
     seed: int | None,
     defaults: SamplingDefaults,
@@ -147,7 +140,7 @@ def requested_max_tokens(
     return min(value, limits.max_model_len)
 
 
-def chat_message(request: ChatCompletionRequest, defaults: SamplingDefaults, limits: Limits) -> TokenizeMsg:
+def chat_message(request: p.ChatCompletionRequest, defaults: SamplingDefaults, limits: Limits) -> TokenizeMsg:
     """Return the message for a chat completion, before `OutputForms.prepare`. Raises `RequestError`."""
     max_tokens = requested_max_tokens(request, ("max_completion_tokens", "max_tokens"), limits, least=1)
     if not request.messages:
@@ -177,7 +170,7 @@ def chat_message(request: ChatCompletionRequest, defaults: SamplingDefaults, lim
     )
 
 
-def _num_chat_logprobs(request: ChatCompletionRequest) -> int | None:
+def _num_chat_logprobs(request: p.ChatCompletionRequest) -> int | None:
     """Return the number of alternatives to each token; None without log-probabilities."""
     if request.logprobs is not None and not isinstance(request.logprobs, bool):
         raise RequestError("logprobs must be true or false", param="logprobs", code="invalid_type")
@@ -188,12 +181,12 @@ def _num_chat_logprobs(request: ChatCompletionRequest) -> int | None:
     return request.top_logprobs or 0 if request.logprobs else None
 
 
-def _template_message(message: ChatMessage, path: str) -> dict[str, Any]:
+def _template_message(message: p.ChatMessage, path: str) -> dict[str, Any]:
     """Return a message as the client has sent it, but with the arguments of calls as text."""
     if message.role not in ROLES:
         raise RequestError(f"{path}.role {message.role[:40]!r} is not one of {', '.join(ROLES)}", param=f"{path}.role")
     text_of(message.content, f"{path}.content")  # refuses what is not text
-    given = message.given if isinstance(message, GivenMessage) else msgspec.to_builtins(message)
+    given = message.given if isinstance(message, p.GivenMessage) else msgspec.to_builtins(message)
     result = _without_nulls(given)
     if message.tool_calls:
         calls = zip(message.tool_calls, result["tool_calls"], strict=True)
@@ -203,7 +196,7 @@ def _template_message(message: ChatMessage, path: str) -> dict[str, Any]:
     return result
 
 
-def _template_call(call: ToolCall, given: dict[str, Any], path: str) -> dict[str, Any]:
+def _template_call(call: p.ToolCall, given: dict[str, Any], path: str) -> dict[str, Any]:
     """Return an earlier call with its arguments as text, which may be anything: models write what they want."""
     function: dict[str, Any] = given["function"] if call.custom is None else msgspec.to_builtins(call.called)
     arguments = function.get("arguments")
@@ -269,7 +262,7 @@ def _check_template_kwargs(kwargs: dict[str, Any]) -> None:
             raise RequestError(f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs")
 
 
-def completion_messages(request: CompletionRequest, defaults: SamplingDefaults, limits: Limits) -> list[TokenizeMsg]:
+def completion_messages(request: p.CompletionRequest, defaults: SamplingDefaults, limits: Limits) -> list[TokenizeMsg]:
     """Return a message for each prompt of a text completion. Raises `RequestError`."""
     if request.logprobs is True:
         raise RequestError("logprobs must be a number", param="logprobs", code="invalid_type")
@@ -304,13 +297,13 @@ def prompt_messages(
     if not 1 <= len(prompts) <= most:
         raise RequestError(f"{param} must be 1 to {most} prompts", param=param)
     messages = []
-    for p in prompts:
-        if not isinstance(p, str) and not (isinstance(p, list) and all(type(i) is int for i in p)):
+    for one in prompts:
+        if not isinstance(one, str) and not (isinstance(one, list) and all(type(i) is int for i in one)):
             error = f"{param} must be text, token ids, or a list of either"
             raise RequestError(error, param=param, code="invalid_type")
-        if not p:
-            raise RequestError(f"{param} is empty" if p is prompt else f"{param} has an empty prompt", param=param)
-        form = {"text": p} if isinstance(p, str) else {"input_ids": packed_ids(p, param, limits)}
+        if not one:
+            raise RequestError(f"{param} is empty" if one is prompt else f"{param} has an empty prompt", param=param)
+        form = {"text": one} if isinstance(one, str) else {"input_ids": packed_ids(one, param, limits)}
         messages.append(TokenizeMsg(uid=0, sampling_params=params, param=param, **form))
     return messages
 
@@ -322,7 +315,7 @@ def packed_ids(ids: list[int], param: str, limits: Limits) -> bytes:
     return ids_to_bytes(ids)
 
 
-def num_choices(fields: SamplingFields, most: int) -> int:
+def num_choices(fields: p.SamplingFields, most: int) -> int:
     """Return the number of choices per prompt (`n`). Raises `RequestError` if it is more than `most`."""
     n = 1 if fields.n is None else fields.n
     if not 1 <= n <= most:
@@ -339,7 +332,8 @@ def with_choices(messages: Sequence[TokenizeMsg], n: int) -> list[TokenizeMsg]:
     """
     if len(messages) * n > MAX_GENERATIONS:
         raise RequestError(f"n={n} for {len(messages)} prompts is more than {MAX_GENERATIONS} choices", param="n")
-    return [_choice(message, i) for message in messages for i in range(n)]
+    replace = msgspec.structs.replace
+    return [replace(m, sampling_params=choice_params(m.sampling_params, i)) for m in messages for i in range(n)]
 
 
 def require_answer_fits(messages: Sequence[TokenizeMsg], limits: Limits) -> None:
@@ -361,8 +355,3 @@ def require_answer_fits(messages: Sequence[TokenizeMsg], limits: Limits) -> None
             "less (max_tokens, n, prompts, log-probabilities) or for a stream",
             param="max_tokens",
         )
-
-
-def _choice(message: TokenizeMsg, index: int) -> TokenizeMsg:
-    params = choice_params(message.sampling_params, index)
-    return message if params is message.sampling_params else msgspec.structs.replace(message, sampling_params=params)

@@ -94,9 +94,8 @@ class BodyResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond. Raises `RequestError` if the request is refused before the first byte."""
-        submission = await self._frontend.submit(self._messages, self._n)
-        scope[SUBMISSION] = submission
-        async with submission:
+        async with self._frontend.submit(self._messages, self._n) as submission:
+            scope[SUBMISSION] = submission
             watcher = asyncio.create_task(_watch(receive, submission))
             try:
                 await self._respond(submission, scope, receive, send)

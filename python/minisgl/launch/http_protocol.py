@@ -17,7 +17,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from minisgl.api.http import DROP, error_body, to_json
-from minisgl.errors import ConfigError
+from minisgl.errors import ConfigError, RequestError
 
 HEAD_BYTES: Final = 64 * 1024  # of request line, headers and trailers together; also of pipelined requests
 HEAD_S: Final = 10.0  # from the first byte of a request (or from connecting) to the end of its headers
@@ -196,7 +196,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self.drop()
                 return
             self._disconnect()
-        body = to_json(error_body(message, status))
+        body = to_json(error_body(RequestError(message, status=status)))
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
         self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
         self._is_complete = False

@@ -1,7 +1,7 @@
 """Explains names and commands of other servers that have another name or another meaning here.
 
-The tables are `foreign.toml` for options and `fields.toml` for fields of requests. An option with the same meaning is
-an alias of ours (`options.py`).
+The tables are `foreign.toml` for options and `fields.toml` for fields of requests and paths. An option with the same
+meaning is an alias of ours (`options.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def foreign() -> Foreign:
 
 @cache
 def field_names() -> dict[str, Any]:
-    """Read the table of fields."""
+    """Read the table of fields and paths."""
     return tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding="utf-8"))
 
 

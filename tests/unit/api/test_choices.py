@@ -11,7 +11,7 @@ import pytest
 
 from minisgl.api.frontend import Receipt
 from minisgl.api.protocol import CompletionRequest, StreamOptions
-from minisgl.api.replies import DONE, OpenAIRenderer
+from minisgl.api.replies import DONE, OpenAIRenderer, usage_of
 from minisgl.api.requests import MAX_ANSWER_BYTES, num_choices, require_answer_fits, with_choices
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
@@ -91,7 +91,7 @@ TIMING = {"queue_ms": 750.0, "ttft_ms": 1000.0, "cached_tokens": 4, "prefill_chu
 
 
 def test_usage_counts_each_prompt_once() -> None:
-    body = json.loads(OpenAIRenderer("m", False, None, n=2, with_timing=True).body(replies(), receipt()))
+    body = json.loads(OpenAIRenderer("m", False, StreamOptions(), n=2, with_timing=True).body(replies(), receipt()))
     assert [c["index"] for c in body["choices"]] == [0, 1, 2, 3]
     usage = body["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (30, 10, 40)
@@ -113,7 +113,7 @@ def test_last_chunk_has_usage_and_timing_on_request(with_usage: bool, with_timin
 
 
 def test_timing_without_tokens() -> None:
-    timing = msgspec.to_builtins(Receipt(1.0).timing(0, 0))
+    timing = msgspec.to_builtins(Receipt(1.0).timing(usage_of([])))
     assert timing == {"queue_ms": 0.0, "ttft_ms": None, "cached_tokens": 0, "prefill_chunks": 0, "tokens_per_s": None}
 
 

@@ -15,7 +15,17 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 from openai.types.responses.response_create_params import ResponseCreateParamsBase as ResponseParams
 
 from minisgl.api import fields
-from minisgl.api.fields import ALIASES, FOREIGN, HARMLESS, INSTEAD, ignored_fields, told, unread_kwargs, with_our_names
+from minisgl.api.fields import (
+    ABSENT,
+    ALIASES,
+    FOREIGN,
+    HARMLESS,
+    INSTEAD,
+    ignored_fields,
+    told,
+    unread_kwargs,
+    with_our_names,
+)
 from minisgl.api.generate import generate_messages
 from minisgl.api.protocol import (
     ChatCompletionRequest,
@@ -51,15 +61,25 @@ def test_fields_that_change_the_answer_elsewhere_are_refused_by_name(kind: Any, 
     with pytest.raises(RequestError, match="is not supported") as e:
         ignored(kind, **{name: "odd"})
     assert (e.value.status, e.value.param, e.value.code) == (400, name, "unsupported_value")
-    assert ignored(kind, **{name: None}) == ignored(kind, **{name: FOREIGN[name]}) == []
+    assert all(ignored(kind, **{name: value}) == [] for value in (None, *FOREIGN[name]))
     if kind is GenerateRequest:
         with pytest.raises(RequestError, match=f"sampling_params.{name} is not supported"):
             ignored(kind, sampling_params={name: "odd"})
 
 
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in ABSENT.items() for name in sorted(names)])
+def test_fields_that_another_form_of_a_chat_does_not_have_are_refused(kind: Any, name: str) -> None:
+    for value in ("?", 7, True, ["?"], {"type": "?"}):
+        with pytest.raises(RequestError, match=f"^{name}=.* is not supported") as e:
+            ignored(kind, **{name: value})
+        assert (e.value.status, e.value.param, e.value.code) == (400, name, "unsupported_value")
+    assert all(ignored(kind, **{name: value}) == [] for value in fields.ELSEWHERE[name])
+    assert f"`{name}`" in PAGE.read_text().partition("## What Responses and Messages do not have")[2].partition("##")[0]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_harmless_fields_are_accepted_and_told(kind: Any) -> None:
-    names = sorted(HARMLESS - {*kind.__struct_fields__})
+    names = sorted(HARMLESS - {*kind.__struct_fields__} - ABSENT.get(kind, set()))
     assert ignored(kind, refuses=True, **dict.fromkeys(names, "x")) == names
 
 
@@ -152,6 +172,14 @@ def test_unknown_names_inside_objects_are_told(kind: Any, given: dict[str, Any],
         (MESSAGES, {"messages": [{"content": [{"txt": "x"}]}]}, r"messages\[0\].content\[0\].txt .*mean text"),
         (GENERATE, {"sampling_params": {"max_new_token": 1}}, "did you mean max_new_tokens"),
         (GENERATE, {"sampling_params": {"n_predict": 1}}, "sampling_params.n_predict .*use max_tokens"),
+        (RESPONSES, {"max_completion_tokens": 5}, "use max_output_tokens"),
+        (RESPONSES, {"num_predict": 5}, "num_predict .*use max_output_tokens"),
+        (RESPONSES, {"max_tokens": 5}, "max_tokens=5 .*use max_output_tokens"),
+        (RESPONSES, {"format": "json"}, "use text.format or output_config.format"),
+        (RESPONSES, {"prompt": {"id": "x"}}, "prompt is not a field of this endpoint"),
+        (RESPONSES, {"conversation": "x"}, "use previous_response_id"),
+        (TEXT, {"functions": [{}]}, "functions is not supported$"),
+        (GENERATE, {"return_token_ids": True}, "return_token_ids is not a field of this endpoint"),
         (GENERATE, {"temperature": 0}, "temperature belongs in sampling_params"),
     ],
 )  # fmt: skip
@@ -164,6 +192,7 @@ def test_names_that_mean_something_are_refused_with_the_right_one(kind: Any, giv
 def test_fields_of_other_endpoints_with_a_neutral_value_change_nothing() -> None:
     given = {"truncation": "disabled", "instructions": "", "return_logprob": False, "suffix": ""}
     assert ignored(**given, function_call="auto", messages=[]) == []
+    assert ignored_fields(b'{"modalities": [ "text" ], "options": { }, "n": 1}', RESPONSES, False) == []
 
 
 @pytest.mark.parametrize(
@@ -235,9 +264,10 @@ def test_every_field_of_openai_is_known(params: Any, kind: Any) -> None:
 def test_the_page_lists_the_fields() -> None:
     page = PAGE.read_text(encoding="utf-8").partition("## Fields of other servers")[2]
     aliases, refused, neutral, harmless = (part.partition(".\n")[0] for part in re.split(r"\*\*.*?:\n", page)[1:])
-    values = {name: json.loads(value) for name, value in re.findall(r"`([\w.]+)`:\s([^,\n]+)", neutral)}
+    found = re.findall(r"`([\w.]+)`:\s([^,\n]+)", neutral)
+    values = {name: [json.loads(value) for value in given.split(" or ")] for name, given in found}
     assert dict(re.findall(r"`(\w+)`:\s`(\w+)`", aliases)) == ALIASES
-    assert dict.fromkeys(re.findall(r"`([\w.]+)`", refused)) | values == FOREIGN
+    assert dict.fromkeys(re.findall(r"`([\w.]+)`", refused), ()) | values == FOREIGN
     assert set(re.findall(r"`([\w.]+)`", harmless)) == HARMLESS
 
 

@@ -62,7 +62,7 @@ def tokenizer(args: ServerArgs) -> Iterator[ZmqPullQueue[TokenizerMsg]]:
 def test_unread_replies_are_merged_into_one(args: ServerArgs, tokenizer: ZmqPullQueue[TokenizerMsg]) -> None:
     async def run() -> None:
         frontend = make_frontend(args)
-        async with await frontend.submit([request()]) as submission:
+        async with frontend.submit([request()]) as submission:
             (uid,) = submission.uids
             for i in range(1000):
                 submission.push(
@@ -134,13 +134,15 @@ def take(queue: ZmqPullQueue[TokenizerMsg], count: int) -> list[TokenizerMsg]:
 
 
 def test_abandoned_submission_aborts_its_requests(args: ServerArgs, tokenizer: ZmqPullQueue[TokenizerMsg]) -> None:
+    async def leave(frontend: FrontendManager) -> None:
+        async with frontend.submit([request(), request()]) as submission:
+            submission.abandon()
+            await submission.take()
+
     async def run() -> None:
         frontend = make_frontend(args)
-        submission = await frontend.submit([request(), request()])
-        submission.abandon()
         with pytest.raises(ClientGoneError):
-            async with submission:
-                await submission.take()
+            await leave(frontend)
         assert frontend.entries == 0
         await frontend.close()
 
@@ -160,7 +162,7 @@ def test_other_choices_are_sent_when_the_first_has_begun(
 
     async def run() -> None:
         frontend = make_frontend(args)
-        async with await frontend.submit([request()] * 6, 3) as submission:
+        async with frontend.submit([request()] * 6, 3) as submission:
             a, b = submission.uids[0], submission.uids[3]
             await sent(TokenizeMsg, a, b)
             submission.push(
@@ -182,11 +184,11 @@ def test_unencodable_request_is_refused(args: ServerArgs) -> None:
         frontend = make_frontend(args)
         bad = TokenizeMsg(uid=0, sampling_params=SamplingParams(), messages=[{"x": "\ud800"}])
         with pytest.raises(RequestError, match="cannot be represented"):
-            await frontend.submit([bad])
+            await frontend.submit([bad]).__aenter__()
         assert frontend.entries == 0
         frontend.fail("broken")
         with pytest.raises(RequestError, match="broken"):
-            await frontend.submit([request()])
+            await frontend.submit([request()]).__aenter__()
         await frontend.close()
 
     asyncio.run(run())

@@ -14,6 +14,15 @@ from minisgl.api import metrics
 from minisgl.api.metrics import Metrics
 from minisgl.core import FinishReason
 from minisgl.message import StatsMsg, TierView
+from minisgl.routing.router import Router
+
+
+def router_with(stats: StatsMsg) -> Router:
+    """A router of one replica whose last heartbeat is `stats`."""
+    router = Router()
+    router.open(stats.life, 0, 0.0)
+    router.note_stats(stats, 0.0)
+    return router
 
 
 def test_throughput_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -44,7 +53,7 @@ def test_throughput_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
         after_10_s(second)
         assert lines == []
     tier = TierView(name="disk", pages_total=90, pages_held=7, stored=30, loaded=20, lost=1)
-    text = counted.render(msgspec.structs.replace(second, tiers=[tier]), 0, 0, 0)[0].decode()
+    text = counted.render(router_with(msgspec.structs.replace(second, tiers=[tier])), 0, 0, 0, "")[0].decode()
     assert 'minisgl:kv_tier_pages_held{model_name="m",tier="disk"} 7.0' in text
     assert 'minisgl:kv_tier_loaded_total{model_name="m",tier="disk"} 20.0' in text
     assert 'minisgl:prefix_cache_queries_total{model_name="m"} 1000.0' in text
@@ -76,7 +85,7 @@ def test_dashboards_find_their_names(accept: str, media: str, read: Any) -> None
     counted = Metrics("m")
     counted.observe_end(FinishReason.STOP, {"request_prompt_tokens": 30, "request_decode_time_seconds": 0.2})
     counted.observe_end(FinishReason.ABORT, {"request_prompt_tokens": 1})  # did not end by itself
-    body, shown = counted.render(StatsMsg(), 0, 0, 0, accept)
+    body, shown = counted.render(router_with(StatsMsg()), 0, 0, 0, accept)
     assert shown.startswith(media)
     samples = {s.name: s.value for family in read(body.decode()) for s in family.samples}
     assert {f"minisgl:{name}" for name in DASHBOARD.split()} <= samples.keys()

@@ -19,7 +19,7 @@ from minisgl.api.parsers.output import OutputForms, OutputParser
 from minisgl.api.parsers.pieces import Content, ParsedCall, Piece, Reasoning
 from minisgl.api.parsers.reasoning import REASONING_FORMS, ReasoningParser
 from minisgl.api.parsers.tools import TOOL_FORMS, ToolParser
-from minisgl.api.protocol import ChatCompletionRequest
+from minisgl.api.protocol import ChatCompletionRequest, StreamOptions
 from minisgl.api.replies import OpenAIRenderer
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.core import FinishReason
@@ -415,8 +415,9 @@ def reply(text: str, reason: FinishReason | None = None) -> UserReply:
 def render(new: Callable[[], OutputParser], parts: list[str], reason: FinishReason) -> tuple[Any, list[Any]]:
     """(the choice of the body, the choices of the stream)"""
     replies = [*(reply(p) for p in parts[:-1]), reply(parts[-1], reason)]
-    whole = json.loads(OpenAIRenderer("m", True, None, new).body([joined(replies)], Receipt(0.0)))["choices"][0]
-    stream = OpenAIRenderer("m", True, None, new)
+    body = OpenAIRenderer("m", True, StreamOptions(), new).body([joined(replies)], Receipt(0.0))
+    whole = json.loads(body)["choices"][0]
+    stream = OpenAIRenderer("m", True, StreamOptions(), new)
     events = [e for r in replies for e in stream.events(0, r)]
     assert all(e.startswith(b"data: {") and e.endswith(b"}\n\n") for e in events)
     return whole, [json.loads(e[6:])["choices"][0] for e in events]

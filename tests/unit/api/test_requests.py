@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from minisgl.api.fields import ignored_fields
 from minisgl.api.generate import generate_messages
 from minisgl.api.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, parse_body
 from minisgl.api.requests import SamplingDefaults, chat_message, completion_messages
@@ -22,7 +23,9 @@ USER = [{"role": "user", "content": "x"}]
 
 
 def chat(defaults: SamplingDefaults = DEFAULTS, **body: Any) -> TokenizeMsg:
-    request = parse_body(json.dumps({"messages": USER, **body}).encode(), ChatCompletionRequest)
+    encoded = json.dumps({"messages": USER, **body}).encode()
+    request = parse_body(encoded, ChatCompletionRequest)
+    ignored_fields(encoded, ChatCompletionRequest, refuses=False)
     return chat_message(request, defaults, LIMITS)
 
 
