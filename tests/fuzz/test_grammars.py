@@ -65,7 +65,7 @@ SCHEMAS = st.recursive(
 def compiler() -> Iterator[TriedCompiler]:
     tried = TriedCompiler(BUILTIN_MODEL, vocab_size=4096, eos_ids=frozenset({0, 2}))
     yield tried
-    tried._trials.close()
+    tried.close()
 
 
 def require_refusal(error: RequestError, grammar: Grammar) -> None:
