@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from minisgl.api.parsers.pieces import Content, ParsedCall, Parser, Piece, ValueScanner, first_not_space, split_at
+from minisgl.api.parsers.pieces import Content, ParsedCall, Parser, Piece, ValueScanner, split_at
 from minisgl.api.parsers.values import read_calls
 from minisgl.api.structured import json_text
 from minisgl.params import ToolCalls
@@ -154,8 +154,8 @@ class ToolParser(Parser):
             pieces += self.feed(rest)
         self._reject(pieces)
         self._show(self._held, pieces)
-        if self._space and not self._calls:
-            pieces.append(Content("".join(self._space)))
+        if (space := "".join(self._space)) and not self._calls:
+            pieces.append(Content(space))
         return pieces
 
     def _in_text(self, text: str, pieces: list[Piece]) -> str:
@@ -254,20 +254,15 @@ class ToolParser(Parser):
         """Emit everything since the marker as content; return `rest`, the text that was not consumed."""
         raw, self._raw = "".join(self._raw), []
         self._state = self._in_text
-        if raw:
-            self._may_be_bare = False
-            self._show(raw, pieces)
+        self._show(raw, pieces)
         return rest
 
     def _show(self, text: str, pieces: list[Piece]) -> None:
         """Emit `text` as content, except for trailing white space, which waits for the next text."""
-        shown = text.rstrip()
-        if shown:
-            self._may_be_bare = False
-            before = "" if self._calls and not self._has_content else "".join(self._space)
-            start = first_not_space(shown) if self._calls and not self._has_content else 0
-            pieces.append(Content(before + shown[start:]))
+        if shown := text.rstrip():
+            is_after_calls = self._calls > 0 and not self._has_content
+            pieces.append(Content(shown.lstrip() if is_after_calls else "".join([*self._space, shown])))
             self._space = []
+            self._may_be_bare = False
             self._has_content = True
-        if len(shown) < len(text):
-            self._space.append(text[len(shown) :])
+        self._space.append(text[len(shown) :])
