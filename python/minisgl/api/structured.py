@@ -65,9 +65,7 @@ def _schema(value: Any, param: str) -> Grammar:
             value = msgspec.json.decode(value, type=dict[str, Any] | bool)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as e:
             raise RequestError(f"{param} is not a JSON Schema: {e}", param=param) from e
-    if value is False:
-        raise RequestError(f"{param} allows nothing", param=param)
-    return Grammar("json_schema", json_text({} if value is True else value, param), param=param)
+    return Grammar("json_schema", json_text(value, param), param=param)
 
 
 def _text(kind: GrammarKind) -> Callable[[Any, str], Grammar]:
@@ -120,11 +118,8 @@ _OUTPUTS: Final[dict[str, Callable[[Any, str], Grammar | None]]] = {
 _FIELDS: Final[dict[str, Callable[[Any, str], Grammar | None]]] = {
     "response_format": _response_format,
     "structured_outputs": _structured_outputs,
-    "guided_json": _schema,
+    **{f"guided_{name}": _OUTPUTS[name] for name in ("json", "regex", "choice", "grammar")},
     "json_schema": _schema,
-    "guided_regex": _text("regex"),
     "regex": _text("regex"),
-    "guided_choice": _choice,
-    "guided_grammar": _text("ebnf"),
     "ebnf": _text("ebnf"),
 }

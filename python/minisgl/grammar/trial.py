@@ -164,7 +164,7 @@ def main(folder: str, vocab_size: str, *eos_ids: str) -> None:
 
 
 def _fork(compiler: GrammarCompiler, connection: socket.socket) -> int:
-    """Answer in a fork: why the grammar is refused, or a blank. If it ends with another status than 0, it has not."""
+    """Answer in a fork: why the grammar is refused, or a blank. If its status is not 0, it has not."""
     if pid := os.fork():
         return pid
     try:
@@ -194,8 +194,6 @@ def _try(compiler: GrammarCompiler, grammar: Grammar, ignore_eos: bool) -> str:
                 break
     except RequestError as e:
         return e.message
-    except MemoryError:
-        return DIED
     return ""
 
 
