@@ -61,17 +61,13 @@ class _Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
         bytes_of = TokenBytes(tokenizer)
-        added = tokenizer.get_added_tokens_decoder()
         self.tokens = [bytes_of[i] for i in range(vocab_size)]
-        self.special_token_ids = [i for i, token in added.items() if token.special]
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.special_ids = {token.content: i for i, token in added if token.special}
+        self.special_token_ids = list(self.special_ids.values())
         self.eos_token_id = min(eos_ids, default=vocab_size - 1)
         self.bos_token_id = None
         self._tokenizer = tokenizer
-
-    def special_id(self, text: str) -> int | None:
-        """Return the id of the special token `text`; None if there is no such token."""
-        token = self._tokenizer.token_to_id(text)
-        return token if token in self.special_token_ids else None
 
     def __call__(self, text: bytes) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False).ids
@@ -105,10 +101,6 @@ class GrammarCompiler:
         """Return threads for masks; None if the engine needs all cores."""
         cores = len(os.sched_getaffinity(0))
         return LLExecutor(min(cores // 2, MAX_THREADS)) if cores >= 4 else None
-
-    def is_known(self, grammar: Grammar, ignore_eos: bool) -> bool:
-        """Return whether `compile` need not wait for a trial."""
-        return True
 
     def compile(self, grammar: Grammar, ignore_eos: bool) -> TokenMatcher:
         """Return a matcher at the start of `grammar`. Raises `RequestError` if the grammar is invalid.
@@ -147,7 +139,7 @@ class GrammarCompiler:
         parts = [body | {"name": name} for name, body in bodies.items()]
         if len(parts) > 1 or grammar.after:
             rules = [f"start: {'after ' if grammar.after else ''}({' | '.join(f'@{name}' for name in bodies)})"]
-            end, token = json.dumps(grammar.after), self._vocabulary.special_id(grammar.after)
+            end, token = json.dumps(grammar.after), self._vocabulary.special_ids.get(grammar.after)
             if token is not None:
                 rules += [f"after: BEFORE <[{token}]>", f"BEFORE: {ANYTHING} & ~({ANYTHING} {end} {ANYTHING})"]
             elif grammar.after:
@@ -171,7 +163,8 @@ class GrammarCompiler:
 
         The rest is cut as the library cuts JSON, since it cannot tell alternatives apart in the middle of a literal.
         """
-        ids = {m: i for m in markers if (i := self._vocabulary.special_id(m)) is not None}
+        special = self._vocabulary.special_ids
+        ids = {marker: special[marker] for marker in markers if marker in special}
         parts = re.split(f"({'|'.join(map(re.escape, ids))})", text) if ids else [text]
         words = [[f"<[{ids[p]}]>"] if p in ids else map(json.dumps, _JSON_TOKENS.findall(p)) for p in parts]
         return " ".join(itertools.chain(*words))

@@ -60,6 +60,7 @@ class TriedCompiler(GrammarCompiler):
         self._verdicts: dict[bytes, str] = {}  # of the newest jobs: why they are refused, or ""
 
     def is_known(self, grammar: Grammar, ignore_eos: bool) -> bool:
+        """Return whether `compile` need not wait for a trial."""
         return _job(grammar, ignore_eos)[0] in self._verdicts
 
     def compile(self, grammar: Grammar, ignore_eos: bool) -> TokenMatcher:

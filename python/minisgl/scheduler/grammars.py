@@ -21,7 +21,8 @@ from minisgl.scheduler.req import Status
 if TYPE_CHECKING:
     from minisgl.core import BatchPlan, Ints
     from minisgl.distributed.control import PlanBus
-    from minisgl.grammar.compiler import GrammarCompiler, TokenMatcher
+    from minisgl.grammar.compiler import TokenMatcher
+    from minisgl.grammar.trial import TriedCompiler
     from minisgl.params import Grammar
     from minisgl.scheduler.plan import Launched
     from minisgl.scheduler.req import Req
@@ -39,7 +40,7 @@ ON_DEVICE: Final = Flag.FROM_DEVICE | Flag.MASKED
 class Grammars:
     """Compiles grammars and follows the requests that have one. Without a `compiler` grammars are refused."""
 
-    def __init__(self, compiler: GrammarCompiler | None = None, executor: Executor | None = None) -> None:
+    def __init__(self, compiler: TriedCompiler | None = None, executor: Executor | None = None) -> None:
         self._compiler = compiler
         self._executor = executor or ThreadPoolExecutor(THREADS, "grammar")
         self._known = executor or ThreadPoolExecutor(THREADS, "known-grammar")  # never behind trials
@@ -67,7 +68,7 @@ class Grammars:
         req.status = Status.COMPILING
 
     @staticmethod
-    def _compile(compiler: GrammarCompiler, grammar: Grammar, ignore_eos: bool, output: Ints) -> TokenMatcher:
+    def _compile(compiler: TriedCompiler, grammar: Grammar, ignore_eos: bool, output: Ints) -> TokenMatcher:
         """Return a matcher that has advanced over the tokens `output`, which another replica has generated."""
         matcher = compiler.compile(grammar, ignore_eos)
         if len(output):
