@@ -203,12 +203,6 @@ class TokenMatcher:
         if self.is_complete:
             raise refusal(grammar, "it allows nothing but the empty text")
 
-    @property
-    def continuations(self) -> Ints:
-        """Return `mask` without the EOS tokens."""
-        continuations: Ints = self.mask & ~self._ends.view(np.int32)
-        return continuations
-
     def advance(self, token: int) -> None:
         """Append a sampled `token`, which is not an EOS. Unless it was a draft, the mask must be computed again."""
         self.matcher.consume_token(token)  # an error shows when the mask is computed

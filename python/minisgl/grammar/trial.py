@@ -59,13 +59,13 @@ class TriedCompiler(GrammarCompiler):
         self._server: _Server | None = None
         self._verdicts: dict[bytes, str] = {}  # of the newest jobs: why they are refused, or ""
 
-    def is_known(self, grammar: Grammar, ignore_eos: bool) -> bool:
+    def is_known(self, grammar: Grammar) -> bool:
         """Return whether `compile` need not wait for a trial."""
-        return _job(grammar, ignore_eos)[0] in self._verdicts
+        return _job(grammar)[0] in self._verdicts
 
     def compile(self, grammar: Grammar, ignore_eos: bool) -> TokenMatcher:
         """As in `GrammarCompiler`; blocks until the grammar has passed its trial."""
-        key, job = _job(grammar, ignore_eos)
+        key, job = _job(grammar)
         error = self._verdicts.get(key)
         if error is None:
             error = self._try(job)
@@ -121,9 +121,9 @@ class TriedCompiler(GrammarCompiler):
             return self._server
 
 
-def _job(grammar: Grammar, ignore_eos: bool) -> tuple[bytes, bytes]:
+def _job(grammar: Grammar) -> tuple[bytes, bytes]:
     """Return the key of the verdict, and what the process is sent."""
-    job = msgspec.msgpack.encode((grammar, ignore_eos))
+    job = msgspec.msgpack.encode(grammar)
     return blake2b(job).digest(), job
 
 
@@ -171,22 +171,22 @@ def _fork(compiler: GrammarCompiler, connection: socket.socket) -> int:
     try:
         for fd in 0, 2:  # the first process reads its input alone, and the library's last words are not shown
             os.dup2(1, fd)
-        grammar, ignore_eos = msgspec.msgpack.decode(_receive(connection), type=tuple[Grammar, bool])
+        grammar = msgspec.msgpack.decode(_receive(connection), type=Grammar)
         limit_resources(CPU_S, MEMORY, STACK)
         signal.alarm(WALL_S)
-        _send(connection, _try(compiler, grammar, ignore_eos).encode() or b" ")
+        _send(connection, _try(compiler, grammar).encode() or b" ")
         os._exit(0)
     finally:
         os._exit(1)
 
 
-def _try(compiler: GrammarCompiler, grammar: Grammar, ignore_eos: bool) -> str:
+def _try(compiler: GrammarCompiler, grammar: Grammar) -> str:
     """Compile and follow a grammar. Return why it is refused; "" if it is usable."""
     try:
-        matcher = compiler.compile(grammar, ignore_eos)
+        matcher = compiler.compile(grammar, ignore_eos=True)  # the same masks, without EOS
         rng = random.Random(0)
         for _ in range(TOKENS):
-            allowed = np.flatnonzero(np.unpackbits(matcher.continuations.view(np.uint8), bitorder="little"))
+            allowed = np.flatnonzero(np.unpackbits(matcher.mask.view(np.uint8), bitorder="little"))
             matcher.advance(int(rng.choice(allowed)))
             compiler.compute_masks([matcher])
             if matcher.error is not None:

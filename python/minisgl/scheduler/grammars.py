@@ -60,7 +60,7 @@ class Grammars:
         assert params.grammar is not None, f"has no grammar: {req}"
         if self._compiler is None:
             raise RequestError("this engine has no grammars", param=params.grammar.param, code="unsupported_value")
-        executor = self._known if self._compiler.is_known(params.grammar, params.ignore_eos) else self._executor
+        executor = self._known if self._compiler.is_known(params.grammar) else self._executor
         job = executor.submit(
             self._compile, self._compiler, params.grammar, params.ignore_eos, req.ids[req.prompt_len :]
         )

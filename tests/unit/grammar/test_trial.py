@@ -55,7 +55,7 @@ def test_hostile_grammars_are_refused(compiler: TriedCompiler, kind: GrammarKind
     with pytest.raises(RequestError, match=r"^the_field is not a usable grammar: ") as refused:
         compiler.compile(Grammar(kind, text, param="the_field"), False)
     assert (refused.value.status, refused.value.param) == (400, "the_field")
-    assert compiler.compile(GOOD, False).continuations.any()
+    assert compiler.compile(GOOD, False).mask.any()
 
 
 def test_hostile_grammars_delay_no_other(compiler: TriedCompiler) -> None:
@@ -75,13 +75,13 @@ def test_hostile_grammars_delay_no_other(compiler: TriedCompiler) -> None:
 
 def test_verdicts_are_remembered(compiler: TriedCompiler) -> None:
     grammar = Grammar("regex", "x{90000}", param="regex")
-    assert not compiler.is_known(grammar, False)
+    assert not compiler.is_known(grammar)
     for _ in range(2):
         began = time.monotonic()
         with pytest.raises(RequestError):
             compiler.compile(grammar, False)
     assert time.monotonic() - began < 0.05
-    assert compiler.is_known(grammar, False) and not compiler.is_known(grammar, True)
+    assert compiler.is_known(grammar)
 
 
 def test_killed_process_is_replaced(compiler: TriedCompiler) -> None:
@@ -106,7 +106,7 @@ def test_frozen_process_is_replaced(compiler: TriedCompiler, monkeypatch: pytest
 def test_grammars_that_come_at_once_are_all_tried(compiler: TriedCompiler) -> None:
     grammars = [Grammar("regex", f"at once {i}", param="regex") for i in range(3 * THREADS)]
     with ThreadPoolExecutor(THREADS) as pool:
-        assert all(pool.map(lambda grammar: compiler.compile(grammar, False).continuations.any(), grammars))
+        assert all(pool.map(lambda grammar: compiler.compile(grammar, False).mask.any(), grammars))
 
 
 def test_processes_end_with_their_parent() -> None:
