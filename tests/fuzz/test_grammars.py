@@ -65,7 +65,7 @@ SCHEMAS = st.recursive(
 def compiler() -> Iterator[TriedCompiler]:
     tried = TriedCompiler(BUILTIN_MODEL, vocab_size=4096, eos_ids=frozenset({0, 2}))
     yield tried
-    tried._trials.close()
+    tried.close()
 
 
 def require_refusal(error: RequestError, grammar: Grammar) -> None:
@@ -76,7 +76,7 @@ def require_refusal(error: RequestError, grammar: Grammar) -> None:
 def follow(compiler: TriedCompiler, grammar: Grammar, tokens: int = 40) -> str | None:
     """Follow the grammar over random tokens; return the text if it is complete then, None if not or refused."""
     try:
-        matcher = compiler.compile(grammar, False)
+        matcher = compiler.compile(grammar, ignore_eos=True)
     except RequestError as e:
         require_refusal(e, grammar)
         return None
@@ -84,7 +84,7 @@ def follow(compiler: TriedCompiler, grammar: Grammar, tokens: int = 40) -> str |
     for _ in range(tokens):
         if matcher.is_complete or matcher.error is not None:
             break
-        allowed = np.flatnonzero(np.unpackbits(matcher.continuations.view(np.uint8), bitorder="little"))
+        allowed = np.flatnonzero(np.unpackbits(matcher.mask.view(np.uint8), bitorder="little"))
         if not len(allowed):
             break
         ids.append(int(rng.choice(allowed)))

@@ -77,7 +77,7 @@ class FakeCompiler:
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab
 
-    def is_known(self, grammar: Grammar, ignore_eos: bool) -> bool:
+    def is_known(self, grammar: Grammar) -> bool:
         return True
 
     def compile(self, grammar: Grammar, ignore_eos: bool) -> FakeMatcher:

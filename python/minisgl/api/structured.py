@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from functools import partial
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -11,20 +12,28 @@ from minisgl.api.protocol import ChatCompletionRequest, SamplingFields
 from minisgl.errors import RequestError, unsupported
 from minisgl.params import Grammar, GrammarKind
 
-ANY_OBJECT: Final = '{"type": "object"}'
+_Schema = dict[str, Any] | bool
+_Text = Annotated[str, msgspec.Meta(min_length=1)]
+# What vLLM's `structured_outputs` may have: the kind of grammar, and the type of the value, in words, too.
+_OUTPUTS: Final[dict[str, tuple[GrammarKind, Any, str]]] = {
+    "json": ("json_schema", _Schema | str, "a JSON Schema"),
+    "json_object": ("json_schema", Any, "true"),
+    "regex": ("regex", _Text, "a non-empty string"),
+    "choice": ("choice", Annotated[list[_Text], msgspec.Meta(min_length=1)], "a list of non-empty strings"),
+    "grammar": ("ebnf", _Text, "a non-empty string"),
+}
 
 
 def requested_grammar(fields: SamplingFields) -> Grammar | None:
     """Return the grammar of a request, or None. Raises `RequestError` for several, and for an invalid value."""
     found = [
-        (name, grammar)
+        grammar
         for name, read in _FIELDS.items()
         if (value := getattr(fields, name)) is not None and (grammar := read(value, name)) is not None
     ]
     if len(found) > 1:
-        names = [name for name, _ in found]
-        raise RequestError(f"{names[1]} and {names[0]} exclude each other", param=names[1])
-    return found[0][1] if found else None
+        raise RequestError(f"{found[1].param} and {found[0].param} exclude each other", param=found[1].param)
+    return found[0] if found else None
 
 
 def forced_functions(request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
@@ -56,75 +65,47 @@ def json_text(value: Any, param: str) -> str:
         raise RequestError(f"{param} is not usable: {e}", param=param) from e
 
 
-def _schema(value: Any, param: str) -> Grammar:
-    """Return the grammar of a JSON Schema, given as an object or as JSON text."""
-    if not isinstance(value, dict | bool | str):
-        raise RequestError(f"{param} must be a JSON Schema", param=param, code="invalid_type")
-    if isinstance(value, str):
-        try:
-            value = msgspec.json.decode(value, type=dict[str, Any] | bool)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as e:
-            raise RequestError(f"{param} is not a JSON Schema: {e}", param=param) from e
-    if value is False:
-        raise RequestError(f"{param} allows nothing", param=param)
-    return Grammar("json_schema", json_text({} if value is True else value, param), param=param)
-
-
-def _text(kind: GrammarKind) -> Callable[[Any, str], Grammar]:
-    def read(value: Any, param: str) -> Grammar:
-        if not isinstance(value, str) or not value:
-            raise RequestError(f"{param} must be a non-empty string", param=param)
-        return Grammar(kind, value, param=param)
-
-    return read
-
-
-def _choice(value: Any, param: str) -> Grammar:
-    if not isinstance(value, list) or not value or not all(isinstance(v, str) and v for v in value):
-        raise RequestError(f"{param} must be a list of non-empty strings", param=param)
-    return Grammar("choice", json_text(value, param), param=param)
+def _constraint(name: str, value: Any, param: str) -> Grammar:
+    """Return the grammar of one of `_OUTPUTS`. A JSON Schema may be given as JSON text."""
+    kind, form, words = _OUTPUTS[name]
+    try:
+        value = {"type": "object"} if name == "json_object" else msgspec.convert(value, form)
+        if kind == "json_schema" and isinstance(value, str):
+            value = msgspec.json.decode(value, type=_Schema)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as e:
+        raise RequestError(f"{param} must be {words}: {e}", param=param) from e
+    return Grammar(kind, value if form is _Text else json_text(value, param), param=param)
 
 
 def _response_format(value: dict[str, Any], param: str) -> Grammar | None:
-    match value.get("type"):
-        case "text":
+    match value:
+        case {"type": "text"}:
             return None
-        case "json_object":
-            return Grammar("json_schema", ANY_OBJECT, param=param)
-        case "json_schema":
-            described = value.get("json_schema")
-            if not isinstance(described, dict) or not isinstance(described.get("schema"), dict | bool):
-                raise RequestError(f'{param} must have {{"json_schema": {{"schema": {{...}}}}}}', param=param)
-            return _schema(described["schema"], param)
+        case {"type": "json_object"}:
+            return _constraint("json_object", True, param)
+        case {"type": "json_schema", "json_schema": {"schema": dict() | bool() as schema}}:
+            return _constraint("json", schema, param)
+        case {"type": "json_schema"}:
+            raise RequestError(f'{param} must have {{"json_schema": {{"schema": {{...}}}}}}', param=param)
     raise unsupported(f"{param} must have a type that is text, json_object or json_schema", param)
 
 
 def _structured_outputs(value: dict[str, Any], param: str) -> Grammar | None:
-    """Return the grammar of vLLM's object with one of json, json_object, regex, choice, grammar."""
+    """Return the grammar of vLLM's object with one of `_OUTPUTS`."""
     given = {name: v for name, v in value.items() if v is not None and v is not False}
     if not given:
         return None
     if len(given) > 1 or not given.keys() <= _OUTPUTS.keys():
         raise unsupported(f"{param} must have one of {', '.join(_OUTPUTS)}", param)
     ((name, constraint),) = given.items()
-    return _OUTPUTS[name](constraint, param)
+    return _constraint(name, constraint, param)
 
 
-_OUTPUTS: Final[dict[str, Callable[[Any, str], Grammar | None]]] = {
-    "json": _schema,
-    "json_object": lambda _, param: Grammar("json_schema", ANY_OBJECT, param=param),
-    "regex": _text("regex"),
-    "choice": _choice,
-    "grammar": _text("ebnf"),
-}
 _FIELDS: Final[dict[str, Callable[[Any, str], Grammar | None]]] = {
     "response_format": _response_format,
     "structured_outputs": _structured_outputs,
-    "guided_json": _schema,
-    "json_schema": _schema,
-    "guided_regex": _text("regex"),
-    "regex": _text("regex"),
-    "guided_choice": _choice,
-    "guided_grammar": _text("ebnf"),
-    "ebnf": _text("ebnf"),
+    **{f"guided_{name}": partial(_constraint, name) for name in ("json", "regex", "choice", "grammar")},
+    "json_schema": partial(_constraint, "json"),
+    "regex": partial(_constraint, "regex"),
+    "ebnf": partial(_constraint, "grammar"),
 }

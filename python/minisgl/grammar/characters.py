@@ -1,8 +1,10 @@
-"""Characters, escapes and classes, as GBNF and the patterns of JSON Schema (ECMA-262) write them."""
+"""What GBNF and the patterns of JSON Schema (ECMA-262) share: characters, escapes, classes, and groups that repeat."""
 
 from __future__ import annotations
 
 import re
+from collections import deque
+from dataclasses import dataclass
 from typing import Final
 
 CHAR: Final = r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\[^0-9A-Za-z]|\\[0abefnrtv]|[^\\]"
@@ -11,6 +13,40 @@ _RANGE: Final = re.compile(f"({CHAR})(?:-({CHAR}))?", re.DOTALL)
 END: Final = 0x110000  # behind the last code point
 _SPACES: Final = "\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 _CLASSES = {r"\d": "0-9", r"\w": "0-9A-Z_a-z", r"\s": _SPACES}  # what they stand for inside brackets
+
+
+@dataclass(slots=True)
+class Item:
+    """A part of a sequence. `value` is its text, or the alternatives of a group, whose `kind` is what opens it."""
+
+    kind: str
+    value: str | Choice
+    count: str = ""
+
+
+Choice = list[list[Item]]
+
+
+def parse_choice(tokens: deque[tuple[str, str]]) -> Choice:
+    """Pop alternatives from kinds and values of `tokens`, up to a rule's head or a closing parenthesis."""
+    choice: Choice = [[]]
+    while tokens and tokens[0][0] != "head" and tokens[0][1] != ")":
+        kind, value = tokens.popleft()
+        if value == "|":
+            choice.append([])
+        elif value[0] == "(":
+            choice[-1].append(Item(value, parse_choice(tokens)))
+            if not tokens or tokens.popleft()[1] != ")":
+                raise ValueError("a parenthesis is not closed")
+        elif kind != "count":
+            choice[-1].append(Item(kind, value))
+        elif not choice[-1]:
+            raise ValueError(f"{value} has nothing to repeat")
+        elif choice[-1][-1].count:
+            choice[-1][-1] = Item("(", [[choice[-1][-1]]], value)
+        else:
+            choice[-1][-1].count = value
+    return choice
 
 
 def decode(char: str) -> str:

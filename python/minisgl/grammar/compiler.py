@@ -30,10 +30,11 @@ from minisgl.tokenizer.folder import load_tokenizer
 from minisgl.tokenizer.text import TokenBytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from minisgl.core import Ints
 
+_Body = dict[str, Any]  # a grammar of several, in the library's form
 # JSON as `json.dumps` writes it: if white space is allowed anywhere, a model may never stop writing it.
 JSON_STYLE: Final[dict[str, Any]] = {
     "whitespace_flexible": False,
@@ -60,17 +61,13 @@ class _Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
         bytes_of = TokenBytes(tokenizer)
-        added = tokenizer.get_added_tokens_decoder()
         self.tokens = [bytes_of[i] for i in range(vocab_size)]
-        self.special_token_ids = [i for i, token in added.items() if token.special]
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.special_ids = {token.content: i for i, token in added if token.special}
+        self.special_token_ids = list(self.special_ids.values())
         self.eos_token_id = min(eos_ids, default=vocab_size - 1)
         self.bos_token_id = None
         self._tokenizer = tokenizer
-
-    def special_id(self, text: str) -> int | None:
-        """Return the id of the special token `text`; None if there is no such token."""
-        token = self._tokenizer.token_to_id(text)
-        return token if token in self.special_token_ids else None
 
     def __call__(self, text: bytes) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False).ids
@@ -105,10 +102,6 @@ class GrammarCompiler:
         cores = len(os.sched_getaffinity(0))
         return LLExecutor(min(cores // 2, MAX_THREADS)) if cores >= 4 else None
 
-    def is_known(self, grammar: Grammar, ignore_eos: bool) -> bool:
-        """Return whether `compile` need not wait for a trial."""
-        return True
-
     def compile(self, grammar: Grammar, ignore_eos: bool) -> TokenMatcher:
         """Return a matcher at the start of `grammar`. Raises `RequestError` if the grammar is invalid.
 
@@ -138,45 +131,40 @@ class GrammarCompiler:
 
     def _source(self, grammar: Grammar) -> str:
         """Return `grammar` in the library's form: anything up to `after`, then the text or, if there are any, calls."""
-        calls = grammar.text if grammar.kind == "calls" else grammar.calls
-        bodies = {"calls": self._calls(calls)} if calls else {}
+        bodies = {}
+        if calls := grammar.text if grammar.kind == "calls" else grammar.calls:
+            bodies["calls"] = self._calls(calls)
         if grammar.kind != "calls":
             bodies["text"] = _FORMS[grammar.kind](grammar.text)
-        if len(bodies) == 1 and not grammar.after:
-            return next(iter(bodies.values()))
-        rules = [f"start: {'after ' if grammar.after else ''}({' | '.join(f'@{name}' for name in bodies)})"]
-        if grammar.after:
-            end = json.dumps(grammar.after)
-            token = self._vocabulary.special_id(grammar.after)
-            rules += (
-                [f"after[suffix={end}]: {ANYTHING}"]
-                if token is None
-                else [f"after: BEFORE <[{token}]>", f"BEFORE: {ANYTHING} & ~({ANYTHING} {end} {ANYTHING})"]
-            )
-        parts = [{"name": "head", "lark_grammar": "\n".join(rules)}]
-        for name, source in bodies.items():
-            (body,) = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
-            parts.append(body | {"name": name})
+        parts = [body | {"name": name} for name, body in bodies.items()]
+        if len(parts) > 1 or grammar.after:
+            rules = [f"start: {'after ' if grammar.after else ''}({' | '.join(f'@{name}' for name in bodies)})"]
+            end, token = json.dumps(grammar.after), self._vocabulary.special_ids.get(grammar.after)
+            if token is not None:
+                rules += [f"after: BEFORE <[{token}]>", f"BEFORE: {ANYTHING} & ~({ANYTHING} {end} {ANYTHING})"]
+            elif grammar.after:
+                rules.append(f"after[suffix={end}]: {ANYTHING}")
+            parts.insert(0, _lark(*rules) | {"name": "head"})
         return json.dumps({"grammars": parts})
 
-    def _calls(self, text: str) -> str:
+    def _calls(self, text: str) -> _Body:
         calls = msgspec.json.decode(text, type=ToolCalls)
         begin, between, end = (self._literal(t or "", calls.markers) for t in (calls.begin, calls.between, calls.end))
         more = "" if calls.between is None else f"({between} call)*"
         names = " | ".join(f"call_{i}" for i in range(len(calls.calls)))
         rules = [f"start: {begin} call {more} {end}", f"call: {names}"]
         for i, (before, schema, behind) in enumerate(calls.calls):
-            value = json.dumps(exact_schema(schema) | {"x-guidance": JSON_STYLE})
-            words = self._literal(before, calls.markers), "%json", value, self._literal(behind, calls.markers)
-            rules.append(f"call_{i}: {' '.join(words)}")
-        return LLMatcher.grammar_from_lark("\n".join(rules))
+            head, tail = self._literal(before, calls.markers), self._literal(behind, calls.markers)
+            rules.append(f"call_{i}: {head} %json {json.dumps(_schema(schema))} {tail}")
+        return _lark(*rules)
 
     def _literal(self, text: str, markers: Sequence[str]) -> str:
         """Return `text` in Lark's notation, with those of `markers` that are special tokens as tokens.
 
         The rest is cut as the library cuts JSON, since it cannot tell alternatives apart in the middle of a literal.
         """
-        ids = {m: i for m in markers if (i := self._vocabulary.special_id(m)) is not None}
+        special = self._vocabulary.special_ids
+        ids = {marker: special[marker] for marker in markers if marker in special}
         parts = re.split(f"({'|'.join(map(re.escape, ids))})", text) if ids else [text]
         words = [[f"<[{ids[p]}]>"] if p in ids else map(json.dumps, _JSON_TOKENS.findall(p)) for p in parts]
         return " ".join(itertools.chain(*words))
@@ -214,12 +202,6 @@ class TokenMatcher:
             raise self.error
         if self.is_complete:
             raise refusal(grammar, "it allows nothing but the empty text")
-
-    @property
-    def continuations(self) -> Ints:
-        """Return `mask` without the EOS tokens."""
-        continuations: Ints = self.mask & ~self._ends.view(np.int32)
-        return continuations
 
     def advance(self, token: int) -> None:
         """Append a sampled `token`, which is not an EOS. Unless it was a draft, the mask must be computed again."""
@@ -286,28 +268,26 @@ class TokenMatcher:
         return is_complete
 
 
-def _json_schema(text: str) -> str:
-    schema = json.dumps(exact_schema(msgspec.json.decode(text)))
-    return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)  # type: ignore[arg-type]
+def _lark(*rules: str) -> _Body:
+    return {"lark_grammar": "\n".join(rules)}
 
 
-def _choice(text: str) -> str:
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(c) for c in json.loads(text)))
+def _schema(schema: Any) -> dict[str, Any]:
+    return exact_schema(schema) | {"x-guidance": JSON_STYLE}
 
 
-def _ebnf(text: str) -> str:
+def _ebnf(text: str) -> _Body:
     """Return a grammar in Lark's notation, translated if it is in GBNF."""
     text = text.removeprefix("\ufeff")
     if is_gbnf(text):
-        return LLMatcher.grammar_from_lark(gbnf_to_lark(text))
-    text = _LARK_BLANK.sub("", text)
-    return LLMatcher.grammar_from_lark(_LARK_PRIORITY.sub(r"\1", text))
+        return _lark(gbnf_to_lark(text))
+    return _lark(_LARK_PRIORITY.sub(r"\1", _LARK_BLANK.sub("", text)))
 
 
-_FORMS: Final = {
-    "json_schema": _json_schema,
-    "regex": LLMatcher.grammar_from_regex,
-    "choice": _choice,
+_FORMS: Final[dict[str, Callable[[str], _Body]]] = {
+    "json_schema": lambda text: {"json_schema": _schema(msgspec.json.decode(text))},
+    "regex": lambda text: json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0],
+    "choice": lambda text: _lark("start: " + " | ".join(map(json.dumps, json.loads(text)))),
     "ebnf": _ebnf,
 }
 

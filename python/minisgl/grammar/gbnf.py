@@ -11,32 +11,19 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from dataclasses import dataclass
 from itertools import groupby
 from math import inf
 from typing import Final
 
-from minisgl.grammar.characters import CHAR, class_of, decode, ranges
+from minisgl.grammar.characters import CHAR, Choice, Item, class_of, decode, parse_choice, ranges
 
 MAX_LEXEME: Final = 2000  # characters, counts written out: each is a state of the lexer
 _TOKEN: Final = re.compile(
     rf"""(?P<space>\s+|\#[^\n]*)|(?P<head>[\w-]+)\s*::=|(?P<name>[\w-]+)|"(?P<text>(?:(?!")(?:{CHAR}))*)"
     |(?P<set>\[\^?(?:(?!\])(?:{CHAR}))+\])|(?P<any>\.)
-    |(?P<count>[*+?]|\{{[\d,\s]*\}})|(?P<mark>[|()])""",
+    |(?P<count>[*+?]|\{{[\d,\s]*\}})|(?P<mark>[|()])|(?P<unknown>.)""",
     re.VERBOSE | re.DOTALL,
 )
-
-
-@dataclass(slots=True)
-class _Item:
-    """A part of a sequence. `value` is a rule's name, a terminal in Lark's notation, or a group."""
-
-    kind: str
-    value: str | _Choice
-    count: str = ""
-
-
-_Choice = list[list[_Item]]
 
 
 def is_gbnf(text: str) -> bool:
@@ -52,17 +39,14 @@ def gbnf_to_lark(text: str) -> str:
 def _tokens(text: str) -> deque[tuple[str, str]]:
     """Return kinds and values; those of characters are in Lark's notation."""
     tokens: deque[tuple[str, str]] = deque()
-    end = 0
-    while end < len(text):
-        found = _TOKEN.match(text, end)
-        if found is None:
-            line = text.count("\n", 0, end) + 1
-            raise ValueError(f"line {line} is not GBNF that can be read: {text[end : end + 20]!r}")
-        end = found.end()
+    for found in _TOKEN.finditer(text):
         kind, part = found.lastgroup or "", found.groupdict("")
         match kind:
             case "space":
                 continue
+            case "unknown":
+                line, rest = text.count("\n", 0, found.start()) + 1, text[found.start() :][:20]
+                raise ValueError(f"line {line} is not GBNF that can be read: {rest!r}")
             case "text":
                 chars = re.findall(CHAR, part["text"], re.S)
                 tokens.append(("terminal", json.dumps("".join(map(decode, chars)), ensure_ascii=False)))
@@ -77,42 +61,20 @@ def _tokens(text: str) -> deque[tuple[str, str]]:
     return tokens
 
 
-def _parse(text: str) -> dict[str, _Choice]:
+def _parse(text: str) -> dict[str, Choice]:
     tokens, rules = _tokens(text), {}
     while tokens:
         kind, name = tokens.popleft()
         if kind != "head" or name in rules:
             raise ValueError(f"rule {name} is defined twice" if kind == "head" else f"{name} stands outside a rule")
-        rules[name] = _parse_choice(tokens)
+        rules[name] = parse_choice(tokens)
     return rules
-
-
-def _parse_choice(tokens: deque[tuple[str, str]]) -> _Choice:
-    """Pop alternatives, up to the head of the next rule or a closing parenthesis."""
-    choice: _Choice = [[]]
-    while tokens and tokens[0][0] != "head" and tokens[0][1] != ")":
-        kind, value = tokens.popleft()
-        if value == "|":
-            choice.append([])
-        elif value == "(":
-            choice[-1].append(_Item("group", _parse_choice(tokens)))
-            if not tokens or tokens.popleft()[1] != ")":
-                raise ValueError("a parenthesis is not closed")
-        elif kind != "count":
-            choice[-1].append(_Item(kind, value))
-        elif not choice[-1]:
-            raise ValueError(f"{value} has nothing to repeat")
-        elif choice[-1][-1].count:
-            choice[-1][-1] = _Item("group", [[choice[-1][-1]]], value)
-        else:
-            choice[-1][-1].count = value
-    return choice
 
 
 class _Writer:
     """Writes rules as `lines` of Lark: those that make a lexeme, and runs of what does, in upper case."""
 
-    def __init__(self, rules: dict[str, _Choice]) -> None:
+    def __init__(self, rules: dict[str, Choice]) -> None:
         self._rules = rules
         self._sizes: dict[str, float] = {}  # infinity for rules that lead to a recursive one, and while it is unknown
         self._names = {name: f"{'R' if self._size_of(name) <= MAX_LEXEME else 'r'}{i}" for i, name in enumerate(rules)}
@@ -129,7 +91,7 @@ class _Writer:
             self._sizes[name] = self._size(self._rules[name])
         return self._sizes[name]
 
-    def _size(self, choice: _Choice) -> float:
+    def _size(self, choice: Choice) -> float:
         """Return how many characters `choice` has when its counts are written out."""
         size = 0.0
         for item in (item for sequence in choice for item in sequence):
@@ -142,10 +104,10 @@ class _Writer:
             size += one * max([1, *map(int, re.findall(r"\d+", item.count))])
         return size
 
-    def _write(self, choice: _Choice, is_lexeme: bool) -> str:
+    def _write(self, choice: Choice, is_lexeme: bool) -> str:
         return " | ".join(self._write_sequence(sequence, is_lexeme) or '""' for sequence in choice)
 
-    def _write_sequence(self, sequence: list[_Item], is_lexeme: bool) -> str:
+    def _write_sequence(self, sequence: list[Item], is_lexeme: bool) -> str:
         parts = []
         for is_small, run in groupby(sequence, lambda item: self._size([[item]]) <= MAX_LEXEME):
             items = " ".join(self._write_item(item, is_lexeme or is_small) for item in run)
@@ -156,7 +118,7 @@ class _Writer:
             parts.append(items)
         return " ".join(parts)
 
-    def _write_item(self, item: _Item, is_lexeme: bool) -> str:
+    def _write_item(self, item: Item, is_lexeme: bool) -> str:
         if isinstance(item.value, list):
             return f"({self._write(item.value, is_lexeme)}){item.count}"
         return self._names.get(item.value, item.value) + item.count if item.kind == "name" else item.value + item.count

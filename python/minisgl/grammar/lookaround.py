@@ -9,27 +9,25 @@ schemas can ask for several; so most patterns need no automaton.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Final
 
-from minisgl.grammar.characters import END, class_of, ranges
+from minisgl.grammar.characters import END, Choice, Item, class_of, parse_choice, ranges
 
 MAX_STATES: Final = 100
 MAX_CHARS: Final = 50_000  # of the plain pattern
 _LOOK: Final = re.compile(r"\(\?<?[=!]")
 _PART: Final = re.compile(
-    r"""(?P<set>\\[ux][0-9a-fA-F]+|\\[^0-9A-Za-z]|\\[dDwWsS0fnrtv]|\[(?:\\[^bcpPkB1-9]|[^\]\\])+\]|[^\\\[(){}|*+?^$])
-    |(?P<open>\((?:\?(?:[:=!]|<[=!]|P?<\w+>))?)|(?P<count>[*+?]|\{(?P<least>\d+)(?:(?P<comma>,)(?P<most>\d*))?\})\??
-    |(?P<mark>[|)^$])""",
+    r"""(?P<set>\\[ux][0-9a-fA-F]+|\\[^0-9A-Za-z]|\\[dDwWsS0fnrtv]|\[(?:\\[^bcpPkB1-9]|[^\]\\])+\]|[^\\[(){}|*+?^$])
+    |(?P<count>[*+?]|\{\d+(?:,\d*)?\})\??|(?P<mark>[|)^$]|\((?!\?)|\(\?[=!])|(?P<group>\()\?(?::|P?<\w+>)|(?P<unknown>.)""",
     re.VERBOSE | re.DOTALL,
 )
 # A set of texts: ("set", symbols), ("cat", a, b), ("star", a), ("or", terms) or ("not", a). A symbol stands for all
 # characters that no class of the pattern tells apart.
 _Term = tuple[Any, ...]
-# A part of a pattern: ("set", text), ("^", _), ("$", _), ("or" | "(?=" | "(?!", choice), ("repeat", node, least, most)
-_Node = tuple[Any, ...]
 _ZERO_WIDTH: Final = {"^", "$", "(?=", "(?!"}
 _NOTHING: Final[_Term] = ("set", frozenset())
 _EMPTY: Final[_Term] = ("star", _NOTHING)
@@ -104,45 +102,24 @@ def _derive(term: _Term, symbol: int) -> _Term:
     return _not(_derive(term[1], symbol))
 
 
-def _parse(pattern: str) -> list[list[_Node]]:
-    """Return alternatives of sequences."""
-    stack: list[tuple[str, list[list[_Node]]]] = [("", [[]])]
-    end = 0
-    while end < len(pattern):
-        part = _PART.match(pattern, end)
-        kind = part.lastgroup if part else None
-        sequence = stack[-1][1][-1]
-        if part is None or (kind == "count" and not sequence) or (part[0].startswith("(?<") and part[0][3] in "=!"):
-            raise ValueError(f"{pattern[end : end + 10]!r} in a pattern with look-ahead")
-        if kind == "open":
-            stack.append((part[0], [[]]))
-        elif part[0] == "|":
-            stack[-1][1].append([])
-        elif part[0] == ")" and len(stack) > 1:
-            opening, choice = stack.pop()
-            stack[-1][1][-1].append((opening if opening in ("(?=", "(?!") else "or", choice))
-        elif kind == "count":
-            least = int(part["least"] or part[0][0] == "+")
-            most = int(part["most"] or least) if part["most"] or (part["least"] and not part["comma"]) else None
-            most = 1 if part[0][0] == "?" else most
-            sequence.append(("repeat", sequence.pop(), least, most))
-        else:
-            sequence.append((kind if kind == "set" else part[0], part[0]))
-        end = part.end()
-    if len(stack) > 1:
-        raise ValueError("a group is not closed")
-    return stack[0][1]
+def _parse(pattern: str) -> Choice:
+    """Return alternatives of items, whose kinds are "set" and `_ZERO_WIDTH`, and "(" for groups."""
+    tokens: deque[tuple[str, str]] = deque()
+    for part in _PART.finditer(pattern):
+        kind = part.lastgroup or ""
+        if kind == "unknown":
+            raise ValueError(f"{pattern[part.start() :][:10]!r} in a pattern with look-ahead")
+        tokens.append((kind if kind in ("set", "count") else part[kind], part[kind]))
+    choice = parse_choice(tokens)
+    if tokens:
+        raise ValueError("a parenthesis is not opened")
+    return choice
 
 
-def _kinds(node: _Node) -> Iterator[str]:
-    """Yield the kinds of `node` and of all nodes in it."""
-    yield node[0]
-    match node:
-        case "repeat", inner, _, _:
-            yield from _kinds(inner)
-        case _, list(choice):
-            for inner in (inner for sequence in choice for inner in sequence):
-                yield from _kinds(inner)
+def _is_plain(item: Item) -> bool:
+    """Return whether `item` has no anchors and no look-ahead."""
+    parts = item.value if isinstance(item.value, list) else []
+    return item.kind not in _ZERO_WIDTH and all(map(_is_plain, chain(*parts)))
 
 
 class _Automaton:
@@ -150,38 +127,46 @@ class _Automaton:
 
     def __init__(self, pattern: str) -> None:
         self._symbols = _symbols({part["set"] for part in _PART.finditer(pattern) if part["set"]})
-        choice = [(sequence, sequence[:1] == [("^", "^")]) for sequence in _parse(pattern)]
+        choice = [(sequence, sequence[:1] == [Item("^", "^")]) for sequence in _parse(pattern)]
         self._texts = _or(_cat(_EMPTY if start else _ALL, self._sequence(s, _ALL, start)) for s, start in choice)
 
-    def _sequence(self, sequence: list[_Node], rest: _Term, is_start: bool) -> _Term:
+    def _sequence(self, sequence: list[Item], rest: _Term, is_start: bool) -> _Term:
         """Return the texts that `sequence` begins and `rest` ends. Only at the start there may be a "^"."""
-        starts = [is_start and all(item[0][0] in "(^" for item in sequence[:i]) for i in range(len(sequence))]
+        starts = [is_start and all(item.kind in _ZERO_WIDTH for item in sequence[:i]) for i in range(len(sequence))]
         for item, start in zip(reversed(sequence), reversed(starts), strict=True):
-            rest = self._item(item, rest, start)
+            rest = self._repeat(item, rest) if item.count else self._item(item, rest, start)
         return rest
 
-    def _item(self, item: _Node, rest: _Term, is_start: bool) -> _Term:
-        match item:
+    def _repeat(self, item: Item, rest: _Term) -> _Term:
+        numbers = {"*": "0,", "+": "1,", "?": "0,1"}.get(item.count, item.count.strip("{}")).split(",")
+        least = most = int(numbers[0])
+        if numbers[-1]:
+            most = int(numbers[-1])
+        elif _is_plain(item):
+            rest = _cat(("star", self._item(item, _EMPTY, False)), rest)
+        else:
+            raise ValueError("a look-ahead or anchor that repeats")
+        built = rest
+        for i in range(most):
+            longer = self._item(item, built, False)
+            built = longer if i >= most - least else _or([rest, longer])
+        return built
+
+    def _item(self, item: Item, rest: _Term, is_start: bool) -> _Term:
+        """Return the texts that `item`, whatever its count, begins and `rest` ends."""
+        match item.kind, item.value:
             case "set", text:
                 return _cat(("set", frozenset(i for i, (key, _) in enumerate(self._symbols) if text in key)), rest)
             case "$", _:
                 return _EMPTY if _is_nullable(rest) else _NOTHING
             case "^", _ if is_start:
                 return rest
-            case "or", choice:
+            case "(", list(choice):
                 return _or(self._sequence(sequence, rest, is_start) for sequence in choice)
-            case "(?=" | "(?!" as kind, choice:
+            case "(?=" | "(?!" as kind, list(choice):
                 ahead = _or(self._sequence(sequence, _ALL, is_start) for sequence in choice)
                 return _not(_or([_not(rest), ahead if kind == "(?!" else _not(ahead)]))
-            case "repeat", inner, least, most if most is not None or not _ZERO_WIDTH & {*_kinds(inner)}:
-                if most is None:
-                    rest, most = _cat(("star", self._item(inner, _EMPTY, False)), rest), least
-                built = rest
-                for i in range(most):
-                    longer = self._item(inner, built, False)
-                    built = longer if i >= most - least else _or([rest, longer])
-                return built
-        raise ValueError(f"a look-ahead or anchor that repeats, or {item[0]!r} behind the start")
+        raise ValueError(f"{item.kind!r} behind the start")
 
     def pattern(self, is_complement: bool = False) -> str:
         """Return a plain pattern of these texts, or of all others."""

@@ -172,9 +172,7 @@ class _Keyword:
         names = self.child(self._resolve(self.value) if isinstance(self.value, dict) else self.value)
         if isinstance(names, bool):
             names = {} if names else {"enum": []}
-        names.pop("format", None)  # an annotation
-        if names.get("type") == "string":
-            del names["type"]
+        names = {k: v for k, v in names.items() if k != "format" and (k, v) != ("type", "string")}
         match list(names.items()):
             case []:
                 return {}

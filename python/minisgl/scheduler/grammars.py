@@ -21,7 +21,8 @@ from minisgl.scheduler.req import Status
 if TYPE_CHECKING:
     from minisgl.core import BatchPlan, Ints
     from minisgl.distributed.control import PlanBus
-    from minisgl.grammar.compiler import GrammarCompiler, TokenMatcher
+    from minisgl.grammar.compiler import TokenMatcher
+    from minisgl.grammar.trial import TriedCompiler
     from minisgl.params import Grammar
     from minisgl.scheduler.plan import Launched
     from minisgl.scheduler.req import Req
@@ -39,7 +40,7 @@ ON_DEVICE: Final = Flag.FROM_DEVICE | Flag.MASKED
 class Grammars:
     """Compiles grammars and follows the requests that have one. Without a `compiler` grammars are refused."""
 
-    def __init__(self, compiler: GrammarCompiler | None = None, executor: Executor | None = None) -> None:
+    def __init__(self, compiler: TriedCompiler | None = None, executor: Executor | None = None) -> None:
         self._compiler = compiler
         self._executor = executor or ThreadPoolExecutor(THREADS, "grammar")
         self._known = executor or ThreadPoolExecutor(THREADS, "known-grammar")  # never behind trials
@@ -59,7 +60,7 @@ class Grammars:
         assert params.grammar is not None, f"has no grammar: {req}"
         if self._compiler is None:
             raise RequestError("this engine has no grammars", param=params.grammar.param, code="unsupported_value")
-        executor = self._known if self._compiler.is_known(params.grammar, params.ignore_eos) else self._executor
+        executor = self._known if self._compiler.is_known(params.grammar) else self._executor
         job = executor.submit(
             self._compile, self._compiler, params.grammar, params.ignore_eos, req.ids[req.prompt_len :]
         )
@@ -67,7 +68,7 @@ class Grammars:
         req.status = Status.COMPILING
 
     @staticmethod
-    def _compile(compiler: GrammarCompiler, grammar: Grammar, ignore_eos: bool, output: Ints) -> TokenMatcher:
+    def _compile(compiler: TriedCompiler, grammar: Grammar, ignore_eos: bool, output: Ints) -> TokenMatcher:
         """Return a matcher that has advanced over the tokens `output`, which another replica has generated."""
         matcher = compiler.compile(grammar, ignore_eos)
         if len(output):

@@ -294,8 +294,7 @@ FUNCTIONS: list[dict[str, Any]] = [
 
 def written(form: ToolForm, *calls: tuple[str, str]) -> str:
     """Calls as the grammar of the form wants them."""
-    names = {name: json.dumps(name) if '"' in form.call else name for name, _ in calls}
-    texts = [form.call.replace("$name", names[name]).replace("$arguments", arguments) for name, arguments in calls]
+    texts = [form.call.replace("$name", name).replace("$arguments", arguments) for name, arguments in calls]
     value = form.begin + form.between.join(texts) + form.end
     return value if form.is_bare else form.open[0] + value + "".join(form.close[-1:])
 

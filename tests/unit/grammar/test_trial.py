@@ -15,8 +15,9 @@ import pytest
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.errors import RequestError
 from minisgl.grammar import trial
-from minisgl.grammar.trial import AT_ONCE, WALL_S, TriedCompiler
+from minisgl.grammar.trial import WALL_S, TriedCompiler
 from minisgl.params import Grammar, GrammarKind
+from minisgl.scheduler.grammars import THREADS
 from support.processes import PATIENCE_S, eventually
 
 LOW = -(2**63)
@@ -44,7 +45,7 @@ HOSTILE: list[tuple[GrammarKind, str]] = [
 def compiler() -> Iterator[TriedCompiler]:
     tried = TriedCompiler(BUILTIN_MODEL, vocab_size=4096, eos_ids=frozenset({1}))
     yield tried
-    tried._trials.close()
+    tried.close()
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_hostile_grammars_are_refused(compiler: TriedCompiler, kind: GrammarKind
     with pytest.raises(RequestError, match=r"^the_field is not a usable grammar: ") as refused:
         compiler.compile(Grammar(kind, text, param="the_field"), False)
     assert (refused.value.status, refused.value.param) == (400, "the_field")
-    assert compiler.compile(GOOD, False).continuations.any()
+    assert compiler.compile(GOOD, False).mask.any()
 
 
 def test_hostile_grammars_delay_no_other(compiler: TriedCompiler) -> None:
@@ -62,8 +63,8 @@ def test_hostile_grammars_delay_no_other(compiler: TriedCompiler) -> None:
         with pytest.raises(RequestError):
             compiler.compile(Grammar("json_schema", f'{{"multipleOf": {1000003 + 2 * i}, "type": "integer"}}'), False)
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        hostile = [pool.submit(refuse, i) for i in range(AT_ONCE - 1)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        hostile = [pool.submit(refuse, i) for i in range(THREADS - 1)]
         time.sleep(0.1)
         began = time.monotonic()
         compiler.compile(Grammar("regex", "[a-z]{3}"), False)
@@ -74,19 +75,19 @@ def test_hostile_grammars_delay_no_other(compiler: TriedCompiler) -> None:
 
 def test_verdicts_are_remembered(compiler: TriedCompiler) -> None:
     grammar = Grammar("regex", "x{90000}", param="regex")
-    assert not compiler.is_known(grammar, False)
+    assert not compiler.is_known(grammar)
     for _ in range(2):
         began = time.monotonic()
         with pytest.raises(RequestError):
             compiler.compile(grammar, False)
     assert time.monotonic() - began < 0.05
-    assert compiler.is_known(grammar, False) and not compiler.is_known(grammar, True)
+    assert compiler.is_known(grammar)
 
 
 def test_killed_process_is_replaced(compiler: TriedCompiler) -> None:
     compiler.compile(Grammar("regex", "[a-c]"), False)
-    process = compiler._trials._process
-    assert process is not None
+    assert compiler._server is not None
+    process = compiler._server[0]
     os.kill(process.pid, signal.SIGKILL)
     compiler.compile(Grammar("regex", "[a-d]"), False)
     assert eventually(lambda: process.returncode == -signal.SIGKILL)
@@ -94,26 +95,26 @@ def test_killed_process_is_replaced(compiler: TriedCompiler) -> None:
 
 def test_frozen_process_is_replaced(compiler: TriedCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler.compile(GOOD, False)
-    assert compiler._trials._process is not None
-    frozen = compiler._trials._process.pid
+    assert compiler._server is not None
+    frozen = compiler._server[0].pid
     monkeypatch.setattr(trial, "FROZEN_S", 2.0)
     os.kill(frozen, signal.SIGSTOP)
     compiler.compile(Grammar("regex", "frozen", param="regex"), False)
-    assert compiler._trials._process.pid != frozen
+    assert compiler._server[0].pid != frozen
 
 
 def test_grammars_that_come_at_once_are_all_tried(compiler: TriedCompiler) -> None:
-    grammars = [Grammar("regex", f"at once {i}", param="regex") for i in range(3 * AT_ONCE)]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        assert all(pool.map(lambda grammar: compiler.compile(grammar, False).continuations.any(), grammars))
+    grammars = [Grammar("regex", f"at once {i}", param="regex") for i in range(3 * THREADS)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        assert all(pool.map(lambda grammar: compiler.compile(grammar, False).mask.any(), grammars))
 
 
 def test_processes_end_with_their_parent() -> None:
     compiler = TriedCompiler(BUILTIN_MODEL, vocab_size=4096, eos_ids=frozenset({1}))
     compiler.compile(GOOD, False)
-    process = compiler._trials._process
-    assert process is not None and process.stdin is not None
-    process.stdin.close()
+    assert compiler._server is not None
+    process, control = compiler._server
+    control.close()
     assert process.wait(PATIENCE_S) == 0
 
 

@@ -91,11 +91,11 @@ def test_known_grammars_do_not_wait_for_trials() -> None:
     release = threading.Event()
 
     class Compiler(FakeCompiler):
-        def is_known(self, grammar: Grammar, ignore_eos: bool) -> bool:
+        def is_known(self, grammar: Grammar) -> bool:
             return grammar.text == "3 4"
 
         def compile(self, grammar: Grammar, ignore_eos: bool) -> FakeMatcher:
-            assert self.is_known(grammar, ignore_eos) or release.wait(PATIENCE_S)
+            assert self.is_known(grammar) or release.wait(PATIENCE_S)
             return super().compile(grammar, ignore_eos)
 
     h = Harness(FakeEngine(rows=40, num_pages=400, vocab=101), 1)

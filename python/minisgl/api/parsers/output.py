@@ -61,7 +61,6 @@ class OutputParser:
         self._calls = 0
         # The open block: its type and texts.
         self._block: tuple[type[Content] | type[Reasoning], list[str]] | None = None
-        self._has_blocks = False
 
     def feed(self, text: str, is_last: bool = False) -> list[Piece]:
         """Parse `text`; return the pieces that are certain now, or with `is_last` all that remain."""
@@ -111,10 +110,9 @@ class OutputParser:
         the whole. A "call" is complete. An answer without blocks gets an empty text.
         """
         pieces: list[Piece] = list(_merged(self.feed(text, is_last)))
-        if is_last and not pieces and not self._has_blocks:
+        if is_last and not pieces and self._block is None and not self._calls:
             pieces = [Content("")]
         for piece in pieces:
-            self._has_blocks = True
             if self._block is not None and self._block[0] is not type(piece):
                 yield "close", self._closed()
             if isinstance(piece, ParsedCall):

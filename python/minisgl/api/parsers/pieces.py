@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 STRIDE: Final = 512  # characters per read, so that a long text is not copied at every marker
-# What a scanner looks for, by the quote of the string that it is inside.
+# What a scanner looks for, by the quote of the string that it is inside, after a backslash if there was one.
+_ANY: Final = re.compile(".", re.DOTALL)
 _SIGNS: Final = {"": re.compile(r"[\"'{}\[\]()]"), '"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 
 
@@ -82,44 +83,31 @@ def split_at(text: str, *markers: str) -> tuple[str, str, str]:
     return text[: len(text) - len(held)], "", held
 
 
-def first_not_space(text: str) -> int:
-    """Return the index of the first character that is not white space, or the length of `text`."""
-    return len(text) - len(text.lstrip())
-
-
 class ValueScanner:
     """Finds the end of a JSON object or array, or a Python list, that arrives in pieces: by its brackets and quotes.
 
-    The value may still be invalid, which the decoder finds out. The state is the bracket depth, the quote of the string
-    that the scanner is inside, and whether the last character there was a backslash.
+    The value may still be invalid, which the decoder finds out. The state is the bracket depth, and the quote of the
+    string that the scanner is inside, after a backslash if that was the last character.
     """
 
     def __init__(self) -> None:
         self._depth = 0
         self._quote = ""
-        self._is_escaped = False
 
     def feed(self, text: str) -> int | None:
         """Return the index after the value's last bracket, or None while it is open. The first text begins with one."""
-        i = 0
-        while i < len(text):
-            if self._is_escaped:
-                self._is_escaped = False
-                i += 1
-                continue
-            match = _SIGNS[self._quote].search(text, i)
-            if match is None:
-                return None
-            i = match.end()
+        end = 0
+        while match := _SIGNS.get(self._quote, _ANY).search(text, end):
+            end = match.end()
             sign = match[0]
-            if sign == "\\":
-                self._is_escaped = True
+            if len(self._quote) == 2:
+                self._quote = self._quote[1]
+            elif sign == "\\":
+                self._quote = sign + self._quote
             elif sign in "\"'":
                 self._quote = "" if self._quote else sign
-            elif sign in "{[(":
-                self._depth += 1
             else:
-                self._depth -= 1
+                self._depth += 1 if sign in "{[(" else -1
                 if self._depth == 0:
-                    return i
+                    return end
         return None

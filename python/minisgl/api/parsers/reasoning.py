@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from minisgl.api.parsers.pieces import Content, Parser, Piece, Reasoning, first_not_space, split_at
+from minisgl.api.parsers.pieces import Content, Parser, Piece, Reasoning, split_at
 from minisgl.api.parsers.tools import ToolForm
 
 
@@ -69,43 +69,38 @@ class ReasoningParser(Parser):
         return [Reasoning(text)] if self._held else []
 
     def _at_start(self, text: str, pieces: list[Piece]) -> str:
-        start = first_not_space(text)
-        tag = self._form.open
-        if text.startswith(tag, start):
+        rest, tag = text.lstrip(), self._form.open
+        if rest.startswith(tag):
             self._space = []
             self._state = self._inside
-            return text[start + len(tag) :]
-        self._space.append(text[:start])
-        if tag.startswith(text[start:]):  # also if there is only white space
-            self._held = text[start:]
+            return rest.removeprefix(tag)
+        self._space.append(text[: len(text) - len(rest)])
+        if tag.startswith(rest):  # also if there is only white space
+            self._held = rest
             return ""
         space, self._space = "".join(self._space), []
         self._state = self._inside if self._is_opened else self._in_answer
-        return space + text[start:]
+        return space + rest
 
     def _inside(self, text: str, pieces: list[Piece]) -> str:
         calls = () if self._tools is None or self._call else self._tools.open
         certain, marker, rest = split_at(text, self._form.close, *calls)
         if not self._has_reasoning:
-            certain = certain[first_not_space(certain) :]
-        shown = certain.rstrip()
-        if shown:
+            certain = certain.lstrip()
+        if shown := certain.rstrip():
             pieces.append(Reasoning("".join([*self._space, shown])))
             self._space = []
             self._has_reasoning = True
+        self._space.append(certain[len(shown) :])
         if marker in calls:
             self._call = [marker]
-            self._space.append(certain[len(shown) :])
             self._state = self._in_call
-            return rest
-        if marker:
+        elif marker:
             self._space = []
             self._state = self._after_close
-            return rest
-        if self._has_reasoning:
-            self._space.append(certain[len(shown) :])
-        self._held = rest
-        return ""
+        else:
+            self._held, rest = rest, ""
+        return rest
 
     def _in_call(self, text: str, pieces: list[Piece]) -> str:
         before, marker, rest = split_at(text, self._form.close)
@@ -117,10 +112,10 @@ class ReasoningParser(Parser):
         return "".join([*self._call, marker, rest])
 
     def _after_close(self, text: str, pieces: list[Piece]) -> str:
-        start = first_not_space(text)
-        if start < len(text):
+        rest = text.lstrip()
+        if rest:
             self._state = self._in_answer
-        return text[start:]
+        return rest
 
     def _in_answer(self, text: str, pieces: list[Piece]) -> str:
         pieces.append(Content(text))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from minisgl.api.parsers.pieces import Content, ParsedCall, Parser, Piece, ValueScanner, first_not_space, split_at
+from minisgl.api.parsers.pieces import Content, ParsedCall, Parser, Piece, ValueScanner, split_at
 from minisgl.api.parsers.values import read_calls
 from minisgl.api.structured import json_text
 from minisgl.params import ToolCalls
@@ -52,7 +52,7 @@ class ToolForm:
     sign: str
     open: tuple[str, ...]
     close: tuple[str, ...] = ()
-    call: str = '{"name": $name, "arguments": $arguments}'
+    call: str = '{"name": "$name", "arguments": $arguments}'
     begin: str = "["
     between: str = ", "
     end: str = "]"
@@ -73,8 +73,7 @@ class ToolForm:
         for function in functions:
             schema = (is_exact and function.get("parameters")) or {"type": "object"}
             before, after = self.call.split("$arguments")
-            name = json.dumps(function["name"], ensure_ascii=False)
-            name = name if '"' in before else name[1:-1]
+            name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
             calls.append((before.replace("$name", name), schema, after))
         begin, end = (("",), ("",)) if self.is_bare else (self.open, self.close or ("",))
         between = None if is_single else self.between
@@ -107,7 +106,7 @@ TOOL_FORMS: Final = {
     "llama3": ToolForm(
         r"<\|python_tag\|>|<\|start_header_id\|>ipython|Environment: ipython",
         ("<|python_tag|>",),
-        call='{"name": $name, "parameters": $arguments}',
+        call='{"name": "$name", "parameters": $arguments}',
         begin="",
         between="; ",
         end="",
@@ -123,17 +122,16 @@ class ToolParser(Parser):
     A call is emitted when its value is complete and valid. Text that proves not to be a call is content. White space
     between and around calls is dropped.
 
-    The states: `_in_text` before a marker, `_in_head` between the marker and the value, `_in_value`, `_in_tail` after a
-    call, where closing markers are dropped and another value may follow.
+    The states: `_at_start` if a call may have no marker, `_in_text` before a marker, `_in_head` between the marker and
+    the value, `_in_value`, `_in_tail` after a call, where closing markers are dropped and another value may follow.
     """
 
     def __init__(self, form: ToolForm, tools: Mapping[str, Any], only_first: bool = False) -> None:
         """`tools` are the parameters of the offered tools, by name. `only_first` drops all calls after the first."""
-        super().__init__(self._in_text)
+        super().__init__(self._at_start if form.is_bare else self._in_text)
         self._form = form
         self._tools = tools
         self._only_first = only_first
-        self._may_be_bare = form.is_bare
         self._space: list[str] = []  # white space after the last text; shown if more text follows
         # What precedes a value, and its parts; or what follows a call. Content if it is not a call.
         self._raw: list[str] = []
@@ -154,21 +152,20 @@ class ToolParser(Parser):
             pieces += self.feed(rest)
         self._reject(pieces)
         self._show(self._held, pieces)
-        if self._space and not self._calls:
-            pieces.append(Content("".join(self._space)))
+        if (space := "".join(self._space)) and not self._calls:
+            pieces.append(Content(space))
         return pieces
 
+    def _at_start(self, text: str, pieces: list[Piece]) -> str:
+        rest = text.lstrip()
+        self._space.append(text[: len(text) - len(rest)])
+        if not rest or any(m.startswith(rest) for m in self._form.open):
+            self._held = rest
+            return ""
+        self._state = self._in_text
+        return self._begin(rest) if rest[0] in "{[`" else rest
+
     def _in_text(self, text: str, pieces: list[Piece]) -> str:
-        if self._may_be_bare:
-            rest = text.lstrip()
-            self._space.append(text[: len(text) - len(rest)])
-            if not rest or any(m.startswith(rest) for m in self._form.open):
-                self._held = rest
-                return ""
-            self._may_be_bare = rest.startswith(self._form.open)
-            if rest[0] in "{[`":
-                return self._begin(rest)
-            text = rest
         before, marker, rest = split_at(text, *self._form.open)
         self._show(before, pieces)
         if marker:
@@ -229,7 +226,6 @@ class ToolParser(Parser):
             if not (self._only_first and self._calls):
                 pieces.append(ParsedCall(self._form.new_id(), name, arguments))
             self._calls += 1
-        self._may_be_bare = False
         self._state = self._in_tail
         self._raw = []
 
@@ -254,20 +250,14 @@ class ToolParser(Parser):
         """Emit everything since the marker as content; return `rest`, the text that was not consumed."""
         raw, self._raw = "".join(self._raw), []
         self._state = self._in_text
-        if raw:
-            self._may_be_bare = False
-            self._show(raw, pieces)
+        self._show(raw, pieces)
         return rest
 
     def _show(self, text: str, pieces: list[Piece]) -> None:
         """Emit `text` as content, except for trailing white space, which waits for the next text."""
-        shown = text.rstrip()
-        if shown:
-            self._may_be_bare = False
-            before = "" if self._calls and not self._has_content else "".join(self._space)
-            start = first_not_space(shown) if self._calls and not self._has_content else 0
-            pieces.append(Content(before + shown[start:]))
+        if shown := text.rstrip():
+            is_after_calls = self._calls > 0 and not self._has_content
+            pieces.append(Content(shown.lstrip() if is_after_calls else "".join([*self._space, shown])))
             self._space = []
             self._has_content = True
-        if len(shown) < len(text):
-            self._space.append(text[len(shown) :])
+        self._space.append(text[len(shown) :])
