@@ -206,7 +206,7 @@ def parse_args(argv: list[str] | None = None, prog: str = "minisgl serve") -> Se
 
     Raises `ConfigError` for values that cannot work. A flag that cannot be parsed ends the process with status 2.
     """
-    parser = Parser(prog=prog, description="Serve a language model over HTTP (OpenAI's API).", allow_abbrev=False)
+    parser = Parser(prog=prog, description="Serve a language model over HTTP (OpenAI's API).")
     add_model_argument(parser)
     add_options(parser)
     return args_from_options(take_options(parser.parse_args(argv)))
