@@ -54,13 +54,9 @@ def launch_server(args: ServerArgs, scheduler: SchedulerTarget = run_scheduler) 
     try:
         if args.scheduler.engine.node_rank:
             return _run_other_host(args, checked, scheduler)
-        with (
-            listening_socket(args) as sock,
-            running_children(args, checked, scheduler) as children,
-            http_server(children, checked) as server,
-        ):
+        with http_server(args, checked, scheduler) as (server, sock, facts):
             url = _url(sock, checked.tls is not None)
-            server.run(sock, lambda: announce(banner(args, checked, children.facts, url)))
+            server.run(sock, lambda: announce(banner(args, checked, facts, url)))
             return server.exit_code
     except KeyboardInterrupt:
         return 130
@@ -76,11 +72,7 @@ def background_server(args: ServerArgs) -> Iterator[str]:
     if args.scheduler.engine.node_rank:
         raise ConfigError("the chat runs on node 0: start `minisgl serve` with the same settings on the other nodes")
     is_up = threading.Event()
-    with (
-        listening_socket(args) as sock,
-        running_children(args, checked, run_scheduler) as children,
-        http_server(children, checked) as server,
-    ):
+    with http_server(args, checked, run_scheduler) as (server, sock, _):
         thread = threading.Thread(target=server.run, args=(sock, is_up.set), name="http")
         thread.start()
         try:
@@ -95,8 +87,7 @@ def background_server(args: ServerArgs) -> Iterator[str]:
 
 def _run_other_host(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) -> int:
     """Run the ranks of a host without HTTP until one of them ends. All ranks end when rank 0 does."""
-    with running_children(args, checked, scheduler) as children:
-        processes = children.processes
+    with running_children(args, checked, scheduler) as (_, processes, _):
         announce(f"ready: {', '.join(processes.pids)}")
         name = processes.wait_end()
         cause = processes.describe_end(name)
@@ -248,21 +239,14 @@ def _url(sock: socket.socket, is_tls: bool) -> str:
 # -- spawn
 
 
-@dataclass(frozen=True)
-class Running:
-    """The child processes of a server, all ready."""
-
-    args: ServerArgs  # with the run directory
-    processes: Processes
-    facts: Facts
-    replica: Callable[[int, int], list[Child]]  # (index, life) -> the processes to start for that life
-
-
 @contextlib.contextmanager
-def running_children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) -> Iterator[Running]:
-    """Start the child processes in a new run directory, and yield them when all are ready; end them afterwards.
+def running_children(
+    args: ServerArgs, checked: Checked, scheduler: SchedulerTarget
+) -> Iterator[tuple[ServerArgs, Processes, Facts]]:
+    """Start the child processes in a new run directory; end them afterwards.
 
-    Host 0 has its ranks, the tokenizers and the detokenizer. Other hosts have only ranks.
+    When all are ready, yield `args` with that directory, the processes and their facts. Host 0 has its ranks, the
+    tokenizers and the detokenizer. Other hosts have only ranks.
     """
     with run_dir() as folder:
         args = replace(args, run_dir=str(folder))
@@ -271,8 +255,7 @@ def running_children(args: ServerArgs, checked: Checked, scheduler: SchedulerTar
         processes = Processes(children)
         try:
             processes.spawn()
-            facts = processes.wait_ready(args.ready_timeout)
-            yield Running(args, processes, facts, partial(replica_children, args, scheduler))
+            yield args, processes, processes.wait_ready(args.ready_timeout)
         finally:
             processes.stop()
 
@@ -327,21 +310,26 @@ def tokenizer_children(args: ServerArgs, checked: Checked) -> list[Child]:
 
 
 @contextlib.contextmanager
-def http_server(children: Running, checked: Checked) -> Iterator[HttpServer]:
-    """Yield the HTTP server, ready to run; tell the schedulers to exit afterwards."""
+def http_server(
+    args: ServerArgs, checked: Checked, scheduler: SchedulerTarget
+) -> Iterator[tuple[HttpServer, socket.socket, Facts]]:
+    """Yield the HTTP server, ready to run with its socket, and what is known of its running children.
+
+    Afterwards tell the schedulers to exit, end all children and close the socket.
+    """
     from minisgl.api.app import create_app
     from minisgl.launch.http_server import HttpServer
 
-    args, processes = children.args, children.processes
-    replicas = None if args.dp == 1 else Replicas(args, processes, children.replica)
-    app = create_app(args, served_model(args, checked, children.facts, processes))
-    try:
-        yield HttpServer(app, processes, args.drain_timeout, args.heartbeat_timeout, checked.tls, replicas)
-    finally:
-        for addr in [args.zmq_scheduler_addr] if replicas is None else replicas.addrs:
-            backend: ZmqPushQueue[BackendMsg] = ZmqPushQueue(addr, Codec(BackendMsg))
-            backend.put([ExitMsg()])
-            backend.close()
+    with listening_socket(args) as sock, running_children(args, checked, scheduler) as (args, processes, facts):
+        replicas = None if args.dp == 1 else Replicas(args, processes, partial(replica_children, args, scheduler))
+        app = create_app(args, served_model(args, checked, facts, processes))
+        try:
+            yield HttpServer(app, processes, args, checked.tls, replicas), sock, facts
+        finally:
+            for addr in [args.zmq_scheduler_addr] if replicas is None else replicas.addrs:
+                backend: ZmqPushQueue[BackendMsg] = ZmqPushQueue(addr, Codec(BackendMsg))
+                backend.put([ExitMsg()])
+                backend.close()
 
 
 def served_model(args: ServerArgs, checked: Checked, facts: Facts, processes: Processes) -> ServedModel:
