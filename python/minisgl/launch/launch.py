@@ -29,7 +29,7 @@ from minisgl.launch.targets import local_ranks, run_follower_rank, run_scheduler
 from minisgl.message import BackendMsg, ExitMsg
 from minisgl.params import Limits
 from minisgl.process.log import announce, configure_logging, log_format, log_level, tell
-from minisgl.process.processes import Child, Facts, Processes, Ready, run_dir
+from minisgl.process.processes import Child, Facts, Processes, Ready, run_dir, signal_handler
 from minisgl.process.queues import Codec, ZmqPushQueue
 from minisgl.settings.options import ServerArgs, split_list
 
@@ -50,18 +50,16 @@ def launch_server(args: ServerArgs, scheduler: SchedulerTarget = run_scheduler) 
     """
     configure_logging("minisgl-api", args.log_level, args.log_format)
     checked = check_args(args)
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # during the start: clean up and exit
-    try:
-        if args.scheduler.engine.node_rank:
-            return _run_other_host(args, checked, scheduler)
-        with http_server(args, checked, scheduler) as (server, sock, facts):
-            url = _url(sock, checked.tls is not None)
-            server.run(sock, lambda: announce(banner(args, checked, facts, url)))
-            return server.exit_code
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    with signal_handler(signal.SIGTERM, lambda *_: sys.exit(0)):  # during the start: clean up and exit
+        try:
+            if args.scheduler.engine.node_rank:
+                return _run_other_host(args, checked, scheduler)
+            with http_server(args, checked, scheduler) as (server, sock, facts):
+                url = _url(sock, checked.tls is not None)
+                server.run(sock, lambda: announce(banner(args, checked, facts, url)))
+                return server.exit_code
+        except KeyboardInterrupt:
+            return 130
 
 
 @contextlib.contextmanager
