@@ -248,7 +248,8 @@ def running_children(
     """
     with run_dir() as folder:
         args = replace(args, run_dir=str(folder))
-        children = _children(args, checked, scheduler)
+        children = [rank for index in range(args.dp) for rank in replica_children(args, scheduler, index, index)]
+        children += [] if args.scheduler.engine.node_rank else tokenizer_children(args, checked)
         tell(f"starting {len(children)} processes for {checked.name}")
         processes = Processes(children)
         try:
@@ -271,8 +272,7 @@ def replica_children(args: ServerArgs, scheduler: SchedulerTarget, index: int, l
     prefix = "minisgl"
     if args.dp > 1:
         prefix = f"minisgl-DP{index}"
-        args = divided(args, index)
-        args = replace(args, life=life)
+        args = replace(divided(args, index), life=life)
         scheduler_env |= visible_gpus(args, index)
         Path(f"{args.run_dir}/life-{life}").mkdir(mode=0o700)
     if (threads := args.scheduler.engine.threads) is not None:
@@ -283,11 +283,6 @@ def replica_children(args: ServerArgs, scheduler: SchedulerTarget, index: int, l
         name = f"{prefix}-TP{rank.info.rank}-scheduler"
         children.append(Child(name, target, arguments, scheduler_env, leaves_when_told=True))
     return children
-
-
-def _children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) -> list[Child]:
-    children = [rank for index in range(args.dp) for rank in replica_children(args, scheduler, index, index)]
-    return children if args.scheduler.engine.node_rank else children + tokenizer_children(args, checked)
 
 
 def tokenizer_children(args: ServerArgs, checked: Checked) -> list[Child]:
