@@ -41,7 +41,7 @@ from minisgl.bench.load import Job, LoadGenerator, Record, summarize
 from minisgl.bench.online import own_server
 from minisgl.bench.report import format_table, origin, provenance
 from minisgl.bench.shapes import SHAPE_HELP, shape_options
-from minisgl.bench.traffic import Range, Request, random_prompt, random_requests
+from minisgl.bench.traffic import OnlineArgs, Range, Request, random_prompt, random_requests
 from minisgl.bench.workloads import OfflineArgs, make_workloads
 from minisgl.chat.client import ChatClient
 from minisgl.device.machine import choose_device
@@ -86,7 +86,7 @@ class Server:
         """Send a first load, as large as workload A, to the server at `url`."""
         self.url = url
         model = ChatClient(url, None).model()
-        self.sampling = LoadGenerator(url, model, temperature=0.6)
+        self.sampling = LoadGenerator(url, model, OnlineArgs(temperature=0.6))
         self.greedy = LoadGenerator(url, model, keeps_events=True)
         self.send(random_requests(sizes.requests, Range(sizes.longest, sizes.longest), Range(8, 8), VOCAB, "warm-up"))
 

@@ -21,7 +21,7 @@ from minisgl.bench.report import format_table
 from minisgl.bench.shapes import SHAPES, shape_options
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.tokenizer.tokenize import load_tokenizer
-from minisgl.verify.steps import Span, engine_of, stepper_of
+from minisgl.verify.steps import Span, stepper_of
 
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -48,7 +48,7 @@ def sample_texts(llm: LLM) -> list[list[int]]:
 
 
 def logits_of(llm: LLM, texts: list[list[int]]) -> torch.Tensor:
-    stepper = stepper_of(engine_of(llm))
+    stepper = stepper_of(llm)
     steps = [stepper.step([Span(row, i, [t])]) for row, ids in enumerate(texts) for i, t in enumerate(ids)]
     return torch.cat(steps).double()
 

@@ -47,49 +47,44 @@ from minisgl.settings.sources import (
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="minisgl", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="minisgl", description=__doc__)
     parser.add_argument("--version", action="version", version=minisgl.__version__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
+    serve = commands.add_parser("serve", help="serve a model over HTTP")
     add_model_argument(serve)
     serve.add_argument("--shell", "--shell-mode", action="store_true", help="also chat with the model in this terminal")
     add_options(serve)
 
-    chat = commands.add_parser("chat", help="chat with a model in the terminal", allow_abbrev=False)
+    chat = commands.add_parser("chat", help="chat with a model in the terminal")
     add_model_argument(chat)
     chat.add_argument("--url", help="talk to this running server instead of starting one")
     _add_sampling(chat, default_temperature=None)
     chat.add_argument("--system", help="system prompt")
     add_options(chat)
 
-    generate = commands.add_parser("generate", help="answer prompts offline and exit", allow_abbrev=False)
+    generate = commands.add_parser("generate", help="answer prompts offline and exit")
     generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="text to continue, or with --chat a question")
     generate.add_argument("--chat", action="store_true", help="put each prompt through the chat template")
     _add_sampling(generate, default_temperature=0.0)
     add_options(generate, SchedulerConfig)
 
     add_bench(commands)
-    verify = commands.add_parser(
-        "verify", help="check a model's logits", description=getdoc(_verify), allow_abbrev=False
-    )
+    verify = commands.add_parser("verify", help="check a model's logits", description=getdoc(_verify))
     add_model_argument(verify)
-    verify.add_argument(
-        "--length", type=int, default=192, metavar="INT", help="tokens of the longest text (default: 192)"
-    )
+    help = "tokens of the longest text (default: 192)"
+    verify.add_argument("--length", type=int, default=192, metavar="INT", help=help)
     verify.add_argument("--json", metavar="FILE", help="write the table to this file as well")
     add_options(verify, SchedulerConfig)
     quantize = commands.add_parser("quantize", help="write a checkpoint with fewer bits", description=getdoc(_quantize))
     quantize.add_argument("input", metavar="IN", help="the checkpoint; '' for the built-in model")
     quantize.add_argument("output", metavar="OUT", type=Path, help="the folder to write; it must not exist yet")
     quantize.add_argument("--scheme", choices=("fp8", "int8", "int4"), required=True, help="see above")
-    replay = commands.add_parser(
-        "replay", help="run a recorded scheduler again", description=getdoc(_replay), allow_abbrev=False
-    )
+    replay = commands.add_parser("replay", help="run a recorded scheduler again", description=getdoc(_replay))
     replay.add_argument("file", metavar="FILE", help="what `minisgl serve --record FILE` has written")
     replay.add_argument("--port", type=int, metavar="INT", help="then show each step in a browser (0: any port)")
     help = "report what this machine can run, and the memory that a model needs; also called env"
-    doctor = commands.add_parser("doctor", aliases=["env"], help=help, allow_abbrev=False)
+    doctor = commands.add_parser("doctor", aliases=["env"], help=help)
     add_model_argument(doctor)
     add_options(doctor)
     return parser
@@ -99,9 +94,8 @@ def _add_sampling(parser: argparse.ArgumentParser, default_temperature: float | 
     shown = "the model's" if default_temperature is None else f"{default_temperature:g}"
     help = f"sampling temperature, 0 = greedy (default: {shown})"
     parser.add_argument("--temperature", type=float, default=default_temperature, metavar="FLOAT", help=help)
-    parser.add_argument(
-        "--max-tokens", type=int, metavar="INT", help="maximum length of an answer (default: the context)"
-    )
+    help = "maximum length of an answer (default: the context)"
+    parser.add_argument("--max-tokens", type=int, metavar="INT", help=help)
 
 
 def _serve(options: argparse.Namespace) -> int:

@@ -185,16 +185,23 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_schema_chars: int = 128 * 1024
 
 
-MAX_TEMPERATURE: Final = 100.0
-MAX_SEED: Final = 2**63 - 1
-MAX_TOP_K: Final = 2**31 - 1
-MAX_TOKENS: Final = 2**31 - 1
+MAX_INT32: Final = 2**31 - 1
 MAX_BIAS: Final = 100.0
-MAX_PENALTY: Final = 2.0  # OpenAI's range is -2 to 2
 MAX_REPETITION_PENALTY: Final = 10.0
 MAX_LOGPROBS: Final = 20  # alternatives to each token
-MAX_N: Final = 1024
-_ANY_MODEL: Final = {e: Limits(max_model_len=MAX_TOP_K, vocab_size=MAX_TOP_K, embeds=e) for e in (False, True)}
+# The least and largest value of a field, and the rule for messages if it is another than that.
+_RANGES: Final[Mapping[str, tuple[int, int, str]]] = {
+    "max_tokens": (0, MAX_INT32, "be 0 or more, below 2^31"),
+    "n": (1, 1024, ""),
+    "temperature": (0, 100, ""),
+    "top_k": (0, MAX_INT32, "be 0 (off) or positive, below 2^31"),
+    "top_p": (0, 1, ""),
+    "min_p": (0, 1, ""),
+    "presence_penalty": (-2, 2, ""),  # OpenAI's range
+    "frequency_penalty": (-2, 2, ""),
+    "seed": (-(2**63), 2**63 - 1, "fit in 64 bits"),
+}
+_ANY_MODEL: Final = {e: Limits(max_model_len=MAX_INT32, vocab_size=MAX_INT32, embeds=e) for e in (False, True)}
 
 
 def choice_params(params: SamplingParams, index: int) -> SamplingParams:
@@ -221,21 +228,10 @@ def validate_sampling(params: SamplingParams, limits: Limits) -> None:
         raise RequestError(f"this model {does}; it does not {does_not}", param="model", code="unsupported_endpoint")
     if p.embed and p.max_tokens != 0:
         _refuse("max_tokens", "must be 0 for an embedding")
-    if p.max_tokens is not None and not 0 <= p.max_tokens <= MAX_TOKENS:
-        _refuse("max_tokens", "must be 0 or more, below 2^31")
-    if not 1 <= p.n <= MAX_N:
-        _refuse("n", f"must be 1 to {MAX_N}")
-    if not 0.0 <= p.temperature <= MAX_TEMPERATURE:
-        _refuse("temperature", f"must be 0 to {MAX_TEMPERATURE:g}")
-    if not 0 <= p.top_k <= MAX_TOP_K:
-        _refuse("top_k", "must be 0 (off) or positive, below 2^31")
-    if not 0.0 <= p.top_p <= 1.0:
-        _refuse("top_p", "must be 0 to 1")
-    if not 0.0 <= p.min_p <= 1.0:
-        _refuse("min_p", "must be 0 to 1")
-    for name, penalty in (("presence_penalty", p.presence_penalty), ("frequency_penalty", p.frequency_penalty)):
-        if not -MAX_PENALTY <= penalty <= MAX_PENALTY:
-            _refuse(name, f"must be -{MAX_PENALTY:g} to {MAX_PENALTY:g}")
+    for name, (least, most, words) in _RANGES.items():
+        value = getattr(p, name)
+        if value is not None and not least <= value <= most:
+            _refuse(name, f"must {words or f'be {least} to {most}'}")
     if not 0.0 < p.repetition_penalty <= MAX_REPETITION_PENALTY:
         _refuse("repetition_penalty", f"must be above 0 and at most {MAX_REPETITION_PENALTY:g}")
     if len(p.logit_bias) > limits.max_logit_bias:
@@ -249,8 +245,6 @@ def validate_sampling(params: SamplingParams, limits: Limits) -> None:
         _refuse("min_tokens", f"must be 0 to {limits.max_model_len}")
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         _refuse("min_tokens", "must not exceed max_tokens")
-    if p.seed is not None and not -MAX_SEED - 1 <= p.seed <= MAX_SEED:
-        _refuse("seed", "must fit in 64 bits")
     if len(p.stop) > limits.max_stop_strings:
         _refuse("stop", f"takes at most {limits.max_stop_strings} strings")
     if not all(0 < len(s) <= limits.max_stop_length for s in p.stop):

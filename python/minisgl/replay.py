@@ -6,7 +6,6 @@ It must make the same plans. Then the Engine view of the page can show any step.
 from __future__ import annotations
 
 import socket
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -86,7 +85,7 @@ class Replay:
 class _Output:
     """A launched step. Its result is in the record."""
 
-    def __init__(self, plan: BatchPlan, results: deque[Result]) -> None:
+    def __init__(self, plan: BatchPlan, results: list[Result]) -> None:
         self._plan = plan
         self._results = results
         self.awaits_masks = plan.awaits_masks
@@ -97,7 +96,7 @@ class _Output:
     def wait(self) -> StepResult:
         if not self._results:
             raise ReplayError("a step collects a result that the recorded step did not collect")
-        result = self._results.popleft()
+        result = self._results.pop(0)
         tokens = ids_from_bytes(result.tokens)
         finite = ids_from_bytes(result.finite) if result.finite else np.ones(len(tokens), np.int32)
         columns = len(tokens) + len(self._plan.prompt_logprob_ids)
@@ -106,25 +105,16 @@ class _Output:
         return StepResult(tokens, finite, logprobs, confirmed=confirmed, ready=ready)
 
 
-class _Engine:
-    """An engine that computes nothing: its results come from the record."""
+class _Engine(Header):
+    """An engine that computes nothing: its facts and results come from the record."""
 
-    def __init__(self, header: Header) -> None:
-        self.num_pages = header.num_pages
-        self.page_size = header.page_size
-        self.max_running_requests = header.max_running_requests
-        self.limits = header.limits
-        self.eos_token_ids = header.eos_token_ids
-        self.is_async = header.is_async
-        self.tiers = header.tiers
-        self._costs = header.costs
-        self.results: deque[Result] = deque()
+    results: list[Result] = msgspec.field(default_factory=list)
 
     def launch(self, plan: BatchPlan) -> _Output:
         return _Output(plan, self.results)
 
     def step_costs(self) -> StepCosts | None:
-        return self._costs
+        return self.costs
 
     def shutdown(self) -> None:
         pass
@@ -178,7 +168,7 @@ class _Grammars(Grammars):
 
 class _ReplayingScheduler(Scheduler):
     def __init__(self, header: Header) -> None:
-        self._device = _Engine(header)
+        self._device = _Engine(**msgspec.structs.asdict(header))
         self._channels = OfflineIO()
         self._answers = _Grammars()
         clock = lambda: self._answers.entry.now  # noqa: E731

@@ -169,7 +169,7 @@ class SimulatedServer:
         app: Any = SimpleNamespace(state=SimpleNamespace(frontend=self.frontend))
         children: Any = Children(self.processes, self.ended)
         replicas = None if args.dp == 1 else Replicas(args, children, self._replica_children)
-        self.http = HttpServer(app, children, args.drain_timeout, args.heartbeat_timeout, None, replicas)
+        self.http = HttpServer(app, children, args, None, replicas)
         self.uvicorn = FakeUvicorn()
         self.http._uvicorn = self.uvicorn  # type: ignore[assignment]
 

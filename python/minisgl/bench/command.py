@@ -47,12 +47,10 @@ class _Online:
 
 def add_bench(commands: _SubParsersAction[Parser]) -> None:
     """Add the `bench` command."""
-    bench = commands.add_parser(
-        "bench", help="measure the engine or a server", description=getdoc(run_bench), allow_abbrev=False
-    )
+    bench = commands.add_parser("bench", help="measure the engine or a server", description=getdoc(run_bench))
     kinds = bench.add_subparsers(dest="kind", metavar="KIND")
-    add_offline(kinds.add_parser("offline", help="the engine alone", description=getdoc(_offline), allow_abbrev=False))
-    online = kinds.add_parser("online", help="any server", description=getdoc(_online), allow_abbrev=False)
+    add_offline(kinds.add_parser("offline", help="the engine alone", description=getdoc(_offline)))
+    online = kinds.add_parser("online", help="any server", description=getdoc(_online))
     add_model_argument(online)
     add_options(online, _Online)
 

@@ -19,9 +19,10 @@ from typing import Any, Final, cast
 import httptools
 
 from minisgl.bench.report import percentiles_ms
-from minisgl.bench.traffic import Request
+from minisgl.bench.traffic import OnlineArgs, Request
 from minisgl.chat.client import ServerAddress, error_message
 
+DEFAULTS: Final = OnlineArgs()
 POLL_S: Final = 0.005
 SHOWN_ERRORS: Final = 5
 # Each is one token in common vocabularies, with the space before it.
@@ -80,35 +81,31 @@ class LoadGenerator:
         self,
         url: str,
         model: str,
+        args: OnlineArgs = DEFAULTS,
         *,
         api_key: str | None = None,
-        temperature: float = 0.0,
-        is_text: bool = False,
-        ignore_eos: bool = True,
-        timeout: float = 600.0,
         keeps_events: bool = False,
     ) -> None:
-        """Raise `ConfigError` for a `url` that is not like http://host:port."""
+        """Of `args`, the fields of requests and the timeout count. Raise `ConfigError` for an invalid `url`."""
         self._address = ServerAddress.parse(url)
         self._tls = ssl.create_default_context() if self._address.is_tls else None
-        self._is_text = is_text
-        self._timeout = timeout
+        self._args = args
         self._keeps_events = keeps_events
         self._headers = f"Host: {self._address.authority}\r\nConnection: close\r\nContent-Type: application/json\r\n"
         if api_key:
             self._headers += f"Authorization: Bearer {api_key}\r\n"
         self._common: dict[str, Any] = {
             "model": model,
-            "temperature": temperature,
+            "temperature": args.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
-            **({"ignore_eos": True} if ignore_eos else {}),
+            **({"ignore_eos": True} if args.ignore_eos else {}),
         }
 
     def job(self, request: Request) -> Job:
         """Encode `request` as an HTTP request."""
         prompt: str | list[int] = request.prompt
-        if self._is_text:
+        if self._args.text:
             prompt = " ".join(WORDS[i % len(WORDS)] for i in request.prompt)
         body = json.dumps({**self._common, "prompt": prompt, "max_tokens": request.output_len}).encode()
         head = f"POST {self._address.prefix}/v1/completions HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}"
@@ -174,13 +171,13 @@ class LoadGenerator:
         transport: asyncio.Transport | None = None
         record.sent = time.perf_counter()
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self._args.timeout):
                 transport, _ = await loop.create_connection(
                     lambda: protocol, self._address.host, self._address.port, ssl=self._tls
                 )
                 await done
         except TimeoutError:
-            record.error = f"no complete answer within {self._timeout:g} s"
+            record.error = f"no complete answer within {self._args.timeout:g} s"
         except OSError as e:
             record.error = f"cannot connect: {e.strerror or e}"
         finally:

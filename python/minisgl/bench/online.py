@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from minisgl.bench.report import format_table, origin, plot_distribution, plot_t
 from minisgl.bench.traffic import BACKGROUND, OnlineArgs, Point, Range, Request, make_points, random_requests
 from minisgl.chat.client import ChatClient
 from minisgl.errors import ConfigError, StartupError
+from minisgl.process.limits import module_environment
 from minisgl.settings.sources import args_from_options
 
 EXIT_S: Final = 15.0
@@ -37,15 +37,7 @@ def run_online(args: OnlineArgs, options: dict[str, Any]) -> tuple[dict[str, Any
     key = options.get("api_key")
     with own_server(options) if args.url is None else nullcontext(args.url) as address:
         model = (options.get("model") if args.url else None) or ChatClient(address, key).model()
-        generator = LoadGenerator(
-            address,
-            model,
-            api_key=key,
-            temperature=args.temperature,
-            is_text=args.text,
-            ignore_eos=args.ignore_eos,
-            timeout=args.timeout,
-        )
+        generator = LoadGenerator(address, model, args, api_key=key)
         warm_up = random_requests(args.warm_up, Range(64, 64), Range(8, 8), args.vocab, "warm-up")
         uvloop.run(generator.closed(map(generator.job, warm_up), max(1, args.warm_up)))
         results = []
@@ -171,8 +163,6 @@ def own_server(options: dict[str, Any], env: dict[str, str] | None = None) -> It
     """
     options = {"port": 0, **options}
     ready_s = args_from_options(options).ready_timeout
-    package = str(Path(__file__).resolve().parents[2])  # first in the path, so that the server runs the same code
-    python_path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH", "")) if p)
     with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as folder:
         log = Path(folder) / "log"
         with log.open("wb") as out:
@@ -181,7 +171,7 @@ def own_server(options: dict[str, Any], env: dict[str, str] | None = None) -> It
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONPATH": python_path} | (env or {}),
+                env=module_environment() | (env or {}),
             )
         try:
             yield _wait_ready(process, log, ready_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,9 +15,10 @@ from minisgl.api.fields import ignored_fields
 from minisgl.api.protocol import ChatCompletionRequest, parse_body
 from minisgl.api.requests import SamplingDefaults, chat_message
 from minisgl.chat.client import ChatClient, ServerError
-from minisgl.chat.terminal import LineReader, WordWrap, interrupt_handler, interruptible, line_reader, no_echo
+from minisgl.chat.terminal import LineReader, WordWrap, interruptible, line_reader, no_echo
 from minisgl.errors import ConfigError
 from minisgl.params import Limits
+from minisgl.process.processes import signal_handler
 from minisgl.settings.options import ServerArgs
 
 HELP: Final = '''\
@@ -95,7 +97,7 @@ class Shell:
 
     def run(self, read_line: LineReader) -> None:
         """Read messages and print answers, until the input ends or /quit."""
-        with interrupt_handler(lambda *_: None):  # Ctrl-C counts only where `interruptible` says so
+        with signal_handler(signal.SIGINT, lambda *_: None):  # Ctrl-C counts only where `interruptible` says so
             while True:
                 try:
                     text = read_message(read_line)

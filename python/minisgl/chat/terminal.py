@@ -12,7 +12,9 @@ import termios
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from minisgl.process.processes import signal_handler
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -91,19 +93,9 @@ def no_echo() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, old)
 
 
-@contextlib.contextmanager
-def interrupt_handler(handler: Callable[..., Any]) -> Iterator[None]:
-    """Call `handler` for SIGINT within the block. Only for the main thread."""
-    old = signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, old)
-
-
 def interruptible() -> contextlib.AbstractContextManager[None]:
     """Raise KeyboardInterrupt for SIGINT within the block."""
-    return interrupt_handler(signal.default_int_handler)
+    return signal_handler(signal.SIGINT, signal.default_int_handler)
 
 
 def line_reader(commands: Sequence[str]) -> LineReader:

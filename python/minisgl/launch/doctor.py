@@ -35,14 +35,11 @@ def examine(args: ServerArgs) -> int:
     Return the exit code: 1 if the server could not start, else 0.
     """
     problems = []
-    try:
-        check_args(args)
-    except ConfigError as e:
-        problems.append(str(e))
-    try:
-        bind_socket(args).close()
-    except ConfigError as e:
-        problems.append(str(e))
+    for check in (check_args, lambda args: bind_socket(args).close()):
+        try:
+            check(args)
+        except ConfigError as e:
+            problems.append(str(e))
     for name, fact in chain(_machine(), _cpu_step(), _model(args)):
         announce(f"{name:<18}{fact}")
     announce(f"{'start':<18}" + ("; ".join(problems) or f"nothing is in the way; {args.host} port {args.port} is free"))

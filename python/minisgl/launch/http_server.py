@@ -22,6 +22,7 @@ from minisgl.errors import StartupError
 from minisgl.launch.http_protocol import BoundedHttpProtocol, Connections, connection_limit
 from minisgl.launch.replicas import Replicas
 from minisgl.process.processes import Processes
+from minisgl.settings.options import ServerArgs
 
 WATCH_S: Final = 1.0
 SILENT_S: Final = 4.0  # without a sign of life, until /health reports a process: a busy machine may delay it
@@ -44,18 +45,16 @@ class HttpServer:
         self,
         app: FastAPI,
         children: Processes,
-        drain_timeout: float,
-        hang_timeout: float,
+        args: ServerArgs,
         tls: ssl.SSLContext | None = None,
         replicas: Replicas | None = None,
     ) -> None:
         """With `replicas`, the server outlives the death of a replica."""
         self.exit_code = 0
-        self._hang_timeout = hang_timeout
+        self._args = args
         self._app = app
         self._children = children
         self._replicas = replicas
-        self._drain_timeout = drain_timeout
         self._stopping: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         config = uvicorn.Config(
@@ -111,7 +110,7 @@ class HttpServer:
             for index, since_step in self._frontend.dispatcher.silence.items():
                 watched[schedulers[index]] = max(since_step, silence[schedulers[index]])
             name, seconds = max(watched.items(), key=lambda item: item[1])
-            if seconds > self._hang_timeout and not self._uvicorn.should_exit:
+            if seconds > self._args.heartbeat_timeout and not self._uvicorn.should_exit:
                 logger.error("%s hangs for %.0f s (--heartbeat-timeout); it is killed", name, seconds)
                 await asyncio.get_running_loop().run_in_executor(None, self._children.give_up, name)
                 if replicas is None or not replicas.owns(name):
@@ -126,7 +125,7 @@ class HttpServer:
         """Stop the server: finish open requests first; on a second call, end them at once."""
         if self._stopping is None and (n := self._frontend.entries):
             logger.info("finishing %d requests; repeat the signal to stop now", n)
-        self._end(self._drain(0.0 if self._stopping else self._drain_timeout))
+        self._end(self._drain(0.0 if self._stopping else self._args.drain_timeout))
 
     def stop_from_other_thread(self) -> None:
         """Call `stop` from any thread. Does nothing if the server has ended."""

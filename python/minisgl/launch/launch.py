@@ -29,7 +29,7 @@ from minisgl.launch.targets import local_ranks, run_follower_rank, run_scheduler
 from minisgl.message import BackendMsg, ExitMsg
 from minisgl.params import Limits
 from minisgl.process.log import announce, configure_logging, log_format, log_level, tell
-from minisgl.process.processes import Child, Facts, Processes, Ready, run_dir
+from minisgl.process.processes import Child, Facts, Processes, Ready, run_dir, signal_handler
 from minisgl.process.queues import Codec, ZmqPushQueue
 from minisgl.settings.options import ServerArgs, split_list
 
@@ -50,22 +50,16 @@ def launch_server(args: ServerArgs, scheduler: SchedulerTarget = run_scheduler) 
     """
     configure_logging("minisgl-api", args.log_level, args.log_format)
     checked = check_args(args)
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # during the start: clean up and exit
-    try:
-        if args.scheduler.engine.node_rank:
-            return _run_other_host(args, checked, scheduler)
-        with (
-            listening_socket(args) as sock,
-            running_children(args, checked, scheduler) as children,
-            http_server(children, checked) as server,
-        ):
-            url = _url(sock, checked.tls is not None)
-            server.run(sock, lambda: announce(banner(args, checked, children.facts, url)))
-            return server.exit_code
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    with signal_handler(signal.SIGTERM, lambda *_: sys.exit(0)):  # during the start: clean up and exit
+        try:
+            if args.scheduler.engine.node_rank:
+                return _run_other_host(args, checked, scheduler)
+            with http_server(args, checked, scheduler) as (server, sock, facts):
+                url = _url(sock, checked.tls is not None)
+                server.run(sock, lambda: announce(banner(args, checked, facts, url)))
+                return server.exit_code
+        except KeyboardInterrupt:
+            return 130
 
 
 @contextlib.contextmanager
@@ -76,11 +70,7 @@ def background_server(args: ServerArgs) -> Iterator[str]:
     if args.scheduler.engine.node_rank:
         raise ConfigError("the chat runs on node 0: start `minisgl serve` with the same settings on the other nodes")
     is_up = threading.Event()
-    with (
-        listening_socket(args) as sock,
-        running_children(args, checked, run_scheduler) as children,
-        http_server(children, checked) as server,
-    ):
+    with http_server(args, checked, run_scheduler) as (server, sock, _):
         thread = threading.Thread(target=server.run, args=(sock, is_up.set), name="http")
         thread.start()
         try:
@@ -95,8 +85,7 @@ def background_server(args: ServerArgs) -> Iterator[str]:
 
 def _run_other_host(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) -> int:
     """Run the ranks of a host without HTTP until one of them ends. All ranks end when rank 0 does."""
-    with running_children(args, checked, scheduler) as children:
-        processes = children.processes
+    with running_children(args, checked, scheduler) as (_, processes, _):
         announce(f"ready: {', '.join(processes.pids)}")
         name = processes.wait_end()
         cause = processes.describe_end(name)
@@ -248,31 +237,24 @@ def _url(sock: socket.socket, is_tls: bool) -> str:
 # -- spawn
 
 
-@dataclass(frozen=True)
-class Running:
-    """The child processes of a server, all ready."""
-
-    args: ServerArgs  # with the run directory
-    processes: Processes
-    facts: Facts
-    replica: Callable[[int, int], list[Child]]  # (index, life) -> the processes to start for that life
-
-
 @contextlib.contextmanager
-def running_children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) -> Iterator[Running]:
-    """Start the child processes in a new run directory, and yield them when all are ready; end them afterwards.
+def running_children(
+    args: ServerArgs, checked: Checked, scheduler: SchedulerTarget
+) -> Iterator[tuple[ServerArgs, Processes, Facts]]:
+    """Start the child processes in a new run directory; end them afterwards.
 
-    Host 0 has its ranks, the tokenizers and the detokenizer. Other hosts have only ranks.
+    When all are ready, yield `args` with that directory, the processes and their facts. Host 0 has its ranks, the
+    tokenizers and the detokenizer. Other hosts have only ranks.
     """
     with run_dir() as folder:
         args = replace(args, run_dir=str(folder))
-        children = _children(args, checked, scheduler)
+        children = [rank for index in range(args.dp) for rank in replica_children(args, scheduler, index, index)]
+        children += [] if args.scheduler.engine.node_rank else tokenizer_children(args, checked)
         tell(f"starting {len(children)} processes for {checked.name}")
         processes = Processes(children)
         try:
             processes.spawn()
-            facts = processes.wait_ready(args.ready_timeout)
-            yield Running(args, processes, facts, partial(replica_children, args, scheduler))
+            yield args, processes, processes.wait_ready(args.ready_timeout)
         finally:
             processes.stop()
 
@@ -290,8 +272,7 @@ def replica_children(args: ServerArgs, scheduler: SchedulerTarget, index: int, l
     prefix = "minisgl"
     if args.dp > 1:
         prefix = f"minisgl-DP{index}"
-        args = divided(args, index)
-        args = replace(args, life=life)
+        args = replace(divided(args, index), life=life)
         scheduler_env |= visible_gpus(args, index)
         Path(f"{args.run_dir}/life-{life}").mkdir(mode=0o700)
     if (threads := args.scheduler.engine.threads) is not None:
@@ -302,11 +283,6 @@ def replica_children(args: ServerArgs, scheduler: SchedulerTarget, index: int, l
         name = f"{prefix}-TP{rank.info.rank}-scheduler"
         children.append(Child(name, target, arguments, scheduler_env, leaves_when_told=True))
     return children
-
-
-def _children(args: ServerArgs, checked: Checked, scheduler: SchedulerTarget) -> list[Child]:
-    children = [rank for index in range(args.dp) for rank in replica_children(args, scheduler, index, index)]
-    return children if args.scheduler.engine.node_rank else children + tokenizer_children(args, checked)
 
 
 def tokenizer_children(args: ServerArgs, checked: Checked) -> list[Child]:
@@ -327,21 +303,26 @@ def tokenizer_children(args: ServerArgs, checked: Checked) -> list[Child]:
 
 
 @contextlib.contextmanager
-def http_server(children: Running, checked: Checked) -> Iterator[HttpServer]:
-    """Yield the HTTP server, ready to run; tell the schedulers to exit afterwards."""
+def http_server(
+    args: ServerArgs, checked: Checked, scheduler: SchedulerTarget
+) -> Iterator[tuple[HttpServer, socket.socket, Facts]]:
+    """Yield the HTTP server, ready to run with its socket, and what is known of its running children.
+
+    Afterwards tell the schedulers to exit, end all children and close the socket.
+    """
     from minisgl.api.app import create_app
     from minisgl.launch.http_server import HttpServer
 
-    args, processes = children.args, children.processes
-    replicas = None if args.dp == 1 else Replicas(args, processes, children.replica)
-    app = create_app(args, served_model(args, checked, children.facts, processes))
-    try:
-        yield HttpServer(app, processes, args.drain_timeout, args.heartbeat_timeout, checked.tls, replicas)
-    finally:
-        for addr in [args.zmq_scheduler_addr] if replicas is None else replicas.addrs:
-            backend: ZmqPushQueue[BackendMsg] = ZmqPushQueue(addr, Codec(BackendMsg))
-            backend.put([ExitMsg()])
-            backend.close()
+    with listening_socket(args) as sock, running_children(args, checked, scheduler) as (args, processes, facts):
+        replicas = None if args.dp == 1 else Replicas(args, processes, partial(replica_children, args, scheduler))
+        app = create_app(args, served_model(args, checked, facts, processes))
+        try:
+            yield HttpServer(app, processes, args, checked.tls, replicas), sock, facts
+        finally:
+            for addr in [args.zmq_scheduler_addr] if replicas is None else replicas.addrs:
+                backend: ZmqPushQueue[BackendMsg] = ZmqPushQueue(addr, Codec(BackendMsg))
+                backend.put([ExitMsg()])
+                backend.close()
 
 
 def served_model(args: ServerArgs, checked: Checked, facts: Facts, processes: Processes) -> ServedModel:

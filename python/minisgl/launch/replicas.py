@@ -43,12 +43,10 @@ def divided(args: ServerArgs, index: int = 0) -> ServerArgs:
     if engine.disk_tier is not None:
         folder, size = engine.disk_tier
         engine = replace(engine, disk_kv=f"{folder}/replica-{index}:{size // args.dp}")
-    args = replace(args, scheduler=replace(args.scheduler, engine=engine))
-    if choose_device(engine.device) == "cuda":
-        return args
-    threads = engine.threads or max(1, usable_cores() // (args.dp * engine.tp))
-    ratio = (engine.memory_ratio or MEMORY_RATIOS["cpu"]) / args.dp
-    engine = replace(engine, threads=threads, memory_ratio=ratio)
+    if choose_device(engine.device) != "cuda":
+        threads = engine.threads or max(1, usable_cores() // (args.dp * engine.tp))
+        ratio = (engine.memory_ratio or MEMORY_RATIOS["cpu"]) / args.dp
+        engine = replace(engine, threads=threads, memory_ratio=ratio)
     return replace(args, scheduler=replace(args.scheduler, engine=engine))
 
 

@@ -54,12 +54,9 @@ def _end_after(rank: int) -> None:
 
 def run_follower_rank(args: ServerArgs, index: int, ready: Ready) -> None:
     """Run a follower: number `index` of the ranks on this host."""
-    import torch
-
     from minisgl.scheduler.follower import run_follower
 
-    with torch.inference_mode():
-        run_follower(args.scheduler, local_ranks(args)[index], lambda: ready({}))
+    run_follower(args.scheduler, local_ranks(args)[index], ready)
 
 
 def local_ranks(args: ServerArgs) -> list[Rendezvous]:

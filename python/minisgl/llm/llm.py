@@ -219,16 +219,12 @@ class LLM:
             raise RequestError(error, param="sampling_params")
         for p in params:
             validate_sampling(p, self.tokenizer.limits)
-        ids = [
-            self.tokenizer.tokenize(msgspec.structs.replace(m, sampling_params=p))
-            for m, p in zip(messages, params, strict=True)
-        ]
-        for x, p in zip(ids, params, strict=True):
-            self.scheduler.admission.output_budget(len(x), p)
         requests = []
-        for m, x, p in zip(messages, ids, params, strict=True):
+        for m, p in zip(messages, params, strict=True):
+            ids = self.tokenizer.tokenize(msgspec.structs.replace(m, sampling_params=p))
+            self.scheduler.admission.output_budget(len(ids), p)
             choices = [choice_params(p, i) for i in range(p.n)]
-            users = [UserMsg(uid=next(self._uids), input_ids=ids_to_bytes(x), sampling_params=c) for c in choices]
+            users = [UserMsg(uid=next(self._uids), input_ids=ids_to_bytes(ids), sampling_params=c) for c in choices]
             requests.append(Request(users, m.text))
         return requests
 

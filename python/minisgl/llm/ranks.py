@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from minisgl.distributed.info import Rendezvous
 from minisgl.engine.fit import Checkpoint, check_fit
 from minisgl.errors import ConfigError, RankError
-from minisgl.process.processes import Child, Processes, Ready, run_dir
+from minisgl.process.processes import Child, Processes, run_dir
 from minisgl.scheduler.follower import meet_ranks, run_follower
 from minisgl.settings.options import SchedulerConfig
 
@@ -60,7 +60,7 @@ def running_ranks(config: SchedulerConfig) -> Iterator[Ranks]:
         first, *others = Rendezvous.of_local_ranks(config.engine, str(folder))
         names = [f"minisgl-TP{other.info.rank}" for other in others]
         followers = Processes(
-            [Child(n, _run, (config, other), {}, leaves_when_told=True) for n, other in zip(names, others, strict=True)]
+            [Child(n, run_follower, (config, o), {}, leaves_when_told=True) for n, o in zip(names, others, strict=True)]
         )
         try:
             followers.spawn()
@@ -69,10 +69,3 @@ def running_ranks(config: SchedulerConfig) -> Iterator[Ranks]:
                 yield Ranks(group, followers)
         finally:
             followers.stop()
-
-
-def _run(config: SchedulerConfig, rendezvous: Rendezvous, ready: Ready) -> None:
-    import torch
-
-    with torch.inference_mode():
-        run_follower(config, rendezvous, lambda: ready({}))

@@ -111,14 +111,10 @@ class Processes:
 
     def is_ready(self, names: Iterable[str]) -> bool:
         """Return whether these children are ready. Raises like `wait_ready` if one of them has failed."""
-        for name in names:
-            if (report := self._reports.get(name)) is None:
-                continue
-            if report.poll():
+        for name in self._reports.keys() & names:
+            if self._reports[name].poll():  # also at the end of the child
                 self._take_report(name)
-            elif self.exit_code(name) is not None:
-                raise StartupError(f"{self.describe_end(name)} while it was starting")
-        return not any(name in self._reports for name in names)
+        return self._reports.keys().isdisjoint(names)
 
     def end(self, names: list[str], seconds: float) -> None:
         """End these children, from any thread. They get `seconds` to exit by themselves."""
@@ -271,17 +267,24 @@ def _hidden_main() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def signal_handler(number: signal.Signals, handler: Callable[..., Any]) -> Iterator[None]:
+    """Call `handler` for a signal within the block. Only for the main thread."""
+    old = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, old)
+
+
+@contextlib.contextmanager
 def held_interrupt() -> Iterator[None]:
     """Delay a Ctrl-C to the end of the block, in the main thread."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
         yield
         return
     held: list[int] = []
-    old = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
-    try:
+    with signal_handler(signal.SIGINT, lambda number, _: held.append(number)):
         yield
-    finally:
-        signal.signal(signal.SIGINT, old)
     if held:
         signal.raise_signal(signal.SIGINT)
 

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from minisgl.checkpoint import hf
 from minisgl.core import BatchPlan
@@ -23,6 +24,7 @@ from minisgl.settings.sources import is_check_mode
 if TYPE_CHECKING:
     from minisgl.distributed.control import Frame, PlanFeed
     from minisgl.distributed.info import Rendezvous
+    from minisgl.process.processes import Ready
     from minisgl.scheduler.plan import StepEngine, StepOutput
     from minisgl.settings.options import SchedulerConfig
 
@@ -41,14 +43,15 @@ def meet_ranks(config: SchedulerConfig, rendezvous: Rendezvous, check: Callable[
     return meet(rendezvous, settings, is_check_mode(), check)
 
 
-def run_follower(config: SchedulerConfig, rendezvous: Rendezvous, ready: Callable[[], None]) -> None:
+@torch.inference_mode()
+def run_follower(config: SchedulerConfig, rendezvous: Rendezvous, ready: Ready) -> None:
     """Run one rank until rank 0 ends, then end this process; calls `ready` when the model is loaded."""
     from minisgl.engine.engine import Engine
 
     group = meet_ranks(config, rendezvous)
     assert group.feed is not None, "rank 0 follows no rank"
     engine = Engine.from_config(config.engine, config.max_prefill_length, group)
-    ready()
+    ready({})
     replay(engine, group.feed)
     engine.shutdown()
     os._exit(0)  # nothing is left to do, and tearing torch down takes a second

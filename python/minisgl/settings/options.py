@@ -39,28 +39,14 @@ MEMORY_RATIOS: Final = {"cpu": 0.1, "cuda": 0.9}
 MULTIPLES: Final = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}  # vLLM's and SGLang's
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    aliases: tuple[str, ...] = (),
-    choices: tuple[str | int, ...] = (),
-    words: Mapping[Any, Any] | None = None,
-    switches: Mapping[str, Mapping[bool | str, Any]] | None = None,
-    form: type | None = None,
-    above: float | None = None,
-    minimum: float | None = None,
-    maximum: float | None = None,
-) -> Any:
-    """Declare a configuration field that users can set; see `Option`."""
-    bounds = {"above": above, "minimum": minimum, "maximum": maximum}
-    others = {"words": words or {}, "switches": switches or {}, "form": form}
-    return field(default=default, metadata={"help": help, "aliases": aliases, "choices": choices, **others, **bounds})
+def option(default: Any, help: str, **traits: Any) -> Any:
+    """Declare a configuration field that users can set. `traits` are fields of `Option` that have defaults."""
+    return field(default=default, metadata={"help": help, **traits})
 
 
-def seconds(default: float, help: str, aliases: tuple[str, ...] = ()) -> Any:
+def seconds(default: float, help: str, **traits: Any) -> Any:
     """Declare a duration in seconds."""
-    return option(default, help, aliases=aliases, above=0, maximum=1e6)
+    return option(default, help, above=0, maximum=1e6, **traits)
 
 
 @dataclass(frozen=True)
@@ -78,14 +64,14 @@ class Option:
     is_optional: bool  # None is a value: the default is computed, or the feature is off
     default: Any
     help: str
-    aliases: tuple[str, ...]
-    choices: tuple[str | int, ...]
-    words: Mapping[str | int, Any]
-    switches: Mapping[str, Mapping[bool | str, Any]]
-    form: type | None
-    above: float | None
-    minimum: float | None
-    maximum: float | None
+    aliases: tuple[str, ...] = ()
+    choices: tuple[str | int, ...] = ()
+    words: Mapping[str | int, Any] = field(default_factory=dict)
+    switches: Mapping[str, Mapping[bool | str, Any]] = field(default_factory=dict)
+    form: type | None = None
+    above: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
 
     @property
     def flags(self) -> list[str]:
@@ -312,10 +298,7 @@ class EngineConfig(Settings):
         """Return the text of `--chat-template`, or None. Raises `ConfigError` for a file that cannot be read."""
         if self.chat_template is None or "{" in self.chat_template:
             return self.chat_template
-        try:
-            return Path(self.chat_template).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeError) as e:
-            raise ConfigError(f"--chat-template {self.chat_template} cannot be read: {e}") from e
+        return _read_text("--chat-template", self.chat_template)
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -529,11 +512,8 @@ class ServerArgs(Settings):
             return None if self.api_key is None else split_list(self.api_key)
         if self.api_key is not None:
             raise ConfigError("--api-key and --api-key-file exclude each other: give one of them")
-        try:
-            lines = Path(self.api_key_file).read_text(encoding="utf-8").splitlines()
-            return [line.strip() for line in lines if line.strip()]
-        except (OSError, UnicodeError) as e:
-            raise ConfigError(f"--api-key-file {self.api_key_file} cannot be read: {e}") from e
+        lines = _read_text("--api-key-file", self.api_key_file).splitlines()
+        return [line.strip() for line in lines if line.strip()]
 
     def _addr(self, name: str) -> str:
         assert self.run_dir, "the run directory is not made yet"
@@ -570,6 +550,14 @@ class ServerArgs(Settings):
         if self.num_tokenizer == 0:
             return [self.zmq_detokenizer_addr]
         return [self._addr(f"tokenizer-{i}") for i in range(self.num_tokenizer)]
+
+
+def _read_text(flag: str, path: str) -> str:
+    """Return the text of the file that `flag` names. Raises `ConfigError` if it cannot be read."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as e:
+        raise ConfigError(f"{flag} {path} cannot be read: {e}") from e
 
 
 def split_list(text: str | None) -> list[str]:

@@ -206,7 +206,7 @@ def parse_args(argv: list[str] | None = None, prog: str = "minisgl serve") -> Se
 
     Raises `ConfigError` for values that cannot work. A flag that cannot be parsed ends the process with status 2.
     """
-    parser = Parser(prog=prog, description="Serve a language model over HTTP (OpenAI's API).", allow_abbrev=False)
+    parser = Parser(prog=prog, description="Serve a language model over HTTP (OpenAI's API).")
     add_model_argument(parser)
     add_options(parser)
     return args_from_options(take_options(parser.parse_args(argv)))
@@ -217,18 +217,16 @@ def args_from_options(given: dict[str, Any]) -> ServerArgs:
     return build_config(ServerArgs, server_options(given))
 
 
-def server_options(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options `given` on the command line, completed from the environment, then from the file."""
-    return _merge_sources(given, ServerArgs)
-
-
 def engine_options(given: dict[str, Any]) -> dict[str, Any]:
     """Return what `server_options` does, without the options that only a server has."""
-    return _merge_sources(given, SchedulerConfig)
+    return server_options(given, SchedulerConfig)
 
 
-def _merge_sources(given: dict[str, Any], cls: type) -> dict[str, Any]:
-    """Return the options of `cls` from all sources. File and environment may also set options of a server."""
+def server_options(given: dict[str, Any], cls: type = ServerArgs) -> dict[str, Any]:
+    """Return the options `given` on the command line, completed from the environment, then from the file.
+
+    File and environment may set options of a server that `cls` does not have.
+    """
     path = given.get("config", _config_in_environment())
     from_file = {} if path is None else _read_file(Path(path).expanduser(), path)
     options = {name: value for name, value in (from_file | _read_environment()).items() if name in options_of(cls)}

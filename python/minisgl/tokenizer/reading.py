@@ -8,7 +8,6 @@ fails with that, drops it, or shows Python's repr of it, another form is used.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -85,10 +84,8 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 def _json_object(text: str) -> dict[str, Any] | None:
     """Return the JSON object in `text`; None if there is none, or if it cannot be written again."""
     try:
-        value = json.loads(text, parse_float=_finite, parse_constant=_finite)
-    except (ValueError, RecursionError):  # also for integers of thousands of digits
-        return None
-    if not isinstance(value, dict):
+        value = msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, ValueError, RecursionError):  # also for numbers beyond float64
         return None
     level: list[Any] = [value]
     depth = 0
@@ -96,9 +93,3 @@ def _json_object(text: str) -> dict[str, Any] | None:
         parts = (v for part in level for v in (part.values() if isinstance(part, dict) else part))
         level, depth = [part for part in parts if isinstance(part, dict | list)], depth + 1
     return value if depth <= MAX_DEPTH else None
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(value := float(text)):
-        raise ValueError(f"{text} is not finite")
-    return value

@@ -52,6 +52,8 @@ CHUNKS: Final = (33, 1, 16, 7, 50)
 DECODED: Final = 16
 PREFIXES: Final = 10
 TOKENS: Final = 32
+NO_PREFIX: Final = "no prefix was found in the cache (--cache naive?)"
+NO_GRAPHS: Final = "no graphs on this device or with these settings"
 
 Case = tuple[list[int], "Tensor"]
 """A prefix, and our logits [V] after it."""
@@ -69,6 +71,10 @@ class Result:
     figure: str
     limit: str
     passed: bool | None
+
+    @classmethod
+    def skipped(cls, name: str, reason: str) -> Result:
+        return cls(name, "-", reason, "-", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +275,7 @@ def logit_gap(llm: LLM) -> Gap:
 
     def gap(prefix: list[int], one: int, other: int) -> float:
         llm.scheduler.handle(FlushCacheMsg())  # the step overwrites cached pages
-        logits = stepper_of(engine_of(llm)).step([Span(0, 0, prefix)])[0].float()
+        logits = stepper_of(llm).step([Span(0, 0, prefix)])[0].float()
         return float((logits[one] - logits[other]).abs() / logits.abs().max())
 
     return gap
@@ -295,24 +301,19 @@ def compare(
 
 def check_tokens(llm: LLM, prompts: list[list[int]], tie: float, others: dict[str, list[Completion]]) -> list[Result]:
     """Compare the engine's outputs with those of a filled cache, other overlap, no drafts, no graphs, and `others`."""
-    gap = logit_gap(llm)
+    gap, engine, scheduler = logit_gap(llm), engine_of(llm), llm.scheduler
     base = generate(llm, prompts)
     again = generate(llm, prompts, flush=False)
-    engine, depth = engine_of(llm), llm.scheduler.depth
-    if any(done.cached_tokens for done in again):
-        results = [compare("cached = cold", prompts, base, again, gap, tie)]
-    else:
-        results = [Result("cached = cold", "-", "no prefix was found in the cache (--cache naive?)", "-", None)]
-    with patch.object(llm.scheduler, "depth", 1 - depth):
-        results.append(compare("overlap on = off", prompts, base, generate(llm, prompts), gap, tie))
-    if llm.scheduler.drafts is not None:
-        with patch.object(llm.scheduler, "drafts", None):
-            results.append(compare("drafts = none", prompts, base, generate(llm, prompts), gap, tie))
-    else:
-        results.append(Result("drafts = none", "-", "give --speculate", "-", None))
-    if len(engine.runners) > 1:
-        with patch.object(engine, "runners", engine.runners[-1:]):
-            results.append(compare("graph = eager", prompts, base, generate(llm, prompts), gap, tie))
-    else:
-        results.append(Result("graph = eager", "-", "no graphs on this device or with these settings", "-", None))
-    return results + [compare(name, prompts, base, outputs, gap, tie) for name, outputs in others.items()]
+    found = any(done.cached_tokens for done in again)
+    outputs: dict[str, list[Completion] | str] = {"cached = cold": again if found else NO_PREFIX}
+    for name, owner, attribute, value, skipped in (
+        ("overlap on = off", scheduler, "depth", 1 - scheduler.depth, ""),
+        ("drafts = none", scheduler, "drafts", None, "" if scheduler.drafts else "give --speculate"),
+        ("graph = eager", engine, "runners", engine.runners[-1:], "" if engine.runners[1:] else NO_GRAPHS),
+    ):
+        with patch.object(owner, attribute, value):
+            outputs[name] = skipped or generate(llm, prompts)
+    return [
+        Result.skipped(name, done) if isinstance(done, str) else compare(name, prompts, base, done, gap, tie)
+        for name, done in (outputs | others).items()
+    ]

@@ -26,7 +26,6 @@ from minisgl.verify.checks import (
     TOKENS,
     WAYS,
     Case,
-    Reference,
     Result,
     Texts,
     check_logits,
@@ -37,7 +36,7 @@ from minisgl.verify.checks import (
     reading,
     reference,
 )
-from minisgl.verify.steps import engine_of, stepper_of
+from minisgl.verify.steps import stepper_of
 from minisgl.verify.texts import check_texts
 
 T = TypeVar("T")
@@ -118,18 +117,15 @@ def _compare_with_transformers(
     options: dict[str, Any], spec: EngineSpec, texts: Texts, device: torch.device
 ) -> tuple[LLM, list[Result], float]:
     """Return the engine, its comparison with transformers, and the largest error that passed."""
-    exact, theirs = _references(spec, texts, device)
-    llm = LLM(**options)
-    if exact is None:
+    if find_spec("transformers") is None:
         missing = "needs `pip install 'minisgl[verify]'`"
-        names = [f"{name} = transformers" for name in ("texts", *WAYS)]
-        return llm, [Result(name, "-", missing, "-", None) for name in names], 0.0
-    results, largest = check_texts(spec.folder), 0.0
-    for name, way in WAYS.items():
-        result, worst = check_logits(name, way(stepper_of(engine_of(llm)), texts), exact, theirs)
-        results.append(result)
-        largest = max(largest, worst) if result.passed else largest
-    return llm, results, largest
+        return LLM(**options), [Result.skipped(f"{name} = transformers", missing) for name in ("texts", *WAYS)], 0.0
+    exact = reference(spec.folder, texts.sequences, torch.float32, device)
+    is_exact = spec.dtype is torch.float32
+    theirs = None if is_exact else reference(spec.folder, texts.sequences, spec.dtype, device)
+    llm, results = LLM(**options), check_texts(spec.folder)
+    compared = [check_logits(name, way(stepper_of(llm), texts), exact, theirs) for name, way in WAYS.items()]
+    return llm, results + [result for result, _ in compared], _largest(compared)
 
 
 def _compare_with_unrounded(options: dict[str, Any], spec: EngineSpec, texts: Texts) -> tuple[LLM, list[Result], float]:
@@ -146,8 +142,8 @@ def _compare_with_unrounded(options: dict[str, Any], spec: EngineSpec, texts: Te
         return cases_of(llm)
 
     def cases_of(llm: LLM) -> dict[str, list[Case]]:
-        by_way = {name: way(stepper_of(engine_of(llm)), texts) for name, way in WAYS.items()}
-        by_way["reading"] = reading(stepper_of(engine_of(llm)), sequences)
+        by_way = {name: way(stepper_of(llm), texts) for name, way in WAYS.items()}
+        by_way["reading"] = reading(stepper_of(llm), sequences)
         return {name: [(prefix, logits.cpu()) for prefix, logits in cases] for name, cases in by_way.items()}
 
     unrounded = {"quantization": None, "kv_cache_dtype": "auto", "dtype": str(spec.dtype).split(".")[1]}
@@ -155,13 +151,14 @@ def _compare_with_unrounded(options: dict[str, Any], spec: EngineSpec, texts: Te
     llm = LLM(**options)
     ours = cases_of(llm)
     divergence, growth = ROUNDING_LIMITS.get(spec.quantization or "", EIGHT_BITS)
-    results, largest = [], 0.0
-    for name, cases in ours.items():
-        result, worst = check_rounding(name, cases, plain[name], divergence)
-        results.append(result)
-        largest = max(largest, worst) if result.passed else largest
-    results.append(check_perplexity(ours["reading"], plain["reading"], sequences, growth))
-    return llm, results, largest
+    compared = [check_rounding(name, cases, plain[name], divergence) for name, cases in ours.items()]
+    perplexity = check_perplexity(ours["reading"], plain["reading"], sequences, growth)
+    return llm, [*(result for result, _ in compared), perplexity], _largest(compared)
+
+
+def _largest(compared: list[tuple[Result, float]]) -> float:
+    """Return the largest error of the checks that passed."""
+    return max((error for result, error in compared if result.passed), default=0.0)
 
 
 def _answers(llm: LLM) -> list[list[int]]:
@@ -183,16 +180,6 @@ def _compute_and_free(options: dict[str, Any], compute: Callable[[LLM], T]) -> T
     gc.collect()
     torch.cuda.empty_cache()  # without effect on a CPU
     return result
-
-
-def _references(spec: EngineSpec, texts: Texts, device: torch.device) -> tuple[Reference | None, Reference | None]:
-    """Return transformers' logits in float32, and in our dtype if that differs; None without transformers."""
-    if find_spec("transformers") is None:
-        return None, None
-    exact = reference(spec.folder, texts.sequences, torch.float32, device)
-    if spec.dtype is torch.float32:
-        return exact, None
-    return exact, reference(spec.folder, texts.sequences, spec.dtype, device)
 
 
 def verify_table(results: list[Result]) -> str:

@@ -89,7 +89,8 @@ def engine_of(llm: LLM) -> Engine:
     return engine
 
 
-def stepper_of(engine: Engine) -> Stepper:
-    """Return a `Stepper` for `engine`, which must not be an embedding model."""
+def stepper_of(llm: LLM) -> Stepper:
+    """Return a `Stepper` for the engine of `llm`, which must not be an embedding model."""
+    engine = engine_of(llm)
     assert not isinstance(engine.general, PoolingRunner), "an embedding model has no logits"
     return Stepper(engine.general, engine.num_pages)

@@ -40,7 +40,7 @@ def check_texts(folder: Path) -> list[Result]:
         reference = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as e:  # any kind: an unknown class, a missing package, a broken file
         cause = f"transformers cannot load the tokenizer ({type(e).__name__})"
-        return [Result(f"{name} = transformers", "-", cause, "-", None) for name in ("tokens", "text", "chats")]
+        return [Result.skipped(f"{name} = transformers", cause) for name in ("tokens", "text", "chats")]
     manager = TokenizeManager(folder)
     tokenizer, decode = manager.tokenizer, DetokenizeManager(manager.tokenizer).decode
     added = {token.content: None for token in tokenizer.get_added_tokens_decoder().values()}
@@ -74,7 +74,7 @@ def _render(render: Callable[..., Any], messages: list[dict[str, str]], **option
 
 def _result(name: str, what: str, equal: dict[Any, bool]) -> Result:
     if not equal:
-        return Result(f"{name} = transformers", "-", "the folder has no chat template", "-", None)
+        return Result.skipped(f"{name} = transformers", "the folder has no chat template")
     different = [text for text, is_equal in equal.items() if not is_equal]
     figure = f"{len(equal) - len(different)} identical" + (f", not {different[0]!r:.60}" if different else "")
     return Result(f"{name} = transformers", f"{len(equal)} {what}", figure, "all", not different)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from minisgl.bench.load import LoadGenerator, Record, Window, summarize
-from minisgl.bench.traffic import Request
+from minisgl.bench.traffic import OnlineArgs, Request
 from minisgl.errors import ConfigError
 from support.processes import PATIENCE_S
 
@@ -64,7 +64,7 @@ async def answer_with(response: bytes, step: int) -> Record:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         url = f"127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-        generator = LoadGenerator(url, "m", api_key="key", timeout=PATIENCE_S)
+        generator = LoadGenerator(url, "m", OnlineArgs(timeout=PATIENCE_S), api_key="key")
         job = generator.job(Request([1, 2, 3], 2))
         await generator.closed([job], 1)
         return job.record
@@ -86,7 +86,7 @@ def test_failures_are_reported(name: str) -> None:
 
 
 def test_requests_ask_for_exact_lengths_and_usage() -> None:
-    generator = LoadGenerator("http://h:1/base/v1", "m", api_key="secret", temperature=0.5)
+    generator = LoadGenerator("http://h:1/base/v1", "m", OnlineArgs(temperature=0.5), api_key="secret")
     head, _, body = generator.job(Request([7, 8], 9)).message.partition(b"\r\n\r\n")
     assert head.startswith(b"POST /base/v1/completions HTTP/1.1\r\nHost: h:1\r\n") and b"Bearer secret" in head
     assert f"Content-Length: {len(body)}".encode() in head
@@ -99,7 +99,7 @@ def test_requests_ask_for_exact_lengths_and_usage() -> None:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    generator = LoadGenerator("http://h:1", "m", is_text=True, ignore_eos=False)
+    generator = LoadGenerator("http://h:1", "m", OnlineArgs(text=True, ignore_eos=False))
     sent = json.loads(generator.job(Request([7, 8, 7], 9)).message.partition(b"\r\n\r\n")[2])
     words = sent["prompt"].split()
     assert "ignore_eos" not in sent
