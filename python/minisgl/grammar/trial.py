@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -82,10 +83,7 @@ class TriedCompiler(GrammarCompiler):
     def close(self) -> None:
         """End the child process. The next grammar starts another."""
         if self._server is not None:
-            process, control = self._server
-            control.close()
-            process.kill()
-            process.wait()
+            self._end()
 
     def _try(self, job: bytes) -> str:
         """Return why the grammar is refused, or how its trial has ended; "" if it is usable."""
@@ -118,7 +116,14 @@ class TriedCompiler(GrammarCompiler):
                         process_group=0,  # Ctrl-C in a terminal goes to the parent, whose end closes `control`
                     )
                 self._server = process, control
+                self._end = weakref.finalize(self, _end, *self._server)
             return self._server
+
+
+def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    control.close()
+    process.kill()
+    process.wait()
 
 
 def _job(grammar: Grammar) -> tuple[bytes, bytes]:

@@ -26,7 +26,7 @@ from minisgl.core import FinishReason
 from minisgl.launch.launch import banner, check_model
 from minisgl.message import TokenizeMsg, UserReply
 from minisgl.params import Grammar, SamplingParams
-from minisgl.settings.options import ServerArgs
+from minisgl.settings.options import ServerArgs, options_of
 from minisgl.settings.sources import parse_args
 from minisgl.tokenizer.template import ChatTemplate
 
@@ -514,9 +514,9 @@ def test_the_start_names_the_parsers_or_warns_once(
 
 
 def test_flags_name_every_form() -> None:
-    choices = {name: f.metadata["choices"] for name, f in ServerArgs.__dataclass_fields__.items() if f.metadata}
-    assert choices["tool_call_parser"] == ("auto", "none", *TOOL_FORMS)
-    assert choices["reasoning_parser"] == ("auto", "none", *REASONING_FORMS)
+    options = options_of(ServerArgs)
+    assert options["tool_call_parser"].choices == ("auto", "none", *TOOL_FORMS)
+    assert options["reasoning_parser"].choices == ("auto", "none", *REASONING_FORMS)
 
 
 def test_forms_of_the_built_in_model() -> None:
