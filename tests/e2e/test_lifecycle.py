@@ -82,7 +82,9 @@ def test_death_of_a_child_before_any_token(phase: str, victim: str) -> None:
         assert server.run_dirs == []
 
 
-@pytest.mark.parametrize("victim", ["minisgl-TP0-scheduler", "minisgl-detokenizer-0"])
+@pytest.mark.parametrize(
+    "victim", [pytest.param("minisgl-TP0-scheduler", marks=pytest.mark.slow), "minisgl-detokenizer-0"]
+)
 def test_child_that_freezes_ends_open_streams(victim: str) -> None:
     with ServerProcess("--heartbeat-timeout", "4", stub=True) as server, server.client() as client:
         pids = server.info()["processes"]
@@ -97,7 +99,13 @@ def test_child_that_freezes_ends_open_streams(victim: str) -> None:
         assert server.run_dirs == []
 
 
-@pytest.mark.parametrize("victim", ["minisgl-TP0-scheduler", "minisgl-detokenizer-0", "minisgl-tokenizer-0"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "minisgl-TP0-scheduler",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("minisgl-detokenizer-0", "minisgl-tokenizer-0")),
+    ],
+)
 def test_frozen_child_is_told_by_the_probes_and_then_ends_the_server(victim: str) -> None:
     flags = ("--heartbeat-timeout", "8", "--num-tokenizer", "1")
     with ServerProcess(*flags, stub=True) as server, server.client() as client:

@@ -119,7 +119,7 @@ def test_weights_in_few_bits_answer_right(quantization: str) -> None:
 
 @pytest.mark.parametrize(
     ("overlap", "cache", "page_size", "chunk"),
-    [pytest.param(*c, marks=() if c in PAIRS[::3] else pytest.mark.slow) for c in ALL if c != DEFAULTS],
+    [pytest.param(*c, marks=() if c in PAIRS[::6] else pytest.mark.slow) for c in ALL if c != DEFAULTS],
 )
 def test_settings_do_not_change_the_text(
     expected: dict[str, tuple[str, int, str | None]], overlap: bool, cache: str, page_size: int, chunk: int

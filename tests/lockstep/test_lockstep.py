@@ -120,7 +120,9 @@ def test_masks_follow_a_step_to_all_ranks(speculate: str, monkeypatch: pytest.Mo
     assert len(sent) >= 6 and max(sent) > 1
 
 
-@pytest.mark.parametrize(("tp", "depth"), [(2, 0), (2, 1), pytest.param(4, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("tp", "depth"), [(2, 1), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((2, 0), (4, 1)))]
+)
 def test_ranks_draft_alike(tp: int, depth: int, requests_and_tokens: tuple[Requests, dict[int, list[int]]]) -> None:
     """Each rank looks up its own drafts, and the invariant mode compares what the ranks have sampled behind them."""
     requests, alone = requests_and_tokens
@@ -134,7 +136,7 @@ def test_ranks_draft_alike(tp: int, depth: int, requests_and_tokens: tuple[Reque
         assert llm.scheduler.cache.available == OPTIONS["num_pages"]
 
 
-@pytest.mark.parametrize("kind", ["draft", "eagle3"])
+@pytest.mark.parametrize("kind", [pytest.param("draft", marks=pytest.mark.slow), "eagle3"])
 def test_ranks_draft_alike_with_a_model(
     kind: str, requests_and_tokens: tuple[Requests, dict[int, list[int]]], tmp_path: Path
 ) -> None:

@@ -98,6 +98,7 @@ def test_windows_bound_the_slots_that_attend_to_each_other(
         assert (cut[k][32:] - whole[k][32:]).abs().max() > 0.01
 
 
+@pytest.mark.slow
 def test_a_head_learns_a_text(model: Model) -> None:
     torch.manual_seed(0)
     head = Head(model, draft_vocabulary(MODEL / "tokenizer.json", 1, 4096, tokens=1 << 14))
