@@ -62,7 +62,7 @@ class BatchPlan:
     slots              SLOT [B]        the sequences of the step
     tokens             int32 [T]       input tokens of the slots without FROM_DEVICE, in slot order
     page_writes        PAGE_WRITE [P]  page-table entries to write first
-    row_states         ROW_STATE [R]   sampling state of newly filled rows
+    row_states         ROW_STATE [R]   fields of newly filled rows
     penalties          int32 [A]       penalty records of newly filled rows, concatenated
     masks              int32 [M, W]    the tokens that MASKED slots may sample, in slot order: bit i of word w allows
                                        token 32 w + i; empty if the masks come later (`StepOutput.sample`)
@@ -289,7 +289,7 @@ class Batch:
     logit_tokens: torch.Tensor  # [S] int64, indices into T whose logits are sampled
     sampling: Sampling
     page_writes: torch.Tensor  # [P, 3] int32, columns of PAGE_WRITE
-    row_states: torch.Tensor  # [R, 7] int32, columns of ROW_STATE
+    row_states: torch.Tensor  # [R, words of ROW_STATE] int32
     prompt_logprobs: PromptLogprobs | None = None
     drafts: DraftColumns | None = None
     passes: tuple[Batch, ...] = ()  # the passes of a draft model, before the step

@@ -6,7 +6,8 @@ this file (`python -m minisgl.native.abi`), and a library that was compiled from
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -42,17 +43,34 @@ PAGE_WRITE: Final = np.dtype([("row", "<i4"), ("index", "<i4"), ("page", "<i4")]
 MOVE: Final = np.dtype([("page", "<i4"), ("tier", "<i4"), ("slot", "<i4"), ("kind", "<i4"), ("name", "<i8")])
 STORE, LOAD = range(2)  # kinds of moves
 
-# The sampling state of a newly filled row.
-ROW_STATE: Final = np.dtype(
-    [
-        ("row", "<i4"),
-        ("temperature", "<f4"),
-        ("top_k", "<i4"),
-        ("top_p", "<f4"),
-        ("min_p", "<f4"),
-        ("noise_key", "<i8"),
-    ]
+
+class RowField(NamedTuple):
+    """A number that steps read for each row."""
+
+    name: str
+    type: str
+    of: str  # the attribute of `Req` that it is
+
+
+# The device's row table has these columns; those of 8 bytes come first, so that they are aligned.
+ROW_FIELDS: Final = (
+    RowField("noise_key", "<i8", "noise_key"),
+    RowField("temperature", "<f4", "sampling_params.effective_temperature"),
+    RowField("top_k", "<i4", "sampling_params.top_k"),
+    RowField("top_p", "<f4", "sampling_params.top_p"),
+    RowField("min_p", "<f4", "sampling_params.min_p"),
 )
+# A record of the row table, padded to a multiple of 8 bytes.
+ROW: Final = np.dtype(
+    {
+        "names": [field.name for field in ROW_FIELDS],
+        "formats": [field.type for field in ROW_FIELDS],
+        "itemsize": -(-sum(int(field.type[2:]) for field in ROW_FIELDS) // 8) * 8,
+    }
+)
+
+# The fields of a newly filled row.
+ROW_STATE: Final = np.dtype([("row", "<i4"), ("fields", ROW)])
 
 # The head of a penalty record. Behind it stand four lists of 32-bit words: the biased token ids (~id where the token
 # ends the request), their biases (float32), the prompt's token ids, the token ids generated so far.
@@ -113,10 +131,15 @@ def words(record: np.dtype[Any]) -> int:
     return record.itemsize // WORD.itemsize
 
 
+def fields(record: np.dtype[Any]) -> Mapping[str, Any]:
+    """Return (dtype, offset in bytes) of each field of a record."""
+    assert record.fields is not None, f"has no fields: {record}"
+    return record.fields
+
+
 def columns(record: np.dtype[Any]) -> dict[str, int]:
     """The word at which each field of a record begins: its column in `as_words`."""
-    assert record.fields is not None, f"has no fields: {record}"
-    return {name: offset // WORD.itemsize for name, (_, offset, *_) in record.fields.items()}
+    return {name: offset // WORD.itemsize for name, (_, offset, *_) in fields(record).items()}
 
 
 def as_words(records: Records) -> Ints:

@@ -130,6 +130,11 @@ class SamplingParams(
     n: int = 1
 
     @property
+    def effective_temperature(self) -> float:
+        """The temperature at which tokens are sampled: 0, greedy, also if `top_p` keeps only the most likely one."""
+        return self.temperature if self.top_p > 0 else 0.0
+
+    @property
     def is_filtered(self) -> bool:
         """Whether top-k, top-p or min-p exclude tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -14,41 +13,24 @@ from minisgl.core import StepResult
 from minisgl.distributed.tensor_parallel import winners
 from minisgl.layout import Flag
 from minisgl.ops import sampling
-from minisgl.ops.sampling import TOP, noise_bits
+from minisgl.ops.sampling import TOP, SamplingState, noise_bits
 from minisgl.ops.table import OpTable, load_ops
-
-
-@dataclass
-class State:
-    """The parameters of some rows; see `ops/sampling.py: SamplingState`."""
-
-    last_token: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    noise_key: Tensor
 
 
 def make_state(
     rows: int, device: str, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, keys: Tensor | None = None
-) -> State:
+) -> SamplingState:
     """Scalars, or one value a row."""
-
-    def full(value, dtype: torch.dtype) -> Tensor:
-        return torch.as_tensor(value, dtype=dtype).expand(rows).contiguous().to(device)
-
-    return State(
-        last_token=full(-1, torch.int32),
-        temperature=full(temperature, torch.float32),
-        top_k=full(top_k, torch.int32),
-        top_p=full(top_p, torch.float32),
-        min_p=full(min_p, torch.float32),
-        noise_key=full(torch.arange(rows) * 7919 if keys is None else keys, torch.int64),
-    )
+    state = SamplingState(rows, torch.device(device))
+    state.last_token.fill_(-1)
+    keys = torch.arange(rows) * 7919 if keys is None else keys
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "noise_key": keys}
+    for name, value in given.items():
+        getattr(state, name)[:] = torch.as_tensor(value)
+    return state
 
 
-def mixed_state(rows: int, device: str, seed: int = 0) -> State:
+def mixed_state(rows: int, device: str, seed: int = 0) -> SamplingState:
     """Rows with all kinds of parameters."""
     g = torch.Generator().manual_seed(seed)
 
@@ -89,7 +71,9 @@ def surely_kept(row: Tensor, t: float, k: int, p: float, m: float) -> tuple[np.n
     return kept & ~unsure, kept | unsure
 
 
-def check_samples(ops: OpTable, logits: Tensor, state: State, positions: Tensor, rows: Tensor, is_filtered: bool):
+def check_samples(
+    ops: OpTable, logits: Tensor, state: SamplingState, positions: Tensor, rows: Tensor, is_filtered: bool
+):
     """Sample and compare with float64; returns the tokens."""
     device = logits.device
     others = torch.ones(len(state.last_token), dtype=torch.bool, device=device)
@@ -116,7 +100,7 @@ def check_samples(ops: OpTable, logits: Tensor, state: State, positions: Tensor,
     return out[0]
 
 
-def check_candidates(ops: OpTable, logits: Tensor, state: State, positions: Tensor, rows: Tensor, parts: int):
+def check_candidates(ops: OpTable, logits: Tensor, state: SamplingState, positions: Tensor, rows: Tensor, parts: int):
     """The best of the parts' candidates is the choice from all logits, which no state has been told of."""
     bounds = [len(logits[0]) * i // parts for i in range(parts + 1)]
     own = [ops.candidates(logits[:, lo:hi].contiguous(), rows, positions, state, lo) for lo, hi in pairwise(bounds)]
@@ -125,7 +109,7 @@ def check_candidates(ops: OpTable, logits: Tensor, state: State, positions: Tens
     assert torch.equal(winners(torch.stack(own)), ops.sample_rows(logits, rows, positions, state, False))
 
 
-def check_cuts(cuts: Tensor, lasts: Tensor, logits: Tensor, state: State) -> None:
+def check_cuts(cuts: Tensor, lasts: Tensor, logits: Tensor, state: SamplingState) -> None:
     """(cut, last) of every row describe the set of tokens that the specification keeps."""
     at = torch.arange(logits.shape[1])
     rows = zip(cuts.tolist(), lasts.tolist(), strict=True)

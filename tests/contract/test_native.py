@@ -257,7 +257,11 @@ def test_drawn_tokens_have_the_noise_of_the_reference(tmp_path: Path, isa: str):
     engine = NativeEngine.load(save(tmp_path, SHAPES["wide-heads-odd-vocabulary"]).folder)
     keys = [0, -1, 2**63 - 1, -(2**63), 123456789012345]
     rows = np.zeros(len(keys), ROW_STATE)
-    rows["row"], rows["temperature"], rows["noise_key"] = range(len(keys)), np.arange(len(keys)) + 0.5, keys
+    rows["row"], rows["fields"]["temperature"], rows["fields"]["noise_key"] = (
+        range(len(keys)),
+        np.arange(len(keys)) + 0.5,
+        keys,
+    )
     for step in range(20):
         spans = [Span(i, step, [step + i]) for i in range(len(keys))]
         logits = engine.step(spans, rows=rows if step == 0 else None)

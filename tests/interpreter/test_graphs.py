@@ -32,7 +32,7 @@ from minisgl.engine.trial import trial_plan
 from minisgl.layout import NO_INTS, NO_MASKS, PAGE_WRITE, PROPOSAL, PROPOSED, ROW_STATE, SLOT, Flag
 from minisgl.ops.table import load_ops
 from minisgl.params import Grammar, SamplingParams
-from minisgl.scheduler.plan import decode_flags, penalty_record, sampling_flags
+from minisgl.scheduler.plan import decode_flags, penalty_record, row_fields, sampling_flags
 from minisgl.scheduler.req import Req
 from minisgl.settings.options import MAX_DRAFTS
 from minisgl.speculative.ngram import NGramDrafter
@@ -174,13 +174,13 @@ class Traffic:
         slots, tokens, pages, states, penalties = [], [], [], [], [NO_INTS]
         for row in rows:
             ids = np.array([self.rng.randrange(VOCAB) for _ in range(self.rng.randrange(1, 9))], np.int32)
-            req = Req(row, ids, self.params[row], 40, row, row * 977)
+            req = Req(row, ids, self.params[row], 40, row, (5 << 32) | (row * 977))
             req.append_sampled(np.array([self.rng.randrange(9)] * self.rng.randrange(3), np.int32))
             p, count = req.sampling_params, len(req.ids)
             slots.append((row, 0, count, Flag.SAMPLES | sampling_flags(req)))
             tokens.append(req.ids)
             pages += [(row, i, row * WIDTH + i) for i in range(WIDTH)]
-            states.append((row, p.temperature, p.top_k, p.top_p, p.min_p, (5 << 32) | (row * 977)))
+            states.append((row, row_fields(req)))
             if p.has_penalties:
                 penalties.append(penalty_record(req, row, frozenset({2})))
             self.lens[row], self.texts[row], self.ready[row] = count, req.ids.tolist(), -1

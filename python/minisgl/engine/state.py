@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from minisgl.layout import PAGE_WRITE, PENALTY_HEAD, ROW_STATE, columns, words
+from minisgl.layout import PAGE_WRITE, PENALTY_HEAD, columns, words
 from minisgl.ops.sampling import PenaltyTables, SamplingState
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from minisgl.device.device import Device
 
 _PAGE: Final = columns(PAGE_WRITE)
-_ROW: Final = columns(ROW_STATE)
 
 
 class RowState(SamplingState):
@@ -27,21 +26,16 @@ class RowState(SamplingState):
         self.page_table = torch.zeros(rows, pages_per_row, dtype=torch.int32, device=device)
 
     def apply(self, page_writes: torch.Tensor, row_states: torch.Tensor) -> None:
-        """Write page-table entries [P, 3] and sampling states [R, 7], int32 with the columns of their records."""
+        """Write page-table entries [P, 3] and fields of rows [R, words of ROW_STATE], int32 like their records."""
         if len(page_writes):
             at = (page_writes[:, _PAGE["row"]].long(), page_writes[:, _PAGE["index"]].long())
             self.page_table[at] = page_writes[:, _PAGE["page"]]
         self.fill(row_states)
 
     def fill(self, row_states: torch.Tensor) -> None:
-        """Write sampling states [R, 7], int32 with the columns of their records."""
+        """Write fields of rows [R, words of ROW_STATE], int32 like their records."""
         if len(row_states):
-            rows = row_states[:, _ROW["row"]].long()
-            self.top_k[rows] = row_states[:, _ROW["top_k"]]
-            for name, values in (("temperature", self.temperature), ("top_p", self.top_p), ("min_p", self.min_p)):
-                values[rows] = row_states[:, _ROW[name]].contiguous().view(torch.float32)
-            low, high = row_states[:, _ROW["noise_key"]], row_states[:, _ROW["noise_key"] + 1]
-            self.noise_key[rows] = (high.long() << 32) | (low.long() & 0xFFFFFFFF)
+            self.table[row_states[:, 0].long()] = row_states[:, 1:]
 
 
 class LogitPenalties(PenaltyTables):

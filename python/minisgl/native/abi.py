@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from minisgl.layout import HISTORY_HEAD, PAGE_WRITE, PROPOSAL, PROPOSED, ROW_STATE, SLOT, Flag
+from minisgl.layout import HISTORY_HEAD, PAGE_WRITE, PROPOSAL, PROPOSED, ROW, ROW_STATE, SLOT, Flag, fields
 from minisgl.settings.options import MAX_DRAFTS
 
 HEADER: Final = Path(__file__).parent / "cpp" / "layout.h"
@@ -44,8 +44,7 @@ MODEL_SPEC: Final[_Fields] = (
     ("int32_t*", "page_table"),  # [rows, table_width]
     ("int64_t", "table_width"),
     ("int32_t*", "last_token"),  # this and the following are [rows]
-    ("float*", "temperature"),
-    ("int64_t*", "noise_key"),
+    ("Row*", "rows"),
     ("int32_t*", "lengths drafts"),  # of `Drafting`, or null
     ("void*", "target"),  # of a draft model: the model whose tokens it drafts; the fields below: of an EAGLE-3 head
     ("const void*", "fc"),  # [hidden, TAPS * hidden], in 8 bits
@@ -66,6 +65,14 @@ STEP_PLAN: Final[_Fields] = (  # the arrays of a `core.BatchPlan`
 
 _CTYPES: Final[dict[str, Any]] = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}  # all others are pointers
 _CPP_TYPES: Final = {"i4": "int32_t", "i8": "int64_t", "f4": "float"}
+_RECORDS: Final = {
+    "Slot": SLOT,
+    "PageWrite": PAGE_WRITE,
+    "Row": ROW,
+    "RowState": ROW_STATE,
+    "HistoryHead": HISTORY_HEAD,
+    "Proposal": PROPOSAL,
+}
 
 
 def _ctypes_fields(fields: _Fields) -> list[tuple[str, Any]]:
@@ -101,14 +108,13 @@ def _header() -> Iterator[str]:
     yield ""
     yield "// Records of a plan: 32-bit words, without padding."
     yield "#pragma pack(push, 4)"
-    records = ("Slot", SLOT), ("PageWrite", PAGE_WRITE), ("RowState", ROW_STATE), ("HistoryHead", HISTORY_HEAD)
-    for name, record in (*records, ("Proposal", PROPOSAL)):
+    for name, record in _RECORDS.items():
         yield from _record(name, record)
     yield "#pragma pack(pop)"
     yield ""
-    for name, fields in (("LayerWeights", LAYER_WEIGHTS), ("ModelSpec", MODEL_SPEC), ("StepPlan", STEP_PLAN)):
+    for name, rows in (("LayerWeights", LAYER_WEIGHTS), ("ModelSpec", MODEL_SPEC), ("StepPlan", STEP_PLAN)):
         yield f"struct {name} {{"
-        yield from (f"    {_declaration(kind, names.split())};" for kind, names in fields)
+        yield from (f"    {_declaration(kind, names.split())};" for kind, names in rows)
         yield "};"
     yield ""
     yield "}  // namespace minisgl"
@@ -120,13 +126,19 @@ def _declaration(kind: str, names: list[str]) -> str:
 
 
 def _record(name: str, record: np.dtype[Any]) -> Iterator[str]:
-    assert record.fields is not None, f"a record without fields: {record}"
     yield f"struct {name} {{"
-    by_type = itertools.groupby(record.fields.items(), lambda item: _CPP_TYPES[item[1][0].base.str[1:]])
-    for kind, fields in by_type:
-        yield f"    {kind} {', '.join(field + ''.join(f'[{n}]' for n in of[0].shape) for field, of in fields)};"
+    for kind, members in itertools.groupby(fields(record).items(), lambda member: _cpp_type(member[1][0].base)):
+        names = (field + "".join(f"[{n}]" for n in of[0].shape) for field, of in members)
+        yield f"    {kind} {', '.join(names)};"
+    if padding := record.itemsize - sum(of[0].itemsize for of in fields(record).values()):
+        yield f"    char padding[{padding}];"
     yield "};"
     yield f"static_assert(sizeof({name}) == {record.itemsize});"
+
+
+def _cpp_type(dtype: np.dtype[Any]) -> str:
+    nested = [name for name, record in _RECORDS.items() if record == dtype]
+    return nested[0] if nested else _CPP_TYPES[dtype.str[1:]]
 
 
 def _camel(name: str) -> str:

@@ -17,7 +17,7 @@ from minisgl.engine.draft_model import SAMPLED_ALIKE, Eagle3, draft_slots, draft
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.runner import ForwardOutput
 from minisgl.errors import ConfigError, NativeError
-from minisgl.layout import NO_MASKS, NO_PAGE_WRITES, NO_ROW_STATES, SLOT, Flag, as_words
+from minisgl.layout import NO_MASKS, NO_PAGE_WRITES, NO_ROW_STATES, SLOT, Flag
 from minisgl.models.families import FAMILIES
 from minisgl.native.abi import LayerWeights, ModelSpec, StepPlan
 from minisgl.native.library import NativeLibrary, load_native
@@ -157,7 +157,6 @@ class NativeModel:
             layer.cos_sin = attention.heads.cos_sin.data_ptr()
             layer.window = window or 0
         fields["head"], fields["head_bits"] = self._matrix(head)
-        states = {name: getattr(state, name).data_ptr() for name in ("last_token", "temperature", "noise_key")}
         sizes: dict[str, Any] = {
             "is_bf16": spec.dtype is torch.bfloat16,
             "layers": m.num_layers,
@@ -176,10 +175,12 @@ class NativeModel:
             "cache": pool.data.data_ptr(),
             "cache_scale": pool.scale.data_ptr() if spec.fp8_cache else None,
             "layer_stride": pool.data.stride(0) // m.head_dim,
+            "last_token": state.last_token.data_ptr(),
+            "rows": state.table.data_ptr(),
             "page_table": state.page_table.data_ptr(),
             "table_width": state.page_table.stride(0),
         }
-        return ModelSpec(**(sizes | states | fields))
+        return ModelSpec(**(sizes | fields))
 
 
 class NativeRunner:
@@ -215,8 +216,6 @@ class NativeRunner:
     def _run(self, plan: BatchPlan, masks: Ints) -> Ints:
         self.parts.penalties.apply(plan.penalties, masks)
         call = _step_plan(plan, masks)
-        if len(plan.row_states):
-            self.parts.state.fill(torch.from_numpy(as_words(plan.row_states)))
         if self._drafter is not None and plan.has_drafts:
             self._drafter.run(plan, call)
         if len(plan.prompt_logprob_ids):

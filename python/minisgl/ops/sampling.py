@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import StepResult
-from minisgl.layout import MAX_DRAFT_MASKS, Flag
+from minisgl.layout import MAX_DRAFT_MASKS, ROW, Flag, fields, words
 from minisgl.rounding import ceil_div
 
 MASK32: Final = 0xFFFFFFFF
@@ -23,6 +23,7 @@ LOGPROBS_CHUNK: Final = 1 << 24  # logits per pass: 64 MiB in float32, for any n
 MIN_TEMPERATURE: Final = 1e-30  # keeps the scores of candidates finite
 FIRST_CANDIDATES: Final = 128  # tokens that top-p examines before it sorts the whole vocabulary
 TOP: Final = StepResult.TOP
+_DTYPES: Final = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32}
 
 
 # -- penalties, biases and masks
@@ -129,19 +130,23 @@ def _penalized(x: Tensor, seen: Tensor, rows: Tensor, positions: Tensor, tables:
 
 
 class SamplingState:
-    """The sampling state of each row.
+    """What sampling knows of each row.
 
     last_token   [rows] int32, the newest sampled token
-    temperature, top_p, min_p [rows] float32; top_k [rows] int32; noise_key [rows] int64
+    table        [rows, words] int32, a record `layout.ROW` per row; its fields are views [rows]
     """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    noise_key: Tensor
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.last_token = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
-        self.top_k = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
-        self.min_p = torch.zeros(rows, dtype=torch.float32, device=device)
-        self.noise_key = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.table = torch.zeros(rows, words(ROW), dtype=torch.int32, device=device)
+        for name, (dtype, offset, *_) in fields(ROW).items():
+            setattr(self, name, self.table.view(_DTYPES[dtype.str])[:, offset // dtype.itemsize])
 
 
 def sample_rows(logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, is_filtered: bool) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from minisgl.layout import (
     NO_ROW_STATES,
     PAGE_WRITE,
     PENALTY_HEAD,
+    ROW_FIELDS,
     ROW_STATE,
     SLOT,
     Flag,
@@ -196,8 +198,11 @@ class Wave:
     finite: Ints
 
 
+row_fields: Final = attrgetter(*(field.of for field in ROW_FIELDS))
+
+
 class RowWrites:
-    """Collects page-table entries, sampling states and penalty records between two plans.
+    """Collects page-table entries, fields of rows and penalty records between two plans.
 
     The host keeps each request's pages in `Req.pages`; the device keeps them in its page table. The two agree once the
     writes taken by `take` have been applied, in plan order.
@@ -208,16 +213,15 @@ class RowWrites:
         # Keyed by row << 32 | index, so that one plan never writes an entry twice: the device applies a plan's writes
         # in any order.
         self._pages: dict[int, int] = {}
-        self._states: dict[int, tuple[int, float, int, float, float, int]] = {}
+        self._states: dict[int, tuple[int, tuple[float, ...]]] = {}
         self._penalties: dict[int, Ints] = {}
 
     def fill(self, req: Req) -> None:
-        """Write the sampling state of `req`, which has just got its row."""
-        p, row = req.sampling_params, req.row
-        temperature = p.temperature if p.top_p > 0 else 0.0
-        self._states[row] = (row, temperature, p.top_k, p.top_p, p.min_p, req.noise_key)
+        """Write the fields of `req`, which has just got its row."""
+        row = req.row
+        self._states[row] = (row, row_fields(req))
         self._penalties.pop(row, None)
-        if p.has_penalties:
+        if req.sampling_params.has_penalties:
             self._penalties[row] = penalty_record(req, row, self._eos_token_ids)
 
     def pages(self, row: int, start: int, pages: list[int]) -> None:

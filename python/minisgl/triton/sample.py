@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minisgl.triton.launch import COUNTERS, INTERPRETED, counters, pdl_options
+from minisgl.triton.launch import COUNTERS, INTERPRETED, ROW_WORDS, counters, pdl_options
 from minisgl.triton.top_k_top_p import find_cuts
 
 if TYPE_CHECKING:
@@ -114,11 +114,11 @@ def _sample(
         gdc_wait()
     seq, split = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows_ptr + seq)
-    temperature = tl.load(temperature_ptr + row)
+    temperature = tl.load(temperature_ptr + row * ROW_WORDS)
     is_random = temperature > 0
     scale = tl.where(is_random, tl.minimum(1.0 / temperature, MAX_SCALE) * LOG2_E, 1.0)
     max_noise = tl.where(is_random, MAX_NOISE, 0.0)
-    a, b = row_words(tl.load(noise_key_ptr + row), tl.load(positions_ptr + seq))
+    a, b = row_words(tl.load(noise_key_ptr + row * (ROW_WORDS // 2)), tl.load(positions_ptr + seq))
     if FILTERED:
         cut, cut_index = tl.load(cuts_ptr + seq), tl.load(cut_indices_ptr + seq)
     logits_ptr += seq.to(tl.int64) * vocab_size

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.triton.launch import COUNTERS, INTERPRETED, counters
+from minisgl.triton.launch import COUNTERS, INTERPRETED, ROW_WORDS, counters
 
 if TYPE_CHECKING:
     from minisgl.ops.sampling import SamplingState
@@ -163,10 +163,10 @@ def _find_cuts(
     """One program per row. values and indices [S, 2, BLOCK] are scratch; counters are left at zero."""
     seq = tl.program_id(0)
     row = tl.load(rows_ptr + seq)
-    temperature = tl.load(temperature_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    min_p = tl.load(min_p_ptr + row)
-    top_k = tl.load(top_k_ptr + row)
+    temperature = tl.load(temperature_ptr + row * ROW_WORDS)
+    top_p = tl.load(top_p_ptr + row * ROW_WORDS)
+    min_p = tl.load(min_p_ptr + row * ROW_WORDS)
+    top_k = tl.load(top_k_ptr + row * ROW_WORDS)
     has_top_k = (top_k > 0) & (top_k < vocab_size)
     has_top_p = top_p < 1
     cut = tl.full((), float("-inf"), tl.float32)

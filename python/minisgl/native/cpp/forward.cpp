@@ -173,8 +173,11 @@ class Decoder : public Model {
             const PageWrite& w = plan.page_writes[i];
             s_.page_table[w.row * s_.table_width + w.index] = w.page;
         }
-        for (int64_t i = 0; drafter_ && i < plan.num_row_states; ++i)
-            drafter_->backlog(plan.row_states[i].row).first = -1, drafter_->backlog(plan.row_states[i].row).ids.clear();
+        for (int64_t i = 0; i < plan.num_row_states; ++i) {
+            const RowState& r = plan.row_states[i];
+            s_.rows[r.row] = r.fields;
+            if (drafter_) drafter_->backlog(r.row).first = -1, drafter_->backlog(r.row).ids.clear();
+        }
         for (int64_t i = 0; i < plan.num_history_words;) {
             const HistoryHead& head = *(const HistoryHead*)(plan.histories + i);
             s_.lengths[head.row] = head.length;
@@ -260,7 +263,7 @@ class Decoder : public Model {
             float* x = &logits[i * s_.vocab];
             if (masks && s.flags & kMasked) forbid(x, masks + mask[i] * ((s_.vocab + 31) / 32));
             const Sampled c =
-                sample_token(x, s_.vocab, s_.temperature[s.row], s_.noise_key[s.row], (int32_t)s.position);
+                sample_token(x, s_.vocab, s_.rows[s.row].temperature, s_.rows[s.row].noise_key, (int32_t)s.position);
             tokens[i] = c.token, finite[i] = c.is_finite;
         });
     }

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-constexpr int64_t kLayoutVersion = 369979016;
+constexpr int64_t kLayoutVersion = 1691171951;
 
 namespace minisgl {
 
@@ -20,12 +20,16 @@ struct PageWrite {
     int32_t row, index, page;
 };
 static_assert(sizeof(PageWrite) == 12);
-struct RowState {
-    int32_t row;
+struct Row {
+    int64_t noise_key;
     float temperature;
     int32_t top_k;
     float top_p, min_p;
-    int64_t noise_key;
+};
+static_assert(sizeof(Row) == 24);
+struct RowState {
+    int32_t row;
+    Row fields;
 };
 static_assert(sizeof(RowState) == 28);
 struct HistoryHead {
@@ -58,8 +62,7 @@ struct ModelSpec {
     int32_t *page_table;
     int64_t table_width;
     int32_t *last_token;
-    float *temperature;
-    int64_t *noise_key;
+    Row *rows;
     int32_t *lengths, *drafts;
     void *target;
     const void *fc;

@@ -115,8 +115,7 @@ bool step_is_deterministic(bool has_scales) {
     std::vector<T> cache(layers * layer_rows * dim);
     std::vector<float> scales(layers * layer_rows);
     std::vector<int32_t> table(rows * pages), last(rows), tokens_in(tokens), sampled(rows), finite(rows);
-    std::vector<float> temperature(rows);
-    std::vector<int64_t> key(rows);
+    std::vector<Row> fields(rows);
     for (int i = 0; i < (int)tokens; ++i) tokens_in[i] = (int32_t)(mix32(i) % vocab);
     for (int64_t r = 0; r < 2; ++r)
         for (int64_t i = 0; i < 6; ++i) table[r * pages + i] = (int32_t)(r * 6 + 5 - i);
@@ -127,8 +126,7 @@ bool step_is_deterministic(bool has_scales) {
     spec.head = head.data(), spec.head_bits = bits, spec.final_norm = ones.data(), spec.cache = cache.data();
     spec.cache_scale = has_scales ? scales.data() : nullptr;
     spec.layer_stride = layer_rows, spec.page_table = table.data(), spec.table_width = pages;
-    spec.last_token = last.data(), spec.temperature = temperature.data();
-    spec.noise_key = key.data();
+    spec.last_token = last.data(), spec.rows = fields.data();
     Decoder<T> net(spec);
     auto run = [&](const Slot& slot, int64_t first) {
         StepPlan plan = {};
