@@ -94,12 +94,12 @@ def check(comm: Communicator, x: torch.Tensor, rank: int, ranks: int) -> None:
     def gathered_is_right(out: torch.Tensor) -> bool:
         return all(bool((out[r] == r + 1).all()) for r in range(ranks))
 
-    assert (comm.all_reduce(x.clone()) == total).all(), f"{comm.name}: wrong sum"
+    assert (comm.sum(x.clone()) == total).all(), f"{comm.name}: wrong sum"
     assert gathered_is_right(comm.all_gather(x)), f"{comm.name}: wrong all-gather"
     source, results = x.clone(), []
 
     def both() -> None:
-        results.append((comm.all_reduce(source * 1), comm.all_gather(source)))
+        results.append((comm.sum(source * 1), comm.all_gather(source)))
 
     graph = captured(both, 1)
     for _ in range(2):

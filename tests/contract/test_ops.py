@@ -58,6 +58,7 @@ def test_linear(ops: OpTable, dtype: torch.dtype, rows: int):
 def test_norms_embedding_and_activation(ops: OpTable, dtype: torch.dtype, rows: int):
     x, r, w = (torch.randn(*s).to(dtype) for s in ((rows, 64), (rows, 64), (64,)))
     close(ops.rms_norm(x, w, EPS), reference.rms_norm(x, w, EPS))
+    close(ops.rms_norm(x, w, EPS, r.clone()), reference.rms_norm(x, w, EPS, r))
     expected = reference.add_rms_norm(x, r, w, EPS)
     for got, want in zip(ops.add_rms_norm(x, r.clone(), w, EPS), expected, strict=True):
         close(got, want)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -76,7 +77,10 @@ def test_mixed_batch(checkpoint: Checkpoint):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_several_ranks(checkpoint: Checkpoint, size: int):
-    """Prefill, a mixed step, decode; with 4 ranks, KV heads that some of them share."""
+    """Prefill, a mixed step, decode; with 4 ranks, KV heads that some of them share.
+
+    A step sums after the embedding and after each block, and nowhere else.
+    """
     steps = [
         [Span(1, 0, A[:50]), Span(7, 0, C[:20], samples=False)],
         [Span(1, 50, [A[50]]), Span(4, 0, B), Span(0, 0, A[:30], samples=False), Span(7, 20, C[20:])],
@@ -86,9 +90,12 @@ def test_several_ranks(checkpoint: Checkpoint, size: int):
     want = [[A[:50]], [A[:51], B, C], [A], [A[:52]]]
 
     def rank(comm: Communicator) -> list[torch.Tensor]:
-        engine = MiniEngine.load(checkpoint.folder, comm=comm)
-        assert sum(p.tensor.numel() for p in engine.model.parameters) < 0.8 * engine.model.num_parameters
-        return [engine.step(spans) for spans in steps]
+        with patch.object(comm, "sum", wraps=comm.sum) as calls:
+            engine = MiniEngine.load(checkpoint.folder, comm=comm)
+            assert sum(p.tensor.numel() for p in engine.model.parameters) < 0.8 * engine.model.num_parameters
+            logits = [engine.step(spans) for spans in steps]
+            assert calls.call_count == len(steps) * (1 + 2 * engine.model.config.num_layers)
+        return logits
 
     for logits in run_ranks(size, rank):
         for ours, prompts in zip(logits, want, strict=True):

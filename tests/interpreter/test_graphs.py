@@ -29,6 +29,7 @@ from minisgl.engine.graphs.capture import TAILS, tail_of
 from minisgl.engine.runner import EagerRunner, Parts
 from minisgl.engine.state import LogitPenalties, RowState
 from minisgl.engine.trial import trial_plan
+from minisgl.layers.linear import Stream
 from minisgl.layout import NO_INTS, NO_MASKS, PAGE_WRITE, PROPOSAL, PROPOSED, ROW_STATE, SLOT, Flag
 from minisgl.ops.table import load_ops
 from minisgl.params import Grammar, SamplingParams
@@ -91,9 +92,9 @@ class Table:
         self.repeats = repeats
 
     def forward(self, input_ids: torch.Tensor, context: Any) -> torch.Tensor:
-        return self.logits(*self.hidden(input_ids, context))
+        return self.logits(self.hidden(input_ids, context))
 
-    def hidden(self, input_ids: torch.Tensor, context: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def hidden(self, input_ids: torch.Tensor, context: Any) -> Stream:
         rows = context.batch.token_rows.long()
         at = (input_ids * 31 + context.batch.positions * 7).long() + context.out_loc * 3 + rows
         half = self.table[at % 97] / 2
@@ -103,10 +104,10 @@ class Table:
         for layer in context.taps:
             context.taps[layer] = half
         half = half[context.batch.logit_tokens]
-        return half, half
+        return Stream(half, half)
 
-    def logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return x + residual
+    def logits(self, stream: Stream) -> torch.Tensor:
+        return stream.x + stream.residual
 
 
 class Head(DraftModel):

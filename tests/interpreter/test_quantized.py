@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch.testing import assert_close
 
 from minisgl.distributed.communicator import Communicator
-from minisgl.distributed.tensor_parallel import parallel_ops
+from minisgl.layers.builder import Builder
+from minisgl.layers.linear import Linear, RMSNorm, Stream
 from minisgl.ops import quantized, reference
 from minisgl.ops.quantized import Format, Quantized
 from minisgl.ops.table import OpTable
@@ -228,14 +230,14 @@ def test_ranks_add_up_finished_results(monkeypatch: pytest.MonkeyPatch):
 
     def rank(comm: Communicator) -> None:
         own = given._replace(x=given.x * (comm.info.rank + 1), bias=given.bias * (comm.info.rank + 1))
-        table = parallel_ops(OpTable(), comm, has_post_norms=False)
-        for got, total in (
-            table.add_rms_norm(Unfinished(own), residual.clone(), norm, 1e-6),
-            table.add_norm_linear(Unfinished(own), residual.clone(), norm, 1e-6, torch.eye(48)),
-        ):
+        builder = Builder(OpTable(), torch.float32, torch.device("cpu"), comm)
+        layer, eye = RMSNorm(builder, "n", 48, 1e-6), Linear(builder, {"m": 48}, 48, bias=False)
+        layer.weight.copy_(norm), eye.weight.copy_(torch.eye(48))
+        for call in (layer.sum_add, partial(eye.after_sum_norm, norm=layer)):
+            got, total = call(Stream(Unfinished(own), residual.clone()))
             assert_close(got, want)
             assert_close(total, want_total)
-        assert_close(table.all_reduce(Unfinished(own)), 3 * finished(*given))
+        assert_close(comm.sum(Unfinished(own)), 3 * finished(*given))
 
     run_ranks(2, rank)
 

@@ -62,21 +62,21 @@ class Communicator(ABC):
         return with_peers(self, max_tokens, hidden, dtype, ops)
 
     @abstractmethod
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def sum(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks, bit-equal on all of them. May overwrite `x` with the sum."""
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather [...] to [ranks, ...]."""
 
-    def all_reduce_add_norm(
+    def sum_add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, add_norm: AddNorm
     ) -> tuple[Tensor, Tensor]:
         """Apply `add_norm` to the sum of x [T, H] over the ranks and to `residual`, which is equal on all ranks.
 
         May overwrite `residual`.
         """
-        return add_norm(self.all_reduce(x), residual, weight, eps)
+        return add_norm(self.sum(x), residual, weight, eps)
 
     @abstractmethod
     def close(self) -> None:
@@ -104,7 +104,7 @@ class SoloCommunicator(Communicator):
 
     name = "none"
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def sum(self, x: Tensor) -> Tensor:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class TorchCommunicator(Communicator):
     def _join(self, store: Store, host: str) -> Any:
         """Create the process group."""
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def sum(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         self._wait(self._group.allreduce, [x])
         return x

@@ -232,15 +232,15 @@ class PeerCommunicator(Communicator):
         self.name = f"peers and {comm.name}"
         self._comm, self._peers = comm, peers
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self._peers.all_reduce(x) if self._takes(x) else self._comm.all_reduce(x)
+    def sum(self, x: Tensor) -> Tensor:
+        return self._peers.all_reduce(x) if self._takes(x) else self._comm.sum(x)
 
-    def all_reduce_add_norm(
+    def sum_add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, add_norm: AddNorm
     ) -> tuple[Tensor, Tensor]:
         if self._takes(x) and weight.dtype is x.dtype:
             return self._peers.all_reduce_add_norm(x, residual, weight, eps)
-        return self._comm.all_reduce_add_norm(x, residual, weight, eps, add_norm)
+        return self._comm.sum_add_norm(x, residual, weight, eps, add_norm)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return self._comm.all_gather(x)
@@ -263,7 +263,7 @@ def with_peers(comm: Communicator, max_tokens: int, hidden: int, dtype: torch.dt
         return comm
 
     def other(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> object:
-        return ops.add_rms_norm(comm.all_reduce(x), residual, weight, eps)
+        return ops.add_rms_norm(comm.sum(x), residual, weight, eps)
 
     times = peers.measure(other)
     if comm.info.rank == 0:

@@ -99,7 +99,7 @@ class PyNcclCommunicator(Communicator):
         with torch.cuda.device(device):
             self._call("ncclCommInitRank", byref(self._comm), info.size, unique, info.rank)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def sum(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         pointer = x.data_ptr()
         self._call("ncclAllReduce", pointer, pointer, x.numel(), DTYPES[x.dtype], SUM, self._comm, self._stream)

@@ -1,43 +1,14 @@
-"""Tensor parallelism: all-reduces in the model's ops, and sampling from the logits of a sharded vocabulary."""
+"""Sampling from the logits of a vocabulary that is sharded over the ranks."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from minisgl.distributed.communicator import Communicator
-    from minisgl.ops.table import OpTable
-
-
-def parallel_ops(ops: OpTable, comm: Communicator, has_post_norms: bool) -> OpTable:
-    """Return `ops` for the layers of one rank, with all-reduces that complete partial sums.
-
-    A block (attention, MLP) returns this rank's partial sum. Without post-norms, each partial sum x [T, H] goes into
-    one of two ops that add x to the residual and normalise the total. The all-reduce is in these ops: one kernel can do
-    all three steps, and only tokens that are still needed are summed. Without a residual, x is the output of the
-    embedding, which is complete. A model with post-norms calls `all_reduce` before the norm.
-    """
-    if comm.info.size == 1:
-        return ops
-    if has_post_norms:
-        return replace(ops, all_reduce=comm.all_reduce)
-
-    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return comm.all_reduce_add_norm(x, residual, weight, eps, ops.add_rms_norm)
-
-    def add_norm_linear(
-        x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, *linear: Any
-    ) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            return ops.add_norm_linear(x, None, norm_weight, eps, *linear)
-        normed, total = add_rms_norm(x, residual, norm_weight, eps)
-        return ops.linear(normed, *linear), total
-
-    return replace(ops, all_reduce=comm.all_reduce, add_rms_norm=add_rms_norm, add_norm_linear=add_norm_linear)
 
 
 class VocabParallel:

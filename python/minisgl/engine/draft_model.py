@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minisgl.attention import resolve_attention
 from minisgl.core import Batch, BatchPlan, Sampling, SeqLayout
-from minisgl.distributed.tensor_parallel import VocabParallel, parallel_ops
+from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.batch import make_batch, moved
 from minisgl.engine.memory import make_pool
 from minisgl.layers.builder import Builder
@@ -162,8 +162,8 @@ class SmallModel(DraftModel):
         return [BatchPlan(plan.step, slots, plan.tokens)] if len(slots) else []
 
     def _logits(self, ids: Tensor, batch: Batch) -> Tensor:
-        x, residual = self.parts.hidden(ids, batch, self.parts.out_loc(batch))
-        return self.parts.vocab.gather(self.parts.model.logits(x, residual)) if len(x) else x
+        stream = self.parts.hidden(ids, batch, self.parts.out_loc(batch))
+        return self.parts.vocab.gather(self.parts.model.logits(stream)) if len(stream.x) else stream.x
 
 
 class Eagle3(DraftModel):
@@ -189,7 +189,7 @@ class Eagle3(DraftModel):
     def _run(self, ids: Tensor, features: Tensor, batch: Batch, keep: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [S, V], -inf outside of the draft vocabulary, and hidden states [S, H] of the tokens `keep`."""
         ctx = self.parts.context(batch, self.parts.out_loc(batch))
-        drafted, hidden = self.head.forward(self._embed.forward(ids), features, ctx, keep)
+        drafted, hidden = self.head.forward(self._embed.summed(ids), features, ctx, keep)
         logits = drafted.new_full((len(keep), self._vocab_size), float("-inf"))
         logits[:, self.head.draft_ids] = self.parts.vocab.gather(drafted)
         return logits, hidden
@@ -248,7 +248,6 @@ def make_draft_model(parts: Parts, spec: EngineSpec, holds: Callable[[Format], b
             source.folder, source.model, spec.dtype, device, parts.ops, spec.dummy_weight, comm=parts.comm, holds=holds
         )
         return SmallModel(replace(parts, model=model), own)
-    ops = parallel_ops(parts.ops, parts.comm, has_post_norms=False)
-    head = Eagle3Head(Builder(ops, spec.dtype, device.torch_device, parts.comm.info), source)
+    head = Eagle3Head(Builder(parts.ops, spec.dtype, device.torch_device, parts.comm), source)
     head.load(source, spec.model.vocab_size, device, spec.dummy_weight)
     return Eagle3(parts, own, head, source.layers)

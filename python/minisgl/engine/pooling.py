@@ -26,7 +26,7 @@ Pooler = Callable[[Batch], Tensor]
 
 def last_token(parts: Parts) -> Pooler:
     """Take the hidden state of the last token, which attends to all tokens."""
-    return lambda batch: parts.model.normed(*parts.hidden(*parts.begin(batch))).float()
+    return lambda batch: parts.model.normed(parts.hidden(*parts.begin(batch))).float()
 
 
 class MeanOfTokens:
@@ -40,8 +40,7 @@ class MeanOfTokens:
     def __call__(self, batch: Batch) -> Tensor:
         parts, layout = self._parts, batch.layout
         every = torch.arange(batch.num_tokens, device=batch.positions.device)
-        x, residual = parts.hidden(*parts.begin(replace(batch, logit_tokens=every)))
-        hidden = parts.model.normed(x, residual)
+        hidden = parts.model.normed(parts.hidden(*parts.begin(replace(batch, logit_tokens=every))))
         # A sum for each sequence: a scattered sum would add in a different order in every run.
         sums = torch.stack([h.float().sum(0) for h in hidden.split_with_sizes(layout.query_lens_host.tolist())])
         is_first = layout.kv_lens == layout.cu_query_lens.diff()

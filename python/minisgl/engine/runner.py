@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from minisgl.engine.drafting import Drafting
     from minisgl.engine.state import LogitPenalties, RowState
     from minisgl.kvcache.mha_pool import MHAKVPool
+    from minisgl.layers.linear import Stream
     from minisgl.models.llama import LlamaForCausalLM
     from minisgl.ops.quantized import Format
     from minisgl.ops.table import OpTable
@@ -139,7 +140,7 @@ class Parts:
 
     def run(self, batch: Batch) -> Tensor:
         """Logits [S, this rank's part of V] of a step, its page writes and sampling states applied first."""
-        return self.model.logits(*self.hidden(*self.begin(batch)))
+        return self.model.logits(self.hidden(*self.begin(batch)))
 
     def begin(self, batch: Batch) -> tuple[Tensor, Batch, Tensor]:
         """Apply a step's page writes and sampling states; what `hidden` takes."""
@@ -164,10 +165,8 @@ class Parts:
         table = self.state.page_table
         return Context(batch, table, self.kv_cache, self.attention, self.attention.prepare(batch, table), out_loc)
 
-    def hidden(
-        self, input_ids: Tensor, batch: Batch, out_loc: Tensor, taps: dict[int, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """What the model makes logits of: (x, residual) [S, H] of a step after `begin`; `taps` as in `Context`."""
+    def hidden(self, input_ids: Tensor, batch: Batch, out_loc: Tensor, taps: dict[int, Tensor] | None = None) -> Stream:
+        """What the model makes logits of: the hidden states [S, H] of a step after `begin`; `taps` as in `Context`."""
         context = self.context(batch, out_loc)
         return self.model.hidden(input_ids, context if taps is None else replace(context, taps=taps))
 
@@ -206,15 +205,15 @@ class Parts:
             flags = flags if sampling.drafted is None else flags * out[2, : len(flags)]
             self.ops.count_tokens(tokens, flags, sampling.rows, self.penalties)
 
-    def prompt_logprobs(self, x: Tensor, residual: Tensor, wanted: PromptLogprobs) -> Tensor:
-        """Columns [2 + StepResult.WIDTH, N] int32 for the targets; x and residual [K, H].
+    def prompt_logprobs(self, stream: Stream, wanted: PromptLogprobs) -> Tensor:
+        """Columns [2 + StepResult.WIDTH, N] int32 for the targets; the stream is [K, H].
 
         A vocabulary of logits for each token of a long prompt would not fit: they are made and used pass by pass.
         """
         step, parts = rows_per_pass(self.model.config.vocab_size), []
         for start in range(0, len(wanted.token_ids), step):
             at, targets = wanted.logprobs_at[start : start + step], wanted.token_ids[start : start + step]
-            logits = self.vocab.gather(self.model.logits(x[at], residual[at]))
+            logits = self.vocab.gather(self.model.logits(stream.at(at)))
             parts.append(self.ops.token_logprobs(logits, targets, torch.full_like(targets, Flag.LOGPROBS)))
         finite = torch.ones_like(wanted.token_ids)
         return torch.cat([torch.stack([wanted.token_ids, finite]), torch.cat(parts, 1)])
@@ -265,12 +264,12 @@ class EagerRunner:
         kept = batch if wanted is None else replace(batch, logit_tokens=wanted.kept)
         layers = () if self._draft_model is None else self._draft_model.layers
         taps = dict.fromkeys(layers, input_ids)  # the model replaces the values
-        x, residual = parts.hidden(input_ids, kept, out_loc, taps)
+        stream = parts.hidden(input_ids, kept, out_loc, taps)
         columns = None
         if wanted is not None:
-            columns = parts.prompt_logprobs(x, residual, wanted)
-            x, residual = x[wanted.sampled_at], residual[wanted.sampled_at]
-        logits = parts.model.logits(x, residual) if len(sampled) else None
+            columns = parts.prompt_logprobs(stream, wanted)
+            stream = stream.at(wanted.sampled_at)
+        logits = parts.model.logits(stream) if len(sampled) else None
         return _Forward(batch, input_ids, [taps[i] for i in layers], logits, columns)
 
     @torch.inference_mode()

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from minisgl.distributed.info import ALONE, DistributedInfo
+from minisgl.distributed.communicator import Communicator, SoloCommunicator
+from minisgl.distributed.info import ALONE
 from minisgl.ops.quantized import Format, Quantized
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ Rows = Size | Sequence[Size]
 
 
 class Builder:
-    """Creates the weights of a model's layers, and gives the layers their ops, dtype, device and rank.
+    """Creates the weights of a model's layers, and gives the layers their ops, dtype, device and ranks.
 
     `format_of` returns the format of the matrix with this checkpoint name; None means the model's dtype. `parameters`
     lists the created weights in order.
@@ -80,13 +81,14 @@ class Builder:
         ops: OpTable,
         dtype: torch.dtype,
         device: torch.device,
-        info: DistributedInfo = ALONE,
+        comm: Communicator | None = None,
         format_of: Callable[[str], Format | None] = lambda name: None,
     ) -> None:
         self.ops = ops
         self.dtype = dtype
         self.device = device
-        self.info = info
+        self.comm = comm or SoloCommunicator(ALONE, device)
+        self.info = self.comm.info
         self.format_of = format_of
         self.parameters: list[Parameter] = []
 

@@ -1,19 +1,39 @@
-"""Projections, the norms before them, and the embedding."""
+"""Projections, the norms before them, and the embedding.
+
+A method of a layer communicates with the other ranks if and only if its name says `sum`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from minisgl.layers.builder import Init, Shard
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from minisgl.layers.builder import Builder, Rows, Size
     from minisgl.ops.quantized import Quantized
+
+
+class Stream(NamedTuple):
+    """The hidden states of T tokens: the sum of `x` [T, H] over the ranks, plus `residual` [T, H].
+
+    Without a residual they are `x`, which is equal on all ranks.
+    """
+
+    x: Tensor
+    residual: Tensor | None = None
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Stream:
+        """Return the stream of changed tensors."""
+        return Stream(change(self.x), None if self.residual is None else change(self.residual))
+
+    def at(self, tokens: Tensor) -> Stream:
+        """Return the hidden states of some of the tokens, int64 [S]."""
+        return self.each(lambda x: x.index_select(0, tokens))
 
 
 class RMSNorm:
@@ -26,16 +46,19 @@ class RMSNorm:
         dtype = torch.float32 if offset else builder.dtype
         self.weight = builder.parameter({f"{name}.weight": size}, init=Init.ONES, dtype=dtype, offset=offset)
         self.eps = eps
-        self._all_reduce, self._rms_norm = builder.ops.all_reduce, builder.ops.rms_norm
-        self._add_rms_norm = builder.ops.add_rms_norm
+        self._rms_norm, self._add_rms_norm = builder.ops.rms_norm, builder.ops.add_rms_norm
+        self._comm = builder.comm
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the output [..., size] of a block, after summing it over the ranks."""
-        return self._rms_norm(self._all_reduce(x), self.weight, self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return norm(x) [..., size], plus the residual if there is one."""
+        return self._rms_norm(x, self.weight, self.eps, residual)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (norm(x + residual), x + residual), each [T, size]; may overwrite `residual`."""
-        return self._add_rms_norm(x, residual, self.weight, self.eps)
+    def sum_add(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """Return (norm(total), total), each [T, size], for the hidden states `total`; may overwrite the stream."""
+        x, residual = stream
+        if residual is None:
+            return self.forward(x), x
+        return self._comm.sum_add_norm(x, residual, self.weight, self.eps, self._add_rms_norm)
 
 
 class Linear:
@@ -63,17 +86,22 @@ class Linear:
             self.bias = None
         self._linear = builder.ops.linear
         self._add_norm_linear = builder.ops.add_norm_linear
+        self._is_alone = builder.comm.info.size == 1
 
     def forward(self, x: Tensor) -> Tensor:
         """Project x [T, in_features] -> [T, sum of parts]."""
         return self._linear(x, self.weight, self.bias)
 
-    def after_norm(self, x: Tensor, residual: Tensor | None, norm: RMSNorm, gate: str = "") -> tuple[Tensor, Tensor]:
-        """Return (projection of norm(x + residual), x + residual); may overwrite `residual`.
+    def after_sum_norm(self, stream: Stream, norm: RMSNorm, gate: str = "") -> tuple[Tensor, Tensor]:
+        """Return (projection of norm(total), total) for the hidden states `total`; may overwrite the stream.
 
         With a `gate` of `reference.GATES`, the projection is gate and up, and the activation follows.
         """
-        return self._add_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, gate)
+        x, residual = stream
+        if self._is_alone or residual is None:
+            return self._add_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, gate)
+        normed, total = norm.sum_add(stream)  # one kernel can do all of it
+        return self._linear(normed, self.weight, self.bias, gate), total
 
 
 class Embedding:
@@ -86,9 +114,9 @@ class Embedding:
         self.scale = float(torch.tensor(scale, dtype=builder.dtype))
         self._shard = builder.balanced_shard(vocab_size)
         self.weight = builder.parameter({f"{name}.weight": self._shard}, hidden_size)
-        self._all_reduce, self._embedding = builder.ops.all_reduce, builder.ops.embedding
+        self._sum, self._embedding = builder.comm.sum, builder.ops.embedding
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def summed(self, ids: Tensor) -> Tensor:
         """Look up ids [T] int32 -> [T, H], all of it on every rank."""
         shard = self._shard
         if shard.count == shard.size:
@@ -96,5 +124,5 @@ class Embedding:
         else:
             is_own = (ids >= shard.start) & (ids < shard.stop)
             x = self._embedding((ids - shard.start).clamp(0, shard.count - 1), self.weight)
-            x = self._all_reduce(x.masked_fill_(~is_own.unsqueeze(1), 0.0))
+            x = self._sum(x.masked_fill_(~is_own.unsqueeze(1), 0.0))
         return x if self.scale == 1.0 else x.mul_(self.scale)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from minisgl.layers.linear import Linear, RMSNorm
+from minisgl.layers.linear import Linear, RMSNorm, Stream
 from minisgl.ops.reference import HeadTransform
 
 if TYPE_CHECKING:
@@ -47,13 +47,13 @@ class Attention:
         k_norm = norm(f"{name}.k_norm").weight if c.qk_norm else None
         self.heads = HeadTransform(q_norm, k_norm, c.rms_norm_eps, cos_sin, c.windows[index])
 
-    def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm, ctx: Context) -> tuple[Tensor, Tensor]:
-        """Return (the block's output for the normalised x + residual, x + residual), each [T, H].
+    def forward(self, stream: Stream, norm: RMSNorm, ctx: Context) -> Stream:
+        """Return the stream [T, H] with this rank's part of the block's output, for the normalised `stream`.
 
-        This step's keys and values are stored at ctx.out_loc; `residual` may be overwritten.
+        This step's keys and values are stored at ctx.out_loc; `stream` may be overwritten.
         """
-        qkv, total = self.qkv_proj.after_norm(x, residual, norm)
-        return self.attend(qkv, ctx), total
+        qkv, total = self.qkv_proj.after_sum_norm(stream, norm)
+        return Stream(self.attend(qkv, ctx), total)
 
     def attend(self, qkv: Tensor, ctx: Context) -> Tensor:
         """Return the block's output [T, H] for the projections [T, (Hq + 2 Hk) D], which may be overwritten."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from minisgl.layers.linear import Embedding, RMSNorm
+from minisgl.layers.linear import Embedding, RMSNorm, Stream
 from minisgl.models.attention import Attention
 from minisgl.models.llama import LlamaForCausalLM, LlamaModel, rope_tables
 from minisgl.models.mlp import GatedMLP
@@ -21,7 +21,7 @@ NORM_OFFSET: Final = 1.0  # norms multiply by 1 + the checkpoint's weight
 
 
 class Gemma3DecoderLayer:
-    """Attention and MLP, each between two norms; the second norm precedes the addition to the residual."""
+    """Attention and MLP, each between two norms; the second normalises the sum of the ranks' outputs."""
 
     def __init__(self, builder: Builder, config: ModelConfig, index: int, cos_sin: Tensor) -> None:
         c, name = config, f"model.layers.{index}"
@@ -31,21 +31,23 @@ class Gemma3DecoderLayer:
         self.post_attention_layernorm = norm(f"{name}.post_attention_layernorm")
         self.pre_feedforward_layernorm = norm(f"{name}.pre_feedforward_layernorm")
         self.mlp = GatedMLP(builder, c, index)
+        self._sum = builder.comm.sum
         self.post_feedforward_layernorm = norm(f"{name}.post_feedforward_layernorm")
 
-    def forward(self, x: Tensor, residual: Tensor | None, ctx: Context, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-        x, residual = self.self_attn.forward(x, residual, self.input_layernorm, ctx)
+    def forward(self, stream: Stream, ctx: Context, keep: Tensor | None) -> Stream:
+        stream = self.self_attn.forward(stream, self.input_layernorm, ctx)
         if keep is not None:
-            x, residual = x.index_select(0, keep), residual.index_select(0, keep)
-        x = self.post_attention_layernorm.forward(x)
-        x, residual = self.mlp.forward(x, residual, self.pre_feedforward_layernorm)
-        return self.post_feedforward_layernorm.forward(x), residual
+            stream = stream.at(keep)
+        stream = self._sum_after_norm(stream, self.post_attention_layernorm)
+        stream = self.mlp.forward(stream, self.pre_feedforward_layernorm)
+        return self._sum_after_norm(stream, self.post_feedforward_layernorm)
+
+    def _sum_after_norm(self, stream: Stream, norm: RMSNorm) -> Stream:
+        return Stream(norm.forward(self._sum(stream.x), stream.residual))
 
 
 class Gemma3ForCausalLM(LlamaForCausalLM):
     """Gemma 3: embeddings times sqrt(hidden_size), and a separate RoPE for layers with a window."""
-
-    has_post_norms = True
 
     def _decoder(self, builder: Builder, config: ModelConfig) -> LlamaModel:
         c = config

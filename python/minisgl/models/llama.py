@@ -6,9 +6,11 @@ import math
 import re
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-from minisgl.layers.linear import Embedding, Linear, RMSNorm
+import torch
+
+from minisgl.layers.linear import Embedding, Linear, RMSNorm, Stream
 from minisgl.layers.rotary import cos_sin_table
 from minisgl.models.attention import Attention
 from minisgl.models.mlp import GatedMLP, SparseMLP
@@ -31,10 +33,10 @@ FEW_LAYERS: Final = 3  # the first, one in the middle and the last
 class DecoderLayer(Protocol):
     """The interface of a decoder layer."""
 
-    def forward(self, x: Tensor, residual: Tensor | None, ctx: Context, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (x, residual) for the next layer, [T, H] each, or [S, H] with `keep`.
+    def forward(self, stream: Stream, ctx: Context, keep: Tensor | None) -> Stream:
+        """Return the stream [T, H] for the next layer, or [S, H] with `keep`; may overwrite `stream`.
 
-        `residual` is None in the first layer. `keep` [S] int64 has the tokens that are needed after attention.
+        `keep` [S] int64 has the tokens that are needed after attention.
         """
 
 
@@ -51,11 +53,11 @@ class LlamaDecoderLayer:
         is_dense = c.experts is None or index in c.experts.dense_layers
         self.mlp = GatedMLP(builder, c, index) if is_dense else SparseMLP(builder, c, index)
 
-    def forward(self, x: Tensor, residual: Tensor | None, ctx: Context, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-        x, residual = self.self_attn.forward(x, residual, self.input_layernorm, ctx)
+    def forward(self, stream: Stream, ctx: Context, keep: Tensor | None) -> Stream:
+        stream = self.self_attn.forward(stream, self.input_layernorm, ctx)
         if keep is not None:
-            x, residual = x.index_select(0, keep), residual.index_select(0, keep)
-        return self.mlp.forward(x, residual, self.post_attention_layernorm)
+            stream = stream.at(keep)
+        return self.mlp.forward(stream, self.post_attention_layernorm)
 
 
 def rope_tables(builder: Builder, config: ModelConfig) -> list[Tensor]:
@@ -76,25 +78,22 @@ class LlamaModel:
         self.layers = layers
         self.norm = norm
 
-    def forward(self, input_ids: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """Return (x, residual), [S, H] each, of `ctx.batch.logit_tokens`: their sum is the last hidden states."""
-        x, residual = self.embed_tokens.forward(input_ids), None
+    def forward(self, input_ids: Tensor, ctx: Context) -> Stream:
+        """Return the last hidden states [S, H] of `ctx.batch.logit_tokens`."""
+        stream = Stream(self.embed_tokens.summed(input_ids))
         logit_tokens = ctx.batch.logit_tokens
         # `logit_tokens` is ascending, so equal lengths mean all tokens.
         keep = logit_tokens if len(logit_tokens) != len(input_ids) else None
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
-            x, residual = layer.forward(x, residual, ctx, keep if i == last else None)
-            if i in ctx.taps:  # `norm.add` also sums over the ranks; it may overwrite its arguments
-                ctx.taps[i] = self.norm.add(x.clone(), residual.clone())[1]
-        assert residual is not None, "a model has at least one layer"
-        return x, residual
+            stream = layer.forward(stream, ctx, keep if i == last else None)
+            if i in ctx.taps:
+                ctx.taps[i] = self.norm.sum_add(stream.each(torch.Tensor.clone))[1]
+        return stream
 
 
 class LlamaForCausalLM:
     """The whole model. `models/weight.py` fills its weights."""
-
-    has_post_norms: ClassVar[bool] = False  # whether norms follow blocks, before the addition to the residual
 
     def __init__(self, builder: Builder, config: ModelConfig) -> None:
         self.config = config
@@ -146,17 +145,17 @@ class LlamaForCausalLM:
         first = next(iter(found.values()))
         return all(layer == first for layer in found.values()) and len(set(self.config.windows)) == 1
 
-    def hidden(self, input_ids: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """Run the decoder on token ids [T] int32; return (x, residual) [S, H] of `ctx.batch.logit_tokens`."""
+    def hidden(self, input_ids: Tensor, ctx: Context) -> Stream:
+        """Run the decoder on token ids [T] int32; return the hidden states [S, H] of `ctx.batch.logit_tokens`."""
         return self.model.forward(input_ids, ctx)
 
-    def normed(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Apply the last norm to (x, residual) [S, H] of `hidden`; may overwrite `residual`."""
-        return self.model.norm.add(x, residual)[0]
+    def normed(self, stream: Stream) -> Tensor:
+        """Apply the last norm to `hidden` [S, H]; may overwrite the stream."""
+        return self.model.norm.sum_add(stream)[0]
 
-    def logits(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Return logits [S, V] in the model's dtype for (x, residual) [S, H] of `hidden`.
+    def logits(self, stream: Stream) -> Tensor:
+        """Return logits [S, V] in the model's dtype for `hidden` [S, H]; may overwrite the stream.
 
-        May overwrite `residual`. With several ranks, V is this rank's shard of the vocabulary.
+        With several ranks, V is this rank's shard of the vocabulary.
         """
-        return self.lm_head.after_norm(x, residual, self.model.norm)[0]
+        return self.lm_head.after_sum_norm(stream, self.model.norm)[0]

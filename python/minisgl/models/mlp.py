@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from minisgl.layers.linear import Linear
+from minisgl.layers.linear import Linear, Stream
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from minisgl.layers.builder import Builder, Rows
     from minisgl.layers.linear import RMSNorm
     from minisgl.models.model_config import ModelConfig
@@ -27,13 +25,13 @@ class GatedMLP:
         self.gate_up_proj = Linear(builder, gate_up, c.hidden_size, bias=c.mlp_bias)
         self.down_proj = Linear(builder, {f"{name}.down_proj": c.hidden_size}, shard, bias=c.mlp_bias)
 
-    def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Return (the block's output for the normalised x + residual, x + residual), each [T, H].
+    def forward(self, stream: Stream, norm: RMSNorm) -> Stream:
+        """Return the stream [T, H] with this rank's part of the block's output, for the normalised `stream`.
 
-        `residual` may be overwritten.
+        `stream` may be overwritten.
         """
-        gated, total = self.gate_up_proj.after_norm(x, residual, norm, self.activation)
-        return self.down_proj.forward(gated), total
+        gated, total = self.gate_up_proj.after_sum_norm(stream, norm, self.activation)
+        return Stream(self.down_proj.forward(gated), total)
 
 
 class SparseMLP:
@@ -56,11 +54,9 @@ class SparseMLP:
         self.down = builder.experts(down_parts, shard, count)
         self._moe = builder.ops.moe
 
-    def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Return (the block's output for the normalised x + residual, x + residual), each [T, H].
-
-        `residual` may be overwritten.
-        """
-        normed, total = norm.add(x, residual)
+    def forward(self, stream: Stream, norm: RMSNorm) -> Stream:
+        """Return what `GatedMLP.forward` does."""
+        normed, total = norm.sum_add(stream)
         router_logits, experts = self.router.forward(normed), self.experts
-        return self._moe(normed, router_logits, self.gate_up, self.down, experts.top_k, experts.normalise), total
+        out = self._moe(normed, router_logits, self.gate_up, self.down, experts.top_k, experts.normalise)
+        return Stream(out, total)

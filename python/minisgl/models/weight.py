@@ -28,7 +28,6 @@ from torch import Tensor
 from minisgl.checkpoint import hf
 from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import ALONE
-from minisgl.distributed.tensor_parallel import parallel_ops
 from minisgl.errors import ConfigError
 from minisgl.layers.builder import Builder, Init, Parameter, Source
 from minisgl.models.dequantize import LAYOUTS, Matrix, Stored, dequantized
@@ -105,8 +104,7 @@ def load_model(
     kind, comm = MODELS.load(config.architecture), comm or SoloCommunicator(ALONE, device.torch_device)
 
     def build(format_of: Callable[[str], Format | None]) -> LlamaForCausalLM:
-        all_ops = parallel_ops(ops, comm, kind.has_post_norms)
-        return kind(Builder(all_ops, dtype, device.torch_device, comm.info, format_of), config)
+        return kind(Builder(ops, dtype, device.torch_device, comm, format_of), config)
 
     def made_format(name: str) -> Format | None:
         if made is not None and name == HEAD and holds(HEAD_FORMAT):

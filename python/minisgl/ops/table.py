@@ -18,10 +18,9 @@ class OpTable:
     """All ops by name. `reference`, `sampling` and `quantized` have their shapes and formulas, and are the defaults."""
 
     name: str = "reference"
-    all_reduce: Callable[[Tensor], Tensor] = reference.all_reduce
     embedding: Callable[[Tensor, Tensor], Tensor] = reference.embedding
     linear: Callable[..., Tensor] = reference.linear
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = reference.rms_norm
+    rms_norm: Callable[..., Tensor] = reference.rms_norm
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = reference.add_rms_norm
     add_norm_linear: Callable[..., tuple[Tensor, Tensor]] = reference.add_norm_linear
     moe: Callable[[Tensor, Tensor, Tensor | Quantized, Tensor | Quantized, int, bool], Tensor] = reference.moe

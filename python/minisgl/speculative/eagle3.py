@@ -9,7 +9,7 @@ import torch
 
 from minisgl.checkpoint import hf
 from minisgl.errors import ConfigError
-from minisgl.layers.linear import Linear, RMSNorm
+from minisgl.layers.linear import Linear, RMSNorm, Stream
 from minisgl.models.attention import Attention
 from minisgl.models.llama import rope_tables
 from minisgl.models.mlp import GatedMLP
@@ -46,7 +46,6 @@ class Eagle3Head:
         self.lm_head = Linear(builder, {"lm_head": shard}, c.hidden_size, bias=False)
         self.parameters = tuple(builder.parameters)
         self.draft_ids = torch.arange(c.vocab_size, device=builder.device)
-        self._rms_norm = builder.ops.rms_norm
 
     def load(self, source: DraftSource, vocab_size: int, device: Device, dummy: bool) -> None:
         """Fill the weights from the published layout. Raise `ConfigError` naming what does not fit."""
@@ -75,8 +74,7 @@ class Eagle3Head:
 
         embedded and features [T, H] are the embeddings of the next tokens, and the hidden states of these.
         """
-        embedded = self._rms_norm(embedded, self.embedding_norm.weight, self.embedding_norm.eps)
-        normed = self._rms_norm(features, self.hidden_norm.weight, self.hidden_norm.eps)
-        x = self.attention.attend(self.attention.qkv_proj.forward(torch.cat([embedded, normed], 1)), ctx)
-        x, residual = self.mlp.forward(x.index_select(0, keep), features.index_select(0, keep), self.mlp_norm)
-        return self.lm_head.after_norm(x, residual, self.norm)
+        normed = torch.cat([self.embedding_norm.forward(embedded), self.hidden_norm.forward(features)], 1)
+        x = self.attention.attend(self.attention.qkv_proj.forward(normed), ctx)
+        stream = self.mlp.forward(Stream(x, features).at(keep), self.mlp_norm)
+        return self.lm_head.after_sum_norm(stream, self.norm)

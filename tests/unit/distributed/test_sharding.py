@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from contract.sampling import check_candidates, make_state
-from minisgl.distributed.communicator import Communicator
+from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import DistributedInfo
 from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.memory import require_even
@@ -45,7 +45,7 @@ def test_kv_heads_are_replicated_if_fewer_than_ranks() -> None:
 
 
 def test_weight_loads_its_shard_of_each_tensor() -> None:
-    builder = Builder(load_ops("cpu"), torch.float32, CPU, ranks(2)[1])
+    builder = Builder(load_ops("cpu"), torch.float32, CPU, SoloCommunicator(ranks(2)[1], CPU))
     q, kv = builder.shard(4, "heads", unit=3), builder.shard_or_replicate(1, "KV heads", unit=3)
     layer = Linear(builder, {"q": q, "k": kv}, 5, bias=True)
     out = Linear(builder, {"o": 5}, q, bias=True)
@@ -64,7 +64,7 @@ def test_weight_loads_its_shard_of_each_tensor() -> None:
 
 def test_dummy_weights_do_not_depend_on_the_ranks() -> None:
     def weights(info: DistributedInfo) -> torch.Tensor:
-        builder = Builder(load_ops("cpu"), torch.float32, CPU, info)
+        builder = Builder(load_ops("cpu"), torch.float32, CPU, SoloCommunicator(info, CPU))
         Linear(builder, {"a": builder.shard(6, "rows"), "b": builder.shard(2, "rows")}, 4, bias=False)
         fill_dummy(tuple(builder.parameters))
         return builder.parameters[0].tensor
@@ -109,7 +109,7 @@ def test_logits_are_gathered_in_order() -> None:
 def test_all_reduce_is_bit_equal_on_all_ranks(dtype: torch.dtype) -> None:
     def work(comm: Communicator) -> torch.Tensor:
         x = torch.randn(7, 33, generator=torch.Generator().manual_seed(comm.info.rank)).to(dtype)
-        return torch.cat([comm.all_reduce(x.t()).t(), comm.all_reduce(x[:0])])
+        return torch.cat([comm.sum(x.t()).t(), comm.sum(x[:0])])
 
     first, *others = run_ranks(3, work)
     parts = [torch.randn(7, 33, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(3)]

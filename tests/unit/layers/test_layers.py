@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from contract.checkpoints import COMMON, SCALED_ROPES, YARN_OPTIONS, YARN_ROPE
 from minisgl.layers.builder import Builder, Source
-from minisgl.layers.linear import Embedding, Linear, RMSNorm
+from minisgl.layers.linear import Embedding, Linear, RMSNorm, Stream
 from minisgl.layers.rotary import cos_sin_table, inverse_frequencies
 from minisgl.models.mlp import SparseMLP
 from minisgl.models.model_config import ModelConfig
@@ -73,7 +73,7 @@ def test_moe_routes_each_token_to_its_experts():
     norm = RMSNorm(b, "n", 4, 0.0)
     torch.nn.init.ones_(norm.weight)
     x, residual = torch.randn(2, 8, 4)
-    out, total = layer.forward(x, residual.clone(), norm)
+    out, total = layer.forward(Stream(x, residual.clone()), norm)
     torch.testing.assert_close(total, x + residual)
     normed = torch.nn.functional.rms_norm(total, (4,))
     for y, row in zip(out, normed, strict=True):
@@ -116,7 +116,7 @@ def test_embedding_scale_is_rounded_to_the_dtype():
     embedding = Embedding(b, "e", 11, 4, scale=640**0.5)
     torch.nn.init.normal_(embedding.weight)
     ids = torch.tensor([3, 0], dtype=torch.int32)
-    assert torch.equal(embedding.forward(ids), embedding.weight[[3, 0]] * torch.tensor(25.25, dtype=torch.bfloat16))
+    assert torch.equal(embedding.summed(ids), embedding.weight[[3, 0]] * torch.tensor(25.25, dtype=torch.bfloat16))
 
 
 def test_tied_head_multiplies_normed_states_by_the_embedding():
@@ -125,6 +125,6 @@ def test_tied_head_multiplies_normed_states_by_the_embedding():
     head, norm = Linear(b, {"h": 11}, 4, bias=False, tied=embedding.weight), RMSNorm(b, "n", 4, 0.0)
     assert len(b.parameters) == 2 and head.weight is embedding.weight
     torch.nn.init.normal_(embedding.weight), torch.nn.init.ones_(norm.weight)
-    x = embedding.forward(torch.tensor([3], dtype=torch.int32))
-    logits = head.after_norm(x, x.clone(), norm)[0]
+    x = embedding.summed(torch.tensor([3], dtype=torch.int32))
+    logits = head.after_sum_norm(Stream(x, x.clone()), norm)[0]
     torch.testing.assert_close(logits, torch.nn.functional.rms_norm(2 * x, (4,)) @ embedding.weight.T)

@@ -22,7 +22,7 @@ from minisgl.distributed.info import DistributedInfo
 from minisgl.engine.fit import QUANTIZATIONS
 from minisgl.errors import ConfigError
 from minisgl.layers.builder import Builder, Init, Parameter, Source
-from minisgl.layers.linear import RMSNorm
+from minisgl.layers.linear import RMSNorm, Stream
 from minisgl.models import quantize, weight
 from minisgl.models.dequantize import Matrix
 from minisgl.models.families import MODELS
@@ -160,7 +160,7 @@ def test_experts_keep_their_bits(
     norm = RMSNorm(Builder(load_ops("reference"), torch.bfloat16, CPU), "n", 128, 0)
     x, residual = torch.randn(2, 5, 128)
     torch.nn.init.ones_(norm.weight)
-    outs = [m.forward(x.bfloat16(), residual.bfloat16(), norm)[0].float() for m in (layer, widened)]
+    outs = [m.forward(Stream(x.bfloat16(), residual.bfloat16()), norm).x.float() for m in (layer, widened)]
     assert float((outs[0] - outs[1]).norm() / outs[1].norm()) < (0.01 if published else 0.2)
 
 

@@ -132,7 +132,7 @@ class GraphRunner:
         decode_io.begin_decode(
             self._in, self._turn_on_device, page_table, last_token, batch, out_loc, page_size, self.capacity
         )
-        return parts.model.logits(*parts.hidden(batch.input_ids, batch, out_loc))
+        return parts.model.logits(parts.hidden(batch.input_ids, batch, out_loc))
 
     def _sample(self, logits: Tensor, sampling: Sampling) -> int:
         out = self.parts.sample(logits, sampling)

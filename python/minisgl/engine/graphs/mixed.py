@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from minisgl.device.device import Pending
     from minisgl.engine.graphs.capture import Capture
     from minisgl.engine.runner import Parts
+    from minisgl.layers.linear import Stream
 
 # From 256 on, every whole tile of a GEMM. Padding then costs little: the scheduler fills tiles where it can
 # (`scheduler/budget.py`), and a GEMM takes as long for half a tile as for a whole one.
@@ -92,7 +93,7 @@ class MixedGraphRunner:
         most_drafted = max(drafted, default=0)
         most_tokens = max([*sizes, most_drafted])
         self._inputs = MixedInputs(most_tokens, max_decodes, most_drafted, parts)
-        self._hidden: tuple[Tensor, Tensor] | None = None
+        self._hidden: Stream | None = None
         self._model = None
         if parts.drafting is not None and (model := parts.drafting.model) is not None:
             self._model, self._drafts = model, DraftGraphs(parts, parts.drafting, model, capture, max_decodes)
@@ -188,21 +189,17 @@ class MixedGraphRunner:
                     self._states[layer] = state.new_empty(self._most_tokens, state.shape[1])
                 self._states[layer][:size].copy_(state)
             if self._hidden is None:
-                most = self._inputs.columns
-                self._hidden = (
-                    hidden[0].new_empty(most, hidden[0].shape[1]),
-                    hidden[1].new_empty(most, hidden[1].shape[1]),
-                )
+                self._hidden = hidden.each(lambda x: x.new_empty(self._inputs.columns, x.shape[1]))
             for own, shared in zip(hidden, self._hidden, strict=True):
-                shared[:samples].copy_(own)
+                if own is not None and shared is not None:
+                    shared[:samples].copy_(own)
 
         return _Captured(capture(work)[0], size, chunks, samples)
 
     def _sample(self, rows: int, tail: int, has_drafts: bool) -> Tensor:
         assert self._hidden is not None
-        x, residual = (t[:rows] for t in self._hidden)
         sampling = self._inputs.sampling(rows, tail, has_drafts)
-        out = self.parts.sample(self.parts.model.logits(x, residual), sampling)
+        out = self.parts.sample(self.parts.model.logits(self._hidden.each(lambda x: x[:rows])), sampling)
         if has_drafts:
             out = self._inputs.settle(out)
             self.parts.count(out, sampling)
