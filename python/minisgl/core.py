@@ -303,14 +303,13 @@ class Batch:
 class Context:
     """What a forward pass needs besides its inputs. It is an argument, never a global.
 
-    `kv_cache.layer(i)` returns layer i's pages. `attn_metadata` is the result of `attention.prepare` for this batch.
+    `attn_metadata` is the result of `attention.prepare` for this batch.
     `out_loc` [T] int64 is the slot (page * page_size + offset) of each token's K/V. `page_table` is [rows, pages per
     row] int32. The model stores the outputs [T, H] of the layers that are keys of `taps`, but not of the last layer.
     """
 
     batch: Batch
     page_table: torch.Tensor
-    kv_cache: Any
     attention: Any
     attn_metadata: Any
     out_loc: torch.Tensor

@@ -17,7 +17,7 @@ from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine import batch as engine_batch
 from minisgl.engine.runner import EagerRunner, Parts
 from minisgl.engine.state import LogitPenalties, RowState
-from minisgl.kvcache.mha_pool import MHAKVPool
+from minisgl.kvcache.store import StateStore
 from minisgl.models.llama import LlamaForCausalLM
 from minisgl.models.model_config import ModelConfig
 from minisgl.models.weight import load_model
@@ -67,8 +67,10 @@ class MiniEngine(Stepper):
         model = load_model(folder, config, dtype, DEVICE, table, dummy=dummy, comm=comm)
         heads = len(comm.info.shard(config.num_heads, "heads"))
         kv_heads = len(comm.info.shard_or_replicate(config.num_kv_heads, "KV heads"))
-        pool = MHAKVPool(config.num_layers, num_pages, kv_heads, page_size, config.head_dim, dtype, CPU)
-        pool.data.fill_(float("nan"))
+        store = StateStore(page_size, dtype, CPU)
+        store.add(model.states)
+        store.allocate(num_pages)
+        store.poison(range(num_pages))
         state = RowState(ROWS, -(-config.max_position_embeddings // page_size), CPU)
         # Unmapped entries point at an unowned page: reading them would show up as NaN.
         state.page_table.fill_(num_pages - 1)
@@ -78,5 +80,5 @@ class MiniEngine(Stepper):
         backend = resolve_attention(attention, spec, table)
         penalties = LogitPenalties(ROWS, config.vocab_size, 8, DEVICE)
         vocab = VocabParallel(comm, config.vocab_size)
-        parts = Parts(DEVICE, table, model, pool, backend, state, penalties, comm, vocab)
+        parts = Parts(DEVICE, table, model, store, backend, state, penalties, comm, vocab)
         return cls(EagerRunner(parts), num_pages - 1)

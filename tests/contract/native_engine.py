@@ -31,9 +31,8 @@ class NativeEngine:
         (runner,) = self.engine.runners
         assert isinstance(runner, NativeRunner), "the native step is not there"
         self.runner = runner
-        pool = self.engine.parts.kv_cache
-        pool.data.view(torch.uint8).fill_(0xFF)  # NaN in every type
-        pool.scale.fill_(float("nan"))
+        for tensor in self.engine.parts.store.tensors:
+            tensor.view(torch.uint8).fill_(0xFF)  # NaN in every type
         self.size = self.engine.page_size
         self.free = np.random.default_rng(0).permutation(self.engine.num_pages).tolist()
         self.mapped: list[list[int]] = [[] for _ in range(ROWS)]

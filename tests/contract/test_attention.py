@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from contract.harness import CPU, Span, make_batch
+from contract.harness import Span, make_batch
 from minisgl.attention.backend import AttentionSpec
 from minisgl.attention.selection import ATTENTION, resolve_attention
 from minisgl.core import Context
-from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.ops import reference
 from minisgl.ops.table import resolve_ops
 
@@ -29,13 +28,12 @@ WINDOWS = (None, 1, 31, 32, 100, 1000)
 
 def setting(
     mix: list[tuple[int, int]], page_size: int, group: int, dim: int, dtype: torch.dtype = torch.float32, seed: int = 0
-) -> tuple[MHAKVPool, torch.Tensor, torch.Tensor, list[Span]]:
-    """Pool (NaN but for the valid slots), shuffled table, queries and spans for pairs of (query, kv) length."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[Span]]:
+    """Pages (NaN but for the valid slots), shuffled table, queries and spans for pairs of (query, kv) length."""
     rng, kv_heads = np.random.default_rng(seed), 2
     need = [-(-kv // page_size) for _, kv in mix]
-    pool = MHAKVPool(1, sum(need) + 3, kv_heads, page_size, dim, dtype, CPU)
-    pool.data.fill_(float("nan"))
-    free = rng.permutation(pool.num_pages).tolist()
+    all_pages = torch.full((sum(need) + 3, 2, kv_heads, page_size, dim), float("nan"), dtype=dtype)
+    free = rng.permutation(len(all_pages)).tolist()
     table = torch.full((len(mix) + 2, max(need) + 1), free.pop(), dtype=torch.int32)
     rows = rng.permutation(len(mix) + 2)[: len(mix)].tolist()
     generator = torch.Generator().manual_seed(seed)
@@ -45,15 +43,15 @@ def setting(
             table[row, i] = free.pop()
             used = min(page_size, kv_len - i * page_size)
             content = torch.randn(2, kv_heads, used, dim, generator=generator).to(dtype)
-            pool.layer(0)[table[row, i], :, :, :used] = content
+            all_pages[table[row, i], :, :, :used] = content
         spans.append(Span(row, kv_len - query_len, [0] * query_len))
     q = torch.randn(sum(n for n, _ in mix), kv_heads * group, dim, generator=generator).to(dtype)
-    return pool, table, q, spans
+    return all_pages, table, q, spans
 
 
 def run(
     backend: str,
-    pool: MHAKVPool,
+    pages: torch.Tensor,
     table: torch.Tensor,
     q: torch.Tensor,
     spans: list[Span],
@@ -61,13 +59,13 @@ def run(
     scale: float | None = None,
 ) -> torch.Tensor:
     """The output of a layer for each window, one below the other."""
-    shape = q.shape[1], pool.num_kv_heads, q.shape[2], pool.page_size
-    spec = AttentionSpec("cpu", pool.dtype, *shape, windows=windows, score_scale=scale)
+    shape = q.shape[1], pages.shape[2], q.shape[2], pages.shape[3]
+    spec = AttentionSpec("cpu", pages.dtype, *shape, windows=windows, score_scale=scale)
     attention = resolve_attention(backend, spec, resolve_ops("cpu"))
     batch = make_batch(spans)
     metadata = attention.prepare(batch, table)
-    ctx = Context(batch, table, pool, attention, metadata, torch.empty(0, dtype=torch.int64))
-    out = [attention.forward(q, pool.layer(0), ctx, window) for window in windows]
+    ctx = Context(batch, table, attention, metadata, torch.empty(0, dtype=torch.int64))
+    out = [attention.forward(q, pages, ctx, window) for window in windows]
     assert all(o.is_contiguous() for o in out)
     return torch.cat(out)
 
@@ -77,9 +75,9 @@ def run(
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backend_equals_reference(backend: str, mix: str, group: int, dim: int, page_size: int):
-    pool, table, q, spans = setting(MIXES[mix], page_size, group, dim)
-    out = run(backend, pool, table, q, spans)
-    expected = reference.paged_attention(q, pool.layer(0), table, make_batch(spans).layout, dim**-0.5)
+    pages, table, q, spans = setting(MIXES[mix], page_size, group, dim)
+    out = run(backend, pages, table, q, spans)
+    expected = reference.paged_attention(q, pages, table, make_batch(spans).layout, dim**-0.5)
     assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -87,10 +85,10 @@ def test_backend_equals_reference(backend: str, mix: str, group: int, dim: int, 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_layers_with_windows(backend: str, mix: str, page_size: int):
-    pool, table, q, spans = setting(MIXES[mix], page_size, 2, 64)
-    out = run(backend, pool, table, q, spans, WINDOWS, scale=0.2)
+    pages, table, q, spans = setting(MIXES[mix], page_size, 2, 64)
+    out = run(backend, pages, table, q, spans, WINDOWS, scale=0.2)
     layout = make_batch(spans).layout
-    expected = [reference.paged_attention(q, pool.layer(0), table, layout, 0.2, window) for window in WINDOWS]
+    expected = [reference.paged_attention(q, pages, table, layout, 0.2, window) for window in WINDOWS]
     assert_close(out, torch.cat(expected), rtol=1e-4, atol=1e-5)
 
 
@@ -98,11 +96,9 @@ def test_layers_with_windows(backend: str, mix: str, page_size: int):
 @pytest.mark.parametrize("group", [1, 2, 8])
 @pytest.mark.parametrize("backend", NAMES)
 def test_half_precision(backend: str, group: int, dtype: torch.dtype):
-    pool, table, q, spans = setting(MIXES["mixed"], 16, group, 64, dtype)
-    out = run(backend, pool, table, q, spans)
-    exact, *_ = setting(MIXES["mixed"], 16, group, 64)
-    exact.data.copy_(pool.data)
-    expected = reference.paged_attention(q.float(), exact.layer(0), table, make_batch(spans).layout, 64**-0.5)
+    pages, table, q, spans = setting(MIXES["mixed"], 16, group, 64, dtype)
+    out = run(backend, pages, table, q, spans)
+    expected = reference.paged_attention(q.float(), pages.float(), table, make_batch(spans).layout, 64**-0.5)
     assert out.dtype is dtype
     assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
 
@@ -110,28 +106,28 @@ def test_half_precision(backend: str, group: int, dtype: torch.dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", NAMES)
 def test_result_of_a_sequence_is_independent_of_the_batch(backend: str, dtype: torch.dtype):
-    pool, table, q, spans = setting(MIXES["mixed"] + MIXES["decode"], 16, 2, 64, dtype)
-    together = run(backend, pool, table, q, spans)
+    pages, table, q, spans = setting(MIXES["mixed"] + MIXES["decode"], 16, 2, 64, dtype)
+    together = run(backend, pages, table, q, spans)
     start = 0
     for span in spans:
         part = slice(start, start + len(span.ids))
-        alone = run(backend, pool, table, q[part], [span])
+        alone = run(backend, pages, table, q[part], [span])
         assert torch.equal(together[part], alone)
         start = part.stop
 
 
 def test_many_sequences_are_gathered_in_several_groups(monkeypatch: pytest.MonkeyPatch):
-    pool, table, q, spans = setting(MIXES["mixed"], 16, 2, 64)
-    at_once = run("cpu", pool, table, q, spans)
+    pages, table, q, spans = setting(MIXES["mixed"], 16, 2, 64)
+    at_once = run("cpu", pages, table, q, spans)
     monkeypatch.setattr("minisgl.attention.sdpa.GATHER_BYTES", 100_000)
-    assert torch.equal(run("cpu", pool, table, q, spans), at_once)
+    assert torch.equal(run("cpu", pages, table, q, spans), at_once)
 
 
 def test_reference_agrees_with_plain_softmax():
-    pool, table, q, spans = setting([(3, 5)], 4, 1, 64)
+    pages, table, q, spans = setting([(3, 5)], 4, 1, 64)
     ids = table[spans[0].row, :2].long()
-    k, v = pool.layer(0)[ids].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :5]
-    out = reference.paged_attention(q, pool.layer(0), table, make_batch(spans).layout, 0.125)
+    k, v = pages[ids].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :5]
+    out = reference.paged_attention(q, pages, table, make_batch(spans).layout, 0.125)
     for i in range(3):
         for head in range(2):
             weights = torch.softmax(k[head, : 3 + i] @ q[i, head] * 0.125, 0)
@@ -140,9 +136,9 @@ def test_reference_agrees_with_plain_softmax():
 
 def test_window_masks_older_positions():
     """Of the sequence that begins where the window does, which has the same keys at other positions."""
-    pool, table, q, spans = setting([(1, 90)], 1, 2, 64)
-    out = reference.paged_attention(q, pool.layer(0), table, make_batch(spans).layout, 0.125, 40)
+    pages, table, q, spans = setting([(1, 90)], 1, 2, 64)
+    out = reference.paged_attention(q, pages, table, make_batch(spans).layout, 0.125, 40)
     later = table.clone()
     later[:, :40] = table[:, 50:90]
     short = [Span(spans[0].row, 39, [0])]
-    assert_close(out, reference.paged_attention(q, pool.layer(0), later, make_batch(short).layout, 0.125))
+    assert_close(out, reference.paged_attention(q, pages, later, make_batch(short).layout, 0.125))

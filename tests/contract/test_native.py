@@ -165,17 +165,17 @@ def test_a_cache_of_8_bits(tmp_path: Path, isa: str, shape: str, page_size: int)
     for spans in steps:
         plain.step(spans)
         assert_close(engine.step(spans), eager.logits_of(engine.plan), 0.01)
-    pages, pool = plain.mapped[0], engine.engine.parts.kv_cache
-    plain_pool = plain.engine.parts.kv_cache
+    pages, (data, scales) = plain.mapped[0], engine.engine.parts.store.tensors
+    (plain_data,) = plain.engine.parts.store.tensors
     assert pages == engine.mapped[0]
     for i, page in enumerate(pages):
         used = min(page_size, len(A) - i * page_size)
-        keys, values = plain_pool.data[0, page]  # [heads, dim, page] and [heads, page, dim] in float32
+        keys, values = plain_data[0, page]  # [heads, dim, page] and [heads, page, dim] in float32
         for which, rows in enumerate((keys.reshape(len(keys), -1, page_size).transpose(1, 2), values)):
             want, scale = round_fp8(rows[:, :used].flatten(0, 1), 0)
-            got = pool.data[0, page, which]
+            got = data[0, page, which]
             got = got.reshape(len(keys), -1, page_size).transpose(1, 2) if which == 0 else got
-            assert torch.equal(pool.scale[0, page, which, :, :used].flatten(), scale.flatten())
+            assert torch.equal(scales[0, page, which, :, :used].flatten(), scale.flatten())
             assert torch.equal(got[:, :used].reshape(want.shape).view(torch.uint8), want.view(torch.uint8))
 
 
@@ -308,7 +308,7 @@ def test_a_row_that_is_not_finite_is_told(tmp_path: Path, isa: str):
     engine = NativeEngine.load(checkpoint.folder)
     engine.step([Span(0, 0, A), Span(1, 0, B)])
     page = engine.mapped[0][-1]
-    engine.engine.parts.kv_cache.poison([page])
+    engine.engine.parts.store.poison([page])
     engine.step([Span(0, 90, [1]), Span(1, 37, [1])])
     assert engine.ok.tolist() == [0, 1] and engine.tokens[0] == 0
 

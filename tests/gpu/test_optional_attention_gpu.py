@@ -63,8 +63,8 @@ class Step:
     """A step of `mix` whose queries lie between other heads, as in the output of the projection."""
 
     def __init__(self, mix: Mix, page_size: int, group: int, dim: int, seed: int = 0) -> None:
-        pool, table, q, self.spans = setting(mix, page_size, group, dim, BF16, seed)
-        self.pages, self.table, self.q = pool.layer(0).to(CUDA), table.to(CUDA), q.to(CUDA)
+        pages, table, q, self.spans = setting(mix, page_size, group, dim, BF16, seed)
+        self.pages, self.table, self.q = pages.to(CUDA), table.to(CUDA), q.to(CUDA)
         self.batch: Batch = on(make_batch(self.spans), CUDA)
         positions = self.batch.positions.long()
         page = self.table[self.batch.token_rows.long(), positions // page_size].long()
@@ -74,7 +74,7 @@ class Step:
 
     def context(self, attention: AttentionBackend) -> Context:
         metadata = attention.prepare(self.batch, self.table)
-        return Context(self.batch, self.table, None, attention, metadata, self.out_loc)
+        return Context(self.batch, self.table, attention, metadata, self.out_loc)
 
     def forward(self, attention: AttentionBackend) -> torch.Tensor:
         poison(self.q)

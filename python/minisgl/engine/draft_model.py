@@ -15,7 +15,6 @@ from minisgl.attention import resolve_attention
 from minisgl.core import Batch, BatchPlan, Sampling, SeqLayout
 from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.batch import make_batch, moved
-from minisgl.engine.memory import make_pool
 from minisgl.layers.builder import Builder
 from minisgl.layout import Flag
 from minisgl.models.weight import load_model
@@ -39,8 +38,8 @@ SAMPLED_ALIKE: Final = Flag.PENALIZED | Flag.FILTERED  # flags for which drafts 
 class DraftModel(ABC):
     """Drafts the tokens that a model would sample with the target's noise.
 
-    The model's K/V is in a separate pool with the target's page ids, so page tables, cached prefixes, preemption and
-    ranks need nothing else. A step with DRAFTS begins with a pass for each draft, because by then the row has the pages
+    The model's K/V is in the target's pages, so page tables, cached prefixes, preemption, tiers and ranks need nothing
+    else. A step with DRAFTS begins with a pass for each draft, because by then the row has the pages
     that the passes write. Steps that only decode do not run the model, and leave holes in its K/V.
     """
 
@@ -50,15 +49,11 @@ class DraftModel(ABC):
     parameters: tuple[Parameter, ...]
 
     def __init__(self, parts: Parts, spec: EngineSpec) -> None:
-        """`parts` has the pool, attention backend and vocabulary of the drafter; `spec` has its model."""
+        """`parts` has the attention backend and the vocabulary of the drafter; `spec` has its model."""
         state = copy(parts.state)  # the same sampling parameters, but a separate last token
         state.last_token = torch.zeros_like(state.last_token)
         self.parts, self.spec = replace(parts, state=state), spec
         self._vocab_size = parts.model.config.vocab_size
-
-    def resize(self, num_pages: int) -> None:
-        """Take a new pool of `num_pages`."""
-        self.parts = replace(self.parts, kv_cache=make_pool(self.spec, num_pages, self.parts.device))
 
     def propose(self, history: Tensor, rows: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """`Drafter.propose`. The drafts of the next step are made when that step begins."""
@@ -237,17 +232,18 @@ def draft_spec(spec: EngineSpec) -> EngineSpec:
 
 
 def make_draft_model(parts: Parts, spec: EngineSpec, holds: Callable[[Format], bool]) -> DraftModel:
-    """Load the drafter of a spec that has a `draft`, with a pool of one page. `parts` is the target's."""
+    """Load the drafter of a spec that has a `draft`, which keeps its state in the store of `parts`, the target's."""
     source, device, own = spec.draft, parts.device, draft_spec(spec)
     assert source is not None, "the drafter has no model"
     attention = resolve_attention(spec.attention_backend, own.attention_spec(device.type), parts.ops)
-    parts = replace(parts, kv_cache=make_pool(own, 0, device), attention=attention)
-    parts = replace(parts, vocab=VocabParallel(parts.comm, source.model.vocab_size))
+    parts = replace(parts, attention=attention, vocab=VocabParallel(parts.comm, source.model.vocab_size))
     if source.kind == "draft":
         model = load_model(
             source.folder, source.model, spec.dtype, device, parts.ops, spec.dummy_weight, comm=parts.comm, holds=holds
         )
+        parts.store.add(model.states)
         return SmallModel(replace(parts, model=model), own)
     head = Eagle3Head(Builder(parts.ops, spec.dtype, device.torch_device, parts.comm), source)
+    parts.store.add(head.states)
     head.load(source, spec.model.vocab_size, device, spec.dummy_weight)
     return Eagle3(parts, own, head, source.layers)

@@ -16,12 +16,13 @@ from minisgl.engine.config import EngineSpec, resolve
 from minisgl.engine.costs import measure_costs
 from minisgl.engine.draft_model import make_draft_model
 from minisgl.engine.drafting import Drafting
-from minisgl.engine.memory import make_pool, plan_memory
+from minisgl.engine.memory import plan_memory
 from minisgl.engine.runner import NO_TOKENS, RUNNERS, ForwardOutput, Parts, Runner
 from minisgl.engine.state import LogitPenalties, RowState
 from minisgl.kvcache.storage import DiskStore, HostStore, Mover
+from minisgl.kvcache.store import StateStore
 from minisgl.models.weight import load_model
-from minisgl.ops.quantized import made
+from minisgl.ops.quantized import E4M3, made
 from minisgl.ops.table import resolve_ops
 from minisgl.params import Limits
 from minisgl.process.log import Progress, tell
@@ -54,7 +55,8 @@ class Engine:
         model = load_model(
             spec.folder, m, spec.dtype, device, ops, spec.dummy_weight, progress, comm, kind, factory.holds
         )
-        pool = make_pool(spec, 0, device)
+        store = StateStore(spec.page_size, E4M3 if spec.fp8_cache else spec.dtype, device.torch_device)
+        store.add(model.states)
         # One row more than requests: the dummy row pads captured steps.
         state = RowState(rows + 1, spec.pages_per_row, device.torch_device)
         attention = resolve_attention(spec.attention_backend, spec.attention_spec(device.type), ops)
@@ -62,23 +64,25 @@ class Engine:
         limits = self.limits = Limits(max_model_len=spec.max_seq_len, vocab_size=m.vocab_size, embeds=embeds)
         max_biases = limits.max_logit_bias + limits.max_stop_token_ids + len(spec.eos_token_ids)
         penalties = LogitPenalties(0 if embeds else rows + 1, m.vocab_size, max_biases, device)
-        parts = Parts(device, ops, model, pool, attention, state, penalties, comm, VocabParallel(comm, m.vocab_size))
+        parts = Parts(device, ops, model, store, attention, state, penalties, comm, VocabParallel(comm, m.vocab_size))
         if spec.drafter is not None:
             has_model = spec.draft is not None
             drafter = make_draft_model(parts, spec, factory.holds) if has_model else DRAFTERS.load(spec.drafter)(ops)
             drafting = Drafting(rows + 1, spec.max_seq_len, state.last_token, drafter, device)
             parts = replace(parts, drafting=drafting)
+        self.parts = parts
+        # One page more than `num_pages`: the dummy page, to which unused slots of a captured step write.
+        store.allocate(1)
         factory.warm_up(parts)
         self.memory = plan_memory(parts, spec)
         self.num_pages = self.memory.num_pages
-        self.parts = replace(parts, kv_cache=make_pool(spec, self.num_pages, device))
-        device.use_large_pages(self.parts.kv_cache.data)
-        if parts.drafting is not None and parts.drafting.model is not None:
-            parts.drafting.model.resize(self.num_pages)
+        store.allocate(self.num_pages + 1)
+        for tensor in store.tensors:
+            device.use_large_pages(tensor)
         state.page_table.fill_(self.num_pages)
-        self.runners: list[Runner] = factory.make(self.parts)
+        self.runners: list[Runner] = factory.make(parts)
         self.memory = self.memory.with_weights(parts.weight_bytes)  # the C++ step packs them
-        self.mover = Mover(self.parts.kv_cache, self._stores(), device)
+        self.mover = Mover(store, self._stores(), device)
         self.tiers = [store.spec for store in self.mover.stores]
         tell("measuring steps", spec.info.rank == 0)
         self._costs = measure_costs(lambda plan: self.launch(plan).wait, spec, self.num_pages, device.is_async)
@@ -123,7 +127,7 @@ class Engine:
 
     def _stores(self) -> list[Store]:
         """The tiers that `--host-kv` and `--disk-kv` ask for, of which each rank takes an equal part."""
-        s, pool = self.spec, self.parts.kv_cache
+        s, pool = self.spec, self.parts.store
         stores: list[Store] = []
         if s.host_kv:
             stores.append(HostStore(pool, s.host_kv // s.info.size))
@@ -138,6 +142,8 @@ class Engine:
                 "layout": self.general.name,
                 "dtype": str(s.dtype),
             }
+            if s.draft is not None:  # its state is in the pages
+                owner["drafter"] = fingerprint(s.draft.folder, has_weights=not s.dummy_weight)
             stores.append(DiskStore(pool, folder, size // s.info.size, s.info.rank, owner))
         return stores
 

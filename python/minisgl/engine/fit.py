@@ -89,13 +89,13 @@ def _token_bytes(model: ModelConfig, config: EngineConfig, item: int) -> int:
     """Return a token's bytes of K/V on a rank. Raises `ConfigError` if ranks cannot divide the model."""
     m, info = model, DistributedInfo(0, config.tp)
     info.shard(m.num_heads, "attention heads")
-    kv_heads = len(info.shard_or_replicate(m.num_kv_heads, "KV heads"))
+    states = [state for layer in range(m.num_layers) for state in m.state(layer, info)]
     if m.experts is None or m.experts.dense_layers:
         info.shard(m.intermediate_size, "intermediate features")
     if m.experts is not None:
         info.shard(m.experts.intermediate_size, "intermediate features of an expert")
-    head = m.head_dim + 4 if config.kv_cache_dtype == "fp8" else m.head_dim * item
-    return m.num_layers * 2 * kv_heads * head
+    is_fp8 = config.kv_cache_dtype == "fp8"
+    return sum(state.token_bytes(1 if is_fp8 else item, is_fp8) for state in states)
 
 
 def estimate_step(model: ModelConfig, config: EngineConfig, max_tokens: int, item: int) -> int:

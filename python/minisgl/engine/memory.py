@@ -10,26 +10,15 @@ from minisgl.engine.graphs.capture import TAILS
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.trial import decode_plan, draft_plan, largest_prefill
 from minisgl.errors import ConfigError
-from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.layout import MAX_DRAFT_TOKENS
-from minisgl.ops.quantized import E4M3
 from minisgl.triton.cublas import cublas_linear
 
 if TYPE_CHECKING:
     from minisgl.core import BatchPlan
-    from minisgl.device.device import Device
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.runner import Parts, Runner
 
 MIN_EVENNESS: Final = 0.75  # the smallest free memory of a rank over the largest
-
-
-def make_pool(spec: EngineSpec, num_pages: int, device: Device) -> MHAKVPool:
-    """Make a pool of `num_pages` and a dummy page, to which unused slots of a captured step write."""
-    m, dtype = spec.model, E4M3 if spec.fp8_cache else spec.dtype
-    return MHAKVPool(
-        m.num_layers, num_pages + 1, spec.num_kv_heads, spec.page_size, m.head_dim, dtype, device.torch_device
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +48,13 @@ class MemoryPlan:
 def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
     """Choose the number of pages of the pool: `--num-pages`, else as many as fit and all rows can use.
 
-    All ranks take the count of the rank with the least memory. `parts.kv_cache` may be a single page: trial steps map
+    All ranks take the count of the rank with the least memory. `parts.store` may have a single page: trial steps map
     every position to page 0. Raises `ConfigError` when no page fits, or when the ranks' free memory is too uneven.
     """
     m = spec.model
     device = parts.device
     comm = parts.comm
-    draft = None if parts.drafting is None else parts.drafting.model
-    page_bytes = parts.kv_cache.page_bytes + (draft.parts.kv_cache.page_bytes if draft else 0)
+    page_bytes = parts.store.page_bytes
     weight_bytes = parts.weight_bytes
     runner, rows = base_runner(parts, spec), spec.max_running_requests
     comm.all_gather_int(0)  # ranks may share memory: wait until all have loaded their weights

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.drafting import Drafting
     from minisgl.engine.state import LogitPenalties, RowState
-    from minisgl.kvcache.mha_pool import MHAKVPool
+    from minisgl.kvcache.store import StateStore
     from minisgl.layers.linear import Stream
     from minisgl.models.llama import LlamaForCausalLM
     from minisgl.ops.quantized import Format
@@ -119,7 +119,7 @@ class Parts:
     device: Device
     ops: OpTable
     model: LlamaForCausalLM
-    kv_cache: MHAKVPool
+    store: StateStore
     attention: AttentionBackend
     state: RowState
     penalties: LogitPenalties
@@ -156,14 +156,14 @@ class Parts:
 
     def out_loc(self, batch: Batch) -> Tensor:
         """Where the K/V of each token goes, as in `Context`."""
-        page_size = self.kv_cache.page_size
+        page_size = self.store.page_size
         pages = self.state.page_table[batch.token_rows.long(), (batch.positions // page_size).long()]
         return pages.long() * page_size + batch.positions % page_size
 
     def context(self, batch: Batch, out_loc: Tensor) -> Context:
         """What a forward pass of `batch` needs besides its inputs; out_loc [T] int64."""
         table = self.state.page_table
-        return Context(batch, table, self.kv_cache, self.attention, self.attention.prepare(batch, table), out_loc)
+        return Context(batch, table, self.attention, self.attention.prepare(batch, table), out_loc)
 
     def hidden(self, input_ids: Tensor, batch: Batch, out_loc: Tensor, taps: dict[int, Tensor] | None = None) -> Stream:
         """What the model makes logits of: the hidden states [S, H] of a step after `begin`; `taps` as in `Context`."""

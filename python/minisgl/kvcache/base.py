@@ -1,4 +1,4 @@
-"""The interface of prefix caches. They manage page ids on the host; the K/V tensors are in `mha_pool.py`."""
+"""The interface of prefix caches. They manage page ids on the host; the tensors are in `store.py`."""
 
 from __future__ import annotations
 

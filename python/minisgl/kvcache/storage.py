@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from minisgl.core import Ints, Records
     from minisgl.device.device import Copying, Device
-    from minisgl.kvcache.mha_pool import MHAKVPool
+    from minisgl.kvcache.store import StateStore
 
 _log = logging.getLogger("minisgl.kvcache")
 
@@ -58,7 +58,7 @@ class HostStore:
 
     is_file = False
 
-    def __init__(self, pool: MHAKVPool, size: int) -> None:
+    def __init__(self, pool: StateStore, size: int) -> None:
         """Allocate `size` bytes. Raises `ConfigError` if that is less than a page, or if memory cannot be pinned."""
         self._device = pool.device
         self._is_pinned = pool.device.type == "cuda"
@@ -98,7 +98,7 @@ class DiskStore:
 
     is_file = True
 
-    def __init__(self, pool: MHAKVPool, folder: Path, size: int, rank: int, owner: Mapping[str, Any]) -> None:
+    def __init__(self, pool: StateStore, folder: Path, size: int, rank: int, owner: Mapping[str, Any]) -> None:
         """Open or create a file of `size` bytes in `folder`, and reserve all of its space on the disk.
 
         `owner` identifies the model and the format of its pages. Raises `ConfigError` if the file has another owner, if
@@ -154,7 +154,7 @@ class Mover:
     A page that cannot be loaded is filled with NaN, which makes the logits of its requests NaN.
     """
 
-    def __init__(self, pool: MHAKVPool, stores: list[Store], device: Device) -> None:
+    def __init__(self, pool: StateStore, stores: list[Store], device: Device) -> None:
         self._pool = pool
         self.stores = stores
         self._device = device

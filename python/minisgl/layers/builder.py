@@ -12,9 +12,11 @@ from torch import Tensor
 
 from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import ALONE
+from minisgl.kvcache.store import PagedState
 from minisgl.ops.quantized import Format, Quantized
 
 if TYPE_CHECKING:
+    from minisgl.kvcache.specs import Paged
     from minisgl.ops.table import OpTable
 
 
@@ -73,7 +75,7 @@ class Builder:
     """Creates the weights of a model's layers, and gives the layers their ops, dtype, device and ranks.
 
     `format_of` returns the format of the matrix with this checkpoint name; None means the model's dtype. `parameters`
-    lists the created weights in order.
+    lists the created weights in order, `states` what the layers keep of each token.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Builder:
         self.info = self.comm.info
         self.format_of = format_of
         self.parameters: list[Parameter] = []
+        self.states: list[PagedState] = []
 
     def shard(self, count: int, what: str, *, unit: int = 1) -> Shard:
         """Return this rank's equal shard of `count` units of `unit` elements each.
@@ -140,6 +143,11 @@ class Builder:
         """
         weight = self._matrix(parts, in_features, lambda kind: not kind.order)
         return weight.experts(count) if isinstance(weight, Quantized) else weight.view(count, -1, weight.shape[1])
+
+    def paged(self, spec: Paged) -> PagedState:
+        """Declare the state that a layer keeps of each token."""
+        self.states.append(PagedState(spec))
+        return self.states[-1]
 
     def _matrix(
         self, parts: Mapping[str, Rows], in_features: Size, takes: Callable[[Format], bool]

@@ -33,7 +33,6 @@ class Attention:
         in_features: int | None = None,
     ) -> None:
         c, name = config, f"model.layers.{index}.self_attn"
-        self.index = index
         q = builder.shard(c.num_heads, "attention heads", unit=c.head_dim)
         kv = builder.shard_or_replicate(c.num_kv_heads, "KV heads", unit=c.head_dim)
         self.q_size = q.count
@@ -45,6 +44,8 @@ class Attention:
         norm = partial(RMSNorm, builder, size=c.head_dim, eps=c.rms_norm_eps, offset=norm_offset)
         q_norm = norm(f"{name}.q_norm").weight if c.qk_norm else None
         k_norm = norm(f"{name}.k_norm").weight if c.qk_norm else None
+        (state,) = c.state(index, builder.info)
+        self.kv = builder.paged(state)
         self.heads = HeadTransform(q_norm, k_norm, c.rms_norm_eps, cos_sin, c.windows[index])
 
     def forward(self, stream: Stream, norm: RMSNorm, ctx: Context) -> Stream:
@@ -57,5 +58,5 @@ class Attention:
 
     def attend(self, qkv: Tensor, ctx: Context) -> Tensor:
         """Return the block's output [T, H] for the projections [T, (Hq + 2 Hk) D], which may be overwritten."""
-        out: Tensor = ctx.attention.attend(qkv, self.heads, ctx.kv_cache.layer(self.index), ctx)
+        out: Tensor = ctx.attention.attend(qkv, self.heads, self.kv.pages, ctx)
         return self.o_proj.forward(out.view(-1, self.q_size))

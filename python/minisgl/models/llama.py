@@ -101,7 +101,7 @@ class LlamaForCausalLM:
         tied = self.model.embed_tokens.weight if config.tie_word_embeddings else None
         shard = builder.balanced_shard(config.vocab_size)  # the same as the embedding's
         self.lm_head = Linear(builder, {"lm_head": shard}, config.hidden_size, bias=False, tied=tied)
-        self.parameters = tuple(builder.parameters)
+        self.parameters, self.states = tuple(builder.parameters), tuple(builder.states)
 
     def _decoder(self, builder: Builder, config: ModelConfig) -> LlamaModel:
         """Build the decoder. Other families override this."""

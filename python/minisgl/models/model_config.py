@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 from minisgl.checkpoint import hf
 from minisgl.checkpoint.quantization import Quantization, read_quantization
 from minisgl.errors import ConfigError
+from minisgl.kvcache.specs import Paged
 from minisgl.models.families import FAMILIES, MODELS, ExpertFlags, Family
 from minisgl.models.positions import number, read_ropes, read_windows, size
 
 if TYPE_CHECKING:
+    from minisgl.distributed.info import DistributedInfo
     from minisgl.layers.rope import RopeConfig
 
 DEFAULTS: Final = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}  # transformers' defaults, unless a family has its own
@@ -68,6 +70,11 @@ class ModelConfig:
     experts: ExpertsConfig | None
     dtype: str
     quantization: Quantization | None = None
+
+    def state(self, layer: int, info: DistributedInfo) -> tuple[Paged, ...]:
+        """Return what a layer keeps of each token on one rank. Raises `ConfigError` if ranks cannot divide it."""
+        kv_heads = info.shard_or_replicate(self.num_kv_heads, "KV heads")
+        return (Paged("kv", (2, len(kv_heads), self.head_dim)),)
 
     @property
     def num_weights(self) -> int:

@@ -30,6 +30,8 @@ LAYER_WEIGHTS: Final[_Fields] = (
     ("const float*", "input_norm post_norm q_norm k_norm"),  # the last two or null
     ("const float*", "cos_sin"),  # [positions, dim]
     ("int64_t", "window"),  # 0 = none
+    ("void*", "cache"),  # [pages, 2, kv_heads, page, dim]
+    ("float*", "cache_scale"),  # [pages, 2, kv_heads, page] of a cache in E4M3, or null
 )
 MODEL_SPEC: Final[_Fields] = (
     ("int64_t", "is_bf16 head_bits layers hidden intermediate vocab head_rows heads kv_heads dim page threads is_tied"),
@@ -38,9 +40,6 @@ MODEL_SPEC: Final[_Fields] = (
     # [vocab, hidden] and [head_rows, hidden]; if they are tied, only the packed head is read
     ("const void*", "embedding head"),
     ("const float*", "final_norm"),
-    ("void*", "cache"),  # [layers, pages, 2, kv_heads, page, dim]
-    ("float*", "cache_scale"),  # [layers, pages, 2, kv_heads, page] of a cache in E4M3, or null
-    ("int64_t", "layer_stride"),  # rows [dim] of the cache
     ("int32_t*", "page_table"),  # [rows, table_width]
     ("int64_t", "table_width"),
     ("int32_t*", "last_token"),  # this and the following are [rows]
@@ -80,13 +79,13 @@ def _ctypes_fields(fields: _Fields) -> list[tuple[str, Any]]:
 
 
 class LayerWeights(ctypes.Structure):
-    """Addresses of one layer's weights; biases and norms are float32."""
+    """Addresses of one layer's weights and K/V pages; biases and norms are float32."""
 
     _fields_ = _ctypes_fields(LAYER_WEIGHTS)
 
 
 class ModelSpec(ctypes.Structure):
-    """Sizes and addresses of a model, its K/V pool and the state of its rows."""
+    """Sizes and addresses of a model and the state of its rows."""
 
     _fields_ = _ctypes_fields(MODEL_SPEC)
 

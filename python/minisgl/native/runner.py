@@ -22,7 +22,7 @@ from minisgl.models.families import FAMILIES
 from minisgl.native.abi import LayerWeights, ModelSpec, StepPlan
 from minisgl.native.library import NativeLibrary, load_native
 from minisgl.native.packing import LANES, pack_weights
-from minisgl.ops.quantized import INT8, Format, Quantized
+from minisgl.ops.quantized import INT8, Format, Quantized, data_and_scale
 from minisgl.ops.sampling import rows_per_pass
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class NativeModel:
         self, parts: Parts, spec: EngineSpec, layers: list[Any], head: Any, norm: Any, fields: dict[str, Any]
     ) -> ModelSpec:
         """Return the model's `ModelSpec`. Each layer is (attention, MLP, norm before attention, norm before MLP)."""
-        m, pool, state = spec.model, parts.kv_cache, parts.state
+        m, state = spec.model, parts.state
         weights = (LayerWeights * len(layers))()
         self._kept.append(weights)
         for layer, (attention, mlp, input_norm, post_norm), window in zip(weights, layers, m.windows, strict=True):
@@ -156,6 +156,8 @@ class NativeModel:
             layer.q_norm, layer.k_norm = self._float(attention.heads.q_weight), self._float(attention.heads.k_weight)
             layer.cos_sin = attention.heads.cos_sin.data_ptr()
             layer.window = window or 0
+            data, scale = data_and_scale(attention.kv.pages)
+            layer.cache, layer.cache_scale = data.data_ptr(), None if scale is data else scale.data_ptr()
         fields["head"], fields["head_bits"] = self._matrix(head)
         sizes: dict[str, Any] = {
             "is_bf16": spec.dtype is torch.bfloat16,
@@ -172,9 +174,6 @@ class NativeModel:
             "scale": m.attention_scale or m.head_dim**-0.5,
             "weights": addressof(weights),
             "final_norm": self._float(norm.weight),
-            "cache": pool.data.data_ptr(),
-            "cache_scale": pool.scale.data_ptr() if spec.fp8_cache else None,
-            "layer_stride": pool.data.stride(0) // m.head_dim,
             "last_token": state.last_token.data_ptr(),
             "rows": state.table.data_ptr(),
             "page_table": state.page_table.data_ptr(),

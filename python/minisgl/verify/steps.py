@@ -51,7 +51,7 @@ class Stepper:
 
     def __init__(self, runner: EagerRunner | NativeRunner, num_pages: int) -> None:
         self.runner = runner
-        self.page_size = runner.parts.kv_cache.page_size
+        self.page_size = runner.parts.store.page_size
         self._free: list[int] = np.random.default_rng(0).permutation(num_pages).tolist()
         self._pages: dict[int, list[int]] = {}
         self._writes: list[tuple[int, int, int]] = []

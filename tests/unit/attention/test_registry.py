@@ -9,10 +9,7 @@ import torch
 from minisgl.attention.backend import AttentionSpec, build_layout
 from minisgl.attention.selection import Requirements, resolve_attention
 from minisgl.errors import ConfigError
-from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.ops.table import resolve_ops
-
-POOL = MHAKVPool(2, 3, 2, 4, 8, torch.float32, torch.device("cpu"))
 
 
 def resolve(choice: str) -> str:
@@ -54,13 +51,3 @@ def test_layout_offsets():
     assert layout.cu_query_lens.tolist() == [0, 1, 6, 8] and layout.cu_query_lens.dtype is torch.int32
     assert layout.kv_lens_host.dtype == np.int32 and not layout.is_decode and len(layout.rows_host) == 3
     assert build_layout(np.array([1]), np.array([1]), np.array([3]), upload).is_decode
-
-
-def test_pool():
-    assert POOL.data.shape == (2, 3, 2, 2, 4, 8)
-    assert POOL.page_bytes == POOL.data[:, 0].numel() * 4
-    POOL.data.zero_()
-    POOL.layer(1)[2] = 5
-    assert POOL.data[1, 2].eq(5).all() and POOL.data[0].eq(0).all()
-    POOL.poison([1, 0])
-    assert POOL.data[:, :2].isnan().all() and not POOL.data[:, 2].isnan().any()

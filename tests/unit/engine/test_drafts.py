@@ -136,9 +136,7 @@ def run(
         scheduler.drafts._asks_device = device is not None and bool(len(oracle.answers) % 2)
     scheduler.depth = depth
     if device is not None:
-        drafter = engine.parts.drafting and engine.parts.drafting.model
-        pools = [engine.parts.kv_cache, *([drafter.parts.kv_cache] if drafter else [])]
-        scheduler.cache.on_free = lambda pages: [pool.poison(pages) for pool in pools]
+        scheduler.cache.on_free = engine.parts.store.poison
     answers = Answers({uid: [] for uid in range(len(requests))}, {}, {uid: [] for uid in range(len(requests))})
     todo, step = list(enumerate(requests)), 0
     while todo or io.inbox or scheduler.is_busy:

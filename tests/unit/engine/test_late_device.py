@@ -79,7 +79,7 @@ def run(
     assert engine.general.name == "eager"
     compiling = LateExecutor()
     scheduler = Scheduler(config, engine, io, Grammars(FakeCompiler(VOCAB), compiling))
-    scheduler.cache.on_free = engine.parts.kv_cache.poison
+    scheduler.cache.on_free = engine.parts.store.poison
     outputs: dict[int, list[int]] = {uid: [] for uid in range(len(requests))}
     endings: dict[int, FinishReason] = {}
     todo = list(enumerate(requests))

@@ -11,17 +11,19 @@ import pytest
 import torch
 
 from minisgl.device.device import Pending
-from minisgl.kvcache.mha_pool import MHAKVPool
 from minisgl.kvcache.storage import HostStore, Mover
+from minisgl.kvcache.store import StateStore
 from minisgl.layout import LOAD, MOVE, STORE
 from support.late_device import LateDevice
+from support.store import kv_store
 
 NUM_PAGES, NUM_SLOTS = 12, 9
 
 
-def step(pool: MHAKVPool, read: list[int], written: list[int], number: int) -> torch.Tensor:
-    found = pool.data[1, read, 1, 0, 3, 7].float().int()
-    pool.data[:, written] = torch.tensor(number).to(pool.dtype)
+def step(pool: StateStore, read: list[int], written: list[int], number: int) -> torch.Tensor:
+    data = pool.tensors[0]
+    found = data[1, read, 1, 0, 3, 7].float().int()
+    data[:, written] = torch.tensor(number).to(pool.dtype)
     return found
 
 
@@ -30,7 +32,7 @@ def step(pool: MHAKVPool, read: list[int], written: list[int], number: int) -> t
 def test_moves_of_a_page_or_slot_keep_their_order(seed: int, dtype: torch.dtype) -> None:
     """Each step reads the pages that are loaded for it, then writes a number into others. One step is in flight."""
     rng, device = random.Random(seed), LateDevice(1)
-    pool = MHAKVPool(2, NUM_PAGES, 1, 4, 8, dtype, device.torch_device)
+    pool, _ = kv_store(2, NUM_PAGES, 1, 4, 8, dtype)
     mover = Mover(pool, [HostStore(pool, NUM_SLOTS * pool.page_bytes)], device)
     pages: dict[int, int] = {}  # the number in each, once all is done
     slots: dict[int, int] = {}

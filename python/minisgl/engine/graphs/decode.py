@@ -128,7 +128,7 @@ class GraphRunner:
         parts, out_loc = self.parts, self._out_loc[: batch.num_tokens]
         page_table = parts.state.page_table
         last_token = parts.state.last_token
-        page_size = parts.kv_cache.page_size
+        page_size = parts.store.page_size
         decode_io.begin_decode(
             self._in, self._turn_on_device, page_table, last_token, batch, out_loc, page_size, self.capacity
         )

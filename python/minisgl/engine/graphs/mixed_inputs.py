@@ -37,7 +37,7 @@ class MixedInputs:
         """`max_drafted`: tokens of a step with drafts and without prompts."""
         self._parts = parts
         self._dummy_row = len(parts.state.page_table) - 1
-        self._dummy_page = parts.kv_cache.num_pages - 1
+        self._dummy_page = parts.store.num_pages - 1
         self._max_queries = parts.attention.spec.max_queries
         self.decodes = min(max_decodes, max_tokens)
         chunks = MAX_CHUNKS + 1
@@ -103,7 +103,7 @@ class MixedInputs:
             state.last_token,
             *((state.last_token, state.page_table) if drafting is None else (drafting.lengths, drafting.drafts)),
             placed,
-            self._parts.kv_cache.page_size,
+            self._parts.store.page_size,
         )
         row_states = x["row_states"].view(-1, words(ROW_STATE))[:chunks]
         state.fill(row_states)

@@ -64,7 +64,7 @@ class Decoder : public Model {
           threads_(target_ ? target_->threads_ : std::make_shared<Pool>((int)spec.threads)),
           pool_(*threads_),
           ahead_(spec.fc != nullptr),
-          query_rows_(std::max<int64_t>(spec.cache_scale ? kQueryRows8Bit : kQueryRows, spec.heads / spec.kv_heads)),
+          query_rows_(std::max<int64_t>(spec.weights->cache_scale ? kQueryRows8Bit : kQueryRows, spec.heads / spec.kv_heads)),
           scratch_(pool_.size(), {query_rows_, spec.dim}) {
         const int64_t h = s_.hidden, q = s_.heads * s_.dim, all = q + 2 * s_.kv_heads * s_.dim, i = s_.intermediate;
         for (int64_t l = 0; l < s_.layers; ++l) {
@@ -472,9 +472,7 @@ class Decoder : public Model {
     }
 
     Cache<T> cache_of(const Layer& layer) const {
-        const int64_t rows = (&layer - layers_.data()) * s_.layer_stride;  // before the layer
-        float* scale = s_.cache_scale ? s_.cache_scale + rows : nullptr;
-        return {(char*)s_.cache + rows * s_.dim * (scale ? 1 : sizeof(T)), s_.kv_heads, s_.page, s_.dim, scale};
+        return {(char*)layer.w->cache, s_.kv_heads, s_.page, s_.dim, layer.w->cache_scale};
     }
 
     ModelSpec s_;

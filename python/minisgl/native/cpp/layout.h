@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-constexpr int64_t kLayoutVersion = 1691171951;
+constexpr int64_t kLayoutVersion = 895019264;
 
 namespace minisgl {
 
@@ -49,6 +49,8 @@ struct LayerWeights {
     const float *input_norm, *post_norm, *q_norm, *k_norm;
     const float *cos_sin;
     int64_t window;
+    void *cache;
+    float *cache_scale;
 };
 struct ModelSpec {
     int64_t is_bf16, head_bits, layers, hidden, intermediate, vocab, head_rows, heads, kv_heads, dim, page, threads, is_tied;
@@ -56,9 +58,6 @@ struct ModelSpec {
     const LayerWeights *weights;
     const void *embedding, *head;
     const float *final_norm;
-    void *cache;
-    float *cache_scale;
-    int64_t layer_stride;
     int32_t *page_table;
     int64_t table_width;
     int32_t *last_token;

@@ -102,18 +102,19 @@ bool step_is_deterministic(bool has_scales) {
     auto matrix = [&](int64_t n, int64_t k) { return random_weights<T, W>(n, k, random, values); };
     const std::vector<float> ones(std::max(hidden, dim), 1.0f), angles(tokens * 2 * dim, 0.7071f);
     std::vector<std::vector<W>> store;
+    constexpr int64_t layer_rows = pages * 2 * kv_heads * page;
+    std::vector<T> cache(layers * layer_rows * dim);
+    std::vector<float> scales(layers * layer_rows);
     LayerWeights weights[layers];
     for (LayerWeights& w : weights) {
         for (auto [n, k] : {std::pair{qkv, hidden}, {hidden, heads * dim}, {2 * inner, hidden}, {hidden, inner}})
             store.push_back(matrix(n, k));
         const auto last = store.end();
         w = {last[-4].data(), last[-3].data(), last[-2].data(), last[-1].data(), bits, bits, bits, bits,
-             nullptr, nullptr, nullptr, nullptr, ones.data(), ones.data(), ones.data(), ones.data(), angles.data(), 0};
+             nullptr, nullptr, nullptr, nullptr, ones.data(), ones.data(), ones.data(), ones.data(), angles.data(), 0,
+             &cache[(&w - weights) * layer_rows * dim], has_scales ? &scales[(&w - weights) * layer_rows] : nullptr};
     }
     const std::vector<W> head = matrix(vocab, hidden);
-    constexpr int64_t layer_rows = pages * 2 * kv_heads * page;
-    std::vector<T> cache(layers * layer_rows * dim);
-    std::vector<float> scales(layers * layer_rows);
     std::vector<int32_t> table(rows * pages), last(rows), tokens_in(tokens), sampled(rows), finite(rows);
     std::vector<Row> fields(rows);
     for (int i = 0; i < (int)tokens; ++i) tokens_in[i] = (int32_t)(mix32(i) % vocab);
@@ -123,9 +124,8 @@ bool step_is_deterministic(bool has_scales) {
     spec.is_bf16 = sizeof(T) == 2, spec.layers = layers, spec.hidden = hidden, spec.intermediate = inner;
     spec.vocab = spec.head_rows = vocab, spec.heads = heads, spec.kv_heads = kv_heads, spec.dim = dim, spec.page = page;
     spec.threads = 2, spec.is_tied = 1, spec.eps = 1e-6, spec.scale = 0.18, spec.weights = weights;
-    spec.head = head.data(), spec.head_bits = bits, spec.final_norm = ones.data(), spec.cache = cache.data();
-    spec.cache_scale = has_scales ? scales.data() : nullptr;
-    spec.layer_stride = layer_rows, spec.page_table = table.data(), spec.table_width = pages;
+    spec.head = head.data(), spec.head_bits = bits, spec.final_norm = ones.data();
+    spec.page_table = table.data(), spec.table_width = pages;
     spec.last_token = last.data(), spec.rows = fields.data();
     Decoder<T> net(spec);
     auto run = [&](const Slot& slot, int64_t first) {
