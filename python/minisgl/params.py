@@ -156,6 +156,12 @@ def _fields(kind: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
     return {field.name: field for field in msgspec.structs.fields(kind)}
 
 
+# The numbers of a request, with their types; `n` is not one of the scheduler's.
+NUMBERS: Final = {
+    f.name: f.type for f in msgspec.structs.fields(SamplingParams) if f.type in (int, float) and f.name != "n"
+}
+
+
 def _converted(field: msgspec.structs.FieldInfo, value: Any) -> Any:
     """Return `value` in the type of the field; None means the default. Raises `RequestError` if that is impossible."""
     if value is None or value is field.default:

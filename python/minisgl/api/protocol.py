@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import re
 import sys
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from minisgl.errors import RequestError
 from minisgl.message import EngineView, StatsMsg
+from minisgl.params import NUMBERS
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -72,25 +73,25 @@ class _Messages(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]] | None = None
 
 
-class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of chat completions, text completions and /generate."""
+if TYPE_CHECKING:
+    _Numbers = msgspec.Struct
+else:
+    _Numbers = msgspec.defstruct(
+        "_Numbers", [(name, kind | None, None) for name, kind in NUMBERS.items()], frozen=True, kw_only=True
+    )
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+
+class SamplingFields(_Numbers, frozen=True, kw_only=True):
+    """Fields of chat completions, text completions and /generate; the numbers of `SamplingParams` are among them."""
+
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None  # vLLM's name
     no_stop_trim: bool | None = None  # SGLang's name
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
     n: int | None = None
     best_of: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: dict[str, float] | list[tuple[int, float]] | None = None
     logprobs: bool | int | None = None  # a boolean for chat, a number for completions
     cache_salt: str | None = None

@@ -15,7 +15,7 @@ from minisgl.api.structured import json_text, requested_grammar
 from minisgl.checkpoint.embedder import Embedder
 from minisgl.errors import RequestError, unsupported
 from minisgl.message import TokenizeMsg, ids_to_bytes
-from minisgl.params import MAX_LOGPROBS, Limits, SamplingParams, choice_params, validate_sampling
+from minisgl.params import MAX_LOGPROBS, NUMBERS, Limits, SamplingParams, choice_params, validate_sampling
 
 logger = logging.getLogger(__name__)
 
@@ -85,17 +85,13 @@ def sampling_params(
     prompt_logprobs: bool = False,
 ) -> SamplingParams:
     """Return validated `SamplingParams`. Raises `RequestError` for the first field that cannot be honoured."""
-    chosen = {
-        name: default if (v := getattr(fields, name)) is None else v for name, default in asdict(defaults).items()
-    }
+    preset = asdict(defaults)
+    chosen: dict[str, Any] = {name: preset.get(name) if (v := getattr(fields, name)) is None else v for name in NUMBERS}
     stop = fields.stop or ()
     params = SamplingParams(
         max_tokens=max_tokens,
         **chosen,
-        presence_penalty=fields.presence_penalty or 0.0,
-        frequency_penalty=fields.frequency_penalty or 0.0,
         logit_bias=_logit_bias(fields.logit_bias or ()),
-        min_tokens=fields.min_tokens or 0,
         seed=seed,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(fields.stop_token_ids or ()),

@@ -34,13 +34,18 @@ def rows() -> Iterator[tuple[str, list[str], str, list[str]]]:
             yield heading, CODE.findall(row[1]), row[2], CODE.findall(row[3])
 
 
+def is_named(kind: type) -> bool:
+    """Whether a type has rows of its own."""
+    return kind is not msgspec.Struct and not kind.__name__.startswith("_")
+
+
 def kinds() -> dict[str, type[msgspec.Struct]]:
     """The types of all request bodies by name, with their bases and the types inside them."""
     found: dict[str, type[msgspec.Struct]] = {}
 
     def add(kind: Any) -> None:
         if isinstance(kind, msgspec.inspect.StructType):
-            own = [c for c in kind.cls.__mro__ if issubclass(c, msgspec.Struct) and c is not msgspec.Struct]
+            own = [c for c in kind.cls.__mro__ if issubclass(c, msgspec.Struct) and is_named(c)]
             found.update({c.__name__: c for c in own})
             for field in kind.fields:
                 add(field.type)
@@ -57,7 +62,7 @@ def kinds() -> dict[str, type[msgspec.Struct]]:
 
 
 def own_fields(kind: type[msgspec.Struct]) -> list[str]:
-    inherited = {f for base in kind.__bases__ for f in getattr(base, "__struct_fields__", ())}
+    inherited = {f for base in kind.__bases__ if is_named(base) for f in getattr(base, "__struct_fields__", ())}
     return [f for f in kind.__struct_fields__ if f not in inherited]
 
 
