@@ -10,7 +10,7 @@ from minisgl.kvcache.tiers import Tier
 from minisgl.registry import Registry
 
 PREFIX_CACHES: Final[Registry[Callable[[int, Sequence[Tier]], PrefixCache]]] = Registry("cache type")
-PREFIX_CACHES.add("radix", "minisgl.kvcache.radix_manager:RadixCacheManager")
+PREFIX_CACHES.add("radix", "minisgl.kvcache.radix:RadixCache")
 PREFIX_CACHES.add("naive", "minisgl.kvcache.naive_manager:NaiveCacheManager")
 
 

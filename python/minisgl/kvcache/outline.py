@@ -7,7 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from minisgl.kvcache.radix_manager import RadixTreeNode
+    from minisgl.kvcache.tree import Node
 
 MAX_NODES: Final = 160
 MAX_CHILDREN: Final = 16  # shown per node
@@ -17,20 +17,20 @@ MAX_LOOKS: Final = 2000  # children examined in total, which bounds the time
 class OutlinedNode(NamedTuple):
     """A node, its parent's index in the outline (-1 for the root), and the number of its children not shown."""
 
-    node: RadixTreeNode
+    node: Node
     parent: int
     hidden: int
 
 
-def outline(root: RadixTreeNode) -> tuple[list[OutlinedNode], int]:
+def outline(root: Node) -> tuple[list[OutlinedNode], int]:
     """Return locked nodes, then the most recently used ones; and the number of the root's children not shown.
 
     Parents come before their children. A parent is locked if a child is, and used when a child is, so a search from
     the root down finds the best nodes.
     """
-    found: list[tuple[RadixTreeNode, int]] = [(root, -1)]
-    shown: dict[RadixTreeNode, int] = {root: 0}  # node -> number of its children that are shown
-    best: list[tuple[tuple[bool, int], int, RadixTreeNode, int]] = []  # a heap; the serial number breaks ties
+    found: list[tuple[Node, int]] = [(root, -1)]
+    shown: dict[Node, int] = {root: 0}  # node -> number of its children that are shown
+    best: list[tuple[tuple[bool, int], int, Node, int]] = []  # a heap; the serial number breaks ties
     serial = looks = 0
     for index, (node, _) in enumerate(found):
         children = list(islice(reversed(node.children.values()), max(0, MAX_LOOKS - looks)))  # newest first
@@ -50,5 +50,5 @@ def outline(root: RadixTreeNode) -> tuple[list[OutlinedNode], int]:
     return nodes[1:], nodes[0].hidden
 
 
-def _interest(node: RadixTreeNode) -> tuple[bool, int]:
+def _interest(node: Node) -> tuple[bool, int]:
     return node.ref_count > 0, node.timestamp

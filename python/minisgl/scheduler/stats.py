@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from minisgl.message import EngineView, NodeView, RequestView, StatsMsg, StepView, TierView, ids_to_bytes
 
 if TYPE_CHECKING:
-    from minisgl.kvcache.radix_manager import RadixTreeNode
+    from minisgl.kvcache.tree import Node
     from minisgl.scheduler.cache import CacheManager
     from minisgl.scheduler.plan import Launched
     from minisgl.scheduler.req import Req
@@ -136,7 +136,7 @@ def engine_view(scheduler: Scheduler, uid: int) -> EngineView:
     )
 
 
-def _request(scheduler: Scheduler, req: Req, is_prefill: bool, index: dict[RadixTreeNode, int]) -> RequestView:
+def _request(scheduler: Scheduler, req: Req, is_prefill: bool, index: dict[Node, int]) -> RequestView:
     rows, drafts = scheduler.rows, scheduler.drafts
     return RequestView(
         uid=req.uid,

@@ -14,7 +14,7 @@ from minisgl.core import FinishReason
 from minisgl.device.device import CpuDevice, Device
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
-from minisgl.kvcache import radix_manager
+from minisgl.kvcache import tree
 from minisgl.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.budget import LoadBudget, Pace
@@ -144,7 +144,7 @@ def test_pages_come_back_from_the_host_as_they_were(
 ) -> None:
     """Moves run early or late and steps late, and each page of the pool is used many times."""
     if parts == "small":
-        monkeypatch.setattr(radix_manager, "PART", 1)
+        monkeypatch.setattr(tree, "PART", 1)
         monkeypatch.setattr(Pace, "loads", lambda *_: LoadBudget(0.0, 0.0))
     options = {"num_pages": 100, "max_running_requests": 6, "max_prefill_length": 32, **options}
     requests = make_requests(7)

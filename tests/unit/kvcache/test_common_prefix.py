@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from minisgl.kvcache.radix_manager import COMPARE_BLOCK, common_prefix_len
+from minisgl.kvcache.tree import COMPARE_BLOCK, common_prefix_len
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 200, COMPARE_BLOCK, COMPARE_BLOCK + 1, 2 * COMPARE_BLOCK + 70])

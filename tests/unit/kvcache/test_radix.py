@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl.kvcache import create_prefix_cache, radix_manager
+from minisgl.kvcache import create_prefix_cache, tree
 from minisgl.kvcache.base import CacheHandle
-from minisgl.kvcache.radix_manager import RadixCacheManager
+from minisgl.kvcache.radix import RadixCache
 from minisgl.kvcache.tiers import Tier, TierSpec
 
 
@@ -19,28 +19,28 @@ def ids(*tokens: int) -> np.ndarray:
     return np.array(tokens, np.int32)
 
 
-def cached_prefixes(cache: RadixCacheManager) -> set[tuple[int, ...]]:
+def cached_prefixes(cache: RadixCache) -> set[tuple[int, ...]]:
     """Every page-aligned prefix that the tree holds, read off its nodes."""
     found = set()
 
     def visit(node: object, above: tuple[int, ...]) -> None:
         for child in node.children.values():  # type: ignore[attr-defined]
             key = above + tuple(child.key.tolist())
-            size = cache.page_size
+            size = cache.tree.page_size
             found.update(key[:n] for n in range(len(above) + size, len(key) + 1, size))
             visit(child, key)
 
-    visit(cache.root, ())
+    visit(cache.tree.root, ())
     return found
 
 
-@pytest.mark.parametrize("part", [1, radix_manager.PART])
+@pytest.mark.parametrize("part", [1, tree.PART])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_ten_thousand_random_operations(page_size: int, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages partition into free, tree and held; every match is the longest."""
-    monkeypatch.setattr(radix_manager, "PART", part)
+    monkeypatch.setattr(tree, "PART", part)
     rng = random.Random(page_size)
-    cache = RadixCacheManager(page_size)
+    cache = RadixCache(page_size)
     num_pages = 200
     free = list(range(num_pages))
     content: dict[int, tuple[int, ...]] = {}  # page -> the whole prefix that it ends
@@ -103,7 +103,7 @@ def test_ten_thousand_random_operations(page_size: int, part: int, monkeypatch: 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=24), max_size=12), st.sampled_from([1, 2, 4]))
 @settings(max_examples=150)
 def test_tree_equals_a_set_of_prefixes(sequences: list[list[int]], page_size: int) -> None:
-    cache = RadixCacheManager(page_size)
+    cache = RadixCache(page_size)
     known: set[tuple[int, ...]] = set()
     next_page = 0
     for s in sequences:
@@ -119,7 +119,7 @@ def test_tree_equals_a_set_of_prefixes(sequences: list[list[int]], page_size: in
 def test_prefixes_with_different_salts_are_separate(page_size: int) -> None:
     rng = random.Random(page_size)
     salts = [b"", b"a", b"a" * 4, (1).to_bytes(4, "little")]  # the last two are as long as a token, or are one
-    shared, alone = RadixCacheManager(page_size), {salt: RadixCacheManager(page_size) for salt in salts}
+    shared, alone = RadixCache(page_size), {salt: RadixCache(page_size) for salt in salts}
     for step in range(600):
         salt = rng.choice(salts)
         tokens = ids(*(rng.randrange(3) for _ in range(rng.randrange(10 * page_size))))
@@ -137,7 +137,7 @@ def test_prefixes_with_different_salts_are_separate(page_size: int) -> None:
 
 
 def test_locked_prefix_survives_a_split_and_eviction_takes_the_oldest() -> None:
-    cache = RadixCacheManager(2)
+    cache = RadixCache(2)
     cache.tick(1)
     cache.insert_prefix(ids(1, 1, 2, 2, 3, 3), ids(10, 11, 12))
     held = cache.match_prefix(ids(1, 1, 2, 2, 3, 3)).handle
@@ -165,7 +165,7 @@ def test_naive_cache_keeps_nothing() -> None:
 
 
 def test_computed_pages_are_not_given_up_for_loaded_ones() -> None:
-    cache = RadixCacheManager(2, [Tier(TierSpec("host", 8, 0.0), 0, 2)])
+    cache = RadixCache(2, [Tier(TierSpec("host", 8, 0.0), 0, 2)])
     tokens = ids(1, 1, 2, 2, 3, 3)
     cache.insert_prefix(tokens, ids(10, 11, 12))
     assert cache.evict(3).tolist() == [10, 11, 12]
@@ -184,25 +184,31 @@ def test_computed_pages_are_not_given_up_for_loaded_ones() -> None:
 
 
 def test_a_lost_prefix_is_not_found_and_leaves_when_unlocked() -> None:
-    cache = RadixCacheManager(2, [Tier(TierSpec("host", 8, 0.0), 0, 2)])
+    cache = RadixCache(2, [Tier(TierSpec("host", 8, 0.0), 0, 2)])
     tokens = ids(1, 1, 2, 2)
     cache.insert_prefix(tokens, ids(10, 11))
     cache.evict(2)
+    cache.track_changes()
+    assert list(cache.take_changes().values()) == [1, 1]
     handle = cache.match_prefix(tokens).handle
     cache.lock_handle(handle)
     cache.load(handle, ids(20, 21))
     assert cache.drop_damaged(handle) and cache.drop_damaged(handle) and cache.is_damaged(handle)
+    assert list(cache.take_changes().values()) == [-1, -1]
     cache.check_integrity()
     assert cache.tiers[0].free_size == 8 and cache.tiers[0].lost_pages == 2
     assert cache.match_prefix(tokens).handle.num_pages == 0
+    cache.tick(1)
     assert cache.insert_prefix(tokens, ids(30, 31)).pages.tolist() == [30, 31]
+    assert list(cache.take_changes().values()) == [0, 0]
     cache.lock_handle(handle, unlock=True)
-    assert sorted(cache.evict(4).tolist()) == [20, 21, 30, 31]
+    assert cache.evict(2).tolist() == [20, 21] and cache.take_changes() == {}, "the router lost the computed prefix"
+    assert cache.evict(2).tolist() == [30, 31] and list(cache.take_changes().values()) == [1, 1]
     cache.check_integrity()
 
 
 def test_a_text_goes_on_as_another_with_its_salt() -> None:
-    cache = RadixCacheManager(4)
+    cache = RadixCache(4)
 
     def insert(first_page: int, salt: bytes, *tokens: int) -> None:
         cache.tick(first_page)

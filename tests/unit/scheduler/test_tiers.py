@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from minisgl.core import BatchPlan, FinishReason, StepCosts
-from minisgl.kvcache import radix_manager
+from minisgl.kvcache import tree
 from minisgl.kvcache.tiers import TierSpec
 from minisgl.layout import LOAD, MOVE
 from minisgl.scheduler import budget
@@ -22,7 +22,7 @@ CHOICES = {"host": [HOST], "disk": [DISK], "both": [HOST, DISK]}
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Edges are evicted page by page, and a step loads a page at most."""
-    monkeypatch.setattr(radix_manager, "PART", 1)
+    monkeypatch.setattr(tree, "PART", 1)
     monkeypatch.setattr(Pace, "loads", lambda *_: LoadBudget(0.0, 0.0))
 
 
@@ -87,7 +87,7 @@ def plans(h: Harness) -> list[BatchPlan]:
 
 def loading(monkeypatch: pytest.MonkeyPatch, depth: int, page_seconds: float) -> tuple[Harness, int]:
     """A request decodes, and one with a prefix of 15 pages in the tier has come; return its uid."""
-    monkeypatch.setattr(radix_manager, "PART", 2)
+    monkeypatch.setattr(tree, "PART", 2)
     tier, costs = TierSpec("host", 60, page_seconds), StepCosts(1e-3, 1e-4)
     h = Harness(FakeEngine(rows=3, num_pages=30, vocab=5003, costs=costs, tiers=[tier], max_model_len=100), depth)
     for start in (100, 200, 300):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from minisgl.kvcache import outline as outlines
-from minisgl.kvcache.radix_manager import RadixCacheManager
+from minisgl.kvcache.radix import RadixCache
 from minisgl.message import EngineView, FrontendMsg, ids_from_bytes
 from minisgl.process.queues import Codec
 from minisgl.scheduler.stats import MAX_VIEW_REQUESTS, engine_view
@@ -74,9 +74,9 @@ def test_the_view_limits_requests_and_works_without_a_tree() -> None:
     assert view.running > MAX_VIEW_REQUESTS == len(view.requests)
 
 
-def full_tree(nodes: int, fan_out: int) -> RadixCacheManager:
+def full_tree(nodes: int, fan_out: int) -> RadixCache:
     """Return a tree of `nodes` nodes with `fan_out` children each, in pages of one token."""
-    cache = RadixCacheManager(1)
+    cache = RadixCache(1)
     keys = [np.empty(0, np.int32)]
     at = 0
     while len(keys) <= nodes:
@@ -96,7 +96,7 @@ def test_the_view_truncates_large_trees(fan_out: int) -> None:
     assert cache.num_nodes == 10_000
     h = Harness(FakeEngine(num_pages=20_000, page_size=1), 0, view_texts=True)
     h.scheduler.cache.prefix = cache
-    locked = next(iter(cache.root.children.values()))
+    locked = next(iter(cache.tree.root.children.values()))
     handle = cache.match_prefix(locked.key).handle
     cache.lock_handle(handle)
     times = []

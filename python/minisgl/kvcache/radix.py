@@ -1,0 +1,138 @@
+"""The prefix cache that serves: a radix tree, tiers below the device's pool, and the changes for a router."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minisgl.kvcache.base import CacheHandle, MatchResult, PrefixCache, SizeInfo
+from minisgl.kvcache.feed import RouterFeed
+from minisgl.kvcache.keeper import TierKeeper
+from minisgl.kvcache.outline import OutlinedNode, outline
+from minisgl.kvcache.tree import DEVICE, NOWHERE, Node, PrefixTree
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from minisgl.core import Ints, Records
+    from minisgl.kvcache.tiers import Tier
+
+
+class RadixCache(PrefixCache):
+    """A prefix cache as a `PrefixTree` over pages, with a `TierKeeper` and a `RouterFeed`."""
+
+    def __init__(self, page_size: int, tiers: Sequence[Tier] = ()) -> None:
+        """Create the tree from the pages that `tiers`, the fastest first, have kept of an earlier process."""
+        self.tiers = list(tiers)
+        self.tree = PrefixTree(page_size, 1 + len(self.tiers))
+        self._feed = RouterFeed(page_size)
+        self._keeper = TierKeeper(self.tree, self.tiers, self._feed)
+
+    def tick(self, step: int) -> None:
+        self.tree.now = step
+
+    # -- the operations on prefixes
+
+    def match_prefix(self, input_ids: Ints, salt: bytes = b"") -> MatchResult:
+        return self._match(self.tree.walk(input_ids, salt))
+
+    def insert_prefix(self, input_ids: Ints, pages: Ints, salt: bytes = b"") -> MatchResult:
+        size = self.tree.page_size
+        ids = np.ascontiguousarray(input_ids[: len(pages) * size], dtype=np.int32)
+        assert len(ids) == len(pages) * size, f"{len(pages)} pages offered for {len(ids)} tokens"
+        node = self.tree.walk(ids, salt)
+        for edge in self.tree.path(node):
+            if edge.is_loaded:  # these pages may be damaged: they must not replace computed ones
+                assert edge.parent is not None
+                return self._match(edge.parent)
+            if not len(edge.pages):  # only in a tier: take the computed pages instead of loading
+                self._keeper.put(edge, DEVICE, np.array(pages[edge.depth - edge.length : edge.depth], np.int32))
+        if (matched := node.depth) < len(pages):
+            # Copies, so that a node does not keep a request's whole token buffer alive.
+            node = self.tree.add(node, ids[matched * size :].copy(), salt)
+            self._keeper.put(node, DEVICE, np.array(pages[matched:], np.int32))
+        return self._match(node)
+
+    def _match(self, node: Node) -> MatchResult:
+        return MatchResult(CacheHandle(node.depth, node), self.tree.path_pages(node))
+
+    def lock_handle(self, handle: CacheHandle, unlock: bool = False) -> None:
+        self.tree.lock(handle.node, unlock)
+
+    def has_continuation(self, handle: CacheHandle) -> bool:
+        return bool(handle.node.children)
+
+    def continuation(self, handle: CacheHandle, input_ids: Ints, count: int, salt: bytes = b"") -> Ints:
+        return self.tree.continuation(handle.node, input_ids, count, salt)
+
+    def evict(self, num_pages: int) -> Ints:
+        return self._evict(num_pages, range(1, 1 + len(self.tiers)))
+
+    def _evict(self, num_pages: int, places: Sequence[int]) -> Ints:
+        """Evict at least `num_pages` pages, if there are so many, and store them in the tiers `places`; return them."""
+        freed = [NOWHERE]
+        count = 0
+        while count < num_pages and (node := self.tree.pop_oldest(DEVICE)) is not None:
+            self.tree.trim(node, num_pages - count)
+            freed.append(node.pages)
+            count += node.length
+            for place in places:
+                self._keeper.store(node, place)
+            self._keeper.remove(node, DEVICE)
+        return np.concatenate(freed)
+
+    def reset(self) -> Ints:
+        for place in range(1, 1 + len(self.tiers)):
+            while (node := self.tree.pop_oldest(place)) is not None:
+                self._keeper.remove(node, place)
+        return self._evict(self.evictable_size, ())
+
+    # -- tiers
+
+    def load(self, handle: CacheHandle, pages: Ints) -> Ints:
+        self._keeper.load(handle.node, pages)
+        return self.tree.path_pages(handle.node)
+
+    def mark_intact(self, handle: CacheHandle) -> None:
+        self._keeper.mark_intact(handle.node)
+
+    def drop_damaged(self, handle: CacheHandle) -> bool:
+        return self._keeper.drop_damaged(handle.node)
+
+    def is_damaged(self, handle: CacheHandle) -> bool:
+        return bool(handle.node.is_hidden)
+
+    def write_back(self, num_pages: int, *, lasting: bool) -> int:
+        return self._keeper.write_back(num_pages, lasting=lasting)
+
+    def take_moves(self, num_next: int = 0, max_stores: int = 0) -> Records:
+        return self._keeper.take_moves(num_next, max_stores)
+
+    # -- changes for a router
+
+    def track_changes(self) -> None:
+        self._feed.start(self.tree.nodes())
+
+    def take_changes(self) -> dict[int, int]:
+        return self._feed.take()
+
+    # -- what it holds
+
+    @property
+    def size_info(self) -> SizeInfo:
+        return SizeInfo(*self.tree.sizes)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.tree.num_nodes
+
+    def outline(self) -> tuple[list[OutlinedNode], int]:
+        return outline(self.tree.root)
+
+    def owned_pages(self) -> list[int]:
+        return self.tree.ids(DEVICE)
+
+    def check_integrity(self) -> None:
+        self.tree.check()
+        self._keeper.check()
