@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from minisgl.bench.shapes import SHAPES, write_config
+from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import ALONE, DistributedInfo
 from minisgl.layers.builder import Builder, Parameter, Source
 from minisgl.models.families import MODELS
@@ -33,7 +34,8 @@ def build_parameters(
 ) -> tuple[Parameter, ...]:
     """One rank's parameters of the model of a config.json, uninitialised; by default without memory."""
     model = ModelConfig.from_hf(config)
-    builder = Builder(load_ops("reference"), dtype, torch.device(device), info)
+    at = torch.device(device)
+    builder = Builder(load_ops("reference"), dtype, at, SoloCommunicator(info, at))
     parameters: tuple[Parameter, ...] = MODELS.load(model.architecture)(builder, model).parameters
     return parameters
 

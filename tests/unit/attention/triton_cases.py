@@ -39,17 +39,17 @@ class Case:
         window: int | None = None,
         max_queries: int = 1,
     ) -> None:
-        pool, table, q, self.spans = setting(mix, page_size, group, dim, dtype, seed)
-        self.pages: Any = pool.layer(0).to(device)
+        pages, table, q, self.spans = setting(mix, page_size, group, dim, dtype, seed)
+        self.pages: Any = pages.to(device)
         self.table, self.q = table.to(device), q.to(device)
-        self.kv_heads, self.dim, self.page_size = pool.num_kv_heads, dim, page_size
+        self.kv_heads, self.dim, self.page_size = pages.shape[2], dim, page_size
         self.batch = on(make_batch(self.spans), device)
         self.window = window
         spec = AttentionSpec(
             device,
             dtype,
             q.shape[1],
-            pool.num_kv_heads,
+            self.kv_heads,
             dim,
             page_size,
             len(mix) + 1,
@@ -65,12 +65,12 @@ class Case:
         self.cos_sin = torch.cat([angle.cos(), angle.sin()], -1).to(device)
         norm = dtype if window is None else torch.float32  # the two ways in which families have norms and windows
         self.weights = [(torch.rand(dim, generator=generator) + 0.5).to(device, norm) for _ in range(2)]
-        new = torch.randn(len(positions), 2 * pool.num_kv_heads, dim, generator=generator).to(device, dtype)
+        new = torch.randn(len(positions), 2 * self.kv_heads, dim, generator=generator).to(device, dtype)
         self.qkv = torch.cat([self.q, new], 1)
 
     def context(self) -> Context:
         metadata = self.attention.prepare(self.batch, self.table)
-        return Context(self.batch, self.table, None, self.attention, metadata, self.out_loc)
+        return Context(self.batch, self.table, self.attention, metadata, self.out_loc)
 
     def forward(self) -> torch.Tensor:
         """Of queries that lie between other heads, as they do behind the projection."""
