@@ -86,7 +86,7 @@ class Linear:
             self.bias = None
         self._linear = builder.ops.linear
         self._add_norm_linear = builder.ops.add_norm_linear
-        self._is_alone = builder.comm.info.size == 1
+        self._is_alone = builder.info.size == 1
 
     def forward(self, x: Tensor) -> Tensor:
         """Project x [T, in_features] -> [T, sum of parts]."""

@@ -19,10 +19,12 @@ from minisgl.layout import (
     NO_ROW_STATES,
     PAGE_WRITE,
     PENALTY_HEAD,
+    ROW,
     ROW_FIELDS,
     ROW_STATE,
     SLOT,
     Flag,
+    fields,
     words,
 )
 
@@ -213,13 +215,13 @@ class RowWrites:
         # Keyed by row << 32 | index, so that one plan never writes an entry twice: the device applies a plan's writes
         # in any order.
         self._pages: dict[int, int] = {}
-        self._states: dict[int, tuple[int, tuple[float, ...]]] = {}
+        self._states: dict[int, tuple[float, ...]] = {}
         self._penalties: dict[int, Ints] = {}
 
     def fill(self, req: Req) -> None:
         """Write the fields of `req`, which has just got its row."""
         row = req.row
-        self._states[row] = (row, row_fields(req))
+        self._states[row] = row_fields(req)
         self._penalties.pop(row, None)
         if req.sampling_params.has_penalties:
             self._penalties[row] = penalty_record(req, row, self._eos_token_ids)
@@ -238,7 +240,10 @@ class RowWrites:
         pages["row"] = entries >> 32
         pages["index"] = entries & 0xFFFFFFFF
         pages["page"] = np.fromiter(self._pages.values(), np.int32, len(entries))
-        states = np.array(list(self._states.values()), ROW_STATE)
+        states = np.zeros(len(self._states), ROW_STATE)  # padding of a record, too
+        states["row"] = list(self._states)
+        for name, column in zip(fields(ROW), zip(*self._states.values(), strict=True), strict=False):
+            states["fields"][name] = column
         penalties = np.concatenate([NO_INTS, *self._penalties.values()])
         self._pages = {}
         self._states = {}
