@@ -100,8 +100,12 @@ async def read_request(request: Request, kind: type[T], args: ServerArgs, served
     except TimeoutError:
         raise RequestError("the body did not arrive in time", code="timeout", status=408) from None
     text = bytes(body).removeprefix(codecs.BOM_UTF8)
-    if b"\0" in text[:2] or text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise RequestError("the body is UTF-16 or UTF-32; send UTF-8 (RFC 8259, 8.1)", code="invalid_json")
+    try:
+        is_utf8 = "\0" not in text.decode()[:2]  # ASCII in UTF-16 is valid UTF-8 with many zeros
+    except UnicodeDecodeError:
+        is_utf8 = False
+    if not is_utf8:
+        raise RequestError("the body is not UTF-8 (RFC 8259, 8.1)", code="invalid_json")
     text, request.scope[NAMES] = with_our_names(text, kind)
     parsed = parse_body(text, kind)
     requested: str | None = getattr(parsed, "model", None)
