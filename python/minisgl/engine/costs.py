@@ -23,7 +23,7 @@ from minisgl.settings.options import MAX_DRAFTS
 DECODES = Flag.SAMPLES | Flag.FROM_DEVICE
 REPEATS, CPU_REPEATS = 3, 8  # more on a CPU, where other work delays most of them and the shortest counts
 FIRST_CHUNK = 16  # tokens, on a CPU
-CHUNK_S = 0.04  # the longest time of its largest chunk
+CHUNK_S = 0.02  # the longest time of its largest chunk
 SLOW_S = 0.2  # a first step that takes longer is not repeated
 PIPELINED = 3  # consecutive steps, as under load: each is launched while its predecessor runs
 SMALL_CHUNK = 256
@@ -31,7 +31,7 @@ LARGE_CHUNK = 2048
 CHUNK_CONTEXT = 8192
 DECODE_ROWS, DECODE_CONTEXT = 64, 2048
 FEW_ROWS = 4  # on a CPU, where the first use of a page allocates memory
-DRAFT_ROWS, CPU_DRAFT_ROWS = (1, 8, 64, 256), (1, 8, 16, 32)
+DRAFT_ROWS, CPU_DRAFT_ROWS = (1, 8, 64, 256), (1, 8, 32)
 SLACK = (REPEATS + 1) * PIPELINED * (1 + MAX_DRAFTS)  # positions that rows with drafts advance while they are timed
 
 Run = Callable[[BatchPlan], Callable[[], object]]
@@ -106,8 +106,7 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) ->
     if spec.drafter is None or longest < DRAFT_CONTEXT + spec.max_queries + SLACK:
         return costs
     timed_rows = sorted({min(n, spec.max_running_requests) for n in (DRAFT_ROWS if is_async else CPU_DRAFT_ROWS)})
-    # A CPU computes a few tokens in the time of one, but many at the full cost.
-    widths = (1, 2, spec.max_queries) if is_async else (2, (spec.max_queries + 1) // 2, spec.max_queries)
+    widths = (1, 2, spec.max_queries) if is_async else (2, spec.max_queries)
 
     def curves(*, are_proposed: bool) -> tuple[Points, ...]:
         sizes = {n: [w for w in widths if n * w <= MAX_DRAFT_TOKENS] for n in timed_rows}
