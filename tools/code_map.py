@@ -19,6 +19,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "**core**: plans, steps, pages, models": (
         "core",
         "layout",
+        "specs",
         "params",
         "scheduler",
         "engine",

@@ -22,12 +22,16 @@ import numpy as np
 import torch
 
 from minisgl.attention import triton as backend
-from minisgl.attention.backend import AttentionBackend, AttentionSpec, build_layout
+from minisgl.attention.backend import AttentionSpec, StepAttention
 from minisgl.attention.triton import TritonAttention
+from minisgl.core import SeqLayout
+from minisgl.engine.batch import step_shape
+from minisgl.layout import SLOT
 from minisgl.ops import reference
 from minisgl.ops.quantized import Pages, QuantizedPages, round_fp8
 from minisgl.ops.reference import HeadTransform
 from minisgl.ops.table import load_ops
+from minisgl.specs import GroupedQuery
 from minisgl.triton.linear import gemv
 
 READ = 4.55e12  # bytes per second
@@ -119,13 +123,19 @@ class Setting:
             return [torch.from_numpy(np.asarray(a)).cuda() for a in arrays]
 
         rows = np.arange(len(mix), dtype=np.int32)
-        layout = build_layout(rows, lens[:, 0], lens[:, 1], upload)
+        ends = np.cumsum([0, *lens[:, 0]], dtype=np.int32)
+        slots = np.zeros(len(mix), SLOT)
+        slots["row"], slots["start"], slots["stop"] = rows, lens[:, 1] - lens[:, 0], lens[:, 1]
+        layout = SeqLayout(*upload(rows, np.ascontiguousarray(lens[:, 1]), ends))
         positions = np.concatenate([np.arange(kv - n, kv, dtype=np.int32) for n, kv in mix])
         (positions_on_device,) = upload(positions)
         token_rows = upload(np.repeat(rows, lens[:, 0]))[0].long()
         tokens = len(positions)
-        batch = SimpleNamespace(layout=layout, num_tokens=tokens, positions=positions_on_device)
-        spec = AttentionSpec("cuda", DTYPE, num_heads, KV_HEADS, DIM, page, 4000, fp8_cache=is_fp8)
+        batch = SimpleNamespace(
+            shape=step_shape(slots), slots=slots, layout=layout, num_tokens=tokens, positions=positions_on_device
+        )
+        kind = GroupedQuery(num_heads, KV_HEADS, DIM, DIM**-0.5)
+        spec = AttentionSpec("cuda", DTYPE, kind, page, 4000, fp8_cache=is_fp8)
         out_loc = table[token_rows, positions_on_device.long() // page].long() * page + positions_on_device % page
         angle = torch.rand(int(positions.max()) + 1, DIM // 2, device="cuda") * 6
         weights = [1 + 0.1 * torch.randn(DIM, device="cuda", dtype=DTYPE) for _ in range(2)]
@@ -140,8 +150,7 @@ class Setting:
         return q.half() if self.attention.spec.fp8_cache else q
 
     def prepare(self) -> Any:
-        plan = self.attention.prepare(self.batch, self.table)
-        return SimpleNamespace(batch=self.batch, page_table=self.table, attn_metadata=plan, out_loc=self.out_loc)
+        return self.attention.prepare(self.batch, self.table, self.out_loc)
 
     def with_changes(self, changes: dict[str, int], kind: str) -> Setting:
         """Return the same inputs with a backend of another configuration."""
@@ -160,13 +169,10 @@ class Setting:
 
     def error(self) -> float:
         """Return the error relative to the reference, over the queries of up to 64 sequences."""
-        out = self.attention.forward(self.q, self.pages[0], self.prepare())
-        few = self.batch.layout.query_lens_host[:64].sum()
-        layout = SimpleNamespace(
-            rows_host=self.batch.layout.rows_host[:64],
-            query_lens_host=self.batch.layout.query_lens_host[:64],
-            kv_lens=self.batch.layout.kv_lens[:64],
-        )
+        out = self.prepare().forward(self.q, self.pages[0])
+        whole = self.batch.layout
+        layout = SeqLayout(whole.rows[:64], whole.kv_lens[:64], whole.cu_query_lens[:65])
+        few = int(layout.cu_query_lens[-1])
         expected = reference.paged_attention(self.q[:few], self.pages[0], self.table, layout, DIM**-0.5)
         return float((out[:few].double() - expected.double()).norm() / expected.double().norm())
 
@@ -206,13 +212,13 @@ def forward_us(s: Setting, plan: float, fused: bool = False) -> float:
     times, q = max(1, -(-24 // len(s.pages))), s.q
 
     def step() -> None:
-        ctx = s.prepare()
+        prepared = s.prepare()
         for i in range(times * len(s.pages)):
             pages = s.pages[i % len(s.pages)]
             if fused:
-                s.attention.attend(s.qkv, s.heads, pages, ctx)
+                prepared.attend(s.qkv, s.heads, pages)
             else:
-                s.attention.forward(q, pages, ctx)
+                prepared.forward(q, pages)
 
     return (graph_us(step) - plan) / (times * len(s.pages))
 
@@ -243,9 +249,9 @@ def separate_us(s: Setting, plan: float) -> float:
     """As `forward_us`, with norm, RoPE and K/V store in a kernel of their own."""
 
     def step() -> None:
-        ctx = s.prepare()
+        prepared = s.prepare()
         for pages in s.pages:
-            AttentionBackend.attend(s.attention, s.qkv, s.heads, pages, ctx)
+            StepAttention.attend(prepared, s.qkv, s.heads, pages)
 
     return (graph_us(step) - plan) / len(s.pages)
 
@@ -254,11 +260,11 @@ def chain_us(s: Setting, plan: float, weights: list[tuple[torch.Tensor, torch.Te
     """Time one row with the projections around attention; all kernels overlap by programmatic dependent launch."""
 
     def step() -> None:
-        ctx = s.prepare()
+        prepared = s.prepare()
         x = torch.ones(1, weights[0][0].shape[1], device="cuda", dtype=DTYPE)
         for i, pages in enumerate(s.pages):
             qkv, o = weights[i % len(weights)]
-            out = s.attention.attend(gemv(x, qkv, None)[0], s.heads, pages, ctx)
+            out = prepared.attend(gemv(x, qkv, None)[0], s.heads, pages)
             x = gemv(out.view(1, -1), o, None)[0]
 
     return (graph_us(step) - plan) / len(s.pages)
@@ -317,11 +323,11 @@ def compile_some(index: int, count: int) -> None:
         for rows in (1, 2) if kind == "fused" else (1,):
             mix = [(3, 70)] if kind == "prefill" else [(1, 70)] * rows
             s = Setting.make(mix, num_heads, rotate=1, is_fp8=is_fp8).with_changes(changes, kind)
-            ctx = s.prepare()
+            prepared = s.prepare()
             if kind == "fused":
-                s.attention.attend(s.qkv, s.heads, s.pages[0], ctx)
+                prepared.attend(s.qkv, s.heads, s.pages[0])
             else:
-                s.attention.forward(s.q, s.pages[0], ctx)
+                prepared.forward(s.q, s.pages[0])
     torch.cuda.synchronize()
 
 

@@ -27,12 +27,12 @@ WRONG = 6e-3  # relative error beyond that of bfloat16
 def layer_us(s: Setting, name: str) -> float:
     if name == "triton":  # its plan belongs into the graph, as it resets the counters of the layers
         return forward_us(s, plan_us(s))
-    ctx, times = s.prepare(), max(1, -(-24 // len(s.pages)))
+    prepared, times = s.prepare(), max(1, -(-24 // len(s.pages)))
 
     def step() -> None:
         for _ in range(times):
             for pages in s.pages:
-                s.attention.forward(s.q, pages, ctx)
+                prepared.forward(s.q, pages)
 
     return graph_us(step) / (times * len(s.pages))
 
@@ -61,8 +61,8 @@ def cell(backend: Any, own: Setting, name: str) -> str:
     s = replace(own, attention=backend)
     error = s.error()
     us = layer_us(s, name)
-    ctx = s.prepare()
-    plan, layer = host_us(s.prepare), host_us(lambda: s.attention.forward(s.q, s.pages[0], ctx))
+    prepared = s.prepare()
+    plan, layer = host_us(s.prepare), host_us(lambda: prepared.forward(s.q, s.pages[0]))
     wrong = "" if error < WRONG else f" WRONG {error:.4f}"
     return f"{us:8.1f} {rate(s.mix, s.num_heads, us):12} host {plan:5.0f} + {layer:3.0f}{wrong}"
 

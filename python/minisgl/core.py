@@ -219,23 +219,26 @@ class StepCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class SeqLayout:
-    """The shape of a mixed batch for all attention backends: B sequences with T tokens in all, grouped by sequence.
+class StepShape:
+    """The size of a step, as upper bounds that a kernel may rely on; a captured step keeps them, whatever it runs.
 
-    A backend plans with the host's copies, so it need not wait for the device.
+    Sequences that decode come first, and any other with one token; then chunks of prompts.
     """
 
-    rows_host: Ints  # [B] row of each sequence
-    query_lens_host: Ints  # [B] tokens computed in this step
-    kv_lens_host: Ints  # [B] tokens in the cache once the step's tokens are stored
-    rows: torch.Tensor  # [B] int32, as above on the device
-    kv_lens: torch.Tensor  # [B] int32
-    cu_query_lens: torch.Tensor  # [B + 1] int32, offsets of each sequence's tokens
+    decodes: int
+    queries: int  # tokens of each of these
+    chunks: int = 0
+    chunk_tokens: int = 0  # of all chunks
+    context: int = 0  # tokens of K/V of a chunk
 
-    @property
-    def is_decode(self) -> bool:
-        """Whether all sequences compute exactly one token."""
-        return bool((self.query_lens_host == 1).all())
+
+@dataclass(frozen=True, slots=True)
+class SeqLayout:
+    """B sequences with T tokens in all, grouped by sequence; on the device."""
+
+    rows: torch.Tensor  # [B] int32, row of each sequence
+    kv_lens: torch.Tensor  # [B] int32, tokens in the cache once the step's tokens are stored
+    cu_query_lens: torch.Tensor  # [B + 1] int32, offsets of each sequence's tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +283,8 @@ class DraftColumns:
 class Batch:
     """One step as device tensors, derived only from a `BatchPlan`."""
 
+    shape: StepShape
+    slots: Records  # SLOT [B] as in the plan, for kernels that plan on the host; empty in a captured step
     layout: SeqLayout
     input_ids: (
         torch.Tensor
@@ -303,14 +308,10 @@ class Batch:
 class Context:
     """What a forward pass needs besides its inputs. It is an argument, never a global.
 
-    `attn_metadata` is the result of `attention.prepare` for this batch.
-    `out_loc` [T] int64 is the slot (page * page_size + offset) of each token's K/V. `page_table` is [rows, pages per
-    row] int32. The model stores the outputs [T, H] of the layers that are keys of `taps`, but not of the last layer.
+    `attention` has one entry for each of the model's `mixers`. The model stores the outputs [T, H] of the layers that
+    are keys of `taps`, but not of the last layer.
     """
 
     batch: Batch
-    page_table: torch.Tensor
-    attention: Any
-    attn_metadata: Any
-    out_loc: torch.Tensor
+    attention: tuple[Any, ...]
     taps: dict[int, Any] = field(default_factory=dict)

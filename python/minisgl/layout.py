@@ -104,6 +104,7 @@ MAX_DRAFT_TOKENS: Final = 1280  # of a step with drafts, besides those of prompt
 WORD: Final = np.dtype("<i4")
 NO_INTS: Final[Ints] = np.empty(0, WORD)
 NO_MASKS: Final[Ints] = np.empty((0, 0), WORD)
+NO_SLOTS: Final[Records] = np.empty(0, SLOT)
 NO_PAGE_WRITES: Final[Records] = np.empty(0, PAGE_WRITE)
 NO_MOVES: Final[Records] = np.empty(0, MOVE)
 NO_ROW_STATES: Final[Records] = np.empty(0, ROW_STATE)

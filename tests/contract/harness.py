@@ -65,8 +65,6 @@ class MiniEngine(Stepper):
         config = config or ModelConfig.from_hf(hf.load_config(folder))
         table = load_ops(ops)
         model = load_model(folder, config, dtype, DEVICE, table, dummy=dummy, comm=comm)
-        heads = len(comm.info.shard(config.num_heads, "heads"))
-        kv_heads = len(comm.info.shard_or_replicate(config.num_kv_heads, "KV heads"))
         store = StateStore(page_size, dtype, CPU)
         store.add(model.states)
         store.allocate(num_pages)
@@ -74,11 +72,9 @@ class MiniEngine(Stepper):
         state = RowState(ROWS, -(-config.max_position_embeddings // page_size), CPU)
         # Unmapped entries point at an unowned page: reading them would show up as NaN.
         state.page_table.fill_(num_pages - 1)
-        windows = tuple(dict.fromkeys(config.windows))
-        shape = heads, kv_heads, config.head_dim, page_size
-        spec = AttentionSpec("cpu", dtype, *shape, ROWS, windows=windows, score_scale=config.attention_scale)
-        backend = resolve_attention(attention, spec, table)
+        specs = [AttentionSpec("cpu", dtype, kind, page_size, ROWS) for kind in model.mixers]
+        kinds = resolve_attention(attention, specs, table)
         penalties = LogitPenalties(ROWS, config.vocab_size, 8, DEVICE)
         vocab = VocabParallel(comm, config.vocab_size)
-        parts = Parts(DEVICE, table, model, store, backend, state, penalties, comm, vocab)
+        parts = Parts(DEVICE, table, model, store, kinds, state, penalties, comm, vocab)
         return cls(EagerRunner(parts), num_pages - 1)

@@ -10,11 +10,11 @@ from torch.testing import assert_close
 from contract.harness import Span, make_batch
 from minisgl.attention.backend import AttentionSpec
 from minisgl.attention.selection import ATTENTION, resolve_attention
-from minisgl.core import Context
 from minisgl.ops import reference
 from minisgl.ops.table import resolve_ops
+from minisgl.specs import GroupedQuery
 
-SPEC = AttentionSpec("cpu", torch.float32, num_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
+SPEC = AttentionSpec("cpu", torch.float32, GroupedQuery(heads=4, kv_heads=2, head_dim=64, scale=0.125), page_size=16)
 NAMES = [name for name in ATTENTION.names if ATTENTION.refusal(name, SPEC) is None]
 BACKENDS = [*NAMES, "reference,cpu"]
 MIXES = {
@@ -55,19 +55,16 @@ def run(
     table: torch.Tensor,
     q: torch.Tensor,
     spans: list[Span],
-    windows: tuple[int | None, ...] = (None,),
+    window: int | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """The output of a layer for each window, one below the other."""
-    shape = q.shape[1], pages.shape[2], q.shape[2], pages.shape[3]
-    spec = AttentionSpec("cpu", pages.dtype, *shape, windows=windows, score_scale=scale)
-    attention = resolve_attention(backend, spec, resolve_ops("cpu"))
-    batch = make_batch(spans)
-    metadata = attention.prepare(batch, table)
-    ctx = Context(batch, table, attention, metadata, torch.empty(0, dtype=torch.int64))
-    out = [attention.forward(q, pages, ctx, window) for window in windows]
-    assert all(o.is_contiguous() for o in out)
-    return torch.cat(out)
+    kind = GroupedQuery(q.shape[1], pages.shape[2], q.shape[2], scale or q.shape[2] ** -0.5, window)
+    spec = AttentionSpec("cpu", pages.dtype, kind, pages.shape[3])
+    (attention,) = resolve_attention(backend, [spec], resolve_ops("cpu"))
+    step = attention.prepare(make_batch(spans), table, torch.zeros(len(q), dtype=torch.int64))
+    out = step.forward(q, pages)
+    assert out.is_contiguous()
+    return out
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128])
@@ -86,10 +83,11 @@ def test_backend_equals_reference(backend: str, mix: str, group: int, dim: int, 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_layers_with_windows(backend: str, mix: str, page_size: int):
     pages, table, q, spans = setting(MIXES[mix], page_size, 2, 64)
-    out = run(backend, pages, table, q, spans, WINDOWS, scale=0.2)
     layout = make_batch(spans).layout
-    expected = [reference.paged_attention(q, pages, table, layout, 0.2, window) for window in WINDOWS]
-    assert_close(out, torch.cat(expected), rtol=1e-4, atol=1e-5)
+    for window in WINDOWS:
+        out = run(backend, pages, table, q, spans, window, scale=0.2)
+        expected = reference.paged_attention(q, pages, table, layout, 0.2, window)
+        assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -88,7 +88,7 @@ def test_what_is_beyond_the_last_key_does_not_count():
     case.pages = quantized(case.pages)
 
     def attend() -> torch.Tensor:
-        return case.attention.attend(case.qkv.flatten(1).clone(), case.heads(True), case.pages, case.context())
+        return case.step().attend(case.qkv.flatten(1).clone(), case.heads(True), case.pages)
 
     want = attend()
     for row, span in enumerate(case.spans):
@@ -168,9 +168,9 @@ def check_behind(case: Case, is_fp8: bool, project: Callable[[torch.Tensor], tor
     heads, x = case.heads(True), torch.zeros(len(case.spans), 16384, dtype=BF16, device=CUDA)
 
     def step() -> torch.Tensor:
-        ctx = case.context()
+        attention = case.step()
         qkv = project(x.clone())  # an ordinary launch after the plan, then the chain
-        return case.attention.attend(qkv, heads, case.pages, ctx)
+        return attention.attend(qkv, heads, case.pages)
 
     with Capture() as capture:
         graph, out = capture(step)
@@ -219,12 +219,12 @@ def test_captured_step_reads_new_sequence_lengths(is_fused: bool, window: int | 
     outs: list[torch.Tensor] = []
 
     def step() -> None:
-        ctx = case.context()
+        attention = case.step()
         for _ in range(3):
             if is_fused:
-                outs.append(case.attention.attend(case.qkv.flatten(1), heads, case.pages, ctx))
+                outs.append(attention.attend(case.qkv.flatten(1), heads, case.pages))
             else:
-                outs.append(case.attention.forward(case.q, case.pages, ctx, window))
+                outs.append(attention.forward(case.q, case.pages))
 
     if is_fused:
         pages = case.pages.clone()

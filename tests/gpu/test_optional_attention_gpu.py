@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -11,13 +10,13 @@ import torch
 
 from contract.harness import make_batch
 from contract.test_attention import MIXES, setting
-from minisgl.attention.backend import AttentionBackend, AttentionSpec
-from minisgl.attention.hybrid import HybridAttention
+from minisgl.attention.backend import Attention, AttentionSpec, StepAttention
 from minisgl.attention.selection import ATTENTION, resolve_attention
-from minisgl.core import Batch, Context
+from minisgl.core import Batch
 from minisgl.ops import reference
 from minisgl.ops.reference import HeadTransform
 from minisgl.ops.table import OpTable
+from minisgl.specs import GroupedQuery
 from unit.attention.triton_cases import EPS, assert_near, on, poison
 
 # The packages of these backends raise warnings of their own.
@@ -41,21 +40,19 @@ CASES = [
 
 
 @cache
-def backend(
-    names: str, page_size: int, group: int, dim: int, windows: tuple[int | None, ...] = (None,)
-) -> AttentionBackend:
+def backend(names: str, page_size: int, group: int, dim: int, window: int | None = None) -> Attention:
     """Resolve the backend as users do. Skip the test if one of `names` is refused: a replacement would test nothing.
 
     A failed build fails the test.
     """
-    spec = AttentionSpec(CUDA, BF16, KV_HEADS * group, KV_HEADS, dim, page_size)
+    kind = GroupedQuery(KV_HEADS * group, KV_HEADS, dim, dim**-0.5, window)
+    spec = AttentionSpec(CUDA, BF16, kind, page_size)
     for name in names.split(","):
         reason = ATTENTION.refusal(name, spec)
         if reason is not None:
             pytest.skip(f"{name}: {reason}")
-    attention = resolve_attention(names, replace(spec, windows=windows), OpTable())
-    parts = (attention.prefill, attention.decode) if isinstance(attention, HybridAttention) else (attention,)
-    assert ",".join(part.name for part in parts) == names, "a backend was replaced"
+    (attention,) = resolve_attention(names, [spec], OpTable())
+    assert attention.name == names, "a backend was replaced"
     return attention
 
 
@@ -72,13 +69,12 @@ class Step:
         self.qkv = torch.cat([self.q, torch.randn(len(q), 2 * KV_HEADS, dim, dtype=BF16, device=CUDA)], 1)
         self.scale = dim**-0.5
 
-    def context(self, attention: AttentionBackend) -> Context:
-        metadata = attention.prepare(self.batch, self.table)
-        return Context(self.batch, self.table, attention, metadata, self.out_loc)
+    def prepared(self, attention: Attention) -> StepAttention:
+        return attention.prepare(self.batch, self.table, self.out_loc)
 
-    def forward(self, attention: AttentionBackend) -> torch.Tensor:
+    def forward(self, attention: Attention) -> torch.Tensor:
         poison(self.q)
-        return attention.forward(self.qkv[:, : self.q.shape[1]], self.pages, self.context(attention))
+        return self.prepared(attention).forward(self.qkv[:, : self.q.shape[1]], self.pages)
 
     def expected(self, window: int | None = None) -> torch.Tensor:
         return reference.paged_attention(self.q, self.pages, self.table, self.batch.layout, self.scale, window)
@@ -106,12 +102,13 @@ def test_long_sequences_and_large_batches(names: str, page_size: int, group: int
 def test_layers_with_different_windows(names: str, mix: str):
     """Layers with different windows in one step."""
     windows = (None, 1, 100, 512)
-    step, attention = Step((MIXES | LONG)[mix], 64, 2, 128), backend(names, 64, 2, 128, windows)
+    step = Step((MIXES | LONG)[mix], 64, 2, 128)
     expected = {window: step.expected(window) for window in windows}
-    ctx, q = step.context(attention), step.qkv[:, : step.q.shape[1]]
+    prepared = {window: step.prepared(backend(names, 64, 2, 128, window)) for window in windows}
     for window in windows:
         poison(step.q)
-        assert_near(attention.forward(q, step.pages, ctx, window), expected[window], step.spans)
+        out = prepared[window].forward(step.qkv[:, : step.q.shape[1]], step.pages)
+        assert_near(out, expected[window], step.spans)
 
 
 @pytest.mark.parametrize(("names", "page_size"), [("fi", 64), ("fa3", 128), ("fa3,triton", 128), ("triton,fi", 64)])
@@ -125,7 +122,7 @@ def test_attend_stores_what_it_reads(names: str, page_size: int, mix: str):
     weights = [1 + 0.1 * torch.randn(128, dtype=BF16, device=CUDA) for _ in range(2)]
     heads = HeadTransform(weights[0], weights[1], EPS, torch.cat([angle.cos(), angle.sin()], -1))
     pages, qkv, positions = step.pages.clone(), step.qkv.flatten(1), step.batch.positions
-    out = attention.attend(qkv.clone(), heads, step.pages, step.context(attention))
+    out = step.prepared(attention).attend(qkv.clone(), heads, step.pages)
     q = reference.norm_rope_store(qkv, heads, positions, pages, step.out_loc)
     assert_near(out, reference.paged_attention(q, pages, step.table, step.batch.layout, step.scale), step.spans)
     is_valid = ~pages.isnan()

@@ -198,7 +198,7 @@ def test_parts_of_a_short_prompt_beside_a_long_one_have_no_keys():
 def test_the_plan_of_prefill_lists_every_tile_once_and_the_latest_first():
     mix = [(1, 9), (300, 300), (70, 400), (300, 300), *((2 + i % 3, 4 + i % 5) for i in range(70))]
     case = Case(mix, 16, 2, 64, HALF, CPU)
-    chunks = case.context().attn_metadata.chunks[None]
+    chunks = case.step().chunks
     tiles, tiling = chunks.work.tolist(), chunks.tiling
     step, parts = tiling.queries, tiling.plan["MAX_PARTS"]
     tiles = [tuple(tiles[i : i + 4]) for i in range(2 + parts, 2 + parts + 4 * tiles[0], 4)]
@@ -213,7 +213,7 @@ def test_the_plan_of_prefill_lists_every_tile_once_and_the_latest_first():
 
 def test_tiles_are_split_where_there_are_few():
     case = Case([(1, 9), (5, 1600)], 64, 2, 64, HALF, CPU)
-    assert int(case.context().attn_metadata.chunks[None].work[1]) == 4
+    assert int(case.step().chunks.work[1]) == 4
     check_forward([(1, 9), (5, 1600)], 64, 2, 64, HALF, CPU)
     check_forward([(30, 1041)], 64, 2, 64, HALF, CPU)
 
@@ -239,11 +239,11 @@ def test_large_tiles_are_for_much_work_or_long_contexts():
 )
 def test_layers_share_a_step(mix: list[tuple[int, int]]):
     case = Case(mix, 16, 2, 64, HALF, CPU)
-    ctx = case.context()
+    step = case.step()
     layers = []
     for _ in range(3):
         poison(case.q)
-        layers.append(case.attention.forward(case.q, case.pages, ctx))
+        layers.append(step.forward(case.q, case.pages))
     assert torch.equal(layers[0], layers[1]) and torch.equal(layers[0], layers[2])
 
 

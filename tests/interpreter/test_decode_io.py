@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from minisgl.core import Batch, Sampling, SeqLayout
+from minisgl.core import Batch, Sampling, SeqLayout, StepShape
+from minisgl.layout import NO_SLOTS
 from minisgl.triton import decode_io
 
 CAPACITY, PAGE, ROWS, WIDTH = 6, 4, 7, 5
@@ -33,7 +34,9 @@ def test_begin_derives_what_a_step_needs_and_pads_with_the_idle_row():
     ints = [torch.full((size,), -7, dtype=torch.int32) for _ in range(6)]
     rows32, kv_lens, positions, ids, flags, places = ints
     batch = Batch(
-        layout=SeqLayout(*[np.ones(size, np.int32)] * 3, rows32, kv_lens, torch.arange(size + 1)),
+        shape=StepShape(size, 1),
+        slots=NO_SLOTS,
+        layout=SeqLayout(rows32, kv_lens, torch.arange(size + 1)),
         input_ids=ids,
         positions=positions,
         token_rows=rows32,

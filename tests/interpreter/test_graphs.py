@@ -96,7 +96,7 @@ class Table:
 
     def hidden(self, input_ids: torch.Tensor, context: Any) -> Stream:
         rows = context.batch.token_rows.long()
-        at = (input_ids * 31 + context.batch.positions * 7).long() + context.out_loc * 3 + rows
+        at = (input_ids * 31 + context.batch.positions * 7).long() + context.attention[0] * 3 + rows
         half = self.table[at % 97] / 2
         if self.repeats:
             positions = context.batch.positions.long()
@@ -152,8 +152,8 @@ def parts(ops: str | None = None, *, has_model: bool = False) -> Parts:
     vocab, pool = VocabParallel(comm, VOCAB), SimpleNamespace(page_size=PAGE, num_pages=ROWS * WIDTH + 1)
     penalties = LogitPenalties(ROWS + 1, VOCAB, 8, device)
     penalties.seen.fill_(77)  # unwritten
-    spec = SimpleNamespace(max_queries=1 if ops is None else DRAFTS + 1)
-    played: Any = (Table(ops is not None), pool, SimpleNamespace(prepare=lambda *_: None, spec=spec))
+    attention = SimpleNamespace(prepare=lambda batch, page_table, out_loc: out_loc)
+    played: Any = (Table(ops is not None), pool, (attention,))
     drafting = None
     if ops is not None:
         drafter = Head() if has_model else NGramDrafter(load_ops(ops))
@@ -265,7 +265,7 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[EagerRunner, 
         captured = parts("triton" if drafts else None, has_model=has_model)
         eager: Any = EagerRunner(captured)
         decode = graph.GraphRunner(captured, [1, 2, 4, ROWS], capture)  # type: ignore[arg-type]
-        tokens = token_graph.MixedGraphRunner(captured, capture, 48, ROWS)  # type: ignore[arg-type]
+        tokens = token_graph.MixedGraphRunner(captured, capture, 48, ROWS, 1 + DRAFTS * drafts)  # type: ignore[arg-type]
         captured.state.page_table.fill_(ROWS * WIDTH)
         return EagerRunner(parts("reference" if drafts else None, has_model=has_model)), [decode, tokens, eager]
 

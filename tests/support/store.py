@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from minisgl.kvcache.specs import Paged
 from minisgl.kvcache.store import PagedState, StateStore
+from minisgl.specs import Paged
 
 
 def kv_store(

@@ -1,97 +1,140 @@
-"""The interface of attention backends, and the reference backend as the smallest implementation."""
+"""What attention is to a model and to an engine, and the reference backend as the smallest implementation."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
 import torch
+from torch import Tensor
 
-from minisgl.core import SeqLayout
+from minisgl.core import Batch, SeqLayout, StepShape
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from minisgl.core import Batch, Context, Ints
     from minisgl.ops.quantized import Pages
     from minisgl.ops.reference import HeadTransform
     from minisgl.ops.table import OpTable
-
-Window = int | None
-"""The number of positions that a query attends to, its own included; None means all."""
+    from minisgl.specs import GroupedQuery
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """The requirements of a model and a KV pool. `dtype` is that of queries and, unless `fp8_cache`, of the cache.
+    """What a backend is built for. `dtype` is that of queries and, unless `fp8_cache`, of the cache.
 
     `max_rows` is the largest number of sequences in a step: the running requests, and one row for padding.
-    `max_queries` is the largest number of tokens that a decoding sequence computes: more than 1 with drafts. `windows`
-    has the distinct windows of the layers. Scores are multiplied by `scale`, which is 1 / sqrt(head_dim) unless
-    `score_scale` is given.
+    `max_queries` is the largest number of tokens that a decoding sequence computes: more than 1 with drafts.
     """
 
     device_type: str
     dtype: torch.dtype
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    kind: GroupedQuery
     page_size: int
     max_rows: int = 257
     max_queries: int = 1
-    windows: tuple[Window, ...] = (None,)
-    score_scale: float | None = None
     fp8_cache: bool = False  # pages are `QuantizedPages`
 
-    @property
-    def scale(self) -> float:
-        return float(self.head_dim**-0.5) if self.score_scale is None else self.score_scale
+
+@dataclass(frozen=True, slots=True)
+class StepAttention(ABC):
+    """Causal attention of one step over the paged cache, for all layers that attend alike.
+
+    page_table is [rows, pages per row] int32. out_loc [T] int64 is the slot (page * page_size + offset) of each
+    token's K/V.
+    """
+
+    ops: OpTable
+    batch: Batch
+    page_table: Tensor
+    out_loc: Tensor
+
+    def attend(self, qkv: Tensor, heads: HeadTransform, pages: Pages) -> Tensor:
+        """Normalise and rotate q and k, store k and v, and attend: qkv [T, (Hq + 2 Hk) D] -> [T, Hq, D].
+
+        May overwrite qkv.
+        """
+        return self.forward(self.ops.norm_rope_store(qkv, heads, self.batch.positions, pages, self.out_loc), pages)
+
+    @abstractmethod
+    def forward(self, q: Tensor, pages: Pages) -> Tensor:
+        """Attend: q [T, Hq, D], pages [P, 2, Hk, page, D] of a layer -> contiguous [T, Hq, D].
+
+        The pages have the K/V of this step's tokens. Slots at or beyond a sequence's kv_len and unowned pages may have
+        any values, NaN included. Other sequences of the batch may change only the last bits of a sequence's result, by
+        the split of its sums.
+        """
 
 
 class AttentionBackend(ABC):
-    """Causal attention of a mixed batch over the paged cache.
-
-    `prepare` runs once per step, in the order of steps and after the step's page-table writes. Then each layer calls
-    `attend` once. When `forward` runs, the pages have the K/V of this step's tokens. Slots at or beyond a sequence's
-    kv_len and unowned pages may have any values, NaN included. Other sequences of the batch may change only the last
-    bits of a sequence's result, by the split of its sums.
-    """
+    """One way to attend."""
 
     name: ClassVar[str]
-    # Whether pure decode steps read only device data (never the layout's host copies), so that a graph can replay them.
-    is_capturable: bool = False
-    captures_prompts: bool = False  # the same for steps with prompts; a graph knows of their host lengths only "> 1"
-    # Whether the host copies of the layout must be exact. With drafts they are upper bounds: then it cannot decode.
-    needs_host_lengths: bool = False
+    # Whether steps that decode, and steps with prompts, read only device data and `StepShape`, so that a graph can
+    # replay them.
+    captures_decodes: ClassVar[bool] = False
+    captures_prompts: ClassVar[bool] = False
 
     def __init__(self, spec: AttentionSpec, ops: OpTable) -> None:
         self.spec = spec
         self.ops = ops
 
     @abstractmethod
-    def prepare(self, batch: Batch, page_table: Tensor) -> Any:
-        """Return what all layers of this step share; they get it as `ctx.attn_metadata`.
+    def prepare(self, batch: Batch, page_table: Tensor, out_loc: Tensor) -> StepAttention:
+        """Return what the layers call; see `StepAttention`.
 
-        page_table is [rows, pages per row] int32.
+        Runs once per step, in the order of steps and after the step's page-table writes.
         """
 
-    def attend(self, qkv: Tensor, heads: HeadTransform, layer_pages: Pages, ctx: Context) -> Tensor:
-        """Normalise and rotate q and k, store k and v, and attend: qkv [T, (Hq + 2 Hk) D] -> [T, Hq, D].
 
-        May overwrite qkv.
-        """
-        q = self.ops.norm_rope_store(qkv, heads, ctx.batch.positions, layer_pages, ctx.out_loc)
-        return self.forward(q, layer_pages, ctx, heads.window)
+class Attention:
+    """Attention of layers that attend alike: a backend for chunks of prompts, and one for sequences that decode."""
 
-    @abstractmethod
-    def forward(self, q: Tensor, layer_pages: Pages, ctx: Context, window: Window = None) -> Tensor:
-        """Attend: q [T, Hq, D], layer_pages [P, 2, Hk, page, D] -> contiguous [T, Hq, D].
+    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
+        self.prefill, self.decode = prefill, decode
+        self.name = prefill.name if prefill is decode else f"{prefill.name},{decode.name}"
 
-        `window` is one of the spec's windows.
-        """
+    def prepare(self, batch: Batch, page_table: Tensor, out_loc: Tensor) -> StepAttention:
+        """Do what `AttentionBackend.prepare` does, with the backend of each part of the step."""
+        decodes = batch.shape.decodes
+        if self.prefill is self.decode or not decodes:
+            return self.prefill.prepare(batch, page_table, out_loc)
+        if not batch.shape.chunks:
+            return self.decode.prepare(batch, page_table, out_loc)
+        prompts, decodes_only = replace(batch.shape, decodes=0), replace(batch.shape, chunks=0, chunk_tokens=0)
+        first = _sequences(batch, slice(decodes), decodes_only)
+        rest = _sequences(batch, slice(decodes, None), prompts)
+        parts = (
+            self.decode.prepare(first, page_table, out_loc[: first.num_tokens]),
+            self.prefill.prepare(rest, page_table, out_loc[first.num_tokens :]),
+        )
+        return _Mixed(self.prefill.ops, batch, page_table, out_loc, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixed(StepAttention):
+    """The sequences of a step that decode, and the others."""
+
+    parts: tuple[StepAttention, StepAttention]
+
+    def forward(self, q: Tensor, pages: Pages) -> Tensor:
+        queries = torch.split(q, [part.batch.num_tokens for part in self.parts])
+        return torch.cat([part.forward(x, pages) for part, x in zip(self.parts, queries, strict=True)])
+
+
+def _sequences(batch: Batch, which: slice, shape: StepShape) -> Batch:
+    """Return some consecutive sequences of a step, with the fields that attention reads."""
+    layout, lens = batch.layout, batch.slots["stop"] - batch.slots["start"]
+    start = int(lens[: which.start].sum()) if which.start else 0
+    tokens = slice(start, start + int(lens[which].sum()))
+    ends = layout.cu_query_lens[which.start : None if which.stop is None else which.stop + 1] - start
+    return replace(
+        batch,
+        shape=shape,
+        slots=batch.slots[which],
+        layout=SeqLayout(layout.rows[which], layout.kv_lens[which], ends),
+        input_ids=batch.input_ids[tokens],
+        positions=batch.positions[tokens],
+    )
 
 
 class ReferenceAttention(AttentionBackend):
@@ -99,19 +142,14 @@ class ReferenceAttention(AttentionBackend):
 
     name = "reference"
 
-    def prepare(self, batch: Batch, page_table: Tensor) -> None:
-        return None
-
-    def forward(self, q: Tensor, layer_pages: Pages, ctx: Context, window: Window = None) -> Tensor:
-        return self.ops.paged_attention(q, layer_pages, ctx.page_table, ctx.batch.layout, self.spec.scale, window)
+    def prepare(self, batch: Batch, page_table: Tensor, out_loc: Tensor) -> StepAttention:
+        return _ReferenceStep(self.ops, batch, page_table, out_loc, self.spec.kind)
 
 
-def build_layout(rows: Ints, query_lens: Ints, kv_lens: Ints, upload: Callable[..., list[Tensor]]) -> SeqLayout:
-    """Return the layout of B sequences from int32 [B] arrays with 1 <= query_lens <= kv_lens.
+@dataclass(frozen=True, slots=True)
+class _ReferenceStep(StepAttention):
+    kind: GroupedQuery
 
-    `upload` copies int32 arrays to the device.
-    """
-    rows, query_lens, kv_lens = (np.ascontiguousarray(a, np.int32) for a in (rows, query_lens, kv_lens))
-    cu_query_lens = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum(query_lens, out=cu_query_lens[1:])
-    return SeqLayout(rows, query_lens, kv_lens, *upload(rows, kv_lens, cu_query_lens))
+    def forward(self, q: Tensor, pages: Pages) -> Tensor:
+        layout, kind = self.batch.layout, self.kind
+        return self.ops.paged_attention(q, pages, self.page_table, layout, kind.scale, kind.window)

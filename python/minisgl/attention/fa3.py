@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Final
 import fa3_fwd_interface  # type: ignore[import-not-found, unused-ignore]  # noqa: F401  declares torch.ops.fa3_fwd
 import numpy as np
 import torch
+from torch import Tensor
 
-from minisgl.attention.backend import AttentionBackend, build_layout
+from minisgl.attention.backend import AttentionBackend, StepAttention
+from minisgl.core import SeqLayout
+from minisgl.layout import SLOT
 from minisgl.ops.quantized import Pages, QuantizedPages
 from minisgl.rounding import ceil_div, round_up
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from minisgl.attention.backend import AttentionSpec, Window
-    from minisgl.core import Batch, Context, Ints, SeqLayout
+    from minisgl.attention.backend import AttentionSpec
+    from minisgl.core import Batch
+    from minisgl.layout import Records
     from minisgl.ops.table import OpTable
 
 TILE: Final = 128  # keys per tile; page sizes are multiples
@@ -30,18 +32,6 @@ SPLIT_ROWS: Final = 16384
 MAX_SPLITS: Final = 16
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The arguments that all layers of a step share."""
-
-    page_table: Tensor  # [B, pages of the longest], int32
-    kv_lens: Tensor
-    cu_query_lens: Tensor
-    query_bound: int
-    num_splits: int
-    tails: tuple[Tensor, Tensor] | None  # pages [B', 1] and offsets in them [B', TILE - 1]
-
-
 class FA3Attention(AttentionBackend):
     """One kernel for decode, prompts and mixed batches on Hopper: the fastest for prompts, slow for decode.
 
@@ -51,7 +41,6 @@ class FA3Attention(AttentionBackend):
     """
 
     name = "fa3"
-    needs_host_lengths = True
 
     def __init__(self, spec: AttentionSpec, ops: OpTable) -> None:
         super().__init__(spec, ops)
@@ -60,42 +49,64 @@ class FA3Attention(AttentionBackend):
         self._steps = torch.arange(TILE - 1, device=self._device)
         self._try()
 
-    def prepare(self, batch: Batch, page_table: Tensor) -> _Plan:
-        return self._plan(batch.layout, page_table)
+    def prepare(self, batch: Batch, page_table: Tensor, out_loc: Tensor) -> StepAttention:
+        return _Step(self.ops, batch, page_table, out_loc, self._plan(batch.slots, batch.layout, page_table))
 
-    def forward(self, q: Tensor, layer_pages: Pages, ctx: Context, window: Window = None) -> Tensor:
-        assert not isinstance(layer_pages, QuantizedPages), "refused by `Requirements`"
-        return self._run(q, layer_pages, ctx.attn_metadata)
-
-    def _plan(self, layout: SeqLayout, page_table: Tensor) -> _Plan:
-        s = self.spec
-        longest = ceil_div(int(layout.kv_lens_host.max()), s.page_size)
-        rows = int(layout.query_lens_host.sum()) * s.num_heads
+    def _plan(self, slots: Records, layout: SeqLayout, page_table: Tensor) -> _Plan:
+        kind = self.spec.kind
+        query_lens, kv_lens = slots["stop"] - slots["start"], slots["stop"]
+        longest = ceil_div(int(kv_lens.max()), self.spec.page_size)
+        rows = int(query_lens.sum()) * kind.heads
         return _Plan(
+            layout=layout,
             page_table=page_table[:, :longest].index_select(0, layout.rows),
-            kv_lens=layout.kv_lens,
-            cu_query_lens=layout.cu_query_lens,
-            query_bound=max(int(layout.query_lens_host.max()), MIN_QUERY_BOUND),
+            scale=kind.scale,
+            query_bound=max(int(query_lens.max()), MIN_QUERY_BOUND),
             num_splits=MAX_SPLITS if rows <= SPLIT_ROWS else 1,
-            tails=self._tails(layout, page_table),
+            zero=self._zero,
+            tails=self._tails(slots, page_table),
         )
 
-    def _tails(self, layout: SeqLayout, page_table: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _tails(self, slots: Records, page_table: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the slots from each sequence's end to the end of its last tile. Short tails repeat slots."""
-        has_tail = layout.kv_lens_host % TILE != 0
-        if not has_tail.any():
+        slots = slots[slots["stop"] % TILE != 0]
+        if not len(slots):
             return None
-        rows, kv_lens = layout.rows_host[has_tail].astype(np.int64), layout.kv_lens_host[has_tail].astype(np.int64)
-        begin = kv_lens % self.spec.page_size
-        where = np.stack([rows * page_table.shape[1] + kv_lens // self.spec.page_size, begin, round_up(begin, TILE)])
+        size, rows, kv_lens = self.spec.page_size, slots["row"].astype(np.int64), slots["stop"].astype(np.int64)
+        begin = kv_lens % size
+        where = np.stack([rows * page_table.shape[1] + kv_lens // size, begin, round_up(begin, TILE)])
         entries, begins, ends = torch.from_numpy(where).to(self._device, non_blocking=True)
         pages = page_table.view(-1).index_select(0, entries).long()
         return pages[:, None], torch.minimum(begins[:, None] + self._steps, ends[:, None] - 1)
 
-    def _run(self, q: Tensor, layer_pages: Tensor, plan: _Plan) -> Tensor:
-        k, v = (layer_pages[:, i].transpose(1, 2) for i in range(2))  # [P, page, Hk, D]
-        if plan.tails is not None:
-            v.index_put_(plan.tails, self._zero)
+    def _try(self) -> None:
+        """Run a decode and a prompt once, so that an incompatible wheel fails now and not under load."""
+        spec, kind, device = self.spec, self.spec.kind, self._device
+        pages = torch.zeros(2, *kind.state.page_shape(spec.page_size), dtype=spec.dtype, device=device)
+        table = torch.arange(2, dtype=torch.int32, device=device).view(2, 1)
+        rows, lens, ends = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 1], [1, 3], [0, 1, 4]))
+        plan = self._plan(np.array([(0, 0, 1, 0), (1, 0, 3, 0)], SLOT), SeqLayout(rows, lens, ends), table)
+        plan.run(torch.zeros(4, kind.heads, kind.head_dim, dtype=spec.dtype, device=device), pages)
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What all layers of a step share."""
+
+    layout: SeqLayout
+    page_table: Tensor  # [B, pages of the longest], int32
+    scale: float
+    query_bound: int
+    num_splits: int
+    zero: Tensor
+    tails: tuple[Tensor, Tensor] | None  # pages [B', 1] and offsets in them [B', TILE - 1]
+
+    def run(self, q: Tensor, pages: Tensor) -> Tensor:
+        """Attend as `StepAttention.forward` does."""
+        k, v = (pages[:, i].transpose(1, 2) for i in range(2))  # [P, page, Hk, D]
+        if self.tails is not None:
+            v.index_put_(self.tails, self.zero)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         # Call the op directly, to avoid the overhead of the Python wrapper in each layer.
         torch.ops.fa3_fwd.fwd(
@@ -103,26 +114,21 @@ class FA3Attention(AttentionBackend):
             k,
             v,
             out=out,
-            cu_seqlens_q=plan.cu_query_lens,
-            seqused_k=plan.kv_lens,
-            max_seqlen_q=plan.query_bound,
-            page_table=plan.page_table,
-            softmax_scale=self.spec.scale,
+            cu_seqlens_q=self.layout.cu_query_lens,
+            seqused_k=self.layout.kv_lens,
+            max_seqlen_q=self.query_bound,
+            page_table=self.page_table,
+            softmax_scale=self.scale,
             is_causal=True,
-            num_splits=plan.num_splits,
+            num_splits=self.num_splits,
         )
         return out
 
-    def _try(self) -> None:
-        """Run a decode and a prompt once, so that an incompatible wheel fails now and not under load."""
-        s, device = self.spec, self._device
 
-        def upload(*arrays: Ints) -> list[Tensor]:
-            return [torch.from_numpy(a).to(device) for a in arrays]
+@dataclass(frozen=True, slots=True)
+class _Step(StepAttention):
+    plan: _Plan
 
-        pages = torch.zeros(2, 2, s.num_kv_heads, s.page_size, s.head_dim, dtype=s.dtype, device=device)
-        table = torch.arange(2, dtype=torch.int32, device=device).view(2, 1)
-        lens = np.array([1, 3], np.int32)
-        plan = self._plan(build_layout(np.arange(2, dtype=np.int32), lens, lens, upload), table)
-        self._run(torch.zeros(4, s.num_heads, s.head_dim, dtype=s.dtype, device=device), pages, plan)
-        torch.cuda.synchronize(device)
+    def forward(self, q: Tensor, pages: Pages) -> Tensor:
+        assert not isinstance(pages, QuantizedPages), "refused by `Requirements`"
+        return self.plan.run(q, pages)

@@ -1,8 +1,8 @@
 """Paged attention on a CPU in pure torch: gathers the pages of a sequence, then `scaled_dot_product_attention`.
 
 Sequences are computed one by one: padding them to a common length costs 2 to 26 times as much (measured on the
-prototype), and so a result does not depend on the batch. What depends only on a layer's window (the rows to gather,
-views of the gathered buffer, masks) is computed once per step.
+prototype), and so a result does not depend on the batch. What layers share (the rows to gather, views of the gathered
+buffer, masks) is computed once per step.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from minisgl.attention.backend import AttentionBackend
+from minisgl.attention.backend import AttentionBackend, StepAttention
 from minisgl.ops.quantized import E4M3, Pages, QuantizedPages
 from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from minisgl.attention.backend import AttentionSpec, Window
-    from minisgl.core import Batch, Context
+    from minisgl.attention.backend import AttentionSpec
+    from minisgl.core import Batch
     from minisgl.ops.table import OpTable
 
 GATHER_BYTES: Final = 8 << 20  # of K/V gathered at a time; more would not stay in the CPU's cache
 QUERY_BLOCK: Final = 256  # queries per masked call
+
+Window = int | None  # as in `GroupedQuery`
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +63,17 @@ class CpuAttention(AttentionBackend):
     def __init__(self, spec: AttentionSpec, ops: OpTable) -> None:
         super().__init__(spec, ops)
         self._scratch = torch.empty(0, dtype=spec.dtype)
-        self._is_half = spec.dtype.itemsize == 2
 
-    def prepare(self, batch: Batch, page_table: Tensor) -> dict[Window, list[_Group]]:
-        return {window: self._groups(batch, page_table, window) for window in self.spec.windows}
-
-    def _groups(self, batch: Batch, page_table: Tensor, window: Window) -> list[_Group]:
-        layout, page_size = batch.layout, self.spec.page_size
-        heads = 2 * self.spec.num_kv_heads
-        table = page_table.numpy()
-        starts = (np.cumsum(layout.query_lens_host) - layout.query_lens_host).tolist()
-        # If a sequence has drafts, the host's copies are upper bounds.
-        kv_lens, query_lens = layout.kv_lens.tolist(), layout.query_lens_host.tolist()
+    def prepare(self, batch: Batch, page_table: Tensor, out_loc: Tensor) -> StepAttention:
+        layout, page_size, kind, dtype = batch.layout, self.spec.page_size, self.spec.kind, self.spec.dtype
+        heads, window = 2 * kind.kv_heads, kind.window
+        table, rows, kv_lens = page_table.numpy(), layout.rows.tolist(), layout.kv_lens.tolist()
+        starts, query_lens = layout.cu_query_lens.tolist(), layout.cu_query_lens.diff().tolist()
         first_page = [_first_visible(q, kv, window) // page_size for q, kv in zip(query_lens, kv_lens, strict=True)]
         num_pages = [ceil_div(kv, page_size) - first for kv, first in zip(kv_lens, first_page, strict=True)]
-        row_bytes = page_size * self.spec.head_dim * self.spec.dtype.itemsize
+        row_bytes = page_size * kind.head_dim * dtype.itemsize
         groups = _split([n * heads for n in num_pages], GATHER_BYTES // row_bytes)
-        band = self._mask_band(query_lens, kv_lens, window)
+        band = _mask_band(query_lens, kv_lens, window, dtype)
         self._reserve(max(sum(num_pages[s] for s in group) for group in groups) * heads)
         head = np.arange(heads)[:, None]
         result = []
@@ -87,41 +82,52 @@ class CpuAttention(AttentionBackend):
             blocks = []
             first = 0
             for s in group:
-                pages = table[layout.rows_host[s], first_page[s] : first_page[s] + num_pages[s]]
+                pages = table[rows[s], first_page[s] : first_page[s] + num_pages[s]]
                 index.append((pages * np.int64(heads) + head).reshape(-1))
                 kv = self._scratch[first : first + len(index[-1])]
-                kv = kv.view(2, 1, self.spec.num_kv_heads, num_pages[s] * page_size, self.spec.head_dim)
+                kv = kv.view(2, 1, kind.kv_heads, num_pages[s] * page_size, kind.head_dim)
                 skipped = first_page[s] * page_size
                 blocks += _blocks(kv, starts[s], query_lens[s], kv_lens[s] - skipped, window, band)
                 first += len(index[-1])
             result.append(_Group(torch.from_numpy(np.concatenate(index)), self._scratch[:first], blocks))
-        return result
+        return _Step(self.ops, batch, page_table, out_loc, kind.scale, result)
 
-    def forward(self, q: Tensor, layer_pages: Pages, ctx: Context, window: Window = None) -> Tensor:
-        groups: list[_Group] = ctx.attn_metadata[window]
-        data = layer_pages.data.view(torch.uint8) if isinstance(layer_pages, QuantizedPages) else layer_pages
+    def _reserve(self, rows: int) -> None:
+        if len(self._scratch) < rows:
+            width = self.spec.page_size * self.spec.kind.head_dim
+            self._scratch = torch.empty(rows, width, dtype=self.spec.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step(StepAttention):
+    """Sequences by the groups whose pages are gathered together."""
+
+    scale: float
+    groups: list[_Group]
+
+    def forward(self, q: Tensor, pages: Pages) -> Tensor:
+        data = pages.data.view(torch.uint8) if isinstance(pages, QuantizedPages) else pages
         rows = data.view(-1, data.shape[3] * data.shape[4])
         q_1HTD = q.transpose(0, 1).unsqueeze(0)
+        is_half = q.dtype.itemsize == 2
         outs = []
-        for group in groups:
-            if isinstance(layer_pages, QuantizedPages):
-                scale = layer_pages.scale.flatten(0, 2).index_select(0, group.index)
+        for group in self.groups:
+            if isinstance(pages, QuantizedPages):
+                scale = pages.scale.flatten(0, 2).index_select(0, group.index)
                 floats = rows.index_select(0, group.index).view(E4M3).view(*scale.shape, -1).float()
                 group.gathered.view_as(floats).copy_(floats * scale.unsqueeze(2))
             else:
                 torch.index_select(rows, 0, group.index, out=group.gathered)
             for b in group.blocks:
                 q_block = q_1HTD[:, :, b.start : b.stop]
-                outs.append(
-                    self._half_decode(q_block, b) if self._is_half and b.is_decode else self._attend(q_block, b)
-                )
+                outs.append(self._half_decode(q_block, b) if is_half and b.is_decode else self._attend(q_block, b))
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
         return out.squeeze(0).transpose(0, 1).contiguous()
 
     def _attend(self, q: Tensor, b: _Block) -> Tensor:
         """Attend: q [1, Hq, queries, D] -> the same shape."""
         return F.scaled_dot_product_attention(
-            q, b.k, b.v, b.mask, is_causal=b.is_causal, scale=self.spec.scale, enable_gqa=True
+            q, b.k, b.v, b.mask, is_causal=b.is_causal, scale=self.scale, enable_gqa=True
         )
 
     def _half_decode(self, q: Tensor, b: _Block) -> Tensor:
@@ -129,31 +135,27 @@ class CpuAttention(AttentionBackend):
 
         With a single row, torch's bfloat16 kernel takes five times as long (114 instead of 21 us for 200 tokens).
         """
-        num_kv_heads, head_dim = self.spec.num_kv_heads, self.spec.head_dim
+        _, num_kv_heads, _, head_dim = b.k.shape
         q = q.reshape(1, num_kv_heads, -1, head_dim)
         size = q.shape[2]
         if size == 1:
             q = q.expand(-1, -1, 2, -1)
-        out = F.scaled_dot_product_attention(q, b.k, b.v, scale=self.spec.scale)
+        out = F.scaled_dot_product_attention(q, b.k, b.v, scale=self.scale)
         return out[:, :, :size].reshape(1, -1, 1, head_dim)
 
-    def _reserve(self, rows: int) -> None:
-        if len(self._scratch) < rows:
-            width = self.spec.page_size * self.spec.head_dim
-            self._scratch = torch.empty(rows, width, dtype=self.spec.dtype)
 
-    def _mask_band(self, query_lens: list[int], kv_lens: list[int], window: Window) -> Tensor | None:
-        """Return [r, c + r] of 0 and -inf, where row i ends at column c + i: every mask is a slice of it.
+def _mask_band(query_lens: list[int], kv_lens: list[int], window: Window, dtype: torch.dtype) -> Tensor | None:
+    """Return [r, c + r] of 0 and -inf, where row i ends at column c + i: every mask is a slice of it.
 
-        r is the longest query block that needs a mask, c the longest context before such a block.
-        """
-        masked = [(q, kv) for q, kv in zip(query_lens, kv_lens, strict=True) if q > 1 and not _is_plain(q, kv, window)]
-        if not masked:
-            return None
-        rows = min(QUERY_BLOCK, max(q for q, _ in masked))
-        context = max(kv for _, kv in masked) if window is None else min(max(kv for _, kv in masked), window)
-        band = torch.full((rows, context + rows), float("-inf"), dtype=self.spec.dtype).triu_(context + 1)
-        return band if window is None else band + torch.full_like(band, float("-inf")).tril_(context - window)
+    r is the longest query block that needs a mask, c the longest context before such a block.
+    """
+    masked = [(q, kv) for q, kv in zip(query_lens, kv_lens, strict=True) if q > 1 and not _is_plain(q, kv, window)]
+    if not masked:
+        return None
+    rows = min(QUERY_BLOCK, max(q for q, _ in masked))
+    context = max(kv for _, kv in masked) if window is None else min(max(kv for _, kv in masked), window)
+    band = torch.full((rows, context + rows), float("-inf"), dtype=dtype).triu_(context + 1)
+    return band if window is None else band + torch.full_like(band, float("-inf")).tril_(context - window)
 
 
 def _first_visible(query_len: int, kv_len: int, window: Window) -> int:

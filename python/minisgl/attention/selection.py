@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 import torch
 
-from minisgl.attention.backend import AttentionBackend, AttentionSpec
+from minisgl.attention.backend import Attention, AttentionBackend, AttentionSpec
 from minisgl.errors import ConfigError
 from minisgl.registry import Registry
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from minisgl.ops.table import OpTable
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,7 @@ class Requirements:
     page_sizes: tuple[int, ...] | None = None
     windows: bool = True
     fp8_cache: bool = False
+    drafts: bool = True  # decodes sequences with drafts, whose lengths only the device knows
     module: str = ""  # a module of an optional package, which `extra` installs
     extra: str = ""
     capability: tuple[int, int] | None = None
@@ -38,15 +41,17 @@ class Requirements:
         for word, value, allowed in (
             ("device", spec.device_type, self.device_types),
             ("dtype", spec.dtype, self.dtypes),
-            ("head dimension", spec.head_dim, self.head_dims),
+            ("head dimension", spec.kind.head_dim, self.head_dims),
             ("page size", spec.page_size, self.page_sizes),
         ):
             if allowed is not None and value not in allowed:
                 return f"{word} {value} is not one of {', '.join(str(a) for a in allowed)}"
         if not self.fp8_cache and spec.fp8_cache:
             return "an FP8 cache is not supported"
-        if not self.windows and spec.windows != (None,):
+        if not self.windows and spec.kind.window is not None:
             return "sliding windows are not supported"
+        if not self.drafts and spec.max_queries > 1:
+            return "it cannot decode with drafts"
         if self.module and find_spec(self.module) is None:
             return f"{self.module} is not installed; pip install 'minisgl[{self.extra}]'"
         if self.capability is not None and (found := torch.cuda.get_device_capability()) != self.capability:
@@ -69,7 +74,7 @@ ATTENTION.add(
 ATTENTION.add(
     "fi",
     "minisgl.attention.fi:FlashInferAttention",
-    Requirements(("cuda",), HALVES, (64, 128, 256), module="flashinfer", extra="fi").refusal,
+    Requirements(("cuda",), HALVES, (64, 128, 256), drafts=False, module="flashinfer", extra="fi").refusal,
 )
 # The limits of fa3's wheel: no float16, no windows, whole tiles of 128 keys per page (80 for head dimension 256).
 ATTENTION.add(
@@ -81,6 +86,7 @@ ATTENTION.add(
         head_dims=(64, 128),
         page_sizes=(128, 256, 512, 1024),
         windows=False,
+        drafts=False,
         module="fa3_fwd",
         extra="fa3",
         capability=(9, 0),
@@ -89,8 +95,8 @@ ATTENTION.add(
 ATTENTION.add("reference", "minisgl.attention.backend:ReferenceAttention")
 
 
-def resolve_attention(choice: str, spec: AttentionSpec, ops: OpTable) -> AttentionBackend:
-    """Return the backend for "auto", a name, or "PREFILL,DECODE" (two names; the second is for decoding sequences).
+def resolve_attention(choice: str, specs: Sequence[AttentionSpec], ops: OpTable) -> tuple[Attention, ...]:
+    """Return attention for each spec by "auto", a name, or "PREFILL,DECODE" (the second is for decoding sequences).
 
     A named backend that does not support this model or machine, or cannot be built, is replaced by the first one that
     works, with a warning. Raises `ConfigError` for an unknown name, or with all reasons if no backend works.
@@ -102,40 +108,42 @@ def resolve_attention(choice: str, spec: AttentionSpec, ops: OpTable) -> Attenti
         if name not in ("auto", *ATTENTION.names):  # is an error before anything is built
             known = ", ".join(("auto", *ATTENTION.names))
             raise ConfigError(f"--attn {choice}: unknown attention backend {name!r}; known: {known}")
-    built: dict[str, AttentionBackend] = {}
-    backends = [_build(name, spec, ops, built) for name in choices]
-    prefill, decode = backends[0], backends[-1]
-    if spec.max_queries > 1 and decode.needs_host_lengths:
-        decode = _build("auto", spec, ops, built)
-        logger.warning("with drafts, attention backend %s decodes instead of %s", decode.name, backends[-1].name)
-    if prefill is decode:
-        return prefill
-    from minisgl.attention.hybrid import HybridAttention
-
-    return HybridAttention(prefill, decode)
+    warnings: dict[str, None] = {}
+    found = []
+    for spec in specs:
+        built: dict[str, AttentionBackend] = {}
+        decode = _build(choices[-1], spec, ops, built, warnings)
+        found.append(Attention(_build(choices[0], replace(spec, max_queries=1), ops, built, warnings), decode))
+    for warning in warnings:
+        logger.warning("using attention backend %s", warning)
+    return tuple(found)
 
 
-def _build(choice: str, spec: AttentionSpec, ops: OpTable, built: dict[str, AttentionBackend]) -> AttentionBackend:
-    """Return the backend `choice`, or the first other one that works. Backends in `built` are reused."""
+def _build(
+    choice: str, spec: AttentionSpec, ops: OpTable, built: dict[str, AttentionBackend], warnings: dict[str, None]
+) -> AttentionBackend:
+    """Return the backend `choice`, or the first other one that works; then add a sentence to `warnings`.
+
+    Backends in `built` are reused.
+    """
     candidates = [choice] if choice != "auto" else []
     candidates += [name for name in ATTENTION.names if name != choice]
-    reasons, warnings = [], []
+    reasons, unexpected = [], []
     for name in candidates:
         reason = ATTENTION.refusal(name, spec)
         if reason is None:
             try:
-                backend = built.get(name) or ATTENTION.load(name)(spec, ops)
+                built[name] = built.get(name) or ATTENTION.load(name)(spec, ops)
             except Exception as error:  # such as a library that does not load or a failed compilation
                 logger.debug("attention backend %s", name, exc_info=True)
                 reason = _first_error(error)
-                warnings.append(f"{name}: {reason}")
+                unexpected.append(f"{name}: {reason}")
             else:
-                if warnings:
-                    logger.warning("using attention backend %s instead of %s", name, "; ".join(warnings))
-                built[name] = backend
-                return backend
+                if unexpected:
+                    warnings[f"{name} instead of {'; '.join(unexpected)}"] = None
+                return built[name]
         elif name == choice:
-            warnings.append(f"{name}: {reason}")
+            unexpected.append(f"{name}: {reason}")
         reasons.append(f"{name}: {reason}")
     raise ConfigError(f"no attention backend fits ({'; '.join(reasons)})")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from triton import next_power_of_2
 
-from minisgl.attention.backend import AttentionBackend
+from minisgl.attention.backend import AttentionBackend, StepAttention
 from minisgl.ops.quantized import Pages, QuantizedPages, data_and_scale
 from minisgl.rounding import ceil_div
 from minisgl.triton.attention_decode import BEGINS, PART, PLAN_ROWS, decode_attention, plan_decode
@@ -20,8 +20,8 @@ from minisgl.triton.launch import INTERPRETED, MAX_CHAINED, is_compiling_ahead, 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minisgl.attention.backend import AttentionSpec, Window
-    from minisgl.core import Batch, Context, SeqLayout
+    from minisgl.attention.backend import AttentionSpec
+    from minisgl.core import Batch, SeqLayout, StepShape
     from minisgl.ops.reference import HeadTransform
     from minisgl.ops.table import OpTable
 
@@ -31,25 +31,6 @@ FEW_ROWS: Final = 8  # up to this many sequences, latency counts: half as many p
 FUSED_ROWS: Final = 64
 LONG_CONTEXT: Final = 8192  # from this many keys on, reading them for more queries pays more than many programs
 INTERPRETER_SMS: Final = 4  # tests run the kernels in Triton's interpreter on a CPU
-
-
-@dataclass(slots=True)
-class _Plan:
-    """The work of a step: `num_decode` sequences of up to `max_queries` queries each, then chunks of prompts."""
-
-    num_decode: int
-    max_queries: int
-    kernel: dict[str, int]  # options of `decode_attention`
-    chunks: dict[Window, _Tiles]  # empty without prompts
-
-
-@dataclass(frozen=True, slots=True)
-class _Tiles:
-    """The tiles of the prompt chunks, for layers with one window."""
-
-    tiling: _Tiling
-    work: Tensor  # the output of `plan_prefill`
-    grid: int  # enough programs for any split of the tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +52,20 @@ class TritonAttention(AttentionBackend):
     """
 
     name = "triton"
-    is_capturable = True
+    captures_decodes = True
     captures_prompts = True
 
     def __init__(self, spec: AttentionSpec, ops: OpTable) -> None:
         super().__init__(spec, ops)
         device = torch.device(spec.device_type)
-        heads, dim = spec.num_kv_heads, spec.head_dim
-        group = spec.num_heads // heads
+        heads, dim = spec.kind.kv_heads, spec.kind.head_dim
+        group = spec.kind.heads // heads
         self._num_sms = (
             INTERPRETER_SMS if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
         )
         parts = 2 * self._num_sms
-        self._scale = spec.scale * LOG2_E
+        self._scale = spec.kind.scale * LOG2_E
+        self._window = spec.kind.window or 0  # all positions
         shared = {"NUM_KV_HEADS": heads, "GROUP_SIZE": group, "HEAD_DIM": dim, "PAGE_SIZE": spec.page_size}
 
         # An SM holds two programs of four warps, or four of two warps (255 registers per thread) if tiles are not too
@@ -93,7 +75,7 @@ class TritonAttention(AttentionBackend):
         slots = (spec.max_rows + splits) * heads * group * spec.max_queries
         int32, float32 = torch.int32, torch.float32
         size = BEGINS.value + (splits + spec.max_rows) * PART.value
-        self._work = {window: torch.empty(size, dtype=int32, device=device) for window in spec.windows}
+        self._work = torch.empty(size, dtype=int32, device=device)
         self._counters = torch.empty(spec.max_rows * heads, dtype=int32, device=device)
         self._part = torch.empty(slots, dim, dtype=float32, device=device)
         self._lse = torch.empty(slots, dtype=float32, device=device)
@@ -136,139 +118,103 @@ class TritonAttention(AttentionBackend):
         self._tile_part = torch.empty(parts * large["BLOCK_M"], dim, dtype=float32, device=device)
         self._tile_lse = torch.empty(parts * large["BLOCK_M"], dtype=float32, device=device)
 
-    def prepare(self, batch: Batch, page_table: Tensor) -> _Plan:
-        layout, num_seqs = batch.layout, len(batch.layout.rows)
-        is_chunk = layout.query_lens_host > self.spec.max_queries
-        num_decode = int(is_chunk.argmax()) if is_chunk.any() else num_seqs
-        has_several = (layout.query_lens_host[:num_decode] > 1).any()
-        assert num_decode <= self.spec.max_rows, f"{num_decode} sequences decode, of at most {self.spec.max_rows}"
-        max_queries = self.spec.max_queries if has_several else 1
-        is_few = max_queries == 1 and num_decode == num_seqs <= FEW_ROWS
-        plan = _Plan(num_decode, max_queries, self._decode_few if is_few else self._decode[max_queries], {})
-        for window in self.spec.windows:
-            if num_decode:
-                # The first of several queries attends to that many more keys.
-                reach = 0 if window is None else window + max_queries - 1
-                self._list_decode(layout, plan, window, reach)
-            if num_decode < num_seqs:
-                plan.chunks[window] = self._list_chunks(layout, num_decode, window)
-        return plan
+    def prepare(self, batch: Batch, page_table: Tensor, out_loc: Tensor) -> StepAttention:
+        shape, layout = batch.shape, batch.layout
+        assert shape.decodes <= self.spec.max_rows, f"{shape.decodes} sequences decode, of {self.spec.max_rows}"
+        is_few = shape.queries == 1 and not shape.chunks and shape.decodes <= FEW_ROWS
+        kernel = self._decode_few if is_few else self._decode[1 if shape.queries == 1 else self.spec.max_queries]
+        if shape.decodes:
+            # The first of several queries attends to that many more keys.
+            reach = self._window and self._window + kernel["MAX_QUERIES"] - 1
+            plan_decode[(ceil_div(shape.decodes, PLAN_ROWS.value),)](
+                layout.rows,
+                layout.kv_lens,
+                self._work,
+                self._counters,
+                shape.decodes,
+                WINDOW=reach,
+                EVEN=self._has_cuda and kernel is self._decode[1],
+                **{name: kernel[name] for name in ("NUM_SPLITS", "NUM_KV_HEADS", "TILE_KEYS")},
+            )
+        chunks = self._list_chunks(layout, shape) if shape.chunks else None
+        fused_rows = FEW_ROWS if self._has_cuda else FUSED_ROWS
+        is_fused = chunks is None and shape.queries == 1 and shape.decodes <= fused_rows
+        return _Step(self.ops, batch, page_table, out_loc, self, kernel, chunks, is_fused)
 
-    def _list_decode(self, layout: SeqLayout, plan: _Plan, window: Window, reach: int) -> None:
-        plan_decode[(ceil_div(plan.num_decode, PLAN_ROWS.value),)](
-            layout.rows,
-            layout.kv_lens,
-            self._work[window],
-            self._counters,
-            plan.num_decode,
-            WINDOW=reach,
-            EVEN=self._has_cuda and plan.kernel is self._decode[1],
-            **{name: plan.kernel[name] for name in ("NUM_SPLITS", "NUM_KV_HEADS", "TILE_KEYS")},
-        )
-
-    def _list_chunks(self, layout: SeqLayout, num_decode: int, window: Window) -> _Tiles:
-        num_tokens = int(layout.query_lens_host[num_decode:].sum())
-        num_chunks, longest = len(layout.rows) - num_decode, int(layout.kv_lens_host[num_decode:].max())
-        tiling = self._tiling(num_tokens, num_chunks, longest if window is None else min(longest, window))
+    def _list_chunks(self, layout: SeqLayout, shape: StepShape) -> _Tiles:
+        longest = min(shape.context, self._window) if self._window else shape.context
+        tiling = self._tiling(shape.chunk_tokens, shape.chunks, longest)
         max_items = max(
-            num_tokens // tiling.queries + num_chunks, tiling.plan["num_programs"] // self.spec.num_kv_heads
+            shape.chunk_tokens // tiling.queries + shape.chunks,
+            tiling.plan["num_programs"] // self.spec.kind.kv_heads,
         )
         size = COUNTERS.value + tiling.plan["MAX_PARTS"] + TILE.value * max_items
         work = torch.empty(size, dtype=torch.int32, device=layout.kv_lens.device)
-        plan_prefill[(num_chunks,)](
+        plan_prefill[(shape.chunks,)](
             layout.rows,
             layout.kv_lens,
             layout.cu_query_lens,
             work,
-            num_decode,
-            num_chunks,
-            WINDOW=window or 0,
+            shape.decodes,
+            shape.chunks,
+            WINDOW=self._window,
             **tiling.plan,
         )
-        return _Tiles(tiling, work, max_items * self.spec.num_kv_heads)
+        return _Tiles(tiling, work, max_items * self.spec.kind.kv_heads)
 
     def _tiling(self, num_tokens: int, num_chunks: int, longest: int) -> _Tiling:
         """Select large tiles if they occupy every SM, or if a long context splits them anyway."""
         num_large = num_tokens // self._large.queries
-        if num_large * self.spec.num_kv_heads >= self._num_sms:
+        if num_large * self.spec.kind.kv_heads >= self._num_sms:
             return self._whole
         return self._large if longest >= LONG_CONTEXT and num_large >= num_chunks else self._small
 
-    def attend(self, qkv: Tensor, heads: HeadTransform, layer_pages: Pages, ctx: Context) -> Tensor:
-        plan: _Plan = ctx.attn_metadata
-        is_fused = plan.num_decode <= (FEW_ROWS if self._has_cuda else FUSED_ROWS)
-        if plan.chunks or not is_fused or plan.max_queries > 1:
-            return super().attend(qkv, heads, layer_pages, ctx)
-        q = qkv.view(len(qkv), -1, self.spec.head_dim)
-        out = qkv.new_empty(len(qkv), self.spec.num_heads, self.spec.head_dim)
-        self._run_decode(q, layer_pages, ctx, out, heads.window, heads)
-        return out
-
-    def forward(self, q: Tensor, layer_pages: Pages, ctx: Context, window: Window = None) -> Tensor:
-        plan: _Plan = ctx.attn_metadata
-        assert q.stride()[1:] == (self.spec.head_dim, 1), "the heads of a token must be adjacent"
-        out = torch.empty(q.shape, dtype=self.spec.dtype, device=q.device)
-        if plan.num_decode:
-            self._run_decode(q, layer_pages, ctx, out, window)
-        if plan.chunks:
-            self._run_chunks(q, layer_pages, ctx, out, window)
-        return out
-
-    def _run_chunks(self, q: Tensor, layer_pages: Pages, ctx: Context, out: Tensor, window: Window) -> None:
+    def run_chunks(self, q: Tensor, pages: Pages, page_table: Tensor, chunks: _Tiles, out: Tensor) -> None:
         """Write the output of the prompt chunks to their rows of `out`."""
-        chunks: _Tiles = ctx.attn_metadata.chunks[window]
         if self._has_cuda and chunks.tiling is self._whole and q.dtype is torch.float16:
-            pages, scales = data_and_scale(layer_pages)
+            data, scales = data_and_scale(pages)
             if cuda_prefill(
-                q, pages, scales, ctx.page_table, chunks.work, chunks.tiling.plan["MAX_PARTS"], out, self._scale,
-                window or 0, self._num_sms,
+                q, data, scales, page_table, chunks.work, chunks.tiling.plan["MAX_PARTS"], out, self._scale,
+                self._window, self._num_sms,
             ) and not is_compiling_ahead():  # fmt: skip
                 return  # otherwise also note Triton's kernel, which long contexts take
         prefill_attention[(chunks.grid,)](
             q,
-            *data_and_scale(layer_pages),
-            ctx.page_table,
+            *data_and_scale(pages),
+            page_table,
             chunks.work,
             self._tile_part,
             self._tile_lse,
             out,
             self._scale,
             q.stride(0),
-            ctx.page_table.stride(0),
-            WINDOW=window or 0,
-            IS_FP8=isinstance(layer_pages, QuantizedPages),
+            page_table.stride(0),
+            WINDOW=self._window,
+            IS_FP8=isinstance(pages, QuantizedPages),
             **chunks.tiling.kernel,
         )
 
-    def _run_decode(
-        self,
-        q: Tensor,
-        layer_pages: Pages,
-        ctx: Context,
-        out: Tensor,
-        window: Window,
-        heads: HeadTransform | None = None,
-    ) -> None:
+    def run_decode(self, q: Tensor, pages: Pages, step: _Step, out: Tensor, heads: HeadTransform | None = None) -> None:
         """Write the output of the decoding sequences to the first rows of `out`.
 
         With `heads`, `q` has q, k and v, which are not normalised and rotated yet.
         """
-        plan: _Plan = ctx.attn_metadata
-        if self._has_cuda and plan.kernel is self._decode[1] and q.dtype is torch.float16:
-            pages, scales = data_and_scale(layer_pages)
+        table, kernel = step.page_table, step.kernel
+        if self._has_cuda and kernel is self._decode[1] and q.dtype is torch.float16:
+            data, scales = data_and_scale(pages)
             if cuda_decode(
-                q, pages, scales, ctx.page_table, self._work[window], self._counters, self._part, self._lse, out,
-                self._scale, plan.kernel["NUM_SPLITS"], window or 0,
+                q, data, scales, table, self._work, self._counters, self._part, self._lse, out, self._scale,
+                kernel["NUM_SPLITS"], self._window,
             ):  # fmt: skip
                 return
         is_chained = len(q) <= MAX_CHAINED
         has_norm = heads is not None and heads.q_weight is not None
-        decode_attention[(plan.kernel["NUM_SPLITS"] * self.spec.num_kv_heads,)](
+        decode_attention[(kernel["NUM_SPLITS"] * self.spec.kind.kv_heads,)](
             q,
-            *data_and_scale(layer_pages),
-            ctx.page_table,
-            ctx.batch.layout.cu_query_lens,
-            self._work[window],
+            *data_and_scale(pages),
+            table,
+            step.batch.layout.cu_query_lens,
+            self._work,
             self._counters,
             self._part,
             self._lse,
@@ -276,15 +222,52 @@ class TritonAttention(AttentionBackend):
             heads.q_weight if heads is not None else None,
             heads.k_weight if heads is not None else None,
             heads.cos_sin if heads is not None else None,
-            ctx.out_loc if heads is not None else None,
+            step.out_loc if heads is not None else None,
             self._scale,
             heads.eps if heads is not None else 0.0,
             q.stride(0),
-            ctx.page_table.stride(0),
-            WINDOW=window or 0,
+            table.stride(0),
+            WINDOW=self._window,
             FUSED=heads is not None,
             HAS_NORM=has_norm,
-            IS_FP8=isinstance(layer_pages, QuantizedPages),
+            IS_FP8=isinstance(pages, QuantizedPages),
             **pdl_options(q.device, is_chained),
-            **plan.kernel,
+            **kernel,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """The tiles of the prompt chunks."""
+
+    tiling: _Tiling
+    work: Tensor  # the output of `plan_prefill`
+    grid: int  # enough programs for any split of the tiles
+
+
+@dataclass(frozen=True, slots=True)
+class _Step(StepAttention):
+    """The work of a step: its sequences that decode, with the options of `decode_attention`, then its chunks."""
+
+    backend: TritonAttention
+    kernel: dict[str, int]
+    chunks: _Tiles | None
+    is_fused: bool  # the decode kernel does all of `attend`
+
+    def attend(self, qkv: Tensor, heads: HeadTransform, pages: Pages) -> Tensor:
+        if not self.is_fused:
+            return StepAttention.attend(self, qkv, heads, pages)
+        kind = self.backend.spec.kind
+        out = qkv.new_empty(len(qkv), kind.heads, kind.head_dim)
+        self.backend.run_decode(qkv.view(len(qkv), -1, kind.head_dim), pages, self, out, heads)
+        return out
+
+    def forward(self, q: Tensor, pages: Pages) -> Tensor:
+        spec = self.backend.spec
+        assert q.stride()[1:] == (spec.kind.head_dim, 1), "the heads of a token must be adjacent"
+        out = torch.empty(q.shape, dtype=spec.dtype, device=q.device)
+        if self.batch.shape.decodes:
+            self.backend.run_decode(q, pages, self, out)
+        if self.chunks is not None:
+            self.backend.run_chunks(q, pages, self.page_table, self.chunks, out)
+        return out

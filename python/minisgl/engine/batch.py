@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minisgl.attention.backend import build_layout
-from minisgl.core import Batch, BatchPlan, DraftColumns, PromptLogprobs, Sampling
+from minisgl.core import Batch, BatchPlan, DraftColumns, PromptLogprobs, Sampling, SeqLayout, StepShape
 from minisgl.layout import NO_INTS, Flag, as_words
 
 if TYPE_CHECKING:
@@ -17,15 +16,14 @@ if TYPE_CHECKING:
 
     from minisgl.core import Ints
     from minisgl.device.device import Device
+    from minisgl.layout import Records
 
 
 @dataclass(frozen=True, slots=True)
 class Expanded:
     """A plan expanded to tokens T, sequences B and sampled sequences S; all int32. Fields are those of `Batch`."""
 
-    rows: Ints  # [B]
-    query_lens: Ints  # [B]
-    kv_lens: Ints  # [B]
+    cu_query_lens: Ints  # [B + 1]
     input_ids: Ints  # [T], negative where the device knows the token
     positions: Ints  # [T]
     token_rows: Ints  # [T]
@@ -63,9 +61,7 @@ def expand(plan: BatchPlan) -> Expanded:
         logit_tokens = np.flatnonzero(is_sampled).astype(np.int32)
     sample_flags = plan.sampled_flags
     return Expanded(
-        rows=row,
-        query_lens=lens,
-        kv_lens=stop,
+        cu_query_lens=np.concatenate([np.zeros(1, np.int32), ends]),
         input_ids=input_ids,
         positions=positions,
         token_rows=token_rows,
@@ -91,10 +87,27 @@ def _logprob_tokens(flags: Ints, lens: Ints, ends: Ints) -> Ints:
     return np.flatnonzero(is_wanted).astype(np.int32)
 
 
+def step_shape(slots: Records) -> StepShape:
+    """Return the shape of a step that computes `slots`."""
+    lens = slots["stop"] - slots["start"]
+    is_chunk = ((slots["flags"] & Flag.FROM_DEVICE) == 0) & (lens > 1)
+    decodes = int(is_chunk.argmax()) if is_chunk.any() else len(slots)
+    return StepShape(
+        decodes=decodes,
+        queries=int(lens[:decodes].max(initial=1)),
+        chunks=len(slots) - decodes,
+        chunk_tokens=int(lens[decodes:].sum()),
+        context=int(slots["stop"][decodes:].max(initial=0)),
+    )
+
+
 def make_batch(plan: BatchPlan, device: Device) -> Batch:
     """Expand a plan and upload it."""
     x = expand(plan)
-    ids, positions, token_rows, logit_tokens, page_writes, row_states, *sampling = device.upload(
+    rows, kv_lens, ends, ids, positions, token_rows, logit_tokens, page_writes, row_states, *sampling = device.upload(
+        plan.slots["row"],
+        plan.slots["stop"],
+        x.cu_query_lens,
         x.input_ids,
         x.positions,
         x.token_rows,
@@ -107,7 +120,9 @@ def make_batch(plan: BatchPlan, device: Device) -> Batch:
         x.mask_index,
     )
     return Batch(
-        layout=build_layout(x.rows, x.query_lens, x.kv_lens, device.upload),
+        shape=step_shape(plan.slots),
+        slots=plan.slots,
+        layout=SeqLayout(rows, kv_lens, ends),
         input_ids=ids,
         positions=positions,
         token_rows=token_rows,

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from minisgl.attention.backend import AttentionSpec
+from minisgl.attention.backend import Attention, AttentionSpec
+from minisgl.attention.selection import resolve_attention
 from minisgl.checkpoint.embedder import Pooling
 from minisgl.distributed.info import ALONE, DistributedInfo
 from minisgl.engine.fit import Checkpoint, check_settings
 from minisgl.engine.runner import RUNNERS
 from minisgl.models.model_config import ModelConfig
 from minisgl.models.weight import has_own_head
+from minisgl.ops.table import OpTable
 from minisgl.rounding import ceil_div
 from minisgl.settings.options import MEMORY_RATIOS, PAGE_SIZES, EngineConfig
+from minisgl.specs import GroupedQuery
 from minisgl.speculative import DRAFTERS
 from minisgl.speculative.source import DraftSource
 from minisgl.tokenizer.end_tokens import EndTokens
@@ -59,31 +63,15 @@ class EngineSpec:
     def pages_per_row(self) -> int:
         return ceil_div(self.max_seq_len, self.page_size)
 
-    @property
-    def num_heads(self) -> int:
-        """The number of attention heads of this rank."""
-        return len(self.info.shard(self.model.num_heads, "attention heads"))
+    def attention_spec(self, kind: GroupedQuery, device_type: str) -> AttentionSpec:
+        """Return what a backend for layers of this kind is built for."""
+        rows = self.max_running_requests + 1
+        return AttentionSpec(device_type, self.dtype, kind, self.page_size, rows, self.max_queries, self.fp8_cache)
 
-    @property
-    def num_kv_heads(self) -> int:
-        """The number of KV heads of this rank."""
-        return len(self.info.shard_or_replicate(self.model.num_kv_heads, "KV heads"))
-
-    def attention_spec(self, device_type: str) -> AttentionSpec:
-        """This rank's requirements of an attention backend."""
-        return AttentionSpec(
-            device_type=device_type,
-            dtype=self.dtype,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.model.head_dim,
-            page_size=self.page_size,
-            max_rows=self.max_running_requests + 1,
-            max_queries=self.max_queries,
-            windows=tuple(dict.fromkeys(self.model.windows)),
-            score_scale=self.model.attention_scale,
-            fp8_cache=self.fp8_cache,
-        )
+    def attention(self, kinds: Sequence[GroupedQuery], device_type: str, ops: OpTable) -> tuple[Attention, ...]:
+        """Return attention of each kind. Raises `ConfigError` if no backend works."""
+        specs = [self.attention_spec(kind, device_type) for kind in kinds]
+        return resolve_attention(self.attention_backend, specs, ops)
 
 
 def _drafter(asked: str | None, checkpoint: Checkpoint) -> str | None:

@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention import resolve_attention
-from minisgl.core import Batch, BatchPlan, Sampling, SeqLayout
+from minisgl.core import Batch, BatchPlan, Sampling, SeqLayout, StepShape
 from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.batch import make_batch, moved
 from minisgl.layers.builder import Builder
-from minisgl.layout import Flag
+from minisgl.layout import NO_SLOTS, Flag
 from minisgl.models.weight import load_model
 from minisgl.settings.options import MAX_DRAFTS
 from minisgl.speculative.eagle3 import Eagle3Head
@@ -100,17 +99,16 @@ class DraftModel(ABC):
         wanted, counts, row_flags = inputs[0].long(), inputs[1], inputs[2]
         lengths = drafting.lengths[wanted].long()
         history[wanted, (lengths - 1).clamp(min=0)] = drafting.last_token[wanted]
-        ones = np.ones(len(wanted), np.int32)
+        shape = StepShape(len(wanted), 1)
         ends = torch.arange(len(wanted) + 1, dtype=torch.int32, device=inputs.device)
-        for i in range(self.first, self.parts.attention.spec.max_queries - 1):
+        for i in range(self.first, self.spec.max_queries - 1):
             takes_part = counts > max(i, 0)
             rows = torch.where(takes_part, wanted, len(page_table) - 1)
             at = torch.where(takes_part, lengths - 1 + i - self.ahead, 0).int()  # slots
             ids = history[rows, at.long() + self.ahead].clamp(0, self._vocab_size - 1)
             sampling = Sampling(rows, at + 1 + self.ahead, row_flags, torch.zeros_like(at), flags)
-            layout = SeqLayout(ones, ones, ones, rows.int(), at + 1, ends)
-            nothing = inputs[0, :0]
-            batch = Batch(layout, ids, at, layout.rows, ends[:-1].long(), sampling, nothing, nothing)
+            layout, nothing = SeqLayout(rows.int(), at + 1, ends), inputs[0, :0]
+            batch = Batch(shape, NO_SLOTS, layout, ids, at, layout.rows, ends[:-1].long(), sampling, nothing, nothing)
             logits = self._logits(ids, batch)
             if i >= 0:
                 history[rows, sampling.positions.long()] = self.sample(logits, sampling)
@@ -235,15 +233,16 @@ def make_draft_model(parts: Parts, spec: EngineSpec, holds: Callable[[Format], b
     """Load the drafter of a spec that has a `draft`, which keeps its state in the store of `parts`, the target's."""
     source, device, own = spec.draft, parts.device, draft_spec(spec)
     assert source is not None, "the drafter has no model"
-    attention = resolve_attention(spec.attention_backend, own.attention_spec(device.type), parts.ops)
-    parts = replace(parts, attention=attention, vocab=VocabParallel(parts.comm, source.model.vocab_size))
+    parts = replace(parts, vocab=VocabParallel(parts.comm, source.model.vocab_size))
     if source.kind == "draft":
         model = load_model(
             source.folder, source.model, spec.dtype, device, parts.ops, spec.dummy_weight, comm=parts.comm, holds=holds
         )
         parts.store.add(model.states)
-        return SmallModel(replace(parts, model=model), own)
+        attention = own.attention(model.mixers, device.type, parts.ops)
+        return SmallModel(replace(parts, model=model, attention=attention), own)
     head = Eagle3Head(Builder(parts.ops, spec.dtype, device.torch_device, parts.comm), source)
     parts.store.add(head.states)
     head.load(source, spec.model.vocab_size, device, spec.dummy_weight)
-    return Eagle3(parts, own, head, source.layers)
+    attention = own.attention(head.mixers, device.type, parts.ops)
+    return Eagle3(replace(parts, attention=attention), own, head, source.layers)

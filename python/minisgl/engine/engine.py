@@ -7,7 +7,6 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from minisgl.attention import resolve_attention
 from minisgl.checkpoint.hf import fingerprint
 from minisgl.device.device import Device, create_device
 from minisgl.distributed.group import Group
@@ -59,7 +58,7 @@ class Engine:
         store.add(model.states)
         # One row more than requests: the dummy row pads captured steps.
         state = RowState(rows + 1, spec.pages_per_row, device.torch_device)
-        attention = resolve_attention(spec.attention_backend, spec.attention_spec(device.type), ops)
+        attention = spec.attention(model.mixers, device.type, ops)
         embeds = spec.pooling is not None
         limits = self.limits = Limits(max_model_len=spec.max_seq_len, vocab_size=m.vocab_size, embeds=embeds)
         max_biases = limits.max_logit_bias + limits.max_stop_token_ids + len(spec.eos_token_ids)
@@ -163,7 +162,7 @@ class Engine:
             "tensor_parallel": spec.info.size,
             "communicator": self.parts.comm.name,
             "ops": self.parts.ops.name,
-            "attention": self.parts.attention.name,
+            "attention": ", ".join(dict.fromkeys(attention.name for attention in self.parts.attention)),
             "drafter": spec.drafter or "none",
             "runners": ", ".join(r.name for r in self.runners),
             "kv_cache_dtype": "fp8" if spec.fp8_cache else str(spec.dtype).removeprefix("torch."),

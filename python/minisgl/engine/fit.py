@@ -88,8 +88,7 @@ class Footprint:
 def _token_bytes(model: ModelConfig, config: EngineConfig, item: int) -> int:
     """Return a token's bytes of K/V on a rank. Raises `ConfigError` if ranks cannot divide the model."""
     m, info = model, DistributedInfo(0, config.tp)
-    info.shard(m.num_heads, "attention heads")
-    states = [state for layer in range(m.num_layers) for state in m.state(layer, info)]
+    states = [m.mixer(layer, info).state for layer in range(m.num_layers)]
     if m.experts is None or m.experts.dense_layers:
         info.shard(m.intermediate_size, "intermediate features")
     if m.experts is not None:

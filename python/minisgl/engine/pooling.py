@@ -38,11 +38,11 @@ class MeanOfTokens:
         self._sums = torch.zeros(len(state), parts.model.config.hidden_size, device=state.device)
 
     def __call__(self, batch: Batch) -> Tensor:
-        parts, layout = self._parts, batch.layout
+        parts, layout, lens = self._parts, batch.layout, batch.slots["stop"] - batch.slots["start"]
         every = torch.arange(batch.num_tokens, device=batch.positions.device)
         hidden = parts.model.normed(parts.hidden(*parts.begin(replace(batch, logit_tokens=every))))
         # A sum for each sequence: a scattered sum would add in a different order in every run.
-        sums = torch.stack([h.float().sum(0) for h in hidden.split_with_sizes(layout.query_lens_host.tolist())])
+        sums = torch.stack([h.float().sum(0) for h in hidden.split_with_sizes(lens.tolist())])
         is_first = layout.kv_lens == layout.cu_query_lens.diff()
         rows = layout.rows.long()
         self._sums[rows] = torch.where(is_first.unsqueeze(1), sums, self._sums[rows] + sums)

@@ -18,7 +18,7 @@ from minisgl.registry import Registry
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from minisgl.attention.backend import AttentionBackend
+    from minisgl.attention.backend import Attention
     from minisgl.core import Ints, PromptLogprobs
     from minisgl.device.device import Device, Pending
     from minisgl.distributed.communicator import Communicator
@@ -120,7 +120,7 @@ class Parts:
     ops: OpTable
     model: LlamaForCausalLM
     store: StateStore
-    attention: AttentionBackend
+    attention: tuple[Attention, ...]  # for each of the model's `mixers`
     state: RowState
     penalties: LogitPenalties
     comm: Communicator
@@ -155,7 +155,7 @@ class Parts:
         return input_ids, batch, self.out_loc(batch)
 
     def out_loc(self, batch: Batch) -> Tensor:
-        """Where the K/V of each token goes, as in `Context`."""
+        """Where the K/V of each token goes, as in `StepAttention`."""
         page_size = self.store.page_size
         pages = self.state.page_table[batch.token_rows.long(), (batch.positions // page_size).long()]
         return pages.long() * page_size + batch.positions % page_size
@@ -163,7 +163,7 @@ class Parts:
     def context(self, batch: Batch, out_loc: Tensor) -> Context:
         """What a forward pass of `batch` needs besides its inputs; out_loc [T] int64."""
         table = self.state.page_table
-        return Context(batch, table, self.attention, self.attention.prepare(batch, table), out_loc)
+        return Context(batch, tuple(kind.prepare(batch, table, out_loc) for kind in self.attention))
 
     def hidden(self, input_ids: Tensor, batch: Batch, out_loc: Tensor, taps: dict[int, Tensor] | None = None) -> Stream:
         """What the model makes logits of: the hidden states [S, H] of a step after `begin`; `taps` as in `Context`."""

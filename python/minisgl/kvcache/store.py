@@ -12,7 +12,7 @@ from minisgl.ops.quantized import E4M3, Pages, QuantizedPages
 
 if TYPE_CHECKING:
     from minisgl.core import Ints
-    from minisgl.kvcache.specs import Paged
+    from minisgl.specs import Paged
 
 
 class PagedState:

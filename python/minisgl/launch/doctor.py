@@ -140,8 +140,10 @@ def _model(args: ServerArgs) -> Facts:
     )
     if device == "cpu":
         yield "its steps", f"op by op: {reason}" if (reason := refusal(spec)) else "in C++, if this machine has them"
-    required = spec.attention_spec(device)
-    yield "attention", "; ".join(f"{name}: {ATTENTION.refusal(name, required) or 'usable'}" for name in ATTENTION.names)
+    kinds = dict.fromkeys(m.mixer(layer, spec.info) for layer in range(m.num_layers))
+    required = [spec.attention_spec(kind, device) for kind in kinds]
+    reasons = {name: [ATTENTION.refusal(name, needs) for needs in required] for name in ATTENTION.names}
+    yield "attention", "; ".join(f"{name}: {next(filter(None, found), 'usable')}" for name, found in reasons.items())
 
     needs = Footprint.of(checkpoint, config, device, item)
     free = create_device(config.device, config.threads, 0, config.tp // config.nnodes).free_memory()

@@ -16,8 +16,8 @@ from minisgl.kvcache.store import PagedState
 from minisgl.ops.quantized import Format, Quantized
 
 if TYPE_CHECKING:
-    from minisgl.kvcache.specs import Paged
     from minisgl.ops.table import OpTable
+    from minisgl.specs import GroupedQuery, Paged
 
 
 class Init(Enum):
@@ -75,7 +75,7 @@ class Builder:
     """Creates the weights of a model's layers, and gives the layers their ops, dtype, device and ranks.
 
     `format_of` returns the format of the matrix with this checkpoint name; None means the model's dtype. `parameters`
-    lists the created weights in order, `states` what the layers keep of each token.
+    lists the created weights in order, `states` what the layers keep of each token, `mixers` how they attend.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class Builder:
         self.format_of = format_of
         self.parameters: list[Parameter] = []
         self.states: list[PagedState] = []
+        self.mixers: list[GroupedQuery] = []
 
     def shard(self, count: int, what: str, *, unit: int = 1) -> Shard:
         """Return this rank's equal shard of `count` units of `unit` elements each.
@@ -148,6 +149,12 @@ class Builder:
         """Declare the state that a layer keeps of each token."""
         self.states.append(PagedState(spec))
         return self.states[-1]
+
+    def mixer(self, spec: GroupedQuery) -> int:
+        """Declare how a layer attends; return its index in `Context.attention`, which equal layers share."""
+        if spec not in self.mixers:
+            self.mixers.append(spec)
+        return self.mixers.index(spec)
 
     def _matrix(
         self, parts: Mapping[str, Rows], in_features: Size, takes: Callable[[Format], bool]

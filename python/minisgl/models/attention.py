@@ -1,4 +1,4 @@
-"""The attention block: projections around the attention backend."""
+"""The attention block: projections around attention."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ class Attention:
         norm = partial(RMSNorm, builder, size=c.head_dim, eps=c.rms_norm_eps, offset=norm_offset)
         q_norm = norm(f"{name}.q_norm").weight if c.qk_norm else None
         k_norm = norm(f"{name}.k_norm").weight if c.qk_norm else None
-        (state,) = c.state(index, builder.info)
-        self.kv = builder.paged(state)
-        self.heads = HeadTransform(q_norm, k_norm, c.rms_norm_eps, cos_sin, c.windows[index])
+        mixer = c.mixer(index, builder.info)
+        self.kv, self.mixer = builder.paged(mixer.state), builder.mixer(mixer)
+        self.heads = HeadTransform(q_norm, k_norm, c.rms_norm_eps, cos_sin)
 
     def forward(self, stream: Stream, norm: RMSNorm, ctx: Context) -> Stream:
         """Return the stream [T, H] with this rank's part of the block's output, for the normalised `stream`.
 
-        This step's keys and values are stored at ctx.out_loc; `stream` may be overwritten.
+        This step's keys and values are stored; `stream` may be overwritten.
         """
         qkv, total = self.qkv_proj.after_sum_norm(stream, norm)
         return Stream(self.attend(qkv, ctx), total)
 
     def attend(self, qkv: Tensor, ctx: Context) -> Tensor:
         """Return the block's output [T, H] for the projections [T, (Hq + 2 Hk) D], which may be overwritten."""
-        out: Tensor = ctx.attention.attend(qkv, self.heads, self.kv.pages, ctx)
+        out: Tensor = ctx.attention[self.mixer].attend(qkv, self.heads, self.kv.pages)
         return self.o_proj.forward(out.view(-1, self.q_size))

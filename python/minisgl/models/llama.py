@@ -102,6 +102,7 @@ class LlamaForCausalLM:
         shard = builder.balanced_shard(config.vocab_size)  # the same as the embedding's
         self.lm_head = Linear(builder, {"lm_head": shard}, config.hidden_size, bias=False, tied=tied)
         self.parameters, self.states = tuple(builder.parameters), tuple(builder.states)
+        self.mixers = tuple(builder.mixers)
 
     def _decoder(self, builder: Builder, config: ModelConfig) -> LlamaModel:
         """Build the decoder. Other families override this."""
@@ -143,7 +144,7 @@ class LlamaForCausalLM:
                 kind = p.tensor.format if isinstance(p.tensor, Quantized) else p.tensor.dtype
                 found.setdefault(index, []).append((name, kind, tuple(p.tensor.shape)))
         first = next(iter(found.values()))
-        return all(layer == first for layer in found.values()) and len(set(self.config.windows)) == 1
+        return all(layer == first for layer in found.values()) and len(self.mixers) == 1
 
     def hidden(self, input_ids: Tensor, ctx: Context) -> Stream:
         """Run the decoder on token ids [T] int32; return the hidden states [S, H] of `ctx.batch.logit_tokens`."""

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 from minisgl.checkpoint import hf
 from minisgl.checkpoint.quantization import Quantization, read_quantization
 from minisgl.errors import ConfigError
-from minisgl.kvcache.specs import Paged
 from minisgl.models.families import FAMILIES, MODELS, ExpertFlags, Family
 from minisgl.models.positions import number, read_ropes, read_windows, size
+from minisgl.specs import GroupedQuery
 
 if TYPE_CHECKING:
     from minisgl.distributed.info import DistributedInfo
@@ -71,10 +71,15 @@ class ModelConfig:
     dtype: str
     quantization: Quantization | None = None
 
-    def state(self, layer: int, info: DistributedInfo) -> tuple[Paged, ...]:
-        """Return what a layer keeps of each token on one rank. Raises `ConfigError` if ranks cannot divide it."""
-        kv_heads = info.shard_or_replicate(self.num_kv_heads, "KV heads")
-        return (Paged("kv", (2, len(kv_heads), self.head_dim)),)
+    def mixer(self, layer: int, info: DistributedInfo) -> GroupedQuery:
+        """Return how a layer attends on one rank. Raises `ConfigError` if ranks cannot divide its heads."""
+        return GroupedQuery(
+            heads=len(info.shard(self.num_heads, "attention heads")),
+            kv_heads=len(info.shard_or_replicate(self.num_kv_heads, "KV heads")),
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
+            window=self.windows[layer],
+        )
 
     @property
     def num_weights(self) -> int:

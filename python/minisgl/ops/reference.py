@@ -161,14 +161,13 @@ def store_kv(k: Tensor, v: Tensor, pages: Pages, out_loc: Tensor) -> None:
 class HeadTransform:
     """What a layer does to the heads of q and k before attention: an optional norm with weights [D], then RoPE.
 
-    Either both q and k have a norm or neither has. `cos_sin` is as in `rope`. `window` is the layer's, for attention.
+    Either both q and k have a norm or neither has. `cos_sin` is as in `rope`.
     """
 
     q_weight: Tensor | None
     k_weight: Tensor | None
     eps: float
     cos_sin: Tensor
-    window: int | None = None
 
 
 def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages: Pages, out_loc: Tensor) -> Tensor:
@@ -241,8 +240,8 @@ def paged_attention(
     group = q.shape[1] // num_kv_heads
     out = torch.empty_like(q)
     start = 0
-    lengths = zip(layout.rows_host.tolist(), layout.query_lens_host.tolist(), layout.kv_lens.tolist(), strict=True)
-    for row, query_len, kv_len in lengths:
+    lengths = torch.stack([layout.rows, layout.cu_query_lens.diff(), layout.kv_lens], 1)
+    for row, query_len, kv_len in lengths.tolist():
         ids = page_table[row, : ceil_div(kv_len, page_size)].long()
         gathered = pages.dense(ids) if isinstance(pages, QuantizedPages) else pages[ids].float()
         kv = gathered.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len]  # [2, Hk, kv_len, D]

@@ -45,6 +45,7 @@ class Eagle3Head:
         shard = builder.balanced_shard(c.vocab_size)
         self.lm_head = Linear(builder, {"lm_head": shard}, c.hidden_size, bias=False)
         self.parameters, self.states = tuple(builder.parameters), tuple(builder.states)
+        self.mixers = tuple(builder.mixers)
         self.draft_ids = torch.arange(c.vocab_size, device=builder.device)
 
     def load(self, source: DraftSource, vocab_size: int, device: Device, dummy: bool) -> None:

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.attention.backend import AttentionBackend, AttentionSpec, ReferenceAttention
+from minisgl.attention.backend import Attention, AttentionBackend, AttentionSpec, ReferenceAttention
 from minisgl.attention.selection import ATTENTION, Requirements, resolve_attention
 from minisgl.errors import ConfigError
 from minisgl.ops.table import resolve_ops
 from minisgl.registry import Registry
+from minisgl.specs import GroupedQuery
 
-SPEC = AttentionSpec("cuda", torch.bfloat16, 16, 8, 128, 128)
+KIND = GroupedQuery(16, 8, 128, 1.0)
+SPEC = AttentionSpec("cuda", torch.bfloat16, KIND, 128)
 NINJA = "Ninja build failed. Ninja output:\n[1/9] nvcc x.cu\nx.cu(7): error: no such thing\nninja: build stopped"
 
 
@@ -29,7 +31,11 @@ class Broken(AttentionBackend):
 
     def prepare(self, *args: Any) -> None: ...
 
-    def forward(self, *args: Any) -> Any: ...
+
+class Host(ReferenceAttention):
+    """Plans on the host, where the lengths of rows with drafts are not known."""
+
+    name = "host"
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +49,11 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry[type[AttentionBackend]
     return ATTENTION
 
 
-def resolve(choice: str) -> AttentionBackend:
-    return resolve_attention(choice, AttentionSpec("cpu", torch.float32, 4, 2, 8, 4), resolve_ops("cpu"))
+def resolve(choice: str, max_queries: int = 1) -> Attention:
+    spec = AttentionSpec("cpu", torch.float32, GroupedQuery(4, 2, 8, 1.0), 4, max_queries=max_queries)
+    attention, other = resolve_attention(choice, [spec, spec], resolve_ops("cpu"))  # one warning for both
+    assert attention.name == other.name and attention.decode is not other.decode
+    return attention
 
 
 @pytest.mark.parametrize(
@@ -58,8 +67,8 @@ def resolve(choice: str) -> AttentionBackend:
         ("reference", "reference", []),
         ("cpu", "cpu", []),
         ("missing,cpu", "cpu", ["missing: "]),
-        ("reference,missing", "hybrid", ["missing: "]),
-        ("missing,fi", "cpu", ["missing: ", "fi: "]),
+        ("reference,missing", "reference,cpu", ["missing: "]),
+        ("missing,fi", "cpu", ["fi: ", "missing: "]),
     ],
 )
 def test_unusable_backends_fall_back_with_a_warning(
@@ -88,7 +97,8 @@ def test_warning_names_each_failed_backend(caplog: pytest.LogCaptureFixture):
 
 
 def test_fallback_and_named_backend_are_built_once():
-    assert resolve("cpu,missing") is not None and not hasattr(resolve("cpu,missing"), "decode")
+    attention = resolve("cpu,missing")
+    assert attention.prefill is attention.decode
 
 
 def test_unknown_name_is_refused_before_any_backend_is_built(caplog: pytest.LogCaptureFixture):
@@ -114,36 +124,26 @@ def test_optional_backends_name_their_requirements(monkeypatch: pytest.MonkeyPat
     assert ATTENTION.refusal("fa3", SPEC) == "compute capability 9.0 is needed, this GPU has 8.0"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert ATTENTION.refusal("fa3", SPEC) is None
-    small = AttentionSpec("cuda", torch.bfloat16, 16, 8, 128, 64)
+    small = AttentionSpec("cuda", torch.bfloat16, KIND, 64)
     assert ATTENTION.refusal("fa3", small) == "page size 64 is not one of 128, 256, 512, 1024"
-    windowed = replace(SPEC, windows=(None, 512))
+    windowed = replace(SPEC, kind=replace(KIND, window=512))
     assert ATTENTION.refusal("fi", windowed) is None
     assert ATTENTION.refusal("fa3", windowed) == "sliding windows are not supported"
 
 
-class HostLengths(ReferenceAttention):
-    """Plans on the host, where the lengths of rows with drafts are not known."""
-
-    name = "host"
-    needs_host_lengths = True
-
-
 @pytest.mark.parametrize(
-    ("choice", "kinds"),
+    ("choice", "name"),
     [
-        ("host", ("host", "cpu")),
-        ("host,cpu", ("host", "cpu")),
-        ("reference,host", ("reference", "cpu")),
-        ("cpu", ("cpu",)),
+        ("host", "host,cpu"),
+        ("host,cpu", "host,cpu"),
+        ("reference,host", "reference,cpu"),
+        ("cpu", "cpu"),
     ],
 )
 def test_with_drafts_a_backend_that_knows_lengths_on_the_device_decodes(
-    choice: str, kinds: tuple[str, ...], registry: Registry[type[AttentionBackend]], monkeypatch: pytest.MonkeyPatch
+    choice: str, name: str, registry: Registry[type[AttentionBackend]], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delitem(registry._entries, "broken")
-    spec = replace(SPEC, device_type="cpu", dtype=torch.float32, page_size=16)
-    registry.add("host", f"{__name__}:HostLengths")
-    plain, drafts = (resolve_attention(choice, replace(spec, max_queries=n), resolve_ops("cpu")) for n in (1, 5))
-    found = (drafts,) if len(kinds) == 1 else (drafts.prefill, drafts.decode)
-    assert tuple(backend.name for backend in found) == kinds and not drafts.needs_host_lengths
-    assert plain.needs_host_lengths == choice.endswith("host")
+    registry.add("host", f"{__name__}:Host", Requirements(drafts=False).refusal)
+    assert resolve(choice, max_queries=5).name == name
+    assert resolve(choice, max_queries=1).name == choice

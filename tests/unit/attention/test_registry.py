@@ -6,14 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.attention.backend import AttentionSpec, build_layout
+from minisgl.attention.backend import AttentionSpec
 from minisgl.attention.selection import Requirements, resolve_attention
+from minisgl.core import StepShape
+from minisgl.engine.batch import step_shape
 from minisgl.errors import ConfigError
+from minisgl.layout import SLOT, Flag
 from minisgl.ops.table import resolve_ops
+from minisgl.specs import GroupedQuery
 
 
 def resolve(choice: str) -> str:
-    return resolve_attention(choice, AttentionSpec("cpu", torch.float32, 4, 2, 8, 4), resolve_ops("cpu")).name
+    spec = AttentionSpec("cpu", torch.float32, GroupedQuery(4, 2, 8, 1.0), 4)
+    return resolve_attention(choice, [spec], resolve_ops("cpu"))[0].name
 
 
 def test_choices():
@@ -22,7 +27,7 @@ def test_choices():
         "cpu",
         "reference",
         "cpu",
-        "hybrid",
+        "reference,cpu",
     ]
 
 
@@ -35,19 +40,20 @@ def test_bad_choices(choice: str, word: str):
 
 
 def test_refusal_names_the_unmet_requirement():
-    spec = AttentionSpec("cpu", torch.float32, 4, 2, 80, 16)
+    spec = AttentionSpec("cpu", torch.float32, GroupedQuery(4, 2, 80, 1.0), 16)
     assert Requirements().refusal(spec) is None
     assert Requirements(head_dims=(64, 128)).refusal(spec) == "head dimension 80 is not one of 64, 128"
     assert "page size 16" in str(Requirements(page_sizes=(128,)).refusal(spec))
-    assert spec.scale == pytest.approx(80**-0.5)
 
 
-def upload(*arrays: np.ndarray) -> list[torch.Tensor]:
-    return [torch.tensor(a) for a in arrays]
-
-
-def test_layout_offsets():
-    layout = build_layout(np.array([4, 0, 2]), np.array([1, 5, 2]), np.array([9, 5, 7]), upload)
-    assert layout.cu_query_lens.tolist() == [0, 1, 6, 8] and layout.cu_query_lens.dtype is torch.int32
-    assert layout.kv_lens_host.dtype == np.int32 and not layout.is_decode and len(layout.rows_host) == 3
-    assert build_layout(np.array([1]), np.array([1]), np.array([3]), upload).is_decode
+@pytest.mark.parametrize(
+    ("slots", "shape"),
+    [
+        ([(4, 8, 9, Flag.FROM_DEVICE), (0, 0, 5, 0), (2, 5, 7, 0)], StepShape(1, 1, 2, 7, 7)),
+        ([(1, 2, 3, 0)], StepShape(1, 1)),
+        ([(1, 2, 5, Flag.FROM_DEVICE), (3, 6, 7, 0), (0, 0, 9, 0)], StepShape(2, 3, 1, 9, 9)),
+        ([(0, 0, 9, 0), (1, 0, 1, 0)], StepShape(0, 1, 2, 10, 9)),
+    ],
+)
+def test_sequences_with_one_token_decode_if_no_chunk_is_before_them(slots: list[tuple[int, ...]], shape: StepShape):
+    assert step_shape(np.array(slots, SLOT)) == shape

@@ -6,10 +6,11 @@ import torch
 
 from minisgl.attention.backend import AttentionSpec
 from minisgl.attention.selection import ATTENTION
+from minisgl.specs import GroupedQuery
 
 
 def spec(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, head_dim: int = 128) -> AttentionSpec:
-    return AttentionSpec(device, dtype, 16, 8, head_dim, 64)
+    return AttentionSpec(device, dtype, GroupedQuery(16, 8, head_dim, 1.0), 64)
 
 
 def test_auto_selects_triton_for_supported_head_dims():

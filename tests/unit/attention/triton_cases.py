@@ -12,11 +12,14 @@ from contract.harness import Span, make_batch
 from contract.test_attention import setting
 from minisgl.attention.backend import AttentionSpec
 from minisgl.attention.triton import TritonAttention
-from minisgl.core import Batch, Context, SeqLayout
+from minisgl.core import Batch, SeqLayout, StepShape
+from minisgl.engine.batch import step_shape
+from minisgl.layout import Flag
 from minisgl.ops import reference
 from minisgl.ops.quantized import QuantizedPages, round_fp8
 from minisgl.ops.reference import HeadTransform
 from minisgl.ops.table import OpTable
+from minisgl.specs import GroupedQuery
 from minisgl.triton.norm import norm_rope_store
 
 Mix = list[tuple[int, int]]
@@ -43,19 +46,14 @@ class Case:
         self.pages: Any = pages.to(device)
         self.table, self.q = table.to(device), q.to(device)
         self.kv_heads, self.dim, self.page_size = pages.shape[2], dim, page_size
-        self.batch = on(make_batch(self.spans), device)
-        self.window = window
-        spec = AttentionSpec(
-            device,
-            dtype,
-            q.shape[1],
-            self.kv_heads,
-            dim,
-            page_size,
-            len(mix) + 1,
-            max_queries,
-            tuple({None, window}),
-        )
+        batch = make_batch(self.spans)
+        if max_queries > 1:  # the first sequences decode
+            for slot in batch.slots[: next((i for i, (n, _) in enumerate(mix) if n > max_queries), len(mix))]:
+                slot["flags"] |= Flag.FROM_DEVICE
+            batch = replace(batch, shape=step_shape(batch.slots))
+        self.batch = on(batch, device)
+        self.kind = GroupedQuery(q.shape[1], self.kv_heads, dim, dim**-0.5, window)
+        spec = AttentionSpec(device, dtype, self.kind, page_size, len(mix) + 1, max_queries)
         self.attention = TritonAttention(spec, OpTable())
         generator = torch.Generator().manual_seed(seed)
         positions = self.batch.positions.long()
@@ -68,22 +66,21 @@ class Case:
         new = torch.randn(len(positions), 2 * self.kv_heads, dim, generator=generator).to(device, dtype)
         self.qkv = torch.cat([self.q, new], 1)
 
-    def context(self) -> Context:
-        metadata = self.attention.prepare(self.batch, self.table)
-        return Context(self.batch, self.table, self.attention, metadata, self.out_loc)
+    def step(self) -> Any:
+        return self.attention.prepare(self.batch, self.table, self.out_loc)
 
     def forward(self) -> torch.Tensor:
         """Of queries that lie between other heads, as they do behind the projection."""
         q = self.qkv[:, : self.q.shape[1]]
         poison(self.q)
-        return self.attention.forward(q, self.pages, self.context(), self.window)
+        return self.step().forward(q, self.pages)
 
     def expected(self, q: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        return reference.paged_attention(q, pages, self.table, self.batch.layout, self.dim**-0.5, self.window)
+        return reference.paged_attention(q, pages, self.table, self.batch.layout, self.kind.scale, self.kind.window)
 
     def heads(self, with_norm: bool) -> HeadTransform:
         q_weight, k_weight = self.weights if with_norm else (None, None)
-        return HeadTransform(q_weight, k_weight, EPS, self.cos_sin, self.window)
+        return HeadTransform(q_weight, k_weight, EPS, self.cos_sin)
 
 
 def on(batch: Batch, device: str) -> Batch:
@@ -145,13 +142,11 @@ def check_drafted(
     rows, kv_lens = (torch.cat([t, t.new_zeros(1)]) for t in (layout.rows, layout.kv_lens))
     kv_lens[-1] = extra
     cu_query_lens = torch.cat([layout.cu_query_lens, layout.cu_query_lens.new_full((1,), used + extra)])
-    lens = np.full(len(mix) + 1, max_queries, np.int32)
-    case.batch = replace(case.batch, layout=SeqLayout(lens, lens, lens, rows, kv_lens, cu_query_lens))
+    shape = StepShape(len(mix) + 1, max_queries)
+    case.batch = replace(case.batch, shape=shape, layout=SeqLayout(rows, kv_lens, cu_query_lens))
     q = torch.cat([case.q, torch.full_like(case.q[:1], 0.5).expand(extra, -1, -1)])
     poison(q)
-    ctx = case.context()
-    assert ctx.attn_metadata.num_decode == len(mix) + 1 and not ctx.attn_metadata.chunks
-    out = case.attention.forward(q, case.pages, ctx, window)
+    out = case.step().forward(q, case.pages)
     case.batch = replace(case.batch, layout=layout)
     assert_near(out[:used], case.expected(case.q, case.pages), case.spans)
 
@@ -169,14 +164,11 @@ def check_padded(mix: Mix, group: int, dim: int, dtype: torch.dtype, device: str
         to[:decodes] = own[:decodes]
         to[first : first + len(mix) - decodes] = own[decodes:]
     cu_query_lens[first : first + len(mix) - decodes + 1] = layout.cu_query_lens[decodes:]
-    lens = np.ones(first + chunks, np.int32)
-    lens[first:] = 2
-    lens[first] = used + extra
-    padded = SeqLayout(lens, lens, lens, rows, kv_lens, cu_query_lens)
-    case.batch = replace(case.batch, layout=padded)
+    shape, padded = StepShape(first, 1, chunks, used + extra, used + extra), SeqLayout(rows, kv_lens, cu_query_lens)
+    case.batch = replace(case.batch, shape=shape, layout=padded)
     q = torch.cat([case.q, torch.full_like(case.q[:1], 0.5).expand(extra, -1, -1)])
     poison(q)
-    out = case.attention.forward(q, case.pages, case.context(), window)
+    out = case.step().forward(q, case.pages)
     case.batch = replace(case.batch, layout=layout)
     assert_near(out[:used], case.expected(case.q, case.pages), case.spans)
 
@@ -197,7 +189,7 @@ def check_attend(
     case.pages[case.out_loc // page_size, :, :, case.out_loc % page_size] = float("nan")
     heads, pages, qkv = case.heads(with_norm), case.pages.clone(), case.qkv.flatten(1)
     poison(case.q)
-    out = case.attention.attend(qkv.clone(), heads, case.pages, case.context())
+    out = case.step().attend(qkv.clone(), heads, case.pages)
     q = reference.norm_rope_store(qkv, heads, case.batch.positions, pages, case.out_loc)
     assert_near(out, case.expected(q, pages), case.spans)
     assert torch.equal(case.pages.isnan(), pages.isnan())
@@ -234,7 +226,7 @@ def check_fp8(
     pages = QuantizedPages(case.pages.data.clone(), case.pages.scale.clone())
     heads, qkv = case.heads(True), case.qkv.flatten(1)
     case.attention.ops = replace(case.attention.ops, norm_rope_store=norm_rope_store)
-    out = case.attention.attend(qkv.clone(), heads, case.pages, case.context())
+    out = case.step().attend(qkv.clone(), heads, case.pages)
     q = reference.norm_rope_store(qkv, heads, case.batch.positions, pages, case.out_loc)
     assert_near(out, case.expected(q, pages), case.spans, 0.02)  # a rounded number may be the next
     stored, wanted = (p.dense(page.unique()).nan_to_num(0.0) for p in (case.pages, pages))
@@ -258,7 +250,7 @@ def check_needle(length: int, dtype: torch.dtype, device: str) -> None:
             assert (want - needle).norm(dim=-1).mean() < 0.3 * needle.norm(dim=-1).mean(), "it has most of the weight"
             case.attention = TritonAttention(replace(case.attention.spec, fp8_cache=True), OpTable())
             case.pages = quantized(case.pages)
-            assert_near(case.attention.forward(case.q, case.pages, case.context(), None), want, case.spans, 0.04)
+            assert_near(case.step().forward(case.q, case.pages), want, case.spans, 0.04)
 
 
 def check_repeats(mix: Mix, group: int, dtype: torch.dtype, device: str) -> None:

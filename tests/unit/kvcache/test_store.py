@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.kvcache.specs import Paged
 from minisgl.kvcache.store import PagedState, StateStore
 from minisgl.ops.quantized import E4M3, QuantizedPages
+from minisgl.specs import Paged
 from support.store import kv_store
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core import Batch, BatchPlan, Sampling, SeqLayout
+from minisgl.core import Batch, BatchPlan, Sampling, SeqLayout, StepShape
 from minisgl.engine.graphs.capture import TAILS, tail_of
 from minisgl.engine.runner import ForwardOutput
-from minisgl.layout import Flag
+from minisgl.layout import NO_SLOTS, Flag
 from minisgl.triton import decode_io
 
 if TYPE_CHECKING:
@@ -140,15 +140,13 @@ class GraphRunner:
         return len(out)
 
     def _batch(self, size: int) -> Batch:
-        """The inputs of a captured step: views of the buffers that `begin_decode` fills, which also writes the pages.
-
-        The lengths on the host are unknown.
-        """
-        ones = np.ones(size, np.int32)
+        """The inputs of a captured step: views of what `begin_decode` fills. It also writes the pages."""
         rows, kv_lens = self._rows32[:size], self._kv_lens[:size]
         nothing = self._rows32[:0]
         return Batch(
-            layout=SeqLayout(ones, ones, ones, rows, kv_lens, self._token_ends[: size + 1]),
+            shape=StepShape(size, 1),
+            slots=NO_SLOTS,
+            layout=SeqLayout(rows, kv_lens, self._token_ends[: size + 1]),
             input_ids=self._input_ids[:size],
             positions=self._positions[:size],
             token_rows=rows,

@@ -61,9 +61,8 @@ def token_sizes(max_tokens: int, large: float) -> list[int]:
     return [t for t in (*TOKEN_SIZES, *(t for t in LARGE_SIZES if t <= large)) if t <= max_tokens]
 
 
-def draft_sizes(parts: Parts, max_decodes: int, large: float) -> list[int]:
-    """Numbers of tokens to capture for steps with drafts and without prompts."""
-    most = 0 if parts.drafting is None else max_decodes * parts.attention.spec.max_queries
+def draft_sizes(most: int, large: float) -> list[int]:
+    """Numbers of tokens to capture, `most` at most, for steps with drafts and without prompts."""
     return [t for t in (*DRAFT_SIZES, *(t for t in LARGE_DRAFT_SIZES if t <= large)) if t <= most]
 
 
@@ -84,15 +83,15 @@ class MixedGraphRunner:
 
     name = "cuda graph with prompts"
 
-    def __init__(self, parts: Parts, capture: Capture, max_tokens: int, max_decodes: int) -> None:
+    def __init__(self, parts: Parts, capture: Capture, max_tokens: int, max_decodes: int, max_queries: int) -> None:
         self.parts = parts
         self.device: CudaDevice = parts.device  # type: ignore[assignment]
         large = LAUNCH_FLOPS * parts.model.config.num_layers / parts.flops_per_token
         sizes = token_sizes(max_tokens, large)
-        drafted = draft_sizes(parts, max_decodes, large)
+        drafted = draft_sizes(0 if parts.drafting is None else max_decodes * max_queries, large)
         most_drafted = max(drafted, default=0)
         most_tokens = max([*sizes, most_drafted])
-        self._inputs = MixedInputs(most_tokens, max_decodes, most_drafted, parts)
+        self._inputs = MixedInputs(most_tokens, max_decodes, most_drafted, max_queries, parts)
         self._hidden: Stream | None = None
         self._model = None
         if parts.drafting is not None and (model := parts.drafting.model) is not None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from minisgl.core import Batch, BatchPlan, Sampling, SeqLayout
-from minisgl.layout import PAGE_WRITE, ROW_STATE, Flag, words
+from minisgl.core import Batch, BatchPlan, Sampling, SeqLayout, StepShape
+from minisgl.layout import NO_SLOTS, PAGE_WRITE, ROW_STATE, Flag, words
 from minisgl.rounding import round_up
 from minisgl.triton import drafts
 
@@ -33,12 +33,12 @@ class MixedInputs:
     one. The arrays of tokens come last, so that a small step is a small upload.
     """
 
-    def __init__(self, max_tokens: int, max_decodes: int, max_drafted: int, parts: Parts) -> None:
-        """`max_drafted`: tokens of a step with drafts and without prompts."""
+    def __init__(self, max_tokens: int, max_decodes: int, max_drafted: int, max_queries: int, parts: Parts) -> None:
+        """`max_drafted`: tokens of a step with drafts and without prompts; `max_queries`: of a decoding sequence."""
         self._parts = parts
         self._dummy_row = len(parts.state.page_table) - 1
         self._dummy_page = parts.store.num_pages - 1
-        self._max_queries = parts.attention.spec.max_queries
+        self._max_queries = max_queries
         self.decodes = min(max_decodes, max_tokens)
         chunks = MAX_CHUNKS + 1
         seqs = self.decodes + chunks
@@ -71,9 +71,9 @@ class MixedInputs:
         _put(host["sample_flags"], x.sample_flags, 0)
         _put(host["mask_index"], x.mask_index, 0)
         decodes = int(np.count_nonzero(plan.slots["flags"] & Flag.FROM_DEVICE))
-        first, ends = self.decodes if has_chunks else decodes, np.cumsum([0, *x.query_lens], dtype=np.int32)
-        _put(host["rows"][:first], x.rows[:decodes], self._dummy_row)
-        _put(host["rows"][first:], x.rows[decodes:], self._dummy_row)
+        first, rows, ends = self.decodes if has_chunks else decodes, plan.slots["row"], x.cu_query_lens
+        _put(host["rows"][:first], rows[:decodes], self._dummy_row)
+        _put(host["rows"][first:], rows[decodes:], self._dummy_row)
         _put(host["cu_query_lens"][:first], ends[:decodes], ends[decodes])
         _put(host["cu_query_lens"][first:], ends[decodes:], size)
         pages, states = host["page_writes"].view(PAGE_WRITE), host["row_states"].view(ROW_STATE)
@@ -87,8 +87,7 @@ class MixedInputs:
     def begin(self, size: int, chunks: int, samples: int) -> tuple[Tensor, Batch, Tensor]:
         """Do what `Parts.begin` does, in a step of `size` tokens, `chunks` chunks and `samples` sampled tokens.
 
-        To be called while a graph is captured. Lengths on the host only tell decoding sequences from prompts, whose
-        lengths they bound: kernels read the device's. Without chunks every token is sampled.
+        To be called while a graph is captured. Without chunks every token is sampled.
         """
         x, state, drafting = self._views(), self._parts.state, self._parts.drafting
         seqs = self.decodes + chunks if chunks else min(size, self.decodes) + 1
@@ -107,12 +106,10 @@ class MixedInputs:
         )
         row_states = x["row_states"].view(-1, words(ROW_STATE))[:chunks]
         state.fill(row_states)
-        lens: Ints = np.full(seqs, self._max_queries, np.int32)
-        if chunks:
-            lens[self.decodes :] += 1
-            lens[self.decodes] = size
         batch = Batch(
-            layout=SeqLayout(lens, lens, lens, x["rows"][:seqs], placed.kv_lens[:seqs], cu_query_lens),
+            shape=StepShape(seqs - chunks, self._max_queries, chunks, chunks and size, chunks and size),
+            slots=NO_SLOTS,
+            layout=SeqLayout(x["rows"][:seqs], placed.kv_lens[:seqs], cu_query_lens),
             input_ids=placed.ids[:size],
             positions=placed.positions[:size],
             token_rows=tokens[2],

@@ -67,17 +67,19 @@ class CudaRunners:
         spec, eager = self._spec, base_runner(parts, self._spec)
         if not spec.graph_rows:
             return [eager]
-        if not parts.attention.is_capturable:
-            name = parts.attention.name
-            _log.warning("decode steps run op by op: attention backend %s cannot be captured as a CUDA graph", name)
-            return [eager]
+        for attention in parts.attention:
+            if not attention.decode.captures_decodes:
+                name = attention.decode.name
+                _log.warning("decode steps run op by op: attention backend %s cannot be captured as a CUDA graph", name)
+                return [eager]
+        captures_prompts = all(attention.prefill.captures_prompts for attention in parts.attention)
         progress = Progress("capturing CUDA graphs", "batch sizes", spec.info.rank == 0)
         with Capture(partial(_rehearsal, parts)) as capture:
             decode = GraphRunner(parts, graph_sizes(spec.graph_rows), capture, progress.update)
-            if not (parts.attention.captures_prompts or parts.drafting):
+            if not (captures_prompts or parts.drafting):
                 return [decode, eager]
-            longest = min(spec.max_step_tokens, spec.max_seq_len) if parts.attention.captures_prompts else 0
-            return [decode, MixedGraphRunner(parts, capture, longest, spec.graph_rows), eager]
+            longest = min(spec.max_step_tokens, spec.max_seq_len) if captures_prompts else 0
+            return [decode, MixedGraphRunner(parts, capture, longest, spec.graph_rows, spec.max_queries), eager]
 
 
 def _rehearsal(parts: Parts) -> AbstractContextManager[None]:

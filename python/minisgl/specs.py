@@ -1,4 +1,4 @@
-"""What a layer keeps of each token."""
+"""What the layers of a model declare: how they attend, and what they keep of each token. No torch."""
 
 from __future__ import annotations
 
@@ -23,3 +23,22 @@ class Paged:
     def token_bytes(self, item: int, has_scales: bool) -> int:
         """Return the bytes of a token with elements of `item` bytes and, if it `has_scales`, one for each vector."""
         return math.prod(self.shape[:-1]) * (self.shape[-1] * item + 4 * has_scales)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedQuery:
+    """Causal attention in which several query heads read one KV head (arXiv:2305.13245). Counts are one rank's.
+
+    Scores are multiplied by `scale`. A query attends to `window` positions, its own included; None means all.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+
+    @property
+    def state(self) -> Paged:
+        """What a layer keeps of each token: K and V."""
+        return Paged("kv", (2, self.kv_heads, self.head_dim))
