@@ -24,7 +24,7 @@ from minisgl.device.device import create_device
 from minisgl.distributed.group import Group
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
-from minisgl.layout import NO_MASKS, PAGE_WRITE, ROW_STATE, SLOT, Flag
+from minisgl.layout import FULL, NO_MASKS, PAGE_WRITE, ROW_STATE, SLOT, Flag
 from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.plan import decode_flags, penalty_record, sampling_flags
 from minisgl.scheduler.req import Req
@@ -69,7 +69,8 @@ class Rows:
         """Return the plan of all prompts, with their page writes, sampling states and penalties."""
         pages_per_row = -(-(self.context + STEPS * 2) // self.engine.page_size)
         total = self.engine.num_pages
-        pages = [(r.order, i, (r.order * pages_per_row + i) % total) for r in self.reqs for i in range(pages_per_row)]
+        index = range(pages_per_row)
+        pages = [(FULL, r.order, i, (r.order * pages_per_row + i) % total) for r in self.reqs for i in index]
         slots, states, penalties = [], [], [np.empty(0, np.int32)]
         for r in self.reqs:
             p = r.sampling_params

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import numpy as np
 
 from minisgl.layout import (
+    NO_COPIES,
     NO_INTS,
     NO_MASKS,
     NO_MOVES,
@@ -71,6 +72,9 @@ class BatchPlan:
     histories          int32 [H]       history records of rows that begin to draft, concatenated
     proposals          PROPOSAL [D]    drafts from the host
     moves              MOVE [N]        pages to copy to and from tiers, in this order, before anything else
+    restores           COPY [K]        copies from snapshots to rows, before the step and behind those of earlier steps
+    captures           COPY [C]        copies from rows to snapshots: of WINDOW after the step, of STATE within it, when
+                                       the row's chunk has come to `position`
     """
 
     step: int
@@ -84,6 +88,8 @@ class BatchPlan:
     histories: Ints = field(default_factory=lambda: NO_INTS)
     proposals: Records = field(default_factory=lambda: NO_PROPOSALS)
     moves: Records = field(default_factory=lambda: NO_MOVES)
+    restores: Records = field(default_factory=lambda: NO_COPIES)
+    captures: Records = field(default_factory=lambda: NO_COPIES)
 
     @cached_property
     def has_drafts(self) -> bool:
@@ -293,7 +299,7 @@ class Batch:
     token_rows: torch.Tensor  # [T] int32, row of each token
     logit_tokens: torch.Tensor  # [S] int64, indices into T whose logits are sampled
     sampling: Sampling
-    page_writes: torch.Tensor  # [P, 3] int32, columns of PAGE_WRITE
+    page_writes: torch.Tensor  # [P, 4] int32, columns of PAGE_WRITE
     row_states: torch.Tensor  # [R, words of ROW_STATE] int32
     prompt_logprobs: PromptLogprobs | None = None
     drafts: DraftColumns | None = None

@@ -35,8 +35,16 @@ class Flag:
 # bounds: the true start is the row's length on the device less one, and each of the stop - start tokens samples.
 SLOT: Final = np.dtype([("row", "<i4"), ("start", "<i4"), ("stop", "<i4"), ("flags", "<i4")])
 
-# One entry of the page table.
-PAGE_WRITE: Final = np.dtype([("row", "<i4"), ("index", "<i4"), ("page", "<i4")])
+# What lives equally long is a group, whose pages have ids of their own. FULL pages live as long as the text. A row has
+# those of WINDOW only for the last tokens of its text, and one of STATE, its slot: a recurrent state.
+FULL, WINDOW, STATE = range(3)
+
+# One entry of a group's page table. A row's slot is entry 0 in STATE.
+PAGE_WRITE: Final = np.dtype([("group", "<i4"), ("row", "<i4"), ("index", "<i4"), ("page", "<i4")])
+
+# A copy between a row's own page of WINDOW, or its slot, and that of a snapshot: what the text in `row` needs to go on
+# after its first `position` tokens.
+COPY: Final = np.dtype([("group", "<i4"), ("source", "<i4"), ("target", "<i4"), ("row", "<i4"), ("position", "<i4")])
 
 # A copy of a page between the pool and a slot of a tier (`kvcache/storage.py`). `name` identifies the page's tokens and
 # all before them, so that a slot with another page is noticed.
@@ -107,6 +115,7 @@ NO_MASKS: Final[Ints] = np.empty((0, 0), WORD)
 NO_SLOTS: Final[Records] = np.empty(0, SLOT)
 NO_PAGE_WRITES: Final[Records] = np.empty(0, PAGE_WRITE)
 NO_MOVES: Final[Records] = np.empty(0, MOVE)
+NO_COPIES: Final[Records] = np.empty(0, COPY)
 NO_ROW_STATES: Final[Records] = np.empty(0, ROW_STATE)
 NO_PROPOSALS: Final[Records] = np.empty(0, PROPOSAL)
 
@@ -122,6 +131,8 @@ PLAN_ARRAYS: Final = (
     ("histories", WORD),
     ("proposals", PROPOSAL),
     ("moves", MOVE),
+    ("restores", COPY),
+    ("captures", COPY),
 )
 # The head of a packed plan: the number of elements of each array stands under its name.
 PLAN_HEAD: Final = np.dtype([("step", "<i4"), ("mask_words", "<i4"), *((name, "<i4") for name, _ in PLAN_ARRAYS)])

@@ -13,7 +13,7 @@ from minisgl.core import BatchPlan
 from minisgl.distributed.group import Group
 from minisgl.distributed.info import ALONE
 from minisgl.engine.engine import Engine
-from minisgl.layout import NO_MASKS, NO_ROW_STATES, PAGE_WRITE, SLOT, Flag
+from minisgl.layout import FULL, NO_MASKS, NO_ROW_STATES, PAGE_WRITE, SLOT, Flag
 from minisgl.native.runner import NativeRunner
 from minisgl.settings.options import EngineConfig
 
@@ -77,7 +77,7 @@ class NativeEngine:
         pages = []
         for span in spans:
             while len(self.mapped[span.row]) * self.size < span.stop:
-                pages.append((span.row, len(self.mapped[span.row]), self.free[-1]))
+                pages.append((FULL, span.row, len(self.mapped[span.row]), self.free[-1]))
                 self.mapped[span.row].append(self.free.pop())
         slots = [(s.row, s.start, s.stop, (Flag.SAMPLES | flags) if s.samples else 0) for s in spans]
         self.plan = BatchPlan(

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from minisgl.core import Batch, Sampling, SeqLayout, StepShape
-from minisgl.layout import NO_SLOTS
+from minisgl.layout import FULL, NO_SLOTS
 from minisgl.triton import decode_io
 
 CAPACITY, PAGE, ROWS, WIDTH = 6, 4, 7, 5
@@ -26,7 +26,7 @@ def test_begin_derives_what_a_step_needs_and_pads_with_the_idle_row():
     slot[2 : 2 + 3], slot[2 + CAPACITY : 5 + CAPACITY] = rows, stops
     slot[2 + 2 * CAPACITY : 2 + 3 * CAPACITY] = [*FLAGS, 9, 9, 9]  # behind those in use stands what was there before
     slot[2 + 3 * CAPACITY : 5 + 3 * CAPACITY] = PLACES
-    slot[2 + 4 * CAPACITY : 2 + 4 * CAPACITY + 3 * len(writes)] = np.array(writes).reshape(-1)
+    slot[2 + 4 * CAPACITY : 2 + 4 * CAPACITY + 4 * len(writes)] = np.array([(FULL, *w) for w in writes]).reshape(-1)
     for row, index, page in writes:
         expected_table[row, index] = page
     size = 5

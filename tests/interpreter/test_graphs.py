@@ -30,7 +30,7 @@ from minisgl.engine.runner import EagerRunner, Parts
 from minisgl.engine.state import LogitPenalties, RowState
 from minisgl.engine.trial import trial_plan
 from minisgl.layers.linear import Stream
-from minisgl.layout import NO_INTS, NO_MASKS, PAGE_WRITE, PROPOSAL, PROPOSED, ROW_STATE, SLOT, Flag
+from minisgl.layout import FULL, NO_INTS, NO_MASKS, PAGE_WRITE, PROPOSAL, PROPOSED, ROW_STATE, SLOT, Flag
 from minisgl.ops.table import load_ops
 from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.plan import decode_flags, penalty_record, row_fields, sampling_flags
@@ -180,7 +180,7 @@ class Traffic:
             p, count = req.sampling_params, len(req.ids)
             slots.append((row, 0, count, Flag.SAMPLES | sampling_flags(req)))
             tokens.append(req.ids)
-            pages += [(row, i, row * WIDTH + i) for i in range(WIDTH)]
+            pages += [(FULL, row, i, row * WIDTH + i) for i in range(WIDTH)]
             states.append((row, row_fields(req)))
             if p.has_penalties:
                 penalties.append(penalty_record(req, row, frozenset({2})))
@@ -193,7 +193,7 @@ class Traffic:
             req = Req(row, NO_INTS, self.params[row], 1, row, 0)
             slots.append((row, self.lens[row], self.lens[row] + 1, decode_flags(req)))
             self.lens[row] += 1
-        return self._plan(slots, NO_INTS, [(rows[0], WIDTH - 1, rows[0] * WIDTH)], [], NO_INTS)
+        return self._plan(slots, NO_INTS, [(FULL, rows[0], WIDTH - 1, rows[0] * WIDTH)], [], NO_INTS)
 
     def draft(self, rows: list[int]) -> BatchPlan:
         """As `decode`, but most of the rows have DRAFTS, and the host thinks that some texts are longer."""
@@ -215,7 +215,7 @@ class Traffic:
             else:
                 self.ready[row] = -1
             slots.append((row, start, start + 1 + count, flags))
-        plan = self._plan(slots, NO_INTS, [(rows[0], WIDTH - 1, rows[0] * WIDTH)], [], NO_INTS)
+        plan = self._plan(slots, NO_INTS, [(FULL, rows[0], WIDTH - 1, rows[0] * WIDTH)], [], NO_INTS)
         return replace(plan, histories=np.concatenate(histories), proposals=np.array(proposals, PROPOSAL))
 
     def collect(self, plan: BatchPlan, result: np.ndarray) -> None:

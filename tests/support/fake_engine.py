@@ -185,7 +185,7 @@ class FakeEngine:
         for move in [*self.moves]:
             if move[0] in written or (move in moves and move[3] == LOAD):
                 self.move(move)
-        for row, index, page in plan.page_writes.tolist():
+        for _, row, index, page in plan.page_writes.tolist():
             self.page_table[row, index] = page
         if self.costs is not None:
             self.seconds += step_seconds(self.costs, plan)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minisgl.core import BatchPlan
-from minisgl.layout import HISTORY_HEAD, NO_MASKS, PAGE_WRITE, SLOT, Flag, words
+from minisgl.layout import FULL, HISTORY_HEAD, NO_MASKS, PAGE_WRITE, SLOT, Flag, words
 from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def trial_plan(
     if tokens is None:
         is_chunk = (records["flags"] & Flag.FROM_DEVICE) == 0
         tokens = np.zeros(int((records["stop"] - records["start"])[is_chunk].sum()), np.int32)
-    return BatchPlan(0, records, tokens, np.array(list(page_writes), PAGE_WRITE), masks=masks)
+    return BatchPlan(0, records, tokens, np.array([(FULL, *write) for write in page_writes], PAGE_WRITE), masks=masks)
 
 
 def largest_prefill(spec: EngineSpec) -> BatchPlan:

@@ -236,7 +236,7 @@ class RowWrites:
         if not self._pages and not self._states:
             return NO_PAGE_WRITES, NO_ROW_STATES, NO_INTS
         entries = np.fromiter(self._pages, np.int64, len(self._pages))
-        pages = np.empty(len(entries), PAGE_WRITE)
+        pages = np.zeros(len(entries), PAGE_WRITE)  # of FULL
         pages["row"] = entries >> 32
         pages["index"] = entries & 0xFFFFFFFF
         pages["page"] = np.fromiter(self._pages.values(), np.int32, len(entries))

@@ -52,7 +52,7 @@ def _begin_decode(
     stop = tl.where(offs < count, stop, 1)
     for first in range(0, num_writes, BLOCK):
         offs_w = first + offs
-        write_ptrs = slot_ptr + 2 + 4 * capacity + 3 * offs_w
+        write_ptrs = slot_ptr + 2 + 4 * capacity + 4 * offs_w + 1  # behind the group
         target = tl.load(write_ptrs, mask=offs_w < num_writes, other=0, volatile=True).to(tl.int64)
         index = tl.load(write_ptrs + 1, mask=offs_w < num_writes, other=0, volatile=True)
         page = tl.load(write_ptrs + 2, mask=offs_w < num_writes, other=0, volatile=True)

@@ -48,7 +48,7 @@ def _place_tokens(
     offs = tl.arange(0, BLOCK)
     for first in range(0, num_writes, BLOCK):
         mask = first + offs < num_writes
-        write_ptrs = page_writes_ptr + 3 * (first + offs)
+        write_ptrs = page_writes_ptr + 4 * (first + offs) + 1  # behind the group
         entry = tl.load(write_ptrs, mask=mask, other=0).to(tl.int64) * stride_table
         entry += tl.load(write_ptrs + 1, mask=mask, other=0)
         tl.store(page_table_ptr + entry, tl.load(write_ptrs + 2, mask=mask, other=0), mask=mask)
@@ -105,7 +105,7 @@ def place_tokens(
     placed: Placed,
     page_size: int,
 ) -> None:
-    """Apply page writes [P, 3], and compute `placed` from the host's inputs, all int32.
+    """Apply page writes [P, 4], and compute `placed` from the host's inputs, all int32.
 
     These are `tokens` [3, T] (`Batch.input_ids`, planned positions, rows), cu_query_lens [B + 1] and logit_tokens [S].
     `lengths` and `drafts` are those of `Drafting`; they are not read without DRAFTS.

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from minisgl.core import Batch, BatchPlan, Sampling, SeqLayout, StepShape
-from minisgl.layout import NO_SLOTS, PAGE_WRITE, ROW_STATE, Flag, words
+from minisgl.layout import FULL, NO_SLOTS, PAGE_WRITE, ROW_STATE, Flag, words
 from minisgl.rounding import round_up
 from minisgl.triton import drafts
 
@@ -78,7 +78,7 @@ class MixedInputs:
         _put(host["cu_query_lens"][first:], ends[decodes:], size)
         pages, states = host["page_writes"].view(PAGE_WRITE), host["row_states"].view(ROW_STATE)
         pages[: len(plan.page_writes)] = plan.page_writes
-        pages[len(plan.page_writes) :] = (self._dummy_row, 0, self._dummy_page)
+        pages[len(plan.page_writes) :] = (FULL, self._dummy_row, 0, self._dummy_page)
         states[: len(plan.row_states)] = plan.row_states
         states[len(plan.row_states) :] = 0
         states["row"][len(plan.row_states) :] = self._dummy_row

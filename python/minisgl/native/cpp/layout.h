@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-constexpr int64_t kLayoutVersion = 895019264;
+constexpr int64_t kLayoutVersion = 909836386;
 
 namespace minisgl {
 
@@ -17,9 +17,9 @@ struct Slot {
 };
 static_assert(sizeof(Slot) == 16);
 struct PageWrite {
-    int32_t row, index, page;
+    int32_t group, row, index, page;
 };
-static_assert(sizeof(PageWrite) == 12);
+static_assert(sizeof(PageWrite) == 16);
 struct Row {
     int64_t noise_key;
     float temperature;
